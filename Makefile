@@ -1,0 +1,39 @@
+# The constraints pin what CI tests, torch included (2.13.0: on Linux the default index has its CUDA
+# build). For the newest of everything: make clean && make demo CONSTRAINTS=/dev/null
+PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+TYPECHECK := .cache/typecheck/graphshard
+
+.PHONY: demo test lint clean
+
+demo: $(STAMP)
+	$(BIN)/python -m graphshard demo
+
+# The ranks of a test share the cores, so each gets one thread. Inductor's cache is kept between
+# tests and runs: most of a test's time would otherwise go to compiling the same kernels again.
+test: export OMP_NUM_THREADS ?= 1
+test: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
+test: lint
+	$(BIN)/pytest
+
+# mypy checks the links made here; [tool.mypy] in pyproject.toml says why.
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf $(TYPECHECK)
+	mkdir -p $(TYPECHECK)
+	ln -s $(CURDIR)/graphshard/* $(CURDIR)/passes $(TYPECHECK)
+	$(BIN)/mypy
+
+# -c and not PIP_CONSTRAINT: that would also bind the isolated build, which needs no pins.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -c $(CONSTRAINTS) -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

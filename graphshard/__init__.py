@@ -1,0 +1,9 @@
+"""Fully sharded training that is compiled, from one line.
+
+    model = torch.compile(model, backend=graphshard.backend(mesh))
+"""
+
+from .backend import Backend, backend
+
+__version__ = "0.1.0"
+__all__ = ["Backend", "__version__", "backend"]

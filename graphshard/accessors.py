@@ -1,0 +1,173 @@
+"""How a sharded module's forward comes to full parameters while everyone else sees DTensors.
+
+The class of a module that owns sharded parameters becomes a subclass with one property per
+parameter. Under tracing the property yields ``graphshard::unshard(leaf)``; in an eager part of a
+forward (a graph break, a plain call of the model) it runs that op for real; anywhere else it yields
+the DTensor. ``_parameters`` holds the DTensor, so ``named_parameters``, ``state_dict`` and
+``torch.distributed.checkpoint`` never meet the property.
+
+Classes are shared by all modules of one class with equally laid out parameters: graphs are compiled
+once for all equal layers, because Dynamo guards on the class and not on the module.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ._torch import RESUMED, BackendError, frames, parameters_of
+from .link import Layout, Link, link_of
+
+_MODEL = "_graphshard_model"
+_FORWARD = ("forward", "_call_impl", "_wrapped_call_impl")
+
+
+def leaf_name(name: str) -> str:
+    return f"_leaf_of_{name}"
+
+
+class ShardedModule:
+    """Mixed in before the module's own class: keeps leaves and DTensors linked."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        relink(self)  # type: ignore[arg-type]
+        return result
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
+        relink(self)  # type: ignore[arg-type]
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        relink(self)  # type: ignore[arg-type]
+
+
+def install(module: nn.Module, links: dict[str, Link], model: object) -> None:
+    """Give ``module`` its accessors and leaves; ``links`` holds all its sharded parameters."""
+    markers = tuple((name, link.layout.marker()) for name, link in links.items())
+    module.__class__ = _sharded_class(type(module), markers)
+    module.__dict__.pop("_flat_weights", None)  # nn.RNNBase: a property from now on
+    for name, link in links.items():
+        _set_leaf(module, name, link)
+    adopt(module, model)
+
+
+def adopt(module: nn.Module, model: object) -> None:
+    """Note which sharded model ``module`` is part of; modules without parameters are, too."""
+    module.__dict__[_MODEL] = model
+
+
+def model_of(module: nn.Module) -> Any:
+    return module.__dict__.get(_MODEL)
+
+
+def _set_leaf(module: nn.Module, name: str, link: Link) -> None:
+    parameters_of(module)[name] = link.dtensor
+    module.__dict__[leaf_name(name)] = link.leaf
+    link.own(module, name)
+
+
+@functools.cache
+def _sharded_class(cls: type, markers: tuple[tuple[str, Any], ...]) -> type:
+    namespace: dict[str, Any] = {
+        name: _accessor(name, op, args) for name, (op, args) in markers
+    }
+    # Libraries look at a module's class name (transformers picks the loss by it).
+    namespace.update(
+        __module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__
+    )
+    namespace["_sharded_names"] = tuple(name for name, _ in markers)
+    if issubclass(cls, nn.RNNBase):
+        namespace["_flat_weights"] = property(_flat_weights, lambda self, value: None)
+    return type(cls)(cls.__name__, (ShardedModule, cls), namespace)
+
+
+def _flat_weights(self: nn.RNNBase) -> list[Any]:
+    # nn.RNNBase keeps a list of its parameters beside them.
+    return [getattr(self, name, None) for name in self._flat_weights_names]
+
+
+def _accessor(name: str, op: Any, args: tuple[Any, ...]) -> property:
+    leaf = leaf_name(name)
+
+    def get(self: nn.Module) -> Any:
+        if torch.compiler.is_compiling():
+            return op(getattr(self, leaf), *args)
+        return _eager_value(self, name)
+
+    return property(get)
+
+
+def _eager_value(module: nn.Module, name: str) -> Any:
+    if name not in parameters_of(module):
+        raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+    param = parameters_of(module)[name]
+    if param is None or not _in_forward(model_of(module)):
+        return param
+    link = link_of(module.__dict__[leaf_name(name)])
+    assert link is not None
+    return link.unshard()
+
+
+def _in_forward(model: object) -> bool:
+    """Whether a forward of ``model``, or of a part of it, is on the Python stack.
+
+    Nothing can be set on entry to a forward and reset on its exit: Dynamo would trace that too,
+    and a graph break in between would leave it set.
+    """
+    for frame in frames(2):
+        name = frame.f_code.co_name
+        if name in _FORWARD or name.startswith(RESUMED):
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and model_of(owner) is model:
+                return True
+    return False
+
+
+def relink(module: nn.Module) -> None:
+    """Attach new leaves where this module's DTensors, or their storages, were replaced."""
+    for name in type(module)._sharded_names:  # type: ignore[attr-defined]
+        param = parameters_of(module).get(name)
+        old = link_of(module.__dict__.get(leaf_name(name)))
+        if param is None:
+            continue
+        if not isinstance(param, DTensor):
+            fqn = old.fqn if old else name
+            raise BackendError(
+                f"parameter {fqn!r} is sharded, but was replaced by a plain "
+                f"{type(param).__name__}: load a state dict of DTensors, or load without assign"
+            )
+        link = _link_for(param, old)
+        if old is not None and old is not link:
+            old.disown(module, name)
+        if not link.attached_to(param):
+            link.attach(param)
+        _set_leaf(module, name, link)
+
+
+def _link_for(param: DTensor, old: Link | None) -> Link:
+    known = link_of(param)
+    if old is not None and old.dtensor is param:
+        return old
+    if known is not None and known.dtensor in (None, param):
+        return known
+    like = known or old
+    assert like is not None
+    _check_layout(param, like.layout, like.fqn)
+    return Link(like.layout, like.fqn)
+
+
+def _check_layout(param: DTensor, layout: Layout, fqn: str) -> None:
+    want = (tuple(layout.shape), (layout.placement,))
+    have = (tuple(param.shape), tuple(param.placements))
+    if have != want or param.device_mesh != layout.mesh:
+        raise BackendError(
+            f"parameter {fqn!r} was replaced by a DTensor of shape and placements {have} on "
+            f"{param.device_mesh}: it has to be {want} on {layout.mesh}"
+        )
+

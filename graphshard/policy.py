@@ -1,0 +1,97 @@
+"""What a user may ask for, frozen, and checked here once, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+COMPILERS = ("inductor", "aot_eager")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of ``graphshard.backend`` and ``graphshard.shard``; see ``backend``."""
+
+    mesh: DeviceMesh | None = None
+    reshard_after_forward: bool = True
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
+    ignored_params: frozenset[nn.Parameter] = frozenset()
+    overrides: dict[str, Any] | None = None
+    fp8: Any = None
+    schedule: Any = None
+    compiler: str = "inductor"
+    dump: str | None = None
+    sync_module_states: bool = True
+
+    def __post_init__(self) -> None:
+        if self.mesh is not None:
+            check_mesh(self.mesh)
+        if not isinstance(self.reshard_after_forward, bool):
+            raise ValueError(
+                f"reshard_after_forward={self.reshard_after_forward!r}: must be True (ZeRO-3: "
+                "gather again in backward) or False (ZeRO-2: keep gathered parameters)"
+            )
+        if self.compiler not in COMPILERS:
+            raise ValueError(f"compiler={self.compiler!r}: must be one of {COMPILERS}")
+        object.__setattr__(self, "ignored_params", _parameters(self.ignored_params))
+        self._refuse_what_is_not_built()
+
+    def _refuse_what_is_not_built(self) -> None:
+        defaults = {
+            "mp_policy": MixedPrecisionPolicy(),
+            "offload_policy": OffloadPolicy(),
+            "overrides": None,
+            "fp8": None,
+            "schedule": None,
+            "dump": None,
+        }
+        for name, default in defaults.items():
+            value = getattr(self, name)
+            if value != default:
+                raise ValueError(
+                    f"{name}={value!r}: not supported yet, leave it at its default ({default!r})"
+                )
+
+    def fingerprint(self) -> str:
+        """What has to be equal on all ranks, as text."""
+        return f"reshard_after_forward={self.reshard_after_forward}, compiler={self.compiler!r}, " \
+               f"sync_module_states={self.sync_module_states}"
+
+
+def _parameters(params: Iterable[nn.Parameter] | None) -> frozenset[nn.Parameter]:
+    found = frozenset(params or ())
+    for param in found:
+        if not isinstance(param, nn.Parameter):
+            raise ValueError(
+                f"ignored_params holds a {type(param).__name__}: give the nn.Parameter objects"
+            )
+    return found
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"mesh={mesh!r}: must be a torch.distributed.device_mesh.DeviceMesh or None"
+        )
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names or tuple(mesh.shape)}: one axis is "
+            "supported; slice it, as in mesh['shard']"
+        )
+
+
+def default_mesh(device_type: str) -> DeviceMesh:
+    """A 1D mesh over the default process group."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            "mesh=None: there is no process group; call torch.distributed.init_process_group "
+            "(and launch with torchrun) before the first step"
+        )
+    return init_device_mesh(device_type, (dist.get_world_size(),))

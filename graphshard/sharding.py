@@ -1,0 +1,248 @@
+"""Turns a module's parameters into shards, in place: check, agree, broadcast, split, re-point.
+
+Nothing is changed before all ranks have said, in one exchange, what they are about to shard and
+that they found no fault with it. Then one parameter after the other is made equal on all ranks,
+split, and its full copy freed, so that the peak is the full model plus one parameter.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ._torch import BackendError, is_traceable_wrapper_subclass, parameters_of, share_hooks
+from .accessors import adopt, install
+from .link import Layout, Link, link_of
+from .policy import Options
+
+_FOREIGN = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel, DataParallel)
+
+
+@dataclass(eq=False)
+class Model:
+    """What is known of one sharded module tree; shared by all its modules."""
+
+    name: str
+    breaks: list[str] = field(default_factory=list)
+    warned: bool = False
+
+
+class StaleParameter(nn.Parameter):
+    """What a parameter's object becomes once sharded: whoever still holds it is told so."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(
+            "this parameter was sharded by graphshard and is held by a list made before the first "
+            "step: take model.parameters() again"
+        )
+
+
+def shard_module(root: nn.Module, mesh: DeviceMesh, options: Options, *, in_use: bool) -> Model:
+    """Shard every parameter of ``root`` in place.
+
+    Args:
+        in_use: an eager part of the running forward may hold full parameters already; they are
+            then kept for its backward, and their gradients delivered to the shards.
+
+    Raises:
+        BackendError: on every rank, if any rank's module cannot be sharded or ranks differ.
+    """
+    owners = _owners(root, options.ignored_params)
+    fault = _fault(root, owners, mesh)
+    on_meta = any(owner.param.is_meta for owner in owners)
+    _agree(root, owners, fault, mesh, options)
+    model = Model(type(root).__name__)
+    with torch.no_grad(), torch.inference_mode(False):
+        if options.sync_module_states and not on_meta:
+            for buffer in root.buffers():
+                _broadcast(buffer, mesh)
+        replaced = {}
+        for owner in owners:
+            if options.sync_module_states and not on_meta:
+                _broadcast(owner.param, mesh)
+            replaced[owner.param] = _shard_parameter(owner, mesh, options)
+            _retire(owner.param, replaced[owner.param], in_use)
+        _install(root, owners, replaced, model)
+        _repoint_optimizers(replaced)
+        if not in_use:
+            for param in replaced:
+                param.__class__ = StaleParameter
+    return model
+
+
+@dataclass(eq=False)
+class _Owned:
+    """One parameter, its first FQN, and every (module, name) that holds it."""
+
+    fqn: str
+    param: nn.Parameter
+    at: list[tuple[nn.Module, str]]
+
+
+def _owners(root: nn.Module, ignored: frozenset[nn.Parameter]) -> list[_Owned]:
+    found: dict[nn.Parameter, _Owned] = {}
+    for prefix, module in root.named_modules():
+        for name, param in parameters_of(module).items():
+            if param is None or param in ignored or link_of(param) is not None:
+                continue
+            fqn = f"{prefix}.{name}" if prefix else name
+            found.setdefault(param, _Owned(fqn, param, [])).at.append((module, name))
+    return list(found.values())
+
+
+def _fault(root: nn.Module, owners: list[_Owned], mesh: DeviceMesh) -> str | None:
+    """What keeps this rank from sharding, or None."""
+    for name, module in root.named_modules():
+        if isinstance(module, _FOREIGN):
+            return (
+                f"module {name or type(root).__name__!r} is already wrapped by "
+                f"{_wrapper_name(module)}: give graphshard the plain module"
+            )
+    devices = {owner.param.device.type for owner in owners}
+    for owner in owners:
+        fault = _parameter_fault(owner.param, mesh, devices)
+        if fault is not None:
+            return f"parameter {owner.fqn!r} {fault}"
+    return None
+
+
+def _wrapper_name(module: nn.Module) -> str:
+    return next(kind.__name__ for kind in _FOREIGN if isinstance(module, kind))
+
+
+def _parameter_fault(param: nn.Parameter, mesh: DeviceMesh, devices: set[str]) -> str | None:
+    if isinstance(param, DTensor):
+        return f"is a DTensor of {param.placements} already: give graphshard the plain module"
+    if is_traceable_wrapper_subclass(param.data):
+        return f"is a {type(param.data).__name__}: only plain tensors can be sharded"
+    if isinstance(param, nn.parameter.UninitializedParameter):
+        return "is lazy: run one forward, or give its shape, before sharding"
+    if param.is_meta and devices == {"meta"}:
+        return None
+    if param.is_meta:
+        return "is on the meta device while others are not: use to_empty() and initialise it"
+    if param.device.type != mesh.device_type:
+        return f"is on {param.device}, the mesh on {mesh.device_type}: move one of them"
+    return None
+
+
+def _agree(
+    root: nn.Module, owners: list[_Owned], fault: str | None, mesh: DeviceMesh, options: Options
+) -> None:
+    """Exchange what every rank is about to shard; raise on all ranks if one cannot, or differs."""
+    mine = {owner.fqn: _describe(owner.param) for owner in owners}
+    mine |= {name: _describe(buffer) for name, buffer in root.named_buffers()}
+    mine |= {"options": options.fingerprint()}
+    every: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(every, (fault, mine), group=mesh.get_group())
+    for rank, (theirs, _) in enumerate(every):
+        if theirs is not None:
+            raise BackendError(f"rank {rank} of the mesh: {theirs}")
+    first = every[0][1]
+    for rank, (_, other) in enumerate(every):
+        for name in [*first, *other]:
+            if first.get(name) != other.get(name):
+                raise BackendError(
+                    f"{name!r} differs between ranks: {first.get(name, 'missing')} on rank 0 of "
+                    f"the mesh, {other.get(name, 'missing')} on rank {rank}"
+                )
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    text = f"{tensor.dtype} {tuple(tensor.shape)}"
+    if tensor.requires_grad:
+        text += " requires_grad"
+    return text + " with a gradient" if tensor.grad is not None else text
+
+
+def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Make ``tensor`` equal to the first rank's, in place; as bytes, which every backend takes."""
+    if tensor.numel() == 0:
+        return
+    group = mesh.get_group()
+    whole = tensor.detach().contiguous()
+    source = dist.get_global_rank(group, 0)
+    dist.broadcast(whole.view(-1).view(torch.uint8), src=source, group=group)
+    if whole.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(whole)
+
+
+def _shard_parameter(owner: _Owned, mesh: DeviceMesh, options: Options) -> Link:
+    old = owner.param
+    layout = Layout(old.shape, mesh, options.reshard_after_forward)
+    new = nn.Parameter(layout.dtensor(layout.padded_shard(old)), requires_grad=old.requires_grad)
+    new.__dict__.update(old.__dict__)
+    share_hooks(old, new)
+    link = Link(layout, owner.fqn)
+    link.attach(new)  # type: ignore[arg-type]
+    if old.grad is not None:
+        _deliver_full(link, old.grad)
+        old.grad = None
+    return link
+
+
+def _retire(old: nn.Parameter, link: Link, in_use: bool) -> None:
+    """Free the full copy now, though a trace that is under way still refers to the object."""
+    if not in_use:
+        old.data = old.data.new_empty(0)
+    elif old.requires_grad:
+        old.register_post_accumulate_grad_hook(lambda full: _deliver_late(link, full))
+
+
+def _deliver_full(link: Link, grad: torch.Tensor) -> None:
+    """A full gradient that no graph of ours made: average it over the ranks and keep our part."""
+    group = link.layout.mesh.get_group()
+    mean = grad.detach().contiguous() / dist.get_world_size(group)
+    dist.all_reduce(mean, group=group)
+    link.deliver(link.layout.padded_shard(mean))
+
+
+def _deliver_late(link: Link, full: nn.Parameter) -> None:
+    assert full.grad is not None
+    _deliver_full(link, full.grad)
+    full.grad = None
+
+
+def _install(
+    root: nn.Module, owners: list[_Owned], links: dict[nn.Parameter, Link], model: Model
+) -> None:
+    by_module: dict[nn.Module, dict[str, Link]] = {}
+    for owner in owners:
+        for module, name in owner.at:
+            by_module.setdefault(module, {})[name] = links[owner.param]
+    for module in root.modules():
+        adopt(module, model)
+    for module, of_module in by_module.items():
+        install(module, of_module, model)
+
+
+def _repoint_optimizers(links: dict[nn.Parameter, Link]) -> None:
+    """Live optimizers that hold a sharded parameter get its DTensor, in groups and in state."""
+    for optimizer in gc.get_objects():
+        if not issubclass(type(optimizer), torch.optim.Optimizer):
+            continue
+        for group in optimizer.param_groups:
+            params = group["params"]
+            params[:] = [links[p].dtensor if p in links else p for p in params]
+        for old in [p for p in optimizer.state if p in links]:
+            link = links[old]
+            state = optimizer.state.pop(old)
+            optimizer.state[link.dtensor] = {k: _shard_state(v, link) for k, v in state.items()}
+
+
+def _shard_state(value: Any, link: Link) -> Any:
+    """Optimizer state of the parameter's shape is split like it; the rest (step) is kept."""
+    layout = link.layout
+    if isinstance(value, torch.Tensor) and value.shape == layout.shape and layout.rows is not None:
+        return layout.dtensor(layout.padded_shard(value))
+    return value

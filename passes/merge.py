@@ -1,0 +1,56 @@
+"""Joint graph: one gather and one reduction for each parameter, however often it is used.
+
+Tied weights and modules called twice read their parameter several times:
+
+    before   a = unshard(p)   b = unshard(p)   ...   g = add(reduce_grad(da), reduce_grad(db))
+    after    a = unshard(p)                    ...   g = reduce_grad(add(da, db))
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from graphshard.ops import REDUCE, UNSHARD
+
+_add = torch.ops.aten.add.Tensor
+
+
+def merge(gm: fx.GraphModule) -> None:
+    """Merge equal markers of ``gm``, a joint graph or the graph of an inference, in place."""
+    _merge_unshards(gm.graph)
+    _merge_reductions(gm.graph)
+
+
+def _merge_unshards(graph: fx.Graph) -> None:
+    first: dict[tuple[object, ...], fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.target in UNSHARD:
+            kept = first.setdefault((node.target, *node.args), node)
+            if kept is not node:
+                node.replace_all_uses_with(kept)
+                graph.erase_node(node)
+
+
+def _merge_reductions(graph: fx.Graph) -> None:
+    # In graph order, so that a chain of additions folds from its start.
+    for node in list(graph.nodes):
+        if node.target is not _add or node.kwargs or len(node.args) != 2:
+            continue
+        left, right = node.args
+        if not (_is_reduction(left) and _is_reduction(right)) or left.args[1:] != right.args[1:]:
+            continue
+        if left.target is not right.target or len(left.users) > 1 or len(right.users) > 1:
+            continue
+        with graph.inserting_before(node):
+            total = graph.call_function(_add, (left.args[0], right.args[0]))
+            reduced = graph.call_function(left.target, (total, *left.args[1:]))
+        total.meta = {**node.meta, "val": left.args[0].meta["val"]}
+        reduced.meta = dict(node.meta)
+        node.replace_all_uses_with(reduced)
+        for gone in (node, left, right):
+            graph.erase_node(gone)
+
+
+def _is_reduction(node: object) -> bool:
+    return isinstance(node, fx.Node) and node.target in REDUCE

@@ -1,0 +1,147 @@
+"""The source archive, the wheel and an editable install all give the package that we mean.
+
+graphshard.passes lives in the top-level folder passes/, and a mistake in that mapping shows only
+once the package is installed. So each kind of install goes into its own virtual environment, and
+is looked at from there by an isolated interpreter that never sees the source tree.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = ("pyproject.toml", "README.md", "LICENSE")
+# Folder in the source tree -> folder when installed.
+FOLDERS = {"graphshard": "graphshard", "passes": "graphshard/passes"}
+
+# Run inside an environment: prints what it has of graphshard.
+LOOK = """
+import importlib.metadata, importlib.util, json
+import graphshard, graphshard.passes
+
+dist = importlib.metadata.distribution("graphshard")
+(entry,) = importlib.metadata.entry_points(group="torch_dynamo_backends", name="graphshard")
+print(json.dumps({
+    "graphshard": graphshard.__file__,
+    "passes": graphshard.passes.__file__,
+    "passes_name": graphshard.passes.__name__,
+    "top_level_passes": importlib.util.find_spec("passes") is not None,
+    "metadata": str(dist.locate_file("")),
+    "files": [str(f) for f in dist.files],
+    "entry": entry.value,
+    "entry_loads": callable(entry.load()),
+}))
+"""
+
+
+def run(*args: object, cwd: Path) -> str:
+    done = subprocess.run(
+        [str(arg) for arg in args], cwd=cwd, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{args}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def modules() -> set[str]:
+    """Every module of the source tree, by its path when installed."""
+    return {
+        f"{target}/{path.relative_to(ROOT / source).as_posix()}"
+        for source, target in FOLDERS.items()
+        for path in (ROOT / source).rglob("*.py")
+    }
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is packaged, so that building leaves nothing in the real tree."""
+    copy = tmp_path_factory.mktemp("source")
+    for name in FILES:
+        shutil.copy(ROOT / name, copy)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def archives(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    out = tmp_path_factory.mktemp("dist")
+    # Asked for neither --sdist nor --wheel, build makes the wheel from the sdist.
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source, cwd=out)
+    (sdist,) = out.glob("*.tar.gz")
+    (wheel,) = out.glob("*.whl")
+    return {"sdist": sdist, "wheel": wheel}
+
+
+def environment(path: Path) -> Path:
+    """A new environment that sees this one's packages as well. Returns its interpreter.
+
+    Where this one's own graphshard is an editable install, the new environment does not see it:
+    Python reads no .pth file in a folder that was itself added by one. Where it is a plain
+    install, it comes later on the path than the new environment's own.
+    """
+    venv.create(path)
+    python = path / "bin" / "python"
+    inner = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=path)
+    outer = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    Path(inner.strip(), "outer.pth").write_text("".join(f"{folder}\n" for folder in sorted(outer)))
+    return python
+
+
+def install_and_look(path: Path, *what: object) -> dict[str, Any]:
+    python = environment(path)
+    # --ignore-installed: pip must not take the outer environment's graphshard for this one's.
+    options = ("--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed")
+    run(sys.executable, "-m", "pip", "--python", python, "install", *options, *what, cwd=path)
+    seen: dict[str, Any] = json.loads(run(python, "-I", "-c", LOOK, cwd=path))
+    return seen
+
+
+def test_sdist_holds_all_that_the_build_needs(archives: dict[str, Path]) -> None:
+    with tarfile.open(archives["sdist"]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    sources = {
+        path.relative_to(ROOT).as_posix()
+        for name in FOLDERS
+        for path in (ROOT / name).rglob("*.py")
+    }
+    assert {*FILES, "graphshard/py.typed", *sources} <= names
+
+
+def test_wheel_holds_every_module_and_one_package(archives: dict[str, Path]) -> None:
+    with zipfile.ZipFile(archives["wheel"]) as archive:
+        names = set(archive.namelist())
+    assert {name for name in names if name.endswith(".py")} == modules()
+    assert "graphshard/py.typed" in names
+    tops = {name.partition("/")[0] for name in names}
+    assert len(tops) == 2, tops
+    assert all(top == "graphshard" or top.endswith(".dist-info") for top in tops), tops
+
+
+@pytest.mark.parametrize("kind", ["sdist", "wheel", "editable"])
+def test_install(kind: str, source: Path, archives: dict[str, Path], tmp_path: Path) -> None:
+    what = ("--editable", source) if kind == "editable" else (archives[kind],)
+    seen = install_and_look(tmp_path, *what)
+
+    metadata = Path(seen["metadata"])
+    assert metadata.is_relative_to(tmp_path)
+    # An editable install's modules stay where they were, passes/ under its own name.
+    package = (source if kind == "editable" else metadata) / "graphshard"
+    passes = source / "passes" if kind == "editable" else package / "passes"
+    assert Path(seen["graphshard"]) == package / "__init__.py"
+    assert Path(seen["passes"]) == passes / "__init__.py"
+    assert seen["passes_name"] == "graphshard.passes"
+    assert not seen["top_level_passes"]
+    assert (package / "py.typed").is_file()
+
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in seen["files"])
+    assert seen["entry"] == "graphshard.backend:from_string"
+    assert seen["entry_loads"]
