@@ -3,7 +3,7 @@
     model = torch.compile(model, backend=graphshard.backend(mesh))
 """
 
-from .backend import Backend, backend
+from .backend import Backend, backend, shard
 
 __version__ = "0.1.0"
-__all__ = ["Backend", "__version__", "backend"]
+__all__ = ["Backend", "__version__", "backend", "shard"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.eval_frame import innermost_backend, skip_code
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import counters
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import ChainedSource, Guard, Source
 from torch._inductor.compile_fx import compile_fx
@@ -88,6 +91,11 @@ class Trace:
             except Exception:  # a source that Dynamo cannot evaluate outside its guards
                 continue
 
+    def owner(self) -> nn.Module | None:
+        """The module whose method is being traced, if it is one."""
+        owner = self._tx.f_locals.get("self")
+        return owner if isinstance(owner, nn.Module) else None
+
     def is_resumed(self) -> bool:
         """Whether the frame goes on after a graph break."""
         return self._tx.f_code.co_name.startswith(RESUMED)
@@ -110,6 +118,26 @@ class Trace:
         self._tx.output.guards.add(source.make_guard(create))
 
 
+def on_compile_start(act: Callable[[Any], None]) -> None:
+    """Have ``act`` called before Dynamo traces a frame, of whatever backend.
+
+    ``torch._dynamo.reset()`` forgets it (torch/_dynamo/callback.py), so it is asked for repeatedly.
+    """
+    handler = torch._dynamo.callback_handler
+    if act not in handler.start_callbacks:
+        handler.register_start_callback(act)
+
+
+def run_as_python(function: Any) -> None:
+    """Dynamo inlines ``function`` into traces, but never compiles a call of it from Python."""
+    skip_code(function.__code__)
+
+
+def graph_break_reasons() -> list[str]:
+    """First lines of all reasons counted since the last reset (torch/_dynamo/utils.py)."""
+    return [reason.splitlines()[0] for reason in counters["graph_break"]]
+
+
 def sources(gm: fx.GraphModule) -> list[Source]:
     """The Dynamo source of every placeholder, in order."""
     return [n._dynamo_source for n in gm.graph.nodes if n.op == "placeholder"]  # type: ignore[attr-defined]
@@ -119,22 +147,60 @@ def source_name(source: Source) -> str:
     return source.name if isinstance(source.name, str) else source.name()
 
 
-def is_dynamo_entry(frame: Any) -> bool:
-    """Whether ``frame`` is where ``torch.compile`` hands over to Dynamo (eval_frame.py)."""
-    return (
-        frame.f_code.co_name == "compile_wrapper" and frame.f_globals["__name__"] == _EVAL_FRAME
-    )
-
-
-_EVAL_FRAME = "torch._dynamo.eval_frame"
-
-
 def frames(depth: int = 1) -> Iterator[Any]:
     """The Python stack, innermost first."""
     frame = sys._getframe(depth + 1)
     while frame is not None:
         yield frame
         frame = frame.f_back  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class CompiledCall:
+    """The call of compiled code that is under way.
+
+    Attributes:
+        module: the module that is compiled, None where a function is.
+        running: modules with a method that Dynamo left to Python, outermost first.
+        backend: what ``torch.compile`` was given as its backend; ``options`` likewise.
+    """
+
+    module: nn.Module | None = None
+    running: tuple[nn.Module, ...] = ()
+    backend: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def compiled_call() -> CompiledCall:
+    """Read the stack from here to where ``torch.compile`` was entered first (eval_frame.py)."""
+    stack = list(frames())
+    entries = [i for i, frame in enumerate(stack) if _is_dynamo_entry(frame)]
+    if not entries:
+        return CompiledCall()
+    methods = [f for f in reversed(stack[: entries[-1]]) if f.f_code.co_name not in _MODULE_CALL]
+    running = tuple(m for m in map(module_of_method, methods) if m is not None)
+    caller = stack[entries[-1] + 1] if entries[-1] + 1 < len(stack) else None
+    called = caller is not None and caller.f_code.co_name in _MODULE_CALL
+    module = module_of_method(caller) if called else None
+    # torch.compile wraps what it is given in a _TorchCompileWrapper (torch/__init__.py).
+    given = innermost_backend(stack[entries[-1]].f_locals["callback"])
+    options = getattr(given, "kwargs", {}).get("options", {})
+    return CompiledCall(module, running, getattr(given, "compiler_fn", given), options)
+
+
+_MODULE_CALL = ("__call__", "_call_impl", "_wrapped_call_impl")
+
+
+def _is_dynamo_entry(frame: Any) -> bool:
+    name = frame.f_globals.get("__name__")
+    return frame.f_code.co_name == "compile_wrapper" and name == "torch._dynamo.eval_frame"
+
+
+def module_of_method(frame: Any) -> nn.Module | None:
+    """The module that the frame's first argument is, if it is one."""
+    code = frame.f_code
+    owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    return getattr(owner, "_orig_mod", owner) if isinstance(owner, nn.Module) else None
 
 
 # --- torch/nn/modules/module.py ------------------------------------------------------------------

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ._torch import RESUMED, BackendError, frames, parameters_of
-from .link import Layout, Link, link_of
+from ._torch import RESUMED, BackendError, compiled_call, frames, module_of_method, parameters_of, run_as_python
+from .link import Layout, Link, Model, link_of
 
 _MODEL = "_graphshard_model"
 _FORWARD = ("forward", "_call_impl", "_wrapped_call_impl")
@@ -47,7 +47,7 @@ class ShardedModule:
         relink(self)  # type: ignore[arg-type]
 
 
-def install(module: nn.Module, links: dict[str, Link], model: object) -> None:
+def install(module: nn.Module, links: dict[str, Link], model: Model) -> None:
     """Give ``module`` its accessors and leaves; ``links`` holds all its sharded parameters."""
     markers = tuple((name, link.layout.marker()) for name, link in links.items())
     module.__class__ = _sharded_class(type(module), markers)
@@ -57,12 +57,12 @@ def install(module: nn.Module, links: dict[str, Link], model: object) -> None:
     adopt(module, model)
 
 
-def adopt(module: nn.Module, model: object) -> None:
+def adopt(module: nn.Module, model: Model) -> None:
     """Note which sharded model ``module`` is part of; modules without parameters are, too."""
     module.__dict__[_MODEL] = model
 
 
-def model_of(module: nn.Module) -> Any:
+def model_of(module: nn.Module) -> Model | None:
     return module.__dict__.get(_MODEL)
 
 
@@ -100,9 +100,11 @@ def _accessor(name: str, op: Any, args: tuple[Any, ...]) -> property:
             return op(getattr(self, leaf), *args)
         return _eager_value(self, name)
 
+    run_as_python(get)
     return property(get)
 
 
+@torch.compiler.disable
 def _eager_value(module: nn.Module, name: str) -> Any:
     if name not in parameters_of(module):
         raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
@@ -111,10 +113,12 @@ def _eager_value(module: nn.Module, name: str) -> Any:
         return param
     link = link_of(module.__dict__[leaf_name(name)])
     assert link is not None
+    if not link.model.warned and compiled_call().backend is not None:
+        link.model.eager.setdefault(type(module).__name__)
     return link.unshard()
 
 
-def _in_forward(model: object) -> bool:
+def _in_forward(model: Model | None) -> bool:
     """Whether a forward of ``model``, or of a part of it, is on the Python stack.
 
     Nothing can be set on entry to a forward and reset on its exit: Dynamo would trace that too,
@@ -123,8 +127,8 @@ def _in_forward(model: object) -> bool:
     for frame in frames(2):
         name = frame.f_code.co_name
         if name in _FORWARD or name.startswith(RESUMED):
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, nn.Module) and model_of(owner) is model:
+            owner = module_of_method(frame)
+            if owner is not None and model_of(owner) is model:
                 return True
     return False
 
@@ -159,7 +163,7 @@ def _link_for(param: DTensor, old: Link | None) -> Link:
     like = known or old
     assert like is not None
     _check_layout(param, like.layout, like.fqn)
-    return Link(like.layout, like.fqn)
+    return Link(like.layout, like.fqn, like.model)
 
 
 def _check_layout(param: DTensor, layout: Layout, fqn: str) -> None:
@@ -170,4 +174,3 @@ def _check_layout(param: DTensor, layout: Layout, fqn: str) -> None:
             f"parameter {fqn!r} was replaced by a DTensor of shape and placements {have} on "
             f"{param.device_mesh}: it has to be {want} on {layout.mesh}"
         )
-

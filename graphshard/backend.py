@@ -1,14 +1,19 @@
 """The Dynamo backend: finds the model, shards it at the first compile, hands graphs to a compiler.
 
-    first call     full parameters among the graph's inputs ─► shard their model ─► trace again
+    first call     a module is compiled   ─► shard it before Dynamo traces its first frame
+                   a function is compiled ─► full parameters among its graph's inputs: shard the
+                                             models that own them, have Dynamo trace again
     every compile  leaves among the inputs ─► guard their links ─► compile ─► record the plans
+
+A module is sharded before the trace and not after it, because Dynamo may leave its whole forward to
+Python (``nn.LSTM``, a graph break in a loop): then no graph with a parameter ever comes here.
 """
 
 from __future__ import annotations
 
-import logging
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+import inspect
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,17 +21,14 @@ from tabulate import tabulate
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
 
-from ._torch import BackendError, Trace, frames, is_dynamo_entry, source_name, sources
+from ._torch import BackendError, CompiledCall, Trace, compiled_call, on_compile_start, source_name, sources
 from .accessors import model_of
 from .handoff import PlanRecord, compile_graph
-from .link import in_sync, link_of
+from .link import Link, Model, in_sync, link_of
 from .plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Plan
-from .policy import Options, check_mesh, default_mesh
-from .sharding import Model, shard_module
-
-log = logging.getLogger(__name__)
+from .policy import Options, default_mesh
+from .sharding import shard_module
 
 
 class Backend:
@@ -34,21 +36,37 @@ class Backend:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self._mesh = options.mesh
         self._records: list[PlanRecord] = []
+        on_compile_start(_before_trace)
 
     def __call__(
-        self, gm: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
     ) -> Any:
-        trace = Trace()
-        if self._shard_plain(trace, gm, inputs):
+        """Called by Dynamo; ``mode`` and ``options`` are torch.compile's, for Inductor."""
+        trace, call = Trace(), compiled_call()
+        if self._shard_plain(trace, gm, inputs, call):
             raise trace.retrace("graphshard sharded the model")
         if not self._sync_links(trace, gm, inputs):
             raise trace.retrace("requires_grad of a sharded parameter changed")
         links = [link_of(value) for value in inputs]
+        _note_breaks(trace, links, call)
         record = PlanRecord(gm, [link.fqn if link else "" for link in links], self.options.compiler)
         self._records.append(record)
-        return compile_graph(gm, inputs, record, self.options.compiler, options or {})
+        patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **(options or {})}
+        return compile_graph(gm, inputs, record, self.options.compiler, patches)
+
+    def shard_compiled(self, root: nn.Module) -> None:
+        """Shard a module that ``torch.compile`` was given, before Dynamo traces its first frame."""
+        plain = [p for p in root.parameters() if _is_plain_parameter(p)]
+        plain = [p for p in plain if p not in self.options.ignored_params]
+        if plain:
+            mesh = self.options.mesh or default_mesh(plain[0].device.type)
+            shard_module(root, mesh, self.options, in_use=False, allow_meta=False)
 
     @property
     def plans(self) -> list[Plan]:
@@ -66,7 +84,9 @@ class Backend:
                     rows.append([plan.graph, len(plan.params), kind, plan.count(kind), size])
         return tabulate(rows, headers, floatfmt=".3f")
 
-    def _shard_plain(self, trace: Trace, gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    def _shard_plain(
+        self, trace: Trace, gm: fx.GraphModule, inputs: Sequence[Any], call: CompiledCall
+    ) -> bool:
         """Shard the models whose full parameters are inputs; whether there were any."""
         done: set[int] = set()
         for source, value in zip(sources(gm), inputs, strict=True):
@@ -74,12 +94,10 @@ class Backend:
                 continue
             if id(value) in done:
                 continue
-            root, in_use = _root_of(trace, source, value)
+            root, in_use = _root_of(trace, source, value, call)
             done.update(id(param) for param in root.parameters())
-            if self._mesh is None:
-                self._mesh = default_mesh(value.device.type)
-            log.info("sharding %s over %s", type(root).__name__, self._mesh)
-            shard_module(root, self._mesh, self.options, in_use=in_use)
+            mesh = self.options.mesh or default_mesh(value.device.type)
+            shard_module(root, mesh, self.options, in_use=in_use, allow_meta=False)
         return bool(done)
 
     def _sync_links(self, trace: Trace, gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
@@ -94,42 +112,49 @@ class Backend:
         return synced
 
 
+def _note_breaks(trace: Trace, links: Sequence[Link | None], call: CompiledCall) -> None:
+    """Remember for the model's one warning where its graphs end early."""
+    owner = trace.owner()
+    models = [link.model for link in links if link]
+    model = models[0] if models else model_of(owner) if owner is not None else None
+    if model is None:
+        return
+    where = trace.graph_break()
+    if where is not None and where not in model.breaks:
+        model.breaks.append(where)
+    for module in call.running:
+        if model_of(module) is model:
+            model.eager.setdefault(type(module).__name__)
+
+
 def _is_plain_parameter(value: Any) -> bool:
     return isinstance(value, nn.Parameter) and link_of(value) is None
 
 
-def _root_of(trace: Trace, source: Any, param: nn.Parameter) -> tuple[nn.Module, bool]:
+def _root_of(
+    trace: Trace, source: Any, param: nn.Parameter, call: CompiledCall
+) -> tuple[nn.Module, bool]:
     """The outermost module of the call that holds ``param``, and whether it runs eagerly already.
 
-    It is an object that the parameter's source passes through; or, where Dynamo skipped the frame
-    of an outer module, a module whose forward is on the Python stack.
+    It is the compiled module; or an outer module whose forward Dynamo left to Python; or, where a
+    function is compiled, an object that the parameter's source passes through.
     """
-    running = list(_running_modules())
-    for candidate in running + list(trace.owners(source)):
+    for candidate in [call.module, *call.running, *trace.owners(source)]:
         candidate = getattr(candidate, "_orig_mod", candidate)
         if isinstance(candidate, nn.Module) and any(p is param for p in candidate.parameters()):
-            return candidate, candidate in running or trace.is_resumed()
+            inside = set(candidate.modules())
+            return candidate, trace.is_resumed() or not inside.isdisjoint(call.running)
     raise BackendError(
         f"parameter {source_name(source)} belongs to no module that the compiled code names: "
         "compile the module, or code that reads the parameter through its module"
     )
 
 
-def _running_modules() -> Iterator[nn.Module]:
-    """Modules whose calls are on the stack inside torch.compile's outermost entry, outer first."""
-    stack = list(frames())
-    entries = [i for i, frame in enumerate(stack) if is_dynamo_entry(frame)]
-    for frame in reversed(stack[: entries[-1]] if entries else []):
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and frame.f_code.co_name in ("forward", "_call_impl"):
-            yield owner
-
-
 def backend(
     mesh: DeviceMesh | None = None,
     *,
     reshard_after_forward: bool = True,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     overrides: dict[str, Any] | None = None,
@@ -139,8 +164,91 @@ def backend(
     dump: str | None = None,
     sync_module_states: bool = True,
 ) -> Backend:
-    """A backend for ``torch.compile`` that shards the model it meets (ZeRO-3, arXiv 1910.02054)."""
+    """A backend for ``torch.compile`` that shards the model it meets, as FSDP2 does, in the graph.
+
+    At the first call every parameter of the compiled module is sharded in place on dim 0 (ZeRO-3,
+    Rajbhandari et al., arXiv 1910.02054) and becomes a ``DTensor``; gradients are averaged over
+    the mesh. Parameters that ``graphshard.shard`` sharded before keep its arguments.
+
+    Args:
+        mesh: 1D ``DeviceMesh``; None: one over the default process group.
+        reshard_after_forward: True frees full parameters after forward and gathers them again in
+            backward (ZeRO-3); False keeps them (ZeRO-2).
+        ignored_params: parameters that stay as they are: neither sharded nor reduced.
+        compiler: ``"inductor"``, or ``"aot_eager"``: the same graphs, run op by op by ATen.
+        sync_module_states: make parameters and buffers equal to those of the mesh's first rank
+            before sharding.
+        mp_policy, offload_policy, overrides, fp8, schedule, dump: not supported yet.
+
+    Raises:
+        ValueError: an argument does not hold. At the first call, on every rank, before anything is
+            changed: there is no process group, a parameter cannot be sharded, or ranks differ.
+    """
+    return Backend(Options.of(locals()))
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    reshard_after_forward: bool = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    overrides: dict[str, Any] | None = None,
+    fp8: Any = None,
+    schedule: Any = None,
+    compiler: str = "inductor",
+    dump: str | None = None,
+    sync_module_states: bool = True,
+) -> nn.Module:
+    """Shard ``model`` in place now, before its first step, and return it.
+
+    The arguments are those of :func:`backend`. A model on the meta device stays there: call
+    ``model.to_empty(device=...)`` and initialise it; only shards are ever allocated.
+
+    Raises:
+        ValueError: as :func:`backend`, before anything is changed.
+    """
     arguments = dict(locals())
-    arguments["offload_policy"] = offload_policy or OffloadPolicy()
-    arguments["ignored_params"] = ignored_params or frozenset()
-    return Backend(Options(**arguments))
+    root = arguments.pop("model")
+    options = Options.of(arguments)
+    device = next((p.device.type for p in root.parameters()), "meta")
+    if device == "meta":
+        device = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    mesh = options.mesh or default_mesh(device)
+    shard_module(root, mesh, options, in_use=False, allow_meta=True)
+    return root
+
+
+def from_string(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Any:
+    """``torch.compile(model, backend="graphshard", options={...})``: arguments of backend()."""
+    on_compile_start(_before_trace)
+    return _backend_for(tuple(sorted((options or {}).items())))(gm, inputs, mode=mode)
+
+
+def _before_trace(_: object) -> None:
+    call = compiled_call()
+    given = call.backend
+    if given is from_string:
+        given = _backend_for(tuple(sorted(call.options.items())))
+    if isinstance(given, Backend) and call.module is not None:
+        given.shard_compiled(call.module)
+
+
+on_compile_start(_before_trace)
+
+
+@functools.cache
+def _backend_for(arguments: tuple[tuple[str, Any], ...]) -> Backend:
+    known = inspect.signature(backend).parameters
+    for name, value in arguments:
+        if name not in known:
+            raise BackendError(f"options[{name!r}]={value!r}: must be one of {list(known)}")
+    return backend(**dict(arguments))

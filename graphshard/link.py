@@ -14,6 +14,8 @@ the DTensor and runs the DTensor's own hooks. What replaces a parameter's storag
 
 from __future__ import annotations
 
+import copy
+import warnings
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +30,7 @@ from ._torch import (
     BackendError,
     dtensor_like,
     gradient_hooks,
+    graph_break_reasons,
     local_tensor,
     parameters_of,
     post_accumulate_hooks,
@@ -112,12 +115,45 @@ class Layout:
         )
 
 
+@dataclass(eq=False)
+class Model:
+    """What is known of one sharded module tree; shared by all its modules and links.
+
+    Attributes:
+        breaks: where its graphs broke, as ``file:line: reason``.
+        eager: classes of its modules whose forward ran outside a graph while parts were compiled.
+    """
+
+    name: str
+    breaks: list[str] = field(default_factory=list)
+    eager: dict[str, None] = field(default_factory=dict)
+    warned: bool = False
+
+    def warn_of_breaks(self) -> None:
+        """Once, when a backward starts: by then a forward has met all its breaks."""
+        if self.warned or not (self.breaks or self.eager):
+            return
+        self.warned = True
+        where = self.breaks or [
+            f"forward of {', '.join(self.eager)} runs outside of a graph",
+            *graph_break_reasons(),
+        ]
+        warnings.warn(
+            f"graphshard: {self.name} does not compile to one graph. Training is right, but eager "
+            "parts gather their parameters unscheduled and keep them for backward:\n  "
+            + "\n  ".join(where)
+            + "\nTORCH_LOGS=graph_breaks tells more.",
+            stacklevel=2,
+        )
+
+
 class Link:
     """Joins one DTensor parameter, its leaf, and the modules that own it (several where tied)."""
 
-    def __init__(self, layout: Layout, fqn: str) -> None:
+    def __init__(self, layout: Layout, fqn: str, model: Model) -> None:
         self.layout = layout
         self.fqn = fqn
+        self.model = model
         self.dtensor: Any = None
         self.leaf: Any = None
         self._local: torch.Tensor | None = None
@@ -125,7 +161,7 @@ class Link:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Link:
         # The copied modules attach and own it again, in their __setstate__.
-        return Link(self.layout, self.fqn)
+        return Link(self.layout, self.fqn, copy.deepcopy(self.model, memo))
 
     def attach(self, dtensor: DTensor) -> None:
         """Make a leaf for ``dtensor``, whose local tensor becomes a view of it."""
@@ -219,4 +255,5 @@ def _deliver(leaf: torch.Tensor) -> None:
     link, grad = link_of(leaf), leaf.grad
     assert link is not None and grad is not None
     leaf.grad = None
+    link.model.warn_of_breaks()
     link.deliver(grad)

@@ -62,15 +62,22 @@ def all_gather_rows(
 
     ``meta`` tells shape and dtype of ``shard``, which is a graph node in the lowering.
     """
-    as_bytes = meta.dtype not in _ON_THE_WIRE
-    if as_bytes:
-        shard = call(_aten.view.dtype, call(_aten.unsqueeze.default, shard, -1), torch.uint8)
-    full = call(_c10d.all_gather_into_tensor.default, shard, world, group)
-    full = call(_c10d.wait_tensor.default, full)
-    if as_bytes:
-        full = call(_aten.squeeze.dim, call(_aten.view.dtype, full, meta.dtype), -1)
+    wire, back = _to_wire(call, shard, meta.dtype)
+    full = call(_c10d.all_gather_into_tensor.default, wire, world, group)
+    full = back(call(_c10d.wait_tensor.default, full))
     padding = meta.shape[0] * world - rows
     return call(_aten.slice.Tensor, full, 0, 0, rows) if padding else full
+
+
+def _to_wire(call: Call, shard: Any, dtype: torch.dtype) -> tuple[Any, Callable[[Any], Any]]:
+    """``shard`` in a dtype that every backend gathers, and the way back."""
+    if dtype in _ON_THE_WIRE:
+        return shard, lambda full: full
+    if dtype is torch.bool:  # Inductor's C++ cannot view bytes as bool
+        wire = call(_aten._to_copy.default, shard, dtype=torch.uint8)
+        return wire, lambda full: call(_aten._to_copy.default, full, dtype=torch.bool)
+    wire = call(_aten.view.dtype, call(_aten.unsqueeze.default, shard, -1), torch.uint8)
+    return wire, lambda full: call(_aten.squeeze.dim, call(_aten.view.dtype, full, dtype), -1)
 
 
 def reduce_scatter_rows(

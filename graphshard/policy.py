@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch.distributed as dist
@@ -12,23 +12,34 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 COMPILERS = ("inductor", "aot_eager")
+_NOT_BUILT: dict[str, Any] = {
+    "mp_policy": MixedPrecisionPolicy(),
+    "offload_policy": OffloadPolicy(),
+    "overrides": None,
+    "fp8": None,
+    "schedule": None,
+    "dump": None,
+}
 
 
 @dataclass(frozen=True)
 class Options:
     """The arguments of ``graphshard.backend`` and ``graphshard.shard``; see ``backend``."""
 
-    mesh: DeviceMesh | None = None
-    reshard_after_forward: bool = True
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
-    offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
-    ignored_params: frozenset[nn.Parameter] = frozenset()
-    overrides: dict[str, Any] | None = None
-    fp8: Any = None
-    schedule: Any = None
-    compiler: str = "inductor"
-    dump: str | None = None
-    sync_module_states: bool = True
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool
+    ignored_params: frozenset[nn.Parameter]
+    compiler: str
+    sync_module_states: bool
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any]) -> Options:
+        """Of all arguments of ``backend``, by name; refuses those that are not built yet."""
+        for name, default in _NOT_BUILT.items():
+            value = arguments[name]
+            if value is not None and value != default:
+                raise ValueError(f"{name}={value!r}: not supported yet, leave it out")
+        return cls(**{f.name: arguments[f.name] for f in fields(cls)})
 
     def __post_init__(self) -> None:
         if self.mesh is not None:
@@ -41,28 +52,11 @@ class Options:
         if self.compiler not in COMPILERS:
             raise ValueError(f"compiler={self.compiler!r}: must be one of {COMPILERS}")
         object.__setattr__(self, "ignored_params", _parameters(self.ignored_params))
-        self._refuse_what_is_not_built()
-
-    def _refuse_what_is_not_built(self) -> None:
-        defaults = {
-            "mp_policy": MixedPrecisionPolicy(),
-            "offload_policy": OffloadPolicy(),
-            "overrides": None,
-            "fp8": None,
-            "schedule": None,
-            "dump": None,
-        }
-        for name, default in defaults.items():
-            value = getattr(self, name)
-            if value != default:
-                raise ValueError(
-                    f"{name}={value!r}: not supported yet, leave it at its default ({default!r})"
-                )
 
     def fingerprint(self) -> str:
         """What has to be equal on all ranks, as text."""
-        return f"reshard_after_forward={self.reshard_after_forward}, compiler={self.compiler!r}, " \
-               f"sync_module_states={self.sync_module_states}"
+        agreed = ("reshard_after_forward", "compiler", "sync_module_states")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in agreed)
 
 
 def _parameters(params: Iterable[nn.Parameter] | None) -> frozenset[nn.Parameter]:

@@ -8,7 +8,7 @@ split, and its full copy freed, so that the peak is the full model plus one para
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,19 +21,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ._torch import BackendError, is_traceable_wrapper_subclass, parameters_of, share_hooks
 from .accessors import adopt, install
-from .link import Layout, Link, link_of
+from .link import Layout, Link, Model, link_of
 from .policy import Options
 
 _FOREIGN = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel, DataParallel)
-
-
-@dataclass(eq=False)
-class Model:
-    """What is known of one sharded module tree; shared by all its modules."""
-
-    name: str
-    breaks: list[str] = field(default_factory=list)
-    warned: bool = False
 
 
 class StaleParameter(nn.Parameter):
@@ -47,19 +38,22 @@ class StaleParameter(nn.Parameter):
         )
 
 
-def shard_module(root: nn.Module, mesh: DeviceMesh, options: Options, *, in_use: bool) -> Model:
+def shard_module(
+    root: nn.Module, mesh: DeviceMesh, options: Options, *, in_use: bool, allow_meta: bool
+) -> None:
     """Shard every parameter of ``root`` in place.
 
     Args:
         in_use: an eager part of the running forward may hold full parameters already; they are
             then kept for its backward, and their gradients delivered to the shards.
+        allow_meta: a module on the meta device is fine; it is sharded there.
 
     Raises:
         BackendError: on every rank, if any rank's module cannot be sharded or ranks differ.
     """
     owners = _owners(root, options.ignored_params)
-    fault = _fault(root, owners, mesh)
     on_meta = any(owner.param.is_meta for owner in owners)
+    fault = _fault(root, owners, mesh, allow_meta)
     _agree(root, owners, fault, mesh, options)
     model = Model(type(root).__name__)
     with torch.no_grad(), torch.inference_mode(False):
@@ -70,14 +64,13 @@ def shard_module(root: nn.Module, mesh: DeviceMesh, options: Options, *, in_use:
         for owner in owners:
             if options.sync_module_states and not on_meta:
                 _broadcast(owner.param, mesh)
-            replaced[owner.param] = _shard_parameter(owner, mesh, options)
+            replaced[owner.param] = _shard_parameter(owner, mesh, options, model)
             _retire(owner.param, replaced[owner.param], in_use)
         _install(root, owners, replaced, model)
         _repoint_optimizers(replaced)
         if not in_use:
             for param in replaced:
                 param.__class__ = StaleParameter
-    return model
 
 
 @dataclass(eq=False)
@@ -100,7 +93,9 @@ def _owners(root: nn.Module, ignored: frozenset[nn.Parameter]) -> list[_Owned]:
     return list(found.values())
 
 
-def _fault(root: nn.Module, owners: list[_Owned], mesh: DeviceMesh) -> str | None:
+def _fault(
+    root: nn.Module, owners: list[_Owned], mesh: DeviceMesh, allow_meta: bool
+) -> str | None:
     """What keeps this rank from sharding, or None."""
     for name, module in root.named_modules():
         if isinstance(module, _FOREIGN):
@@ -108,9 +103,9 @@ def _fault(root: nn.Module, owners: list[_Owned], mesh: DeviceMesh) -> str | Non
                 f"module {name or type(root).__name__!r} is already wrapped by "
                 f"{_wrapper_name(module)}: give graphshard the plain module"
             )
-    devices = {owner.param.device.type for owner in owners}
+    all_meta = allow_meta and all(owner.param.is_meta for owner in owners)
     for owner in owners:
-        fault = _parameter_fault(owner.param, mesh, devices)
+        fault = _parameter_fault(owner.param, mesh, all_meta)
         if fault is not None:
             return f"parameter {owner.fqn!r} {fault}"
     return None
@@ -120,17 +115,20 @@ def _wrapper_name(module: nn.Module) -> str:
     return next(kind.__name__ for kind in _FOREIGN if isinstance(module, kind))
 
 
-def _parameter_fault(param: nn.Parameter, mesh: DeviceMesh, devices: set[str]) -> str | None:
+def _parameter_fault(param: nn.Parameter, mesh: DeviceMesh, all_meta: bool) -> str | None:
     if isinstance(param, DTensor):
         return f"is a DTensor of {param.placements} already: give graphshard the plain module"
     if is_traceable_wrapper_subclass(param.data):
         return f"is a {type(param.data).__name__}: only plain tensors can be sharded"
     if isinstance(param, nn.parameter.UninitializedParameter):
         return "is lazy: run one forward, or give its shape, before sharding"
-    if param.is_meta and devices == {"meta"}:
+    if all_meta:
         return None
     if param.is_meta:
-        return "is on the meta device while others are not: use to_empty() and initialise it"
+        return (
+            "is on the meta device: shard the whole model there by graphshard.shard, then call "
+            "to_empty() and initialise it before the first step"
+        )
     if param.device.type != mesh.device_type:
         return f"is on {param.device}, the mesh on {mesh.device_type}: move one of them"
     return None
@@ -177,13 +175,13 @@ def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
         tensor.detach().copy_(whole)
 
 
-def _shard_parameter(owner: _Owned, mesh: DeviceMesh, options: Options) -> Link:
+def _shard_parameter(owner: _Owned, mesh: DeviceMesh, options: Options, model: Model) -> Link:
     old = owner.param
     layout = Layout(old.shape, mesh, options.reshard_after_forward)
     new = nn.Parameter(layout.dtensor(layout.padded_shard(old)), requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
     share_hooks(old, new)
-    link = Link(layout, owner.fqn)
+    link = Link(layout, owner.fqn, model)
     link.attach(new)  # type: ignore[arg-type]
     if old.grad is not None:
         _deliver_full(link, old.grad)

@@ -1,56 +1,48 @@
 """Run a function on several ranks, cheaply: `run(world_size, fn, *args)` returns what fn returned
-on every rank. Starting a rank costs seconds (it imports torch), so the rank processes of a (world
-size, backend) stay alive for the next call and are reset between calls. A rank that raises, dies or
-hangs fails the call with a `RankError` that has every failing rank's traceback or stack; its pool
-is then killed and started anew by the next call. Parent and ranks talk over pipes, and every value
-travels as the bytes of `torch.save`, never as shared memory."""
+on every rank. Starting ranks takes time, so the processes of a (world size, backend) stay alive for
+the next call, and are reset between calls. A rank that raises, dies or hangs fails the call with a
+`RankError` that has the traceback or the stacks of every failing rank; its pool is then thrown away
+and started anew by the next call. Every value travels as the bytes of `torch.save`, never through
+shared memory."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import copy
-import faulthandler
-import gc
-import importlib
-import importlib.util
 import io
 import multiprocessing
 import os
 import pickle
-import random
 import signal
-import sys
 import tempfile
-import threading
 import time
-import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from . import rank_process
+from .rank_process import Failure, Spec, from_bytes, pack_task, set_environ
+
 T = TypeVar("T")
 
-MAX_POOLS = 2  # alive at once; a rank that has compiled something holds several hundred MB
+MAX_POOLS = 2  # alive at once: a rank that has compiled something holds hundreds of MB
 GRACE_S = 10.0  # what the other ranks are given after the first failure
 STARTUP_S = 120.0
-COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+EXIT_S = 5.0
 
-# What ranks find in their environment unless the caller's has it already.
+# What ranks find in their environment, unless the caller's own has it.
 RANK_ENV = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # compile in the rank, not in a pool of its own children
-    "GLOO_SOCKET_IFNAME": "lo",  # or gloo asks the resolver for the host's name, which may fail
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # compile in the rank, not in a pool of children of it
+    "GLOO_SOCKET_IFNAME": "lo",  # or gloo resolves the host's name, which may fail
 }
-# Imported once, in the server that ranks are forked from. None of these starts a thread.
+# Imported once, by the server that ranks are forked from. None of these starts a thread.
 PRELOAD = [
     "torch",
     "torch._dynamo",
@@ -62,19 +54,12 @@ PRELOAD = [
 
 
 class RankError(RuntimeError):
-    """At least one rank failed; `failures` has them in the order in which they failed."""
+    """At least one rank failed; `failures` are in the order in which they happened."""
 
     def __init__(self, failures: Sequence[Failure], world_size: int) -> None:
         self.failures = tuple(failures)
         parts = [f"--- rank {f.rank} of {world_size}: {f.text.rstrip()}" for f in failures]
-        super().__init__("\n\n".join(["ranks failed", *parts]))
-
-
-@dataclass(frozen=True)
-class Failure:
-    rank: int
-    text: str  # traceback of the exception, or what became of the rank
-    at: float  # time.monotonic(), which all processes of a machine share
+        super().__init__("\n\n".join([f"{len(failures)} of {world_size} ranks failed", *parts]))
 
 
 def run(
@@ -88,23 +73,22 @@ def run(
 ) -> list[T]:
     """fn(*args, **kwargs) on each of world_size ranks: the results, in rank order.
 
-    fn is a function at the top level of an importable module. It starts with the default process
-    group up, the seeds at 0, one thread, Dynamo reset and torch's global settings at their
-    defaults. env is set in the ranks for the call, so it does not reach what torch reads when it
-    is imported; `run_fresh` does that.
+    fn is a function at the top level of a module. It finds the default process group initialised,
+    seeds at 0, one thread, Dynamo reset, and torch's global settings at their defaults. Of the
+    environment it sees what was there when the first rank was started, and env, which is set
+    during the call; what is read when torch is imported needs `run_fresh`.
     """
     __tracebackhide__ = True
+    task = pack_task(fn, args, kwargs, env or {})
     key = (world_size, backend)
-    pool = _pools.pop(key, None) or _Pool(world_size, backend)
-    _pools[key] = pool  # at the end: the most recently used
-    while len(_pools) > MAX_POOLS:
-        _pools.popitem(last=False)[1].close()
-    try:
-        return pool.call(fn, args, kwargs, timeout_s, env or {})
-    except BaseException:  # a KeyboardInterrupt too: the ranks are still in the middle of fn
-        _pools.pop(key, None)
-        pool.close()
-        raise
+    pool = _pools.pop(key, None)
+    if pool is None:
+        while len(_pools) >= MAX_POOLS:
+            _pools.popitem(last=False)[1].close()
+        pool = _Pool(world_size, backend)
+    results = pool.call(task, timeout_s)
+    _pools[key] = pool  # last: the most recently used
+    return results
 
 
 def run_fresh(
@@ -116,17 +100,17 @@ def run_fresh(
     env: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[T]:
-    """`run` in new processes that are thrown away: to measure memory, or for state that lasts.
+    """`run` in new processes that are thrown away, to measure memory or to start without caches.
 
-    With env, even an empty one, they are not forked from the server that has torch imported but
-    start from nothing, with env set: seconds slower.
+    With env (an empty one too) a rank imports torch itself, with env set, instead of being forked
+    from a server that has imported it; this takes seconds.
     """
     __tracebackhide__ = True
+    task = pack_task(fn, args, kwargs, {})
     pool = _Pool(world_size, backend, env)
-    try:
-        return pool.call(fn, args, kwargs, timeout_s, {})
-    finally:
-        pool.close()
+    results = pool.call(task, timeout_s)
+    pool.close()
+    return results
 
 
 def close_pools() -> None:
@@ -136,34 +120,152 @@ def close_pools() -> None:
 
 
 class _Pool:
-    """Rank processes with one process group, and the parent's ends of their pipes."""
+    """The processes of one process group, and the parent's ends of their pipes."""
 
     def __init__(self, world_size: int, backend: str, env: Mapping[str, str] | None = None) -> None:
-        self.world_size = world_size
-        self._dir = tempfile.TemporaryDirectory(prefix="ranks-")
-        # The parent hosts the store: it outlives any rank, and the system picks the port.
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        # Hosted here, since the parent outlives the ranks; the system picks a free port.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._processes: list[Any] = []
+        port, folder = self._store.port, Path(self._folder.name)
+        self._specs = [Spec(rank, world_size, backend, port, folder) for rank in range(world_size)]
         self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
         self._outputs: list[io.TextIOWrapper] = []
         try:
-            with _environment({**RANK_ENV, **os.environ, **(env or {})}):
-                for rank in range(world_size):
-                    self._start(_Spec(rank, world_size, backend, self._store.port, self._dir.name))
-            self._collect(STARTUP_S, "did not start")
+            with _environ({**RANK_ENV, **os.environ, **(env or {})}):
+                for spec in self._specs:
+                    self._start(spec, _start_context(fork=env is None))
+            self._collect(STARTUP_S)
         except BaseException:
-            self.close()
+            self._kill()
             raise
 
-    def _start(self, spec: _Spec, env: Mapping[str, str] | None = None) -> None:
-        context = _context(env)
-        ours, theirs = context.Pipe()
-        args = (theirs, spec)
-        process = context.Process(target=_rank_main, args=args, daemon=True)
-        self._pipes.append(ours)
-        for path in (spec.output, spec.stacks):
-            path.touch()
+    def _start(self, spec: Spec, context: Any) -> None:
+        spec.stacks.touch()
+        spec.output.touch()
         self._outputs.append(spec.output.open(errors="replace"))
+        ours, theirs = context.Pipe()
+        self._pipes.append(ours)
+        process = context.Process(target=rank_process.main, args=(theirs, spec), daemon=True)
         process.start()
         self._processes.append(process)
-        theirs.close()  # so that the pipe ends when the rank does
+        theirs.close()  # now the pipe ends when the rank does
+
+    def call(self, task: bytes, timeout_s: float) -> list[Any]:
+        """The results of a task. If this raises anything, the pool is gone."""
+        __tracebackhide__ = True
+        try:
+            self._specs[0].task.write_bytes(task)
+            for pipe in self._pipes:
+                with contextlib.suppress(OSError):  # the rank is dead, which _collect reports
+                    pipe.send_bytes(b"go")
+            return [from_bytes(value) for value in self._collect(timeout_s)]
+        except BaseException:  # KeyboardInterrupt too: the ranks are in the middle of the task
+            self._kill()
+            raise
+
+    def _collect(self, timeout_s: float) -> list[bytes]:
+        """The reply of each rank, in rank order."""
+        __tracebackhide__ = True
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        values: dict[int, bytes] = {}
+        failures: list[Failure] = []
+        deadline = time.monotonic() + timeout_s
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            ready = wait(list(waiting), left)
+            for pipe in [pipe for pipe in waiting if pipe in ready]:
+                rank = waiting.pop(pipe)
+                reply = self._receive(rank)
+                if isinstance(reply, Failure):
+                    failures.append(reply)
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                else:
+                    values[rank] = reply
+        failures.sort(key=lambda failure: failure.at)
+        late = f"{GRACE_S:g} s after the first failure" if failures else f"after {timeout_s:g} s"
+        failures += self._stuck(sorted(waiting.values()), late)
+        self._forward_output()
+        if failures:
+            raise RankError(failures, len(self._specs))
+        return [values[rank] for rank in range(len(self._specs))]
+
+    def _receive(self, rank: int) -> bytes | Failure:
+        try:
+            reply = pickle.loads(self._pipes[rank].recv_bytes())
+        except (EOFError, OSError):
+            process = self._processes[rank]
+            process.join(5)
+            text = f"died, {_describe_exit(process.exitcode)}\n" + self._read_stacks(rank)
+            return Failure(rank, text, time.monotonic())
+        assert isinstance(reply, bytes | Failure)
+        return reply
+
+    def _stuck(self, ranks: list[int], late: str) -> list[Failure]:
+        """The stacks of ranks that have not replied."""
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        if ranks:
+            time.sleep(0.5)  # for the ranks to write them; nothing tells when they have
+        text = f"still running {late}; its stacks:\n"
+        return [Failure(r, text + self._read_stacks(r), time.monotonic()) for r in ranks]
+
+    def _read_stacks(self, rank: int) -> str:
+        return self._specs[rank].stacks.read_text(errors="replace")
+
+    def _forward_output(self) -> None:
+        for rank, output in enumerate(self._outputs):
+            for line in output.read().splitlines():
+                print(f"[rank {rank}] {line}")
+
+    def close(self) -> None:
+        """End the ranks, which wait for a task."""
+        for pipe in self._pipes:
+            pipe.close()
+        deadline = time.monotonic() + EXIT_S
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self._kill()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join(EXIT_S)
+        self._forward_output()
+        for output in self._outputs:
+            output.close()
+        for pipe in self._pipes:
+            pipe.close()
+        self._folder.cleanup()
+
+
+_pools: OrderedDict[tuple[int, str], _Pool] = OrderedDict()
+# Before the exit handler of multiprocessing, which would ask nicely and wait.
+atexit.register(close_pools)
+
+
+def _start_context(fork: bool) -> Any:
+    """How to start ranks: forked from a server that has imported torch, or from nothing."""
+    # CUDA cannot be used in a fork of a process in which something has looked at it.
+    if not fork or torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+@contextlib.contextmanager
+def _environ(values: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    set_environ(values)
+    try:
+        yield
+    finally:
+        set_environ(before)
+
+
+def _describe_exit(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"

@@ -10,16 +10,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.futures import Future
 
 BACKEND = "recording"
 WAIT = "wait"
+
+Tensors = list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ class _RecordedWork(dist.Work):
             # An absent or zero timeout means the group's, which gloo must not be handed as a value.
             work.wait(timeout) if timeout else work.wait()
         self._await_wire()
-        _events.append(Event(**{**vars(self._event), "kind": WAIT}))
+        _events.append(replace(self._event, kind=WAIT))
         return True
 
     def is_completed(self) -> bool:
@@ -128,7 +131,7 @@ class _RecordedWork(dist.Work):
     def is_success(self) -> bool:
         return all(work.is_success() for work in self._works)
 
-    def result(self) -> list[torch.Tensor]:
+    def result(self) -> list[Tensor]:
         return [tensor for work in self._works for tensor in work.result()]
 
     def _source_rank(self) -> int:
@@ -154,14 +157,14 @@ class RecordingProcessGroup(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._num_ranks = size
         # Gives the C++ side a backend to ask for the group's name, devices and store.
         self._register_backend(torch.device("cpu"), self.BackendType.GLOO, self._gloo)
         self._set_default_backend(self.BackendType.GLOO)
 
     def _record(
-        self, kind: str, full: Sequence[torch.Tensor], issue: Callable[[], list[dist.Work]]
+        self, kind: str, full: Sequence[Tensor], issue: Callable[[], list[dist.Work]]
     ) -> dist.Work:
         global _num_collectives
         num_bytes = sum(tensor.nbytes for tensor in full)
@@ -176,30 +179,42 @@ class RecordingProcessGroup(dist.ProcessGroup):
         )
         _num_collectives += 1
         _events.append(event)
-        done_at = None if _wire.instant else _wire.send(num_bytes)
+        alone = self._num_ranks == 1
+        done_at = None if alone or _wire.instant else _wire.send(num_bytes)
         return _RecordedWork(event, issue(), done_at)
 
     # The names of torch 2.13.
 
-    def all_gather_single(self, output, input, opts=None):
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         return self.all_gather_single_coalesced([output], [input], opts)
 
-    def all_gather_single_coalesced(self, outputs, inputs, opts=None):
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> dist.Work:
         gather = self._gloo._allgather_base
         return self._record(
             "all_gather", outputs, lambda: [gather(o, i) for o, i in zip(outputs, inputs)]
         )
 
-    def reduce_scatter_single(self, output, input, opts):
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    def reduce_scatter_single_coalesced(self, outputs, inputs, opts):
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any
+    ) -> dist.Work:
         scatter = self._gloo._reduce_scatter_base
         return self._record(
             "reduce_scatter", inputs, lambda: [scatter(o, i, opts) for o, i in zip(outputs, inputs)]
         )
 
-    def all_to_all_single(self, output, input, output_splits, input_splits, opts=None):
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> dist.Work:
         exchange = self._gloo.alltoall_base
         return self._record(
             "all_to_all",
@@ -207,7 +222,7 @@ class RecordingProcessGroup(dist.ProcessGroup):
             lambda: [exchange(output, input, output_splits, input_splits)],
         )
 
-    # The names of torch 2.11, which 2.13 still calls from some places.
+    # The names of torch 2.11.
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -217,48 +232,48 @@ class RecordingProcessGroup(dist.ProcessGroup):
 
     # The same on both.
 
-    def allreduce(self, tensors, opts):
+    def allreduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         return self._record("all_reduce", tensors, lambda: [self._gloo.allreduce(tensors, opts)])
 
-    def allreduce_coalesced(self, tensors, opts):
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> dist.Work:
         return self._record(
             "all_reduce", tensors, lambda: [self._gloo.allreduce_coalesced(tensors, opts)]
         )
 
-    def broadcast(self, tensors, opts):
+    def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
         return self._record("broadcast", tensors, lambda: [self._gloo.broadcast(tensors, opts)])
 
-    def reduce(self, tensors, opts):
+    def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         return self._record("reduce", tensors, lambda: [self._gloo.reduce(tensors, opts)])
 
-    def allgather(self, outputs, inputs, opts=None):
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         full = [tensor for per_input in outputs for tensor in per_input]
         return self._record(
             "all_gather_list", full, lambda: [self._gloo.allgather(outputs, inputs)]
         )
 
-    def gather(self, outputs, inputs, opts):
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         return self._record("gather", inputs, lambda: [self._gloo.gather(outputs, inputs, opts)])
 
-    def scatter(self, outputs, inputs, opts):
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
         return self._record("scatter", outputs, lambda: [self._gloo.scatter(outputs, inputs, opts)])
 
-    def alltoall(self, outputs, inputs, opts=None):
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         return self._record("all_to_all", inputs, lambda: [self._gloo.alltoall(outputs, inputs)])
 
-    def barrier(self, opts=None):
+    def barrier(self, opts: Any = None) -> dist.Work:
         return self._record("barrier", [], lambda: [self._gloo.barrier()])
 
-    def send(self, tensors, dst, tag=0):
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
         return self._record("send", tensors, lambda: [self._gloo.send(tensors, dst, tag)])
 
-    def recv(self, tensors, src, tag=0):
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
         return self._record("recv", tensors, lambda: [self._gloo.recv(tensors, src, tag)])
 
-    def recv_anysource(self, tensors, tag=0):
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         return self._record("recv", tensors, lambda: [self._gloo.recv_anysource(tensors, tag)])
 
-    def getBackendName(self) -> str:  # noqa: N802 (c10d's name)
+    def getBackendName(self) -> str:
         return BACKEND
 
 

@@ -1,0 +1,34 @@
+"""The command line: ``python -m graphshard COMMAND``.
+
+Each command is a module with ``add_parser``, which names its arguments and the function to run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from . import __version__, demo
+
+COMMANDS = (demo,)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that ``argv`` names and return its exit status."""
+    parser = argparse.ArgumentParser("python -m graphshard", description="Tools of graphshard.")
+    parser.add_argument("--version", action="version", version=f"graphshard {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(commands)
+    args = parser.parse_args(argv)
+    try:
+        return int(args.run(args))
+    except argparse.ArgumentTypeError as error:
+        args.parser.error(str(error))
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""What holds for all tests: the root of the repository is importable, so that rank processes find
+test modules under the names that pytest gives them; tests marked `gpu` are skipped without CUDA;
+hypothesis is deterministic and without deadlines; idle ranks end with the session."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+ROOT = str(Path(__file__).resolve().parents[1])
+if ROOT not in sys.path:
+    sys.path.insert(0, ROOT)
+
+# --hypothesis-profile on the command line still wins: it is read after this.
+settings.register_profile(
+    "ci",
+    deadline=None,
+    derandomize=True,
+    max_examples=50,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("ci")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch  # here, since it takes a second that most selections need not spend
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_sessionfinish() -> None:
+    if ranks := sys.modules.get("tests.ranks"):
+        ranks.close_pools()
