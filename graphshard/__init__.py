@@ -1,6 +1,6 @@
 """Fully sharded training that is compiled, from one line.
 
-    model = torch.compile(model, backend=graphshard.backend(mesh))
+model = torch.compile(model, backend=graphshard.backend(mesh))
 """
 
 from .backend import Backend, backend, shard

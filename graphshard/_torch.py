@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import innermost_backend, skip_code
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
+from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -109,13 +110,18 @@ class Trace:
         first_line = reason.reason.strip().splitlines()[0] if reason.reason.strip() else "?"
         return f"{where.filename}:{where.lineno}: {first_line}" if where else first_line
 
-    def guard(self, source: Source, holds: Callable[[Any], bool], text: str) -> None:
-        """Guard the frame on ``holds(value of source)``, evaluated at every call."""
+    def guard(self, source: Source, attribute: str, holds: Callable[[Any], bool]) -> None:
+        """Guard the frame on ``holds(source.attribute)``, evaluated at every call.
+
+        On an attribute, because Dynamo may skip guards on a tensor itself while the dictionaries
+        that lead to it have not changed (``find_tag_safe_roots`` in torch/_dynamo/guards.py).
+        """
+        text = f"graphshard: {source_name(source)} is in sync"
 
         def create(builder: Any, guard: Guard) -> None:
             builder.get_guard_manager(guard).add_lambda_guard(holds, [text], guard.user_stack)
 
-        self._tx.output.guards.add(source.make_guard(create))
+        self._tx.output.guards.add(AttrSource(source, attribute).make_guard(create))
 
 
 def on_compile_start(act: Callable[[Any], None]) -> None:

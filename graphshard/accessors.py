@@ -19,7 +19,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ._torch import RESUMED, BackendError, compiled_call, frames, module_of_method, parameters_of, run_as_python
+from ._torch import (
+    RESUMED,
+    BackendError,
+    compiled_call,
+    frames,
+    module_of_method,
+    parameters_of,
+    run_as_python,
+)
 from .link import Layout, Link, Model, link_of
 
 _MODEL = "_graphshard_model"
@@ -48,9 +56,12 @@ class ShardedModule:
 
 
 def install(module: nn.Module, links: dict[str, Link], model: Model) -> None:
-    """Give ``module`` its accessors and leaves; ``links`` holds all its sharded parameters."""
-    markers = tuple((name, link.layout.marker()) for name, link in links.items())
-    module.__class__ = _sharded_class(type(module), markers)
+    """Give ``module`` accessors and leaves for ``links``, beside those that it may have already."""
+    plain, kept = type(module), {}
+    if isinstance(module, ShardedModule):
+        plain, kept = plain._plain_class, plain._markers  # type: ignore[attr-defined]
+    markers = {**kept, **{name: link.layout.marker() for name, link in links.items()}}
+    module.__class__ = _sharded_class(plain, tuple(markers.items()))
     module.__dict__.pop("_flat_weights", None)  # nn.RNNBase: a property from now on
     for name, link in links.items():
         _set_leaf(module, name, link)
@@ -66,6 +77,11 @@ def model_of(module: nn.Module) -> Model | None:
     return module.__dict__.get(_MODEL)
 
 
+def is_replaced(module: nn.Module, name: str) -> bool:
+    """Whether ``module`` had a sharded parameter ``name``; for one that holds a plain one now."""
+    return isinstance(module, ShardedModule) and name in type(module)._markers  # type: ignore[attr-defined]
+
+
 def _set_leaf(module: nn.Module, name: str, link: Link) -> None:
     parameters_of(module)[name] = link.dtensor
     module.__dict__[leaf_name(name)] = link.leaf
@@ -74,14 +90,10 @@ def _set_leaf(module: nn.Module, name: str, link: Link) -> None:
 
 @functools.cache
 def _sharded_class(cls: type, markers: tuple[tuple[str, Any], ...]) -> type:
-    namespace: dict[str, Any] = {
-        name: _accessor(name, op, args) for name, (op, args) in markers
-    }
+    namespace: dict[str, Any] = {name: _accessor(name, op, args) for name, (op, args) in markers}
     # Libraries look at a module's class name (transformers picks the loss by it).
-    namespace.update(
-        __module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__
-    )
-    namespace["_sharded_names"] = tuple(name for name, _ in markers)
+    namespace.update(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__)
+    namespace.update(_plain_class=cls, _markers=dict(markers))
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = property(_flat_weights, lambda self, value: None)
     return type(cls)(cls.__name__, (ShardedModule, cls), namespace)
@@ -135,7 +147,7 @@ def _in_forward(model: Model | None) -> bool:
 
 def relink(module: nn.Module) -> None:
     """Attach new leaves where this module's DTensors, or their storages, were replaced."""
-    for name in type(module)._sharded_names:  # type: ignore[attr-defined]
+    for name in type(module)._markers:  # type: ignore[attr-defined]
         param = parameters_of(module).get(name)
         old = link_of(module.__dict__.get(leaf_name(name)))
         if param is None:

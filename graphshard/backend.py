@@ -22,10 +22,18 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from ._torch import BackendError, CompiledCall, Trace, compiled_call, on_compile_start, source_name, sources
+from ._torch import (
+    BackendError,
+    CompiledCall,
+    Trace,
+    compiled_call,
+    on_compile_start,
+    source_name,
+    sources,
+)
 from .accessors import model_of
 from .handoff import PlanRecord, compile_graph
-from .link import Link, Model, in_sync, link_of
+from .link import LINK, Link, in_sync, link_of
 from .plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Plan
 from .policy import Options, default_mesh
 from .sharding import shard_module
@@ -108,7 +116,7 @@ class Backend:
             if link is None:
                 continue
             synced &= link.sync()
-            trace.guard(source, in_sync, f"graphshard: {source_name(source)} is in sync")
+            trace.guard(source, LINK, in_sync)
         return synced
 
 
@@ -215,7 +223,11 @@ def shard(
     options = Options.of(arguments)
     device = next((p.device.type for p in root.parameters()), "meta")
     if device == "meta":
-        device = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+        device = (
+            torch.accelerator.current_accelerator().type
+            if torch.accelerator.is_available()
+            else "cpu"
+        )
     mesh = options.mesh or default_mesh(device)
     shard_module(root, mesh, options, in_use=False, allow_meta=True)
     return root

@@ -32,9 +32,7 @@ from ._torch import (
 from .plan import BACKWARD, FORWARD, INFERENCE, Plan
 from .verify import verify_lowered, verify_partition
 
-_SOURCES = sorted(
-    [*Path(__file__).parent.glob("*.py"), *Path(passes.__file__).parent.glob("*.py")]
-)
+_SOURCES = sorted([*Path(__file__).parent.glob("*.py"), *Path(passes.__file__).parent.glob("*.py")])
 
 
 class PlanRecord:

@@ -37,7 +37,7 @@ from ._torch import (
     set_local_tensor,
 )
 
-_LINK = "_graphshard_link"
+LINK = "_graphshard_link"
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,8 +174,8 @@ class Link:
         self._local = self.layout.local_view(self.leaf.detach())
         set_local_tensor(dtensor, self._local)
         self.dtensor = dtensor
-        setattr(dtensor, _LINK, self)
-        setattr(self.leaf, _LINK, self)
+        setattr(dtensor, LINK, self)
+        setattr(self.leaf, LINK, self)
         if self.leaf.is_floating_point() or self.leaf.is_complex():
             # Registering needs requires_grad, which a frozen parameter may get later.
             self.leaf.requires_grad_(True).register_post_accumulate_grad_hook(_deliver)
@@ -238,17 +238,16 @@ class Link:
 
 def link_of(tensor: Any) -> Link | None:
     """The link of a leaf or of a sharded DTensor, else None."""
-    return getattr(tensor, _LINK, None)
+    return getattr(tensor, LINK, None)
 
 
-def in_sync(leaf: torch.Tensor) -> bool:
-    """A guard of every compiled graph, on each leaf: False makes Dynamo ask the backend again.
+def in_sync(link: Link) -> bool:
+    """A guard of every compiled graph, for each leaf: False makes Dynamo ask the backend again.
 
     A flipped ``requires_grad`` is carried to the leaf here, so that the graph compiled for it
     earlier, if there is one, is found.
     """
-    link = link_of(leaf)
-    return link is not None and not link.lost() and link.sync()
+    return not link.lost() and link.sync()
 
 
 def _deliver(leaf: torch.Tensor) -> None:

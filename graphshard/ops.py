@@ -41,6 +41,7 @@ REDUCE = (reduce_grad, all_reduce_grad)
 
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
+_convert = torch.ops.prims.convert_element_type.default
 # What no backend refuses; other dtypes travel as bytes.
 _ON_THE_WIRE = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8}
@@ -74,8 +75,8 @@ def _to_wire(call: Call, shard: Any, dtype: torch.dtype) -> tuple[Any, Callable[
     if dtype in _ON_THE_WIRE:
         return shard, lambda full: full
     if dtype is torch.bool:  # Inductor's C++ cannot view bytes as bool
-        wire = call(_aten._to_copy.default, shard, dtype=torch.uint8)
-        return wire, lambda full: call(_aten._to_copy.default, full, dtype=torch.bool)
+        wire = call(_convert, shard, torch.uint8)
+        return wire, lambda full: call(_convert, full, torch.bool)
     wire = call(_aten.view.dtype, call(_aten.unsqueeze.default, shard, -1), torch.uint8)
     return wire, lambda full: call(_aten.squeeze.dim, call(_aten.view.dtype, full, dtype), -1)
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ._torch import BackendError, is_traceable_wrapper_subclass, parameters_of, share_hooks
-from .accessors import adopt, install
+from .accessors import adopt, install, is_replaced
 from .link import Layout, Link, Model, link_of
 from .policy import Options
 
@@ -93,9 +93,7 @@ def _owners(root: nn.Module, ignored: frozenset[nn.Parameter]) -> list[_Owned]:
     return list(found.values())
 
 
-def _fault(
-    root: nn.Module, owners: list[_Owned], mesh: DeviceMesh, allow_meta: bool
-) -> str | None:
+def _fault(root: nn.Module, owners: list[_Owned], mesh: DeviceMesh, allow_meta: bool) -> str | None:
     """What keeps this rank from sharding, or None."""
     for name, module in root.named_modules():
         if isinstance(module, _FOREIGN):
@@ -106,6 +104,8 @@ def _fault(
     all_meta = allow_meta and all(owner.param.is_meta for owner in owners)
     for owner in owners:
         fault = _parameter_fault(owner.param, mesh, all_meta)
+        if any(is_replaced(module, name) for module, name in owner.at):
+            fault = "was replaced by a plain parameter after it was sharded: change it in place"
         if fault is not None:
             return f"parameter {owner.fqn!r} {fault}"
     return None

@@ -66,9 +66,7 @@ def _output_positions(graph: fx.Graph) -> dict[fx.Node, int]:
     return {n: i for i, n in enumerate(outputs) if isinstance(n, fx.Node)}  # type: ignore[arg-type]
 
 
-def _param(
-    node: fx.Node, inputs: dict[fx.Node, int], outputs: dict[fx.Node, int]
-) -> ShardedParam:
+def _param(node: fx.Node, inputs: dict[fx.Node, int], outputs: dict[fx.Node, int]) -> ShardedParam:
     leaf: Any = node.args[0]
     full: torch.Tensor = node.meta["val"]
     if node.target in ops.REDUCE:
