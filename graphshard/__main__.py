@@ -24,10 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))
-    except argparse.ArgumentTypeError as error:
+    except argparse.ArgumentTypeError as error:  # arguments that do not go together
         args.parser.error(str(error))
     except KeyboardInterrupt:
-        return 130
+        pass
+    return 130  # what a shell reports of a program that Ctrl-C ended
 
 
 if __name__ == "__main__":

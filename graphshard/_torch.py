@@ -30,6 +30,7 @@ from torch._inductor.custom_graph_pass import (
     get_hash_for_files,
 )
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -146,7 +147,7 @@ def graph_break_reasons() -> list[str]:
 
 def sources(gm: fx.GraphModule) -> list[Source]:
     """The Dynamo source of every placeholder, in order."""
-    return [n._dynamo_source for n in gm.graph.nodes if n.op == "placeholder"]  # type: ignore[attr-defined]
+    return [n._dynamo_source for n in gm.graph.nodes if n.op == "placeholder"]
 
 
 def source_name(source: Source) -> str:
@@ -189,7 +190,7 @@ def compiled_call() -> CompiledCall:
     called = caller is not None and caller.f_code.co_name in _MODULE_CALL
     module = module_of_method(caller) if called else None
     # torch.compile wraps what it is given in a _TorchCompileWrapper (torch/__init__.py).
-    given = innermost_backend(stack[entries[-1]].f_locals["callback"])
+    given = innermost_backend(stack[entries[-1]].f_locals.get("callback"))
     options = getattr(given, "kwargs", {}).get("options", {})
     return CompiledCall(module, running, getattr(given, "compiler_fn", given), options)
 
@@ -236,7 +237,7 @@ def set_local_tensor(dtensor: DTensor, local: torch.Tensor) -> None:
 
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     """``DTensor.from_local`` without its cost, for a gradient laid out as ``like``."""
-    return DTensor(local, like._spec, requires_grad=False)  # type: ignore[call-arg]
+    return DTensor(local, like._spec, requires_grad=False)
 
 
 # --- torch/_tensor.py: hooks ---------------------------------------------------------------------
@@ -246,8 +247,8 @@ def share_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
     """``new`` takes over the hook tables of ``old``, so handles given out earlier still remove."""
     if old._backward_hooks:
         new._backward_hooks = old._backward_hooks
-    if old._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
-        new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    if old._post_accumulate_grad_hooks:
+        new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
 
 
 def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
@@ -255,14 +256,22 @@ def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.
 
 
 def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
-    return list((tensor._post_accumulate_grad_hooks or {}).values())  # type: ignore[attr-defined]
+    return list((tensor._post_accumulate_grad_hooks or {}).values())
+
+
+# --- torch/_subclasses/fake_tensor.py -------------------------------------------------------------
+
+
+def fake_mode_of(values: Sequence[Any]) -> Any:
+    """The mode of the first fake tensor among ``values``."""
+    return next(value.fake_mode for value in values if isinstance(value, FakeTensor))
 
 
 # --- torch/distributed/distributed_c10d.py, _functional_collectives.py ----------------------------
 
 
 def group_size(group_name: str) -> int:
-    return dist.get_world_size(dist.distributed_c10d._resolve_process_group(group_name))
+    return dist.get_world_size(dist.distributed_c10d._resolve_process_group(group_name))  # type: ignore[arg-type,unused-ignore]
 
 
 # --- torch/_inductor/config.py -------------------------------------------------------------------

@@ -57,9 +57,10 @@ class ShardedModule:
 
 def install(module: nn.Module, links: dict[str, Link], model: Model) -> None:
     """Give ``module`` accessors and leaves for ``links``, beside those that it may have already."""
-    plain, kept = type(module), {}
+    plain: Any = type(module)
+    kept: dict[str, Any] = {}
     if isinstance(module, ShardedModule):
-        plain, kept = plain._plain_class, plain._markers  # type: ignore[attr-defined]
+        plain, kept = plain._plain_class, plain._markers
     markers = {**kept, **{name: link.layout.marker() for name, link in links.items()}}
     module.__class__ = _sharded_class(plain, tuple(markers.items()))
     module.__dict__.pop("_flat_weights", None)  # nn.RNNBase: a property from now on

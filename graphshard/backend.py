@@ -63,7 +63,8 @@ class Backend:
             raise trace.retrace("requires_grad of a sharded parameter changed")
         links = [link_of(value) for value in inputs]
         _note_breaks(trace, links, call)
-        record = PlanRecord(gm, [link.fqn if link else "" for link in links], self.options.compiler)
+        fqns = [link.fqn if link else "" for link in links]
+        record = PlanRecord(gm, inputs, fqns, self.options.compiler)
         self._records.append(record)
         patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **(options or {})}
         return compile_graph(gm, inputs, record, self.options.compiler, patches)
@@ -223,11 +224,8 @@ def shard(
     options = Options.of(arguments)
     device = next((p.device.type for p in root.parameters()), "meta")
     if device == "meta":
-        device = (
-            torch.accelerator.current_accelerator().type
-            if torch.accelerator.is_available()
-            else "cpu"
-        )
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = accelerator.type if accelerator is not None else "cpu"
     mesh = options.mesh or default_mesh(device)
     shard_module(root, mesh, options, in_use=False, allow_meta=True)
     return root

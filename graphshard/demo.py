@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
 from .backend import Backend, backend
 from .demo_model import GPT, SIZES, Size, batches, load_text
@@ -36,8 +37,9 @@ from .policy import COMPILERS
 
 SEED = 0
 LEARNING_RATE = 1e-3
+RAMP = 20  # steps in which the learning rate rises to that; without, the loss is unsteady at first
 LAST = 10  # the final loss is the mean of so many steps
-WARM_UP = 10  # steps that no median counts
+UNTIMED = 10  # first steps that no median counts
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ class Settings:
         return SIZES[self.device]
 
     @property
-    def warm_up(self) -> int:
-        return min(WARM_UP, self.steps // 2)
+    def untimed(self) -> int:
+        return min(UNTIMED, self.steps // 2)
 
 
 # --- the launcher -------------------------------------------------------------------------------
@@ -69,7 +71,7 @@ def add_parser(commands: Any) -> None:
         "--ranks", type=_at_least(1), metavar="N", help="default: all GPUs; 2 without one"
     )
     parser.add_argument(
-        "--steps", type=_at_least(2), metavar="N", default=120, help="default: %(default)s"
+        "--steps", type=_at_least(2), metavar="N", help=f"default: {_default_steps()}"
     )
     parser.add_argument(
         "--compiler", choices=COMPILERS, default=COMPILERS[0], help="default: %(default)s"
@@ -78,6 +80,10 @@ def add_parser(commands: Any) -> None:
         "--device", choices=list(SIZES), help="default: cuda where there is a GPU, else cpu"
     )
     parser.set_defaults(run=launch, parser=parser)
+
+
+def _default_steps() -> str:
+    return ", ".join(f"{size.steps} on {device}" for device, size in SIZES.items())
 
 
 def _at_least(least: int) -> Callable[[str], int]:
@@ -94,11 +100,11 @@ def _settings(args: argparse.Namespace) -> Settings:
     device = args.device or ("cuda" if gpus else "cpu")
     if device == "cuda" and (args.ranks or 1) > gpus:
         raise argparse.ArgumentTypeError(
-            f"--ranks {args.ranks or 1}: PyTorch sees {gpus} GPUs, and each rank takes one; "
+            f"{args.ranks or 1} rank(s) on cuda: PyTorch sees {gpus} GPU(s), and each rank takes one; "
             "--device cpu runs any number of ranks"
         )
     ranks = args.ranks or (gpus if device == "cuda" else 2)
-    return Settings(device, ranks, args.steps, args.compiler)
+    return Settings(device, ranks, args.steps or SIZES[device].steps, args.compiler)
 
 
 def launch(args: argparse.Namespace) -> int:
@@ -107,16 +113,18 @@ def launch(args: argparse.Namespace) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    settings = _settings(args)
+    settings, start = _settings(args), time.perf_counter()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
+    print(f"starting {_ranks(settings)} on {settings.device}", flush=True)
     where = ["--standalone", "--nproc-per-node", str(settings.ranks), "--module", __name__]
     try:
         torchrun.run(torchrun.parse_args([*where, json.dumps(vars(settings))]))
     except ChildFailedError as error:
-        print(f"rank {min(error.failures)} failed: its traceback is above", file=sys.stderr)
+        print(f"rank {error.get_first_failure()[0]} failed: see above", file=sys.stderr)
         return 1
     except SignalException as stop:
         return 128 + int(stop.sigval)
+    print(f"\n{time.perf_counter() - start:.0f} s in all")
     return 0
 
 
@@ -135,6 +143,7 @@ class Training:
     name: str
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    schedule: LRScheduler
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
@@ -144,6 +153,7 @@ class Training:
         loss = self.model(batch)
         loss.backward()
         self.optimizer.step()
+        self.schedule.step()
         return loss.detach()
 
     def held_bytes(self) -> list[int]:
@@ -174,7 +184,8 @@ def _new_model(settings: Settings, device: torch.device) -> GPT:
 
 
 def _training(name: str, model: Any) -> Training:
-    return Training(name, model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    return Training(name, model, optimizer, LinearLR(optimizer, 1 / RAMP, total_iters=RAMP))
 
 
 def _ours(model: nn.Module, sharding: Backend) -> Training:
@@ -263,16 +274,25 @@ def _tokens_per_second(settings: Settings, seconds: list[float]) -> str:
 
 # --- what is printed ----------------------------------------------------------------------------
 
+_NOTE = """
+Inductor's kernels round differently than the eager ones; with --compiler aot_eager the eager
+kernels run between the same kinds of collectives.
+"""
+
+
+def _ranks(settings: Settings) -> str:
+    return f"{settings.ranks} rank{'s' if settings.ranks > 1 else ''}"
+
 
 def _headline(settings: Settings, model: GPT, text: torch.Tensor) -> str:
-    ranks = f"{settings.ranks} rank{'s' if settings.ranks > 1 else ''}"
+    ranks = _ranks(settings)
     if settings.device == "cuda":
         where = f"{ranks} over NCCL on {torch.cuda.get_device_name()}"
     else:
         where = f"{ranks} over gloo on CPU, {torch.get_num_threads()} thread(s) each"
     size = settings.size
     millions = sum(param.numel() for param in model.parameters()) / 1e6
-    alone = "" if settings.ranks > 1 else "\none rank has nothing to shard; --ranks 2 or more does"
+    alone = "" if settings.ranks > 1 else "; with one rank nothing is split"
     return (
         f"{where}; torch {torch.__version__}{alone}\n"
         f"a GPT of {millions:.1f} M parameters, float32, learns {len(text) / 1e6:.1f} MB of "
@@ -282,7 +302,7 @@ def _headline(settings: Settings, model: GPT, text: torch.Tensor) -> str:
 
 def _comparison(trainings: list[Training], settings: Settings) -> str:
     """The table; by row what was measured, by column the training."""
-    skip, last = settings.warm_up, min(LAST, settings.steps)
+    skip, last = settings.untimed, min(LAST, settings.steps)
     rows: list[list[str]] = [
         ["loss, first step", *(f"{t.losses[0]:.6f}" for t in trainings)],
         [
@@ -293,6 +313,9 @@ def _comparison(trainings: list[Training], settings: Settings) -> str:
     for other in trainings[1:]:
         apart = ["–" if t is other else f"{t.largest_difference(other):.1e}" for t in trainings]
         rows.append([f"largest loss difference from {other.name.split(',')[0]}", *apart])
+    rows.append(
+        ["first step, s (graphshard compiles)", *(f"{t.seconds[0]:.1f}" for t in trainings)]
+    )
     rates = [_tokens_per_second(settings, t.seconds[skip:]) for t in trainings]
     rows.append([f"tokens/s, median of steps {skip + 1} to {settings.steps}", *rates])
     held = [_largest(t.held_bytes()) for t in trainings]
@@ -316,7 +339,7 @@ def _collectives(sharding: Backend) -> str:
         for kind in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE):
             if plan.count(kind):
                 rows.append([plan.graph, kind, plan.count(kind), plan.num_bytes(kind) / 1e6])
-    headers = ["graphshard, every step", "collective", "count", "MB, unsharded"]
+    headers = ["graphshard, every step", "collective", "count", "MB, full size"]
     return tabulate(rows, headers, floatfmt=".3f")
 
 
@@ -342,14 +365,13 @@ def run_rank(settings: Settings) -> None:
     models = [_new_model(settings, device) for _ in range(3)]
     text, show = load_text(), Progress(settings)
     show.line(_headline(settings, models[0], text))
-    show.line(
-        f"compiling with {settings.compiler}: the first step takes a minute where nothing is cached"
-    )
+    show.line(f"compiling with {settings.compiler}: can take a minute where nothing is cached")
     trainings = [_ours(models[0], sharding), _ddp(models[1], device), _fsdp2(models[2], mesh)]
     stream = batches(text, settings.size, SEED + 1 + dist.get_rank())
     _train(trainings, settings, (batch.to(device) for batch in stream), show)
     show.line("\n" + _comparison(trainings, settings))
-    show.line("\n" + _collectives(sharding))
+    show.line(_NOTE if settings.compiler == "inductor" else "")
+    show.line(_collectives(sharding))
     dist.destroy_process_group()
 
 

@@ -21,13 +21,14 @@ TEXT_BYTES = 4_000_000
 
 @dataclass(frozen=True)
 class Size:
-    """How big the model and a rank's batch are."""
+    """How big the model and a rank's batch are, and how many steps are trained by default."""
 
     layers: int
     heads: int
     dim: int
     context: int
     batch: int
+    steps: int
 
     @property
     def tokens(self) -> int:
@@ -35,10 +36,10 @@ class Size:
         return self.batch * self.context
 
 
-# A step takes a good part of a second on one CPU core, and about a tenth of one on a large GPU.
+# On CPUs a few minutes for everything is the limit.
 SIZES = {
-    "cpu": Size(layers=4, heads=4, dim=256, context=128, batch=8),
-    "cuda": Size(layers=12, heads=12, dim=768, context=512, batch=8),
+    "cpu": Size(layers=4, heads=4, dim=256, context=128, batch=8, steps=60),
+    "cuda": Size(layers=12, heads=12, dim=768, context=512, batch=8, steps=200),
 }
 
 

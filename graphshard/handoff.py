@@ -8,7 +8,6 @@ cache keys, ``aot_eager`` by calling them on the graphs that it then runs op by 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,9 +41,14 @@ class PlanRecord:
     Inductor's cache, under a key of the Dynamo graph.
     """
 
-    def __init__(self, gm: fx.GraphModule, fqns: Sequence[str], compiler: str) -> None:
-        text = gm.print_readable(print_output=False) + compiler + torch.__version__
-        self._key = source_hash(_SOURCES, text).hex()
+    def __init__(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], fqns: Sequence[str], compiler: str
+    ) -> None:
+        traced = [gm.print_readable(print_output=False), compiler, torch.__version__]
+        # Not in the text, but AOTAutograd makes other graphs of it.
+        traced += [str([getattr(value, "requires_grad", None) for value in inputs])]
+        traced += [str(torch.is_grad_enabled())]
+        self._key = source_hash(_SOURCES, "\n".join(traced)).hex()
         self._fqns = tuple(fqns)
         self._plans: dict[str, Plan] = {}
 
@@ -60,12 +64,9 @@ class PlanRecord:
         """The plans known by now, parameters named: the backward's comes with its compilation."""
         for kind in (FORWARD, BACKWARD, INFERENCE):
             path = self._path(kind)
-            if kind not in self._plans and not self._compiled_here() and path.exists():
+            if kind not in self._plans and path.exists():
                 self._plans[kind] = Plan.from_json(path.read_text())
         return [plan.named(self._fqns) for plan in self._plans.values()]
-
-    def _compiled_here(self) -> bool:
-        return bool(self._plans)
 
     def _path(self, kind: str) -> Path:
         return Path(cache_dir()) / "graphshard" / f"{self._key}-{kind}.json"
@@ -131,11 +132,12 @@ def compile_graph(
             "post_grad_custom_post_pass": lowering,
             "custom_partitioner_fn": Partitioner(),
         }
-        return compile_fx(gm, inputs, config_patches=patches)  # type: ignore[no-any-return]
+        compiled: Any = compile_fx(gm, inputs, config_patches=patches)
+        return compiled
 
     def run_by_op(graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         lowering(graph_module.graph)
         graph_module.recompile()
         return make_boxed_func(graph_module)
 
-    return aot_autograd(fw_compiler=run_by_op, partition_fn=Partitioner())(gm, inputs)  # type: ignore[no-any-return]
+    return aot_autograd(fw_compiler=run_by_op, partition_fn=Partitioner())(gm, inputs)

@@ -15,6 +15,7 @@ the DTensor and runs the DTensor's own hooks. What replaces a parameter's storag
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 import weakref
 from dataclasses import dataclass, field
@@ -56,21 +57,21 @@ class Layout:
     def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
         return self
 
-    @property
+    @functools.cached_property
     def group(self) -> str:
         return self.mesh.get_group().group_name
 
-    @property
+    @functools.cached_property
     def placement(self) -> Shard | Replicate:
         return Replicate() if self.rows is None else Shard(0)
 
-    @property
+    @functools.cached_property
     def padded_shape(self) -> torch.Size:
         if self.rows is None:
             return self.shape
         return torch.Size((-(-self.rows // self.mesh.size()), *self.shape[1:]))
 
-    @property
+    @functools.cached_property
     def own_rows(self) -> slice:
         """This rank's rows of the full parameter."""
         assert self.rows is not None
@@ -78,7 +79,7 @@ class Layout:
         start = min(padded * self.mesh.get_local_rank(), self.rows)
         return slice(start, min(start + padded, self.rows))
 
-    @property
+    @functools.cached_property
     def own_count(self) -> int:
         return self.own_rows.stop - self.own_rows.start
 
@@ -221,7 +222,7 @@ class Link:
         """The full parameter, differentiable: for eager parts of a forward."""
         self.sync()
         op, args = self.layout.marker()
-        return op(self.leaf, *args)  # type: ignore[no-any-return]
+        return op(self.leaf, *args)
 
     def deliver(self, padded_grad: torch.Tensor) -> None:
         """Accumulate this rank's padded gradient into the DTensor and run the DTensor's hooks."""

@@ -15,6 +15,9 @@ from typing import Any
 FORWARD, BACKWARD, INFERENCE = "forward", "backward", "inference"
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
 
+PLANNED = "graphshard_planned"
+"""Key in ``node.meta`` of what a rewrite inserted for a plan."""
+
 
 @dataclass(frozen=True)
 class ShardedParam:

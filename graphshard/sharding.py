@@ -96,10 +96,11 @@ def _owners(root: nn.Module, ignored: frozenset[nn.Parameter]) -> list[_Owned]:
 def _fault(root: nn.Module, owners: list[_Owned], mesh: DeviceMesh, allow_meta: bool) -> str | None:
     """What keeps this rank from sharding, or None."""
     for name, module in root.named_modules():
-        if isinstance(module, _FOREIGN):
+        wrapper = next((kind for kind in _FOREIGN if isinstance(module, kind)), None)
+        if wrapper is not None:
             return (
                 f"module {name or type(root).__name__!r} is already wrapped by "
-                f"{_wrapper_name(module)}: give graphshard the plain module"
+                f"{wrapper.__name__}: give graphshard the plain module"
             )
     all_meta = allow_meta and all(owner.param.is_meta for owner in owners)
     for owner in owners:
@@ -109,10 +110,6 @@ def _fault(root: nn.Module, owners: list[_Owned], mesh: DeviceMesh, allow_meta: 
         if fault is not None:
             return f"parameter {owner.fqn!r} {fault}"
     return None
-
-
-def _wrapper_name(module: nn.Module) -> str:
-    return next(kind.__name__ for kind in _FOREIGN if isinstance(module, kind))
 
 
 def _parameter_fault(param: nn.Parameter, mesh: DeviceMesh, all_meta: bool) -> str | None:

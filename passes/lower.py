@@ -11,40 +11,61 @@ One collective for each parameter, waited for where it is used:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
 from graphshard import ops
-from graphshard._torch import group_size
+from graphshard._torch import fake_mode_of, group_size
 from graphshard.plan import (
     ALL_GATHER,
     ALL_REDUCE,
-    BACKWARD,
+    PLANNED,
     REDUCE_SCATTER,
     Bucket,
     Plan,
     ShardedParam,
 )
 
+_KINDS: dict[Any, str] = {
+    ops.unshard: ALL_GATHER,
+    ops.reduce_grad: REDUCE_SCATTER,
+    ops.all_reduce_grad: ALL_REDUCE,
+}
+
+
+def lower(graph: fx.Graph, kind: str) -> Plan:
+    """Lower ``graph``, in place; ``kind`` is forward, backward or inference."""
+    plan = plan_lower(graph, kind)
+    apply_lower(graph, plan)
+    return plan
+
 
 def plan_lower(graph: fx.Graph, kind: str) -> Plan:
-    """One bucket for each marker of ``graph``, in graph order. Pure."""
-    inputs = _original_inputs(graph)
-    output_positions = _output_positions(graph)
+    """One bucket for each marker of ``graph`` that communicates, in graph order. Pure."""
+    positions = {**_original_inputs(graph), **_gradient_outputs(graph)}
     params: dict[int, ShardedParam] = {}
-    order: dict[int, int] = {}
+    index: dict[int, int] = {}
     buckets = []
-    for node in graph.nodes:
-        if node.target not in (*ops.UNSHARD, *ops.REDUCE):
-            continue
-        param = _param(node, inputs, output_positions)
-        order.setdefault(param.input, len(order))
-        params.setdefault(param.input, param)
-        if node.target is not ops.replicate:
-            buckets.append(_bucket(node, order[param.input]))
+    for marker in _markers(graph):
+        position = positions[marker if marker.target in ops.REDUCE else _source(marker)]
+        params.setdefault(position, _param(marker, position))
+        index.setdefault(position, len(index))
+        if marker.target in _KINDS:
+            buckets.append(_bucket(marker, index[position]))
     return Plan(kind, tuple(params.values()), tuple(buckets))
+
+
+def _markers(graph: fx.Graph) -> Iterator[fx.Node]:
+    return (node for node in list(graph.nodes) if node.target in (*ops.UNSHARD, *ops.REDUCE))
+
+
+def _source(marker: fx.Node) -> fx.Node:
+    source = marker.args[0]
+    assert isinstance(source, fx.Node)
+    return source
 
 
 def _original_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -60,65 +81,59 @@ def _original_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
     return found
 
 
-def _output_positions(graph: fx.Graph) -> dict[fx.Node, int]:
+def _gradient_outputs(graph: fx.Graph) -> dict[fx.Node, int]:
     """Outputs of a backward graph are the gradients of the forward's inputs, in their order."""
-    outputs = graph.output_node().args[0]
-    return {n: i for i, n in enumerate(outputs) if isinstance(n, fx.Node)}  # type: ignore[arg-type]
+    outputs: Any = graph.output_node().args[0]
+    return {
+        node: i
+        for i, node in enumerate(outputs)
+        if isinstance(node, fx.Node) and node.target in ops.REDUCE
+    }
 
 
-def _param(node: fx.Node, inputs: dict[fx.Node, int], outputs: dict[fx.Node, int]) -> ShardedParam:
-    leaf: Any = node.args[0]
-    full: torch.Tensor = node.meta["val"]
-    if node.target in ops.REDUCE:
-        full = leaf.meta["val"]
-        position = outputs[node]
-    else:
-        position = inputs[leaf]
-    padded = {ops.unshard: lambda: leaf.meta["val"].shape[0], ops.reduce_grad: lambda: node.args[1]}
-    rows = padded[node.target]() if node.target in padded else None
-    return ShardedParam(position, tuple(full.shape), str(full.dtype), rows)
+def _param(marker: fx.Node, position: int) -> ShardedParam:
+    gathers = marker.target in ops.UNSHARD
+    full, shard = (marker, _source(marker)) if gathers else (_source(marker), marker)
+    value: torch.Tensor = full.meta["val"]
+    splits = marker.target in (ops.unshard, ops.reduce_grad)
+    padded_rows = shard.meta["val"].shape[0] if splits else None
+    return ShardedParam(position, tuple(value.shape), str(value.dtype), padded_rows)
 
 
-def _bucket(node: fx.Node, param: int) -> Bucket:
-    kind = {
-        ops.unshard: ALL_GATHER,
-        ops.reduce_grad: REDUCE_SCATTER,
-        ops.all_reduce_grad: ALL_REDUCE,
-    }[node.target]
-    group = str(node.args[1] if node.target is ops.all_reduce_grad else node.args[2])
+def _bucket(marker: fx.Node, param: int) -> Bucket:
+    # The group is the only text among a marker's arguments.
+    group = next(arg for arg in marker.args if isinstance(arg, str))
     world = group_size(group)
-    leaf: Any = node.args[0]
-    if kind == ALL_GATHER:
-        num_bytes = leaf.meta["val"].nbytes * world
-    elif kind == REDUCE_SCATTER:
-        num_bytes = node.meta["val"].nbytes * world
-    else:
-        num_bytes = leaf.meta["val"].nbytes
-    return Bucket(kind, (param,), num_bytes, group, world)
+    kind = _KINDS[marker.target]
+    shard = _source(marker) if kind == ALL_GATHER else marker
+    num_shards = 1 if kind == ALL_REDUCE else world
+    return Bucket(kind, (param,), shard.meta["val"].nbytes * num_shards, group, world)
 
 
-def apply_lower(graph: fx.Graph) -> None:
-    """Replace every marker, in place."""
-    for node in list(graph.nodes):
-        if node.target not in (*ops.UNSHARD, *ops.REDUCE):
-            continue
-        with graph.inserting_before(node):
-            lowered = _lower(_Emitter(graph, node.meta), node)
-        node.replace_all_uses_with(lowered)
-        graph.erase_node(node)
+def apply_lower(graph: fx.Graph, plan: Plan) -> None:
+    """Replace every marker by what ``plan`` says, in place."""
+    buckets = iter(plan.buckets)
+    for marker in _markers(graph):
+        bucket = next(buckets) if marker.target in _KINDS else None
+        with graph.inserting_before(marker):
+            lowered = _lowered(_Emitter(graph, marker.meta), marker, bucket)
+        marker.replace_all_uses_with(lowered)
+        graph.erase_node(marker)
 
 
-def _lower(emit: _Emitter, node: fx.Node) -> fx.Node:
-    source: Any = node.args[0]
-    meta = source.meta["val"]
-    if node.target is ops.replicate:
+def _lowered(emit: _Emitter, marker: fx.Node, bucket: Bucket | None) -> fx.Node:
+    source = _source(marker)
+    value = source.meta["val"]
+    if bucket is None:
         return emit(torch.ops.aten.clone.default, source)
-    *sizes, group = [a for a in node.args[1:] if not isinstance(a, bool)]
-    world = group_size(group)
-    if node.target is ops.all_reduce_grad:
-        return ops.all_reduce_mean(emit, source, meta, group, world)
-    lower = ops.all_gather_rows if node.target is ops.unshard else ops.reduce_scatter_rows
-    return lower(emit, source, meta, sizes[0], group, world)
+    group, world = bucket.group, bucket.world
+    if bucket.kind == ALL_GATHER:
+        return ops.all_gather_rows(emit, source, value, marker.meta["val"].shape[0], group, world)
+    if bucket.kind == REDUCE_SCATTER:
+        return ops.reduce_scatter_rows(
+            emit, source, value, marker.meta["val"].shape[0], group, world
+        )
+    return ops.all_reduce_mean(emit, source, value, group, world)
 
 
 class _Emitter:
@@ -131,19 +146,7 @@ class _Emitter:
     def __call__(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self._graph.call_function(op, args, kwargs)
         fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with _fake_mode_of(fake_args):
-            node.meta = {**self._origin, "val": op(*fake_args, **fake_kwargs)}
+        with fake_mode_of(fake_args):
+            value = op(*fake_args, **fake_kwargs)
+        node.meta = {**self._origin, PLANNED: True, "val": value}
         return node
-
-
-def _fake_mode_of(values: Any) -> Any:
-    return next(v.fake_mode for v in values if isinstance(v, torch.Tensor))
-
-
-def lower(graph: fx.Graph, kind: str) -> Plan:
-    plan = plan_lower(graph, kind)
-    apply_lower(graph)
-    return plan
-
-
-__all__ = ["BACKWARD", "apply_lower", "lower", "plan_lower"]

@@ -1,0 +1,189 @@
+"""What the numeric tests compare with and how. `Twins` holds a compiled model and an unsharded copy
+of it: the copy sees the batches of all ranks and averages their losses, so its gradients are what
+every rank's sharded gradients have to be. All errors are relative, in the norm of one tensor."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import graphshard
+from tests.models import Trainable
+
+TOLERANCE = 1e-5
+
+Loss = Callable[[Any, Any], Tensor]
+"""``loss(model, batch)``."""
+
+
+def call_model(model: Any, batch: Any) -> Tensor:
+    return model(batch)
+
+
+def world_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def generator(*key: int) -> torch.Generator:
+    """A generator whose seed is made of a few small numbers."""
+    seed = 0
+    for part in key:
+        seed = seed * 1009 + part + 1
+    return torch.Generator().manual_seed(seed)
+
+
+def draw(make: Callable[[torch.Generator], Any], step: int, world_size: int) -> list[Any]:
+    """The batches of all ranks in a step."""
+    return [make(generator(step, rank)) for rank in range(world_size)]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A plain copy of a tensor that may be sharded; a collective if it is."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().clone()
+
+
+def relative_error(ours: Tensor, theirs: Tensor) -> float:
+    ours, theirs = whole(ours), whole(theirs)
+    assert ours.dtype == theirs.dtype, (ours.dtype, theirs.dtype)
+    assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
+    if ours.numel() == 0 or torch.equal(ours, theirs):
+        return 0.0
+    ours, theirs = ours.double(), theirs.double()
+    return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-12))
+
+
+def assert_close(
+    what: str, ours: Tensor | None, theirs: Tensor | None, tolerance: float = TOLERANCE
+) -> None:
+    assert (ours is None) == (theirs is None), f"{what}: {ours} instead of {theirs}"
+    if ours is not None and theirs is not None:
+        error = relative_error(ours, theirs)
+        assert error <= tolerance, f"{what}: relative error {error:.2e}"
+
+
+def assert_sharded(model: nn.Module) -> None:
+    """Every parameter is a DTensor, split on dim 0 where it has rows; so is its gradient."""
+    for name, param in model.named_parameters():
+        assert isinstance(param, DTensor) and isinstance(param, nn.Parameter), (name, type(param))
+        kind = Shard(0) if param.dim() and param.numel() else Replicate()
+        assert param.placements == (kind,), (name, param.placements)
+        if param.grad is not None:
+            assert isinstance(param.grad, DTensor), name
+            assert param.grad.placements == param.placements, name
+
+
+def assert_plain(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        assert not isinstance(param, DTensor), name
+
+
+def assert_same(model: nn.Module, reference: nn.Module, tolerance: float = TOLERANCE) -> None:
+    """Names, ``requires_grad``, values and gradients of all parameters agree."""
+    ours, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
+    assert list(ours) == list(theirs)
+    for name, param in theirs.items():
+        assert ours[name].requires_grad == param.requires_grad, name
+        assert_close(f"{name}.grad", ours[name].grad, param.grad, tolerance)
+        assert_close(name, ours[name], param, tolerance)
+
+
+def compile_sharded(model: Any, *, compiler: str = "aot_eager", **options: Any) -> Any:
+    """`torch.compile` by graphshard on the world's mesh: a call that has to be one graph."""
+    backend = graphshard.backend(world_mesh(), compiler=compiler, **options)
+    return torch.compile(model, backend=backend, fullgraph=True)
+
+
+class Twins:
+    """A compiled model and its unsharded copy.
+
+    Args:
+        function: what is compiled, given the model; the model itself if None.
+        options: those of ``graphshard.backend``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        function: Callable[[nn.Module], Any] | None = None,
+        fullgraph: bool = True,
+        compiler: str = "aot_eager",
+        mesh: DeviceMesh | None = None,
+        **options: Any,
+    ) -> None:
+        torch._dynamo.utils.counters.clear()
+        self.model = model
+        self.reference = copy.deepcopy(model)
+        self.mesh = mesh or world_mesh()
+        self.backend = graphshard.backend(self.mesh, compiler=compiler, **options)
+        target, self.plain = model, self.reference
+        if function:
+            target, self.plain = function(model), function(self.reference)
+        self.compiled = torch.compile(target, backend=self.backend, fullgraph=fullgraph)
+
+    def backward(self, batches: Sequence[Any], loss: Loss = call_model) -> Tensor:
+        """Forward and backward of both; the losses agree."""
+        rank = self.mesh.get_local_rank()
+        ours = loss(self.compiled, batches[rank])
+        ours.backward()
+        theirs = [loss(self.plain, batch) for batch in batches]
+        torch.stack(theirs).mean().backward()
+        assert_close("loss", ours, theirs[rank])
+        return ours.detach()
+
+    def check(self, tolerance: float = TOLERANCE) -> None:
+        assert_sharded(self.model)
+        assert_same(self.model, self.reference, tolerance)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.model.zero_grad(set_to_none)
+        self.reference.zero_grad(set_to_none)
+
+    def train(
+        self,
+        make_batch: Callable[[torch.Generator], Any],
+        steps: int = 3,
+        loss: Loss = call_model,
+    ) -> None:
+        """SGD steps of both; losses, gradients and parameters agree in each."""
+        optimizers = [sgd(self.model), sgd(self.reference)]
+        for step in range(steps):
+            self.backward(draw(make_batch, step, self.mesh.size()), loss)
+            self.check()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr)
+
+
+def train(kind: Trainable, steps: int = 3, **kwargs: Any) -> None:
+    """Train a class of models beside its unsharded copy; a whole test for `ranks.run`."""
+    Twins(kind(), **kwargs).train(kind.batch, steps)
+
+
+def num_graphs() -> int:
+    """Graphs that Dynamo has made since the last `Twins` began."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@contextmanager
+def graphshard_warnings() -> Iterator[list[str]]:
+    """The texts of graphshard's own warnings meanwhile."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(w.message) for w in caught if str(w.message).startswith("graphshard:")]

@@ -1,0 +1,147 @@
+"""Hooks on parameters fire with sharded gradients, whenever they were registered, also an optimizer
+step inside of backward; hooks on modules run in the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests import ranks
+from tests.models import MLP
+from tests.numerics.compare import Twins, draw, sgd
+
+Batches = list[Tensor]
+
+
+def _batches(step: int) -> Batches:
+    return draw(MLP.batch, step, 2)
+
+
+def _register_both(twins: Twins, register: Callable[[nn.Module], Any]) -> list[Any]:
+    return [register(twins.model), register(twins.reference)]
+
+
+def _replace_grad(early: bool) -> None:
+    twins = Twins(MLP())
+    if not early:
+        twins.backward(_batches(0))
+        twins.zero_grad()
+    _register_both(twins, lambda m: m.up.weight.register_hook(lambda grad: grad * 3))
+    _register_both(twins, lambda m: m.up.weight.register_hook(lambda grad: grad + 1))
+    _register_both(twins, lambda m: m.mid.weight.register_hook(lambda grad: None))
+    for step in range(2):
+        twins.backward(_batches(step))
+        twins.check()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_gradient_hook_replaces_the_gradient(early: bool) -> None:
+    ranks.run(2, _replace_grad, early)
+
+
+def _see_grads(early: bool) -> None:
+    twins, seen = Twins(MLP()), []
+
+    def see_grad(grad: Tensor) -> None:
+        seen.append(("grad", type(grad), tuple(grad.shape)))
+
+    def see_param(param: Tensor) -> None:
+        seen.append(("param", type(param.grad), tuple(param.shape)))
+        assert param is twins.model.up.bias
+
+    if not early:
+        twins.backward(_batches(0))
+    twins.model.up.bias.register_hook(see_grad)
+    twins.model.up.bias.register_post_accumulate_grad_hook(see_param)
+    twins.backward(_batches(1))
+    twins.check()
+    assert seen == [("grad", DTensor, (13,)), ("param", DTensor, (13,))]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_hooks_see_sharded_gradients(early: bool) -> None:
+    ranks.run(2, _see_grads, early)
+
+
+def _remove(early: bool) -> None:
+    """A handle works whenever it was given out."""
+    twins, seen = Twins(MLP()), []
+    if not early:
+        twins.backward(_batches(0))
+    weight = twins.model.up.weight
+    handles = [
+        weight.register_hook(lambda grad: seen.append("grad")),
+        weight.register_post_accumulate_grad_hook(lambda param: seen.append("param")),
+    ]
+    twins.backward(_batches(1))
+    assert seen == ["grad", "param"]
+    handles[0].remove()
+    twins.backward(_batches(2))
+    assert seen == ["grad", "param", "param"]
+    handles[1].remove()
+    twins.backward(_batches(3))
+    assert seen == ["grad", "param", "param"]
+    twins.check()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_removed_hooks_are_gone(early: bool) -> None:
+    ranks.run(2, _remove, early)
+
+
+def _late_hook_after_early_removal() -> None:
+    """A table that was empty when the model was sharded still takes hooks."""
+    twins, seen = Twins(MLP()), []
+    twins.model.up.weight.register_hook(lambda grad: seen.append("early")).remove()
+    twins.backward(_batches(0))
+    twins.model.up.weight.register_hook(lambda grad: seen.append("late"))
+    twins.backward(_batches(1))
+    assert seen == ["late"]
+
+
+def test_a_hook_after_one_was_removed_early() -> None:
+    ranks.run(2, _late_hook_after_early_removal)
+
+
+def _optimize_in_backward(early: bool) -> None:
+    twins = Twins(MLP())
+    if not early:
+        twins.backward(_batches(9))
+        twins.zero_grad()
+    for param in twins.model.parameters():
+        optimizer = torch.optim.SGD([param], 0.05)
+
+        def step(param: Tensor, optimizer: torch.optim.SGD = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        param.register_post_accumulate_grad_hook(step)
+    optimizer = sgd(twins.reference)
+    for number in range(3):
+        twins.backward(_batches(number))
+        optimizer.step()
+        optimizer.zero_grad()
+        twins.check()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_an_optimizer_step_inside_of_backward(early: bool) -> None:
+    ranks.run(2, _optimize_in_backward, early)
+
+
+def _hook_modules() -> None:
+    """Forward hooks are traced; they read parameters as the forward does."""
+    twins = Twins(MLP())
+    for model in (twins.model, twins.reference):
+        model.up.register_forward_hook(lambda module, args, out: out + module.bias * 2)
+        model.mid.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+    twins.train(MLP.batch)
+
+
+def test_forward_hooks_are_part_of_the_graph() -> None:
+    ranks.run(2, _hook_modules)

@@ -1,0 +1,229 @@
+"""Optimizers built before the first step are re-pointed with their state and their groups; those
+built after it, schedulers, gradient clipping and accumulation work as on a plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from tests import ranks
+from tests.models import GPT, MLP
+from tests.numerics.compare import Twins, assert_close, draw, sgd
+
+Build = Callable[[nn.Module], Optimizer]
+
+
+def _adamw(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), 1e-2)
+
+
+def _adamw_by_tensor(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
+
+
+def _grouped(model: nn.Module) -> Optimizer:
+    """Two groups with options of their own, in another order than the model's."""
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": rest, "weight_decay": 0.0, "lr": 0.05}, {"params": decay}]
+    return torch.optim.AdamW(groups, 1e-2, weight_decay=0.1)
+
+
+def _momentum(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, nesterov=True)
+
+
+def _step_both(twins: Twins, optimizers: list[Optimizer], step: int) -> None:
+    twins.backward(draw(MLP.batch, step, 2))
+    for optimizer in optimizers:
+        optimizer.step()
+    twins.check()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+
+
+def _plain_step(twins: Twins, optimizers: list[Optimizer]) -> None:
+    """One unsharded step on the same batch on every rank, which gives the optimizers state."""
+    for model, optimizer in zip((twins.model, twins.reference), optimizers):
+        model(torch.ones(5, 7)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _assert_state_is_sharded(optimizer: Optimizer, model: nn.Module) -> None:
+    params = set(model.parameters())
+    assert set(optimizer.state) <= params
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    assert set(held) == params and len(held) == len(params)
+    for param, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == param.shape and param.dim():
+                assert isinstance(value, DTensor), name
+                assert value.placements == param.placements
+
+
+def _optimizer_before(build: Build, with_state: bool) -> None:
+    twins = Twins(MLP())
+    optimizers = [build(twins.model), build(twins.reference)]
+    if with_state:
+        _plain_step(twins, optimizers)
+    options = [{k: v for k, v in g.items() if k != "params"} for g in optimizers[0].param_groups]
+    for step in range(3):
+        _step_both(twins, optimizers, step)
+    for group, before in zip(optimizers[0].param_groups, options):
+        assert {k: v for k, v in group.items() if k != "params"} == before
+    _assert_state_is_sharded(optimizers[0], twins.model)
+    assert len(optimizers[0].state) == len(list(twins.model.parameters()))
+
+
+@pytest.mark.parametrize("build", [_adamw, _adamw_by_tensor, _grouped, _momentum])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_an_optimizer_from_before(build: Build, with_state: bool) -> None:
+    ranks.run(2, _optimizer_before, build, with_state)
+
+
+def _optimizer_after(build: Build) -> None:
+    twins = Twins(MLP())
+    twins.train(MLP.batch, steps=1)
+    optimizers = [build(twins.model), build(twins.reference)]
+    for step in range(3):
+        _step_both(twins, optimizers, step)
+    _assert_state_is_sharded(optimizers[0], twins.model)
+
+
+@pytest.mark.parametrize("build", [_adamw, _grouped, _momentum])
+def test_an_optimizer_from_after(build: Build) -> None:
+    ranks.run(2, _optimizer_after, build)
+
+
+def _optimizer_of_more() -> None:
+    """Parameters of somebody else stay as they are, in the optimizer too."""
+    twins, other = Twins(MLP()), nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW([*other.parameters(), *twins.model.parameters()], 1e-2)
+    twins.backward(draw(MLP.batch, 0, 2))
+    held = optimizer.param_groups[0]["params"]
+    assert held[:2] == list(other.parameters())
+    assert not isinstance(held[0], DTensor)
+    assert all(mine is param for mine, param in zip(held[2:], twins.model.parameters()))
+
+
+def test_an_optimizer_of_two_models_keeps_the_other() -> None:
+    ranks.run(2, _optimizer_of_more)
+
+
+def _optimizer_of_tied() -> None:
+    twins = Twins(GPT())
+    twins.train(GPT.batch)
+    optimizer = _adamw(twins.model)
+    assert len(optimizer.param_groups[0]["params"]) == len(list(twins.model.parameters()))
+
+
+def test_a_tied_weight_is_one_parameter() -> None:
+    ranks.run(2, _optimizer_of_tied)
+
+
+def _scheduled() -> None:
+    twins = Twins(MLP())
+    optimizers = [_momentum(twins.model), _momentum(twins.reference)]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in optimizers]
+    for step in range(3):
+        _step_both(twins, optimizers, step)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert optimizers[0].param_groups[0]["lr"] == 0.05 * 0.5**3
+
+
+def test_a_scheduler_from_before() -> None:
+    ranks.run(2, _scheduled)
+
+
+class _WithScalar(nn.Module):
+    """A scalar is replicated, the rest is sharded: clipping takes the norm over both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 5)
+        self.scale = nn.Parameter(torch.tensor(3.0))
+        self.one_row = nn.Parameter(torch.randn(1, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.scale * self.one_row).square().mean()
+
+
+def _clip(foreach: bool | None) -> None:
+    twins = Twins(_WithScalar())
+    twins.backward(draw(MLP.batch, 0, 2))
+    norms = [
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=foreach)
+        for model in (twins.model, twins.reference)
+    ]
+    assert norms[1] > 0.1
+    assert_close("norm", *norms)
+    twins.check()
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_clip_grad_norm(world_size: int, foreach: bool | None) -> None:
+    ranks.run(world_size, _clip, foreach)
+
+
+def _accumulate(set_to_none: bool) -> None:
+    twins = Twins(MLP())
+    optimizers = [sgd(twins.model), sgd(twins.reference)]
+    for step in range(6):
+        twins.backward(draw(MLP.batch, step, 2))
+        twins.check()
+        if step % 3 == 2:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none)
+    for param in twins.model.parameters():
+        assert (param.grad is None) == set_to_none
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_accumulate_until_they_are_zeroed(set_to_none: bool) -> None:
+    ranks.run(2, _accumulate, set_to_none)
+
+
+def _zero_first() -> None:
+    """`zero_grad(set_to_none=False)` keeps the tensors, whose memory the user may hold."""
+    twins = Twins(MLP())
+    twins.backward(draw(MLP.batch, 0, 2))
+    grads = [param.grad for param in twins.model.parameters()]
+    twins.zero_grad(set_to_none=False)
+    twins.backward(draw(MLP.batch, 1, 2))
+    twins.check()
+    assert all(p.grad is grad for p, grad in zip(twins.model.parameters(), grads))
+
+
+def test_zeroed_gradients_stay_the_same_tensors() -> None:
+    ranks.run(2, _zero_first)
+
+
+def _scale_loss() -> None:
+    """A scaler on finite gradients, as in `torch.amp`."""
+    twins = Twins(MLP())
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+    optimizers: list[Any] = [sgd(twins.model), sgd(twins.reference)]
+    for step in range(2):
+        twins.backward(draw(MLP.batch, step, 2), lambda model, x: scalers[0].scale(model(x)))
+        scalers[1].scale(torch.zeros(1))
+        for scaler, optimizer in zip(scalers, optimizers):
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        twins.check()
+        twins.zero_grad()
+
+
+def test_grad_scaler() -> None:
+    ranks.run(2, _scale_loss)

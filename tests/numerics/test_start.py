@@ -1,0 +1,226 @@
+"""What happens to a model's values when it is sharded: all ranks start from the first rank's, or,
+without `sync_module_states`, each from its own; copies made before stay plain, copies made after
+are models of their own; old parameter objects say what became of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+import graphshard
+from tests import ranks
+from tests.models import GPT, MLP
+from tests.numerics.compare import (
+    Twins,
+    assert_close,
+    assert_plain,
+    assert_same,
+    assert_sharded,
+    compile_sharded,
+    draw,
+    whole,
+    world_mesh,
+)
+
+
+class _Odds(nn.Module):
+    """Parameters and buffers of many dtypes and strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 5)
+        self.low = nn.Parameter(torch.randn(5).bfloat16())
+        self.transposed = nn.Parameter(torch.randn(5, 3).t())
+        self.scalar = nn.Parameter(torch.randn(()))
+        self.flags = nn.Parameter(torch.rand(5) > 0.5, requires_grad=False)
+        self.register_buffer("count", torch.randint(100, ()))
+        self.register_buffer("mask", torch.rand(5) > 0.5, persistent=False)
+        self.register_buffer("strided", torch.randn(4, 6)[:, ::2])
+        self.register_buffer("empty", torch.randn(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) * self.scalar + self.low.float() * self.flags
+        return (y @ self.transposed.t()).square().mean() + self.strided.sum() * self.mask.sum()
+
+    @staticmethod
+    def batch(rng: torch.Generator) -> Tensor:
+        return torch.randn(4, 7, generator=rng)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: whole(tensor) for name, tensor in named.items()}
+
+
+Shard = Callable[[nn.Module], object]
+
+
+def _by_first_step(model: nn.Module, **options: bool) -> None:
+    compile_sharded(model, **options)(torch.ones(4, 7))
+
+
+def _by_shard(model: nn.Module, **options: bool) -> None:
+    graphshard.shard(model, world_mesh(), **options)
+
+
+def _broadcast(shard: Shard) -> None:
+    torch.manual_seed(dist.get_rank())
+    model = _Odds()
+    torch.manual_seed(0)
+    of_first_rank = _tensors(_Odds())
+    shard(model)
+    tensors = _tensors(model)
+    assert tensors.keys() == of_first_rank.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, of_first_rank[name]), name
+    assert model.strided.shape == (4, 3)
+
+
+@pytest.mark.parametrize("shard", [_by_first_step, _by_shard])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_ranks_start_from_the_first(shard: Shard, world_size: int) -> None:
+    ranks.run(world_size, _broadcast, shard)
+
+
+def _keep_apart(shard: Callable[..., object]) -> None:
+    """Each rank keeps its own rows and its own buffers."""
+    torch.manual_seed(dist.get_rank())
+    model = _Odds()
+    own = _tensors(model)
+    shard(model, sync_module_states=False)
+    for name, param in model.named_parameters():
+        if param.dim():
+            rows = torch.arange(param.shape[0]).chunk(2)[dist.get_rank()]
+            assert torch.equal(param.to_local(), own[name][rows]), name
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, own[name]), name
+
+
+@pytest.mark.parametrize("shard", [_by_first_step, _by_shard])
+def test_without_sync_each_rank_keeps_its_rows(shard: Shard) -> None:
+    ranks.run(2, _keep_apart, shard)
+
+
+def _broadcast_an_expanded_buffer() -> None:
+    model = MLP()
+    model.register_buffer("expanded", torch.full((1,), float(dist.get_rank())).expand(6))
+    _by_shard(model)
+    assert torch.equal(model.expanded, torch.zeros(6))
+
+
+def test_a_buffer_whose_elements_share_memory() -> None:
+    ranks.run(2, _broadcast_an_expanded_buffer)
+
+
+def _copy_before(copy_of: Callable[[nn.Module], nn.Module]) -> None:
+    model = MLP()
+    average = copy_of(model)
+    before = _tensors(average)
+    twins = Twins(model)
+    twins.train(MLP.batch, steps=1)
+    assert_plain(average)
+    assert all(torch.equal(value, before[name]) for name, value in _tensors(average).items())
+    average(torch.ones(5, 7)).backward()
+    for mean, param in zip(average.parameters(), model.parameters()):
+        mean.data.lerp_(param.full_tensor(), 1.0)
+    for mean, param in zip(average.parameters(), twins.reference.parameters()):
+        assert_close("average", mean, param)
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, AveragedModel])
+def test_an_ema_copy_from_before_stays_plain(copy_of: Callable[[nn.Module], nn.Module]) -> None:
+    ranks.run(2, _copy_before, copy_of)
+
+
+def _copy_after() -> None:
+    twins = Twins(MLP())
+    twins.train(MLP.batch, steps=1)
+    other = Twins(copy.deepcopy(twins.model))
+    other.reference = other.plain = copy.deepcopy(twins.reference)
+    assert_sharded(other.model)
+    other.train(MLP.batch, steps=2)
+    with torch.no_grad():
+        for param in other.model.parameters():
+            param.zero_()
+    twins.train(MLP.batch, steps=2)  # the original knows nothing of its copy
+    assert other.compiled(torch.ones(5, 7)) == 0
+
+
+def test_a_copy_of_a_sharded_model_is_a_model_of_its_own() -> None:
+    ranks.run(2, _copy_after)
+
+
+def _copy_tied() -> None:
+    twins = Twins(GPT())
+    twins.train(GPT.batch, steps=1)
+    clone = copy.deepcopy(twins.model)
+    assert clone.head.weight is clone.tokens.weight
+    assert clone.head.weight is not twins.model.head.weight
+    other = Twins(clone)
+    other.reference = other.plain = copy.deepcopy(twins.reference)
+    other.train(GPT.batch, steps=2)
+
+
+def test_a_copy_of_a_sharded_model_stays_tied() -> None:
+    ranks.run(2, _copy_tied)
+
+
+def _plain_grad_before() -> None:
+    """Gradients of plain steps before the first compiled one are averaged, then accumulated."""
+    twins = Twins(MLP())
+    xs = draw(MLP.batch, 7, 2)
+    twins.model(xs[dist.get_rank()]).backward()
+    torch.stack([twins.reference(x) for x in xs]).mean().backward()
+    twins.backward(draw(MLP.batch, 0, 2))
+    twins.check()
+
+
+def test_gradients_from_before_the_first_step_are_kept() -> None:
+    ranks.run(2, _plain_grad_before)
+
+
+def _read_grad(params: list[nn.Parameter]) -> object:
+    return params[0].grad
+
+
+def _compute(params: list[nn.Parameter]) -> object:
+    return params[0] * 2
+
+
+def _clip(params: list[nn.Parameter]) -> object:
+    return nn.utils.clip_grad_norm_(params, 1.0)
+
+
+def _use_old_objects(use: Callable[[list[nn.Parameter]], object]) -> None:
+    model = MLP()
+    old = list(model.parameters())
+    compile_sharded(model)(torch.ones(5, 7)).backward()
+    with pytest.raises(RuntimeError, match=r"take model\.parameters\(\) again"):
+        use(old)
+
+
+@pytest.mark.parametrize("use", [_read_grad, _compute, _clip])
+def test_old_parameter_objects_say_so(use: Callable[[list[nn.Parameter]], object]) -> None:
+    ranks.run(2, _use_old_objects, use)
+
+
+def _train_with_values_changed_in_place() -> None:
+    twins = Twins(MLP())
+    twins.train(MLP.batch, steps=1)
+    for model in (twins.model, twins.reference):
+        with torch.no_grad():
+            model.up.weight.mul_(0.5)
+            model.down.bias.data.fill_(0.25)
+            nn.init.ones_(model.mid.weight)
+    assert_same(twins.model, twins.reference)
+    twins.train(MLP.batch, steps=2)
+
+
+def test_values_changed_in_place_are_trained_on() -> None:
+    ranks.run(2, _train_with_values_changed_in_place)

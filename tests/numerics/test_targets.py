@@ -1,0 +1,294 @@
+"""What is compiled: a module, a function or method that uses one, several models, part of a model,
+a model on a part of the ranks. The first step's result is already right and already sharded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import graphshard
+from tests import ranks
+from tests.models import GPT, MLP, ConvNet, Trainable
+from tests.numerics.compare import (
+    Twins,
+    assert_plain,
+    assert_sharded,
+    compile_sharded,
+    draw,
+    num_graphs,
+    train,
+    world_mesh,
+)
+
+
+def _first_step(kind: Trainable) -> None:
+    twins = Twins(kind())
+    twins.backward(draw(kind.batch, 0, 2))  # with fullgraph=True
+    assert_sharded(twins.model)
+    assert num_graphs() == 1
+    assert [plan.graph for plan in twins.backend.plans] == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("kind", [MLP, GPT, ConvNet])
+def test_the_first_step_is_one_graph_and_sharded(kind: Trainable) -> None:
+    ranks.run(2, _first_step, kind)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_any_number_of_ranks(world_size: int) -> None:
+    ranks.run(world_size, train, GPT)
+
+
+# Ways in which a function comes to its model: each makes of a model what is compiled.
+
+
+def _closure(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda batch: model(batch) * 2.0
+
+
+class _Trainer:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.model(batch)
+
+
+def _method(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return _Trainer(model).loss
+
+
+def _default_argument(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    def loss(batch: Tensor, model: nn.Module = model) -> Tensor:
+        return model(batch)
+
+    return loss
+
+
+def _in_containers(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    models = {"models": [None, model]}
+    return lambda batch: models["models"][1](batch)
+
+
+def _of_parts(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Uses the parts of an MLP, never calls the model."""
+    return lambda x: model.down(torch.tanh(model.mid(model.up(x)))).square().mean()
+
+
+def _of_parameters(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Reads parameters, calls no module; the other parameters are sharded too, and unused."""
+    return lambda x: (x @ model.up.weight.t() + model.up.bias).square().mean()
+
+
+_models: list[nn.Module] = []
+
+
+def _global(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    _models.append(model)
+    index = len(_models) - 1
+    return lambda batch: _models[index](batch)
+
+
+def _bound_forward(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return model.forward
+
+
+WAYS = [
+    _closure,
+    _method,
+    _default_argument,
+    _in_containers,
+    _of_parts,
+    _of_parameters,
+    _global,
+    _bound_forward,
+]
+
+
+def _train_function(function: Callable[[nn.Module], Any]) -> None:
+    Twins(MLP(), function=function).train(MLP.batch)
+
+
+@pytest.mark.parametrize("function", WAYS)
+def test_a_function_that_uses_the_model(function: Callable[[nn.Module], Any]) -> None:
+    ranks.run(2, _train_function, function)
+
+
+class _Pair(nn.Module):
+    """Two models that know nothing of each other, and a function of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 5)
+        self.second = nn.Linear(5, 3)
+
+
+def _of_two_models(pair: nn.Module) -> Callable[[Tensor], Tensor]:
+    first, second = pair.first, pair.second
+    return lambda x: second(first(x).relu()).square().mean()
+
+
+def _train_two_models() -> None:
+    twins = Twins(_Pair(), function=_of_two_models)
+    twins.train(MLP.batch)
+    assert num_graphs() == 1
+
+
+def test_two_models_in_one_graph() -> None:
+    ranks.run(2, _train_two_models)
+
+
+class _Student(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = MLP()
+        self.teacher = MLP()
+
+
+def _compile_a_part() -> None:
+    outer = _Student()
+    names = list(outer.state_dict())
+    twins = Twins(outer.student)
+    twins.train(MLP.batch)
+    assert_sharded(outer.student)
+    assert_plain(outer.teacher)
+    assert list(outer.state_dict()) == names
+
+
+def test_only_the_compiled_part_of_a_model_is_sharded() -> None:
+    ranks.run(2, _compile_a_part)
+
+
+def _parts_one_by_one() -> None:
+    """Shards a part, then the whole, by compiling each."""
+    model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+    reference = copy.deepcopy(model)
+    part, plain = compile_sharded(model[0]), reference[0]
+    xs = draw(MLP.batch, 0, 2)
+    part(xs[dist.get_rank()]).sum().backward()
+    (sum(plain(x).sum() for x in xs) / 2).backward()
+    assert_sharded(model[0])
+    assert_plain(model[2])
+    twins = Twins(model)
+    twins.reference = twins.plain = reference
+    twins.backward(xs, loss=lambda m, x: m(x).square().mean())
+    twins.check()
+
+
+def test_a_part_is_sharded_before_the_whole() -> None:
+    ranks.run(2, _parts_one_by_one)
+
+
+def _use_twice(second_compiler: str) -> None:
+    """One model, compiled twice; the second finds it sharded."""
+    model = MLP()
+    twins = Twins(model)
+    twins.train(MLP.batch, steps=1)
+    twins.compiled = compile_sharded(model, compiler=second_compiler)
+    twins.train(MLP.batch, steps=2)
+
+
+@pytest.mark.parametrize("second_compiler", ["aot_eager", "inductor"])
+def test_a_model_is_compiled_twice(second_compiler: str) -> None:
+    ranks.run(2, _use_twice, second_compiler)
+
+
+class _Autoencoder(nn.Module):
+    """An encoder that two compiled models share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        encoder = nn.Linear(7, 5)
+        self.narrow = nn.Sequential(encoder, nn.Linear(5, 3))
+        self.wide = nn.Sequential(encoder, nn.Linear(5, 9))
+
+
+def _train_models_with_a_shared_part() -> None:
+    both = _Autoencoder()
+    twins = Twins(both)
+    compiled = [compile_sharded(both.narrow), compile_sharded(both.wide)]
+    xs = draw(MLP.batch, 0, 2)
+    for _ in range(2):
+        for name, model in zip(("narrow", "wide"), compiled):
+            model(xs[dist.get_rank()]).square().mean().backward()
+            plain = getattr(twins.reference, name)
+            torch.stack([plain(x).square().mean() for x in xs]).mean().backward()
+        twins.check()
+        twins.zero_grad()
+    assert both.narrow[0].weight is both.wide[0].weight
+
+
+def test_two_compiled_models_share_a_part() -> None:
+    ranks.run(2, _train_models_with_a_shared_part)
+
+
+def _train_on_one_axis() -> None:
+    """Rows of a 2 × 2 mesh train apart, each from another start."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("run", "shard"))
+    run = mesh.get_local_rank("run")
+    torch.manual_seed(run)
+    twins = Twins(MLP(), mesh=mesh["shard"])
+    twins.train(lambda rng: MLP.batch(rng) + run)
+
+
+def test_a_mesh_over_a_part_of_the_ranks() -> None:
+    ranks.run(4, _train_on_one_axis)
+
+
+def _default_mesh() -> None:
+    model = MLP()
+    loss = torch.compile(model, backend=graphshard.backend(compiler="aot_eager"))
+    loss(torch.ones(5, 7)).backward()
+    assert_sharded(model)
+    assert model.up.weight.device_mesh == world_mesh()
+
+
+def test_the_default_mesh_is_the_world() -> None:
+    ranks.run(2, _default_mesh)
+
+
+def _compile_in_place(fullgraph: bool) -> None:
+    model = MLP()
+    twins = Twins(model)
+    names = list(model.state_dict())
+    model.compile(backend=twins.backend, fullgraph=fullgraph)
+    twins.compiled = model
+    twins.train(MLP.batch)
+    assert list(model.state_dict()) == names
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_model_compile(fullgraph: bool) -> None:
+    ranks.run(2, _compile_in_place, fullgraph)
+
+
+def _by_name(options: dict[str, Any]) -> None:
+    model = MLP()
+    twins = Twins(model)
+    twins.compiled = torch.compile(model, backend="graphshard", fullgraph=True, options=options)
+    twins.train(MLP.batch)
+
+
+def test_the_backend_by_name() -> None:
+    ranks.run(2, _by_name, {"compiler": "aot_eager"})
+    ranks.run(2, _by_name, {"compiler": "aot_eager", "reshard_after_forward": False})
+
+
+def _with_inductor_options() -> None:
+    model = MLP()
+    twins = Twins(model)
+    backend = graphshard.backend(twins.mesh)
+    twins.compiled = torch.compile(model, backend=backend, options={"max_fusion_size": 2})
+    twins.train(MLP.batch, steps=1)
+
+
+def test_options_of_torch_compile_reach_inductor() -> None:
+    ranks.run(2, _with_inductor_options)

@@ -1,0 +1,1 @@
+"""Pure tests of what is decided: no process group, no compiler."""

@@ -1,0 +1,1 @@
+"""Models of `transformers`, built by config alone and unchanged, trained sharded."""

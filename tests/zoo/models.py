@@ -1,0 +1,213 @@
+"""The models of the zoo, by name: tiny ones of `transformers`, made from a config without any
+download and used as they are, without dropout (so that two trainings can be compared) and with
+sizes that no number of ranks divides (so that shards are padded); with each a maker of random
+batches, and whether Dynamo can trace it in one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+if TYPE_CHECKING:  # importing it takes seconds, which only ranks need to spend
+    from transformers import PreTrainedModel
+
+VOCAB, LENGTH, LABELS = 101, 12, 5
+IGNORED = -100  # the label of a token that does not count in the loss
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One model of the zoo.
+
+    Attributes:
+        build: makes it, with random weights.
+        batch: makes one batch of its arguments; the generator differs by rank and step.
+        one_graph: Dynamo traces it without a graph break.
+        all_used: every parameter has a gradient in every step.
+    """
+
+    build: Callable[[], PreTrainedModel]
+    batch: Callable[[torch.Generator], Batch]
+    one_graph: bool = True
+    all_used: bool = True
+
+
+def causal_batch(generator: torch.Generator, rows: int = 2, length: int = LENGTH) -> Batch:
+    ids = torch.randint(3, VOCAB, (rows, length), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def masked_batch(generator: torch.Generator) -> Batch:
+    """Some tokens are to be guessed, and the second text is shorter than the first."""
+    ids = torch.randint(3, VOCAB, (2, LENGTH), generator=generator)
+    guessed = torch.rand(ids.shape, generator=generator) < 0.4
+    guessed[:, 0] = True
+    mask = torch.ones_like(ids)
+    mask[1, LENGTH - 3 :] = 0
+    labels = ids.masked_fill(~guessed | (mask == 0), IGNORED)
+    return {"input_ids": ids.masked_fill(guessed, 2), "attention_mask": mask, "labels": labels}
+
+
+def translation_batch(generator: torch.Generator) -> Batch:
+    source = torch.randint(3, VOCAB, (2, LENGTH), generator=generator)
+    target = torch.randint(3, VOCAB, (2, LENGTH - 5), generator=generator)
+    return {"input_ids": source, "labels": target}
+
+
+def image_batch(generator: torch.Generator) -> Batch:
+    pixels = torch.randn(3, 3, 16, 16, generator=generator)
+    return {
+        "pixel_values": pixels,
+        "labels": torch.randint(LABELS, (3,), generator=generator),
+    }
+
+
+def few_tokens_batch(generator: torch.Generator) -> Batch:
+    """So few that most batches leave some expert of a mixture without a token."""
+    return causal_batch(generator, rows=1, length=3)
+
+
+_DECODER: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=45,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=32,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    use_cache=False,
+)
+# Rows of experts have to be a multiple of 16 bytes: torch.nn.functional.grouped_mm asks for it.
+_MIXTURE: dict[str, Any] = dict(
+    _DECODER, intermediate_size=44, num_local_experts=4, num_experts_per_tok=2
+)
+
+
+def gpt2(**changes: Any) -> PreTrainedModel:
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB,
+        n_positions=32,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=1,
+        eos_token_id=2,
+        **changes,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def gpt2_with_loss(**changes: Any) -> PreTrainedModel:
+    """With the loss named that transformers takes anyway, after a message that breaks the graph."""
+    model = gpt2(**changes)
+    model.loss_type = "ForCausalLM"
+    return model
+
+
+def llama(**changes: Any) -> PreTrainedModel:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**_DECODER, **changes}))
+
+
+def llama_checkpointed() -> PreTrainedModel:
+    model = llama()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def qwen3() -> PreTrainedModel:
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_DECODER, head_dim=8))
+
+
+def bert(**changes: Any) -> PreTrainedModel:
+    config = transformers.BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=45,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        **changes,
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def t5() -> PreTrainedModel:
+    config = transformers.T5Config(
+        vocab_size=VOCAB,
+        d_model=32,
+        d_kv=8,
+        d_ff=45,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def vit() -> PreTrainedModel:
+    config = transformers.ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=45,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        image_size=16,
+        patch_size=4,
+        num_labels=LABELS,
+        # Or else the first forward finds it out and writes it here, and Dynamo has to trace again.
+        problem_type="single_label_classification",
+    )
+    return transformers.ViTForImageClassification(config)
+
+
+def mixtral(**changes: Any) -> PreTrainedModel:
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**_MIXTURE, **changes))
+
+
+def mixtral_eager() -> PreTrainedModel:
+    """Its loop over the experts that got a token is one that Dynamo cannot trace."""
+    return mixtral(
+        experts_implementation="eager", output_router_logits=True, router_aux_loss_coef=0.1
+    )
+
+
+# Dynamo of torch 2.11 cannot trace the copy.deepcopy with which T5 reads its config.
+_TRACES_DEEPCOPY = torch.__version__ >= (2, 13)
+
+ZOO: dict[str, Entry] = {
+    "gpt2": Entry(gpt2_with_loss, causal_batch),
+    "gpt2-eager-attention": Entry(
+        lambda: gpt2_with_loss(attn_implementation="eager"), causal_batch
+    ),
+    # As it is, and with parameters that no loss depends on: cross attention to nothing.
+    "gpt2-breaks-unused": Entry(
+        lambda: gpt2(add_cross_attention=True), causal_batch, one_graph=False, all_used=False
+    ),
+    "llama": Entry(llama, causal_batch),
+    "llama-tied": Entry(lambda: llama(tie_word_embeddings=True), causal_batch),
+    "llama-eager-attention": Entry(lambda: llama(attn_implementation="eager"), causal_batch),
+    "llama-checkpointed": Entry(llama_checkpointed, causal_batch),
+    "qwen3": Entry(qwen3, causal_batch),
+    "bert": Entry(bert, masked_batch),
+    "t5": Entry(t5, translation_batch, one_graph=_TRACES_DEEPCOPY),
+    "vit": Entry(vit, image_batch),
+    "mixtral": Entry(mixtral, causal_batch),
+    "mixtral-breaks": Entry(mixtral_eager, causal_batch, one_graph=False),
+    "mixtral-breaks-few-tokens": Entry(mixtral_eager, few_tokens_batch, one_graph=False),
+}

@@ -1,0 +1,178 @@
+"""Trains a model of the zoo by our one line and in another way from the same weights on the same
+batches, and says how far the two are apart: `compare(name, ...)` runs on a rank and returns numbers
+that the test asserts on. Losses and gradients are compared at every step, under SGD, since Adam
+would hide a gradient of the wrong scale."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers.utils import logging
+
+import graphshard
+from graphshard.plan import FORWARD
+
+from .models import ZOO, Batch
+
+STEPS, LEARNING_RATE = 10, 0.1
+# A gradient smaller than this part of all gradients together is compared to that part instead:
+# it is, as that of a key's bias, what rounding leaves of a sum that is zero.
+FLOOR = 1e-6
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass
+class Trace:
+    """What a training did, step by step; gradients are full ones, None where there was none."""
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far our training was from the other one, on one rank.
+
+    Attributes:
+        loss_error: the largest relative difference of a step's loss.
+        gradient_error: the largest relative difference (of norms) of a gradient; infinite if a
+            parameter has a gradient in one training alone. ``worst`` says which one it is.
+        unused: parameters that never had a gradient.
+        num_graphs: how many forward graphs were compiled.
+        warnings: the warnings of graphshard.
+    """
+
+    loss_error: float
+    gradient_error: float
+    worst: str
+    unused: tuple[str, ...]
+    num_graphs: int
+    warnings: tuple[str, ...]
+
+
+def compare(
+    name: str,
+    *,
+    compiler: str = "aot_eager",
+    against: str = "ddp",
+    autocast: bool = False,
+    steps: int = STEPS,
+) -> Comparison:
+    """Train ``name`` by graphshard and by ``against`` (a key of WAYS)."""
+    logging.set_verbosity_error()
+    entry, mesh = ZOO[name], init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    ours = entry.build()
+    theirs = copy.deepcopy(ours)
+    batches = [_batch(name, step) for step in range(steps)]
+    context = bfloat16_autocast if autocast else contextlib.nullcontext
+    expected = train(WAYS[against](theirs, mesh, entry.all_used), theirs, batches, context)
+    backend = graphshard.backend(mesh, compiler=compiler)
+    compiled = torch.compile(ours, backend=backend, fullgraph=entry.one_graph)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trace = train(compiled, ours, batches, context)
+    num_graphs = sum(plan.graph == FORWARD for plan in backend.plans)
+    return _compared(trace, expected, num_graphs, [str(w.message) for w in caught])
+
+
+def _batch(name: str, step: int) -> Batch:
+    generator = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
+    return ZOO[name].batch(generator)
+
+
+def bfloat16_autocast() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def train(
+    call: Callable[..., Any],
+    model: nn.Module,
+    batches: list[Batch],
+    context: Context = contextlib.nullcontext,
+) -> Trace:
+    """SGD on ``model``, each forward by ``call``; the optimizer is built before the first step."""
+    trace = Trace()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    for batch in batches:
+        with context():
+            loss = call(**batch).loss
+        loss.backward()
+        trace.losses.append(loss.item())
+        trace.gradients.append({name: _full(p.grad) for name, p in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    return trace
+
+
+def _full(gradient: Tensor | None) -> Tensor | None:
+    if gradient is None:
+        return None
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+
+
+def by_ddp(model: nn.Module, mesh: DeviceMesh, all_used: bool) -> nn.Module:
+    return DistributedDataParallel(
+        model, process_group=mesh.get_group(), find_unused_parameters=not all_used
+    )
+
+
+def by_fsdp2(model: Any, mesh: DeviceMesh, all_used: bool) -> nn.Module:
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+WAYS: dict[str, Callable[[nn.Module, DeviceMesh, bool], nn.Module]] = {
+    "ddp": by_ddp,
+    "fsdp2": by_fsdp2,
+}
+
+
+def _compared(ours: Trace, theirs: Trace, num_graphs: int, messages: list[str]) -> Comparison:
+    losses = [abs(a - b) / abs(b) for a, b in zip(ours.losses, theirs.losses, strict=True)]
+    errors = [
+        (error, f"step {step}: {name}")
+        for step, (mine, other) in enumerate(zip(ours.gradients, theirs.gradients, strict=True))
+        for name, error in gradient_errors(mine, other).items()
+    ]
+    worst, where = max(errors)
+    steps = ours.gradients
+    return Comparison(
+        loss_error=max(losses),
+        gradient_error=worst,
+        worst=where,
+        unused=tuple(n for n in steps[0] if all(step[n] is None for step in steps)),
+        num_graphs=num_graphs,
+        warnings=tuple(m for m in messages if m.startswith("graphshard")),
+    )
+
+
+def gradient_errors(
+    ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]
+) -> dict[str, float]:
+    """``|ours - theirs| / |theirs|`` by parameter, in norms; the divisor is at least the FLOOR."""
+    assert ours.keys() == theirs.keys()
+    total = math.hypot(*(float(g.norm()) for g in theirs.values() if g is not None))
+    return {name: _error(ours[name], theirs[name], FLOOR * total) for name in theirs}
+
+
+def _error(ours: Tensor | None, theirs: Tensor | None, floor: float) -> float:
+    if ours is None or theirs is None:
+        return 0.0 if ours is theirs else math.inf
+    return float((ours - theirs).norm()) / max(float(theirs.norm()), floor)
