@@ -33,6 +33,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "CustomGraphPass",
@@ -264,7 +265,8 @@ def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor],
 
 def fake_mode_of(values: Sequence[Any]) -> Any:
     """The mode of the first fake tensor among ``values``."""
-    return next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+    leaves = tree_leaves(values)
+    return next(value.fake_mode for value in leaves if isinstance(value, FakeTensor))
 
 
 # --- torch/distributed/distributed_c10d.py, _functional_collectives.py ----------------------------

@@ -98,7 +98,7 @@ class Lowering(CustomGraphPass):
         self._record = record
 
     def __call__(self, graph: fx.Graph) -> None:
-        plan = passes.GRAPH(graph, _kind(graph))
+        plan = passes.lower(graph, _kind(graph))
         verify_lowered(graph, plan)
         self._record.add(plan)
 

@@ -231,8 +231,11 @@ class Link:
         for hook in gradient_hooks(param):
             replaced = hook(grad)
             grad = grad if replaced is None else replaced
-        with torch.no_grad():
-            param.grad = grad if param.grad is None else param.grad.add_(grad)
+        if param.grad is None:
+            param.grad = grad
+        else:
+            with torch.no_grad():
+                param.grad.add_(grad)
         for done in post_accumulate_hooks(param):
             done(param)
 

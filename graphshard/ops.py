@@ -31,11 +31,15 @@ _lib.define("unshard(Tensor shard, int rows, str group, bool reshard) -> Tensor"
 _lib.define("reduce_grad(Tensor grad, int padded_rows, str group) -> Tensor", tags=_tags)
 _lib.define("replicate(Tensor param, str group) -> Tensor", tags=_tags)
 _lib.define("all_reduce_grad(Tensor grad, str group) -> Tensor", tags=_tags)
+_lib.define("pack(Tensor[] tensors, int world) -> Tensor", tags=_tags)
 
 unshard = torch.ops.graphshard.unshard.default
 reduce_grad = torch.ops.graphshard.reduce_grad.default
 replicate = torch.ops.graphshard.replicate.default
 all_reduce_grad = torch.ops.graphshard.all_reduce_grad.default
+# One buffer of the parts of several tensors, rank by rank. Opaque to Inductor: the C++ that it makes
+# of a `cat` of a hundred tensors takes longer to compile than the rest of the graph.
+pack = torch.ops.graphshard.pack.default
 UNSHARD = (unshard, replicate)
 REDUCE = (reduce_grad, all_reduce_grad)
 
@@ -43,7 +47,7 @@ _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
 _convert = torch.ops.prims.convert_element_type.default
 # What no backend refuses; other dtypes travel as bytes.
-_ON_THE_WIRE = frozenset(
+ON_THE_WIRE = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8}
     | {torch.int8, torch.int32, torch.int64}
 )
@@ -72,7 +76,7 @@ def all_gather_rows(
 
 def _to_wire(call: Call, shard: Any, dtype: torch.dtype) -> tuple[Any, Callable[[Any], Any]]:
     """``shard`` in a dtype that every backend gathers, and the way back."""
-    if dtype in _ON_THE_WIRE:
+    if dtype in ON_THE_WIRE:
         return shard, lambda full: full
     if dtype is torch.bool:  # Inductor's C++ cannot view bytes as bool
         wire = call(_convert, shard, torch.uint8)
@@ -85,14 +89,58 @@ def reduce_scatter_rows(
     call: Call, grad: Any, meta: torch.Tensor, padded_rows: int, group: str, world: int
 ) -> Any:
     """The mean over ``world`` ranks of the full ``[rows, ...]``: this rank's padded shard of it."""
-    padding = padded_rows * world - meta.shape[0]
-    if padding:
-        pad = [0, 0] * (meta.dim() - 1) + [0, padding]
-        grad = call(_aten.constant_pad_nd.default, grad, pad)
-    if padding or not meta.is_contiguous():
+    if not meta.is_contiguous():
         grad = call(_aten.clone.default, grad, memory_format=torch.contiguous_format)
+    grad = _padded(call, grad, meta, padded_rows * world)
     shard = call(_c10d.reduce_scatter_tensor.default, grad, "avg", world, group)
     return call(_c10d.wait_tensor.default, shard)
+
+
+def _padded(call: Call, grad: Any, meta: torch.Tensor, rows: int) -> Any:
+    """``grad`` with zero rows added up to ``rows``."""
+    if meta.shape[0] == rows:
+        return grad
+    pad = [0, 0] * (meta.dim() - 1) + [0, rows - meta.shape[0]]
+    return call(_aten.constant_pad_nd.default, grad, pad)
+
+
+def all_gather_packed(
+    call: Call,
+    shards: list[Any],
+    metas: list[torch.Tensor],
+    rows: list[int],
+    group: str,
+    world: int,
+) -> list[Any]:
+    """Several ``all_gather_rows`` in one buffer; all of one dtype."""
+    full = call(_c10d.all_gather_into_tensor.default, call(pack, shards, 1), world, group)
+    by_rank = call(_aten.reshape.default, call(_c10d.wait_tensor.default, full), [world, -1])
+    gathered, start = [], 0
+    for meta, num_rows in zip(metas, rows):
+        part = call(_aten.slice.Tensor, by_rank, 1, start, start + meta.numel())
+        padded = [world * meta.shape[0], *meta.shape[1:]]
+        whole = call(_aten.reshape.default, part, padded)
+        cut = padded[0] != num_rows
+        gathered.append(call(_aten.slice.Tensor, whole, 0, 0, num_rows) if cut else whole)
+        start += meta.numel()
+    return gathered
+
+
+def reduce_scatter_packed(
+    call: Call, grads: list[Any], metas: list[torch.Tensor], rows: list[int], group: str, world: int
+) -> list[Any]:
+    """Several ``reduce_scatter_rows`` in one buffer; ``rows`` are padded rows of a shard."""
+    padded = [_padded(call, *each, num_rows * world) for *each, num_rows in zip(grads, metas, rows)]
+    packed = call(pack, padded, world)
+    reduced = call(_c10d.reduce_scatter_tensor.default, packed, "avg", world, group)
+    reduced = call(_c10d.wait_tensor.default, reduced)
+    shards, start = [], 0
+    for meta, num_rows in zip(metas, rows):
+        shape = torch.Size([num_rows, *meta.shape[1:]])
+        part = call(_aten.slice.Tensor, reduced, 0, start, start + shape.numel())
+        shards.append(call(_aten.reshape.default, part, list(shape)))
+        start += shape.numel()
+    return shards
 
 
 def all_reduce_mean(call: Call, grad: Any, meta: torch.Tensor, group: str, world: int) -> Any:
@@ -125,6 +173,16 @@ def _replicate(param: torch.Tensor, group: str) -> torch.Tensor:
 @_impl("all_reduce_grad", "CompositeExplicitAutograd")
 def _all_reduce_grad(grad: torch.Tensor, group: str) -> torch.Tensor:
     return all_reduce_mean(run, grad, grad, group, group_size(group))
+
+
+@_impl("pack", "CompositeExplicitAutograd")
+def _pack(tensors: list[torch.Tensor], world: int) -> torch.Tensor:
+    return torch.cat([tensor.reshape(world, -1) for tensor in tensors], 1).view(-1)
+
+
+@torch.library.register_fake("graphshard::pack", lib=_lib)
+def _pack_fake(tensors: list[torch.Tensor], world: int) -> torch.Tensor:
+    return tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
 
 
 @torch.library.register_fake("graphshard::unshard", lib=_lib)
