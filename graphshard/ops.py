@@ -18,6 +18,7 @@ rows past ``rows`` are padding, cut off by a view; the padding of a gradient is 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -32,14 +33,17 @@ _lib.define("reduce_grad(Tensor grad, int padded_rows, str group) -> Tensor", ta
 _lib.define("replicate(Tensor param, str group) -> Tensor", tags=_tags)
 _lib.define("all_reduce_grad(Tensor grad, str group) -> Tensor", tags=_tags)
 _lib.define("pack(Tensor[] tensors, int world) -> Tensor", tags=_tags)
+_lib.define("unpack(Tensor flat, int[] sizes, int world) -> Tensor[]", tags=_tags)
 
 unshard = torch.ops.graphshard.unshard.default
 reduce_grad = torch.ops.graphshard.reduce_grad.default
 replicate = torch.ops.graphshard.replicate.default
 all_reduce_grad = torch.ops.graphshard.all_reduce_grad.default
-# One buffer of the parts of several tensors, rank by rank. Opaque to Inductor: the C++ that it makes
-# of a `cat` of a hundred tensors takes longer to compile than the rest of the graph.
+# One buffer of the parts of several tensors, rank by rank, and back. Opaque to Inductor: the C++ of a
+# `cat` of a hundred tensors takes longer to compile than the rest of a graph, and slices of one
+# buffer differ in their offsets, so that equal layers would not share their kernels.
 pack = torch.ops.graphshard.pack.default
+unpack = torch.ops.graphshard.unpack.default
 UNSHARD = (unshard, replicate)
 REDUCE = (reduce_grad, all_reduce_grad)
 
@@ -114,15 +118,14 @@ def all_gather_packed(
 ) -> list[Any]:
     """Several ``all_gather_rows`` in one buffer; all of one dtype."""
     full = call(_c10d.all_gather_into_tensor.default, call(pack, shards, 1), world, group)
-    by_rank = call(_aten.reshape.default, call(_c10d.wait_tensor.default, full), [world, -1])
-    gathered, start = [], 0
-    for meta, num_rows in zip(metas, rows):
-        part = call(_aten.slice.Tensor, by_rank, 1, start, start + meta.numel())
+    full = call(_c10d.wait_tensor.default, full)
+    parts = call(unpack, full, [meta.numel() for meta in metas], world)
+    gathered = []
+    for i, (meta, num_rows) in enumerate(zip(metas, rows)):
         padded = [world * meta.shape[0], *meta.shape[1:]]
-        whole = call(_aten.reshape.default, part, padded)
+        whole = call(_aten.view.default, call(operator.getitem, parts, i), padded)
         cut = padded[0] != num_rows
         gathered.append(call(_aten.slice.Tensor, whole, 0, 0, num_rows) if cut else whole)
-        start += meta.numel()
     return gathered
 
 
@@ -183,6 +186,16 @@ def _pack(tensors: list[torch.Tensor], world: int) -> torch.Tensor:
 @torch.library.register_fake("graphshard::pack", lib=_lib)
 def _pack_fake(tensors: list[torch.Tensor], world: int) -> torch.Tensor:
     return tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
+
+
+@_impl("unpack", "CompositeExplicitAutograd")
+def _unpack(flat: torch.Tensor, sizes: list[int], world: int) -> list[torch.Tensor]:
+    return list(torch.split_with_sizes_copy(flat.view(world, -1), sizes, 1))
+
+
+@torch.library.register_fake("graphshard::unpack", lib=_lib)
+def _unpack_fake(flat: torch.Tensor, sizes: list[int], world: int) -> list[torch.Tensor]:
+    return [flat.new_empty((world, size)) for size in sizes]
 
 
 @torch.library.register_fake("graphshard::unshard", lib=_lib)
