@@ -41,15 +41,21 @@ def generator(*key: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def draw(make: Callable[[torch.Generator], Any], step: int, world_size: int) -> list[Any]:
+def draw(
+    make: Callable[[torch.Generator], Any], step: int, num_ranks: int | None = None
+) -> list[Any]:
     """The batches of all ranks in a step."""
-    return [make(generator(step, rank)) for rank in range(world_size)]
+    return [make(generator(step, rank)) for rank in range(num_ranks or dist.get_world_size())]
 
 
 def whole(tensor: Tensor) -> Tensor:
     """A plain copy of a tensor that may be sharded; a collective if it is."""
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().clone()
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    if tensor.dtype in (torch.int8, torch.int16, torch.bool):  # gloo gathers no such thing
+        return tensor.int().full_tensor().to(tensor.dtype)
+    return tensor.full_tensor().clone()
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
@@ -107,6 +113,7 @@ class Twins:
     """A compiled model and its unsharded copy.
 
     Args:
+        reference: an unsharded model with the same values, if not a copy made here.
         function: what is compiled, given the model; the model itself if None.
         options: those of ``graphshard.backend``.
     """
@@ -114,6 +121,7 @@ class Twins:
     def __init__(
         self,
         model: nn.Module,
+        reference: nn.Module | None = None,
         *,
         function: Callable[[nn.Module], Any] | None = None,
         fullgraph: bool = True,
@@ -123,7 +131,7 @@ class Twins:
     ) -> None:
         torch._dynamo.utils.counters.clear()
         self.model = model
-        self.reference = copy.deepcopy(model)
+        self.reference = reference or copy.deepcopy(model)
         self.mesh = mesh or world_mesh()
         self.backend = graphshard.backend(self.mesh, compiler=compiler, **options)
         target, self.plain = model, self.reference

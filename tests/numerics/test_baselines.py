@@ -59,7 +59,7 @@ def _train(kind: Trainable, wrap: Wrap) -> History:
     wrapped = wrap(model)
     optimizer = sgd(model, lr=0.1)
     for step in range(STEPS):
-        loss = wrapped(draw(kind.batch, step, mesh.size())[mesh.get_local_rank()])
+        loss = wrapped(draw(kind.batch, step)[mesh.get_local_rank()])
         loss.backward()
         grads = {name: whole(param.grad) for name, param in model.named_parameters()}
         history.losses.append(loss.detach())

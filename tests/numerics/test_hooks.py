@@ -19,7 +19,7 @@ Batches = list[Tensor]
 
 
 def _batches(step: int) -> Batches:
-    return draw(MLP.batch, step, 2)
+    return draw(MLP.batch, step)
 
 
 def _register_both(twins: Twins, register: Callable[[nn.Module], Any]) -> list[Any]:

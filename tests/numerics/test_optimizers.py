@@ -41,7 +41,7 @@ def _momentum(model: nn.Module) -> Optimizer:
 
 
 def _step_both(twins: Twins, optimizers: list[Optimizer], step: int) -> None:
-    twins.backward(draw(MLP.batch, step, 2))
+    twins.backward(draw(MLP.batch, step))
     for optimizer in optimizers:
         optimizer.step()
     twins.check()
@@ -107,7 +107,7 @@ def _optimizer_of_more() -> None:
     """Parameters of somebody else stay as they are, in the optimizer too."""
     twins, other = Twins(MLP()), nn.Linear(3, 3)
     optimizer = torch.optim.AdamW([*other.parameters(), *twins.model.parameters()], 1e-2)
-    twins.backward(draw(MLP.batch, 0, 2))
+    twins.backward(draw(MLP.batch, 0))
     held = optimizer.param_groups[0]["params"]
     assert held[:2] == list(other.parameters())
     assert not isinstance(held[0], DTensor)
@@ -159,7 +159,7 @@ class _WithScalar(nn.Module):
 
 def _clip(foreach: bool | None) -> None:
     twins = Twins(_WithScalar())
-    twins.backward(draw(MLP.batch, 0, 2))
+    twins.backward(draw(MLP.batch, 0))
     norms = [
         nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=foreach)
         for model in (twins.model, twins.reference)
@@ -179,7 +179,7 @@ def _accumulate(set_to_none: bool) -> None:
     twins = Twins(MLP())
     optimizers = [sgd(twins.model), sgd(twins.reference)]
     for step in range(6):
-        twins.backward(draw(MLP.batch, step, 2))
+        twins.backward(draw(MLP.batch, step))
         twins.check()
         if step % 3 == 2:
             for optimizer in optimizers:
@@ -197,10 +197,10 @@ def test_gradients_accumulate_until_they_are_zeroed(set_to_none: bool) -> None:
 def _zero_first() -> None:
     """`zero_grad(set_to_none=False)` keeps the tensors, whose memory the user may hold."""
     twins = Twins(MLP())
-    twins.backward(draw(MLP.batch, 0, 2))
+    twins.backward(draw(MLP.batch, 0))
     grads = [param.grad for param in twins.model.parameters()]
     twins.zero_grad(set_to_none=False)
-    twins.backward(draw(MLP.batch, 1, 2))
+    twins.backward(draw(MLP.batch, 1))
     twins.check()
     assert all(p.grad is grad for p, grad in zip(twins.model.parameters(), grads))
 
@@ -215,7 +215,7 @@ def _scale_loss() -> None:
     scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
     optimizers: list[Any] = [sgd(twins.model), sgd(twins.reference)]
     for step in range(2):
-        twins.backward(draw(MLP.batch, step, 2), lambda model, x: scalers[0].scale(model(x)))
+        twins.backward(draw(MLP.batch, step), lambda model, x: scalers[0].scale(model(x)))
         scalers[1].scale(torch.zeros(1))
         for scaler, optimizer in zip(scalers, optimizers):
             scaler.unscale_(optimizer)

@@ -141,8 +141,7 @@ def test_an_ema_copy_from_before_stays_plain(copy_of: Callable[[nn.Module], nn.M
 def _copy_after() -> None:
     twins = Twins(MLP())
     twins.train(MLP.batch, steps=1)
-    other = Twins(copy.deepcopy(twins.model))
-    other.reference = other.plain = copy.deepcopy(twins.reference)
+    other = Twins(copy.deepcopy(twins.model), copy.deepcopy(twins.reference))
     assert_sharded(other.model)
     other.train(MLP.batch, steps=2)
     with torch.no_grad():
@@ -162,9 +161,7 @@ def _copy_tied() -> None:
     clone = copy.deepcopy(twins.model)
     assert clone.head.weight is clone.tokens.weight
     assert clone.head.weight is not twins.model.head.weight
-    other = Twins(clone)
-    other.reference = other.plain = copy.deepcopy(twins.reference)
-    other.train(GPT.batch, steps=2)
+    Twins(clone, copy.deepcopy(twins.reference)).train(GPT.batch, steps=2)
 
 
 def test_a_copy_of_a_sharded_model_stays_tied() -> None:
@@ -174,10 +171,10 @@ def test_a_copy_of_a_sharded_model_stays_tied() -> None:
 def _plain_grad_before() -> None:
     """Gradients of plain steps before the first compiled one are averaged, then accumulated."""
     twins = Twins(MLP())
-    xs = draw(MLP.batch, 7, 2)
+    xs = draw(MLP.batch, 7)
     twins.model(xs[dist.get_rank()]).backward()
     torch.stack([twins.reference(x) for x in xs]).mean().backward()
-    twins.backward(draw(MLP.batch, 0, 2))
+    twins.backward(draw(MLP.batch, 0))
     twins.check()
 
 

@@ -30,7 +30,7 @@ from tests.numerics.compare import (
 
 def _first_step(kind: Trainable) -> None:
     twins = Twins(kind())
-    twins.backward(draw(kind.batch, 0, 2))  # with fullgraph=True
+    twins.backward(draw(kind.batch, 0))  # with fullgraph=True
     assert_sharded(twins.model)
     assert num_graphs() == 1
     assert [plan.graph for plan in twins.backend.plans] == ["forward", "backward"]
@@ -171,13 +171,12 @@ def _parts_one_by_one() -> None:
     model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
     reference = copy.deepcopy(model)
     part, plain = compile_sharded(model[0]), reference[0]
-    xs = draw(MLP.batch, 0, 2)
+    xs = draw(MLP.batch, 0)
     part(xs[dist.get_rank()]).sum().backward()
     (sum(plain(x).sum() for x in xs) / 2).backward()
     assert_sharded(model[0])
     assert_plain(model[2])
-    twins = Twins(model)
-    twins.reference = twins.plain = reference
+    twins = Twins(model, reference)
     twins.backward(xs, loss=lambda m, x: m(x).square().mean())
     twins.check()
 
@@ -214,7 +213,7 @@ def _train_models_with_a_shared_part() -> None:
     both = _Autoencoder()
     twins = Twins(both)
     compiled = [compile_sharded(both.narrow), compile_sharded(both.wide)]
-    xs = draw(MLP.batch, 0, 2)
+    xs = draw(MLP.batch, 0)
     for _ in range(2):
         for name, model in zip(("narrow", "wide"), compiled):
             model(xs[dist.get_rank()]).square().mean().backward()

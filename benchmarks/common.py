@@ -1,0 +1,160 @@
+"""What the benchmarks share: the ways to train that are compared, a process group of one rank,
+interleaved timing, and the table that is printed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+T = TypeVar("T")
+Build = Callable[[Any, DeviceMesh], nn.Module]
+"""``build(model, mesh)``: what is called in the model's place. The model has ``blocks``."""
+
+PLAIN, FSDP2, FSDP2_BLOCKS = "torch.compile", "FSDP2, eager", "FSDP2, compiled blocks"
+GRAPHSHARD = "graphshard"
+
+
+def plain(model: Any, mesh: DeviceMesh) -> nn.Module:
+    return torch.compile(model)  # type: ignore[no-any-return]
+
+
+def fsdp2(model: Any, mesh: DeviceMesh) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def fsdp2_compiled_blocks(model: Any, mesh: DeviceMesh) -> nn.Module:
+    for block in model.blocks:
+        block.compile()
+    return fsdp2(model, mesh)
+
+
+def one_line(model: Any, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    # Imported here, so that a process that measures FSDP2 holds no more than FSDP2 needs.
+    import graphshard
+
+    return torch.compile(model, backend=graphshard.backend(mesh, **options))  # type: ignore[no-any-return]
+
+
+WAYS: dict[str, Build] = {
+    PLAIN: plain,
+    FSDP2: fsdp2,
+    FSDP2_BLOCKS: fsdp2_compiled_blocks,
+    GRAPHSHARD: one_line,
+}
+
+
+# --- where it runs -------------------------------------------------------------------------------
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with the option that all benchmarks of one rank have."""
+    shown = argparse.RawDescriptionHelpFormatter
+    new = argparse.ArgumentParser(description=doc, formatter_class=shown)
+    new.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU, else cpu"
+    )
+    return new
+
+
+def count(text: str) -> int:
+    """An argument that is a whole number from 1 up."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from 1 up")
+    return int(text)
+
+
+def pick_device(name: str | None) -> torch.device:
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def join_group(device: torch.device) -> DeviceMesh:
+    """A process group of this process alone, over NCCL or gloo, and the mesh over it."""
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh(device.type, (1,))
+
+
+# --- timing --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds until a piece of work returned, and until the device had done it."""
+
+    host_s: float
+    done_s: float
+
+
+def timed(work: Callable[[], Any], device: torch.device) -> Timing:
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    host_s = time.perf_counter() - start
+    synchronize(device)
+    return Timing(host_s, time.perf_counter() - start)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def interleave(runs: Mapping[str, Callable[[], T]], steps: int, warm_up: int) -> dict[str, list[T]]:
+    """What each of ``runs`` returns in ``steps`` rounds after the warm-up.
+
+    Every round runs each once, in an order that is rotated from round to round: what slows the
+    machine down for a while then slows all of them, and none always follows the same other one.
+    """
+    names, results = list(runs), {name: [] for name in runs}  # type: ignore[var-annotated]
+    for step in range(warm_up + steps):
+        first = step % len(names)
+        for name in names[first:] + names[:first]:
+            result = runs[name]()
+            if step >= warm_up:
+                results[name].append(result)
+    return results
+
+
+median = statistics.median
+
+
+# --- what is printed -----------------------------------------------------------------------------
+
+
+def heading(module: str, device: torch.device) -> str:
+    """The command and what it ran on."""
+    command = shlex.join(["python", "-m", module, *sys.argv[1:]])
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+    else:
+        where = f"CPU ({os.cpu_count()} cores)"
+    return f"`{command}`, torch {torch.__version__}, {where}"
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table: the first column is text, the others are numbers."""
+    align = ("left", *("right" for _ in headers[1:]))
+    return tabulate(rows, headers, "github", disable_numparse=True, colalign=align)
+
+
+def show(*parts: str) -> None:
+    print("\n\n".join(parts), flush=True)

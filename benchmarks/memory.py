@@ -1,0 +1,180 @@
+"""How much memory does a sharded training step need at its peak, beside eager FSDP2?
+
+    python -m benchmarks.memory [--mb 400] [--linears 52] [--ranks 2]
+
+The largest resident memory of a rank during steps of a deep MLP over gloo on the CPU, after a
+warm-up that compiles. Each kind runs in processes of its own, once with and once without
+[Note: memory that is given back]; tests/numerics/test_memory.py asserts on the former.
+
+[Note: memory that is given back] glibc takes a freed block above a threshold back to the kernel at
+once, and keeps a smaller one for itself; and it raises the threshold (up to 32 MB) whenever it
+frees a larger block. Then the resident memory is that of all live blocks and of all the holes that
+earlier ones have left. MALLOC_MMAP_THRESHOLD_, read when a process starts, fixes the threshold: each
+parameter is a mapping of its own, and the resident memory is that of the live ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import gc
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from benchmarks.common import FSDP2, count, fsdp2, heading, one_line, show, table
+from benchmarks.models import DeepMLP, parameter_bytes
+from tests import ranks
+
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "1000000"}
+ROWS, STEPS = 8, 2
+MB = 1e6
+
+
+def kind_name(compiler: str, reshard: bool) -> str:
+    return f"{compiler}, ZeRO-{3 if reshard else 2}"
+
+
+KINDS: dict[str, Callable[[DeepMLP, DeviceMesh], nn.Module]] = {FSDP2: fsdp2} | {
+    kind_name(compiler, reshard): functools.partial(
+        one_line, compiler=compiler, reshard_after_forward=reshard
+    )
+    for compiler in ("inductor", "aot_eager")
+    for reshard in (True, False)
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Resident bytes of a process.
+
+    Attributes:
+        params: of all parameters, unsharded.
+        before: before what was measured.
+        peak: the most during what was measured.
+    """
+
+    params: int
+    before: int
+    peak: int
+
+
+# --- on a rank -----------------------------------------------------------------------------------
+
+
+def peak_is_known() -> bool:
+    """Whether this kernel tells the peak of a process and forgets it when asked to."""
+    try:
+        _forget_peak()
+        return _resident("VmHWM") > 0
+    except (OSError, LookupError):
+        return False
+
+
+def _resident(key: str) -> int:
+    """VmRSS, the bytes that are resident now, or VmHWM, the most since `_forget_peak`."""
+    status = Path("/proc/self/status").read_text()
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    return int(fields[key].removesuffix("kB")) * 1024
+
+
+def _forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")  # see proc_pid_clear_refs(5)
+
+
+def peak_of(work: Callable[[], object], params: int) -> Memory:
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    before = _resident("VmRSS")
+    _forget_peak()
+    work()
+    return Memory(params, before, _resident("VmHWM"))
+
+
+def step_memory(kind: str, num_bytes: float, linears: int) -> Memory:
+    """Of forward, backward and an SGD step, after a warm-up."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = DeepMLP.of_bytes(num_bytes, linears)
+    params = parameter_bytes(model)
+    x = torch.randn(ROWS, model.dim)
+    called = KINDS[kind](model, mesh)
+    called(x).backward()  # from now on the parameters are shards, in all kinds
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.step()
+            optimizer.zero_grad()
+            called(x).backward()
+
+    train(1)
+    return peak_of(lambda: train(STEPS), params)
+
+
+def sharding_memory(at_first_call: bool, num_bytes: float, linears: int) -> Memory:
+    """Of sharding a model: by ``graphshard.shard``, or in the first call of the compiled model."""
+    import graphshard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    small, model = DeepMLP(16, 2), DeepMLP.of_bytes(num_bytes, linears)
+    one_line(small, mesh, compiler="aot_eager")(torch.randn(ROWS, small.dim))  # imports, connects
+    if not at_first_call:
+        return peak_of(lambda: graphshard.shard(model, mesh), parameter_bytes(model))
+    called, x = one_line(model, mesh, compiler="aot_eager"), torch.randn(ROWS, model.dim)
+    return peak_of(lambda: called(x), parameter_bytes(model))
+
+
+# --- in the parent -------------------------------------------------------------------------------
+
+
+def measure(kind: str, num_bytes: float, linears: int, world: int, give_back: bool) -> Memory:
+    """The step memory of the rank that needs most."""
+    env = GIVE_BACK if give_back else {}
+    found = ranks.run_fresh(world, step_memory, kind, num_bytes, linears, env=env)
+    return max(found, key=lambda memory: memory.peak)
+
+
+def main() -> None:
+    args = _arguments()
+    if not peak_is_known():
+        sys.exit("this kernel does not tell the peak memory of a process (/proc/self/clear_refs)")
+    show(heading("benchmarks.memory", torch.device("cpu")), "")
+    rows, params, baseline = [], 0, Memory(0, 0, 1)
+    for kind in KINDS:
+        live, kept = (
+            measure(kind, args.mb * MB, args.linears, args.ranks, give_back)
+            for give_back in (True, False)
+        )
+        params, baseline = live.params, live if kind == FSDP2 else baseline
+        row = [live.before, live.peak, live.peak - live.before, kept.peak]
+        ratio = f"{live.peak / baseline.peak:.2f}"
+        rows.append([kind, *(f"{number / MB:.0f}" for number in row), ratio])
+    headers = ["resident MB of a rank", "before", "peak", "above before", "peak, holes", "ratio"]
+    note = (
+        f"MLP of {args.linears} linear layers of one size, {params / MB:.0f} MB of parameters on "
+        f"{args.ranks} ranks; peak of {STEPS} steps after the warm-up; ratio of peaks to {FSDP2}; "
+        "holes: with glibc's own threshold, so that freed blocks stay resident"
+    )
+    show(table(headers, rows), note)
+
+
+def _arguments() -> argparse.Namespace:
+    shown = argparse.RawDescriptionHelpFormatter
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=shown)
+    options.add_argument(
+        "--mb", type=count, default=400, help="of all parameters; default: %(default)s"
+    )
+    options.add_argument("--linears", type=count, default=52, help="default: %(default)s")
+    options.add_argument("--ranks", type=count, default=2, help="default: %(default)s")
+    return options.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""Builds small graphs as AOTAutograd would hand them to a pass: every node has a fake value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from graphshard import ops
+
+add, mul = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
+to_copy, t = torch.ops.aten._to_copy.default, torch.ops.aten.t.default
+
+
+class Builder:
+    """A graph in the making, over one process group."""
+
+    def __init__(self, group: str, world_size: int = 8) -> None:
+        self.graph = fx.Graph()
+        self.group = group
+        self.world_size = world_size
+        self._mode = FakeTensorMode()
+        self._num_primals = 0
+
+    def _placeholder(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
+        node = self.graph.placeholder(name)
+        with self._mode:
+            node.meta["val"] = torch.empty(shape, dtype=dtype)
+        return node
+
+    def primal(self, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
+        """The next input of a forward graph."""
+        self._num_primals += 1
+        return self._placeholder(f"primals_{self._num_primals}", shape, dtype)
+
+    def tangent(self, *shape: int) -> fx.Node:
+        """An input of a backward graph."""
+        number = sum(node.op == "placeholder" for node in self.graph.nodes) + 1
+        return self._placeholder(f"tangents_{number}", shape, torch.float32)
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(op, args, kwargs)
+        values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with self._mode:
+            node.meta["val"] = op(*values, **named)
+        return node
+
+    def unshard(self, leaf: fx.Node, rows: int, reshard: bool = True) -> fx.Node:
+        return self.call(ops.unshard, leaf, rows, self.group, reshard)
+
+    def replicate(self, leaf: fx.Node) -> fx.Node:
+        return self.call(ops.replicate, leaf, self.group)
+
+    def reduce(self, grad: fx.Node) -> fx.Node:
+        rows = -(-grad.meta["val"].shape[0] // self.world_size)
+        return self.call(ops.reduce_grad, grad, rows, self.group)
+
+    def all_reduce(self, grad: fx.Node) -> fx.Node:
+        return self.call(ops.all_reduce_grad, grad, self.group)
+
+    def module(self, *outputs: fx.Node | None) -> fx.GraphModule:
+        """The finished graph."""
+        self.graph.output(outputs)
+        return fx.GraphModule(torch.nn.Module(), self.graph)
+
+
+def targets(graph: fx.Graph) -> list[Any]:
+    """What a graph calls, in order."""
+    return [node.target for node in graph.nodes if node.op == "call_function"]
+
+
+def count(graph: fx.Graph, op: Any) -> int:
+    return targets(graph).count(op)
+
+
+def output(graph: fx.Graph, position: int = 0) -> fx.Node:
+    """An output of a graph."""
+    outputs: Any = graph.output_node().args[0]
+    node = outputs[position]
+    assert isinstance(node, fx.Node)
+    return node

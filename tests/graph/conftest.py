@@ -1,0 +1,36 @@
+"""A fake process group for all tests of this folder: rank 0 of eight ranks, of which there is no
+other; collectives return at once and move nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+WORLD_SIZE = 8
+
+
+@pytest.fixture(scope="package")
+def _group() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def mesh(_group: None) -> Iterator[DeviceMesh]:
+    """A mesh over the fake ranks; Dynamo has forgotten what other tests compiled."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield init_device_mesh("cpu", (WORLD_SIZE,))
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def group(mesh: DeviceMesh) -> str:
+    """The name of the fake group."""
+    return mesh.get_group().group_name

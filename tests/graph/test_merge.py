@@ -1,0 +1,91 @@
+"""Equal markers become one, in the smallest graphs that have several."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphshard import ops
+from graphshard.passes.merge import merge
+from tests.graph.builder import Builder, add, count, mul, output
+
+
+def test_two_reads_of_a_parameter_gather_once(group: str) -> None:
+    build = Builder(group)
+    leaf = build.primal(2, 3)
+    gm = build.module(build.call(mul, build.unshard(leaf, 13), build.unshard(leaf, 13)))
+    merge(gm)
+    gm.graph.lint()
+    assert count(gm.graph, ops.unshard) == 1
+    left, right = output(gm.graph).args
+    assert left is right
+
+
+def test_two_reads_of_a_scalar_are_one(group: str) -> None:
+    build = Builder(group)
+    leaf = build.primal()
+    gm = build.module(build.call(mul, build.replicate(leaf), build.replicate(leaf)))
+    merge(gm)
+    assert count(gm.graph, ops.replicate) == 1
+
+
+def test_different_parameters_stay_apart(group: str) -> None:
+    build = Builder(group)
+    reads = [build.unshard(build.primal(2, 3), 13) for _ in range(2)]
+    gm = build.module(build.call(mul, *reads))
+    merge(gm)
+    assert count(gm.graph, ops.unshard) == 2
+
+
+def test_a_kept_read_is_not_one_that_is_given_up(group: str) -> None:
+    build = Builder(group)
+    leaf = build.primal(2, 3)
+    reads = [build.unshard(leaf, 13, reshard) for reshard in (True, False)]
+    gm = build.module(build.call(mul, *reads))
+    merge(gm)
+    assert count(gm.graph, ops.unshard) == 2
+
+
+@pytest.mark.parametrize("num_uses", [2, 3, 5])
+@pytest.mark.parametrize("from_right", [False, True])
+def test_gradients_of_all_uses_are_reduced_once(
+    group: str, num_uses: int, from_right: bool
+) -> None:
+    build = Builder(group)
+    grads = [build.tangent(13, 3) for _ in range(num_uses)]
+    total, *rest = [build.reduce(grad) for grad in grads]
+    for one in rest:
+        total = build.call(add, one, total) if from_right else build.call(add, total, one)
+    gm = build.module(total)
+    merge(gm)
+    gm.graph.lint()
+    assert count(gm.graph, ops.reduce_grad) == 1
+    assert count(gm.graph, add) == num_uses - 1
+    reduced = output(gm.graph)
+    assert reduced.target is ops.reduce_grad
+    assert reduced.meta["val"].shape == (2, 3)
+    assert reduced.args[0].meta["val"].shape == (13, 3)  # type: ignore[union-attr]
+
+
+def test_gradients_of_a_replicated_parameter_are_reduced_once(group: str) -> None:
+    build = Builder(group)
+    reduced = [build.all_reduce(build.tangent()) for _ in range(2)]
+    gm = build.module(build.call(add, *reduced))
+    merge(gm)
+    assert count(gm.graph, ops.all_reduce_grad) == 1
+
+
+def test_a_reduction_with_another_use_stays(group: str) -> None:
+    build = Builder(group)
+    first, second = (build.reduce(build.tangent(13, 3)) for _ in range(2))
+    gm = build.module(build.call(add, first, second), first)
+    merge(gm)
+    gm.graph.lint()
+    assert count(gm.graph, ops.reduce_grad) == 2
+
+
+def test_a_reduction_plus_something_else_stays(group: str) -> None:
+    build = Builder(group)
+    gm = build.module(build.call(add, build.reduce(build.tangent(13, 3)), build.tangent(2, 3)))
+    merge(gm)
+    assert count(gm.graph, ops.reduce_grad) == 1
+    assert output(gm.graph).target is add

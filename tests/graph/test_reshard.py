@@ -1,0 +1,67 @@
+"""What is marked for recomputation: all that parameters alone determine, and nothing else."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from graphshard.passes.reshard import parameter_derived, reshard
+from tests.graph.builder import Builder, add, mul, t, to_copy
+
+RECOMPUTE = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _recomputed(gm: fx.GraphModule) -> list[fx.Node]:
+    reshard(gm)
+    return [node for node in gm.graph.nodes if node.meta.get("recompute") is RECOMPUTE]
+
+
+def test_casts_and_transposes_of_a_parameter(group: str) -> None:
+    build = Builder(group)
+    full = build.unshard(build.primal(1, 8), 8)
+    cast = build.call(to_copy, full, dtype=torch.bfloat16)
+    turned = build.call(t, cast)
+    gm = build.module(turned)
+    assert _recomputed(gm) == [full, cast, turned]
+
+
+def test_what_is_computed_of_several_parameters(group: str) -> None:
+    build = Builder(group)
+    first, second = (build.unshard(build.primal(1, 8), 8) for _ in range(2))
+    product = build.call(mul, first, second)
+    gm = build.module(build.call(add, product, build.primal(8, 8)))
+    assert _recomputed(gm) == [first, second, product]
+
+
+def test_constants_do_not_matter(group: str) -> None:
+    build = Builder(group)
+    full = build.unshard(build.primal(1, 8), 8)
+    ones = build.call(torch.ops.aten.ones.default, [8, 8], device=torch.device("cpu"))
+    gm = build.module(build.call(mul, full, ones), ones)
+    assert len(_recomputed(gm)) == 2
+    assert ones not in parameter_derived(gm.graph)
+
+
+def test_activations_are_left_to_the_partitioner(group: str) -> None:
+    build = Builder(group)
+    full, x = build.unshard(build.primal(1, 8), 8), build.primal(3, 8)
+    y = build.call(torch.ops.aten.mm.default, x, full)
+    gm = build.module(y)
+    assert _recomputed(gm) == [full]
+
+
+def test_random_numbers_are_not_drawn_again(group: str) -> None:
+    build = Builder(group)
+    full = build.unshard(build.primal(1, 8), 8)
+    noise = build.call(torch.ops.aten.rand_like.default, full)
+    gm = build.module(build.call(mul, full, noise))
+    assert _recomputed(gm) == [full]
+
+
+def test_parameters_that_are_kept(group: str) -> None:
+    build = Builder(group)
+    full = build.unshard(build.primal(1, 8), 8, reshard=False)
+    gm = build.module(build.call(t, full))
+    assert _recomputed(gm) == []
+    assert full.meta["recompute"] is CheckpointPolicy.MUST_SAVE

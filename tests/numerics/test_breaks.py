@@ -1,0 +1,314 @@
+"""Models that Dynamo cannot make one graph of: they train as their unsharded copies do, from the
+first step on, and each says once where it breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests import ranks
+from tests.models import MLP, Trainable
+from tests.numerics.compare import Twins, graphshard_warnings
+
+DIM = 7
+
+
+class _Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+        self.gain = nn.Parameter(torch.ones(DIM))
+        self.last = nn.Linear(DIM, 3)
+
+    batch = staticmethod(MLP.batch)
+
+
+class Middle(_Broken):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x)) * self.gain
+        torch._dynamo.graph_break()
+        return (self.last(x * self.gain)).square().mean()
+
+
+class Loop(_Broken):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) * self.gain
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+            torch._dynamo.graph_break()
+        return self.last(x * self.gain).square().mean()
+
+
+class DisabledFirst(_Broken):
+    @torch.compiler.disable
+    def prepare(self, x: Tensor) -> Tensor:
+        return self.first(x) * self.gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.prepare(x)
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.last(self.prepare(x)).square().mean()
+
+
+class DisabledLast(_Broken):
+    @torch.compiler.disable
+    def finish(self, x: Tensor) -> Tensor:
+        return self.last(x * self.gain).square().mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.finish(torch.relu(self.first(x)) @ self.layers[0].weight)
+
+
+@torch.compiler.disable(recursive=False)
+def _skipped(model: Any, x: Tensor) -> Tensor:
+    x = F.linear(x, model.first.weight) * model.gain
+    for layer in model.layers:
+        x = torch.relu(layer(x))
+    return (model.last(x) * model.gain[:3]).square().mean()
+
+
+class SkippedRoot(_Broken):
+    """Only what the skipped function calls is compiled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _skipped(self, x)
+
+
+class DataDependent(_Broken):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if x.sum() > 0:
+            x = self.layers[0](x)
+        else:
+            x = self.layers[1](x)
+        return self.last(x * float(x.detach().abs().max().item() > 0)).square().mean()
+
+
+class _Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.shift = nn.Parameter(torch.zeros(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        torch._dynamo.graph_break()
+        return torch.tanh(x + self.shift)
+
+
+class InChild(_Broken):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(_Inner(), nn.Linear(DIM, DIM), _Inner())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(self.first(x))).square().mean()
+
+
+class Held(_Broken):
+    """A full parameter is a local variable across the break, another is tied across it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.first.weight
+        scaled = self.gain * 2
+        x = F.linear(x, weight)
+        torch._dynamo.graph_break()
+        x = F.linear(torch.tanh(x) * scaled, weight) + self.layers[0](x)
+        return self.last(x).square().mean()
+
+
+class InNoGrad(_Broken):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.layers[0](x)
+            torch._dynamo.graph_break()
+            target = self.layers[1](target)
+        return F.mse_loss(self.first(x), target) + self.last(x).square().mean()
+
+
+class InCheckpoint(_Broken):
+    def part(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        return self.layers[0](x) * self.gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.part, x, use_reentrant=False)).square().mean()
+
+
+class Printing(_Broken):
+    """Calls something that Dynamo does not know, with a parameter as its argument."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        assert _look(self.gain) == DIM
+        return self.last(x * self.gain).square().mean()
+
+
+@torch.compiler.disable
+def _look(param: Tensor) -> int:
+    assert param.shape == (DIM,)
+    return int(torch.count_nonzero(param.detach() < 1e9))
+
+
+class WithUnused(_Broken):
+    """Eager parts and graphs both leave parameters out."""
+
+    @torch.compiler.disable
+    def eager(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            shift = self.layers[2](x)
+        return self.first(x) + shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.eager(x)).square().mean()
+
+
+BROKEN = [
+    Middle,
+    Loop,
+    DisabledFirst,
+    DisabledLast,
+    SkippedRoot,
+    DataDependent,
+    InChild,
+    Held,
+    InNoGrad,
+    InCheckpoint,
+    Printing,
+    WithUnused,
+]
+
+
+def _train(kind: Trainable, compiler: str) -> None:
+    with graphshard_warnings() as warned:
+        twins = Twins(kind(), fullgraph=False, compiler=compiler)
+        twins.train(kind.batch)
+        assert torch.is_grad_enabled()
+        with torch.no_grad():
+            twins.compiled(torch.ones(5, DIM))
+    assert len(warned) == 1, warned
+    name = kind.__name__  # type: ignore[attr-defined]
+    assert warned[0].startswith(f"graphshard: {name} does not compile to one graph.")
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_model_with_graph_breaks(kind: Trainable) -> None:
+    ranks.run(2, _train, kind, "aot_eager")
+
+
+@pytest.mark.parametrize("kind", [DisabledFirst, Held])
+def test_a_model_with_graph_breaks_and_inductor(kind: Trainable) -> None:
+    ranks.run(2, _train, kind, "inductor")
+
+
+def _warning_of(kind: Any) -> str:
+    with graphshard_warnings() as warned:
+        Twins(kind(), fullgraph=False).train(kind.batch, steps=1)
+    return warned[0]
+
+
+def test_the_warning_names_file_and_line() -> None:
+    line = Middle.forward.__code__.co_firstlineno + 2
+    for text in ranks.run(2, _warning_of, Middle):
+        assert f"test_breaks.py:{line}" in text
+    for text in ranks.run(2, _warning_of, DisabledFirst):
+        assert "test_breaks.py" in text or "Linear" in text
+
+
+def _train_two() -> None:
+    """Two broken models, one warning each."""
+    with graphshard_warnings() as warned:
+        for kind in (Middle, Loop):
+            Twins(kind(), fullgraph=False).train(kind.batch, steps=2)
+    assert [text.split()[1] for text in warned] == ["Middle", "Loop"]
+
+
+def test_each_model_warns_of_its_own() -> None:
+    ranks.run(2, _train_two)
+
+
+def _train_whole() -> None:
+    with graphshard_warnings() as warned:
+        Twins(MLP()).train(MLP.batch, steps=2)
+    assert not warned
+
+
+def test_a_model_without_breaks_warns_of_nothing() -> None:
+    ranks.run(2, _train_whole)
+
+
+# Functions with breaks: parts of the model may have run before graphshard sees its parameters.
+
+
+def _break_between_parts(model: Any) -> Callable[[Tensor], Tensor]:
+    def loss(x: Tensor) -> Tensor:
+        x = torch.tanh(model.first(x))
+        torch._dynamo.graph_break()
+        return model.last(x * model.gain).square().mean()
+
+    return loss
+
+
+def _eager_before(model: Any) -> Callable[[Tensor], Tensor]:
+    """The model's first use is eager: its full parameters are in autograd's graph already."""
+    eager = torch.compiler.disable(lambda x: model.first(x))
+
+    def loss(x: Tensor) -> Tensor:
+        x = eager(x)
+        for layer in model.layers:
+            x = torch.relu(layer(x))
+        return model.last(x * model.gain).square().mean()
+
+    return loss
+
+
+def _eager_read(model: Any) -> Callable[[Tensor], Tensor]:
+    """An eager part that is not a method of the model reads a parameter."""
+    eager = torch.compiler.disable(lambda x: x * model.gain)
+
+    def loss(x: Tensor) -> Tensor:
+        return model.last(eager(model.first(x))).square().mean()
+
+    return loss
+
+
+def _whole_model_before(model: Any) -> Callable[[Tensor], Tensor]:
+    eager = torch.compiler.disable(model.forward)
+
+    def loss(x: Tensor) -> Tensor:
+        return eager(x) + model(x * 2)
+
+    return loss
+
+
+def _train_function(function: Callable[[nn.Module], Any], kind: Trainable) -> None:
+    twins = Twins(kind(), function=function, fullgraph=False)
+    twins.train(kind.batch)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (_break_between_parts, Middle),
+        (_eager_before, Middle),
+        (_eager_read, Middle),
+        (_whole_model_before, MLP),
+    ],
+)
+def test_a_function_with_graph_breaks(
+    function: Callable[[nn.Module], Any], kind: Trainable
+) -> None:
+    ranks.run(2, _train_function, function, kind)

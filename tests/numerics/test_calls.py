@@ -1,0 +1,366 @@
+"""How a model is called: what it takes and returns, several forwards before one backward, without
+gradients, in evaluation, with checkpointed parts, with sizes that change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests import ranks
+from tests.models import GPT, MLP, ConvNet, Trainable
+from tests.numerics.compare import (
+    Loss,
+    Twins,
+    assert_close,
+    assert_same,
+    assert_sharded,
+    draw,
+    generator,
+    num_graphs,
+    sgd,
+    train,
+)
+
+# What a model returns: each class has its own, and `loss` makes one number of it.
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    logits: Tensor
+    note: str = "unchanged"
+
+
+class Named(NamedTuple):
+    loss: Tensor
+    rest: list[Tensor]
+
+
+class _Returning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 5)
+
+    batch = staticmethod(MLP.batch)
+
+
+class ReturnsDataclass(_Returning):
+    def forward(self, x: Tensor) -> Output:
+        y = self.linear(x)
+        return Output(y.square().mean(), y)
+
+    @staticmethod
+    def loss(model: Any, x: Tensor) -> Tensor:
+        out = model(x)
+        assert type(out) is Output and out.note == "unchanged" and out.logits.shape == (5, 5)
+        return out.loss
+
+
+class ReturnsDict(_Returning):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        y = self.linear(x)
+        return {"loss": y.square().mean(), "nested": [{"y": y}], "none": None, "four": 4}
+
+    @staticmethod
+    def loss(model: Any, x: Tensor) -> Tensor:
+        out = model(x)
+        assert list(out) == ["loss", "nested", "none", "four"] and out["four"] == 4
+        return out["loss"] + out["nested"][0]["y"].mean()
+
+
+class ReturnsNamedTuple(_Returning):
+    def forward(self, x: Tensor) -> Named:
+        y = self.linear(x)
+        return Named(y.square().mean(), [y, x])
+
+    @staticmethod
+    def loss(model: Any, x: Tensor) -> Tensor:
+        out = model(x)
+        assert type(out) is Named and torch.equal(out.rest[1], x)
+        return out.loss
+
+
+class ReturnsParameters(_Returning):
+    """Full parameters, as such and computed with, from which gradients come back."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.linear(x), self.linear.weight, self.linear.bias * 2, self.linear.weight.t()
+
+    @staticmethod
+    def loss(model: Any, x: Tensor) -> Tensor:
+        y, weight, bias, turned = model(x)
+        assert weight.shape == (5, 7) and type(weight) is not nn.Linear
+        return y.mean() + weight.square().mean() + bias.sum() + turned.exp().mean()
+
+
+RETURNING = [ReturnsDataclass, ReturnsDict, ReturnsNamedTuple, ReturnsParameters]
+
+
+def _train_returning(kind: Any, compiler: str) -> None:
+    Twins(kind(), compiler=compiler).train(kind.batch, steps=2, loss=kind.loss)
+
+
+@pytest.mark.parametrize("kind", RETURNING)
+def test_outputs(kind: Any) -> None:
+    ranks.run(2, _train_returning, kind, "aot_eager")
+
+
+def test_outputs_that_are_parameters_with_inductor() -> None:
+    ranks.run(2, _train_returning, ReturnsParameters, "inductor")
+
+
+# How forwards and backwards follow each other.
+
+
+def _two_forwards(model: Any, x: Tensor) -> Tensor:
+    return model(x) + 2 * model(x.flip(0) * 3)
+
+
+def _three_sizes(model: Any, x: Tensor) -> Tensor:
+    return model(x) + model(x[:4]) + model(x[:3])
+
+
+def _forward_without_grad_between(model: Any, x: Tensor) -> Tensor:
+    loss = model(x)
+    with torch.no_grad():
+        target = model(x * 2)
+    return loss * target
+
+
+def _one_forward_in_vain(model: Any, x: Tensor) -> Tensor:
+    model(x * 2)
+    return model(x)
+
+
+def _train_with(loss: Loss) -> None:
+    Twins(MLP()).train(MLP.batch, loss=loss)
+
+
+@pytest.mark.parametrize(
+    "loss", [_two_forwards, _three_sizes, _forward_without_grad_between, _one_forward_in_vain]
+)
+def test_several_forwards_before_one_backward(loss: Loss) -> None:
+    ranks.run(2, _train_with, loss)
+
+
+def _backwards_in_other_order() -> None:
+    """Two graphs of autograd alive at once, the older one used last."""
+    twins = Twins(MLP())
+    rank, xs, ys = dist.get_rank(), draw(MLP.batch, 0), draw(MLP.batch, 1)
+    first, second = twins.compiled(xs[rank]), twins.compiled(ys[rank])
+    second.backward()
+    first.backward()
+    for batches in (xs, ys):
+        torch.stack([twins.reference(x) for x in batches]).mean().backward()
+    twins.check()
+
+
+def test_backwards_in_another_order_than_forwards() -> None:
+    ranks.run(2, _backwards_in_other_order)
+
+
+def _input_gradient() -> None:
+    twins = Twins(MLP())
+    x = draw(MLP.batch, 0)[dist.get_rank()].requires_grad_()
+    twins.compiled(x).backward()
+    ours, x.grad = x.grad, None
+    twins.reference(x).backward()
+    assert_close("gradient of the input", ours, x.grad)
+
+
+def test_the_gradient_of_an_input_is_the_ranks_own() -> None:
+    ranks.run(2, _input_gradient)
+
+
+# Without gradients, and evaluation.
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "enable_grad": torch.enable_grad,
+}
+
+
+def _evaluate(mode: str, first: bool) -> None:
+    """Evaluation between steps, or as the very first call; and nothing of it remains."""
+    twins = Twins(ConvNet())
+    batches = draw(ConvNet.batch, 5)
+    if not first:
+        twins.backward(batches)
+        twins.zero_grad()
+    twins.reference.load_state_dict(_full_state(twins.model))
+    for training in (False, True):
+        twins.model.train(training)
+        twins.reference.train(training)
+        with MODES[mode]():
+            for _ in range(2):
+                batch = batches[dist.get_rank()]
+                assert_close("output", twins.compiled(batch), twins.reference(batch))
+    assert_sharded(twins.model)
+    assert all(param.grad is None for param in twins.model.parameters())
+    twins.backward(batches)
+    _assert_same_but_buffers(twins)
+
+
+def _full_state(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in model.state_dict().items()
+    }
+
+
+def _assert_same_but_buffers(twins: Twins) -> None:
+    assert_same(twins.model, twins.reference)
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("first", [True, False])
+def test_evaluation(mode: str, first: bool) -> None:
+    ranks.run(2, _evaluate, mode, first)
+
+
+def _batch_norm_buffers() -> None:
+    """Running statistics are each rank's own, as under DDP without broadcast_buffers."""
+    twins = Twins(ConvNet())
+    own = twins.reference
+    for step in range(3):
+        batch = draw(ConvNet.batch, step)[dist.get_rank()]
+        twins.compiled(batch).backward()
+        own(batch)
+    for (name, ours), theirs in zip(twins.model.named_buffers(), own.buffers()):
+        assert_close(name, ours, theirs)
+    assert own.norm1.num_batches_tracked == 3
+
+
+def test_batch_norm_buffers() -> None:
+    ranks.run(2, _batch_norm_buffers)
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 64)
+        self.last = nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(torch.tanh(self.first(x)), 0.5, self.training)
+        return F.dropout(self.last(x), 0.1, self.training).square().mean()
+
+    batch = staticmethod(MLP.batch)
+
+
+def _drop() -> None:
+    """The compiled model draws the random numbers that the plain one draws."""
+    twins = Twins(Dropping())
+    optimizers = [sgd(twins.model), sgd(twins.reference)]
+    for step in range(3):
+        xs = draw(Dropping.batch, step)
+        torch.manual_seed(100 * step + dist.get_rank())
+        twins.compiled(xs[dist.get_rank()]).backward()
+        for rank, x in enumerate(xs):
+            torch.manual_seed(100 * step + rank)
+            (twins.reference(x) / len(xs)).backward()
+        twins.check()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_dropout_with_equal_seeds() -> None:
+    ranks.run(2, _drop)
+
+
+# Checkpointed parts.
+
+
+class Checkpointed(nn.Module):
+    """Every layer is checkpointed; a layer used in all of them, and after, is checkpointed too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+        self.shared = nn.Linear(7, 7)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def layer(self, x: Tensor, layer: nn.Module) -> Tensor:
+        return torch.sin(self.shared(torch.relu(layer(x)))) * self.gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(self.layer, x, layer, use_reentrant=False)
+        return self.shared(x).square().mean()
+
+    batch = staticmethod(MLP.batch)
+
+
+class CheckpointedDropout(Checkpointed):
+    def layer(self, x: Tensor, layer: nn.Module) -> Tensor:
+        return super().layer(F.dropout(x, 0.0), layer)
+
+
+@pytest.mark.parametrize("kind", [Checkpointed, CheckpointedDropout])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_checkpointed_layers(kind: Trainable, reshard: bool) -> None:
+    ranks.run(2, train, kind, reshard_after_forward=reshard)
+
+
+def test_checkpointed_layers_with_inductor() -> None:
+    ranks.run(2, train, Checkpointed, compiler="inductor", steps=2)
+
+
+# Sizes that change.
+
+
+def _grow(kind: Any, compiler: str, make: Callable[[torch.Generator, int], Tensor]) -> None:
+    twins = Twins(kind(), compiler=compiler)
+    for size in range(6):
+        twins.backward([make(generator(size, rank), size) for rank in range(2)])
+        twins.check()
+        twins.zero_grad()
+    assert num_graphs() <= 2
+    assert [plan.graph for plan in twins.backend.plans] == ["forward", "backward"] * num_graphs()
+
+
+def _growing_rows(rng: torch.Generator, size: int) -> Tensor:
+    return torch.randn(3 + 2 * size, 7, generator=rng)
+
+
+def _growing_text(rng: torch.Generator, size: int) -> Tensor:
+    return GPT.batch(rng, rows=2 + size, length=5 + 3 * size)
+
+
+@pytest.mark.parametrize(
+    ("kind", "compiler", "make"),
+    [
+        (MLP, "aot_eager", _growing_rows),
+        (GPT, "aot_eager", _growing_text),
+        (MLP, "inductor", _growing_rows),
+    ],
+)
+def test_sizes_that_change_recompile_once(
+    kind: Any, compiler: str, make: Callable[[torch.Generator, int], Tensor]
+) -> None:
+    ranks.run(2, _grow, kind, compiler, make)
+
+
+def _shrink_on_one_rank() -> None:
+    """A last batch that is smaller on one rank only: the collectives stay the same."""
+    twins = Twins(MLP())
+    for step, sizes in enumerate([(5, 5), (5, 3), (2, 5), (4, 4)]):
+        batches = [torch.randn(n, 7, generator=generator(step, n)) for n in sizes]
+        twins.backward(batches)
+        twins.check()
+        twins.zero_grad()
+
+
+def test_ranks_with_batches_of_different_sizes() -> None:
+    ranks.run(2, _shrink_on_one_rank)

@@ -1,0 +1,208 @@
+"""What is sent in a step, as a recording process group sees it: which parameters are gathered and
+reduced, how often, how many bytes, in the same order on every rank. What backward needs is found
+independently, from what eager autograd saves of the plain model."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from graphshard.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Plan
+from tests import ranks, recording
+from tests.models import GPT, MLP, ConvNet, Trainable
+from tests.numerics.compare import Twins, compile_sharded, draw, train
+from tests.numerics.test_breaks import DisabledFirst
+from tests.numerics.test_parameters import EqualGradients, Frozen, Reused, Tiny, Unused
+
+Sent = list[tuple[str, int]]
+"""Kind and bytes of every collective, in order."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank sent in forward and in backward, and what the plans of both say of it."""
+
+    forward: Sent
+    backward: Sent
+    plans: tuple[Plan, Plan]
+
+    def fqns(self, kind: str, backward: bool) -> list[str]:
+        """Names of the parameters that travel in collectives of a kind, repeated if they do."""
+        plan = self.plans[backward]
+        buckets = [bucket for bucket in plan.buckets if bucket.kind == kind]
+        return sorted(plan.params[i].fqn for bucket in buckets for i in bucket.params)
+
+    def bytes(self, kind: str, backward: bool) -> int:
+        sent = self.backward if backward else self.forward
+        return sum(size for sent_kind, size in sent if sent_kind == kind)
+
+
+def _sent() -> Sent:
+    sent = [(event.kind, event.bytes) for event in recording.collectives()]
+    recording.clear()
+    return sent
+
+
+def _record(kind: Trainable, options: dict[str, Any]) -> Step:
+    """The second step: the first one shards the model, too."""
+    twins = Twins(kind(), **options)
+    batch = draw(kind.batch, 0)[dist.get_rank()]
+    twins.compiled(batch).backward()
+    recording.clear()
+    loss = twins.compiled(batch)
+    forward = _sent()
+    loss.backward()
+    plans = twins.backend.plans
+    return Step(forward, _sent(), (plans[0], plans[1]))
+
+
+def _run(kind: Trainable, world_size: int = 2, **options: Any) -> Step:
+    """The step of rank 0; all ranks sent the same."""
+    steps = ranks.run(world_size, _record, kind, options, backend="recording")
+    assert all(step == steps[0] for step in steps)
+    for sent, plan in zip((steps[0].forward, steps[0].backward), steps[0].plans):
+        assert sent == [(bucket.kind, bucket.num_bytes) for bucket in plan.buckets]
+    return steps[0]
+
+
+def _padded_bytes(param: Tensor, world_size: int) -> int:
+    rows = -(-param.shape[0] // world_size) * world_size
+    return rows * (param.numel() // param.shape[0]) * param.element_size()
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Parameters of a plain model by what eager autograd does with them; names sorted."""
+
+    params: dict[str, nn.Parameter]
+    saved: list[str]  # for backward
+    trained: list[str]
+    replicated: list[str]  # trained, without rows to split
+
+    def bytes(self, names: list[str], world_size: int) -> int:
+        return sum(_padded_bytes(self.params[name], world_size) for name in names)
+
+
+def _needs(kind: Trainable) -> Needs:
+    model, storages = kind(), set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(kind.batch(torch.Generator()))
+    loss.backward()
+    params = dict(sorted(model.named_parameters()))
+    split = [name for name, p in params.items() if p.dim() and p.numel()]
+    trained = [name for name, p in params.items() if p.grad is not None]
+    return Needs(
+        params,
+        saved=[name for name in split if params[name].untyped_storage().data_ptr() in storages],
+        trained=[name for name in trained if name in split],
+        replicated=[name for name in trained if name not in split],
+    )
+
+
+@pytest.mark.parametrize("kind", [MLP, GPT, ConvNet, Frozen, Reused, Tiny, Unused, EqualGradients])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_each_parameter_is_gathered_and_reduced_once(kind: Trainable, world_size: int) -> None:
+    """In forward if it is used, in backward if it is needed there, its gradient if it has one."""
+    step, needs = _run(kind, world_size), _needs(kind)
+    used = [n for n, p in needs.params.items() if not n.startswith("never") and p.dim()]
+    used = [name for name in used if needs.params[name].numel()]
+    assert {sent_kind for sent_kind, _ in step.forward} == {ALL_GATHER}
+    expected = [
+        (ALL_GATHER, False, used),
+        (ALL_GATHER, True, needs.saved),
+        (REDUCE_SCATTER, True, needs.trained),
+    ]
+    for collective, backward, names in expected:
+        assert step.fqns(collective, backward) == names
+        assert step.bytes(collective, backward) == needs.bytes(names, world_size)
+    assert step.fqns(ALL_REDUCE, True) == needs.replicated
+
+
+@pytest.mark.parametrize("kind", [MLP, GPT])
+def test_inductor_sends_what_aot_eager_sends(kind: Trainable) -> None:
+    """Decompositions may need fewer parameters in backward, never more."""
+    eager, compiled = _run(kind), _run(kind, compiler="inductor")
+    assert compiled.fqns(ALL_GATHER, False) == eager.fqns(ALL_GATHER, False)
+    assert compiled.fqns(REDUCE_SCATTER, True) == eager.fqns(REDUCE_SCATTER, True)
+    again = compiled.fqns(ALL_GATHER, True)
+    assert len(set(again)) == len(again)
+    assert set(again) <= set(eager.fqns(ALL_GATHER, True))
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("kind", [MLP, Reused])
+def test_kept_parameters_are_not_gathered_again(kind: Trainable, compiler: str) -> None:
+    again, kept = _run(kind), _run(kind, reshard_after_forward=False, compiler=compiler)
+    assert again.bytes(ALL_GATHER, True) > 0
+    assert kept.bytes(ALL_GATHER, True) == 0
+    assert kept.fqns(ALL_GATHER, False) == again.fqns(ALL_GATHER, False)
+    assert kept.fqns(REDUCE_SCATTER, True) == again.fqns(REDUCE_SCATTER, True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "compiler"), [(GPT, "aot_eager"), (Reused, "aot_eager"), (MLP, "inductor")]
+)
+def test_training_with_kept_parameters(kind: Trainable, compiler: str) -> None:
+    ranks.run(2, train, kind, compiler=compiler, reshard_after_forward=False)
+
+
+def _evaluate(kind: Trainable, compiler: str) -> Sent:
+    compiled = compile_sharded(kind(), compiler=compiler)
+    batch = draw(kind.batch, 0)[dist.get_rank()]
+    with torch.no_grad():
+        compiled(batch)
+        recording.clear()
+        compiled(batch)
+    return _sent()
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_evaluation_gathers_each_parameter_once(compiler: str) -> None:
+    size = sum(_padded_bytes(param, 2) for param in Reused().parameters())
+    for sent in ranks.run(2, _evaluate, Reused, compiler, backend="recording"):
+        assert {kind for kind, _ in sent} == {ALL_GATHER}
+        assert sum(num_bytes for _, num_bytes in sent) == size
+
+
+def _eager_parts() -> Sent:
+    twins = Twins(DisabledFirst(), fullgraph=False)
+    for _ in range(2):
+        recording.clear()
+        twins.compiled(draw(DisabledFirst.batch, 0)[dist.get_rank()]).backward()
+    return _sent()
+
+
+def test_eager_parts_send_the_same_on_all_ranks() -> None:
+    first, second = ranks.run(2, _eager_parts, backend="recording")
+    assert first == second
+    size = sum(_padded_bytes(param, 2) for param in DisabledFirst().parameters())
+    # The eager part runs twice, and each use of a parameter there is reduced by itself.
+    assert sum(num_bytes for kind, num_bytes in first if kind == REDUCE_SCATTER) >= size
+
+
+def _step() -> Sent:
+    model = MLP()
+    compiled = compile_sharded(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    compiled(draw(MLP.batch, 0)[dist.get_rank()]).backward()
+    recording.clear()
+    optimizer.step()
+    optimizer.zero_grad()
+    copy.deepcopy(model)
+    return _sent()
+
+
+def test_an_optimizer_step_sends_nothing() -> None:
+    for sent in ranks.run(2, _step, backend="recording"):
+        assert sent == []

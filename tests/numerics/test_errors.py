@@ -1,0 +1,393 @@
+"""What cannot be sharded is an error on every rank, which names the parameter or the option, before
+anything is changed: the parameters are the same objects with the same values, and train on plainly.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import graphshard
+from tests import ranks
+from tests.models import MLP
+from tests.numerics.compare import compile_sharded, world_mesh
+
+ERRORS = (ValueError, RuntimeError)
+X = torch.ones(5, 7)
+
+Act = Callable[[nn.Module], object]
+"""What is refused; given the model."""
+
+
+def first_step(model: nn.Module) -> object:
+    return compile_sharded(model)(X)
+
+
+def first_step_of_function(model: nn.Module) -> object:
+    return compile_sharded(lambda x: model(x))(X)
+
+
+def first_step_in_place(model: nn.Module) -> object:
+    model.compile(backend=graphshard.backend(world_mesh(), compiler="aot_eager"))
+    return model(X)
+
+
+def shard(model: nn.Module) -> object:
+    return graphshard.shard(model, world_mesh())
+
+
+def assert_refused(model: nn.Module, act: Act, match: str) -> None:
+    before = [(name, p, None if p.is_meta else p.detach().clone()) for name, p in _named(model)]
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(ERRORS, match=match):
+        act(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert len(_named(model)) == len(before)
+    for (name, param), (old_name, old, value) in zip(_named(model), before):
+        assert name == old_name and param is old, name
+        assert value is None or torch.equal(param.detach(), value), name
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, buffers[name]), name
+    if dist.is_initialized():
+        dist.barrier()  # no rank is left in another collective
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(model.named_parameters(remove_duplicate=False))
+
+
+# No process group, and meshes.
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda model: torch.compile(model, backend=graphshard.backend(compiler="aot_eager"))(X),
+        lambda model: torch.compile(model, backend="graphshard")(X),
+        lambda model: torch.compile(lambda x: model(x), backend=graphshard.backend())(X),
+        graphshard.shard,
+    ],
+    ids=["backend", "string", "function", "shard"],
+)
+def test_no_process_group(act: Act) -> None:
+    assert not dist.is_initialized()
+    torch._dynamo.reset()
+    assert_refused(MLP(), act, "no process group")
+
+
+def _mesh_of_two_axes(make: Any) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    assert_refused(MLP(), lambda model: make(model, mesh), r"mesh has 2 axes.*replicate.*shard")
+
+
+def _backend_on(model: nn.Module, mesh: DeviceMesh) -> object:
+    return torch.compile(model, backend=graphshard.backend(mesh, compiler="aot_eager"))(X)
+
+
+def _function_on(model: nn.Module, mesh: DeviceMesh) -> object:
+    backend = graphshard.backend(mesh, compiler="aot_eager")
+    return torch.compile(lambda x: model(x), backend=backend)(X)
+
+
+ON_MESH = [_backend_on, _function_on, graphshard.shard]
+
+
+@pytest.mark.parametrize("make", ON_MESH)
+def test_a_mesh_of_two_axes(make: Any) -> None:
+    ranks.run(2, _mesh_of_two_axes, make)
+
+
+def _mesh_elsewhere(make: Any) -> None:
+    assert dist.group.WORLD is not None
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda")
+    assert_refused(MLP(), lambda model: make(model, mesh), r"'up\.weight' is on cpu.*mesh on cuda")
+
+
+@pytest.mark.parametrize("make", ON_MESH)
+def test_a_mesh_of_another_device(make: Any) -> None:
+    ranks.run(2, _mesh_elsewhere, make)
+
+
+# Models that somebody else has changed, or that hold no values.
+
+
+class _Dressed(nn.Module):
+    """A model of which a part is prepared by the test."""
+
+    def __init__(self, prepare: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(7, 7)
+        self.part = prepare(nn.Linear(7, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(self.inner(x)).sum()
+
+
+def _fsdp2(module: nn.Module) -> nn.Module:
+    return fully_shard(module, mesh=world_mesh())
+
+
+def _dtensor(module: nn.Linear) -> nn.Module:
+    weight = distribute_tensor(module.weight.detach(), world_mesh(), [Shard(0)])
+    module.weight = nn.Parameter(weight)
+    return module
+
+
+def _ddp(module: nn.Module) -> nn.Module:
+    return DistributedDataParallel(module)
+
+
+def _meta(module: nn.Module) -> nn.Module:
+    return module.to("meta")
+
+
+def _lazy(module: nn.Module) -> nn.Module:
+    return nn.LazyLinear(3)
+
+
+PREPARED = [
+    (_fsdp2, "'part'.*FSDPModule"),
+    (_ddp, "'part'.*DistributedDataParallel"),
+    (_dtensor, r"'part\.weight'.*DTensor"),
+    (_meta, r"'part\.weight' is on the meta device"),
+    (_lazy, r"'part\.(weight|bias)' is lazy"),
+]
+
+
+def _refuse_prepared(prepare: Callable[[Any], nn.Module], act: Act, match: str) -> None:
+    model = _Dressed(prepare)
+    if prepare is _lazy:  # it has no values to compare
+        with pytest.raises(ERRORS, match=match):
+            act(model)
+        assert type(model.inner.weight) is nn.Parameter
+        return
+    assert_refused(model, act, match)
+
+
+@pytest.mark.parametrize(("prepare", "match"), PREPARED)
+@pytest.mark.parametrize("act", [first_step, shard])
+def test_a_part_that_cannot_be_sharded(
+    prepare: Callable[[Any], nn.Module], act: Act, match: str
+) -> None:
+    ranks.run(2, _refuse_prepared, prepare, act, match)
+
+
+def _refuse_meta(act: Act) -> None:
+    with torch.device("meta"):
+        model = MLP()
+    assert_refused(model, act, r"'up\.weight' is on the meta device.*to_empty")
+
+
+@pytest.mark.parametrize("act", [first_step, first_step_of_function, first_step_in_place])
+def test_a_model_on_meta_at_its_first_step(act: Act) -> None:
+    ranks.run(2, _refuse_meta, act)
+
+
+# What differs between ranks. Each changes the model of one rank.
+
+
+def _other_shape(model: Any) -> None:
+    model.up.bias = nn.Parameter(torch.zeros(1))
+
+
+def _other_dtype(model: Any) -> None:
+    model.up.bias = nn.Parameter(torch.zeros(13).double())
+
+
+def _other_name(model: Any) -> None:
+    model.up.register_parameter("shift", model.up.bias)
+    model.up.bias = None
+
+
+def _one_more(model: Any) -> None:
+    model.extra = nn.Linear(2, 2)
+
+
+def _frozen(model: Any) -> None:
+    model.up.bias.requires_grad_(False)
+
+
+def _other_buffer(model: Any) -> None:
+    model.up.register_buffer("count", torch.zeros(3))
+
+
+def _called_options(model: Any) -> None:
+    model.register_parameter("options", nn.Parameter(torch.zeros(3)))
+
+
+def _with_gradient(model: Any) -> None:
+    model.up.bias.grad = torch.zeros(13)
+
+
+DIFFERENCES = [
+    (_other_shape, r"'up\.bias' differs between ranks.*\(13,\).*\(1,\)"),
+    (_other_dtype, r"'up\.bias' differs between ranks.*float32.*float64"),
+    (_other_name, r"'up\.(bias|shift)' differs between ranks.*missing"),
+    (_one_more, r"'extra\.weight' differs between ranks.*missing"),
+    (_frozen, r"'up\.bias' differs between ranks.*requires_grad"),
+    (_other_buffer, r"'up\.count' differs between ranks.*missing"),
+    (_called_options, r"'options' differs between ranks.*missing"),
+    (_with_gradient, r"'up\.bias' differs between ranks.*gradient"),
+]
+
+
+def _refuse_difference(change: Callable[[Any], None], changed_rank: int, match: str) -> None:
+    model = MLP()
+    if dist.get_rank() == changed_rank:
+        change(model)
+    if changed_rank == 0:
+        match = ""
+    assert_refused(model, shard, match)
+    assert_refused(model, lambda m: compile_sharded(lambda x: m.mid(m.up(x)))(X), match)
+
+
+@pytest.mark.parametrize(("change", "match"), DIFFERENCES)
+def test_a_model_that_differs_between_ranks(change: Callable[[Any], None], match: str) -> None:
+    ranks.run(2, _refuse_difference, change, 1, match)
+
+
+def test_a_model_that_differs_on_the_first_rank() -> None:
+    ranks.run(2, _refuse_difference, _one_more, 0, "")
+
+
+def _refuse_other_order() -> None:
+    """Equal names in another order would be broadcast into each other."""
+    model = nn.Module()
+    names = ["a", "b"] if dist.get_rank() == 0 else ["b", "a"]
+    for name in names:
+        model.register_parameter(name, nn.Parameter(torch.full((3,), float(ord(name)))))
+    try:
+        shard(model)
+    except ERRORS:
+        return
+    for name in names:
+        full = model.get_parameter(name).full_tensor()  # type: ignore[attr-defined]
+        assert torch.equal(full.detach(), torch.full((3,), float(ord(name)))), name
+
+
+def test_parameters_in_another_order_are_not_mixed_up() -> None:
+    ranks.run(2, _refuse_other_order)
+
+
+def _refuse_other_options(options: list[dict[str, Any]], match: str) -> None:
+    mine = options[dist.get_rank()]
+    assert_refused(MLP(), lambda m: graphshard.shard(m, world_mesh(), **mine), match)
+    mine = {"compiler": "aot_eager", **mine}
+    assert_refused(MLP(), lambda m: compile_sharded(m, **mine)(X), match)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [{"reshard_after_forward": True}, {"reshard_after_forward": False}],
+        [{"sync_module_states": False}, {}],
+        [{"compiler": "inductor"}, {"compiler": "aot_eager"}],
+    ],
+)
+def test_options_that_differ_between_ranks(options: list[dict[str, Any]]) -> None:
+    name = next(iter(options[0]))
+    ranks.run(2, _refuse_other_options, options, f"'options' differs between ranks.*{name}")
+
+
+def _refuse_other_ignored() -> None:
+    model = MLP()
+    ignored = [model.up.bias] if dist.get_rank() == 0 else []
+    act = lambda m: graphshard.shard(m, world_mesh(), ignored_params=ignored)  # noqa: E731
+    assert_refused(model, act, r"'up\.bias' differs between ranks.*missing")
+
+
+def test_ignored_parameters_that_differ_between_ranks() -> None:
+    ranks.run(2, _refuse_other_ignored)
+
+
+def _fault_on_one_rank() -> None:
+    """Every rank is told what is wrong on one of them."""
+    model = _Dressed(lambda module: module.to("meta") if dist.get_rank() == 1 else module)
+    assert_refused(model, shard, r"rank 1 of the mesh: parameter 'part\.weight' is on the meta")
+
+
+def test_a_fault_of_one_rank_is_an_error_on_all() -> None:
+    ranks.run(2, _fault_on_one_rank)
+
+
+# Options that cannot hold; no process group is asked.
+
+BAD_OPTIONS: list[tuple[str, Any]] = [
+    ("mesh", "cpu"),
+    ("mesh", 2),
+    ("reshard_after_forward", 2),
+    ("reshard_after_forward", "yes"),
+    ("reshard_after_forward", None),
+    ("mp_policy", MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
+    ("mp_policy", torch.bfloat16),
+    ("offload_policy", CPUOffloadPolicy()),
+    ("offload_policy", True),
+    ("ignored_params", ["up.weight"]),
+    ("ignored_params", [torch.zeros(3)]),
+    ("ignored_params", nn.Parameter(torch.zeros(3))),
+    ("ignored_params", 3),
+    ("overrides", {"*.norm": {"shard": False}}),
+    ("fp8", True),
+    ("schedule", "fast"),
+    ("compiler", "nvcc"),
+    ("compiler", None),
+    ("dump", "folder"),
+    ("sync_module_states", "no"),
+    ("sync_module_states", None),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_OPTIONS)
+def test_an_option_that_cannot_hold(name: str, value: Any) -> None:
+    with pytest.raises(ERRORS, match=name):
+        graphshard.backend(**{name: value})
+    assert_refused(MLP(), lambda model: graphshard.shard(model, **{name: value}), name)
+
+
+@pytest.mark.parametrize("make", [graphshard.backend, lambda **o: graphshard.shard(MLP(), **o)])
+def test_an_unknown_option(make: Callable[..., object]) -> None:
+    with pytest.raises(TypeError, match="bucket_size"):
+        make(bucket_size=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"bucket_size": 3}, r"'bucket_size'.*must be one of.*reshard_after_forward"),
+        ({"compiler": "nvcc"}, r"compiler='nvcc'.*inductor"),
+        ({"reshard_after_forward": "yes"}, "reshard_after_forward='yes'"),
+    ],
+)
+def test_options_of_the_backend_by_name(options: dict[str, Any], match: str) -> None:
+    ranks.run(2, _refuse_by_name, options, match)
+
+
+def _refuse_by_name(options: dict[str, Any], match: str) -> None:
+    act = lambda m: torch.compile(m, backend="graphshard", options=options)(X)  # noqa: E731
+    assert_refused(MLP(), act, match)
+
+
+# Compiled code that graphshard cannot find the model of.
+
+
+def _parameter_of_nobody() -> None:
+    param = nn.Parameter(torch.ones(7))
+    loss = compile_sharded(lambda x: (x * param).sum())
+    with pytest.raises(ERRORS, match=re.escape("belongs to no module")):
+        loss(X)
+    assert type(param) is nn.Parameter
+
+
+def test_a_parameter_that_belongs_to_no_module() -> None:
+    ranks.run(2, _parameter_of_nobody)

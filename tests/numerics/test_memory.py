@@ -1,0 +1,59 @@
+"""How much memory a rank needs at its peak: in a training step, beside eager FSDP2 and ZeRO-2, and
+while a model is sharded. `benchmarks/memory.py` measures, in new processes."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from benchmarks.common import FSDP2
+from benchmarks.memory import (
+    GIVE_BACK,
+    MB,
+    Memory,
+    kind_name,
+    measure,
+    peak_is_known,
+    sharding_memory,
+)
+from tests import ranks
+
+pytestmark = pytest.mark.skipif(
+    not peak_is_known(), reason="this kernel does not tell the peak memory of a process"
+)
+WORLD = 2
+# So large that what Python modules and the compiler hold, tens of MB more than in a process that
+# only runs FSDP2, does not decide.
+STEP_BYTES, STEP_LINEARS = 400e6, 20
+
+
+@functools.cache
+def _step(kind: str) -> Memory:
+    return measure(kind, STEP_BYTES, STEP_LINEARS, WORLD, give_back=True)
+
+
+@pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
+def test_a_step_needs_what_fsdp2_needs(compiler: str) -> None:
+    ours, theirs = _step(kind_name(compiler, True)), _step(FSDP2)
+    assert ours.params > 200 * MB
+    assert ours.peak <= 1.1 * theirs.peak, (ours, theirs)
+    # Without what was resident before: the gathered parameters and full gradients of a step.
+    assert ours.peak - ours.before <= 1.1 * (theirs.peak - theirs.before), (ours, theirs)
+
+
+@pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
+def test_zero3_frees_what_zero2_keeps(compiler: str) -> None:
+    zero3, zero2 = _step(kind_name(compiler, True)), _step(kind_name(compiler, False))
+    assert zero3.peak <= zero2.peak - 0.25 * zero3.params, (zero3, zero2)
+
+
+@pytest.mark.parametrize("at_first_call", [False, True])
+def test_sharding_needs_the_model_and_one_parameter_more(at_first_call: bool) -> None:
+    linears, params = 50, 200e6
+    for memory in ranks.run_fresh(
+        WORLD, sharding_memory, at_first_call, params, linears, env=GIVE_BACK
+    ):
+        parameter = memory.params / linears
+        # One parameter's shard beside it, and what messages and Python objects need.
+        assert memory.peak - memory.before <= 1.5 * parameter + 8 * MB, memory

@@ -1,0 +1,257 @@
+"""Modules of torch.nn that keep or use their parameters in ways of their own."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from tests import ranks
+from tests.models import Trainable
+from tests.numerics.compare import Twins, draw, graphshard_warnings, train
+
+DIM = 6
+
+
+def _sequence(rng: torch.Generator) -> Tensor:
+    return torch.randn(2, 5, DIM, generator=rng)
+
+
+class Containers(nn.Module):
+    """Lists and dicts of parameters and of modules, also inside each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gains = nn.ParameterList([torch.randn(DIM) for _ in range(3)])
+        self.biases = nn.ParameterDict({"a": torch.randn(DIM), "b": torch.randn(1)})
+        self.paths = nn.ModuleDict({"x": nn.ModuleList([nn.Linear(DIM, DIM)]), "y": nn.Identity()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for gain in self.gains:
+            x = torch.tanh(x * gain)
+        for name, bias in self.biases.items():
+            x = x + bias * len(name)
+        return sum(path(x) for path in [*self.paths["x"], self.paths["y"]]).square().mean()
+
+    batch = staticmethod(_sequence)
+
+
+class Attention(nn.Module):
+    """`MultiheadAttention` reads its weights by name and never calls `out_proj`."""
+
+    def __init__(self, kdim: int | None = None) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(
+            DIM, 2, batch_first=True, kdim=kdim, add_bias_kv=True
+        )
+        self.project = nn.Linear(DIM, kdim or DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.project(x)
+        values = keys if self.attention.vdim == keys.shape[-1] else x
+        return self.attention(x, keys, values, need_weights=False)[0].square().mean()
+
+    batch = staticmethod(_sequence)
+
+
+class AttentionOfOtherKeys(Attention):
+    def __init__(self) -> None:
+        super().__init__(kdim=4)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(DIM, 2, 9, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x).square().mean() + self.encoder(x.flip(1)).exp().mean()
+
+    batch = staticmethod(_sequence)
+
+
+class Parametrized(nn.Module):
+    """Weights that are computed of parameters at every use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = parametrizations.weight_norm(nn.Linear(DIM, 5))
+        self.rotation = parametrizations.orthogonal(nn.Linear(5, 5), use_trivialization=False)
+        self.conv = parametrizations.weight_norm(nn.Conv1d(5, 3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.rotation(self.normed(x)).transpose(1, 2)).square().mean()
+
+    batch = staticmethod(_sequence)
+
+
+class OldWeightNorm(nn.Module):
+    """The hook that sets a plain attribute before every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.utils.weight_norm(nn.Linear(DIM, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().mean()
+
+    batch = staticmethod(_sequence)
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 6, 3, groups=2, padding_mode="circular", padding=1)
+        self.norm = nn.GroupNorm(3, 6)
+        self.up = nn.ConvTranspose2d(6, 3, 3, stride=2)
+        self.slope = nn.PReLU(3)
+        self.mix = nn.Bilinear(4, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.slope(self.up(self.norm(self.conv(x))))
+        flat = y.flatten(1)[:, :4]
+        return y.square().mean() + self.mix(flat, flat.exp()).mean()
+
+    @staticmethod
+    def batch(rng: torch.Generator) -> Tensor:
+        return torch.randn(3, 2, 5, 5, generator=rng)
+
+
+class Embeddings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(11, DIM, mode="sum")
+        self.padded = nn.Embedding(11, DIM, padding_idx=0)
+        self.norm = nn.RMSNorm(DIM)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return (self.norm(self.padded(ids)).sum(1) * self.bag(ids)).square().mean()
+
+    @staticmethod
+    def batch(rng: torch.Generator) -> Tensor:
+        return torch.randint(11, (3, 4), generator=rng)
+
+
+class Inherited(nn.Linear):
+    """A module that is a layer itself: its own parameters are the model's outermost."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM, 3)
+        self.extra = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) * self.extra + self.weight.mean()).square().mean()
+
+    batch = staticmethod(_sequence)
+
+
+class WithAutocast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(DIM, 7), nn.Tanh(), nn.Linear(7, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.layers(x).float().square().mean()
+
+    batch = staticmethod(_sequence)
+
+
+MODULES = [
+    Containers,
+    Attention,
+    AttentionOfOtherKeys,
+    Encoder,
+    Parametrized,
+    Convolutions,
+    Embeddings,
+    Inherited,
+]
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_modules(kind: Trainable) -> None:
+    ranks.run(2, train, kind)
+
+
+def _train_old_weight_norm() -> None:
+    model, reference = OldWeightNorm(), OldWeightNorm()  # it cannot be copied
+    reference.load_state_dict(model.state_dict())
+    Twins(model, reference).train(OldWeightNorm.batch)
+
+
+def test_weight_norm_as_a_hook() -> None:
+    ranks.run(2, _train_old_weight_norm)
+
+
+def _autocast() -> None:
+    """Gradients are rounded to bfloat16 in both, so they agree to its precision."""
+    twins = Twins(WithAutocast())
+    twins.backward(draw(_sequence, 0), loss=lambda model, x: model(x))
+    twins.check(tolerance=1e-2)
+
+
+def test_autocast() -> None:
+    ranks.run(2, _autocast)
+
+
+class Recurrent(nn.Module):
+    """Dynamo leaves recurrent layers to Python."""
+
+    def __init__(self, layer: type[nn.RNNBase] = nn.LSTM) -> None:
+        super().__init__()
+        self.layer = layer(DIM, 4, 2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.head(self.layer(x)[0])).square().mean()
+
+    batch = staticmethod(_sequence)
+
+
+def _train_recurrent(layer: type[nn.RNNBase]) -> None:
+    with graphshard_warnings() as warned:
+        Twins(Recurrent(layer), fullgraph=False).train(Recurrent.batch)
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_recurrent_layers(layer: type[nn.RNNBase]) -> None:
+    ranks.run(2, _train_recurrent, layer)
+
+
+def _names_are_kept() -> None:
+    """Libraries look at a module's class; it still says what it was."""
+    model = Encoder()
+    described, kinds = repr(model), [type(m).__name__ for m in model.modules()]
+    Twins(model).train(Encoder.batch, steps=1)
+    assert repr(model) == described
+    assert [type(module).__name__ for module in model.modules()] == kinds
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    assert len(layers) == len([kind for kind in kinds if kind.endswith("Linear")])
+
+
+def test_classes_keep_their_names() -> None:
+    ranks.run(2, _names_are_kept)
+
+
+def _set_attributes() -> None:
+    """Parameters are still set, deleted and looked up by name; a missing one is missing."""
+    twins = Twins(nn.Sequential(nn.Linear(DIM, 3)))
+    twins.train(_sequence, steps=1, loss=lambda model, x: model(x).square().mean())
+    layer = twins.model[0]
+    assert layer.get_parameter("bias") is layer.bias is twins.model.get_parameter("0.bias")
+    assert not hasattr(layer, "gain")
+    with pytest.raises(AttributeError, match="gain"):
+        functools.reduce(getattr, ["gain"], layer)
+    del layer.bias
+    assert not hasattr(layer, "bias") and [n for n, _ in layer.named_parameters()] == ["weight"]
+
+
+def test_attributes_of_a_sharded_module() -> None:
+    ranks.run(2, _set_attributes)

@@ -1,0 +1,306 @@
+"""Parameters of every kind: smaller than the number of ranks, scalar, empty, strided, frozen,
+integer, half precision, unused, ignored, tied, used twice; and `requires_grad` that changes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests import ranks
+from tests.models import MLP, Trainable
+from tests.numerics.compare import (
+    Twins,
+    assert_close,
+    compile_sharded,
+    draw,
+    num_graphs,
+    sgd,
+    train,
+    whole,
+)
+
+
+def _rows(rng: torch.Generator) -> Tensor:
+    return torch.randn(4, 6, generator=rng)
+
+
+class Tiny(nn.Module):
+    """Fewer rows than ranks, no rows, no dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one_row = nn.Parameter(torch.randn(1, 6))
+        self.three = nn.Parameter(torch.randn(3))
+        self.scalar = nn.Parameter(torch.tensor(2.0))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.hollow = nn.Parameter(torch.zeros(5, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.one_row * self.scalar + self.three.sum() + self.empty.sum()
+        return (y.square().mean() + self.hollow.sum()) * self.scalar.exp()
+
+    batch = staticmethod(_rows)
+
+
+class Strided(nn.Module):
+    """Parameters whose memory is not in row order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transposed = nn.Parameter((torch.randn(6, 8) / 6).t())
+        self.sliced = nn.Parameter((torch.randn(7, 12) / 12)[:, ::2])
+        self.flipped = nn.Parameter((torch.randn(4, 3, 5) / 60).permute(2, 0, 1))
+        conv = nn.Conv2d(1, 5, 3)
+        self.conv = conv.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.transposed.t() @ self.transposed + self.flipped.sum()
+        return self.conv((y @ self.sliced.t())[None, None]).square().mean()
+
+    batch = staticmethod(_rows)
+
+
+class Frozen(nn.Module):
+    """What is frozen takes part, passes gradients on, and gets none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.frozen = nn.Linear(6, 7).requires_grad_(False)
+        self.last = nn.Linear(7, 3)
+        self.last.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.frozen(self.first(x)))).square().mean()
+
+    batch = staticmethod(_rows)
+
+
+class Whole(nn.Module):
+    """Integer and bool parameters and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.index = nn.Parameter(torch.randint(0, 6, (5,)), requires_grad=False)
+        self.small = nn.Parameter(torch.randint(-3, 3, (6,), dtype=torch.int8), requires_grad=False)
+        self.short = nn.Parameter(torch.randint(3, (7, 2), dtype=torch.int16), requires_grad=False)
+        self.flags = nn.Parameter(torch.rand(6) > 0.3, requires_grad=False)
+        self.flag = nn.Parameter(torch.tensor(True), requires_grad=False)
+        self.register_buffer("mask", torch.rand(6) > 0.5)
+        self.register_buffer("offsets", torch.arange(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) * self.small + self.offsets + self.short.sum()
+        y = torch.where(self.flags & self.flag, y, y * 0.5).masked_fill(self.mask, 0.25)
+        return y[:, self.index].square().mean() * 1e-3
+
+    batch = staticmethod(_rows)
+
+
+class Mixed(nn.Module):
+    """Parameters of several dtypes in one model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lower = nn.Linear(6, 6)
+        self.upper = nn.Linear(6, 5).double()
+        self.scale = nn.Parameter(torch.ones(5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.upper(self.lower(x).double()) * self.scale).square().mean()
+
+    batch = staticmethod(_rows)
+
+
+class Unused(nn.Module):
+    """Never used; used without a gradient; used for a gradient that is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Linear(3, 3)
+        self.linear = nn.Linear(6, 6)
+        self.teacher = nn.Linear(6, 6)
+        self.stopped = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.teacher(x)
+        return F.mse_loss(self.linear(x) * self.stopped.detach(), target)
+
+    batch = staticmethod(_rows)
+
+
+class Reused(nn.Module):
+    """Tied weights, one module under two names, one module called several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 6)
+        self.linear = nn.Linear(6, 6)
+        self.again = self.linear
+        self.tied = nn.Linear(6, 6, bias=False)
+        self.tied.weight = self.linear.weight
+        self.head = nn.Linear(6, 9, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for _ in range(3):
+            x = x + torch.tanh(self.linear(x))
+        x = self.tied(self.again(x)) @ self.linear.weight
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+    @staticmethod
+    def batch(rng: torch.Generator) -> Tensor:
+        return torch.randint(9, (3, 5), generator=rng)
+
+
+class EqualGradients(nn.Module):
+    """Parameters whose gradients are one and the same value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(6))
+        self.second = nn.Parameter(torch.randn(6))
+        self.third = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.first + self.second + self.third).square().mean()
+
+    batch = staticmethod(_rows)
+
+
+KINDS = [Tiny, Strided, Frozen, Whole, Mixed, Unused, Reused, EqualGradients]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_parameters_of_every_kind(kind: Trainable, world_size: int) -> None:
+    ranks.run(world_size, train, kind)
+
+
+@pytest.mark.parametrize("kind", [Tiny, Strided, Whole])
+def test_parameters_of_every_kind_with_inductor(kind: Trainable) -> None:
+    ranks.run(2, train, kind, compiler="inductor", steps=2)
+
+
+def _train_half(dtype: torch.dtype) -> None:
+    twins = Twins(MLP().to(dtype))
+    twins.backward([x.to(dtype) for x in draw(MLP.batch, 0)])
+    for name, param in twins.reference.named_parameters():
+        ours = dict(twins.model.named_parameters())[name].grad
+        assert_close(name, ours, param.grad, tolerance=float(torch.finfo(dtype).eps) * 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    ranks.run(2, _train_half, dtype)
+
+
+def _scale_one_gradient() -> None:
+    """Equal gradients do not share memory."""
+    twins = Twins(EqualGradients())
+    twins.backward(draw(_rows, 0))
+    for model in (twins.model, twins.reference):
+        model.first.grad.mul_(2)
+    twins.check()
+    twins.backward(draw(_rows, 1))
+    twins.check()
+
+
+def test_equal_gradients_are_apart() -> None:
+    ranks.run(2, _scale_one_gradient)
+
+
+def _assert_tied(kind: Trainable) -> None:
+    twins = Twins(kind())
+    twins.train(kind.batch, steps=1)
+    model: Any = twins.model
+    assert model.tied.weight is model.linear.weight is model.again.weight
+    assert model.head.weight is model.embed.weight
+    assert model.again is model.linear
+
+
+def test_tied_weights_stay_one_parameter() -> None:
+    ranks.run(2, _assert_tied, Reused)
+
+
+def _flip() -> None:
+    """Each pattern of requires_grad is compiled once."""
+    twins = Twins(MLP())
+    seen = []
+    for step in range(8):
+        for model in (twins.model, twins.reference):
+            model.up.weight.requires_grad_(step % 2 == 0)
+            model.down.requires_grad_(step % 4 < 2)
+        twins.backward(draw(MLP.batch, step))
+        twins.check()
+        twins.zero_grad()
+        seen.append(num_graphs())
+    assert seen[:4] == [1, 2, 3, 4] and seen[4:] == [4] * 4, seen
+
+
+def test_requires_grad_changes_between_steps() -> None:
+    ranks.run(2, _flip)
+
+
+def _unfreeze() -> None:
+    """Frozen when it was sharded, trained later."""
+    twins = Twins(Frozen())
+    twins.train(Frozen.batch, steps=1)
+    for model in (twins.model, twins.reference):
+        model.requires_grad_(True)
+    twins.train(Frozen.batch, steps=2)
+    assert isinstance(twins.model.frozen.weight.requires_grad, bool)
+
+
+def test_frozen_parameters_are_trained_later() -> None:
+    ranks.run(2, _unfreeze)
+
+
+def _all_frozen() -> None:
+    model = MLP().requires_grad_(False)
+    plain = copy.deepcopy(model)
+    compiled = compile_sharded(model)
+    x = torch.ones(5, 7, requires_grad=True)
+    compiled(x).backward()
+    assert_close("gradient of the input", x.grad, torch.autograd.grad(plain(x), x)[0])
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_a_model_that_is_all_frozen_passes_gradients_on() -> None:
+    ranks.run(2, _all_frozen)
+
+
+def _ignore() -> None:
+    """Ignored parameters stay plain, with the gradient of their own rank alone."""
+    model = MLP()
+    ignored = [model.mid.weight, model.down.bias]
+    plain = copy.deepcopy(model)
+    compiled = compile_sharded(model, ignored_params=ignored)
+    optimizers = [sgd(model), sgd(plain)]
+    rank, xs = torch.distributed.get_rank(), draw(MLP.batch, 0)
+    compiled(xs[rank]).backward()
+    plain(xs[rank]).backward()
+    assert model.mid.weight is ignored[0] and model.down.bias is ignored[1]
+    for param in ignored:
+        assert type(param) is nn.Parameter and not isinstance(param.grad, DTensor)
+    assert_close("own gradient", model.mid.weight.grad, plain.mid.weight.grad)
+    assert isinstance(model.up.weight, DTensor)
+    both = torch.stack([whole(plain.up.weight.grad)])
+    torch.distributed.all_reduce(both)
+    assert_close("averaged gradient", model.up.weight.grad, both[0] / 2)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_close("own step", model.mid.weight, plain.mid.weight)
+
+
+def test_ignored_parameters_stay_plain() -> None:
+    ranks.run(2, _ignore)

@@ -1,0 +1,355 @@
+"""`graphshard.shard`: of a materialised model and of one on the meta device; what may be done to a
+sharded model (conversions, loading, plain calls, regional compilation), and what is an error."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+import graphshard
+from tests import ranks
+from tests.models import GPT, MLP, Trainable
+from tests.numerics.compare import (
+    Twins,
+    assert_close,
+    assert_same,
+    assert_sharded,
+    draw,
+    generator,
+    num_graphs,
+    sgd,
+    whole,
+    world_mesh,
+)
+from tests.numerics.test_parameters import Reused
+
+
+def _sharded(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """A model sharded at once, and its unsharded copy."""
+    plain = copy.deepcopy(model)
+    assert graphshard.shard(model, world_mesh()) is model
+    assert_sharded(model)
+    assert_same(model, plain)
+    return model, plain
+
+
+def _train_sharded() -> None:
+    twins = Twins(*_sharded(GPT()))
+    twins.train(GPT.batch)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_materialised_model(world_size: int) -> None:
+    ranks.run(world_size, _train_sharded)
+
+
+def _shard_twice() -> None:
+    model, plain = _sharded(MLP())
+    params = list(model.parameters())
+    graphshard.shard(model, world_mesh())
+    assert all(mine is param for mine, param in zip(model.parameters(), params))
+    Twins(model, plain).train(MLP.batch)
+
+
+def test_sharding_twice_changes_nothing() -> None:
+    ranks.run(2, _shard_twice)
+
+
+class _Initialised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 7)
+        self.norm = nn.LayerNorm(7)
+        self.linear = nn.Linear(7, 5)
+        self.scale = nn.Parameter(torch.empty(()))
+        self.tied = nn.Linear(7, 11, bias=False)
+        self.tied.weight = self.embed.weight
+        self.register_buffer("offset", torch.empty(5))
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.scale, 0.5)
+        self.offset.fill_(2.0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.embed(ids))
+        return self.tied(x).square().mean() + (self.linear(x) * self.scale + self.offset).mean()
+
+    @staticmethod
+    def batch(rng: torch.Generator) -> Tensor:
+        return torch.randint(11, (3, 4), generator=rng)
+
+
+def _initialise(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+def _train_from_meta(compiler: str) -> None:
+    with torch.device("meta"):
+        model = _Initialised()
+    graphshard.shard(model, world_mesh())
+    assert_sharded(model)
+    assert all(param.is_meta for param in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    model.to_empty(device="cpu")
+    _initialise(model)
+    assert model.tied.weight is model.embed.weight
+    reference = _Initialised()
+    reference.load_state_dict({name: whole(v) for name, v in model.state_dict().items()})
+    plain = torch.optim.AdamW(reference.parameters(), 1e-2)
+    twins = Twins(model, reference, compiler=compiler)
+    for step in range(3):
+        twins.backward(draw(_Initialised.batch, step))
+        twins.check()
+        for stepper in (optimizer, plain):
+            stepper.step()
+            stepper.zero_grad()
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_a_model_on_meta(compiler: str) -> None:
+    ranks.run(2, _train_from_meta, compiler)
+
+
+def _meta_memory() -> None:
+    """No more than the padded shards is ever allocated for the parameters."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1001, 999), nn.Linear(999, 3))
+    graphshard.shard(model, world_mesh())
+    model.to_empty(device="cpu")
+    _initialise(model)
+    for param in model.parameters():
+        assert isinstance(param, DTensor)
+        rows, world = param.shape[0], dist.get_world_size()
+        padded = -(-rows // world) * param[0].numel() if param.dim() > 1 else -(-rows // world)
+        held = param.to_local().untyped_storage().nbytes()
+        assert held <= padded * param.element_size()
+
+
+def test_a_model_from_meta_holds_shards_only() -> None:
+    ranks.run(4, _meta_memory)
+
+
+def _shard_memory() -> None:
+    """The full parameters are freed, though the old objects are still held."""
+    model = MLP()
+    old = list(model.parameters())
+    graphshard.shard(model, world_mesh())
+    with torch._C.DisableTorchFunction():
+        assert all(param.untyped_storage().nbytes() == 0 for param in old)
+
+
+def test_full_parameters_are_freed() -> None:
+    ranks.run(2, _shard_memory)
+
+
+# What is done to a sharded model between steps. Each does the same to the unsharded one.
+
+
+def _to_double(model: nn.Module) -> None:
+    model.to(torch.float64)
+
+
+def _to_half_and_back(model: nn.Module) -> None:
+    model.bfloat16().float()
+
+
+def _load(model: nn.Module) -> None:
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+
+
+def _load_assign(model: nn.Module) -> None:
+    state = {name: value * 2 for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def _load_in_place_of_zeros(model: nn.Module) -> None:
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    model.load_state_dict(state)
+
+
+def _empty_and_load(model: nn.Module) -> None:
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.to_empty(device="cpu")
+    model.load_state_dict(state)
+
+
+def _change_in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5).add_(0.1)
+
+
+CHANGES = [
+    _to_double,
+    _to_half_and_back,
+    _load,
+    _load_assign,
+    _load_in_place_of_zeros,
+    _empty_and_load,
+    _change_in_place,
+]
+
+
+def _train_changed(
+    change: Callable[[nn.Module], None], kind: Trainable, compiled_before: bool
+) -> None:
+    twins = Twins(*_sharded(kind()))
+    if compiled_before:
+        twins.train(kind.batch, steps=1)
+    for model in (twins.model, twins.reference):
+        change(model)
+    assert_sharded(twins.model)
+    dtype = next(twins.reference.parameters()).dtype
+
+    def batch(rng: torch.Generator) -> Tensor:
+        drawn = kind.batch(rng)
+        return drawn.to(dtype) if drawn.is_floating_point() else drawn
+
+    twins.train(batch, steps=2)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("kind", "compiled_before"), [(MLP, False), (MLP, True), (Reused, False), (Reused, True)]
+)
+def test_a_sharded_model_is_changed(
+    change: Callable[[nn.Module], None], kind: Trainable, compiled_before: bool
+) -> None:
+    ranks.run(2, _train_changed, change, kind, compiled_before)
+
+
+def _optimizer_survives_loading() -> None:
+    """Loading in place keeps the parameters that an optimizer holds."""
+    twins = Twins(*_sharded(MLP()))
+    optimizers = [sgd(twins.model), sgd(twins.reference)]
+    for model in (twins.model, twins.reference):
+        _load(model)
+    for step in range(2):
+        twins.backward(draw(MLP.batch, step))
+        twins.check()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_an_optimizer_survives_loading() -> None:
+    ranks.run(2, _optimizer_survives_loading)
+
+
+# Plain calls.
+
+
+def _call_plainly(no_grad: bool) -> None:
+    """Without torch.compile the model works as well, gathering parameter by parameter."""
+    model, plain = _sharded(GPT())
+    xs = draw(GPT.batch, 0)
+    with torch.set_grad_enabled(not no_grad):
+        loss = model(xs[dist.get_rank()])
+        losses = torch.stack([plain(x) for x in xs])
+    assert_close("loss", loss, losses[dist.get_rank()])
+    if not no_grad:
+        loss.backward()
+        losses.mean().backward()
+        assert_same(model, plain)
+
+
+@pytest.mark.parametrize("no_grad", [True, False])
+def test_a_plain_call_of_a_sharded_model(no_grad: bool) -> None:
+    ranks.run(2, _call_plainly, no_grad)
+
+
+def _other_backend() -> None:
+    """Another backend of torch.compile runs the marker ops one by one."""
+    model, plain = _sharded(MLP())
+    xs = draw(MLP.batch, 0)
+    torch.compile(model, backend="aot_eager")(xs[dist.get_rank()]).backward()
+    torch.stack([plain(x) for x in xs]).mean().backward()
+    assert_same(model, plain)
+
+
+def test_a_sharded_model_under_another_backend() -> None:
+    ranks.run(2, _other_backend)
+
+
+# Regional compilation.
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 7)
+        self.norm = nn.LayerNorm(7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(self.norm(self.linear(x)))
+
+
+def _regional(compiler: str) -> None:
+    """Ten equal blocks, each compiled: at most one graph for the first and one for the rest."""
+    model, plain = _sharded(nn.Sequential(*(_Block() for _ in range(10))))
+    twins = Twins(model, plain, compiler=compiler)
+    for block in model:
+        block.compile(backend=twins.backend, fullgraph=True)
+    twins.compiled = model
+    twins.train(MLP.batch, loss=lambda m, x: m(x).square().mean())
+    assert num_graphs() <= 2
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_regional_compilation(compiler: str) -> None:
+    ranks.run(2, _regional, compiler)
+
+
+# Errors.
+
+
+def _replace_parameter(model: Any) -> None:
+    model.up.weight = nn.Parameter(torch.zeros(13, 7))
+
+
+def _replace_in_dict(model: Any) -> None:
+    model.up._parameters["weight"] = nn.Parameter(torch.zeros(13, 7))
+
+
+def _load_plain_with_assign(model: Any) -> None:
+    model.load_state_dict(MLP().state_dict(), assign=True)
+
+
+def _load_other_layout(model: Any) -> None:
+    state = model.state_dict()
+    state["up.weight"] = state["up.weight"].redistribute(placements=[Replicate()])
+    model.load_state_dict(state, assign=True)
+
+
+REPLACED = [_replace_parameter, _replace_in_dict, _load_plain_with_assign, _load_other_layout]
+
+
+def _train_replaced(replace: Callable[[Any], None], compiled_before: bool) -> None:
+    twins = Twins(*_sharded(MLP()))
+    if compiled_before:
+        twins.train(MLP.batch, steps=1)
+    x = MLP.batch(generator(0))
+    with pytest.raises((ValueError, RuntimeError), match=r"up\.weight") as caught:
+        replace(twins.model)
+        twins.compiled(x)
+    assert "replaced" in str(caught.value)
+
+
+@pytest.mark.parametrize("replace", REPLACED)
+@pytest.mark.parametrize("compiled_before", [True, False])
+def test_a_replaced_parameter_is_an_error(
+    replace: Callable[[Any], None], compiled_before: bool
+) -> None:
+    ranks.run(2, _train_replaced, replace, compiled_before)

@@ -1,0 +1,220 @@
+"""State dicts and checkpoints: names are the plain model's, nothing is communicated to make one,
+and `torch.distributed.checkpoint` takes them to another number of ranks, to a plain model, to FSDP2
+and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import graphshard
+from tests import ranks, recording
+from tests.models import GPT, ConvNet, Trainable
+from tests.numerics.compare import (
+    Twins,
+    assert_same,
+    assert_sharded,
+    compile_sharded,
+    draw,
+    whole,
+    world_mesh,
+)
+
+KINDS = [GPT, ConvNet]
+
+
+def _train(kind: Trainable) -> tuple[Any, Any, torch.optim.Optimizer]:
+    """A model after three steps, its compiled form, and its optimizer."""
+    model = kind()
+    compiled = compile_sharded(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for step in range(3):
+        compiled(draw(kind.batch, step)[dist.get_rank()]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, compiled, optimizer
+
+
+def _state_without_communication(kind: Trainable) -> None:
+    names = list(kind().state_dict())
+    model, compiled, _ = _train(kind)
+    recording.clear()
+    state = model.state_dict()
+    assert recording.events() == []
+    assert list(state) == names
+    params = dict(model.named_parameters(remove_duplicate=False))
+    for name, value in state.items():
+        assert isinstance(value, DTensor) == (name in params), name
+        assert not value.requires_grad
+        if isinstance(value, DTensor):
+            assert value.to_local().data_ptr() == params[name].to_local().data_ptr()
+    kept = model.state_dict(keep_vars=True)
+    assert all(kept[name] is param for name, param in params.items())
+    assert list(compiled.state_dict()) == [f"_orig_mod.{name}" for name in names]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_dict_communicates_nothing(kind: Trainable) -> None:
+    ranks.run(2, _state_without_communication, kind, backend="recording")
+
+
+def _gather_state(kind: Trainable) -> None:
+    """What `get_model_state_dict` gathers, to save by `torch.save`."""
+    model, compiled, _ = _train(kind)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    for source in (model, compiled):
+        state = get_model_state_dict(source, options=options)
+        assert all(not isinstance(value, DTensor) for value in state.values())
+        if dist.get_rank() == 0:
+            kind().load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_full_state_dict_loads_into_a_plain_model(kind: Trainable) -> None:
+    ranks.run(2, _gather_state, kind)
+
+
+# torch.distributed.checkpoint, between different numbers of ranks and kinds of models.
+
+Prepare = Callable[[nn.Module], nn.Module]
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    return graphshard.shard(model, world_mesh())
+
+
+def plain(model: nn.Module) -> nn.Module:
+    return model
+
+
+def fsdp2(model: nn.Module) -> nn.Module:
+    return fully_shard(model, mesh=world_mesh())
+
+
+def _values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+def _save_trained(kind: Trainable, path: Path) -> dict[str, torch.Tensor]:
+    model, _, _ = _train(kind)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=path)
+    return _values(model)
+
+
+def _load(
+    kind: Trainable, prepare: Prepare, path: Path, saved: list[dict[str, torch.Tensor]]
+) -> None:
+    """Load into a model that starts elsewhere; it has the saved values and trains on."""
+    torch.manual_seed(77)
+    model = prepare(kind())
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+    model.load_state_dict(state["model"])
+    values = _values(model)
+    assert values.keys() == saved[0].keys()
+    for name, value in values.items():  # buffers are those of any one rank
+        assert any(torch.equal(value, other[name]) for other in saved), name
+    if prepare is sharded:
+        assert_sharded(model)
+        reference = kind()
+        reference.load_state_dict(values)
+        _assert_same_step(model, reference, kind)
+
+
+def _assert_same_step(model: nn.Module, reference: nn.Module, kind: Trainable) -> None:
+    twins = Twins(model, reference)
+    twins.backward(draw(kind.batch, 5))
+    assert_same(model, reference)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_four_ranks_loads_elsewhere(kind: Trainable, tmp_path: Path) -> None:
+    saved = ranks.run(4, _save_trained, kind, tmp_path)
+    for world_size, prepare in ((2, sharded), (4, sharded), (1, plain), (2, plain), (2, fsdp2)):
+        ranks.run(world_size, _load, kind, prepare, tmp_path, saved)
+
+
+def _save_other(kind: Trainable, prepare: Prepare, path: Path) -> dict[str, torch.Tensor]:
+    model = prepare(kind())
+    dcp.save({"model": model.state_dict()}, checkpoint_id=path)
+    return _values(model)
+
+
+@pytest.mark.parametrize("prepare", [plain, fsdp2])
+def test_a_checkpoint_of_another_kind_loads_into_shards(prepare: Prepare, tmp_path: Path) -> None:
+    saved = ranks.run(2, _save_other, GPT, prepare, tmp_path)
+    ranks.run(4, _load, GPT, sharded, tmp_path, saved)
+
+
+def _save_with_optimizer(path: Path) -> list[float]:
+    """Train on after saving: what a run that loads has to repeat."""
+    model, compiled, optimizer = _train(GPT)
+    states = get_state_dict(model, optimizer)
+    assert all("_orig_mod" not in name for name in states[0])
+    dcp.save(dict(zip(("model", "optimizer"), states)), checkpoint_id=path)
+    return _train_on(compiled, optimizer)
+
+
+def _load_with_optimizer(path: Path) -> list[float]:
+    torch.manual_seed(77)
+    model = sharded(GPT())
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+    dcp.load(states, checkpoint_id=path)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=states["model"],
+        optim_state_dict=states["optimizer"],
+    )
+    return _train_on(compile_sharded(model), optimizer)
+
+
+def _train_on(compiled: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Losses on one batch, the same on all ranks, so any number of ranks trains alike."""
+    losses, batch = [], draw(GPT.batch, 20)[0]
+    for _ in range(4):
+        loss = compiled(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_training_goes_on_from_a_checkpoint_with_its_optimizer(tmp_path: Path) -> None:
+    after_save = ranks.run(4, _save_with_optimizer, tmp_path)[0]
+    for losses in ranks.run(2, _load_with_optimizer, tmp_path):
+        assert losses == pytest.approx(after_save, rel=1e-4)
+
+
+def _optimizer_state_dict() -> None:
+    """The optimizer's own state dict goes to another optimizer of the same layout."""
+    model, compiled, optimizer = _train(GPT)
+    other = torch.optim.AdamW(model.parameters(), 1e-2)
+    other.load_state_dict(optimizer.state_dict())
+    for param in model.parameters():
+        for name, value in optimizer.state[param].items():
+            copied = other.state[param][name]
+            assert isinstance(value, DTensor) == isinstance(copied, DTensor)
+            assert torch.equal(whole(copied), whole(value))
+    _train_on(compiled, other)
+
+
+def test_an_optimizer_state_dict() -> None:
+    ranks.run(2, _optimizer_state_dict)

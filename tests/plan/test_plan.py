@@ -1,0 +1,85 @@
+"""A plan is plain data: it survives JSON, counts what it holds, and takes names by graph input."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphshard.plan import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BACKWARD,
+    FORWARD,
+    INFERENCE,
+    REDUCE_SCATTER,
+    Bucket,
+    Plan,
+    ShardedParam,
+)
+
+_sizes = st.integers(0, 1 << 40)
+_params = st.builds(
+    ShardedParam,
+    input=_sizes,
+    shape=st.lists(_sizes, max_size=4).map(tuple),
+    dtype=st.sampled_from(["torch.float32", "torch.bool"]),
+    padded_rows=st.none() | _sizes,
+    fqn=st.text(max_size=20),
+)
+_buckets = st.builds(
+    Bucket,
+    kind=st.sampled_from([ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE]),
+    params=st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple),
+    num_bytes=_sizes,
+    group=st.text(max_size=5),
+    world=st.integers(1, 4096),
+)
+plans = st.builds(
+    Plan,
+    graph=st.sampled_from([FORWARD, BACKWARD, INFERENCE]),
+    params=st.lists(_params, max_size=4).map(tuple),
+    buckets=st.lists(_buckets, max_size=6).map(tuple),
+)
+
+
+@given(plans)
+def test_a_plan_survives_json(plan: Plan) -> None:
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert again.to_json() == plan.to_json()
+
+
+@given(plans)
+def test_counts_and_bytes_cover_all_buckets(plan: Plan) -> None:
+    kinds = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+    assert sum(map(plan.count, kinds)) == len(plan.buckets)
+    assert sum(map(plan.num_bytes, kinds)) == sum(b.num_bytes for b in plan.buckets)
+
+
+def test_json_is_for_people_too() -> None:
+    param = ShardedParam(3, (5, 7), "torch.float32", 3, "up.weight")
+    plan = Plan(FORWARD, (param,), (Bucket(ALL_GATHER, (0,), 168, "0", 2),))
+    raw = json.loads(plan.to_json())
+    assert raw["graph"] == "forward"
+    assert raw["params"][0]["fqn"] == "up.weight"
+    assert raw["buckets"][0]["kind"] == "all_gather"
+
+
+def test_names_are_given_by_graph_input() -> None:
+    params = tuple(ShardedParam(i, (4,), "torch.float32", 2) for i in (2, 0))
+    plan = Plan(FORWARD, params, ())
+    assert [p.fqn for p in plan.named(["a", "b", "c"]).params] == ["c", "a"]
+    assert [p.fqn for p in plan.params] == ["", ""]
+
+
+@pytest.mark.parametrize("kind", [Plan, Bucket, ShardedParam])
+def test_plans_are_frozen(kind: type) -> None:
+    assert dataclasses.is_dataclass(kind)
+    values = {field.name: 0 for field in dataclasses.fields(kind)}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(kind(**values), next(iter(values)), 1)
