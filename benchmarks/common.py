@@ -157,4 +157,6 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def show(*parts: str) -> None:
-    print("\n\n".join(parts), flush=True)
+    """Print paragraphs."""
+    for part in parts:
+        print(part, end="\n\n", flush=True)

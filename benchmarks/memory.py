@@ -145,7 +145,7 @@ def main() -> None:
     args = _arguments()
     if not peak_is_known():
         sys.exit("this kernel does not tell the peak memory of a process (/proc/self/clear_refs)")
-    show(heading("benchmarks.memory", torch.device("cpu")), "")
+    show(heading("benchmarks.memory", torch.device("cpu")))
     rows, params, baseline = [], 0, Memory(0, 0, 1)
     for kind in KINDS:
         live, kept = (

@@ -50,7 +50,7 @@ def main() -> None:
     ours, theirs = (median([t.host_s for t in timings[way]]) for way in (GRAPHSHARD, PLAIN))
     note = f"GPT of {args.layers} layers, d={DIM}, {num_params} parameters; forward and backward"
     ratio = f"overhead: graphshard {ours * 1e3:.2f} ms = {ours / theirs:.2f} × torch.compile"
-    show("", _table(timings, device), f"{note}, {args.steps} steps", ratio)
+    show(_table(timings, device), f"{note}, {args.steps} steps", ratio)
     torch.distributed.destroy_process_group()
 
 

@@ -57,7 +57,7 @@ def main() -> None:
     work = f"{rows} × {context} tokens a step, fp32 (matmuls may use TF32), AdamW"
     ours, theirs = median(seconds[PLAIN]), median(seconds[GRAPHSHARD])
     ratio = f"throughput: graphshard {ours / theirs:.3f} × torch.compile"
-    show("", _table(seconds, tokens), f"{size}; {work}; {args.steps} steps", ratio)
+    show(_table(seconds, tokens), f"{size}; {work}; {args.steps} steps", ratio)
     torch.distributed.destroy_process_group()
 
 

@@ -256,7 +256,9 @@ def in_sync(link: Link) -> bool:
 
 def _deliver(leaf: torch.Tensor) -> None:
     link, grad = link_of(leaf), leaf.grad
-    assert link is not None and grad is not None
+    assert link is not None
+    if grad is None:  # autograd came by without a gradient
+        return
     leaf.grad = None
     link.model.warn_of_breaks()
     link.deliver(grad)

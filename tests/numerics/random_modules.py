@@ -47,7 +47,7 @@ _leaves = st.one_of(
 
 descriptions = st.builds(
     Description,
-    dim=st.integers(1, 7),
+    dim=st.integers(2, 7),
     tree=st.recursive(_leaves, _nodes, max_leaves=8),
     frozen=st.lists(st.booleans(), max_size=4).map(tuple),
 )
@@ -56,7 +56,7 @@ descriptions = st.builds(
 class _Gain(nn.Module):
     def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.gain = nn.Parameter(torch.randn(*shape))
+        self.gain = nn.Parameter(torch.randn(shape))
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.gain
@@ -145,7 +145,10 @@ class _Builder:
 
 
 class RandomModel(nn.Module):
-    """What is described, between an input layer and a loss; the input layer is never frozen."""
+    """What is described, between an input layer and a loss; the input layer is never frozen.
+
+    In double precision, so that a gradient that is zero but for rounding is far from any other.
+    """
 
     def __init__(self, description: Description) -> None:
         super().__init__()
@@ -153,6 +156,7 @@ class RandomModel(nn.Module):
         self.body = _Builder(description.dim).build(description.tree)
         for param, frozen in zip(self._trainable(), cycle(description.frozen or (False,))):
             param.requires_grad_(not frozen)
+        self.double()
 
     def _trainable(self) -> Iterator[nn.Parameter]:
         return (param for param in self.body.parameters() if param.is_floating_point())
@@ -163,4 +167,4 @@ class RandomModel(nn.Module):
 
     @staticmethod
     def batch(rng: torch.Generator) -> Tensor:
-        return torch.randn(4, 3, generator=rng)
+        return torch.randn(4, 3, generator=rng, dtype=torch.float64)

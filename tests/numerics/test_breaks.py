@@ -294,6 +294,20 @@ def _whole_model_before(model: Any) -> Callable[[Tensor], Tensor]:
     return loss
 
 
+def _other_method(model: Any) -> Callable[[Tensor], Tensor]:
+    """A method that is not forward, with an eager part that reads a parameter."""
+    return model.training_step
+
+
+class WithTrainingStep(_Broken):
+    @torch.compiler.disable
+    def scale(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return self.last(self.scale(self.first(x))).square().mean()
+
+
 def _train_function(function: Callable[[nn.Module], Any], kind: Trainable) -> None:
     twins = Twins(kind(), function=function, fullgraph=False)
     twins.train(kind.batch)
@@ -306,6 +320,7 @@ def _train_function(function: Callable[[nn.Module], Any], kind: Trainable) -> No
         (_eager_before, Middle),
         (_eager_read, Middle),
         (_whole_model_before, MLP),
+        (_other_method, WithTrainingStep),
     ],
 )
 def test_a_function_with_graph_breaks(

@@ -168,6 +168,22 @@ def test_backwards_in_another_order_than_forwards() -> None:
     ranks.run(2, _backwards_in_other_order)
 
 
+def _backward_twice() -> None:
+    twins = Twins(MLP())
+    xs = draw(MLP.batch, 0)
+    for loss in (
+        twins.compiled(xs[dist.get_rank()]),
+        torch.stack([twins.reference(x) for x in xs]).mean(),
+    ):
+        loss.backward(retain_graph=True)
+        loss.backward()
+    twins.check()
+
+
+def test_two_backwards_of_one_forward() -> None:
+    ranks.run(2, _backward_twice)
+
+
 def _input_gradient() -> None:
     twins = Twins(MLP())
     x = draw(MLP.batch, 0)[dist.get_rank()].requires_grad_()
@@ -208,7 +224,7 @@ def _evaluate(mode: str, first: bool) -> None:
     assert_sharded(twins.model)
     assert all(param.grad is None for param in twins.model.parameters())
     twins.backward(batches)
-    _assert_same_but_buffers(twins)
+    assert_same(twins.model, twins.reference)
 
 
 def _full_state(model: nn.Module) -> dict[str, Tensor]:
@@ -216,10 +232,6 @@ def _full_state(model: nn.Module) -> dict[str, Tensor]:
         name: value.full_tensor() if hasattr(value, "full_tensor") else value
         for name, value in model.state_dict().items()
     }
-
-
-def _assert_same_but_buffers(twins: Twins) -> None:
-    assert_same(twins.model, twins.reference)
 
 
 @pytest.mark.parametrize("mode", list(MODES))

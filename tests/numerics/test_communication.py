@@ -65,7 +65,9 @@ def _record(kind: Trainable, options: dict[str, Any]) -> Step:
 def _run(kind: Trainable, world_size: int = 2, **options: Any) -> Step:
     """The step of rank 0; all ranks sent the same."""
     steps = ranks.run(world_size, _record, kind, options, backend="recording")
-    assert all(step == steps[0] for step in steps)
+    for step in steps:
+        assert (step.forward, step.backward) == (steps[0].forward, steps[0].backward)
+        assert step.plans == steps[0].plans
     for sent, plan in zip((steps[0].forward, steps[0].backward), steps[0].plans):
         assert sent == [(bucket.kind, bucket.num_bytes) for bucket in plan.buckets]
     return steps[0]
@@ -118,12 +120,11 @@ def test_each_parameter_is_gathered_and_reduced_once(kind: Trainable, world_size
     used = [n for n, p in needs.params.items() if not n.startswith("never") and p.dim()]
     used = [name for name in used if needs.params[name].numel()]
     assert {sent_kind for sent_kind, _ in step.forward} == {ALL_GATHER}
-    expected = [
-        (ALL_GATHER, False, used),
-        (ALL_GATHER, True, needs.saved),
-        (REDUCE_SCATTER, True, needs.trained),
-    ]
-    for collective, backward, names in expected:
+    again = step.fqns(ALL_GATHER, True)
+    # The partitioner may rather compute an activation again, from its parameters, than save it.
+    assert set(needs.saved) <= set(again) <= set(used)
+    expected = [(ALL_GATHER, False, used), (REDUCE_SCATTER, True, needs.trained)]
+    for collective, backward, names in [*expected, (ALL_GATHER, True, sorted(set(again)))]:
         assert step.fqns(collective, backward) == names
         assert step.bytes(collective, backward) == needs.bytes(names, world_size)
     assert step.fqns(ALL_REDUCE, True) == needs.replicated
@@ -131,13 +132,12 @@ def test_each_parameter_is_gathered_and_reduced_once(kind: Trainable, world_size
 
 @pytest.mark.parametrize("kind", [MLP, GPT])
 def test_inductor_sends_what_aot_eager_sends(kind: Trainable) -> None:
-    """Decompositions may need fewer parameters in backward, never more."""
     eager, compiled = _run(kind), _run(kind, compiler="inductor")
-    assert compiled.fqns(ALL_GATHER, False) == eager.fqns(ALL_GATHER, False)
+    used = eager.fqns(ALL_GATHER, False)
+    assert compiled.fqns(ALL_GATHER, False) == used
     assert compiled.fqns(REDUCE_SCATTER, True) == eager.fqns(REDUCE_SCATTER, True)
     again = compiled.fqns(ALL_GATHER, True)
-    assert len(set(again)) == len(again)
-    assert set(again) <= set(eager.fqns(ALL_GATHER, True))
+    assert sorted(set(again)) == again and set(again) <= set(used)
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])

@@ -33,10 +33,6 @@ def first_step(model: nn.Module) -> object:
     return compile_sharded(model)(X)
 
 
-def first_step_of_function(model: nn.Module) -> object:
-    return compile_sharded(lambda x: model(x))(X)
-
-
 def first_step_in_place(model: nn.Module) -> object:
     model.compile(backend=graphshard.backend(world_mesh(), compiler="aot_eager"))
     return model(X)
@@ -189,7 +185,12 @@ def _refuse_meta(act: Act) -> None:
     assert_refused(model, act, r"'up\.weight' is on the meta device.*to_empty")
 
 
-@pytest.mark.parametrize("act", [first_step, first_step_of_function, first_step_in_place])
+def first_step_on_meta(model: nn.Module) -> object:
+    """Dynamo itself refuses a graph of two devices, before a backend is asked."""
+    return compile_sharded(lambda x: model(x))(X.to("meta"))
+
+
+@pytest.mark.parametrize("act", [first_step, first_step_on_meta, first_step_in_place])
 def test_a_model_on_meta_at_its_first_step(act: Act) -> None:
     ranks.run(2, _refuse_meta, act)
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 WORLD = 2
 # So large that what Python modules and the compiler hold, tens of MB more than in a process that
 # only runs FSDP2, does not decide.
-STEP_BYTES, STEP_LINEARS = 400e6, 20
+STEP_BYTES, STEP_LINEARS = 280e6, 20
 
 
 @functools.cache

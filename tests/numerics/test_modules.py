@@ -150,6 +150,30 @@ class Inherited(nn.Linear):
     batch = staticmethod(_sequence)
 
 
+class LooksAtItself(nn.Module):
+    """Asks its parameters for dtype, device and sizes, as libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        param = next(self.parameters())
+        x = x.to(param.device, param.dtype)
+        count = sum(p.numel() for p in self.parameters()) + self.linear.weight.shape[1]
+        return self.linear(x).square().mean() * count
+
+    batch = staticmethod(_sequence)
+
+
+class Penalised(LooksAtItself):
+    """Computes with what `parameters()` gives it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        penalty = sum(p.square().sum() for p in self.parameters())
+        return self.linear(x).square().mean() + 0.01 * penalty
+
+
 class WithAutocast(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -171,6 +195,8 @@ MODULES = [
     Convolutions,
     Embeddings,
     Inherited,
+    LooksAtItself,
+    Penalised,
 ]
 
 

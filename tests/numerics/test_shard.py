@@ -28,6 +28,7 @@ from tests.numerics.compare import (
     whole,
     world_mesh,
 )
+from tests.numerics.test_calls import Checkpointed
 from tests.numerics.test_parameters import Reused
 
 
@@ -248,13 +249,27 @@ def test_an_optimizer_survives_loading() -> None:
     ranks.run(2, _optimizer_survives_loading)
 
 
+def _replace_a_part() -> None:
+    """A plain module that takes the place of a sharded one is sharded at the next step."""
+    twins = Twins(*_sharded(MLP()))
+    twins.train(MLP.batch, steps=1)
+    new = nn.Linear(7, 13)
+    twins.reference.up = copy.deepcopy(new)
+    twins.model.up = new
+    twins.train(MLP.batch, steps=2)
+
+
+def test_a_part_of_a_sharded_model_is_replaced() -> None:
+    ranks.run(2, _replace_a_part)
+
+
 # Plain calls.
 
 
-def _call_plainly(no_grad: bool) -> None:
+def _call_plainly(kind: Trainable, no_grad: bool) -> None:
     """Without torch.compile the model works as well, gathering parameter by parameter."""
-    model, plain = _sharded(GPT())
-    xs = draw(GPT.batch, 0)
+    model, plain = _sharded(kind())
+    xs = draw(kind.batch, 0)
     with torch.set_grad_enabled(not no_grad):
         loss = model(xs[dist.get_rank()])
         losses = torch.stack([plain(x) for x in xs])
@@ -265,9 +280,10 @@ def _call_plainly(no_grad: bool) -> None:
         assert_same(model, plain)
 
 
+@pytest.mark.parametrize("kind", [GPT, Reused, Checkpointed])
 @pytest.mark.parametrize("no_grad", [True, False])
-def test_a_plain_call_of_a_sharded_model(no_grad: bool) -> None:
-    ranks.run(2, _call_plainly, no_grad)
+def test_a_plain_call_of_a_sharded_model(kind: Trainable, no_grad: bool) -> None:
+    ranks.run(2, _call_plainly, kind, no_grad)
 
 
 def _other_backend() -> None:

@@ -135,14 +135,58 @@ def _of_two_models(pair: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda x: second(first(x).relu()).square().mean()
 
 
-def _train_two_models() -> None:
-    twins = Twins(_Pair(), function=_of_two_models)
+class _TiedPair(_Pair):
+    """The two models share a weight, one transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(7, 5, bias=False)
+        self.second.weight = self.first.weight
+
+
+def _of_two_tied_models(pair: nn.Module) -> Callable[[Tensor], Tensor]:
+    first, second = pair.first, pair.second
+    return lambda x: second(first(x).relu() @ second.weight).square().mean()
+
+
+def _train_two_models(kind: type[nn.Module], function: Callable[[nn.Module], Any]) -> None:
+    twins = Twins(kind(), function=function)
     twins.train(MLP.batch)
     assert num_graphs() == 1
 
 
-def test_two_models_in_one_graph() -> None:
-    ranks.run(2, _train_two_models)
+@pytest.mark.parametrize(
+    ("kind", "function"), [(_Pair, _of_two_models), (_TiedPair, _of_two_tied_models)]
+)
+def test_two_models_in_one_graph(
+    kind: type[nn.Module], function: Callable[[nn.Module], Any]
+) -> None:
+    ranks.run(2, _train_two_models, kind, function)
+
+
+def _no_parameters() -> None:
+    """A backend for everything: what has no parameters is compiled as it is."""
+    assert compile_sharded(nn.Flatten(0))(torch.ones(2, 2)).shape == (4,)
+    assert compile_sharded(lambda x: (x * 2).sum())(torch.ones(3)) == 6
+
+
+def test_nothing_to_shard() -> None:
+    ranks.run(2, _no_parameters)
+
+
+def _share_a_backend() -> None:
+    """One backend for two models, each with plans of its own."""
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager")
+    models = [MLP(), nn.Linear(7, 3)]
+    for model in models:
+        torch.compile(model, backend=backend)(torch.ones(5, 7)).sum().backward()
+        assert_sharded(model)
+    assert [plan.graph for plan in backend.plans] == ["forward", "backward"] * 2
+    assert backend.plans[2].params[0].fqn == "weight"
+
+
+def test_two_models_share_a_backend() -> None:
+    ranks.run(2, _share_a_backend)
 
 
 class _Student(nn.Module):
@@ -267,6 +311,27 @@ def _compile_in_place(fullgraph: bool) -> None:
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_model_compile(fullgraph: bool) -> None:
     ranks.run(2, _compile_in_place, fullgraph)
+
+
+def _compile_builtin_in_place(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    twins = Twins(model)
+    model.compile(backend=twins.backend)
+    twins.compiled = model
+    twins.train(MLP.batch, loss=lambda m, x: m(x).square().mean())
+
+
+def _sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def _linear() -> nn.Module:
+    return nn.Linear(7, 3)
+
+
+@pytest.mark.parametrize("make", [_sequential, _linear])
+def test_model_compile_of_a_class_of_torch(make: Callable[[], nn.Module]) -> None:
+    ranks.run(2, _compile_builtin_in_place, make)
 
 
 def _by_name(options: dict[str, Any]) -> None:

@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# All that needs a GPU: the tests marked gpu, then the benchmarks, in less than 9 minutes.
+#
+#     benchmarks/gpu.sh          on one GPU
+#     benchmarks/gpu.sh cpu      tries this script without one: small sizes, no test marked gpu
+#
+# PYTHON (default: python3) is used as it is: with its torch, pytest, pytest-timeout, hypothesis and
+# tabulate; nothing is installed, and no network is needed. The output ends in a table. It goes to
+# gpu.md, and what was written to stderr to gpu.log, in OUT (default: benchmarks/results).
+set -uo pipefail
+
+device=${1:-cuda}
+python=${PYTHON:-python3}
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+out=${OUT:-$root/benchmarks/results}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+mkdir -p "$out"
+: >"$out/gpu.log"
+
+# graphshard.passes is the folder passes/, which only an installation maps. A copy needs none.
+mkdir "$work/tree"
+cp -r "$root"/{graphshard,benchmarks,tests,pyproject.toml} "$work/tree"
+cp -r "$root/passes" "$work/tree/graphshard/passes"
+commit=$(git -C "$root" describe --always --dirty 2>/dev/null || echo unknown)
+cd "$work/tree" || exit 1
+export TORCHINDUCTOR_CACHE_DIR=$work/inductor PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+unset TRITON_CACHE_DIR
+
+rows=()
+failed=0
+deadline=$((SECONDS + 520)) # what a part leaves of its time is there for the next ones
+
+# part NAME SECONDS COMMAND...: runs it within a time limit; its last line becomes its result.
+part() {
+    local name=$1 limit=$2 start=$SECONDS status result
+    shift 2
+    ((limit > deadline - start)) && limit=$((deadline - start))
+    ((limit > 0)) || limit=1
+    printf '\n## %s\n\n' "$name"
+    timeout --kill-after=5 "$limit" "$@" >"$work/stdout" 2>"$work/stderr"
+    status=$?
+    printf '%s' "${fence:+$fence$'\n'}"
+    cat "$work/stdout"
+    printf '%s' "${fence:+$fence$'\n'}"
+    { printf '== %s\n' "$name" && cat "$work/stderr"; } >>"$out/gpu.log"
+    result=$(grep -v '^[[:space:]]*$' "$work/stdout" | tail -n 1 | sed 's/^=* *//; s/ *=*$//')
+    if ((status)); then
+        failed=1
+        if ((status == 124 || status == 137)); then
+            result="TIMED OUT after $limit s"
+        else
+            result="FAILED (exit status $status): $result"
+        fi
+        [[ -s $work/stderr ]] && printf '\n```\n%s\n```\n' "$(tail -n 30 "$work/stderr")"
+    fi
+    rows+=("| $name | ${result//|/ } | $((SECONDS - start)) |")
+}
+
+run_all() {
+    printf '# GPU run\n\n`benchmarks/gpu.sh%s`, commit %s, %s\n' "${1:+ $1}" "$commit" "$(date -u +%F)"
+    "$python" - "$device" <<'EOF' || return 1
+import sys, torch
+name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
+print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}, {name}")
+sys.exit(sys.argv[1] == "cuda" and not torch.cuda.is_available())
+EOF
+    local marked=gpu small=(--layers 2) tiny=()
+    if [[ $device == cpu ]]; then
+        marked='not gpu' small=(--dim 32 --layers 1) tiny=(--layers 1 --steps 3)
+    fi
+    fence='```' part tests 260 "$python" -m pytest -m "$marked" tests/gpu -q -p no:cacheprovider \
+        --disable-warnings --durations=5
+    part overhead 150 "$python" -m benchmarks.overhead --device "$device" "${tiny[@]}"
+    part throughput 80 "$python" -m benchmarks.throughput --device "$device" "${tiny[@]}"
+    # Other parts have compiled just now.
+    part 'compile time' 300 "$python" -m benchmarks.compile_time --device "$device" --no-warm-up \
+        "${small[@]}"
+    printf '\n## Summary\n\n| part | result | seconds |\n|---|---|---:|\n'
+    printf '%s\n' "${rows[@]}"
+    return "$failed"
+}
+
+run_all "$@" | tee "$out/gpu.md"
+exit "${PIPESTATUS[0]}"

@@ -1,0 +1,74 @@
+"""Several NCCL ranks on one GPU. NCCL refuses a GPU that two ranks of one host use, and what it
+takes for a host is NCCL_HOSTID: each rank names a host of its own, and they talk over the loopback
+interface. Good for numbers, order and memory, and never for speed: every collective takes
+milliseconds, since the GPU runs the processes in turns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from tests import ranks
+
+T = TypeVar("T")
+
+ENV = {
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "=lo",  # exactly lo, and no interface that begins so
+    "NCCL_SOCKET_FAMILY": "AF_INET",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+    "NCCL_MAX_CTAS": "4",  # the kernels of a rank wait for the other's on the same GPU
+    "NCCL_DEBUG": "WARN",  # says why it refuses
+    "LOCAL_RANK": "0",
+}
+
+
+def run(world_size: int, backend: str, fn: Callable[..., T], *args: Any) -> list[T]:
+    """fn(*args) on ranks that share the GPU, in new processes."""
+    # The group connects at its first collective, so `_on_rank` is in time for NCCL_HOSTID.
+    return ranks.run_fresh(world_size, _on_rank, fn, *args, backend=backend, env=ENV, timeout_s=90)
+
+
+def _on_rank(fn: Callable[..., T], *args: Any) -> T:
+    os.environ["NCCL_HOSTID"] = f"rank{dist.get_rank()}"
+    torch.cuda.set_device(0)
+    torch.cuda.set_per_process_memory_fraction(0.9 / dist.get_world_size())
+    return fn(*args)
+
+
+def refusal(backend: str) -> str | None:
+    """Why two ranks cannot talk over ``backend`` about CUDA tensors, or None if they can."""
+    try:
+        run(2, backend, collectives, "cuda")
+    except ranks.RankError as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        # The reason is the exception of the first rank; NCCL's own words are in the next lines.
+        causes = [
+            line for line in lines if "Error" in line or "NCCL" in line or "Duplicate" in line
+        ]
+        return " | ".join(causes[-4:] or lines[-1:])
+    return None
+
+
+def collectives(device: str) -> None:
+    """Try those that sharded training sends."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = torch.full((4,), float(rank), device=device)
+    full = torch.empty(4 * world, device=device)
+    dist.all_gather_into_tensor(full, mine)
+    assert full.view(world, 4)[:, 0].tolist() == [float(r) for r in range(world)]
+    dist.reduce_scatter_tensor(mine, full, op=dist.ReduceOp.AVG)
+    assert mine.tolist() == [float(rank)] * 4
+    dist.all_reduce(mine)
+    dist.broadcast(mine.view(torch.uint8), src=0)
+    assert mine[0].item() == sum(range(world))

@@ -1,0 +1,86 @@
+"""One NCCL rank: the numbers of plain torch.compile, the same memory in every step, full parameters
+that are given up after use, and a host that never waits for the GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.models import DeepMLP, parameter_bytes
+from tests import ranks
+from tests.gpu.training import Trainer, agree, by_torch_compile
+
+pytestmark = pytest.mark.gpu
+WARM_UP, STEPS = 3, 5
+DIM, LINEARS = 2048, 32  # 537 MB of parameters
+
+
+def test_agrees_with_torch_compile() -> None:
+    ranks.run(1, agree, by_torch_compile, "cuda", "inductor", backend="nccl")
+
+
+def _trainer(reshard_after_forward: bool = True) -> Trainer:
+    """Of a model that has made the steps of the warm-up."""
+    torch.cuda.set_device(0)
+    model = DeepMLP(DIM, LINEARS).to("cuda")
+    trainer = Trainer(model, "cuda", reshard_after_forward=reshard_after_forward)
+    for _ in range(WARM_UP):
+        trainer.step()
+    return trainer
+
+
+def _memory_by_step(reshard_after_forward: bool) -> list[tuple[int, int]]:
+    """Of each step: bytes allocated after it, and at most during it."""
+    trainer, memory = _trainer(reshard_after_forward), []
+    for _ in range(STEPS):
+        torch.cuda.reset_peak_memory_stats()
+        trainer.step()
+        memory.append((torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()))
+    return memory
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_every_step_needs_the_same_memory(reshard_after_forward: bool) -> None:
+    [memory] = ranks.run(1, _memory_by_step, reshard_after_forward, backend="nccl")
+    assert len(memory) == STEPS
+    assert set(memory) == {memory[0]}, memory
+
+
+def _memory_of_forward(reshard_after_forward: bool) -> tuple[float, float]:
+    """What a forward keeps for backward and what it needs at most, in parts of the parameters."""
+    trainer = _trainer(reshard_after_forward)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss = trainer.forward()
+    kept = torch.cuda.memory_allocated() - before
+    peak = torch.cuda.max_memory_allocated() - before
+    trainer.backward(loss)
+    num_bytes = parameter_bytes(trainer.model)
+    return kept / num_bytes, peak / num_bytes
+
+
+def test_full_parameters_are_freed_after_use() -> None:
+    # On one rank a gathered parameter is a second copy of its shard, so they can be told apart.
+    [(kept, peak)] = ranks.run(1, _memory_of_forward, True, backend="nccl")
+    [(kept_by_zero2, _)] = ranks.run(1, _memory_of_forward, False, backend="nccl")
+    assert kept <= 0.1, kept
+    assert peak <= 0.25, peak
+    assert kept_by_zero2 >= 0.75, kept_by_zero2
+
+
+def _steps_without_synchronisation() -> None:
+    trainer = _trainer()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError):  # the mode does find a synchronisation
+            torch.ones(1, device="cuda").item()
+        for _ in range(STEPS):
+            trainer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+
+
+def test_the_host_never_waits_for_the_gpu() -> None:
+    ranks.run(1, _steps_without_synchronisation, backend="nccl")

@@ -1,0 +1,41 @@
+"""Several ranks on one GPU, over NCCL or, where NCCL refuses that, over gloo with CUDA tensors: the
+numbers of DDP."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.gpu import shared
+from tests.gpu.training import agree, by_ddp
+
+pytestmark = pytest.mark.gpu
+
+_refusal = functools.cache(shared.refusal)
+
+
+@pytest.fixture
+def backend() -> str:
+    """The backend that works; none is a skip that says why."""
+    refusals = {}
+    for name in ("nccl", "gloo"):
+        reason = _refusal(name)
+        if reason is None:
+            return name
+        refusals[name] = reason
+    pytest.skip(f"no backend takes several ranks on one GPU: {refusals}")
+
+
+def test_nccl_takes_several_ranks_on_one_gpu() -> None:
+    if reason := _refusal("nccl"):
+        pytest.skip(f"the tests below run on gloo, since NCCL refuses: {reason}")
+
+
+# Three ranks: no size of the model is a multiple of it, so shards differ in size.
+@pytest.mark.parametrize(
+    ("world_size", "compiler"), [(2, "aot_eager"), (2, "inductor"), (3, "aot_eager")]
+)
+def test_agrees_with_ddp(backend: str, world_size: int, compiler: str) -> None:
+    losses = shared.run(world_size, backend, agree, by_ddp, "cuda", compiler)
+    assert len({tuple(of_rank) for of_rank in losses}) == world_size  # each had its own batches

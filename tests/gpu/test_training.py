@@ -1,0 +1,37 @@
+"""The trainings of this folder's GPU tests, on gloo ranks and CPU tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.models import DeepMLP
+from tests import ranks
+from tests.gpu.shared import collectives
+from tests.gpu.training import Trainer, agree, by_ddp, by_torch_compile
+from tests.numerics.compare import whole
+
+
+def test_one_rank_agrees_with_torch_compile() -> None:
+    ranks.run(1, agree, by_torch_compile, "cpu", "inductor")
+
+
+def test_several_ranks_agree_with_ddp() -> None:
+    losses = ranks.run(2, agree, by_ddp, "cpu", "aot_eager")
+    assert losses[0] != losses[1]  # each rank has batches of its own
+
+
+def _trainer() -> None:
+    model = DeepMLP(16, 4)
+    before = model.blocks[0].up.weight.detach().clone()
+    trainer = Trainer(model, "cpu", compiler="aot_eager", reshard_after_forward=False)
+    for _ in range(2):
+        trainer.step()
+    assert not torch.equal(whole(model.blocks[0].up.weight), before)
+
+
+def test_trainer_trains() -> None:
+    ranks.run(2, _trainer)
+
+
+def test_collectives_work() -> None:
+    ranks.run(2, collectives, "cpu")

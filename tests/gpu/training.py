@@ -1,0 +1,120 @@
+"""Trains a model on a device in two ways, from the same weights on the same batches, and compares:
+each function runs on the ranks of `tests.ranks`, on CPU tensors or on CUDA tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import graphshard
+from benchmarks.models import DeepMLP
+from tests.models import GPT
+from tests.numerics.compare import assert_close, assert_sharded, generator, sgd, whole
+
+STEPS = 5
+# Kernels of a GPU add in an order that is not fixed (atomics in an embedding's backward), and two
+# compilations fuse differently. A gradient that is wrong is wrong by more.
+TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
+
+Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]
+"""``wrap(model, mesh)``: what is called in the model's place."""
+
+
+@dataclass
+class History:
+    """What a training did: per step the loss and the full gradients; the parameters at its end."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    grads: list[dict[str, Tensor]] = field(default_factory=list)
+    params: dict[str, Tensor] = field(default_factory=dict)
+
+
+def by_graphshard(compiler: str) -> Wrap:
+    def wrap(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        backend = graphshard.backend(mesh, compiler=compiler)
+        return torch.compile(model, backend=backend, fullgraph=True)  # type: ignore[no-any-return]
+
+    return wrap
+
+
+def by_torch_compile(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return torch.compile(model)  # type: ignore[no-any-return]
+
+
+def by_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    device_ids = [0] if mesh.device_type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=device_ids)
+
+
+def train(wrap: Wrap, device: str) -> tuple[nn.Module, History]:
+    """SGD steps of a GPT; the model that was trained, and what happened."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model, history = GPT().to(device), History()
+    called = wrap(model, init_device_mesh(device, (world,)))
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        loss = called(GPT.batch(generator(step, rank)).to(device))
+        loss.backward()
+        history.losses.append(loss.detach())
+        history.grads.append({n: whole(p.grad) for n, p in model.named_parameters()})  # type: ignore[arg-type]
+        optimizer.step()
+        optimizer.zero_grad()
+    history.params = {name: whole(param) for name, param in model.named_parameters()}
+    return model, history
+
+
+def _assert_agree(ours: History, theirs: History, tolerance: float) -> None:
+    for step in range(STEPS):
+        assert_close(f"loss {step}", ours.losses[step], theirs.losses[step], tolerance)
+        assert list(ours.grads[step]) == list(theirs.grads[step])
+        for name, grad in theirs.grads[step].items():
+            assert_close(f"{name} in step {step}", ours.grads[step][name], grad, tolerance)
+    for name, param in theirs.params.items():
+        assert_close(name, ours.params[name], param, tolerance)
+
+
+def agree(theirs: Wrap, device: str, compiler: str) -> list[float]:
+    """graphshard agrees with another way at every step; graphshard's losses."""
+    model, history = train(by_graphshard(compiler), device)
+    assert_sharded(model)
+    for name, param in model.named_parameters():
+        assert param.device.type == device, (name, param.device)
+    _assert_agree(history, train(theirs, device)[1], TOLERANCE[device])
+    losses = [loss.item() for loss in history.losses]
+    assert losses[-1] != losses[0]  # something was trained
+    return losses
+
+
+class Trainer:
+    """Training steps of a model that read nothing on the host.
+
+    Args:
+        model: takes a tensor of ``dim`` columns and returns its loss.
+        options: those of ``graphshard.backend``.
+    """
+
+    def __init__(self, model: DeepMLP, device: str, **options: Any) -> None:
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
+        self.model = model
+        self._compiled = torch.compile(model, backend=graphshard.backend(mesh, **options))
+        self._x = torch.randn(16, model.dim, device=device)
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    def forward(self) -> Tensor:
+        return self._compiled(self._x)  # type: ignore[no-any-return]
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def step(self) -> None:
+        self.backward(self.forward())

@@ -1,0 +1,108 @@
+"""What `Backend.plans` and `Backend.summary()` tell of the graphs that were compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import graphshard
+from graphshard.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Plan
+from tests.graph.conftest import WORLD_SIZE
+from tests.models import GPT, MLP
+
+
+def _backend(mesh: DeviceMesh, compiler: str = "aot_eager") -> graphshard.Backend:
+    return graphshard.backend(mesh, compiler=compiler)
+
+
+def _fqns(plan: Plan, kind: str) -> list[str]:
+    buckets = [bucket for bucket in plan.buckets if bucket.kind == kind]
+    return sorted(plan.params[i].fqn for bucket in buckets for i in bucket.params)
+
+
+def _padded_bytes(model: nn.Module) -> int:
+    return sum(
+        -(-p.shape[0] // WORLD_SIZE) * WORLD_SIZE * (p.numel() // p.shape[0]) * 4
+        for p in model.parameters()
+    )
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_plans_of_a_training_step(mesh: DeviceMesh, compiler: str) -> None:
+    model, backend = MLP(), _backend(mesh, compiler)
+    num_bytes, names = _padded_bytes(model), sorted(dict(model.named_parameters()))
+    loss = torch.compile(model, backend=backend, fullgraph=True)(torch.ones(5, 7))
+    assert [plan.graph for plan in backend.plans][:1] == ["forward"]
+    loss.backward()
+    forward, backward = backend.plans
+    assert (forward.graph, backward.graph) == ("forward", "backward")
+    assert _fqns(forward, ALL_GATHER) == _fqns(backward, REDUCE_SCATTER) == names
+    assert {"mid.weight", "down.weight"} <= set(_fqns(backward, ALL_GATHER))
+    assert forward.num_bytes(ALL_GATHER) == backward.num_bytes(REDUCE_SCATTER) == num_bytes
+    assert all(bucket.world == WORLD_SIZE for plan in backend.plans for bucket in plan.buckets)
+
+
+def test_parameters_are_described(mesh: DeviceMesh) -> None:
+    backend = _backend(mesh)
+    torch.compile(MLP(), backend=backend)(torch.ones(5, 7)).backward()
+    for plan in backend.plans:
+        described = {param.fqn: param for param in plan.params}
+        weight = described["mid.weight"]
+        assert (weight.shape, weight.padded_rows) == ((11, 13), 2)
+        assert weight.dtype == "torch.float32"
+
+
+def test_a_tied_weight_is_one_parameter_of_a_plan(mesh: DeviceMesh) -> None:
+    backend = _backend(mesh)
+    ids = GPT.batch(torch.Generator())
+    torch.compile(GPT(), backend=backend, fullgraph=True)(ids).backward()
+    for plan in backend.plans:
+        names = [param.fqn for param in plan.params]
+        assert names.count("tokens.weight") == 1 and "head.weight" not in names
+    assert _fqns(backend.plans[1], REDUCE_SCATTER).count("tokens.weight") == 1
+
+
+def test_scalars_are_all_reduced(mesh: DeviceMesh) -> None:
+    model = nn.Linear(3, 3)
+    model.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
+    model.forward = lambda x: (x @ model.weight * model.scale + model.bias).sum()  # type: ignore[method-assign]
+    backend = _backend(mesh)
+    torch.compile(lambda x: model(x), backend=backend)(torch.ones(2, 3)).backward()
+    assert _fqns(backend.plans[1], ALL_REDUCE) == ["scale"]
+    assert backend.plans[1].num_bytes(ALL_REDUCE) == 4
+
+
+def test_evaluation_has_a_plan_of_its_own(mesh: DeviceMesh) -> None:
+    backend = _backend(mesh)
+    compiled = torch.compile(MLP(), backend=backend)
+    with torch.no_grad():
+        compiled(torch.ones(5, 7))
+    assert [plan.graph for plan in backend.plans] == ["inference"]
+    compiled(torch.ones(5, 7)).backward()
+    assert [plan.graph for plan in backend.plans] == ["inference", "forward", "backward"]
+
+
+def test_no_plans_before_a_compile(mesh: DeviceMesh) -> None:
+    backend = _backend(mesh)
+    assert backend.plans == []
+    assert "collective" in backend.summary()
+
+
+def test_the_summary_says_what_travels(mesh: DeviceMesh) -> None:
+    model, backend = MLP(), _backend(mesh)
+    num_params, num_bytes = len(list(model.parameters())), _padded_bytes(model)
+    torch.compile(model, backend=backend)(torch.ones(5, 7)).backward()
+    lines = backend.summary().splitlines()
+    assert lines[0].split() == ["graph", "params", "collective", "count", "MB"]
+    rows = [line.split() for line in lines[2:]]
+    assert [(row[0], row[2]) for row in rows] == [
+        ("forward", ALL_GATHER),
+        ("backward", ALL_GATHER),
+        ("backward", REDUCE_SCATTER),
+    ]
+    assert rows[0][1] == str(num_params)
+    for row, plan in zip((rows[0], rows[2]), backend.plans):
+        assert float(row[4]) == pytest.approx(num_bytes / 1e6, abs=1e-3)
+        assert int(row[3]) == plan.count(row[2])

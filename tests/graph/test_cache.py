@@ -1,0 +1,87 @@
+"""Inductor's caches: a second run of the same training in new processes compiles nothing, ranks
+make the same cache keys, so that what one compiled serves all, and plans are as they were."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import graphshard
+from tests import ranks
+from tests.models import MLP
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a rank's training found in the caches, and what it says was done."""
+
+    counters: dict[str, int]
+    keys: dict[str, list[str]]
+    plans: list[str]
+    summary: str
+    losses: list[float]
+
+
+def _train(seed: int) -> Run:
+    torch.manual_seed(seed)
+    model, mesh = MLP(), init_device_mesh("cpu", (dist.get_world_size(),))
+    backend = graphshard.backend(mesh)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    losses = []
+    for step in range(2):
+        loss = compiled(MLP.batch(torch.Generator().manual_seed(step)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        losses.append(compiled(torch.ones(5, 7)).item())
+    return Run(
+        _counters(),
+        _keys(),
+        [plan.to_json() for plan in backend.plans],
+        backend.summary(),
+        losses,
+    )
+
+
+def _counters() -> dict[str, int]:
+    counters = torch._dynamo.utils.counters
+    return {
+        name: count
+        for group in ("inductor", "aot_autograd")
+        for name, count in counters[group].items()
+        if name.startswith(("fxgraph_cache", "autograd_cache"))
+    }
+
+
+def _keys() -> dict[str, list[str]]:
+    """Keys of what this process wrote to, or found in, the caches."""
+    artifacts = torch.compiler.save_cache_artifacts()
+    assert artifacts is not None
+    return {kind: sorted(keys) for kind, keys in artifacts[1].artifacts.items() if keys}
+
+
+def _run(folder: Path, seed: int = 0) -> list[Run]:
+    return ranks.run_fresh(2, _train, seed, env={"TORCHINDUCTOR_CACHE_DIR": str(folder)})
+
+
+def test_a_second_run_compiles_nothing(tmp_path: Path) -> None:
+    cold, warm = _run(tmp_path), _run(tmp_path)
+    assert sum(run.counters.get("fxgraph_cache_miss", 0) for run in cold) > 0
+    for run in warm:
+        assert not run.counters.get("fxgraph_cache_miss"), run.counters
+        assert not run.counters.get("fxgraph_cache_bypass"), run.counters
+        assert not run.counters.get("autograd_cache_bypass"), run.counters
+        hits = run.counters.get("autograd_cache_hit", 0) + run.counters.get("fxgraph_cache_hit", 0)
+        assert hits > 0, run.counters
+    for run in [*cold, *warm]:
+        assert run.keys == cold[0].keys and run.keys
+        assert run.plans == cold[0].plans and len(run.plans) == 3
+        assert run.summary == cold[0].summary
+        assert run.losses == cold[0].losses

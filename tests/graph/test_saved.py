@@ -1,0 +1,182 @@
+"""ZeRO-3 as autograd sees it: what the compiled forward hands to backward holds shards and small
+activations, never a full parameter, nor a cast, a transpose or a product of some. Batches are so
+small here that every activation is smaller than the smallest full weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import graphshard
+
+DIM = 64
+FULL = DIM * DIM  # elements of the smallest full weight; a shard has an eighth
+
+
+def _x() -> Tensor:
+    return torch.randn(3, DIM)
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.second = nn.Linear(DIM, DIM)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.gain = nn.Parameter(torch.ones(DIM))
+
+
+class Plain(_Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x * self.gain))).square().mean()
+
+
+class Cast(_Model):
+    """Mixed precision by hand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = torch.bfloat16
+        x = F.linear(x.to(low), self.first.weight.to(low), self.first.bias.to(low))
+        return (torch.tanh(x) @ self.second.weight.to(low).t()).float().square().mean()
+
+
+class Autocast(_Model):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.second(torch.tanh(self.first(x))).float().square().mean()
+
+
+class Transposed(_Model):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x @ self.first.weight.t().contiguous())
+        return (x @ self.second.weight.view(2, -1, DIM).flatten(0, 1).t()).square().mean()
+
+
+class OfSeveral(_Model):
+    """Weights that are computed of several parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = torch.cat([self.first.weight, self.second.weight])
+        x = torch.tanh(x @ both.t()) @ both
+        return (x @ (self.first.weight @ self.second.weight).tanh()).square().mean()
+
+
+class Scaled(_Model):
+    """Weights that are computed of a sharded parameter and a replicated one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x @ (self.first.weight * self.scale).t())
+        return (x @ (self.second.weight.tanh() * self.scale.exp()).t()).square().mean()
+
+
+class Normed(_Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = parametrizations.weight_norm(nn.Linear(DIM, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.normed(torch.tanh(self.normed(x))).square().mean()
+
+
+class Adapted(_Model):
+    """Frozen weights with a trained product of low rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(2, DIM))
+        self.up = nn.Parameter(torch.zeros(DIM, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.first.weight + self.up @ self.down
+        return self.second(torch.tanh(x @ weight.t())).square().mean()
+
+
+class Quantised(_Model):
+    """Integers are dequantised in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        codes = torch.randint(-8, 8, (DIM, DIM), dtype=torch.int8)
+        self.codes = nn.Parameter(codes, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.codes.float() * self.gain
+        return self.second(torch.tanh(self.first(x) @ weight.t())).square().mean()
+
+
+class Checkpointed(_Model):
+    def layer(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.second(torch.tanh(self.first(x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=False)
+        return self.second(x).square().mean()
+
+
+class Attention(_Model):
+    """The GPT's layers, with a tied embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(DIM, DIM)
+        self.layer = nn.TransformerEncoderLayer(DIM, 4, DIM, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = (x[:, :2].abs() * 5).long().clamp_max(DIM - 1)
+        y = self.layer(self.embed(ids))
+        return (y @ self.embed.weight.t()).square().mean()
+
+
+def _saved_by_forward(model: nn.Module, mesh: DeviceMesh, **options: Any) -> list[Tensor]:
+    backend = graphshard.backend(mesh, **{"compiler": "aot_eager", **options})
+    loss = torch.compile(model, backend=backend, fullgraph=True)(_x())
+    nodes = [loss.grad_fn, *(edge[0] for edge in loss.grad_fn.next_functions)]
+    (compiled,) = [node for node in nodes if type(node).__name__ == "CompiledFunctionBackward"]
+    saved = list(compiled.saved_tensors)
+    loss.backward()
+    return saved
+
+
+KINDS = [
+    Plain,
+    Cast,
+    Autocast,
+    Transposed,
+    OfSeveral,
+    Scaled,
+    Normed,
+    Adapted,
+    Quantised,
+    Checkpointed,
+    Attention,
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_of_full_size_is_saved(kind: type[nn.Module], mesh: DeviceMesh) -> None:
+    saved = _saved_by_forward(kind(), mesh)
+    sizes = [tuple(tensor.shape) for tensor in saved]
+    assert max(tensor.numel() for tensor in saved) < FULL, sizes
+
+
+@pytest.mark.parametrize("kind", [Cast, Scaled, Attention])
+def test_nothing_of_full_size_is_saved_by_inductor(kind: type[nn.Module], mesh: DeviceMesh) -> None:
+    saved = _saved_by_forward(kind(), mesh, compiler="inductor")
+    assert max(tensor.numel() for tensor in saved) < FULL
+
+
+@pytest.mark.parametrize("kind", [Plain, Cast, Attention])
+def test_full_parameters_are_saved_where_a_policy_says_so(
+    kind: type[nn.Module], mesh: DeviceMesh
+) -> None:
+    saved = _saved_by_forward(kind(), mesh, reshard_after_forward=False)
+    assert max(tensor.numel() for tensor in saved) >= FULL

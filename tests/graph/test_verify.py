@@ -1,0 +1,150 @@
+"""The verifier raises on every way in which a rewritten graph can be wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import fx
+
+from graphshard.passes import lower
+from graphshard.plan import FORWARD, Plan
+from graphshard.verify import verify_lowered, verify_partition
+from tests.graph.builder import Builder, add, mul, t
+
+c10d = torch.ops._c10d_functional
+GATHER, WAIT = c10d.all_gather_into_tensor.default, c10d.wait_tensor.default
+LARGE = 1 << 19
+
+
+def _lowered(group: str) -> tuple[fx.Graph, Plan]:
+    """Two large parameters, gathered one after the other."""
+    build = Builder(group)
+    first, second = (build.unshard(build.primal(rows // 8), rows) for rows in (LARGE, 2 * LARGE))
+    gm = build.module(build.call(torch.ops.aten.cat.default, [first, second]))
+    plan = lower(gm.graph, FORWARD)
+    return gm.graph, plan
+
+
+def _find(graph: fx.Graph, target: object) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.target is target]
+
+
+def test_a_right_graph_passes(group: str) -> None:
+    verify_lowered(*_lowered(group))
+
+
+def _leave_marker(graph: fx.Graph, plan: Plan) -> Plan:
+    leaf = next(iter(graph.nodes))
+    with graph.inserting_before(graph.output_node()):
+        graph.call_function(torch.ops.graphshard.replicate.default, (leaf, "0"))
+    return plan
+
+
+def _forget_to_wait(graph: fx.Graph, plan: Plan) -> Plan:
+    wait = _find(graph, WAIT)[0]
+    wait.replace_all_uses_with(wait.args[0])
+    graph.erase_node(wait)
+    return plan
+
+
+def _wait_twice(graph: fx.Graph, plan: Plan) -> Plan:
+    gather = _find(graph, GATHER)[0]
+    with graph.inserting_after(gather):
+        graph.call_function(WAIT, (gather,))
+    return plan
+
+
+def _use_before_waiting(graph: fx.Graph, plan: Plan) -> Plan:
+    gather = _find(graph, GATHER)[0]
+    with graph.inserting_after(gather):
+        graph.call_function(torch.ops.aten.neg.default, (gather,))
+    return plan
+
+
+def _other_order(graph: fx.Graph, plan: Plan) -> Plan:
+    return dataclasses.replace(plan, buckets=plan.buckets[::-1])
+
+
+def _one_more(graph: fx.Graph, plan: Plan) -> Plan:
+    return dataclasses.replace(plan, buckets=(*plan.buckets, plan.buckets[0]))
+
+
+def _one_less(graph: fx.Graph, plan: Plan) -> Plan:
+    return dataclasses.replace(plan, buckets=plan.buckets[:1])
+
+
+def _other_size(graph: fx.Graph, plan: Plan) -> Plan:
+    grown = dataclasses.replace(plan.buckets[0], num_bytes=plan.buckets[0].num_bytes + 4)
+    return dataclasses.replace(plan, buckets=(grown, *plan.buckets[1:]))
+
+
+def _out_of_order(graph: fx.Graph, plan: Plan) -> Plan:
+    """A wait before its collective."""
+    gather, wait = _find(graph, GATHER)[0], _find(graph, WAIT)[0]
+    gather.prepend(wait)
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("break_it", "match"),
+    [
+        (_leave_marker, "was not lowered"),
+        (_forget_to_wait, "is waited for 0 times"),
+        (_wait_twice, "is waited for 2 times"),
+        (_use_before_waiting, "waited for"),
+        (_other_order, "planned .* but the graph launches"),
+        (_one_more, "planned .* but the graph launches"),
+        (_one_less, "planned .* but the graph launches"),
+        (_other_size, "planned .* but the graph launches"),
+        (_out_of_order, "before it has been defined"),
+    ],
+)
+def test_a_broken_graph_is_refused(
+    group: str, break_it: Callable[[fx.Graph, Plan], Plan], match: str
+) -> None:
+    graph, plan = _lowered(group)
+    plan = break_it(graph, plan)
+    with pytest.raises((AssertionError, RuntimeError), match=match):
+        verify_lowered(graph, plan)
+
+
+def test_collectives_of_the_model_itself_are_not_ours(group: str) -> None:
+    graph, plan = _lowered(group)
+    leaf = next(iter(graph.nodes))
+    with graph.inserting_before(graph.output_node()):
+        graph.call_function(c10d.all_reduce.default, (leaf, "sum", group))
+    verify_lowered(graph, plan)
+
+
+def _forward(group: str) -> tuple[fx.GraphModule, list[fx.Node]]:
+    """A forward graph that returns y and saves x, and nodes that it might save as well."""
+    build = Builder(group)
+    x, full = build.primal(8, 8), build.unshard(build.primal(1, 8), 8)
+    turned = build.call(t, full)
+    y = build.call(add, build.call(mul, x, turned), x)
+    return build.module(y, x), [full, turned]
+
+
+def _save(gm: fx.GraphModule, node: fx.Node) -> None:
+    outputs = gm.graph.output_node()
+    outputs.args = ((*outputs.args[0], node),)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_saving_what_parameters_determine_is_refused(group: str, position: int) -> None:
+    gm, derived = _forward(group)
+    names = [node.name for node in derived]
+    verify_partition(gm, names, 1)
+    _save(gm, derived[position])
+    with pytest.raises(AssertionError, match=rf"saved for backward.*'{names[position]}'"):
+        verify_partition(gm, names, 1)
+
+
+def test_returning_a_parameter_is_not_saving_it(group: str) -> None:
+    gm, derived = _forward(group)
+    outputs = gm.graph.output_node()
+    outputs.args = ((derived[0], *outputs.args[0]),)  # type: ignore[misc]
+    verify_partition(gm, [node.name for node in derived], 2)
