@@ -133,7 +133,10 @@ def reduce_scatter_packed(
     call: Call, grads: list[Any], metas: list[torch.Tensor], rows: list[int], group: str, world: int
 ) -> list[Any]:
     """Several ``reduce_scatter_rows`` in one buffer; ``rows`` are padded rows of a shard."""
-    padded = [_padded(call, *each, num_rows * world) for *each, num_rows in zip(grads, metas, rows)]
+    padded = [
+        _padded(call, grad, meta, num_rows * world)
+        for grad, meta, num_rows in zip(grads, metas, rows)
+    ]
     packed = call(pack, padded, world)
     reduced = call(_c10d.reduce_scatter_tensor.default, packed, "avg", world, group)
     reduced = call(_c10d.wait_tensor.default, reduced)
@@ -190,7 +193,7 @@ def _pack_fake(tensors: list[torch.Tensor], world: int) -> torch.Tensor:
 
 @_impl("unpack", "CompositeExplicitAutograd")
 def _unpack(flat: torch.Tensor, sizes: list[int], world: int) -> list[torch.Tensor]:
-    return list(torch.split_with_sizes_copy(flat.view(world, -1), sizes, 1))
+    return list(_aten.split_with_sizes_copy.default(flat.view(world, -1), sizes, 1))
 
 
 @torch.library.register_fake("graphshard::unpack", lib=_lib)
