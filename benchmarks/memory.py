@@ -9,8 +9,8 @@ warm-up that compiles. Each kind runs in processes of its own, once with and onc
 [Note: memory that is given back] glibc takes a freed block above a threshold back to the kernel at
 once, and keeps a smaller one for itself; and it raises the threshold (up to 32 MB) whenever it
 frees a larger block. Then the resident memory is that of all live blocks and of all the holes that
-earlier ones have left. MALLOC_MMAP_THRESHOLD_, read when a process starts, fixes the threshold: each
-parameter is a mapping of its own, and the resident memory is that of the live ones.
+earlier ones have left. Setting the threshold, as MALLOC_MMAP_THRESHOLD_ in the environment does too,
+fixes it: each parameter is a mapping of its own, and the resident memory is that of the live ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.common import FSDP2, count, fsdp2, heading, one_line, show, tabl
 from benchmarks.models import DeepMLP, parameter_bytes
 from tests import ranks
 
-GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "1000000"}
+M_MMAP_THRESHOLD = -3  # of malloc.h
 ROWS, STEPS = 8, 2
 MB = 1e6
 
@@ -98,8 +98,15 @@ def peak_of(work: Callable[[], object], params: int) -> Memory:
     return Memory(params, before, _resident("VmHWM"))
 
 
-def step_memory(kind: str, num_bytes: float, linears: int) -> Memory:
+def _give_back() -> None:
+    """See [Note: memory that is given back]."""
+    ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1_000_000)
+
+
+def step_memory(kind: str, num_bytes: float, linears: int, give_back: bool) -> Memory:
     """Of forward, backward and an SGD step, after a warm-up."""
+    if give_back:
+        _give_back()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = DeepMLP.of_bytes(num_bytes, linears)
     params = parameter_bytes(model)
@@ -122,6 +129,7 @@ def sharding_memory(at_first_call: bool, num_bytes: float, linears: int) -> Memo
     """Of sharding a model: by ``graphshard.shard``, or in the first call of the compiled model."""
     import graphshard
 
+    _give_back()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     small, model = DeepMLP(16, 2), DeepMLP.of_bytes(num_bytes, linears)
     one_line(small, mesh, compiler="aot_eager")(torch.randn(ROWS, small.dim))  # imports, connects
@@ -136,8 +144,8 @@ def sharding_memory(at_first_call: bool, num_bytes: float, linears: int) -> Memo
 
 def measure(kind: str, num_bytes: float, linears: int, world: int, give_back: bool) -> Memory:
     """The step memory of the rank that needs most."""
-    env = GIVE_BACK if give_back else {}
-    found = ranks.run_fresh(world, step_memory, kind, num_bytes, linears, env=env)
+    # With an environment, a rank imports by itself what it needs; see `run_fresh`.
+    found = ranks.run_fresh(world, step_memory, kind, num_bytes, linears, give_back, env={})
     return max(found, key=lambda memory: memory.peak)
 
 

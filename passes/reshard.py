@@ -13,18 +13,18 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphshard.ops import unshard
+from graphshard.ops import UNSHARD, replicate, unshard
 
 
 def parameter_derived(graph: fx.Graph) -> list[fx.Node]:
-    """Nodes computed from resharded parameters alone (with constants), in graph order."""
+    """Nodes computed from parameters alone (with constants) that are not to be kept, in order."""
     derived: dict[fx.Node, None] = {}
     constant: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or _is_random(node):
             continue
-        if node.target is unshard:
-            if node.args[3]:
+        if node.target in UNSHARD:
+            if node.target is replicate or node.args[3]:
                 derived[node] = None
             continue
         inputs = node.all_input_nodes
