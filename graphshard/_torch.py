@@ -182,7 +182,7 @@ class CompiledCall:
 def compiled_call() -> CompiledCall:
     """Read the stack from here to where ``torch.compile`` was entered first (eval_frame.py)."""
     stack = list(frames())
-    entries = [i for i, frame in enumerate(stack) if _is_dynamo_entry(frame)]
+    entries = [i for i, frame in enumerate(stack) if is_dynamo_entry(frame)]
     if not entries:
         return CompiledCall()
     methods = [f for f in reversed(stack[: entries[-1]]) if f.f_code.co_name not in _MODULE_CALL]
@@ -199,9 +199,15 @@ def compiled_call() -> CompiledCall:
 _MODULE_CALL = ("__call__", "_call_impl", "_wrapped_call_impl")
 
 
-def _is_dynamo_entry(frame: Any) -> bool:
+def is_dynamo_entry(frame: Any) -> bool:
+    """Whether ``frame`` is where ``torch.compile`` hands over to Dynamo (eval_frame.py)."""
     name = frame.f_globals.get("__name__")
     return frame.f_code.co_name == "compile_wrapper" and name == "torch._dynamo.eval_frame"
+
+
+def is_recomputation(frame: Any) -> bool:
+    """Whether ``frame`` is of torch.utils.checkpoint, which calls parts of a forward in backward."""
+    return frame.f_globals.get("__name__") == "torch.utils.checkpoint"
 
 
 def module_of_method(frame: Any) -> nn.Module | None:

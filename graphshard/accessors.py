@@ -24,6 +24,8 @@ from ._torch import (
     BackendError,
     compiled_call,
     frames,
+    is_dynamo_entry,
+    is_recomputation,
     module_of_method,
     parameters_of,
     run_as_python,
@@ -132,12 +134,14 @@ def _eager_value(module: nn.Module, name: str) -> Any:
 
 
 def _in_forward(model: Model | None) -> bool:
-    """Whether a forward of ``model``, or of a part of it, is on the Python stack.
+    """Whether something compiled, or a forward of ``model`` or of a part of it, is on the stack.
 
     Nothing can be set on entry to a forward and reset on its exit: Dynamo would trace that too,
     and a graph break in between would leave it set.
     """
     for frame in frames(2):
+        if is_dynamo_entry(frame) or is_recomputation(frame):
+            return True
         name = frame.f_code.co_name
         if name in _FORWARD or name.startswith(RESUMED):
             owner = module_of_method(frame)

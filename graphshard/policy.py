@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -49,6 +50,10 @@ class Options:
                 f"reshard_after_forward={self.reshard_after_forward!r}: must be True (ZeRO-3: "
                 "gather again in backward) or False (ZeRO-2: keep gathered parameters)"
             )
+        if not isinstance(self.sync_module_states, bool):
+            raise ValueError(
+                f"sync_module_states={self.sync_module_states!r}: must be True or False"
+            )
         if self.compiler not in COMPILERS:
             raise ValueError(f"compiler={self.compiler!r}: must be one of {COMPILERS}")
         object.__setattr__(self, "ignored_params", _parameters(self.ignored_params))
@@ -60,7 +65,13 @@ class Options:
 
 
 def _parameters(params: Iterable[nn.Parameter] | None) -> frozenset[nn.Parameter]:
-    found = frozenset(params or ())
+    if params is None:
+        return frozenset()
+    if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
+        raise ValueError(
+            f"ignored_params is a {type(params).__name__}: give a set of nn.Parameter objects"
+        )
+    found = frozenset(params)
     for param in found:
         if not isinstance(param, nn.Parameter):
             raise ValueError(

@@ -58,10 +58,11 @@ def shard_module(
     model = Model(type(root).__name__)
     with torch.no_grad(), torch.inference_mode(False):
         if options.sync_module_states and not on_meta:
-            for buffer in root.buffers():
+            for _, buffer in sorted(root.named_buffers()):
                 _broadcast(buffer, mesh)
         replaced = {}
-        for owner in owners:
+        # By name: ranks may have registered them in another order.
+        for owner in sorted(owners, key=lambda owner: owner.fqn):
             if options.sync_module_states and not on_meta:
                 _broadcast(owner.param, mesh)
             replaced[owner.param] = _shard_parameter(owner, mesh, options, model)
@@ -113,12 +114,12 @@ def _fault(root: nn.Module, owners: list[_Owned], mesh: DeviceMesh, allow_meta: 
 
 
 def _parameter_fault(param: nn.Parameter, mesh: DeviceMesh, all_meta: bool) -> str | None:
+    if isinstance(param, nn.parameter.UninitializedParameter):
+        return "is lazy: run one forward, or give its shape, before sharding"
     if isinstance(param, DTensor):
         return f"is a DTensor of {param.placements} already: give graphshard the plain module"
     if is_traceable_wrapper_subclass(param.data):
         return f"is a {type(param.data).__name__}: only plain tensors can be sharded"
-    if isinstance(param, nn.parameter.UninitializedParameter):
-        return "is lazy: run one forward, or give its shape, before sharding"
     if all_meta:
         return None
     if param.is_meta:
@@ -135,9 +136,10 @@ def _agree(
     root: nn.Module, owners: list[_Owned], fault: str | None, mesh: DeviceMesh, options: Options
 ) -> None:
     """Exchange what every rank is about to shard; raise on all ranks if one cannot, or differs."""
-    mine = {owner.fqn: _describe(owner.param) for owner in owners}
-    mine |= {name: _describe(buffer) for name, buffer in root.named_buffers()}
-    mine |= {"options": options.fingerprint()}
+    mine = {"arguments of graphshard": options.fingerprint()}
+    if fault is None:
+        mine |= {owner.fqn: _describe(owner.param) for owner in owners}
+        mine |= {name: _describe(buffer) for name, buffer in root.named_buffers()}
     every: list[Any] = [None] * mesh.size()
     dist.all_gather_object(every, (fault, mine), group=mesh.get_group())
     for rank, (theirs, _) in enumerate(every):

@@ -272,7 +272,7 @@ def _refuse_other_order() -> None:
         shard(model)
     except ERRORS:
         return
-    for name in names:
+    for name in sorted(names):
         full = model.get_parameter(name).full_tensor()  # type: ignore[attr-defined]
         assert torch.equal(full.detach(), torch.full((3,), float(ord(name)))), name
 
@@ -298,7 +298,12 @@ def _refuse_other_options(options: list[dict[str, Any]], match: str) -> None:
 )
 def test_options_that_differ_between_ranks(options: list[dict[str, Any]]) -> None:
     name = next(iter(options[0]))
-    ranks.run(2, _refuse_other_options, options, f"'options' differs between ranks.*{name}")
+    ranks.run(
+        2,
+        _refuse_other_options,
+        options,
+        f"'arguments of graphshard' differs between ranks.*{name}",
+    )
 
 
 def _refuse_other_ignored() -> None:
