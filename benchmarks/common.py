@@ -16,39 +16,38 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 T = TypeVar("T")
-Build = Callable[[Any, DeviceMesh], nn.Module]
+Build = Callable[[Any, DeviceMesh], Any]
 """``build(model, mesh)``: what is called in the model's place. The model has ``blocks``."""
 
 PLAIN, FSDP2, FSDP2_BLOCKS = "torch.compile", "FSDP2, eager", "FSDP2, compiled blocks"
 GRAPHSHARD = "graphshard"
 
 
-def plain(model: Any, mesh: DeviceMesh) -> nn.Module:
-    return torch.compile(model)  # type: ignore[no-any-return]
+def plain(model: Any, mesh: DeviceMesh) -> Any:
+    return torch.compile(model)
 
 
-def fsdp2(model: Any, mesh: DeviceMesh) -> nn.Module:
+def fsdp2(model: Any, mesh: DeviceMesh) -> Any:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def fsdp2_compiled_blocks(model: Any, mesh: DeviceMesh) -> nn.Module:
+def fsdp2_compiled_blocks(model: Any, mesh: DeviceMesh) -> Any:
     for block in model.blocks:
         block.compile()
     return fsdp2(model, mesh)
 
 
-def one_line(model: Any, mesh: DeviceMesh, **options: Any) -> nn.Module:
+def one_line(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
     # Imported here, so that a process that measures FSDP2 holds no more than FSDP2 needs.
     import graphshard
 
-    return torch.compile(model, backend=graphshard.backend(mesh, **options))  # type: ignore[no-any-return]
+    return torch.compile(model, backend=graphshard.backend(mesh, **options))
 
 
 WAYS: dict[str, Build] = {
@@ -124,7 +123,8 @@ def interleave(runs: Mapping[str, Callable[[], T]], steps: int, warm_up: int) ->
     Every round runs each once, in an order that is rotated from round to round: what slows the
     machine down for a while then slows all of them, and none always follows the same other one.
     """
-    names, results = list(runs), {name: [] for name in runs}  # type: ignore[var-annotated]
+    names = list(runs)
+    results: dict[str, list[T]] = {name: [] for name in runs}
     for step in range(warm_up + steps):
         first = step % len(names)
         for name in names[first:] + names[:first]:

@@ -26,10 +26,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.common import FSDP2, count, fsdp2, heading, one_line, show, table
+from benchmarks.common import FSDP2, Build, count, fsdp2, heading, one_line, show, table
 from benchmarks.models import DeepMLP, parameter_bytes
 from tests import ranks
 
@@ -42,7 +41,7 @@ def kind_name(compiler: str, reshard: bool) -> str:
     return f"{compiler}, ZeRO-{3 if reshard else 2}"
 
 
-KINDS: dict[str, Callable[[DeepMLP, DeviceMesh], nn.Module]] = {FSDP2: fsdp2} | {
+KINDS: dict[str, Build] = {FSDP2: fsdp2} | {
     kind_name(compiler, reshard): functools.partial(
         one_line, compiler=compiler, reshard_after_forward=reshard
     )
@@ -185,4 +184,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

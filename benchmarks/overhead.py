@@ -10,7 +10,6 @@ each of them sharded (over one rank) and gathered by itself. The ways are interl
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 
 import torch
@@ -92,4 +91,4 @@ def _table(timings: dict[str, list[Timing]], device: torch.device) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,7 +9,6 @@ every reduction is a copy: what is measured is the cost of sharding without a ne
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 
 import torch
@@ -98,4 +97,4 @@ def _table(seconds: dict[str, list[float]], tokens: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -16,7 +16,7 @@ from graphshard.passes.lower import (
     describe_bucket,
     describe_params,
 )
-from graphshard.passes.merge import merge
+from graphshard.passes.merge import merge, merge_unshards
 from graphshard.passes.reshard import parameter_derived, reshard
 from graphshard.plan import Plan
 
@@ -27,6 +27,7 @@ __all__ = ["JOINT", "lower", "parameter_derived"]
 
 def lower(graph: fx.Graph, kind: str) -> Plan:
     """Decide what travels together in ``graph``, rewrite it so in place, and say what was done."""
+    merge_unshards(graph)
     params = describe_params(graph)
     unique = tuple(dict.fromkeys(params.values()))
     index = {param: i for i, param in enumerate(unique)}

@@ -17,12 +17,13 @@ _add = torch.ops.aten.add.Tensor
 
 
 def merge(gm: fx.GraphModule) -> None:
-    """Merge equal markers of ``gm``, a joint graph or the graph of an inference, in place."""
-    _merge_unshards(gm.graph)
+    """Merge equal markers of a joint graph, in place."""
+    merge_unshards(gm.graph)
     _merge_reductions(gm.graph)
 
 
-def _merge_unshards(graph: fx.Graph) -> None:
+def merge_unshards(graph: fx.Graph) -> None:
+    """One gather for each parameter; also for the graph of an inference, which has no joint one."""
     first: dict[tuple[object, ...], fx.Node] = {}
     for node in list(graph.nodes):
         if node.target in UNSHARD:
