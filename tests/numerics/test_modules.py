@@ -166,14 +166,6 @@ class LooksAtItself(nn.Module):
     batch = staticmethod(_sequence)
 
 
-class Penalised(LooksAtItself):
-    """Computes with what `parameters()` gives it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        penalty = sum(p.square().sum() for p in self.parameters())
-        return self.linear(x).square().mean() + 0.01 * penalty
-
-
 class WithAutocast(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +188,6 @@ MODULES = [
     Embeddings,
     Inherited,
     LooksAtItself,
-    Penalised,
 ]
 
 
