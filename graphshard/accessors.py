@@ -19,25 +19,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ._torch import (
-    RESUMED,
-    BackendError,
-    compiled_call,
-    frames,
-    is_dynamo_entry,
-    is_recomputation,
-    module_of_method,
-    parameters_of,
-    run_as_python,
-)
-from .link import Layout, Link, Model, link_of
-
-_MODEL = "_graphshard_model"
-_FORWARD = ("forward", "_call_impl", "_wrapped_call_impl")
-
-
-def leaf_name(name: str) -> str:
-    return f"_leaf_of_{name}"
+from ._torch import BackendError, compiled_call, parameters_of, run_as_python
+from .eager import full_parameters
+from .link import Layout, Link, Model, adopt, leaf_name, leaf_of, link_of, model_of
 
 
 class ShardedModule:
@@ -67,28 +51,13 @@ def install(module: nn.Module, links: dict[str, Link], model: Model) -> None:
     module.__class__ = _sharded_class(plain, tuple(markers.items()))
     module.__dict__.pop("_flat_weights", None)  # nn.RNNBase: a property from now on
     for name, link in links.items():
-        _set_leaf(module, name, link)
+        link.own(module, name)
     adopt(module, model)
-
-
-def adopt(module: nn.Module, model: Model) -> None:
-    """Note which sharded model ``module`` is part of; modules without parameters are, too."""
-    module.__dict__[_MODEL] = model
-
-
-def model_of(module: nn.Module) -> Model | None:
-    return module.__dict__.get(_MODEL)
 
 
 def is_replaced(module: nn.Module, name: str) -> bool:
     """Whether ``module`` had a sharded parameter ``name``; for one that holds a plain one now."""
     return isinstance(module, ShardedModule) and name in type(module)._markers  # type: ignore[attr-defined]
-
-
-def _set_leaf(module: nn.Module, name: str, link: Link) -> None:
-    parameters_of(module)[name] = link.dtensor
-    module.__dict__[leaf_name(name)] = link.leaf
-    link.own(module, name)
 
 
 @functools.cache
@@ -123,38 +92,23 @@ def _accessor(name: str, op: Any, args: tuple[Any, ...]) -> property:
 def _eager_value(module: nn.Module, name: str) -> Any:
     if name not in parameters_of(module):
         raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
-    param = parameters_of(module)[name]
-    if param is None or not _in_forward(model_of(module)):
+    param, model = parameters_of(module)[name], model_of(module)
+    if param is None or model is None:
         return param
-    link = link_of(module.__dict__[leaf_name(name)])
-    assert link is not None
-    if not link.model.warned and compiled_call().backend is not None:
-        link.model.eager.setdefault(type(module).__name__)
-    return link.unshard()
-
-
-def _in_forward(model: Model | None) -> bool:
-    """Whether something compiled, or a forward of ``model`` or of a part of it, is on the stack.
-
-    Nothing can be set on entry to a forward and reset on its exit: Dynamo would trace that too,
-    and a graph break in between would leave it set.
-    """
-    for frame in frames(2):
-        if is_dynamo_entry(frame) or is_recomputation(frame):
-            return True
-        name = frame.f_code.co_name
-        if name in _FORWARD or name.startswith(RESUMED):
-            owner = module_of_method(frame)
-            if owner is not None and model_of(owner) is model:
-                return True
-    return False
+    registered = [n for n in type(module)._markers if parameters_of(module).get(n) is not None]  # type: ignore[attr-defined]
+    full = full_parameters(module, registered)
+    if full is None:
+        return param
+    if not model.warned and compiled_call().backend is not None:
+        model.eager.setdefault(type(module).__name__)
+    return full[name]
 
 
 def relink(module: nn.Module) -> None:
     """Attach new leaves where this module's DTensors, or their storages, were replaced."""
     for name in type(module)._markers:  # type: ignore[attr-defined]
         param = parameters_of(module).get(name)
-        old = link_of(module.__dict__.get(leaf_name(name)))
+        old = link_of(leaf_of(module, name))
         if param is None:
             continue
         if not isinstance(param, DTensor):
@@ -168,7 +122,7 @@ def relink(module: nn.Module) -> None:
             old.disown(module, name)
         if not link.attached_to(param):
             link.attach(param)
-        _set_leaf(module, name, link)
+        link.own(module, name)
 
 
 def _link_for(param: DTensor, old: Link | None) -> Link:

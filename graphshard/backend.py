@@ -31,9 +31,8 @@ from ._torch import (
     source_name,
     sources,
 )
-from .accessors import model_of
 from .handoff import PlanRecord, compile_graph
-from .link import LINK, Link, in_sync, link_of
+from .link import LINK, Link, in_sync, link_of, model_of
 from .plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Plan
 from .policy import Options, default_mesh
 from .sharding import shard_module

@@ -39,6 +39,12 @@ from ._torch import (
 )
 
 LINK = "_graphshard_link"
+_MODEL = "_graphshard_model"
+
+
+def leaf_name(name: str) -> str:
+    """The attribute of a module that holds the leaf of its parameter ``name``."""
+    return f"_leaf_of_{name}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +89,16 @@ class Layout:
     def own_count(self) -> int:
         return self.own_rows.stop - self.own_rows.start
 
+    def unshard(self, leaf: torch.Tensor) -> torch.Tensor:
+        op, args = self.marker()
+        return op(leaf, *args)
+
+    def reduce(self, grad: torch.Tensor) -> torch.Tensor:
+        """The mean of all ranks' full gradients: this rank's padded shard of it."""
+        if self.rows is None:
+            return ops.all_reduce_grad(grad, self.group)
+        return ops.reduce_grad(grad, self.padded_shape[0], self.group)
+
     def marker(self) -> tuple[Any, tuple[Any, ...]]:
         """The op that makes the full parameter of the leaf, and its arguments after the leaf."""
         if self.rows is None:
@@ -123,12 +139,17 @@ class Model:
     Attributes:
         breaks: where its graphs broke, as ``file:line: reason``.
         eager: classes of its modules whose forward ran outside a graph while parts were compiled.
+        links: those of its parameters.
     """
 
     name: str
     breaks: list[str] = field(default_factory=list)
     eager: dict[str, None] = field(default_factory=dict)
     warned: bool = False
+    links: weakref.WeakSet[Link] = field(default_factory=weakref.WeakSet)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Model:
+        return Model(self.name)  # the copied links add themselves
 
     def warn_of_breaks(self) -> None:
         """Once, when a backward starts: by then a forward has met all its breaks."""
@@ -159,6 +180,7 @@ class Link:
         self.leaf: Any = None
         self._local: torch.Tensor | None = None
         self._owners: list[tuple[weakref.ref[nn.Module], str]] = []
+        model.links.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Link:
         # The copied modules attach and own it again, in their __setstate__.
@@ -181,13 +203,22 @@ class Link:
             # Registering needs requires_grad, which a frozen parameter may get later.
             self.leaf.requires_grad_(True).register_post_accumulate_grad_hook(_deliver)
             self.leaf.requires_grad_(dtensor.requires_grad)
+        for ref, name in self._owners:
+            if (owner := ref()) is not None:
+                self._give_leaf(owner, name)
 
     def attached_to(self, param: Any) -> bool:
         return self.dtensor is param and local_tensor(param) is self._local
 
     def own(self, module: nn.Module, name: str) -> None:
+        """``module`` holds the parameter as ``name``: give it DTensor and leaf."""
+        parameters_of(module)[name] = self.dtensor
+        self._give_leaf(module, name)
         if all(ref() is not module or at != name for ref, at in self._owners):
             self._owners.append((weakref.ref(module), name))
+
+    def _give_leaf(self, module: nn.Module, name: str) -> None:
+        module.__dict__[leaf_name(name)] = self.leaf
 
     def disown(self, module: nn.Module, name: str) -> None:
         self._owners = [(r, at) for r, at in self._owners if r() is not module or at != name]
@@ -218,12 +249,6 @@ class Link:
         self.leaf.requires_grad_(self.dtensor.requires_grad)
         return False
 
-    def unshard(self) -> torch.Tensor:
-        """The full parameter, differentiable: for eager parts of a forward."""
-        self.sync()
-        op, args = self.layout.marker()
-        return op(self.leaf, *args)
-
     def deliver(self, padded_grad: torch.Tensor) -> None:
         """Accumulate this rank's padded gradient into the DTensor and run the DTensor's hooks."""
         param = self.dtensor
@@ -240,18 +265,39 @@ class Link:
             done(param)
 
 
-def link_of(tensor: Any) -> Link | None:
+def link_of(tensor: Any) -> Any:
     """The link of a leaf or of a sharded DTensor, else None."""
     return getattr(tensor, LINK, None)
+
+
+def leaf_of(module: nn.Module, name: str) -> Any:
+    return module.__dict__.get(leaf_name(name))
+
+
+def adopt(module: nn.Module, model: Model) -> None:
+    """Note which sharded model ``module`` is part of; modules without parameters are, too."""
+    module.__dict__[_MODEL] = model
+
+
+def model_of(module: nn.Module) -> Model | None:
+    return module.__dict__.get(_MODEL)
 
 
 def in_sync(link: Link) -> bool:
     """A guard of every compiled graph, for each leaf: False makes Dynamo ask the backend again.
 
-    A flipped ``requires_grad`` is carried to the leaf here, so that the graph compiled for it
-    earlier, if there is one, is found.
+    Where a ``requires_grad`` was flipped, all leaves of the model get theirs here, so that the
+    graph compiled for the new ones earlier, if there is one, is found: Dynamo tries the graph of
+    the last call, whose guards on the leaves still hold, before all others.
     """
-    return not link.lost() and link.sync()
+    if link.lost():
+        return False
+    if link.sync():
+        return True
+    for other in link.model.links:
+        if not other.lost():
+            other.sync()
+    return False
 
 
 def _deliver(leaf: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ split, and its full copy freed, so that the peak is the full model plus one para
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ._torch import BackendError, is_traceable_wrapper_subclass, parameters_of, share_hooks
-from .accessors import adopt, install, is_replaced
-from .link import Layout, Link, Model, link_of
+from .accessors import install, is_replaced
+from .link import Layout, Link, Model, adopt, link_of
 from .policy import Options
 
 _FOREIGN = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel, DataParallel)
@@ -91,7 +92,18 @@ def _owners(root: nn.Module, ignored: frozenset[nn.Parameter]) -> list[_Owned]:
                 continue
             fqn = f"{prefix}.{name}" if prefix else name
             found.setdefault(param, _Owned(fqn, param, [])).at.append((module, name))
+    inside = set(root.modules())
+    for module in _live(nn.Module):
+        if module not in inside:  # tied to this model from outside, such as a loss's weight
+            for name, param in module.__dict__.get("_parameters", {}).items():
+                if param in found:
+                    found[param].at.append((module, name))
     return list(found.values())
+
+
+def _live(kind: type[Any]) -> Iterator[Any]:
+    """All living objects of ``kind``; by type, since ``isinstance`` asks proxies for their class."""
+    return (found for found in gc.get_objects() if issubclass(type(found), kind))
 
 
 def _fault(root: nn.Module, owners: list[_Owned], mesh: DeviceMesh, allow_meta: bool) -> str | None:
@@ -225,9 +237,7 @@ def _install(
 
 def _repoint_optimizers(links: dict[nn.Parameter, Link]) -> None:
     """Live optimizers that hold a sharded parameter get its DTensor, in groups and in state."""
-    for optimizer in gc.get_objects():
-        if not issubclass(type(optimizer), torch.optim.Optimizer):
-            continue
+    for optimizer in _live(torch.optim.Optimizer):
         for group in optimizer.param_groups:
             params = group["params"]
             params[:] = [links[p].dtensor if p in links else p for p in params]

@@ -247,7 +247,7 @@ def _flip() -> None:
     assert seen[:4] == [1, 2, 3, 4] and seen[4:] == [4] * 4, seen
 
 
-def pending_requires_grad_changes_between_steps() -> None:
+def test_requires_grad_changes_between_steps() -> None:
     ranks.run(2, _flip)
 
 

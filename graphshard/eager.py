@@ -1,0 +1,116 @@
+"""Full parameters for the parts of a forward that run outside of any graph.
+
+An eager part reads parameters one by one, as its code comes to them. How often, and which of them,
+may depend on a rank's data (the experts of a mixture, a loop over ``index.unique()``); ranks that
+gather at each read would issue different collectives. So the unit is the module, as it is of
+FSDP2's ``fully_shard(module)``: the first read of any of its parameters gathers all of them, later
+reads in the same call get the same tensors, and one backward reduces all their gradients:
+
+    call of the module    leaves ──► _Unshard ──► full parameters ──► read, read, ...
+    backward              their gradients ◄── _Unshard ◄── sums over the reads, None if not read
+
+What ranks still have to agree on is which modules run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ._torch import RESUMED, frames, is_dynamo_entry, is_recomputation, module_of_method
+from .link import Link, Model, leaf_of, link_of, model_of
+
+_CALL = "_wrapped_call_impl"
+_FORWARD = ("forward", "_call_impl", _CALL)
+_GATHERED = "graphshard: gathered in this call"
+
+
+def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor] | None:
+    """The full parameters of ``module``, differentiable, or None outside of any forward.
+
+    Raises:
+        BackendError: a parameter was replaced after it was sharded.
+    """
+    call = _call_under_way(model_of(module))
+    if call is None:
+        return None
+    leaves = {name: leaf_of(module, name) for name in names}
+    links = [link_of(leaf) for leaf in leaves.values()]
+    for link in links:
+        link.sync()
+    state = (torch.is_grad_enabled(), *(leaf._version for leaf in leaves.values()))
+    gathered = call.setdefault(_GATHERED, {})
+    if (module, state) not in gathered:
+        full = _Unshard.apply(links, *leaves.values())
+        gathered[module, state] = dict(zip(leaves, full))
+    return gathered[module, state]
+
+
+def _call_under_way(model: Model | None) -> dict[str, Any] | None:
+    """The keyword arguments of the innermost call of ``model``, of a part of it, or of what was
+    compiled: a place for what is to live as long as the call. None outside of any forward.
+
+    Nothing can be set on entry to a forward and reset on its exit: Dynamo would trace that too,
+    and a graph break in between would leave it set. So the stack is read. The dictionary is that
+    of ``_wrapped_call_impl`` or of Dynamo's entry, which hand copies of it on and do not look at
+    it again.
+    """
+    inside = False
+    for frame in frames():
+        entry, part = is_dynamo_entry(frame), _is_of(frame, model)
+        if entry or (part and frame.f_code.co_name == _CALL):
+            return frame.f_locals["kwargs"]
+        inside = inside or part or is_recomputation(frame)
+    return {} if inside else None
+
+
+def _is_of(frame: Any, model: Model | None) -> bool:
+    """Whether ``frame`` is a forward of ``model`` or of a part of it."""
+    name = frame.f_code.co_name
+    if name not in _FORWARD and not name.startswith(RESUMED):
+        return False
+    owner = module_of_method(frame)
+    return owner is not None and model_of(owner) is model
+
+
+class _Unshard(torch.autograd.Function):
+    """``leaves -> full parameters`` of one module."""
+
+    @staticmethod
+    def forward(ctx: Any, links: Sequence[Link], *leaves: torch.Tensor) -> Any:
+        ctx.links = links
+        ctx.set_materialize_grads(False)
+        full = [link.layout.unshard(leaf) for link, leaf in zip(links, leaves)]
+        ctx.mark_non_differentiable(*(f for f, leaf in zip(full, leaves) if not leaf.requires_grad))
+        return tuple(full)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        trained = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
+        used = _used_on_any_rank([ctx.links[i] for i in trained], [grads[i] for i in trained])
+        result: list[torch.Tensor | None] = [None] * len(grads)
+        for i, is_used in zip(trained, used):
+            if is_used:
+                link, grad = ctx.links[i], grads[i]
+                if grad is None:
+                    grad = link.leaf.new_zeros(link.layout.shape)
+                result[i] = link.layout.reduce(grad)
+        return None, *result
+
+
+def _used_on_any_rank(links: Sequence[Link], grads: Sequence[torch.Tensor | None]) -> list[bool]:
+    """Which parameters have a gradient on any rank; the device is waited for only if one has none
+    here, and nothing is asked about a single one: without its gradient backward would not come."""
+    here = [grad is not None for grad in grads]
+    if len(links) == 1:
+        return here
+    flags = torch.ones(len(links), dtype=torch.int32, device=links[0].leaf.device)
+    for i, used in enumerate(here):
+        if not used:
+            flags[i] = 0
+    dist.all_reduce(flags, group=links[0].layout.mesh.get_group())
+    return here if all(here) else [flag > 0 for flag in flags.tolist()]

@@ -1,0 +1,123 @@
+"""Eager parts whose reads of parameters depend on a rank's data: every rank still issues the same
+collectives, and gradients are those of the unsharded model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import graphshard
+from tests import ranks
+from tests.models import Trainable
+from tests.numerics.compare import Twins, world_mesh
+
+DIM, EXPERTS = 6, 4
+
+
+class Experts(nn.Module):
+    """Stacked experts; each token goes to one, as in transformers' eager mixtures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, DIM, DIM) / 3)
+        self.down = nn.Parameter(torch.randn(EXPERTS, DIM, DIM) / 3)
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for expert in index.unique().tolist():
+            chosen = index == expert
+            out[chosen] = torch.tanh(x[chosen] @ self.up[expert]) @ self.down[expert]
+        return out
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.experts = Experts()
+        self.last = nn.Linear(DIM, 3)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, index = batch
+        return self.last(self.experts(self.first(x), index)).square().mean()
+
+    @staticmethod
+    def batch(rng: torch.Generator) -> tuple[Tensor, Tensor]:
+        """One, two, three or four experts, by chance."""
+        high = int(torch.randint(1, EXPERTS + 1, (), generator=rng))
+        return torch.randn(5, DIM, generator=rng), torch.randint(high, (5,), generator=rng)
+
+
+class EitherWeight(nn.Module):
+    """A rank reads one of two parameters, or a third that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(DIM, 5)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in x:  # a break in a loop: Dynamo leaves the frame to Python
+            torch._dynamo.graph_break()
+        weight = self.a if x[0, 0].item() > 0 else self.b
+        return (x @ weight).square().mean()
+
+    @staticmethod
+    def batch(rng: torch.Generator) -> Tensor:
+        return torch.randn(2, DIM, generator=rng)
+
+
+class ReadsOfAChild(Mixture):
+    """The parent reads the child's parameters, and calls nothing of it."""
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, index = batch
+        x = self.first(x)
+        for expert in index.unique().tolist():
+            x = torch.where((index == expert)[:, None], x @ self.experts.up[expert], x)
+        return self.last(x).square().mean()
+
+
+def _train(kind: Trainable, steps: int) -> None:
+    Twins(kind(), fullgraph=False).train(kind.batch, steps)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("kind", [Mixture, EitherWeight, ReadsOfAChild])
+def test_reads_that_depend_on_data(kind: Trainable, world_size: int) -> None:
+    ranks.run(world_size, _train, kind, 6)
+
+
+class _Counted(nn.Module):
+    """Reads one parameter several times, in two modules' calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM, DIM))
+        self.frozen = nn.Parameter(torch.randn(DIM), requires_grad=False)
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(self.weight)
+        with torch.no_grad():
+            assert not self.weight.requires_grad
+        assert self.weight is self.seen[-1]
+        assert not self.frozen.requires_grad
+        return F.linear(x, self.weight) + self.frozen
+
+
+def _one_gather_a_call() -> None:
+    model = _Counted()
+    graphshard.shard(model, world_mesh())
+    model(torch.ones(2, DIM)).sum().backward()
+    model(torch.ones(2, DIM))
+    first, second = model.seen
+    assert first is not second
+    assert first.shape == (DIM, DIM)
+
+
+def test_a_parameter_is_gathered_once_in_a_call() -> None:
+    ranks.run(2, _one_gather_a_call)
