@@ -178,6 +178,10 @@ class CompiledCall:
     backend: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def runs(self, root: nn.Module) -> bool:
+        """Whether Dynamo left a method of ``root``, or of a part of it, to Python."""
+        return not set(root.modules()).isdisjoint(self.running)
+
 
 def compiled_call() -> CompiledCall:
     """Read the stack from here to where ``torch.compile`` was entered first (eval_frame.py)."""

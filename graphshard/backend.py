@@ -68,13 +68,13 @@ class Backend:
         patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **(options or {})}
         return compile_graph(gm, inputs, record, self.options.compiler, patches)
 
-    def shard_compiled(self, root: nn.Module) -> None:
+    def shard_compiled(self, root: nn.Module, *, in_use: bool) -> None:
         """Shard a module that ``torch.compile`` was given, before Dynamo traces its first frame."""
         plain = [p for p in root.parameters() if _is_plain_parameter(p)]
         plain = [p for p in plain if p not in self.options.ignored_params]
         if plain:
             mesh = self.options.mesh or default_mesh(plain[0].device.type)
-            shard_module(root, mesh, self.options, in_use=False, allow_meta=False)
+            shard_module(root, mesh, self.options, in_use=in_use, allow_meta=False)
 
     @property
     def plans(self) -> list[Plan]:
@@ -150,8 +150,7 @@ def _root_of(
     for candidate in [call.module, *call.running, *trace.owners(source)]:
         candidate = getattr(candidate, "_orig_mod", candidate)
         if isinstance(candidate, nn.Module) and any(p is param for p in candidate.parameters()):
-            inside = set(candidate.modules())
-            return candidate, trace.is_resumed() or not inside.isdisjoint(call.running)
+            return candidate, trace.is_resumed() or call.runs(candidate)
     raise BackendError(
         f"parameter {source_name(source)} belongs to no module that the compiled code names: "
         "compile the module, or code that reads the parameter through its module"
@@ -248,7 +247,7 @@ def _before_trace(_: object) -> None:
     if given is from_string:
         given = _backend_for(tuple(sorted(call.options.items())))
     if isinstance(given, Backend) and call.module is not None:
-        given.shard_compiled(call.module)
+        given.shard_compiled(call.module, in_use=call.runs(call.module))
 
 
 on_compile_start(_before_trace)

@@ -178,6 +178,8 @@ def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
     """Make ``tensor`` equal to the first rank's, in place; as bytes, which every backend takes."""
     if tensor.numel() == 0:
         return
+    # Of an expanded dim, whose elements share memory, one is enough.
+    tensor = tensor[tuple(slice(None) if stride else 0 for stride in tensor.stride())]
     group = mesh.get_group()
     whole = tensor.detach().contiguous()
     source = dist.get_global_rank(group, 0)
