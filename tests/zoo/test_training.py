@@ -30,7 +30,9 @@ def test_ddp(name: str) -> None:
     check(name, ranks.run(2, compare, name))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "llama-tied", "qwen3", "bert", "t5", "vit", "mixtral"]
+)
 def test_inductor(name: str) -> None:
     check(name, ranks.run(2, compare, name, compiler="inductor"))
 
