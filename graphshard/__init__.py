@@ -4,6 +4,7 @@ model = torch.compile(model, backend=graphshard.backend(mesh))
 """
 
 from .backend import Backend, backend, shard
+from .schedule import SchedulePolicy
 
 __version__ = "0.1.0"
-__all__ = ["Backend", "__version__", "backend", "shard"]
+__all__ = ["Backend", "SchedulePolicy", "__version__", "backend", "shard"]

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__, demo
+from .show import cli as show
 
-COMMANDS = (demo,)
+COMMANDS = (demo, show)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,6 +22,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_parser(commands)
+    commands.add_parser("calibrate", help="measure this machine, for schedule.hardware")
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["calibrate"]:  # which reads its arguments itself
+        from .calibrate import main as calibrate
+
+        return calibrate(argv[1:])
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))

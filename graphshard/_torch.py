@@ -6,6 +6,12 @@ this is the file to mend; each section says which torch file it leans on.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
+import socket
+import stat
+import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +27,9 @@ from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import ChainedSource, Guard, Source
+from torch._guards import ChainedSource, CompileContext, Guard, Source
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import (
     CustomGraphPass,
@@ -30,8 +37,10 @@ from torch._inductor.custom_graph_pass import (
     get_hash_for_files,
 )
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental import symbolic_shapes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -43,6 +52,7 @@ __all__ = [
     "compile_fx",
     "get_hash_for_files",
     "is_traceable_wrapper_subclass",
+    "make_boxed_func",
     "min_cut_rematerialization_partition",
 ]
 
@@ -63,8 +73,7 @@ class BackendError(ShortenTraceback, ValueError):
         super().__init__(message, first_useful_frame=None)
 
 
-# --- torch/_dynamo/resume_execution.py, symbolic_convert.py: the frame that is being traced ---------------------------
-
+# --- torch/_dynamo/symbolic_convert.py: the frame that is being traced ----------------------------
 
 RESUMED = "torch_dynamo_resume_in_"
 
@@ -131,8 +140,7 @@ def on_compile_start(act: Callable[[Any], None]) -> None:
 
     ``torch._dynamo.reset()`` forgets it (torch/_dynamo/callback.py), so it is asked for repeatedly.
     """
-    handler = torch._dynamo.callback_handler
-    if act not in handler.start_callbacks:
+    if act not in (handler := torch._dynamo.callback_handler).start_callbacks:
         handler.register_start_callback(act)
 
 
@@ -155,9 +163,9 @@ def source_name(source: Source) -> str:
     return source.name if isinstance(source.name, str) else source.name()
 
 
-def frames(depth: int = 1) -> Iterator[Any]:
-    """The Python stack, innermost first."""
-    frame = sys._getframe(depth + 1)
+def frames() -> Iterator[Any]:
+    """The Python stack of the caller's caller, innermost first."""
+    frame = sys._getframe(2)
     while frame is not None:
         yield frame
         frame = frame.f_back  # type: ignore[assignment]
@@ -205,8 +213,8 @@ _MODULE_CALL = ("__call__", "_call_impl", "_wrapped_call_impl")
 
 def is_dynamo_entry(frame: Any) -> bool:
     """Whether ``frame`` is where ``torch.compile`` hands over to Dynamo (eval_frame.py)."""
-    name = frame.f_globals.get("__name__")
-    return frame.f_code.co_name == "compile_wrapper" and name == "torch._dynamo.eval_frame"
+    names = (frame.f_globals.get("__name__"), frame.f_code.co_name)
+    return names == ("torch._dynamo.eval_frame", "compile_wrapper")
 
 
 def is_recomputation(frame: Any) -> bool:
@@ -216,9 +224,27 @@ def is_recomputation(frame: Any) -> bool:
 
 def module_of_method(frame: Any) -> nn.Module | None:
     """The module that the frame's first argument is, if it is one."""
-    code = frame.f_code
-    owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    owner = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
     return getattr(owner, "_orig_mod", owner) if isinstance(owner, nn.Module) else None
+
+
+# --- torch/_guards.py, torch/_logging ------------------------------------------------------------
+
+
+def compile_id() -> str:
+    """Dynamo's name for the compilation that is under way, as in "0/0"; "" if there is none."""
+    found = CompileContext.current_compile_id()
+    return "" if found is None else str(found)
+
+
+def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
+    """Add to what ``TORCH_TRACE`` logs and tlparse shows; ``payload`` is called if it does log.
+
+    Args:
+        encoding: "json" or "string".
+    """
+    metadata = {"name": name, "encoding": encoding}
+    trace_structured("artifact", metadata_fn=lambda: metadata, payload_fn=payload)
 
 
 # --- torch/nn/modules/module.py ------------------------------------------------------------------
@@ -227,10 +253,6 @@ def module_of_method(frame: Any) -> nn.Module | None:
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The registered parameters of this module alone; writable."""
     return module._parameters
-
-
-def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    return module._buffers
 
 
 # --- torch/distributed/tensor/_api.py ------------------------------------------------------------
@@ -275,8 +297,29 @@ def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor],
 
 def fake_mode_of(values: Sequence[Any]) -> Any:
     """The mode of the first fake tensor among ``values``."""
-    leaves = tree_leaves(values)
-    return next(value.fake_mode for value in leaves if isinstance(value, FakeTensor))
+    return next(v.fake_mode for v in tree_leaves(values) if isinstance(v, FakeTensor))
+
+
+# --- torch/_ops.py --------------------------------------------------------------------------------
+
+
+def argument_names(op: Any) -> list[str]:
+    """Of an operator's schema, in their order."""
+    return [argument.name for argument in op._schema.arguments]
+
+
+# --- torch/fx/experimental/symbolic_shapes.py ----------------------------------------------------
+
+
+def size_hint(size: int | torch.SymInt, fallback: int = 4096) -> int:
+    """What a size, or an expression of sizes, was when it was traced; no guard is added.
+
+    Args:
+        fallback: for a size that only data determines.
+    """
+    names = ("optimization_hint", "size_hint")  # 2.13, 2.11
+    ask = next(getattr(symbolic_shapes, name) for name in names if hasattr(symbolic_shapes, name))
+    return int(ask(size, fallback))
 
 
 # --- torch/distributed/distributed_c10d.py, _functional_collectives.py ----------------------------
@@ -289,11 +332,69 @@ def group_size(group_name: str) -> int:
 # --- torch/_inductor/config.py -------------------------------------------------------------------
 
 # The written order of collectives survives Inductor only with both reorderings off.
-KEEP_ORDER: Mapping[str, Any] = {
-    "reorder_for_peak_memory": False,
-    "reorder_for_locality": False,
-}
+KEEP_ORDER = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
 
 
 def source_hash(files: Sequence[Path], extra: str) -> bytes:
-    return get_hash_for_files(tuple(str(f) for f in files), extra)
+    return get_hash_for_files(tuple(map(str, files)), extra)
+
+
+# --- torch/distributed/distributed_c10d.py, gloo/rendezvous/context.cc: a group of an agreement ---
+
+
+def is_registered(group: dist.ProcessGroup | None) -> bool:
+    """False once the group was destroyed, or was never there."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """The group's store by a connection of its own: another thread may block the shared one."""
+    store = dist.distributed_c10d._world.pg_map[group][1]
+    return store.clone() if hasattr(store, "clone") else store
+
+
+def group_timeout_s(group: dist.ProcessGroup) -> float:
+    """How long a collective of ``group`` may take; torch's default where no backend tells."""
+    timeouts = []
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeouts.append(getattr(options, "_timeout", None))
+    default = dist.distributed_c10d.default_pg_timeout
+    return max(filter(None, timeouts), default=default).total_seconds()
+
+
+def abort(group: dist.ProcessGroup, store: dist.Store) -> None:
+    """Make collectives of ``group`` that are blocked on this rank raise, and all later ones.
+
+    ``ProcessGroup.abort`` does it for NCCL and nothing for gloo. gloo raises where a peer closes its
+    connection, so that is what happens here to the connections themselves.
+    """
+    addresses = list(_gloo_addresses(group, store))
+    for number in map(int, os.listdir("/dev/fd") if addresses else ()):
+        with contextlib.suppress(OSError):  # closed since it was listed, or not connected
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(number)) as connection:
+                if any(end in address for end in _ends(connection) for address in addresses):
+                    connection.shutdown(socket.SHUT_RDWR)
+    group.abort()
+
+
+def _gloo_addresses(group: dist.ProcessGroup, store: dist.Store) -> Iterator[bytes]:
+    """What gloo left in the store for every rank's network device; the ``sockaddr`` it listens at
+    is in it, and each connection has a listener at one of its ends."""
+    for device in group._device_types:
+        for index in itertools.count():
+            keys = [f"{device.type}//{index}/{rank}" for rank in range(group.size())]
+            if not store.check(keys):
+                break
+            yield from map(store.get, keys)
+
+
+def _ends(connection: socket.socket) -> Iterator[bytes]:
+    """``struct sockaddr_in`` or ``sockaddr_in6``, up to the host, of both ends."""
+    if connection.family in (socket.AF_INET, socket.AF_INET6):
+        flow = b"" if connection.family == socket.AF_INET else bytes(4)
+        for host, port, *_ in (connection.getsockname(), connection.getpeername()):
+            start = struct.pack("=H", connection.family) + struct.pack("!H", port)
+            yield start + flow + socket.inet_pton(connection.family, host)

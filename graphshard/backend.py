@@ -14,10 +14,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
+import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -31,11 +32,14 @@ from ._torch import (
     source_name,
     sources,
 )
-from .handoff import PlanRecord, compile_graph
+from .handoff import Compiling, PlanRecord, compile_graph
 from .link import LINK, Link, in_sync, link_of, model_of
-from .plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Plan
+from .plan import Plan
 from .policy import Options, default_mesh
+from .schedule import SchedulePolicy
 from .sharding import shard_module
+from .show.files import Files
+from .show.table import summary
 
 
 class Backend:
@@ -63,10 +67,13 @@ class Backend:
         links = [link_of(value) for value in inputs]
         _note_breaks(trace, links, call)
         fqns = [link.fqn if link else "" for link in links]
-        record = PlanRecord(gm, inputs, fqns, self.options.compiler)
+        compiling = Compiling(self.options.compiler, self.options.schedule, _device(inputs))
+        record = PlanRecord(gm, inputs, fqns, compiling, self._files())
         self._records.append(record)
         patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **(options or {})}
-        return compile_graph(gm, inputs, record, self.options.compiler, patches)
+        compiled = compile_graph(gm, inputs, record, compiling, patches)
+        record.write_cached()
+        return compiled
 
     def shard_compiled(self, root: nn.Module, *, in_use: bool) -> None:
         """Shard a module that ``torch.compile`` was given, before Dynamo traces its first frame."""
@@ -82,15 +89,17 @@ class Backend:
         return [plan for record in self._records for plan in record.plans()]
 
     def summary(self) -> str:
-        """A table of what every compiled graph gathers and reduces."""
-        headers = ["graph", "params", "collective", "count", "MB"]
-        rows = []
-        for plan in self.plans:
-            for kind in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE):
-                if plan.count(kind):
-                    size = plan.num_bytes(kind) / 1e6
-                    rows.append([plan.graph, len(plan.params), kind, plan.count(kind), size])
-        return tabulate(rows, headers, floatfmt=".3f")
+        """Tables of what every compiled graph gathers and reduces, when, and what that costs."""
+        return summary([dump for record in self._records for dump in record.dumps()])
+
+    def _files(self) -> Files:
+        """For the next graph: the first rank of the mesh writes files."""
+        mesh = self.options.mesh
+        if mesh is not None:
+            first = mesh.get_local_rank() == 0
+        else:
+            first = not dist.is_initialized() or dist.get_rank() == 0
+        return Files(self.options.dump if first else None, len(self._records))
 
     def _shard_plain(
         self, trace: Trace, gm: fx.GraphModule, inputs: Sequence[Any], call: CompiledCall
@@ -135,6 +144,11 @@ def _note_breaks(trace: Trace, links: Sequence[Link | None], call: CompiledCall)
             model.eager.setdefault(type(module).__name__)
 
 
+def _device(inputs: Sequence[Any]) -> torch.device:
+    tensors = (value for value in inputs if isinstance(value, torch.Tensor))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
 def _is_plain_parameter(value: Any) -> bool:
     return isinstance(value, nn.Parameter) and link_of(value) is None
 
@@ -166,9 +180,9 @@ def backend(
     ignored_params: Iterable[nn.Parameter] | None = None,
     overrides: dict[str, Any] | None = None,
     fp8: Any = None,
-    schedule: Any = None,
+    schedule: SchedulePolicy | None = None,
     compiler: str = "inductor",
-    dump: str | None = None,
+    dump: str | Path | None = None,
     sync_module_states: bool = True,
 ) -> Backend:
     """A backend for ``torch.compile`` that shards the model it meets, as FSDP2 does, in the graph.
@@ -185,7 +199,10 @@ def backend(
         compiler: ``"inductor"``, or ``"aot_eager"``: the same graphs, run op by op by ATen.
         sync_module_states: make parameters and buffers equal to those of the mesh's first rank
             before sharding.
-        mp_policy, offload_policy, overrides, fp8, schedule, dump: not supported yet.
+        schedule: how collectives are bucketed and ordered; None: ``SchedulePolicy()``.
+        dump: a folder, made if it is missing, for plans, traces, tables and FX code of every graph
+            that is compiled: see ``graphshard.show.files``. One for each backend.
+        mp_policy, offload_policy, overrides, fp8: not supported yet.
 
     Raises:
         ValueError: an argument does not hold. At the first call, on every rank, before anything is
@@ -204,9 +221,9 @@ def shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     overrides: dict[str, Any] | None = None,
     fp8: Any = None,
-    schedule: Any = None,
+    schedule: SchedulePolicy | None = None,
     compiler: str = "inductor",
-    dump: str | None = None,
+    dump: str | Path | None = None,
     sync_module_states: bool = True,
 ) -> nn.Module:
     """Shard ``model`` in place now, before its first step, and return it.

@@ -9,12 +9,12 @@ cache keys, ``aot_eager`` by calling them on the graphs that it then runs op by 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch.aot_autograd import make_boxed_func
 
 import graphshard.passes as passes
 
@@ -25,13 +25,36 @@ from ._torch import (
     aot_autograd,
     cache_dir,
     compile_fx,
+    compile_id,
+    make_boxed_func,
     min_cut_rematerialization_partition,
     source_hash,
 )
 from .plan import BACKWARD, FORWARD, INFERENCE, Plan
+from .schedule import SchedulePolicy
+from .show.dump import Dump
+from .show.files import Files
 from .verify import verify_lowered, verify_partition
 
 _SOURCES = sorted([*Path(__file__).parent.glob("*.py"), *Path(passes.__file__).parent.glob("*.py")])
+
+
+@dataclass(frozen=True)
+class Compiling:
+    """What graphs are compiled by, for, and how scheduled."""
+
+    compiler: str
+    schedule: SchedulePolicy
+    device: torch.device
+
+    def fingerprint(self) -> str:
+        """What compiled graphs depend on, as text."""
+        hardware = self.schedule.costs(self.device).hardware
+        return f"{self.compiler} {self.schedule} {hardware.to_json()}"
+
+    def dump(self, plan: Plan, compiled: str) -> Dump:
+        hardware = self.schedule.costs(self.device).hardware
+        return Dump(plan, hardware, self.schedule.limits(), compiled)
 
 
 class PlanRecord:
@@ -42,18 +65,26 @@ class PlanRecord:
     """
 
     def __init__(
-        self, gm: fx.GraphModule, inputs: Sequence[Any], fqns: Sequence[str], compiler: str
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        fqns: Sequence[str],
+        compiling: Compiling,
+        files: Files,
     ) -> None:
-        traced = [gm.print_readable(print_output=False), compiler, torch.__version__]
+        traced = [gm.print_readable(print_output=False), compiling.fingerprint(), torch.__version__]
         # Not in the text, but AOTAutograd makes other graphs of it.
         traced += [str([getattr(value, "requires_grad", None) for value in inputs])]
         traced += [str(torch.is_grad_enabled())]
         self._key = source_hash(_SOURCES, "\n".join(traced)).hex()
         self._fqns = tuple(fqns)
+        self._compiling, self._compiled = compiling, compile_id()
+        self.files = files
         self._plans: dict[str, Plan] = {}
 
     def add(self, plan: Plan) -> None:
         self._plans[plan.graph] = plan
+        self.files.plan(self._dump(plan))
         path = self._path(plan.graph)
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{id(self)}.tmp")
@@ -68,6 +99,20 @@ class PlanRecord:
                 self._plans[kind] = Plan.from_json(path.read_text())
         return [plan.named(self._fqns) for plan in self._plans.values()]
 
+    def dumps(self) -> list[Dump]:
+        """As ``plans``, with what they were made for."""
+        self.plans()
+        return [self._dump(plan) for plan in self._plans.values()]
+
+    def write_cached(self) -> None:
+        """Write to ``files`` the plans of graphs that a cache has returned."""
+        for dump in self.dumps():
+            if not self.files.has(dump.plan.graph):
+                self.files.plan(dump)
+
+    def _dump(self, plan: Plan) -> Dump:
+        return self._compiling.dump(plan.named(self._fqns), self._compiled)
+
     def _path(self, kind: str) -> Path:
         return Path(cache_dir()) / "graphshard" / f"{self._key}-{kind}.json"
 
@@ -75,13 +120,18 @@ class PlanRecord:
 class Partitioner(CustomPartitionerFn):
     """Runs the joint passes, then torch's min-cut partitioner, and checks what it saves."""
 
+    def __init__(self, files: Files) -> None:
+        self._files = files
+
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        self._files.code("joint", "before", gm.graph)
         for joint_pass in passes.JOINT:
             joint_pass(gm)
         gm.graph.lint()
         gm.recompile()
+        self._files.code("joint", "after", gm.graph)
         derived = [node.name for node in passes.parameter_derived(gm.graph)]
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         verify_partition(forward, derived, kwargs["num_fwd_outputs"])
@@ -90,20 +140,31 @@ class Partitioner(CustomPartitionerFn):
     def uuid(self) -> bytes:
         return source_hash(_SOURCES, "partitioner")
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # what is pickled into a cache key is the uuid
+
 
 class Lowering(CustomGraphPass):
     """Runs the graph pass on a forward, backward or inference graph, verifies and records it."""
 
-    def __init__(self, record: PlanRecord) -> None:
+    def __init__(self, record: PlanRecord, compiling: Compiling) -> None:
         self._record = record
+        self._compiling = compiling
 
     def __call__(self, graph: fx.Graph) -> None:
-        plan = passes.lower(graph, _kind(graph))
+        schedule = self._compiling.schedule
+        costs = schedule.costs(self._compiling.device)
+        kind = _kind(graph)
+        self._record.files.code(kind, "before", graph)
+        plan = passes.lower(graph, kind, costs, schedule.decide)
         verify_lowered(graph, plan)
+        self._record.files.code(kind, "after", graph)
         self._record.add(plan)
 
-    def uuid(self) -> bytes:
-        return source_hash(_SOURCES, "lowering")
+    def uuid(self) -> bytes | None:
+        if self._compiling.schedule.node_cost is not None:
+            return None  # a function cannot be part of a cache's key
+        return source_hash(_SOURCES, self._compiling.fingerprint())
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # what is pickled into a cache key is the uuid
@@ -120,17 +181,17 @@ def compile_graph(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
     record: PlanRecord,
-    compiler: str,
+    compiling: Compiling,
     patches: dict[str, Any],
 ) -> Callable[..., Any]:
     """A callable that runs ``gm`` sharded; ``patches`` are Inductor options of the user's."""
-    lowering = Lowering(record)
-    if compiler == "inductor":
+    lowering = Lowering(record, compiling)
+    if compiling.compiler == "inductor":
         patches = {
             **KEEP_ORDER,
             **patches,
             "post_grad_custom_post_pass": lowering,
-            "custom_partitioner_fn": Partitioner(),
+            "custom_partitioner_fn": Partitioner(record.files),
         }
         compiled: Any = compile_fx(gm, inputs, config_patches=patches)
         return compiled
@@ -140,4 +201,5 @@ def compile_graph(
         graph_module.recompile()
         return make_boxed_func(graph_module)
 
-    return aot_autograd(fw_compiler=run_by_op, partition_fn=Partitioner())(gm, inputs)
+    partition = Partitioner(record.files)
+    return aot_autograd(fw_compiler=run_by_op, partition_fn=partition)(gm, inputs)

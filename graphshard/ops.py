@@ -19,12 +19,13 @@ rows past ``rows`` are padding, cut off by a view; the padding of a gradient is 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ._torch import group_size
+from .plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 _lib = torch.library.Library("graphshard", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag,)
@@ -46,6 +47,12 @@ pack = torch.ops.graphshard.pack.default
 unpack = torch.ops.graphshard.unpack.default
 UNSHARD = (unshard, replicate)
 REDUCE = (reduce_grad, all_reduce_grad)
+KINDS: dict[Any, str] = {
+    unshard: ALL_GATHER,
+    reduce_grad: REDUCE_SCATTER,
+    all_reduce_grad: ALL_REDUCE,
+}
+"""The collective of every marker that communicates."""
 
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
@@ -64,40 +71,139 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
     return op(*args, **kwargs)
 
 
-def all_gather_rows(
-    call: Call, shard: Any, meta: torch.Tensor, rows: int, group: str, world: int
-) -> Any:
-    """Padded shards ``[ceil(rows / world), ...]`` of ``world`` ranks to the full ``[rows, ...]``.
+def launch(call: Call, kind: str, wires: list[Any], group: str, world: int) -> list[Any]:
+    """One collective for all ``wires``, coalesced where they are several: what to wait for."""
+    one, many, args = {
+        ALL_GATHER: (
+            _c10d.all_gather_into_tensor.default,
+            _c10d.all_gather_into_tensor_coalesced.default,
+            (world, group),
+        ),
+        REDUCE_SCATTER: (
+            _c10d.reduce_scatter_tensor.default,
+            _c10d.reduce_scatter_tensor_coalesced.default,
+            ("avg", world, group),
+        ),
+        # gloo has no "avg" for all-reduce.
+        ALL_REDUCE: (
+            _c10d.all_reduce.default,
+            _c10d.all_reduce_coalesced.default,
+            ("sum", group),
+        ),
+    }[kind]
+    if len(wires) == 1:
+        return [call(one, wires[0], *args)]
+    launched = call(many, wires, *args)
+    return [call(operator.getitem, launched, i) for i in range(len(wires))]
 
-    ``meta`` tells shape and dtype of ``shard``, which is a graph node in the lowering.
+
+def wait(call: Call, buffer: Any) -> Any:
+    return call(_c10d.wait_tensor.default, buffer)
+
+
+def gather_input(call: Call, shards: Sequence[Any], metas: Sequence[torch.Tensor]) -> Any:
+    """What travels of padded shards that share a buffer, or of a single one.
+
+    ``metas`` tell shapes and dtypes of ``shards``, which are graph nodes in the lowering.
     """
-    wire, back = _to_wire(call, shard, meta.dtype)
-    full = call(_c10d.all_gather_into_tensor.default, wire, world, group)
-    full = back(call(_c10d.wait_tensor.default, full))
-    padding = meta.shape[0] * world - rows
-    return call(_aten.slice.Tensor, full, 0, 0, rows) if padding else full
+    wires = [_to_wire(call, s, m.dtype, _wire_dtype(m, metas)) for s, m in zip(shards, metas)]
+    return wires[0] if len(wires) == 1 else call(pack, wires, 1)
 
 
-def _to_wire(call: Call, shard: Any, dtype: torch.dtype) -> tuple[Any, Callable[[Any], Any]]:
-    """``shard`` in a dtype that every backend gathers, and the way back."""
-    if dtype in ON_THE_WIRE:
-        return shard, lambda full: full
+def gather_output(
+    call: Call, buffer: Any, metas: Sequence[torch.Tensor], rows: Sequence[int], world: int
+) -> list[Any]:
+    """The full ``[rows, ...]`` of each padded shard ``[ceil(rows / world), ...]``, gathered."""
+    shapes = [_wire_shape(meta, _wire_dtype(meta, metas)) for meta in metas]
+    if len(metas) == 1:
+        parts = [buffer]
+    else:
+        unpacked = call(unpack, buffer, [shape.numel() for shape in shapes], world)
+        parts = [
+            call(
+                _aten.view.default,
+                call(operator.getitem, unpacked, i),
+                [world * shape[0], *shape[1:]],
+            )
+            for i, shape in enumerate(shapes)
+        ]
+    gathered = []
+    for part, meta, num_rows in zip(parts, metas, rows):
+        full = _from_wire(call, part, meta.dtype, _wire_dtype(meta, metas))
+        cut = meta.shape[0] * world != num_rows
+        gathered.append(call(_aten.slice.Tensor, full, 0, 0, num_rows) if cut else full)
+    return gathered
+
+
+def _wire_dtype(meta: torch.Tensor, together: Sequence[torch.Tensor]) -> torch.dtype:
+    """What ``meta`` travels as: bytes where its dtype is refused, or shares a buffer with others."""
+    shared = {other.dtype for other in together}
+    return meta.dtype if len(shared) == 1 and meta.dtype in ON_THE_WIRE else torch.uint8
+
+
+def _wire_shape(meta: torch.Tensor, wire: torch.dtype) -> torch.Size:
+    if wire == meta.dtype or meta.dtype is torch.bool:
+        return meta.shape
+    return torch.Size([*meta.shape, meta.element_size()])
+
+
+def _to_wire(call: Call, shard: Any, dtype: torch.dtype, wire: torch.dtype) -> Any:
+    if wire == dtype:
+        return shard
     if dtype is torch.bool:  # Inductor's C++ cannot view bytes as bool
-        wire = call(_convert, shard, torch.uint8)
-        return wire, lambda full: call(_convert, full, torch.bool)
-    wire = call(_aten.view.dtype, call(_aten.unsqueeze.default, shard, -1), torch.uint8)
-    return wire, lambda full: call(_aten.squeeze.dim, call(_aten.view.dtype, full, dtype), -1)
+        return call(_convert, shard, torch.uint8)
+    return call(_aten.view.dtype, call(_aten.unsqueeze.default, shard, -1), torch.uint8)
 
 
-def reduce_scatter_rows(
-    call: Call, grad: Any, meta: torch.Tensor, padded_rows: int, group: str, world: int
+def _from_wire(call: Call, full: Any, dtype: torch.dtype, wire: torch.dtype) -> Any:
+    if wire == dtype:
+        return full
+    if dtype is torch.bool:
+        return call(_convert, full, torch.bool)
+    return call(_aten.squeeze.dim, call(_aten.view.dtype, full, dtype), -1)
+
+
+def reduce_input(
+    call: Call,
+    grads: Sequence[Any],
+    metas: Sequence[torch.Tensor],
+    padded_rows: Sequence[int],
+    world: int,
 ) -> Any:
-    """The mean over ``world`` ranks of the full ``[rows, ...]``: this rank's padded shard of it."""
-    if not meta.is_contiguous():
-        grad = call(_aten.clone.default, grad, memory_format=torch.contiguous_format)
-    grad = _padded(call, grad, meta, padded_rows * world)
-    shard = call(_c10d.reduce_scatter_tensor.default, grad, "avg", world, group)
-    return call(_c10d.wait_tensor.default, shard)
+    """What travels of full gradients that share a buffer, or of a single one."""
+    if len(grads) == 1:
+        grads = [_contiguous(call, grads[0], metas[0])]
+    padded = [
+        _padded(call, grad, meta, rows * world)
+        for grad, meta, rows in zip(grads, metas, padded_rows)
+    ]
+    return padded[0] if len(padded) == 1 else call(pack, padded, world)
+
+
+def reduce_output(
+    call: Call, buffer: Any, metas: Sequence[torch.Tensor], padded_rows: Sequence[int]
+) -> list[Any]:
+    """This rank's padded shards of the mean gradients, out of a buffer that was reduced."""
+    shapes = [torch.Size([rows, *meta.shape[1:]]) for meta, rows in zip(metas, padded_rows)]
+    return _slices(call, buffer, shapes)
+
+
+def all_reduce_input(call: Call, grads: Sequence[Any], metas: Sequence[torch.Tensor]) -> Any:
+    return call(pack, grads, 1) if len(grads) > 1 else _contiguous(call, grads[0], metas[0])
+
+
+def all_reduce_output(
+    call: Call, buffer: Any, metas: Sequence[torch.Tensor], world: int
+) -> list[Any]:
+    """The mean gradients, out of a buffer that was summed."""
+    mean = call(_aten.div.Scalar, buffer, world)
+    return _slices(call, mean, [meta.shape for meta in metas])
+
+
+def _contiguous(call: Call, grad: Any, meta: torch.Tensor) -> Any:
+    if meta.is_contiguous():
+        return grad
+    return call(_aten.clone.default, grad, memory_format=torch.contiguous_format)
 
 
 def _padded(call: Call, grad: Any, meta: torch.Tensor, rows: int) -> Any:
@@ -108,53 +214,16 @@ def _padded(call: Call, grad: Any, meta: torch.Tensor, rows: int) -> Any:
     return call(_aten.constant_pad_nd.default, grad, pad)
 
 
-def all_gather_packed(
-    call: Call,
-    shards: list[Any],
-    metas: list[torch.Tensor],
-    rows: list[int],
-    group: str,
-    world: int,
-) -> list[Any]:
-    """Several ``all_gather_rows`` in one buffer; all of one dtype."""
-    full = call(_c10d.all_gather_into_tensor.default, call(pack, shards, 1), world, group)
-    full = call(_c10d.wait_tensor.default, full)
-    parts = call(unpack, full, [meta.numel() for meta in metas], world)
-    gathered = []
-    for i, (meta, num_rows) in enumerate(zip(metas, rows)):
-        padded = [world * meta.shape[0], *meta.shape[1:]]
-        whole = call(_aten.view.default, call(operator.getitem, parts, i), padded)
-        cut = padded[0] != num_rows
-        gathered.append(call(_aten.slice.Tensor, whole, 0, 0, num_rows) if cut else whole)
-    return gathered
-
-
-def reduce_scatter_packed(
-    call: Call, grads: list[Any], metas: list[torch.Tensor], rows: list[int], group: str, world: int
-) -> list[Any]:
-    """Several ``reduce_scatter_rows`` in one buffer; ``rows`` are padded rows of a shard."""
-    padded = [
-        _padded(call, grad, meta, num_rows * world)
-        for grad, meta, num_rows in zip(grads, metas, rows)
-    ]
-    packed = call(pack, padded, world)
-    reduced = call(_c10d.reduce_scatter_tensor.default, packed, "avg", world, group)
-    reduced = call(_c10d.wait_tensor.default, reduced)
-    shards, start = [], 0
-    for meta, num_rows in zip(metas, rows):
-        shape = torch.Size([num_rows, *meta.shape[1:]])
-        part = call(_aten.slice.Tensor, reduced, 0, start, start + shape.numel())
-        shards.append(call(_aten.reshape.default, part, list(shape)))
+def _slices(call: Call, flat: Any, shapes: Sequence[torch.Size]) -> list[Any]:
+    """Tensors of ``shapes`` that lie in ``flat`` one after the other; views."""
+    if len(shapes) == 1:
+        return [flat]
+    parts, start = [], 0
+    for shape in shapes:
+        part = call(_aten.slice.Tensor, flat, 0, start, start + shape.numel())
+        parts.append(call(_aten.reshape.default, part, list(shape)))
         start += shape.numel()
-    return shards
-
-
-def all_reduce_mean(call: Call, grad: Any, meta: torch.Tensor, group: str, world: int) -> Any:
-    # gloo has no "avg" for all-reduce.
-    if not meta.is_contiguous():
-        grad = call(_aten.clone.default, grad, memory_format=torch.contiguous_format)
-    total = call(_c10d.all_reduce.default, grad, "sum", group)
-    return call(_aten.div.Scalar, call(_c10d.wait_tensor.default, total), world)
+    return parts
 
 
 def _impl(name: str, key: str) -> Any:
@@ -163,12 +232,18 @@ def _impl(name: str, key: str) -> Any:
 
 @_impl("unshard", "CompositeExplicitAutograd")
 def _unshard(shard: torch.Tensor, rows: int, group: str, reshard: bool) -> torch.Tensor:
-    return all_gather_rows(run, shard, shard, rows, group, group_size(group))
+    world = group_size(group)
+    wire = gather_input(run, [shard], [shard])
+    (buffer,) = launch(run, ALL_GATHER, [wire], group, world)
+    return gather_output(run, wait(run, buffer), [shard], [rows], world)[0]
 
 
 @_impl("reduce_grad", "CompositeExplicitAutograd")
 def _reduce_grad(grad: torch.Tensor, padded_rows: int, group: str) -> torch.Tensor:
-    return reduce_scatter_rows(run, grad, grad, padded_rows, group, group_size(group))
+    world = group_size(group)
+    wire = reduce_input(run, [grad], [grad], [padded_rows], world)
+    (buffer,) = launch(run, REDUCE_SCATTER, [wire], group, world)
+    return reduce_output(run, wait(run, buffer), [grad], [padded_rows])[0]
 
 
 @_impl("replicate", "CompositeExplicitAutograd")
@@ -178,7 +253,9 @@ def _replicate(param: torch.Tensor, group: str) -> torch.Tensor:
 
 @_impl("all_reduce_grad", "CompositeExplicitAutograd")
 def _all_reduce_grad(grad: torch.Tensor, group: str) -> torch.Tensor:
-    return all_reduce_mean(run, grad, grad, group, group_size(group))
+    wire = all_reduce_input(run, [grad], [grad])
+    (buffer,) = launch(run, ALL_REDUCE, [wire], group, 1)
+    return all_reduce_output(run, wait(run, buffer), [grad], group_size(group))[0]
 
 
 @_impl("pack", "CompositeExplicitAutograd")

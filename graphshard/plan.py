@@ -1,7 +1,12 @@
-"""What was decided for one graph: frozen, made by pure functions, saved as JSON.
+"""What was decided for one graph, and from what: frozen, made by pure functions, saved as JSON.
 
-A ``Plan`` says which sharded parameters a graph takes and, in launch order, which collective serves
-which of them. Passes decide a plan, then a small rewrite applies it, then ``verify`` checks it.
+A ``Problem`` is a graph as steps of compute and as what has to travel. A *step* is a run of compute
+between two points where communication may have to be waited for or may begin: in front of the first
+use of a gathered parameter, and behind the node that completes a gradient. A ``Plan`` says in launch
+order which collective serves which transfers, before which step it is launched, and before which it
+is waited for.
+
+    nodes   a   b   mm(w)   c   d   mm(v)   dw   e            steps   [a b] [mm(w) c d] [mm(v) dw] [e]
 """
 
 from __future__ import annotations
@@ -14,6 +19,8 @@ from typing import Any
 
 FORWARD, BACKWARD, INFERENCE = "forward", "backward", "inference"
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
+VERSION = 1
+"""Of the JSON form."""
 
 PLANNED = "graphshard_planned"
 """Key in ``node.meta`` of what a rewrite inserted for a plan."""
@@ -37,30 +44,91 @@ class ShardedParam:
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """One collective.
+class Transfer:
+    """One parameter that a graph gathers, or one gradient that it reduces.
 
     Attributes:
+        param: position in ``Plan.params``.
         kind: all_gather, reduce_scatter or all_reduce.
-        params: positions in ``Plan.params`` of what travels in it.
-        num_bytes: size of the full buffer (gathered output, or input of the reduction).
+        num_bytes: of the full tensor, padding included.
+        dtype: on the wire.
         group: name of the process group; ``world`` its size.
+        ready: the first step before which it can be launched; 0 for a gather.
+        due: the step before which it has to be waited for at last; the number of steps for a
+            gradient that only leaves the graph.
+        last: the last step that uses the result.
+    """
+
+    param: int
+    kind: str
+    num_bytes: int
+    dtype: str
+    group: str
+    world: int
+    ready: int
+    due: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A graph to be scheduled.
+
+    Attributes:
+        graph: forward, backward or inference.
+        steps: name of the first node of every step.
+        compute_us: predicted time of every step.
+        other_bytes: what is alive in every step whatever the schedule: activations, inputs (the
+            shards among them), results.
+        transfers: in graph order.
+    """
+
+    graph: str
+    steps: tuple[str, ...]
+    compute_us: tuple[float, ...]
+    other_bytes: tuple[int, ...]
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.steps)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Transfers of one kind that travel in one collective.
+
+    Attributes:
+        parcels: positions in ``Problem.transfers``. What is in one parcel is copied into a buffer
+            and out of it again; one alone travels as it is.
+        num_bytes: of all full tensors.
+        launch: issued before this step; ``wait``: waited for before that one.
     """
 
     kind: str
-    params: tuple[int, ...]
+    parcels: tuple[tuple[int, ...], ...]
     num_bytes: int
     group: str
     world: int
+    launch: int
+    wait: int
+
+    @property
+    def transfers(self) -> tuple[int, ...]:
+        return tuple(i for parcel in self.parcels for i in parcel)
 
 
 @dataclass(frozen=True)
 class Plan:
     """All collectives of one graph, in launch order."""
 
-    graph: str
     params: tuple[ShardedParam, ...]
+    problem: Problem
     buckets: tuple[Bucket, ...]
+
+    @property
+    def graph(self) -> str:
+        return self.problem.graph
 
     def count(self, kind: str) -> int:
         return sum(bucket.kind == kind for bucket in self.buckets)
@@ -68,23 +136,45 @@ class Plan:
     def num_bytes(self, kind: str) -> int:
         return sum(bucket.num_bytes for bucket in self.buckets if bucket.kind == kind)
 
+    def params_of(self, bucket: Bucket) -> list[ShardedParam]:
+        return [self.params[self.problem.transfers[i].param] for i in bucket.transfers]
+
     def named(self, fqns: Sequence[str]) -> Plan:
         """The plan with parameters named; ``fqns`` by graph input."""
         params = tuple(dataclasses.replace(p, fqn=fqns[p.input]) for p in self.params)
         return dataclasses.replace(self, params=params)
 
+    def structure(self) -> str:
+        """What has to be equal for two graphs to follow one plan, as text: all but times and bytes
+        of activations, which depend on the sizes of a rank's batch."""
+        lines = [f"{self.graph}: {self.problem.num_steps} steps"]
+        lines += [f"{dataclasses.replace(param, fqn='')}" for param in self.params]
+        return "\n".join([*lines, *map(str, self.problem.transfers)])
+
+    def schedule(self) -> str:
+        """What every rank sends, and when, as text; a line for each collective."""
+        return "\n".join([f"{self.graph}:", *map(str, self.buckets)])
+
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1)
+        return json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        raw: dict[str, Any] = json.loads(text)
+        raw: dict[str, Any] = _tuples(json.loads(text))
+        if raw.get("version") != VERSION:
+            raise ValueError(
+                f"plan of version {raw.get('version')!r}: this graphshard reads {VERSION}; compile again"
+            )
+        transfers = tuple(Transfer(**transfer) for transfer in raw["problem"].pop("transfers"))
         return cls(
-            graph=raw["graph"],
-            params=tuple(ShardedParam(**_tuples(p)) for p in raw["params"]),
-            buckets=tuple(Bucket(**_tuples(b)) for b in raw["buckets"]),
+            params=tuple(ShardedParam(**param) for param in raw["params"]),
+            problem=Problem(**raw["problem"], transfers=transfers),
+            buckets=tuple(Bucket(**bucket) for bucket in raw["buckets"]),
         )
 
 
-def _tuples(raw: dict[str, Any]) -> dict[str, Any]:
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()}
+def _tuples(value: Any) -> Any:
+    """JSON's lists, on every level, as tuples."""
+    if isinstance(value, dict):
+        return {k: _tuples(v) for k, v in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,14 +15,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from .schedule import SchedulePolicy
+
 COMPILERS = ("inductor", "aot_eager")
 _NOT_BUILT: dict[str, Any] = {
     "mp_policy": MixedPrecisionPolicy(),
     "offload_policy": OffloadPolicy(),
     "overrides": None,
     "fp8": None,
-    "schedule": None,
-    "dump": None,
 }
 
 
@@ -32,6 +35,8 @@ class Options:
     ignored_params: frozenset[nn.Parameter]
     compiler: str
     sync_module_states: bool
+    schedule: SchedulePolicy
+    dump: Path | None
 
     @classmethod
     def of(cls, arguments: dict[str, Any]) -> Options:
@@ -40,7 +45,8 @@ class Options:
             value = arguments[name]
             if value is not None and value != default:
                 raise ValueError(f"{name}={value!r}: not supported yet, leave it out")
-        return cls(**{f.name: arguments[f.name] for f in fields(cls)})
+        given = {f.name: arguments[f.name] for f in fields(cls)}
+        return cls(**{**given, "schedule": given["schedule"] or SchedulePolicy()})
 
     def __post_init__(self) -> None:
         if self.mesh is not None:
@@ -56,11 +62,14 @@ class Options:
             )
         if self.compiler not in COMPILERS:
             raise ValueError(f"compiler={self.compiler!r}: must be one of {COMPILERS}")
+        if not isinstance(self.schedule, SchedulePolicy):
+            raise ValueError(f"schedule={self.schedule!r}: must be a graphshard.SchedulePolicy")
         object.__setattr__(self, "ignored_params", _parameters(self.ignored_params))
+        object.__setattr__(self, "dump", _folder(self.dump))
 
     def fingerprint(self) -> str:
         """What has to be equal on all ranks, as text."""
-        agreed = ("reshard_after_forward", "compiler", "sync_module_states")
+        agreed = ("reshard_after_forward", "compiler", "sync_module_states", "schedule")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in agreed)
 
 
@@ -78,6 +87,23 @@ def _parameters(params: Iterable[nn.Parameter] | None) -> frozenset[nn.Parameter
                 f"ignored_params holds a {type(param).__name__}: give the nn.Parameter objects"
             )
     return found
+
+
+def _folder(dump: object) -> Path | None:
+    """Made, if it is missing, and known to be writable."""
+    if dump is None:
+        return None
+    if not isinstance(dump, (str, os.PathLike)) or not os.fspath(dump):
+        raise ValueError(f"dump={dump!r}: must be the path of a folder")
+    path = Path(os.fsdecode(dump)).absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return path
+    except OSError as error:
+        raise ValueError(
+            f"dump={str(dump)!r}: {error.strerror}; give a folder that can be written"
+        ) from error
 
 
 def check_mesh(mesh: DeviceMesh) -> None:

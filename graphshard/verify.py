@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from . import ops
 from .plan import ALL_GATHER, ALL_REDUCE, PLANNED, REDUCE_SCATTER, Plan
@@ -16,9 +17,14 @@ from .plan import ALL_GATHER, ALL_REDUCE, PLANNED, REDUCE_SCATTER, Plan
 _c10d = torch.ops._c10d_functional
 _KINDS: dict[Any, str] = {
     _c10d.all_gather_into_tensor.default: ALL_GATHER,
+    _c10d.all_gather_into_tensor_coalesced.default: ALL_GATHER,
     _c10d.reduce_scatter_tensor.default: REDUCE_SCATTER,
+    _c10d.reduce_scatter_tensor_coalesced.default: REDUCE_SCATTER,
     _c10d.all_reduce.default: ALL_REDUCE,
+    _c10d.all_reduce_coalesced.default: ALL_REDUCE,
 }
+Event = tuple[str, str, int]
+"""launch or wait, kind of collective, and bytes of its full buffers, or its position."""
 
 
 def verify_partition(forward: fx.GraphModule, derived: list[str], num_outputs: int) -> None:
@@ -36,28 +42,56 @@ def verify_partition(forward: fx.GraphModule, derived: list[str], num_outputs: i
 
 
 def verify_lowered(graph: fx.Graph, plan: Plan) -> None:
-    """The graph is sound, does what ``plan`` says in its order, and waits once for everything."""
+    """The graph is sound, launches and waits for what ``plan`` says in its order, each once."""
     graph.lint()
-    planned = [(bucket.kind, bucket.num_bytes) for bucket in plan.buckets]
-    launched = []
+    left = [node.name for node in graph.nodes if node.target in (*ops.UNSHARD, *ops.REDUCE)]
+    if left:
+        raise AssertionError(f"markers {left} were not lowered")
+    planned, found = _planned(plan), _found(graph)
+    if planned != found:
+        raise AssertionError(f"planned {planned}, but the graph does {found}")
+
+
+def _planned(plan: Plan) -> list[Event]:
+    events: list[Event] = []
+    for step in range(plan.problem.num_steps + 1):
+        for bucket in plan.buckets:
+            if bucket.launch == step:
+                events.append(("launch", bucket.kind, bucket.num_bytes))
+        for i, bucket in enumerate(plan.buckets):
+            if bucket.wait == step:
+                events += [("wait", bucket.kind, i)] * len(bucket.parcels)
+    return events
+
+
+def _found(graph: fx.Graph) -> list[Event]:
+    """A model may have collectives of its own; they are not ours to check."""
+    events: list[Event] = []
+    launched: dict[fx.Node, tuple[str, int]] = {}  # what is waited for: its kind and position
     for node in graph.nodes:
-        if node.target in (*ops.UNSHARD, *ops.REDUCE):
-            raise AssertionError(f"marker {node.name} was not lowered")
-        # A model may have collectives of its own.
-        if node.target in _KINDS and PLANNED in node.meta:
-            _verify_wait(node)
-            launched.append((_KINDS[node.target], _full_bytes(node)))
-    if launched != planned:
-        raise AssertionError(f"planned {planned}, but the graph launches {launched}")
+        if PLANNED not in node.meta:
+            continue
+        if node.target in _KINDS:
+            kind = _KINDS[node.target]
+            events.append(("launch", kind, _full_bytes(node)))
+            position = sum(event[0] == "launch" for event in events) - 1
+            buffers = list(node.users) if isinstance(node.meta["val"], list) else [node]
+            for buffer in buffers:
+                _verify_wait(buffer)
+                launched[buffer] = (kind, position)
+        elif node.target is _c10d.wait_tensor.default:
+            events.append(("wait", *launched[node.args[0]]))
+    return events
 
 
-def _verify_wait(node: fx.Node) -> None:
-    waits = [user for user in node.users if user.target is _c10d.wait_tensor.default]
-    if len(waits) != 1 or len(node.users) != 1:
-        raise AssertionError(f"{node.name} is waited for {len(waits)} times")
+def _verify_wait(buffer: fx.Node) -> None:
+    waits = [user for user in buffer.users if user.target is _c10d.wait_tensor.default]
+    if len(waits) != 1 or len(buffer.users) != 1:
+        raise AssertionError(f"{buffer.name} is waited for {len(waits)} times")
 
 
 def _full_bytes(node: fx.Node) -> int:
     """Bytes of the gathered output, or of a reduction's input."""
     full: Any = node if _KINDS[node.target] == ALL_GATHER else node.args[0]
-    return int(full.meta["val"].nbytes)
+    tensors = tree_leaves(fx.map_arg(full, lambda n: n.meta["val"]))
+    return sum(int(tensor.nbytes) for tensor in tensors)

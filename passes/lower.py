@@ -1,19 +1,16 @@
-"""Forward, backward and inference graph: markers become functional collectives.
+"""Forward, backward and inference graph: markers become functional collectives, as planned.
 
-A parameter that travels alone, waited for where it is used:
+A bucket is launched before the step that its plan says, and waited for before another one:
 
-    before   w = unshard(shard, rows, group, reshard)
-    after    a = all_gather_into_tensor(shard, world, group);  w = wait_tensor(a)[:rows]
+    before   a = mm(..)   w = unshard(shard)   b = mm(a, w)
+    after    f = all_gather_into_tensor(shard)   a = mm(..)   w = wait_tensor(f)   b = mm(a, w)
 
-    before   g = reduce_grad(grad, padded_rows, group)
-    after    r = reduce_scatter_tensor(pad(grad), "avg", world, group);  g = wait_tensor(r)
-
-Several that share a buffer: ``cat`` before, a slice of the result for each after.
+Small tensors of a bucket share a buffer (``pack``, ``unpack``); several buffers travel coalesced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +18,15 @@ from torch import fx
 
 from graphshard import ops
 from graphshard._torch import fake_mode_of, group_size
-from graphshard.plan import ALL_GATHER, ALL_REDUCE, PLANNED, REDUCE_SCATTER, Bucket, ShardedParam
+from graphshard.plan import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    PLANNED,
+    Bucket,
+    ShardedParam,
+    Transfer,
+)
 
-_KINDS: dict[Any, str] = {
-    ops.unshard: ALL_GATHER,
-    ops.reduce_grad: REDUCE_SCATTER,
-    ops.all_reduce_grad: ALL_REDUCE,
-}
 # Other entries describe the marker's own call (Inductor reads its eager inputs), not its origin.
 _ORIGIN = ("stack_trace", "nn_module_stack", "seq_nr", "custom")
 
@@ -43,6 +42,17 @@ def describe_params(graph: fx.Graph) -> dict[fx.Node, ShardedParam]:
         marker: _param(marker, positions[marker if marker in positions else source_of(marker)])
         for marker in markers_of(graph)
     }
+
+
+def describe_transfer(marker: fx.Node, param: int) -> Transfer:
+    """What travels for ``marker``, of the parameter at position ``param`` of the plan."""
+    # The group is the only text among a marker's arguments.
+    group = next(arg for arg in marker.args if isinstance(arg, str))
+    world = group_size(group)
+    kind = ops.KINDS[marker.target]
+    shard = (source_of(marker) if kind == ALL_GATHER else marker).meta["val"]
+    num_bytes = shard.nbytes * (1 if kind == ALL_REDUCE else world)
+    return Transfer(param, kind, num_bytes, str(shard.dtype), group, world, 0, 0, 0)
 
 
 def source_of(marker: fx.Node) -> fx.Node:
@@ -77,33 +87,76 @@ def _gradient_outputs(graph: fx.Graph) -> dict[fx.Node, int]:
 def _param(marker: fx.Node, position: int) -> ShardedParam:
     gathers = marker.target in ops.UNSHARD
     full, shard = (marker, source_of(marker)) if gathers else (source_of(marker), marker)
-    value: torch.Tensor = full.meta["val"]
+    value = full.meta["val"]
     splits = marker.target in (ops.unshard, ops.reduce_grad)
     padded_rows = shard.meta["val"].shape[0] if splits else None
     return ShardedParam(position, tuple(value.shape), str(value.dtype), padded_rows)
 
 
-def describe_bucket(markers: list[fx.Node], params: tuple[int, ...]) -> Bucket:
-    """``markers`` travel together; ``params`` are their positions in the plan."""
-    # The group is the only text among a marker's arguments.
-    group = next(arg for arg in markers[0].args if isinstance(arg, str))
-    world = group_size(group)
-    kind = _KINDS[markers[0].target]
-    shards = [source_of(m) if kind == ALL_GATHER else m for m in markers]
-    num_shards = 1 if kind == ALL_REDUCE else world
-    num_bytes = sum(shard.meta["val"].nbytes for shard in shards) * num_shards
-    return Bucket(kind, params, num_bytes, group, world)
+def apply_buckets(
+    graph: fx.Graph,
+    buckets: Sequence[Bucket],
+    markers: Sequence[fx.Node],
+    steps: Sequence[fx.Node],
+) -> None:
+    """Replace ``markers``, by position in ``Problem.transfers``, by the collectives of ``buckets``.
 
-
-def apply_bucket(graph: fx.Graph, markers: list[fx.Node], bucket: Bucket, at: fx.Node) -> None:
-    """Replace ``markers`` by the one collective of ``bucket``, launched before ``at``."""
-    with graph.inserting_before(at):
-        emit = _Emitter(graph, at.meta)
-        lowered = [_alone(emit, markers[0], bucket)] if len(markers) == 1 else None
-        lowered = lowered or _packed(emit, markers, bucket)
-    for marker, node in zip(markers, lowered, strict=True):
-        marker.replace_all_uses_with(node)
+    Args:
+        steps: the first node of every step.
+    """
+    begun: dict[Bucket, list[fx.Node]] = {}
+    for step, at in enumerate([*steps, graph.output_node()]):
+        with graph.inserting_before(at):
+            for bucket in buckets:
+                if bucket.launch == step:
+                    begun[bucket] = _begin(graph, bucket, markers)
+            for bucket in buckets:
+                if bucket.wait == step:
+                    _end(graph, bucket, markers, begun[bucket])
+    for marker in markers:
         graph.erase_node(marker)
+
+
+def _begin(graph: fx.Graph, bucket: Bucket, markers: Sequence[fx.Node]) -> list[fx.Node]:
+    emit = _Emitter(graph, markers[bucket.transfers[0]].meta)
+    wires = [_input(emit, bucket, [markers[i] for i in parcel]) for parcel in bucket.parcels]
+    return ops.launch(emit, bucket.kind, wires, bucket.group, bucket.world)
+
+
+def _input(emit: _Emitter, bucket: Bucket, markers: list[fx.Node]) -> fx.Node:
+    sources = [source_of(marker) for marker in markers]
+    metas = [source.meta["val"] for source in sources]
+    if bucket.kind == ALL_GATHER:
+        return ops.gather_input(emit, sources, metas)
+    if bucket.kind == ALL_REDUCE:
+        return ops.all_reduce_input(emit, sources, metas)
+    return ops.reduce_input(emit, sources, metas, _rows(markers), bucket.world)
+
+
+def _end(
+    graph: fx.Graph, bucket: Bucket, markers: Sequence[fx.Node], begun: Sequence[fx.Node]
+) -> None:
+    emit = _Emitter(graph, markers[bucket.transfers[0]].meta)
+    for parcel, buffer in zip(bucket.parcels, begun, strict=True):
+        of_parcel = [markers[i] for i in parcel]
+        for marker, node in zip(of_parcel, _output(emit, bucket, of_parcel, buffer), strict=True):
+            marker.replace_all_uses_with(node)
+
+
+def _output(
+    emit: _Emitter, bucket: Bucket, markers: list[fx.Node], buffer: fx.Node
+) -> list[fx.Node]:
+    metas = [source_of(marker).meta["val"] for marker in markers]
+    done = ops.wait(emit, buffer)
+    if bucket.kind == ALL_GATHER:
+        return ops.gather_output(emit, done, metas, _rows(markers), bucket.world)
+    if bucket.kind == ALL_REDUCE:
+        return ops.all_reduce_output(emit, done, metas, bucket.world)
+    return ops.reduce_output(emit, done, metas, _rows(markers))
+
+
+def _rows(markers: list[fx.Node]) -> list[int]:
+    return [marker.meta["val"].shape[0] for marker in markers]
 
 
 def apply_replicate(graph: fx.Graph, markers: Iterable[fx.Node]) -> None:
@@ -115,24 +168,6 @@ def apply_replicate(graph: fx.Graph, markers: Iterable[fx.Node]) -> None:
         graph.erase_node(marker)
 
 
-def _alone(emit: _Emitter, marker: fx.Node, bucket: Bucket) -> fx.Node:
-    source, group, world = source_of(marker), bucket.group, bucket.world
-    value = source.meta["val"]
-    if bucket.kind == ALL_REDUCE:
-        return ops.all_reduce_mean(emit, source, value, group, world)
-    rows = marker.meta["val"].shape[0]
-    one = ops.all_gather_rows if bucket.kind == ALL_GATHER else ops.reduce_scatter_rows
-    return one(emit, source, value, rows, group, world)
-
-
-def _packed(emit: _Emitter, markers: list[fx.Node], bucket: Bucket) -> list[fx.Node]:
-    sources = [source_of(marker) for marker in markers]
-    many = ops.all_gather_packed if bucket.kind == ALL_GATHER else ops.reduce_scatter_packed
-    metas = [source.meta["val"] for source in sources]
-    rows = [marker.meta["val"].shape[0] for marker in markers]
-    return many(emit, sources, metas, rows, bucket.group, bucket.world)
-
-
 class _Emitter:
     """Inserts calls into a graph, with the fake values and the origin of the marker they replace."""
 
@@ -140,7 +175,7 @@ class _Emitter:
         self._graph = graph
         self._origin = {k: v for k, v in origin.items() if k in _ORIGIN}
 
-    def __call__(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         node = self._graph.call_function(op, args, kwargs)
         fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with fake_mode_of(fake_args):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,9 +10,18 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphshard import ops
+from graphshard.cost import CostModel
+from graphshard.hardware import HARDWARE
+from graphshard.passes import lower
+from graphshard.plan import Bucket, Plan, Problem
+from graphshard.planner import Limits, schedule, without_overlap
+from graphshard.verify import verify_lowered
 
 add, mul = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
 to_copy, t = torch.ops.aten._to_copy.default, torch.ops.aten.t.default
+
+
+Decide = Callable[[Problem], tuple[Bucket, ...]]
 
 
 class Builder:
@@ -64,6 +74,18 @@ class Builder:
         """The finished graph."""
         self.graph.output(outputs)
         return fx.GraphModule(torch.nn.Module(), self.graph)
+
+
+def lowered(gm: fx.GraphModule, kind: str, decide: Decide = without_overlap) -> Plan:
+    """Plan and lower a graph, and verify it."""
+    costs = CostModel(HARDWARE["cpu"])
+    plan = lower(gm.graph, kind, costs, lambda problem, _: decide(problem))
+    verify_lowered(gm.graph, plan)
+    return plan
+
+
+def overlapped(limits: Limits) -> Decide:
+    return lambda problem: schedule(problem, CostModel(HARDWARE["cpu"]), limits)
 
 
 def targets(graph: fx.Graph) -> list[Any]:

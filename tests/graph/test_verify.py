@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import fx
 
-from graphshard.passes import lower
 from graphshard.plan import FORWARD, Plan
+from graphshard.planner import Limits
 from graphshard.verify import verify_lowered, verify_partition
-from tests.graph.builder import Builder, add, mul, t
+from tests.graph.builder import Builder, add, lowered, mul, overlapped, t
 
 c10d = torch.ops._c10d_functional
 GATHER, WAIT = c10d.all_gather_into_tensor.default, c10d.wait_tensor.default
@@ -24,7 +24,7 @@ def _lowered(group: str) -> tuple[fx.Graph, Plan]:
     build = Builder(group)
     first, second = (build.unshard(build.primal(rows // 8), rows) for rows in (LARGE, 2 * LARGE))
     gm = build.module(build.call(torch.ops.aten.cat.default, [first, second]))
-    plan = lower(gm.graph, FORWARD)
+    plan = lowered(gm, FORWARD, overlapped(Limits(cap=1)))
     return gm.graph, plan
 
 
@@ -91,14 +91,14 @@ def _out_of_order(graph: fx.Graph, plan: Plan) -> Plan:
 @pytest.mark.parametrize(
     ("break_it", "match"),
     [
-        (_leave_marker, "was not lowered"),
+        (_leave_marker, "were not lowered"),
         (_forget_to_wait, "is waited for 0 times"),
         (_wait_twice, "is waited for 2 times"),
         (_use_before_waiting, "waited for"),
-        (_other_order, "planned .* but the graph launches"),
-        (_one_more, "planned .* but the graph launches"),
-        (_one_less, "planned .* but the graph launches"),
-        (_other_size, "planned .* but the graph launches"),
+        (_other_order, "planned .* but the graph does"),
+        (_one_more, "planned .* but the graph does"),
+        (_one_less, "planned .* but the graph does"),
+        (_other_size, "planned .* but the graph does"),
         (_out_of_order, "before it has been defined"),
     ],
 )

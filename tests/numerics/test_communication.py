@@ -36,7 +36,7 @@ class Step:
         """Names of the parameters that travel in collectives of a kind, repeated if they do."""
         plan = self.plans[backward]
         buckets = [bucket for bucket in plan.buckets if bucket.kind == kind]
-        return sorted(plan.params[i].fqn for bucket in buckets for i in bucket.params)
+        return sorted(p.fqn for bucket in buckets for p in plan.params_of(bucket))
 
     def bytes(self, kind: str, backward: bool) -> int:
         sent = self.backward if backward else self.forward

@@ -348,7 +348,8 @@ BAD_OPTIONS: list[tuple[str, Any]] = [
     ("schedule", "fast"),
     ("compiler", "nvcc"),
     ("compiler", None),
-    ("dump", "folder"),
+    ("dump", 3),
+    ("dump", ""),
     ("sync_module_states", "no"),
     ("sync_module_states", None),
 ]

@@ -182,7 +182,7 @@ def _share_a_backend() -> None:
         torch.compile(model, backend=backend)(torch.ones(5, 7)).sum().backward()
         assert_sharded(model)
     assert [plan.graph for plan in backend.plans] == ["forward", "backward"] * 2
-    assert backend.plans[2].params[0].fqn == "weight"
+    assert {param.fqn for param in backend.plans[2].params} == {"weight", "bias"}
 
 
 def test_two_models_share_a_backend() -> None:

@@ -18,7 +18,9 @@ from graphshard.plan import (
     REDUCE_SCATTER,
     Bucket,
     Plan,
+    Problem,
     ShardedParam,
+    Transfer,
 )
 
 _sizes = st.integers(0, 1 << 40)
@@ -30,18 +32,43 @@ _params = st.builds(
     padded_rows=st.none() | _sizes,
     fqn=st.text(max_size=20),
 )
+_steps = st.integers(0, 9)
+_transfers = st.builds(
+    Transfer,
+    param=st.integers(0, 9),
+    kind=st.sampled_from([ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE]),
+    num_bytes=_sizes,
+    dtype=st.just("torch.float32"),
+    group=st.text(max_size=5),
+    world=st.integers(1, 4096),
+    ready=_steps,
+    due=_steps,
+    last=_steps,
+)
+_problems = st.builds(
+    Problem,
+    graph=st.sampled_from([FORWARD, BACKWARD, INFERENCE]),
+    steps=st.lists(st.text(max_size=5), max_size=4).map(tuple),
+    compute_us=st.lists(st.floats(0, 1e9), max_size=4).map(tuple),
+    other_bytes=st.lists(_sizes, max_size=4).map(tuple),
+    transfers=st.lists(_transfers, max_size=4).map(tuple),
+)
 _buckets = st.builds(
     Bucket,
     kind=st.sampled_from([ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE]),
-    params=st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple),
+    parcels=st.lists(
+        st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4
+    ).map(tuple),
     num_bytes=_sizes,
     group=st.text(max_size=5),
     world=st.integers(1, 4096),
+    launch=_steps,
+    wait=_steps,
 )
 plans = st.builds(
     Plan,
-    graph=st.sampled_from([FORWARD, BACKWARD, INFERENCE]),
     params=st.lists(_params, max_size=4).map(tuple),
+    problem=_problems,
     buckets=st.lists(_buckets, max_size=6).map(tuple),
 )
 
@@ -61,23 +88,35 @@ def test_counts_and_bytes_cover_all_buckets(plan: Plan) -> None:
     assert sum(map(plan.num_bytes, kinds)) == sum(b.num_bytes for b in plan.buckets)
 
 
+_TRANSFER = Transfer(0, ALL_GATHER, 168, "torch.float32", "0", 2, 0, 0, 0)
+_PROBLEM = Problem(FORWARD, ("mm",), (3.0,), (40,), (_TRANSFER,))
+
+
 def test_json_is_for_people_too() -> None:
     param = ShardedParam(3, (5, 7), "torch.float32", 3, "up.weight")
-    plan = Plan(FORWARD, (param,), (Bucket(ALL_GATHER, (0,), 168, "0", 2),))
+    plan = Plan((param,), _PROBLEM, (Bucket(ALL_GATHER, ((0,),), 168, "0", 2, 0, 0),))
     raw = json.loads(plan.to_json())
-    assert raw["graph"] == "forward"
+    assert raw["problem"]["graph"] == plan.graph == "forward"
     assert raw["params"][0]["fqn"] == "up.weight"
     assert raw["buckets"][0]["kind"] == "all_gather"
+    assert plan.params_of(plan.buckets[0]) == [param]
+
+
+def test_a_plan_of_another_version_is_refused() -> None:
+    raw = json.loads(Plan((), _PROBLEM, ()).to_json())
+    raw["version"] += 1
+    with pytest.raises(ValueError, match=f"version {raw['version']}"):
+        Plan.from_json(json.dumps(raw))
 
 
 def test_names_are_given_by_graph_input() -> None:
     params = tuple(ShardedParam(i, (4,), "torch.float32", 2) for i in (2, 0))
-    plan = Plan(FORWARD, params, ())
+    plan = Plan(params, _PROBLEM, ())
     assert [p.fqn for p in plan.named(["a", "b", "c"]).params] == ["c", "a"]
     assert [p.fqn for p in plan.params] == ["", ""]
 
 
-@pytest.mark.parametrize("kind", [Plan, Bucket, ShardedParam])
+@pytest.mark.parametrize("kind", [Plan, Problem, Transfer, Bucket, ShardedParam])
 def test_plans_are_frozen(kind: type) -> None:
     assert dataclasses.is_dataclass(kind)
     values = {field.name: 0 for field in dataclasses.fields(kind)}

@@ -1,0 +1,398 @@
+"""How fast is a training step, beside DDP and all forms of FSDP2, over the same links?
+
+    python -m benchmarks.compare                     2 gloo ranks on this machine
+    python -m benchmarks.compare --wire 4,1          over a modelled wire: 4 ms and 1 GB/s
+    python -m benchmarks.compare --link-gbit 4       between network namespaces (root, Linux)
+    torchrun --nproc-per-node 8 -m benchmarks.compare        NCCL, where there are GPUs
+
+The same GPT, batch and SGD in every way, in one run: each round runs every way once, in a rotated
+order. On a modelled wire (tests/recording.py) a collective takes its latency and its bytes' time, one
+after the other; each round then runs every way once more without it, and what the wire adds to the
+step is the communication that was not hidden. FSDP2 waits for every gather at once on a CPU, unless
+it is told not to: "async" is its fair form there. Compiling is timed with empty caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.common import (
+    FSDP2,
+    FSDP2_BLOCKS,
+    GRAPHSHARD,
+    Build,
+    count,
+    fsdp2,
+    fsdp2_compiled_blocks,
+    heading,
+    interleave,
+    median,
+    show,
+    table,
+    timed,
+)
+from benchmarks.links import behind_wire, between_namespaces, positive, wire_of
+from benchmarks.memory import peak_is_known, peak_of
+from benchmarks.models import GPT, parameter_bytes
+from graphshard.hardware import HARDWARE, Hardware
+from tests import ranks, recording
+
+DDP = "DDP"
+VOCAB, HEAD_DIM = 256, 64
+MMAP_ENV = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # see benchmarks.memory
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank is told; ``wire`` is seconds and bytes/s, ``hardware`` the planner's."""
+
+    dim: int
+    layers: int
+    context: int
+    rows: int
+    steps: int
+    warm_up: int
+    wire: tuple[float, float] | None
+    hardware: str
+
+    def model(self) -> GPT:
+        torch.manual_seed(0)
+        heads = max(1, self.dim // HEAD_DIM)
+        sizes = {"dim": self.dim, "layers": self.layers, "heads": heads}
+        return GPT(**sizes, vocab=VOCAB, context=self.context)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one way to train, on one rank; None where this machine cannot tell.
+
+    Attributes:
+        steps_s: each step, with the optimizer's; ``alone_s`` without the modelled wire.
+        first_s: the first step, which compiles.
+        predicted_us: the planner's step without the optimizer, and how much of it is exposed.
+        peak_bytes: of one step above what was there before, on a GPU.
+        collectives, num_bytes, in_flight: of one step: how many, of full buffers, most at once.
+    """
+
+    steps_s: list[float]
+    alone_s: list[float]
+    first_s: float
+    predicted_us: tuple[float, float] | None = None
+    peak_bytes: int | None = None
+    collectives: int | None = None
+    num_bytes: int | None = None
+    in_flight: int | None = None
+
+
+# --- on a rank -----------------------------------------------------------------------------------
+
+
+def _ddp(model: Any, mesh: DeviceMesh) -> Any:
+    return DistributedDataParallel(model, process_group=mesh.get_group())
+
+
+def _async(build: Build, model: Any, mesh: DeviceMesh) -> Any:
+    model = build(model, mesh)
+    model._set_unshard_async_op(True)
+    return model
+
+
+def ways(device_type: str) -> dict[str, Build]:
+    """All but ours."""
+    found: dict[str, Build] = {DDP: _ddp, FSDP2: fsdp2}
+    if device_type == "cuda":
+        return found | {FSDP2_BLOCKS: fsdp2_compiled_blocks}
+    return found | {
+        f"{FSDP2}, async": functools.partial(_async, fsdp2),
+        f"{FSDP2_BLOCKS}, async": functools.partial(_async, fsdp2_compiled_blocks),
+    }
+
+
+class _Training:
+    """One way to train a copy of the model."""
+
+    def __init__(self, job: Job, build: Build, mesh: DeviceMesh) -> None:
+        self._device = torch.device(mesh.device_type)
+        model = job.model().to(self._device)
+        torch.manual_seed(dist.get_rank())
+        self._ids = model.batch(job.rows, self._device)
+        self._model = build(model, mesh)
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(self) -> float:
+        return timed(self.train, self._device).done_s
+
+    def train(self) -> None:
+        self._model(self._ids).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def measure(job: Job, device_type: str) -> dict[str, Result]:
+    """By way to train, ours last."""
+    mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+    backend = _backend(job, mesh)
+    builds = {**ways(device_type), GRAPHSHARD: _compiled(backend)}
+    trainings = {name: _Training(job, build, mesh) for name, build in builds.items()}
+    first_s = {name: training.step() for name, training in trainings.items()}
+    alone_s: dict[str, list[float]] = {name: [] for name in trainings}
+
+    def steps(name: str) -> float:
+        alone_s[name].append(trainings[name].step())
+        if job.wire is None:
+            return alone_s[name][-1]
+        recording.wire(*job.wire)
+        try:
+            return trainings[name].step()
+        finally:
+            recording.wire()
+
+    runs = {name: functools.partial(steps, name) for name in trainings}
+    steps_s = interleave(runs, job.steps, job.warm_up)
+    costs = backend.options.schedule.costs(torch.device(device_type))
+    return {
+        name: Result(
+            steps_s[name],
+            alone_s[name][job.warm_up :],
+            first_s[name],
+            _predicted(backend.plans, costs) if name == GRAPHSHARD else None,
+            **_counted(training, device_type),
+        )
+        for name, training in trainings.items()
+    }
+
+
+def _predicted(plans: Sequence[Any], costs: Any) -> tuple[float, float]:
+    from graphshard.simulate import simulate
+
+    lines = [simulate(plan.problem, plan.buckets, costs) for plan in plans]
+    return sum(line.total_us for line in lines), sum(sum(line.exposed_us) for line in lines)
+
+
+def _counted(training: _Training, device_type: str) -> dict[str, int]:
+    """What one more step sends, where the process group writes it down, or holds, on a GPU."""
+    if device_type == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        training.step()
+        return {"peak_bytes": torch.cuda.max_memory_allocated() - before}
+    if dist.get_backend() != recording.BACKEND:
+        return {}
+    recording.clear()
+    training.step()
+    sent = recording.collectives()
+    num_bytes = sum(event.bytes for event in sent)
+    flying = recording.max_in_flight()
+    return {"collectives": len(sent), "num_bytes": num_bytes, "in_flight": flying}
+
+
+def resident(job: Job, name: str) -> int:
+    """Peak bytes of a rank that trains in one way alone, on a CPU."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    # Imported only here, so that a rank that trains another way holds no more than that needs.
+    build = ways("cpu").get(name) or _compiled(_backend(job, mesh))
+    training = _Training(job, build, mesh)
+    training.step()
+    training.step()
+    return peak_of(training.train, 0).peak
+
+
+def _backend(job: Job, mesh: DeviceMesh) -> Any:
+    import graphshard
+
+    policy = graphshard.SchedulePolicy(overlap=True, hardware=job.hardware)
+    return graphshard.backend(mesh, schedule=policy)
+
+
+def _compiled(backend: Any) -> Build:
+    return lambda model, _: torch.compile(model, backend=backend)
+
+
+# --- where it runs -------------------------------------------------------------------------------
+
+
+def on_this_machine(job: Job, world: int, memory: bool) -> tuple[dict[str, Result], dict[str, int]]:
+    """What rank 0 measured, and by way what the rank holds that holds most."""
+    with tempfile.TemporaryDirectory() as cache:
+        env = {"TORCHINDUCTOR_CACHE_DIR": cache}
+        run = functools.partial(ranks.run_fresh, world, timeout_s=600.0)
+        found = run(measure, job, "cpu", env={**ranks.RANK_ENV, **env}, backend=recording.BACKEND)
+        peaks = {}
+        if memory and peak_is_known():
+            for name in found[0]:
+                peaks[name] = max(run(resident, job, name, env={**env, **MMAP_ENV}))
+    return found[0], peaks
+
+
+# --- what is printed -----------------------------------------------------------------------------
+
+
+def report(job: Job, found: dict[str, Result], peaks: dict[str, int], where: str) -> list[str]:
+    """Paragraphs of Markdown."""
+    halves = {name: median(result.steps_s) for name, result in found.items()}
+    peers = {name: half for name, half in halves.items() if name != GRAPHSHARD}
+    forms = {name: half for name, half in peers.items() if name != DDP}
+    best, form = min(peers, key=peers.__getitem__), min(forms, key=forms.__getitem__)
+    ours = found[GRAPHSHARD]
+    lines = [_row(job, name, halves[best], it, peaks.get(name)) for name, it in found.items()]
+    size = parameter_bytes(job.model()) / 4e6
+    work = (
+        f"GPT of {job.layers} layers, d={job.dim}, {size:.1f} M parameters; {job.rows} × "
+        f"{job.context} tokens on each rank, fp32, SGD; {job.steps} steps; {where}. Ratio: of "
+        "medians, to the best other way. Exposed: what the modelled wire adds to a step. First "
+        "step: it compiles. Peak: resident, of a rank that does nothing else, or on a GPU what a "
+        "step adds."
+    )
+    parts = [table(HEADERS, lines), work]
+    if ours.predicted_us is not None:
+        total, exposed = (f"{us / 1e3:.1f} ms" for us in ours.predicted_us)
+        parts.append(f"predicted: forward and backward {total}, of which exposed {exposed}")
+    ratio = f"step: graphshard {halves[GRAPHSHARD] / halves[best]:.2f} × {best}"
+    return [*parts, f"{ratio}, {halves[GRAPHSHARD] / halves[form]:.2f} × {form}"]
+
+
+HEADERS = (
+    "training step",
+    "tokens/s",
+    "median ms",
+    "quartiles",
+    "ratio",
+    "exposed ms",
+    "peak MB",
+    "collectives",
+    "in flight",
+    "MB sent",
+    "first step s",
+)
+
+
+def _row(job: Job, name: str, best_s: float, it: Result, peak: int | None) -> list[str]:
+    half = median(it.steps_s)
+    low, _, high = statistics.quantiles(it.steps_s, n=4)
+    peak = it.peak_bytes if peak is None else peak
+    pairs = zip(it.steps_s, it.alone_s)
+    added = None if job.wire is None else median([on - off for on, off in pairs]) * 1e3
+    return [
+        name,
+        f"{job.rows * job.context / half:,.0f}",
+        f"{half * 1e3:.1f}",
+        f"{low * 1e3:.1f}-{high * 1e3:.1f}",
+        f"{half / best_s:.2f}",
+        _or_dash(added),
+        _or_dash(None if peak is None else peak / 1e6, 0),
+        _or_dash(it.collectives, 0),
+        _or_dash(it.in_flight, 0),
+        _or_dash(None if it.num_bytes is None else it.num_bytes / 1e6),
+        _or_dash(it.first_s),
+    ]
+
+
+def _or_dash(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def draw(found: dict[str, Result], path: Path) -> str:
+    """A bar for each way: what was written, or why nothing was."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "no chart: matplotlib is not installed (the extra `bench`)"
+    figure = Figure(figsize=(7, 0.5 * len(found) + 1), layout="constrained")
+    axes = figure.subplots()
+    for name, it in reversed(found.items()):
+        low, half, high = (s * 1e3 for s in statistics.quantiles(it.steps_s, n=4))
+        spread = [[half - low], [high - half]]
+        axes.barh(name, half, xerr=spread, color="C1" if name == GRAPHSHARD else "C0")
+    axes.set_xlabel("step, ms (median, quartiles)")
+    figure.savefig(path)
+    return f"![a bar for each row]({path.name})"
+
+
+def publish(
+    job: Job, found: dict[str, Result], peaks: dict[str, int], where: str, out: Path
+) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    parts = [heading("benchmarks.compare", device), *report(job, found, peaks, where)]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    parts.insert(2, draw(found, out.with_suffix(".svg")))
+    show(*parts)
+    out.write_text("\n\n".join(parts) + "\n")
+
+
+def main() -> None:
+    args = _arguments()
+    sizes = (args.dim, args.layers, args.context, args.rows, args.steps, args.warm_up)
+    hardware = str(args.calibrated or "auto")
+    if args.link_gbit is not None and "RANK" not in os.environ:
+        command = [sys.executable, "-m", "benchmarks.compare", *sys.argv[1:]]
+        between_namespaces(command, args.link_gbit)
+    elif "RANK" in os.environ:
+        if args.wire:
+            sys.exit("--wire: only without torchrun, which joins ranks that have real links")
+        _under_torchrun(Job(*sizes, None, hardware), args)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            if args.wire:
+                base = Hardware.load(args.calibrated) if args.calibrated else HARDWARE["cpu"]
+                linked = behind_wire(base, *args.wire, args.ranks)
+                path = Path(folder, "wire.json")
+                path.write_text(linked.to_json())
+                hardware = str(path)
+            job = Job(*sizes, args.wire, hardware)
+            found, peaks = on_this_machine(job, args.ranks, args.memory)
+        where = f"{args.ranks} gloo ranks"
+        if args.wire:
+            where += (
+                f" on a modelled wire of {args.wire[0] * 1e3:g} ms and {args.wire[1] / 1e9:g} GB/s"
+            )
+        publish(job, found, peaks, where, args.out)
+
+
+def _under_torchrun(job: Job, args: argparse.Namespace) -> None:
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    found = measure(job, device_type)
+    where = f"{dist.get_world_size()} {dist.get_backend()} ranks"
+    if args.link_gbit is not None:
+        where += f", between namespaces, {args.link_gbit:g} Gb/s"
+    if dist.get_rank() == 0:
+        publish(job, found, {}, where, args.out)
+    dist.destroy_process_group()
+
+
+def _arguments() -> argparse.Namespace:
+    shown = argparse.RawDescriptionHelpFormatter
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=shown)
+    defaults = {"ranks": 2, "dim": 256, "layers": 6, "context": 64, "rows": 4}
+    for name, value in (defaults | {"steps": 20, "warm-up": 3}).items():
+        options.add_argument(f"--{name}", type=count, default=value, help="default: %(default)s")
+    links = options.add_mutually_exclusive_group()
+    links.add_argument("--wire", type=wire_of, metavar="ALPHA_MS,GB_PER_S", help="a modelled wire")
+    links.add_argument("--link-gbit", type=positive, help="Gb/s between two network namespaces")
+    options.add_argument("--calibrated", type=Path, help="what `graphshard calibrate` wrote here")
+    options.add_argument("--no-memory", dest="memory", action="store_false")
+    results = Path("benchmarks/results/compare.md")
+    options.add_argument("--out", type=Path, default=results, help="default: %(default)s")
+    return options.parse_args()
+
+
+if __name__ == "__main__":
+    main()

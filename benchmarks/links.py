@@ -1,0 +1,98 @@
+"""Links that are not there: what the planner is told of a modelled wire, and two network namespaces
+with a shaped link between them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from graphshard.hardware import KINDS, Hardware, Link, Rate
+from graphshard.plan import ALL_REDUCE
+
+NAMESPACES = ("graphshard0", "graphshard1")
+_PORT = "29583"
+
+
+def behind_wire(base: Hardware, alpha_s: float, bytes_per_s: float, world: int) -> Hardware:
+    """``base``, linked as ``tests.recording.wire`` links: latency, and the full buffer's bytes."""
+    share = (world - 1) / world  # of a buffer, that a ring moves; twice for an all-reduce
+    bus = {
+        kind: Rate(bytes_per_s * share * (2 if kind == ALL_REDUCE else 1), ((1.0, 1.0),))
+        for kind in KINDS
+    }
+    link = Link(alpha_s * 1e6, 0.0, bus)
+    return dataclasses.replace(base, name="wire", intra=link, inter=link)
+
+
+def between_namespaces(command: Sequence[str], gbit: float, timeout_s: float = 900.0) -> None:
+    """Run ``command`` as two ranks in network namespaces, joined by a link of ``gbit`` Gb/s.
+
+    Raises:
+        SystemExit: such a link cannot be made here, or a rank failed.
+    """
+    if sys.platform != "linux" or os.geteuid() != 0:
+        sys.exit("--link-gbit: needs Linux and root, for network namespaces; see --wire")
+    try:
+        _shape(gbit)
+        environ = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "10.83.0.1"}
+        environ |= {"MASTER_PORT": _PORT, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "gs0"}
+        processes = [
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, *command],
+                env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank, name in enumerate(NAMESPACES)
+        ]
+        failed = [process.wait(timeout_s) for process in processes]
+        if any(failed):
+            sys.exit(f"--link-gbit: ranks ended with {failed}")
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        sys.exit(f"--link-gbit: this machine cannot make such a link: {reason}; see --wire")
+    finally:
+        for name in NAMESPACES:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def _shape(gbit: float) -> None:
+    """Two namespaces, a pair of interfaces, and a token bucket at both ends."""
+
+    def ip(*args: str) -> None:
+        subprocess.run(args, check=True, capture_output=True, text=True)
+
+    for name in NAMESPACES:
+        ip("ip", "netns", "add", name)
+    pair = ["ip", "link", "add", "gs0", "netns", NAMESPACES[0], "type", "veth", "peer"]
+    ip(*pair, "name", "gs0", "netns", NAMESPACES[1])
+    for rank, name in enumerate(NAMESPACES):
+        inside = ["ip", "-n", name]
+        ip(*inside, "address", "add", f"10.83.0.{rank + 1}/24", "dev", "gs0")
+        for device in ("lo", "gs0"):
+            ip(*inside, "link", "set", device, "up")
+        limits = ["rate", f"{gbit}gbit", "burst", "1mb", "latency", "50ms"]
+        ip("tc", "-n", name, "qdisc", "add", "dev", "gs0", "root", "tbf", *limits)
+
+
+def wire_of(text: str) -> tuple[float, float]:
+    """An argument: seconds and bytes/s, of milliseconds and GB/s with a comma between them."""
+    try:
+        alpha_ms, gb_per_s = map(float, text.split(","))
+        if alpha_ms < 0 or gb_per_s <= 0:
+            raise ValueError
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: must be milliseconds and GB/s, as in 4,1"
+        ) from None
+    return alpha_ms / 1e3, gb_per_s * 1e9
+
+
+def positive(text: str) -> float:
+    """An argument that is a number above 0."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be more than 0")
+    return value

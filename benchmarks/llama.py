@@ -1,0 +1,176 @@
+"""Llama-3 (arXiv 2407.21783) by its published sizes, and its graphs, traced without ranks or data.
+
+Grouped-query attention, rotary positions, SwiGLU, RMSNorm, untied head; initialised to nothing in
+particular. ``trace`` compiles a training step with fake tensors and a fake process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+import graphshard
+from graphshard.cost import CostModel
+from graphshard.hardware import HARDWARE
+from graphshard.plan import Plan
+
+WORLD = 8
+TOKENS = 8192
+DEVICE = "H100"
+_COSTS = CostModel(HARDWARE[DEVICE])
+
+
+@dataclass(frozen=True)
+class LlamaSizes:
+    """``hidden`` of the SwiGLU; ``recompute`` each block in backward, keeping only its input."""
+
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    recompute: bool
+    vocab: int = 128256
+
+    def of_layers(self, layers: int) -> LlamaSizes:
+        return replace(self, layers=layers)
+
+
+LLAMA3 = {
+    "8B": LlamaSizes(4096, 32, 32, 8, 14336, recompute=False),
+    "70B": LlamaSizes(8192, 80, 64, 8, 28672, recompute=True),
+    "405B": LlamaSizes(16384, 126, 128, 8, 53248, recompute=True),
+}
+"""Table 3 of the paper. With 8192 tokens on a GPU only the smallest can keep its activations."""
+ROTARY_BASE = 500000.0
+
+
+class LlamaBlock(nn.Module):
+    """One layer; 9 parameters."""
+
+    def __init__(self, sizes: LlamaSizes) -> None:
+        super().__init__()
+        self.head_dim = sizes.dim // sizes.heads
+        kv = sizes.kv_heads * self.head_dim
+        self.norm1 = nn.RMSNorm(sizes.dim, eps=1e-5)
+        self.q = nn.Linear(sizes.dim, sizes.dim, bias=False)
+        self.k = nn.Linear(sizes.dim, kv, bias=False)
+        self.v = nn.Linear(sizes.dim, kv, bias=False)
+        self.out = nn.Linear(sizes.dim, sizes.dim, bias=False)
+        self.norm2 = nn.RMSNorm(sizes.dim, eps=1e-5)
+        self.gate = nn.Linear(sizes.dim, sizes.hidden, bias=False)
+        self.up = nn.Linear(sizes.dim, sizes.hidden, bias=False)
+        self.down = nn.Linear(sizes.hidden, sizes.dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attend(self.norm1(x), cos, sin)
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (self.split(linear(x)) for linear in (self.q, self.k, self.v))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+    def split(self, x: Tensor) -> Tensor:
+        """``[batch, length, heads * head_dim]`` as ``[batch, heads, length, head_dim]``."""
+        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions (arXiv 2104.09864), halves rotated against each other."""
+    one, other = x.chunk(2, -1)
+    return torch.cat((one * cos - other * sin, other * cos + one * sin), -1)
+
+
+class Llama(nn.Module):
+    """Returns its loss; 9 parameters for each layer and 3 more."""
+
+    def __init__(self, sizes: LlamaSizes) -> None:
+        super().__init__()
+        self.recompute = sizes.recompute
+        self.head_dim = sizes.dim // sizes.heads
+        self.tokens = nn.Embedding(sizes.vocab, sizes.dim)
+        self.blocks = nn.ModuleList(LlamaBlock(sizes) for _ in range(sizes.layers))
+        self.norm = nn.RMSNorm(sizes.dim, eps=1e-5)
+        self.head = nn.Linear(sizes.dim, sizes.vocab, bias=False)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross entropy; ``ids`` and ``targets`` are ``[batch, length]``."""
+        x = self.tokens(ids)
+        cos, sin = self.angles(ids.shape[1], x)
+        for block in self.blocks:
+            if self.recompute:
+                x = checkpoint(block, x, cos, sin, use_reentrant=False)
+            else:
+                x = block(x, cos, sin)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+    def angles(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        half = torch.arange(0, self.head_dim, 2, device=like.device) / self.head_dim
+        angle = torch.outer(
+            torch.arange(length, device=like.device), (-half * math.log(ROTARY_BASE)).exp()
+        )
+        return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
+
+
+# --- tracing -------------------------------------------------------------------------------------
+
+
+def trace(sizes: LlamaSizes, world: int = WORLD, tokens: int = TOKENS) -> list[Plan]:
+    """Forward and backward of one step, one sequence of ``tokens`` on each rank, in bfloat16."""
+    policy = graphshard.SchedulePolicy(hardware=DEVICE, node_cost=_attention_us)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)  # the state of the random generator is real
+    with _fake_ranks(world) as mesh, _bfloat16(), fake:
+        model = Llama(sizes)
+        backend = graphshard.backend(
+            mesh, compiler="aot_eager", schedule=policy, sync_module_states=False
+        )
+        ids = torch.zeros((1, tokens), dtype=torch.int64)
+        torch.compile(model, backend=backend, fullgraph=True)(ids, ids).backward()
+        torch._dynamo.reset()
+    return backend.plans
+
+
+@contextlib.contextmanager
+def _fake_ranks(world: int) -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    yield init_device_mesh("cpu", (world,))
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _bfloat16() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(before)
+
+
+def _attention_us(node: fx.Node) -> float | None:
+    """Of attention in a recomputed block, which AOTAutograd wraps, for the sake of its dropout."""
+    if not getattr(node.target, "__name__", "").endswith("_rng_state"):
+        return None
+    at = next(i for i, arg in enumerate(node.args) if isinstance(arg, torch._ops.OpOverload))
+    graph = fx.Graph()
+    copies = {}
+    for source in node.args[at + 1 :]:
+        if isinstance(source, fx.Node) and source not in copies:
+            copies[source] = graph.placeholder(source.name)
+            copies[source].meta["val"] = source.meta["val"]
+    arguments = [copies.get(arg, arg) for arg in node.args[at + 1 :]]
+    call = graph.call_function(node.args[at], tuple(arguments))
+    call.meta["val"] = arguments[0].meta["val"]  # what it returns is as large as its query
+    return _COSTS.compute_us(graph)[call]

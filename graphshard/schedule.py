@@ -1,0 +1,101 @@
+"""What a user may ask of the schedule, and the cost model and limits that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import fx
+
+from .cost import CostModel
+from .hardware import Hardware
+from .plan import Bucket, Problem
+from .planner import Limits, schedule, without_overlap
+
+
+@dataclass(frozen=True)
+class SchedulePolicy:
+    """How collectives are bucketed and ordered.
+
+    Attributes:
+        overlap: decide buckets, and when they are launched, by predicted times, so that they hide
+            behind compute. The sizes of a batch have to be the same on all ranks. False: each where
+            it is needed, and waited for at once.
+        bucket_cap_mb: largest bucket, in MB of full parameters; "auto": what the cost model finds.
+            A larger parameter travels alone.
+        max_in_flight_gb: buffers between launch and wait, in GB; None: no limit.
+        memory_budget_gb: peak of a graph on one rank, in GB: inputs, activations, gathered
+            parameters, gradients; None: no limit.
+        hardware: a name of ``graphshard.hardware.HARDWARE``, or a file that ``python -m graphshard
+            calibrate`` wrote; "auto": by the name of the device. Equal on all ranks.
+        node_cost: called with every node of a graph; a number, in microseconds, replaces what the
+            cost model says of that node, None leaves it. Graphs are then not cached.
+
+    Raises:
+        ValueError: a value does not hold.
+    """
+
+    bucket_cap_mb: float | Literal["auto"] = "auto"
+    max_in_flight_gb: float | None = None
+    memory_budget_gb: float | None = None
+    hardware: str = "auto"
+    overlap: bool = False
+    node_cost: Callable[[fx.Node], float | None] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.overlap, bool):
+            raise ValueError(f"schedule.overlap={self.overlap!r}: must be True or False")
+        if self.bucket_cap_mb != "auto":
+            _check_size("bucket_cap_mb", self.bucket_cap_mb)
+        for name in ("max_in_flight_gb", "memory_budget_gb"):
+            if getattr(self, name) is not None:
+                _check_size(name, getattr(self, name))
+        if not self.overlap and self.limits() != Limits():
+            raise ValueError(
+                "schedule.bucket_cap_mb, max_in_flight_gb and memory_budget_gb limit what overlaps: "
+                "set schedule.overlap=True, or leave them out"
+            )
+        if self.node_cost is not None and not callable(self.node_cost):
+            raise ValueError(f"node_cost={self.node_cost!r}: must be a function of a node, or None")
+        if self.hardware != "auto":
+            _hardware(self.hardware)
+
+    def decide(self, problem: Problem, costs: CostModel) -> tuple[Bucket, ...]:
+        """The buckets of a graph."""
+        if self.overlap:
+            return schedule(problem, costs, self.limits())
+        return without_overlap(problem)
+
+    def limits(self) -> Limits:
+        return Limits(
+            cap=None if self.bucket_cap_mb == "auto" else _bytes(self.bucket_cap_mb, 1e6),
+            in_flight=_bytes(self.max_in_flight_gb, 1e9),
+            peak=_bytes(self.memory_budget_gb, 1e9),
+        )
+
+    def costs(self, device: torch.device) -> CostModel:
+        """The cost model for graphs on ``device``."""
+        if self.hardware != "auto":
+            hardware = _hardware(self.hardware)
+        elif device.type == "cuda":
+            hardware, _ = Hardware.for_device(torch.cuda.get_device_name(device))
+        else:
+            hardware = Hardware.of_device("cpu")
+        tf32 = torch.get_float32_matmul_precision() != "highest"
+        return CostModel(hardware, self.node_cost, tf32 and device.type == "cuda")
+
+
+def _check_size(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ValueError(f"schedule.{name}={value!r}: must be a positive number")
+
+
+def _bytes(size: float | None, unit: float) -> int | None:
+    return None if size is None else int(size * unit)
+
+
+def _hardware(name: str) -> Hardware:
+    return Hardware.load(Path(name)) if Path(name).is_file() else Hardware.of_device(name)

@@ -1,0 +1,246 @@
+"""Predicts when everything in a planned graph happens: two lanes, compute and communication.
+
+The compute lane runs the steps in order. In front of each it issues the collectives that are
+launched there, then stands still for those that are waited for there. The communication lane carries
+one collective after the other, in the order of their launch, each no earlier than its launch, as
+NCCL does on the stream of a group and gloo in its queue:
+
+    compute        [step 0][step 1]......[step 2][step 3]
+    communication  [gather a][gather b    ][reduce c]
+                                    └ exposed: step 2 needs b
+
+``simulate`` builds the DAG of all that and reads the timeline from it. ``clock`` gives the times alone, in
+one sweep: what the planner's search calls thousands of times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Protocol
+
+import networkx as nx
+
+from .plan import ALL_GATHER, REDUCE_SCATTER, Bucket, Problem
+
+COMPUTE, COMMUNICATION = "compute", "communication"
+_Node = tuple[str, int]
+"""Kind and index, as in ``Slot``."""
+if TYPE_CHECKING:
+    _Dag = nx.DiGraph[_Node]
+STEP, COPY_IN, COLLECTIVE, COPY_OUT = "step", "copy-in", "collective", "copy-out"
+
+
+class Prices(Protocol):
+    """What is asked of a cost model; microseconds for bytes of full tensors."""
+
+    def collective_us(self, kind: str, num_bytes: int, world: int) -> float: ...
+
+    def copy_us(self, num_bytes: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One thing that a lane does.
+
+    Attributes:
+        kind: step, copy-in, collective or copy-out; ``index`` of the step or of the bucket.
+        start_us: since the graph began.
+    """
+
+    kind: str
+    index: int
+    start_us: float
+    duration_us: float
+
+    @property
+    def lane(self) -> str:
+        return COMMUNICATION if self.kind == COLLECTIVE else COMPUTE
+
+    @property
+    def end_us(self) -> float:
+        return self.start_us + self.duration_us
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What is predicted of one run of a graph.
+
+    Attributes:
+        slots: in order of issue.
+        exposed_us: by bucket, how long the compute lane stands still at its wait.
+        alive_bytes: by step: ``Problem.other_bytes``, gathered parameters from launch to last use,
+            gradients from their completion to the end of their reduction, reduced shards from then.
+        in_flight_bytes: by step, buffers between launch and wait.
+        critical_path: slots of which each had to wait for the one before it, to the end.
+        total_us: until both lanes are done.
+    """
+
+    slots: tuple[Slot, ...]
+    exposed_us: tuple[float, ...]
+    alive_bytes: tuple[int, ...]
+    in_flight_bytes: tuple[int, ...]
+    critical_path: tuple[Slot, ...]
+    total_us: float
+
+    def busy_us(self, lane: str) -> float:
+        return sum(slot.duration_us for slot in self.slots if slot.lane == lane)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.alive_bytes, default=0)
+
+
+def simulate(problem: Problem, buckets: Sequence[Bucket], prices: Prices) -> Timeline:
+    """The predicted timeline of ``problem`` with ``buckets`` in launch order."""
+    dag = _dag(problem, buckets, prices)
+    slots: dict[_Node, Slot] = {}
+    exposed_us = [0.0] * len(buckets)
+    for node in dag:  # in order of issue, which is a topological one
+        ends = {slots[before].lane: slots[before].end_us for before in dag.predecessors(node)}
+        kind, index = node
+        slots[node] = Slot(kind, index, max(ends.values(), default=0.0), dag.nodes[node]["us"])
+        if node[0] == COPY_OUT:
+            exposed_us[node[1]] = max(0.0, ends[COMMUNICATION] - ends.get(COMPUTE, 0.0))
+    return Timeline(
+        tuple(slots.values()),
+        tuple(exposed_us),
+        tuple(alive_bytes(problem, buckets)),
+        tuple(in_flight_bytes(problem, buckets)),
+        _critical_path(dag, slots),
+        max((slot.end_us for slot in slots.values()), default=0.0),
+    )
+
+
+def _dag(problem: Problem, buckets: Sequence[Bucket], prices: Prices) -> _Dag:
+    """Nodes ``(kind, index)`` in order of issue; an edge from what has to end to what then begins."""
+    dag: _Dag = nx.DiGraph()
+    last: dict[str, _Node] = {}
+
+    def add(lane: str, kind: str, index: int, us: float, *after: _Node) -> None:
+        node = (kind, index)
+        dag.add_node(node, us=us)
+        dag.add_edges_from(
+            (before, node) for before in (*after, *([last[lane]] if lane in last else []))
+        )
+        last[lane] = node
+
+    launched, waited = _by_step(problem, buckets)
+    for step in range(problem.num_steps + 1):
+        for i in launched[step]:
+            bucket = buckets[i]
+            add(COMPUTE, COPY_IN, i, copy_in_us(problem, bucket, prices))
+            us = prices.collective_us(bucket.kind, bucket.num_bytes, bucket.world)
+            add(COMMUNICATION, COLLECTIVE, i, us, (COPY_IN, i))
+        for i in waited[step]:
+            us = copy_out_us(problem, buckets[i], prices)
+            add(COMPUTE, COPY_OUT, i, us, (COLLECTIVE, i))
+        if step < problem.num_steps:
+            add(COMPUTE, STEP, step, problem.compute_us[step])
+    return dag
+
+
+def _critical_path(dag: _Dag, slots: dict[_Node, Slot]) -> tuple[Slot, ...]:
+    path = []
+    node = max(dag, key=lambda n: slots[n].end_us, default=None)
+    while node is not None:
+        path.append(slots[node])
+        node = max(dag.predecessors(node), key=lambda n: slots[n].end_us, default=None)
+    return tuple(reversed(path))
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The times of a timeline alone.
+
+    Attributes:
+        step_us: when every step starts, and when the compute lane is done.
+        exposed_us, total_us: as in ``Timeline``.
+    """
+
+    step_us: list[float]
+    exposed_us: list[float]
+    total_us: float
+
+
+def clock(problem: Problem, buckets: Sequence[Bucket], prices: Prices) -> Clock:
+    """The times of ``simulate``, in one sweep over steps and buckets."""
+    launched, waited = _by_step(problem, buckets)
+    end_us, exposed_us = [0.0] * len(buckets), [0.0] * len(buckets)
+    step_us = []
+    now = free = 0.0
+    for step in range(problem.num_steps + 1):
+        for i in launched[step]:
+            bucket = buckets[i]
+            now += copy_in_us(problem, bucket, prices)
+            us = prices.collective_us(bucket.kind, bucket.num_bytes, bucket.world)
+            end_us[i] = free = max(free, now) + us
+        for i in waited[step]:
+            exposed_us[i] = max(0.0, end_us[i] - now)
+            now += exposed_us[i] + copy_out_us(problem, buckets[i], prices)
+        step_us.append(now)
+        if step < problem.num_steps:
+            now += problem.compute_us[step]
+    return Clock(step_us, exposed_us, max(now, free))
+
+
+def _by_step(
+    problem: Problem, buckets: Sequence[Bucket]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Which buckets are launched, and which waited for, before every step and at the end."""
+    launched: list[list[int]] = [[] for _ in range(problem.num_steps + 1)]
+    waited: list[list[int]] = [[] for _ in range(problem.num_steps + 1)]
+    for i, bucket in enumerate(buckets):
+        launched[bucket.launch].append(i)
+        waited[bucket.wait].append(i)
+    return launched, waited
+
+
+def copy_in_us(problem: Problem, bucket: Bucket, prices: Prices) -> float:
+    """Of packing shards before a gather, or full gradients before a reduction."""
+    parts = bucket.world if bucket.kind == ALL_GATHER else 1
+    return _copy_us(problem, bucket, prices, parts)
+
+
+def copy_out_us(problem: Problem, bucket: Bucket, prices: Prices) -> float:
+    """Of unpacking gathered parameters; reduced shards are slices of their buffer."""
+    return _copy_us(problem, bucket, prices, 1) if bucket.kind == ALL_GATHER else 0.0
+
+
+def _copy_us(problem: Problem, bucket: Bucket, prices: Prices, parts: int) -> float:
+    """Of all parcels that hold more than one."""
+    packed = [parcel for parcel in bucket.parcels if len(parcel) > 1]
+    sizes = [sum(problem.transfers[i].num_bytes for i in parcel) for parcel in packed]
+    return sum(prices.copy_us(size // parts) for size in sizes)
+
+
+def alive_bytes(problem: Problem, buckets: Sequence[Bucket]) -> list[int]:
+    """By step; see ``Timeline``."""
+    end = problem.num_steps
+    spans = []
+    for bucket in buckets:
+        for transfer in (problem.transfers[i] for i in bucket.transfers):
+            if bucket.kind == ALL_GATHER:
+                spans.append((bucket.launch, transfer.last + 1, transfer.num_bytes))
+            else:
+                spans.append((transfer.ready, bucket.wait, transfer.num_bytes))
+                shard = transfer.num_bytes // (1 if bucket.kind != REDUCE_SCATTER else bucket.world)
+                spans.append((bucket.wait, end, shard))
+    return [a + b for a, b in zip(problem.other_bytes, _summed(spans, end))]
+
+
+def in_flight_bytes(problem: Problem, buckets: Sequence[Bucket]) -> list[int]:
+    """By step; see ``Timeline``."""
+    spans = [(bucket.launch, bucket.wait, bucket.num_bytes) for bucket in buckets]
+    return _summed(spans, problem.num_steps)
+
+
+def _summed(spans: Sequence[tuple[int, int, int]], num_steps: int) -> list[int]:
+    """By step, the bytes of all spans ``[begin, end)`` that hold it."""
+    change = [0] * (num_steps + 1)
+    for begin, end, num_bytes in spans:
+        if begin < end:
+            change[begin] += num_bytes
+            change[end] -= num_bytes
+    return list(accumulate(change))[:num_steps]

@@ -1,0 +1,146 @@
+"""Forward, backward and inference graph: read as a ``Problem``, to be scheduled.
+
+Gathered parameters, and views of them, first move to their first use; tracing left them higher up.
+What lies between two points where something has to be there, or is ready to leave, is one step:
+
+    before   w = unshard(..)   v = unshard(..)   t = v.t()   a = x @ w   b = a.relu()   c = b @ t
+    after    w = unshard(..)   a = x @ w   b = a.relu()   v = unshard(..)   t = v.t()   c = b @ t
+    steps                     [a           b          ]                    [t           c       ]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+from itertools import accumulate
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from graphshard import ops
+from graphshard._torch import size_hint
+from graphshard.plan import BACKWARD, Problem, Transfer
+
+_MARKERS = (*ops.UNSHARD, *ops.REDUCE)
+
+
+def sink_gathered(graph: fx.Graph) -> None:
+    """Move every gathered parameter, and views of it, in front of its first use."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    before: dict[fx.Node, fx.Node] = {}  # what was moved in front of a node last
+    for node in reversed(list(position)):
+        if node.users and _is_gathered(node):
+            first = min(node.users, key=position.__getitem__)
+            before.get(first, first).prepend(node)
+            before[first] = node
+            position[node] = position[first]
+
+
+def _is_gathered(node: fx.Node) -> bool:
+    while _is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node.target in ops.UNSHARD
+
+
+def _is_view(node: fx.Node) -> bool:
+    return node.target is operator.getitem or getattr(node.target, "is_view", False)
+
+
+def _compute_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """All that runs and is not a marker, in order."""
+    around = ("placeholder", "output")
+    return [n for n in graph.nodes if n.op not in around and n.target not in _MARKERS]
+
+
+def read_problem(
+    graph: fx.Graph,
+    kind: str,
+    transfers: Mapping[fx.Node, Transfer],
+    compute_us: Mapping[fx.Node, float],
+) -> tuple[Problem, list[fx.Node]]:
+    """The problem of ``graph``, and the first node of every step.
+
+    Args:
+        transfers: by marker in graph order; ``ready``, ``due`` and ``last`` are filled in here.
+        compute_us: predicted time by node.
+    """
+    nodes = _compute_nodes(graph)
+    at = {node: i for i, node in enumerate(nodes)}
+    reach = [_reach(marker, at) for marker in transfers]
+    bounds = {p for ready, due, _ in reach for p in (ready, due) if p < len(nodes)}
+    starts = sorted({0, *bounds}) if nodes else []
+    ends = [*starts[1:], len(nodes)]
+    alive = _alive_bytes(graph, kind, at)
+    problem = Problem(
+        graph=kind,
+        steps=tuple(nodes[start].name for start in starts),
+        compute_us=tuple(
+            sum(compute_us.get(node, 0.0) for node in nodes[start:end])
+            for start, end in zip(starts, ends)
+        ),
+        other_bytes=tuple(max(alive[start:end]) for start, end in zip(starts, ends)),
+        transfers=tuple(
+            _placed(transfer, *positions, starts)
+            for transfer, positions in zip(transfers.values(), reach)
+        ),
+    )
+    return problem, [nodes[start] for start in starts]
+
+
+def _placed(transfer: Transfer, ready: int, due: int, last: int, starts: list[int]) -> Transfer:
+    """``transfer`` with positions of nodes turned into steps."""
+    return dataclasses.replace(
+        transfer,
+        ready=bisect_left(starts, ready),
+        due=bisect_left(starts, due),
+        last=bisect_right(starts, last) - 1,
+    )
+
+
+def _reach(marker: fx.Node, at: Mapping[fx.Node, int]) -> tuple[int, int, int]:
+    """Positions: launched before at the earliest, waited for before at the latest, used last."""
+    end = len(at)
+    due = min((at.get(user, end) for user in marker.users), default=end)
+    if marker.target is ops.unshard:
+        return 0, due, _last_use(marker, at)
+    ready = at.get(marker.all_input_nodes[0], -1) + 1
+    return ready, max(ready, due), end - 1
+
+
+def _last_use(node: fx.Node, at: Mapping[fx.Node, int]) -> int:
+    """Of ``node`` and of views of it; the end of the graph where that is what it returns."""
+    end = len(at) - 1
+    uses = [_last_use(user, at) if _is_view(user) else at.get(user, end) for user in node.users]
+    return max(uses, default=at.get(node, end))
+
+
+def _alive_bytes(graph: fx.Graph, kind: str, at: Mapping[fx.Node, int]) -> list[int]:
+    """By position, the bytes of all tensors but gathered parameters and what a reduction sends."""
+    end = len(at)
+    holder: dict[fx.Node, fx.Node | None] = {}  # whose memory a node's value is in
+    last: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        for used in node.all_input_nodes:
+            if node.target not in _MARKERS and (owner := holder[used]) is not None:
+                last[owner] = at.get(node, end - 1)
+        if node.target in _MARKERS:
+            holder[node] = None
+        else:
+            holder[node] = holder[node.args[0]] if _is_view(node) else node
+        if node.op == "placeholder":
+            freed = kind == BACKWARD and not any(u.target in ops.UNSHARD for u in node.users)
+            last[node] = 0 if freed else end - 1
+    change = [0] * (end + 1)
+    for node in (n for n, owner in holder.items() if n is owner and n.op != "output"):
+        begin = at.get(node, 0)
+        change[begin] += (size := _num_bytes(node))
+        change[min(max(last.get(node, begin), begin) + 1, end)] -= size
+    return list(accumulate(change))[:end]
+
+
+def _num_bytes(node: fx.Node) -> int:
+    tensors = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+    return sum(size_hint(tensor.numel()) * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,110 @@
+"""The order in which a plan writes collectives, waits and matrix products is the one that Inductor's
+final code runs them in: in forward, backward and inference."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._inductor.utils import run_and_get_code
+from torch.distributed.device_mesh import DeviceMesh
+
+import graphshard
+from graphshard import handoff
+from graphshard.plan import Plan
+
+DIM = 32
+# What each kind of event is in an FX graph, and in Inductor's code.
+EVENTS = {
+    "gather": r"all_gather_into_tensor(_coalesced)?\.default\(",
+    "reduce": r"reduce_scatter_tensor(_coalesced)?\.default\(",
+    "wait": r"wait_tensor\.default\(",
+    "product": r"(extern_kernels|aten)\.(add)?mm(\.default)?\(",
+}
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(6))
+        self.norms = nn.ModuleList(nn.LayerNorm(DIM) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms):
+            x = x + torch.tanh(layer(norm(x)))
+        return x.square().mean()
+
+
+def _events_of_code(code: str) -> list[str]:
+    """Of the body of the function that runs the graph; not of what is asserted or noted there."""
+    body = code[code.index("def call(") :]
+    lines = [line.strip() for line in body.splitlines()]
+    calls = [line for line in lines if not line.startswith(("assert", "#"))]
+    return [name for line in calls for name, pattern in EVENTS.items() if re.search(pattern, line)]
+
+
+def _events_of_graph(graph: fx.Graph) -> list[str]:
+    calls = [f"{node.target}(" for node in graph.nodes if node.op == "call_function"]
+    return [name for call in calls for name, p in EVENTS.items() if re.search(p, call)]
+
+
+def _compiled(
+    run: Callable[[Any], None], mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[list[str], list[str], Plan]]:
+    """By graph: events as written, events in the final code, and the plan."""
+    written: list[tuple[list[str], Plan]] = []
+    verify = handoff.verify_lowered
+
+    def verify_and_note(graph: fx.Graph, plan: Plan) -> None:
+        verify(graph, plan)
+        written.append((_events_of_graph(graph), plan))
+
+    monkeypatch.setattr(handoff, "verify_lowered", verify_and_note)
+    policy = graphshard.SchedulePolicy(overlap=True, bucket_cap_mb=DIM * DIM * 4 / 1e6)
+    backend = graphshard.backend(mesh, schedule=policy)
+    model = torch.compile(Deep(), backend=backend, fullgraph=True)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(run, model)
+    assert len(codes) == len(written)
+    return [(events, _events_of_code(code), plan) for (events, plan), code in zip(written, codes)]
+
+
+def _train(model: Any) -> None:
+    model(torch.randn(4, DIM)).backward()
+
+
+def _infer(model: Any) -> None:
+    with torch.no_grad():
+        model(torch.randn(4, DIM))
+
+
+@pytest.mark.parametrize(("run", "num_graphs"), [(_train, 2), (_infer, 1)])
+def test_inductor_keeps_the_order(
+    run: Callable[[Any], None],
+    num_graphs: int,
+    mesh: DeviceMesh,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graphs = _compiled(run, mesh, monkeypatch)
+    assert len(graphs) == num_graphs
+    for written, in_code, plan in graphs:
+        launches = [event for event in written if event in ("gather", "reduce")]
+        assert [event for event in in_code if event in ("gather", "reduce")] == launches
+        assert len(launches) == len(plan.buckets) > 4
+        assert _products_before("gather", in_code) == _products_before("gather", written)
+        # A gradient may be fused into the kernel that comes next, and then leaves behind that.
+        for event in ("reduce", "wait"):
+            pairs = zip(_products_before(event, in_code), _products_before(event, written))
+            assert all(late - planned in (0, 1) for late, planned in pairs)
+        # Something is in flight while something else is computed.
+        start = written[: written.index("product")]
+        assert start.count("gather") > start.count("wait")
+
+
+def _products_before(event: str, events: list[str]) -> list[int]:
+    """How many matrix products come before each of the events of a kind."""
+    return [events[:i].count("product") for i, other in enumerate(events) if other == event]

@@ -1,0 +1,399 @@
+"""Ranks that run different graphs: every rank raises the same error, also one that is blocked in a
+collective; ranks that run the same are never disturbed, however far apart in time they are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import graphshard.agreement
+from graphshard._torch import BackendError
+from graphshard.agreement import STALL_S, Agreement, Board, agreement_of
+from tests import ranks
+
+PLAN = "forward\nall_gather 0\nall_gather 1"
+OTHER = "forward\nall_gather 0\nall_gather 7"
+
+Group = dist.ProcessGroup
+
+
+def run(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    """fn(group, agreement, *args) on each rank, with a group of its own, which it may break."""
+    return ranks.run(world, _in_group, fn, timeout_s, args, timeout_s=30)
+
+
+def _in_group(fn: Callable[..., Any], timeout_s: float, args: Any) -> Any:
+    group: Any = dist.new_group(timeout=timedelta(seconds=timeout_s))
+    try:
+        result = fn(group, agreement_of(group), *args)
+        dist.barrier()  # the default group works, whatever became of this one
+        return result
+    finally:
+        dist.destroy_process_group(group)
+
+
+def gather(group: Group) -> None:
+    full = torch.empty(3 * group.size())
+    dist.all_gather_into_tensor(full, torch.full((3,), float(group.rank())), group=group)
+    assert full.tolist() == [float(r) for r in range(group.size()) for _ in range(3)]
+
+
+def call(agreement: Agreement, collective: Callable[[Group], object], group: Group) -> None:
+    """As a compiled graph does it."""
+    try:
+        collective(group)
+    except Exception as error:
+        agreement.explain(error)
+        raise
+
+
+def message(act: Callable[..., object], *args: Any) -> str:
+    with pytest.raises(BackendError) as raised:
+        act(*args)
+    return str(raised.value)
+
+
+def assert_same(messages: list[str], *parts: str) -> None:
+    assert len(set(messages)) == 1, messages
+    for part in parts:
+        assert part in messages[0], messages[0]
+
+
+# Equal plans.
+
+
+def _train(group: Group, agreement: Agreement, slow_rank: int, seconds: float) -> None:
+    for step in range(3):
+        for plan in ("forward", "backward"):
+            if step == 0:
+                time.sleep(seconds if group.rank() == slow_rank else 0)
+                agreement.first_run(plan, f"{plan}\nall_gather")
+            else:
+                agreement.run(plan)
+            call(agreement, gather, group)
+
+
+@pytest.mark.parametrize(("world", "seconds"), [(1, 0.0), (2, 3.0), (4, 0.0)])
+def test_equal_plans_though_one_rank_comes_late(world: int, seconds: float) -> None:
+    run(world, _train, world - 1, seconds)
+
+
+def _recompile_alone(group: Group, agreement: Agreement) -> None:
+    """A rank compiles once more, to the same plan; the others run the graph that they have."""
+    agreement.first_run("plan", PLAN)
+    for step in range(30):
+        if step == 7 * group.rank():
+            agreement.first_run("plan", PLAN)
+        else:
+            agreement.run("plan")
+        call(agreement, gather, group)
+
+
+def test_one_rank_compiles_the_same_plan_again() -> None:
+    run(4, _recompile_alone)
+
+
+def _compile_behind(group: Group, agreement: Agreement) -> None:
+    """A rank is calls behind the other, which is idle for long, and then waits for it."""
+    agreement.first_run("plan", PLAN)
+    agreement.run("plan")
+    if group.rank() == 0:
+        agreement.run("plan")
+        time.sleep(STALL_S + 1.0)
+        agreement.run("plan")
+        agreement.first_run("next", OTHER)
+    else:
+        time.sleep(STALL_S + 2.0)
+        agreement.run("plan")
+        agreement.first_run("plan", PLAN)
+        agreement.run("next")
+
+
+def test_a_rank_that_is_behind() -> None:
+    run(2, _compile_behind)
+
+
+# Other plans.
+
+
+def _compile_other(group: Group, agreement: Agreement, other_rank: int) -> str:
+    agreement.first_run("same", "same")
+    plan = ("other", OTHER) if group.rank() == other_rank else ("plan", PLAN)
+    text = message(agreement.first_run, *plan)
+    assert message(agreement.run, "same") == text
+    assert message(agreement.decide, "key", str) == text
+    return text
+
+
+@pytest.mark.parametrize(("world", "other_rank"), [(2, 0), (2, 1), (4, 2)])
+def test_a_first_run_of_another_plan(world: int, other_rank: int) -> None:
+    messages = run(world, _compile_other, other_rank)
+    assert_same(messages, "call 1", f"all_gather 7 (rank {other_rank})", "line 3", "all_gather 1 (")
+
+
+def functional(group: Group) -> None:
+    ops = torch.ops._c10d_functional
+    ops.wait_tensor(ops.all_gather_into_tensor(torch.ones(3), group.size(), group.group_name))
+
+
+def backward(group: Group) -> None:
+    """As a compiled backward graph does it: within autograd."""
+    x = torch.ones(3, requires_grad=True)
+    x.register_hook(lambda grad: call(agreement_of(group), gather, group))
+    x.sum().backward()
+
+
+def _recompile_other(group: Group, agreement: Agreement, new_rank: int, collective: Any) -> str:
+    agreement.first_run("plan", PLAN)
+    gather(group)
+    if group.rank() == new_rank:
+        time.sleep(1.0)  # the others are in the collective
+        text = message(agreement.first_run, "other", OTHER)
+    else:
+        agreement.run("plan")
+        text = message(call, agreement, collective, group)
+    assert message(agreement.run, "plan") == text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("world", "new_rank", "collective"),
+    [(2, 0, gather), (2, 1, functional), (2, 0, backward), (4, 3, gather)],
+)
+def test_others_are_blocked_in_a_collective(world: int, new_rank: int, collective: Any) -> None:
+    messages = run(world, _recompile_other, new_rank, collective)
+    assert_same(messages, "call 1", f"all_gather 7 (rank {new_rank})", "line 3", "all_gather 1 (")
+
+
+def _choose_other(group: Group, agreement: Agreement) -> str:
+    for plan in (PLAN, OTHER):
+        agreement.first_run(plan, plan)
+        gather(group)
+    if group.rank() == 1:
+        agreement.run(OTHER)
+        return message(call, agreement, lambda g: dist.all_reduce(torch.ones(8), group=g), group)
+    agreement.run(PLAN)
+    return message(call, agreement, gather, group)
+
+
+def test_ranks_blocked_in_graphs_that_all_of_them_know() -> None:
+    assert_same(run(4, _choose_other), "call 2", "rank 1", "line 3")
+
+
+def _swap_once(group: Group, _: Agreement) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphshard.agreement, "AUDIT_S", 0.5)
+        return message(_train_with_a_swap, group, Agreement(group))
+
+
+def _train_with_a_swap(group: Group, agreement: Agreement) -> None:
+    for step in range(1000):
+        agreement.run("other" if step == 3 and group.rank() == 1 else "plan")
+        call(agreement, gather, group)
+        time.sleep(0.01)
+
+
+def test_graphs_that_differed_once_and_did_not_hang() -> None:
+    assert_same(run(2, _swap_once), "ranks 0, 1", "earlier call")
+
+
+# Ranks that do not come.
+
+
+def _late(group: Group, agreement: Agreement) -> str:
+    agreement.first_run("plan", PLAN)
+    text = message(agreement.first_run, "late", PLAN) if group.rank() < 2 else ""
+    dist.barrier()
+    return text or message(agreement.explain, RuntimeError("of a collective"))
+
+
+def test_ranks_that_never_come() -> None:
+    assert_same(run(4, _late, timeout_s=3), "ranks 2, 3 did not come", "call 1 (late)", "3 s")
+
+
+# Decisions.
+
+
+def _decide(group: Group, agreement: Agreement) -> list[str]:
+    made = []
+    for key in ("a", "b", "c"):
+        made.append(agreement.decide(key, lambda key=key: f"{key} of {group.rank()}"))
+        agreement.first_run(made[-1], PLAN)
+    with pytest.raises(ValueError, match="key='a'"):
+        agreement.decide("a", str)
+    return made
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_decisions_are_those_of_the_first_rank(world: int) -> None:
+    assert run(world, _decide) == [["a of 0", "b of 0", "c of 0"]] * world
+
+
+def _decide_alone(group: Group, agreement: Agreement) -> str:
+    agreement.first_run("plan", PLAN)
+    if group.rank() == 1:
+        return message(agreement.decide, "key", str)
+    agreement.run("plan")
+    return message(call, agreement, gather, group)
+
+
+def test_a_decision_that_the_first_rank_does_not_know_of() -> None:
+    assert_same(run(2, _decide_alone), "call 1", "decision 'key' (rank 1)", "(rank 0)")
+
+
+def _fail_to_decide(group: Group, agreement: Agreement) -> str:
+    if group.rank() > 0:
+        return message(agreement.decide, "key", str)
+    with pytest.raises(ZeroDivisionError):
+        agreement.decide("key", lambda: str(1 // 0))
+    return ""
+
+
+def test_a_decision_that_fails() -> None:
+    text = run(2, _fail_to_decide)[1]
+    assert "rank 0" in text and "ZeroDivisionError" in text
+
+
+# The store, the group and the process.
+
+
+class _Counting:
+    """A store that counts what the thread that made it asks for."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self._thread, self.num_operations = store, threading.get_ident(), 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.num_operations += threading.get_ident() == self._thread
+        return getattr(self._store, name)
+
+
+def _count_operations(group: Group, agreement: Agreement) -> None:
+    store: Any = _Counting(agreement._board._store)
+    agreement._board._store = store
+    agreement.first_run("plan", PLAN)
+    num_operations = store.num_operations
+    for _ in range(10_000):
+        agreement.run("plan")
+    assert store.num_operations == num_operations > 0
+
+
+def test_a_run_touches_no_store() -> None:
+    run(2, _count_operations)
+
+
+def _num_keys(group: Group, agreement: Agreement) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    counts = []
+    for number in range(8):
+        agreement.first_run(f"plan {number}", PLAN)
+        agreement.decide(f"key {number}", str)
+        dist.barrier()
+        time.sleep(0.5)  # for the watchers to delete
+        counts.append(sum("graphshard" in key for key in store.list_keys()))
+        dist.barrier()
+    assert 0 < counts[-1] <= counts[2]
+
+
+def test_the_store_does_not_grow() -> None:
+    run(2, _num_keys)
+
+
+STORES: dict[str, Callable[[Path], dist.Store]] = {
+    "hash": lambda folder: dist.HashStore(),
+    "file": lambda folder: dist.FileStore(str(folder / "store"), 2),
+    "tcp": lambda folder: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+    "prefix": lambda folder: dist.PrefixStore("a", dist.PrefixStore("b", dist.HashStore())),
+}
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_events_of_two_ranks_in_every_store(kind: str, tmp_path: Path) -> None:
+    store = STORES[kind](tmp_path)
+    for _ in range(2):  # two groups of the same name, one after the other
+        first, second = (Board(store, "graphshard/0", rank, 2) for rank in range(2))
+        assert first.read(0) is None and second.num_posted() == 0 and first.left() == []
+        first.post_call(3, "plan", 17, PLAN)
+        second.post_call(3, "other", 18, OTHER)  # a rank has posted about this call
+        post = second.read(0)
+        assert post is not None and second.text(post) == PLAN
+        assert (post["call"], post["rank"], post["plan"], post["history"]) == (3, 0, "plan", 17)
+        first.agree(post)
+        assert first.agrees(post, 0) and not first.agrees(post, 1) and first.num_posted() == 1
+        second.agree(post)
+        assert first.read(1) == {"kind": "agreed", "index": 1, "call": 3, "of": 0}
+        second.leave()
+        assert first.left() == [1]
+
+
+def _groups_of_one_name(folder: Path) -> list[str]:
+    made = []
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for number in range(3):
+        dist.destroy_process_group()
+        path = f"file://{folder / str(number)}"
+        dist.init_process_group("gloo", init_method=path, rank=rank, world_size=world)
+        assert dist.group.WORLD is not None
+        agreement = agreement_of(dist.group.WORLD)
+        agreement.first_run("plan", PLAN)
+        made.append(agreement.decide("key", lambda number=number: str(number)))
+        dist.barrier()
+    dist.destroy_process_group()
+    for thread in threading.enumerate():
+        if thread.name == "graphshard":
+            thread.join(20)
+            assert not thread.is_alive()
+    return made
+
+
+def test_groups_of_one_name_one_after_the_other(tmp_path: Path) -> None:
+    assert ranks.run(2, _groups_of_one_name, tmp_path) == [["0", "1", "2"]] * 2
+
+
+SCRIPT = """
+import sys
+import torch.distributed as dist
+from graphshard.agreement import agreement_of
+
+rank, path, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+agreement = agreement_of(dist.group.WORLD)
+agreement.first_run("plan", "text")
+if how == "raise":
+    assert rank == 0, "an error on one rank"
+    agreement.first_run("next", "text")
+"""
+
+
+def _end(folder: Path, how: str) -> list[tuple[int, str]]:
+    """Exit codes and errors of two processes, which end while they watch."""
+    starts = [[sys.executable, "-c", SCRIPT, str(r), str(folder / "group"), how] for r in range(2)]
+    env = {**os.environ, **ranks.RANK_ENV}
+    processes = [subprocess.Popen(s, stderr=subprocess.PIPE, text=True, env=env) for s in starts]
+    try:
+        return [(p.wait(100), p.communicate()[1]) for p in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_a_process_ends_cleanly_while_it_watches(tmp_path: Path) -> None:
+    for code, errors in _end(tmp_path, "return"):
+        assert code == 0 and "Traceback" not in errors and "terminate" not in errors, errors
+
+
+def test_an_error_on_one_rank_reaches_a_rank_that_waits(tmp_path: Path) -> None:
+    (code, errors), (other_code, _) = _end(tmp_path, "raise")
+    assert code == other_code == 1
+    assert "BackendError" in errors and "rank 1 left" in errors, errors

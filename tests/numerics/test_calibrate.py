@@ -1,0 +1,123 @@
+"""Calibration writes, from one rank, a file that has what was measured and the table's other
+numbers; measured times become rates that predict them again. Nothing here depends on how fast."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from graphshard import calibrate
+from graphshard.calibrate import Effort, link, rate
+from graphshard.cost import CostModel
+from graphshard.hardware import HARDWARE, KINDS, Hardware, Link
+from graphshard.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from tests import ranks
+
+CPU, BASE = torch.device("cpu"), HARDWARE["cpu"]
+TINY = Effort(
+    dtypes=("float32",), products=(4, 16), copies=(64, 4096), collectives=(64, 4096), repeats=2
+)
+
+
+def _amounts(link: Link, kind: str) -> list[float]:
+    return [amount for amount, _ in link.bus[kind].achieved]
+
+
+def test_without_ranks_the_links_stay_those_of_the_table() -> None:
+    measured, reason = calibrate.measure(CPU, TINY)
+    assert reason == ""
+    assert [amount for amount, _ in measured.flops["float32"].achieved] == [2 * 4**3, 2 * 16**3]
+    assert [amount for amount, _ in measured.memory.achieved] == [2 * 64, 2 * 4096]
+    assert measured.flops["bfloat16"] == BASE.flops["bfloat16"]
+    assert (measured.intra, measured.inter) == (BASE.intra, BASE.inter)
+    assert measured.special_per_s != BASE.special_per_s
+    assert measured.launch_us != BASE.launch_us
+
+
+def _write_from_ranks(path: Path) -> int:
+    group = dist.group.WORLD
+    status = calibrate.main(["--out", str(path), "--quick", "--sizes", "4096,64"])
+    assert dist.group.WORLD is group  # it was not ours to destroy
+    return status
+
+
+def test_ranks_measure_their_link_and_one_writes(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text("of an earlier run")
+    assert ranks.run(2, _write_from_ranks, path) == [0, 0]
+    assert os.listdir(tmp_path) == [path.name]  # no half-written file is left
+    written = Hardware.load(path)
+    for kind in KINDS:
+        assert _amounts(written.intra, kind) == [64, 4096]
+    assert written.intra.latency_us > 0
+    assert written.inter == BASE.inter
+    assert written.ranks_per_node == BASE.ranks_per_node
+
+
+def _measure() -> Hardware:
+    return calibrate.measure(CPU, TINY)[0]
+
+
+def test_ranks_on_several_nodes_measure_the_network() -> None:
+    for measured in ranks.run(2, _measure, env={"LOCAL_WORLD_SIZE": "1"}):
+        assert measured.ranks_per_node == 1
+        assert measured.intra == BASE.intra  # one rank alone has no link inside of its node
+        for kind in KINDS:
+            assert _amounts(measured.inter, kind) == [64, 4096]
+
+
+def test_measured_times_of_collectives_are_predicted() -> None:
+    times = {
+        ALL_GATHER: [(1000, 100.0), (10_000, 150.0), (100_000, 900.0)],
+        REDUCE_SCATTER: [(1000, 120.0), (10_000, 300.0), (100_000, 1700.0)],
+        ALL_REDUCE: [(1000, 110.0), (10_000, 200.0), (100_000, 2000.0)],
+    }
+    for world in (2, 4):
+        costs = CostModel(
+            Hardware(
+                "measured", BASE.flops, BASE.memory, 1.0, 1.0, 4, link(times, world), BASE.inter
+            )
+        )
+        for kind, points in times.items():
+            for num_bytes, time_us in points:
+                predicted = costs.collective_us(kind, num_bytes, world)
+                assert predicted == pytest.approx(time_us, rel=0.03)
+
+
+def test_rates_ignore_what_took_longer_than_more_did() -> None:
+    measured = rate([(10, 5.0), (40, 4.0), (20, 90.0), (80, 8.0)])
+    assert [measured.us(amount) for amount in (10, 20, 40, 80)] == pytest.approx([4, 4, 4, 8])
+
+
+def test_rates_of_what_took_no_time_are_bounded() -> None:
+    measured = rate([(10, -1.0), (20, 0.0), (40, 4.0)])
+    assert 0 < measured.us(10) <= measured.us(20) < measured.us(40) == pytest.approx(4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--out", "machine.json", "--sizes", "4k"], "'4k': must be numbers of bytes"),
+        (["--out", "machine.json", "--sizes", "0"], "'0': must be numbers of bytes"),
+        (["--out", "no such folder/machine.json"], "must be a file in a folder that exists"),
+        ([], "--out"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_measured(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        calibrate.main(arguments)
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_measured_grows(device: str, quick: bool) -> None:
+    effort = Effort.of(torch.device(device), quick=quick)
+    for sizes in (effort.products, effort.copies, effort.collectives):
+        assert len(sizes) > 2 and list(sizes) == sorted(set(sizes))

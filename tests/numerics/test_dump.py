@@ -1,0 +1,160 @@
+"""`dump="folder"` of a real training: which rank writes what, from a cold and from a warm cache, in
+the folder and in torch's trace log; and a profile of it with the predictions beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import graphshard
+from graphshard.plan import ALL_GATHER, REDUCE_SCATTER
+from graphshard.show import Dump, profile, table
+from graphshard.show.files import NO_CODE
+from graphshard.show.trace import PID
+from tests import ranks
+from tests.models import MLP
+from tests.numerics.test_errors import ERRORS
+
+PLANS = [
+    f"{name}.{end}" for name in ("forward", "backward") for end in ("json", "trace.json", "txt")
+]
+CODE = [
+    f"{name}.{when}.py" for name in ("joint", "forward", "backward") for when in ("before", "after")
+]
+STEP = sorted(f"00-{name}" for name in [*PLANS, *CODE])
+
+
+def _train(folder: Path, compiler: str, model: nn.Module) -> list[str]:
+    """Each rank has a folder of its own. Returns the tables."""
+    dump = folder / str(dist.get_rank())
+    backend = graphshard.backend(compiler=compiler, dump=dump)
+    compiled = torch.compile(model, backend=backend)
+    compiled(torch.ones(5, 7)).sum().backward()
+    return backend.summary().split("\n\n\n")
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def _evaluate_too(folder: Path) -> list[str]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    backend = graphshard.backend(mesh, compiler="aot_eager", dump=str(folder))
+    compiled = torch.compile(MLP(), backend=backend)
+    compiled(torch.ones(5, 7)).backward()
+    with torch.no_grad():
+        compiled(torch.ones(5, 7))
+    return [plan.to_json() for plan in backend.plans]
+
+
+def test_the_first_rank_writes_all_of_every_graph(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "dump"
+    plans, _ = ranks.run(2, _evaluate_too, folder)
+    inference = ["json", "trace.json", "txt", "before.py", "after.py"]
+    assert _names(folder) == sorted([*STEP, *(f"01-inference.{end}" for end in inference)])
+    names = ["00-forward", "00-backward", "01-inference"]
+    dumps = [Dump.load(folder / f"{name}.json") for name in names]
+    assert [dump.plan.to_json() for dump in dumps] == plans
+    assert [dump.compiled for dump in dumps] == ["0/0", "0/0", "0/1"]
+    for name, dump in zip(names, dumps):
+        assert dump.hardware.name == "cpu"
+        assert (folder / f"{name}.txt").read_text() == f"{table(dump)}\n"
+        assert json.loads((folder / f"{name}.trace.json").read_text())["traceEvents"]
+
+
+def test_the_code_before_and_after_each_stage(tmp_path: Path) -> None:
+    ranks.run(2, _train, tmp_path, "aot_eager", MLP())
+    assert _names(tmp_path / "0") == STEP and _names(tmp_path / "1") == []
+
+    def code(name: str) -> str:
+        return (tmp_path / "0" / f"00-{name}.py").read_text()
+
+    num_params = len(list(MLP().parameters()))
+    gathers, reductions = "graphshard.unshard.default(", "graphshard.reduce_grad.default("
+    for name in ("joint.before", "joint.after", "forward.before"):
+        assert code(name).count(gathers) == num_params, name
+    for name in ("joint.before", "joint.after", "backward.before"):
+        assert code(name).count(reductions) == num_params, name
+    assert "MUST_RECOMPUTE" in code("joint.after") and "MUST_RECOMPUTE" not in code("joint.before")
+    for graph in ("forward", "backward"):
+        plan = Dump.load(tmp_path / "0" / f"00-{graph}.json").plan
+        lowered = code(f"{graph}.after")
+        assert gathers not in lowered and reductions not in lowered
+        assert lowered.count("_c10d_functional.all_gather_into") == plan.count(ALL_GATHER)
+        assert lowered.count("_c10d_functional.reduce_scatter") == plan.count(REDUCE_SCATTER)
+
+
+def test_a_warm_cache_still_gives_the_plans(tmp_path: Path) -> None:
+    cold, warm = tmp_path / "cold", tmp_path / "warm"
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCH_TRACE": str(tmp_path / "log")}
+    model = nn.Linear(7, 3)
+    (first,), (second,) = (
+        ranks.run_fresh(1, _train, at, "inductor", model, env=env) for at in (cold, warm)
+    )
+    assert first == second and len(first) == 2
+    assert _names(cold / "0") == STEP
+    assert _names(warm / "0") == sorted(f"00-{name}" for name in PLANS)
+    for name, text in zip(("forward", "backward"), first):
+        for file in (f"00-{name}.json", f"00-{name}.trace.json"):
+            assert (warm / "0" / file).read_text() == (cold / "0" / file).read_text()
+        assert (cold / "0" / f"00-{name}.txt").read_text() == f"{text}\n"
+        assert (warm / "0" / f"00-{name}.txt").read_text() == f"{text}\n\n{NO_CODE}\n"
+    logs = [path.read_text() for path in (tmp_path / "log").iterdir()]
+    assert len(logs) == 2
+    for log in logs:
+        for graph in ("forward", "backward"):
+            for kind in ("plan", "table"):
+                assert log.count(f'"name": "graphshard_{graph}_{kind}"') == 1
+            assert f"{graph} 0/0: 2 parameters" in log
+
+
+def _profile(folder: Path) -> None:
+    backend = graphshard.backend(compiler="aot_eager", dump=folder)
+    compiled = torch.compile(MLP(), backend=backend)
+    compiled(torch.ones(5, 7)).backward()
+    with profile(folder / "step.json"):
+        for _ in range(2):
+            compiled(torch.ones(5, 7)).backward()
+    with profile(folder / "none.json", folder.parent):
+        compiled(torch.ones(5, 7)).backward()
+
+
+def test_a_profile_has_predictions_beside_it(tmp_path: Path) -> None:
+    ranks.run(2, _profile, tmp_path / "dump")
+    events = json.loads((tmp_path / "dump" / "step.json").read_text())["traceEvents"]
+    named = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert named[0] == "predicted on cpu"
+    assert any(name.startswith("measured: ") for name in named[1:])
+    measured = [e["ts"] for e in events if e["name"].startswith("Torch-Compiled Region: ")]
+    steps = {
+        kind: Dump.load(tmp_path / "dump" / f"00-{kind}.json").plan.problem.num_steps
+        for kind in ("forward", "backward")
+    }
+    counters = [e["ts"] for e in events if e["pid"] == PID and e["name"] == "alive"]
+    assert len(counters) == 2 * sum(steps.values())
+    first = min(e["ts"] for e in events if e["pid"] == PID and e["ph"] == "X")
+    assert len(measured) == 2 and first == pytest.approx(min(measured), abs=1e-2)
+    unknown = json.loads((tmp_path / "dump" / "none.json").read_text())["traceEvents"]
+    assert unknown and all(event["pid"] != PID for event in unknown)
+
+
+def _bad_folder(path: Path) -> None:
+    model = MLP()
+    for act in (graphshard.backend, lambda **given: graphshard.shard(model, **given)):
+        with pytest.raises(ValueError, match=r"dump='.*file/dump': .*give a folder"):
+            act(dump=str(path / "file" / "dump"))
+    options = {"dump": str(path / "file"), "compiler": "aot_eager"}
+    with pytest.raises(ERRORS, match=r"dump='.*file': File exists; give a folder"):
+        torch.compile(model, backend="graphshard", options=options)(torch.ones(5, 7))
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ranks.run(2, _bad_folder, tmp_path)

@@ -1,0 +1,72 @@
+"""Dumps that can be computed by hand, and random ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from graphshard.hardware import KINDS, Hardware, Link, Rate
+from graphshard.plan import ALL_GATHER, REDUCE_SCATTER, Bucket, Plan, Problem, ShardedParam
+from graphshard.planner import Limits, schedule
+from graphshard.show import Dump
+from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction
+
+
+def hardware(line: Line, name: str = "wire") -> Hardware:
+    """With the prices of ``line``, for collectives of ``WORLD`` ranks."""
+    per_s = (WORLD - 1) / WORLD * 1e6 / max(line.us_per_byte, 1e-3)
+    bus = {kind: Rate(per_s, ((1.0, 1.0),)) for kind in KINDS}
+    link = Link(line.latency_us, 0.0, bus)
+    memory = Rate(2e6 / max(line.copy_us_per_byte, 1e-3), ((1.0, 1.0),))
+    rate = Rate(1e12, ((1.0, 1.0),))
+    return Hardware(name, {"float32": rate}, memory, 1e12, 0.0, WORLD, link, link)
+
+
+WIRE = hardware(Line(10.0, 1.0, 0.1))
+
+
+def bucket(kind: str, parcels: Sequence[tuple[int, ...]], size: int, at: tuple[int, int]) -> Bucket:
+    """``at``: the steps of launch and wait."""
+    return Bucket(kind, tuple(parcels), size, "g", WORLD, *at)
+
+
+def dump(
+    asked: Problem,
+    buckets: Sequence[Bucket],
+    fqns: Sequence[str] | None = None,
+    limits: Limits | None = None,
+    on: Hardware = WIRE,
+) -> Dump:
+    """Parameters are named ``fqns``, or p0, p1, ..."""
+    num_params = 1 + max((transfer.param for transfer in asked.transfers), default=-1)
+    names = fqns or [f"p{i}" for i in range(num_params)]
+    params = tuple(ShardedParam(i, (4, 2), "torch.float32", 1, n) for i, n in enumerate(names))
+    return Dump(Plan(params, asked, tuple(buckets)), on, limits or Limits(), "0/0")
+
+
+def by_hand() -> Dump:
+    """
+    compute        ....30[step 0: 20]50....60[step 1: 40]100[copy 4][step 2: 10]114
+    communication  [gather a: 30][gather b: 30]60           104[reduce: 50]154
+    """
+    asked = problem(
+        [20.0, 40.0, 10.0],
+        [gather(0, 20, 0), gather(1, 20, 1, 2), reduction(2, 24, 2, 3), reduction(3, 16, 2, 3)],
+        other_bytes=[100, 200, 100],
+    )
+    buckets = [
+        bucket(ALL_GATHER, [(0,)], 20, (0, 0)),
+        bucket(ALL_GATHER, [(1,)], 20, (0, 1)),
+        bucket(REDUCE_SCATTER, [(2, 3)], 40, (2, 3)),
+    ]
+    return dump(asked, buckets, ["up.weight", "down.weight", "norm.weight", "norm.bias"])
+
+
+@st.composite
+def dumps(draw: st.DrawFn) -> Dump:
+    """A problem, scheduled for some wire."""
+    asked, on = draw(problems()), hardware(draw(lines))
+    empty = dump(asked, [], on=on)
+    cost = draw(lines)  # not that of the hardware: any schedule will do
+    return dump(asked, schedule(asked, cost, Limits()), on=empty.hardware)

@@ -1,0 +1,72 @@
+"""Random scheduling problems, and prices that can be computed by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from graphshard.plan import ALL_GATHER, BACKWARD, REDUCE_SCATTER, Problem, Transfer
+
+WORLD = 4
+
+
+@dataclass(frozen=True)
+class Line:
+    """A wire that costs ``latency_us`` and ``us_per_byte``; a copy costs ``copy_us_per_byte``."""
+
+    latency_us: float = 10.0
+    us_per_byte: float = 1.0
+    copy_us_per_byte: float = 0.0
+
+    def collective_us(self, kind: str, num_bytes: int, world: int) -> float:
+        return self.latency_us + num_bytes * self.us_per_byte
+
+    def copy_us(self, num_bytes: int) -> float:
+        return num_bytes * self.copy_us_per_byte
+
+
+def gather(param: int, num_bytes: int, due: int, last: int | None = None) -> Transfer:
+    last = due if last is None else last
+    return Transfer(param, ALL_GATHER, num_bytes, "float32", "g", WORLD, 0, due, last)
+
+
+def reduction(param: int, num_bytes: int, ready: int, num_steps: int) -> Transfer:
+    last = num_steps - 1
+    return Transfer(param, REDUCE_SCATTER, num_bytes, "float32", "g", WORLD, ready, num_steps, last)
+
+
+def problem(
+    compute_us: list[float], transfers: list[Transfer], other_bytes: list[int] | None = None
+) -> Problem:
+    steps = tuple(f"step{i}" for i in range(len(compute_us)))
+    other = tuple(other_bytes or [0] * len(steps))
+    return Problem(BACKWARD, steps, tuple(compute_us), other, tuple(transfers))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """A backward graph: some steps use a gathered parameter, some complete a gradient."""
+    num_steps = draw(st.integers(1, 8))
+    times = st.floats(0, 200, allow_nan=False)
+    transfers = []
+    for param in range(draw(st.integers(0, 8))):
+        num_bytes = draw(st.integers(1, 100))
+        due = draw(st.integers(0, num_steps - 1))
+        if draw(st.booleans()):
+            transfers.append(gather(param, num_bytes, due, draw(st.integers(due, num_steps - 1))))
+        else:
+            transfers.append(reduction(param, num_bytes, due + 1, num_steps))
+    return problem(
+        draw(st.lists(times, min_size=num_steps, max_size=num_steps)),
+        transfers,
+        draw(st.lists(st.integers(0, 500), min_size=num_steps, max_size=num_steps)),
+    )
+
+
+lines = st.builds(
+    Line,
+    latency_us=st.floats(0, 100),
+    us_per_byte=st.floats(0, 5),
+    copy_us_per_byte=st.floats(0, 1),
+)

@@ -1,0 +1,398 @@
+"""What nodes and collectives cost, against sums done by hand, for a machine that moves a byte, does
+1000 flops and computes a tenth of an exponential in a microsecond and has 4 ranks in a node."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import graphshard.ops  # noqa: F401  registers the markers
+from graphshard.cost import ATTENTION_BACKWARD, ATTENTION_FORWARD, CostModel
+from graphshard.hardware import HARDWARE, KINDS, Hardware, Link, Rate
+from graphshard.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+
+aten = torch.ops.aten
+
+
+def _flat(per_s: float) -> Rate:
+    return Rate(per_s, ((1, 1.0),))
+
+
+def _link(latency_us: float, hop_us: float, bytes_per_s: float) -> Link:
+    return Link(latency_us, hop_us, dict.fromkeys(KINDS, _flat(bytes_per_s)))
+
+
+FLOPS = {"float32": _flat(1e9), "tf32": _flat(2e9), "bfloat16": _flat(4e9), "float8": _flat(8e9)}
+MACHINE = Hardware(
+    name="by hand",
+    flops=FLOPS,
+    memory=_flat(1e6),
+    special_per_s=1e5,
+    launch_us=1.0,
+    ranks_per_node=4,
+    intra=_link(10.0, 1.0, 1e6),
+    inter=_link(100.0, 5.0, 1e5),
+)
+# Where only flops count.
+COMPUTE = dataclasses.replace(MACHINE, memory=_flat(1e15), special_per_s=1e15, launch_us=0.0)
+
+
+class Graph:
+    """Builds a graph of meta tensors, node by node."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+
+    def input(self, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
+        node = self.graph.placeholder("x")
+        node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
+        return node
+
+    def __call__(self, op: Any, *args: Any, out: Any = None, **kwargs: Any) -> fx.Node:
+        """``out``: the shape of the result, of what does not run on meta tensors."""
+        node = self.graph.call_function(op, args, kwargs)
+        if out is not None:
+            node.meta["val"] = torch.empty(out, dtype=args[0].meta["val"].dtype, device="meta")
+        else:
+            values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+            node.meta["val"] = op(*values[0], **values[1])
+        return node
+
+    def costs(self, *outputs: fx.Node, on: Hardware = MACHINE) -> dict[fx.Node, float]:
+        self.graph.output(outputs)
+        return CostModel(on).compute_us(self.graph)
+
+
+def _total(function: Callable[..., Any], *args: Any, mode: str = "fake") -> float:
+    graph = make_fx(function, tracing_mode=mode)(*args).graph
+    return sum(CostModel(MACHINE).compute_us(graph).values())
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes", "flops"),
+    [
+        (aten.mm.default, ((4, 8), (8, 2)), 2 * 4 * 8 * 2),
+        (aten.addmm.default, ((2,), (4, 8), (8, 2)), 2 * 4 * 8 * 2),
+        (aten.bmm.default, ((3, 4, 8), (3, 8, 2)), 3 * 2 * 4 * 8 * 2),
+        (aten.baddbmm.default, ((3, 4, 2), (3, 4, 8), (3, 8, 2)), 3 * 2 * 4 * 8 * 2),
+        (aten.linear.default, ((3, 4, 8), (2, 8)), 3 * 2 * 4 * 8 * 2),
+    ],
+)
+def test_products_take_their_flops_or_their_bytes(
+    op: Any, shapes: tuple[tuple[int, ...], ...], flops: int
+) -> None:
+    graph = Graph()
+    node = graph(op, *(graph.input(*shape) for shape in shapes))
+    num_bytes = 4 * (sum(map(math.prod, shapes)) + node.meta["val"].numel())
+    assert graph.costs(node, on=COMPUTE)[node] == pytest.approx(flops / 1e3)
+    assert CostModel(MACHINE).compute_us(graph.graph)[node] == pytest.approx(num_bytes + 1)
+
+
+def test_the_rate_of_a_product_is_that_of_its_operands() -> None:
+    for dtype, per_us in ((torch.bfloat16, 4e3), (torch.float16, 1e3), (torch.float32, 1e3)):
+        graph = Graph()
+        a = graph.input(8, 8, dtype=dtype)
+        node = graph(aten.mm.default, a, a)
+        assert graph.costs(node, on=COMPUTE)[node] == pytest.approx(2 * 8**3 / per_us)
+    graph = Graph()
+    a = graph.input(16, 16, dtype=torch.float8_e4m3fn)
+    node = graph(aten._scaled_mm.default, a, a, a, a, out=(16, 16))
+    assert graph.costs(node, on=COMPUTE)[node] == pytest.approx(2 * 16**3 / 8e3)
+
+
+def test_float32_runs_in_tf32_where_the_user_said_so() -> None:
+    graph = Graph()
+    a = graph.input(100, 100)
+    node = graph(aten.mm.default, a, a)
+    plain, fast = (CostModel(COMPUTE, tf32=on).compute_us(graph.graph) for on in (False, True))
+    assert plain[node] / fast[node] == pytest.approx(2)
+
+
+HEADS, LENGTH, WIDTH = (2, 3), 256, 16
+CAUSAL = (1 + 128 / 256) / 2  # of two blocks of queries the first sees one block of keys
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("_scaled_dot_product_flash_attention_for_cpu", (0.0, True)),
+        ("_scaled_dot_product_flash_attention", (0.0, True)),
+        ("_scaled_dot_product_efficient_attention", (None, True, 0.0, True)),
+        ("_scaled_dot_product_cudnn_attention", (None, True, 0.0, True)),
+    ],
+)
+def test_attention(name: str, more: tuple[Any, ...]) -> None:
+    graph = Graph()
+    q = graph.input(*HEADS, LENGTH, WIDTH)
+    op = getattr(aten, name).default
+    causal = graph(op, q, q, q, *more, out=(*HEADS, LENGTH, WIDTH))
+    full = graph(op, q, q, q, *more[:-1], False, out=(*HEADS, LENGTH, WIDTH))
+    costs = graph.costs(causal, full, on=COMPUTE)
+    flops = 6 * 2 * LENGTH * LENGTH * 2 * WIDTH
+    assert costs[full] == pytest.approx(flops / 1e3 / ATTENTION_FORWARD)
+    assert costs[causal] == pytest.approx(costs[full] * CAUSAL)
+
+
+@pytest.mark.parametrize(
+    ("name", "before_causal"),
+    [
+        ("_scaled_dot_product_flash_attention_for_cpu_backward", 3),
+        ("_scaled_dot_product_flash_attention_backward", 7),
+        ("_scaled_dot_product_efficient_attention_backward", 7),
+        ("_scaled_dot_product_cudnn_attention_backward", 10),
+    ],
+)
+def test_attention_backward(name: str, before_causal: int) -> None:
+    graph = Graph()
+    q = graph.input(*HEADS, LENGTH, WIDTH)
+    more = (*(None for _ in range(before_causal)), True)
+    op = getattr(aten, name).default
+    node = graph(op, q, q, q, q, *more, out=(3, *HEADS, LENGTH, WIDTH))
+    flops = 6 * 2 * LENGTH * LENGTH * 5 * WIDTH * CAUSAL
+    assert graph.costs(node, on=COMPUTE)[node] == pytest.approx(flops / 1e3 / ATTENTION_BACKWARD)
+
+
+@pytest.mark.parametrize(
+    ("weight", "transposed", "groups", "flops"),
+    [
+        ((6, 4, 3, 3), False, 1, 2 * (2 * 6 * 5 * 5) * (4 * 3 * 3)),
+        ((6, 2, 3, 3), False, 2, 2 * (2 * 6 * 5 * 5) * (2 * 3 * 3)),
+        ((4, 6, 3, 3), True, 1, 2 * (2 * 4 * 5 * 5) * (6 * 3 * 3)),
+    ],
+)
+def test_convolutions(weight: tuple[int, ...], transposed: bool, groups: int, flops: int) -> None:
+    graph = Graph()
+    x, w = graph.input(2, 4, 5, 5), graph.input(*weight)
+    shared = ([1, 1], [1, 1], [1, 1], transposed, [0, 0], groups)
+    out = graph(aten.convolution.default, x, w, None, *shared)
+    both, one = (
+        graph(aten.convolution_backward.default, out, x, w, None, *shared, [mask, True, False])
+        for mask in (True, False)
+    )
+    costs = graph.costs(out, both, one, on=COMPUTE)
+    assert [costs[n] * 1e3 for n in (out, both, one)] == pytest.approx([flops, 2 * flops, flops])
+
+
+def test_an_unknown_op_reads_its_inputs_and_writes_its_outputs() -> None:
+    graph = Graph()
+    node = graph(aten.sort.default, graph.input(10, 10))  # values, and indices of 8 bytes
+    assert graph.costs(node)[node] == 400 + (400 + 800) + 1
+
+
+def test_an_embedding_reads_the_rows_that_it_returns() -> None:
+    graph = Graph()
+    table, ids = graph.input(1000, 8), graph.input(5, dtype=torch.int64)
+    node = graph(aten.embedding.default, table, ids)
+    assert graph.costs(node)[node] == 5 * 8 * 4 + 5 * 8 + 5 * 8 * 4 + 1
+
+
+def test_what_is_free() -> None:
+    graph = Graph()
+    x = graph.input(8, 4)
+    full = graph(torch.ops.graphshard.unshard.default, x, 16, "0", True, out=(16, 4))
+    gathered = graph(
+        torch.ops._c10d_functional.all_gather_into_tensor.default, x, 2, "0", out=(16, 4)
+    )
+    waited = graph(torch.ops._c10d_functional.wait_tensor.default, gathered, out=(16, 4))
+    turned = graph(aten.permute.default, waited, [1, 0])
+    reduced = graph(torch.ops.graphshard.reduce_grad.default, full, 8, "0", out=(8, 4))
+    costs = graph.costs(full, turned, reduced)
+    assert list(costs) == list(graph.graph.nodes)
+    assert set(costs.values()) == {0.0}
+
+
+# --- regions -------------------------------------------------------------------------------------
+
+
+def test_a_chain_of_pointwise_nodes_costs_once() -> None:
+    graph = Graph()
+    x, y = graph.input(100), graph.input(100)
+    first = graph(aten.relu.default, x)
+    second = graph(aten.add.Tensor, first, y)
+    last = graph(aten.mul.Tensor, second, x)
+    costs = graph.costs(last)
+    assert costs[last] == 3 * 400 + 1  # x and y read, the result written
+    assert costs[first] == costs[second] == 0
+
+
+def test_what_others_use_is_written_too() -> None:
+    graph = Graph()
+    first = graph(aten.relu.default, graph.input(100))
+    last = graph(aten.neg.default, first)
+    assert graph.costs(first, last)[last] == 3 * 400 + 1
+
+
+def test_a_product_parts_its_producer_from_its_consumer() -> None:
+    graph = Graph()
+    x = graph.input(10, 10)
+    first = graph(aten.relu.default, x)
+    product = graph(aten.mm.default, first, first)
+    last = graph(aten.add.Tensor, product, first)
+    costs = graph.costs(last)
+    assert costs[first] == 2 * 400 + 1
+    assert costs[product] == 2 * 400 + 1  # its two operands are one value
+    assert costs[last] == 3 * 400 + 1
+
+
+def test_views_are_free_and_read_in_part_or_once() -> None:
+    graph = Graph()
+    x, row = graph.input(10, 10), graph.input(1, 10)
+    half = graph(aten.slice.Tensor, x, 0, 0, 5)
+    wide = graph(aten.expand.default, row, [5, 10])
+    last = graph(aten.add.Tensor, half, wide)
+    flat = graph(aten.view.default, last, [50])
+    costs = graph.costs(flat)
+    assert costs[last] == 200 + 40 + 200 + 1
+    assert costs[half] == costs[wide] == costs[flat] == 0
+
+
+def test_a_reduction_over_rows_stays_in_its_region() -> None:
+    graph = Graph()
+    x = graph.input(10, 10)
+    total = graph(aten.sum.dim_IntList, x, [-1], True)
+    last = graph(aten.div.Tensor, x, total)
+    assert graph.costs(last)[last] == 400 + 400 + 1
+
+
+def test_a_reduction_over_columns_takes_in_what_serves_it_alone() -> None:
+    graph = Graph()
+    x = graph.input(10, 10)
+    squared = graph(aten.mul.Tensor, x, x)
+    total = graph(aten.sum.dim_IntList, squared, [0])
+    after = graph(aten.neg.default, total)
+    costs = graph.costs(after)
+    assert costs[squared] == 0
+    assert costs[total] == 400 + 40 + 1
+    assert costs[after] == 40 + 40 + 1
+
+
+def test_a_reduction_over_columns_reads_again_what_others_use() -> None:
+    graph = Graph()
+    doubled = graph(aten.add.Tensor, graph.input(10, 10), 1)
+    total = graph(aten.sum.dim_IntList, doubled, [0])
+    everything = graph(aten.sum.default, doubled)
+    costs = graph.costs(doubled, total, everything)
+    assert costs[doubled] == 400 + 400 + 1
+    assert costs[total] == 0  # with its sister, which reads the same
+    assert costs[everything] == 400 + 40 + 4 + 1
+
+
+def test_special_functions_may_take_longer_than_memory() -> None:
+    slow = dataclasses.replace(MACHINE, special_per_s=1e3)
+    graph = Graph()
+    exp, relu = (graph(op, graph.input(100)) for op in (aten.exp.default, aten.relu.default))
+    costs = graph.costs(exp, relu, on=slow)
+    assert (costs[exp], costs[relu]) == (100 / 1e3 * 1e6 + 1, 2 * 400 + 1)
+
+
+def test_layer_norm_is_one_kernel() -> None:
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(x, -1, keepdim=True)
+        return (x - mean) * torch.rsqrt(variance + 1e-5) * weight
+
+    assert _total(norm, torch.ones(10, 20), torch.ones(20)) == 800 + 80 + 800 + 1
+
+
+def _mlp(x: Tensor, w: Tensor) -> Tensor:
+    return (x.view(-1, w.shape[0]) @ w).relu().sum(-1)
+
+
+def test_symbolic_sizes_cost_what_they_were_traced_with() -> None:
+    args = torch.ones(6, 5, 8), torch.ones(8, 4)
+    dynamic = make_fx(_mlp, tracing_mode="symbolic")(*args)
+    val = next(n.meta["val"] for n in dynamic.graph.nodes if n.op == "placeholder")
+    assert isinstance(val.shape[0], torch.SymInt)
+    guards = len(val.shape[0].node.shape_env.guards)
+    assert sum(CostModel(MACHINE).compute_us(dynamic.graph).values()) == _total(_mlp, *args)
+    assert len(val.shape[0].node.shape_env.guards) == guards
+
+
+def test_sizes_that_depend_on_data_cost_something() -> None:
+    def chosen(x: Tensor) -> Tensor:
+        return torch.relu(x[x > 0])
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert _total(chosen, torch.ones(10), mode="symbolic") > 1e3
+
+
+def test_a_user_prices_single_nodes() -> None:
+    graph = Graph()
+    x = graph.input(10, 10)
+    product = graph(aten.mm.default, x, x)
+    last = graph(aten.relu.default, product)
+    graph.graph.output(last)
+    costs = CostModel(MACHINE, lambda n: 7 if n is product else None).compute_us(graph.graph)
+    assert costs[product] == 7.0
+    assert costs[last] == 2 * 400 + 1
+
+
+@pytest.mark.parametrize("price", [-1.0, math.nan, math.inf, "3", True])
+def test_a_price_that_is_no_time_is_refused(price: Any) -> None:
+    graph = Graph()
+    node = graph(aten.relu.default, graph.input(3))
+    with pytest.raises(ValueError, match=f"{price!r} for {node.name}"):
+        CostModel(MACHINE, lambda n: price if n is node else None).compute_us(graph.graph)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "us"),
+    [
+        (ALL_GATHER, 1, 2 * 1000 + 1),  # a copy reads and writes
+        (ALL_GATHER, 4, 10 + 3 * 1 + 1000 * 3 / 4),
+        (REDUCE_SCATTER, 4, 10 + 3 * 1 + 1000 * 3 / 4),
+        (ALL_REDUCE, 4, 10 + 2 * (3 * 1 + 1000 * 3 / 4)),
+        (ALL_GATHER, 8, 100 + 6 * 1 + 1 * 5 + 10000 * 7 / 8),
+        (ALL_REDUCE, 16, 100 + 2 * (12 * 1 + 3 * 5 + 10000 * 15 / 16)),
+    ],
+)
+def test_collectives(kind: str, world: int, us: float) -> None:
+    assert CostModel(MACHINE).collective_us(kind, 1000, world) == pytest.approx(us)
+    assert CostModel(MACHINE).copy_us(500) == 2 * 500 + 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_bytes", "world", "says"),
+    [("broadcast", 1, 2, "broadcast"), (ALL_GATHER, 1, 0, "world=0"), (ALL_GATHER, -1, 2, "=-1")],
+)
+def test_what_is_no_collective_is_refused(kind: str, num_bytes: int, world: int, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        CostModel(MACHINE).collective_us(kind, num_bytes, world)
+
+
+@given(
+    st.sampled_from(sorted(HARDWARE)),
+    st.sampled_from(KINDS),
+    st.integers(1, 4096),
+    st.integers(0, 1 << 36),
+    st.integers(0, 1 << 36),
+)
+def test_more_bytes_never_take_less_time(
+    name: str, kind: str, world: int, one: int, other: int
+) -> None:
+    costs, (less, more) = CostModel(HARDWARE[name]), sorted((one, other))
+    ordered = costs.collective_us(kind, less, world), costs.collective_us(kind, more, world)
+    assert 0 < ordered[0] <= ordered[1]
+    assert costs.copy_us(less) <= costs.copy_us(more)
+
+
+@given(st.sampled_from(sorted(HARDWARE)), st.lists(st.integers(1, 4096), min_size=4, max_size=4))
+def test_larger_products_never_take_less_time(name: str, sizes: list[int]) -> None:
+    m, k, n, more = sizes
+    times = []
+    for rows in (m, m + more):
+        graph = Graph()
+        node = graph(aten.mm.default, graph.input(rows, k), graph.input(k, n))
+        times.append(graph.costs(node, on=HARDWARE[name])[node])
+    assert 0 < times[0] <= times[1]

@@ -1,0 +1,106 @@
+"""The schedules that ours is compared with, and the bound: by hand, on problems of a few steps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+
+from benchmarks import schedules
+from benchmarks.llama import LlamaSizes, trace
+from graphshard.plan import ALL_GATHER, BACKWARD, FORWARD, Bucket, Plan, Problem, ShardedParam
+from graphshard.planner import Limits, schedule
+from graphshard.simulate import simulate
+from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction
+
+
+def _plan(asked: Problem, *fqns: str) -> Plan:
+    params = tuple(ShardedParam(i, (8, 2), "bfloat16", 2, fqn) for i, fqn in enumerate(fqns))
+    return Plan(params, asked, ())
+
+
+def _placed(buckets: list[Bucket]) -> list[tuple[tuple[int, ...], int, int]]:
+    return [(bucket.transfers, bucket.launch, bucket.wait) for bucket in buckets]
+
+
+FQNS = ("head", "blocks.1.w", "blocks.1.v", "blocks.0.w")
+
+
+def _backward() -> Problem:
+    """A head and two blocks, the last of two parameters; then their gradients."""
+    transfers = [gather(0, 32, 0), gather(1, 32, 1), gather(2, 32, 2), gather(3, 32, 3)]
+    transfers += [reduction(i, 32, i + 1, 5) for i in range(4)]
+    return problem([100.0] * 5, transfers)
+
+
+def test_fsdp2_gathers_one_block_ahead_and_waits_a_block_later_for_reductions() -> None:
+    asked = _backward()
+    assert _placed(schedules.fsdp2_rule(_plan(asked, *FQNS), asked)) == [
+        ((0,), 0, 0),
+        ((1, 2), 0, 1),
+        ((3,), 1, 3),
+        ((4,), 1, 3),
+        ((5, 6), 3, 4),
+        ((7,), 4, 5),
+    ]
+
+
+def test_unscheduled_hides_nothing() -> None:
+    asked, line = _backward(), Line(latency_us=1.0)
+    buckets = schedules.unscheduled(_plan(asked, *FQNS), asked)
+    assert all(bucket.launch == bucket.wait for bucket in buckets)
+    timeline = simulate(asked, buckets, line)
+    assert sum(timeline.exposed_us) == len(buckets) * 1.0 + 8 * 32
+
+
+def test_a_root_that_is_kept_is_not_gathered_but_takes_memory() -> None:
+    asked = _backward()
+    kept = schedules.root_kept(_plan(asked, *FQNS), asked)
+    assert [(t.param, t.kind) for t in kept.transfers if t.kind == ALL_GATHER] == [
+        (i, ALL_GATHER) for i in (1, 2, 3)
+    ]
+    assert len(kept.transfers) == len(asked.transfers) - 1
+    assert kept.other_bytes == (32,) * 5
+
+
+def test_another_world_has_other_shards_and_padding() -> None:
+    asked = problem([1.0], [gather(0, 32, 0), reduction(0, 32, 1, 1)], [100])
+    resized = schedules.at_world(_plan(asked, "w"), 3)  # 8 rows of 4 bytes: 3 for each of 3 ranks
+    assert [(t.num_bytes, t.world) for t in resized.transfers] == [(36, 3), (36, 3)]
+    assert resized.other_bytes == (100 - 32 // WORLD + 12,)
+    assert resized.graph == BACKWARD
+
+
+def test_the_bound_by_hand() -> None:
+    """Compute with a gather of 10 + 50 in front and a reduction behind; or the wire, if it is more."""
+    asked = problem([100.0, 100.0], [gather(0, 50, 0), reduction(0, 50, 2, 2)])
+    assert schedules.lower_bound_us(asked, Line()) == 60.0 + 200.0 + 60.0
+    slow = Line(us_per_byte=10.0)
+    assert schedules.lower_bound_us(asked, slow) == 510.0 + 200.0 + 510.0
+    many = problem([10.0, 10.0], [gather(i, 50, 1) for i in range(4)])
+    assert schedules.lower_bound_us(many, Line()) == 210.0
+
+
+def test_a_trace_serves_any_number_of_ranks() -> None:
+    sizes = LlamaSizes(dim=64, layers=2, heads=4, kv_heads=2, hidden=96, recompute=True, vocab=100)
+    wide, narrow = trace(sizes, 8, 16), trace(sizes, 6, 16)
+    assert [plan.graph for plan in wide] == [FORWARD, BACKWARD]
+    for one, other in zip(wide, narrow, strict=True):
+        resized, asked = schedules.at_world(one, 6), other.problem
+        # Each compilation names the group and its nodes anew.
+        transfers = [
+            dataclasses.replace(t, group=one.problem.transfers[0].group) for t in asked.transfers
+        ]
+        assert resized.transfers == tuple(transfers)
+        assert resized.other_bytes == asked.other_bytes
+        assert resized.compute_us == pytest.approx(asked.compute_us)
+
+
+@given(problems(), lines)
+def test_no_schedule_beats_the_bound(asked: Problem, line: Line) -> None:
+    bound_us = schedules.lower_bound_us(asked, line)
+    plan = _plan(asked, *(f"blocks.{i // 2}.w" for i in range(8)))
+    ours = schedule(asked, line, Limits())
+    for buckets in (ours, schedules.unscheduled(plan, asked), schedules.fsdp2_rule(plan, asked)):
+        assert simulate(asked, buckets, line).total_us >= bound_us - 1e-6

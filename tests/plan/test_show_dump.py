@@ -1,0 +1,198 @@
+"""Dumps survive JSON, go where they should, and are read by the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from torch import fx
+
+from graphshard.__main__ import main
+from graphshard.plan import FORWARD
+from graphshard.show import Dump, Files, diff, table
+from graphshard.show.files import NO_CODE, dumps_in
+from tests.plan.dumps import by_hand, dumps
+
+
+@given(dumps())
+def test_a_dump_survives_json(shown: Dump) -> None:
+    again = Dump.from_json(shown.to_json())
+    assert again == shown
+    assert again.to_json() == shown.to_json()
+
+
+def test_json_is_for_people_too() -> None:
+    raw = json.loads(by_hand().to_json())
+    assert raw["version"] == 1 and raw["compiled"] == "0/0"
+    assert raw["hardware"]["name"] == "wire"
+    assert raw["limits"] == {"cap": None, "in_flight": None, "peak": None}
+    assert raw["plan"]["params"][0]["fqn"] == "up.weight"
+    assert raw["predicted"] == {
+        "total_us": 154.0,
+        "compute_us": 74.0,
+        "communication_us": 110.0,
+        "exposed_us": 80.0,
+        "peak_bytes": 220,
+        "in_flight_bytes": 40,
+    }
+
+
+def _with(**changes: Any) -> str:
+    return json.dumps({**json.loads(by_hand().to_json()), **changes})
+
+
+BAD = [
+    ("", "Expecting value"),
+    ("[1, 2]", "is not a plan that graphshard dumped"),
+    ('{"traceEvents": []}', "is not a plan that graphshard dumped"),
+    (by_hand().plan.to_json(), "is not a plan that graphshard dumped"),
+    (_with(version=7), "dump of version 7: this graphshard reads 1"),
+    (_with(plan={"version": 9}), "plan of version 9"),
+    (_with(plan={"version": 1}), "is not a plan that graphshard dumped"),
+    (_with(hardware={"version": 9}), "version is 9: must be 1"),
+    (_with(limits={"top": 3}), "is not a plan that graphshard dumped"),
+]
+
+
+@pytest.mark.parametrize(("text", "match"), BAD)
+def test_what_is_no_dump(text: str, match: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=match) as caught:
+        Dump.load(path)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_files(tmp_path: Path) -> None:
+    shown = by_hand()
+    Files(tmp_path, 3).plan(shown)
+    assert Dump.load(tmp_path / "03-backward.json") == shown
+    trace = json.loads((tmp_path / "03-backward.trace.json").read_text())
+    assert len(trace["traceEvents"]) > 10
+    assert (tmp_path / "03-backward.txt").read_text() == f"{table(shown)}\n\n{NO_CODE}\n"
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_code_goes_with_the_plan(tmp_path: Path) -> None:
+    shown, files = by_hand(), Files(tmp_path)
+    graph = fx.Graph()
+    graph.output(graph.call_function(abs, (graph.placeholder("x"),)))
+    files.code("backward", "before", graph)
+    files.plan(shown)
+    code = (tmp_path / "00-backward.before.py").read_text()
+    assert code.startswith("def forward(self, x):") and "abs" in code
+    assert (tmp_path / "00-backward.txt").read_text() == f"{table(shown)}\n"
+
+
+def test_no_files_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = Files()
+    files.code("backward", "before", fx.Graph())
+    assert not files.has("backward")
+    files.plan(by_hand())
+    assert files.has("backward") and not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_went_away_does_not_end_a_training(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="dump cannot be written: .*gone"):
+        Files(tmp_path / "gone").plan(by_hand())
+
+
+def test_dumps_of_a_folder_are_in_order(tmp_path: Path) -> None:
+    shown = by_hand()
+    forward = dataclasses.replace(
+        shown,
+        plan=dataclasses.replace(
+            shown.plan, problem=dataclasses.replace(shown.plan.problem, graph=FORWARD)
+        ),
+    )
+    for number in (100, 2):
+        Files(tmp_path, number).plan(shown)
+        Files(tmp_path, number).plan(forward)
+    for other in ("step.json", "03-notes.json", "machine-a.json"):
+        (tmp_path / other).write_text("{}")
+    names = [path.name for path in dumps_in(tmp_path)]
+    assert names == [
+        "02-forward.json",
+        "02-backward.json",
+        "100-forward.json",
+        "100-backward.json",
+    ]
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Path, Path]:
+    """A dump, and one whose last bucket is launched at the end."""
+    shown = by_hand()
+    last = dataclasses.replace(shown.plan.buckets[-1], launch=3)
+    plan = dataclasses.replace(shown.plan, buckets=(*shown.plan.buckets[:-1], last))
+    Files(tmp_path, 0).plan(shown)
+    Files(tmp_path, 1).plan(dataclasses.replace(shown, plan=plan))
+    return tmp_path / "00-backward.json", tmp_path / "01-backward.json"
+
+
+def test_show(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    tables = [table(Dump.load(path)) for path in two]
+    assert main(["show", *map(str, two)]) == 0
+    assert capsys.readouterr().out == f"{tables[0]}\n\n\n{tables[1]}\n"
+    assert main(["show", str(two[0].parent)]) == 0
+    assert capsys.readouterr().out == f"{tables[0]}\n\n\n{tables[1]}\n"
+
+
+def test_diff(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = map(str, two)
+    assert main(["diff", one, other]) == 1
+    report = capsys.readouterr().out
+    assert report == f"{diff(Dump.load(two[0]), Dump.load(two[1]))}\n"
+    assert "launch before 2 step2 -> before end" in report
+    assert main(["diff", one, one]) == 0
+    assert capsys.readouterr().out == "no difference\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["show", "missing.json"], "missing.json: .*No such file"),
+        (["show", "empty"], "empty: there is no dump in this folder"),
+        (["show", "00-backward.trace.json"], "trace.json: is not a plan"),
+        (["diff", "00-backward.json", "old.json"], "old.json: dump of version 0"),
+        (["diff", "00-backward.json", "missing.json"], "missing.json: .*No such file"),
+        (["diff", "00-backward.json"], "required: B"),
+        (["show"], "required: FILE"),
+    ],
+)
+def test_errors_of_the_command_line(
+    arguments: list[str],
+    match: str,
+    two: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(two[0].parent)
+    Path("empty").mkdir()
+    Path("old.json").write_text(_with(version=0))
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    seen = capsys.readouterr()
+    assert not seen.out
+    assert re.search(match, seen.err)
+
+
+def test_calibrate_reads_its_own_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["calibrate", "--help"])
+    assert caught.value.code == 0
+    assert "--quick" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    listed = capsys.readouterr().out
+    assert re.findall(r"^    (\w+)(?:  |$)", listed, re.M) == ["demo", "show", "diff", "calibrate"]

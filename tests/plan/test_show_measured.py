@@ -1,0 +1,107 @@
+"""A measured trace with predictions beside it: each begins where its graph was seen to run."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphshard.plan import BACKWARD, FORWARD, INFERENCE
+from graphshard.show import Dump, profile
+from graphshard.show.measured import beside
+from graphshard.show.trace import PID
+from tests.plan.dumps import by_hand
+
+Event = dict[str, Any]
+
+
+def _dump(graph: str, compiled: str) -> Dump:
+    """Of 154 us."""
+    shown = by_hand()
+    problem = dataclasses.replace(shown.plan.problem, graph=graph)
+    return dataclasses.replace(
+        shown, plan=dataclasses.replace(shown.plan, problem=problem), compiled=compiled
+    )
+
+
+def _event(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args: int) -> Event:
+    args = {key.replace("_", " "): value for key, value in args.items()}
+    return dict(ph="X", cat=cat, name=name, pid=9, tid=tid, ts=ts, dur=dur, args=args)
+
+
+def _op(name: str, ts: float, dur: float, tid: int = 1, **args: int) -> Event:
+    return _event("cpu_op", name, ts, dur, tid, **args)
+
+
+NAME = {"ph": "M", "name": "process_name", "pid": 9, "tid": 0, "ts": 0, "args": {"name": "python"}}
+STEP = [
+    _op("Torch-Compiled Region: 0/1", 1000.0, 500.0),
+    _op("CompiledFunction", 1010.0, 400.0, Sequence_number=7),
+    _op("Torch-Compiled Region: 1/0", 2000.0, 500.0),
+    _op("CompiledFunction", 2010.0, 400.0, Sequence_number=8),
+    _op("CompiledFunctionBackward", 3000.0, 500.0, tid=2, Sequence_number=8),
+    _op("CompiledFunctionBackward", 4000.0, 500.0, tid=2, Sequence_number=7),
+]
+DUMPS = [_dump(FORWARD, "0/1"), _dump(BACKWARD, "0/1"), _dump(BACKWARD, "1/0")]
+
+
+def _starts(events: list[Event], dumps: list[Dump]) -> list[float]:
+    """Of the predicted runs: their first slice is a gather at their beginning."""
+    merged = beside({"traceEvents": [NAME, *events]}, dumps)["traceEvents"]
+    predicted = [event for event in merged if event["pid"] == PID and event["ph"] == "X"]
+    return [event["ts"] for event in predicted if event["args"].get("bucket") == 0]
+
+
+def test_each_graph_begins_where_it_ran() -> None:
+    assert _starts(STEP, DUMPS) == [1000.0, 3000.0, 4000.0]
+    assert _starts(STEP, [_dump(INFERENCE, "1/0")]) == [2000.0]
+    assert _starts(list(reversed(STEP)), DUMPS) == [1000.0, 3000.0, 4000.0]
+
+
+def test_a_graph_that_did_not_run_is_left_out() -> None:
+    merged = beside({"traceEvents": [NAME, *STEP]}, [_dump(FORWARD, "0/0")])
+    assert all(event["pid"] != PID for event in merged["traceEvents"])
+
+
+def test_predictions_do_not_overlap_each_other() -> None:
+    twice = [_op("Torch-Compiled Region: 0/1", ts, 50.0) for ts in (1000.0, 1100.0)]
+    assert _starts(twice, DUMPS) == [1000.0, 1154.0]
+
+
+def test_on_a_gpu_a_graph_begins_with_its_first_kernel() -> None:
+    device = [
+        _event("cuda_runtime", "cudaLaunchKernel", 900.0, 5.0, correlation=1),
+        _event("cuda_runtime", "cudaLaunchKernel", 1020.0, 5.0, correlation=2),
+        _event("cuda_driver", "cuLaunchKernel", 1030.0, 5.0, correlation=3),
+        _event("cuda_runtime", "cudaLaunchKernel", 1040.0, 5.0, tid=5, correlation=4),
+        *(
+            _event("kernel", "mm", ts, 5.0, tid=7, correlation=c, stream=7)
+            for c, ts in ((1, 1200.0), (2, 1900.0), (3, 1800.0), (4, 1300.0))
+        ),
+    ]
+    assert _starts([*STEP[:2], *device], DUMPS) == [1800.0]
+
+
+def test_the_two_processes_are_told_apart() -> None:
+    merged = beside({"traceEvents": [NAME, *STEP], "other": 3}, DUMPS)
+    events = merged["traceEvents"]
+    named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert named == {9: "measured: python", PID: "predicted on wire"}
+    assert [e for e in events if e["pid"] == 9 and e["ph"] == "X"] == STEP
+    assert merged["other"] == 3
+    # What is on no stream is not counted as measured.
+    assert all("stream" not in e["args"] for e in events if e["pid"] == PID and e["ph"] == "X")
+    arrows = [e["id"] for e in events if e["pid"] == PID and e["ph"] == "s"]
+    assert len(arrows) == len(set(arrows)) == 9
+
+
+def test_folders_of_a_profile(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="path: there is no folder"), profile(tmp_path / "a" / "b"):
+        pass
+    with (
+        pytest.raises(ValueError, match="dump: there is no folder"),
+        profile(tmp_path / "a.json", tmp_path / "b"),
+    ):
+        pass

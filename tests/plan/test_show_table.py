@@ -1,0 +1,104 @@
+"""The table of a plan: a small one to the letter, the reasons for what is exposed, a large one."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphshard.plan import ALL_GATHER, REDUCE_SCATTER
+from graphshard.planner import Limits
+from graphshard.show import Dump, summary, table
+from graphshard.show.table import NUM_BUCKETS, NUM_EXPOSED, reason
+from tests.plan.dumps import bucket, by_hand, dump
+from tests.plan.problems import gather, problem, reduction
+
+BY_HAND = """\
+backward 0/0: 4 parameters, 3 steps, ranks: 4; predicted for wire
+
+collective      count       MB     ms    exposed ms
+--------------  -------  -----  -----  ------------
+all_gather      2 -> 2   0.000  0.060         0.040
+reduce_scatter  2 -> 1   0.000  0.050         0.040
+
+time    0.154 ms = 0.074 compute + 0.080 exposed; communication 0.110, 27% of it hidden
+memory  peak 0.000 MB in step 1 step1; at most 0.000 MB in flight
+
+most exposed
+  bucket  collective         ms    exposed ms  because
+--------  --------------  -----  ------------  -----------------------------
+       2  reduce_scatter  0.050         0.040  compute after it is too short
+       0  all_gather      0.030         0.030  first: nothing to hide behind
+       1  all_gather      0.030         0.010  wire is busy with bucket 0
+
+buckets, in order of launch
+  bucket  collective      parameters                       MB     ms  launch before    wait before
+--------  --------------  ----------------------------  -----  -----  ---------------  -------------
+       0  all_gather      up.weight                     0.000  0.030  0 step0          0 step0
+       1  all_gather      down.weight                   0.000  0.030  0 step0          1 step1
+       2  reduce_scatter  norm.weight .. norm.bias (2)  0.000  0.050  2 step2          end"""
+
+
+def test_the_table_of_a_plan_computed_by_hand() -> None:
+    assert table(by_hand()) == BY_HAND
+
+
+def test_a_summary_has_all_tables() -> None:
+    assert summary([by_hand(), by_hand()]).count(BY_HAND) == 2
+    assert "no graph" in summary([])
+
+
+def _alone(kind: str, launch: int, wait: int, limits: Limits | None = None) -> Dump:
+    """Steps of 5, 5 and 5 us, 100 bytes alive in each, and 20 bytes that travel for 30 us."""
+    due = wait if kind == ALL_GATHER else 3
+    transfer = gather(0, 20, due) if kind == ALL_GATHER else reduction(0, 20, launch, 3)
+    asked = problem([5.0, 5.0, 5.0], [transfer], [100, 100, 100])
+    return dump(asked, [bucket(kind, [(0,)], 20, (launch, wait))], limits=limits)
+
+
+@pytest.mark.parametrize(
+    ("shown", "because"),
+    [
+        (_alone(ALL_GATHER, 0, 0), "first: nothing to hide behind"),
+        (_alone(ALL_GATHER, 0, 2), "compute before it is too short"),
+        (_alone(REDUCE_SCATTER, 3, 3), "last: no compute follows"),
+        (_alone(REDUCE_SCATTER, 1, 3), "compute after it is too short"),
+        (_alone(ALL_GATHER, 1, 2, Limits(peak=119)), "memory budget"),
+        (_alone(ALL_GATHER, 1, 2, Limits(peak=120)), "compute before it is too short"),
+        (_alone(ALL_GATHER, 1, 2, Limits(in_flight=19)), "in-flight limit"),
+        (_alone(ALL_GATHER, 1, 2, Limits(in_flight=20)), "compute before it is too short"),
+        (_alone(REDUCE_SCATTER, 1, 2, Limits(peak=124)), "memory budget"),
+        (_alone(REDUCE_SCATTER, 1, 2, Limits(peak=125)), "compute after it is too short"),
+    ],
+)
+def test_why_a_collective_is_exposed(shown: Dump, because: str) -> None:
+    assert shown.timeline.exposed_us[0] > 0
+    assert reason(shown, 0) == because
+
+
+def _many(num_layers: int) -> Dump:
+    num_bytes = 2_000_000
+    asked = problem([1.0] * num_layers, [gather(i, num_bytes, i) for i in range(num_layers)])
+    buckets = [bucket(ALL_GATHER, [(i,)], num_bytes, (i, i)) for i in range(num_layers)]
+    return dump(asked, buckets, [f"layers.{i}.weight" for i in range(num_layers)])
+
+
+def test_the_table_of_many_layers_is_short() -> None:
+    shown = _many(100)
+    lines = table(shown).splitlines()
+    assert len(lines) == 9 + (3 + NUM_EXPOSED) + 1 + (3 + NUM_BUCKETS + 1)
+    (left_out,) = (line for line in lines if "more" in line)
+    num_left_out = 100 - NUM_BUCKETS
+    assert left_out.split()[:4] == ["...", str(num_left_out), "buckets", "more"]
+    assert float(left_out.split()[4]) == pytest.approx(2.0 * num_left_out)
+
+
+def test_all_buckets_are_shown_if_asked_for() -> None:
+    text = table(_many(100), all_buckets=True)
+    assert all(f" layers.{i}.weight " in text for i in range(100)) and "more" not in text
+
+
+def test_a_graph_that_sends_nothing() -> None:
+    text = table(dump(problem([5.0], []), []))
+    assert "0 parameters, 1 steps; predicted" in text
+    assert "time    0.005 ms = 0.005 compute + 0.000 exposed; communication 0.000\n" in text
+    assert "collective" not in text and "buckets" not in text
+    assert table(dump(problem([], []), []))

@@ -1,0 +1,83 @@
+"""The predicted timeline: a schedule computed by hand, and what holds of every one."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+
+from graphshard.plan import ALL_GATHER, REDUCE_SCATTER, Bucket, Problem
+from graphshard.planner import Limits, schedule
+from graphshard.simulate import COLLECTIVE, COMMUNICATION, COMPUTE, STEP, clock, simulate
+from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction
+
+
+def _bucket(kind: str, parcels: list[tuple[int, ...]], size: int, launch: int, wait: int) -> Bucket:
+    return Bucket(kind, tuple(parcels), size, "g", WORLD, launch, wait)
+
+
+def test_a_schedule_computed_by_hand() -> None:
+    """
+    compute        ....30[step 0: 20]50....60[step 1: 40]100[copy 4][step 2: 10]114
+    communication  [gather a: 30][gather b: 30]60           104[reduce: 50]154
+    """
+    asked = problem(
+        [20.0, 40.0, 10.0],
+        [gather(0, 20, 0), gather(1, 20, 1, 2), reduction(2, 24, 2, 3), reduction(3, 16, 2, 3)],
+        other_bytes=[100, 200, 100],
+    )
+    buckets = [
+        _bucket(ALL_GATHER, [(0,)], 20, 0, 0),
+        _bucket(ALL_GATHER, [(1,)], 20, 0, 1),
+        _bucket(REDUCE_SCATTER, [(2, 3)], 40, 2, 3),
+    ]
+    timeline = simulate(asked, buckets, Line(10.0, 1.0, 0.1))
+    assert [s.start_us for s in timeline.slots if s.kind == STEP] == [30.0, 60.0, 104.0]
+    assert [s.start_us for s in timeline.slots if s.kind == COLLECTIVE] == [0.0, 30.0, 104.0]
+    assert timeline.exposed_us == (30.0, 10.0, 40.0)
+    assert timeline.total_us == 154.0
+    assert timeline.busy_us(COMPUTE) == 74.0 and timeline.busy_us(COMMUNICATION) == 110.0
+    assert timeline.alive_bytes == (100 + 20 + 20, 200 + 20, 100 + 20 + 24 + 16)
+    assert timeline.in_flight_bytes == (20, 0, 40)
+    assert timeline.peak_bytes == 220
+    path = [(slot.kind, slot.index) for slot in timeline.critical_path if slot.duration_us]
+    assert path == [
+        (COLLECTIVE, 0),
+        (COLLECTIVE, 1),
+        (STEP, 1),
+        ("copy-in", 2),
+        (COLLECTIVE, 2),
+    ]
+
+
+@given(problems(), lines)
+def test_the_clock_agrees_with_the_dag(asked: Problem, line: Line) -> None:
+    buckets = schedule(asked, line, Limits())
+    timeline = simulate(asked, buckets, line)
+    times = clock(asked, buckets, line)
+    assert times.total_us == pytest.approx(timeline.total_us)
+    assert times.exposed_us == pytest.approx(timeline.exposed_us)
+    steps = [slot.start_us for slot in timeline.slots if slot.kind == STEP]
+    assert times.step_us[:-1] == pytest.approx(steps)
+
+
+@given(problems(), lines)
+def test_what_holds_of_every_timeline(asked: Problem, line: Line) -> None:
+    buckets = schedule(asked, line, Limits())
+    timeline = simulate(asked, buckets, line)
+    for lane in (COMPUTE, COMMUNICATION):
+        of_lane = [slot for slot in timeline.slots if slot.lane == lane]
+        for one, other in itertools.pairwise(of_lane):
+            assert other.start_us >= one.end_us
+    # The compute lane either works, or waits for what it says is exposed.
+    busy = timeline.busy_us(COMPUTE) + sum(timeline.exposed_us)
+    last = max((s.end_us for s in timeline.slots if s.lane == COMPUTE), default=0.0)
+    assert busy == pytest.approx(last)
+    assert timeline.total_us >= max(last, timeline.busy_us(COMMUNICATION)) - 1e-6
+    # Of a critical path each slot begins where the one before it ends.
+    path = timeline.critical_path
+    for one, other in itertools.pairwise(path):
+        assert other.start_us == one.end_us
+    if path:
+        assert path[0].start_us == 0.0 and path[-1].end_us == timeline.total_us
