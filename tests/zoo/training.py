@@ -31,7 +31,7 @@ from .models import ZOO, Batch
 STEPS, LEARNING_RATE = 10, 0.1
 # A gradient smaller than this part of all gradients together is compared to that part instead:
 # it is, as that of a key's bias, what rounding leaves of a sum that is zero.
-FLOOR = 1e-5
+FLOOR = 1e-4
 
 Context = Callable[[], AbstractContextManager[Any]]
 
