@@ -47,6 +47,7 @@ pack = torch.ops.graphshard.pack.default
 unpack = torch.ops.graphshard.unpack.default
 UNSHARD = (unshard, replicate)
 REDUCE = (reduce_grad, all_reduce_grad)
+MARKERS = (*UNSHARD, *REDUCE)
 KINDS: dict[Any, str] = {
     unshard: ALL_GATHER,
     reduce_grad: REDUCE_SCATTER,

@@ -44,7 +44,7 @@ def verify_partition(forward: fx.GraphModule, derived: list[str], num_outputs: i
 def verify_lowered(graph: fx.Graph, plan: Plan) -> None:
     """The graph is sound, launches and waits for what ``plan`` says in its order, each once."""
     graph.lint()
-    left = [node.name for node in graph.nodes if node.target in (*ops.UNSHARD, *ops.REDUCE)]
+    left = [node.name for node in graph.nodes if node.target in ops.MARKERS]
     if left:
         raise AssertionError(f"markers {left} were not lowered")
     planned, found = _planned(plan), _found(graph)

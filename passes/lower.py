@@ -32,7 +32,7 @@ _ORIGIN = ("stack_trace", "nn_module_stack", "seq_nr", "custom")
 
 
 def markers_of(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.target in (*ops.UNSHARD, *ops.REDUCE)]
+    return [node for node in graph.nodes if node.target in ops.MARKERS]
 
 
 def describe_params(graph: fx.Graph) -> dict[fx.Node, ShardedParam]:

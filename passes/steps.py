@@ -24,8 +24,6 @@ from graphshard import ops
 from graphshard._torch import size_hint
 from graphshard.plan import BACKWARD, Problem, Transfer
 
-_MARKERS = (*ops.UNSHARD, *ops.REDUCE)
-
 
 def sink_gathered(graph: fx.Graph) -> None:
     """Move every gathered parameter, and views of it, in front of its first use."""
@@ -52,7 +50,7 @@ def _is_view(node: fx.Node) -> bool:
 def _compute_nodes(graph: fx.Graph) -> list[fx.Node]:
     """All that runs and is not a marker, in order."""
     around = ("placeholder", "output")
-    return [n for n in graph.nodes if n.op not in around and n.target not in _MARKERS]
+    return [n for n in graph.nodes if n.op not in around and n.target not in ops.MARKERS]
 
 
 def read_problem(
@@ -124,9 +122,9 @@ def _alive_bytes(graph: fx.Graph, kind: str, at: Mapping[fx.Node, int]) -> list[
     last: dict[fx.Node, int] = {}
     for node in graph.nodes:
         for used in node.all_input_nodes:
-            if node.target not in _MARKERS and (owner := holder[used]) is not None:
+            if node.target not in ops.MARKERS and (owner := holder[used]) is not None:
                 last[owner] = at.get(node, end - 1)
-        if node.target in _MARKERS:
+        if node.target in ops.MARKERS:
             holder[node] = None
         else:
             holder[node] = holder[node.args[0]] if _is_view(node) else node

@@ -7,32 +7,16 @@ import itertools
 import pytest
 from hypothesis import given
 
-from graphshard.plan import ALL_GATHER, REDUCE_SCATTER, Bucket, Problem
+from graphshard.plan import Problem
 from graphshard.planner import Limits, schedule
 from graphshard.simulate import COLLECTIVE, COMMUNICATION, COMPUTE, STEP, clock, simulate
-from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction
-
-
-def _bucket(kind: str, parcels: list[tuple[int, ...]], size: int, launch: int, wait: int) -> Bucket:
-    return Bucket(kind, tuple(parcels), size, "g", WORLD, launch, wait)
+from tests.plan.dumps import by_hand
+from tests.plan.problems import Line, lines, problems
 
 
 def test_a_schedule_computed_by_hand() -> None:
-    """
-    compute        ....30[step 0: 20]50....60[step 1: 40]100[copy 4][step 2: 10]114
-    communication  [gather a: 30][gather b: 30]60           104[reduce: 50]154
-    """
-    asked = problem(
-        [20.0, 40.0, 10.0],
-        [gather(0, 20, 0), gather(1, 20, 1, 2), reduction(2, 24, 2, 3), reduction(3, 16, 2, 3)],
-        other_bytes=[100, 200, 100],
-    )
-    buckets = [
-        _bucket(ALL_GATHER, [(0,)], 20, 0, 0),
-        _bucket(ALL_GATHER, [(1,)], 20, 0, 1),
-        _bucket(REDUCE_SCATTER, [(2, 3)], 40, 2, 3),
-    ]
-    timeline = simulate(asked, buckets, Line(10.0, 1.0, 0.1))
+    plan = by_hand().plan
+    timeline = simulate(plan.problem, plan.buckets, Line(10.0, 1.0, 0.1))
     assert [s.start_us for s in timeline.slots if s.kind == STEP] == [30.0, 60.0, 104.0]
     assert [s.start_us for s in timeline.slots if s.kind == COLLECTIVE] == [0.0, 30.0, 104.0]
     assert timeline.exposed_us == (30.0, 10.0, 40.0)
