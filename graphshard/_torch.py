@@ -27,6 +27,7 @@ from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import ChainedSource, CompileContext, Guard, Source
@@ -325,14 +326,19 @@ def size_hint(size: int | torch.SymInt, fallback: int = 4096) -> int:
 # --- torch/distributed/distributed_c10d.py, _functional_collectives.py ----------------------------
 
 
-def group_size(group_name: str) -> int:
-    return dist.get_world_size(dist.distributed_c10d._resolve_process_group(group_name))  # type: ignore[arg-type,unused-ignore]
+def process_group(name: str) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,unused-ignore]
 
 
 # --- torch/_inductor/config.py -------------------------------------------------------------------
 
 # The written order of collectives survives Inductor only with both reorderings off.
 KEEP_ORDER = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
+
+
+def eager_backward() -> Any:
+    """A context in which AOTAutograd compiles a backward graph together with its forward graph."""
+    return functorch_config.patch(force_non_lazy_backward_lowering=True)
 
 
 def source_hash(files: Sequence[Path], extra: str) -> bytes:

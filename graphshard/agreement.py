@@ -128,7 +128,7 @@ class Agreement:
         self._history = 0  # a checksum of the plans of all calls
         self._log = [("", 0)] * NUM_LOGGED  # plan and history
         self._texts: dict[str, str] = {}
-        self._keys: set[str] = set()
+        self._num_decisions = 0
         self._changed = threading.Condition()  # guards what the watcher has read:
         self._ahead: dict[int, Event] = {}  # posts about calls that this rank has not come to
         self._decisions: dict[str, str] = {}
@@ -175,19 +175,20 @@ class Agreement:
         self._post_call(call)
         self._wait()
 
-    def decide(self, key: str, make: Callable[[], str]) -> str:
-        """What ``make`` returns on the group's first rank. It is a call: all ranks have to ask.
+    def decide(self, key: str, make: Callable[[], str], text: str = "") -> str:
+        """What ``make`` returns on the group's first rank. It is a call: all ranks have to ask, for
+        the same ``key``; of ``text``, an error shows the first line that differs.
 
         Raises:
             BackendError: also if the first rank cannot decide: ``make`` raised, the group's timeout
                 is over, or that rank has left.
         """
-        if key in self._keys:
-            raise ValueError(f"key={key!r} was decided before: use a new key for each decision")
-        self._keys.add(key)
         if self._alone:
             return make()
+        key = f"{key} ({self._num_decisions})"
+        self._num_decisions += 1
         call = self._num_calls
+        self._texts[f"decision {key!r}"] = f"decision about {text or key}"
         self.run(f"decision {key!r}")
         self._post_call(call)
         if self._rank == 0:

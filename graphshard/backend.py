@@ -11,9 +11,10 @@ Python (``nn.LSTM``, a graph break in a loop): then no graph with a parameter ev
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from ._torch import (
     source_name,
     sources,
 )
+from .agreed import Decisions, logged
 from .handoff import Compiling, PlanRecord, compile_graph
 from .link import LINK, Link, in_sync, link_of, model_of
 from .plan import Plan
@@ -48,6 +50,7 @@ class Backend:
     def __init__(self, options: Options) -> None:
         self.options = options
         self._records: list[PlanRecord] = []
+        self._decisions = Decisions()
         on_compile_start(_before_trace)
 
     def __call__(
@@ -66,14 +69,34 @@ class Backend:
             raise trace.retrace("requires_grad of a sharded parameter changed")
         links = [link_of(value) for value in inputs]
         _note_breaks(trace, links, call)
-        fqns = [link.fqn if link else "" for link in links]
-        compiling = Compiling(self.options.compiler, self.options.schedule, _device(inputs))
-        record = PlanRecord(gm, inputs, fqns, compiling, self._files())
-        self._records.append(record)
         patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **(options or {})}
+        return self._compile(gm, inputs, [link.fqn if link else "" for link in links], patches)
+
+    def _compile(
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        fqns: Sequence[str],
+        patches: dict[str, Any],
+    ) -> Callable[..., Any]:
+        """``gm`` as a callable, by a plan that all ranks follow."""
+        files = self._files()
+        compiling = Compiling(self.options.compiler, self.options.schedule, _device(inputs))
+        record = PlanRecord(gm, inputs, fqns, compiling, files)
+        self._records.append(record)
         compiled = compile_graph(gm, inputs, record, compiling, patches)
+        if not record.plans():  # a cache had the graphs, but the plans were deleted
+            uncached = {**patches, "force_disable_caches": True}
+            compiled = compile_graph(gm, inputs, record, compiling, uncached)
+        if self.options.schedule.overlap:
+            decided = self._decisions(record.plans(), compiling.fingerprint())
+            if [plan.wire() for plan in decided] != [plan.wire() for plan in record.plans()]:
+                followed = {plan.graph: plan.buckets for plan in decided}
+                compiling = dataclasses.replace(compiling, followed=followed)
+                record = self._records[-1] = PlanRecord(gm, inputs, fqns, compiling, files)
+                compiled = compile_graph(gm, inputs, record, compiling, patches)
         record.write_cached()
-        return compiled
+        return logged(compiled, record.plans())
 
     def shard_compiled(self, root: nn.Module, *, in_use: bool) -> None:
         """Shard a module that ``torch.compile`` was given, before Dynamo traces its first frame."""

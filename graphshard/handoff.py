@@ -8,8 +8,8 @@ cache keys, ``aot_eager`` by calling them on the graphs that it then runs op by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,14 @@ from ._torch import (
     cache_dir,
     compile_fx,
     compile_id,
+    eager_backward,
     make_boxed_func,
     min_cut_rematerialization_partition,
     source_hash,
 )
-from .plan import BACKWARD, FORWARD, INFERENCE, Plan
+from .agreed import follow
+from .cost import CostModel
+from .plan import BACKWARD, FORWARD, INFERENCE, Bucket, Plan, Problem
 from .schedule import SchedulePolicy
 from .show.dump import Dump
 from .show.files import Files
@@ -46,11 +49,19 @@ class Compiling:
     compiler: str
     schedule: SchedulePolicy
     device: torch.device
+    followed: Mapping[str, tuple[Bucket, ...]] = field(default_factory=dict)
+    """By kind of graph, what another rank decided."""
 
     def fingerprint(self) -> str:
         """What compiled graphs depend on, as text."""
         hardware = self.schedule.costs(self.device).hardware
-        return f"{self.compiler} {self.schedule} {hardware.to_json()}"
+        return f"{self.compiler} {self.schedule} {hardware.to_json()} {self.followed}"
+
+    def decide(self, problem: Problem, costs: CostModel) -> tuple[Bucket, ...]:
+        """The buckets of a graph."""
+        if problem.graph in self.followed:
+            return follow(problem, self.followed[problem.graph])
+        return self.schedule.decide(problem, costs)
 
     def dump(self, plan: Plan, compiled: str) -> Dump:
         hardware = self.schedule.costs(self.device).hardware
@@ -152,11 +163,10 @@ class Lowering(CustomGraphPass):
         self._compiling = compiling
 
     def __call__(self, graph: fx.Graph) -> None:
-        schedule = self._compiling.schedule
-        costs = schedule.costs(self._compiling.device)
+        costs = self._compiling.schedule.costs(self._compiling.device)
         kind = _kind(graph)
         self._record.files.code(kind, "before", graph)
-        plan = passes.lower(graph, kind, costs, schedule.decide)
+        plan = passes.lower(graph, kind, costs, self._compiling.decide)
         verify_lowered(graph, plan)
         self._record.files.code(kind, "after", graph)
         self._record.add(plan)
@@ -184,7 +194,21 @@ def compile_graph(
     compiling: Compiling,
     patches: dict[str, Any],
 ) -> Callable[..., Any]:
-    """A callable that runs ``gm`` sharded; ``patches`` are Inductor options of the user's."""
+    """A callable that runs ``gm`` sharded; ``patches`` are Inductor options of the user's.
+
+    Its backward is compiled now, too, so that all plans are known before anything is sent.
+    """
+    with eager_backward():
+        return _compile(gm, inputs, record, compiling, patches)
+
+
+def _compile(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    record: PlanRecord,
+    compiling: Compiling,
+    patches: dict[str, Any],
+) -> Callable[..., Any]:
     lowering = Lowering(record, compiling)
     if compiling.compiler == "inductor":
         patches = {

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ._torch import group_size
+from ._torch import process_group
 from .plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 _lib = torch.library.Library("graphshard", "DEF")
@@ -233,7 +233,7 @@ def _impl(name: str, key: str) -> Any:
 
 @_impl("unshard", "CompositeExplicitAutograd")
 def _unshard(shard: torch.Tensor, rows: int, group: str, reshard: bool) -> torch.Tensor:
-    world = group_size(group)
+    world = process_group(group).size()
     wire = gather_input(run, [shard], [shard])
     (buffer,) = launch(run, ALL_GATHER, [wire], group, world)
     return gather_output(run, wait(run, buffer), [shard], [rows], world)[0]
@@ -241,7 +241,7 @@ def _unshard(shard: torch.Tensor, rows: int, group: str, reshard: bool) -> torch
 
 @_impl("reduce_grad", "CompositeExplicitAutograd")
 def _reduce_grad(grad: torch.Tensor, padded_rows: int, group: str) -> torch.Tensor:
-    world = group_size(group)
+    world = process_group(group).size()
     wire = reduce_input(run, [grad], [grad], [padded_rows], world)
     (buffer,) = launch(run, REDUCE_SCATTER, [wire], group, world)
     return reduce_output(run, wait(run, buffer), [grad], [padded_rows])[0]
@@ -256,7 +256,7 @@ def _replicate(param: torch.Tensor, group: str) -> torch.Tensor:
 def _all_reduce_grad(grad: torch.Tensor, group: str) -> torch.Tensor:
     wire = all_reduce_input(run, [grad], [grad])
     (buffer,) = launch(run, ALL_REDUCE, [wire], group, 1)
-    return all_reduce_output(run, wait(run, buffer), [grad], group_size(group))[0]
+    return all_reduce_output(run, wait(run, buffer), [grad], process_group(group).size())[0]
 
 
 @_impl("pack", "CompositeExplicitAutograd")

@@ -145,15 +145,26 @@ class Plan:
         return dataclasses.replace(self, params=params)
 
     def structure(self) -> str:
-        """What has to be equal for two graphs to follow one plan, as text: all but times and bytes
-        of activations, which depend on the sizes of a rank's batch."""
-        lines = [f"{self.graph}: {self.problem.num_steps} steps"]
-        lines += [f"{dataclasses.replace(param, fqn='')}" for param in self.params]
-        return "\n".join([*lines, *map(str, self.problem.transfers)])
+        """What has to be equal for two graphs to follow one plan, as text: what travels, but not
+        between which steps, as those may depend on the sizes of a rank's batch."""
+        anywhere = (dataclasses.replace(t, ready=0, due=0, last=0) for t in self.problem.transfers)
+        return "\n".join([self._title(), *map(str, self.params), *map(str, anywhere)])
 
-    def schedule(self) -> str:
-        """What every rank sends, and when, as text; a line for each collective."""
-        return "\n".join([f"{self.graph}:", *map(str, self.buckets)])
+    def wire(self) -> str:
+        """What this graph sends, as text; a line for each collective, in their order."""
+        return "\n".join([self._title(), *map(self._sent, self.buckets)])
+
+    def _title(self) -> str:
+        names = ", ".join(param.fqn for param in self.params)
+        return f"{self.graph} of {names}"
+
+    def _sent(self, bucket: Bucket) -> str:
+        def names(parcel: Sequence[int]) -> str:
+            transfers = [self.problem.transfers[i] for i in parcel]
+            return " ".join(f"{self.params[t.param].fqn}:{t.dtype}" for t in transfers)
+
+        what = " | ".join(map(names, bucket.parcels))
+        return f"{bucket.kind} of {bucket.num_bytes} bytes in group {bucket.group}: {what}"
 
     def to_json(self) -> str:
         return json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=1)

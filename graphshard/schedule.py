@@ -22,8 +22,8 @@ class SchedulePolicy:
 
     Attributes:
         overlap: decide buckets, and when they are launched, by predicted times, so that they hide
-            behind compute. The sizes of a batch have to be the same on all ranks. False: each where
-            it is needed, and waited for at once.
+            behind compute; ranks follow the first one's plan. False: each where it is needed, and
+            waited for at once.
         bucket_cap_mb: largest bucket, in MB of full parameters; "auto": what the cost model finds.
             A larger parameter travels alone.
         max_in_flight_gb: buffers between launch and wait, in GB; None: no limit.

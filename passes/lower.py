@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from graphshard import ops
-from graphshard._torch import fake_mode_of, group_size
+from graphshard._torch import fake_mode_of, process_group
 from graphshard.plan import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -48,7 +48,7 @@ def describe_transfer(marker: fx.Node, param: int) -> Transfer:
     """What travels for ``marker``, of the parameter at position ``param`` of the plan."""
     # The group is the only text among a marker's arguments.
     group = next(arg for arg in marker.args if isinstance(arg, str))
-    world = group_size(group)
+    world = process_group(group).size()
     kind = ops.KINDS[marker.target]
     shard = (source_of(marker) if kind == ALL_GATHER else marker).meta["val"]
     num_bytes = shard.nbytes * (1 if kind == ALL_REDUCE else world)

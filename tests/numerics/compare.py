@@ -126,6 +126,7 @@ class Twins:
         function: Callable[[nn.Module], Any] | None = None,
         fullgraph: bool = True,
         compiler: str = "aot_eager",
+        dynamic: bool | None = None,
         mesh: DeviceMesh | None = None,
         **options: Any,
     ) -> None:
@@ -137,7 +138,9 @@ class Twins:
         target, self.plain = model, self.reference
         if function:
             target, self.plain = function(model), function(self.reference)
-        self.compiled = torch.compile(target, backend=self.backend, fullgraph=fullgraph)
+        self.compiled = torch.compile(
+            target, backend=self.backend, fullgraph=fullgraph, dynamic=dynamic
+        )
 
     def backward(self, batches: Sequence[Any], loss: Loss = call_model) -> Tensor:
         """Forward and backward of both; the losses agree."""

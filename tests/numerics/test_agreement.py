@@ -227,17 +227,15 @@ def test_ranks_that_never_come() -> None:
 
 def _decide(group: Group, agreement: Agreement) -> list[str]:
     made = []
-    for key in ("a", "b", "c"):
+    for key in ("a", "b", "a"):
         made.append(agreement.decide(key, lambda key=key: f"{key} of {group.rank()}"))
         agreement.first_run(made[-1], PLAN)
-    with pytest.raises(ValueError, match="key='a'"):
-        agreement.decide("a", str)
     return made
 
 
 @pytest.mark.parametrize("world", [1, 4])
 def test_decisions_are_those_of_the_first_rank(world: int) -> None:
-    assert run(world, _decide) == [["a of 0", "b of 0", "c of 0"]] * world
+    assert run(world, _decide) == [["a of 0", "b of 0", "a of 0"]] * world
 
 
 def _decide_alone(group: Group, agreement: Agreement) -> str:
@@ -249,7 +247,7 @@ def _decide_alone(group: Group, agreement: Agreement) -> str:
 
 
 def test_a_decision_that_the_first_rank_does_not_know_of() -> None:
-    assert_same(run(2, _decide_alone), "call 1", "decision 'key' (rank 1)", "(rank 0)")
+    assert_same(run(2, _decide_alone), "call 1", "decision about key (0) (rank 1)", "(rank 0)")
 
 
 def _fail_to_decide(group: Group, agreement: Agreement) -> str:
@@ -298,7 +296,7 @@ def _num_keys(group: Group, agreement: Agreement) -> None:
     counts = []
     for number in range(8):
         agreement.first_run(f"plan {number}", PLAN)
-        agreement.decide(f"key {number}", str)
+        agreement.decide("key", str)
         dist.barrier()
         time.sleep(0.5)  # for the watchers to delete
         counts.append(sum("graphshard" in key for key in store.list_keys()))

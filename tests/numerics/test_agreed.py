@@ -1,0 +1,92 @@
+"""Ranks whose own plans differ: they follow the first rank's, or all raise the same error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import graphshard
+from graphshard.agreement import Agreement
+from tests import ranks, recording
+from tests.numerics.compare import Twins, generator, num_graphs
+from tests.numerics.test_agreement import assert_same, message, run
+
+DIM, LAYERS = 64, 6
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def _fast_or_slow(rank: int) -> graphshard.SchedulePolicy:
+    """By what it is told, one rank's compute hides every collective, the other's none."""
+    return graphshard.SchedulePolicy(overlap=True, node_cost=lambda _: 1e5 if rank else 1e-3)
+
+
+def _train(compiler: str, dynamic: bool) -> tuple[list[Any], int]:
+    """Steps with other batches on every rank, and from the third on with larger ones on rank 1.
+
+    Returns what was sent in every step, and how many buckets this rank alone would have made.
+    """
+    rank, schedule = dist.get_rank(), _fast_or_slow(dist.get_rank())
+    twins = Twins(Chain(), compiler=compiler, schedule=schedule, dynamic=dynamic)
+    sent = []
+    for step in range(4):
+        sizes = (2, 6 if step < 2 else 12)
+        recording.clear()
+        twins.backward([torch.randn(size, DIM, generator=generator(step)) for size in sizes])
+        sent.append([(e.kind, e.bytes, e.num_tensors) for e in recording.collectives()])
+        twins.check()
+        twins.zero_grad()
+    assert num_graphs() == (1 if dynamic or rank == 0 else 2)
+    costs = schedule.costs(torch.device("cpu"))
+    return sent, len(schedule.decide(twins.backend.plans[0].problem, costs))
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_ranks_follow_the_first_rank(compiler: str, dynamic: bool) -> None:
+    """Their times differ, and so do their batches; one rank compiles again without the other."""
+    (one, own), (other, others) = ranks.run(2, _train, compiler, dynamic, backend="recording")
+    assert own != others
+    assert one == other
+    assert one[1] == one[2] == one[3]  # the first has the sharding, too
+
+
+class Forked(nn.Module):
+    """Ranks use one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, use_first: bool) -> Tensor:
+        return (self.first if use_first else self.second)(x).square().mean()
+
+
+def _fork(group: dist.ProcessGroup, _: Agreement, overlap: bool) -> str:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    schedule = graphshard.SchedulePolicy(overlap=overlap)
+    backend = graphshard.backend(mesh, compiler="aot_eager", schedule=schedule)
+    model = torch.compile(Forked(), backend=backend, fullgraph=True)
+    x = torch.ones(2, DIM)
+    model(x, True).backward()
+    # Dynamo adds lines to an error in a compile.
+    return message(lambda: model(x, group.rank() == 0).backward()).splitlines()[0]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_another_graph_on_one_rank_is_an_error_on_all(overlap: bool) -> None:
+    assert_same(run(2, _fork, overlap), "forward of first.", "forward of second.")
