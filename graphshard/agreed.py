@@ -22,7 +22,7 @@ from typing import Any
 
 from ._torch import BackendError, process_group
 from .agreement import Agreement, agreement_of
-from .plan import Bucket, Plan, Problem
+from .plan import BACKWARD, Bucket, Plan, Problem, Transfer
 
 
 class Decisions:
@@ -40,7 +40,7 @@ class Decisions:
         Raises:
             BackendError: ranks ask about graphs that communicate something else.
         """
-        text = "\n".join([*(plan.structure() for plan in plans), context])
+        text = f"{_structure(plans)}\n{context}"
         if text not in self._decided:
             self._decided[text] = list(plans)
             for agreement in _agreements(plans):
@@ -49,13 +49,18 @@ class Decisions:
         return self._decided[text]
 
 
-def follow(problem: Problem, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
-    """``buckets`` of another problem with the same transfers, in their order, at steps of this one.
+def follow(problem: Problem, plan: Plan) -> tuple[Bucket, ...]:
+    """The buckets of ``plan``, for the same transfers, in their order, at steps of ``problem``.
 
     Raises:
         BackendError: this problem does not allow their order.
     """
-    end = problem.num_steps
+    end, buckets = problem.num_steps, plan.buckets
+    ours, theirs = (map(_anywhere, of.transfers) for of in (problem, plan.problem))
+    if list(ours) != list(theirs):
+        raise BackendError(
+            f"the {problem.graph} graph gathers or reduces other parameters than the first rank's"
+        )
     transfers = [[problem.transfers[i] for i in bucket.transfers] for bucket in buckets]
     due = [min([end, *(t.due for t in of)]) for of in transfers]
     earliest = list(accumulate((max(t.ready for t in of) for of in transfers), max))
@@ -71,6 +76,30 @@ def follow(problem: Problem, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
         wait = wait if wait < end else min(max(bucket.wait, launch), end)
         placed.append(dataclasses.replace(bucket, launch=launch, wait=wait))
     return tuple(placed)
+
+
+def _structure(plans: Sequence[Plan]) -> str:
+    """What has to be equal for graphs to follow one plan: what they need, and what they reduce.
+
+    Not whether a parameter stays gathered, nor between which steps something is there: that may
+    depend on the sizes of a rank's batch.
+    """
+    lines: list[str] = []
+    kept: list[str] = []
+    for plan in plans:
+        params = [f"{param}" for param in plan.params]
+        needed = {
+            t: f"{params[t.param]} {dataclasses.replace(_anywhere(t), param=0)}"
+            for t in plan.problem.transfers
+        }
+        title = plan.graph if plan.graph == BACKWARD else plan.title()
+        lines += [title, *sorted([*needed.values(), *kept])]
+        kept = [line for t, line in needed.items() if t.param in plan.kept]
+    return "\n".join(lines)
+
+
+def _anywhere(transfer: Transfer) -> Transfer:
+    return dataclasses.replace(transfer, ready=0, due=0, last=0)
 
 
 def logged(compiled: Callable[..., Any], plans: Sequence[Plan]) -> Callable[..., Any]:

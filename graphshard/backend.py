@@ -91,7 +91,7 @@ class Backend:
         if self.options.schedule.overlap:
             decided = self._decisions(record.plans(), compiling.fingerprint())
             if [plan.wire() for plan in decided] != [plan.wire() for plan in record.plans()]:
-                followed = {plan.graph: plan.buckets for plan in decided}
+                followed = {plan.graph: plan for plan in decided}
                 compiling = dataclasses.replace(compiling, followed=followed)
                 record = self._records[-1] = PlanRecord(gm, inputs, fqns, compiling, files)
                 compiled = compile_graph(gm, inputs, record, compiling, patches)

@@ -33,7 +33,7 @@ from ._torch import (
 )
 from .agreed import follow
 from .cost import CostModel
-from .plan import BACKWARD, FORWARD, INFERENCE, Bucket, Plan, Problem
+from .plan import BACKWARD, FORWARD, INFERENCE, KINDS, Bucket, Plan, Problem, Transfer
 from .schedule import SchedulePolicy
 from .show.dump import Dump
 from .show.files import Files
@@ -49,13 +49,32 @@ class Compiling:
     compiler: str
     schedule: SchedulePolicy
     device: torch.device
-    followed: Mapping[str, tuple[Bucket, ...]] = field(default_factory=dict)
+    followed: Mapping[str, Plan] = field(default_factory=dict)
     """By kind of graph, what another rank decided."""
 
     def fingerprint(self) -> str:
         """What compiled graphs depend on, as text."""
         hardware = self.schedule.costs(self.device).hardware
         return f"{self.compiler} {self.schedule} {hardware.to_json()} {self.followed}"
+
+    def uuid(self) -> bytes | None:
+        """Of passes, in the keys of Inductor's caches; None: graphs are not cached."""
+        if self.schedule.node_cost is not None:
+            return None  # a function cannot be part of a key
+        return source_hash(_SOURCES, self.fingerprint())
+
+    def keep(
+        self,
+        forward: Problem,
+        backward: Problem,
+        gathered: Mapping[int, Transfer],
+        costs: CostModel,
+    ) -> Sequence[int]:
+        """Which gathers of a backward graph to leave out; see ``graphshard.keep``."""
+        if FORWARD in self.followed:
+            inputs = self.followed[FORWARD].kept_inputs()
+            return [i for i in gathered if backward.transfers[i].param in inputs]
+        return self.schedule.keep(forward, backward, gathered, costs)
 
     def decide(self, problem: Problem, costs: CostModel) -> tuple[Bucket, ...]:
         """The buckets of a graph."""
@@ -103,17 +122,19 @@ class PlanRecord:
         scratch.replace(path)
 
     def plans(self) -> list[Plan]:
-        """The plans known by now, parameters named: the backward's comes with its compilation."""
-        for kind in (FORWARD, BACKWARD, INFERENCE):
+        """Of forward, backward and inference graph, those that there are, parameters named."""
+        return [plan.named(self._fqns) for plan in self._known()]
+
+    def _known(self) -> list[Plan]:
+        for kind in KINDS:
             path = self._path(kind)
             if kind not in self._plans and path.exists():
                 self._plans[kind] = Plan.from_json(path.read_text())
-        return [plan.named(self._fqns) for plan in self._plans.values()]
+        return [self._plans[kind] for kind in KINDS if kind in self._plans]
 
     def dumps(self) -> list[Dump]:
         """As ``plans``, with what they were made for."""
-        self.plans()
-        return [self._dump(plan) for plan in self._plans.values()]
+        return [self._dump(plan) for plan in self._known()]
 
     def write_cached(self) -> None:
         """Write to ``files`` the plans of graphs that a cache has returned."""
@@ -131,8 +152,9 @@ class PlanRecord:
 class Partitioner(CustomPartitionerFn):
     """Runs the joint passes, then torch's min-cut partitioner, and checks what it saves."""
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: Files, compiling: Compiling) -> None:
         self._files = files
+        self._compiling = compiling
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -145,11 +167,25 @@ class Partitioner(CustomPartitionerFn):
         self._files.code("joint", "after", gm.graph)
         derived = [node.name for node in passes.parameter_derived(gm.graph)]
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        verify_partition(forward, derived, kwargs["num_fwd_outputs"])
+        kept = self._keep(forward, backward, kwargs["num_fwd_outputs"])
+        verify_partition(forward, sorted({*derived} - {*kept}), kwargs["num_fwd_outputs"])
         return forward, backward
 
-    def uuid(self) -> bytes:
-        return source_hash(_SOURCES, "partitioner")
+    def _keep(
+        self, forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int
+    ) -> list[str]:
+        """Keep parameters gathered where that is worth it; the names of those nodes."""
+        costs = self._compiling.schedule.costs(self._compiling.device)
+        kept = passes.keep_gathered(
+            forward.graph, backward.graph, num_outputs, costs, self._compiling.keep
+        )
+        for part in (forward, backward):
+            part.graph.lint()
+            part.recompile()
+        return kept
+
+    def uuid(self) -> bytes | None:
+        return self._compiling.uuid()
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # what is pickled into a cache key is the uuid
@@ -172,9 +208,7 @@ class Lowering(CustomGraphPass):
         self._record.add(plan)
 
     def uuid(self) -> bytes | None:
-        if self._compiling.schedule.node_cost is not None:
-            return None  # a function cannot be part of a cache's key
-        return source_hash(_SOURCES, self._compiling.fingerprint())
+        return self._compiling.uuid()
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # what is pickled into a cache key is the uuid
@@ -215,7 +249,7 @@ def _compile(
             **KEEP_ORDER,
             **patches,
             "post_grad_custom_post_pass": lowering,
-            "custom_partitioner_fn": Partitioner(record.files),
+            "custom_partitioner_fn": Partitioner(record.files, compiling),
         }
         compiled: Any = compile_fx(gm, inputs, config_patches=patches)
         return compiled
@@ -225,5 +259,5 @@ def _compile(
         graph_module.recompile()
         return make_boxed_func(graph_module)
 
-    partition = Partitioner(record.files)
+    partition = Partitioner(record.files, compiling)
     return aot_autograd(fw_compiler=run_by_op, partition_fn=partition)(gm, inputs)

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-FORWARD, BACKWARD, INFERENCE = "forward", "backward", "inference"
+FORWARD, BACKWARD, INFERENCE = KINDS = ("forward", "backward", "inference")
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
-VERSION = 1
+VERSION = 2
 """Of the JSON form."""
 
 PLANNED = "graphshard_planned"
@@ -120,11 +120,17 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """All collectives of one graph, in launch order."""
+    """All collectives of one graph.
+
+    Attributes:
+        buckets: in launch order.
+        kept: positions in ``params`` of what stays gathered for backward.
+    """
 
     params: tuple[ShardedParam, ...]
     problem: Problem
     buckets: tuple[Bucket, ...]
+    kept: tuple[int, ...] = ()
 
     @property
     def graph(self) -> str:
@@ -132,6 +138,10 @@ class Plan:
 
     def count(self, kind: str) -> int:
         return sum(bucket.kind == kind for bucket in self.buckets)
+
+    def kept_inputs(self) -> set[int]:
+        """Graph inputs of the parameters that stay gathered for backward."""
+        return {self.params[i].input for i in self.kept}
 
     def num_bytes(self, kind: str) -> int:
         return sum(bucket.num_bytes for bucket in self.buckets if bucket.kind == kind)
@@ -144,19 +154,12 @@ class Plan:
         params = tuple(dataclasses.replace(p, fqn=fqns[p.input]) for p in self.params)
         return dataclasses.replace(self, params=params)
 
-    def structure(self) -> str:
-        """What has to be equal for two graphs to follow one plan, as text: what travels, but not
-        between which steps, as those may depend on the sizes of a rank's batch."""
-        anywhere = (dataclasses.replace(t, ready=0, due=0, last=0) for t in self.problem.transfers)
-        return "\n".join([self._title(), *map(str, self.params), *map(str, anywhere)])
-
     def wire(self) -> str:
         """What this graph sends, as text; a line for each collective, in their order."""
-        return "\n".join([self._title(), *map(self._sent, self.buckets)])
+        return "\n".join([self.title(), *map(self._sent, self.buckets)])
 
-    def _title(self) -> str:
-        names = ", ".join(param.fqn for param in self.params)
-        return f"{self.graph} of {names}"
+    def title(self) -> str:
+        return f"{self.graph} of {', '.join(param.fqn for param in self.params)}"
 
     def _sent(self, bucket: Bucket) -> str:
         def names(parcel: Sequence[int]) -> str:
@@ -181,6 +184,7 @@ class Plan:
             params=tuple(ShardedParam(**param) for param in raw["params"]),
             problem=Problem(**raw["problem"], transfers=transfers),
             buckets=tuple(Bucket(**bucket) for bucket in raw["buckets"]),
+            kept=raw["kept"],
         )
 
 

@@ -131,10 +131,10 @@ def without_overlap(problem: Problem) -> tuple[Bucket, ...]:
 
 def smallest_peak(problem: Problem) -> int:
     """The least peak of any schedule, in bytes."""
-    return max(_least_bytes(problem), default=0)
+    return max(least_bytes(problem), default=0)
 
 
-def _least_bytes(problem: Problem) -> list[int]:
+def least_bytes(problem: Problem) -> list[int]:
     """By step, with each transfer alone, as late and for as short as it can be."""
     buckets = []
     for i, t in enumerate(problem.transfers):
@@ -146,7 +146,7 @@ def _least_bytes(problem: Problem) -> list[int]:
 class _Search:
     def __init__(self, problem: Problem, prices: Prices, limits: Limits) -> None:
         self._problem, self._prices, self._limits = problem, prices, limits
-        self._least_bytes = _least_bytes(problem)
+        self._least_bytes = least_bytes(problem)
         least = max(self._least_bytes, default=0)
         self._modest = least + max(least // 20, MODEST_BYTES)
         self._start_us = [0.0, *accumulate(problem.compute_us)]

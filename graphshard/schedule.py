@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -12,7 +12,8 @@ from torch import fx
 
 from .cost import CostModel
 from .hardware import Hardware
-from .plan import Bucket, Problem
+from .keep import to_keep
+from .plan import Bucket, Problem, Transfer
 from .planner import Limits, schedule, without_overlap
 
 
@@ -68,6 +69,18 @@ class SchedulePolicy:
         if self.overlap:
             return schedule(problem, costs, self.limits())
         return without_overlap(problem)
+
+    def keep(
+        self,
+        forward: Problem,
+        backward: Problem,
+        gathered: Mapping[int, Transfer],
+        costs: CostModel,
+    ) -> list[int]:
+        """Which gathers of a backward graph to leave out; see ``graphshard.keep``."""
+        if not self.overlap:
+            return []
+        return to_keep(forward, backward, gathered, costs, self.limits().peak)
 
     def limits(self) -> Limits:
         return Limits(

@@ -2,31 +2,34 @@
 backward and inference graphs is read as a problem, scheduled, and lowered by the plan, after
 Inductor's own passes.
 
-    joint graph ─► merge ─► reshard ─► [partitioner] ─► forward, backward ─► steps ─► lower
+    joint graph ─► merge ─► reshard ─► [partitioner] ─► forward, backward ─► keep
+                                       [Inductor] ─► each ─► steps ─► lower
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import fx
 
 from graphshard import ops
 from graphshard.cost import CostModel
+from graphshard.passes.keep import keep, keepable
 from graphshard.passes.lower import (
     apply_buckets,
     apply_replicate,
     describe_params,
     describe_transfer,
+    markers_of,
 )
 from graphshard.passes.merge import merge, merge_unshards
 from graphshard.passes.reshard import parameter_derived, reshard
 from graphshard.passes.steps import read_problem, sink_gathered
-from graphshard.plan import Bucket, Plan, Problem
+from graphshard.plan import BACKWARD, FORWARD, Bucket, Plan, Problem, Transfer
 
 JOINT = (merge, reshard)
 
-__all__ = ["JOINT", "lower", "parameter_derived"]
+__all__ = ["JOINT", "keep_gathered", "lower", "parameter_derived"]
 
 
 def lower(
@@ -37,17 +40,51 @@ def lower(
 ) -> Plan:
     """Have ``decide`` say when what travels in ``graph``, and rewrite it so in place."""
     merge_unshards(graph)
-    sink_gathered(graph)
     params = describe_params(graph)
     unique = tuple(dict.fromkeys(params.values()))
     index = {param: i for i, param in enumerate(unique)}
-    transfers = {
-        marker: describe_transfer(marker, index[param])
-        for marker, param in params.items()
-        if marker.target in ops.KINDS
-    }
-    problem, steps = read_problem(graph, kind, transfers, costs.compute_us(graph))
+    problem, markers, steps = _read(graph, kind, costs, lambda marker: index[params[marker]])
     buckets = decide(problem, costs)
-    apply_buckets(graph, buckets, list(transfers), steps)
-    apply_replicate(graph, [marker for marker in params if marker not in transfers])
-    return Plan(unique, problem, buckets)
+    kept = tuple(index[params[m]] for m in markers if m.target is ops.unshard and not m.args[3])
+    apply_buckets(graph, buckets, markers, steps)
+    apply_replicate(graph, [marker for marker in params if marker not in markers])
+    return Plan(unique, problem, buckets, kept)
+
+
+def keep_gathered(
+    forward: fx.Graph,
+    backward: fx.Graph,
+    num_outputs: int,
+    costs: CostModel,
+    decide: Callable[[Problem, Problem, Mapping[int, Transfer], CostModel], Sequence[int]],
+) -> list[str]:
+    """Have ``decide`` say which parameters stay gathered for backward, and rewrite both graphs so.
+
+    Args:
+        num_outputs: how many of the forward's outputs are the user's; the rest is saved.
+        decide: given both problems, in which ``Transfer.param`` is a graph input; see
+            ``graphshard.keep``.
+
+    Returns:
+        The names of the forward's nodes that are saved now.
+    """
+    params = {**describe_params(forward), **describe_params(backward)}
+    before, gathers, _ = _read(forward, FORWARD, costs, lambda marker: params[marker].input)
+    after, markers, _ = _read(backward, BACKWARD, costs, lambda marker: params[marker].input)
+    pairs = keepable(forward, backward, num_outputs)
+    transfers = dict(zip(gathers, before.transfers, strict=True))
+    gathered = {i: transfers[pairs[m]] for i, m in enumerate(markers) if m in pairs}
+    chosen = [markers[i] for i in decide(before, after, gathered, costs)]
+    keep(forward, {marker: pairs[marker] for marker in chosen}, num_outputs)
+    return [pairs[marker].name for marker in chosen]
+
+
+def _read(
+    graph: fx.Graph, kind: str, costs: CostModel, param_of: Callable[[fx.Node], int]
+) -> tuple[Problem, list[fx.Node], list[fx.Node]]:
+    """The problem of ``graph``, the marker of every transfer, and the first node of every step."""
+    sink_gathered(graph)
+    communicating = [marker for marker in markers_of(graph) if marker.target in ops.KINDS]
+    transfers = {marker: describe_transfer(marker, param_of(marker)) for marker in communicating}
+    problem, steps = read_problem(graph, kind, transfers, costs.compute_us(graph))
+    return problem, communicating, steps

@@ -20,12 +20,11 @@ from pathlib import Path
 from torch import fx
 
 from .._torch import trace_artifact
-from ..plan import BACKWARD, FORWARD, INFERENCE
+from ..plan import KINDS
 from .dump import Dump
 from .table import table
 from .trace import trace
 
-KINDS = (FORWARD, BACKWARD, INFERENCE)
 NO_CODE = "No FX code was written: the graph came from a compiler's cache, so that no pass ran."
 
 

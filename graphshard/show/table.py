@@ -9,7 +9,7 @@ from tabulate import tabulate
 
 from ..plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Bucket
 from ..simulate import COLLECTIVE, COPY_IN
-from .dump import Dump
+from .dump import Dump, name_of
 
 NUM_EXPOSED = 10  # collectives that are listed with a reason
 NUM_BUCKETS = 24  # more than so many are not all listed
@@ -28,7 +28,7 @@ def table(dump: Dump, *, all_buckets: bool = False) -> str:
     Args:
         all_buckets: list them all; else only the first and the last ones of many.
     """
-    parts = [_title(dump), _collectives(dump), _totals(dump)]
+    parts = [_title(dump), _collectives(dump), _totals(dump), _kept(dump)]
     if dump.plan.buckets:
         parts += [_exposed(dump), _buckets(dump, all_buckets)]
     return "\n\n".join(part for part in parts if part)
@@ -71,6 +71,11 @@ def _totals(dump: Dump) -> str:
         f"memory  peak {_size(totals['peak_bytes'])}{at};"
         f" at most {_size(totals['in_flight_bytes'])} in flight"
     )
+
+
+def _kept(dump: Dump) -> str:
+    names = [name_of(dump.plan.params[i]) for i in dump.plan.kept]
+    return f"gathered parameters kept for backward: {', '.join(names)}" if names else ""
 
 
 def _size(num_bytes: float) -> str:

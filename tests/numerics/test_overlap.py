@@ -1,0 +1,91 @@
+"""Overlap moves collectives and changes no number: bitwise, by ATen, what the unscheduled graphs
+compute, also where parameters stay gathered for backward, or a budget binds."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import graphshard
+from graphshard.plan import ALL_GATHER, BACKWARD, FORWARD
+from graphshard.planner import BudgetError
+from graphshard.simulate import alive_bytes
+from tests import ranks
+from tests.models import GPT, MLP, ConvNet, Trainable
+from tests.numerics.compare import generator, sgd, world_mesh
+
+WIDE = {"dim": 48, "layers": 4}
+
+
+def _steps(model: Any, backend: graphshard.Backend, kind: Trainable) -> list[list[Tensor]]:
+    """Losses, gradients and parameters of three steps."""
+    compiled, optimizer, found = torch.compile(model, backend=backend), sgd(model), []
+    for step in range(3):
+        loss = compiled(kind.batch(generator(step, dist.get_rank())))
+        loss.backward()
+        tensors = [t for p in model.parameters() for t in (p.grad, p)]
+        found.append([loss.detach().clone(), *(t.to_local().detach().clone() for t in tensors)])
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def _both(kind: Trainable, arguments: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = kind(**arguments)
+    plain = graphshard.backend(world_mesh(), compiler="aot_eager")
+    schedule = graphshard.SchedulePolicy(overlap=True, **options)
+    overlapped = graphshard.backend(world_mesh(), compiler="aot_eager", schedule=schedule)
+    ours, theirs = (_steps(copy.deepcopy(model), of, kind) for of in (overlapped, plain))
+    for step, pair in enumerate(zip(ours, theirs)):
+        for one, other in zip(*pair, strict=True):
+            assert torch.equal(one, other), step
+    return {plan.graph: plan for plan in overlapped.plans}
+
+
+@pytest.mark.parametrize("kind", [MLP, GPT, ConvNet])
+@pytest.mark.parametrize("world", [2, 4])
+def test_no_number_changes(kind: Trainable, world: int) -> None:
+    ranks.run(world, _both, kind, {}, {})
+
+
+def _smallest(graph: str) -> float:
+    """The smallest budget, in GB, that the error for one that ``graph`` cannot keep names."""
+    budget_gb = 1e-6
+    while True:
+        with pytest.raises(BudgetError, match="memory_budget_gb") as raised:
+            _both(GPT, WIDE, {"memory_budget_gb": budget_gb})
+        budget_gb = raised.value.needed / 1e9
+        if graph in str(raised.value):
+            return budget_gb
+
+
+def _keep_budget() -> None:
+    """Backward needs more than forward."""
+    budget_gb = _smallest(BACKWARD)
+    for plan in _both(GPT, WIDE, {"memory_budget_gb": budget_gb}).values():
+        assert max(alive_bytes(plan.problem, plan.buckets)) <= round(budget_gb * 1e9)
+
+
+def test_the_smallest_budget_that_is_named_can_be_kept() -> None:
+    ranks.run(2, _keep_budget)
+
+
+def test_parameters_are_kept_within_a_large_budget() -> None:
+    """Nothing hides behind no compute, so everything is kept."""
+    options = {"memory_budget_gb": 1.0, "node_cost": _nothing}
+    plans = ranks.run(2, _both, GPT, WIDE, options)[0]
+    assert plans[BACKWARD].count(ALL_GATHER) == 0
+    gathered = {t.param for t in plans[FORWARD].problem.transfers}
+    used_again = {plans[FORWARD].params[i].fqn for i in plans[FORWARD].kept}
+    assert used_again and len(plans[FORWARD].kept) < len(gathered)
+    assert "blocks.0.qkv.weight" in used_again and "positions.weight" not in used_again
+
+
+def _nothing(_: object) -> float:
+    return 0.0

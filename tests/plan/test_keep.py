@@ -1,0 +1,76 @@
+"""Which gathered parameters stay for backward: those that nothing hides, as far as memory allows."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphshard.keep import to_keep
+from graphshard.plan import ALL_GATHER, Problem, Transfer
+from graphshard.planner import Limits, schedule, smallest_peak
+from graphshard.simulate import simulate
+from tests.plan.problems import Line, gather, lines, problem, problems
+
+FAST, SLOW = Line(1.0, 0.1), Line(1.0, 10.0)
+
+
+def _mirrored(backward: Problem) -> tuple[Problem, dict[int, Transfer]]:
+    """A forward graph with the same gathers in reverse order, and which is which."""
+    end = backward.num_steps - 1
+    gathered = {
+        i: gather(t.param, t.num_bytes, end - t.due)
+        for i, t in enumerate(backward.transfers)
+        if t.kind == ALL_GATHER
+    }
+    return problem(list(backward.compute_us[::-1]), [*gathered.values()]), gathered
+
+
+def _keep(backward: Problem, line: Line, budget: int | None) -> list[int]:
+    return to_keep(*(_mirrored(backward)[0], backward, _mirrored(backward)[1]), line, budget)
+
+
+CHAIN = problem([100.0] * 4, [gather(i, 50, i) for i in range(4)])
+
+
+def test_what_backward_needs_first_is_kept() -> None:
+    assert _keep(CHAIN, FAST, 100) == [0]
+
+
+def test_no_more_than_compute_can_hide_is_gathered_again() -> None:
+    """A gather takes five steps: the last is due after three of compute."""
+    assert _keep(CHAIN, SLOW, 10_000) == [0, 1, 2, 3]
+
+
+def test_memory_is_kept() -> None:
+    assert _keep(CHAIN, SLOW, 100) == [0, 1]  # the second is held while the first is used
+    assert _keep(CHAIN, SLOW, 99) == [0]
+
+
+def test_without_a_budget_nothing_grows() -> None:
+    assert _keep(CHAIN, FAST, None) == [0]
+    before = problem([100.0] * 4, [gather(0, 50, 2)], [0, 0, 0, 50])
+    assert to_keep(before, CHAIN, {0: before.transfers[0]}, FAST, None) == []
+
+
+def test_what_cannot_be_kept_is_not() -> None:
+    assert to_keep(CHAIN, CHAIN, {}, SLOW, 10_000) == []
+
+
+@given(problems(), lines, st.integers(0, 300))
+def test_a_budget_is_kept_and_what_can_be_hidden_is_gathered(
+    backward: Problem, line: Line, spare: int
+) -> None:
+    forward, gathered = _mirrored(backward)
+    budget = max(smallest_peak(forward), smallest_peak(backward)) + spare
+    kept = to_keep(forward, backward, gathered, line, budget)
+    left = [t for i, t in enumerate(backward.transfers) if i not in kept]
+    held = [0] * backward.num_steps
+    for i in kept:
+        transfer = backward.transfers[i]
+        for step in range(transfer.last + 1):
+            held[step] += transfer.num_bytes
+    other = [a + b for a, b in zip(backward.other_bytes, held)]
+    after = problem(list(backward.compute_us), left, other)
+    assert smallest_peak(after) <= budget
+    timeline = simulate(backward, schedule(backward, line, Limits()), line)
+    assert not kept or sum(timeline.exposed_us) > 0
