@@ -14,21 +14,18 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
-from graphshard.cost import CostModel
-from graphshard.hardware import HARDWARE
 from graphshard.plan import Plan
 
 WORLD = 8
 TOKENS = 8192
 DEVICE = "H100"
-_COSTS = CostModel(HARDWARE[DEVICE])
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,7 @@ class Llama(nn.Module):
 
 def trace(sizes: LlamaSizes, world: int = WORLD, tokens: int = TOKENS) -> list[Plan]:
     """Forward and backward of one step, one sequence of ``tokens`` on each rank, in bfloat16."""
-    policy = graphshard.SchedulePolicy(hardware=DEVICE, node_cost=_attention_us)
+    policy = graphshard.SchedulePolicy(hardware=DEVICE)
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # the state of the random generator is real
     with _fake_ranks(world) as mesh, _bfloat16(), fake:
         model = Llama(sizes)
@@ -157,20 +154,3 @@ def _bfloat16() -> Iterator[None]:
     torch.set_default_dtype(torch.bfloat16)
     yield
     torch.set_default_dtype(before)
-
-
-def _attention_us(node: fx.Node) -> float | None:
-    """Of attention in a recomputed block, which AOTAutograd wraps, for the sake of its dropout."""
-    if not getattr(node.target, "__name__", "").endswith("_rng_state"):
-        return None
-    at = next(i for i, arg in enumerate(node.args) if isinstance(arg, torch._ops.OpOverload))
-    graph = fx.Graph()
-    copies = {}
-    for source in node.args[at + 1 :]:
-        if isinstance(source, fx.Node) and source not in copies:
-            copies[source] = graph.placeholder(source.name)
-            copies[source].meta["val"] = source.meta["val"]
-    arguments = [copies.get(arg, arg) for arg in node.args[at + 1 :]]
-    call = graph.call_function(node.args[at], tuple(arguments))
-    call.meta["val"] = arguments[0].meta["val"]  # what it returns is as large as its query
-    return _COSTS.compute_us(graph)[call]

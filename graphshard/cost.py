@@ -27,41 +27,28 @@ import torch
 from networkx.utils import UnionFind
 from torch import fx
 
-from ._torch import argument_names, size_hint
+from .flops import flops, name_of, names, shape_of
 from .hardware import KINDS, Hardware
 from .plan import ALL_REDUCE
-
-# What of the rate of matrix products attention reaches. FlashAttention-2 (arXiv 2307.08691) has 73 %
-# of an A100's peak forward and 63 % backward, FlashAttention-3 (2407.08608) 75 and 57 % of an H100's;
-# large products have 87 and 80 %.
-ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.85, 0.7
-CAUSAL_BLOCK = 128  # keys that an attention kernel skips or computes together
 
 VIEW, BARRIER, POINTWISE, REDUCTION, KERNEL = range(5)
 """Kinds of nodes: part of another's value; free but not fused; fused; fused; a kernel of its own."""
 
 
-def _ops(names: str) -> frozenset[str]:
-    return frozenset(names.split())
-
-
 # Pointwise in Inductor's eyes, though without the tag.
-_POINTWISE = _ops(
+_POINTWISE = names(
     "_to_copy _unsafe_index _unsafe_masked_index arange cat constant_pad_nd copy embedding empty "
     "empty_like fill flip full full_like gather index index_select inductor_lookup_seed "
     "inductor_random iota ones ones_like repeat roll scalar_tensor select_scatter slice_scatter "
     "tril triu zeros zeros_like"
 )
 # These read of their first argument as much as they return.
-_GATHERS = _ops("_unsafe_index _unsafe_masked_index embedding gather index index_select")
+_GATHERS = names("_unsafe_index _unsafe_masked_index embedding gather index index_select")
 # Computed by a unit of their own, or by a polynomial.
-_SPECIAL = _ops(
+_SPECIAL = names(
     "cos erf erfc exp exp2 expm1 gelu gelu_backward log log1p log2 pow sigmoid silu silu_backward "
     "sin softplus tan tanh"
 )
-# Matrix products, by the position of the left matrix.
-_LEFT_IS_FIRST = _ops("_grouped_mm _scaled_grouped_mm _scaled_mm bmm linear matmul mm mv")
-_LEFT_IS_SECOND = _ops("addbmm addmm addmv baddbmm")
 
 
 @dataclass(frozen=True)
@@ -131,10 +118,10 @@ class CostModel:
         return self.hardware.memory.us(2 * num_bytes) + self.hardware.launch_us
 
     def _kernel_us(self, node: fx.Node, values: _Values) -> float:
-        flops, dtype, share = _flops(node)
+        num_flops, dtype, share = flops(node)
         if dtype == "float32" and self.tf32:
             dtype = "tf32"
-        compute_us = self.hardware.flops_of(dtype).us(flops) / share
+        compute_us = self.hardware.flops_of(dtype).us(num_flops) / share
         moved_us = self.hardware.memory.us(values.read(node, {}) + values.num_bytes[node])
         return max(compute_us, moved_us) + self.hardware.launch_us
 
@@ -185,7 +172,7 @@ class _Values:
     def read(self, node: fx.Node, reads: _Reads, inside: Any = ()) -> float:
         """The bytes that ``node`` reads and that are neither among ``reads`` yet nor ``inside``."""
         total = 0.0
-        name = _name(node.target)
+        name = name_of(node.target)
         for position, source in enumerate(node.all_input_nodes):
             root = self.root[source]
             seen = reads.setdefault(root, {})
@@ -202,17 +189,10 @@ class _Values:
 
 def _num_bytes(value: Any) -> float:
     if isinstance(value, torch.Tensor):
-        return math.prod(_shape(value)) * value.dtype.itemsize
+        return math.prod(shape_of(value)) * value.dtype.itemsize
     if isinstance(value, (list, tuple)):
         return sum(map(_num_bytes, value))
     return 0.0
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    """Of a tensor, or of the first of several."""
-    while isinstance(value, (list, tuple)):
-        value = value[0]
-    return tuple(s if type(s) is int else size_hint(s) for s in value.shape)
 
 
 def _kind(node: fx.Node) -> int:
@@ -232,18 +212,11 @@ def _kind(node: fx.Node) -> int:
 def _kind_of(op: Any) -> int:
     if op.namespace in ("_c10d_functional", "c10d_functional", "graphshard"):
         return BARRIER
-    if op.is_view or _name(op) == "_unsafe_view":
+    if op.is_view or name_of(op) == "_unsafe_view":
         return VIEW
     if torch.Tag.reduction in op.tags:
         return REDUCTION
-    return POINTWISE if torch.Tag.pointwise in op.tags or _name(op) in _POINTWISE else KERNEL
-
-
-def _name(target: Any) -> str:
-    """``add`` of ``aten.add.Tensor``; "" of what is not of ATen."""
-    if getattr(target, "namespace", "") not in ("aten", "prims"):
-        return ""
-    return target.name().partition("::")[2].partition(".")[0]
+    return POINTWISE if torch.Tag.pointwise in op.tags or name_of(op) in _POINTWISE else KERNEL
 
 
 # --- regions -------------------------------------------------------------------------------------
@@ -269,8 +242,8 @@ def _regions(values: _Values) -> list[_Region]:
             region.num_bytes += values.read(node, reads, region.nodes)
             if any(user not in region.nodes for user in _users(node, values)):
                 region.num_bytes += values.num_bytes[node]
-            if _name(node.target) in _SPECIAL:
-                region.num_special += math.prod(_shape(node.meta["val"]))
+            if name_of(node.target) in _SPECIAL:
+                region.num_special += math.prod(shape_of(node.meta["val"]))
     return list(regions.values())
 
 
@@ -323,7 +296,7 @@ def _grouped(values: _Values, across: set[fx.Node]) -> dict[fx.Node, fx.Node]:
             if source in fused and stage[source] == stage[node]:
                 groups.union(source, node)
             elif node in across:
-                key = (stage[node], source, _shape(source.meta["val"]))
+                key = (stage[node], source, shape_of(source.meta["val"]))
                 groups.union(readers.setdefault(key, node), node)
     return {node: groups[node] for node in fused}
 
@@ -334,66 +307,3 @@ def _step(source: fx.Node, node: fx.Node, values: _Values, across: set[fx.Node])
         return 0
     ends = values.kind[source] == REDUCTION and source in across
     return int(ends or (source in across) != (node in across))
-
-
-# --- what kernels compute ------------------------------------------------------------------------
-
-
-def _flops(node: fx.Node) -> tuple[float, str, float]:
-    """Flops, their dtype, and what of the rate of matrix products they reach."""
-    name = _name(node.target)
-    if name in _LEFT_IS_FIRST or name in _LEFT_IS_SECOND:
-        left = node.args[name in _LEFT_IS_SECOND]
-        assert isinstance(left, fx.Node)
-        return _matmul(node, left.meta["val"])
-    if name.startswith("_scaled_dot_product"):
-        return _attention(node)
-    if name in ("convolution", "convolution_backward"):
-        return _convolution(node)
-    return 0.0, "float32", 1.0
-
-
-def _matmul(node: fx.Node, left: torch.Tensor) -> tuple[float, str, float]:
-    out = _shape(node.meta["val"])
-    flops = 2.0 * math.prod(out) * _shape(left)[-1]
-    if len(out) == 3 and left.dim() == 2:  # grouped: each group has its part of the inner axis
-        flops /= out[0]
-    return flops, _dtype(left), 1.0
-
-
-def _attention(node: fx.Node) -> tuple[float, str, float]:
-    """Scaled dot product attention, and its backward, which computes the scores once more.
-
-    Of a causal mask the kernels skip whole blocks, about half of them where there are many.
-    """
-    arguments = _arguments(node)
-    q, k, v = (_shape(arguments[name]) for name in ("query", "key", "value"))
-    scores = 2.0 * math.prod(q[:-1]) * k[-2]
-    if arguments.get("is_causal"):
-        scores *= min(1.0, (1 + CAUSAL_BLOCK / max(k[-2], 1)) / 2)
-    dtype = _dtype(arguments["query"])
-    if _name(node.target).endswith("_backward"):
-        return scores * (3 * q[-1] + 2 * v[-1]), dtype, ATTENTION_BACKWARD
-    return scores * (q[-1] + v[-1]), dtype, ATTENTION_FORWARD
-
-
-def _convolution(node: fx.Node) -> tuple[float, str, float]:
-    """Each output (transposed: input) element takes a filter's worth of products per channel."""
-    arguments = _arguments(node)
-    x, weight, grad = (arguments.get(name) for name in ("input", "weight", "grad_output"))
-    many = x if arguments["transposed"] else node.meta["val"] if grad is None else grad
-    flops = 2.0 * math.prod(_shape(many)) * math.prod(_shape(weight)[1:])
-    if grad is not None:
-        flops *= sum(map(bool, arguments["output_mask"][:2]))
-    return flops, _dtype(x), 1.0
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """By name, with the values of those that are nodes."""
-    given = {**dict(zip(argument_names(node.target), node.args)), **node.kwargs}
-    return {k: v.meta["val"] if isinstance(v, fx.Node) else v for k, v in given.items()}
-
-
-def _dtype(value: Any) -> str:
-    name = str(value.dtype).removeprefix("torch.")
-    return "float8" if name.startswith("float8") else name

@@ -24,7 +24,7 @@ from graphshard.passes.lower import (
 )
 from graphshard.passes.merge import merge, merge_unshards
 from graphshard.passes.reshard import parameter_derived, reshard
-from graphshard.passes.steps import read_problem, sink_gathered
+from graphshard.passes.steps import fill_values, read_problem, sink_gathered
 from graphshard.plan import BACKWARD, FORWARD, Bucket, Plan, Problem, Transfer
 
 JOINT = (merge, reshard)
@@ -84,6 +84,7 @@ def _read(
 ) -> tuple[Problem, list[fx.Node], list[fx.Node]]:
     """The problem of ``graph``, the marker of every transfer, and the first node of every step."""
     sink_gathered(graph)
+    fill_values(graph)
     communicating = [marker for marker in markers_of(graph) if marker.target in ops.KINDS]
     transfers = {marker: describe_transfer(marker, param_of(marker)) for marker in communicating}
     problem, steps = read_problem(graph, kind, transfers, costs.compute_us(graph))

@@ -21,7 +21,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from graphshard import ops
-from graphshard._torch import size_hint
+from graphshard._torch import fake_mode_of, size_hint
 from graphshard.plan import BACKWARD, Problem, Transfer
 
 
@@ -45,6 +45,18 @@ def _is_gathered(node: fx.Node) -> bool:
 
 def _is_view(node: fx.Node) -> bool:
     return node.target is operator.getitem or getattr(node.target, "is_view", False)
+
+
+def fill_values(graph: fx.Graph) -> None:
+    """Give a fake value to nodes without one, so that their time and bytes are counted.
+
+    AOTAutograd leaves it out where it wraps an operator in the state of a random generator.
+    """
+    for node in graph.nodes:
+        if node.op == "call_function" and "val" not in node.meta:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+            with fake_mode_of((args, kwargs)):
+                node.meta["val"] = node.target(*args, **kwargs)
 
 
 def _compute_nodes(graph: fx.Graph) -> list[fx.Node]:

@@ -16,7 +16,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphshard.ops  # noqa: F401  registers the markers
-from graphshard.cost import ATTENTION_BACKWARD, ATTENTION_FORWARD, CostModel
+from graphshard.cost import CostModel
+from graphshard.flops import ATTENTION_BACKWARD, ATTENTION_FORWARD
 from graphshard.hardware import HARDWARE, KINDS, Hardware, Link, Rate
 from graphshard.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 

@@ -1,0 +1,49 @@
+"""What a checkpointed region computes is predicted like any other, also where AOTAutograd wraps an
+operator in the state of a random generator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+import graphshard
+from graphshard.plan import Plan
+
+
+class Attention(nn.Module):
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(64, 3 * 64, bias=False)
+        self.recompute = recompute
+
+    def mix(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(2, 128, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = checkpoint(self.mix, x, use_reentrant=False) if self.recompute else self.mix(x)
+        return mixed.square().mean()
+
+
+def _plans(mesh: DeviceMesh, compiler: str, recompute: bool) -> list[Plan]:
+    backend = graphshard.backend(mesh, compiler=compiler)
+    torch.compile(Attention(recompute), backend=backend, fullgraph=True)(
+        torch.randn(2, 128, 64)
+    ).backward()
+    return backend.plans
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_it_takes_its_time_in_forward_and_again_in_backward(
+    mesh: DeviceMesh, compiler: str
+) -> None:
+    kept, recomputed = (_plans(mesh, compiler, recompute) for recompute in (False, True))
+    (forward_us, backward_us), (same_us, more_us) = (
+        [sum(plan.problem.compute_us) for plan in plans] for plans in (kept, recomputed)
+    )
+    assert same_us == pytest.approx(forward_us, rel=0.02)
+    assert more_us > backward_us + 0.8 * forward_us
