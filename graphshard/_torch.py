@@ -1,7 +1,6 @@
 """Every private torch API that graphshard uses, in one place, read on torch 2.11.0 and 2.13.0.
 
-Nothing else in the package imports a name that torch spells with an underscore. When torch moves,
-this is the file to mend; each section says which torch file it leans on.
+Nothing else in the package imports a name that torch spells with an underscore.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ __all__ = [
     "aot_autograd",
     "cache_dir",
     "compile_fx",
-    "get_hash_for_files",
     "is_traceable_wrapper_subclass",
     "make_boxed_func",
     "min_cut_rematerialization_partition",
@@ -323,13 +321,6 @@ def size_hint(size: int | torch.SymInt, fallback: int = 4096) -> int:
     return int(ask(size, fallback))
 
 
-# --- torch/distributed/distributed_c10d.py, _functional_collectives.py ----------------------------
-
-
-def process_group(name: str) -> dist.ProcessGroup:
-    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,unused-ignore]
-
-
 # --- torch/_inductor/config.py -------------------------------------------------------------------
 
 # The written order of collectives survives Inductor only with both reorderings off.
@@ -345,7 +336,11 @@ def source_hash(files: Sequence[Path], extra: str) -> bytes:
     return get_hash_for_files(tuple(map(str, files)), extra)
 
 
-# --- torch/distributed/distributed_c10d.py, gloo/rendezvous/context.cc: a group of an agreement ---
+# --- torch/distributed/distributed_c10d.py, gloo/rendezvous/context.cc ----------------------------
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,unused-ignore]
 
 
 def is_registered(group: dist.ProcessGroup | None) -> bool:
@@ -361,10 +356,8 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
 
 def group_timeout_s(group: dist.ProcessGroup) -> float:
     """How long a collective of ``group`` may take; torch's default where no backend tells."""
-    timeouts = []
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
-        timeouts.append(getattr(options, "_timeout", None))
+    backends = (group._get_backend(device) for device in group._device_types)
+    timeouts = [getattr(getattr(of, "options", None), "_timeout", None) for of in backends]
     default = dist.distributed_c10d.default_pg_timeout
     return max(filter(None, timeouts), default=default).total_seconds()
 

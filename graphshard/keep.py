@@ -30,10 +30,10 @@ def to_keep(
     Args:
         gathered: by such a position, the gather of the same parameter in ``forward``; none for a
             parameter that cannot be kept.
-        budget: peak of both graphs, in bytes; None: what they need at least.
+        budget: peak of a graph, in bytes; None: what each needs at least.
     """
     alive = least_bytes(forward), least_bytes(backward)
-    limit = max(map(max, filter(None, alive)), default=0) if budget is None else budget
+    limits = [max(of, default=0) if budget is None else budget for of in alive]
     start_us = [0.0, *accumulate(backward.compute_us)]
     kept: list[int] = []
     late_us = 0.0  # of compute, by what is exposed
@@ -44,7 +44,7 @@ def to_keep(
         us = prices.collective_us(ALL_GATHER, transfer.num_bytes, transfer.world) - latency_us
         through_us = us + (latency_us if free_us is None else free_us)
         exposed_us = through_us - start_us[transfer.due] - late_us
-        if exposed_us > 0 and i in gathered and _hold(alive, gathered[i], transfer, limit):
+        if exposed_us > 0 and i in gathered and _hold(alive, gathered[i], transfer, limits):
             kept.append(i)
             continue
         free_us = through_us
@@ -58,7 +58,7 @@ def _by_due(problem: Problem) -> list[int]:
 
 
 def _hold(
-    alive: tuple[list[int], list[int]], before: Transfer, after: Transfer, limit: int
+    alive: tuple[list[int], list[int]], before: Transfer, after: Transfer, limits: Sequence[int]
 ) -> bool:
     """Hold a parameter from its last use in forward to its first in backward, if there is room."""
     forward, backward = alive
@@ -67,8 +67,9 @@ def _hold(
         (backward, range(min(after.due, len(backward)))),
     ]
     size = after.num_bytes
-    if any(of[step] + size > limit for of, steps in spans for step in steps):
-        return False
+    for limit, (of, steps) in zip(limits, spans):
+        if any(of[step] + size > limit for step in steps):
+            return False
     for of, steps in spans:
         for step in steps:
             of[step] += size
