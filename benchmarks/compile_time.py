@@ -13,14 +13,18 @@ compiled on this machine just now: the first to compile reads the compiler from 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -47,9 +51,11 @@ VOCAB, CONTEXT, ROWS, HEAD_DIM = 4096, 64, 2, 32
 
 @dataclass(frozen=True)
 class First:
-    """The first forward and backward of a process, and what Inductor's cache had of them."""
+    """The first forward and backward of a process, how much of it the planner took, and what
+    Inductor's cache had of them."""
 
     seconds: float
+    planning_s: float
     hits: int
     misses: int
 
@@ -121,10 +127,30 @@ def _first_step(args: argparse.Namespace) -> First:
         model = GPT(dim=args.dim, layers=args.layers, heads=heads, vocab=VOCAB, context=CONTEXT)
     ids = model.batch(ROWS, device)
     compiled = _compiled(args.way, model, mesh)
-    seconds = timed(lambda: compiled(ids).backward(), device).done_s
+    planning_s: list[float] = []
+    with _timed_planning(planning_s):
+        seconds = timed(lambda: compiled(ids).backward(), device).done_s
     torch.distributed.destroy_process_group()
     counted = torch._dynamo.utils.counters["inductor"]
-    return First(seconds, counted["fxgraph_cache_hit"], counted["fxgraph_cache_miss"])
+    return First(
+        seconds, sum(planning_s), counted["fxgraph_cache_hit"], counted["fxgraph_cache_miss"]
+    )
+
+
+@contextlib.contextmanager
+def _timed_planning(seconds: list[float]) -> Iterator[None]:
+    import graphshard.schedule
+
+    def timed_decide(*args: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return decide(*args)
+        finally:
+            seconds.append(time.perf_counter() - begin)
+
+    decide = graphshard.schedule.schedule
+    with mock.patch.object(graphshard.schedule, "schedule", timed_decide):
+        yield
 
 
 def _compiled(way: str, model: GPT, mesh: DeviceMesh) -> Any:
@@ -142,13 +168,14 @@ def _seconds(runs: list[First]) -> float:
 
 
 def _table(cold: dict[str, list[First]], warm: dict[str, list[First]]) -> str:
-    headers = ["first fwd+bwd", "cold s", "ratio", "warm s", "ratio", "warm cache hits"]
+    headers = ["first fwd+bwd", "cold s", "ratio", "planning", "warm s", "ratio", "warm cache hits"]
     rows = []
     for way in WAYS:
         row = [way]
-        for runs in (cold, warm):
+        planning = median([run.planning_s for run in cold[way]]) / _seconds(cold[way])
+        for runs, more in ((cold, [f"{planning:.1%}"]), (warm, [])):
             seconds = _seconds(runs[way])
-            row += [f"{seconds:.2f}", f"{seconds / _seconds(runs[PLAIN]):.2f}"]
+            row += [f"{seconds:.2f}", f"{seconds / _seconds(runs[PLAIN]):.2f}", *more]
         last = warm[way][-1]
         rows.append([*row, f"{last.hits} of {last.hits + last.misses}"])
     return table(headers, rows)

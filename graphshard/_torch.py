@@ -14,7 +14,6 @@ import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import ChainedSource, CompileContext, Guard, Source
+from torch._guards import ChainedSource, CompileContext, Guard, Source, TracingContext
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import (
     CustomGraphPass,
@@ -50,6 +49,7 @@ __all__ = [
     "aot_autograd",
     "cache_dir",
     "compile_fx",
+    "get_hash_for_files",
     "is_traceable_wrapper_subclass",
     "make_boxed_func",
     "min_cut_rematerialization_partition",
@@ -332,8 +332,14 @@ def eager_backward() -> Any:
     return functorch_config.patch(force_non_lazy_backward_lowering=True)
 
 
-def source_hash(files: Sequence[Path], extra: str) -> bytes:
-    return get_hash_for_files(tuple(map(str, files)), extra)
+def donate_nothing() -> None:
+    """Have the backward of the graph that is compiled not write over what was saved for it.
+
+    AOTAutograd lets it, if the first backward does not retain its graph; that is not known yet.
+    """
+    metadata = TracingContext.get().fw_metadata
+    if metadata is not None:
+        metadata.bw_donated_idxs = []
 
 
 # --- torch/distributed/distributed_c10d.py, gloo/rendezvous/context.cc ----------------------------

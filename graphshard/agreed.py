@@ -87,7 +87,8 @@ def _structure(plans: Sequence[Plan]) -> str:
     lines: list[str] = []
     kept: list[str] = []
     for plan in plans:
-        params = [f"{param}" for param in plan.params]
+        # Symbolic sizes are inputs, too: not every rank's graph has a parameter at the same place.
+        params = [f"{dataclasses.replace(param, input=0)}" for param in plan.params]
         needed = {
             t: f"{params[t.param]} {dataclasses.replace(_anywhere(t), param=0)}"
             for t in plan.problem.transfers

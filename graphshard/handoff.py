@@ -26,20 +26,22 @@ from ._torch import (
     cache_dir,
     compile_fx,
     compile_id,
+    donate_nothing,
     eager_backward,
+    get_hash_for_files,
     make_boxed_func,
     min_cut_rematerialization_partition,
-    source_hash,
 )
 from .agreed import follow
 from .cost import CostModel
-from .plan import BACKWARD, FORWARD, INFERENCE, KINDS, Bucket, Plan, Problem, Transfer
+from .plan import ALL_GATHER, BACKWARD, FORWARD, INFERENCE, KINDS, Bucket, Plan, Problem, Transfer
 from .schedule import SchedulePolicy
 from .show.dump import Dump
 from .show.files import Files
 from .verify import verify_lowered, verify_partition
 
-_SOURCES = sorted([*Path(__file__).parent.glob("*.py"), *Path(passes.__file__).parent.glob("*.py")])
+_FOLDERS = (Path(__file__).parent, Path(passes.__file__).parent)
+_SOURCES = tuple(sorted(str(path) for folder in _FOLDERS for path in folder.glob("*.py")))
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Compiling:
         """Of passes, in the keys of Inductor's caches; None: graphs are not cached."""
         if self.schedule.node_cost is not None:
             return None  # a function cannot be part of a key
-        return source_hash(_SOURCES, self.fingerprint())
+        return get_hash_for_files(_SOURCES, self.fingerprint())
 
     def keep(
         self,
@@ -72,8 +74,9 @@ class Compiling:
     ) -> Sequence[int]:
         """Which gathers of a backward graph to leave out; see ``graphshard.keep``."""
         if FORWARD in self.followed:
-            inputs = self.followed[FORWARD].kept_inputs()
-            return [i for i in gathered if backward.transfers[i].param in inputs]
+            plan = self.followed[FORWARD]
+            kept = [t.kind == ALL_GATHER and t.param in plan.kept for t in plan.problem.transfers]
+            return [i for i, t in gathered.items() if kept[forward.transfers.index(t)]]
         return self.schedule.keep(forward, backward, gathered, costs)
 
     def decide(self, problem: Problem, costs: CostModel) -> tuple[Bucket, ...]:
@@ -106,7 +109,7 @@ class PlanRecord:
         # Not in the text, but AOTAutograd makes other graphs of it.
         traced += [str([getattr(value, "requires_grad", None) for value in inputs])]
         traced += [str(torch.is_grad_enabled())]
-        self._key = source_hash(_SOURCES, "\n".join(traced)).hex()
+        self._key = get_hash_for_files(_SOURCES, "\n".join(traced)).hex()
         self._fqns = tuple(fqns)
         self._compiling, self._compiled = compiling, compile_id()
         self.files = files
@@ -206,6 +209,7 @@ class Lowering(CustomGraphPass):
         verify_lowered(graph, plan)
         self._record.files.code(kind, "after", graph)
         self._record.add(plan)
+        donate_nothing()
 
     def uuid(self) -> bytes | None:
         return self._compiling.uuid()

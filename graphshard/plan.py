@@ -139,10 +139,6 @@ class Plan:
     def count(self, kind: str) -> int:
         return sum(bucket.kind == kind for bucket in self.buckets)
 
-    def kept_inputs(self) -> set[int]:
-        """Graph inputs of the parameters that stay gathered for backward."""
-        return {self.params[i].input for i in self.kept}
-
     def num_bytes(self, kind: str) -> int:
         return sum(bucket.num_bytes for bucket in self.buckets if bucket.kind == kind)
 

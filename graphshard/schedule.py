@@ -43,7 +43,7 @@ class SchedulePolicy:
     max_in_flight_gb: float | None = None
     memory_budget_gb: float | None = None
     hardware: str = "auto"
-    overlap: bool = False
+    overlap: bool = True
     node_cost: Callable[[fx.Node], float | None] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:

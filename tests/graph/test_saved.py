@@ -137,7 +137,10 @@ class Attention(_Model):
 
 
 def _saved_by_forward(model: nn.Module, mesh: DeviceMesh, **options: Any) -> list[Tensor]:
-    backend = graphshard.backend(mesh, **{"compiler": "aot_eager", **options})
+    # With overlap, what backward needs at once is kept: see tests/plan/test_keep.py.
+    alone = graphshard.SchedulePolicy(overlap=False)
+    options = {"compiler": "aot_eager", "schedule": alone, **options}
+    backend = graphshard.backend(mesh, **options)
     loss = torch.compile(model, backend=backend, fullgraph=True)(_x())
     nodes = [loss.grad_fn, *(edge[0] for edge in loss.grad_fn.next_functions)]
     (compiled,) = [node for node in nodes if type(node).__name__ == "CompiledFunctionBackward"]

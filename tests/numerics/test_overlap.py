@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import graphshard
+from graphshard import SchedulePolicy
 from graphshard.plan import ALL_GATHER, BACKWARD, FORWARD
 from graphshard.planner import BudgetError
 from graphshard.simulate import alive_bytes
@@ -38,9 +39,10 @@ def _steps(model: Any, backend: graphshard.Backend, kind: Trainable) -> list[lis
 def _both(kind: Trainable, arguments: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     model = kind(**arguments)
-    plain = graphshard.backend(world_mesh(), compiler="aot_eager")
-    schedule = graphshard.SchedulePolicy(overlap=True, **options)
-    overlapped = graphshard.backend(world_mesh(), compiler="aot_eager", schedule=schedule)
+    plain, overlapped = (
+        graphshard.backend(world_mesh(), compiler="aot_eager", schedule=schedule)
+        for schedule in (SchedulePolicy(overlap=False), SchedulePolicy(**options))
+    )
     ours, theirs = (_steps(copy.deepcopy(model), of, kind) for of in (overlapped, plain))
     for step, pair in enumerate(zip(ours, theirs)):
         for one, other in zip(*pair, strict=True):
