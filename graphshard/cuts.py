@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from .plan import ALL_GATHER, REDUCE_SCATTER, Bucket, Problem, Transfer
@@ -55,31 +55,39 @@ class Queue:
         self._groups: dict[tuple[int, int], Group] = {}
 
     def cut(self, first_size: int, size: int) -> Cuts:
-        """Into groups of ``size`` at most, and one of ``first_size`` in front of each run."""
+        """Into groups of ``size`` at most. Each run begins with one of ``first_size``, and what follows
+        is at most twice as large as the one before: little compute can only hide little."""
         cuts: list[Group] = []
-        begin = 0
+        begin = limit = 0
         while begin < len(self._order):
             leads = begin == 0 or self._run_end[begin - 1] == begin
-            limit = self._bytes[begin] + (first_size if leads else size)
-            end = min(bisect_right(self._bytes, limit) - 1, self._run_end[begin])
-            cuts.append(self.group(begin, max(begin + 1, end)))
+            limit = first_size if leads else min(size, 2 * max(limit, cuts[-1].bucket.num_bytes))
+            end = bisect_right(self._bytes, self._bytes[begin] + limit) - 1
+            cuts.append(self.group(begin, max(begin + 1, min(end, self._run_end[begin]))))
             begin = cuts[-1].end
         return self._sorted(cuts)
 
     def moved(self, cuts: Cuts, at: int) -> Iterator[Cuts]:
-        """With group ``at`` halved by bytes; or merged with its neighbour, or their border shifted."""
-        one = cuts[at]
-        middle = bisect_left(self._bytes, (self._bytes[one.begin] + self._bytes[one.end]) / 2)
-        borders = [(min(max(middle, one.begin + 1), one.end - 1), one.end)]
-        if one.end < self._run_end[one.begin]:
-            behind = next(group.end for group in cuts[at:] if group.begin == one.end)
-            borders += [(border, behind) for border in (one.end - 1, one.end + 1, behind)]
-        for border, end in borders:
-            spans = [(one.begin, border), (border, end)]
-            if one.begin < border and all(self._fits(*span) for span in spans):
-                others = [g for g in cuts if not one.begin <= g.begin < end]
-                groups = [self.group(*span) for span in spans if span[0] < span[1]]
-                yield self._sorted([*others, *groups])
+        """With group ``at`` cut in other ways, alone and with its neighbour: merged, or with a border
+        1, 2, 4, ... transfers from where they are, and with what is behind that in one or halved."""
+        begin, end = cuts[at].begin, cuts[at].end
+        inner = {of for step in _doubling(end - begin) for of in (begin + step, end - step)}
+        spans = [(border, end) for border in sorted(inner)]
+        if end < self._run_end[begin]:
+            last = next(group.end for group in cuts[at:] if group.begin == end)
+            outer = [end + step for step in _doubling(last - end)]
+            spans += [(border, last) for border in [*sorted(inner), *outer, last]]
+        for border, last in spans:
+            middle = bisect_left(self._bytes, (self._bytes[border] + self._bytes[last]) / 2)
+            yield from self._recut(cuts, begin, border, last, last)
+            if border < middle < last:
+                yield from self._recut(cuts, begin, border, middle, last)
+
+    def _recut(self, cuts: Cuts, *borders: int) -> Iterator[Cuts]:
+        spans = [(one, other) for one, other in pairwise(borders) if one < other]
+        if all(self._fits(*span) for span in spans):
+            others = [g for g in cuts if not borders[0] <= g.begin < borders[-1]]
+            yield self._sorted([*others, *(self.group(*span) for span in spans)])
 
     def _sorted(self, cuts: Cuts) -> Cuts:
         return sorted(cuts, key=lambda group: self._rank[group.begin])
@@ -110,6 +118,11 @@ class Queue:
         )
         cost = cost_of(self._problem, bucket, self._prices)
         return Group(begin, end, bucket, cost, sum(map(freed_bytes, transfers)))
+
+
+def _doubling(stop: int) -> list[int]:
+    """1, 2, 4, ... below ``stop``."""
+    return [1 << k for k in range((stop - 1).bit_length())]
 
 
 def freed_bytes(transfer: Transfer) -> int:
