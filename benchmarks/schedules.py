@@ -288,11 +288,13 @@ def traced(name: str, folder: Path | None) -> list[Plan]:
 
 NOTE = f"""Forward and backward of one step, without the optimizer, {TOKENS} tokens in bfloat16 on each
 GPU; all of a block but its input is recomputed in backward (not in 8B). *Over bound*: over the larger
-of compute, with what nothing hides of the first gather and of the last reduction of both graphs, and
-of communication in one collective of a kind. Budgets: FSDP2's peak, and the least that there can be. *Least exposed*: the part of the bound that is not
-compute. *Copies*: packing buckets and unpacking them. *Peak*: sharded parameters, gathered ones,
-gradients and activations, without the optimizer's state. *Inductor's overlap scheduler* is missing:
-even where every node's time is given to it, it asks triton for the memory bandwidth of a GPU."""
+of compute, with what nothing hides of what is needed first and of what is ready last in both graphs,
+and of communication in one collective of a kind. *Least exposed*: the part of the bound that is not
+compute; copies can hide some of it. *Copies*: packing buckets and unpacking them, and what further
+tensors of a coalesced collective cost the host. *Peak*: sharded parameters, gathered ones, gradients
+and activations, without the optimizer's state. Budgets: FSDP2's peak, and the least that there can be.
+*Inductor's overlap scheduler* is missing: even where every node's time is given to it, it asks triton
+for the memory bandwidth of a GPU."""
 
 
 def main() -> None:

@@ -2,15 +2,16 @@
 
 A schedule is two lists of cuts (which gathers share a bucket, which reductions do) and a placement.
 Placement is greedy list scheduling: a reduction is launched when its last gradient exists and waited
-for once it is predicted to be through; a gather is waited for at its first use and launched as late
-as hides it ``MARGIN`` times over behind the compute and the reductions in between. Both keep within
-a number of bytes in flight, one bucket at least, and within the memory that there is.
+for once it is predicted to be through; a gather is waited for at its first use and launched as early
+as may be. Both keep within a number of bytes in flight, but for a bucket that is alone, and within
+the memory that there is.
 
 The search is coordinate descent over ``_Sizes``, five numbers of bytes on a geometric scale, that cut
-and place; then it merges, splits and shifts neighbours while that helps, beginning with what nothing
-hides: the first gathers and the last reductions. With n transfers, s steps and b buckets, a draft is
-placed and priced in O(b log s + s), where s is a matter of copying lists. Descent makes some 60 of
-them a round, in few rounds; then follow as many as ``WORK`` allows, O(WORK / n).
+and place; then neighbours are cut in other ways while that helps, beginning with what nothing hides:
+the first gathers and the last reductions. With n transfers, s steps and b buckets, a draft is placed
+and priced in O(b log b + s), where s is a matter of copying lists; a budget adds the steps that all
+buckets are in flight. Descent makes 70 drafts in each of a few rounds; then follow O(b log n), but no
+more than ``WORK / n``.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ SMALL_BYTES, SMALL_CAP_BYTES = 1 << 20, 4 << 20
 """Without overlap: what shares a bucket, and how large that gets. A launch costs as much as a megabyte
 on the wire does, within a factor of a few, on NVLink and on Ethernet alike."""
 MARGIN = 2.0
-"""A collective that takes this many times longer than predicted is still hidden."""
+"""A reduction that takes this many times longer than predicted is still not waited for."""
 NUM_SIZES = 14
-"""On the scale of sizes, each half of the one before, from all bytes on; and 0, each alone."""
+"""On the scale of sizes, each half of the one before, from all bytes on; and 0, each alone. The
+smallest, a four-thousandth, is less than a matrix of any model."""
 MEMORY_PRICE = 1.0
 """Beyond what is modest (see ``_modest_bytes``), a tenth more memory has to save a tenth of the time,
 unless a budget allows it."""
@@ -47,7 +49,7 @@ LAUNCH_PRICE_US = 30.0
 WIRE_PRICE = 0.05
 """Of the time on the wire, hidden or not: it takes memory bandwidth and cores from compute."""
 WORK = 3_000_000
-"""The drafts of the local search, times transfers."""
+"""The drafts of the local search, times transfers: about two seconds for a thousand transfers."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,7 @@ class _Search:
         gathers, reductions = cuts
         room = self._room(cuts)
         reduced = self._place_reductions(reductions[::-1], in_flight, room)[::-1]
-        gathered = self._place_gathers(gathers, reductions, in_flight, room)
+        gathered = self._place_gathers(gathers, in_flight, room)
         groups, spans = [*gathers, *reductions], [*gathered, *reduced]
         alive = self._alive(cuts, [span[0] for span in gathered], [span[1] for span in reduced])
         # What is in flight may be there twice: backends copy, allocators hold it until the wait.
@@ -284,51 +286,37 @@ class _Search:
         """As early as can be; waited for when they are through, or when those behind need the room."""
         sums = [0, *accumulate(group.bucket.num_bytes for group in groups)]
         spans = []
-        free_us = 0.0
+        through_us = self._through_us(groups)
         for k, group in enumerate(groups):
-            launch, us = group.bucket.launch, group.cost.wire_us
-            free_us = max(free_us, self._start_us[launch]) + us
-            wait = bisect_left(self._start_us, free_us + (MARGIN - 1) * us, lo=launch)
+            launch = group.bucket.launch
+            end_us = through_us[k] + (MARGIN - 1) * group.cost.wire_us
+            wait = bisect_left(self._start_us, end_us, lo=launch)
             behind = max(bisect_right(sums, sums[k] + in_flight) - 1, k + 1)
             limit = groups[behind].bucket.launch if behind < len(groups) else math.inf
             wait = int(min(wait, limit, group.bucket.wait))
             spans.append((launch, wait if room is None else room.latest(group, launch, wait)))
         return spans
 
-    def _place_gathers(
-        self, groups: Cuts, reductions: Cuts, in_flight: int, room: _Room | None
-    ) -> list[_Span]:
-        """Waited for at their first use; launched as late as hides them, in order, when those before
-        have left room."""
+    def _place_gathers(self, groups: Cuts, in_flight: int, room: _Room | None) -> list[_Span]:
+        """Waited for at their first use; launched as early as those before leave room, in order."""
         sums = [0, *accumulate(group.bucket.num_bytes for group in groups)]
         spans = []
         launch = 0
-        for k, wish in enumerate(self._latest_launches(groups, reductions)):
-            due = groups[k].bucket.wait
+        for k, group in enumerate(groups):
             ahead = min(bisect_left(sums, sums[k + 1] - in_flight), k)
-            launch = max(launch, wish, groups[ahead - 1].bucket.wait if ahead else 0)
+            launch = max(launch, groups[ahead - 1].bucket.wait if ahead else 0)
             if room is not None:
-                launch = room.earliest(groups[k], launch, due)
-            spans.append((launch, due))
+                launch = room.earliest(group, launch, group.bucket.wait)
+            spans.append((launch, group.bucket.wait))
         return spans
 
-    def _latest_launches(self, gathers: Cuts, reductions: Cuts) -> list[int]:
-        """From the last gather to the first: each ends when it is due, or when the next one has to
-        begin, and gives way to the reductions that are launched meanwhile."""
-        step_us = self._start_us
-        releases = [(step_us[group.bucket.launch], group.cost.wire_us) for group in reductions]
-        launches = [self._problem.num_steps]
-        at, next_us = 0, math.inf
-        for group in reversed(gathers):
-            due, us = group.bucket.wait, group.cost.wire_us
-            end_us = min(step_us[due], next_us)
-            next_us = end_us - us
-            while at < len(releases) and releases[at][0] >= next_us:
-                next_us -= releases[at][1] if releases[at][0] < end_us else 0.0
-                at += 1
-            latest = bisect_right(step_us, next_us - (MARGIN - 1) * us) - 1
-            launches.append(max(0, min(latest, due, launches[-1])))
-        return launches[:0:-1]
+    def _through_us(self, reductions: Cuts) -> list[float]:
+        """When each reduction would be, if there were nothing else on the wire."""
+        ends, free_us = [], 0.0
+        for group in reductions:
+            free_us = max(free_us, self._start_us[group.bucket.launch]) + group.cost.wire_us
+            ends.append(free_us)
+        return ends
 
 
 class _Room:
