@@ -143,29 +143,31 @@ def lower_bound_us(problem: Problem, prices: Prices) -> float:
     """What no schedule of ``problem`` is faster than.
 
     The communication lane is busy for all bytes of a kind in one collective. The compute lane runs
-    all steps, waits for the first gather before and for the last reduction after.
+    all steps; none of them before all that is due by then was gathered; and when the lane is done
+    with what was before, all that was ready since has to be reduced.
     """
-    wire_us, start_us = 0.0, [0.0, *accumulate(problem.compute_us)]
-    for kind in {transfer.kind for transfer in problem.transfers}:
-        of_kind = [t for t in problem.transfers if t.kind == kind]
-        wire_us += prices.collective_us(kind, sum(t.num_bytes for t in of_kind), of_kind[0].world)
-    first_us = max(
-        (_us(t, prices) - start_us[t.due] for t in problem.transfers if t.kind == ALL_GATHER),
-        default=0.0,
-    )
-    last_us = max(
-        (
-            _us(t, prices) - (start_us[-1] - start_us[t.ready])
-            for t in problem.transfers
-            if t.kind != ALL_GATHER
-        ),
-        default=0.0,
-    )
-    return max(wire_us, max(0.0, first_us) + start_us[-1] + max(0.0, last_us))
+    start_us = [0.0, *accumulate(problem.compute_us)]
+    gathers = [t for t in problem.transfers if t.kind == ALL_GATHER]
+    reductions = [t for t in problem.transfers if t.kind != ALL_GATHER]
+    first_us = last_us = 0.0
+    for step in {t.due for t in gathers}:
+        early = [t for t in gathers if t.due <= step]
+        first_us = max(first_us, _at_once_us(early, prices) - start_us[step])
+    for step in {t.ready for t in reductions}:
+        late = [t for t in reductions if t.ready >= step]
+        last_us = max(last_us, _at_once_us(late, prices) - (start_us[-1] - start_us[step]))
+    return max(_at_once_us(problem.transfers, prices), first_us + start_us[-1] + last_us)
 
 
-def _us(transfer: Transfer, prices: Prices) -> float:
-    return prices.collective_us(transfer.kind, transfer.num_bytes, transfer.world)
+def _at_once_us(transfers: Sequence[Transfer], prices: Prices) -> float:
+    """One collective for each kind."""
+    by_kind: dict[str, list[Transfer]] = {}
+    for transfer in transfers:
+        by_kind.setdefault(transfer.kind, []).append(transfer)
+    return sum(
+        prices.collective_us(kind, sum(t.num_bytes for t in of), of[0].world)
+        for kind, of in by_kind.items()
+    )
 
 
 @dataclass(frozen=True)
@@ -286,11 +288,13 @@ def traced(name: str, folder: Path | None) -> list[Plan]:
 
 NOTE = f"""Forward and backward of one step, without the optimizer, {TOKENS} tokens in bfloat16 on each
 GPU; all of a block but its input is recomputed in backward (not in 8B). *Over bound*: over the larger
-of compute, with what nothing hides of the first gather and of the last reduction of both graphs, and
-of communication in one collective of a kind. Budgets: FSDP2's peak, and the least that there can be. *Least exposed*: the part of the bound that is not
-compute. *Copies*: packing buckets and unpacking them. *Peak*: sharded parameters, gathered ones,
-gradients and activations, without the optimizer's state. *Inductor's overlap scheduler* is missing:
-even where every node's time is given to it, it asks triton for the memory bandwidth of a GPU."""
+of compute, with what nothing hides of what is needed first and of what is ready last in both graphs,
+and of communication in one collective of a kind. *Least exposed*: the part of the bound that is not
+compute; copies can hide some of it. *Copies*: packing buckets and unpacking them, and what further
+tensors of a coalesced collective cost the host. *Peak*: sharded parameters, gathered ones, gradients
+and activations, without the optimizer's state. Budgets: FSDP2's peak, and the least that there can be.
+*Inductor's overlap scheduler* is missing: even where every node's time is given to it, it asks triton
+for the memory bandwidth of a GPU."""
 
 
 def main() -> None:

@@ -2,13 +2,16 @@
 
 A schedule is two lists of cuts (which gathers share a bucket, which reductions do) and a placement.
 Placement is greedy list scheduling: a reduction is launched when its last gradient exists and waited
-for once it is predicted to be through; a gather is waited for at its first use and launched as late
-as hides it ``MARGIN`` times over behind the compute and the reductions in between, but not before
-memory allows. The search tries bucket sizes on a geometric scale, for gathers, then for reductions,
-and then merges and splits neighbours while that helps.
+for once it is predicted to be through; a gather is waited for at its first use and launched as early
+as may be. Both keep within a number of bytes in flight, but for a bucket that is alone, and within
+the memory that there is.
 
-With n transfers and s steps, one schedule is placed, and its time predicted, in O(n log s + s). The
-search makes O(log(bytes)) of them, and at most ``MAX_MOVES`` more.
+The search is coordinate descent over ``_Sizes``, five numbers of bytes on a geometric scale, that cut
+and place; then neighbours are cut in other ways while that helps, beginning with what nothing hides:
+the first gathers and the last reductions. With n transfers, s steps and b buckets, a draft is placed
+and priced in O(b log b + s), where s is a matter of copying lists; a budget adds the steps that all
+buckets are in flight. Descent makes 70 drafts in each of a few rounds; then follow O(b log n), but no
+more than ``WORK / n``.
 """
 
 from __future__ import annotations
@@ -16,36 +19,37 @@ from __future__ import annotations
 import dataclasses
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import add
+from typing import NamedTuple
 
 from ._torch import BackendError
-from .plan import ALL_GATHER, Bucket, Problem, Transfer
-from .simulate import Prices, alive_bytes, clock, in_flight_bytes
+from .cuts import Cuts, Group, Queue, freed_bytes
+from .plan import ALL_GATHER, Bucket, Problem
+from .simulate import Prices, alive_bytes, sweep
 
-PACKED_LATENCY, PACKED_US = 0.1, 20.0
-"""A tensor is copied into a shared buffer if the copy takes less than this part of a collective's
-latency, and less than that: about what another tensor in a coalesced collective costs, which does
-not grow with the number of ranks as the latency does."""
 SMALL_BYTES, SMALL_CAP_BYTES = 1 << 20, 4 << 20
 """Without overlap: what shares a bucket, and how large that gets. A launch costs as much as a megabyte
 on the wire does, within a factor of a few, on NVLink and on Ethernet alike."""
 MARGIN = 2.0
-"""A collective that takes this many times longer than predicted is still hidden."""
-DEPTHS = (1, 2, 4, 16)
-"""How many buckets ahead, to choose from. Where the wire is what all wait for, one keeps it busy, and
-more would fill the memory; where many are due at once after much compute, more hide."""
-MODEST_BYTES = 25 << 20
-"""Memory that fewer collectives may cost without more ado; the size of DDP's buckets."""
+"""A reduction that takes this many times longer than predicted is still not waited for."""
+NUM_SIZES = 14
+"""On the scale of sizes, each half of the one before, from all bytes on; and 0, each alone. The
+smallest, a four-thousandth, is less than a matrix of any model."""
 MEMORY_PRICE = 1.0
-"""Beyond that, a tenth more memory has to save a tenth of the time, unless a budget allows it."""
+"""Beyond what is modest (see ``_modest_bytes``), a tenth more memory has to save a tenth of the time,
+unless a budget allows it."""
+MODEST_BUCKETS = 3
+"""So many buckets above the least memory are modest: one in flight, which counts twice, and one that
+is there a little longer than it has to be."""
 LAUNCH_PRICE_US = 30.0
 """Time that one collective less may cost; about what the host needs to issue one."""
-MAX_MOVES = 200
-
-Cuts = list[list[int]]
-"""Positions in ``Problem.transfers`` by bucket."""
+WIRE_PRICE = 0.05
+"""Of the time on the wire, hidden or not: it takes memory bandwidth and cores from compute."""
+WORK = 3_000_000
+"""The drafts of the local search, times transfers: about two seconds for a thousand transfers."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +78,43 @@ class BudgetError(BackendError):
         self.needed = needed
 
 
-@dataclass(frozen=True)
-class _Draft:
-    """A schedule under consideration; a better one has a smaller score."""
+class _Sizes(NamedTuple):
+    """In bytes: how large a bucket gets, and how much is between launch and wait, of gathers and of
+    reductions each. What nothing hides, the first gather and the last reduction, has a size of its
+    own."""
 
-    gathers: Cuts
-    reductions: Cuts
-    depth: int
-    buckets: tuple[Bucket, ...]
+    gather: int
+    first_gather: int
+    reduction: int
+    last_reduction: int
+    in_flight: int
+
+
+_Pair = tuple[Cuts, Cuts]
+"""Of gathers, and of reductions from the last one on."""
+_Span = tuple[int, int]
+"""Launch and wait."""
+
+
+class _Draft(NamedTuple):
+    """A schedule under consideration; a better one has a smaller score.
+
+    Attributes:
+        spans: of ``cuts``.
+    """
+
     score: tuple[int, float, int]
+    cuts: _Pair
+    spans: tuple[Sequence[_Span], Sequence[_Span]]
+    in_flight: int
+
+    def buckets(self) -> tuple[Bucket, ...]:
+        placed = [
+            dataclasses.replace(group.bucket, launch=launch, wait=wait)
+            for cuts, spans in zip(self.cuts, self.spans)
+            for group, (launch, wait) in zip(cuts, spans)
+        ]
+        return _in_launch_order(placed)
 
 
 def schedule(problem: Problem, prices: Prices, limits: Limits) -> tuple[Bucket, ...]:
@@ -94,8 +126,7 @@ def schedule(problem: Problem, prices: Prices, limits: Limits) -> tuple[Bucket, 
     if limits.peak is not None and limits.peak < (needed := smallest_peak(problem)):
         raise BudgetError(problem.graph, limits.peak, needed)
     search = _Search(problem, prices, limits)
-    best = search.sized()
-    return (search.refined(best) if limits.cap is None else best).buckets
+    return search.refined(search.sized()).buckets()
 
 
 def without_overlap(problem: Problem) -> tuple[Bucket, ...]:
@@ -103,7 +134,7 @@ def without_overlap(problem: Problem) -> tuple[Bucket, ...]:
 
     It depends on parameters alone, not on predicted times.
     """
-    cuts: Cuts = []
+    cuts: list[list[int]] = []
     filling: dict[tuple[str, ...], list[int]] = {}
     for i, transfer in enumerate(problem.transfers):
         needed_early = transfer.kind != ALL_GATHER and transfer.due < problem.num_steps
@@ -145,246 +176,210 @@ def least_bytes(problem: Problem) -> list[int]:
 
 class _Search:
     def __init__(self, problem: Problem, prices: Prices, limits: Limits) -> None:
-        self._problem, self._prices, self._limits = problem, prices, limits
+        self._problem, self._limits = problem, limits
+        self._start_us = [0.0, *accumulate(problem.compute_us)]
+        gathers, reductions = _in_order(problem)
+        self._queues = (
+            Queue(problem, prices, limits.cap, gathers),
+            Queue(problem, prices, limits.cap, reductions[::-1]),
+        )
         self._least_bytes = least_bytes(problem)
         least = max(self._least_bytes, default=0)
-        self._modest = least + max(least // 20, MODEST_BYTES)
-        self._start_us = [0.0, *accumulate(problem.compute_us)]
-        self._small = [_is_small(transfer, prices) for transfer in problem.transfers]
-        positions = range(len(problem.transfers))
-        gathers = [i for i in positions if problem.transfers[i].kind == ALL_GATHER]
-        reductions = [i for i in positions if problem.transfers[i].kind != ALL_GATHER]
-        self._gathers = sorted(gathers, key=lambda i: problem.transfers[i].due)
-        self._reductions = sorted(reductions, key=lambda i: problem.transfers[i].ready)
+        self._modest = max(1, least + MODEST_BUCKETS * _modest_bytes(problem, prices))
+        # What ``_alive`` begins with: buckets that are launched and waited for at once, at step 0.
+        self._change = [0] * (problem.num_steps + 1)
+        for t in problem.transfers:
+            sign, step = (-1, t.due) if t.kind == ALL_GATHER else (1, t.ready)
+            self._change[step] += sign * freed_bytes(t)
 
     def sized(self) -> _Draft:
-        """The best of uniform sizes; what nothing can hide behind, the first gather and the last
-        reduction, may be smaller. All alone is among them, which needs the least memory."""
-        pairs = _size_pairs(self._problem, self._limits.cap)
-        gathers = [_cut(self._problem, self._gathers, *pair) for pair in pairs]
-        mirrored = [_cut(self._problem, self._reductions[::-1], *pair) for pair in pairs]
-        reductions = [[cut[::-1] for cut in cuts[::-1]] for cuts in mirrored]
-        best = min(
-            (self._draft(cuts, reductions[-1], depth) for cuts in gathers for depth in DEPTHS),
-            key=_score,
-        )
-        pairs_tried = [(best.gathers, cuts) for cuts in reductions] + [(gathers[0], reductions[0])]
-        return min((self._draft(*p, depth) for p in pairs_tried for depth in DEPTHS), key=_score)
-
-    def refined(self, best: _Draft) -> _Draft:
-        """Merge and split buckets while that helps, in at most ``MAX_MOVES`` tries."""
-        tries, at = 0, 0
-        while tries < MAX_MOVES and at < len(best.gathers) + len(best.reductions):
-            moved = [draft for move in (_merged, _split) for draft in self._moved(best, move, at)]
-            tries += len(moved)
-            better = min([best, *moved], key=_score)
-            at += better is best
-            best = better
+        """The best of uniform sizes that coordinate descent finds. All alone and one after the other
+        is among them, which needs the least memory."""
+        scale = self._scale()
+        best, sizes = min((self._sized(_Sizes(*[size] * 5)) for size in scale), key=_score)
+        improves = True
+        while improves:
+            improves = False
+            for axis in _Sizes._fields:
+                tried = (self._sized(sizes._replace(**{axis: size})) for size in scale)
+                found = min(tried, key=_score)
+                if found[0].score < best.score:
+                    (best, sizes), improves = found, True
         return best
 
-    def _moved(
-        self, draft: _Draft, move: Callable[[Problem, Cuts, int], Cuts | None], at: int
-    ) -> list[_Draft]:
-        num_gathers = len(draft.gathers)
-        if at < num_gathers:
-            gathers = move(self._problem, draft.gathers, at)
-            return [] if gathers is None else [self._draft(gathers, draft.reductions, draft.depth)]
-        reductions = move(self._problem, draft.reductions, at - num_gathers)
-        return [] if reductions is None else [self._draft(draft.gathers, reductions, draft.depth)]
+    def _scale(self) -> list[int]:
+        total, cap = sum(t.num_bytes for t in self._problem.transfers), self._limits.cap
+        sizes = [0, *(total >> shift for shift in reversed(range(NUM_SIZES - 1)))]
+        return sizes if cap is None else [*(size for size in sizes if size < cap), cap]
 
-    def _draft(self, gathers: Cuts, reductions: Cuts, depth: int) -> _Draft:
-        room = _Room(self._least_bytes, self._limits)
-        reduced = self._place_reductions([self._bucket(cut) for cut in reductions], depth, room)
-        gathered = self._place_gathers([self._bucket(cut) for cut in gathers], reduced, depth, room)
-        buckets = _in_launch_order([*gathered, *reduced])
-        total_us = clock(self._problem, buckets, self._prices).total_us
-        alive = alive_bytes(self._problem, buckets)
-        peak = max(alive, default=0)
-        over = max(0, peak - self._limits.peak) if self._limits.peak is not None else 0
+    def _sized(self, sizes: _Sizes) -> tuple[_Draft, _Sizes]:
+        gathers = self._queues[0].cut(sizes.first_gather, sizes.gather)
+        reductions = self._queues[1].cut(sizes.last_reduction, sizes.reduction)
+        return self._draft((gathers, reductions), sizes.in_flight), sizes
+
+    def refined(self, best: _Draft) -> _Draft:
+        """Change neighbours while that helps, from the fronts of both queues on."""
+        tries = WORK // max(1, len(self._problem.transfers))
+        at = 0
+        while tries > 0 and at < max(map(len, best.cuts)):
+            before = best
+            for pair in [*self._moved(best, 0, at), *self._moved(best, 1, at)]:
+                best = min(best, self._draft(pair, best.in_flight), key=lambda draft: draft.score)
+                tries -= 1
+            at += best is before
+        return best
+
+    def _moved(self, draft: _Draft, side: int, at: int) -> Iterator[_Pair]:
+        if at < len(draft.cuts[side]):
+            for cuts in self._queues[side].moved(draft.cuts[side], at):
+                yield (cuts, draft.cuts[1]) if side == 0 else (draft.cuts[0], cuts)
+
+    def _draft(self, cuts: _Pair, in_flight: int) -> _Draft:
+        """Place and price ``cuts``."""
+        gathers, reductions = cuts
+        room = self._room(cuts)
+        reduced = self._place_reductions(reductions[::-1], in_flight, room)[::-1]
+        gathered = self._place_gathers(gathers, in_flight, room)
+        groups, spans = [*gathers, *reductions], [*gathered, *reduced]
+        alive = self._alive(cuts, [span[0] for span in gathered], [span[1] for span in reduced])
         # What is in flight may be there twice: backends copy, allocators hold it until the wait.
-        flying = in_flight_bytes(self._problem, buckets)
-        held = max((a + f for a, f in zip(alive, flying)), default=0)
-        excess = max(0, held - self._modest) / self._modest if self._limits.peak is None else 0.0
-        price_us = total_us * (1 + MEMORY_PRICE * excess) + LAUNCH_PRICE_US * len(buckets)
-        return _Draft(gathers, reductions, depth, buckets, (over, price_us, peak))
+        held = max(map(add, alive, self._in_flight(groups, spans)), default=0)
+        peak = max(alive, default=0)
+        limit = self._limits.peak
+        over, excess = 0, max(0.0, held / self._modest - 1)
+        if limit is not None:
+            over, excess = max(0, peak - limit), 0.0
+        price_us = self._total_us(groups, spans) * (1 + MEMORY_PRICE * excess)
+        price_us += sum(LAUNCH_PRICE_US + WIRE_PRICE * group.cost.wire_us for group in groups)
+        return _Draft((over, price_us, peak), cuts, (gathered, reduced), in_flight)
 
-    def _bucket(self, cut: Sequence[int]) -> Bucket:
-        """Of ``cut``, not placed yet; small transfers share a parcel."""
-        transfers = [self._problem.transfers[i] for i in cut]
-        together = tuple(i for i in cut if self._small[i])
-        alone = [(i,) for i in cut if not self._small[i]]
-        return Bucket(
-            kind=transfers[0].kind,
-            parcels=(together, *alone) if together else tuple(alone),
-            num_bytes=sum(transfer.num_bytes for transfer in transfers),
-            group=transfers[0].group,
-            world=transfers[0].world,
-            launch=0,
-            wait=0,
-        )
+    def _total_us(self, groups: Cuts, spans: Sequence[_Span]) -> float:
+        order = sorted(range(len(spans)), key=lambda i: spans[i][0])
+        costs = [groups[i].cost for i in order]
+        return sweep(self._start_us, [spans[i] for i in order], costs).total_us
 
-    def _us(self, bucket: Bucket) -> float:
-        return self._prices.collective_us(bucket.kind, bucket.num_bytes, bucket.world)
+    def _alive(self, cuts: _Pair, launches: Sequence[int], waits: Sequence[int]) -> list[int]:
+        """``alive_bytes``, from the launches of gathers and the waits for reductions."""
+        change = self._change.copy()
+        for group, launch in zip(cuts[0], launches):
+            change[launch] += group.freed_bytes
+        for group, wait in zip(cuts[1], waits):
+            change[wait] -= group.freed_bytes
+        return list(map(add, self._least_bytes, accumulate(change)))
 
-    def _place_reductions(self, buckets: list[Bucket], depth: int, room: _Room) -> list[Bucket]:
-        """As early as can be; waited for when they are through, or when ``depth`` more were
-        launched, if memory allows."""
-        launches = [max(self._problem.transfers[i].ready for i in b.transfers) for b in buckets]
-        limits = [*launches[depth:], *[self._problem.num_steps] * depth]
-        placed = []
-        free_us = 0.0
-        for bucket, launch, limit in zip(buckets, launches, limits):
-            transfers = [self._problem.transfers[i] for i in bucket.transfers]
-            free_us = max(free_us, self._start_us[launch]) + self._us(bucket)
-            slack_us = (MARGIN - 1) * self._us(bucket)
-            through = bisect_left(self._start_us, free_us + slack_us, lo=launch)
-            wish = min(through, limit, *(t.due for t in transfers))
-            for transfer in transfers:
-                room.take(transfer.num_bytes, transfer.ready, launch)
-            wait = room.latest(bucket.num_bytes, launch, wish)
-            placed.append(dataclasses.replace(bucket, launch=launch, wait=wait))
-        return placed
+    def _in_flight(self, groups: Cuts, spans: Sequence[_Span]) -> Iterator[int]:
+        change = [0] * (self._problem.num_steps + 1)
+        for group, (launch, wait) in zip(groups, spans):
+            change[launch] += group.bucket.num_bytes
+            change[wait] -= group.bucket.num_bytes
+        return accumulate(change)
 
-    def _place_gathers(
-        self, buckets: list[Bucket], reduced: list[Bucket], depth: int, room: _Room
-    ) -> list[Bucket]:
-        """Waited for at their first use; launched as late as hides them, but no more than ``depth``
-        ahead, if memory allows."""
-        due = [min(self._problem.transfers[i].due for i in bucket.transfers) for bucket in buckets]
-        launches = self._latest_launches(buckets, due, reduced)
-        ahead = [*[0] * depth, *due]
-        placed = []
-        for bucket, step, wish, earliest in zip(buckets, due, launches, ahead):
-            for transfer in (self._problem.transfers[i] for i in bucket.transfers):
-                room.take(transfer.num_bytes, step, transfer.due)
-            launch = room.earliest(bucket.num_bytes, max(wish, earliest), step)
-            placed.append(dataclasses.replace(bucket, launch=launch, wait=step))
-        return placed
+    def _room(self, cuts: _Pair) -> _Room | None:
+        """With every bucket as late and for as short as can be; None: there is no limit."""
+        if self._limits.peak is None and self._limits.in_flight is None:
+            return None
+        due = [group.bucket.wait for group in cuts[0]]
+        ready = [group.bucket.launch for group in cuts[1]]
+        return _Room(self._alive(cuts, due, ready), self._limits)
 
-    def _latest_launches(
-        self, buckets: list[Bucket], due: list[int], reduced: list[Bucket]
-    ) -> list[int]:
-        """From the last gather to the first: each ends when it is due, or when the next one has to
-        begin, and gives way to the reductions that are launched meanwhile."""
-        step_us = self._start_us
-        releases = [(step_us[bucket.launch], self._us(bucket)) for bucket in reduced]
-        launches = []
-        next_us = math.inf
-        for bucket, step in zip(reversed(buckets), reversed(due)):
-            end_us = min(step_us[step], next_us)
-            next_us = end_us - self._us(bucket)
-            while releases and releases[-1][0] >= next_us:
-                released_us, us = releases.pop()
-                next_us -= us if released_us < end_us else 0.0
-            slack_us = (MARGIN - 1) * self._us(bucket)
-            launches.append(max(0, bisect_right(step_us, next_us - slack_us) - 1))
-        return launches[::-1]
+    def _place_reductions(self, groups: Cuts, in_flight: int, room: _Room | None) -> list[_Span]:
+        """As early as can be; waited for when they are through, or when those behind need the room."""
+        sums = [0, *accumulate(group.bucket.num_bytes for group in groups)]
+        spans = []
+        through_us = self._through_us(groups)
+        for k, group in enumerate(groups):
+            launch = group.bucket.launch
+            end_us = through_us[k] + (MARGIN - 1) * group.cost.wire_us
+            wait = bisect_left(self._start_us, end_us, lo=launch)
+            behind = max(bisect_right(sums, sums[k] + in_flight) - 1, k + 1)
+            limit = groups[behind].bucket.launch if behind < len(groups) else math.inf
+            wait = int(min(wait, limit, group.bucket.wait))
+            spans.append((launch, wait if room is None else room.latest(group, launch, wait)))
+        return spans
+
+    def _place_gathers(self, groups: Cuts, in_flight: int, room: _Room | None) -> list[_Span]:
+        """Waited for at their first use; launched as early as those before leave room, in order."""
+        sums = [0, *accumulate(group.bucket.num_bytes for group in groups)]
+        spans = []
+        launch = 0
+        for k, group in enumerate(groups):
+            ahead = min(bisect_left(sums, sums[k + 1] - in_flight), k)
+            launch = max(launch, groups[ahead - 1].bucket.wait if ahead else 0)
+            if room is not None:
+                launch = room.earliest(group, launch, group.bucket.wait)
+            spans.append((launch, group.bucket.wait))
+        return spans
+
+    def _through_us(self, reductions: Cuts) -> list[float]:
+        """When each reduction would be, if there were nothing else on the wire."""
+        ends, free_us = [], 0.0
+        for group in reductions:
+            free_us = max(free_us, self._start_us[group.bucket.launch]) + group.cost.wire_us
+            ends.append(free_us)
+        return ends
 
 
 class _Room:
-    """Memory left in every step, while buckets are placed one after the other.
+    """Memory left in every step, while buckets are placed one after the other."""
 
-    What no schedule can do without is taken from the start.
-    """
+    def __init__(self, alive: list[int], limits: Limits) -> None:
+        self._alive, self._in_flight = alive, [0] * len(alive)
+        self._peak = math.inf if limits.peak is None else limits.peak
+        self._limit = math.inf if limits.in_flight is None else limits.in_flight
 
-    def __init__(self, least_bytes: Sequence[int], limits: Limits) -> None:
-        self._limits = limits
-        self._alive = list(least_bytes)
-        self._in_flight = [0] * len(least_bytes)
-
-    def take(self, num_bytes: int, begin: int, end: int) -> None:
-        """Use memory in the steps ``[begin, end)``, whether there is room or not."""
-        for step in range(begin, min(end, len(self._alive))):
-            self._alive[step] += num_bytes
-
-    def earliest(self, num_bytes: int, wish: int, due: int) -> int:
+    def earliest(self, group: Group, wish: int, due: int) -> int:
         """The first step from ``wish`` on from which there is room until ``due``; takes it."""
         begin = due
-        while begin > wish and self._fits(num_bytes, begin - 1):
+        while begin > wish and self._fits(group, begin - 1):
             begin -= 1
-        self._fly(num_bytes, begin, due)
+        self._take(group, begin, due)
         return begin
 
-    def latest(self, num_bytes: int, begin: int, wish: int) -> int:
+    def latest(self, group: Group, begin: int, wish: int) -> int:
         """The last step up to ``wish`` until which there is room from ``begin`` on; takes it."""
         end = begin
-        while end < wish and self._fits(num_bytes, end):
+        while end < wish and self._fits(group, end):
             end += 1
-        self._fly(num_bytes, begin, end)
+        self._take(group, begin, end)
         return end
 
-    def _fly(self, num_bytes: int, begin: int, end: int) -> None:
-        self.take(num_bytes, begin, end)
-        for step in range(begin, end):
-            self._in_flight[step] += num_bytes
+    def _fits(self, group: Group, step: int) -> bool:
+        in_flight = self._in_flight[step] + group.bucket.num_bytes
+        return in_flight <= self._limit and self._alive[step] + group.freed_bytes <= self._peak
 
-    def _fits(self, num_bytes: int, step: int) -> bool:
-        peak, in_flight = self._limits.peak, self._limits.in_flight
-        if in_flight is not None and self._in_flight[step] + num_bytes > in_flight:
-            return False
-        return peak is None or self._alive[step] + num_bytes <= peak
+    def _take(self, group: Group, begin: int, end: int) -> None:
+        for step in range(begin, end):
+            self._in_flight[step] += group.bucket.num_bytes
+            self._alive[step] += group.freed_bytes
 
 
 def _in_launch_order(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
     return tuple(sorted(buckets, key=lambda bucket: bucket.launch))
 
 
-def _score(draft: _Draft) -> tuple[int, float, int]:
-    return draft.score
+def _score(tried: tuple[_Draft, _Sizes]) -> tuple[int, float, int]:
+    return tried[0].score
 
 
-def _size_pairs(problem: Problem, cap: int | None) -> list[tuple[int, int]]:
-    """Sizes to try, ascending: of the first bucket, and of the others."""
-    if cap is not None:
-        return [(0, 0), (cap, cap)]
-    total = max(sum(transfer.num_bytes for transfer in problem.transfers), 1)
-    sizes = [total >> shift for shift in range(12, -1, -1) if total >> shift]
-    return [(0, 0), *((size >> shift, size) for size in sizes for shift in (4, 2, 0))]
+def _in_order(problem: Problem) -> tuple[list[int], list[int]]:
+    """Gathers by when they are due, reductions by when they are ready."""
+    transfers = problem.transfers
+    gathers = [i for i, t in enumerate(transfers) if t.kind == ALL_GATHER]
+    reductions = [i for i, t in enumerate(transfers) if t.kind != ALL_GATHER]
+    return (
+        sorted(gathers, key=lambda i: transfers[i].due),
+        sorted(reductions, key=lambda i: transfers[i].ready),
+    )
 
 
-def _cut(problem: Problem, order: Sequence[int], first_cap: int, cap: int) -> Cuts:
-    """Cut ``order`` into buckets of neighbours of one kind and group."""
-    cuts: Cuts = []
-    size = 0
-    for i in order:
-        num_bytes = problem.transfers[i].num_bytes
-        limit = first_cap if len(cuts) == 1 else cap
-        if cuts and size + num_bytes <= limit and _joins(problem, cuts[-1][-1], i):
-            cuts[-1].append(i)
-            size += num_bytes
-        else:
-            cuts.append([i])
-            size = num_bytes
-    return cuts
-
-
-def _joins(problem: Problem, one: int, other: int) -> bool:
-    """Whether two transfers may share a bucket. What a reduction adds up has one dtype."""
-
-    def key(transfer: Transfer) -> tuple[str, ...]:
-        dtype = "" if transfer.kind == ALL_GATHER else transfer.dtype
-        return transfer.kind, transfer.group, dtype
-
-    return key(problem.transfers[one]) == key(problem.transfers[other])
-
-
-def _merged(problem: Problem, cuts: Cuts, at: int) -> Cuts | None:
-    if at + 1 >= len(cuts) or not _joins(problem, cuts[at][-1], cuts[at + 1][0]):
-        return None
-    return [*cuts[:at], cuts[at] + cuts[at + 1], *cuts[at + 2 :]]
-
-
-def _split(problem: Problem, cuts: Cuts, at: int) -> Cuts | None:
-    """Halve a bucket by bytes."""
-    cut = cuts[at]
-    if len(cut) == 1:
-        return None
-    sizes = list(accumulate(problem.transfers[i].num_bytes for i in cut))
-    middle = min(max(bisect_left(sizes, sizes[-1] / 2), 1), len(cut) - 1)
-    return [*cuts[:at], cut[:middle], cut[middle:], *cuts[at + 1 :]]
-
-
-def _is_small(transfer: Transfer, prices: Prices) -> bool:
-    latency_us = prices.collective_us(transfer.kind, 1, transfer.world)
-    copy_us = prices.copy_us(transfer.num_bytes) - prices.copy_us(0)
-    return copy_us <= min(PACKED_LATENCY * latency_us, PACKED_US)
+def _modest_bytes(problem: Problem, prices: Prices) -> float:
+    """A bucket that nobody minds: as large as the largest tensor, or as one that is latency to one
+    half."""
+    if not problem.transfers:
+        return 0
+    total = sum(t.num_bytes for t in problem.transfers)
+    largest = max(problem.transfers, key=lambda t: t.num_bytes)
+    latency_us, all_us = (
+        prices.collective_us(largest.kind, num_bytes, largest.world) for num_bytes in (1, total)
+    )
+    return max(largest.num_bytes, min(1.0, latency_us / max(all_us - latency_us, 1e-9)) * total)

@@ -9,8 +9,8 @@ NCCL does on the stream of a group and gloo in its queue:
     communication  [gather a][gather b    ][reduce c]
                                     └ exposed: step 2 needs b
 
-``simulate`` builds the DAG of all that and reads the timeline from it. ``clock`` gives the times alone, in
-one sweep: what the planner's search calls thousands of times.
+``simulate`` builds the DAG of all that and reads the timeline from it. ``clock`` gives the times alone,
+by ``sweep``, which the planner's search calls a thousand times.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import networkx as nx
 
@@ -32,12 +32,24 @@ if TYPE_CHECKING:
 STEP, COPY_IN, COLLECTIVE, COPY_OUT = "step", "copy-in", "collective", "copy-out"
 
 
+PARCEL_US = 20.0
+"""What another parcel in a bucket costs the host: one more tensor in a coalesced collective."""
+
+
 class Prices(Protocol):
     """What is asked of a cost model; microseconds for bytes of full tensors."""
 
     def collective_us(self, kind: str, num_bytes: int, world: int) -> float: ...
 
     def copy_us(self, num_bytes: int) -> float: ...
+
+
+class Cost(NamedTuple):
+    """Of one bucket, on the compute lane, on the communication lane, and on the compute lane."""
+
+    copy_in_us: float
+    wire_us: float
+    copy_out_us: float
 
 
 @dataclass(frozen=True)
@@ -126,16 +138,14 @@ def _dag(problem: Problem, buckets: Sequence[Bucket], prices: Prices) -> _Dag:
         )
         last[lane] = node
 
+    costs = [cost_of(problem, bucket, prices) for bucket in buckets]
     launched, waited = _by_step(problem, buckets)
     for step in range(problem.num_steps + 1):
         for i in launched[step]:
-            bucket = buckets[i]
-            add(COMPUTE, COPY_IN, i, copy_in_us(problem, bucket, prices))
-            us = prices.collective_us(bucket.kind, bucket.num_bytes, bucket.world)
-            add(COMMUNICATION, COLLECTIVE, i, us, (COPY_IN, i))
+            add(COMPUTE, COPY_IN, i, costs[i].copy_in_us)
+            add(COMMUNICATION, COLLECTIVE, i, costs[i].wire_us, (COPY_IN, i))
         for i in waited[step]:
-            us = copy_out_us(problem, buckets[i], prices)
-            add(COMPUTE, COPY_OUT, i, us, (COLLECTIVE, i))
+            add(COMPUTE, COPY_OUT, i, costs[i].copy_out_us, (COLLECTIVE, i))
         if step < problem.num_steps:
             add(COMPUTE, STEP, step, problem.compute_us[step])
     return dag
@@ -165,24 +175,38 @@ class Clock:
 
 
 def clock(problem: Problem, buckets: Sequence[Bucket], prices: Prices) -> Clock:
-    """The times of ``simulate``, in one sweep over steps and buckets."""
-    launched, waited = _by_step(problem, buckets)
-    end_us, exposed_us = [0.0] * len(buckets), [0.0] * len(buckets)
-    step_us = []
-    now = free = 0.0
-    for step in range(problem.num_steps + 1):
-        for i in launched[step]:
-            bucket = buckets[i]
-            now += copy_in_us(problem, bucket, prices)
-            us = prices.collective_us(bucket.kind, bucket.num_bytes, bucket.world)
-            end_us[i] = free = max(free, now) + us
-        for i in waited[step]:
+    """The times of ``simulate``, in one sweep over the buckets."""
+    costs = [cost_of(problem, bucket, prices) for bucket in buckets]
+    spans = [(bucket.launch, bucket.wait) for bucket in buckets]
+    return sweep([0.0, *accumulate(problem.compute_us)], spans, costs)
+
+
+def sweep(
+    start_us: Sequence[float], spans: Sequence[tuple[int, int]], costs: Sequence[Cost]
+) -> Clock:
+    """The times of buckets of known costs, in O(b log b + s).
+
+    Args:
+        start_us: by step, and of the end: when it starts if nothing is in its way.
+        spans: launch and wait of every bucket, in order of launch.
+    """
+    launches = [(launch, 0, i) for i, (launch, _) in enumerate(spans)]
+    waits = [(wait, 1, i) for i, (_, wait) in enumerate(spans)]
+    end_us, exposed_us = [0.0] * len(spans), [0.0] * len(spans)
+    late_us = [0.0] * len(start_us)  # by step, what is added in front of it
+    behind = free = 0.0
+    for step, is_wait, i in sorted(launches + waits):
+        now = start_us[step] + behind
+        if is_wait:
             exposed_us[i] = max(0.0, end_us[i] - now)
-            now += exposed_us[i] + copy_out_us(problem, buckets[i], prices)
-        step_us.append(now)
-        if step < problem.num_steps:
-            now += problem.compute_us[step]
-    return Clock(step_us, exposed_us, max(now, free))
+            us = exposed_us[i] + costs[i].copy_out_us
+        else:
+            us = costs[i].copy_in_us
+            end_us[i] = free = max(free, now + us) + costs[i].wire_us
+        late_us[step] += us
+        behind += us
+    step_us = [start + late for start, late in zip(start_us, accumulate(late_us))]
+    return Clock(step_us, exposed_us, max(step_us[-1], free))
 
 
 def _by_step(
@@ -197,22 +221,18 @@ def _by_step(
     return launched, waited
 
 
-def copy_in_us(problem: Problem, bucket: Bucket, prices: Prices) -> float:
-    """Of packing shards before a gather, or full gradients before a reduction."""
-    parts = bucket.world if bucket.kind == ALL_GATHER else 1
-    return _copy_us(problem, bucket, prices, parts)
-
-
-def copy_out_us(problem: Problem, bucket: Bucket, prices: Prices) -> float:
-    """Of unpacking gathered parameters; reduced shards are slices of their buffer."""
-    return _copy_us(problem, bucket, prices, 1) if bucket.kind == ALL_GATHER else 0.0
-
-
-def _copy_us(problem: Problem, bucket: Bucket, prices: Prices, parts: int) -> float:
-    """Of all parcels that hold more than one."""
+def cost_of(problem: Problem, bucket: Bucket, prices: Prices) -> Cost:
+    """What packing shards before a gather costs, or full gradients before a reduction; the collective;
+    and unpacking gathered parameters: reduced shards are slices of their buffer."""
+    gathers = bucket.kind == ALL_GATHER
     packed = [parcel for parcel in bucket.parcels if len(parcel) > 1]
     sizes = [sum(problem.transfers[i].num_bytes for i in parcel) for parcel in packed]
-    return sum(prices.copy_us(size // parts) for size in sizes)
+    parts = bucket.world if gathers else 1
+    return Cost(
+        PARCEL_US * (len(bucket.parcels) - 1) + sum(prices.copy_us(n // parts) for n in sizes),
+        prices.collective_us(bucket.kind, bucket.num_bytes, bucket.world),
+        sum(prices.copy_us(n) for n in sizes) if gathers else 0.0,
+    )
 
 
 def alive_bytes(problem: Problem, buckets: Sequence[Bucket]) -> list[int]:

@@ -78,8 +78,14 @@ def test_the_bound_by_hand() -> None:
     assert schedules.lower_bound_us(asked, Line()) == 60.0 + 200.0 + 60.0
     slow = Line(us_per_byte=10.0)
     assert schedules.lower_bound_us(asked, slow) == 510.0 + 200.0 + 510.0
+    # All that is due before step 1 and all that is ready by then, in one collective each.
     many = problem([10.0, 10.0], [gather(i, 50, 1) for i in range(4)])
-    assert schedules.lower_bound_us(many, Line()) == 210.0
+    assert schedules.lower_bound_us(many, Line()) == 210.0 + 10.0
+    late = problem([10.0, 10.0], [reduction(i, 50, 1, 2) for i in range(4)])
+    assert schedules.lower_bound_us(late, Line()) == 10.0 + 210.0
+    # The wire is never free, but nothing has to wait for all of it.
+    spread = problem([10.0, 10.0], [gather(0, 50, 0), gather(1, 500, 1)])
+    assert schedules.lower_bound_us(spread, Line()) == 560.0 + 10.0
 
 
 def test_a_trace_serves_any_number_of_ranks() -> None:

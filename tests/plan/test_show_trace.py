@@ -65,11 +65,13 @@ def test_arrows_lead_from_launch_to_first_use() -> None:
 def test_an_arrow_passes_the_wait() -> None:
     asked = problem([20.0, 5.0, 5.0], [gather(0, 20, 2), gather(1, 20, 2)])
     packed = dump(asked, [bucket(ALL_GATHER, [(0, 1)], 40, (1, 2))])
-    alone = dump(asked, [bucket(ALL_GATHER, [(0,), (1,)], 40, (1, 1))])
-    kernel = "ncclDevKernel_AllGather(p0 .. p1 (2))"
+    alone = dump(
+        problem([20.0, 5.0, 5.0], [gather(0, 40, 2)]), [bucket(ALL_GATHER, [(0,)], 40, (1, 1))]
+    )
+    kernel, both = "ncclDevKernel_AllGather", "(p0 .. p1 (2))"
     for shown, names in (
-        (packed, ["copy-in(p0 .. p1 (2))", kernel, "copy-out(p0 .. p1 (2))", "step 2 step2"]),
-        (alone, ["step 0 step0", kernel, "step 1 step1", "step 2 step2"]),
+        (packed, [f"copy-in{both}", f"{kernel}{both}", f"copy-out{both}", "step 2 step2"]),
+        (alone, ["step 0 step0", f"{kernel}(p0)", "step 1 step1", "step 2 step2"]),
     ):
         arrow = _events(shown, "stf")
         assert [_slice_at(shown, event)["name"] for event in arrow] == names

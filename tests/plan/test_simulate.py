@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 from hypothesis import given
 
-from graphshard.plan import Problem
+from graphshard.plan import ALL_GATHER, Bucket, Problem
 from graphshard.planner import Limits, schedule
-from graphshard.simulate import COLLECTIVE, COMMUNICATION, COMPUTE, STEP, clock, simulate
+from graphshard.simulate import (
+    COLLECTIVE,
+    COMMUNICATION,
+    COMPUTE,
+    PARCEL_US,
+    STEP,
+    clock,
+    cost_of,
+    simulate,
+)
 from tests.plan.dumps import by_hand
-from tests.plan.problems import Line, lines, problems
+from tests.plan.problems import WORLD, Line, gather, lines, problem, problems
 
 
 def test_a_schedule_computed_by_hand() -> None:
@@ -33,6 +43,17 @@ def test_a_schedule_computed_by_hand() -> None:
         ("copy-in", 2),
         (COLLECTIVE, 2),
     ]
+
+
+def test_another_tensor_in_a_collective_costs_the_host() -> None:
+    asked = problem([10.0], [gather(i, 8, 0) for i in range(3)])
+    bucket = Bucket(ALL_GATHER, ((0, 1), (2,)), 24, "g", WORLD, 0, 0)
+    line = Line(10.0, 1.0, 0.5)
+    # Packed: 16 / 4 bytes in, 16 out.
+    assert cost_of(asked, bucket, line) == (PARCEL_US + 2.0, 34.0, 8.0)
+    assert clock(asked, [bucket], line).total_us == PARCEL_US + 2.0 + 34.0 + 8.0 + 10.0
+    alone = dataclasses.replace(bucket, parcels=((2,),))
+    assert cost_of(asked, alone, line) == (0.0, 34.0, 0.0)
 
 
 @given(problems(), lines)

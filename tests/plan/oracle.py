@@ -1,0 +1,192 @@
+"""The best schedule there is of a small problem: mixed integer programs, solved by HiGHS.
+
+Every way to cut neighbours into buckets has a program of its own. It decides before which step each
+bucket is launched, and in which order they go; times follow as the longest path, as in ``clock``:
+
+    launched[b, s]  bucket b before step s: one s for each b, from its last gradient to its wait
+    order[a, b]     a is launched before b: then no later, and the wire carries it first
+    copied[b]       when b's copy-in is done: behind the step before s, and behind a's copy-in
+    sent[b]         when b is through: behind its copy-in, and behind a on the wire
+    front[s]        when all that is launched before step s is
+    start[s]        when step s starts: behind front[s], and behind all that it waits for
+
+It waits as late as may be, which is never slower: memory has no limit here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
+
+from graphshard.cuts import Cuts, Queue
+from graphshard.plan import ALL_GATHER, Bucket, Problem
+from graphshard.planner import LAUNCH_PRICE_US, WIRE_PRICE
+from graphshard.simulate import Cost, Prices, clock, cost_of
+
+Terms = dict[int, float]
+"""Factors by variable."""
+
+
+def price_us(problem: Problem, buckets: tuple[Bucket, ...], prices: Prices) -> float:
+    """What the planner makes small where memory has no price."""
+    wire_us = sum(cost_of(problem, bucket, prices).wire_us for bucket in buckets)
+    fixed_us = LAUNCH_PRICE_US * len(buckets) + WIRE_PRICE * wire_us
+    return clock(problem, buckets, prices).total_us + fixed_us
+
+
+def best(problem: Problem, prices: Prices) -> tuple[tuple[Bucket, ...], float]:
+    """The schedule with the least ``price_us``, and that price by its program."""
+    found: tuple[tuple[Bucket, ...], float] = ((), math.inf)
+    for cuts in _all_cuts(problem, prices):
+        wire_us = sum(group.cost.wire_us for group in cuts)
+        fixed_us = LAUNCH_PRICE_US * len(cuts) + WIRE_PRICE * wire_us
+        if fixed_us + max(wire_us, sum(problem.compute_us)) < found[1]:
+            buckets, total_us = _Program(problem, cuts).solved()
+            if fixed_us + total_us < found[1]:
+                found = buckets, fixed_us + total_us
+    return found
+
+
+def _all_cuts(problem: Problem, prices: Prices) -> Iterator[Cuts]:
+    """Every way to cut gathers by when they are due, and reductions by when they are ready."""
+    at = range(len(problem.transfers))
+    gathers = [i for i in at if problem.transfers[i].kind == ALL_GATHER]
+    reductions = [i for i in at if problem.transfers[i].kind != ALL_GATHER]
+    gathers.sort(key=lambda i: problem.transfers[i].due)
+    reductions.sort(key=lambda i: problem.transfers[i].ready)
+    choices = [
+        [
+            [
+                Queue(problem, prices, None, order).group(*span)
+                for span in itertools.pairwise(borders)
+            ]
+            for borders in _all_borders(len(order))
+        ]
+        for order in (gathers, reductions)
+    ]
+    for one, other in itertools.product(*choices):
+        yield [*one, *other]
+
+
+def _all_borders(num: int) -> Iterator[list[int]]:
+    for inner in itertools.product([False, True], repeat=max(0, num - 1)):
+        yield [0, *(at for at, cut in enumerate(inner, 1) if cut), *([num] if num else [])]
+
+
+class _Program:
+    """Of buckets whose members are known. All rows say that something is at least so much."""
+
+    def __init__(self, problem: Problem, cuts: Cuts) -> None:
+        self._problem = problem
+        self._buckets = [group.bucket for group in cuts]
+        self._costs = [group.cost for group in cuts]
+        self._upper: list[float] = []
+        self._rows: list[tuple[Terms, float]] = []
+        # Longer than any schedule takes. Times are parts of it, for the sake of the solver.
+        self._ever_us = sum(problem.compute_us) + sum(sum(cost) for cost in self._costs) + 1.0
+        num, steps = range(len(cuts)), range(problem.num_steps + 1)
+        self._launched = {
+            (b, s): self._variable(1.0)
+            for b, bucket in enumerate(self._buckets)
+            for s in range(bucket.launch, bucket.wait + 1)
+        }
+        self._order = {(a, b): self._variable(1.0) for a in num for b in num if a != b}
+        self._num_binary = len(self._upper)
+        self._copied, self._sent, self._front, self._start = (
+            [self._variable(1.0) for _ in of] for of in (num, num, steps, steps)
+        )
+        self._total = self._variable(1.0)
+        self._constrain()
+
+    def _variable(self, upper: float) -> int:
+        self._upper.append(upper)
+        return len(self._upper) - 1
+
+    def _behind(self, late: int, early: int | None, us: float, given: int | None = None) -> None:
+        """``late`` is ``us`` behind ``early``, or behind the beginning, if the binary ``given`` is 1."""
+        terms = {late: 1.0}
+        if early is not None:
+            terms[early] = -1.0
+        if given is not None:
+            terms[given] = -1.0
+        self._rows.append((terms, us / self._ever_us - (given is not None)))
+
+    def _constrain(self) -> None:
+        for b, cost in enumerate(self._costs):
+            self._one_of([x for (of, _), x in self._launched.items() if of == b])
+            self._behind(self._sent[b], self._copied[b], cost.wire_us)
+            self._behind(self._total, self._sent[b], 0.0)
+        for a, b in self._order:
+            self._ordered(a, b, self._costs[b])
+        for three in itertools.permutations(range(len(self._costs)), 3):
+            pairs = [*itertools.pairwise(three), (three[2], three[0])]
+            self._rows.append(({self._order[pair]: -1.0 for pair in pairs}, -2.0))
+        for step in range(self._problem.num_steps + 1):
+            self._step(step)
+        self._behind(self._total, self._start[-1], 0.0)
+
+    def _ordered(self, a: int, b: int, cost: Cost) -> None:
+        given = self._order[a, b]
+        if a < b:
+            self._one_of([given, self._order[b, a]])
+        self._behind(self._copied[b], self._copied[a], cost.copy_in_us, given)
+        self._behind(self._sent[b], self._sent[a], cost.wire_us, given)
+        steps = self._problem.num_steps
+        at = {x: float(s) for (of, s), x in self._launched.items() if of == b}
+        at |= {x: -float(s) for (of, s), x in self._launched.items() if of == a}
+        self._rows.append((at | {given: -float(steps)}, -float(steps)))
+
+    def _step(self, step: int) -> None:
+        before = self._start[step - 1] if step else None
+        us = self._problem.compute_us[step - 1] if step else 0.0
+        self._behind(self._front[step], before, us)
+        for b in (b for b, s in self._launched if s == step):
+            given = self._launched[b, step]
+            self._behind(self._copied[b], before, us + self._costs[b].copy_in_us, given)
+            self._behind(self._front[step], self._copied[b], 0.0, given)
+        waited = [b for b, bucket in enumerate(self._buckets) if bucket.wait == step]
+        out_us = {b: self._costs[b].copy_out_us for b in waited}
+        self._behind(self._start[step], self._front[step], sum(out_us.values()))
+        for b in waited:
+            # Unpacked one after the other: those that were launched later are still to come.
+            others = {self._order[b, a]: -out_us[a] / self._ever_us for a in waited if a != b}
+            terms = {self._start[step]: 1.0, self._sent[b]: -1.0}
+            self._rows.append((terms | others, out_us[b] / self._ever_us))
+
+    def _one_of(self, binaries: list[int]) -> None:
+        self._rows.append((dict.fromkeys(binaries, 1.0), 1.0))
+        self._rows.append((dict.fromkeys(binaries, -1.0), -1.0))
+
+    def solved(self) -> tuple[tuple[Bucket, ...], float]:
+        """The schedule, and how long it takes."""
+        matrix = np.zeros((len(self._rows), len(self._upper)))
+        for row, (terms, _) in zip(matrix, self._rows):
+            row[list(terms)] = list(terms.values())
+        least = [number for _, number in self._rows]
+        aim, integral = np.zeros((2, len(self._upper)))
+        aim[self._total], integral[: self._num_binary] = 1.0, 1
+        answer = _solved(aim, integral, self._upper, matrix, np.array(least))
+        placed = []
+        for b, bucket in enumerate(self._buckets):
+            (at,) = (s for (of, s), x in self._launched.items() if of == b and answer.x[x] > 0.5)
+            rank = sum(answer.x[x] for (_, other), x in self._order.items() if other == b)
+            placed.append((at, round(rank), dataclasses.replace(bucket, launch=at)))
+        placed.sort(key=lambda of: of[:2])
+        return tuple(bucket for *_, bucket in placed), float(answer.x[self._total]) * self._ever_us
+
+
+def _solved(aim: Any, integral: Any, upper: Any, matrix: Any, least: Any) -> OptimizeResult:
+    """HiGHS at times refuses its own solution, for an error as large as its tolerance. With rows of
+    another scale it finds another."""
+    for scale in (1.0, 10.0, 100.0, 1000.0):
+        rows = LinearConstraint(scale * matrix, scale * least, np.inf)
+        answer = milp(aim, integrality=integral, bounds=Bounds(0, upper), constraints=rows)
+        if answer.success:
+            return answer
+    raise AssertionError(answer.message)
