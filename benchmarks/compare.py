@@ -180,7 +180,8 @@ def _predicted(plans: Sequence[Any], costs: Any) -> tuple[float, float]:
     from graphshard.simulate import simulate
 
     lines = [simulate(plan.problem, plan.buckets, costs) for plan in plans]
-    return sum(line.total_us for line in lines), sum(sum(line.exposed_us) for line in lines)
+    total_us = sum(line.total_us + line.lost_us for line in lines)
+    return total_us, sum(sum(line.exposed_us) for line in lines)
 
 
 def _counted(training: _Training, device_type: str) -> dict[str, int]:

@@ -24,7 +24,7 @@ def behind_wire(base: Hardware, alpha_s: float, bytes_per_s: float, world: int) 
         kind: Rate(bytes_per_s * share * (2 if kind == ALL_REDUCE else 1), ((1.0, 1.0),))
         for kind in KINDS
     }
-    link = Link(alpha_s * 1e6, 0.0, bus)
+    link = Link(alpha_s * 1e6, 0.0, base.intra.parcel_us, bus)
     return dataclasses.replace(base, name="wire", intra=link, inter=link)
 
 

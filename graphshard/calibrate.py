@@ -6,7 +6,8 @@
 Matrix products by dtype and size, copies by size, exponentials, an empty kernel; with several ranks
 the three collectives by size, as the graphs run them. All are medians, of rank 0, while the other
 ranks measure the same. Operands rotate through more memory than caches hold, as in training. What is
-not measured stays as in the table: fp8, and links that these ranks do not span.
+not measured stays as in the table: fp8, links that these ranks do not span, and what compute loses to
+collectives that are hidden.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from .plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 _c10d = torch.ops._c10d_functional
 _KiB, _MiB = 1 << 10, 1 << 20
 COLD_BYTES = 256 * _MiB  # what operands rotate through; a B200 caches 126 MB
+_NUM_PARCELS, _PARCEL_ELEMENTS = 8, 1 << 14  # tensors in one collective, and of each
 SAMPLE_US = 2000.0  # a sample repeats short work for so long
 
 
@@ -145,7 +147,8 @@ def summary(hardware: Hardware) -> str:
     ]
     for name, link in (("in a node", hardware.intra), ("between nodes", hardware.inter)):
         bus = ", ".join(f"{kind} {_largest(link.bus[kind]) / 1e9:.3g}" for kind in KINDS)
-        lines.append(f"{name}: latency {link.latency_us:.3g} us, bus GB/s: {bus}")
+        latency = f"latency {link.latency_us:.3g} us, {link.parcel_us:.3g} for each tensor more"
+        lines.append(f"{name}: {latency}, bus GB/s: {bus}")
     return "\n".join(lines)
 
 
@@ -256,7 +259,39 @@ def _link(group: Any, device: torch.device, effort: Effort) -> Link:
             (num_bytes, _collective_us(kind, num_bytes, group, device, effort.repeats))
             for num_bytes in effort.collectives
         ]
-    return link(times, world)
+    return link(times, world, _parcel_us(group, device, effort.repeats))
+
+
+def _parcel_us(group: Any, device: torch.device, repeats: int) -> float:
+    """What another tensor adds to a coalesced collective; the mean of gathers and reductions."""
+    world, name = group.size(), group.group_name
+    parts = [torch.zeros(_PARCEL_ELEMENTS, device=device) for _ in range(_NUM_PARCELS)]
+    fulls = [torch.zeros(world * _PARCEL_ELEMENTS, device=device) for _ in range(_NUM_PARCELS)]
+    part, full = torch.cat(parts), torch.cat(fulls)
+    pairs: list[tuple[Callable[[], list[Tensor]], Callable[[], list[Tensor]]]] = [
+        (
+            lambda: _c10d.all_gather_into_tensor_coalesced(parts, world, name),
+            lambda: [_c10d.all_gather_into_tensor(part, world, name)],
+        ),
+        (
+            lambda: _c10d.reduce_scatter_tensor_coalesced(fulls, "sum", world, name),
+            lambda: [_c10d.reduce_scatter_tensor(full, "sum", world, name)],
+        ),
+    ]
+    added_us = []
+    for pair in pairs:
+        many_us, one_us = (
+            median_us(
+                lambda start=start: [_c10d.wait_tensor(buffer) for buffer in start()],  # type: ignore[misc]
+                device,
+                repeats,
+                times=4,
+                group=group,
+            )
+            for start in pair
+        )
+        added_us.append(max(0.0, many_us - one_us) / (_NUM_PARCELS - 1))
+    return statistics.mean(added_us)
 
 
 def _collective_us(
@@ -291,7 +326,7 @@ def rate(points: Iterable[tuple[float, float]]) -> Rate:
     return Rate(peak, tuple((amount, per_s[amount] / peak) for amount in sorted(per_s)))
 
 
-def link(times: dict[str, list[tuple[int, float]]], world: int) -> Link:
+def link(times: dict[str, list[tuple[int, float]]], world: int, parcel_us: float) -> Link:
     """Of ``(bytes of the full buffer, microseconds)`` of each kind of collective.
 
     The latency is the shortest time of all; with one number of ranks it cannot be told from hops.
@@ -303,7 +338,7 @@ def link(times: dict[str, list[tuple[int, float]]], world: int) -> Link:
         # At least a fiftieth of the time is for the bytes, or their rate would be without bounds.
         moved = [(size, max(us - latency_us, us / 50) / rounds) for size, us in points]
         bus[kind] = rate(moved)
-    return Link(latency_us, 0.0, bus)
+    return Link(latency_us, 0.0, parcel_us, bus)
 
 
 # --- timing --------------------------------------------------------------------------------------

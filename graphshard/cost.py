@@ -28,7 +28,7 @@ from networkx.utils import UnionFind
 from torch import fx
 
 from .flops import flops, name_of, names, shape_of
-from .hardware import KINDS, Hardware
+from .hardware import KINDS, Hardware, Link
 from .plan import ALL_REDUCE
 
 VIEW, BARRIER, POINTWISE, REDUCTION, KERNEL = range(5)
@@ -107,11 +107,22 @@ class CostModel:
             return self.copy_us(num_bytes)
         rounds = 2 if kind == ALL_REDUCE else 1
         nodes = math.ceil(world / self.hardware.ranks_per_node)
-        intra, inter = self.hardware.intra, self.hardware.inter
-        link = intra if nodes == 1 else inter
+        intra, inter, link = self.hardware.intra, self.hardware.inter, self._link(world)
         hops_us = (world - nodes) * intra.hop_us + (nodes - 1) * inter.hop_us
         moved_us = link.bus[kind].us(num_bytes) * (world - 1) / world
         return link.latency_us + rounds * (hops_us + moved_us)
+
+    def parcel_us(self, world: int) -> float:
+        """What another tensor adds to a coalesced collective over ``world`` ranks."""
+        return self._link(world).parcel_us
+
+    def lost_us(self, wire_us: float) -> float:
+        """What a collective that takes so long costs compute, though it is hidden."""
+        return self.hardware.issue_us + self.hardware.contention * wire_us
+
+    def _link(self, world: int) -> Link:
+        within = world <= self.hardware.ranks_per_node
+        return self.hardware.intra if within else self.hardware.inter
 
     def copy_us(self, num_bytes: float) -> float:
         """The time of a kernel that copies so much on the device, as packing a bucket does."""

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from .plan import ALL_GATHER, REDUCE_SCATTER, Bucket, Problem, Transfer
-from .simulate import PARCEL_US, Cost, Prices, cost_of
+from .simulate import Cost, Prices, cost_of
 
 
 class Group(NamedTuple):
@@ -145,4 +145,5 @@ def _key(problem: Problem, i: int) -> tuple[str, ...]:
 
 def _is_small(transfer: Transfer, prices: Prices) -> bool:
     """A tensor is copied into a shared buffer if that takes less than a buffer of its own costs."""
-    return prices.copy_us(transfer.num_bytes) - prices.copy_us(0) <= PARCEL_US
+    copy_us = prices.copy_us(transfer.num_bytes) - prices.copy_us(0)
+    return copy_us <= prices.parcel_us(transfer.world)

@@ -27,11 +27,11 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from .fields import Fields
 from .plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
-VERSION = 1  # of the JSON form; a file of another version is refused
+VERSION = 2  # of the JSON form; a file of another version is refused
 
 KINDS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
 Points = tuple[tuple[float, float], ...]
@@ -82,17 +82,20 @@ class Link:
     Attributes:
         latency_us: of a collective of nothing between two ranks.
         hop_us: what each step of a ring over this link adds to that.
+        parcel_us: what another tensor adds to a coalesced collective.
         bus: bus bandwidth in bytes/s of each kind of collective, by bytes of the full buffer, as
             nccl-tests defines both (its doc/PERFORMANCE.md), with the latency taken off.
     """
 
     latency_us: float
     hop_us: float
+    parcel_us: float
     bus: Mapping[str, Rate]
 
     def __post_init__(self) -> None:
         _check_positive("latency_us", self.latency_us, zero=True)
         _check_positive("hop_us", self.hop_us, zero=True)
+        _check_positive("parcel_us", self.parcel_us, zero=True)
         for kind in KINDS:
             if kind not in self.bus:
                 raise ValueError(f"bus has no {kind!r}: give the bandwidth of each of {KINDS}")
@@ -108,6 +111,8 @@ class Hardware:
         memory: bytes read and written per second.
         special_per_s: exponentials, error functions and the like per second.
         launch_us: what a kernel costs that does nothing.
+        issue_us: what a collective costs compute, though it is hidden; and of the time that it
+        contention: takes, what part compute loses.
         ranks_per_node: ranks that ``intra`` connects; more than those use ``inter``.
     """
 
@@ -116,6 +121,8 @@ class Hardware:
     memory: Rate
     special_per_s: float
     launch_us: float
+    issue_us: float
+    contention: float
     ranks_per_node: int
     intra: Link
     inter: Link
@@ -125,6 +132,8 @@ class Hardware:
             raise ValueError("flops has no 'float32': it stands in for dtypes that are not listed")
         _check_positive("special_per_s", self.special_per_s)
         _check_positive("launch_us", self.launch_us, zero=True)
+        _check_positive("issue_us", self.issue_us, zero=True)
+        _check_positive("contention", self.contention, zero=True)
         _check_positive("ranks_per_node", self.ranks_per_node)
 
     def flops_of(self, dtype: str) -> Rate:
@@ -183,7 +192,7 @@ class Hardware:
             ValueError: the text is not of this form. It names ``source`` and the field.
         """
         try:
-            top = _Fields(json.loads(text), "")
+            top = Fields(json.loads(text), "")
             if top.raw.get("version") != VERSION:
                 raise ValueError(f"version is {top.raw.get('version')!r}: must be {VERSION}")
             return _hardware(top)
@@ -205,67 +214,37 @@ def _check_positive(field: str, value: float, *, zero: bool = False) -> None:
 # --- reading JSON --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Fields:
-    """A JSON object and where it stands in the file; its readers name the field that is wrong."""
-
-    raw: dict[str, Any]
-    path: str
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.raw, dict):
-            raise ValueError(f"{self.path or 'the top level'} must be an object")
-
-    def at(self, key: str) -> str:
-        return f"{self.path}.{key}" if self.path else key
-
-    def value(self, key: str, kind: type | tuple[type, ...], what: str) -> Any:
-        value = self.raw.get(key)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise ValueError(f"{self.at(key)} is {value!r}: must be {what}")
-        return value
-
-    def number(self, key: str) -> float:
-        return float(self.value(key, (int, float), "a number"))
-
-    def object(self, key: str) -> _Fields:
-        return _Fields(self.value(key, dict, "an object"), self.at(key))
-
-    def rates(self, key: str) -> dict[str, Rate]:
-        fields = self.object(key)
-        return {name: fields.rate(name) for name in fields.raw}
-
-    def rate(self, key: str) -> Rate:
-        fields = self.object(key)
-        pairs = fields.value("achieved", list, "a list of [amount, fraction]")
-        for pair in pairs:
-            if not isinstance(pair, list) or [type(x) in (int, float) for x in pair] != [True] * 2:
-                raise ValueError(f"{fields.at('achieved')} has {pair!r}: must be two numbers")
-        achieved = tuple((amount, fraction) for amount, fraction in pairs)
-        return self.built(key, Rate, peak=fields.number("peak"), achieved=achieved)
-
-    def link(self, key: str) -> Link:
-        fields = self.object(key)
-        numbers = {name: fields.number(name) for name in ("latency_us", "hop_us")}
-        return self.built(key, Link, **numbers, bus=fields.rates("bus"))
-
-    def built(self, key: str, kind: Any, **values: Any) -> Any:
-        try:
-            return kind(**values)
-        except ValueError as error:
-            raise ValueError(f"{self.at(key)}: {error}") from error
+def _rates(fields: Fields) -> dict[str, Rate]:
+    return {name: _rate(fields, name) for name in fields.raw}
 
 
-def _hardware(fields: _Fields) -> Hardware:
+def _rate(parent: Fields, key: str) -> Rate:
+    fields = parent.object(key)
+    pairs = fields.value("achieved", list, "a list of [amount, fraction]")
+    for pair in pairs:
+        if not isinstance(pair, list) or [type(x) in (int, float) for x in pair] != [True] * 2:
+            raise ValueError(f"{fields.at('achieved')} has {pair!r}: must be two numbers")
+    achieved = tuple((amount, fraction) for amount, fraction in pairs)
+    return fields.built(Rate, peak=fields.number("peak"), achieved=achieved)
+
+
+def _link(fields: Fields) -> Link:
+    numbers = {name: fields.number(name) for name in ("latency_us", "hop_us", "parcel_us")}
+    return fields.built(Link, **numbers, bus=_rates(fields.object("bus")))
+
+
+def _hardware(fields: Fields) -> Hardware:
     return Hardware(
         name=fields.value("name", str, "a text"),
-        flops=fields.rates("flops"),
-        memory=fields.rate("memory"),
+        flops=_rates(fields.object("flops")),
+        memory=_rate(fields, "memory"),
         special_per_s=fields.number("special_per_s"),
         launch_us=fields.number("launch_us"),
+        issue_us=fields.number("issue_us"),
+        contention=fields.number("contention"),
         ranks_per_node=fields.value("ranks_per_node", int, "a whole number"),
-        intra=fields.link("intra"),
-        inter=fields.link("inter"),
+        intra=_link(fields.object("intra")),
+        inter=_link(fields.object("inter")),
     )
 
 
@@ -282,6 +261,8 @@ _NETWORK_HOP_US = 9.0
 # taken off: both measured with all-reduce, taken for all kinds and generations.
 _IN_A_NODE = ((1, 0.55), (4, 0.45), (16, 0.61), (64, 0.81), (256, 0.93), (1024, 0.97))
 _BETWEEN_NODES = ((1, 0.08), (4, 0.13), (16, 0.24), (64, 0.61), (256, 0.79), (1024, 0.99))
+# Not measured: NCCL puts the tensors of a group into few kernels, and the host prepares each.
+_PARCEL_US = 20.0
 _NETWORK_EFFICIENCY = 0.94  # [network]; [mle] has 376 of 400 GB/s for 8 cards of 400 Gb/s
 
 
@@ -298,7 +279,7 @@ def _node(hop_us: float, line: float, ring: float, all_reduce: float) -> Link:
     """A link inside of a node: bytes/s of the line, of NCCL's rings, and of its all-reduce."""
     rates = {kind: _ramp(line, ring / line, _IN_A_NODE) for kind in KINDS}
     rates[ALL_REDUCE] = _ramp(line, all_reduce / line, _IN_A_NODE)
-    return Link(_BASE_US, hop_us, rates)
+    return Link(_BASE_US, hop_us, _PARCEL_US, rates)
 
 
 def _flops(fraction: float, **tera: float) -> dict[str, Rate]:
@@ -308,8 +289,10 @@ def _flops(fraction: float, **tera: float) -> dict[str, Rate]:
 
 def _gpu(name: str, flops: dict[str, Rate], memory: Rate, special: float, node: Link) -> Hardware:
     # [graphs]: 0.9 us between kernels; the shortest take about 2 us themselves.
-    network = Link(_BASE_US, _NETWORK_HOP_US, node.bus)
-    return Hardware(name, flops, memory, special, 3.0, 8, node, network)
+    network = Link(_BASE_US, _NETWORK_HOP_US, _PARCEL_US, node.bus)
+    # Judged: the host needs some 30 us to issue a collective, and NCCL's kernels take a few
+    # multiprocessors and memory bandwidth.
+    return Hardware(name, flops, memory, special, 3.0, 30.0, 0.05, 8, node, network)
 
 
 # [mle]: MAMF in bf16 is 80 % of the peak on H100, the other dtypes are taken for that; fp8 71-73 %.
@@ -354,8 +337,8 @@ def _cpu() -> Hardware:
     """One core and gloo over loopback: half of what one core of an AMD EPYC (Zen 4) measures.
 
     Measured: 104 Gflops in float32, 26 GB/s copied, 0.8e9 error functions per second, 300 us for a
-    small collective of 2 ranks, and 0.7, 0.4 and 1.1 GB/s on the bus for 16 MiB. Assumed: 100 us for
-    each further step.
+    small collective of 2 ranks, and 0.7, 0.4 and 1.1 GB/s on the bus for 16 MiB; 0.05 and 1.5 ms for
+    each further tensor of a coalesced gather and reduction. Assumed: 100 us for each further step.
     """
     flops = {
         "float32": Rate(104e9, ((1.0, 0.5),)),
@@ -363,9 +346,11 @@ def _cpu() -> Hardware:
         "float16": Rate(104e9, ((1.0, 0.25),)),
     }
     rates = {ALL_GATHER: 0.7e9, REDUCE_SCATTER: 0.4e9, ALL_REDUCE: 1.1e9}
-    loopback = Link(300.0, 100.0, {kind: Rate(r, ((1.0, 0.5),)) for kind, r in rates.items()})
+    bus = {kind: Rate(r, ((1.0, 0.5),)) for kind, r in rates.items()}
+    loopback = Link(300.0, 100.0, 800.0, bus)
     memory = Rate(26e9, ((1.0, 0.5),))
-    return Hardware("cpu", flops, memory, 0.4e9, 5.0, 8, loopback, loopback)
+    # gloo copies and adds up in threads of its own, which take turns with compute on one core.
+    return Hardware("cpu", flops, memory, 0.4e9, 5.0, 1500.0, 0.3, 8, loopback, loopback)
 
 
 # Networks: 8 cards of 400 Gb/s in a DGX H100, H200 and B200, 8 of 200 Gb/s in a DGX A100 (their

@@ -17,6 +17,9 @@ from .plan import ALL_GATHER, Problem, Transfer
 from .planner import least_bytes
 from .simulate import Prices
 
+LEAST_US = 1.0
+"""What is exposed for less is gathered again."""
+
 
 def to_keep(
     forward: Problem,
@@ -44,7 +47,7 @@ def to_keep(
         us = prices.collective_us(ALL_GATHER, transfer.num_bytes, transfer.world) - latency_us
         through_us = us + (latency_us if free_us is None else free_us)
         exposed_us = through_us - start_us[transfer.due] - late_us
-        if exposed_us > 0 and i in gathered and _hold(alive, gathered[i], transfer, limits):
+        if exposed_us > LEAST_US and i in gathered and _hold(alive, gathered[i], transfer, limits):
             kept.append(i)
             continue
         free_us = through_us

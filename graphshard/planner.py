@@ -44,10 +44,6 @@ unless a budget allows it."""
 MODEST_BUCKETS = 3
 """So many buckets above the least memory are modest: one in flight, which counts twice, and one that
 is there a little longer than it has to be."""
-LAUNCH_PRICE_US = 30.0
-"""Time that one collective less may cost; about what the host needs to issue one."""
-WIRE_PRICE = 0.05
-"""Of the time on the wire, hidden or not: it takes memory bandwidth and cores from compute."""
 WORK = 3_000_000
 """The drafts of the local search, times transfers: about two seconds for a thousand transfers."""
 
@@ -176,7 +172,7 @@ def least_bytes(problem: Problem) -> list[int]:
 
 class _Search:
     def __init__(self, problem: Problem, prices: Prices, limits: Limits) -> None:
-        self._problem, self._limits = problem, limits
+        self._problem, self._limits, self._prices = problem, limits, prices
         self._start_us = [0.0, *accumulate(problem.compute_us)]
         gathers, reductions = _in_order(problem)
         self._queues = (
@@ -250,7 +246,7 @@ class _Search:
         if limit is not None:
             over, excess = max(0, peak - limit), 0.0
         price_us = self._total_us(groups, spans) * (1 + MEMORY_PRICE * excess)
-        price_us += sum(LAUNCH_PRICE_US + WIRE_PRICE * group.cost.wire_us for group in groups)
+        price_us += sum(self._prices.lost_us(group.cost.wire_us) for group in groups)
         return _Draft((over, price_us, peak), cuts, (gathered, reduced), in_flight)
 
     def _total_us(self, groups: Cuts, spans: Sequence[_Span]) -> float:

@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 STEP, COPY_IN, COLLECTIVE, COPY_OUT = "step", "copy-in", "collective", "copy-out"
 
 
-PARCEL_US = 20.0
-"""What another parcel in a bucket costs the host: one more tensor in a coalesced collective."""
-
-
 class Prices(Protocol):
     """What is asked of a cost model; microseconds for bytes of full tensors."""
 
     def collective_us(self, kind: str, num_bytes: int, world: int) -> float: ...
 
     def copy_us(self, num_bytes: int) -> float: ...
+
+    def parcel_us(self, world: int) -> float: ...
+
+    def lost_us(self, wire_us: float) -> float: ...
 
 
 class Cost(NamedTuple):
@@ -87,6 +87,7 @@ class Timeline:
         in_flight_bytes: by step, buffers between launch and wait.
         critical_path: slots of which each had to wait for the one before it, to the end.
         total_us: until both lanes are done.
+        lost_us: what hidden collectives cost compute, about; it is not in ``total_us``.
     """
 
     slots: tuple[Slot, ...]
@@ -95,6 +96,7 @@ class Timeline:
     in_flight_bytes: tuple[int, ...]
     critical_path: tuple[Slot, ...]
     total_us: float
+    lost_us: float
 
     def busy_us(self, lane: str) -> float:
         return sum(slot.duration_us for slot in self.slots if slot.lane == lane)
@@ -122,6 +124,10 @@ def simulate(problem: Problem, buckets: Sequence[Bucket], prices: Prices) -> Tim
         tuple(in_flight_bytes(problem, buckets)),
         _critical_path(dag, slots),
         max((slot.end_us for slot in slots.values()), default=0.0),
+        sum(
+            prices.lost_us(max(0.0, slots[COLLECTIVE, i].duration_us - exposed))
+            for i, exposed in enumerate(exposed_us)
+        ),
     )
 
 
@@ -229,7 +235,8 @@ def cost_of(problem: Problem, bucket: Bucket, prices: Prices) -> Cost:
     sizes = [sum(problem.transfers[i].num_bytes for i in parcel) for parcel in packed]
     parts = bucket.world if gathers else 1
     return Cost(
-        PARCEL_US * (len(bucket.parcels) - 1) + sum(prices.copy_us(n // parts) for n in sizes),
+        prices.parcel_us(bucket.world) * (len(bucket.parcels) - 1)
+        + sum(prices.copy_us(n // parts) for n in sizes),
         prices.collective_us(bucket.kind, bucket.num_bytes, bucket.world),
         sum(prices.copy_us(n) for n in sizes) if gathers else 0.0,
     )

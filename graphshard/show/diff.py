@@ -156,6 +156,7 @@ def _details(one: Dump, other: Dump) -> list[str]:
     """Fields that differ, where nothing above does."""
     pairs: list[tuple[str, Any, Any]] = [
         ("plan.params", one.plan.params, other.plan.params),
+        ("plan.kept", one.plan.kept, other.plan.kept),
         ("plan.buckets", one.plan.buckets, other.plan.buckets),
         ("hardware", one.hardware, other.hardware),
     ]

@@ -4,8 +4,8 @@ A dump is a JSON object:
 
     version    of this form; a file of another one is refused
     compiled   Dynamo's name for the compilation, as in "0/0"; "" if there is none
-    predicted  totals of the timeline: total_us, compute_us, communication_us, exposed_us, peak_bytes,
-               in_flight_bytes; for readers, since they follow from the rest
+    predicted  totals of the timeline: total_us, compute_us, communication_us, exposed_us, lost_us,
+               peak_bytes, in_flight_bytes; for readers, since they follow from the rest
     limits     cap, in_flight, peak: as ``planner.Limits``, in bytes or null
     hardware   as ``Hardware.to_json``
     plan       as ``Plan.to_json``, parameters named
@@ -26,7 +26,7 @@ from ..plan import Bucket, Plan, ShardedParam
 from ..planner import Limits
 from ..simulate import COMMUNICATION, COMPUTE, Slot, Timeline, simulate
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Dump:
             "compute_us": self.timeline.busy_us(COMPUTE),
             "communication_us": self.timeline.busy_us(COMMUNICATION),
             "exposed_us": sum(self.timeline.exposed_us),
+            "lost_us": self.timeline.lost_us,
             "peak_bytes": self.timeline.peak_bytes,
             "in_flight_bytes": max(self.timeline.in_flight_bytes, default=0),
         }

@@ -60,14 +60,16 @@ def _collectives(dump: Dump) -> str:
 
 def _totals(dump: Dump) -> str:
     totals, alive = dump.totals, dump.timeline.alive_bytes
-    total_ms, compute_ms, wire_ms, exposed_ms = (
-        totals[f"{name}_us"] / 1e3 for name in ("total", "compute", "communication", "exposed")
+    total_ms, compute_ms, wire_ms, exposed_ms, lost_ms = (
+        totals[f"{name}_us"] / 1e3
+        for name in ("total", "compute", "communication", "exposed", "lost")
     )
     hidden = f", {1 - exposed_ms / wire_ms:.0%} of it hidden" if wire_ms else ""
     at = f" in step {dump.step(alive.index(max(alive)))}" if alive else ""
     return (
         f"time    {total_ms:.3f} ms = {compute_ms:.3f} compute + {exposed_ms:.3f} exposed;"
-        f" communication {wire_ms:.3f}{hidden}\n"
+        f" communication {wire_ms:.3f}{hidden};"
+        f" compute loses {lost_ms:.3f} to it\n"
         f"memory  peak {_size(totals['peak_bytes'])}{at};"
         f" at most {_size(totals['in_flight_bytes'])} in flight"
     )

@@ -79,7 +79,16 @@ def test_measured_times_of_collectives_are_predicted() -> None:
     for world in (2, 4):
         costs = CostModel(
             Hardware(
-                "measured", BASE.flops, BASE.memory, 1.0, 1.0, 4, link(times, world), BASE.inter
+                "measured",
+                BASE.flops,
+                BASE.memory,
+                special_per_s=1.0,
+                launch_us=1.0,
+                issue_us=0.0,
+                contention=0.0,
+                ranks_per_node=4,
+                intra=link(times, world, 0.0),
+                inter=BASE.inter,
             )
         )
         for kind, points in times.items():

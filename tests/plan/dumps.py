@@ -17,10 +17,21 @@ def hardware(line: Line, name: str = "wire") -> Hardware:
     """With the prices of ``line``, for collectives of ``WORLD`` ranks."""
     per_s = (WORLD - 1) / WORLD * 1e6 / max(line.us_per_byte, 1e-3)
     bus = {kind: Rate(per_s, ((1.0, 1.0),)) for kind in KINDS}
-    link = Link(line.latency_us, 0.0, bus)
+    link = Link(line.latency_us, 0.0, line.parcel_cost_us, bus)
     memory = Rate(2e6 / max(line.copy_us_per_byte, 1e-3), ((1.0, 1.0),))
     rate = Rate(1e12, ((1.0, 1.0),))
-    return Hardware(name, {"float32": rate}, memory, 1e12, 0.0, WORLD, link, link)
+    return Hardware(
+        name,
+        {"float32": rate},
+        memory,
+        special_per_s=1e12,
+        launch_us=0.0,
+        issue_us=line.issue_us,
+        contention=line.contention,
+        ranks_per_node=WORLD,
+        intra=link,
+        inter=link,
+    )
 
 
 WIRE = hardware(Line(10.0, 1.0, 0.1))

@@ -26,7 +26,6 @@ from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 
 from graphshard.cuts import Cuts, Queue
 from graphshard.plan import ALL_GATHER, Bucket, Problem
-from graphshard.planner import LAUNCH_PRICE_US, WIRE_PRICE
 from graphshard.simulate import Cost, Prices, clock, cost_of
 
 Terms = dict[int, float]
@@ -35,9 +34,8 @@ Terms = dict[int, float]
 
 def price_us(problem: Problem, buckets: tuple[Bucket, ...], prices: Prices) -> float:
     """What the planner makes small where memory has no price."""
-    wire_us = sum(cost_of(problem, bucket, prices).wire_us for bucket in buckets)
-    fixed_us = LAUNCH_PRICE_US * len(buckets) + WIRE_PRICE * wire_us
-    return clock(problem, buckets, prices).total_us + fixed_us
+    lost_us = sum(prices.lost_us(cost_of(problem, of, prices).wire_us) for of in buckets)
+    return clock(problem, buckets, prices).total_us + lost_us
 
 
 def best(problem: Problem, prices: Prices) -> tuple[tuple[Bucket, ...], float]:
@@ -45,7 +43,7 @@ def best(problem: Problem, prices: Prices) -> tuple[tuple[Bucket, ...], float]:
     found: tuple[tuple[Bucket, ...], float] = ((), math.inf)
     for cuts in _all_cuts(problem, prices):
         wire_us = sum(group.cost.wire_us for group in cuts)
-        fixed_us = LAUNCH_PRICE_US * len(cuts) + WIRE_PRICE * wire_us
+        fixed_us = sum(prices.lost_us(group.cost.wire_us) for group in cuts)
         if fixed_us + max(wire_us, sum(problem.compute_us)) < found[1]:
             buckets, total_us = _Program(problem, cuts).solved()
             if fixed_us + total_us < found[1]:

@@ -13,17 +13,27 @@ WORLD = 4
 
 @dataclass(frozen=True)
 class Line:
-    """A wire that costs ``latency_us`` and ``us_per_byte``; a copy costs ``copy_us_per_byte``."""
+    """A wire that costs ``latency_us`` and ``us_per_byte``; a copy costs ``copy_us_per_byte``, and
+    another tensor in a collective ``parcel_cost_us``."""
 
     latency_us: float = 10.0
     us_per_byte: float = 1.0
     copy_us_per_byte: float = 0.0
+    parcel_cost_us: float = 20.0
+    issue_us: float = 30.0
+    contention: float = 0.05
 
     def collective_us(self, kind: str, num_bytes: int, world: int) -> float:
         return self.latency_us + num_bytes * self.us_per_byte
 
     def copy_us(self, num_bytes: int) -> float:
         return num_bytes * self.copy_us_per_byte
+
+    def parcel_us(self, world: int) -> float:
+        return self.parcel_cost_us
+
+    def lost_us(self, wire_us: float) -> float:
+        return self.issue_us + self.contention * wire_us
 
 
 def gather(param: int, num_bytes: int, due: int, last: int | None = None) -> Transfer:

@@ -29,7 +29,7 @@ def _flat(per_s: float) -> Rate:
 
 
 def _link(latency_us: float, hop_us: float, bytes_per_s: float) -> Link:
-    return Link(latency_us, hop_us, dict.fromkeys(KINDS, _flat(bytes_per_s)))
+    return Link(latency_us, hop_us, 20.0, dict.fromkeys(KINDS, _flat(bytes_per_s)))
 
 
 FLOPS = {"float32": _flat(1e9), "tf32": _flat(2e9), "bfloat16": _flat(4e9), "float8": _flat(8e9)}
@@ -39,6 +39,8 @@ MACHINE = Hardware(
     memory=_flat(1e6),
     special_per_s=1e5,
     launch_us=1.0,
+    issue_us=30.0,
+    contention=0.05,
     ranks_per_node=4,
     intra=_link(10.0, 1.0, 1e6),
     inter=_link(100.0, 5.0, 1e5),

@@ -31,6 +31,7 @@ links = st.builds(
     Link,
     latency_us=st.floats(0, 1e4),
     hop_us=st.floats(0, 1e4),
+    parcel_us=st.floats(0, 1e4),
     bus=st.fixed_dictionaries(dict.fromkeys(KINDS, rates())),
 )
 machines = st.builds(
@@ -40,6 +41,8 @@ machines = st.builds(
     memory=rates(),
     special_per_s=_positive,
     launch_us=st.floats(0, 1e3),
+    issue_us=st.floats(0, 1e3),
+    contention=st.floats(0, 1),
     ranks_per_node=st.integers(1, 1000),
     intra=links,
     inter=links,
@@ -163,7 +166,7 @@ def _changed(path: str, value: Any) -> str:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        ("version", 2),
+        ("version", 1),
         ("name", 3),
         ("name", ...),
         ("launch_us", "fast"),

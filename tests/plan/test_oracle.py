@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphshard.plan import Problem
-from graphshard.planner import LAUNCH_PRICE_US, WIRE_PRICE, Limits, schedule
+from graphshard.planner import Limits, schedule
 from tests.plan.oracle import best, price_us
 from tests.plan.problems import Line, gather, lines, problem, problems, reduction
 
@@ -43,7 +43,7 @@ def test_a_gather_that_hides_and_one_that_does_not() -> None:
     asked = problem([100.0, 100.0], [gather(0, 20, 0), gather(1, 40, 1)])
     _, least_us = best(asked, Line(10.0, 1.0))
     # Apart: 30 in front and the rest hidden. Together: 70 in front, one launch and 10 of wire less.
-    assert least_us == pytest.approx(30 + 200 + 2 * LAUNCH_PRICE_US + WIRE_PRICE * 80)
+    assert least_us == pytest.approx(30 + 200 + 2 * 30.0 + 0.05 * 80)
 
 
 def test_a_reduction_gives_way_to_a_gather() -> None:
@@ -52,7 +52,7 @@ def test_a_reduction_gives_way_to_a_gather() -> None:
     line = Line(0.0, 1.0)
     buckets, least_us = best(asked, line)
     assert [bucket.transfers for bucket in buckets] == [(1,), (0,)]
-    price = 2 * LAUNCH_PRICE_US + WIRE_PRICE * 240
+    price = 2 * 30.0 + 0.05 * 240
     assert least_us == pytest.approx(300 + price)
     assert price_us(asked, schedule(asked, line, UNLIMITED), line) == pytest.approx(300 + price)
 
@@ -63,4 +63,4 @@ def test_copies_are_part_of_the_time() -> None:
     line = Line(10.0, 1.0, 0.5)
     buckets, least_us = best(asked, line)
     assert [bucket.parcels for bucket in buckets] == [((0, 1),)]
-    assert least_us == pytest.approx(2 + 26 + 8 + 50 + LAUNCH_PRICE_US + WIRE_PRICE * 26)
+    assert least_us == pytest.approx(2 + 26 + 8 + 50 + 30.0 + 0.05 * 26)
