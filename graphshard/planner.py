@@ -41,9 +41,8 @@ smallest, a four-thousandth, is less than a matrix of any model."""
 MEMORY_PRICE = 1.0
 """Beyond what is modest (see ``_modest_bytes``), a tenth more memory has to save a tenth of the time,
 unless a budget allows it."""
-MODEST_BUCKETS = 3
-"""So many buckets above the least memory are modest: one in flight, which counts twice, and one that
-is there a little longer than it has to be."""
+CAP_BUCKETS = 2
+"""A bucket is no larger than so many modest ones, unless a budget allows it."""
 WORK = 3_000_000
 """The drafts of the local search, times transfers: about two seconds for a thousand transfers."""
 
@@ -175,13 +174,15 @@ class _Search:
         self._problem, self._limits, self._prices = problem, limits, prices
         self._start_us = [0.0, *accumulate(problem.compute_us)]
         gathers, reductions = _in_order(problem)
+        modest = int(_modest_bytes(problem, prices))
+        free = CAP_BUCKETS * modest if limits.peak is None else None
+        self._cap = free if limits.cap is None else limits.cap
         self._queues = (
-            Queue(problem, prices, limits.cap, gathers),
-            Queue(problem, prices, limits.cap, reductions[::-1]),
+            Queue(problem, prices, self._cap, gathers),
+            Queue(problem, prices, self._cap, reductions[::-1]),
         )
         self._least_bytes = least_bytes(problem)
-        least = max(self._least_bytes, default=0)
-        self._modest = max(1, least + MODEST_BUCKETS * _modest_bytes(problem, prices))
+        self._modest = max(1, max(self._least_bytes, default=0) + modest)
         # What ``_alive`` begins with: buckets that are launched and waited for at once, at step 0.
         self._change = [0] * (problem.num_steps + 1)
         for t in problem.transfers:
@@ -204,7 +205,7 @@ class _Search:
         return best
 
     def _scale(self) -> list[int]:
-        total, cap = sum(t.num_bytes for t in self._problem.transfers), self._limits.cap
+        total, cap = sum(t.num_bytes for t in self._problem.transfers), self._cap
         sizes = [0, *(total >> shift for shift in reversed(range(NUM_SIZES - 1)))]
         return sizes if cap is None else [*(size for size in sizes if size < cap), cap]
 
@@ -264,10 +265,12 @@ class _Search:
         return list(map(add, self._least_bytes, accumulate(change)))
 
     def _in_flight(self, groups: Cuts, spans: Sequence[_Span]) -> Iterator[int]:
+        """By step; what is waited for at once is in flight with the step there, or the last one."""
         change = [0] * (self._problem.num_steps + 1)
         for group, (launch, wait) in zip(groups, spans):
-            change[launch] += group.bucket.num_bytes
-            change[wait] -= group.bucket.num_bytes
+            begin = min(launch, self._problem.num_steps - 1)
+            change[begin] += group.bucket.num_bytes
+            change[max(wait, begin + 1)] -= group.bucket.num_bytes
         return accumulate(change)
 
     def _room(self, cuts: _Pair) -> _Room | None:

@@ -121,8 +121,10 @@ def test_each_parameter_is_gathered_and_reduced_once(kind: Trainable, world_size
     used = [name for name in used if needs.params[name].numel()]
     assert {sent_kind for sent_kind, _ in step.forward} == {ALL_GATHER}
     again = step.fqns(ALL_GATHER, True)
+    kept = {step.plans[0].params[i].fqn for i in step.plans[0].kept}
+    assert not kept.intersection(again)
     # The partitioner may rather compute an activation again, from its parameters, than save it.
-    assert set(needs.saved) <= set(again) <= set(used)
+    assert set(needs.saved) <= kept.union(again) <= set(used)
     expected = [(ALL_GATHER, False, used), (REDUCE_SCATTER, True, needs.trained)]
     for collective, backward, names in [*expected, (ALL_GATHER, True, sorted(set(again)))]:
         assert step.fqns(collective, backward) == names
