@@ -124,6 +124,21 @@ def step_memory(kind: str, num_bytes: float, linears: int, give_back: bool) -> M
     return peak_of(lambda: train(STEPS), params)
 
 
+def resident_by_step(kind: str, num_bytes: float, linears: int, steps: int) -> list[int]:
+    """Resident bytes after each training step behind a warm-up of two."""
+    _give_back()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = DeepMLP.of_bytes(num_bytes, linears)
+    x, called = torch.randn(ROWS, model.dim), KINDS[kind](model, mesh)
+    found = []
+    for _ in range(steps + 2):
+        called(x).backward()
+        torch.optim.SGD(model.parameters(), lr=1e-3).step()
+        model.zero_grad()
+        found.append(_resident("VmRSS"))
+    return found[2:]
+
+
 def sharding_memory(at_first_call: bool, num_bytes: float, linears: int) -> Memory:
     """Of sharding a model: by ``graphshard.shard``, or in the first call of the compiled model."""
     import graphshard
