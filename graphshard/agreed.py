@@ -78,6 +78,20 @@ def follow(problem: Problem, plan: Plan) -> tuple[Bucket, ...]:
     return tuple(placed)
 
 
+def kept_inputs(plan: Plan, forward: Problem) -> set[int]:
+    """Graph inputs of the parameters that ``plan`` keeps for backward, in a graph whose symbolic
+    sizes may have moved them.
+
+    Args:
+        forward: the problem of that graph; ``Transfer.param`` is a graph input.
+    """
+    inputs = [param.input for param in plan.params]
+    theirs = sorted(inputs[t.param] for t in plan.problem.transfers)
+    ours = sorted(transfer.param for transfer in forward.transfers)
+    moved = dict(zip(theirs, ours, strict=True))
+    return {moved[inputs[i]] for i in plan.kept}
+
+
 def _structure(plans: Sequence[Plan]) -> str:
     """What has to be equal for graphs to follow one plan: what they need, and what they reduce.
 

@@ -32,9 +32,9 @@ from ._torch import (
     make_boxed_func,
     min_cut_rematerialization_partition,
 )
-from .agreed import follow
+from .agreed import follow, kept_inputs
 from .cost import CostModel
-from .plan import ALL_GATHER, BACKWARD, FORWARD, INFERENCE, KINDS, Bucket, Plan, Problem, Transfer
+from .plan import BACKWARD, FORWARD, INFERENCE, KINDS, Bucket, Plan, Problem, Transfer
 from .schedule import SchedulePolicy
 from .show.dump import Dump
 from .show.files import Files
@@ -74,9 +74,8 @@ class Compiling:
     ) -> Sequence[int]:
         """Which gathers of a backward graph to leave out; see ``graphshard.keep``."""
         if FORWARD in self.followed:
-            plan = self.followed[FORWARD]
-            kept = [t.kind == ALL_GATHER and t.param in plan.kept for t in plan.problem.transfers]
-            return [i for i, t in gathered.items() if kept[forward.transfers.index(t)]]
+            kept = kept_inputs(self.followed[FORWARD], forward)
+            return [i for i, transfer in gathered.items() if transfer.param in kept]
         return self.schedule.keep(forward, backward, gathered, costs)
 
     def decide(self, problem: Problem, costs: CostModel) -> tuple[Bucket, ...]:

@@ -50,7 +50,9 @@ def test_zero3_frees_what_zero2_keeps(compiler: str) -> None:
 
 @pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
 def test_every_step_needs_the_same(compiler: str) -> None:
-    for resident in ranks.run_fresh(WORLD, resident_by_step, kind_name(compiler, True), 80e6, 20, 8):
+    for resident in ranks.run_fresh(
+        WORLD, resident_by_step, kind_name(compiler, True), 80e6, 20, 8
+    ):
         # A gathered parameter that stays would be 4 MB more in each step.
         assert max(resident) - min(resident) <= 4 * MB, resident
 
