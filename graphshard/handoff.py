@@ -177,13 +177,19 @@ class Partitioner(CustomPartitionerFn):
         self, forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int
     ) -> list[str]:
         """Keep parameters gathered where that is worth it; the names of those nodes."""
+        if not self._compiling.schedule.overlap:
+            return []
+        parts = {"keep-forward": forward, "keep-backward": backward}
+        for name, part in parts.items():
+            self._files.code(name, "before", part.graph)
         costs = self._compiling.schedule.costs(self._compiling.device)
         kept = passes.keep_gathered(
             forward.graph, backward.graph, num_outputs, costs, self._compiling.keep
         )
-        for part in (forward, backward):
+        for name, part in parts.items():
             part.graph.lint()
             part.recompile()
+            self._files.code(name, "after", part.graph)
         return kept
 
     def uuid(self) -> bytes | None:

@@ -78,8 +78,6 @@ class SchedulePolicy:
         costs: CostModel,
     ) -> list[int]:
         """Which gathers of a backward graph to leave out; see ``graphshard.keep``."""
-        if not self.overlap:
-            return []
         return to_keep(forward, backward, gathered, costs, self.limits().peak)
 
     def limits(self) -> Limits:

@@ -5,6 +5,7 @@
     NN-forward.json, NN-forward.trace.json, NN-forward.txt      the dump, its trace and its table
     NN-forward.before.py, NN-forward.after.py                   FX code around the lowering
     NN-joint.before.py, NN-joint.after.py                       and around the joint passes
+    NN-keep-forward.before.py, NN-keep-forward.after.py         and around what keeps parameters
 
 and the same for ``backward``, or ``inference`` instead of all of them. Files of these names from an
 earlier run are replaced, so each backend needs a folder of its own.

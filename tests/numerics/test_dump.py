@@ -24,9 +24,8 @@ from tests.numerics.test_errors import ERRORS
 PLANS = [
     f"{name}.{end}" for name in ("forward", "backward") for end in ("json", "trace.json", "txt")
 ]
-CODE = [
-    f"{name}.{when}.py" for name in ("joint", "forward", "backward") for when in ("before", "after")
-]
+STAGES = ("joint", "keep-forward", "keep-backward", "forward", "backward")
+CODE = [f"{name}.{when}.py" for name in STAGES for when in ("before", "after")]
 STEP = sorted(f"00-{name}" for name in [*PLANS, *CODE])
 
 
@@ -82,6 +81,9 @@ def test_the_code_before_and_after_each_stage(tmp_path: Path) -> None:
     for name in ("joint.before", "joint.after", "backward.before"):
         assert code(name).count(reductions) == num_params, name
     assert "MUST_RECOMPUTE" in code("joint.after") and "MUST_RECOMPUTE" not in code("joint.before")
+    kept = Dump.load(tmp_path / "0" / "00-forward.json").plan.kept
+    again = [code(f"keep-backward.{when}").count(gathers) for when in ("before", "after")]
+    assert kept and again[0] - again[1] == len(kept)
     for graph in ("forward", "backward"):
         plan = Dump.load(tmp_path / "0" / f"00-{graph}.json").plan
         lowered = code(f"{graph}.after")
