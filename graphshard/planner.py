@@ -372,8 +372,8 @@ def _in_order(problem: Problem) -> tuple[list[int], list[int]]:
 
 
 def _modest_bytes(problem: Problem, prices: Prices) -> float:
-    """A bucket that nobody minds: as large as the largest tensor, or as one that is latency to one
-    half."""
+    """A bucket that nobody minds: as large as the largest tensor, or as one of which one half is
+    what every bucket costs, latency and what compute loses to it."""
     if not problem.transfers:
         return 0
     total = sum(t.num_bytes for t in problem.transfers)
@@ -381,4 +381,5 @@ def _modest_bytes(problem: Problem, prices: Prices) -> float:
     latency_us, all_us = (
         prices.collective_us(largest.kind, num_bytes, largest.world) for num_bytes in (1, total)
     )
-    return max(largest.num_bytes, min(1.0, latency_us / max(all_us - latency_us, 1e-9)) * total)
+    share = (latency_us + prices.lost_us(0.0)) / max(all_us - latency_us, 1e-9)
+    return max(largest.num_bytes, min(1.0, share) * total)
