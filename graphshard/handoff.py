@@ -34,6 +34,7 @@ from ._torch import (
 )
 from .agreed import follow, kept_inputs
 from .cost import CostModel
+from .keep import to_keep
 from .plan import BACKWARD, FORWARD, INFERENCE, KINDS, Bucket, Plan, Problem, Transfer
 from .schedule import SchedulePolicy
 from .show.dump import Dump
@@ -76,7 +77,7 @@ class Compiling:
         if FORWARD in self.followed:
             kept = kept_inputs(self.followed[FORWARD], forward)
             return [i for i, transfer in gathered.items() if transfer.param in kept]
-        return self.schedule.keep(forward, backward, gathered, costs)
+        return to_keep(forward, backward, gathered, costs, self.schedule.limits().peak)
 
     def decide(self, problem: Problem, costs: CostModel) -> tuple[Bucket, ...]:
         """The buckets of a graph."""

@@ -111,8 +111,8 @@ class Hardware:
         memory: bytes read and written per second.
         special_per_s: exponentials, error functions and the like per second.
         launch_us: what a kernel costs that does nothing.
-        issue_us: what a collective costs compute, though it is hidden; and of the time that it
-        contention: takes, what part compute loses.
+        issue_us: what every collective costs compute, though it is hidden.
+        contention: the part of a hidden collective's time that compute loses besides.
         ranks_per_node: ranks that ``intra`` connects; more than those use ``inter``.
     """
 

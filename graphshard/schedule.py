@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -12,8 +12,7 @@ from torch import fx
 
 from .cost import CostModel
 from .hardware import Hardware
-from .keep import to_keep
-from .plan import Bucket, Problem, Transfer
+from .plan import Bucket, Problem
 from .planner import Limits, schedule, without_overlap
 
 
@@ -69,16 +68,6 @@ class SchedulePolicy:
         if self.overlap:
             return schedule(problem, costs, self.limits())
         return without_overlap(problem)
-
-    def keep(
-        self,
-        forward: Problem,
-        backward: Problem,
-        gathered: Mapping[int, Transfer],
-        costs: CostModel,
-    ) -> list[int]:
-        """Which gathers of a backward graph to leave out; see ``graphshard.keep``."""
-        return to_keep(forward, backward, gathered, costs, self.limits().peak)
 
     def limits(self) -> Limits:
         return Limits(
