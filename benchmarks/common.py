@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -160,3 +161,20 @@ def show(*parts: str) -> None:
     """Print paragraphs."""
     for part in parts:
         print(part, end="\n\n", flush=True)
+
+
+def chart(steps_s: Mapping[str, Sequence[float]], path: Path) -> str:
+    """A bar for each way to train: what was written, or why nothing was."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "no chart: matplotlib is not installed (the extra `bench`)"
+    figure = Figure(figsize=(7, 0.5 * len(steps_s) + 1), layout="constrained")
+    axes = figure.subplots()
+    for name, seconds in reversed(steps_s.items()):
+        low, half, high = (s * 1e3 for s in statistics.quantiles(seconds, n=4))
+        spread = [[half - low], [high - half]]
+        axes.barh(name, half, xerr=spread, color="C1" if name == GRAPHSHARD else "C0")
+    axes.set_xlabel("step, ms (median, quartiles)")
+    figure.savefig(path)
+    return f"![a bar for each row]({path.name})"

@@ -8,7 +8,7 @@
 The same GPT, batch and SGD in every way, in one run: each round runs every way once, in a rotated
 order. On a modelled wire (tests/recording.py) a collective takes its latency and its bytes' time, one
 after the other; each round then runs every way once more without it, and what the wire adds to the
-step is the communication that was not hidden. FSDP2 waits for every gather at once on a CPU, unless
+step is the communication that was not hidden. What a step sends is counted on the same group. FSDP2 waits for every gather at once on a CPU, unless
 it is told not to: "async" is its fair form there. Compiling is timed with empty caches.
 """
 
@@ -35,6 +35,7 @@ from benchmarks.common import (
     FSDP2_BLOCKS,
     GRAPHSHARD,
     Build,
+    chart,
     count,
     fsdp2,
     fsdp2_compiled_blocks,
@@ -85,7 +86,6 @@ class Result:
         first_s: the first step, which compiles.
         predicted_us: the planner's step without the optimizer, and how much of it is exposed.
         peak_bytes: of one step above what was there before, on a GPU.
-        collectives, num_bytes, in_flight: of one step: how many, of full buffers, most at once.
     """
 
     steps_s: list[float]
@@ -93,9 +93,21 @@ class Result:
     first_s: float
     predicted_us: tuple[float, float] | None = None
     peak_bytes: int | None = None
-    collectives: int | None = None
-    num_bytes: int | None = None
-    in_flight: int | None = None
+
+
+@dataclass(frozen=True)
+class Sent:
+    """In a step of a rank that trains in one way alone, on a CPU.
+
+    Attributes:
+        peak_bytes: resident.
+        collectives, num_bytes, in_flight: how many, of full buffers, most at once.
+    """
+
+    peak_bytes: int
+    collectives: int
+    num_bytes: int
+    in_flight: int
 
 
 # --- on a rank -----------------------------------------------------------------------------------
@@ -170,7 +182,7 @@ def measure(job: Job, device_type: str) -> dict[str, Result]:
             alone_s[name][job.warm_up :],
             first_s[name],
             _predicted(backend.plans, costs) if name == GRAPHSHARD else None,
-            **_counted(training, device_type),
+            _peak(training) if device_type == "cuda" else None,
         )
         for name, training in trainings.items()
     }
@@ -184,32 +196,25 @@ def _predicted(plans: Sequence[Any], costs: Any) -> tuple[float, float]:
     return total_us, sum(sum(line.exposed_us) for line in lines)
 
 
-def _counted(training: _Training, device_type: str) -> dict[str, int]:
-    """What one more step sends, where the process group writes it down, or holds, on a GPU."""
-    if device_type == "cuda":
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        training.step()
-        return {"peak_bytes": torch.cuda.max_memory_allocated() - before}
-    if dist.get_backend() != recording.BACKEND:
-        return {}
-    recording.clear()
+def _peak(training: _Training) -> int:
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
     training.step()
-    sent = recording.collectives()
-    num_bytes = sum(event.bytes for event in sent)
-    flying = recording.max_in_flight()
-    return {"collectives": len(sent), "num_bytes": num_bytes, "in_flight": flying}
+    return torch.cuda.max_memory_allocated() - before
 
 
-def resident(job: Job, name: str) -> int:
-    """Peak bytes of a rank that trains in one way alone, on a CPU."""
+def alone(job: Job, name: str) -> Sent:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     # Imported only here, so that a rank that trains another way holds no more than that needs.
     build = ways("cpu").get(name) or _compiled(_backend(job, mesh))
     training = _Training(job, build, mesh)
     training.step()
     training.step()
-    return peak_of(training.train, 0).peak
+    recording.clear()
+    peak = peak_of(training.train, 0).peak
+    sent = recording.collectives()
+    num_bytes = sum(event.bytes for event in sent)
+    return Sent(peak, len(sent), num_bytes, recording.max_in_flight())
 
 
 def _backend(job: Job, mesh: DeviceMesh) -> Any:
@@ -226,30 +231,35 @@ def _compiled(backend: Any) -> Build:
 # --- where it runs -------------------------------------------------------------------------------
 
 
-def on_this_machine(job: Job, world: int, memory: bool) -> tuple[dict[str, Result], dict[str, int]]:
-    """What rank 0 measured, and by way what the rank holds that holds most."""
+def on_this_machine(
+    job: Job, world: int, with_sent: bool
+) -> tuple[dict[str, Result], dict[str, Sent]]:
+    """What rank 0 measured, and by way what the rank holds and sends that holds most."""
     with tempfile.TemporaryDirectory() as cache:
         env = {"TORCHINDUCTOR_CACHE_DIR": cache}
         run = functools.partial(ranks.run_fresh, world, timeout_s=600.0)
-        found = run(measure, job, "cpu", env={**ranks.RANK_ENV, **env}, backend=recording.BACKEND)
-        peaks = {}
-        if memory and peak_is_known():
+        backend = recording.BACKEND if job.wire else "gloo"
+        found = run(measure, job, "cpu", env={**ranks.RANK_ENV, **env}, backend=backend)
+        sent = {}
+        if with_sent and peak_is_known():
             for name in found[0]:
-                peaks[name] = max(run(resident, job, name, env={**env, **MMAP_ENV}))
-    return found[0], peaks
+                for _ in range(2):  # the second finds its graphs compiled
+                    each = run(alone, job, name, env={**env, **MMAP_ENV}, backend=recording.BACKEND)
+                sent[name] = max(each, key=lambda one: one.peak_bytes)
+    return found[0], sent
 
 
 # --- what is printed -----------------------------------------------------------------------------
 
 
-def report(job: Job, found: dict[str, Result], peaks: dict[str, int], where: str) -> list[str]:
+def report(job: Job, found: dict[str, Result], sent: dict[str, Sent], where: str) -> list[str]:
     """Paragraphs of Markdown."""
     halves = {name: median(result.steps_s) for name, result in found.items()}
     peers = {name: half for name, half in halves.items() if name != GRAPHSHARD}
     forms = {name: half for name, half in peers.items() if name != DDP}
     best, form = min(peers, key=peers.__getitem__), min(forms, key=forms.__getitem__)
     ours = found[GRAPHSHARD]
-    lines = [_row(job, name, halves[best], it, peaks.get(name)) for name, it in found.items()]
+    lines = [_row(job, name, halves[best], it, sent.get(name)) for name, it in found.items()]
     size = parameter_bytes(job.model()) / 4e6
     work = (
         f"GPT of {job.layers} layers, d={job.dim}, {size:.1f} M parameters; {job.rows} × "
@@ -281,10 +291,10 @@ HEADERS = (
 )
 
 
-def _row(job: Job, name: str, best_s: float, it: Result, peak: int | None) -> list[str]:
+def _row(job: Job, name: str, best_s: float, it: Result, sent: Sent | None) -> list[str]:
     half = median(it.steps_s)
     low, _, high = statistics.quantiles(it.steps_s, n=4)
-    peak = it.peak_bytes if peak is None else peak
+    peak = sent.peak_bytes if sent else it.peak_bytes
     pairs = zip(it.steps_s, it.alone_s)
     added = None if job.wire is None else median([on - off for on, off in pairs]) * 1e3
     return [
@@ -295,9 +305,9 @@ def _row(job: Job, name: str, best_s: float, it: Result, peak: int | None) -> li
         f"{half / best_s:.2f}",
         _or_dash(added),
         _or_dash(None if peak is None else peak / 1e6, 0),
-        _or_dash(it.collectives, 0),
-        _or_dash(it.in_flight, 0),
-        _or_dash(None if it.num_bytes is None else it.num_bytes / 1e6),
+        _or_dash(sent and sent.collectives, 0),
+        _or_dash(sent and sent.in_flight, 0),
+        _or_dash(sent and sent.num_bytes / 1e6),
         _or_dash(it.first_s),
     ]
 
@@ -306,30 +316,15 @@ def _or_dash(value: float | None, digits: int = 1) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def draw(found: dict[str, Result], path: Path) -> str:
-    """A bar for each way: what was written, or why nothing was."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return "no chart: matplotlib is not installed (the extra `bench`)"
-    figure = Figure(figsize=(7, 0.5 * len(found) + 1), layout="constrained")
-    axes = figure.subplots()
-    for name, it in reversed(found.items()):
-        low, half, high = (s * 1e3 for s in statistics.quantiles(it.steps_s, n=4))
-        spread = [[half - low], [high - half]]
-        axes.barh(name, half, xerr=spread, color="C1" if name == GRAPHSHARD else "C0")
-    axes.set_xlabel("step, ms (median, quartiles)")
-    figure.savefig(path)
-    return f"![a bar for each row]({path.name})"
-
-
 def publish(
-    job: Job, found: dict[str, Result], peaks: dict[str, int], where: str, out: Path
+    job: Job, found: dict[str, Result], sent: dict[str, Sent], where: str, out: Path
 ) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    parts = [heading("benchmarks.compare", device), *report(job, found, peaks, where)]
+    parts = [heading("benchmarks.compare", device), *report(job, found, sent, where)]
     out.parent.mkdir(parents=True, exist_ok=True)
-    parts.insert(2, draw(found, out.with_suffix(".svg")))
+    parts.insert(
+        2, chart({name: it.steps_s for name, it in found.items()}, out.with_suffix(".svg"))
+    )
     show(*parts)
     out.write_text("\n\n".join(parts) + "\n")
 
@@ -354,13 +349,13 @@ def main() -> None:
                 path.write_text(linked.to_json())
                 hardware = str(path)
             job = Job(*sizes, args.wire, hardware)
-            found, peaks = on_this_machine(job, args.ranks, args.memory)
+            found, sent = on_this_machine(job, args.ranks, args.sent)
         where = f"{args.ranks} gloo ranks"
         if args.wire:
             where += (
                 f" on a modelled wire of {args.wire[0] * 1e3:g} ms and {args.wire[1] / 1e9:g} GB/s"
             )
-        publish(job, found, peaks, where, args.out)
+        publish(job, found, sent, where, args.out)
 
 
 def _under_torchrun(job: Job, args: argparse.Namespace) -> None:
@@ -389,7 +384,7 @@ def _arguments() -> argparse.Namespace:
     links.add_argument("--wire", type=wire_of, metavar="ALPHA_MS,GB_PER_S", help="a modelled wire")
     links.add_argument("--link-gbit", type=positive, help="Gb/s between two network namespaces")
     options.add_argument("--calibrated", type=Path, help="what `graphshard calibrate` wrote here")
-    options.add_argument("--no-memory", dest="memory", action="store_false")
+    options.add_argument("--brief", dest="sent", action="store_false", help="no memory, no counts")
     results = Path("benchmarks/results/compare.md")
     options.add_argument("--out", type=Path, default=results, help="default: %(default)s")
     return options.parse_args()

@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import ops
 from .hardware import KINDS, Hardware, Link, Rate
 from .plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
-_c10d = torch.ops._c10d_functional
 _KiB, _MiB = 1 << 10, 1 << 20
 COLD_BYTES = 256 * _MiB  # what operands rotate through; a B200 caches 126 MB
 _NUM_PARCELS, _PARCEL_ELEMENTS = 8, 1 << 14  # tensors in one collective, and of each
@@ -264,32 +264,14 @@ def _link(group: Any, device: torch.device, effort: Effort) -> Link:
 
 def _parcel_us(group: Any, device: torch.device, repeats: int) -> float:
     """What another tensor adds to a coalesced collective; the mean of gathers and reductions."""
-    world, name = group.size(), group.group_name
+    world = group.size()
     parts = [torch.zeros(_PARCEL_ELEMENTS, device=device) for _ in range(_NUM_PARCELS)]
     fulls = [torch.zeros(world * _PARCEL_ELEMENTS, device=device) for _ in range(_NUM_PARCELS)]
     part, full = torch.cat(parts), torch.cat(fulls)
-    pairs: list[tuple[Callable[[], list[Tensor]], Callable[[], list[Tensor]]]] = [
-        (
-            lambda: _c10d.all_gather_into_tensor_coalesced(parts, world, name),
-            lambda: [_c10d.all_gather_into_tensor(part, world, name)],
-        ),
-        (
-            lambda: _c10d.reduce_scatter_tensor_coalesced(fulls, "sum", world, name),
-            lambda: [_c10d.reduce_scatter_tensor(full, "sum", world, name)],
-        ),
-    ]
+    wires = {ALL_GATHER: (parts, [part]), REDUCE_SCATTER: (fulls, [full])}
     added_us = []
-    for pair in pairs:
-        many_us, one_us = (
-            median_us(
-                lambda start=start: [_c10d.wait_tensor(buffer) for buffer in start()],  # type: ignore[misc]
-                device,
-                repeats,
-                times=4,
-                group=group,
-            )
-            for start in pair
-        )
+    for kind, pair in wires.items():
+        many_us, one_us = (_sent_us(kind, wire, group, device, repeats) for wire in pair)
         added_us.append(max(0.0, many_us - one_us) / (_NUM_PARCELS - 1))
     return statistics.mean(added_us)
 
@@ -297,17 +279,22 @@ def _parcel_us(group: Any, device: torch.device, repeats: int) -> float:
 def _collective_us(
     kind: str, num_bytes: int, group: Any, device: torch.device, repeats: int
 ) -> float:
-    world, name = group.size(), group.group_name
+    world = group.size()
     part = torch.zeros(max(num_bytes // 4 // world, 1), device=device)
-    full = torch.zeros(world * part.numel(), device=device)
-    start: dict[str, Callable[[], Tensor]] = {
-        ALL_GATHER: lambda: _c10d.all_gather_into_tensor(part, world, name),
-        REDUCE_SCATTER: lambda: _c10d.reduce_scatter_tensor(full, "sum", world, name),
-        ALL_REDUCE: lambda: _c10d.all_reduce(full, "sum", name),
-    }
-    return median_us(
-        lambda: _c10d.wait_tensor(start[kind]()), device, repeats, times=4, group=group
-    )
+    wire = part if kind == ALL_GATHER else torch.zeros(world * part.numel(), device=device)
+    return _sent_us(kind, [wire], group, device, repeats)
+
+
+def _sent_us(
+    kind: str, wires: list[Tensor], group: Any, device: torch.device, repeats: int
+) -> float:
+    """From the launch of a collective to the end of its wait."""
+
+    def send() -> None:
+        for buffer in ops.launch(ops.run, kind, wires, group.group_name, group.size()):
+            ops.wait(ops.run, buffer)
+
+    return median_us(send, device, repeats, times=4, group=group)
 
 
 # --- from times to rates -------------------------------------------------------------------------

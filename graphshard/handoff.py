@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 import graphshard.passes as passes
@@ -57,8 +58,9 @@ class Compiling:
 
     def fingerprint(self) -> str:
         """What compiled graphs depend on, as text."""
-        hardware = self.schedule.costs(self.device).hardware
-        return f"{self.compiler} {self.schedule} {hardware.to_json()} {self.followed}"
+        hardware = self.schedule.costs(self.device).hardware.to_json()
+        backend = dist.get_backend_config()
+        return f"{self.compiler} {self.schedule} {hardware} {backend} {self.followed}"
 
     def uuid(self) -> bytes | None:
         """Of passes, in the keys of Inductor's caches; None: graphs are not cached."""

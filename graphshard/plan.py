@@ -118,6 +118,15 @@ class Bucket:
         return tuple(i for parcel in self.parcels for i in parcel)
 
 
+def by_step(num_steps: int, buckets: Sequence[Bucket]) -> list[tuple[list[int], list[int]]]:
+    """Which buckets are launched, and which waited for, before every step and at the end."""
+    found: list[tuple[list[int], list[int]]] = [([], []) for _ in range(num_steps + 1)]
+    for i, bucket in enumerate(buckets):
+        found[bucket.launch][0].append(i)
+        found[bucket.wait][1].append(i)
+    return found
+
+
 @dataclass(frozen=True)
 class Plan:
     """All collectives of one graph.

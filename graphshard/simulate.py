@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import networkx as nx
 
-from .plan import ALL_GATHER, REDUCE_SCATTER, Bucket, Problem
+from .plan import ALL_GATHER, REDUCE_SCATTER, Bucket, Problem, by_step
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 _Node = tuple[str, int]
@@ -145,12 +145,11 @@ def _dag(problem: Problem, buckets: Sequence[Bucket], prices: Prices) -> _Dag:
         last[lane] = node
 
     costs = [cost_of(problem, bucket, prices) for bucket in buckets]
-    launched, waited = _by_step(problem, buckets)
-    for step in range(problem.num_steps + 1):
-        for i in launched[step]:
+    for step, (launched, waited) in enumerate(by_step(problem.num_steps, buckets)):
+        for i in launched:
             add(COMPUTE, COPY_IN, i, costs[i].copy_in_us)
             add(COMMUNICATION, COLLECTIVE, i, costs[i].wire_us, (COPY_IN, i))
-        for i in waited[step]:
+        for i in waited:
             add(COMPUTE, COPY_OUT, i, costs[i].copy_out_us, (COLLECTIVE, i))
         if step < problem.num_steps:
             add(COMPUTE, STEP, step, problem.compute_us[step])
@@ -213,18 +212,6 @@ def sweep(
         behind += us
     step_us = [start + late for start, late in zip(start_us, accumulate(late_us))]
     return Clock(step_us, exposed_us, max(step_us[-1], free))
-
-
-def _by_step(
-    problem: Problem, buckets: Sequence[Bucket]
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Which buckets are launched, and which waited for, before every step and at the end."""
-    launched: list[list[int]] = [[] for _ in range(problem.num_steps + 1)]
-    waited: list[list[int]] = [[] for _ in range(problem.num_steps + 1)]
-    for i, bucket in enumerate(buckets):
-        launched[bucket.launch].append(i)
-        waited[bucket.wait].append(i)
-    return launched, waited
 
 
 def cost_of(problem: Problem, bucket: Bucket, prices: Prices) -> Cost:

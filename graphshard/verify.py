@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from . import ops
-from .plan import ALL_GATHER, ALL_REDUCE, PLANNED, REDUCE_SCATTER, Plan
+from .plan import ALL_GATHER, ALL_REDUCE, PLANNED, REDUCE_SCATTER, Bucket, Plan, by_step
 
 _c10d = torch.ops._c10d_functional
 _KINDS: dict[Any, str] = {
@@ -20,11 +20,12 @@ _KINDS: dict[Any, str] = {
     _c10d.all_gather_into_tensor_coalesced.default: ALL_GATHER,
     _c10d.reduce_scatter_tensor.default: REDUCE_SCATTER,
     _c10d.reduce_scatter_tensor_coalesced.default: REDUCE_SCATTER,
+    ops.EXCHANGE: REDUCE_SCATTER,
     _c10d.all_reduce.default: ALL_REDUCE,
     _c10d.all_reduce_coalesced.default: ALL_REDUCE,
 }
 Event = tuple[str, str, int]
-"""launch or wait, kind of collective, and bytes of its full buffers, or its position."""
+"""launch or wait, kind of collective, and bytes of its full buffers, or its number."""
 
 
 def verify_partition(forward: fx.GraphModule, derived: list[str], num_outputs: int) -> None:
@@ -54,31 +55,45 @@ def verify_lowered(graph: fx.Graph, plan: Plan) -> None:
 
 def _planned(plan: Plan) -> list[Event]:
     events: list[Event] = []
-    for step in range(plan.problem.num_steps + 1):
-        for bucket in plan.buckets:
-            if bucket.launch == step:
-                events.append(("launch", bucket.kind, bucket.num_bytes))
-        for i, bucket in enumerate(plan.buckets):
-            if bucket.wait == step:
-                events += [("wait", bucket.kind, i)] * len(bucket.parcels)
+    numbers: dict[tuple[int, int], int] = {}  # the collective of each parcel of a bucket
+    num_launched = 0
+    for launched, waited in by_step(plan.problem.num_steps, plan.buckets):
+        for i in launched:
+            sizes = _collectives(plan, plan.buckets[i])
+            events += [("launch", plan.buckets[i].kind, size) for size in sizes]
+            for parcel in range(len(plan.buckets[i].parcels)):
+                numbers[i, parcel] = num_launched + min(parcel, len(sizes) - 1)
+            num_launched += len(sizes)
+        for i in waited:
+            bucket = plan.buckets[i]
+            events += [("wait", bucket.kind, numbers[i, p]) for p in range(len(bucket.parcels))]
     return events
+
+
+def _collectives(plan: Plan, bucket: Bucket) -> list[int]:
+    """Bytes of each of the bucket's collectives: exchanges cannot be coalesced."""
+    if bucket.kind == REDUCE_SCATTER and ops.exchanges(bucket.group):
+        transfers = plan.problem.transfers
+        return [sum(transfers[i].num_bytes for i in parcel) for parcel in bucket.parcels]
+    return [bucket.num_bytes]
 
 
 def _found(graph: fx.Graph) -> list[Event]:
     """A model may have collectives of its own; they are not ours to check."""
     events: list[Event] = []
-    launched: dict[fx.Node, tuple[str, int]] = {}  # what is waited for: its kind and position
+    launched: dict[fx.Node, tuple[str, int]] = {}  # what is waited for: its kind and number
+    num_launched = 0
     for node in graph.nodes:
         if PLANNED not in node.meta:
             continue
         if node.target in _KINDS:
             kind = _KINDS[node.target]
             events.append(("launch", kind, _full_bytes(node)))
-            position = sum(event[0] == "launch" for event in events) - 1
             buffers = list(node.users) if isinstance(node.meta["val"], list) else [node]
             for buffer in buffers:
                 _verify_wait(buffer)
-                launched[buffer] = (kind, position)
+                launched[buffer] = (kind, num_launched)
+            num_launched += 1
         elif node.target is _c10d.wait_tensor.default:
             events.append(("wait", *launched[node.args[0]]))
     return events

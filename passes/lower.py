@@ -25,6 +25,7 @@ from graphshard.plan import (
     Bucket,
     ShardedParam,
     Transfer,
+    by_step,
 )
 
 # Other entries describe the marker's own call (Inductor reads its eager inputs), not its origin.
@@ -104,15 +105,13 @@ def apply_buckets(
     Args:
         steps: the first node of every step.
     """
-    begun: dict[Bucket, list[fx.Node]] = {}
-    for step, at in enumerate([*steps, graph.output_node()]):
+    begun: dict[int, list[fx.Node]] = {}
+    for at, (launched, waited) in zip([*steps, graph.output_node()], by_step(len(steps), buckets)):
         with graph.inserting_before(at):
-            for bucket in buckets:
-                if bucket.launch == step:
-                    begun[bucket] = _begin(graph, bucket, markers)
-            for bucket in buckets:
-                if bucket.wait == step:
-                    _end(graph, bucket, markers, begun[bucket])
+            for i in launched:
+                begun[i] = _begin(graph, buckets[i], markers)
+            for i in waited:
+                _end(graph, buckets[i], markers, begun[i])
     for marker in markers:
         graph.erase_node(marker)
 
@@ -152,7 +151,8 @@ def _output(
         return ops.gather_output(emit, done, metas, _rows(markers), bucket.world)
     if bucket.kind == ALL_REDUCE:
         return ops.all_reduce_output(emit, done, metas, bucket.world)
-    return ops.reduce_output(emit, done, metas, _rows(markers))
+    rows = _rows(markers)
+    return ops.reduce_output(emit, done, metas, rows, bucket.group, bucket.world)
 
 
 def _rows(markers: list[fx.Node]) -> list[int]:

@@ -89,7 +89,7 @@ def test_the_code_before_and_after_each_stage(tmp_path: Path) -> None:
         lowered = code(f"{graph}.after")
         assert gathers not in lowered and reductions not in lowered
         assert lowered.count("_c10d_functional.all_gather_into") == plan.count(ALL_GATHER)
-        assert lowered.count("_c10d_functional.reduce_scatter") == plan.count(REDUCE_SCATTER)
+        assert lowered.count("_c10d_functional.all_to_all_single") == plan.count(REDUCE_SCATTER)
 
 
 def test_a_warm_cache_still_gives_the_plans(tmp_path: Path) -> None:

@@ -1,0 +1,55 @@
+"""Reductions to shards over gloo: an exchange and a mean, beside the reduce-scatter of other
+backends (the recording one, which is gloo's), packed and in many collectives."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import graphshard
+from graphshard.hardware import HARDWARE
+from graphshard.plan import REDUCE_SCATTER
+from graphshard.show import Dump
+from tests import ranks, recording
+from tests.models import GPT
+from tests.numerics.compare import TOLERANCE, generator, relative_error, world_mesh
+
+EXCHANGE, SCATTER = "_c10d_functional.all_to_all_single", "_c10d_functional.reduce_scatter_tensor"
+
+
+def _gradients(compiler: str, hardware: Path, folder: Path) -> list[Tensor]:
+    policy = graphshard.SchedulePolicy(hardware=str(hardware))
+    backend = graphshard.backend(world_mesh(), compiler=compiler, schedule=policy, dump=folder)
+    torch.manual_seed(0)
+    model = GPT()
+    torch.compile(model, backend=backend)(GPT.batch(generator(dist.get_rank()))).backward()
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("world, parcel_us", [(2, 1e6), (2, 0.0), (4, 1e6)])
+def test_an_exchange_gives_what_reduce_scatter_gives(
+    world: int, parcel_us: float, compiler: str, tmp_path: Path
+) -> None:
+    table, hardware = HARDWARE["cpu"], tmp_path / "hardware.json"
+    link = dataclasses.replace(table.intra, parcel_us=parcel_us)
+    hardware.write_text(dataclasses.replace(table, intra=link).to_json())
+    found = {}
+    for backend, op in (("gloo", EXCHANGE), (recording.BACKEND, SCATTER)):
+        folder = tmp_path / backend
+        found[backend] = ranks.run(world, _gradients, compiler, hardware, folder, backend=backend)
+        code = (folder / "00-backward.after.py").read_text()
+        plan = Dump.load(folder / "00-backward.json").plan
+        buckets = [bucket for bucket in plan.buckets if bucket.kind == REDUCE_SCATTER]
+        parcels = sum(len(bucket.parcels) for bucket in buckets)
+        assert (parcels > len(buckets)) == (parcel_us == 0)
+        assert code.count(op) == (parcels if op == EXCHANGE else len(buckets))
+    tolerance = 0.0 if world == 2 and compiler == "aot_eager" else TOLERANCE
+    for exchanged, scattered in zip(*found.values()):
+        errors = [relative_error(*pair) for pair in zip(exchanged, scattered, strict=True)]
+        assert max(errors) <= tolerance
