@@ -28,7 +28,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.common import FSDP2, Build, count, fsdp2, heading, one_line, show, table
+from benchmarks.common import (
+    FSDP2,
+    FSDP2_BLOCKS,
+    Build,
+    count,
+    fsdp2,
+    fsdp2_compiled_blocks,
+    heading,
+    one_line,
+    show,
+    table,
+)
 from benchmarks.models import DeepMLP, parameter_bytes
 from tests import ranks
 
@@ -41,7 +52,7 @@ def kind_name(compiler: str, reshard: bool) -> str:
     return f"{compiler}, ZeRO-{3 if reshard else 2}"
 
 
-KINDS: dict[str, Build] = {FSDP2: fsdp2} | {
+KINDS: dict[str, Build] = {FSDP2: fsdp2, FSDP2_BLOCKS: fsdp2_compiled_blocks} | {
     kind_name(compiler, reshard): functools.partial(
         one_line, compiler=compiler, reshard_after_forward=reshard
     )

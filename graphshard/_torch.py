@@ -5,12 +5,7 @@ Nothing else in the package imports a name that torch spells with an underscore.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
-import socket
-import stat
-import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +37,8 @@ from torch.distributed.tensor import DTensor
 from torch.fx.experimental import symbolic_shapes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+
+from .sockets import shut_down
 
 __all__ = [
     "CustomGraphPass",
@@ -374,14 +371,7 @@ def abort(group: dist.ProcessGroup, store: dist.Store) -> None:
     ``ProcessGroup.abort`` does it for NCCL and nothing for gloo. gloo raises where a peer closes its
     connection, so that is what happens here to the connections themselves.
     """
-    addresses = list(_gloo_addresses(group, store))
-    for number in map(int, os.listdir("/dev/fd") if addresses else ()):
-        with contextlib.suppress(OSError):  # closed since it was listed, or not connected
-            if not stat.S_ISSOCK(os.fstat(number).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(number)) as connection:
-                if any(end in address for end in _ends(connection) for address in addresses):
-                    connection.shutdown(socket.SHUT_RDWR)
+    shut_down(list(_gloo_addresses(group, store)))
     group.abort()
 
 
@@ -394,12 +384,3 @@ def _gloo_addresses(group: dist.ProcessGroup, store: dist.Store) -> Iterator[byt
             if not store.check(keys):
                 break
             yield from map(store.get, keys)
-
-
-def _ends(connection: socket.socket) -> Iterator[bytes]:
-    """``struct sockaddr_in`` or ``sockaddr_in6``, up to the host, of both ends."""
-    if connection.family in (socket.AF_INET, socket.AF_INET6):
-        flow = b"" if connection.family == socket.AF_INET else bytes(4)
-        for host, port, *_ in (connection.getsockname(), connection.getpeername()):
-            start = struct.pack("=H", connection.family) + struct.pack("!H", port)
-            yield start + flow + socket.inet_pton(connection.family, host)

@@ -43,8 +43,9 @@ MEMORY_PRICE = 1.0
 unless a budget allows it."""
 CAP_BUCKETS = 2
 """A bucket is no larger than so many modest ones, unless a budget allows it."""
-WORK = 3_000_000
-"""The drafts of the local search, times transfers: about two seconds for a thousand transfers."""
+WORK, WORK_IN_ROOM = 3_000_000, 1_000_000
+"""The drafts of the local search, times transfers: about two seconds for a thousand transfers, and
+three where there is a budget, whose room is counted step by step."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,8 @@ class _Search:
 
     def refined(self, best: _Draft) -> _Draft:
         """Change neighbours while that helps, from the fronts of both queues on."""
-        tries = WORK // max(1, len(self._problem.transfers))
+        work = WORK_IN_ROOM if self._has_limits() else WORK
+        tries = work // max(1, len(self._problem.transfers))
         at = 0
         while tries > 0 and at < max(map(len, best.cuts)):
             before = best
@@ -275,11 +277,14 @@ class _Search:
 
     def _room(self, cuts: _Pair) -> _Room | None:
         """With every bucket as late and for as short as can be; None: there is no limit."""
-        if self._limits.peak is None and self._limits.in_flight is None:
+        if not self._has_limits():
             return None
         due = [group.bucket.wait for group in cuts[0]]
         ready = [group.bucket.launch for group in cuts[1]]
         return _Room(self._alive(cuts, due, ready), self._limits)
+
+    def _has_limits(self) -> bool:
+        return self._limits.peak is not None or self._limits.in_flight is not None
 
     def _place_reductions(self, groups: Cuts, in_flight: int, room: _Room | None) -> list[_Span]:
         """As early as can be; waited for when they are through, or when those behind need the room."""

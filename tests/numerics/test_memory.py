@@ -7,7 +7,7 @@ import functools
 
 import pytest
 
-from benchmarks.common import FSDP2
+from benchmarks.common import FSDP2, FSDP2_BLOCKS
 from benchmarks.memory import (
     MB,
     Memory,
@@ -35,11 +35,13 @@ def _step(kind: str) -> Memory:
 
 @pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
 def test_a_step_needs_what_fsdp2_needs(compiler: str) -> None:
-    ours, theirs = _step(kind_name(compiler, True)), _step(FSDP2)
+    ours, theirs, compiled = map(_step, (kind_name(compiler, True), FSDP2, FSDP2_BLOCKS))
     assert ours.params > 200 * MB
+    # What importing a compiler holds is in ours, and in theirs only where that compiles too.
     assert ours.peak <= 1.1 * theirs.peak, (ours, theirs)
+    assert ours.peak <= 1.05 * compiled.peak, (ours, compiled)
     # Without what was resident before: the gathered parameters and full gradients of a step.
-    assert ours.peak - ours.before <= 1.1 * (theirs.peak - theirs.before), (ours, theirs)
+    assert ours.peak - ours.before <= 1.05 * (theirs.peak - theirs.before), (ours, theirs)
 
 
 @pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])

@@ -381,9 +381,7 @@ def test_what_is_no_collective_is_refused(kind: str, num_bytes: int, world: int,
     st.integers(0, 1 << 36),
     st.integers(0, 1 << 36),
 )
-def test_more_bytes_never_take_less_time(
-    name: str, kind: str, world: int, one: int, other: int
-) -> None:
+def test_more_bytes_never_cost_less(name: str, kind: str, world: int, one: int, other: int) -> None:
     costs, (less, more) = CostModel(HARDWARE[name]), sorted((one, other))
     ordered = costs.collective_us(kind, less, world), costs.collective_us(kind, more, world)
     assert 0 < ordered[0] <= ordered[1]
