@@ -60,8 +60,10 @@ def _resized(plan: Plan, transfer: Transfer, world: int) -> Transfer:
     param = plan.params[transfer.param]
     assert param.padded_rows is not None
     row_bytes = transfer.num_bytes // (param.padded_rows * transfer.world)
-    num_bytes = math.ceil(param.shape[0] / world) * world * row_bytes
-    return dataclasses.replace(transfer, num_bytes=num_bytes, world=world)
+    rows = math.ceil(param.shape[0] / world)
+    shard_bytes = transfer.shard_bytes // param.padded_rows * rows
+    sizes = {"num_bytes": rows * world * row_bytes, "shard_bytes": shard_bytes}
+    return dataclasses.replace(transfer, **sizes, world=world)
 
 
 # --- rules ---------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.eval_frame import innermost_backend, skip_code
+from torch._dynamo.eval_frame import OptimizedModule, innermost_backend, skip_code
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -196,12 +196,36 @@ def compiled_call() -> CompiledCall:
     methods = [f for f in reversed(stack[: entries[-1]]) if f.f_code.co_name not in _MODULE_CALL]
     running = tuple(m for m in map(module_of_method, methods) if m is not None)
     caller = stack[entries[-1] + 1] if entries[-1] + 1 < len(stack) else None
+    if (
+        caller is not None and caller.f_code.co_name == "inner"
+    ):  # of _call_impl, where there are hooks
+        caller = caller.f_back
     called = caller is not None and caller.f_code.co_name in _MODULE_CALL
     module = module_of_method(caller) if called else None
     # torch.compile wraps what it is given in a _TorchCompileWrapper (torch/__init__.py).
     given = innermost_backend(stack[entries[-1]].f_locals.get("callback"))
     options = getattr(given, "kwargs", {}).get("options", {})
     return CompiledCall(module, running, getattr(given, "compiler_fn", given), options)
+
+
+def compiled_module(module: nn.Module) -> tuple[nn.Module | None, Any]:
+    """What ``torch.compile`` made ``module`` of, and the backend that it was given (eval_frame.py)."""
+    if not isinstance(module, OptimizedModule):
+        return None, None
+    callback: Any = module.dynamo_ctx.callback
+    given = innermost_backend(callback)
+    return module._orig_mod, getattr(given, "compiler_fn", given)
+
+
+def forward_arguments(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of the call of ``module`` that Python is in, whose hooks run before Dynamo takes
+    over (eval_frame.py, OptimizedModule); None where Dynamo will trace the call itself."""
+    for frame in frames():
+        if is_dynamo_entry(frame):
+            return None
+        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
+            return frame.f_locals["args"], frame.f_locals["kwargs"]
+    return None
 
 
 _MODULE_CALL = ("__call__", "_call_impl", "_wrapped_call_impl")
@@ -384,3 +408,11 @@ def _gloo_addresses(group: dist.ProcessGroup, store: dist.Store) -> Iterator[byt
             if not store.check(keys):
                 break
             yield from map(store.get, keys)
+
+
+# --- torch/_foreach -------------------------------------------------------------------------------
+
+
+def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy and cast each of ``sources``, on a GPU in as few kernels as can be."""
+    torch._foreach_copy_(targets, sources)

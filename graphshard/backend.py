@@ -14,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,18 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from ._torch import (
     BackendError,
     CompiledCall,
     Trace,
     compiled_call,
+    compiled_module,
+    forward_arguments,
     on_compile_start,
+    run_as_python,
     source_name,
     sources,
 )
@@ -38,6 +44,7 @@ from .handoff import Compiling, PlanRecord, compile_graph
 from .link import LINK, Link, in_sync, link_of, model_of
 from .plan import Plan
 from .policy import Options, default_mesh
+from .precision import cast_inputs, has_border, needs_border
 from .schedule import SchedulePolicy
 from .sharding import shard_module
 from .show.files import Files
@@ -52,6 +59,10 @@ class Backend:
         self._records: list[PlanRecord] = []
         self._decisions = Decisions()
         on_compile_start(_before_trace)
+        self._first_forward: RemovableHandle | None = None
+        if has_border(options.mp_policy):
+            hook = functools.partial(_before_forward, weakref.ref(self))
+            self._first_forward = register_module_forward_pre_hook(hook)
 
     def __call__(
         self,
@@ -99,12 +110,52 @@ class Backend:
         return logged(compiled, record.plans())
 
     def shard_compiled(self, root: nn.Module, *, in_use: bool) -> None:
-        """Shard a module that ``torch.compile`` was given, before Dynamo traces its first frame."""
+        """Shard a module that ``torch.compile`` was given, before Dynamo traces its first frame.
+
+        Raises:
+            BackendError: its forward has begun, and the hooks that cast at its border come too late.
+        """
+        if not self._plain(root):
+            return
+        begun, policy = forward_arguments(root), self.options.mp_policy
+        if begun and needs_border(begun, policy):
+            raise BackendError(
+                f"mp_policy={policy}: the first forward of {type(root).__name__} has begun with "
+                "other inputs: give each model a graphshard.backend() of its own, or call "
+                "graphshard.shard(model, ...) before"
+            )
+        self._shard(root, in_use)
+
+    @torch.compiler.disable
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        """Shard the module that is compiled by this backend, before its own forward begins; or at its
+        begin (``model.compile()``), and then cast the inputs, for which its hooks come too late."""
+        root, given = compiled_module(module)
+        begun = None
+        if root is None:
+            call, begun = compiled_call(), forward_arguments(module)
+            root, given = call.module, call.backend
+            if root is not module or not begun:
+                return None
+        if given is not self or not self._plain(root):
+            return None
+        self._shard(root, in_use=False)
+        if begun:
+            _, kwargs = begun
+            args, cast = cast_inputs(self.options.mp_policy, args, kwargs)
+            kwargs.update(cast)  # a hook of all modules can only replace ``args``
+        return args
+
+    def _plain(self, root: nn.Module) -> list[nn.Parameter]:
         plain = [p for p in root.parameters() if _is_plain_parameter(p)]
-        plain = [p for p in plain if p not in self.options.ignored_params]
-        if plain:
-            mesh = self.options.mesh or default_mesh(plain[0].device.type)
-            shard_module(root, mesh, self.options, in_use=in_use, allow_meta=False)
+        return [p for p in plain if p not in self.options.ignored_params]
+
+    def _shard(self, root: nn.Module, in_use: bool) -> None:
+        if self._first_forward is not None:
+            self._first_forward.remove()
+            self._first_forward = None
+        mesh = self.options.mesh or default_mesh(self._plain(root)[0].device.type)
+        shard_module(root, mesh, self.options, in_use=in_use, allow_meta=False)
 
     @property
     def plans(self) -> list[Plan]:
@@ -136,8 +187,7 @@ class Backend:
                 continue
             root, in_use = _root_of(trace, source, value, call)
             done.update(id(param) for param in root.parameters())
-            mesh = self.options.mesh or default_mesh(value.device.type)
-            shard_module(root, mesh, self.options, in_use=in_use, allow_meta=False)
+            self._shard(root, in_use)
         return bool(done)
 
     def _sync_links(self, trace: Trace, gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
@@ -150,6 +200,15 @@ class Backend:
             synced &= link.sync()
             trace.guard(source, LINK, in_sync)
         return synced
+
+
+def _before_forward(backend: weakref.ref[Backend], module: nn.Module, args: Any) -> Any:
+    """A hook of all modules, until the backend has met the one that it is to compile."""
+    found = None if torch.compiler.is_compiling() else backend()
+    return found.before_forward(module, args) if found is not None else None
+
+
+run_as_python(_before_forward)
 
 
 def _note_breaks(trace: Trace, links: Sequence[Link | None], call: CompiledCall) -> None:
@@ -201,7 +260,7 @@ def backend(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
-    overrides: dict[str, Any] | None = None,
+    overrides: Mapping[str, Mapping[str, Any]] | None = None,
     fp8: Any = None,
     schedule: SchedulePolicy | None = None,
     compiler: str = "inductor",
@@ -225,7 +284,11 @@ def backend(
         schedule: how collectives are bucketed and ordered; None: ``SchedulePolicy()``.
         dump: a folder, made if it is missing, for plans, traces, tables and FX code of every graph
             that is compiled: see ``graphshard.show.files``. One for each backend.
-        mp_policy, offload_policy, overrides, fp8: not supported yet.
+        mp_policy: FSDP2's; what parameters are gathered and used as, gradients are reduced as, inputs
+            and outputs of the compiled module are cast to. Parameters and gradients keep their dtype.
+        overrides: ``{fqn glob: {"mp_policy" or "reshard_after_forward": value}}``, for some of the
+            parameters; the last that matches holds.
+        offload_policy, fp8: not supported yet.
 
     Raises:
         ValueError: an argument does not hold. At the first call, on every rank, before anything is
@@ -242,7 +305,7 @@ def shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
-    overrides: dict[str, Any] | None = None,
+    overrides: Mapping[str, Mapping[str, Any]] | None = None,
     fp8: Any = None,
     schedule: SchedulePolicy | None = None,
     compiler: str = "inductor",

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import ops
+from . import wires
 from .hardware import KINDS, Hardware, Link, Rate
 from .plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
@@ -268,9 +268,9 @@ def _parcel_us(group: Any, device: torch.device, repeats: int) -> float:
     parts = [torch.zeros(_PARCEL_ELEMENTS, device=device) for _ in range(_NUM_PARCELS)]
     fulls = [torch.zeros(world * _PARCEL_ELEMENTS, device=device) for _ in range(_NUM_PARCELS)]
     part, full = torch.cat(parts), torch.cat(fulls)
-    wires = {ALL_GATHER: (parts, [part]), REDUCE_SCATTER: (fulls, [full])}
+    sent = {ALL_GATHER: (parts, [part]), REDUCE_SCATTER: (fulls, [full])}
     added_us = []
-    for kind, pair in wires.items():
+    for kind, pair in sent.items():
         many_us, one_us = (_sent_us(kind, wire, group, device, repeats) for wire in pair)
         added_us.append(max(0.0, many_us - one_us) / (_NUM_PARCELS - 1))
     return statistics.mean(added_us)
@@ -286,13 +286,13 @@ def _collective_us(
 
 
 def _sent_us(
-    kind: str, wires: list[Tensor], group: Any, device: torch.device, repeats: int
+    kind: str, tensors: list[Tensor], group: Any, device: torch.device, repeats: int
 ) -> float:
     """From the launch of a collective to the end of its wait."""
 
     def send() -> None:
-        for buffer in ops.launch(ops.run, kind, wires, group.group_name, group.size()):
-            ops.wait(ops.run, buffer)
+        for buffer in wires.launch(wires.run, kind, tensors, group.group_name, group.size()):
+            wires.wait(wires.run, buffer)
 
     return median_us(send, device, repeats, times=4, group=group)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from .plan import ALL_GATHER, REDUCE_SCATTER, Bucket, Problem, Transfer
+from .plan import ALL_GATHER, Bucket, Problem, Transfer
 from .simulate import Cost, Prices, cost_of
 
 
@@ -127,9 +127,9 @@ def _doubling(stop: int) -> list[int]:
 
 def freed_bytes(transfer: Transfer) -> int:
     """What is alive before the wait for a reduction, or during a gather, and not otherwise."""
-    if transfer.kind == REDUCE_SCATTER:
-        return transfer.num_bytes - transfer.num_bytes // transfer.world
-    return transfer.num_bytes if transfer.kind == ALL_GATHER else 0
+    if transfer.kind == ALL_GATHER:
+        return transfer.num_bytes
+    return transfer.num_bytes - transfer.shard_bytes
 
 
 def _key(problem: Problem, i: int) -> tuple[str, ...]:
@@ -144,6 +144,9 @@ def _key(problem: Problem, i: int) -> tuple[str, ...]:
 
 
 def _is_small(transfer: Transfer, prices: Prices) -> bool:
-    """A tensor is copied into a shared buffer if that takes less than a buffer of its own costs."""
+    """A tensor is copied into a shared buffer if that takes less than a buffer of its own costs. What
+    is cast is copied anyway, and reduced shards are slices of a buffer."""
+    if transfer.casts and transfer.kind != ALL_GATHER:
+        return True
     copy_us = prices.copy_us(transfer.num_bytes) - prices.copy_us(0)
     return copy_us <= prices.parcel_us(transfer.world)

@@ -23,6 +23,7 @@ from torch import nn
 
 from ._torch import RESUMED, frames, is_dynamo_entry, is_recomputation, module_of_method
 from .link import Link, Model, leaf_of, link_of, model_of
+from .ops import used_dtype
 
 _CALL = "_wrapped_call_impl"
 _FORWARD = ("forward", "_call_impl", _CALL)
@@ -97,8 +98,9 @@ class _Unshard(torch.autograd.Function):
             if is_used:
                 link, grad = ctx.links[i], grads[i]
                 if grad is None:
-                    grad = link.leaf.new_zeros(link.layout.shape)
-                result[i] = link.layout.reduce(grad)
+                    dtype = used_dtype(link.leaf, link.layout.dtype)
+                    grad = link.leaf.new_zeros(link.layout.shape, dtype=dtype)
+                result[i] = link.layout.reduce(grad, link.leaf.dtype)
         return None, *result
 
 

@@ -49,11 +49,19 @@ def leaf_name(name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How one parameter is split over a 1D mesh; ``rows`` is None for a replicated one."""
+    """How one parameter is split over a 1D mesh, and as what it and its gradient travel.
+
+    Attributes:
+        dtype: as which it is gathered and used; None: its own.
+        reduce_dtype: as which its gradient is reduced; None: that of the gradient.
+        rows: None for a replicated one.
+    """
 
     shape: torch.Size
     mesh: DeviceMesh
     reshard: bool
+    dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
     rows: int | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -93,17 +101,17 @@ class Layout:
         op, args = self.marker()
         return op(leaf, *args)
 
-    def reduce(self, grad: torch.Tensor) -> torch.Tensor:
-        """The mean of all ranks' full gradients: this rank's padded shard of it."""
+    def reduce(self, grad: torch.Tensor, result: torch.dtype) -> torch.Tensor:
+        """The mean of all ranks' full gradients: this rank's padded shard of it, as ``result``."""
         if self.rows is None:
-            return ops.all_reduce_grad(grad, self.group)
-        return ops.reduce_grad(grad, self.padded_shape[0], self.group)
+            return ops.all_reduce_grad(grad, self.group, self.reduce_dtype, result)
+        return ops.reduce_grad(grad, self.padded_shape[0], self.group, self.reduce_dtype, result)
 
     def marker(self) -> tuple[Any, tuple[Any, ...]]:
         """The op that makes the full parameter of the leaf, and its arguments after the leaf."""
         if self.rows is None:
-            return ops.replicate, (self.group,)
-        return ops.unshard, (self.rows, self.group, self.reshard)
+            return ops.replicate, (self.group, self.dtype, self.reduce_dtype)
+        return ops.unshard, (self.rows, self.group, self.reshard, self.dtype, self.reduce_dtype)
 
     def padded_shard(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's rows of ``full``, padded with zeros: a new contiguous tensor."""

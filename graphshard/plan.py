@@ -19,11 +19,14 @@ from typing import Any
 
 FORWARD, BACKWARD, INFERENCE = KINDS = ("forward", "backward", "inference")
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
-VERSION = 2
+VERSION = 3
 """Of the JSON form."""
 
 PLANNED = "graphshard_planned"
 """Key in ``node.meta`` of what a rewrite inserted for a plan."""
+
+REASON = "graphshard_reason"
+"""Key in ``node.meta`` of why a parameter travels as it does."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class ShardedParam:
 
     Attributes:
         input: its position among the graph's original inputs (as Dynamo passes them).
-        shape: full shape; ``padded_rows`` is the dim-0 size of the leaf, None if replicated.
+        shape: full shape; ``dtype`` is that of the shard; ``padded_rows`` is the dim-0 size of the leaf, None if replicated.
         fqn: name in the sharded module, filled in when a plan is shown.
     """
 
@@ -50,8 +53,10 @@ class Transfer:
     Attributes:
         param: position in ``Plan.params``.
         kind: all_gather, reduce_scatter or all_reduce.
-        num_bytes: of the full tensor, padding included.
+        num_bytes: of the full tensor as it travels, padding included.
         dtype: on the wire.
+        shard_bytes: of this rank's shard, as it is kept.
+        casts: another dtype travels than is there.
         group: name of the process group; ``world`` its size.
         ready: the first step before which it can be launched; 0 for a gather.
         due: the step before which it has to be waited for at last; the number of steps for a
@@ -63,6 +68,8 @@ class Transfer:
     kind: str
     num_bytes: int
     dtype: str
+    shard_bytes: int
+    casts: bool
     group: str
     world: int
     ready: int
@@ -134,12 +141,14 @@ class Plan:
     Attributes:
         buckets: in launch order.
         kept: positions in ``params`` of what stays gathered for backward.
+        reasons: why a parameter, by position in ``params``, does not travel in a smaller dtype.
     """
 
     params: tuple[ShardedParam, ...]
     problem: Problem
     buckets: tuple[Bucket, ...]
     kept: tuple[int, ...] = ()
+    reasons: tuple[tuple[int, str], ...] = ()
 
     @property
     def graph(self) -> str:
@@ -190,6 +199,7 @@ class Plan:
             problem=Problem(**raw["problem"], transfers=transfers),
             buckets=tuple(Bucket(**bucket) for bucket in raw["buckets"]),
             kept=raw["kept"],
+            reasons=raw["reasons"],
         )
 
 

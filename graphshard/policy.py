@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,27 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from .precision import check_policy
 from .schedule import SchedulePolicy
 
 COMPILERS = ("inductor", "aot_eager")
-_NOT_BUILT: dict[str, Any] = {
-    "mp_policy": MixedPrecisionPolicy(),
-    "offload_policy": OffloadPolicy(),
-    "overrides": None,
-    "fp8": None,
-}
+_NOT_BUILT: dict[str, Any] = {"offload_policy": OffloadPolicy(), "fp8": None}
+
+
+@dataclass(frozen=True)
+class ParamOptions:
+    """What may differ between the parameters of a model; see ``Options.of_param``."""
+
+    reshard_after_forward: bool = True
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.reshard_after_forward, bool):
+            raise ValueError(
+                f"reshard_after_forward={self.reshard_after_forward!r}: must be True (ZeRO-3: "
+                "gather again in backward) or False (ZeRO-2: keep gathered parameters)"
+            )
+        check_policy("mp_policy", self.mp_policy)
 
 
 @dataclass(frozen=True)
@@ -32,6 +45,8 @@ class Options:
 
     mesh: DeviceMesh | None
     reshard_after_forward: bool
+    mp_policy: MixedPrecisionPolicy
+    overrides: Mapping[str, Mapping[str, Any]]
     ignored_params: frozenset[nn.Parameter]
     compiler: str
     sync_module_states: bool
@@ -46,16 +61,19 @@ class Options:
             if value is not None and value != default:
                 raise ValueError(f"{name}={value!r}: not supported yet, leave it out")
         given = {f.name: arguments[f.name] for f in fields(cls)}
-        return cls(**{**given, "schedule": given["schedule"] or SchedulePolicy()})
+        defaults = {
+            "schedule": SchedulePolicy,
+            "mp_policy": MixedPrecisionPolicy,
+            "overrides": dict,
+        }
+        missing = {name: make() for name, make in defaults.items() if given[name] is None}
+        return cls(**{**given, **missing})
 
     def __post_init__(self) -> None:
         if self.mesh is not None:
             check_mesh(self.mesh)
-        if not isinstance(self.reshard_after_forward, bool):
-            raise ValueError(
-                f"reshard_after_forward={self.reshard_after_forward!r}: must be True (ZeRO-3: "
-                "gather again in backward) or False (ZeRO-2: keep gathered parameters)"
-            )
+        ParamOptions(self.reshard_after_forward, self.mp_policy)
+        _check_overrides(self.overrides)
         if not isinstance(self.sync_module_states, bool):
             raise ValueError(
                 f"sync_module_states={self.sync_module_states!r}: must be True or False"
@@ -69,8 +87,41 @@ class Options:
 
     def fingerprint(self) -> str:
         """What has to be equal on all ranks, as text."""
-        agreed = ("reshard_after_forward", "compiler", "sync_module_states", "schedule")
+        own = ("mesh", "ignored_params", "dump")
+        agreed = [f.name for f in fields(self) if f.name not in own]
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in agreed)
+
+    def of_param(self, fqns: Iterable[str]) -> ParamOptions:
+        """For a parameter of these names; of several overrides that match, the later ones win."""
+        found = {"reshard_after_forward": self.reshard_after_forward, "mp_policy": self.mp_policy}
+        for glob, arguments in self.overrides.items():
+            if any(fnmatchcase(fqn, glob) for fqn in fqns):
+                found.update(arguments)
+        return ParamOptions(**found)  # type: ignore[arg-type]
+
+    def unmatched(self, fqns: Iterable[str]) -> list[str]:
+        """The globs of ``overrides`` that no name matches."""
+        fqns = list(fqns)
+        return [glob for glob in self.overrides if not any(fnmatchcase(f, glob) for f in fqns)]
+
+
+def _check_overrides(overrides: object) -> None:
+    if not isinstance(overrides, Mapping):
+        raise ValueError(
+            f"overrides={overrides!r}: must be a dict of {{fqn glob: {{argument: value}}}}"
+        )
+    known = [f.name for f in fields(ParamOptions)]
+    for glob, arguments in overrides.items():
+        where = f"overrides[{glob!r}]"
+        if not isinstance(glob, str) or not isinstance(arguments, Mapping):
+            raise ValueError(f"{where}={arguments!r}: must be a dict of {{argument: value}}")
+        for name in arguments:
+            if name not in known:
+                raise ValueError(f"{where} has {name!r}: must be one of {known}")
+        try:
+            ParamOptions(**arguments)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
 
 
 def _parameters(params: Iterable[nn.Parameter] | None) -> frozenset[nn.Parameter]:

@@ -24,6 +24,7 @@ from ._torch import BackendError, is_traceable_wrapper_subclass, parameters_of, 
 from .accessors import install, is_replaced
 from .link import Layout, Link, Model, adopt, link_of
 from .policy import Options
+from .precision import cast_at_border
 
 _FOREIGN = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel, DataParallel)
 
@@ -54,7 +55,7 @@ def shard_module(
     """
     owners = _owners(root, options.ignored_params)
     on_meta = any(owner.param.is_meta for owner in owners)
-    fault = _fault(root, owners, mesh, allow_meta)
+    fault = _fault(root, owners, mesh, allow_meta) or _unmatched(owners, options)
     _agree(root, owners, fault, mesh, options)
     model = Model(type(root).__name__)
     with torch.no_grad(), torch.inference_mode(False):
@@ -69,6 +70,7 @@ def shard_module(
             replaced[owner.param] = _shard_parameter(owner, mesh, options, model)
             _retire(owner.param, replaced[owner.param], in_use)
         _install(root, owners, replaced, model)
+        cast_at_border(root, options.mp_policy)
         _repoint_optimizers(replaced)
         if not in_use:
             for param in replaced:
@@ -77,11 +79,15 @@ def shard_module(
 
 @dataclass(eq=False)
 class _Owned:
-    """One parameter, its first FQN, and every (module, name) that holds it."""
+    """One parameter, its FQNs (several where it is tied), and every (module, name) that holds it."""
 
-    fqn: str
     param: nn.Parameter
+    names: list[str]
     at: list[tuple[nn.Module, str]]
+
+    @property
+    def fqn(self) -> str:
+        return self.names[0]
 
 
 def _owners(root: nn.Module, ignored: frozenset[nn.Parameter]) -> list[_Owned]:
@@ -91,7 +97,9 @@ def _owners(root: nn.Module, ignored: frozenset[nn.Parameter]) -> list[_Owned]:
             if param is None or param in ignored or link_of(param) is not None:
                 continue
             fqn = f"{prefix}.{name}" if prefix else name
-            found.setdefault(param, _Owned(fqn, param, [])).at.append((module, name))
+            owned = found.setdefault(param, _Owned(param, [], []))
+            owned.names.append(fqn)
+            owned.at.append((module, name))
     inside = set(root.modules())
     for module in _live(nn.Module):
         if module not in inside:  # tied to this model from outside, such as a loss's weight
@@ -123,6 +131,14 @@ def _fault(root: nn.Module, owners: list[_Owned], mesh: DeviceMesh, allow_meta: 
         if fault is not None:
             return f"parameter {owner.fqn!r} {fault}"
     return None
+
+
+def _unmatched(owners: list[_Owned], options: Options) -> str | None:
+    names = [name for owner in owners for name in owner.names]
+    globs = options.unmatched(names)
+    if not globs:
+        return None
+    return f"overrides[{globs[0]!r}] matches no parameter: there are {', '.join(names)}"
 
 
 def _parameter_fault(param: nn.Parameter, mesh: DeviceMesh, all_meta: bool) -> str | None:
@@ -190,7 +206,11 @@ def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
 
 def _shard_parameter(owner: _Owned, mesh: DeviceMesh, options: Options, model: Model) -> Link:
     old = owner.param
-    layout = Layout(old.shape, mesh, options.reshard_after_forward)
+    mine = options.of_param(owner.names)
+    casts = mine.mp_policy
+    layout = Layout(
+        old.shape, mesh, mine.reshard_after_forward, casts.param_dtype, casts.reduce_dtype
+    )
     new = nn.Parameter(layout.dtensor(layout.padded_shard(old)), requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
     share_hooks(old, new)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import networkx as nx
 
-from .plan import ALL_GATHER, REDUCE_SCATTER, Bucket, Problem, by_step
+from .plan import ALL_GATHER, Bucket, Problem, by_step
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 _Node = tuple[str, int]
@@ -218,14 +218,19 @@ def cost_of(problem: Problem, bucket: Bucket, prices: Prices) -> Cost:
     """What packing shards before a gather costs, or full gradients before a reduction; the collective;
     and unpacking gathered parameters: reduced shards are slices of their buffer."""
     gathers = bucket.kind == ALL_GATHER
-    packed = [parcel for parcel in bucket.parcels if len(parcel) > 1]
-    sizes = [sum(problem.transfers[i].num_bytes for i in parcel) for parcel in packed]
+    packed, cast = [], []
+    for parcel in bucket.parcels:
+        size = sum(problem.transfers[i].num_bytes for i in parcel)
+        if len(parcel) > 1:
+            packed.append(size)
+        elif problem.transfers[parcel[0]].casts:
+            cast.append(size)
     parts = bucket.world if gathers else 1
     return Cost(
         prices.parcel_us(bucket.world) * (len(bucket.parcels) - 1)
-        + sum(prices.copy_us(n // parts) for n in sizes),
+        + sum(prices.copy_us(n // parts) for n in [*packed, *cast]),
         prices.collective_us(bucket.kind, bucket.num_bytes, bucket.world),
-        sum(prices.copy_us(n) for n in sizes) if gathers else 0.0,
+        sum(prices.copy_us(n) for n in packed) if gathers else 0.0,
     )
 
 
@@ -239,8 +244,7 @@ def alive_bytes(problem: Problem, buckets: Sequence[Bucket]) -> list[int]:
                 spans.append((bucket.launch, transfer.last + 1, transfer.num_bytes))
             else:
                 spans.append((transfer.ready, bucket.wait, transfer.num_bytes))
-                shard = transfer.num_bytes // (1 if bucket.kind != REDUCE_SCATTER else bucket.world)
-                spans.append((bucket.wait, end, shard))
+                spans.append((bucket.wait, end, transfer.shard_bytes))
     return [a + b for a, b in zip(problem.other_bytes, _summed(spans, end))]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from . import ops
+from . import ops, wires
 from .plan import ALL_GATHER, ALL_REDUCE, PLANNED, REDUCE_SCATTER, Bucket, Plan, by_step
 
 _c10d = torch.ops._c10d_functional
@@ -20,7 +20,7 @@ _KINDS: dict[Any, str] = {
     _c10d.all_gather_into_tensor_coalesced.default: ALL_GATHER,
     _c10d.reduce_scatter_tensor.default: REDUCE_SCATTER,
     _c10d.reduce_scatter_tensor_coalesced.default: REDUCE_SCATTER,
-    ops.EXCHANGE: REDUCE_SCATTER,
+    wires.EXCHANGE: REDUCE_SCATTER,
     _c10d.all_reduce.default: ALL_REDUCE,
     _c10d.all_reduce_coalesced.default: ALL_REDUCE,
 }
@@ -72,7 +72,7 @@ def _planned(plan: Plan) -> list[Event]:
 
 def _collectives(plan: Plan, bucket: Bucket) -> list[int]:
     """Bytes of each of the bucket's collectives: exchanges cannot be coalesced."""
-    if bucket.kind == REDUCE_SCATTER and ops.exchanges(bucket.group):
+    if bucket.kind == REDUCE_SCATTER and wires.exchanges(bucket.group):
         transfers = plan.problem.transfers
         return [sum(transfers[i].num_bytes for i in parcel) for parcel in bucket.parcels]
     return [bucket.num_bytes]

@@ -2,7 +2,7 @@
 backward and inference graphs is read as a problem, scheduled, and lowered by the plan, after
 Inductor's own passes.
 
-    joint graph ─► merge ─► reshard ─► [partitioner] ─► forward, backward ─► keep
+    joint graph ─► merge ─► casts ─► reshard ─► [partitioner] ─► forward, backward ─► keep
                                        [Inductor] ─► each ─► steps ─► lower
 """
 
@@ -14,6 +14,7 @@ from torch import fx
 
 from graphshard import ops
 from graphshard.cost import CostModel
+from graphshard.passes.casts import cast_before_gather, cast_early
 from graphshard.passes.keep import keep, keepable
 from graphshard.passes.lower import (
     apply_buckets,
@@ -25,9 +26,9 @@ from graphshard.passes.lower import (
 from graphshard.passes.merge import merge, merge_unshards
 from graphshard.passes.reshard import parameter_derived, reshard
 from graphshard.passes.steps import fill_values, read_problem, sink_gathered
-from graphshard.plan import BACKWARD, FORWARD, Bucket, Plan, Problem, Transfer
+from graphshard.plan import BACKWARD, FORWARD, INFERENCE, REASON, Bucket, Plan, Problem, Transfer
 
-JOINT = (merge, reshard)
+JOINT = (merge, cast_early, reshard)
 
 __all__ = ["JOINT", "keep_gathered", "lower", "parameter_derived"]
 
@@ -40,15 +41,18 @@ def lower(
 ) -> Plan:
     """Have ``decide`` say when what travels in ``graph``, and rewrite it so in place."""
     merge_unshards(graph)
+    if kind == INFERENCE:
+        cast_before_gather(graph)
     params = describe_params(graph)
     unique = tuple(dict.fromkeys(params.values()))
     index = {param: i for i, param in enumerate(unique)}
     problem, markers, steps = _read(graph, kind, costs, lambda marker: index[params[marker]])
     buckets = decide(problem, costs)
     kept = tuple(index[params[m]] for m in markers if m.target is ops.unshard and not m.args[3])
+    reasons = tuple((index[params[m]], m.meta[REASON]) for m in markers if REASON in m.meta)
     apply_buckets(graph, buckets, markers, steps)
     apply_replicate(graph, [marker for marker in params if marker not in markers])
-    return Plan(unique, problem, buckets, kept)
+    return Plan(unique, problem, buckets, kept, reasons)
 
 
 def keep_gathered(

@@ -39,7 +39,7 @@ def keep(forward: fx.Graph, pairs: Mapping[fx.Node, fx.Node], num_outputs: int) 
     outputs = [*outputs[:num_outputs], *(saved.get(node, node) for node in outputs[num_outputs:])]
     output.args = (tuple(outputs),)
     for marker, gathered in pairs.items():
-        gathered.args = (*gathered.args[:3], False)
+        gathered.args = (*gathered.args[:3], False, *gathered.args[4:])
         (shard,) = marker.all_input_nodes
         shard.meta = {**shard.meta, "val": marker.meta["val"]}
         marker.replace_all_uses_with(shard)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphshard import ops
+from graphshard import ops, wires
 from graphshard._torch import fake_mode_of, process_group
 from graphshard.plan import (
     ALL_GATHER,
@@ -27,6 +27,7 @@ from graphshard.plan import (
     Transfer,
     by_step,
 )
+from graphshard.wires import Piece
 
 # Other entries describe the marker's own call (Inductor reads its eager inputs), not its origin.
 _ORIGIN = ("stack_trace", "nn_module_stack", "seq_nr", "custom")
@@ -50,10 +51,32 @@ def describe_transfer(marker: fx.Node, param: int) -> Transfer:
     # The group is the only text among a marker's arguments.
     group = next(arg for arg in marker.args if isinstance(arg, str))
     world = process_group(group).size()
-    kind = ops.KINDS[marker.target]
+    kind, piece = ops.KINDS[marker.target], piece_of(marker)
     shard = (source_of(marker) if kind == ALL_GATHER else marker).meta["val"]
-    num_bytes = shard.nbytes * (1 if kind == ALL_REDUCE else world)
-    return Transfer(param, kind, num_bytes, str(shard.dtype), group, world, 0, 0, 0)
+    size = shard.numel() * (1 if kind == ALL_REDUCE else world)
+    return Transfer(
+        param=param,
+        kind=kind,
+        num_bytes=size * piece.dtype.itemsize,
+        dtype=str(piece.dtype),
+        shard_bytes=shard.nbytes,
+        casts=piece.value.dtype != piece.dtype,
+        group=group,
+        world=world,
+        ready=0,
+        due=0,
+        last=0,
+    )
+
+
+def piece_of(marker: fx.Node) -> Piece:
+    """What a marker that communicates sends."""
+    source, value = source_of(marker), marker.meta["val"]
+    if marker.target is ops.unshard:
+        return Piece(source, value.shape[0], value.dtype, value.dtype)
+    reduce_dtype: Any = marker.args[-2]
+    rows = value.shape[0] if marker.target is ops.reduce_grad else 0
+    return Piece(source, rows, reduce_dtype or source.meta["val"].dtype, value.dtype)
 
 
 def source_of(marker: fx.Node) -> fx.Node:
@@ -91,7 +114,7 @@ def _param(marker: fx.Node, position: int) -> ShardedParam:
     value = full.meta["val"]
     splits = marker.target in (ops.unshard, ops.reduce_grad)
     padded_rows = shard.meta["val"].shape[0] if splits else None
-    return ShardedParam(position, tuple(value.shape), str(value.dtype), padded_rows)
+    return ShardedParam(position, tuple(value.shape), str(shard.meta["val"].dtype), padded_rows)
 
 
 def apply_buckets(
@@ -118,18 +141,8 @@ def apply_buckets(
 
 def _begin(graph: fx.Graph, bucket: Bucket, markers: Sequence[fx.Node]) -> list[fx.Node]:
     emit = _Emitter(graph, markers[bucket.transfers[0]].meta)
-    wires = [_input(emit, bucket, [markers[i] for i in parcel]) for parcel in bucket.parcels]
-    return ops.launch(emit, bucket.kind, wires, bucket.group, bucket.world)
-
-
-def _input(emit: _Emitter, bucket: Bucket, markers: list[fx.Node]) -> fx.Node:
-    sources = [source_of(marker) for marker in markers]
-    metas = [source.meta["val"] for source in sources]
-    if bucket.kind == ALL_GATHER:
-        return ops.gather_input(emit, sources, metas)
-    if bucket.kind == ALL_REDUCE:
-        return ops.all_reduce_input(emit, sources, metas)
-    return ops.reduce_input(emit, sources, metas, _rows(markers), bucket.world)
+    parcels = [[piece_of(markers[i]) for i in parcel] for parcel in bucket.parcels]
+    return wires.send(emit, bucket.kind, parcels, bucket.group, bucket.world)
 
 
 def _end(
@@ -137,33 +150,22 @@ def _end(
 ) -> None:
     emit = _Emitter(graph, markers[bucket.transfers[0]].meta)
     for parcel, buffer in zip(bucket.parcels, begun, strict=True):
-        of_parcel = [markers[i] for i in parcel]
-        for marker, node in zip(of_parcel, _output(emit, bucket, of_parcel, buffer), strict=True):
-            marker.replace_all_uses_with(node)
-
-
-def _output(
-    emit: _Emitter, bucket: Bucket, markers: list[fx.Node], buffer: fx.Node
-) -> list[fx.Node]:
-    metas = [source_of(marker).meta["val"] for marker in markers]
-    done = ops.wait(emit, buffer)
-    if bucket.kind == ALL_GATHER:
-        return ops.gather_output(emit, done, metas, _rows(markers), bucket.world)
-    if bucket.kind == ALL_REDUCE:
-        return ops.all_reduce_output(emit, done, metas, bucket.world)
-    rows = _rows(markers)
-    return ops.reduce_output(emit, done, metas, rows, bucket.group, bucket.world)
-
-
-def _rows(markers: list[fx.Node]) -> list[int]:
-    return [marker.meta["val"].shape[0] for marker in markers]
+        pieces = [piece_of(markers[i]) for i in parcel]
+        nodes = wires.receive(emit, bucket.kind, pieces, buffer, bucket.group, bucket.world)
+        for i, node in zip(parcel, nodes, strict=True):
+            markers[i].replace_all_uses_with(node)
 
 
 def apply_replicate(graph: fx.Graph, markers: Iterable[fx.Node]) -> None:
     """A replicated parameter needs no communication in forward."""
     for marker in markers:
         with graph.inserting_before(marker):
-            copy = _Emitter(graph, marker.meta)(torch.ops.aten.clone.default, source_of(marker))
+            emit, used = _Emitter(graph, marker.meta), marker.meta["val"].dtype
+            source = source_of(marker)
+            if used == source.meta["val"].dtype:
+                copy = emit(torch.ops.aten.clone.default, source)
+            else:
+                copy = emit(wires.convert, source, used)
         marker.replace_all_uses_with(copy)
         graph.erase_node(marker)
 

@@ -26,7 +26,7 @@ from ..plan import Bucket, Plan, ShardedParam
 from ..planner import Limits
 from ..simulate import COMMUNICATION, COMPUTE, Slot, Timeline, simulate
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)

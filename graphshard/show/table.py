@@ -28,7 +28,7 @@ def table(dump: Dump, *, all_buckets: bool = False) -> str:
     Args:
         all_buckets: list them all; else only the first and the last ones of many.
     """
-    parts = [_title(dump), _collectives(dump), _totals(dump), _kept(dump)]
+    parts = [_title(dump), _collectives(dump), _totals(dump), _kept(dump), _reasons(dump)]
     if dump.plan.buckets:
         parts += [_exposed(dump), _buckets(dump, all_buckets)]
     return "\n\n".join(part for part in parts if part)
@@ -78,6 +78,10 @@ def _totals(dump: Dump) -> str:
 def _kept(dump: Dump) -> str:
     names = [name_of(dump.plan.params[i]) for i in dump.plan.kept]
     return f"gathered parameters kept for backward: {', '.join(names)}" if names else ""
+
+
+def _reasons(dump: Dump) -> str:
+    return "\n".join(f"{name_of(dump.plan.params[i])} {why}" for i, why in dump.plan.reasons)
 
 
 def _size(num_bytes: float) -> str:

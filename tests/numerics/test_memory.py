@@ -4,10 +4,11 @@ while a model is sharded. `benchmarks/memory.py` measures, in new processes."""
 from __future__ import annotations
 
 import functools
+import statistics
 
 import pytest
 
-from benchmarks.common import FSDP2, FSDP2_BLOCKS
+from benchmarks.common import FSDP2
 from benchmarks.memory import (
     MB,
     Memory,
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 WORLD = 2
 # So large that what Python modules and the compiler hold, tens of MB more than in a process that
 # only runs FSDP2, does not decide.
-STEP_BYTES, STEP_LINEARS = 280e6, 20
+STEP_BYTES, STEP_LINEARS = 560e6, 20
 
 
 @functools.cache
@@ -35,11 +36,9 @@ def _step(kind: str) -> Memory:
 
 @pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
 def test_a_step_needs_what_fsdp2_needs(compiler: str) -> None:
-    ours, theirs, compiled = map(_step, (kind_name(compiler, True), FSDP2, FSDP2_BLOCKS))
-    assert ours.params > 200 * MB
-    # What importing a compiler holds is in ours, and in theirs only where that compiles too.
-    assert ours.peak <= 1.1 * theirs.peak, (ours, theirs)
-    assert ours.peak <= 1.05 * compiled.peak, (ours, compiled)
+    ours, theirs = _step(kind_name(compiler, True)), _step(FSDP2)
+    assert ours.params > 500 * MB
+    assert ours.peak <= 1.05 * theirs.peak, (ours, theirs)
     # Without what was resident before: the gathered parameters and full gradients of a step.
     assert ours.peak - ours.before <= 1.05 * (theirs.peak - theirs.before), (ours, theirs)
 
@@ -55,8 +54,11 @@ def test_every_step_needs_the_same(compiler: str) -> None:
     for resident in ranks.run_fresh(
         WORLD, resident_by_step, kind_name(compiler, True), 80e6, 20, 8
     ):
-        # A gathered parameter that stays would be 4 MB more in each step.
-        assert max(resident) - min(resident) <= 4 * MB, resident
+        # A gathered parameter that stays would be 4 MB more in each step. What gloo's threads have
+        # not let go of when a step ends is there in some of them.
+        first, second = resident[: len(resident) // 2], resident[len(resident) // 2 :]
+        assert abs(min(second) - min(first)) <= 1 * MB, resident
+        assert statistics.median(second) - min(resident) <= 4 * MB, resident
 
 
 @pytest.mark.parametrize("at_first_call", [False, True])

@@ -38,12 +38,18 @@ class Line:
 
 def gather(param: int, num_bytes: int, due: int, last: int | None = None) -> Transfer:
     last = due if last is None else last
-    return Transfer(param, ALL_GATHER, num_bytes, "float32", "g", WORLD, 0, due, last)
+    shard_bytes = num_bytes // WORLD
+    return Transfer(
+        param, ALL_GATHER, num_bytes, "float32", shard_bytes, False, "g", WORLD, 0, due, last
+    )
 
 
 def reduction(param: int, num_bytes: int, ready: int, num_steps: int) -> Transfer:
-    last = num_steps - 1
-    return Transfer(param, REDUCE_SCATTER, num_bytes, "float32", "g", WORLD, ready, num_steps, last)
+    shard_bytes, last = num_bytes // WORLD, num_steps - 1
+    return Transfer(
+        *(param, REDUCE_SCATTER, num_bytes, "float32", shard_bytes, False, "g", WORLD),
+        *(ready, num_steps, last),
+    )
 
 
 def problem(

@@ -39,6 +39,8 @@ _transfers = st.builds(
     kind=st.sampled_from([ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE]),
     num_bytes=_sizes,
     dtype=st.just("torch.float32"),
+    shard_bytes=_sizes,
+    casts=st.booleans(),
     group=st.text(max_size=5),
     world=st.integers(1, 4096),
     ready=_steps,
@@ -88,7 +90,7 @@ def test_counts_and_bytes_cover_all_buckets(plan: Plan) -> None:
     assert sum(map(plan.num_bytes, kinds)) == sum(b.num_bytes for b in plan.buckets)
 
 
-_TRANSFER = Transfer(0, ALL_GATHER, 168, "torch.float32", "0", 2, 0, 0, 0)
+_TRANSFER = Transfer(0, ALL_GATHER, 168, "torch.float32", 84, False, "0", 2, 0, 0, 0)
 _PROBLEM = Problem(FORWARD, ("mm",), (3.0,), (40,), (_TRANSFER,))
 
 

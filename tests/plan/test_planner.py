@@ -137,7 +137,8 @@ def test_what_the_graph_uses_itself_does_not_wait_for_others() -> None:
 def test_what_is_between_two_does_not_keep_them_from_sharing() -> None:
     """Gradients of replicated parameters are among those of sharded ones."""
     reduced = [reduction(i, 10, i + 1, 8) for i in range(8)]
-    mixed = [dataclasses.replace(t, kind=ALL_REDUCE) if t.param % 2 else t for t in reduced]
+    all_reduced = {"kind": ALL_REDUCE, "shard_bytes": 10}
+    mixed = [dataclasses.replace(t, **all_reduced) if t.param % 2 else t for t in reduced]
     asked = problem([10.0] * 8, mixed)
     buckets = schedule(asked, Line(latency_us=1000.0), Limits())
     _assert_sound(asked, buckets)

@@ -28,7 +28,7 @@ def test_a_dump_survives_json(shown: Dump) -> None:
 
 def test_json_is_for_people_too() -> None:
     raw = json.loads(by_hand().to_json())
-    assert raw["version"] == 2 and raw["compiled"] == "0/0"
+    assert raw["version"] == 3 and raw["compiled"] == "0/0"
     assert raw["hardware"]["name"] == "wire"
     assert raw["limits"] == {"cap": None, "in_flight": None, "peak": None}
     assert raw["plan"]["params"][0]["fqn"] == "up.weight"
@@ -52,9 +52,9 @@ BAD = [
     ("[1, 2]", "is not a plan that graphshard dumped"),
     ('{"traceEvents": []}', "is not a plan that graphshard dumped"),
     (by_hand().plan.to_json(), "is not a plan that graphshard dumped"),
-    (_with(version=7), "dump of version 7: this graphshard reads 2"),
+    (_with(version=7), "dump of version 7: this graphshard reads 3"),
     (_with(plan={"version": 9}), "plan of version 9"),
-    (_with(plan={"version": 2}), "is not a plan that graphshard dumped"),
+    (_with(plan={"version": 3}), "is not a plan that graphshard dumped"),
     (_with(hardware={"version": 9}), "version is 9: must be 2"),
     (_with(limits={"top": 3}), "is not a plan that graphshard dumped"),
 ]

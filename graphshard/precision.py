@@ -1,0 +1,107 @@
+"""Mixed precision with the meaning of FSDP2's ``MixedPrecisionPolicy``: its check, and what is cast at
+the border of a model.
+
+    forward inputs ─► param_dtype ─► model ─► output_dtype
+
+What is cast inside is part of the graphs: parameters before they are gathered, gradients before and
+after they are reduced (``graphshard.ops``). Parameters and their gradients keep their own dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ._torch import run_as_python
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype")
+
+
+def check_policy(name: str, policy: object) -> None:
+    """
+    Raises:
+        ValueError: ``policy`` is none, or asks for what cannot be.
+    """
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise ValueError(
+            f"{name}={policy!r}: must be a torch.distributed.fsdp.MixedPrecisionPolicy"
+        )
+    for field in _FIELDS:
+        dtype = getattr(policy, field)
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(f"{name}.{field}={dtype!r}: must be None or one of {DTYPES}")
+    if not isinstance(policy.cast_forward_inputs, bool):
+        raise ValueError(
+            f"{name}.cast_forward_inputs={policy.cast_forward_inputs!r}: must be True or False"
+        )
+
+
+def _input_dtype(policy: MixedPrecisionPolicy) -> torch.dtype | None:
+    """What floating-point inputs of a model are cast to, if they are."""
+    return policy.param_dtype if policy.cast_forward_inputs else None
+
+
+def cast_at_border(root: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    """Cast what goes into every forward of ``root``, and what comes out."""
+    if _input_dtype(policy) is not None:
+        hook = functools.partial(_before_forward, policy)
+        root.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    if policy.output_dtype is not None:
+        root.register_forward_hook(functools.partial(_cast_output, policy.output_dtype))
+
+
+def has_border(policy: MixedPrecisionPolicy) -> bool:
+    """Whether anything is cast there."""
+    return _input_dtype(policy) is not None or policy.output_dtype is not None
+
+
+def needs_border(inputs: Any, policy: MixedPrecisionPolicy) -> bool:
+    """Whether a forward with these inputs differs without it, as far as one can tell before."""
+    dtype = _input_dtype(policy)
+    if dtype is None:
+        return policy.output_dtype is not None
+    floating = [v for v in tree_leaves(inputs) if _is_floating(v)]
+    return policy.output_dtype is not None or any(v.dtype != dtype for v in floating)
+
+
+def _before_forward(policy: MixedPrecisionPolicy, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return cast_inputs(policy, args, kwargs)
+
+
+def cast_inputs(policy: MixedPrecisionPolicy, args: Any, kwargs: Any) -> Any:
+    dtype = _input_dtype(policy)
+    return (args, kwargs) if dtype is None else _cast_floating((args, kwargs), dtype)
+
+
+def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    return _cast_floating(output, dtype)
+
+
+def _cast_floating(values: Any, dtype: torch.dtype) -> Any:
+    """A tree with its floating-point tensors cast."""
+    if torch.compiler.is_compiling():
+        return tree_map(functools.partial(_cast, dtype), values)
+    return _cast_eagerly(values, dtype)
+
+
+@torch.compiler.disable
+def _cast_eagerly(values: Any, dtype: torch.dtype) -> Any:
+    return tree_map(functools.partial(_cast, dtype), values)
+
+
+def _cast(dtype: torch.dtype, value: Any) -> Any:
+    return value.to(dtype) if _is_floating(value) else value
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+for _hook in (_before_forward, cast_inputs, _cast_output, _cast_floating):
+    run_as_python(_hook)  # not a graph of its own where a module is called from Python

@@ -1,0 +1,114 @@
+"""Casts move in front of gathers and into reductions where nothing else changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from graphshard import ops
+from graphshard.passes.casts import cast_early
+from graphshard.plan import ALL_GATHER, BACKWARD, FORWARD, REASON, REDUCE_SCATTER
+from tests.graph.builder import Builder, add, count, lowered, mul, targets
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+convert = torch.ops.prims.convert_element_type.default
+to_copy = torch.ops.aten._to_copy.default
+
+
+def _cast(build: Builder, node: fx.Node, dtype: torch.dtype, op: Any = convert) -> fx.Node:
+    return build.call(op, node, dtype) if op is convert else build.call(op, node, dtype=dtype)
+
+
+@pytest.mark.parametrize("op", [convert, to_copy])
+def test_a_parameter_travels_as_it_is_used(group: str, op: Any) -> None:
+    build = Builder(group)
+    full = build.unshard(build.primal(2, 3), 13)
+    gm = build.module(build.call(mul, *(_cast(build, full, BF16, op) for _ in range(2))))
+    cast_early(gm)
+    gm.graph.lint()
+    (marker,) = (node for node in gm.graph.nodes if node.target is ops.unshard)
+    assert marker.args[-2:] == (BF16, None) and marker.meta["val"].dtype == BF16
+    assert count(gm.graph, op) == 0
+    plan = lowered(gm, FORWARD)
+    (transfer,) = plan.problem.transfers
+    assert (transfer.dtype, transfer.num_bytes) == ("torch.bfloat16", 16 * 3 * 2)
+    assert (transfer.casts, transfer.shard_bytes) == (True, 2 * 3 * 4)
+    assert plan.params[0].dtype == "torch.float32"
+
+
+def test_a_replicated_parameter_is_cast_once(group: str) -> None:
+    build = Builder(group)
+    gm = build.module(_cast(build, build.replicate(build.primal()), BF16))
+    cast_early(gm)
+    lowered(gm, FORWARD)
+    assert targets(gm.graph) == [convert]
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "reason"),
+    [
+        ((BF16, None), "used as torch.bfloat16 and torch.float32"),
+        ((BF16, FP16), "used as torch.bfloat16 and torch.float16"),
+        ((FP64, FP64), None),
+        ((FP32, FP32), None),
+        ((torch.int32, None), None),
+    ],
+)
+def test_a_parameter_travels_as_it_is(
+    group: str, dtypes: tuple[torch.dtype | None, ...], reason: str | None
+) -> None:
+    build = Builder(group)
+    full = build.unshard(build.primal(2, 3), 13)
+    uses = [build.call(mul, full, 2.0) if d is None else _cast(build, full, d) for d in dtypes]
+    gm = build.module(*uses)
+    cast_early(gm)
+    (marker,) = (node for node in gm.graph.nodes if node.target is ops.unshard)
+    assert marker.meta["val"].dtype == FP32 and marker.args[-2:] == (None, None)
+    assert reason is None or reason in marker.meta[REASON]
+    plan = lowered(gm, FORWARD)
+    assert [why for _, why in plan.reasons] == ([] if reason is None else [marker.meta[REASON]])
+
+
+@pytest.mark.parametrize(("asked", "reduced"), [(None, FP32), (BF16, BF16), (FP32, FP32)])
+def test_an_upcast_of_a_gradient_is_made_where_it_is_packed(
+    group: str, asked: torch.dtype | None, reduced: torch.dtype
+) -> None:
+    build = Builder(group)
+    narrow = _cast(build, build.tangent(13, 3), BF16)
+    wide = _cast(build, narrow, FP32)
+    gm = build.module(build.call(ops.reduce_grad, wide, 2, group, asked, FP32))
+    cast_early(gm)
+    (marker,) = (node for node in gm.graph.nodes if node.target is ops.reduce_grad)
+    assert marker.args == (narrow, 2, group, reduced, FP32)
+    assert count(gm.graph, convert) == 1
+    plan = lowered(gm, BACKWARD)
+    (transfer,) = plan.problem.transfers
+    assert (transfer.kind, transfer.dtype) == (REDUCE_SCATTER, str(reduced))
+    assert transfer.casts == (reduced is FP32)
+
+
+def test_a_rounded_or_shared_gradient_stays_so(group: str) -> None:
+    """Rounding is not exact, and a sum of gradients is not one of them."""
+    build = Builder(group)
+    grad = build.tangent(13, 3)
+    rounded = build.call(ops.reduce_grad, _cast(build, grad, BF16), 2, group, None, BF16)
+    total = build.call(add, _cast(build, _cast(build, grad, BF16), FP32), grad)
+    summed = build.call(ops.reduce_grad, total, 2, group, None, FP32)
+    gm = build.module(rounded, summed)
+    before = str(gm.graph)
+    cast_early(gm)
+    assert str(gm.graph) == before
+
+
+@pytest.mark.parametrize("rows", [16, 13])
+def test_a_bucket_is_cast_padded_and_packed_at_once(group: str, rows: int) -> None:
+    build = Builder(group)
+    grads = [_cast(build, build.tangent(rows, 3), BF16) for _ in range(3)]
+    gm = build.module(*(build.call(ops.reduce_grad, g, 2, group, FP32, FP32) for g in grads))
+    plan = lowered(gm, BACKWARD)
+    assert plan.count(REDUCE_SCATTER) == 1 and plan.count(ALL_GATHER) == 0
+    assert count(gm.graph, torch.ops.graphshard.copy_in.default) == 1
+    assert count(gm.graph, convert) == 3  # of this test
