@@ -19,9 +19,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ._torch import BackendError, compiled_call, parameters_of, run_as_python
+from ._torch import BackendError, parameters_of, run_as_python
 from .eager import full_parameters
 from .link import Layout, Link, Model, adopt, leaf_name, leaf_of, link_of, model_of
+from .stack import compiled_call
 
 
 class ShardedModule:

@@ -29,11 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ._torch import (
     BackendError,
-    CompiledCall,
     Trace,
-    compiled_call,
-    compiled_module,
-    forward_arguments,
     on_compile_start,
     run_as_python,
     source_name,
@@ -49,6 +45,7 @@ from .schedule import SchedulePolicy
 from .sharding import shard_module
 from .show.files import Files
 from .show.table import summary
+from .stack import CompiledCall, compiled_call, compiled_module, forward_arguments
 
 
 class Backend:

@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ._torch import RESUMED, frames, is_dynamo_entry, is_recomputation, module_of_method
+from ._torch import RESUMED
 from .link import Link, Model, leaf_of, link_of, model_of
 from .ops import used_dtype
+from .stack import frames, is_dynamo_entry, is_recomputation, module_of_method
 
 _CALL = "_wrapped_call_impl"
 _FORWARD = ("forward", "_call_impl", _CALL)

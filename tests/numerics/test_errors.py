@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -335,10 +335,6 @@ BAD_OPTIONS: list[tuple[str, Any]] = [
     ("reshard_after_forward", 2),
     ("reshard_after_forward", "yes"),
     ("reshard_after_forward", None),
-    ("mp_policy", MixedPrecisionPolicy(param_dtype=torch.float8_e4m3fn)),
-    ("mp_policy", MixedPrecisionPolicy(reduce_dtype=torch.int32)),
-    ("mp_policy", MixedPrecisionPolicy(output_dtype="bfloat16")),
-    ("mp_policy", MixedPrecisionPolicy(cast_forward_inputs=None)),
     ("mp_policy", torch.bfloat16),
     ("offload_policy", CPUOffloadPolicy()),
     ("offload_policy", True),
@@ -347,10 +343,6 @@ BAD_OPTIONS: list[tuple[str, Any]] = [
     ("ignored_params", nn.Parameter(torch.zeros(3))),
     ("ignored_params", 3),
     ("overrides", {"*.norm": {"shard": False}}),
-    ("overrides", {"up.weight": {"mp_policy": "bf16"}}),
-    ("overrides", {"up.weight": {"reshard_after_forward": 2}}),
-    ("overrides", {"up.weight": False}),
-    ("overrides", ["up.weight"]),
     ("fp8", True),
     ("schedule", "fast"),
     ("compiler", "nvcc"),

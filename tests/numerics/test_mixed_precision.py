@@ -330,3 +330,21 @@ def _overflow() -> tuple[Tensor, Tensor, Tensor, float]:
         optimizer.zero_grad()
         states.append(whole(model.up.weight))
     return states[0], states[1], states[3], scaler.get_scale()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("mp_policy", MixedPrecisionPolicy(param_dtype=torch.float8_e4m3fn)),
+        ("mp_policy", MixedPrecisionPolicy(reduce_dtype=torch.int32)),
+        ("mp_policy", MixedPrecisionPolicy(output_dtype="bfloat16")),  # type: ignore[arg-type]
+        ("mp_policy", MixedPrecisionPolicy(cast_forward_inputs=None)),  # type: ignore[arg-type]
+        ("overrides", {"up.weight": {"mp_policy": "bf16"}}),
+        ("overrides", {"up.weight": {"reshard_after_forward": 2}}),
+        ("overrides", {"up.weight": False}),
+        ("overrides", ["up.weight"]),
+    ],
+)
+def test_a_policy_that_cannot_hold(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        graphshard.backend(**{name: value})
