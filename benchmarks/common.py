@@ -19,29 +19,41 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
 Build = Callable[[Any, DeviceMesh], Any]
 """``build(model, mesh)``: what is called in the model's place. The model has ``blocks``."""
 
 PLAIN, FSDP2, FSDP2_BLOCKS = "torch.compile", "FSDP2, eager", "FSDP2, compiled blocks"
-GRAPHSHARD = "graphshard"
+DDP, GRAPHSHARD = "DDP", "graphshard"
 
 
 def plain(model: Any, mesh: DeviceMesh) -> Any:
     return torch.compile(model)
 
 
-def fsdp2(model: Any, mesh: DeviceMesh) -> Any:
+def fsdp2(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
 
 
-def fsdp2_compiled_blocks(model: Any, mesh: DeviceMesh) -> Any:
+def fsdp2_compiled_blocks(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
     for block in model.blocks:
         block.compile()
-    return fsdp2(model, mesh)
+    return fsdp2(model, mesh, **options)
+
+
+def asynchronous(model: Any, mesh: DeviceMesh, *, build: Callable[..., Any], **options: Any) -> Any:
+    """A form of FSDP2 that does not wait for every gather at once where that is its default."""
+    model = build(model, mesh, **options)
+    model._set_unshard_async_op(True)
+    return model
+
+
+def ddp(model: Any, mesh: DeviceMesh) -> Any:
+    return DistributedDataParallel(model, process_group=mesh.get_group())
 
 
 def one_line(model: Any, mesh: DeviceMesh, **options: Any) -> Any:

@@ -20,7 +20,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks.common import (
+    DDP,
     FSDP2,
     FSDP2_BLOCKS,
     GRAPHSHARD,
     Build,
+    asynchronous,
     chart,
     count,
+    ddp,
     fsdp2,
     fsdp2_compiled_blocks,
     heading,
@@ -52,14 +55,14 @@ from benchmarks.models import GPT, parameter_bytes
 from graphshard.hardware import HARDWARE, Hardware
 from tests import ranks, recording
 
-DDP = "DDP"
 VOCAB, HEAD_DIM = 256, 64
 MMAP_ENV = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # see benchmarks.memory
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank is told; ``wire`` is seconds and bytes/s, ``hardware`` the planner's."""
+    """What every rank is told; ``wire`` is seconds and bytes/s, ``hardware`` the planner's, ``mixed``
+    says whether parameters are gathered in bfloat16, in all ways but DDP and one of ours."""
 
     dim: int
     layers: int
@@ -69,6 +72,15 @@ class Job:
     warm_up: int
     wire: tuple[float, float] | None
     hardware: str
+    mixed: bool
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        return (
+            MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            if self.mixed
+            else MixedPrecisionPolicy()
+        )
 
     def model(self) -> GPT:
         torch.manual_seed(0)
@@ -113,25 +125,26 @@ class Sent:
 # --- on a rank -----------------------------------------------------------------------------------
 
 
-def _ddp(model: Any, mesh: DeviceMesh) -> Any:
-    return DistributedDataParallel(model, process_group=mesh.get_group())
-
-
-def _async(build: Build, model: Any, mesh: DeviceMesh) -> Any:
-    model = build(model, mesh)
-    model._set_unshard_async_op(True)
-    return model
-
-
-def ways(device_type: str) -> dict[str, Build]:
-    """All but ours."""
-    found: dict[str, Build] = {DDP: _ddp, FSDP2: fsdp2}
+def ways(job: Job, device_type: str) -> dict[str, Build]:
+    """All there are, ours last."""
+    forms: dict[str, Callable[..., Any]] = {FSDP2: fsdp2}
     if device_type == "cuda":
-        return found | {FSDP2_BLOCKS: fsdp2_compiled_blocks}
-    return found | {
-        f"{FSDP2}, async": functools.partial(_async, fsdp2),
-        f"{FSDP2_BLOCKS}, async": functools.partial(_async, fsdp2_compiled_blocks),
-    }
+        forms[FSDP2_BLOCKS] = fsdp2_compiled_blocks
+    else:
+        forms[f"{FSDP2}, async"] = functools.partial(asynchronous, build=fsdp2)
+        forms[f"{FSDP2_BLOCKS}, async"] = functools.partial(
+            asynchronous, build=fsdp2_compiled_blocks
+        )
+    found: dict[str, Build] = {DDP: ddp}
+    for name, form in forms.items():
+        found[name] = functools.partial(form, mp_policy=job.mp_policy)
+    if job.mixed:
+        found[f"{GRAPHSHARD}, float32"] = functools.partial(_ours, job, MixedPrecisionPolicy())
+    return {**found, GRAPHSHARD: functools.partial(_ours, job, job.mp_policy)}
+
+
+def _ours(job: Job, policy: MixedPrecisionPolicy, model: Any, mesh: DeviceMesh) -> Any:
+    return torch.compile(model, backend=_backend(job, policy, mesh))
 
 
 class _Training:
@@ -157,8 +170,9 @@ class _Training:
 def measure(job: Job, device_type: str) -> dict[str, Result]:
     """By way to train, ours last."""
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-    backend = _backend(job, mesh)
-    builds = {**ways(device_type), GRAPHSHARD: _compiled(backend)}
+    backend = _backend(job, job.mp_policy, mesh)
+    builds = ways(job, device_type)
+    builds[GRAPHSHARD] = lambda model, _: torch.compile(model, backend=backend)
     trainings = {name: _Training(job, build, mesh) for name, build in builds.items()}
     first_s = {name: training.step() for name, training in trainings.items()}
     alone_s: dict[str, list[float]] = {name: [] for name in trainings}
@@ -205,9 +219,7 @@ def _peak(training: _Training) -> int:
 
 def alone(job: Job, name: str) -> Sent:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    # Imported only here, so that a rank that trains another way holds no more than that needs.
-    build = ways("cpu").get(name) or _compiled(_backend(job, mesh))
-    training = _Training(job, build, mesh)
+    training = _Training(job, ways(job, "cpu")[name], mesh)
     training.step()
     training.step()
     recording.clear()
@@ -217,15 +229,12 @@ def alone(job: Job, name: str) -> Sent:
     return Sent(peak, len(sent), num_bytes, recording.max_in_flight())
 
 
-def _backend(job: Job, mesh: DeviceMesh) -> Any:
+def _backend(job: Job, policy: MixedPrecisionPolicy, mesh: DeviceMesh) -> Any:
+    # Imported only here, so that a rank that trains another way holds no more than that needs.
     import graphshard
 
-    policy = graphshard.SchedulePolicy(overlap=True, hardware=job.hardware)
-    return graphshard.backend(mesh, schedule=policy)
-
-
-def _compiled(backend: Any) -> Build:
-    return lambda model, _: torch.compile(model, backend=backend)
+    schedule = graphshard.SchedulePolicy(hardware=job.hardware)
+    return graphshard.backend(mesh, schedule=schedule, mp_policy=policy)
 
 
 # --- where it runs -------------------------------------------------------------------------------
@@ -255,15 +264,16 @@ def on_this_machine(
 def report(job: Job, found: dict[str, Result], sent: dict[str, Sent], where: str) -> list[str]:
     """Paragraphs of Markdown."""
     halves = {name: median(result.steps_s) for name, result in found.items()}
-    peers = {name: half for name, half in halves.items() if name != GRAPHSHARD}
+    peers = {name: half for name, half in halves.items() if GRAPHSHARD not in name}
     forms = {name: half for name, half in peers.items() if name != DDP}
     best, form = min(peers, key=peers.__getitem__), min(forms, key=forms.__getitem__)
     ours = found[GRAPHSHARD]
     lines = [_row(job, name, halves[best], it, sent.get(name)) for name, it in found.items()]
     size = parameter_bytes(job.model()) / 4e6
+    dtypes = "bfloat16 reduced in float32 (DDP in float32)" if job.mixed else "float32"
     work = (
         f"GPT of {job.layers} layers, d={job.dim}, {size:.1f} M parameters; {job.rows} × "
-        f"{job.context} tokens on each rank, fp32, SGD; {job.steps} steps; {where}. Ratio: of "
+        f"{job.context} tokens on each rank, {dtypes}, SGD; {job.steps} steps; {where}. Ratio: of "
         "medians, to the best other way. Exposed: what the modelled wire adds to a step. First "
         "step: it compiles. Peak: resident, of a rank that does nothing else, or on a GPU what a "
         "step adds."
@@ -277,17 +287,8 @@ def report(job: Job, found: dict[str, Result], sent: dict[str, Sent], where: str
 
 
 HEADERS = (
-    "training step",
-    "tokens/s",
-    "median ms",
-    "quartiles",
-    "ratio",
-    "exposed ms",
-    "peak MB",
-    "collectives",
-    "in flight",
-    "MB sent",
-    "first step s",
+    *("training step", "tokens/s", "median ms", "quartiles", "ratio", "exposed ms", "peak MB"),
+    *("collectives", "in flight", "MB sent", "first step s"),
 )
 
 
@@ -339,7 +340,7 @@ def main() -> None:
     elif "RANK" in os.environ:
         if args.wire:
             sys.exit("--wire: only without torchrun, which joins ranks that have real links")
-        _under_torchrun(Job(*sizes, None, hardware), args)
+        _under_torchrun(Job(*sizes, None, hardware, args.mixed), args)
     else:
         with tempfile.TemporaryDirectory() as folder:
             if args.wire:
@@ -348,7 +349,7 @@ def main() -> None:
                 path = Path(folder, "wire.json")
                 path.write_text(linked.to_json())
                 hardware = str(path)
-            job = Job(*sizes, args.wire, hardware)
+            job = Job(*sizes, args.wire, hardware, args.mixed)
             found, sent = on_this_machine(job, args.ranks, args.sent)
         where = f"{args.ranks} gloo ranks"
         if args.wire:
@@ -384,6 +385,7 @@ def _arguments() -> argparse.Namespace:
     links.add_argument("--wire", type=wire_of, metavar="ALPHA_MS,GB_PER_S", help="a modelled wire")
     links.add_argument("--link-gbit", type=positive, help="Gb/s between two network namespaces")
     options.add_argument("--calibrated", type=Path, help="what `graphshard calibrate` wrote here")
+    options.add_argument("--mixed", action="store_true", help="gather parameters in bfloat16")
     options.add_argument("--brief", dest="sent", action="store_false", help="no memory, no counts")
     results = Path("benchmarks/results/compare.md")
     options.add_argument("--out", type=Path, default=results, help="default: %(default)s")
