@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.eval_frame import OptimizedModule, innermost_backend, skip_code
+from torch._dynamo.eval_frame import innermost_backend, skip_code
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -32,6 +32,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _apply_to_tensors as apply_to_tensors
 from torch.fx.experimental import symbolic_shapes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -41,8 +42,8 @@ from .sockets import shut_down
 __all__ = [
     "CustomGraphPass",
     "CustomPartitionerFn",
-    "OptimizedModule",
     "aot_autograd",
+    "apply_to_tensors",
     "cache_dir",
     "compile_fx",
     "get_hash_for_files",

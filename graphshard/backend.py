@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ._torch import (
@@ -40,12 +38,12 @@ from .handoff import Compiling, PlanRecord, compile_graph
 from .link import LINK, Link, in_sync, link_of, model_of
 from .plan import Plan
 from .policy import Options, default_mesh
-from .precision import cast_inputs, has_border, needs_border
+from .precision import cast_inputs, has_border
 from .schedule import SchedulePolicy
 from .sharding import shard_module
 from .show.files import Files
 from .show.table import summary
-from .stack import CompiledCall, compiled_call, compiled_module, forward_arguments
+from .stack import CompiledCall, compiled_call, is_called, module_to_compile
 
 
 class Backend:
@@ -56,10 +54,6 @@ class Backend:
         self._records: list[PlanRecord] = []
         self._decisions = Decisions()
         on_compile_start(_before_trace)
-        self._first_forward: RemovableHandle | None = None
-        if has_border(options.mp_policy):
-            hook = functools.partial(_before_forward, weakref.ref(self))
-            self._first_forward = register_module_forward_pre_hook(hook)
 
     def __call__(
         self,
@@ -106,52 +100,40 @@ class Backend:
         record.write_cached()
         return logged(compiled, record.plans())
 
+    @property
+    def __name__(self) -> str:
+        """Read by ``torch.compile`` while it is given a module: the only moment before the module's
+        first forward, whose inputs its hooks have to cast, at which the two meet."""
+        if (root := module_to_compile()) is not None and has_border(self.options.mp_policy):
+            hook = _FirstForward(self)
+            hook.handle = root.register_forward_pre_hook(hook, with_kwargs=True)
+        return "graphshard"
+
     def shard_compiled(self, root: nn.Module, *, in_use: bool) -> None:
-        """Shard a module that ``torch.compile`` was given, before Dynamo traces its first frame.
+        """Shard a module that ``torch.compile`` was given, before Dynamo traces its first frame."""
+        if self.is_plain(root):
+            self._shard(root, in_use)
 
-        Raises:
-            BackendError: its forward has begun, and the hooks that cast at its border come too late.
-        """
-        if not self._plain(root):
-            return
-        begun, policy = forward_arguments(root), self.options.mp_policy
-        if begun and needs_border(begun, policy):
-            raise BackendError(
-                f"mp_policy={policy}: the first forward of {type(root).__name__} has begun with "
-                "other inputs: give each model a graphshard.backend() of its own, or call "
-                "graphshard.shard(model, ...) before"
-            )
-        self._shard(root, in_use)
-
-    @torch.compiler.disable
-    def before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        """Shard the module that is compiled by this backend, before its own forward begins; or at its
-        begin (``model.compile()``), and then cast the inputs, for which its hooks come too late."""
-        root, given = compiled_module(module)
-        begun = None
-        if root is None:
-            call, begun = compiled_call(), forward_arguments(module)
-            root, given = call.module, call.backend
-            if root is not module or not begun:
-                return None
-        if given is not self or not self._plain(root):
-            return None
-        self._shard(root, in_use=False)
-        if begun:
-            _, kwargs = begun
-            args, cast = cast_inputs(self.options.mp_policy, args, kwargs)
-            kwargs.update(cast)  # a hook of all modules can only replace ``args``
-        return args
-
-    def _plain(self, root: nn.Module) -> list[nn.Parameter]:
+    def is_plain(self, root: nn.Module) -> list[nn.Parameter]:
         plain = [p for p in root.parameters() if _is_plain_parameter(p)]
         return [p for p in plain if p not in self.options.ignored_params]
 
     def _shard(self, root: nn.Module, in_use: bool) -> None:
-        if self._first_forward is not None:
-            self._first_forward.remove()
-            self._first_forward = None
-        mesh = self.options.mesh or default_mesh(self._plain(root)[0].device.type)
+        """
+        Raises:
+            BackendError: its forward has begun, and the hooks that cast at its border come too late.
+        """
+        policy = self.options.mp_policy
+        if has_border(policy) and (in_use or is_called(root)):
+            raise BackendError(
+                f"mp_policy={policy}: the first forward of {type(root).__name__} has begun before its "
+                "inputs were cast: compile the module itself by torch.compile(model, ...), or call "
+                "graphshard.shard(model, ...) before"
+            )
+        self.shard_now(root, in_use)
+
+    def shard_now(self, root: nn.Module, in_use: bool = False) -> None:
+        mesh = self.options.mesh or default_mesh(self.is_plain(root)[0].device.type)
         shard_module(root, mesh, self.options, in_use=in_use, allow_meta=False)
 
     @property
@@ -199,13 +181,34 @@ class Backend:
         return synced
 
 
-def _before_forward(backend: weakref.ref[Backend], module: nn.Module, args: Any) -> Any:
-    """A hook of all modules, until the backend has met the one that it is to compile."""
-    found = None if torch.compiler.is_compiling() else backend()
-    return found.before_forward(module, args) if found is not None else None
+class _FirstForward:
+    """A hook of a module that is compiled: shards it before its first forward begins, and casts what
+    goes into that one, for which the hooks that sharding adds come too late."""
+
+    handle: RemovableHandle
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _FirstForward:
+        return self
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return None if torch.compiler.is_compiling() else self._run(module, args, kwargs)
+
+    @torch.compiler.disable
+    def _run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        call = compiled_call()
+        if call.module is not module or call.backend is not self._backend:
+            return None  # a call of the plain module
+        self.handle.remove()
+        if not self._backend.is_plain(module):
+            return None
+        self._backend.shard_now(module)
+        return cast_inputs(self._backend.options.mp_policy, args, kwargs)
 
 
-run_as_python(_before_forward)
+run_as_python(_FirstForward.__call__)
 
 
 def _note_breaks(trace: Trace, links: Sequence[Link | None], call: CompiledCall) -> None:

@@ -62,6 +62,13 @@ def used_dtype(param: torch.Tensor, dtype: _Dtype) -> torch.dtype:
     return dtype if dtype is not None and param.is_floating_point() else param.dtype
 
 
+def sent_dtype(grad: torch.Tensor, kind: str, reduce_dtype: _Dtype) -> torch.dtype:
+    """The dtype in which a gradient is reduced."""
+    dtype = used_dtype(grad, reduce_dtype)
+    # Some backends can only add all-reduced values up, and float16 overflows early.
+    return torch.float32 if kind == ALL_REDUCE and dtype == torch.float16 else dtype
+
+
 def _run(kind: str, piece: Piece, group: str) -> torch.Tensor:
     world = process_group(group).size()
     (buffer,) = wires.send(run, kind, [[piece]], group, world)
@@ -90,7 +97,8 @@ def _unshard(
 def _reduce_grad(
     grad: torch.Tensor, rows: int, group: str, reduce_dtype: _Dtype, result: _Dtype
 ) -> torch.Tensor:
-    piece = Piece(grad, rows, reduce_dtype or grad.dtype, result or grad.dtype)
+    dtype = sent_dtype(grad, REDUCE_SCATTER, reduce_dtype)
+    piece = Piece(grad, rows, dtype, result or grad.dtype)
     return _run(REDUCE_SCATTER, piece, group)
 
 
@@ -105,7 +113,8 @@ def _replicate(
 def _all_reduce_grad(
     grad: torch.Tensor, group: str, reduce_dtype: _Dtype, result: _Dtype
 ) -> torch.Tensor:
-    piece = Piece(grad, 0, reduce_dtype or grad.dtype, result or grad.dtype)
+    dtype = sent_dtype(grad, ALL_REDUCE, reduce_dtype)
+    piece = Piece(grad, 0, dtype, result or grad.dtype)
     return _run(ALL_REDUCE, piece, group)
 
 

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._pytree import tree_leaves, tree_map
 
-from ._torch import run_as_python
+from ._torch import apply_to_tensors, run_as_python
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _FIELDS = ("param_dtype", "reduce_dtype", "output_dtype")
@@ -51,7 +50,8 @@ def cast_at_border(root: nn.Module, policy: MixedPrecisionPolicy) -> None:
     """Cast what goes into every forward of ``root``, and what comes out."""
     if _input_dtype(policy) is not None:
         hook = functools.partial(_before_forward, policy)
-        root.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        # Behind the user's hooks: Dynamo of torch 2.11 cannot trace one that was prepended.
+        root.register_forward_pre_hook(hook, with_kwargs=True)
     if policy.output_dtype is not None:
         root.register_forward_hook(functools.partial(_cast_output, policy.output_dtype))
 
@@ -59,15 +59,6 @@ def cast_at_border(root: nn.Module, policy: MixedPrecisionPolicy) -> None:
 def has_border(policy: MixedPrecisionPolicy) -> bool:
     """Whether anything is cast there."""
     return _input_dtype(policy) is not None or policy.output_dtype is not None
-
-
-def needs_border(inputs: Any, policy: MixedPrecisionPolicy) -> bool:
-    """Whether a forward with these inputs differs without it, as far as one can tell before."""
-    dtype = _input_dtype(policy)
-    if dtype is None:
-        return policy.output_dtype is not None
-    floating = [v for v in tree_leaves(inputs) if _is_floating(v)]
-    return policy.output_dtype is not None or any(v.dtype != dtype for v in floating)
 
 
 def _before_forward(policy: MixedPrecisionPolicy, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -84,23 +75,19 @@ def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) 
 
 
 def _cast_floating(values: Any, dtype: torch.dtype) -> Any:
-    """A tree with its floating-point tensors cast."""
+    """Containers and dataclasses with their floating-point tensors cast."""
     if torch.compiler.is_compiling():
-        return tree_map(functools.partial(_cast, dtype), values)
+        return apply_to_tensors(functools.partial(_cast, dtype), values)
     return _cast_eagerly(values, dtype)
 
 
 @torch.compiler.disable
 def _cast_eagerly(values: Any, dtype: torch.dtype) -> Any:
-    return tree_map(functools.partial(_cast, dtype), values)
+    return apply_to_tensors(functools.partial(_cast, dtype), values)
 
 
-def _cast(dtype: torch.dtype, value: Any) -> Any:
-    return value.to(dtype) if _is_floating(value) else value
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+def _cast(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
+    return value.to(dtype) if value.is_floating_point() else value
 
 
 for _hook in (_before_forward, cast_inputs, _cast_output, _cast_floating):

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ._torch import OptimizedModule, innermost_backend
+from ._torch import innermost_backend
 
 
 def frames() -> Iterator[Any]:
@@ -63,24 +63,21 @@ def compiled_call() -> CompiledCall:
     return CompiledCall(module, running, getattr(given, "compiler_fn", given), options)
 
 
-def compiled_module(module: nn.Module) -> tuple[nn.Module | None, Any]:
-    """What ``torch.compile`` made ``module`` of, and the backend that it was given (eval_frame.py)."""
-    if not isinstance(module, OptimizedModule):
-        return None, None
-    callback: Any = module.dynamo_ctx.callback
-    given = innermost_backend(callback)
-    return module._orig_mod, getattr(given, "compiler_fn", given)
-
-
-def forward_arguments(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments of the call of ``module`` that Python is in, whose hooks run before Dynamo takes
-    over (eval_frame.py, OptimizedModule); None where Dynamo will trace the call itself."""
+def module_to_compile() -> nn.Module | None:
+    """The module that the call of ``torch.compile`` that is under way was given, or whose
+    ``compile()`` calls it (torch/__init__.py, torch/nn/modules/module.py)."""
     for frame in frames():
-        if is_dynamo_entry(frame):
-            return None
-        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
-            return frame.f_locals["args"], frame.f_locals["kwargs"]
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == ("torch", "compile"):
+            given = frame.f_locals.get("model")
+            given = getattr(given, "__self__", given)
+            return given if isinstance(given, nn.Module) else None
     return None
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether Python, and not Dynamo in a trace, is in a call of ``module``."""
+    calls = (frame for frame in frames() if frame.f_code.co_name == "_call_impl")
+    return any(module_of_method(frame) is module for frame in calls)
 
 
 _MODULE_CALL = ("__call__", "_call_impl", "_wrapped_call_impl")

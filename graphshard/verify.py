@@ -72,8 +72,9 @@ def _planned(plan: Plan) -> list[Event]:
 
 def _collectives(plan: Plan, bucket: Bucket) -> list[int]:
     """Bytes of each of the bucket's collectives: exchanges cannot be coalesced."""
-    if bucket.kind == REDUCE_SCATTER and wires.exchanges(bucket.group):
-        transfers = plan.problem.transfers
+    transfers = plan.problem.transfers
+    dtype = getattr(torch, transfers[bucket.transfers[0]].dtype.removeprefix("torch."))
+    if bucket.kind == REDUCE_SCATTER and wires.exchanges(bucket.group, dtype):
         return [sum(transfers[i].num_bytes for i in parcel) for parcel in bucket.parcels]
     return [bucket.num_bytes]
 

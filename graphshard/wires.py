@@ -27,7 +27,8 @@ from .plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 _lib = torch.library.Library("graphshard", "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
 _lib.define(
-    "copy_in(Tensor[] tensors, int[] rows, int[] counts, int world, str[] dtypes) -> Tensor[]",
+    "copy_in(Tensor[] tensors, int[] rows, str[] dtypes, int[] counts, str[] wires, int world)"
+    " -> Tensor[]",
     tags=_tags,
 )
 _lib.define("unpack(Tensor flat, int[] sizes, int world) -> Tensor[]", tags=_tags)
@@ -80,21 +81,22 @@ def _value(of: Any) -> torch.Tensor:
     return of.meta["val"] if isinstance(of, fx.Node) else of
 
 
-def wire_dtype(parcel: Parcel) -> torch.dtype:
-    """What a parcel's buffer holds: bytes where dtypes differ, or no backend takes them."""
-    return _wire_dtype({piece.dtype for piece in parcel})
+def wire_dtype(kind: str, parcel: Parcel) -> torch.dtype:
+    """What a parcel's buffer holds: bytes, of what is gathered, where dtypes differ or no backend
+    takes them. What a reduction adds up has one dtype."""
+    dtypes = {piece.dtype for piece in parcel}
+    as_bytes = kind == ALL_GATHER and (len(dtypes) > 1 or not dtypes <= ON_THE_WIRE)
+    return torch.uint8 if as_bytes else parcel[0].dtype
 
 
-def _wire_dtype(dtypes: set[torch.dtype]) -> torch.dtype:
-    return next(iter(dtypes)) if len(dtypes) == 1 and dtypes <= ON_THE_WIRE else torch.uint8
-
-
-def exchanges(group: str) -> bool:
+def exchanges(group: str, dtype: torch.dtype) -> bool:
     """Whether ranks reduce to shards by an exchange of them, each averaging what it receives.
 
     gloo itself does an all-reduce of a copy (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp), which
-    sends twice as much and took 52 ms beside 20 for 40 MB on two ranks.
+    sends twice as much and took 52 ms beside 20 for 40 MB on two ranks. It exchanges no complex numbers.
     """
+    if dtype.is_complex:
+        return False
     backends = dist.get_backend_config(process_group(group)).split(",")
     return all(backend.endswith(":gloo") for backend in backends)
 
@@ -109,9 +111,10 @@ def send(call: Call, kind: str, parcels: Sequence[Parcel], group: str, world: in
             copy_in,
             [piece.source for piece in pieces],
             [_own_rows(kind, piece) for piece in pieces],
+            [_name(piece.dtype) for piece in pieces],
             [len(parcels[i]) for i in copied],
+            [_name(wire_dtype(kind, parcels[i])) for i in copied],
             world if kind == REDUCE_SCATTER else 1,
-            [str(piece.dtype).removeprefix("torch.") for piece in pieces],
         )
         buffers |= {i: call(operator.getitem, made, k) for k, i in enumerate(copied)}
     return launch(call, kind, list(buffers.values()), group, world)
@@ -121,8 +124,12 @@ def _is_copied(kind: str, parcel: Parcel, world: int) -> bool:
     """False where a tensor travels as it is."""
     (piece, *others), value = parcel, parcel[0].value
     padded = kind == REDUCE_SCATTER and value.shape[0] != piece.rows * world
-    cast = wire_dtype(parcel) != value.dtype
+    cast = wire_dtype(kind, parcel) != value.dtype
     return bool(others) or padded or cast or not value.is_contiguous()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _own_rows(kind: str, piece: Piece) -> int:
@@ -134,7 +141,7 @@ def _own_rows(kind: str, piece: Piece) -> int:
 
 def launch(call: Call, kind: str, wires: list[Any], group: str, world: int) -> list[Any]:
     """One collective for all ``wires``, coalesced where they are several: what to wait for."""
-    if kind == REDUCE_SCATTER and exchanges(group):
+    if kind == REDUCE_SCATTER and exchanges(group, _value(wires[0]).dtype):
         sizes = [[_value(wire).shape[0] // world] * world for wire in wires]
         return [call(EXCHANGE, wire, size, size, group) for wire, size in zip(wires, sizes)]
     one, many, args = {
@@ -174,14 +181,14 @@ def receive(
         return _gathered(call, parcel, done, world)
     if kind == ALL_REDUCE:
         done = call(_aten.div.Scalar, done, world)
-    elif exchanges(group):
+    elif exchanges(group, parcel[0].dtype):
         done = call(_aten.mean.dim, call(_aten.view.default, done, [world, -1]), [0])
     return _reduced(call, kind, parcel, done)
 
 
 def _gathered(call: Call, parcel: Parcel, buffer: Any, world: int) -> list[Any]:
     """The full ``[rows, ...]`` of each padded shard ``[ceil(rows / world), ...]``."""
-    wire = wire_dtype(parcel)
+    wire = wire_dtype(ALL_GATHER, parcel)
     shapes = [_wire_shape(piece, wire, world) for piece in parcel]
     parts = [buffer]
     if len(parcel) > 1:
@@ -250,11 +257,12 @@ def _impl(name: str) -> Any:
 def _copy_in(
     tensors: list[torch.Tensor],
     rows: list[int],
-    counts: list[int],
-    world: int,
     dtypes: list[str],
+    counts: list[int],
+    wires: list[str],
+    world: int,
 ) -> list[torch.Tensor]:
-    buffers = _copy_in_fake(tensors, rows, counts, world, dtypes)
+    buffers = _copy_in_fake(tensors, rows, dtypes, counts, wires, world)
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     pieces = zip(tensors, rows, dtypes, strict=True)
@@ -274,7 +282,8 @@ def _copy_in(
                 part[whole:].zero_()
                 targets.append(part[whole, :rest])
                 sources.append(flat[flat.numel() - rest :])
-    foreach_copy_(targets, sources)
+    if targets:
+        foreach_copy_(targets, sources)
     return buffers
 
 
@@ -292,21 +301,20 @@ def _sent_by_rank(flat: torch.Tensor, tensor: torch.Tensor, num_rows: int) -> in
 def _copy_in_fake(
     tensors: list[torch.Tensor],
     rows: list[int],
-    counts: list[int],
-    world: int,
     dtypes: list[str],
+    counts: list[int],
+    wires: list[str],
+    world: int,
 ) -> list[torch.Tensor]:
     buffers = []
     pieces = zip(tensors, rows, dtypes, strict=True)
-    for count in counts:
-        parcel = list(itertools.islice(pieces, count))
-        wire = _wire_dtype({getattr(torch, name) for _, _, name in parcel})
+    for count, name in zip(counts, wires, strict=True):
+        wire = getattr(torch, name)
         num_bytes = sum(
-            _sent_by_rank(tensor, tensor, num_rows) * getattr(torch, name).itemsize
-            for tensor, num_rows, name in parcel
+            _sent_by_rank(tensor, tensor, num_rows) * getattr(torch, dtype).itemsize
+            for tensor, num_rows, dtype in itertools.islice(pieces, count)
         )
-        size = world * num_bytes // wire.itemsize
-        buffers.append(tensors[0].new_empty(size, dtype=wire))
+        buffers.append(tensors[0].new_empty(world * num_bytes // wire.itemsize, dtype=wire))
     return buffers
 
 

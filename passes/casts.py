@@ -39,6 +39,8 @@ def cast_before_gather(graph: fx.Graph) -> None:
         if node.target not in ops.UNSHARD or not node.users:
             continue
         value = node.meta["val"]
+        if not value.is_floating_point():
+            continue
         dtypes = [_cast_to(user) for user in node.users]
         narrow = [d for d in dtypes if d is not None and d.itemsize < value.dtype.itemsize]
         if not narrow:

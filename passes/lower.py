@@ -76,7 +76,8 @@ def piece_of(marker: fx.Node) -> Piece:
         return Piece(source, value.shape[0], value.dtype, value.dtype)
     reduce_dtype: Any = marker.args[-2]
     rows = value.shape[0] if marker.target is ops.reduce_grad else 0
-    return Piece(source, rows, reduce_dtype or source.meta["val"].dtype, value.dtype)
+    dtype = ops.sent_dtype(source.meta["val"], ops.KINDS[marker.target], reduce_dtype)
+    return Piece(source, rows, dtype, value.dtype)
 
 
 def source_of(marker: fx.Node) -> fx.Node:

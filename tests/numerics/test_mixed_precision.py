@@ -1,10 +1,9 @@
 """`mp_policy` beside eager FSDP2 with the same policy, bitwise on two ranks; what travels in which
-dtype; and what is cast at the border of a model, from its first call on."""
+dtype, and what does not."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,80 +181,46 @@ def _train_mixed() -> list[tuple[str, torch.dtype | None, int]]:
     return sent
 
 
-class Border(nn.Module):
-    """Takes a tensor by name in a dict, among others, and returns several."""
+class Kinds(nn.Module):
+    """Parameters that no policy casts, or that have no elements, or no dimension."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 3)
+        self.wave = nn.Parameter(torch.randn(3, 2, dtype=torch.complex64))
+        self.table = nn.Parameter(torch.arange(14).view(7, 2), requires_grad=False)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.scale = nn.Parameter(torch.tensor(3e4))
 
-    def forward(self, x: Tensor, *, more: dict[str, Any]) -> dict[str, Any]:
-        y, ids = more["y"], more["ids"]
-        return {"out": self.linear(x + y), "ids": ids, "dtypes": [x.dtype, y.dtype]}
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float() @ self.table.to(FP32)
+        return (y * self.wave[0].abs() * self.wave[1].real).sum() + self.empty.sum() + self.scale
 
-
-BORDER = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP16)
-
-
-def _call(model: Any) -> None:
-    for _ in range(2):  # the first call shards
-        found = model(torch.ones(2, 4), more={"y": torch.ones(2, 4), "ids": torch.arange(3)})
-        assert found["dtypes"] == [BF16, BF16]
-        assert found["out"].dtype == FP16 and found["ids"].dtype == torch.int64
-        found["out"].sum().backward()
+    @staticmethod
+    def batch(rng: torch.Generator) -> Tensor:
+        return torch.randn(5, 7, generator=rng)
 
 
-def _one_line(model: nn.Module, backend: Any) -> Any:
-    return torch.compile(model, backend=backend)
+@pytest.mark.parametrize("backend", ["gloo", recording.BACKEND])
+def test_what_is_not_cast(backend: str) -> None:
+    policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=FP32), POLICIES[0]]
+    policies.append(MixedPrecisionPolicy(reduce_dtype=FP16))
+    for policy in policies:
+        ranks.run(2, _train_kinds, policy, backend=backend)
 
 
-def _in_place(model: nn.Module, backend: Any) -> Any:
-    model.compile(backend=backend)
-    return model
-
-
-def _function(model: nn.Module, backend: Any) -> Any:
-    @torch.compile(backend=backend)
-    def call(x: Tensor, **kwargs: Any) -> Any:
-        return model(x, **kwargs)
-
-    return call
-
-
-@pytest.mark.parametrize("compiled", [_one_line, _in_place, _function])
-@pytest.mark.parametrize("first", [False, True])
-def test_the_border_is_cast_from_the_first_call_on(
-    compiled: Callable[..., Any], first: bool
-) -> None:
-    ranks.run(2, _cross_border, compiled, first)
-
-
-def _cross_border(compiled: Callable[..., Any], first: bool) -> None:
-    model = Border()
-    if first:
-        graphshard.shard(model, world_mesh(), mp_policy=BORDER)
-    elsewhere = nn.Linear(4, 4)
-    called = compiled(
-        model, graphshard.backend(world_mesh(), compiler="aot_eager", mp_policy=BORDER)
-    )
-    assert elsewhere(torch.ones(1, 4)).dtype == FP32  # another model is left alone
-    _call(called)
-    assert not torch.nn.modules.module._global_forward_pre_hooks or first
-
-
-def test_a_second_model_of_a_backend() -> None:
-    ranks.run(2, _second_model)
-
-
-def _second_model() -> None:
-    backend = graphshard.backend(world_mesh(), compiler="aot_eager", mp_policy=BORDER)
-    _call(torch.compile(Border(), backend=backend))
-    second = Border()
-    with pytest.raises(RuntimeError, match="of its own"):
-        _call(torch.compile(second, backend=backend))
-    assert type(second.linear.weight) is nn.Parameter
-    graphshard.shard(second, world_mesh(), mp_policy=BORDER)
-    _call(torch.compile(second, backend=backend))
+def _train_kinds(policy: MixedPrecisionPolicy) -> None:
+    torch.manual_seed(0)
+    model = Kinds()
+    reference = copy.deepcopy(model)
+    compiled = compile_sharded(model, mp_policy=policy)
+    batches = draw(Kinds.batch, 0)
+    (compiled(batches[dist.get_rank()]) * 3e4).backward()
+    cast = policy.param_dtype or FP32
+    (sum(reference(batch.to(cast)) for batch in batches) * 3e4 / len(batches)).backward()
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            error = relative_error(param.grad, getattr(reference, name).grad)
+            assert error <= (1e-5 if cast == FP32 else 2e-2), (name, error)
 
 
 class Norms(nn.Module):

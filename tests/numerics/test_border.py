@@ -1,0 +1,163 @@
+"""What is cast at the border of a model, from its first call on, however it is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import graphshard
+from tests import ranks
+from tests.models import MLP
+from tests.numerics.compare import world_mesh
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Border(nn.Module):
+    """Takes a tensor by name in a dict, among others, and returns several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, *, more: dict[str, Any]) -> dict[str, Any]:
+        y, ids = more["y"], more["ids"]
+        return {"out": self.linear(x + y), "ids": ids, "dtypes": [x.dtype, y.dtype]}
+
+
+BORDER = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP16)
+
+
+def _call(model: Any) -> None:
+    for _ in range(2):  # the first call shards
+        found = model(torch.ones(2, 4), more={"y": torch.ones(2, 4), "ids": torch.arange(3)})
+        assert found["dtypes"] == [BF16, BF16]
+        assert found["out"].dtype == FP16 and found["ids"].dtype == torch.int64
+        found["out"].sum().backward()
+
+
+def _one_line(model: nn.Module, backend: Any) -> Any:
+    return torch.compile(model, backend=backend)
+
+
+def _in_place(model: nn.Module, backend: Any) -> Any:
+    model.compile(backend=backend)
+    return model
+
+
+def _function(model: nn.Module, backend: Any) -> Any:
+    @torch.compile(backend=backend)
+    def call(x: Tensor, **kwargs: Any) -> Any:
+        return model(x, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("compiled", [_one_line, _in_place, _function])
+@pytest.mark.parametrize("first", [False, True])
+def test_the_border_is_cast_from_the_first_call_on(
+    compiled: Callable[..., Any], first: bool
+) -> None:
+    ranks.run(2, _cross_border, compiled, first)
+
+
+def _cross_border(compiled: Callable[..., Any], first: bool) -> None:
+    model = Border()
+    if first:
+        graphshard.shard(model, world_mesh(), mp_policy=BORDER)
+    called = compiled(
+        model, graphshard.backend(world_mesh(), compiler="aot_eager", mp_policy=BORDER)
+    )
+    _call(called)
+    hooks = [*model._forward_pre_hooks.values(), *model._forward_hooks.values()]
+    assert len(hooks) == 2
+
+
+def test_a_second_model_of_a_backend() -> None:
+    ranks.run(2, _second_model)
+
+
+def _second_model() -> None:
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager", mp_policy=BORDER)
+    for model in (Border(), Border()):
+        _call(torch.compile(model, backend=backend))
+        model.linear.requires_grad_(False)
+    parts = nn.ModuleList([Border(), Border()])
+    for part in parts:
+        part.compile(backend=backend)
+        _call(part)
+
+
+def test_the_plain_model_is_called_first() -> None:
+    ranks.run(2, _call_plain)
+
+
+def _call_plain() -> None:
+    model = MLP()
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager", mp_policy=BORDER)
+    compiled = torch.compile(model, backend=backend)
+    assert model(torch.ones(5, 7)).dtype == FP32
+    assert compiled(torch.ones(5, 7)).dtype == model(torch.ones(5, 7)).dtype == FP16
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return self.linear(x).square().mean()
+
+
+def test_a_graph_break() -> None:
+    ranks.run(2, _break)
+
+
+def _break() -> None:
+    options = {"compiler": "aot_eager", "mp_policy": MixedPrecisionPolicy(BF16, FP32)}
+    model = Broken()
+    compiled = torch.compile(model, backend=graphshard.backend(world_mesh(), **options))
+    for _ in range(2):
+        compiled(torch.ones(5, 7)).backward()
+    assert model.linear.weight.grad.dtype == FP32
+    late = Broken()
+    late.forward = torch.compile(  # type: ignore[method-assign]
+        late.forward, backend=graphshard.backend(world_mesh(), **options)
+    )
+    with pytest.raises(RuntimeError, match=r"call graphshard.shard\(model, ...\) before"):
+        late(torch.ones(5, 7))
+    assert type(late.linear.weight) is nn.Parameter
+
+
+@dataclass
+class Batch:
+    x: Tensor
+    ids: Tensor
+
+
+class TakesDataclass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, batch: Batch) -> Batch:
+        return Batch(self.linear(batch.x), batch.ids)
+
+
+def test_dataclasses_are_cast() -> None:
+    ranks.run(2, _cast_dataclass)
+
+
+def _cast_dataclass() -> None:
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager", mp_policy=BORDER)
+    compiled = torch.compile(TakesDataclass(), backend=backend)
+    for _ in range(2):
+        found = compiled(Batch(torch.ones(2, 4), torch.arange(3)))
+        assert (found.x.dtype, found.ids.dtype) == (FP16, torch.int64)
