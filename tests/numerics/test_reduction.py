@@ -43,12 +43,15 @@ def test_an_exchange_gives_what_reduce_scatter_gives(
     for backend, op in (("gloo", EXCHANGE), (recording.BACKEND, SCATTER)):
         folder = tmp_path / backend
         found[backend] = ranks.run(world, _gradients, compiler, hardware, folder, backend=backend)
-        code = (folder / "00-backward.after.py").read_text()
         plan = Dump.load(folder / "00-backward.json").plan
         buckets = [bucket for bucket in plan.buckets if bucket.kind == REDUCE_SCATTER]
         parcels = sum(len(bucket.parcels) for bucket in buckets)
         assert (parcels > len(buckets)) == (parcel_us == 0)
-        assert code.count(op) == (parcels if op == EXCHANGE else len(buckets))
+        if (
+            compiler == "aot_eager"
+        ):  # by Inductor the first rank may take another one's from the cache
+            code = (folder / "00-backward.after.py").read_text()
+            assert code.count(op) == (parcels if op == EXCHANGE else len(buckets))
     tolerance = 0.0 if world == 2 and compiler == "aot_eager" else TOLERANCE
     for exchanged, scattered in zip(*found.values()):
         errors = [relative_error(*pair) for pair in zip(exchanged, scattered, strict=True)]
