@@ -38,12 +38,12 @@ from .handoff import Compiling, PlanRecord, compile_graph
 from .link import LINK, Link, in_sync, link_of, model_of
 from .plan import Plan
 from .policy import Options, default_mesh
-from .precision import cast_inputs, has_border
+from .precision import cast_inputs, crosses_border, has_border
 from .schedule import SchedulePolicy
 from .sharding import shard_module
 from .show.files import Files
 from .show.table import summary
-from .stack import CompiledCall, compiled_call, is_called, module_to_compile
+from .stack import CompiledCall, call_arguments, compiled_call, module_to_compile
 
 
 class Backend:
@@ -123,8 +123,8 @@ class Backend:
         Raises:
             BackendError: its forward has begun, and the hooks that cast at its border come too late.
         """
-        policy = self.options.mp_policy
-        if has_border(policy) and (in_use or is_called(root)):
+        policy, begun = self.options.mp_policy, call_arguments(root)
+        if crosses_border(begun, policy) if begun else in_use and has_border(policy):
             raise BackendError(
                 f"mp_policy={policy}: the first forward of {type(root).__name__} has begun before its "
                 "inputs were cast: compile the module itself by torch.compile(model, ...), or call "

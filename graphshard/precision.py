@@ -61,6 +61,18 @@ def has_border(policy: MixedPrecisionPolicy) -> bool:
     return _input_dtype(policy) is not None or policy.output_dtype is not None
 
 
+def crosses_border(inputs: Any, policy: MixedPrecisionPolicy) -> bool:
+    """Whether a forward with these inputs would differ without what is cast there."""
+    dtype, found = _input_dtype(policy), []
+
+    def note(value: torch.Tensor) -> torch.Tensor:
+        found.append(value.is_floating_point() and value.dtype != (dtype or value.dtype))
+        return value
+
+    apply_to_tensors(note, inputs)
+    return any(found) or policy.output_dtype is not None
+
+
 def _before_forward(policy: MixedPrecisionPolicy, module: nn.Module, args: Any, kwargs: Any) -> Any:
     return cast_inputs(policy, args, kwargs)
 

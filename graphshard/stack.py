@@ -51,10 +51,8 @@ def compiled_call() -> CompiledCall:
     methods = [f for f in reversed(stack[: entries[-1]]) if f.f_code.co_name not in _MODULE_CALL]
     running = tuple(m for m in map(module_of_method, methods) if m is not None)
     caller = stack[entries[-1] + 1] if entries[-1] + 1 < len(stack) else None
-    if (
-        caller is not None and caller.f_code.co_name == "inner"
-    ):  # of _call_impl, where there are hooks
-        caller = caller.f_back
+    if caller is not None and caller.f_code.co_qualname.endswith("_call_impl.<locals>.inner"):
+        caller = caller.f_back  # where a module has hooks
     called = caller is not None and caller.f_code.co_name in _MODULE_CALL
     module = module_of_method(caller) if called else None
     # torch.compile wraps what it is given in a _TorchCompileWrapper (torch/__init__.py).
@@ -74,10 +72,12 @@ def module_to_compile() -> nn.Module | None:
     return None
 
 
-def is_called(module: nn.Module) -> bool:
-    """Whether Python, and not Dynamo in a trace, is in a call of ``module``."""
-    calls = (frame for frame in frames() if frame.f_code.co_name == "_call_impl")
-    return any(module_of_method(frame) is module for frame in calls)
+def call_arguments(module: nn.Module) -> tuple[Any, Any] | None:
+    """Those of the call of ``module`` that Python is in, if Dynamo is not tracing that call."""
+    for frame in frames():
+        if frame.f_code.co_name == "_call_impl" and module_of_method(frame) is module:
+            return frame.f_locals["args"], frame.f_locals["kwargs"]
+    return None
 
 
 _MODULE_CALL = ("__call__", "_call_impl", "_wrapped_call_impl")

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
 from tests import ranks
-from tests.models import MLP
+from tests.models import GPT, MLP, Trainable
 from tests.numerics.compare import world_mesh
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -161,3 +161,20 @@ def _cast_dataclass() -> None:
     for _ in range(2):
         found = compiled(Batch(torch.ones(2, 4), torch.arange(3)))
         assert (found.x.dtype, found.ids.dtype) == (FP16, torch.int64)
+
+
+@pytest.mark.parametrize("kind", [GPT, MLP])
+def test_a_backend_by_name_meets_the_model_too_late(kind: Trainable) -> None:
+    ranks.run(2, _by_name, kind)
+
+
+def _by_name(kind: Trainable) -> None:
+    """Which matters only where there is something to cast."""
+    options = {"compiler": "aot_eager", "mp_policy": MixedPrecisionPolicy(BF16, FP32)}
+    compiled = torch.compile(kind(), backend="graphshard", options=options)
+    batch = kind.batch(torch.Generator())
+    if batch.is_floating_point():
+        with pytest.raises(RuntimeError, match="has begun before its inputs were cast"):
+            compiled(batch)
+    else:
+        assert compiled(batch).dtype == BF16
