@@ -111,10 +111,11 @@ class Backend:
 
     def shard_compiled(self, root: nn.Module, *, in_use: bool) -> None:
         """Shard a module that ``torch.compile`` was given, before Dynamo traces its first frame."""
-        if self.is_plain(root):
+        if self.plain_parameters(root):
             self._shard(root, in_use)
 
-    def is_plain(self, root: nn.Module) -> list[nn.Parameter]:
+    def plain_parameters(self, root: nn.Module) -> list[nn.Parameter]:
+        """Those that are still to be sharded."""
         plain = [p for p in root.parameters() if _is_plain_parameter(p)]
         return [p for p in plain if p not in self.options.ignored_params]
 
@@ -133,7 +134,7 @@ class Backend:
         self.shard_now(root, in_use)
 
     def shard_now(self, root: nn.Module, in_use: bool = False) -> None:
-        mesh = self.options.mesh or default_mesh(self.is_plain(root)[0].device.type)
+        mesh = self.options.mesh or default_mesh(self.plain_parameters(root)[0].device.type)
         shard_module(root, mesh, self.options, in_use=in_use, allow_meta=False)
 
     @property
@@ -202,7 +203,7 @@ class _FirstForward:
         if call.module is not module or call.backend is not self._backend:
             return None  # a call of the plain module
         self.handle.remove()
-        if not self._backend.is_plain(module):
+        if not self._backend.plain_parameters(module):
             return None
         self._backend.shard_now(module)
         return cast_inputs(self._backend.options.mp_policy, args, kwargs)
