@@ -4,7 +4,8 @@ model = torch.compile(model, backend=graphshard.backend(mesh))
 """
 
 from .backend import Backend, backend, shard
+from .float8 import Float8Policy
 from .schedule import SchedulePolicy
 
 __version__ = "0.1.0"
-__all__ = ["Backend", "SchedulePolicy", "__version__", "backend", "shard"]
+__all__ = ["Backend", "Float8Policy", "SchedulePolicy", "__version__", "backend", "shard"]

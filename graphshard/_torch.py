@@ -328,3 +328,8 @@ def _gloo_addresses(group: dist.ProcessGroup, store: dist.Store) -> Iterator[byt
 def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy and cast each of ``sources``, on a GPU in as few kernels as can be."""
     torch._foreach_copy_(targets, sources)
+
+
+def foreach_max_abs(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The largest absolute value of each, in one dimension."""
+    return torch.stack(torch._foreach_norm(tensors, float("inf")))

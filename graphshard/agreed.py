@@ -86,8 +86,8 @@ def kept_inputs(plan: Plan, forward: Problem) -> set[int]:
         forward: the problem of that graph; ``Transfer.param`` is a graph input.
     """
     inputs = [param.input for param in plan.params]
-    theirs = sorted(inputs[t.param] for t in plan.problem.transfers)
-    ours = sorted(transfer.param for transfer in forward.transfers)
+    theirs = sorted(inputs[t.param] for t in plan.problem.transfers if t.param is not None)
+    ours = sorted(t.param for t in forward.transfers if t.param is not None)
     moved = dict(zip(theirs, ours, strict=True))
     return {moved[inputs[i]] for i in plan.kept}
 
@@ -104,7 +104,7 @@ def _structure(plans: Sequence[Plan]) -> str:
         # Symbolic sizes are inputs, too: not every rank's graph has a parameter at the same place.
         params = [f"{dataclasses.replace(param, input=0)}" for param in plan.params]
         needed = {
-            t: f"{params[t.param]} {dataclasses.replace(_anywhere(t), param=0)}"
+            t: f"{'' if t.param is None else params[t.param]} {dataclasses.replace(_anywhere(t), param=0)}"
             for t in plan.problem.transfers
         }
         title = plan.graph if plan.graph == BACKWARD else plan.title()

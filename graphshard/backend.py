@@ -25,6 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.utils.hooks import RemovableHandle
 
+import graphshard.passes as passes
+
 from ._torch import (
     BackendError,
     Trace,
@@ -34,6 +36,7 @@ from ._torch import (
     sources,
 )
 from .agreed import Decisions, logged
+from .float8 import Float8Policy
 from .handoff import Compiling, PlanRecord, compile_graph
 from .link import LINK, Link, in_sync, link_of, model_of
 from .plan import Plan
@@ -82,6 +85,8 @@ class Backend:
         patches: dict[str, Any],
     ) -> Callable[..., Any]:
         """``gm`` as a callable, by a plan that all ranks follow."""
+        for traced_pass in passes.TRACED:
+            traced_pass(gm)
         files = self._files()
         compiling = Compiling(self.options.compiler, self.options.schedule, _device(inputs))
         record = PlanRecord(gm, inputs, fqns, compiling, files)
@@ -262,7 +267,7 @@ def backend(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
-    fp8: Any = None,
+    fp8: Float8Policy | None = None,
     schedule: SchedulePolicy | None = None,
     compiler: str = "inductor",
     dump: str | Path | None = None,
@@ -287,9 +292,10 @@ def backend(
             that is compiled: see ``graphshard.show.files``. One for each backend.
         mp_policy: FSDP2's; what parameters are gathered and used as, gradients are reduced as, inputs
             and outputs of the compiled module are cast to. Parameters and gradients keep their dtype.
-        overrides: ``{fqn glob: {"mp_policy" or "reshard_after_forward": value}}``, for some of the
-            parameters; the last that matches holds.
-        offload_policy, fp8: not supported yet.
+        fp8: which linears compute in fp8, their weights gathered in it, and how; None: none.
+        overrides: ``{fqn glob: {"mp_policy", "fp8" or "reshard_after_forward": value}}``, for some of
+            the parameters; the last that matches holds.
+        offload_policy: not supported yet.
 
     Raises:
         ValueError: an argument does not hold. At the first call, on every rank, before anything is
@@ -307,7 +313,7 @@ def shard(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
-    fp8: Any = None,
+    fp8: Float8Policy | None = None,
     schedule: SchedulePolicy | None = None,
     compiler: str = "inductor",
     dump: str | Path | None = None,

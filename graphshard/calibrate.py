@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import wires
+from .emit import run
 from .hardware import KINDS, Hardware, Link, Rate
 from .plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
@@ -291,8 +292,8 @@ def _sent_us(
     """From the launch of a collective to the end of its wait."""
 
     def send() -> None:
-        for buffer in wires.launch(wires.run, kind, tensors, group.group_name, group.size()):
-            wires.wait(wires.run, buffer)
+        for buffer in wires.launch(run, kind, tensors, group.group_name, group.size()):
+            wires.wait(run, buffer)
 
     return median_us(send, device, repeats, times=4, group=group)
 

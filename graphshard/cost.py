@@ -29,7 +29,7 @@ from torch import fx
 
 from .flops import flops, name_of, names, shape_of
 from .hardware import KINDS, Hardware, Link
-from .plan import ALL_REDUCE
+from .plan import ALL_REDUCE, MAX_REDUCE
 
 VIEW, BARRIER, POINTWISE, REDUCTION, KERNEL = range(5)
 """Kinds of nodes: part of another's value; free but not fused; fused; fused; a kernel of its own."""
@@ -99,6 +99,7 @@ class CostModel:
             num_bytes: of the full buffer: what is gathered, or what each rank reduces.
             world: ranks; a single one copies.
         """
+        kind = ALL_REDUCE if kind == MAX_REDUCE else kind
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r}: must be one of {KINDS}")
         if world < 1 or num_bytes < 0:

@@ -105,11 +105,15 @@ class Queue:
         cut = sorted(self._order[begin:end])
         transfers = [self._problem.transfers[i] for i in cut]
         is_small = [_is_small(transfer, self._prices) for transfer in transfers]
-        small = tuple(i for i, of in zip(cut, is_small) if of)
+        # What is cast to fp8 is packed by the kernel that casts it, so it has a parcel of its own.
+        small: dict[bool, list[int]] = {}
+        for i, transfer, of in zip(cut, transfers, is_small):
+            if of:
+                small.setdefault("float8" in transfer.dtype, []).append(i)
         alone = [(i,) for i, of in zip(cut, is_small) if not of]
         bucket = Bucket(
             kind=transfers[0].kind,
-            parcels=(small, *alone) if small else tuple(alone),
+            parcels=(*map(tuple, small.values()), *alone),
             num_bytes=self._bytes[end] - self._bytes[begin],
             group=transfers[0].group,
             world=transfers[0].world,

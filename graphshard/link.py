@@ -54,6 +54,7 @@ class Layout:
     Attributes:
         dtype: as which it is gathered and used; None: its own.
         reduce_dtype: as which its gradient is reduced; None: that of the gradient.
+        float8: recipe of fp8 for its linears; "": none.
         rows: None for a replicated one.
     """
 
@@ -62,6 +63,7 @@ class Layout:
     reshard: bool
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    float8: str = ""
     rows: int | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,7 +113,8 @@ class Layout:
         """The op that makes the full parameter of the leaf, and its arguments after the leaf."""
         if self.rows is None:
             return ops.replicate, (self.group, self.dtype, self.reduce_dtype)
-        return ops.unshard, (self.rows, self.group, self.reshard, self.dtype, self.reduce_dtype)
+        casts = (self.dtype, self.reduce_dtype, self.float8, None, 0)
+        return ops.unshard, (self.rows, self.group, self.reshard, *casts)
 
     def padded_shard(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's rows of ``full``, padded with zeros: a new contiguous tensor."""

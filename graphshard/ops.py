@@ -7,7 +7,9 @@ and autograd turns the full gradient back into a shard by ``reduce_grad``, avera
 
 A parameter without rows to split (a scalar) is replicated: ``replicate`` and ``all_reduce_grad``. A
 parameter travels and is used as ``dtype``; its gradient travels as ``reduce_dtype``, and comes out in
-the dtype of the shard (None: nothing is cast).
+the dtype of the shard (None: nothing is cast). ``float8`` is the recipe of fp8 by which linears are to
+use it, "" for none; where there are ``scales``, its own ``at`` its place, its fp8 values travel.
+``max_over_ranks`` makes largest values of one rank those of all.
 The ops are opaque to Dynamo, AOTAutograd and Inductor's joint passes; ``graphshard.passes`` lowers
 them to functional collectives. ``reshard`` says whether the full parameter is given up after forward
 and gathered again in backward (ZeRO-3), or kept (ZeRO-2). In eager parts of a model they run for real, by the same lowering.
@@ -23,38 +25,64 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import fx
 
 from . import wires
-from ._torch import process_group
-from .plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from .wires import Piece, run
+from ._torch import argument_names, fake_mode_of, process_group
+from .emit import run
+from .float8 import E4M3
+from .plan import ALL_GATHER, ALL_REDUCE, MAX_REDUCE, REDUCE_SCATTER
+from .wires import Piece
 
 _lib = torch.library.Library("graphshard", "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
 _casts = "ScalarType? dtype, ScalarType? reduce_dtype"
 _result = "ScalarType? reduce_dtype, ScalarType? result"
 _lib.define(
-    f"unshard(Tensor shard, int rows, str group, bool reshard, {_casts}) -> Tensor", tags=_tags
+    f"unshard(Tensor shard, int rows, str group, bool reshard, {_casts}, str float8, Tensor[]? scales,"
+    " int at) -> Tensor",
+    tags=_tags,
 )
 _lib.define(f"reduce_grad(Tensor grad, int rows, str group, {_result}) -> Tensor", tags=_tags)
 _lib.define(f"replicate(Tensor param, str group, {_casts}) -> Tensor", tags=_tags)
 _lib.define(f"all_reduce_grad(Tensor grad, str group, {_result}) -> Tensor", tags=_tags)
+_lib.define("max_over_ranks(Tensor amax, str group) -> Tensor", tags=_tags)
 
 unshard = torch.ops.graphshard.unshard.default
 reduce_grad = torch.ops.graphshard.reduce_grad.default
 replicate = torch.ops.graphshard.replicate.default
 all_reduce_grad = torch.ops.graphshard.all_reduce_grad.default
+max_over_ranks = torch.ops.graphshard.max_over_ranks.default
 UNSHARD = (unshard, replicate)
 REDUCE = (reduce_grad, all_reduce_grad)
-MARKERS = (*UNSHARD, *REDUCE)
+OF_PARAMS = (*UNSHARD, *REDUCE)
+MARKERS = (*OF_PARAMS, max_over_ranks)
 KINDS: dict[Any, str] = {
     unshard: ALL_GATHER,
     reduce_grad: REDUCE_SCATTER,
     all_reduce_grad: ALL_REDUCE,
+    max_over_ranks: MAX_REDUCE,
 }
 """The collective of every marker that communicates."""
 
 _Dtype = torch.dtype | None
+
+
+def arguments(marker: fx.Node) -> dict[str, Any]:
+    """Of a marker in a graph, by name."""
+    return dict(zip(argument_names(marker.target), marker.args, strict=True))
+
+
+def change(marker: fx.Node, **changed: Any) -> None:
+    """Give a marker in a graph other arguments, in place."""
+    given = arguments(marker)
+    assert given.keys() >= changed.keys()
+    marker.args = tuple({**given, **changed}.values())
+    values = fx.map_arg(marker.args, lambda n: n.meta["val"])
+    op: Any = marker.target
+    with fake_mode_of(values):
+        marker.meta["val"] = op(*values)
+    marker.meta.pop("tensor_meta", None)
 
 
 def used_dtype(param: torch.Tensor, dtype: _Dtype) -> torch.dtype:
@@ -88,9 +116,13 @@ def _unshard(
     reshard: bool,
     dtype: _Dtype,
     reduce_dtype: _Dtype,
+    float8: str,
+    scales: list[torch.Tensor] | None,
+    at: int,
 ) -> torch.Tensor:
     used = used_dtype(shard, dtype)
-    return _run(ALL_GATHER, Piece(shard, rows, used, used), group)
+    travels = used if scales is None else E4M3
+    return _run(ALL_GATHER, Piece(shard, rows, travels, used, scales, at), group)
 
 
 @_impl("reduce_grad")
@@ -118,6 +150,11 @@ def _all_reduce_grad(
     return _run(ALL_REDUCE, piece, group)
 
 
+@_impl("max_over_ranks")
+def _max_over_ranks(amax: torch.Tensor, group: str) -> torch.Tensor:
+    return _run(MAX_REDUCE, Piece(amax, 0, amax.dtype, amax.dtype), group)
+
+
 @torch.library.register_fake("graphshard::unshard", lib=_lib)
 def _unshard_fake(
     shard: torch.Tensor,
@@ -126,8 +163,12 @@ def _unshard_fake(
     reshard: bool,
     dtype: _Dtype,
     reduce_dtype: _Dtype,
+    float8: str,
+    scales: list[torch.Tensor] | None,
+    at: int,
 ) -> torch.Tensor:
-    return shard.new_empty((rows, *shard.shape[1:]), dtype=used_dtype(shard, dtype))
+    used = used_dtype(shard, dtype) if scales is None else E4M3
+    return shard.new_empty((rows, *shard.shape[1:]), dtype=used)
 
 
 @torch.library.register_fake("graphshard::reduce_grad", lib=_lib)
@@ -151,8 +192,13 @@ def _all_reduce_grad_fake(
     return grad.new_empty(grad.shape, dtype=result or grad.dtype)
 
 
+@torch.library.register_fake("graphshard::max_over_ranks", lib=_lib)
+def _max_over_ranks_fake(amax: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(amax)
+
+
 def _save_unshard(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    shard, _, ctx.group, _, _, ctx.reduce_dtype = inputs
+    shard, _, ctx.group, _, _, ctx.reduce_dtype, *_ = inputs
     ctx.padded_rows, ctx.result = shard.shape[0], shard.dtype
 
 
@@ -160,7 +206,7 @@ def _unshard_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, *tupl
     back = torch.ops.graphshard.reduce_grad(
         grad, ctx.padded_rows, ctx.group, ctx.reduce_dtype, ctx.result
     )
-    return back, None, None, None, None, None
+    return back, *[None] * 8
 
 
 def _save_replicate(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -19,7 +19,9 @@ from typing import Any
 
 FORWARD, BACKWARD, INFERENCE = KINDS = ("forward", "backward", "inference")
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
-VERSION = 3
+MAX_REDUCE = "all_reduce_max"
+"""Of the largest values of all weights that travel in fp8."""
+VERSION = 4
 """Of the JSON form."""
 
 PLANNED = "graphshard_planned"
@@ -51,20 +53,20 @@ class Transfer:
     """One parameter that a graph gathers, or one gradient that it reduces.
 
     Attributes:
-        param: position in ``Plan.params``.
-        kind: all_gather, reduce_scatter or all_reduce.
+        param: position in ``Plan.params``; None of what is reduced for several at once.
+        kind: all_gather, reduce_scatter, all_reduce or all_reduce_max.
         num_bytes: of the full tensor as it travels, padding included.
         dtype: on the wire.
         shard_bytes: of this rank's shard, as it is kept.
         casts: another dtype travels than is there.
         group: name of the process group; ``world`` its size.
-        ready: the first step before which it can be launched; 0 for a gather.
+        ready: the first step before which it can be launched; 0 for a gather without a scale.
         due: the step before which it has to be waited for at last; the number of steps for a
             gradient that only leaves the graph.
         last: the last step that uses the result.
     """
 
-    param: int
+    param: int | None
     kind: str
     num_bytes: int
     dtype: str
@@ -161,7 +163,11 @@ class Plan:
         return sum(bucket.num_bytes for bucket in self.buckets if bucket.kind == kind)
 
     def params_of(self, bucket: Bucket) -> list[ShardedParam]:
-        return [self.params[self.problem.transfers[i].param] for i in bucket.transfers]
+        found = [self.problem.transfers[i].param for i in bucket.transfers]
+        return [self.params[i] for i in found if i is not None]
+
+    def fqn_of(self, transfer: Transfer) -> str:
+        return "" if transfer.param is None else self.params[transfer.param].fqn
 
     def named(self, fqns: Sequence[str]) -> Plan:
         """The plan with parameters named; ``fqns`` by graph input."""
@@ -178,7 +184,7 @@ class Plan:
     def _sent(self, bucket: Bucket) -> str:
         def names(parcel: Sequence[int]) -> str:
             transfers = [self.problem.transfers[i] for i in parcel]
-            return " ".join(f"{self.params[t.param].fqn}:{t.dtype}" for t in transfers)
+            return " ".join(f"{self.fqn_of(t)}:{t.dtype}" for t in transfers)
 
         what = " | ".join(map(names, bucket.parcels))
         return f"{bucket.kind} of {bucket.num_bytes} bytes in group {bucket.group}: {what}"

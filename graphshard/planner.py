@@ -308,7 +308,7 @@ class _Search:
         launch = 0
         for k, group in enumerate(groups):
             ahead = min(bisect_left(sums, sums[k + 1] - in_flight), k)
-            launch = max(launch, groups[ahead - 1].bucket.wait if ahead else 0)
+            launch = max(launch, group.bucket.launch, groups[ahead - 1].bucket.wait if ahead else 0)
             if room is not None:
                 launch = room.earliest(group, launch, group.bucket.wait)
             spans.append((launch, group.bucket.wait))

@@ -16,11 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from .float8 import Float8Policy, check_fp8
 from .precision import check_policy
 from .schedule import SchedulePolicy
 
 COMPILERS = ("inductor", "aot_eager")
-_NOT_BUILT: dict[str, Any] = {"offload_policy": OffloadPolicy(), "fp8": None}
+_NOT_BUILT: dict[str, Any] = {"offload_policy": OffloadPolicy()}
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class ParamOptions:
 
     reshard_after_forward: bool = True
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    fp8: Float8Policy | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.reshard_after_forward, bool):
@@ -37,6 +39,7 @@ class ParamOptions:
                 "gather again in backward) or False (ZeRO-2: keep gathered parameters)"
             )
         check_policy("mp_policy", self.mp_policy)
+        check_fp8("fp8", self.fp8, self.mp_policy.param_dtype)
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Options:
     mesh: DeviceMesh | None
     reshard_after_forward: bool
     mp_policy: MixedPrecisionPolicy
+    fp8: Float8Policy | None
     overrides: Mapping[str, Mapping[str, Any]]
     ignored_params: frozenset[nn.Parameter]
     compiler: str
@@ -72,7 +76,7 @@ class Options:
     def __post_init__(self) -> None:
         if self.mesh is not None:
             check_mesh(self.mesh)
-        ParamOptions(self.reshard_after_forward, self.mp_policy)
+        ParamOptions(self.reshard_after_forward, self.mp_policy, self.fp8)
         _check_overrides(self.overrides)
         if not isinstance(self.sync_module_states, bool):
             raise ValueError(
@@ -93,11 +97,11 @@ class Options:
 
     def of_param(self, fqns: Iterable[str]) -> ParamOptions:
         """For a parameter of these names; of several overrides that match, the later ones win."""
-        found = {"reshard_after_forward": self.reshard_after_forward, "mp_policy": self.mp_policy}
+        found = {f.name: getattr(self, f.name) for f in fields(ParamOptions)}
         for glob, arguments in self.overrides.items():
             if any(fnmatchcase(fqn, glob) for fqn in fqns):
                 found.update(arguments)
-        return ParamOptions(**found)  # type: ignore[arg-type]
+        return ParamOptions(**found)
 
     def unmatched(self, fqns: Iterable[str]) -> list[str]:
         """The globs of ``overrides`` that no name matches."""

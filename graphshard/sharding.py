@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,8 +22,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ._torch import BackendError, is_traceable_wrapper_subclass, parameters_of, share_hooks
 from .accessors import install, is_replaced
+from .float8 import device_fault, is_of_torchao
 from .link import Layout, Link, Model, adopt, link_of
-from .policy import Options
+from .policy import Options, ParamOptions
 from .precision import cast_at_border
 
 _FOREIGN = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel, DataParallel)
@@ -56,6 +57,7 @@ def shard_module(
     owners = _owners(root, options.ignored_params)
     on_meta = any(owner.param.is_meta for owner in owners)
     fault = _fault(root, owners, mesh, allow_meta) or _unmatched(owners, options)
+    fault = fault or _resolve(root, owners, mesh, options)
     _agree(root, owners, fault, mesh, options)
     model = Model(type(root).__name__)
     with torch.no_grad(), torch.inference_mode(False):
@@ -79,11 +81,17 @@ def shard_module(
 
 @dataclass(eq=False)
 class _Owned:
-    """One parameter, its FQNs (several where it is tied), and every (module, name) that holds it."""
+    """One parameter, its FQNs (several where it is tied), and every (module, name) that holds it.
+
+    Attributes:
+        options: what holds for it; ``float8`` the recipe of fp8, "" for none. Of ``_resolve``.
+    """
 
     param: nn.Parameter
     names: list[str]
     at: list[tuple[nn.Module, str]]
+    options: ParamOptions = field(default_factory=ParamOptions)
+    float8: str = ""
 
     @property
     def fqn(self) -> str:
@@ -141,13 +149,48 @@ def _unmatched(owners: list[_Owned], options: Options) -> str | None:
     return f"overrides[{globs[0]!r}] matches no parameter: there are {', '.join(names)}"
 
 
+def _resolve(
+    root: nn.Module, owners: list[_Owned], mesh: DeviceMesh, options: Options
+) -> str | None:
+    """Decide what holds for every parameter; what is wrong with that, or None."""
+    try:
+        for owner in owners:
+            owner.options = options.of_param(owner.names)
+            if owner.options.fp8 is not None:
+                owner.float8 = owner.options.fp8.recipe_of(owner.names, owner.param)
+    except Exception as error:  # of the user's filter, too: no rank may be alone with it
+        return f"parameter {owner.fqn!r}: {type(error).__name__}: {error}"
+    return _float8_fault(root, owners, mesh.device_type) if options.fp8 else None
+
+
+def _float8_fault(root: nn.Module, owners: list[_Owned], device_type: str) -> str | None:
+    for name, module in root.named_modules():
+        if is_of_torchao(module):
+            return (
+                f"module {name!r} is torchao's {type(module).__name__} already: give graphshard the "
+                "plain module, or leave fp8 out"
+            )
+    recipes = {owner.float8: owner for owner in owners if owner.float8}
+    if not recipes:
+        return "fp8 chooses no parameter: check fp8.filter_fn, or leave fp8 out"
+    for recipe, owner in recipes.items():
+        if why := device_fault(device_type, recipe):
+            return (
+                f"fp8: {device_type} does not compute {recipe} products in fp8, as of parameter "
+                f"{owner.fqn!r}: {why}"
+            )
+    return None
+
+
 def _parameter_fault(param: nn.Parameter, mesh: DeviceMesh, all_meta: bool) -> str | None:
     if isinstance(param, nn.parameter.UninitializedParameter):
         return "is lazy: run one forward, or give its shape, before sharding"
     if isinstance(param, DTensor):
         return f"is a DTensor of {param.placements} already: give graphshard the plain module"
     if is_traceable_wrapper_subclass(param.data):
-        return f"is a {type(param.data).__name__}: only plain tensors can be sharded"
+        return (
+            f"is a {type(param.data).__name__}: only plain tensors can be sharded{_instead(param)}"
+        )
     if all_meta:
         return None
     if param.is_meta:
@@ -160,13 +203,19 @@ def _parameter_fault(param: nn.Parameter, mesh: DeviceMesh, all_meta: bool) -> s
     return None
 
 
+def _instead(param: nn.Parameter) -> str:
+    if not is_of_torchao(param.data):
+        return ""
+    return "; for fp8 on the wire give the plain module and fp8=graphshard.Float8Policy()"
+
+
 def _agree(
     root: nn.Module, owners: list[_Owned], fault: str | None, mesh: DeviceMesh, options: Options
 ) -> None:
     """Exchange what every rank is about to shard; raise on all ranks if one cannot, or differs."""
     mine = {"arguments of graphshard": options.fingerprint()}
     if fault is None:
-        mine |= {owner.fqn: _describe(owner.param) for owner in owners}
+        mine |= {owner.fqn: _describe(owner.param) + owner.float8 for owner in owners}
         mine |= {name: _describe(buffer) for name, buffer in root.named_buffers()}
     every: list[Any] = [None] * mesh.size()
     dist.all_gather_object(every, (fault, mine), group=mesh.get_group())
@@ -206,11 +255,8 @@ def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
 
 def _shard_parameter(owner: _Owned, mesh: DeviceMesh, options: Options, model: Model) -> Link:
     old = owner.param
-    mine = options.of_param(owner.names)
-    casts = mine.mp_policy
-    layout = Layout(
-        old.shape, mesh, mine.reshard_after_forward, casts.param_dtype, casts.reduce_dtype
-    )
+    reshard, casts = owner.options.reshard_after_forward, owner.options.mp_policy
+    layout = Layout(old.shape, mesh, reshard, casts.param_dtype, casts.reduce_dtype, owner.float8)
     new = nn.Parameter(layout.dtensor(layout.padded_shard(old)), requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
     share_hooks(old, new)

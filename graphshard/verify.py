@@ -12,7 +12,16 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from . import ops, wires
-from .plan import ALL_GATHER, ALL_REDUCE, PLANNED, REDUCE_SCATTER, Bucket, Plan, by_step
+from .plan import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    MAX_REDUCE,
+    PLANNED,
+    REDUCE_SCATTER,
+    Bucket,
+    Plan,
+    by_step,
+)
 
 _c10d = torch.ops._c10d_functional
 _KINDS: dict[Any, str] = {
@@ -88,7 +97,7 @@ def _found(graph: fx.Graph) -> list[Event]:
         if PLANNED not in node.meta:
             continue
         if node.target in _KINDS:
-            kind = _KINDS[node.target]
+            kind = _kind(node)
             events.append(("launch", kind, _full_bytes(node)))
             buffers = list(node.users) if isinstance(node.meta["val"], list) else [node]
             for buffer in buffers:
@@ -98,6 +107,11 @@ def _found(graph: fx.Graph) -> list[Event]:
         elif node.target is _c10d.wait_tensor.default:
             events.append(("wait", *launched[node.args[0]]))
     return events
+
+
+def _kind(node: fx.Node) -> str:
+    kind = _KINDS[node.target]
+    return MAX_REDUCE if kind == ALL_REDUCE and "max" in node.args else kind
 
 
 def _verify_wait(buffer: fx.Node) -> None:

@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import fx
 
 from ._torch import foreach_copy_, process_group
-from .plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from .emit import Call, value_of
+from .float8 import E4M3, cast
+from .float8_ops import own_rows
+from .plan import ALL_GATHER, ALL_REDUCE, MAX_REDUCE, REDUCE_SCATTER
 
 _lib = torch.library.Library("graphshard", "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
@@ -45,13 +47,6 @@ ON_THE_WIRE = frozenset(
     | {torch.int8, torch.int32, torch.int64}
 )
 
-Call = Callable[..., Any]
-"""``call(op, *args)``: runs ``op`` (eager) or inserts it into a graph (lowering)."""
-
-
-def run(op: Any, *args: Any, **kwargs: Any) -> Any:
-    return op(*args, **kwargs)
-
 
 class Piece(NamedTuple):
     """A tensor that travels.
@@ -60,25 +55,24 @@ class Piece(NamedTuple):
         source: a padded shard, or a full gradient: a tensor or a node of a graph.
         rows: of what comes out, the full parameter or the padded shard of a gradient; 0: replicated.
         dtype: as which it travels; a gathered one comes out so.
-        result: as which a reduced one comes out.
+        result: as which a reduced one comes out, and what is scaled is cast to before.
+        scales: of several; it is multiplied by that ``at`` its place, ``[1, 1]`` or ``[1, rows of all
+            ranks' padded shards]``, before it is cast to ``dtype``.
     """
 
     source: Any
     rows: int
     dtype: torch.dtype
     result: torch.dtype
+    scales: Any = None
+    at: int = 0
 
     @property
     def value(self) -> torch.Tensor:
-        return _value(self.source)
+        return value_of(self.source)
 
 
 Parcel = Sequence[Piece]
-
-
-def _value(of: Any) -> torch.Tensor:
-    """A tensor, or that of a node."""
-    return of.meta["val"] if isinstance(of, fx.Node) else of
 
 
 def wire_dtype(kind: str, parcel: Parcel) -> torch.dtype:
@@ -103,7 +97,8 @@ def exchanges(group: str, dtype: torch.dtype) -> bool:
 
 def send(call: Call, kind: str, parcels: Sequence[Parcel], group: str, world: int) -> list[Any]:
     """Copy in and launch: what to wait for, for each parcel."""
-    buffers = {i: parcel[0].source for i, parcel in enumerate(parcels)}
+    parcels = [[_scaled(call, piece, group) for piece in parcel] for parcel in parcels]
+    buffers = {i: _as_sent(call, kind, parcel) for i, parcel in enumerate(parcels)}
     copied = [i for i, parcel in enumerate(parcels) if _is_copied(kind, parcel, world)]
     if copied:
         pieces = [piece for i in copied for piece in parcels[i]]
@@ -117,15 +112,45 @@ def send(call: Call, kind: str, parcels: Sequence[Parcel], group: str, world: in
             world if kind == REDUCE_SCATTER else 1,
         )
         buffers |= {i: call(operator.getitem, made, k) for k, i in enumerate(copied)}
-    return launch(call, kind, list(buffers.values()), group, world)
+    sent = list(buffers.values())
+    if len({value_of(buffer).dtype for buffer in sent}) > 1:
+        # gloo takes all for tensors of the first one's dtype, and gathers something else.
+        sent = [_viewed_as(call, buffer, torch.uint8) for buffer in sent]
+    return launch(call, kind, sent, group, world)
+
+
+def _scaled(call: Call, piece: Piece, group: str) -> Piece:
+    """With its scale applied, in one kernel: a tensor of its own of a byte for each element."""
+    if piece.scales is None:
+        return piece
+    scale = call(operator.getitem, piece.scales, piece.at)
+    if value_of(scale).numel() > 1:
+        scale = call(own_rows, scale, group)
+    scaled = cast(call, _cast(call, piece.source, piece.result), scale, piece.dtype, 1)
+    return piece._replace(source=scaled, scales=None)
+
+
+def _as_sent(call: Call, kind: str, parcel: Parcel) -> Any:
+    """What travels where ``copy_in`` has nothing to do: Inductor packs fp8 where it scales and casts."""
+    source = parcel[0].source
+    if len(parcel) > 1 and _is_float8(parcel):
+        flat = [call(_aten.view.default, piece.source, [-1]) for piece in parcel]
+        source = call(_aten.cat.default, flat)
+    return _viewed_as(call, source, wire_dtype(kind, parcel)) if _is_float8(parcel) else source
+
+
+def _is_float8(parcel: Parcel) -> bool:
+    return all(piece.value.dtype == E4M3 for piece in parcel)
 
 
 def _is_copied(kind: str, parcel: Parcel, world: int) -> bool:
-    """False where a tensor travels as it is."""
+    """False where a tensor travels as it is, or was cast to fp8."""
+    if _is_float8(parcel):
+        return False
     (piece, *others), value = parcel, parcel[0].value
     padded = kind == REDUCE_SCATTER and value.shape[0] != piece.rows * world
-    cast = wire_dtype(kind, parcel) != value.dtype
-    return bool(others) or padded or cast or not value.is_contiguous()
+    casts = wire_dtype(kind, parcel) != value.dtype
+    return bool(others) or padded or casts or not value.is_contiguous()
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -141,8 +166,8 @@ def _own_rows(kind: str, piece: Piece) -> int:
 
 def launch(call: Call, kind: str, wires: list[Any], group: str, world: int) -> list[Any]:
     """One collective for all ``wires``, coalesced where they are several: what to wait for."""
-    if kind == REDUCE_SCATTER and exchanges(group, _value(wires[0]).dtype):
-        sizes = [[_value(wire).shape[0] // world] * world for wire in wires]
+    if kind == REDUCE_SCATTER and exchanges(group, value_of(wires[0]).dtype):
+        sizes = [[value_of(wire).shape[0] // world] * world for wire in wires]
         return [call(EXCHANGE, wire, size, size, group) for wire, size in zip(wires, sizes)]
     one, many, args = {
         ALL_GATHER: (
@@ -161,6 +186,11 @@ def launch(call: Call, kind: str, wires: list[Any], group: str, world: int) -> l
             _c10d.all_reduce_coalesced.default,
             ("sum", group),
         ),
+        MAX_REDUCE: (
+            _c10d.all_reduce.default,
+            _c10d.all_reduce_coalesced.default,
+            ("max", group),
+        ),
     }[kind]
     if len(wires) == 1:
         return [call(one, wires[0], *args)]
@@ -178,10 +208,11 @@ def receive(
     """Wait for a buffer and copy out: the full parameters, or this rank's shards of the means."""
     done = wait(call, buffer)
     if kind == ALL_GATHER:
+        done = _viewed_as(call, done, wire_dtype(kind, parcel))
         return _gathered(call, parcel, done, world)
     if kind == ALL_REDUCE:
         done = call(_aten.div.Scalar, done, world)
-    elif exchanges(group, parcel[0].dtype):
+    elif kind == REDUCE_SCATTER and exchanges(group, parcel[0].dtype):
         done = call(_aten.mean.dim, call(_aten.view.default, done, [world, -1]), [0])
     return _reduced(call, kind, parcel, done)
 
@@ -207,8 +238,9 @@ def _gathered(call: Call, parcel: Parcel, buffer: Any, world: int) -> list[Any]:
 
 def _wire_shape(piece: Piece, wire: torch.dtype, world: int) -> torch.Size:
     rows, *others = piece.value.shape
-    as_bytes = wire != piece.dtype and piece.dtype is not torch.bool
-    return torch.Size([world * rows, *others, *([piece.dtype.itemsize] if as_bytes else [])])
+    size = piece.dtype.itemsize
+    as_bytes = wire != piece.dtype and size > 1
+    return torch.Size([world * rows, *others, *([size] if as_bytes else [])])
 
 
 def _from_wire(call: Call, full: Any, dtype: torch.dtype, wire: torch.dtype) -> Any:
@@ -216,7 +248,8 @@ def _from_wire(call: Call, full: Any, dtype: torch.dtype, wire: torch.dtype) -> 
         return full
     if dtype is torch.bool:  # Inductor's C++ cannot view bytes as bool
         return call(convert, full, torch.bool)
-    return call(_aten.squeeze.dim, call(_aten.view.dtype, full, dtype), -1)
+    viewed = call(_aten.view.dtype, full, dtype)
+    return viewed if dtype.itemsize == 1 else call(_aten.squeeze.dim, viewed, -1)
 
 
 def _reduced(call: Call, kind: str, parcel: Parcel, buffer: Any) -> list[Any]:
@@ -236,17 +269,21 @@ def _reduced(call: Call, kind: str, parcel: Parcel, buffer: Any) -> list[Any]:
 
 def _result_shape(kind: str, piece: Piece) -> torch.Size:
     shape = piece.value.shape
-    return shape if kind == ALL_REDUCE else torch.Size([piece.rows, *shape[1:]])
+    return torch.Size([piece.rows, *shape[1:]]) if kind == REDUCE_SCATTER else shape
 
 
 def _viewed(call: Call, buffer: Any, shape: torch.Size) -> Any:
     return (
-        buffer if _value(buffer).shape == shape else call(_aten.view.default, buffer, list(shape))
+        buffer if value_of(buffer).shape == shape else call(_aten.view.default, buffer, list(shape))
     )
 
 
+def _viewed_as(call: Call, buffer: Any, dtype: torch.dtype) -> Any:
+    return buffer if value_of(buffer).dtype == dtype else call(_aten.view.dtype, buffer, dtype)
+
+
 def _cast(call: Call, buffer: Any, dtype: torch.dtype) -> Any:
-    return buffer if _value(buffer).dtype == dtype else call(convert, buffer, dtype)
+    return buffer if value_of(buffer).dtype == dtype else call(convert, buffer, dtype)
 
 
 def _impl(name: str) -> Any:

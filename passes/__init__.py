@@ -1,8 +1,8 @@
-"""The passes, in order. The joint graph is rewritten before it is partitioned; each of the forward,
-backward and inference graphs is read as a problem, scheduled, and lowered by the plan, after
-Inductor's own passes.
+"""The passes, in order. What Dynamo traced is rewritten before it is differentiated, the joint graph before it is partitioned; each of the forward, backward and inference graphs is read as a
+problem, scheduled, and lowered by the plan, after Inductor's own passes.
 
-    joint graph ─► merge ─► casts ─► reshard ─► [partitioner] ─► forward, backward ─► keep
+    traced graph ─► float8 ─► [AOTAutograd]
+    joint graph ─► merge ─► casts ─► float8 ─► reshard ─► [partitioner] ─► forward, backward ─► keep
                                        [Inductor] ─► each ─► steps ─► lower
 """
 
@@ -15,6 +15,7 @@ from torch import fx
 from graphshard import ops
 from graphshard.cost import CostModel
 from graphshard.passes.casts import cast_before_gather, cast_early
+from graphshard.passes.float8 import gather_float8, scale_before_gather, use_float8
 from graphshard.passes.keep import keep, keepable
 from graphshard.passes.lower import (
     apply_buckets,
@@ -25,12 +26,13 @@ from graphshard.passes.lower import (
 )
 from graphshard.passes.merge import merge, merge_unshards
 from graphshard.passes.reshard import parameter_derived, reshard
-from graphshard.passes.steps import fill_values, read_problem, sink_gathered
+from graphshard.passes.steps import fill_values, raise_scales, read_problem, sink_gathered
 from graphshard.plan import BACKWARD, FORWARD, INFERENCE, REASON, Bucket, Plan, Problem, Transfer
 
-JOINT = (merge, cast_early, reshard)
+TRACED = (use_float8,)
+JOINT = (merge, cast_early, gather_float8, reshard)
 
-__all__ = ["JOINT", "keep_gathered", "lower", "parameter_derived"]
+__all__ = ["JOINT", "TRACED", "keep_gathered", "lower", "parameter_derived"]
 
 
 def lower(
@@ -43,13 +45,16 @@ def lower(
     merge_unshards(graph)
     if kind == INFERENCE:
         cast_before_gather(graph)
+        scale_before_gather(graph)
     params = describe_params(graph)
     unique = tuple(dict.fromkeys(params.values()))
     index = {param: i for i, param in enumerate(unique)}
-    problem, markers, steps = _read(graph, kind, costs, lambda marker: index[params[marker]])
+    at = {marker: index[param] for marker, param in params.items()}
+    problem, markers, steps = _read(graph, kind, costs, at)
     buckets = decide(problem, costs)
-    kept = tuple(index[params[m]] for m in markers if m.target is ops.unshard and not m.args[3])
-    reasons = tuple((index[params[m]], m.meta[REASON]) for m in markers if REASON in m.meta)
+    gathered = [marker for marker in markers if marker.target is ops.unshard]
+    kept = tuple(at[marker] for marker in gathered if not ops.arguments(marker)["reshard"])
+    reasons = tuple((at[marker], marker.meta[REASON]) for marker in at if REASON in marker.meta)
     apply_buckets(graph, buckets, markers, steps)
     apply_replicate(graph, [marker for marker in params if marker not in markers])
     return Plan(unique, problem, buckets, kept, reasons)
@@ -73,8 +78,9 @@ def keep_gathered(
         The names of the forward's nodes that are saved now.
     """
     params = {**describe_params(forward), **describe_params(backward)}
-    before, gathers, _ = _read(forward, FORWARD, costs, lambda marker: params[marker].input)
-    after, markers, _ = _read(backward, BACKWARD, costs, lambda marker: params[marker].input)
+    inputs = {marker: param.input for marker, param in params.items()}
+    before, gathers, _ = _read(forward, FORWARD, costs, inputs)
+    after, markers, _ = _read(backward, BACKWARD, costs, inputs)
     pairs = keepable(forward, backward, num_outputs)
     transfers = dict(zip(gathers, before.transfers, strict=True))
     gathered = {i: transfers[pairs[m]] for i, m in enumerate(markers) if m in pairs}
@@ -84,12 +90,13 @@ def keep_gathered(
 
 
 def _read(
-    graph: fx.Graph, kind: str, costs: CostModel, param_of: Callable[[fx.Node], int]
+    graph: fx.Graph, kind: str, costs: CostModel, param_of: Mapping[fx.Node, int]
 ) -> tuple[Problem, list[fx.Node], list[fx.Node]]:
     """The problem of ``graph``, the marker of every transfer, and the first node of every step."""
+    raise_scales(graph)
     sink_gathered(graph)
     fill_values(graph)
     communicating = [marker for marker in markers_of(graph) if marker.target in ops.KINDS]
-    transfers = {marker: describe_transfer(marker, param_of(marker)) for marker in communicating}
+    transfers = {m: describe_transfer(m, param_of.get(m)) for m in communicating}
     problem, steps = read_problem(graph, kind, transfers, costs.compute_us(graph))
     return problem, communicating, steps

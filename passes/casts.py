@@ -17,7 +17,6 @@ import torch
 from torch import fx
 
 from graphshard import ops
-from graphshard._torch import fake_mode_of
 from graphshard.plan import REASON
 
 _convert = torch.ops.prims.convert_element_type.default
@@ -49,8 +48,7 @@ def cast_before_gather(graph: fx.Graph) -> None:
             used = sorted({str(dtype or value.dtype) for dtype in dtypes})
             node.meta[REASON] = f"travels as {value.dtype}: used as {' and '.join(used)}"
             continue
-        *others, _, reduce_dtype = node.args
-        _rewrite(node, (*others, narrow[0], reduce_dtype))
+        ops.change(node, dtype=narrow[0])
         for user in list(node.users):
             user.replace_all_uses_with(node)
             graph.erase_node(user)
@@ -76,14 +74,5 @@ def _cast_in_reduction(node: fx.Node) -> None:
         return
     source = upcast.args[0]
     if source.meta["val"].dtype.itemsize < dtype.itemsize:
-        *others, reduce_dtype, result = node.args[1:]
-        _rewrite(node, (source, *others, reduce_dtype or dtype, result))
-
-
-def _rewrite(node: fx.Node, args: tuple[Any, ...]) -> None:
-    marker: Any = node.target
-    node.args = args
-    fake_args = fx.map_arg(args, lambda n: n.meta["val"])
-    with fake_mode_of(fake_args):
-        node.meta["val"] = marker(*fake_args)
-    node.meta.pop("tensor_meta", None)
+        reduce_dtype = ops.arguments(node)["reduce_dtype"] or dtype
+        ops.change(node, grad=source, reduce_dtype=reduce_dtype)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from graphshard.ops import unshard
+from graphshard.ops import change, unshard
 
 
 def keepable(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> dict[fx.Node, fx.Node]:
@@ -25,7 +25,7 @@ def keepable(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> dict[fx
     gathered = {m.args[0]: m for m in forward.find_nodes(op="call_function", target=unshard)}
     found = {}
     for marker in backward.find_nodes(op="call_function", target=unshard):
-        (shard,) = marker.all_input_nodes
+        shard: Any = marker.args[0]
         if len(shard.users) == 1 and saved.get(shard.name) in gathered:
             found[marker] = gathered[saved[shard.name]]
     return found
@@ -39,8 +39,8 @@ def keep(forward: fx.Graph, pairs: Mapping[fx.Node, fx.Node], num_outputs: int) 
     outputs = [*outputs[:num_outputs], *(saved.get(node, node) for node in outputs[num_outputs:])]
     output.args = (tuple(outputs),)
     for marker, gathered in pairs.items():
-        gathered.args = (*gathered.args[:3], False, *gathered.args[4:])
-        (shard,) = marker.all_input_nodes
+        change(gathered, reshard=False)
+        shard: Any = marker.args[0]
         shard.meta = {**shard.meta, "val": marker.meta["val"]}
         marker.replace_all_uses_with(shard)
         marker.graph.erase_node(marker)

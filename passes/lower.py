@@ -5,7 +5,7 @@ A bucket is launched before the step that its plan says, and waited for before a
     before   a = mm(..)   w = unshard(shard)   b = mm(a, w)
     after    f = all_gather_into_tensor(shard)   a = mm(..)   w = wait_tensor(f)   b = mm(a, w)
 
-Small tensors of a bucket share a buffer (``pack``, ``unpack``); several buffers travel coalesced.
+Small tensors of a bucket share a buffer (``copy_in``, ``unpack``); several buffers travel coalesced.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import torch
 from torch import fx
 
 from graphshard import ops, wires
-from graphshard._torch import fake_mode_of, process_group
+from graphshard._torch import process_group
+from graphshard.emit import Emitter
 from graphshard.plan import (
     ALL_GATHER,
-    ALL_REDUCE,
     PLANNED,
+    REDUCE_SCATTER,
     Bucket,
     ShardedParam,
     Transfer,
@@ -29,31 +30,28 @@ from graphshard.plan import (
 )
 from graphshard.wires import Piece
 
-# Other entries describe the marker's own call (Inductor reads its eager inputs), not its origin.
-_ORIGIN = ("stack_trace", "nn_module_stack", "seq_nr", "custom")
-
 
 def markers_of(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.target in ops.MARKERS]
 
 
 def describe_params(graph: fx.Graph) -> dict[fx.Node, ShardedParam]:
-    """The parameter of every marker of ``graph``."""
+    """The parameter of every marker of ``graph`` that has one."""
     positions = {**_original_inputs(graph), **_gradient_outputs(graph)}
     return {
         marker: _param(marker, positions[marker if marker in positions else source_of(marker)])
         for marker in markers_of(graph)
+        if marker.target in ops.OF_PARAMS
     }
 
 
-def describe_transfer(marker: fx.Node, param: int) -> Transfer:
+def describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
     """What travels for ``marker``, of the parameter at position ``param`` of the plan."""
-    # The group is the only text among a marker's arguments.
-    group = next(arg for arg in marker.args if isinstance(arg, str))
+    group = ops.arguments(marker)["group"]
     world = process_group(group).size()
     kind, piece = ops.KINDS[marker.target], piece_of(marker)
     shard = (source_of(marker) if kind == ALL_GATHER else marker).meta["val"]
-    size = shard.numel() * (1 if kind == ALL_REDUCE else world)
+    size = shard.numel() * (world if kind in (ALL_GATHER, REDUCE_SCATTER) else 1)
     return Transfer(
         param=param,
         kind=kind,
@@ -71,12 +69,15 @@ def describe_transfer(marker: fx.Node, param: int) -> Transfer:
 
 def piece_of(marker: fx.Node) -> Piece:
     """What a marker that communicates sends."""
-    source, value = source_of(marker), marker.meta["val"]
+    source, value, given = source_of(marker), marker.meta["val"], ops.arguments(marker)
     if marker.target is ops.unshard:
-        return Piece(source, value.shape[0], value.dtype, value.dtype)
-    reduce_dtype: Any = marker.args[-2]
+        used = ops.used_dtype(source.meta["val"], given["dtype"])
+        scales = given["scales"], given["at"]
+        return Piece(source, value.shape[0], value.dtype, used, *scales)
+    if marker.target is ops.max_over_ranks:
+        return Piece(source, 0, value.dtype, value.dtype)
     rows = value.shape[0] if marker.target is ops.reduce_grad else 0
-    dtype = ops.sent_dtype(source.meta["val"], ops.KINDS[marker.target], reduce_dtype)
+    dtype = ops.sent_dtype(source.meta["val"], ops.KINDS[marker.target], given["reduce_dtype"])
     return Piece(source, rows, dtype, value.dtype)
 
 
@@ -141,7 +142,7 @@ def apply_buckets(
 
 
 def _begin(graph: fx.Graph, bucket: Bucket, markers: Sequence[fx.Node]) -> list[fx.Node]:
-    emit = _Emitter(graph, markers[bucket.transfers[0]].meta)
+    emit = Emitter(graph, markers[bucket.transfers[0]].meta, **{PLANNED: True})
     parcels = [[piece_of(markers[i]) for i in parcel] for parcel in bucket.parcels]
     return wires.send(emit, bucket.kind, parcels, bucket.group, bucket.world)
 
@@ -149,7 +150,7 @@ def _begin(graph: fx.Graph, bucket: Bucket, markers: Sequence[fx.Node]) -> list[
 def _end(
     graph: fx.Graph, bucket: Bucket, markers: Sequence[fx.Node], begun: Sequence[fx.Node]
 ) -> None:
-    emit = _Emitter(graph, markers[bucket.transfers[0]].meta)
+    emit = Emitter(graph, markers[bucket.transfers[0]].meta, **{PLANNED: True})
     for parcel, buffer in zip(bucket.parcels, begun, strict=True):
         pieces = [piece_of(markers[i]) for i in parcel]
         nodes = wires.receive(emit, bucket.kind, pieces, buffer, bucket.group, bucket.world)
@@ -161,7 +162,7 @@ def apply_replicate(graph: fx.Graph, markers: Iterable[fx.Node]) -> None:
     """A replicated parameter needs no communication in forward."""
     for marker in markers:
         with graph.inserting_before(marker):
-            emit, used = _Emitter(graph, marker.meta), marker.meta["val"].dtype
+            emit, used = Emitter(graph, marker.meta), marker.meta["val"].dtype
             source = source_of(marker)
             if used == source.meta["val"].dtype:
                 copy = emit(torch.ops.aten.clone.default, source)
@@ -169,19 +170,3 @@ def apply_replicate(graph: fx.Graph, markers: Iterable[fx.Node]) -> None:
                 copy = emit(wires.convert, source, used)
         marker.replace_all_uses_with(copy)
         graph.erase_node(marker)
-
-
-class _Emitter:
-    """Inserts calls into a graph, with the fake values and the origin of the marker they replace."""
-
-    def __init__(self, graph: fx.Graph, origin: dict[str, Any]) -> None:
-        self._graph = graph
-        self._origin = {k: v for k, v in origin.items() if k in _ORIGIN}
-
-    def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Any:
-        node = self._graph.call_function(op, args, kwargs)
-        fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with fake_mode_of(fake_args):
-            value = op(*fake_args, **fake_kwargs)
-        node.meta = {**self._origin, PLANNED: True, "val": value}
-        return node

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphshard.ops import UNSHARD, replicate, unshard
+from graphshard.ops import UNSHARD, arguments, replicate, unshard
 
 
 def parameter_derived(graph: fx.Graph) -> list[fx.Node]:
@@ -24,7 +24,7 @@ def parameter_derived(graph: fx.Graph) -> list[fx.Node]:
         if node.op != "call_function" or _is_random(node):
             continue
         if node.target in UNSHARD:
-            if node.target is replicate or node.args[3]:
+            if node.target is replicate or arguments(node)["reshard"]:
                 derived[node] = None
             continue
         inputs = node.all_input_nodes
@@ -42,7 +42,7 @@ def _is_random(node: fx.Node) -> bool:
 def reshard(gm: fx.GraphModule) -> None:
     """Tag a joint graph for the partitioner, in place."""
     for node in gm.graph.nodes:
-        if node.target is unshard and not node.args[3]:
+        if node.target is unshard and not arguments(node)["reshard"]:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for node in parameter_derived(gm.graph):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

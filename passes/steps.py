@@ -20,9 +20,17 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from graphshard import ops
+from graphshard import ops, wires
 from graphshard._torch import fake_mode_of, size_hint
 from graphshard.plan import BACKWARD, Problem, Transfer
+
+
+def raise_scales(graph: fx.Graph) -> None:
+    """Move what is gathered by, where it is an input, to the front."""
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for node in graph.find_nodes(op="call_function", target=wires.unpack):
+        if node.args[0].op == "placeholder":
+            first.prepend(node)
 
 
 def sink_gathered(graph: fx.Graph) -> None:
@@ -115,7 +123,8 @@ def _reach(marker: fx.Node, at: Mapping[fx.Node, int]) -> tuple[int, int, int]:
     end = len(at)
     due = min((at.get(user, end) for user in marker.users), default=end)
     if marker.target is ops.unshard:
-        return 0, due, _last_use(marker, at)
+        scales = ops.arguments(marker)["scales"]
+        return at.get(scales, -1) + 1, due, _last_use(marker, at)
     ready = at.get(marker.all_input_nodes[0], -1) + 1
     return ready, max(ready, due), end - 1
 

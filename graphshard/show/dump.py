@@ -68,13 +68,14 @@ class Dump:
 
     def names(self, bucket: Bucket) -> list[str]:
         """The FQNs of what travels in ``bucket``, each once, in graph order."""
-        positions = sorted(bucket.transfers)
-        params = [self.plan.params[self.plan.problem.transfers[i].param] for i in positions]
-        return list(dict.fromkeys(map(name_of, params)))
+        in_order = dataclasses.replace(bucket, parcels=(tuple(sorted(bucket.transfers)),))
+        return list(dict.fromkeys(map(name_of, self.plan.params_of(in_order))))
 
     def range_of(self, bucket: Bucket) -> str:
         """As in ``blocks.0.up.weight .. blocks.1.norm.bias (12)``."""
         names = self.names(bucket)
+        if not names:
+            return "scales of fp8"
         return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
 
     def step(self, index: int) -> str:

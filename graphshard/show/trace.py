@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from ..plan import ALL_GATHER, ALL_REDUCE, MAX_REDUCE, REDUCE_SCATTER
 from ..simulate import COLLECTIVE, COMMUNICATION, COMPUTE, COPY_IN, COPY_OUT, STEP, Slot
 from .dump import Dump, name_of
 
@@ -31,6 +31,7 @@ _KERNELS = {
     ALL_GATHER: "ncclDevKernel_AllGather",
     REDUCE_SCATTER: "ncclDevKernel_ReduceScatter",
     ALL_REDUCE: "ncclDevKernel_AllReduce",
+    MAX_REDUCE: "ncclDevKernel_AllReduce_Max",
 }
 
 
@@ -107,7 +108,8 @@ def _details(dump: Dump, slot: Slot) -> dict[str, Any]:
     plan = dump.plan
     if slot.kind == STEP:
         used = [t for t in plan.problem.transfers if t.kind == ALL_GATHER and t.due == slot.index]
-        return {"first used": ", ".join(name_of(plan.params[t.param]) for t in used)}
+        names = (name_of(plan.params[t.param]) for t in used if t.param is not None)
+        return {"first used": ", ".join(names)}
     bucket = plan.buckets[slot.index]
     return {
         "bucket": slot.index,

@@ -58,7 +58,7 @@ class Builder:
         return node
 
     def unshard(self, leaf: fx.Node, rows: int, reshard: bool = True) -> fx.Node:
-        return self.call(ops.unshard, leaf, rows, self.group, reshard, None, None)
+        return self.call(ops.unshard, leaf, rows, self.group, reshard, None, None, "", None, 0)
 
     def replicate(self, leaf: fx.Node) -> fx.Node:
         return self.call(ops.replicate, leaf, self.group, None, None)

@@ -30,7 +30,9 @@ def test_a_parameter_travels_as_it_is_used(group: str, op: Any) -> None:
     cast_early(gm)
     gm.graph.lint()
     (marker,) = (node for node in gm.graph.nodes if node.target is ops.unshard)
-    assert marker.args[-2:] == (BF16, None) and marker.meta["val"].dtype == BF16
+    given = ops.arguments(marker)
+    assert (given["dtype"], given["reduce_dtype"]) == (BF16, None)
+    assert marker.meta["val"].dtype == BF16
     assert count(gm.graph, op) == 0
     plan = lowered(gm, FORWARD)
     (transfer,) = plan.problem.transfers
@@ -66,7 +68,7 @@ def test_a_parameter_travels_as_it_is(
     gm = build.module(*uses)
     cast_early(gm)
     (marker,) = (node for node in gm.graph.nodes if node.target is ops.unshard)
-    assert marker.meta["val"].dtype == FP32 and marker.args[-2:] == (None, None)
+    assert marker.meta["val"].dtype == FP32 and ops.arguments(marker)["dtype"] is None
     assert reason is None or reason in marker.meta[REASON]
     plan = lowered(gm, FORWARD)
     assert [why for _, why in plan.reasons] == ([] if reason is None else [marker.meta[REASON]])

@@ -1,0 +1,239 @@
+"""fp8 training of linears: which ones, and the arithmetic of scaled casts and products.
+
+Dynamic scaling by the recipes of ``torchao.float8`` (torchao/float8/config.py, float8_utils.py): before
+each of a linear's three products both sides are multiplied by ``largest fp8 value / largest value``,
+clamped and cast, and the product is divided by both scales:
+
+    y      = x8 @ w8.T          x8: e4m3   w8: e4m3
+    grad_x = g8 @ w8            g8: e5m2 ("tensorwise"), e4m3 ("rowwise")
+    grad_w = g8.T @ x8
+
+"tensorwise" has one scale for a tensor. "rowwise" has one, rounded down to a power of two, for each
+vector along which a product sums. What differs from torchao there: the weight has one scale for each of
+its rows in both products, so that backward uses the bytes of forward; where the product sums over the
+weight's rows, the gradient's columns are divided by their scales before it is cast.
+
+All is written in ATen ops with ``Call``: eager, or into a graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from .emit import Call, run, value_of
+
+TENSORWISE, ROWWISE = RECIPES = ("tensorwise", "rowwise")
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+DTYPES = (torch.bfloat16, torch.float32)
+"""Of what is cast, and of products."""
+
+_EPS = 1e-12  # of torchao: the least value that is scaled
+_EXPONENT = 0x7F800000  # bits of a float32
+_ALIGNMENT = 16
+_HEADS = frozenset(
+    {"lm_head", "output", "output_layer", "head", "embed_out", "classifier", "score"}
+)
+
+_aten = torch.ops.aten
+convert = torch.ops.prims.convert_element_type.default
+
+
+def is_inner_linear(fqn: str, shape: Sequence[int]) -> bool:
+    """Whether both sizes are multiples of 16, and the name is not that of an output head: a module
+    outside of all numbered layers, called as heads are called (``lm_head``, ``output``, ``head``, ..)."""
+    *path, _ = fqn.split(".")
+    is_head = bool(path) and path[-1] in _HEADS and not any(map(str.isdigit, path))
+    return not is_head and all(size % _ALIGNMENT == 0 for size in shape)
+
+
+@dataclass(frozen=True)
+class Float8Policy:
+    """Linears compute in fp8, and their weights are gathered in it.
+
+    Attributes:
+        recipe_name: "tensorwise", or "rowwise" for less error; the module's docstring has both.
+        filter_fn: given a weight's FQN and its shape ``(out, in)``, whether its linears do. It is asked
+            about every two-dimensional floating-point parameter; one that something else than a linear
+            uses, too, stays as it is, and plans say so.
+
+    Raises:
+        ValueError: a value does not hold.
+    """
+
+    recipe_name: str = TENSORWISE
+    filter_fn: Callable[[str, tuple[int, ...]], bool] = field(default=is_inner_linear, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.recipe_name not in RECIPES:
+            raise ValueError(f"fp8.recipe_name={self.recipe_name!r}: must be one of {RECIPES}")
+        if not callable(self.filter_fn):
+            raise ValueError(
+                f"fp8.filter_fn={self.filter_fn!r}: must be a function of a weight's FQN and shape"
+            )
+
+    def recipe_of(self, fqns: Sequence[str], param: torch.Tensor) -> str:
+        """The recipe of a parameter of these names; "" if it is not chosen."""
+        if param.dim() != 2 or not param.is_floating_point():
+            return ""
+        chosen = all(self.filter_fn(fqn, tuple(param.shape)) for fqn in fqns)
+        return self.recipe_name if chosen else ""
+
+
+def check_fp8(name: str, fp8: object, param_dtype: torch.dtype | None) -> None:
+    """
+    Raises:
+        ValueError: ``fp8`` is no policy, or contradicts the dtype in which parameters are used.
+    """
+    if fp8 is None:
+        return
+    if not isinstance(fp8, Float8Policy):
+        raise ValueError(f"{name}={fp8!r}: must be a graphshard.Float8Policy or None")
+    if param_dtype is not None and param_dtype not in DTYPES:
+        raise ValueError(
+            f"{name} with mp_policy.param_dtype={param_dtype}: fp8 linears take and return one of "
+            f"{DTYPES}; choose one of these, or leave {name} out"
+        )
+
+
+def is_of_torchao(of: object) -> bool:
+    """Whether a module or a tensor is one that ``torchao.float8`` made; torchao need not be there."""
+    return type(of).__module__.startswith("torchao.float8.")
+
+
+@functools.cache
+def device_fault(device_type: str, recipe: str) -> str | None:
+    """What a device says to products in fp8; None if it computes them."""
+    values = torch.ones(_ALIGNMENT, _ALIGNMENT, dtype=torch.bfloat16, device=device_type)
+    return fault(values, values, recipe)
+
+
+def fault(x: torch.Tensor, weight: torch.Tensor, recipe: str) -> str | None:
+    """What torch says to the three products of a linear; None if it computes them."""
+    try:
+        scaled = quantised(run, weight, E4M3, recipe, 1)
+        grad = forward(run, x, scaled, recipe)
+        grad_input(run, grad, scaled, recipe)
+        grad_weight(run, grad, x, recipe)
+    except (RuntimeError, NotImplementedError) as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+class Scaled(NamedTuple):
+    """A matrix in fp8, and what to multiply it with to undo its scaling: a scalar, or one for each of the
+    vectors along which its product sums."""
+
+    values: Any
+    inverse: Any
+
+
+def scale_of(call: Call, amax: Any, dtype: torch.dtype, recipe: str) -> Any:
+    """The scale for a largest absolute value, as torchao's ``amax_to_scale`` computes it."""
+    wide = call(_aten.clamp_min.default, call(convert, amax, torch.float64), _EPS)
+    inverse = call(_aten.mul.Tensor, call(_aten.reciprocal.default, wide), torch.finfo(dtype).max)
+    scale = call(convert, inverse, torch.float32)
+    if recipe == TENSORWISE:
+        return scale
+    bits = call(_aten.view.dtype, scale, torch.int32)
+    exponent = call(_aten.bitwise_and.Scalar, bits, _EXPONENT)
+    return call(_aten.view.dtype, exponent, torch.float32)
+
+
+def cast(call: Call, x: Any, scale: Any, dtype: torch.dtype, dim: int) -> Any:
+    """``x * scale``, saturated: eager casts do not before torch 2.12. ``dim``: as of ``quantised``, where
+    ``scale`` is a vector."""
+    largest = torch.finfo(dtype).max
+    if value_of(scale).dim() == 1:
+        scale = call(_aten.unsqueeze.default, scale, dim)
+    scaled = call(_aten.mul.Tensor, _as(call, x, torch.float32), scale)
+    clamped = call(
+        _aten.clamp_max.default, call(_aten.clamp_min.default, scaled, -largest), largest
+    )
+    return call(convert, clamped, dtype)
+
+
+def quantised(call: Call, x: Any, dtype: torch.dtype, recipe: str, dim: int) -> Scaled:
+    """``x`` scaled dynamically; ``dim`` is that over which its product sums."""
+    absolute = call(_aten.abs.default, x)
+    dims = [] if recipe == TENSORWISE else [dim]
+    scale = scale_of(call, call(_aten.amax.default, absolute, dims), dtype, recipe)
+    return Scaled(cast(call, x, scale, dtype, dim), call(_aten.reciprocal.default, scale))
+
+
+def forward(call: Call, x: Any, weight: Scaled, recipe: str) -> Any:
+    """``x @ weight.T``."""
+    left = quantised(call, x, E4M3, recipe, 1)
+    return _product(call, left, _transposed(call, weight), value_of(x).dtype, recipe, fast=True)
+
+
+def grad_input(call: Call, grad: Any, weight: Scaled, recipe: str) -> Any:
+    """``grad @ weight``."""
+    dtype = value_of(grad).dtype
+    if recipe == ROWWISE:
+        # grad @ (values / scale), of which the scale cannot leave the sum over the weight's rows.
+        grad = call(_aten.mul.Tensor, _as(call, grad, torch.float32), weight.inverse)
+        values = value_of(weight.values)
+        made = {"dtype": torch.float32, "device": values.device}
+        weight = Scaled(weight.values, call(_aten.full.default, [values.shape[1]], 1.0, **made))
+    return _product(call, _grad(call, grad, recipe, 1), weight, dtype, recipe)
+
+
+def grad_weight(call: Call, grad: Any, x: Any, recipe: str) -> Any:
+    """``grad.T @ x``."""
+    left = _transposed(call, _grad(call, grad, recipe, 0))
+    right = quantised(call, x, E4M3, recipe, 0)
+    return _product(call, left, right, value_of(x).dtype, recipe)
+
+
+def _grad(call: Call, grad: Any, recipe: str, dim: int) -> Scaled:
+    return quantised(call, grad, E5M2 if recipe == TENSORWISE else E4M3, recipe, dim)
+
+
+def _product(
+    call: Call, a: Scaled, b: Scaled, dtype: torch.dtype, recipe: str, *, fast: bool = False
+) -> Any:
+    """``a @ b`` of matrices, without their scales; laid out as tensor cores read rows and columns."""
+    product = call(
+        _aten._scaled_mm.default,
+        _contiguous(call, a.values),
+        _t(call, _contiguous(call, _t(call, b.values))),
+        _matrix(call, a.inverse, 1),
+        _matrix(call, b.inverse, 0),
+        # Kernels with row-wise scales write bfloat16 alone (torchao/float8/float8_ops.py).
+        out_dtype=dtype if recipe == TENSORWISE else torch.bfloat16,
+        use_fast_accum=fast,
+    )
+    return _as(call, product, dtype)
+
+
+def _transposed(call: Call, of: Scaled) -> Scaled:
+    return of._replace(values=_t(call, of.values))
+
+
+def _matrix(call: Call, inverse: Any, dim: int) -> Any:
+    """A vector as a matrix of size 1 in ``dim``; with all strides 1, which some kernels check."""
+    if value_of(inverse).dim() != 1:
+        return inverse
+    size = value_of(inverse).shape[0]
+    sizes: list[Any] = [size if isinstance(size, int) else call(_aten.sym_size.int, inverse, 0)]
+    sizes.insert(dim, 1)
+    return call(_aten.as_strided.default, inverse, sizes, [1, 1])
+
+
+def _t(call: Call, x: Any) -> Any:
+    return call(_aten.permute.default, x, [1, 0])
+
+
+def _contiguous(call: Call, x: Any) -> Any:
+    if value_of(x).is_contiguous():
+        return x
+    return call(_aten.clone.default, x, memory_format=torch.contiguous_format)
+
+
+def _as(call: Call, x: Any, dtype: torch.dtype) -> Any:
+    return x if value_of(x).dtype == dtype else call(convert, x, dtype)
