@@ -6,7 +6,9 @@ Nothing else in the package imports a name that torch spells with an underscore.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -230,6 +232,22 @@ def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor],
 def fake_mode_of(values: Sequence[Any]) -> Any:
     """The mode of the first fake tensor among ``values``."""
     return next(v.fake_mode for v in tree_leaves(values) if isinstance(v, FakeTensor))
+
+
+@contextmanager
+def asking_fakes(value: torch.Tensor) -> Iterator[None]:
+    """Calls run in the mode of the fake tensor ``value``, and what they refuse is not logged."""
+    log = logging.getLogger(FakeTensor.__module__)
+    log.addFilter(_nothing)
+    try:
+        with fake_mode_of([value]):
+            yield
+    finally:
+        log.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
 
 
 # --- torch/_ops.py --------------------------------------------------------------------------------

@@ -58,8 +58,8 @@ class Float8Policy:
     Attributes:
         recipe_name: "tensorwise", or "rowwise" for less error; the module's docstring has both.
         filter_fn: given a weight's FQN and its shape ``(out, in)``, whether its linears do. It is asked
-            about every two-dimensional floating-point parameter; one that something else than a linear
-            uses, too, stays as it is, and plans say so.
+            about every two-dimensional floating-point parameter that no ``nn.Embedding`` holds; one that
+            something else than a linear uses, too, stays as it is, and plans say so.
 
     Raises:
         ValueError: a value does not hold.
@@ -109,16 +109,11 @@ def is_of_torchao(of: object) -> bool:
 def device_fault(device_type: str, recipe: str) -> str | None:
     """What a device says to products in fp8; None if it computes them."""
     values = torch.ones(_ALIGNMENT, _ALIGNMENT, dtype=torch.bfloat16, device=device_type)
-    return fault(values, values, recipe)
-
-
-def fault(x: torch.Tensor, weight: torch.Tensor, recipe: str) -> str | None:
-    """What torch says to the three products of a linear; None if it computes them."""
     try:
-        scaled = quantised(run, weight, E4M3, recipe, 1)
-        grad = forward(run, x, scaled, recipe)
-        grad_input(run, grad, scaled, recipe)
-        grad_weight(run, grad, x, recipe)
+        weight = quantised(run, values, E4M3, recipe, 1)
+        forward(run, values, weight, recipe)
+        grad_input(run, values, weight, recipe)
+        grad_weight(run, values, values, recipe)
     except (RuntimeError, NotImplementedError) as error:
         return str(error).splitlines()[0]
     return None

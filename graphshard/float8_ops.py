@@ -41,7 +41,12 @@ float8_mm_grad_input = torch.ops.graphshard.float8_mm_grad_input.default
 float8_mm_grad_weight = torch.ops.graphshard.float8_mm_grad_weight.default
 local_amax = torch.ops.graphshard.local_amax.default
 own_rows = torch.ops.graphshard.own_rows.default
-PRODUCTS = (float8_mm, float8_mm_grad_input, float8_mm_grad_weight)
+PRODUCTS: dict[Any, str] = {
+    float8_mm: "output",
+    float8_mm_grad_input: "grad_input",
+    float8_mm_grad_weight: "grad_weight",
+}
+"""What is computed, as torchao names it."""
 
 
 def _impl(name: str, key: str = "CompositeExplicitAutograd") -> Any:

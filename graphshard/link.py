@@ -173,7 +173,7 @@ class Model:
         ]
         warnings.warn(
             f"graphshard: {self.name} does not compile to one graph. Training is right, but eager "
-            "parts gather their parameters unscheduled and keep them for backward:\n  "
+            "parts gather their parameters unscheduled, not in fp8, and keep them for backward:\n  "
             + "\n  ".join(where)
             + "\nTORCH_LOGS=graph_breaks tells more.",
             stacklevel=2,

@@ -8,6 +8,7 @@ split, and its full copy freed, so that the peak is the full model plus one para
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +60,7 @@ def shard_module(
     fault = _fault(root, owners, mesh, allow_meta) or _unmatched(owners, options)
     fault = fault or _resolve(root, owners, mesh, options)
     _agree(root, owners, fault, mesh, options)
+    _warn_of_torchao(root)
     model = Model(type(root).__name__)
     with torch.no_grad(), torch.inference_mode(False):
         if options.sync_module_states and not on_meta:
@@ -156,11 +158,13 @@ def _resolve(
     try:
         for owner in owners:
             owner.options = options.of_param(owner.names)
-            if owner.options.fp8 is not None:
+            embeds = any(isinstance(module, nn.Embedding) for module, _ in owner.at)
+            if owner.options.fp8 is not None and not embeds:
                 owner.float8 = owner.options.fp8.recipe_of(owner.names, owner.param)
     except Exception as error:  # of the user's filter, too: no rank may be alone with it
         return f"parameter {owner.fqn!r}: {type(error).__name__}: {error}"
-    return _float8_fault(root, owners, mesh.device_type) if options.fp8 else None
+    wanted = any(owner.options.fp8 for owner in owners)
+    return _float8_fault(root, owners, mesh.device_type) if wanted else None
 
 
 def _float8_fault(root: nn.Module, owners: list[_Owned], device_type: str) -> str | None:
@@ -288,6 +292,17 @@ def _deliver_late(link: Link, full: nn.Parameter) -> None:
     assert full.grad is not None
     _deliver_full(link, full.grad)
     full.grad = None
+
+
+def _warn_of_torchao(root: nn.Module) -> None:
+    names = [name for name, module in root.named_modules() if is_of_torchao(module)]
+    if names:
+        warnings.warn(
+            f"graphshard: {names[0]!r} and {len(names) - 1} more modules are torchao's: they compute in "
+            "fp8, but their weights are gathered in their own dtype. For fp8 on the wire give the plain "
+            "module and fp8=graphshard.Float8Policy()",
+            stacklevel=2,
+        )
 
 
 def _install(

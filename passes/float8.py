@@ -23,8 +23,8 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graphshard import float8, float8_ops, ops, wires
-from graphshard._torch import fake_mode_of, process_group
-from graphshard.emit import Call, Emitter
+from graphshard._torch import asking_fakes, process_group
+from graphshard.emit import Call, Emitter, run
 from graphshard.plan import REASON
 
 _aten = torch.ops.aten
@@ -89,21 +89,23 @@ def _refusal(weight: fx.Node, refused: dict[str, str | None]) -> str | None:
     for user in weight.users:
         if user.target not in float8_ops.PRODUCTS or weight in (user.args[0], user.args[2]):
             return f"{user.target} uses it"
-    for user in weight.users:
-        if user.target is float8_ops.float8_mm and (why := _device_refusal(user, refused)):
-            return why
-    return None
+    return next(filter(None, (_device_refusal(user, refused) for user in weight.users)), None)
 
 
-def _device_refusal(linear: fx.Node, refused: dict[str, str | None]) -> str | None:
-    """What torch's fakes say to the shapes and layouts of a linear's products; asked once of each."""
-    values: Any = fx.map_arg(linear.args, lambda n: n.meta["val"])
-    x, weight, recipe = values
-    of = f"{recipe} products of {tuple(x.shape)} and {tuple(weight.shape)} on {x.device.type}"
+def _device_refusal(node: fx.Node, refused: dict[str, str | None]) -> str | None:
+    """What torch's fakes say to shapes and layouts of a product; asked once of those of one kind."""
+    values: Any = fx.map_arg(node.args, lambda n: n.meta["val"])
+    left, weight, recipe = values[0], values[1], values[-1]
+    shapes = f"{tuple(left.shape)} with a weight {tuple(weight.shape)}"
+    of = f"{recipe} {float8_ops.PRODUCTS[node.target]} of {shapes} on {left.device.type}"
     if of not in refused:
-        with fake_mode_of(linear.meta["val"]):
-            fault = float8.fault(x, weight, recipe)
-        refused[of] = fault and f"{of}: {fault}"
+        with asking_fakes(weight):
+            scaled = float8.quantised(run, weight, float8.E4M3, recipe, 1)
+            try:
+                _scaled_product(run, node.target, values, scaled)
+                refused[of] = None
+            except RuntimeError as error:
+                refused[of] = f"{of}: {str(error).splitlines()[0]}"
     return refused[of]
 
 
@@ -131,18 +133,24 @@ def _insert_scales(
 
 def _take_apart(node: fx.Node, emit: Call) -> None:
     """Replace a product by a scaled one; or by that of its matrices, if the weight is not in fp8."""
-    arguments: Any = node.args
-    left, weight, recipe = arguments[0], arguments[1], arguments[-1]
-    if _INVERSES not in weight.meta:
-        product = _plain_product(node, emit)
-    elif node.target is float8_ops.float8_mm_grad_weight:
-        product = float8.grad_weight(emit, left, arguments[2], recipe)
-    else:
+    weight: Any = node.args[1]
+    if _INVERSES in weight.meta:
         scaled = float8.Scaled(weight, _inverse(weight, emit))
-        forward = node.target is float8_ops.float8_mm
-        product = (float8.forward if forward else float8.grad_input)(emit, left, scaled, recipe)
+        product = _scaled_product(emit, node.target, node.args, scaled)
+    else:
+        product = _plain_product(node, emit)
     node.replace_all_uses_with(product)
     node.graph.erase_node(node)
+
+
+def _scaled_product(call: Call, product: Any, arguments: Any, weight: float8.Scaled) -> Any:
+    """One of ``PRODUCTS`` of these arguments, with the weight in fp8."""
+    left, recipe = arguments[0], arguments[-1]
+    if product is float8_ops.float8_mm:
+        return float8.forward(call, left, weight, recipe)
+    if product is float8_ops.float8_mm_grad_input:
+        return float8.grad_input(call, left, weight, recipe)
+    return float8.grad_weight(call, left, arguments[2], recipe)
 
 
 def _inverse(weight: fx.Node, emit: Call) -> Any:

@@ -27,17 +27,18 @@ Decide = Callable[[Problem], tuple[Bucket, ...]]
 class Builder:
     """A graph in the making, over one process group."""
 
-    def __init__(self, group: str, world_size: int = 8) -> None:
+    def __init__(self, group: str, world_size: int = 8, device: str = "cpu") -> None:
         self.graph = fx.Graph()
         self.group = group
         self.world_size = world_size
         self._mode = FakeTensorMode()
+        self._device = device
         self._num_primals = 0
 
     def _placeholder(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
         node = self.graph.placeholder(name)
         with self._mode:
-            node.meta["val"] = torch.empty(shape, dtype=dtype)
+            node.meta["val"] = torch.empty(shape, dtype=dtype, device=self._device)
         return node
 
     def primal(self, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:

@@ -1,0 +1,225 @@
+"""What fp8 makes of graphs: one reduction for all scales, bytes gathered by them in forward and again in
+backward, one kernel for all that is done to shards, and a reason for what stays as it is."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._inductor.utils import run_and_get_code
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+import graphshard
+from graphshard import float8_ops, ops
+from graphshard.float8 import RECIPES, ROWWISE, TENSORWISE
+from graphshard.passes.float8 import gather_float8
+from graphshard.plan import ALL_GATHER, BACKWARD, FORWARD, INFERENCE, MAX_REDUCE, REASON, Plan
+from tests.graph.builder import Builder, count, targets
+
+DIM, BATCH = 64, 32
+E4M3 = "torch.float8_e4m3fn"
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+class Net(nn.Module):
+    """Attention's three products of one input, a bias, and a head that is not in fp8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(DIM, DIM, bias=False) for _ in range(3))
+        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+        self.lm_head = nn.Linear(DIM, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.tanh(self.q(x)) * self.k(x) + self.v(x)
+        return self.lm_head(self.down(torch.relu(self.up(x)))).square().mean()
+
+
+WEIGHTS = {f"{name}.weight" for name in ("q", "k", "v", "up", "down")}
+
+
+def ones() -> Tensor:
+    return torch.ones(BATCH, DIM, requires_grad=True)
+
+
+def _plans(mesh: DeviceMesh, model: nn.Module, *batch: Tensor, **options: Any) -> dict[str, Plan]:
+    options = {"compiler": "aot_eager", "fp8": graphshard.Float8Policy(), **options}
+    backend = graphshard.backend(mesh, **options)
+    loss = torch.compile(model, backend=backend, fullgraph=True)(*batch or [ones()])
+    if loss.requires_grad:
+        loss.backward()
+    return {plan.graph: plan for plan in backend.plans}
+
+
+def _gathered(plan: Plan) -> dict[str, str]:
+    """The dtypes in which parameters are gathered, by name."""
+    return {plan.fqn_of(t): t.dtype for t in plan.problem.transfers if t.kind == ALL_GATHER}
+
+
+def _in_fp8(plan: Plan) -> set[str]:
+    return {name for name, dtype in _gathered(plan).items() if dtype == E4M3}
+
+
+@pytest.mark.parametrize("mp_policy", [None, BF16])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_one_reduction_scales_all_weights(
+    mesh: DeviceMesh, recipe: str, mp_policy: Any, overlap: bool
+) -> None:
+    if recipe == ROWWISE and torch.__version__ < "2.12":
+        pytest.skip("the CPU has no row-wise product")
+    schedule = graphshard.SchedulePolicy(overlap=overlap)
+    fp8 = graphshard.Float8Policy(recipe)
+    plans = _plans(mesh, Net(), fp8=fp8, mp_policy=mp_policy, schedule=schedule)
+    forward, backward = plans[FORWARD], plans[BACKWARD]
+    (amax,) = [t for t in forward.problem.transfers if t.kind == MAX_REDUCE]
+    rows = 3 * DIM + 2 * DIM + DIM
+    assert amax.num_bytes == 4 * (len(WEIGHTS) if recipe == TENSORWISE else rows)
+    assert _in_fp8(forward) == WEIGHTS and set(_gathered(forward)) > WEIGHTS
+    sizes = {forward.fqn_of(t): t.num_bytes for t in forward.problem.transfers}
+    assert sizes["up.weight"] == 2 * DIM * DIM
+    assert backward.count(MAX_REDUCE) == 0
+    assert _in_fp8(backward) == WEIGHTS - {forward.params[i].fqn for i in forward.kept}
+    launches = [bucket.kind for bucket in forward.buckets]
+    in_fp8 = [any(p.fqn in WEIGHTS for p in forward.params_of(b)) for b in forward.buckets]
+    assert launches.index(MAX_REDUCE) < in_fp8.index(True)
+
+
+def test_inference_gathers_in_fp8(mesh: DeviceMesh) -> None:
+    with torch.no_grad():
+        plans = _plans(mesh, Net())
+    assert _in_fp8(plans[INFERENCE]) == WEIGHTS and plans[INFERENCE].count(MAX_REDUCE) == 1
+
+
+def test_a_kept_weight_is_kept_in_fp8(mesh: DeviceMesh) -> None:
+    plans = _plans(mesh, Net(), reshard_after_forward=False)
+    assert _in_fp8(plans[FORWARD]) == WEIGHTS and not _gathered(plans[BACKWARD])
+
+
+def test_a_frozen_weight(mesh: DeviceMesh) -> None:
+    model = Net()
+    model.up.weight.requires_grad_(False)
+    plans = _plans(mesh, model)
+    assert _in_fp8(plans[FORWARD]) == WEIGHTS
+
+
+@pytest.mark.filterwarnings("ignore:torch.utils.checkpoint")
+def test_under_activation_checkpointing(mesh: DeviceMesh) -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    schedule = graphshard.SchedulePolicy(overlap=False)
+    plans = _plans(mesh, Checkpointed(), schedule=schedule)
+    assert _in_fp8(plans[FORWARD]) == _in_fp8(plans[BACKWARD]) == WEIGHTS
+    assert plans[BACKWARD].count(MAX_REDUCE) == 0
+
+
+def test_overrides_choose_by_name(mesh: DeviceMesh) -> None:
+    everything = graphshard.Float8Policy(filter_fn=lambda fqn, shape: True)
+    overrides = {"q.*": {"fp8": None}, "lm_head.*": {"fp8": everything}}
+    plans = _plans(mesh, Net(), overrides=overrides)
+    assert _in_fp8(plans[FORWARD]) == WEIGHTS - {"q.weight"} | {"lm_head.weight"}
+
+
+def test_what_something_else_uses_travels_as_it_is(mesh: DeviceMesh) -> None:
+    class Penalised(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.up.weight.square().mean()
+
+    plan = _plans(mesh, Penalised())[FORWARD]
+    assert _in_fp8(plan) == WEIGHTS - {"up.weight"}
+    ((position, why),) = plan.reasons
+    assert plan.params[position].fqn == "up.weight"
+    assert re.fullmatch(r"travels as torch.float32 and not in fp8: aten.\S+ uses it", why)
+
+
+def test_no_linear_uses_an_embedding(mesh: DeviceMesh) -> None:
+    class Embedding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.net = nn.Embedding(DIM, DIM), Net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(self.tokens(x))
+
+    plan = _plans(mesh, Embedding(), torch.arange(BATCH))[FORWARD]
+    assert _in_fp8(plan) == {f"net.{name}" for name in WEIGHTS} and not plan.reasons
+
+
+def test_autocast_goes_with_it(mesh: DeviceMesh) -> None:
+    class Autocast(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return super().forward(x)
+
+    plan = _plans(mesh, Autocast())[FORWARD]
+    assert _in_fp8(plan) == WEIGHTS
+    assert _gathered(plan)["lm_head.weight"] == "torch.bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "why"),
+    [
+        (32, torch.bfloat16, None),
+        (7, torch.bfloat16, "tensorwise grad_weight of .* on cuda: .*divisible by 16"),
+        (32, torch.float16, "linears in fp8 are of torch.bfloat16 or torch.float32"),
+    ],
+)
+def test_a_device_may_refuse(group: str, rows: int, dtype: torch.dtype, why: str | None) -> None:
+    """Asked of torch's fakes of a GPU, which need none."""
+    gm = _linear(group, rows, dtype)
+    gather_float8(gm)
+    gm.graph.lint()
+    (marker,) = (node for node in gm.graph.nodes if node.target is ops.unshard)
+    reason = marker.meta.get(REASON)
+    if why is None:
+        assert reason is None and marker.meta["val"].dtype == torch.float8_e4m3fn
+        assert count(gm.graph, torch.ops.aten._scaled_mm.default) == 3
+    else:
+        assert re.search(why, reason) and marker.meta["val"].dtype == dtype
+        assert count(gm.graph, torch.ops.aten.mm.default) == 3
+        assert count(gm.graph, ops.max_over_ranks) == 0
+    assert not set(float8_ops.PRODUCTS) & set(targets(gm.graph))
+
+
+def _linear(group: str, rows: int, dtype: torch.dtype) -> fx.GraphModule:
+    """A joint graph with the three products of one linear on a GPU."""
+    build = Builder(group, device="cuda")
+    x, leaf = build.primal(rows, DIM, dtype=dtype), build.primal(DIM // 8, DIM, dtype=dtype)
+    weight = build.call(ops.unshard, leaf, DIM, group, True, None, None, TENSORWISE, None, 0)
+    y = build.call(float8_ops.float8_mm, x, weight, TENSORWISE)
+    grad_x = build.call(float8_ops.float8_mm_grad_input, y, weight, TENSORWISE)
+    grad_w = build.call(float8_ops.float8_mm_grad_weight, y, weight, x, TENSORWISE)
+    return build.module(y, grad_x, build.reduce(grad_w))
+
+
+def test_what_is_done_to_shards_is_one_kernel(mesh: DeviceMesh) -> None:
+    """Scaled, cast and packed; the rest of a bucket, in bfloat16, is copied in by one call."""
+    backend = graphshard.backend(mesh, fp8=graphshard.Float8Policy(), mp_policy=BF16)
+    model = torch.compile(Net(), backend=backend, fullgraph=True)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(lambda: model(ones()).backward())
+    assert len(codes) == len(backend.plans) == 2
+    for code, plan in zip(codes, backend.plans):
+        body = code[code.index("def call(") :]
+        kernels = [args.split(", ") for args in re.findall(r"cpp_fused\w*\((.*?)\)", body)]
+        buckets = [b for b in plan.buckets if b.kind == ALL_GATHER]
+        in_fp8 = (
+            {plan.params.index(p) for b in buckets for p in plan.params_of(b)} if buckets else set()
+        )
+        shards = {
+            f"primals_{plan.params[i].input + 1}" for i in in_fp8 if plan.params[i].fqn in WEIGHTS
+        }
+        readers = [shards & set(args) for args in kernels if shards & set(args)]
+        assert sum(map(len, readers)) == len(shards) > 1  # each is read once
+        assert len(readers) == sum(
+            any(p.fqn in WEIGHTS for p in plan.params_of(b)) for b in buckets
+        )
+        for call in re.findall(r"copy_in\.default\(\[(.*?)\]", body):
+            assert not shards & set(call.split(", "))

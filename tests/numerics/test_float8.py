@@ -1,0 +1,324 @@
+"""fp8 on real ranks: beside FSDP2 with torchao's linears, bitwise by ATen; what travels; scales and bytes
+that are those of unsharded weights; and models that torchao has converted."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import graphshard
+from graphshard import float8, float8_ops, ops
+from graphshard.demo import LEARNING_RATE
+from graphshard.demo_model import GPT, Size, batches, load_text
+from graphshard.emit import run
+from graphshard.float8 import E4M3, RECIPES, ROWWISE, TENSORWISE
+from graphshard.plan import ALL_GATHER, ALL_REDUCE, MAX_REDUCE, REDUCE_SCATTER
+from tests import ranks, recording
+from tests.numerics.compare import (
+    compile_sharded,
+    generator,
+    relative_error,
+    sgd,
+    whole,
+    world_mesh,
+)
+
+SIZE = Size(layers=2, heads=2, dim=64, context=32, batch=4, steps=0)
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+needs_rows = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="no row-wise product on this CPU"
+)
+recipes = pytest.mark.parametrize("recipe", [TENSORWISE, pytest.param(ROWWISE, marks=needs_rows)])
+
+
+def _batch(step: int, rank: int, size: Size = SIZE) -> Tensor:
+    return torch.randint(256, (size.batch, size.context + 1), generator=generator(step, rank))
+
+
+def _model(size: Size = SIZE) -> GPT:
+    torch.manual_seed(0)
+    return GPT(size)
+
+
+def _convert(model: nn.Module, **config: Any) -> nn.Module:
+    """By torchao, the linears that we choose."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    return convert_to_float8_training(
+        model, module_filter_fn=lambda _, fqn: "blocks" in fqn, config=Float8LinearConfig(**config)
+    )
+
+
+def _grad_error(*models: nn.Module) -> float:
+    """Of all gradients as one vector."""
+    return relative_error(
+        *(torch.cat([whole(p.grad).flatten() for p in m.parameters()]) for m in models)
+    )
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Largest relative errors of losses and of gradients, and what one step sent."""
+
+    loss_error: float
+    grad_error: float
+    sent: list[tuple[str, torch.dtype | None, int]]
+
+
+def _beside_torchao(compiler: str, mp_policy: MixedPrecisionPolicy) -> Trained:
+    ours = _model()
+    theirs = _convert(_model())
+    for block in theirs.blocks:
+        fully_shard(block, mesh=world_mesh(), mp_policy=mp_policy)
+    fully_shard(theirs, mesh=world_mesh(), mp_policy=mp_policy)
+    compiled = compile_sharded(
+        ours, compiler=compiler, mp_policy=mp_policy, fp8=graphshard.Float8Policy()
+    )
+    errors, sent, optimizers = [(0.0, 0.0)], [], []
+    for step in range(5):
+        recording.clear()
+        loss = compiled(_batch(step, dist.get_rank()))
+        loss.backward()
+        sent = [(event.kind, event.dtype, event.bytes) for event in recording.collectives()]
+        expected = theirs(_batch(step, dist.get_rank()))
+        expected.backward()
+        errors.append((relative_error(loss, expected), _grad_error(ours, theirs)))
+        optimizers = optimizers or [sgd(ours), sgd(theirs)]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return Trained(*map(max, zip(*errors)), sent)
+
+
+def test_it_trains_as_fsdp2_with_torchao() -> None:
+    found = ranks.run(2, _beside_torchao, "aot_eager", MixedPrecisionPolicy(), backend="recording")
+    for trained in found:
+        assert trained.loss_error == trained.grad_error == 0.0
+        kinds = [kind for kind, _, _ in trained.sent]
+        assert kinds.count(ALL_REDUCE) == 1
+        gathered = {dtype for kind, dtype, _ in trained.sent if kind == ALL_GATHER}
+        assert torch.uint8 in gathered
+        assert {dtype for kind, dtype, _ in trained.sent if kind == REDUCE_SCATTER} == {
+            torch.float32
+        }
+
+
+def test_it_trains_so_in_bfloat16() -> None:
+    for trained in ranks.run(2, _beside_torchao, "aot_eager", BF16):
+        assert trained.loss_error == trained.grad_error == 0.0
+
+
+def test_it_trains_so_by_inductor() -> None:
+    for trained in ranks.run(2, _beside_torchao, "inductor", MixedPrecisionPolicy()):
+        # What is rounded on the way to fp8 otherwise may end in the next of its values.
+        assert trained.loss_error <= 2e-3 and trained.grad_error <= 5e-2
+
+
+def _gradients(size: Size = SIZE, **options: Any) -> tuple[list[Tensor], int]:
+    """After one backward, and what was gathered for it, scales included."""
+    model = _model(size)
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager", **options)
+    torch.compile(model, backend=backend)(_batch(0, dist.get_rank(), size)).backward()
+    kinds = ALL_GATHER, MAX_REDUCE
+    num_bytes = sum(plan.num_bytes(kind) for plan in backend.plans for kind in kinds)
+    return [whole(param.grad) for param in model.parameters()], num_bytes
+
+
+def _cosines(recipe: str) -> list[float]:
+    """Of every gradient in fp8 with that in float32."""
+    exact, _ = _gradients()
+    found = []
+    for mp_policy in (None, BF16):
+        in_fp8, _ = _gradients(fp8=graphshard.Float8Policy(recipe), mp_policy=mp_policy)
+        for ours, theirs in zip(in_fp8, exact, strict=True):
+            found.append(float(F.cosine_similarity(ours.flatten(), theirs.flatten(), 0)))
+    return found
+
+
+@recipes
+@pytest.mark.parametrize("world", [2, 4])
+def test_gradients_point_where_those_of_float32_do(world: int, recipe: str) -> None:
+    assert min(ranks.run(world, _cosines, recipe)[0]) > 0.99
+
+
+def _loss(fp8: graphshard.Float8Policy | None) -> float:
+    """The demo's: the mean of the last 10 of 200 steps on real text."""
+    size = Size(layers=2, heads=2, dim=64, context=64, batch=8, steps=200)
+    model = _model(size)
+    compiled = compile_sharded(model, compiler="aot_eager", mp_policy=BF16, fp8=fp8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    data = batches(load_text(200_000), size, seed=dist.get_rank())
+    losses = []
+    for _ in range(size.steps):
+        loss = compiled(next(data))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().float())
+    last = torch.stack(losses[-10:]).mean()
+    dist.all_reduce(last)
+    return float(last) / dist.get_world_size()
+
+
+def _losses() -> list[float]:
+    """In bfloat16, and by every recipe that there is here."""
+    here = [recipe for recipe in RECIPES if float8.device_fault("cpu", recipe) is None]
+    return [_loss(None), *(_loss(graphshard.Float8Policy(recipe)) for recipe in here)]
+
+
+def test_it_learns_as_bfloat16_does() -> None:
+    plain, *in_fp8 = ranks.run(2, _losses)[0]
+    assert plain < 3.5  # of ln 256 = 5.5
+    assert in_fp8 and max(in_fp8) <= 1.02 * plain
+
+
+def _bytes_in_fp8_and_float32() -> tuple[int, int]:
+    size = Size(layers=4, heads=2, dim=256, context=32, batch=1, steps=0)
+    _, in_fp8 = _gradients(size, fp8=graphshard.Float8Policy(), mp_policy=BF16)
+    return in_fp8, _gradients(size)[1]
+
+
+def test_a_quarter_of_the_bytes_travels() -> None:
+    in_fp8, exact = ranks.run(2, _bytes_in_fp8_and_float32)[0]
+    assert in_fp8 <= 0.27 * exact
+
+
+def _scaled_by_ranks(
+    recipe: str, dtype: torch.dtype, rows: list[int]
+) -> list[tuple[Tensor, Tensor]]:
+    """Of each weight, bytes and scales by the ops that graphs are made of."""
+    group, world = world_mesh().get_group().group_name, dist.get_world_size()
+    weights = [torch.randn(n, 48, generator=generator(n)) * n for n in rows]
+    shards = []
+    for weight in weights:
+        padded = -(-weight.shape[0] // world)
+        own = weight[dist.get_rank() * padded :][:padded]
+        shards.append(F.pad(own, (0, 0, 0, padded - own.shape[0])))
+    amax = ops.max_over_ranks(float8_ops.local_amax(shards, dtype, group, recipe), group)
+    scales = float8.scale_of(run, amax, E4M3, recipe)
+    sizes = [1 if recipe == TENSORWISE else shard.shape[0] * world for shard in shards]
+    parts = [part.view(1, -1) for part in scales.split(sizes)]
+    casts = (dtype, None, recipe, parts)
+    return [
+        (ops.unshard(shard, n, group, True, *casts, at), parts[at][:, :n])
+        for at, (shard, n) in enumerate(zip(shards, rows))
+    ]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world", [2, 4])
+def test_scales_and_bytes_are_those_of_the_whole(
+    world: int, dtype: torch.dtype, recipe: str
+) -> None:
+    rows = [16, 7, 1, 64]
+    for found in ranks.run(world, _scaled_by_ranks, recipe, dtype, rows):
+        for n, (values, scales) in zip(rows, found, strict=True):
+            weight = (torch.randn(n, 48, generator=generator(n)) * n).to(dtype)
+            expected = float8.quantised(run, weight, E4M3, recipe, 1)
+            assert torch.equal(values.view(torch.uint8), expected.values.view(torch.uint8))
+            assert torch.equal(scales.reciprocal().flatten(), expected.inverse.flatten())
+
+
+def _converted(compiler: str) -> float:
+    ours, theirs = _convert(_model()), _convert(_model())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled = compile_sharded(ours, compiler=compiler)
+        compiled(_batch(0, dist.get_rank())).backward()
+    assert any("modules are torchao's" in str(warning.message) for warning in caught)
+    losses = [theirs(_batch(0, rank)) for rank in range(dist.get_world_size())]
+    torch.stack(losses).mean().backward()
+    return _grad_error(ours, theirs)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_a_model_that_torchao_converted_trains(compiler: str) -> None:
+    for error in ranks.run(2, _converted, compiler):
+        assert error <= (1e-6 if compiler == "aot_eager" else 5e-2)
+
+
+def _refuses(model: nn.Module, match: str, **options: Any) -> None:
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=match):
+        compile_sharded(model, compiler="aot_eager", **options)(_batch(0, 0))
+    for name, param in model.state_dict().items():
+        assert torch.equal(param, before[name])
+    dist.barrier()
+
+
+def _refusals() -> None:
+    fp8 = graphshard.Float8Policy()
+    _refuses(_convert(_model()), "is torchao's Float8Linear already: give graphshard", fp8=fp8)
+    never = graphshard.Float8Policy(filter_fn=lambda fqn, shape: False)
+    _refuses(_model(), "fp8 chooses no parameter", fp8=never)
+    mine = graphshard.Float8Policy(filter_fn=lambda fqn, shape: dist.get_rank() == 0)
+    _refuses(_model(), "differs between ranks|chooses no parameter", fp8=mine)
+    broken = graphshard.Float8Policy(filter_fn=lambda fqn, shape: 1 // 0)
+    _refuses(_model(), "ZeroDivisionError", fp8=broken)
+    half = MixedPrecisionPolicy(param_dtype=torch.float16)
+    _refuses(
+        _model(),
+        r"fp8 with mp_policy.param_dtype=torch.float16",
+        fp8=fp8,
+        overrides={"blocks.1.*": {"mp_policy": half}},
+    )
+
+
+def test_what_cannot_be_is_an_error() -> None:
+    ranks.run(2, _refusals)
+
+
+def _gathers_by_itself() -> None:
+    model = _convert(_model(), enable_fsdp_float8_all_gather=True)
+    with pytest.raises(ValueError, match=r"only plain tensors .* fp8=graphshard.Float8Policy"):
+        compile_sharded(model, compiler="aot_eager")(_batch(0, 0))
+
+
+def test_torchao_s_own_gather_is_an_error() -> None:
+    ranks.run(2, _gathers_by_itself)
+
+
+def _no_product() -> None:
+    recipe = graphshard.Float8Policy(ROWWISE)
+    if torch.__version__ < "2.12":
+        _refuses(_model(), "cpu does not compute rowwise products in fp8", fp8=recipe)
+    else:
+        compile_sharded(_model(), compiler="aot_eager", fp8=recipe)(_batch(0, 0)).backward()
+
+
+def test_a_device_without_the_product_is_named() -> None:
+    ranks.run(2, _no_product)
+
+
+def _dynamic() -> list[float]:
+    """Losses of batches of several sizes, by one graph, and by one for each."""
+    losses = []
+    for dynamic in (True, False):
+        torch._dynamo.reset()
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        for i, param in enumerate(model.parameters()):
+            nn.init.normal_(param, generator=generator(i))
+        backend = graphshard.backend(
+            world_mesh(), compiler="aot_eager", fp8=graphshard.Float8Policy()
+        )
+        compiled = torch.compile(model, backend=backend, dynamic=dynamic)
+        for rows in (16, 24, 40):
+            loss = compiled(torch.randn(rows, 32, generator=generator(rows))).square().mean()
+            loss.backward()
+            losses.append(float(loss))
+    return losses
+
+
+def test_batches_of_other_sizes() -> None:
+    for losses in ranks.run(2, _dynamic):
+        assert losses[:3] == losses[3:]
