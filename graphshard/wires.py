@@ -114,7 +114,7 @@ def send(call: Call, kind: str, parcels: Sequence[Parcel], group: str, world: in
         buffers |= {i: call(operator.getitem, made, k) for k, i in enumerate(copied)}
     sent = list(buffers.values())
     if len({value_of(buffer).dtype for buffer in sent}) > 1:
-        # gloo takes all for tensors of the first one's dtype, and gathers something else.
+        # gloo casts all of them to the first one's dtype.
         sent = [_viewed_as(call, buffer, torch.uint8) for buffer in sent]
     return launch(call, kind, sent, group, world)
 
