@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from benchmarks.models import DeepMLP, parameter_bytes
+from graphshard.float8 import RECIPES
 from tests import ranks
-from tests.gpu.training import Trainer, agree, by_torch_compile
+from tests.gpu.training import Trainer, agree, by_torch_compile, cosines_in_fp8
 
 pytestmark = pytest.mark.gpu
 WARM_UP, STEPS = 3, 5
@@ -17,6 +18,15 @@ DIM, LINEARS = 2048, 32  # 537 MB of parameters
 
 def test_agrees_with_torch_compile() -> None:
     ranks.run(1, agree, by_torch_compile, "cuda", "inductor", backend="nccl")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
+def test_gradients_in_fp8(compiler: str, recipe: str) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU computes no products in fp8")
+    [found] = ranks.run(1, cosines_in_fp8, "cuda", compiler, recipe, backend="nccl")
+    assert min(found) > 0.99
 
 
 def _trainer(reshard_after_forward: bool = True) -> Trainer:

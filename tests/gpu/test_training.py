@@ -7,7 +7,7 @@ import torch
 from benchmarks.models import DeepMLP
 from tests import ranks
 from tests.gpu.shared import collectives
-from tests.gpu.training import Trainer, agree, by_ddp, by_torch_compile
+from tests.gpu.training import Trainer, agree, by_ddp, by_torch_compile, cosines_in_fp8
 from tests.numerics.compare import whole
 
 
@@ -18,6 +18,11 @@ def test_one_rank_agrees_with_torch_compile() -> None:
 def test_several_ranks_agree_with_ddp() -> None:
     losses = ranks.run(2, agree, by_ddp, "cpu", "aot_eager")
     assert losses[0] != losses[1]  # each rank has batches of its own
+
+
+def test_gradients_in_fp8() -> None:
+    [found] = ranks.run(1, cosines_in_fp8, "cpu", "aot_eager", "tensorwise")
+    assert min(found) > 0.99
 
 
 def _trainer() -> None:

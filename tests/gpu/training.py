@@ -9,12 +9,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import graphshard
 from benchmarks.models import DeepMLP
+from graphshard.demo_model import GPT as DemoGPT
+from graphshard.demo_model import Size
 from tests.models import GPT
 from tests.numerics.compare import assert_close, assert_sharded, generator, sgd, whole
 
@@ -91,6 +95,23 @@ def agree(theirs: Wrap, device: str, compiler: str) -> list[float]:
     losses = [loss.item() for loss in history.losses]
     assert losses[-1] != losses[0]  # something was trained
     return losses
+
+
+def cosines_in_fp8(device: str, compiler: str, recipe: str) -> list[float]:
+    """Of every gradient of a GPT in bfloat16 and fp8 with that in float32."""
+    size = Size(layers=2, heads=2, dim=128, context=64, batch=4, steps=0)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    fp8 = graphshard.Float8Policy(recipe)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    grads = []
+    for options in ({}, {"fp8": fp8, "mp_policy": policy}):
+        torch.manual_seed(0)
+        model = DemoGPT(size).to(device)
+        backend = graphshard.backend(mesh, compiler=compiler, **options)
+        ids = torch.randint(256, (size.batch, size.context + 1), generator=generator(0))
+        torch.compile(model, backend=backend, fullgraph=True)(ids.to(device)).backward()
+        grads.append([whole(param.grad).flatten() for param in model.parameters()])  # type: ignore[arg-type]
+    return [float(F.cosine_similarity(*pair, dim=0)) for pair in zip(*grads, strict=True)]
 
 
 class Trainer:
