@@ -27,6 +27,7 @@ import torch
 from networkx.utils import UnionFind
 from torch import fx
 
+from .float8_ops import local_amax
 from .flops import flops, name_of, names, shape_of
 from .hardware import KINDS, Hardware, Link
 from .plan import ALL_REDUCE, MAX_REDUCE
@@ -69,7 +70,7 @@ class CostModel:
         """The time of every node of a functional ATen graph whose nodes have ``meta["val"]``.
 
         The last node of a region (see [Note: regions]) has its time, the others have 0, as have
-        inputs, outputs, views, collectives and graphshard's own ops. Symbolic sizes are what they
+        inputs, outputs, views, collectives and ops of ours that copy. Symbolic sizes are what they
         were when the graph was traced, those that depend on data what ``size_hint`` takes.
 
         Raises:
@@ -222,6 +223,8 @@ def _kind(node: fx.Node) -> int:
 
 @functools.cache
 def _kind_of(op: Any) -> int:
+    if op is local_amax:
+        return KERNEL
     if op.namespace in ("_c10d_functional", "c10d_functional", "graphshard"):
         return BARRIER
     if op.is_view or name_of(op) == "_unsafe_view":

@@ -64,7 +64,8 @@ def _totals(dump: Dump) -> str:
         totals[f"{name}_us"] / 1e3
         for name in ("total", "compute", "communication", "exposed", "lost")
     )
-    hidden = f", {1 - exposed_ms / wire_ms:.0%} of it hidden" if wire_ms else ""
+    share = max(0.0, 1 - exposed_ms / wire_ms) if wire_ms else 0.0  # -0% by rounding
+    hidden = f", {share:.0%} of it hidden" if wire_ms else ""
     at = f" in step {dump.step(alive.index(max(alive)))}" if alive else ""
     return (
         f"time    {total_ms:.3f} ms = {compute_ms:.3f} compute + {exposed_ms:.3f} exposed;"

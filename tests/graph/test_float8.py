@@ -80,6 +80,7 @@ def test_one_reduction_scales_all_weights(
     (amax,) = [t for t in forward.problem.transfers if t.kind == MAX_REDUCE]
     rows = 3 * DIM + 2 * DIM + DIM
     assert amax.num_bytes == 4 * (len(WEIGHTS) if recipe == TENSORWISE else rows)
+    assert forward.problem.compute_us[0] > 0  # all shards are read
     assert _in_fp8(forward) == WEIGHTS and set(_gathered(forward)) > WEIGHTS
     sizes = {forward.fqn_of(t): t.num_bytes for t in forward.problem.transfers}
     assert sizes["up.weight"] == 2 * DIM * DIM
