@@ -1,5 +1,5 @@
-"""What the benchmarks share: the ways to train that are compared, a process group of one rank,
-interleaved timing, and the table that is printed."""
+"""What the benchmarks share: names of the ways to train that are compared (benchmarks/ways.py builds
+them), a process group of one rank, interleaved timing, and the table that is printed."""
 
 from __future__ import annotations
 
@@ -18,57 +18,11 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
-Build = Callable[[Any, DeviceMesh], Any]
-"""``build(model, mesh)``: what is called in the model's place. The model has ``blocks``."""
-
 PLAIN, FSDP2, FSDP2_BLOCKS = "torch.compile", "FSDP2, eager", "FSDP2, compiled blocks"
-DDP, GRAPHSHARD = "DDP", "graphshard"
-
-
-def plain(model: Any, mesh: DeviceMesh) -> Any:
-    return torch.compile(model)
-
-
-def fsdp2(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
-
-
-def fsdp2_compiled_blocks(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
-    for block in model.blocks:
-        block.compile()
-    return fsdp2(model, mesh, **options)
-
-
-def asynchronous(model: Any, mesh: DeviceMesh, *, build: Callable[..., Any], **options: Any) -> Any:
-    """A form of FSDP2 that does not wait for every gather at once where that is its default."""
-    model = build(model, mesh, **options)
-    model._set_unshard_async_op(True)
-    return model
-
-
-def ddp(model: Any, mesh: DeviceMesh) -> Any:
-    return DistributedDataParallel(model, process_group=mesh.get_group())
-
-
-def one_line(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
-    # Imported here, so that a process that measures FSDP2 holds no more than FSDP2 needs.
-    import graphshard
-
-    return torch.compile(model, backend=graphshard.backend(mesh, **options))
-
-
-WAYS: dict[str, Build] = {
-    PLAIN: plain,
-    FSDP2: fsdp2,
-    FSDP2_BLOCKS: fsdp2_compiled_blocks,
-    GRAPHSHARD: one_line,
-}
+DDP, TORCHAO = "DDP", "FSDP2, torchao float8"
+GRAPHSHARD, GRAPHSHARD_FP8 = "graphshard", "graphshard, fp8"
 
 
 # --- where it runs -------------------------------------------------------------------------------

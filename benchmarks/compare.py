@@ -3,13 +3,16 @@
     python -m benchmarks.compare                     2 gloo ranks on this machine
     python -m benchmarks.compare --wire 4,1          over a modelled wire: 4 ms and 1 GB/s
     python -m benchmarks.compare --link-gbit 4       between network namespaces (root, Linux)
+    python -m benchmarks.compare --mixed             in bfloat16, with a row in fp8
     torchrun --nproc-per-node 8 -m benchmarks.compare        NCCL, where there are GPUs
 
 The same GPT, batch and SGD in every way, in one run: each round runs every way once, in a rotated
 order. On a modelled wire (tests/recording.py) a collective takes its latency and its bytes' time, one
 after the other; each round then runs every way once more without it, and what the wire adds to the
-step is the communication that was not hidden. What a step sends is counted on the same group. FSDP2 waits for every gather at once on a CPU, unless
-it is told not to: "async" is its fair form there. Compiling is timed with empty caches.
+step is the communication that was not hidden. What a step sends is counted on the same group. FSDP2
+waits for every gather at once on a CPU, unless it is told not to: "async" is its fair form there. On
+GPUs --mixed has torchao's fp8 under FSDP2, too, where torchao is installed. Compiling is timed with
+empty caches.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,20 +31,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks.common import (
     DDP,
-    FSDP2,
-    FSDP2_BLOCKS,
     GRAPHSHARD,
-    Build,
-    asynchronous,
+    GRAPHSHARD_FP8,
     chart,
     count,
-    ddp,
-    fsdp2,
-    fsdp2_compiled_blocks,
     heading,
     interleave,
     median,
@@ -52,6 +48,7 @@ from benchmarks.common import (
 from benchmarks.links import behind_wire, between_namespaces, positive, wire_of
 from benchmarks.memory import peak_is_known, peak_of
 from benchmarks.models import GPT, parameter_bytes
+from benchmarks.ways import Build, add_hooks, ddp, mixed_dtypes, mp_policy, sharded, sharding
 from graphshard.hardware import HARDWARE, Hardware
 from tests import ranks, recording
 
@@ -61,8 +58,8 @@ MMAP_ENV = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # see benchmarks.memory
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank is told; ``wire`` is seconds and bytes/s, ``hardware`` the planner's, ``mixed``
-    says whether parameters are gathered in bfloat16, in all ways but DDP and one of ours."""
+    """What every rank is told; ``wire`` is seconds and bytes/s, ``hardware`` the planner's; ``mixed``:
+    in bfloat16 and fp8 as ``benchmarks.ways.sharded`` has it."""
 
     dim: int
     layers: int
@@ -73,14 +70,6 @@ class Job:
     wire: tuple[float, float] | None
     hardware: str
     mixed: bool
-
-    @property
-    def mp_policy(self) -> MixedPrecisionPolicy:
-        return (
-            MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-            if self.mixed
-            else MixedPrecisionPolicy()
-        )
 
     def model(self) -> GPT:
         torch.manual_seed(0)
@@ -127,36 +116,20 @@ class Sent:
 
 def ways(job: Job, device_type: str) -> dict[str, Build]:
     """All there are, ours last."""
-    forms: dict[str, Callable[..., Any]] = {FSDP2: fsdp2}
-    if device_type == "cuda":
-        forms[FSDP2_BLOCKS] = fsdp2_compiled_blocks
-    else:
-        forms[f"{FSDP2}, async"] = functools.partial(asynchronous, build=fsdp2)
-        forms[f"{FSDP2_BLOCKS}, async"] = functools.partial(
-            asynchronous, build=fsdp2_compiled_blocks
-        )
-    found: dict[str, Build] = {DDP: ddp}
-    for name, form in forms.items():
-        found[name] = functools.partial(form, mp_policy=job.mp_policy)
-    if job.mixed:
-        found[f"{GRAPHSHARD}, float32"] = functools.partial(_ours, job, MixedPrecisionPolicy())
-    return {**found, GRAPHSHARD: functools.partial(_ours, job, job.mp_policy)}
-
-
-def _ours(job: Job, policy: MixedPrecisionPolicy, model: Any, mesh: DeviceMesh) -> Any:
-    return torch.compile(model, backend=_backend(job, policy, mesh))
+    return {DDP: ddp, **sharded(device_type, mixed=job.mixed, hardware=job.hardware)}
 
 
 class _Training:
     """One way to train a copy of the model."""
 
-    def __init__(self, job: Job, build: Build, mesh: DeviceMesh) -> None:
+    def __init__(self, job: Job, name: str, build: Build, mesh: DeviceMesh) -> None:
         self._device = torch.device(mesh.device_type)
         model = job.model().to(self._device)
         torch.manual_seed(dist.get_rank())
         self._ids = model.batch(job.rows, self._device)
         self._model = build(model, mesh)
         self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        add_hooks(name, model, self._optimizer)
 
     def step(self) -> float:
         return timed(self.train, self._device).done_s
@@ -170,10 +143,10 @@ class _Training:
 def measure(job: Job, device_type: str) -> dict[str, Result]:
     """By way to train, ours last."""
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-    backend = _backend(job, job.mp_policy, mesh)
     builds = ways(job, device_type)
+    backend = sharding(mesh, hardware=job.hardware, mp_policy=mp_policy(job.mixed))
     builds[GRAPHSHARD] = lambda model, _: torch.compile(model, backend=backend)
-    trainings = {name: _Training(job, build, mesh) for name, build in builds.items()}
+    trainings = {name: _Training(job, name, build, mesh) for name, build in builds.items()}
     first_s = {name: training.step() for name, training in trainings.items()}
     alone_s: dict[str, list[float]] = {name: [] for name in trainings}
 
@@ -219,7 +192,7 @@ def _peak(training: _Training) -> int:
 
 def alone(job: Job, name: str) -> Sent:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    training = _Training(job, ways(job, "cpu")[name], mesh)
+    training = _Training(job, name, ways(job, "cpu")[name], mesh)
     training.step()
     training.step()
     recording.clear()
@@ -227,14 +200,6 @@ def alone(job: Job, name: str) -> Sent:
     sent = recording.collectives()
     num_bytes = sum(event.bytes for event in sent)
     return Sent(peak, len(sent), num_bytes, recording.max_in_flight())
-
-
-def _backend(job: Job, policy: MixedPrecisionPolicy, mesh: DeviceMesh) -> Any:
-    # Imported only here, so that a rank that trains another way holds no more than that needs.
-    import graphshard
-
-    schedule = graphshard.SchedulePolicy(hardware=job.hardware)
-    return graphshard.backend(mesh, schedule=schedule, mp_policy=policy)
 
 
 # --- where it runs -------------------------------------------------------------------------------
@@ -270,7 +235,7 @@ def report(job: Job, found: dict[str, Result], sent: dict[str, Sent], where: str
     ours = found[GRAPHSHARD]
     lines = [_row(job, name, halves[best], it, sent.get(name)) for name, it in found.items()]
     size = parameter_bytes(job.model()) / 4e6
-    dtypes = "bfloat16 reduced in float32 (DDP in float32)" if job.mixed else "float32"
+    dtypes = mixed_dtypes(DDP) if job.mixed else "float32"
     work = (
         f"GPT of {job.layers} layers, d={job.dim}, {size:.1f} M parameters; {job.rows} × "
         f"{job.context} tokens on each rank, {dtypes}, SGD; {job.steps} steps; {where}. Ratio: of "
@@ -282,8 +247,12 @@ def report(job: Job, found: dict[str, Result], sent: dict[str, Sent], where: str
     if ours.predicted_us is not None:
         total, exposed = (f"{us / 1e3:.1f} ms" for us in ours.predicted_us)
         parts.append(f"predicted: forward and backward {total}, of which exposed {exposed}")
-    ratio = f"step: graphshard {halves[GRAPHSHARD] / halves[best]:.2f} × {best}"
-    return [*parts, f"{ratio}, {halves[GRAPHSHARD] / halves[form]:.2f} × {form}"]
+    ratios = [
+        f"{name} {halves[name] / halves[best]:.2f} × {best}, {halves[name] / halves[form]:.2f} × {form}"
+        for name in (GRAPHSHARD, GRAPHSHARD_FP8)
+        if name in halves
+    ]
+    return [*parts, f"step: {'; '.join(ratios)}"]
 
 
 HEADERS = (
@@ -385,7 +354,7 @@ def _arguments() -> argparse.Namespace:
     links.add_argument("--wire", type=wire_of, metavar="ALPHA_MS,GB_PER_S", help="a modelled wire")
     links.add_argument("--link-gbit", type=positive, help="Gb/s between two network namespaces")
     options.add_argument("--calibrated", type=Path, help="what `graphshard calibrate` wrote here")
-    options.add_argument("--mixed", action="store_true", help="gather parameters in bfloat16")
+    options.add_argument("--mixed", action="store_true", help="in bfloat16 and in fp8")
     options.add_argument("--brief", dest="sent", action="store_false", help="no memory, no counts")
     results = Path("benchmarks/results/compare.md")
     options.add_argument("--out", type=Path, default=results, help="default: %(default)s")

@@ -34,15 +34,14 @@ from benchmarks.common import (
     heading,
     join_group,
     median,
-    one_line,
     parser,
     pick_device,
-    plain,
     show,
     table,
     timed,
 )
 from benchmarks.models import GPT
+from benchmarks.ways import one_line, plain
 
 PLAIN, ONE_LINE, SHARDED = "torch.compile", "graphshard, one line", "graphshard, after shard()"
 WAYS = (PLAIN, ONE_LINE, SHARDED)

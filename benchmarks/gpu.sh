@@ -77,6 +77,9 @@ EOF
     # Other parts have compiled just now.
     part 'compile time' 300 "$python" -m benchmarks.compile_time --device "$device" --no-warm-up \
         "${small[@]}"
+    # The row of torchao's fp8 is there if this Python has torchao.
+    part 'throughput, mixed' 150 "$python" -m benchmarks.throughput --mixed --device "$device" \
+        "${tiny[@]}"
     printf '\n## Summary\n\n| part | result | seconds |\n|---|---|---:|\n'
     printf '%s\n' "${rows[@]}"
     return "$failed"

@@ -31,16 +31,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.common import (
     FSDP2,
     FSDP2_BLOCKS,
-    Build,
     count,
-    fsdp2,
-    fsdp2_compiled_blocks,
     heading,
-    one_line,
     show,
     table,
 )
 from benchmarks.models import DeepMLP, parameter_bytes
+from benchmarks.ways import Build, fsdp2, fsdp2_compiled_blocks, one_line
 from tests import ranks
 
 M_MMAP_THRESHOLD = -3  # of malloc.h

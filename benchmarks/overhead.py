@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from benchmarks.common import (
     GRAPHSHARD,
     PLAIN,
-    WAYS,
     Timing,
     count,
     heading,
@@ -32,6 +31,7 @@ from benchmarks.common import (
     timed,
 )
 from benchmarks.models import GPT
+from benchmarks.ways import WAYS
 
 DIM, HEADS, VOCAB, CONTEXT = 16, 2, 64, 4
 

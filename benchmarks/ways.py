@@ -1,0 +1,143 @@
+"""The ways to train that are compared, each built from the same model: plain torch.compile, DDP, the
+forms of FSDP2, torchao's fp8 under it, and graphshard."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.common import FSDP2, FSDP2_BLOCKS, GRAPHSHARD, GRAPHSHARD_FP8, PLAIN, TORCHAO
+
+Build = Callable[[Any, DeviceMesh], Any]
+"""``build(model, mesh)``: what is called in the model's place. The model has ``blocks``."""
+
+
+def plain(model: Any, mesh: DeviceMesh) -> Any:
+    return torch.compile(model)
+
+
+def fsdp2(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def fsdp2_compiled_blocks(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
+    for block in model.blocks:
+        block.compile()
+    return fsdp2(model, mesh, **options)
+
+
+def asynchronous(model: Any, mesh: DeviceMesh, *, build: Callable[..., Any], **options: Any) -> Any:
+    """A form of FSDP2 that does not wait for every gather at once where that is its default."""
+    model = build(model, mesh, **options)
+    model._set_unshard_async_op(True)
+    return model
+
+
+def fsdp2_torchao(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
+    """Compiled blocks, without which torchao's casts are kernels of their own."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    from graphshard.float8 import is_inner_linear  # the linears that graphshard chooses
+
+    convert_to_float8_training(
+        model,
+        module_filter_fn=lambda linear, fqn: is_inner_linear(f"{fqn}.weight", linear.weight.shape),
+        config=Float8LinearConfig(enable_fsdp_float8_all_gather=True),
+    )
+    return fsdp2_compiled_blocks(model, mesh, **options)
+
+
+def add_hooks(name: str, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """What the way called ``name`` has to do after each step of the optimizer."""
+    if name == TORCHAO:
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        optimizer.register_step_post_hook(
+            lambda *_: precompute_float8_dynamic_scale_for_fsdp(model)
+        )
+
+
+def ddp(model: Any, mesh: DeviceMesh) -> Any:
+    return DistributedDataParallel(model, process_group=mesh.get_group())
+
+
+def sharding(
+    mesh: DeviceMesh, *, hardware: str = "auto", fp8: str | None = None, **options: Any
+) -> Any:
+    """The backend of ``one_line``; ``fp8`` is a recipe's name."""
+    # Imported here, so that a process that measures FSDP2 holds no more than FSDP2 needs.
+    import graphshard
+
+    schedule = graphshard.SchedulePolicy(hardware=hardware)
+    policy = graphshard.Float8Policy(fp8) if fp8 else None
+    return graphshard.backend(mesh, schedule=schedule, fp8=policy, **options)
+
+
+def one_line(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
+    return torch.compile(model, backend=sharding(mesh, **options))
+
+
+WAYS: dict[str, Build] = {
+    PLAIN: plain,
+    FSDP2: fsdp2,
+    FSDP2_BLOCKS: fsdp2_compiled_blocks,
+    GRAPHSHARD: one_line,
+}
+
+
+# --- in several precisions -----------------------------------------------------------------------
+
+
+def mp_policy(mixed: bool) -> MixedPrecisionPolicy:
+    """Of all ways whose names say nothing else."""
+    return MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
+
+
+def mixed_dtypes(float32: str) -> str:
+    """What a report says of ``sharded`` ways that are mixed, and of ``float32`` beside them."""
+    return (
+        f"bfloat16 reduced in float32 ({float32} and what says so: all in float32; float8, fp8: "
+        "linears but the head compute in it, their weights are gathered in it)"
+    )
+
+
+def sharded(device_type: str, *, mixed: bool, hardware: str = "auto") -> dict[str, Build]:
+    """All forms of FSDP2 and graphshard, the latter last."""
+    policy = mp_policy(mixed)
+    found: dict[str, Build] = {
+        name: functools.partial(form, mp_policy=policy)
+        for name, form in _forms(device_type, mixed).items()
+    }
+    ours = functools.partial(one_line, hardware=hardware)
+    if mixed:
+        found[f"{GRAPHSHARD}, float32"] = ours
+        found[GRAPHSHARD_FP8] = functools.partial(ours, mp_policy=policy, fp8="tensorwise")
+    return {**found, GRAPHSHARD: functools.partial(ours, mp_policy=policy)}
+
+
+def _forms(device_type: str, mixed: bool) -> dict[str, Callable[..., Any]]:
+    """Of FSDP2; on GPUs torchao's, too, where it is installed."""
+    if device_type != "cuda":
+        return {
+            FSDP2: fsdp2,
+            f"{FSDP2}, async": functools.partial(asynchronous, build=fsdp2),
+            f"{FSDP2_BLOCKS}, async": functools.partial(asynchronous, build=fsdp2_compiled_blocks),
+        }
+    found = {FSDP2: fsdp2, FSDP2_BLOCKS: fsdp2_compiled_blocks}
+    return {**found, TORCHAO: fsdp2_torchao} if mixed and _has_torchao() else found
+
+
+def _has_torchao() -> bool:
+    try:
+        import torchao.float8  # noqa: F401
+    except ImportError:
+        return False
+    return True
