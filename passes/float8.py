@@ -104,7 +104,7 @@ def _device_refusal(node: fx.Node, refused: dict[str, str | None]) -> str | None
             try:
                 _scaled_product(run, node.target, values, scaled)
                 refused[of] = None
-            except RuntimeError as error:
+            except (RuntimeError, IndexError) as error:  # the latter of an empty batch
                 refused[of] = f"{of}: {str(error).splitlines()[0]}"
     return refused[of]
 
