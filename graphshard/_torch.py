@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -229,9 +229,10 @@ def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor],
 # --- torch/_subclasses/fake_tensor.py -------------------------------------------------------------
 
 
-def fake_mode_of(values: Sequence[Any]) -> Any:
-    """The mode of the first fake tensor among ``values``."""
-    return next(v.fake_mode for v in tree_leaves(values) if isinstance(v, FakeTensor))
+def fake_mode_of(values: Iterable[Any]) -> Any:
+    """The mode of the first fake tensor among ``values``, of which no more are looked at."""
+    leaves = (leaf for value in values for leaf in tree_leaves(value))
+    return next(leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor))
 
 
 @contextmanager

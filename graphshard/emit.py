@@ -35,7 +35,7 @@ class Emitter:
 
     def __init__(self, graph: fx.Graph, origin: dict[str, Any], **extra: Any) -> None:
         self._graph = graph
-        self._mode = fake_mode_of([node.meta.get("val") for node in graph.nodes])
+        self._mode = fake_mode_of(node.meta.get("val") for node in graph.nodes)
         self._meta = {**{k: v for k, v in origin.items() if k in _ORIGIN}, **extra}
 
     def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -145,7 +145,7 @@ def cast(call: Call, x: Any, scale: Any, dtype: torch.dtype, dim: int) -> Any:
     largest = torch.finfo(dtype).max
     if value_of(scale).dim() == 1:
         scale = call(_aten.unsqueeze.default, scale, dim)
-    scaled = call(_aten.mul.Tensor, _as(call, x, torch.float32), scale)
+    scaled = call(_aten.mul.Tensor, as_dtype(call, x, torch.float32), scale)
     clamped = call(
         _aten.clamp_max.default, call(_aten.clamp_min.default, scaled, -largest), largest
     )
@@ -154,10 +154,16 @@ def cast(call: Call, x: Any, scale: Any, dtype: torch.dtype, dim: int) -> Any:
 
 def quantised(call: Call, x: Any, dtype: torch.dtype, recipe: str, dim: int) -> Scaled:
     """``x`` scaled dynamically; ``dim`` is that over which its product sums."""
-    absolute = call(_aten.abs.default, x)
-    dims = [] if recipe == TENSORWISE else [dim]
-    scale = scale_of(call, call(_aten.amax.default, absolute, dims), dtype, recipe)
+    scale = scale_of(call, _amax(call, x, [] if recipe == TENSORWISE else [dim]), dtype, recipe)
     return Scaled(cast(call, x, scale, dtype, dim), call(_aten.reciprocal.default, scale))
+
+
+def _amax(call: Call, x: Any, dims: list[int]) -> Any:
+    value = value_of(x)
+    if isinstance(value.numel(), int) and not value.numel():  # of nothing there is none
+        shape = [value.shape[1 - dim] for dim in dims]
+        return call(_aten.full.default, shape, 0.0, dtype=value.dtype, device=value.device)
+    return call(_aten.amax.default, call(_aten.abs.default, x), dims)
 
 
 def forward(call: Call, x: Any, weight: Scaled, recipe: str) -> Any:
@@ -171,7 +177,7 @@ def grad_input(call: Call, grad: Any, weight: Scaled, recipe: str) -> Any:
     dtype = value_of(grad).dtype
     if recipe == ROWWISE:
         # grad @ (values / scale), of which the scale cannot leave the sum over the weight's rows.
-        grad = call(_aten.mul.Tensor, _as(call, grad, torch.float32), weight.inverse)
+        grad = call(_aten.mul.Tensor, as_dtype(call, grad, torch.float32), weight.inverse)
         values = value_of(weight.values)
         made = {"dtype": torch.float32, "device": values.device}
         weight = Scaled(weight.values, call(_aten.full.default, [values.shape[1]], 1.0, **made))
@@ -180,9 +186,18 @@ def grad_input(call: Call, grad: Any, weight: Scaled, recipe: str) -> Any:
 
 def grad_weight(call: Call, grad: Any, x: Any, recipe: str) -> Any:
     """``grad.T @ x``."""
+    grad, x = _padded(call, grad), _padded(call, x)
     left = _transposed(call, _grad(call, grad, recipe, 0))
     right = quantised(call, x, E4M3, recipe, 0)
     return _product(call, left, right, value_of(x).dtype, recipe)
+
+
+def _padded(call: Call, x: Any) -> Any:
+    """With as many rows as tensor cores take to sum over, the last ones zeros."""
+    rows, device = value_of(x).shape[0], value_of(x).device
+    if device.type != "cuda" or not isinstance(rows, int) or not rows % _ALIGNMENT:
+        return x
+    return call(_aten.constant_pad_nd.default, x, [0, 0, 0, -rows % _ALIGNMENT], 0.0)
 
 
 def _grad(call: Call, grad: Any, recipe: str, dim: int) -> Scaled:
@@ -197,22 +212,26 @@ def _product(
         _aten._scaled_mm.default,
         _contiguous(call, a.values),
         _t(call, _contiguous(call, _t(call, b.values))),
-        _matrix(call, a.inverse, 1),
-        _matrix(call, b.inverse, 0),
+        _factor(call, a.inverse, recipe, 1),
+        _factor(call, b.inverse, recipe, 0),
         # Kernels with row-wise scales write bfloat16 alone (torchao/float8/float8_ops.py).
         out_dtype=dtype if recipe == TENSORWISE else torch.bfloat16,
         use_fast_accum=fast,
     )
-    return _as(call, product, dtype)
+    return as_dtype(call, product, dtype)
 
 
 def _transposed(call: Call, of: Scaled) -> Scaled:
     return of._replace(values=_t(call, of.values))
 
 
-def _matrix(call: Call, inverse: Any, dim: int) -> Any:
-    """A vector as a matrix of size 1 in ``dim``; with all strides 1, which some kernels check."""
-    if value_of(inverse).dim() != 1:
+def _factor(call: Call, inverse: Any, recipe: str, dim: int) -> Any:
+    """As products take it: a scalar, of which Inductor wants no side to be a matrix; or a matrix of size
+    1 in ``dim``, a vector with all strides 1, which some kernels check."""
+    num_dims = value_of(inverse).dim()
+    if recipe == TENSORWISE and num_dims:
+        return call(_aten.view.default, inverse, [])
+    if num_dims != 1:
         return inverse
     size = value_of(inverse).shape[0]
     sizes: list[Any] = [size if isinstance(size, int) else call(_aten.sym_size.int, inverse, 0)]
@@ -230,5 +249,5 @@ def _contiguous(call: Call, x: Any) -> Any:
     return call(_aten.clone.default, x, memory_format=torch.contiguous_format)
 
 
-def _as(call: Call, x: Any, dtype: torch.dtype) -> Any:
+def as_dtype(call: Call, x: Any, dtype: torch.dtype) -> Any:
     return x if value_of(x).dtype == dtype else call(convert, x, dtype)

@@ -39,7 +39,7 @@ class ParamOptions:
                 "gather again in backward) or False (ZeRO-2: keep gathered parameters)"
             )
         check_policy("mp_policy", self.mp_policy)
-        check_fp8("fp8", self.fp8, self.mp_policy.param_dtype)
+        check_fp8("fp8", self.fp8, None)
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class Options:
         if self.mesh is not None:
             check_mesh(self.mesh)
         ParamOptions(self.reshard_after_forward, self.mp_policy, self.fp8)
+        check_fp8("fp8", self.fp8, self.mp_policy.param_dtype)
         _check_overrides(self.overrides)
         if not isinstance(self.sync_module_states, bool):
             raise ValueError(
@@ -123,7 +124,8 @@ def _check_overrides(overrides: object) -> None:
             if name not in known:
                 raise ValueError(f"{where} has {name!r}: must be one of {known}")
         try:
-            ParamOptions(**arguments)
+            mine = ParamOptions(**arguments)
+            check_fp8("fp8", mine.fp8, mine.mp_policy.param_dtype)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
 

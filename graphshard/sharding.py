@@ -23,7 +23,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ._torch import BackendError, is_traceable_wrapper_subclass, parameters_of, share_hooks
 from .accessors import install, is_replaced
-from .float8 import device_fault, is_of_torchao
+from .float8 import check_fp8, device_fault, is_of_torchao
 from .link import Layout, Link, Model, adopt, link_of
 from .policy import Options, ParamOptions
 from .precision import cast_at_border
@@ -161,6 +161,8 @@ def _resolve(
             embeds = any(isinstance(module, nn.Embedding) for module, _ in owner.at)
             if owner.options.fp8 is not None and not embeds:
                 owner.float8 = owner.options.fp8.recipe_of(owner.names, owner.param)
+            if owner.float8:
+                check_fp8("fp8", owner.options.fp8, owner.options.mp_policy.param_dtype)
     except Exception as error:  # of the user's filter, too: no rank may be alone with it
         return f"parameter {owner.fqn!r}: {type(error).__name__}: {error}"
     wanted = any(owner.options.fp8 for owner in owners)
@@ -175,7 +177,7 @@ def _float8_fault(root: nn.Module, owners: list[_Owned], device_type: str) -> st
                 "plain module, or leave fp8 out"
             )
     recipes = {owner.float8: owner for owner in owners if owner.float8}
-    if not recipes:
+    if not recipes and any(owner.param.dim() == 2 for owner in owners):
         return "fp8 chooses no parameter: check fp8.filter_fn, or leave fp8 out"
     for recipe, owner in recipes.items():
         if why := device_fault(device_type, recipe):

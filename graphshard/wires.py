@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ._torch import foreach_copy_, process_group
 from .emit import Call, value_of
-from .float8 import E4M3, cast
+from .float8 import E4M3, as_dtype, cast, convert
 from .float8_ops import own_rows
 from .plan import ALL_GATHER, ALL_REDUCE, MAX_REDUCE, REDUCE_SCATTER
 
@@ -40,7 +40,6 @@ unpack = torch.ops.graphshard.unpack.default
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
 EXCHANGE = _c10d.all_to_all_single.default
-convert = torch.ops.prims.convert_element_type.default
 # What no backend refuses; other dtypes travel as bytes.
 ON_THE_WIRE = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8}
@@ -126,7 +125,7 @@ def _scaled(call: Call, piece: Piece, group: str) -> Piece:
     scale = call(operator.getitem, piece.scales, piece.at)
     if value_of(scale).numel() > 1:
         scale = call(own_rows, scale, group)
-    scaled = cast(call, _cast(call, piece.source, piece.result), scale, piece.dtype, 1)
+    scaled = cast(call, as_dtype(call, piece.source, piece.result), scale, piece.dtype, 1)
     return piece._replace(source=scaled, scales=None)
 
 
@@ -255,14 +254,14 @@ def _from_wire(call: Call, full: Any, dtype: torch.dtype, wire: torch.dtype) -> 
 def _reduced(call: Call, kind: str, parcel: Parcel, buffer: Any) -> list[Any]:
     results = {piece.result for piece in parcel}
     if len(results) == 1:  # one kernel for all
-        buffer = _cast(call, buffer, parcel[0].result)
+        buffer = as_dtype(call, buffer, parcel[0].result)
     shapes = [_result_shape(kind, piece) for piece in parcel]
     parts, start = [], 0
     for piece, shape in zip(parcel, shapes):
         stop = start + shape.numel()
         alone = len(parcel) == 1
         part = buffer if alone else call(_aten.slice.Tensor, buffer, 0, start, stop)
-        parts.append(_cast(call, _viewed(call, part, shape), piece.result))
+        parts.append(as_dtype(call, _viewed(call, part, shape), piece.result))
         start = stop
     return parts
 
@@ -280,10 +279,6 @@ def _viewed(call: Call, buffer: Any, shape: torch.Size) -> Any:
 
 def _viewed_as(call: Call, buffer: Any, dtype: torch.dtype) -> Any:
     return buffer if value_of(buffer).dtype == dtype else call(_aten.view.dtype, buffer, dtype)
-
-
-def _cast(call: Call, buffer: Any, dtype: torch.dtype) -> Any:
-    return buffer if value_of(buffer).dtype == dtype else call(convert, buffer, dtype)
 
 
 def _impl(name: str) -> Any:

@@ -85,7 +85,7 @@ def keep_gathered(
     transfers = dict(zip(gathers, before.transfers, strict=True))
     gathered = {i: transfers[pairs[m]] for i, m in enumerate(markers) if m in pairs}
     chosen = [markers[i] for i in decide(before, after, gathered, costs)]
-    keep(forward, {marker: pairs[marker] for marker in chosen}, num_outputs)
+    keep(forward, backward, {marker: pairs[marker] for marker in chosen}, num_outputs)
     return [pairs[marker].name for marker in chosen]
 
 

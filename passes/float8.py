@@ -30,6 +30,7 @@ from graphshard.plan import REASON
 _aten = torch.ops.aten
 _INVERSES = "graphshard_inverses"
 """Key in ``node.meta`` of a weight that is gathered in fp8: the node of all weights' inverse scales."""
+_REGION = ("recompute", "ac_graph_id")
 _LINEAR = torch.nn.functional.linear
 
 
@@ -97,14 +98,14 @@ def _device_refusal(node: fx.Node, refused: dict[str, str | None]) -> str | None
     values: Any = fx.map_arg(node.args, lambda n: n.meta["val"])
     left, weight, recipe = values[0], values[1], values[-1]
     shapes = f"{tuple(left.shape)} with a weight {tuple(weight.shape)}"
-    of = f"{recipe} {float8_ops.PRODUCTS[node.target]} of {shapes} on {left.device.type}"
+    of = f"{recipe} {float8_ops.PRODUCTS[node.target]} of {left.dtype} {shapes} on {left.device.type}"
     if of not in refused:
         with asking_fakes(weight):
             scaled = float8.quantised(run, weight, float8.E4M3, recipe, 1)
             try:
                 _scaled_product(run, node.target, values, scaled)
                 refused[of] = None
-            except (RuntimeError, IndexError) as error:  # the latter of an empty batch
+            except RuntimeError as error:
                 refused[of] = f"{of}: {str(error).splitlines()[0]}"
     return refused[of]
 
@@ -139,6 +140,7 @@ def _take_apart(node: fx.Node, emit: Call) -> None:
         product = _scaled_product(emit, node.target, node.args, scaled)
     else:
         product = _plain_product(node, emit)
+    product.meta.update({key: node.meta[key] for key in _REGION if key in node.meta})
     node.replace_all_uses_with(product)
     node.graph.erase_node(node)
 
@@ -157,7 +159,7 @@ def _inverse(weight: fx.Node, emit: Call) -> Any:
     """``[1, 1]`` or ``[1, rows]`` of a gathered weight."""
     inverse = emit(operator.getitem, weight.meta[_INVERSES], ops.arguments(weight)["at"])
     num, rows = inverse.meta["val"].shape[1], weight.meta["val"].shape[0]
-    padded = num > max(rows, 1)
+    padded = num > rows
     return emit(_aten.slice.Tensor, inverse, 1, 0, rows) if padded else inverse
 
 
@@ -171,8 +173,12 @@ def _plain_product(node: fx.Node, emit: Call) -> Any:
 
 
 def _region(node: fx.Node) -> dict[str, Any]:
-    """What the partitioner knows of a node under activation checkpointing."""
-    return {key: node.meta[key] for key in ("recompute", "ac_graph_id") if key in node.meta}
+    """What the partitioner is to know, under activation checkpointing, of what a product is made from:
+    where a policy has the product saved, nothing else."""
+    found = {key: node.meta[key] for key in _REGION if key in node.meta}
+    if found.get("recompute") in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
+        found["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    return found
 
 
 def _once(emit: Call, emitted: dict[Any, fx.Node]) -> Call:

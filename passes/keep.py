@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from graphshard.ops import change, unshard
+from graphshard.wires import unpack
 
 
 def keepable(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> dict[fx.Node, fx.Node]:
@@ -31,7 +32,9 @@ def keepable(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> dict[fx
     return found
 
 
-def keep(forward: fx.Graph, pairs: Mapping[fx.Node, fx.Node], num_outputs: int) -> None:
+def keep(
+    forward: fx.Graph, backward: fx.Graph, pairs: Mapping[fx.Node, fx.Node], num_outputs: int
+) -> None:
     """Do not gather again what the markers of ``pairs`` do, some of ``keepable``, in place."""
     output = forward.output_node()
     outputs: Any = output.args[0]
@@ -44,3 +47,6 @@ def keep(forward: fx.Graph, pairs: Mapping[fx.Node, fx.Node], num_outputs: int) 
         shard.meta = {**shard.meta, "val": marker.meta["val"]}
         marker.replace_all_uses_with(shard)
         marker.graph.erase_node(marker)
+    for scales in backward.find_nodes(op="call_function", target=unpack):
+        if not scales.users:
+            backward.erase_node(scales)

@@ -19,6 +19,7 @@ from torch import fx
 from graphshard import ops, wires
 from graphshard._torch import process_group
 from graphshard.emit import Emitter
+from graphshard.float8 import convert
 from graphshard.plan import (
     ALL_GATHER,
     PLANNED,
@@ -167,6 +168,6 @@ def apply_replicate(graph: fx.Graph, markers: Iterable[fx.Node]) -> None:
             if used == source.meta["val"].dtype:
                 copy = emit(torch.ops.aten.clone.default, source)
             else:
-                copy = emit(wires.convert, source, used)
+                copy = emit(convert, source, used)
         marker.replace_all_uses_with(copy)
         graph.erase_node(marker)

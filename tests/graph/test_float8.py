@@ -165,17 +165,20 @@ def test_autocast_goes_with_it(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "dtype", "why"),
+    ("rows", "columns", "dtype", "why"),
     [
-        (32, torch.bfloat16, None),
-        (7, torch.bfloat16, "tensorwise grad_weight of .* on cuda: .*divisible by 16"),
-        (0, torch.bfloat16, "tensorwise output of .* on cuda: "),
-        (32, torch.float16, "linears in fp8 are of torch.bfloat16 or torch.float32"),
+        (32, 64, torch.bfloat16, None),
+        (7, 64, torch.bfloat16, None),
+        (0, 64, torch.bfloat16, None),
+        (32, 40, torch.bfloat16, "tensorwise output of .* on cuda: .*divisible by 16"),
+        (32, 64, torch.float16, "linears in fp8 are of torch.bfloat16 or torch.float32"),
     ],
 )
-def test_a_device_may_refuse(group: str, rows: int, dtype: torch.dtype, why: str | None) -> None:
+def test_a_device_may_refuse(
+    group: str, rows: int, columns: int, dtype: torch.dtype, why: str | None
+) -> None:
     """Asked of torch's fakes of a GPU, which need none."""
-    gm = _linear(group, rows, dtype)
+    gm = _linear(group, rows, columns, dtype)
     gather_float8(gm)
     gm.graph.lint()
     (marker,) = (node for node in gm.graph.nodes if node.target is ops.unshard)
@@ -188,13 +191,18 @@ def test_a_device_may_refuse(group: str, rows: int, dtype: torch.dtype, why: str
         assert count(gm.graph, torch.ops.aten.mm.default) == 3
         assert count(gm.graph, ops.max_over_ranks) == 0
     assert not set(float8_ops.PRODUCTS) & set(targets(gm.graph))
+    for product in gm.graph.find_nodes(
+        op="call_function", target=torch.ops.aten._scaled_mm.default
+    ):
+        # Inductor's templates for GPUs want both scales to have the same number of dims.
+        assert [product.args[i].meta["val"].dim() for i in (2, 3)] == [0, 0]
 
 
-def _linear(group: str, rows: int, dtype: torch.dtype) -> fx.GraphModule:
+def _linear(group: str, rows: int, columns: int, dtype: torch.dtype) -> fx.GraphModule:
     """A joint graph with the three products of one linear on a GPU."""
     build = Builder(group, device="cuda")
-    x, leaf = build.primal(rows, DIM, dtype=dtype), build.primal(DIM // 8, DIM, dtype=dtype)
-    weight = build.call(ops.unshard, leaf, DIM, group, True, None, None, TENSORWISE, None, 0)
+    x, leaf = build.primal(rows, DIM, dtype=dtype), build.primal(columns // 8, DIM, dtype=dtype)
+    weight = build.call(ops.unshard, leaf, columns, group, True, None, None, TENSORWISE, None, 0)
     y = build.call(float8_ops.float8_mm, x, weight, TENSORWISE)
     grad_x = build.call(float8_ops.float8_mm_grad_input, y, weight, TENSORWISE)
     grad_w = build.call(float8_ops.float8_mm_grad_weight, y, weight, x, TENSORWISE)

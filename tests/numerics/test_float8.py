@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard import float8, float8_ops, ops
@@ -274,6 +275,33 @@ def _refusals() -> None:
     )
 
 
+def _accepted() -> None:
+    """An override that fp8 does not concern, and a second module without linears."""
+    half = MixedPrecisionPolicy(param_dtype=torch.float16)
+    backend = graphshard.backend(
+        world_mesh(),
+        compiler="aot_eager",
+        fp8=graphshard.Float8Policy(),
+        overrides={"norm*": {"mp_policy": half}},
+    )
+    model, scale = nn.Sequential(), nn.Module()
+    model.add_module("linear", nn.Linear(32, 32))
+    model.add_module("norm", nn.LayerNorm(32))
+    scale.norm_factor = nn.Parameter(torch.tensor(2.0))  # type: ignore[assignment]
+
+    @torch.compile(backend=backend)
+    def loss(x: Tensor) -> Tensor:
+        hidden = model.linear(x)  # type: ignore[operator]
+        return (hidden + x * model.norm.weight).square().mean() * scale.norm_factor  # type: ignore[operator]
+
+    loss(torch.ones(4, 32)).backward()
+    assert isinstance(scale.norm_factor.grad, DTensor)
+
+
+def test_what_fp8_does_not_concern() -> None:
+    ranks.run(2, _accepted)
+
+
 def test_what_cannot_be_is_an_error() -> None:
     ranks.run(2, _refusals)
 
@@ -312,8 +340,8 @@ def _dynamic() -> list[float]:
             world_mesh(), compiler="aot_eager", fp8=graphshard.Float8Policy()
         )
         compiled = torch.compile(model, backend=backend, dynamic=dynamic)
-        for rows in (16, 24, 40):
-            loss = compiled(torch.randn(rows, 32, generator=generator(rows))).square().mean()
+        for rows in (16, 24, 40, 0):
+            loss = compiled(torch.randn(rows, 32, generator=generator(rows))).square().sum()
             loss.backward()
             losses.append(float(loss))
     return losses
@@ -321,4 +349,4 @@ def _dynamic() -> list[float]:
 
 def test_batches_of_other_sizes() -> None:
     for losses in ranks.run(2, _dynamic):
-        assert losses[:3] == losses[3:]
+        assert losses[:4] == losses[4:] and losses[3] == 0.0 < losses[0]
