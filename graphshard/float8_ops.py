@@ -6,8 +6,8 @@
 
 ``w`` is a full weight in its own dtype: run for real, the ops cast it themselves. The pass moves that
 cast in front of the gather. (The gradient of ``w`` does not depend on it; it says whose gradient it is.)
-What it puts into graphs for that: ``local_amax``, the largest absolute
-values of shards, and ``own_rows`` of what is known for all rows.
+What it puts into graphs for that: ``local_amax``, the largest absolute values of shards, and ``own_rows``
+of what is known for all rows.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ import torch
 from torch import fx
 
 from graphshard import ops
+from graphshard.float8 import convert
 from graphshard.plan import REASON
 
-_convert = torch.ops.prims.convert_element_type.default
 _to_copy = torch.ops.aten._to_copy.default
 
 
@@ -57,7 +57,7 @@ def cast_before_gather(graph: fx.Graph) -> None:
 def _cast_to(node: fx.Node) -> torch.dtype | None:
     """The floating dtype that a node does nothing else than cast to."""
     dtype: Any = None
-    if node.target is _convert:
+    if node.target is convert:
         dtype = node.args[1]
     elif node.target is _to_copy and [k for k, v in node.kwargs.items() if v is not None] == [
         "dtype"

@@ -159,8 +159,7 @@ def _inverse(weight: fx.Node, emit: Call) -> Any:
     """``[1, 1]`` or ``[1, rows]`` of a gathered weight."""
     inverse = emit(operator.getitem, weight.meta[_INVERSES], ops.arguments(weight)["at"])
     num, rows = inverse.meta["val"].shape[1], weight.meta["val"].shape[0]
-    padded = num > rows
-    return emit(_aten.slice.Tensor, inverse, 1, 0, rows) if padded else inverse
+    return emit(_aten.slice.Tensor, inverse, 1, 0, rows) if num > rows else inverse  # padding
 
 
 def _plain_product(node: fx.Node, emit: Call) -> Any:

@@ -68,8 +68,8 @@ class Dump:
 
     def names(self, bucket: Bucket) -> list[str]:
         """The FQNs of what travels in ``bucket``, each once, in graph order."""
-        in_order = dataclasses.replace(bucket, parcels=(tuple(sorted(bucket.transfers)),))
-        return list(dict.fromkeys(map(name_of, self.plan.params_of(in_order))))
+        found = (self.plan.problem.transfers[i].param for i in sorted(bucket.transfers))
+        return list(dict.fromkeys(name_of(self.plan.params[i]) for i in found if i is not None))
 
     def range_of(self, bucket: Bucket) -> str:
         """As in ``blocks.0.up.weight .. blocks.1.norm.bias (12)``."""
