@@ -1,6 +1,6 @@
 """How much memory does a sharded training step need at its peak, beside eager FSDP2?
 
-    python -m benchmarks.memory [--mb 400] [--linears 52] [--ranks 2]
+    python -m benchmarks.memory [--mb 400] [--linears 52] [--ranks 4]
 
 The largest resident memory of a rank during steps of a deep MLP over gloo on the CPU, after a
 warm-up that compiles. Each kind runs in processes of its own, once with and once without
@@ -23,6 +23,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,16 +46,23 @@ ROWS, STEPS = 8, 2
 MB = 1e6
 
 
-def kind_name(compiler: str, reshard: bool) -> str:
-    return f"{compiler}, ZeRO-{3 if reshard else 2}"
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ZeRO-3": {},
+    "hpZ of 2": {"reshard_after_forward": 2},
+    "ZeRO-2": {"reshard_after_forward": False},
+    "DDP": {"overrides": {"*": {"shard": False}}},
+}
+"""In the order of what they need."""
+
+
+def kind_name(compiler: str, strategy: str) -> str:
+    return f"{compiler}, {strategy}"
 
 
 KINDS: dict[str, Build] = {FSDP2: fsdp2, FSDP2_BLOCKS: fsdp2_compiled_blocks} | {
-    kind_name(compiler, reshard): functools.partial(
-        one_line, compiler=compiler, reshard_after_forward=reshard
-    )
+    kind_name(compiler, strategy): functools.partial(one_line, compiler=compiler, **options)
     for compiler in ("inductor", "aot_eager")
-    for reshard in (True, False)
+    for strategy, options in STRATEGIES.items()
 }
 
 
@@ -132,6 +140,19 @@ def step_memory(kind: str, num_bytes: float, linears: int, give_back: bool) -> M
     return peak_of(lambda: train(STEPS), params)
 
 
+def strategies_memory(compiler: str, num_bytes: float, linears: int) -> list[int]:
+    """Of each strategy, one after the other in this process: the peak of a step, model included."""
+    peaks = []
+    for strategy in STRATEGIES:
+        _give_back()
+        before = peak_of(lambda: None, 0).before
+        peaks.append(
+            step_memory(kind_name(compiler, strategy), num_bytes, linears, True).peak - before
+        )
+        torch._dynamo.reset()
+    return peaks
+
+
 def resident_by_step(kind: str, num_bytes: float, linears: int, steps: int) -> list[int]:
     """Resident bytes after each training step behind a warm-up of two."""
     _give_back()
@@ -202,7 +223,7 @@ def _arguments() -> argparse.Namespace:
         "--mb", type=count, default=400, help="of all parameters; default: %(default)s"
     )
     options.add_argument("--linears", type=count, default=52, help="default: %(default)s")
-    options.add_argument("--ranks", type=count, default=2, help="default: %(default)s")
+    options.add_argument("--ranks", type=count, default=4, help="even; default: %(default)s")
     return options.parse_args()
 
 

@@ -5,7 +5,18 @@ model = torch.compile(model, backend=graphshard.backend(mesh))
 
 from .backend import Backend, backend, shard
 from .float8 import Float8Policy
+from .microbatches import no_sync, set_requires_all_reduce, set_requires_gradient_sync
 from .schedule import SchedulePolicy
 
 __version__ = "0.1.0"
-__all__ = ["Backend", "Float8Policy", "SchedulePolicy", "__version__", "backend", "shard"]
+__all__ = [
+    "Backend",
+    "Float8Policy",
+    "SchedulePolicy",
+    "__version__",
+    "backend",
+    "no_sync",
+    "set_requires_all_reduce",
+    "set_requires_gradient_sync",
+    "shard",
+]

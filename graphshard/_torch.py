@@ -226,6 +226,14 @@ def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor],
     return list((tensor._post_accumulate_grad_hooks or {}).values())
 
 
+# --- torch/autograd/variable.py ------------------------------------------------------------------
+
+
+def at_end_of_backward(act: Callable[[], None]) -> None:
+    """Have ``act`` called when the backward that is under way is over; to be called in a hook of it."""
+    torch.autograd.Variable._execution_engine.queue_callback(act)
+
+
 # --- torch/_subclasses/fake_tensor.py -------------------------------------------------------------
 
 

@@ -23,6 +23,7 @@ from ._torch import BackendError, parameters_of, run_as_python
 from .eager import full_parameters
 from .link import Layout, Link, Model, adopt, leaf_name, leaf_of, link_of, model_of
 from .stack import compiled_call
+from .sums import ALL_REDUCES, NAMES, SYNCS, flag_of
 
 
 class ShardedModule:
@@ -37,6 +38,23 @@ class ShardedModule:
         super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
         relink(self)  # type: ignore[arg-type]
 
+    def refresh_accessors(self) -> None:
+        """Read the parameters as their links say now; see ``graphshard.sums``."""
+        cls: Any = type(self)
+        module: Any = self
+        markers = {}
+        for name in cls._markers:
+            link = link_of(leaf_of(module, name))
+            link.sums.syncs = flag_of(module, SYNCS)
+            link.sums.all_reduces = flag_of(module, ALL_REDUCES)
+            summed = link.summed()
+            given = tuple(of if of in summed else "" for of in link.layout.sums)
+            markers[name] = (*link.layout.marker(), given)
+            for argument in NAMES:
+                self.__dict__.pop(_sum_name(name, argument), None)
+            self.__dict__.update({_sum_name(name, of): value for of, value in summed.items()})
+        self.__class__ = _sharded_class(cls._plain_class, tuple(markers.items()))
+
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[misc]
         relink(self)  # type: ignore[arg-type]
@@ -48,11 +66,18 @@ def install(module: nn.Module, links: dict[str, Link], model: Model) -> None:
     kept: dict[str, Any] = {}
     if isinstance(module, ShardedModule):
         plain, kept = plain._plain_class, plain._markers
-    markers = {**kept, **{name: link.layout.marker() for name, link in links.items()}}
+    markers = {
+        **kept,
+        **{
+            name: (*link.layout.marker(), ("",) * len(link.layout.sums))
+            for name, link in links.items()
+        },
+    }
     module.__class__ = _sharded_class(plain, tuple(markers.items()))
     module.__dict__.pop("_flat_weights", None)  # nn.RNNBase: a property from now on
     for name, link in links.items():
         link.own(module, name)
+    module.refresh_accessors()  # type: ignore[operator]
     adopt(module, model)
 
 
@@ -63,7 +88,7 @@ def is_replaced(module: nn.Module, name: str) -> bool:
 
 @functools.cache
 def _sharded_class(cls: type, markers: tuple[tuple[str, Any], ...]) -> type:
-    namespace: dict[str, Any] = {name: _accessor(name, op, args) for name, (op, args) in markers}
+    namespace: dict[str, Any] = {name: _accessor(name, *marker) for name, marker in markers}
     # Libraries look at a module's class name (transformers picks the loss by it).
     namespace.update(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__)
     namespace.update(_plain_class=cls, _markers=dict(markers))
@@ -77,12 +102,23 @@ def _flat_weights(self: nn.RNNBase) -> list[Any]:
     return [getattr(self, name, None) for name in self._flat_weights_names]
 
 
-def _accessor(name: str, op: Any, args: tuple[Any, ...]) -> property:
+def _sum_name(name: str, argument: str) -> str:
+    """The attribute of a module that holds what gradients of its parameter ``name`` add up in."""
+    return f"_{argument}_of_{name}"
+
+
+def _accessor(name: str, op: Any, args: tuple[Any, ...], summed: tuple[str, ...]) -> property:
+    """
+    Args:
+        summed: the marker's last arguments, each one of ``sums.NAMES``, or "" for None.
+    """
     leaf = leaf_name(name)
+    sums = [_sum_name(name, argument) if argument else "" for argument in summed]
 
     def get(self: nn.Module) -> Any:
         if torch.compiler.is_compiling():
-            return op(getattr(self, leaf), *args)
+            given = [getattr(self, attribute) if attribute else None for attribute in sums]
+            return op(getattr(self, leaf), *args, *given)
         return _eager_value(self, name)
 
     run_as_python(get)
@@ -124,6 +160,7 @@ def relink(module: nn.Module) -> None:
         if not link.attached_to(param):
             link.attach(param)
         link.own(module, name)
+    module.refresh_accessors()  # type: ignore[operator]
 
 
 def _link_for(param: DTensor, old: Link | None) -> Link:
@@ -139,7 +176,7 @@ def _link_for(param: DTensor, old: Link | None) -> Link:
 
 
 def _check_layout(param: DTensor, layout: Layout, fqn: str) -> None:
-    want = (tuple(layout.shape), (layout.placement,))
+    want = (tuple(layout.shape), layout.placements)
     have = (tuple(param.shape), tuple(param.placements))
     if have != want or param.device_mesh != layout.mesh:
         raise BackendError(

@@ -16,13 +16,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 from ._torch import BackendError, process_group
 from .agreement import Agreement, agreement_of
-from .plan import BACKWARD, Bucket, Plan, Problem, Transfer
+from .plan import BACKWARD, SHARD_REDUCE, Bucket, Plan, Problem, Transfer
 
 
 class Decisions:
@@ -31,22 +32,45 @@ class Decisions:
     def __init__(self) -> None:
         self._decided: dict[str, list[Plan]] = {}
 
-    def __call__(self, plans: Sequence[Plan], context: str) -> list[Plan]:
+    def __call__(self, plans: Sequence[Plan], context: str, groups: Sequence[str]) -> list[Plan]:
         """The plans to follow in place of ``plans``, those of one Dynamo graph on this rank.
 
         Args:
             context: what plans depend on besides the graph.
+            groups: of all ranks that have this graph.
 
         Raises:
             BackendError: ranks ask about graphs that communicate something else.
         """
-        text = f"{_structure(plans)}\n{context}"
+        names = _groups_of(plans)
+        numbers = {name: f"#{i}" for i, name in enumerate(names)}
+        common = [_renamed(plan, numbers) for plan in plans]
+        text = f"{_structure(common)}\n{context}"
         if text not in self._decided:
-            self._decided[text] = list(plans)
-            for agreement in _agreements(plans):
-                made = agreement.decide(_digest(text), lambda: _to_json(plans), text)
-                self._decided[text] = [Plan.from_json(plan) for plan in json.loads(made)]
+            for agreement in _agreements(common, groups):
+                made = agreement.decide(_digest(text), partial(_to_json, common), text)
+                common = [Plan.from_json(plan) for plan in json.loads(made)]
+            own = {number: name for name, number in numbers.items()}
+            self._decided[text] = [_renamed(plan, own) for plan in common]
         return self._decided[text]
+
+
+def _groups_of(plans: Sequence[Plan]) -> list[str]:
+    """The groups in which ``plans`` communicate, in an order that all ranks have."""
+    transfers = [transfer for plan in plans for transfer in plan.problem.transfers]
+    names = [name for transfer in transfers for name in (transfer.group, transfer.replicas)]
+    return [name for name in dict.fromkeys(names) if name]
+
+
+def _renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
+    """With other names of groups: those of one part of a mesh are not those of another."""
+    transfers = tuple(
+        dataclasses.replace(t, group=names[t.group], replicas=names.get(t.replicas, ""))
+        for t in plan.problem.transfers
+    )
+    buckets = tuple(dataclasses.replace(b, group=names[b.group]) for b in plan.buckets)
+    problem = dataclasses.replace(plan.problem, transfers=transfers)
+    return dataclasses.replace(plan, problem=problem, buckets=buckets)
 
 
 def follow(problem: Problem, plan: Plan) -> tuple[Bucket, ...]:
@@ -65,7 +89,7 @@ def follow(problem: Problem, plan: Plan) -> tuple[Bucket, ...]:
     due = [min([end, *(t.due for t in of)]) for of in transfers]
     earliest = list(accumulate((max(t.ready for t in of) for of in transfers), max))
     latest = list(accumulate(reversed(due), min))[::-1]
-    placed = []
+    placed: list[Bucket] = []
     for bucket, *bounds, wait in zip(buckets, earliest, latest, due):
         if bounds[0] > bounds[1]:
             raise BackendError(
@@ -75,7 +99,15 @@ def follow(problem: Problem, plan: Plan) -> tuple[Bucket, ...]:
         launch = min(max(bucket.launch, bounds[0]), bounds[1])
         wait = wait if wait < end else min(max(bucket.wait, launch), end)
         placed.append(dataclasses.replace(bucket, launch=launch, wait=wait))
-    return tuple(placed)
+    return tuple(_waited_for(bucket, placed) for bucket in placed)
+
+
+def _waited_for(bucket: Bucket, placed: Sequence[Bucket]) -> Bucket:
+    """What is averaged over replicas is waited for where that is launched."""
+    then = [b for b in placed if b.kind == SHARD_REDUCE and b.parcels == bucket.parcels]
+    if not then or bucket.kind == SHARD_REDUCE:
+        return bucket
+    return dataclasses.replace(bucket, wait=then[0].launch)
 
 
 def kept_inputs(plan: Plan, forward: Problem) -> set[int]:
@@ -117,10 +149,13 @@ def _anywhere(transfer: Transfer) -> Transfer:
     return dataclasses.replace(transfer, ready=0, due=0, last=0)
 
 
-def logged(compiled: Callable[..., Any], plans: Sequence[Plan]) -> Callable[..., Any]:
-    """``compiled``, every call of it with the other ranks' calls: see ``Agreement``."""
-    text = "\n".join(plan.wire() for plan in plans)
-    for agreement in _agreements(plans):
+def logged(
+    compiled: Callable[..., Any], plans: Sequence[Plan], groups: Sequence[str]
+) -> Callable[..., Any]:
+    """``compiled``, every call of it with the calls of the other ranks of ``groups``: see ``Agreement``."""
+    numbers = {name: f"#{i}" for i, name in enumerate(_groups_of(plans))}
+    text = "\n".join(_renamed(plan, numbers).wire() for plan in plans)
+    for agreement in _agreements(plans, groups):
         compiled = _logged(compiled, agreement, _digest(text), text)
     return compiled
 
@@ -146,10 +181,10 @@ def _logged(
     return call
 
 
-def _agreements(plans: Sequence[Plan]) -> list[Agreement]:
-    """Of the groups in which ``plans`` communicate."""
-    groups = dict.fromkeys(bucket.group for plan in plans for bucket in plan.buckets)
-    return [agreement_of(process_group(name)) for name in groups]
+def _agreements(plans: Sequence[Plan], groups: Sequence[str]) -> list[Agreement]:
+    """Of ``groups``, if ``plans`` communicate at all."""
+    communicate = any(plan.buckets for plan in plans)
+    return [agreement_of(process_group(name)) for name in groups] if communicate else []
 
 
 def _to_json(plans: Sequence[Plan]) -> str:

@@ -75,16 +75,18 @@ class Backend:
         links = [link_of(value) for value in inputs]
         _note_breaks(trace, links, call)
         patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **(options or {})}
-        return self._compile(gm, inputs, [link.fqn if link else "" for link in links], patches)
+        return self._compile(gm, inputs, links, patches)
 
     def _compile(
         self,
         gm: fx.GraphModule,
         inputs: Sequence[Any],
-        fqns: Sequence[str],
+        links: Sequence[Link | None],
         patches: dict[str, Any],
     ) -> Callable[..., Any]:
         """``gm`` as a callable, by a plan that all ranks follow."""
+        fqns = [link.fqn if link else "" for link in links]
+        groups = list(dict.fromkeys(link.layout.groups.all for link in links if link))
         for traced_pass in passes.TRACED:
             traced_pass(gm)
         files = self._files()
@@ -96,14 +98,14 @@ class Backend:
             uncached = {**patches, "force_disable_caches": True}
             compiled = compile_graph(gm, inputs, record, compiling, uncached)
         if self.options.schedule.overlap:
-            decided = self._decisions(record.plans(), compiling.fingerprint())
+            decided = self._decisions(record.plans(), compiling.fingerprint(), groups)
             if [plan.wire() for plan in decided] != [plan.wire() for plan in record.plans()]:
                 followed = {plan.graph: plan for plan in decided}
                 compiling = dataclasses.replace(compiling, followed=followed)
                 record = self._records[-1] = PlanRecord(gm, inputs, fqns, compiling, files)
                 compiled = compile_graph(gm, inputs, record, compiling, patches)
         record.write_cached()
-        return logged(compiled, record.plans())
+        return logged(compiled, record.plans(), groups)
 
     @property
     def __name__(self) -> str:
@@ -153,11 +155,8 @@ class Backend:
 
     def _files(self) -> Files:
         """For the next graph: the first rank of the mesh writes files."""
-        mesh = self.options.mesh
-        if mesh is not None:
-            first = mesh.get_local_rank() == 0
-        else:
-            first = not dist.is_initialized() or dist.get_rank() == 0
+        mesh, rank = self.options.mesh, dist.get_rank() if dist.is_initialized() else 0
+        first = rank == (0 if mesh is None else int(mesh.mesh.min()))
         return Files(self.options.dump if first else None, len(self._records))
 
     def _shard_plain(
@@ -262,7 +261,7 @@ def _root_of(
 def backend(
     mesh: DeviceMesh | None = None,
     *,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | int = True,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
@@ -280,9 +279,12 @@ def backend(
     the mesh. Parameters that ``graphshard.shard`` sharded before keep its arguments.
 
     Args:
-        mesh: 1D ``DeviceMesh``; None: one over the default process group.
+        mesh: 1D ``DeviceMesh``; 2D: (replicas, shards), HSDP: parameters are sharded over the second
+            axis; None: a 1D one over the default process group.
         reshard_after_forward: True frees full parameters after forward and gathers them again in
-            backward (ZeRO-3); False keeps them (ZeRO-2).
+            backward (ZeRO-3); False keeps them (ZeRO-2). A number of ranks: each keeps so large a part
+            that so many neighbours have it all, and backward gathers from them alone (hpZ of ZeRO++,
+            Wang et al., arXiv 2306.10209).
         ignored_params: parameters that stay as they are: neither sharded nor reduced.
         compiler: ``"inductor"``, or ``"aot_eager"``: the same graphs, run op by op by ATen.
         sync_module_states: make parameters and buffers equal to those of the mesh's first rank
@@ -293,8 +295,9 @@ def backend(
         mp_policy: FSDP2's; what parameters are gathered and used as, gradients are reduced as, inputs
             and outputs of the compiled module are cast to. Parameters and gradients keep their dtype.
         fp8: which linears compute in fp8, their weights gathered in it, and how; None: none.
-        overrides: ``{fqn glob: {"mp_policy", "fp8" or "reshard_after_forward": value}}``, for some of
-            the parameters; the last that matches holds.
+        overrides: ``{fqn glob: {"mp_policy", "fp8", "reshard_after_forward" or "shard": value}}``, for
+            some of the parameters; the last that matches holds. ``"shard": False`` replicates a
+            parameter and all-reduces its gradient, as DDP does; nothing of it travels in fp8.
         offload_policy: not supported yet.
 
     Raises:
@@ -308,7 +311,7 @@ def shard(
     model: nn.Module,
     mesh: DeviceMesh | None = None,
     *,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | int = True,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,

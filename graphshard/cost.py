@@ -30,7 +30,7 @@ from torch import fx
 from .float8_ops import local_amax
 from .flops import flops, name_of, names, shape_of
 from .hardware import KINDS, Hardware, Link
-from .plan import ALL_REDUCE, MAX_REDUCE
+from .plan import ALL_REDUCE, MAX_REDUCE, SHARD_REDUCE
 
 VIEW, BARRIER, POINTWISE, REDUCTION, KERNEL = range(5)
 """Kinds of nodes: part of another's value; free but not fused; fused; fused; a kernel of its own."""
@@ -87,7 +87,7 @@ class CostModel:
             times.update(_overrides(graph, self.node_cost))
         return times
 
-    def collective_us(self, kind: str, num_bytes: float, world: int) -> float:
+    def collective_us(self, kind: str, num_bytes: float, world: int, stride: int = 1) -> float:
         """The time of one collective over ``world`` ranks.
 
         A ring (Patarasuk and Yuan, JPDC 69(2), 2009): ``n - 1`` steps carry ``(n - 1) / n`` of the
@@ -96,11 +96,12 @@ class CostModel:
         and the network link sets latency and bandwidth.
 
         Args:
-            kind: all_gather, reduce_scatter or all_reduce.
+            kind: all_gather, reduce_scatter, or one of the all-reduces.
             num_bytes: of the full buffer: what is gathered, or what each rank reduces.
             world: ranks; a single one copies.
+            stride: from one of them to the next; each node has ``ranks_per_node`` of all ranks.
         """
-        kind = ALL_REDUCE if kind == MAX_REDUCE else kind
+        kind = ALL_REDUCE if kind in (MAX_REDUCE, SHARD_REDUCE) else kind
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r}: must be one of {KINDS}")
         if world < 1 or num_bytes < 0:
@@ -108,23 +109,28 @@ class CostModel:
         if world == 1:
             return self.copy_us(num_bytes)
         rounds = 2 if kind == ALL_REDUCE else 1
-        nodes = math.ceil(world / self.hardware.ranks_per_node)
-        intra, inter, link = self.hardware.intra, self.hardware.inter, self._link(world)
+        nodes = self._num_nodes(world, stride)
+        intra, inter, link = self.hardware.intra, self.hardware.inter, self._link(world, stride)
         hops_us = (world - nodes) * intra.hop_us + (nodes - 1) * inter.hop_us
         moved_us = link.bus[kind].us(num_bytes) * (world - 1) / world
         return link.latency_us + rounds * (hops_us + moved_us)
 
-    def parcel_us(self, world: int) -> float:
+    def parcel_us(self, world: int, stride: int = 1) -> float:
         """What another tensor adds to a coalesced collective over ``world`` ranks."""
-        return self._link(world).parcel_us
+        return self._link(world, stride).parcel_us
 
     def lost_us(self, wire_us: float) -> float:
         """What a collective that takes so long costs compute, though it is hidden."""
         return self.hardware.issue_us + self.hardware.contention * wire_us
 
-    def _link(self, world: int) -> Link:
-        within = world <= self.hardware.ranks_per_node
+    def _link(self, world: int, stride: int) -> Link:
+        within = self._num_nodes(world, stride) == 1
         return self.hardware.intra if within else self.hardware.inter
+
+    def _num_nodes(self, world: int, stride: int) -> int:
+        """How many nodes a group has ranks on, if its first one is the first of a node."""
+        spanned = (world - 1) * stride + 1
+        return min(world, math.ceil(spanned / self.hardware.ranks_per_node))
 
     def copy_us(self, num_bytes: float) -> float:
         """The time of a kernel that copies so much on the device, as packing a bucket does."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from .plan import ALL_GATHER, Bucket, Problem, Transfer
+from .plan import ALL_GATHER, Bucket, Problem, Transfer, over_replicas
 from .simulate import Cost, Prices, cost_of
 
 
@@ -17,6 +17,7 @@ class Group(NamedTuple):
     Attributes:
         bucket: launched as early and waited for as late as may be.
         freed_bytes: what its end sets free: of gradients all but the shards.
+        then: what averages its shards over their replicas, and what that costs.
     """
 
     begin: int
@@ -24,6 +25,7 @@ class Group(NamedTuple):
     bucket: Bucket
     cost: Cost
     freed_bytes: int
+    then: tuple[Bucket, Cost] | None
 
 
 Cuts = Sequence[Group]
@@ -119,9 +121,12 @@ class Queue:
             world=transfers[0].world,
             launch=max(transfer.ready for transfer in transfers),
             wait=min(transfer.due for transfer in transfers),
+            stride=transfers[0].stride,
         )
         cost = cost_of(self._problem, bucket, self._prices)
-        return Group(begin, end, bucket, cost, sum(map(freed_bytes, transfers)))
+        then = over_replicas(bucket, self._problem.transfers)
+        averages = (then, cost_of(self._problem, then, self._prices)) if then else None
+        return Group(begin, end, bucket, cost, sum(map(freed_bytes, transfers)), averages)
 
 
 def _doubling(stop: int) -> list[int]:
@@ -144,7 +149,7 @@ def _key(problem: Problem, i: int) -> tuple[str, ...]:
         return transfer.kind, transfer.group
     if transfer.due < problem.num_steps:
         return (f"{i}",)
-    return transfer.kind, transfer.group, transfer.dtype
+    return transfer.kind, transfer.group, transfer.replicas, transfer.dtype
 
 
 def _is_small(transfer: Transfer, prices: Prices) -> bool:
@@ -153,4 +158,4 @@ def _is_small(transfer: Transfer, prices: Prices) -> bool:
     if transfer.casts and transfer.kind != ALL_GATHER:
         return True
     copy_us = prices.copy_us(transfer.num_bytes) - prices.copy_us(0)
-    return copy_us <= prices.parcel_us(transfer.world)
+    return copy_us <= prices.parcel_us(transfer.world, transfer.stride)

@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ._torch import RESUMED
+from ._torch import RESUMED, process_group
 from .link import Link, Model, leaf_of, link_of, model_of
-from .ops import used_dtype
+from .ops import add_unsynced, used_dtype
 from .stack import frames, is_dynamo_entry, is_recomputation, module_of_method
+from .sums import NAMES, PARTIAL, UNSYNCED
 
 _CALL = "_wrapped_call_impl"
 _FORWARD = ("forward", "_call_impl", _CALL)
@@ -44,6 +45,7 @@ def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.
     links = [link_of(leaf) for leaf in leaves.values()]
     for link in links:
         link.sync()
+        link.model.reads_eagerly = True
     state = (torch.is_grad_enabled(), *(leaf._version for leaf in leaves.values()))
     gathered = call.setdefault(_GATHERED, {})
     if (module, state) not in gathered:
@@ -84,7 +86,7 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, links: Sequence[Link], *leaves: torch.Tensor) -> Any:
-        ctx.links = links
+        ctx.links, ctx.asked = links, [link.sums.asked for link in links]
         ctx.set_materialize_grads(False)
         full = [link.layout.unshard(leaf) for link, leaf in zip(links, leaves)]
         ctx.mark_non_differentiable(*(f for f, leaf in zip(full, leaves) if not leaf.requires_grad))
@@ -93,27 +95,45 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         trained = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
-        used = _used_on_any_rank([ctx.links[i] for i in trained], [grads[i] for i in trained])
+        reduced = []
+        for i in trained:
+            if ctx.asked[i] != UNSYNCED:
+                reduced.append(i)
+            elif (grad := grads[i]) is not None:
+                link = ctx.links[i]
+                link.sums.add(UNSYNCED, grad, link.sum_dtype)
+        used = _used_on_any_rank([ctx.links[i] for i in reduced], [grads[i] for i in reduced])
         result: list[torch.Tensor | None] = [None] * len(grads)
-        for i, is_used in zip(trained, used):
+        for i, is_used in zip(reduced, used):
             if is_used:
-                link, grad = ctx.links[i], grads[i]
-                if grad is None:
-                    dtype = used_dtype(link.leaf, link.layout.dtype)
-                    grad = link.leaf.new_zeros(link.layout.shape, dtype=dtype)
-                result[i] = link.layout.reduce(grad, link.leaf.dtype)
+                result[i] = _reduced(ctx.links[i], grads[i], ctx.asked[i])
         return None, *result
+
+
+def _reduced(link: Link, grad: torch.Tensor | None, asked: str) -> torch.Tensor | None:
+    """With what has added up before; None where it adds up further."""
+    if grad is None:
+        dtype = used_dtype(link.leaf, link.layout.dtype)
+        grad = link.leaf.new_zeros(link.layout.shape, dtype=dtype)
+    unsynced, partial = (link.sums.pending(name) for name in NAMES)
+    if unsynced is not None:
+        grad = add_unsynced(grad, unsynced)
+    if asked == PARTIAL and link.averages_shards:
+        link.sums.add(PARTIAL, link.layout.reduce_to_partial(grad), link.sum_dtype)
+        link.sums.drop_added()
+        return None
+    return link.layout.reduce(grad, link.leaf.dtype, partial)
 
 
 def _used_on_any_rank(links: Sequence[Link], grads: Sequence[torch.Tensor | None]) -> list[bool]:
     """Which parameters have a gradient on any rank; the device is waited for only if one has none
     here, and nothing is asked about a single one: without its gradient backward would not come."""
     here = [grad is not None for grad in grads]
-    if len(links) == 1:
+    if len(links) <= 1:
         return here
     flags = torch.ones(len(links), dtype=torch.int32, device=links[0].leaf.device)
     for i, used in enumerate(here):
         if not used:
             flags[i] = 0
-    dist.all_reduce(flags, group=links[0].layout.mesh.get_group())
+    dist.all_reduce(flags, group=process_group(links[0].layout.groups.all))
     return here if all(here) else [flag > 0 for flag in flags.tolist()]

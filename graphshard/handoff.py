@@ -172,6 +172,10 @@ class Partitioner(CustomPartitionerFn):
         self._files.code("joint", "after", gm.graph)
         derived = [node.name for node in passes.parameter_derived(gm.graph)]
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        passes.keep_parts(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
+        for part in (forward, backward):
+            part.graph.lint()
+            part.recompile()
         kept = self._keep(forward, backward, kwargs["num_fwd_outputs"])
         verify_partition(forward, sorted({*derived} - {*kept}), kwargs["num_fwd_outputs"])
         return forward, backward

@@ -43,8 +43,11 @@ def to_keep(
     free_us = None  # when the wire is through with what came before
     for i in _by_due(backward):
         transfer = backward.transfers[i]
-        latency_us = prices.collective_us(ALL_GATHER, 0, transfer.world)
-        us = prices.collective_us(ALL_GATHER, transfer.num_bytes, transfer.world) - latency_us
+        latency_us, us = (
+            prices.collective_us(ALL_GATHER, num_bytes, transfer.world, transfer.stride)
+            for num_bytes in (0, transfer.num_bytes)
+        )
+        us -= latency_us
         through_us = us + (latency_us if free_us is None else free_us)
         exposed_us = through_us - start_us[transfer.due] - late_us
         if exposed_us > LEAST_US and i in gathered and _hold(alive, gathered[i], transfer, limits):

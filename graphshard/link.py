@@ -22,21 +22,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from . import ops
 from ._torch import (
     BackendError,
+    at_end_of_backward,
     dtensor_like,
     gradient_hooks,
     graph_break_reasons,
     local_tensor,
     parameters_of,
     post_accumulate_hooks,
+    process_group,
     set_local_tensor,
 )
+from .groups import Groups
+from .sums import NAMES, PARTIAL, UNSYNCED, Sums
 
 LINK = "_graphshard_link"
 _MODEL = "_graphshard_model"
@@ -49,50 +54,55 @@ def leaf_name(name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How one parameter is split over a 1D mesh, and as what it and its gradient travel.
+    """How one parameter is split over a mesh, and as what it and its gradient travel.
 
     Attributes:
+        regather: the group from which backward gathers; "": what forward gathered is kept.
         dtype: as which it is gathered and used; None: its own.
         reduce_dtype: as which its gradient is reduced; None: that of the gradient.
         float8: recipe of fp8 for its linears; "": none.
+        shard: False: it is replicated.
         rows: None for a replicated one.
     """
 
     shape: torch.Size
-    mesh: DeviceMesh
-    reshard: bool
+    groups: Groups
+    regather: str
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     float8: str = ""
+    shard: bool = True
     rows: int | None = field(init=False)
 
     def __post_init__(self) -> None:
-        splittable = len(self.shape) > 0 and self.shape.numel() > 0
+        splittable = self.shard and len(self.shape) > 0 and self.shape.numel() > 0
         object.__setattr__(self, "rows", self.shape[0] if splittable else None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
         return self
 
-    @functools.cached_property
-    def group(self) -> str:
-        return self.mesh.get_group().group_name
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.groups.mesh
 
     @functools.cached_property
-    def placement(self) -> Shard | Replicate:
-        return Replicate() if self.rows is None else Shard(0)
+    def placements(self) -> tuple[Placement, ...]:
+        """One for each axis of the mesh."""
+        last = Replicate() if self.rows is None else Shard(0)
+        return (*[Replicate()] * (self.mesh.ndim - 1), last)
 
     @functools.cached_property
     def padded_shape(self) -> torch.Size:
         if self.rows is None:
             return self.shape
-        return torch.Size((-(-self.rows // self.mesh.size()), *self.shape[1:]))
+        return torch.Size((-(-self.rows // self.groups.num_shards), *self.shape[1:]))
 
     @functools.cached_property
     def own_rows(self) -> slice:
         """This rank's rows of the full parameter."""
         assert self.rows is not None
         padded = self.padded_shape[0]
-        start = min(padded * self.mesh.get_local_rank(), self.rows)
+        start = min(padded * self.groups.shard_index, self.rows)
         return slice(start, min(start + padded, self.rows))
 
     @functools.cached_property
@@ -101,20 +111,39 @@ class Layout:
 
     def unshard(self, leaf: torch.Tensor) -> torch.Tensor:
         op, args = self.marker()
-        return op(leaf, *args)
+        return op(leaf, *args, *[None] * len(self.sums))
 
-    def reduce(self, grad: torch.Tensor, result: torch.dtype) -> torch.Tensor:
-        """The mean of all ranks' full gradients: this rank's padded shard of it, as ``result``."""
+    def reduce(
+        self, grad: torch.Tensor, result: torch.dtype, partial: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The mean of all ranks' full gradients: this rank's padded shard of it, as ``result``.
+
+        Args:
+            partial: added to the mean over shards before that over replicas.
+        """
         if self.rows is None:
-            return ops.all_reduce_grad(grad, self.group, self.reduce_dtype, result)
-        return ops.reduce_grad(grad, self.padded_shape[0], self.group, self.reduce_dtype, result)
+            return ops.all_reduce_grad(grad, self.groups.all, self.reduce_dtype, result)
+        groups = self.groups.shards, self.groups.replicas
+        casts = self.reduce_dtype, result
+        return ops.reduce_grad(grad, self.padded_shape[0], *groups, partial, *casts)
+
+    def reduce_to_partial(self, grad: torch.Tensor) -> torch.Tensor:
+        """The mean of the full gradients of one replica, in the dtype in which it is reduced."""
+        groups, dtype = (self.groups.shards, ""), ops.used_dtype(grad, self.reduce_dtype)
+        return ops.reduce_grad(grad, self.padded_shape[0], *groups, None, dtype, dtype)
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Names of the marker's last arguments: see ``graphshard.sums``."""
+        return NAMES[:1] if self.rows is None else NAMES
 
     def marker(self) -> tuple[Any, tuple[Any, ...]]:
-        """The op that makes the full parameter of the leaf, and its arguments after the leaf."""
+        """The op that makes the full parameter of the leaf, and its arguments between leaf and sums."""
         if self.rows is None:
-            return ops.replicate, (self.group, self.dtype, self.reduce_dtype)
+            return ops.replicate, (self.groups.all, self.dtype, self.reduce_dtype)
+        groups = self.groups.shards, self.regather, self.groups.replicas
         casts = (self.dtype, self.reduce_dtype, self.float8, None, 0)
-        return ops.unshard, (self.rows, self.group, self.reshard, *casts)
+        return ops.unshard, (self.rows, *groups, *casts)
 
     def padded_shard(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's rows of ``full``, padded with zeros: a new contiguous tensor."""
@@ -136,7 +165,7 @@ class Layout:
         return DTensor.from_local(
             self.local_view(padded),
             self.mesh,
-            [self.placement],
+            self.placements,
             run_check=False,
             shape=self.shape,
             stride=stride,
@@ -151,6 +180,7 @@ class Model:
         breaks: where its graphs broke, as ``file:line: reason``.
         eager: classes of its modules whose forward ran outside a graph while parts were compiled.
         links: those of its parameters.
+        reads_eagerly: some parameter was read outside of any graph.
     """
 
     name: str
@@ -158,9 +188,30 @@ class Model:
     eager: dict[str, None] = field(default_factory=dict)
     warned: bool = False
     links: weakref.WeakSet[Link] = field(default_factory=weakref.WeakSet)
+    reads_eagerly: bool = False
+    _ends: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Model:
         return Model(self.name)  # the copied links add themselves
+
+    def reduce_rest_at_end(self) -> None:
+        """When the backward that runs is over, reduce sums of gradients that it had none to add to."""
+        if self._ends or not any(link.sums.any_pending() for link in self.links):
+            return
+        self._ends = True
+        at_end_of_backward(self._reduce_rest)
+
+    def _reduce_rest(self) -> None:
+        self._ends = False
+        links = sorted((link for link in self.links if not link.sums.asked), key=lambda of: of.fqn)
+        pending = [link.sums.any_pending() for link in links]
+        if self.reads_eagerly and links:  # where each rank's data decides what has a gradient
+            flags = torch.tensor(pending, dtype=torch.int32, device=links[0].leaf.device)
+            dist.all_reduce(flags, group=process_group(links[0].layout.groups.all))
+            pending = [flag > 0 for flag in flags.tolist()]
+        for link, found in zip(links, pending):
+            if found:
+                link.reduce_sums()
 
     def warn_of_breaks(self) -> None:
         """Once, when a backward starts: by then a forward has met all its breaks."""
@@ -191,6 +242,7 @@ class Link:
         self.leaf: Any = None
         self._local: torch.Tensor | None = None
         self._owners: list[tuple[weakref.ref[nn.Module], str]] = []
+        self.sums = Sums(self.refresh)
         model.links.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Link:
@@ -230,6 +282,46 @@ class Link:
 
     def _give_leaf(self, module: nn.Module, name: str) -> None:
         module.__dict__[leaf_name(name)] = self.leaf
+
+    def summed(self) -> dict[str, torch.Tensor]:
+        """What gradients add up in, or have: arguments of the marker."""
+        sums, layout = self.sums, self.layout
+        found = {name: pending for name in NAMES if (pending := sums.pending(name)) is not None}
+        if sums.asked == UNSYNCED:
+            found = {UNSYNCED: self._stand_in(UNSYNCED, layout.shape)}
+        elif sums.asked == PARTIAL and self.averages_shards:
+            found[PARTIAL] = self._stand_in(PARTIAL, layout.padded_shape)
+        return found if self.leaf.requires_grad else {}
+
+    @property
+    def averages_shards(self) -> bool:
+        """Whether reduced shards are averaged over replicas."""
+        return self.layout.rows is not None and bool(self.layout.groups.replicas)
+
+    def _stand_in(self, name: str, shape: torch.Size) -> torch.Tensor:
+        return self.sums.stand_in(name, shape, self.sum_dtype, self.leaf.device)
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """In which gradients add up: that in which they are reduced."""
+        used = ops.used_dtype(self.leaf, self.layout.dtype)
+        return used if self.layout.reduce_dtype is None else self.layout.reduce_dtype
+
+    def refresh(self) -> None:
+        """Have the owners' accessors hand out what ``summed`` says now."""
+        for ref, _ in self._owners:
+            if (owner := ref()) is not None:
+                owner.refresh_accessors()  # type: ignore[operator]
+
+    def reduce_sums(self) -> None:
+        """Reduce what has added up here or on another rank, without a gradient to add it to."""
+        unsynced, partial = (self.sums.pending(name) for name in NAMES)
+        if unsynced is None:
+            unsynced = self.leaf.new_zeros(self.layout.shape, dtype=self.sum_dtype)
+        full = unsynced.clone()
+        unsynced.untyped_storage().resize_(0)
+        self.deliver(self.layout.reduce(full, self.leaf.dtype, partial))
+        self.sums.drop_added()
 
     def disown(self, module: nn.Module, name: str) -> None:
         self._owners = [(r, at) for r, at in self._owners if r() is not module or at != name]
@@ -319,3 +411,5 @@ def _deliver(leaf: torch.Tensor) -> None:
     leaf.grad = None
     link.model.warn_of_breaks()
     link.deliver(grad)
+    link.sums.drop_added()
+    link.model.reduce_rest_at_end()

@@ -5,14 +5,24 @@ and autograd turns the full gradient back into a shard by ``reduce_grad``, avera
 
     forward    shard ─► unshard ─► linear          backward   grad ─► reduce_grad ─► shard's gradient
 
-A parameter without rows to split (a scalar) is replicated: ``replicate`` and ``all_reduce_grad``. A
+What is not split (a scalar, or what is to be replicated) has ``replicate`` and ``all_reduce_grad``. A
 parameter travels and is used as ``dtype``; its gradient travels as ``reduce_dtype``, and comes out in
 the dtype of the shard (None: nothing is cast). ``float8`` is the recipe of fp8 by which linears are to
 use it, "" for none; where there are ``scales``, its own ``at`` its place, its fp8 values travel.
-``max_over_ranks`` makes largest values of one rank those of all.
+``max_over_ranks`` makes largest values of one rank those of all; ``own_part`` is a padded shard of a full
+parameter, for backward to gather from few ranks.
+
+Groups have names. ``regather`` is the one from which backward gathers: that of forward (ZeRO-3), part
+of it (ZeRO++'s hpZ), or "": the full parameter is kept (ZeRO-2). ``replicas`` are the ranks that have the
+same shard (HSDP), over which reduced shards are averaged once more; "": there are no others.
+
+Gradients add up over microbatches in ``unsynced``, which is as large as the parameter, or in ``partial``,
+as large as its shard. One that requires a gradient gets it, in place of the shard: not reduced, or not
+over the replicas. The other kind is such a sum, to be added before the reduction, or between its two
+halves; ``add_unsynced`` does it, and sets the memory of the sum free. Whoever comes again adds nothing.
+
 The ops are opaque to Dynamo, AOTAutograd and Inductor's joint passes; ``graphshard.passes`` lowers
-them to functional collectives. ``reshard`` says whether the full parameter is given up after forward
-and gathered again in backward (ZeRO-3), or kept (ZeRO-2). In eager parts of a model they run for real, by the same lowering.
+them to functional collectives. In eager parts of a model they run for real, by the same lowering.
 
 [Note: padded shards] Rows are split as ``torch.chunk`` splits them: ``ceil(rows / world)`` to each
 rank, the last ranks with fewer or none. The tensor that enters the graph is padded to
@@ -31,7 +41,7 @@ from . import wires
 from ._torch import argument_names, fake_mode_of, process_group
 from .emit import run
 from .float8 import E4M3
-from .plan import ALL_GATHER, ALL_REDUCE, MAX_REDUCE, REDUCE_SCATTER
+from .plan import ALL_GATHER, ALL_REDUCE, MAX_REDUCE, REDUCE_SCATTER, SHARD_REDUCE
 from .wires import Piece
 
 _lib = torch.library.Library("graphshard", "FRAGMENT")
@@ -39,20 +49,27 @@ _tags = (torch.Tag.pt2_compliant_tag,)
 _casts = "ScalarType? dtype, ScalarType? reduce_dtype"
 _result = "ScalarType? reduce_dtype, ScalarType? result"
 _lib.define(
-    f"unshard(Tensor shard, int rows, str group, bool reshard, {_casts}, str float8, Tensor[]? scales,"
-    " int at) -> Tensor",
+    f"unshard(Tensor shard, int rows, str group, str regather, str replicas, {_casts}, str float8,"
+    " Tensor[]? scales, int at, Tensor? unsynced, Tensor? partial) -> Tensor",
     tags=_tags,
 )
-_lib.define(f"reduce_grad(Tensor grad, int rows, str group, {_result}) -> Tensor", tags=_tags)
-_lib.define(f"replicate(Tensor param, str group, {_casts}) -> Tensor", tags=_tags)
+_lib.define(
+    f"reduce_grad(Tensor grad, int rows, str group, str replicas, Tensor? partial, {_result}) -> Tensor",
+    tags=_tags,
+)
+_lib.define(f"replicate(Tensor param, str group, {_casts}, Tensor? unsynced) -> Tensor", tags=_tags)
 _lib.define(f"all_reduce_grad(Tensor grad, str group, {_result}) -> Tensor", tags=_tags)
 _lib.define("max_over_ranks(Tensor amax, str group) -> Tensor", tags=_tags)
+_lib.define("own_part(Tensor full, str group) -> Tensor", tags=_tags)
+_lib.define("add_unsynced(Tensor grad, Tensor unsynced) -> Tensor", tags=_tags)
 
 unshard = torch.ops.graphshard.unshard.default
 reduce_grad = torch.ops.graphshard.reduce_grad.default
 replicate = torch.ops.graphshard.replicate.default
 all_reduce_grad = torch.ops.graphshard.all_reduce_grad.default
 max_over_ranks = torch.ops.graphshard.max_over_ranks.default
+own_part = torch.ops.graphshard.own_part.default
+add_unsynced = torch.ops.graphshard.add_unsynced.default
 UNSHARD = (unshard, replicate)
 REDUCE = (reduce_grad, all_reduce_grad)
 OF_PARAMS = (*UNSHARD, *REDUCE)
@@ -66,6 +83,7 @@ KINDS: dict[Any, str] = {
 """The collective of every marker that communicates."""
 
 _Dtype = torch.dtype | None
+_Tensor = torch.Tensor | None
 
 
 def arguments(marker: fx.Node) -> dict[str, Any]:
@@ -97,10 +115,15 @@ def sent_dtype(grad: torch.Tensor, kind: str, reduce_dtype: _Dtype) -> torch.dty
     return torch.float32 if kind == ALL_REDUCE and dtype == torch.float16 else dtype
 
 
-def _run(kind: str, piece: Piece, group: str) -> torch.Tensor:
+def _run(kind: str, piece: Piece, group: str, replicas: str = "") -> torch.Tensor:
     world = process_group(group).size()
     (buffer,) = wires.send(run, kind, [[piece]], group, world)
-    (result,) = wires.receive(run, kind, [piece], buffer, group, world)
+    done = wires.receive(run, kind, buffer, group, world)
+    if replicas:
+        num = process_group(replicas).size()
+        (buffer,) = wires.send_on(run, [[piece]], [done], replicas, num)
+        done = wires.receive(run, SHARD_REDUCE, buffer, replicas, num)
+    (result,) = wires.copy_out(run, kind, [piece], done, world)
     return result
 
 
@@ -113,12 +136,15 @@ def _unshard(
     shard: torch.Tensor,
     rows: int,
     group: str,
-    reshard: bool,
+    regather: str,
+    replicas: str,
     dtype: _Dtype,
     reduce_dtype: _Dtype,
     float8: str,
     scales: list[torch.Tensor] | None,
     at: int,
+    unsynced: _Tensor,
+    partial: _Tensor,
 ) -> torch.Tensor:
     used = used_dtype(shard, dtype)
     travels = used if scales is None else E4M3
@@ -127,16 +153,22 @@ def _unshard(
 
 @_impl("reduce_grad")
 def _reduce_grad(
-    grad: torch.Tensor, rows: int, group: str, reduce_dtype: _Dtype, result: _Dtype
+    grad: torch.Tensor,
+    rows: int,
+    group: str,
+    replicas: str,
+    partial: _Tensor,
+    reduce_dtype: _Dtype,
+    result: _Dtype,
 ) -> torch.Tensor:
     dtype = sent_dtype(grad, REDUCE_SCATTER, reduce_dtype)
-    piece = Piece(grad, rows, dtype, result or grad.dtype)
-    return _run(REDUCE_SCATTER, piece, group)
+    piece = Piece(grad, rows, dtype, result or grad.dtype, partial=partial)
+    return _run(REDUCE_SCATTER, piece, group, replicas)
 
 
 @_impl("replicate")
 def _replicate(
-    param: torch.Tensor, group: str, dtype: _Dtype, reduce_dtype: _Dtype
+    param: torch.Tensor, group: str, dtype: _Dtype, reduce_dtype: _Dtype, unsynced: _Tensor
 ) -> torch.Tensor:
     return param.to(used_dtype(param, dtype), copy=True)
 
@@ -155,17 +187,45 @@ def _max_over_ranks(amax: torch.Tensor, group: str) -> torch.Tensor:
     return _run(MAX_REDUCE, Piece(amax, 0, amax.dtype, amax.dtype), group)
 
 
+@_impl("own_part")
+def _own_part(full: torch.Tensor, group: str) -> torch.Tensor:
+    part = _own_part_fake(full, group)
+    own = full[process_group(group).rank() * part.shape[0] :][: part.shape[0]]
+    part[: own.shape[0]] = own
+    part[own.shape[0] :].zero_()
+    return part
+
+
+@torch.library.register_fake("graphshard::own_part", lib=_lib)
+def _own_part_fake(full: torch.Tensor, group: str) -> torch.Tensor:
+    rows = -(-full.shape[0] // process_group(group).size())
+    return full.new_empty((rows, *full.shape[1:]))
+
+
+@_impl("add_unsynced")
+def _add_unsynced(grad: torch.Tensor, unsynced: torch.Tensor) -> torch.Tensor:
+    return wires.added_once(grad.to(unsynced.dtype, copy=True), [unsynced], [0])
+
+
+@torch.library.register_fake("graphshard::add_unsynced", lib=_lib)
+def _add_unsynced_fake(grad: torch.Tensor, unsynced: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(grad, dtype=unsynced.dtype)
+
+
 @torch.library.register_fake("graphshard::unshard", lib=_lib)
 def _unshard_fake(
     shard: torch.Tensor,
     rows: int,
     group: str,
-    reshard: bool,
+    regather: str,
+    replicas: str,
     dtype: _Dtype,
     reduce_dtype: _Dtype,
     float8: str,
     scales: list[torch.Tensor] | None,
     at: int,
+    unsynced: _Tensor,
+    partial: _Tensor,
 ) -> torch.Tensor:
     used = used_dtype(shard, dtype) if scales is None else E4M3
     return shard.new_empty((rows, *shard.shape[1:]), dtype=used)
@@ -173,14 +233,20 @@ def _unshard_fake(
 
 @torch.library.register_fake("graphshard::reduce_grad", lib=_lib)
 def _reduce_grad_fake(
-    grad: torch.Tensor, rows: int, group: str, reduce_dtype: _Dtype, result: _Dtype
+    grad: torch.Tensor,
+    rows: int,
+    group: str,
+    replicas: str,
+    partial: _Tensor,
+    reduce_dtype: _Dtype,
+    result: _Dtype,
 ) -> torch.Tensor:
     return grad.new_empty((rows, *grad.shape[1:]), dtype=result or grad.dtype)
 
 
 @torch.library.register_fake("graphshard::replicate", lib=_lib)
 def _replicate_fake(
-    param: torch.Tensor, group: str, dtype: _Dtype, reduce_dtype: _Dtype
+    param: torch.Tensor, group: str, dtype: _Dtype, reduce_dtype: _Dtype, unsynced: _Tensor
 ) -> torch.Tensor:
     return param.new_empty(param.shape, dtype=used_dtype(param, dtype))
 
@@ -197,26 +263,50 @@ def _max_over_ranks_fake(amax: torch.Tensor, group: str) -> torch.Tensor:
     return torch.empty_like(amax)
 
 
+def _requires_grad(tensor: _Tensor) -> bool:
+    return tensor is not None and tensor.requires_grad
+
+
 def _save_unshard(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    shard, _, ctx.group, _, _, ctx.reduce_dtype, *_ = inputs
+    shard, _, ctx.group, _, ctx.replicas, _, ctx.reduce_dtype, _, _, _, unsynced, partial = inputs
     ctx.padded_rows, ctx.result = shard.shape[0], shard.dtype
-
-
-def _unshard_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, *tuple[None, ...]]:
-    back = torch.ops.graphshard.reduce_grad(
-        grad, ctx.padded_rows, ctx.group, ctx.reduce_dtype, ctx.result
+    ctx.unreduced = unsynced.dtype if _requires_grad(unsynced) else None
+    ctx.partial = partial.dtype if _requires_grad(partial) else None
+    ctx.save_for_backward(
+        None if ctx.unreduced else unsynced,
+        None if ctx.partial else partial,
     )
-    return back, *[None] * 8
+
+
+def _unshard_backward(ctx: Any, grad: torch.Tensor) -> tuple[_Tensor, ...]:
+    if ctx.unreduced:
+        return *[None] * 10, grad.to(ctx.unreduced), None
+    unsynced, partial = ctx.saved_tensors
+    if unsynced is not None:
+        grad = torch.ops.graphshard.add_unsynced(grad, unsynced)
+    of_all = None if ctx.partial else partial
+    replicas, result = ("", ctx.partial) if ctx.partial else (ctx.replicas, ctx.result)
+    back = torch.ops.graphshard.reduce_grad(
+        grad, ctx.padded_rows, ctx.group, replicas, of_all, ctx.reduce_dtype, result
+    )
+    return (*[None] * 11, back) if ctx.partial else (back, *[None] * 11)
 
 
 def _save_replicate(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    param, ctx.group, _, ctx.reduce_dtype = inputs
+    param, ctx.group, _, ctx.reduce_dtype, unsynced = inputs
     ctx.result = param.dtype
+    ctx.unreduced = unsynced.dtype if _requires_grad(unsynced) else None
+    ctx.save_for_backward(None if ctx.unreduced else unsynced)
 
 
-def _replicate_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, *tuple[None, ...]]:
+def _replicate_backward(ctx: Any, grad: torch.Tensor) -> tuple[_Tensor, ...]:
+    if ctx.unreduced:
+        return *[None] * 4, grad.to(ctx.unreduced)
+    (unsynced,) = ctx.saved_tensors
+    if unsynced is not None:
+        grad = torch.ops.graphshard.add_unsynced(grad, unsynced)
     back = torch.ops.graphshard.all_reduce_grad(grad, ctx.group, ctx.reduce_dtype, ctx.result)
-    return back, None, None, None
+    return back, *[None] * 4
 
 
 torch.library.register_autograd(

@@ -21,7 +21,9 @@ FORWARD, BACKWARD, INFERENCE = KINDS = ("forward", "backward", "inference")
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
 MAX_REDUCE = "all_reduce_max"
 """Of the largest values of all weights that travel in fp8."""
-VERSION = 4
+SHARD_REDUCE = "all_reduce_shards"
+"""Of what a reduce-scatter left on this rank, over the ranks that have the same shards."""
+VERSION = 5
 """Of the JSON form."""
 
 PLANNED = "graphshard_planned"
@@ -37,7 +39,8 @@ class ShardedParam:
 
     Attributes:
         input: its position among the graph's original inputs (as Dynamo passes them).
-        shape: full shape; ``dtype`` is that of the shard; ``padded_rows`` is the dim-0 size of the leaf, None if replicated.
+        shape: full shape; ``dtype`` is that of the shard.
+        padded_rows: the dim-0 size of the leaf, None if replicated.
         fqn: name in the sharded module, filled in when a plan is shown.
     """
 
@@ -59,7 +62,9 @@ class Transfer:
         dtype: on the wire.
         shard_bytes: of this rank's shard, as it is kept.
         casts: another dtype travels than is there.
-        group: name of the process group; ``world`` its size.
+        group: name of the process group; ``world`` its size, ``stride`` from one of its ranks to the next.
+        replicas: the group over which a reduced shard is averaged once more, of so many ranks
+            (``num_replicas``), so far apart (``replica_stride``); "": none.
         ready: the first step before which it can be launched; 0 for a gather without a scale.
         due: the step before which it has to be waited for at last; the number of steps for a
             gradient that only leaves the graph.
@@ -77,6 +82,10 @@ class Transfer:
     ready: int
     due: int
     last: int
+    stride: int = 1
+    replicas: str = ""
+    num_replicas: int = 1
+    replica_stride: int = 1
 
 
 @dataclass(frozen=True)
@@ -112,6 +121,7 @@ class Bucket:
             and out of it again; one alone travels as it is.
         num_bytes: of all full tensors.
         launch: issued before this step; ``wait``: waited for before that one.
+        stride: as in ``Transfer``.
     """
 
     kind: str
@@ -121,18 +131,49 @@ class Bucket:
     world: int
     launch: int
     wait: int
+    stride: int = 1
 
     @property
     def transfers(self) -> tuple[int, ...]:
         return tuple(i for parcel in self.parcels for i in parcel)
 
+    @property
+    def phase(self) -> int:
+        """Between two steps, buckets of phase 0 are launched, waited for, then those of phase 1."""
+        return int(self.kind == SHARD_REDUCE)
 
-def by_step(num_steps: int, buckets: Sequence[Bucket]) -> list[tuple[list[int], list[int]]]:
-    """Which buckets are launched, and which waited for, before every step and at the end."""
-    found: list[tuple[list[int], list[int]]] = [([], []) for _ in range(num_steps + 1)]
-    for i, bucket in enumerate(buckets):
-        found[bucket.launch][0].append(i)
-        found[bucket.wait][1].append(i)
+
+def over_replicas(bucket: Bucket, transfers: Sequence[Transfer]) -> Bucket | None:
+    """What averages the shards that ``bucket`` reduces over their replicas, if there are any: it is
+    launched where that is waited for, and sends the buffers that it left.
+
+    Args:
+        transfers: of the problem.
+    """
+    of = [transfers[i] for i in bucket.transfers]
+    first = of[0]
+    if bucket.kind != REDUCE_SCATTER or not first.replicas:
+        return None
+    return dataclasses.replace(
+        bucket,
+        kind=SHARD_REDUCE,
+        num_bytes=sum(transfer.num_bytes // transfer.world for transfer in of),
+        group=first.replicas,
+        world=first.num_replicas,
+        stride=first.replica_stride,
+        launch=bucket.wait,
+    )
+
+
+def by_step(num_steps: int, buckets: Sequence[Bucket]) -> list[list[tuple[int, bool]]]:
+    """What happens before every step and at the end, in order: a bucket, and whether it is waited for
+    or launched."""
+    found: list[list[tuple[int, bool]]] = [[] for _ in range(num_steps + 1)]
+    for phase in (0, 1):
+        of_phase = [(i, bucket) for i, bucket in enumerate(buckets) if bucket.phase == phase]
+        for is_wait in (False, True):
+            for i, bucket in of_phase:
+                found[bucket.wait if is_wait else bucket.launch].append((i, is_wait))
     return found
 
 

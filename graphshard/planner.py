@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 from ._torch import BackendError
 from .cuts import Cuts, Group, Queue, freed_bytes
-from .plan import ALL_GATHER, Bucket, Problem
-from .simulate import Prices, alive_bytes, sweep
+from .plan import ALL_GATHER, Bucket, Problem, over_replicas
+from .simulate import Cost, Prices, alive_bytes, sweep
 
 SMALL_BYTES, SMALL_CAP_BYTES = 1 << 20, 4 << 20
 """Without overlap: what shares a bucket, and how large that gets. A launch costs as much as a megabyte
@@ -96,21 +96,24 @@ class _Draft(NamedTuple):
     """A schedule under consideration; a better one has a smaller score.
 
     Attributes:
-        spans: of ``cuts``.
+        spans: of ``cuts``, and of what averages reduced shards, where anything does.
     """
 
     score: tuple[int, float, int]
     cuts: _Pair
-    spans: tuple[Sequence[_Span], Sequence[_Span]]
+    spans: tuple[Sequence[_Span], Sequence[_Span], Sequence[_Span]]
     in_flight: int
 
     def buckets(self) -> tuple[Bucket, ...]:
-        placed = [
-            dataclasses.replace(group.bucket, launch=launch, wait=wait)
-            for cuts, spans in zip(self.cuts, self.spans)
-            for group, (launch, wait) in zip(cuts, spans)
-        ]
-        return _in_launch_order(placed)
+        averages = [group.then[0] for group in self.cuts[1] if group.then]
+        buckets = [*(group.bucket for cuts in self.cuts for group in cuts), *averages]
+        spans = [span for spans in self.spans for span in spans]
+        return _in_launch_order(
+            [
+                dataclasses.replace(bucket, launch=launch, wait=wait)
+                for bucket, (launch, wait) in zip(buckets, spans, strict=True)
+            ]
+        )
 
 
 def schedule(problem: Problem, prices: Prices, limits: Limits) -> tuple[Bucket, ...]:
@@ -137,7 +140,8 @@ def without_overlap(problem: Problem) -> tuple[Bucket, ...]:
         if needed_early or transfer.num_bytes > SMALL_BYTES:
             cuts.append([i])
             continue
-        cut = filling.get(key := (transfer.kind, transfer.group, transfer.dtype))
+        key = (transfer.kind, transfer.group, transfer.replicas, transfer.dtype)
+        cut = filling.get(key)
         if cut and sum(problem.transfers[j].num_bytes for j in [*cut, i]) <= SMALL_CAP_BYTES:
             cut.append(i)
         else:
@@ -150,10 +154,10 @@ def without_overlap(problem: Problem) -> tuple[Bucket, ...]:
         gathers = first.kind == ALL_GATHER
         at = min(t.due for t in transfers) if gathers else max(t.ready for t in transfers)
         num_bytes = sum(t.num_bytes for t in transfers)
-        buckets.append(
-            Bucket(first.kind, (tuple(cut),), num_bytes, first.group, first.world, at, at)
-        )
-    return _in_launch_order(buckets)
+        of = first.group, first.world, at, at, first.stride
+        buckets.append(Bucket(first.kind, (tuple(cut),), num_bytes, *of))
+    averages = [over_replicas(bucket, problem.transfers) for bucket in buckets]
+    return _in_launch_order([*buckets, *filter(None, averages)])
 
 
 def smallest_peak(problem: Problem) -> int:
@@ -166,7 +170,7 @@ def least_bytes(problem: Problem) -> list[int]:
     buckets = []
     for i, t in enumerate(problem.transfers):
         at = t.due if t.kind == ALL_GATHER else t.ready
-        buckets.append(Bucket(t.kind, ((i,),), t.num_bytes, t.group, t.world, at, at))
+        buckets.append(Bucket(t.kind, ((i,),), t.num_bytes, t.group, t.world, at, at, t.stride))
     return alive_bytes(problem, buckets)
 
 
@@ -239,8 +243,9 @@ class _Search:
         room = self._room(cuts)
         reduced = self._place_reductions(reductions[::-1], in_flight, room)[::-1]
         gathered = self._place_gathers(gathers, in_flight, room)
-        groups, spans = [*gathers, *reductions], [*gathered, *reduced]
+        averaged = self._place_averages(reductions[::-1], reduced[::-1])[::-1]
         alive = self._alive(cuts, [span[0] for span in gathered], [span[1] for span in reduced])
+        groups, spans = [*gathers, *reductions], [*gathered, *reduced]
         # What is in flight may be there twice: backends copy, allocators hold it until the wait.
         held = max(map(add, alive, self._in_flight(groups, spans)), default=0)
         peak = max(alive, default=0)
@@ -248,14 +253,23 @@ class _Search:
         over, excess = 0, max(0.0, held / self._modest - 1)
         if limit is not None:
             over, excess = max(0, peak - limit), 0.0
-        price_us = self._total_us(groups, spans) * (1 + MEMORY_PRICE * excess)
-        price_us += sum(self._prices.lost_us(group.cost.wire_us) for group in groups)
-        return _Draft((over, price_us, peak), cuts, (gathered, reduced), in_flight)
+        costs = [group.cost for group in groups]
+        then = [group.then[1] for group in reductions if group.then]
+        price_us = self._total_us(costs, spans, then, averaged) * (1 + MEMORY_PRICE * excess)
+        price_us += sum(self._prices.lost_us(cost.wire_us) for cost in [*costs, *then])
+        return _Draft((over, price_us, peak), cuts, (gathered, reduced, averaged), in_flight)
 
-    def _total_us(self, groups: Cuts, spans: Sequence[_Span]) -> float:
-        order = sorted(range(len(spans)), key=lambda i: spans[i][0])
-        costs = [groups[i].cost for i in order]
-        return sweep(self._start_us, [spans[i] for i in order], costs).total_us
+    def _total_us(
+        self,
+        costs: Sequence[Cost],
+        spans: Sequence[_Span],
+        then: Sequence[Cost],
+        averaged: Sequence[_Span],
+    ) -> float:
+        of = [*((*span, 0) for span in spans), *((*span, 1) for span in averaged)]
+        costs = [*costs, *then]
+        order = sorted(range(len(of)), key=lambda i: of[i][0])
+        return sweep(self._start_us, [of[i] for i in order], [costs[i] for i in order]).total_us
 
     def _alive(self, cuts: _Pair, launches: Sequence[int], waits: Sequence[int]) -> list[int]:
         """``alive_bytes``, from the launches of gathers and the waits for reductions."""
@@ -299,6 +313,19 @@ class _Search:
             limit = groups[behind].bucket.launch if behind < len(groups) else math.inf
             wait = int(min(wait, limit, group.bucket.wait))
             spans.append((launch, wait if room is None else room.latest(group, launch, wait)))
+        return spans
+
+    def _place_averages(self, groups: Cuts, reduced: Sequence[_Span]) -> list[_Span]:
+        """Launched where their reductions are waited for; waited for when they are through."""
+        spans, free_us = [], 0.0
+        for group, (_, launch) in zip(groups, reduced):
+            if group.then is None:
+                continue
+            bucket, cost = group.then
+            free_us = max(free_us, self._start_us[launch]) + cost.wire_us
+            end_us = free_us + (MARGIN - 1) * cost.wire_us
+            wait = bisect_left(self._start_us, end_us, lo=launch)
+            spans.append((launch, min(wait, max(launch, bucket.wait))))
         return spans
 
     def _place_gathers(self, groups: Cuts, in_flight: int, room: _Room | None) -> list[_Span]:
@@ -384,7 +411,8 @@ def _modest_bytes(problem: Problem, prices: Prices) -> float:
     total = sum(t.num_bytes for t in problem.transfers)
     largest = max(problem.transfers, key=lambda t: t.num_bytes)
     latency_us, all_us = (
-        prices.collective_us(largest.kind, num_bytes, largest.world) for num_bytes in (1, total)
+        prices.collective_us(largest.kind, num_bytes, largest.world, largest.stride)
+        for num_bytes in (1, total)
     )
     share = (latency_us + prices.lost_us(0.0)) / max(all_us - latency_us, 1e-9)
     return max(largest.num_bytes, min(1.0, share) * total)

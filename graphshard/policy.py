@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from .float8 import Float8Policy, check_fp8
+from .groups import Groups
 from .precision import check_policy
 from .schedule import SchedulePolicy
 
@@ -28,15 +29,21 @@ _NOT_BUILT: dict[str, Any] = {"offload_policy": OffloadPolicy()}
 class ParamOptions:
     """What may differ between the parameters of a model; see ``Options.of_param``."""
 
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int = True
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     fp8: Float8Policy | None = None
+    shard: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.reshard_after_forward, bool):
+        if not isinstance(self.reshard_after_forward, int) or self.reshard_after_forward < 0:
             raise ValueError(
-                f"reshard_after_forward={self.reshard_after_forward!r}: must be True (ZeRO-3: "
-                "gather again in backward) or False (ZeRO-2: keep gathered parameters)"
+                f"reshard_after_forward={self.reshard_after_forward!r}: must be True (ZeRO-3: gather "
+                "again in backward), False (ZeRO-2: keep gathered parameters), or how many ranks to "
+                "gather from in backward (hpZ)"
+            )
+        if not isinstance(self.shard, bool):
+            raise ValueError(
+                f"shard={self.shard!r}: must be True, or False (DDP: replicate, all-reduce gradients)"
             )
         check_policy("mp_policy", self.mp_policy)
         check_fp8("fp8", self.fp8, None)
@@ -47,7 +54,7 @@ class Options:
     """The arguments of ``graphshard.backend`` and ``graphshard.shard``; see ``backend``."""
 
     mesh: DeviceMesh | None
-    reshard_after_forward: bool
+    reshard_after_forward: bool | int
     mp_policy: MixedPrecisionPolicy
     fp8: Float8Policy | None
     overrides: Mapping[str, Mapping[str, Any]]
@@ -79,6 +86,8 @@ class Options:
         ParamOptions(self.reshard_after_forward, self.mp_policy, self.fp8)
         check_fp8("fp8", self.fp8, self.mp_policy.param_dtype)
         _check_overrides(self.overrides)
+        if self.mesh is not None:
+            _check_resharding(self, Groups(self.mesh).num_shards)
         if not isinstance(self.sync_module_states, bool):
             raise ValueError(
                 f"sync_module_states={self.sync_module_states!r}: must be True or False"
@@ -98,7 +107,9 @@ class Options:
 
     def of_param(self, fqns: Iterable[str]) -> ParamOptions:
         """For a parameter of these names; of several overrides that match, the later ones win."""
-        found = {f.name: getattr(self, f.name) for f in fields(ParamOptions)}
+        found = {
+            f.name: getattr(self, f.name) for f in fields(ParamOptions) if hasattr(self, f.name)
+        }
         for glob, arguments in self.overrides.items():
             if any(fnmatchcase(fqn, glob) for fqn in fqns):
                 found.update(arguments)
@@ -128,6 +139,33 @@ def _check_overrides(overrides: object) -> None:
             check_fp8("fp8", mine.fp8, mine.mp_policy.param_dtype)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
+
+
+def _check_resharding(options: Options, num_shards: int) -> None:
+    where = {"": options.reshard_after_forward}
+    for glob, arguments in options.overrides.items():
+        where[f"overrides[{glob!r}]: "] = arguments.get("reshard_after_forward", True)
+    for text, asked in where.items():
+        try:
+            few_ranks(asked, num_shards)
+        except ValueError as error:
+            raise ValueError(f"{text}{error}") from None
+
+
+def few_ranks(reshard_after_forward: bool | int, num_shards: int) -> int | None:
+    """From how many ranks backward gathers; None: it does not.
+
+    Raises:
+        ValueError: that many do not divide the shards.
+    """
+    if isinstance(reshard_after_forward, bool):
+        return num_shards if reshard_after_forward else None
+    if reshard_after_forward < 1 or num_shards % reshard_after_forward:
+        raise ValueError(
+            f"reshard_after_forward={reshard_after_forward}: backward can gather from a number of ranks "
+            f"that divides the {num_shards} of the mesh's shard axis"
+        )
+    return reshard_after_forward if reshard_after_forward > 1 else None
 
 
 def _parameters(params: Iterable[nn.Parameter] | None) -> frozenset[nn.Parameter]:
@@ -168,10 +206,10 @@ def check_mesh(mesh: DeviceMesh) -> None:
         raise ValueError(
             f"mesh={mesh!r}: must be a torch.distributed.device_mesh.DeviceMesh or None"
         )
-    if mesh.ndim != 1:
+    if mesh.ndim not in (1, 2):
         raise ValueError(
-            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names or tuple(mesh.shape)}: one axis is "
-            "supported; slice it, as in mesh['shard']"
+            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names or tuple(mesh.shape)}: give one over which "
+            "to shard, or two, of replicas and shards (HSDP); slice it, as in mesh['replicate', 'shard']"
         )
 
 

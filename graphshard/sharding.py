@@ -21,11 +21,18 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ._torch import BackendError, is_traceable_wrapper_subclass, parameters_of, share_hooks
+from ._torch import (
+    BackendError,
+    is_traceable_wrapper_subclass,
+    parameters_of,
+    process_group,
+    share_hooks,
+)
 from .accessors import install, is_replaced
 from .float8 import check_fp8, device_fault, is_of_torchao
+from .groups import Groups
 from .link import Layout, Link, Model, adopt, link_of
-from .policy import Options, ParamOptions
+from .policy import Options, ParamOptions, few_ranks
 from .precision import cast_at_border
 
 _FOREIGN = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel, DataParallel)
@@ -55,23 +62,23 @@ def shard_module(
     Raises:
         BackendError: on every rank, if any rank's module cannot be sharded or ranks differ.
     """
-    owners = _owners(root, options.ignored_params)
+    groups, owners = Groups(mesh), _owners(root, options.ignored_params)
     on_meta = any(owner.param.is_meta for owner in owners)
     fault = _fault(root, owners, mesh, allow_meta) or _unmatched(owners, options)
     fault = fault or _resolve(root, owners, mesh, options)
-    _agree(root, owners, fault, mesh, options)
+    _agree(root, owners, fault, groups, options)
     _warn_of_torchao(root)
     model = Model(type(root).__name__)
     with torch.no_grad(), torch.inference_mode(False):
         if options.sync_module_states and not on_meta:
             for _, buffer in sorted(root.named_buffers()):
-                _broadcast(buffer, mesh)
+                _broadcast(buffer, groups)
         replaced = {}
         # By name: ranks may have registered them in another order.
         for owner in sorted(owners, key=lambda owner: owner.fqn):
             if options.sync_module_states and not on_meta:
-                _broadcast(owner.param, mesh)
-            replaced[owner.param] = _shard_parameter(owner, mesh, options, model)
+                _broadcast(owner.param, groups)
+            replaced[owner.param] = _shard_parameter(owner, groups, model)
             _retire(owner.param, replaced[owner.param], in_use)
         _install(root, owners, replaced, model)
         cast_at_border(root, options.mp_policy)
@@ -158,8 +165,9 @@ def _resolve(
     try:
         for owner in owners:
             owner.options = options.of_param(owner.names)
+            few_ranks(owner.options.reshard_after_forward, Groups(mesh).num_shards)
             embeds = any(isinstance(module, nn.Embedding) for module, _ in owner.at)
-            if owner.options.fp8 is not None and not embeds:
+            if owner.options.fp8 is not None and owner.options.shard and not embeds:
                 owner.float8 = owner.options.fp8.recipe_of(owner.names, owner.param)
             if owner.float8:
                 check_fp8("fp8", owner.options.fp8, owner.options.mp_policy.param_dtype)
@@ -216,15 +224,15 @@ def _instead(param: nn.Parameter) -> str:
 
 
 def _agree(
-    root: nn.Module, owners: list[_Owned], fault: str | None, mesh: DeviceMesh, options: Options
+    root: nn.Module, owners: list[_Owned], fault: str | None, groups: Groups, options: Options
 ) -> None:
     """Exchange what every rank is about to shard; raise on all ranks if one cannot, or differs."""
     mine = {"arguments of graphshard": options.fingerprint()}
     if fault is None:
         mine |= {owner.fqn: _describe(owner.param) + owner.float8 for owner in owners}
         mine |= {name: _describe(buffer) for name, buffer in root.named_buffers()}
-    every: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(every, (fault, mine), group=mesh.get_group())
+    every: list[Any] = [None] * groups.mesh.size()
+    dist.all_gather_object(every, (fault, mine), group=process_group(groups.all))
     for rank, (theirs, _) in enumerate(every):
         if theirs is not None:
             raise BackendError(f"rank {rank} of the mesh: {theirs}")
@@ -245,13 +253,13 @@ def _describe(tensor: torch.Tensor) -> str:
     return text + " with a gradient" if tensor.grad is not None else text
 
 
-def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+def _broadcast(tensor: torch.Tensor, groups: Groups) -> None:
     """Make ``tensor`` equal to the first rank's, in place; as bytes, which every backend takes."""
     if tensor.numel() == 0:
         return
     # Of an expanded dim, whose elements share memory, one is enough.
     tensor = tensor[tuple(slice(None) if stride else 0 for stride in tensor.stride())]
-    group = mesh.get_group()
+    group = process_group(groups.all)
     whole = tensor.detach().contiguous()
     source = dist.get_global_rank(group, 0)
     dist.broadcast(whole.view(-1).view(torch.uint8), src=source, group=group)
@@ -259,10 +267,12 @@ def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
         tensor.detach().copy_(whole)
 
 
-def _shard_parameter(owner: _Owned, mesh: DeviceMesh, options: Options, model: Model) -> Link:
-    old = owner.param
-    reshard, casts = owner.options.reshard_after_forward, owner.options.mp_policy
-    layout = Layout(old.shape, mesh, reshard, casts.param_dtype, casts.reduce_dtype, owner.float8)
+def _shard_parameter(owner: _Owned, groups: Groups, model: Model) -> Link:
+    old, options = owner.param, owner.options
+    few = few_ranks(options.reshard_after_forward, groups.num_shards)
+    regather = "" if few is None else groups.few(few) if few < groups.num_shards else groups.shards
+    dtypes = options.mp_policy.param_dtype, options.mp_policy.reduce_dtype
+    layout = Layout(old.shape, groups, regather, *dtypes, owner.float8, options.shard)
     new = nn.Parameter(layout.dtensor(layout.padded_shard(old)), requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
     share_hooks(old, new)
@@ -284,7 +294,7 @@ def _retire(old: nn.Parameter, link: Link, in_use: bool) -> None:
 
 def _deliver_full(link: Link, grad: torch.Tensor) -> None:
     """A full gradient that no graph of ours made: average it over the ranks and keep our part."""
-    group = link.layout.mesh.get_group()
+    group = process_group(link.layout.groups.all)
     mean = grad.detach().contiguous() / dist.get_world_size(group)
     dist.all_reduce(mean, group=group)
     link.deliver(link.layout.padded_shard(mean))

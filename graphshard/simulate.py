@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import networkx as nx
 
-from .plan import ALL_GATHER, Bucket, Problem, by_step
+from .plan import ALL_GATHER, SHARD_REDUCE, Bucket, Problem, by_step
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 _Node = tuple[str, int]
@@ -35,11 +35,11 @@ STEP, COPY_IN, COLLECTIVE, COPY_OUT = "step", "copy-in", "collective", "copy-out
 class Prices(Protocol):
     """What is asked of a cost model; microseconds for bytes of full tensors."""
 
-    def collective_us(self, kind: str, num_bytes: int, world: int) -> float: ...
+    def collective_us(self, kind: str, num_bytes: int, world: int, stride: int = 1) -> float: ...
 
     def copy_us(self, num_bytes: int) -> float: ...
 
-    def parcel_us(self, world: int) -> float: ...
+    def parcel_us(self, world: int, stride: int = 1) -> float: ...
 
     def lost_us(self, wire_us: float) -> float: ...
 
@@ -145,12 +145,13 @@ def _dag(problem: Problem, buckets: Sequence[Bucket], prices: Prices) -> _Dag:
         last[lane] = node
 
     costs = [cost_of(problem, bucket, prices) for bucket in buckets]
-    for step, (launched, waited) in enumerate(by_step(problem.num_steps, buckets)):
-        for i in launched:
-            add(COMPUTE, COPY_IN, i, costs[i].copy_in_us)
-            add(COMMUNICATION, COLLECTIVE, i, costs[i].wire_us, (COPY_IN, i))
-        for i in waited:
-            add(COMPUTE, COPY_OUT, i, costs[i].copy_out_us, (COLLECTIVE, i))
+    for step, happening in enumerate(by_step(problem.num_steps, buckets)):
+        for i, is_wait in happening:
+            if is_wait:
+                add(COMPUTE, COPY_OUT, i, costs[i].copy_out_us, (COLLECTIVE, i))
+            else:
+                add(COMPUTE, COPY_IN, i, costs[i].copy_in_us)
+                add(COMMUNICATION, COLLECTIVE, i, costs[i].wire_us, (COPY_IN, i))
         if step < problem.num_steps:
             add(COMPUTE, STEP, step, problem.compute_us[step])
     return dag
@@ -182,25 +183,25 @@ class Clock:
 def clock(problem: Problem, buckets: Sequence[Bucket], prices: Prices) -> Clock:
     """The times of ``simulate``, in one sweep over the buckets."""
     costs = [cost_of(problem, bucket, prices) for bucket in buckets]
-    spans = [(bucket.launch, bucket.wait) for bucket in buckets]
+    spans = [(bucket.launch, bucket.wait, bucket.phase) for bucket in buckets]
     return sweep([0.0, *accumulate(problem.compute_us)], spans, costs)
 
 
 def sweep(
-    start_us: Sequence[float], spans: Sequence[tuple[int, int]], costs: Sequence[Cost]
+    start_us: Sequence[float], spans: Sequence[tuple[int, int, int]], costs: Sequence[Cost]
 ) -> Clock:
     """The times of buckets of known costs, in O(b log b + s).
 
     Args:
         start_us: by step, and of the end: when it starts if nothing is in its way.
-        spans: launch and wait of every bucket, in order of launch.
+        spans: launch, wait and phase of every bucket, in order of launch.
     """
-    launches = [(launch, 0, i) for i, (launch, _) in enumerate(spans)]
-    waits = [(wait, 1, i) for i, (_, wait) in enumerate(spans)]
+    launches = [(launch, phase, 0, i) for i, (launch, _, phase) in enumerate(spans)]
+    waits = [(wait, phase, 1, i) for i, (_, wait, phase) in enumerate(spans)]
     end_us, exposed_us = [0.0] * len(spans), [0.0] * len(spans)
     late_us = [0.0] * len(start_us)  # by step, what is added in front of it
     behind = free = 0.0
-    for step, is_wait, i in sorted(launches + waits):
+    for step, _, is_wait, i in sorted(launches + waits):
         now = start_us[step] + behind
         if is_wait:
             exposed_us[i] = max(0.0, end_us[i] - now)
@@ -217,6 +218,10 @@ def sweep(
 def cost_of(problem: Problem, bucket: Bucket, prices: Prices) -> Cost:
     """What packing shards before a gather costs, or full gradients before a reduction; the collective;
     and unpacking gathered parameters: reduced shards are slices of their buffer."""
+    wire_us = prices.collective_us(bucket.kind, bucket.num_bytes, bucket.world, bucket.stride)
+    parcels_us = prices.parcel_us(bucket.world, bucket.stride) * (len(bucket.parcels) - 1)
+    if bucket.kind == SHARD_REDUCE:  # in the buffers that it is left in
+        return Cost(parcels_us, wire_us, 0.0)
     gathers = bucket.kind == ALL_GATHER
     packed, cast = [], []
     for parcel in bucket.parcels:
@@ -227,9 +232,8 @@ def cost_of(problem: Problem, bucket: Bucket, prices: Prices) -> Cost:
             cast.append(size)
     parts = bucket.world if gathers else 1
     return Cost(
-        prices.parcel_us(bucket.world) * (len(bucket.parcels) - 1)
-        + sum(prices.copy_us(n // parts) for n in [*packed, *cast]),
-        prices.collective_us(bucket.kind, bucket.num_bytes, bucket.world),
+        parcels_us + sum(prices.copy_us(n // parts) for n in [*packed, *cast]),
+        wire_us,
         sum(prices.copy_us(n) for n in packed) if gathers else 0.0,
     )
 
@@ -238,7 +242,7 @@ def alive_bytes(problem: Problem, buckets: Sequence[Bucket]) -> list[int]:
     """By step; see ``Timeline``."""
     end = problem.num_steps
     spans = []
-    for bucket in buckets:
+    for bucket in (bucket for bucket in buckets if bucket.kind != SHARD_REDUCE):
         for transfer in (problem.transfers[i] for i in bucket.transfers):
             if bucket.kind == ALL_GATHER:
                 spans.append((bucket.launch, transfer.last + 1, transfer.num_bytes))

@@ -5,6 +5,7 @@ A violation is a bug of ours, never of the user's; it is raised before the graph
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .plan import (
     MAX_REDUCE,
     PLANNED,
     REDUCE_SCATTER,
+    SHARD_REDUCE,
     Bucket,
     Plan,
     by_step,
@@ -66,16 +68,17 @@ def _planned(plan: Plan) -> list[Event]:
     events: list[Event] = []
     numbers: dict[tuple[int, int], int] = {}  # the collective of each parcel of a bucket
     num_launched = 0
-    for launched, waited in by_step(plan.problem.num_steps, plan.buckets):
-        for i in launched:
-            sizes = _collectives(plan, plan.buckets[i])
-            events += [("launch", plan.buckets[i].kind, size) for size in sizes]
-            for parcel in range(len(plan.buckets[i].parcels)):
-                numbers[i, parcel] = num_launched + min(parcel, len(sizes) - 1)
-            num_launched += len(sizes)
-        for i in waited:
-            bucket = plan.buckets[i]
-            events += [("wait", bucket.kind, numbers[i, p]) for p in range(len(bucket.parcels))]
+    for i, is_wait in itertools.chain(*by_step(plan.problem.num_steps, plan.buckets)):
+        bucket = plan.buckets[i]
+        kind = ALL_REDUCE if bucket.kind == SHARD_REDUCE else bucket.kind
+        if is_wait:
+            events += [("wait", kind, numbers[i, p]) for p in range(len(bucket.parcels))]
+            continue
+        sizes = _collectives(plan, bucket)
+        events += [("launch", kind, size) for size in sizes]
+        for parcel in range(len(bucket.parcels)):
+            numbers[i, parcel] = num_launched + min(parcel, len(sizes) - 1)
+        num_launched += len(sizes)
     return events
 
 

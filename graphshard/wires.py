@@ -24,7 +24,7 @@ from ._torch import foreach_copy_, process_group
 from .emit import Call, value_of
 from .float8 import E4M3, as_dtype, cast, convert
 from .float8_ops import own_rows
-from .plan import ALL_GATHER, ALL_REDUCE, MAX_REDUCE, REDUCE_SCATTER
+from .plan import ALL_GATHER, ALL_REDUCE, MAX_REDUCE, REDUCE_SCATTER, SHARD_REDUCE
 
 _lib = torch.library.Library("graphshard", "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
@@ -34,8 +34,10 @@ _lib.define(
     tags=_tags,
 )
 _lib.define("unpack(Tensor flat, int[] sizes, int world) -> Tensor[]", tags=_tags)
+_lib.define("add_partials(Tensor flat, Tensor[] partials, int[] starts) -> Tensor", tags=_tags)
 copy_in = torch.ops.graphshard.copy_in.default
 unpack = torch.ops.graphshard.unpack.default
+add_partials = torch.ops.graphshard.add_partials.default
 
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
@@ -57,6 +59,7 @@ class Piece(NamedTuple):
         result: as which a reduced one comes out, and what is scaled is cast to before.
         scales: of several; it is multiplied by that ``at`` its place, ``[1, 1]`` or ``[1, rows of all
             ranks' padded shards]``, before it is cast to ``dtype``.
+        partial: what is added to its reduced shard before that is averaged over replicas.
     """
 
     source: Any
@@ -65,6 +68,7 @@ class Piece(NamedTuple):
     result: torch.dtype
     scales: Any = None
     at: int = 0
+    partial: Any = None
 
     @property
     def value(self) -> torch.Tensor:
@@ -168,6 +172,7 @@ def launch(call: Call, kind: str, wires: list[Any], group: str, world: int) -> l
     if kind == REDUCE_SCATTER and exchanges(group, value_of(wires[0]).dtype):
         sizes = [[value_of(wire).shape[0] // world] * world for wire in wires]
         return [call(EXCHANGE, wire, size, size, group) for wire, size in zip(wires, sizes)]
+    kind = ALL_REDUCE if kind == SHARD_REDUCE else kind
     one, many, args = {
         ALL_GATHER: (
             _c10d.all_gather_into_tensor.default,
@@ -201,18 +206,44 @@ def wait(call: Call, buffer: Any) -> Any:
     return call(_c10d.wait_tensor.default, buffer)
 
 
-def receive(
-    call: Call, kind: str, parcel: Parcel, buffer: Any, group: str, world: int
+def send_on(
+    call: Call, parcels: Sequence[Parcel], received: Sequence[Any], group: str, world: int
 ) -> list[Any]:
-    """Wait for a buffer and copy out: the full parameters, or this rank's shards of the means."""
+    """Launch what averages reduced shards over their replicas."""
+    shards = [_with_partials(call, *of) for of in zip(parcels, received, strict=True)]
+    shards = [
+        # A sum may be too large for it.
+        call(_aten.div.Scalar, shard, world) if value_of(shard).dtype == torch.float16 else shard
+        for shard in shards
+    ]
+    return launch(call, SHARD_REDUCE, shards, group, world)
+
+
+def _with_partials(call: Call, parcel: Parcel, shards: Any) -> Any:
+    """With the sums of earlier microbatches added, where there are any."""
+    sizes = [_result_shape(REDUCE_SCATTER, piece).numel() for piece in parcel]
+    starts = [0, *itertools.accumulate(sizes)]
+    partials = [(p.partial, start) for p, start in zip(parcel, starts) if p.partial is not None]
+    if not partials:
+        return shards
+    return call(add_partials, shards, *map(list, zip(*partials)))
+
+
+def receive(call: Call, kind: str, buffer: Any, group: str, world: int) -> Any:
+    """Wait for what was launched: the buffer that a gather or a maximum filled, or one of means."""
     done = wait(call, buffer)
+    if kind == ALL_REDUCE or (kind == SHARD_REDUCE and value_of(buffer).dtype != torch.float16):
+        return call(_aten.div.Scalar, done, world)
+    if kind == REDUCE_SCATTER and exchanges(group, value_of(buffer).dtype):
+        return call(_aten.mean.dim, call(_aten.view.default, done, [world, -1]), [0])
+    return done
+
+
+def copy_out(call: Call, kind: str, parcel: Parcel, done: Any, world: int) -> list[Any]:
+    """Of a received buffer: the full parameters, or this rank's shards of the means."""
     if kind == ALL_GATHER:
         done = _viewed_as(call, done, wire_dtype(kind, parcel))
         return _gathered(call, parcel, done, world)
-    if kind == ALL_REDUCE:
-        done = call(_aten.div.Scalar, done, world)
-    elif kind == REDUCE_SCATTER and exchanges(group, parcel[0].dtype):
-        done = call(_aten.mean.dim, call(_aten.view.default, done, [world, -1]), [0])
     return _reduced(call, kind, parcel, done)
 
 
@@ -358,3 +389,32 @@ def _unpack(flat: torch.Tensor, sizes: list[int], world: int) -> list[torch.Tens
 @torch.library.register_fake("graphshard::unpack", lib=_lib)
 def _unpack_fake(flat: torch.Tensor, sizes: list[int], world: int) -> list[torch.Tensor]:
     return [flat.new_empty((world, size)) for size in sizes]
+
+
+@_impl("add_partials")
+def _add_partials(
+    flat: torch.Tensor, partials: list[torch.Tensor], starts: list[int]
+) -> torch.Tensor:
+    return added_once(flat.clone(), partials, starts)
+
+
+@torch.library.register_fake("graphshard::add_partials", lib=_lib)
+def _add_partials_fake(
+    flat: torch.Tensor, partials: list[torch.Tensor], starts: list[int]
+) -> torch.Tensor:
+    return torch.empty_like(flat)
+
+
+def added_once(
+    total: torch.Tensor, sums: Sequence[torch.Tensor], starts: Sequence[int]
+) -> torch.Tensor:
+    """``total``, with each of ``sums`` added from its start on, whose memory is set free then."""
+    for of, start in zip(sums, starts):
+        storage = of.untyped_storage()
+        if storage.size():
+            whole = (
+                total if total.shape == of.shape else total[start : start + of.numel()].view_as(of)
+            )
+            whole.add_(of)
+            storage.resize_(0)
+    return total

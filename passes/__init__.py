@@ -16,7 +16,7 @@ from graphshard import ops
 from graphshard.cost import CostModel
 from graphshard.passes.casts import cast_before_gather, cast_early
 from graphshard.passes.float8 import gather_float8, scale_before_gather, use_float8
-from graphshard.passes.keep import keep, keepable
+from graphshard.passes.keep import keep, keep_parts, keepable
 from graphshard.passes.lower import (
     apply_buckets,
     apply_replicate,
@@ -32,7 +32,7 @@ from graphshard.plan import BACKWARD, FORWARD, INFERENCE, REASON, Bucket, Plan, 
 TRACED = (use_float8,)
 JOINT = (merge, cast_early, gather_float8, reshard)
 
-__all__ = ["JOINT", "TRACED", "keep_gathered", "lower", "parameter_derived"]
+__all__ = ["JOINT", "TRACED", "keep_gathered", "keep_parts", "lower", "parameter_derived"]
 
 
 def lower(
@@ -53,7 +53,7 @@ def lower(
     problem, markers, steps = _read(graph, kind, costs, at)
     buckets = decide(problem, costs)
     gathered = [marker for marker in markers if marker.target is ops.unshard]
-    kept = tuple(at[marker] for marker in gathered if not ops.arguments(marker)["reshard"])
+    kept = tuple(at[marker] for marker in gathered if not ops.arguments(marker)["regather"])
     reasons = tuple((at[marker], marker.meta[REASON]) for marker in at if REASON in marker.meta)
     apply_buckets(graph, buckets, markers, steps)
     apply_replicate(graph, [marker for marker in params if marker not in markers])

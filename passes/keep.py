@@ -1,7 +1,11 @@
-"""Forward and backward graph: a gathered parameter is saved for backward in place of its shard.
+"""Forward and backward graph: more of a gathered parameter is saved for backward than its shard: all of
+it (``keep``), or so large a part that few ranks together have it all (``keep_parts``).
 
-forward   w = unshard(shard)   ..   return loss, shard         backward   w = unshard(shard)  ..
-after     w = unshard(shard)   ..   return loss, w             after      w: an input         ..
+    forward   w = unshard(shard)   y = mm(x, w)   ..   return loss, shard
+    keep                                               return loss, w
+    parts                          p = own_part(w)     return loss, p
+
+    backward  w = unshard(shard)  ..         keep   w: an input  ..         parts   w = unshard(p)  ..
 """
 
 from __future__ import annotations
@@ -11,7 +15,8 @@ from typing import Any
 
 from torch import fx
 
-from graphshard.ops import change, unshard
+from graphshard.emit import Emitter
+from graphshard.ops import arguments, change, own_part, unshard
 from graphshard.wires import unpack
 
 
@@ -36,17 +41,52 @@ def keep(
     forward: fx.Graph, backward: fx.Graph, pairs: Mapping[fx.Node, fx.Node], num_outputs: int
 ) -> None:
     """Do not gather again what the markers of ``pairs`` do, some of ``keepable``, in place."""
-    output = forward.output_node()
-    outputs: Any = output.args[0]
     saved = {gathered.args[0]: gathered for gathered in pairs.values()}
-    outputs = [*outputs[:num_outputs], *(saved.get(node, node) for node in outputs[num_outputs:])]
-    output.args = (tuple(outputs),)
+    _save(forward, saved, num_outputs)
     for marker, gathered in pairs.items():
-        change(gathered, reshard=False)
+        change(gathered, regather="")
         shard: Any = marker.args[0]
         shard.meta = {**shard.meta, "val": marker.meta["val"]}
         marker.replace_all_uses_with(shard)
         marker.graph.erase_node(marker)
+    _drop_scales(backward)
+
+
+def keep_parts(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> None:
+    """Gather from another group in backward where that is asked for, in place."""
+    saved: dict[Any, fx.Node] = {}
+    position = {node: i for i, node in enumerate(forward.nodes)}
+    for marker, gathered in keepable(forward, backward, num_outputs).items():
+        few = arguments(marker)["regather"]
+        if few in ("", arguments(marker)["group"]):
+            continue
+        with forward.inserting_after(min(_uses(gathered), key=position.__getitem__)):
+            emit = Emitter(forward, gathered.meta)
+            part = saved[gathered.args[0]] = emit(own_part, gathered, few)
+        shard: Any = marker.args[0]
+        shard.meta = {**shard.meta, "val": part.meta["val"]}
+        change(marker, group=few, dtype=None, scales=None, at=0)
+    _save(forward, saved, num_outputs)
+    _drop_scales(backward)
+
+
+def _uses(node: fx.Node) -> list[fx.Node]:
+    """Of a gathered parameter, and of views of it; itself if it is returned alone."""
+    found = []
+    for user in node.users:
+        found += _uses(user) if getattr(user.target, "is_view", False) else [user]
+    return [user for user in found if user.op != "output"] or [node]
+
+
+def _save(forward: fx.Graph, saved: Mapping[Any, fx.Node], num_outputs: int) -> None:
+    """Return other nodes for backward."""
+    output = forward.output_node()
+    outputs: Any = output.args[0]
+    outputs = [*outputs[:num_outputs], *(saved.get(node, node) for node in outputs[num_outputs:])]
+    output.args = (tuple(outputs),)
+
+
+def _drop_scales(backward: fx.Graph) -> None:
     for scales in backward.find_nodes(op="call_function", target=unpack):
         if not scales.users:
             backward.erase_node(scales)

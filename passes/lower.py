@@ -10,20 +10,21 @@ Small tensors of a bucket share a buffer (``copy_in``, ``unpack``); several buff
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from graphshard import ops, wires
-from graphshard._torch import process_group
 from graphshard.emit import Emitter
 from graphshard.float8 import convert
+from graphshard.groups import world_of
 from graphshard.plan import (
     ALL_GATHER,
     PLANNED,
     REDUCE_SCATTER,
+    SHARD_REDUCE,
     Bucket,
     ShardedParam,
     Transfer,
@@ -39,17 +40,22 @@ def markers_of(graph: fx.Graph) -> list[fx.Node]:
 def describe_params(graph: fx.Graph) -> dict[fx.Node, ShardedParam]:
     """The parameter of every marker of ``graph`` that has one."""
     positions = {**_original_inputs(graph), **_gradient_outputs(graph)}
-    return {
-        marker: _param(marker, positions[marker if marker in positions else source_of(marker)])
+    of = {
+        marker: positions[marker if marker in positions else source_of(marker)]
         for marker in markers_of(graph)
         if marker.target in ops.OF_PARAMS
     }
+    # What backward gathers may be another part than the shard that its gradient is reduced to.
+    last = {position: marker for marker, position in of.items()}
+    return {marker: _param(last[position], position) for marker, position in of.items()}
 
 
 def describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
     """What travels for ``marker``, of the parameter at position ``param`` of the plan."""
-    group = ops.arguments(marker)["group"]
-    world = process_group(group).size()
+    group, replicas = (ops.arguments(marker).get(name, "") for name in ("group", "replicas"))
+    replicas = replicas if marker.target is ops.reduce_grad else ""
+    world, stride = world_of(group)
+    num_replicas, replica_stride = world_of(replicas) if replicas else (1, 1)
     kind, piece = ops.KINDS[marker.target], piece_of(marker)
     shard = (source_of(marker) if kind == ALL_GATHER else marker).meta["val"]
     size = shard.numel() * (world if kind in (ALL_GATHER, REDUCE_SCATTER) else 1)
@@ -65,6 +71,10 @@ def describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
         ready=0,
         due=0,
         last=0,
+        stride=stride,
+        replicas=replicas,
+        num_replicas=num_replicas,
+        replica_stride=replica_stride,
     )
 
 
@@ -79,7 +89,7 @@ def piece_of(marker: fx.Node) -> Piece:
         return Piece(source, 0, value.dtype, value.dtype)
     rows = value.shape[0] if marker.target is ops.reduce_grad else 0
     dtype = ops.sent_dtype(source.meta["val"], ops.KINDS[marker.target], given["reduce_dtype"])
-    return Piece(source, rows, dtype, value.dtype)
+    return Piece(source, rows, dtype, value.dtype, partial=given.get("partial"))
 
 
 def source_of(marker: fx.Node) -> fx.Node:
@@ -132,42 +142,73 @@ def apply_buckets(
         steps: the first node of every step.
     """
     begun: dict[int, list[fx.Node]] = {}
-    for at, (launched, waited) in zip([*steps, graph.output_node()], by_step(len(steps), buckets)):
+    reduced: dict[tuple[tuple[int, ...], ...], list[fx.Node]] = {}  # for their replicas, by parcels
+    for at, happening in zip([*steps, graph.output_node()], by_step(len(steps), buckets)):
         with graph.inserting_before(at):
-            for i in launched:
-                begun[i] = _begin(graph, buckets[i], markers)
-            for i in waited:
-                _end(graph, buckets[i], markers, begun[i])
+            for i, is_wait in happening:
+                bucket = buckets[i]
+                emit = Emitter(graph, markers[bucket.transfers[0]].meta, **{PLANNED: True})
+                if not is_wait:
+                    begun[i] = _begin(emit, bucket, markers, reduced)
+                    continue
+                done = [
+                    wires.receive(emit, bucket.kind, buffer, bucket.group, bucket.world)
+                    for buffer in begun[i]
+                ]
+                if _has_replicas(bucket, markers):
+                    reduced[bucket.parcels] = done
+                else:
+                    _copy_out(emit, bucket, markers, done)
     for marker in markers:
         graph.erase_node(marker)
 
 
-def _begin(graph: fx.Graph, bucket: Bucket, markers: Sequence[fx.Node]) -> list[fx.Node]:
-    emit = Emitter(graph, markers[bucket.transfers[0]].meta, **{PLANNED: True})
+def _has_replicas(bucket: Bucket, markers: Sequence[fx.Node]) -> bool:
+    """Whether what the bucket leaves is averaged over replicas then."""
+    reduces = bucket.kind == REDUCE_SCATTER
+    return reduces and bool(ops.arguments(markers[bucket.transfers[0]])["replicas"])
+
+
+def _begin(
+    emit: Emitter,
+    bucket: Bucket,
+    markers: Sequence[fx.Node],
+    reduced: Mapping[tuple[tuple[int, ...], ...], list[fx.Node]],
+) -> list[fx.Node]:
     parcels = [[piece_of(markers[i]) for i in parcel] for parcel in bucket.parcels]
+    if bucket.kind == SHARD_REDUCE:
+        return wires.send_on(emit, parcels, reduced[bucket.parcels], bucket.group, bucket.world)
     return wires.send(emit, bucket.kind, parcels, bucket.group, bucket.world)
 
 
-def _end(
-    graph: fx.Graph, bucket: Bucket, markers: Sequence[fx.Node], begun: Sequence[fx.Node]
+def _copy_out(
+    emit: Emitter, bucket: Bucket, markers: Sequence[fx.Node], done: Sequence[fx.Node]
 ) -> None:
-    emit = Emitter(graph, markers[bucket.transfers[0]].meta, **{PLANNED: True})
-    for parcel, buffer in zip(bucket.parcels, begun, strict=True):
+    kind = REDUCE_SCATTER if bucket.kind == SHARD_REDUCE else bucket.kind
+    for parcel, buffer in zip(bucket.parcels, done, strict=True):
         pieces = [piece_of(markers[i]) for i in parcel]
-        nodes = wires.receive(emit, bucket.kind, pieces, buffer, bucket.group, bucket.world)
+        nodes = wires.copy_out(emit, kind, pieces, buffer, bucket.world)
         for i, node in zip(parcel, nodes, strict=True):
             markers[i].replace_all_uses_with(node)
 
 
 def apply_replicate(graph: fx.Graph, markers: Iterable[fx.Node]) -> None:
-    """A replicated parameter needs no communication in forward."""
+    """A replicated parameter is used as it is; what the graph returns is no alias of it."""
     for marker in markers:
         with graph.inserting_before(marker):
             emit, used = Emitter(graph, marker.meta), marker.meta["val"].dtype
             source = source_of(marker)
-            if used == source.meta["val"].dtype:
-                copy = emit(torch.ops.aten.clone.default, source)
-            else:
+            if used != source.meta["val"].dtype:
                 copy = emit(convert, source, used)
+            else:
+                copy = emit(torch.ops.aten.clone.default, source) if _returned(marker) else source
         marker.replace_all_uses_with(copy)
         graph.erase_node(marker)
+
+
+def _returned(node: fx.Node) -> bool:
+    """Whether the graph returns it, or a view of it."""
+    return any(
+        user.op == "output" or (getattr(user.target, "is_view", False) and _returned(user))
+        for user in node.users
+    )

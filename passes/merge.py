@@ -4,14 +4,18 @@ Tied weights and modules called twice read their parameter several times:
 
     before   a = unshard(p)   b = unshard(p)   ...   g = add(reduce_grad(da), reduce_grad(db))
     after    a = unshard(p)                    ...   g = reduce_grad(add(da, db))
+
+A sum of earlier gradients (``add_unsynced``) is added to their total, once.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
-from graphshard.ops import REDUCE, UNSHARD
+from graphshard.ops import REDUCE, UNSHARD, add_unsynced, arguments, change
 
 _add = torch.ops.aten.add.Tensor
 
@@ -23,10 +27,16 @@ def merge(gm: fx.GraphModule) -> None:
 
 
 def merge_unshards(graph: fx.Graph) -> None:
-    """One gather for each parameter; also for the graph of an inference, which has no joint one."""
+    """One gather for each parameter; also for the graph of an inference, which has no joint one.
+
+    Where gradients add up does not matter to a gather, once it is differentiated.
+    """
     first: dict[tuple[object, ...], fx.Node] = {}
     for node in list(graph.nodes):
         if node.target in UNSHARD:
+            change(
+                node, **{name: None for name in ("unsynced", "partial") if name in arguments(node)}
+            )
             kept = first.setdefault((node.target, *node.args), node)
             if kept is not node:
                 node.replace_all_uses_with(kept)
@@ -43,14 +53,25 @@ def _merge_reductions(graph: fx.Graph) -> None:
             continue
         if left.target is not right.target or len(left.users) > 1 or len(right.users) > 1:
             continue
+        grads, sums = zip(_split(left), _split(right))
         with graph.inserting_before(node):
-            total = graph.call_function(_add, (left.args[0], right.args[0]))
+            total = graph.call_function(_add, grads)
+            total.meta = {**node.meta, "val": grads[0].meta["val"]}
+            if sums[0] is not None:
+                total = graph.call_function(add_unsynced, (total, sums[0]))
+                total.meta = dict(left.args[0].meta)
             reduced = graph.call_function(left.target, (total, *left.args[1:]))
-        total.meta = {**node.meta, "val": left.args[0].meta["val"]}
         reduced.meta = dict(node.meta)
         node.replace_all_uses_with(reduced)
         for gone in (node, left, right):
             graph.erase_node(gone)
+    graph.eliminate_dead_code()
+
+
+def _split(reduction: fx.Node) -> tuple[Any, Any]:
+    """The gradient that is reduced, and the sum that is added to it before, or None."""
+    full: Any = reduction.args[0]
+    return full.args if full.target is add_unsynced else (full, None)
 
 
 def _is_reduction(node: object) -> bool:

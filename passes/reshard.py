@@ -24,7 +24,7 @@ def parameter_derived(graph: fx.Graph) -> list[fx.Node]:
         if node.op != "call_function" or _is_random(node):
             continue
         if node.target in UNSHARD:
-            if node.target is replicate or arguments(node)["reshard"]:
+            if node.target is replicate or arguments(node)["regather"]:
                 derived[node] = None
             continue
         inputs = node.all_input_nodes
@@ -42,7 +42,7 @@ def _is_random(node: fx.Node) -> bool:
 def reshard(gm: fx.GraphModule) -> None:
     """Tag a joint graph for the partitioner, in place."""
     for node in gm.graph.nodes:
-        if node.target is unshard and not arguments(node)["reshard"]:
+        if node.target is unshard and not arguments(node)["regather"]:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for node in parameter_derived(gm.graph):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

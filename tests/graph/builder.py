@@ -59,14 +59,16 @@ class Builder:
         return node
 
     def unshard(self, leaf: fx.Node, rows: int, reshard: bool = True) -> fx.Node:
-        return self.call(ops.unshard, leaf, rows, self.group, reshard, None, None, "", None, 0)
+        regather = self.group if reshard else ""
+        args = leaf, rows, self.group, regather, "", None, None, "", None, 0, None, None
+        return self.call(ops.unshard, *args)
 
     def replicate(self, leaf: fx.Node) -> fx.Node:
-        return self.call(ops.replicate, leaf, self.group, None, None)
+        return self.call(ops.replicate, leaf, self.group, None, None, None)
 
     def reduce(self, grad: fx.Node) -> fx.Node:
         rows = -(-grad.meta["val"].shape[0] // self.world_size)
-        return self.call(ops.reduce_grad, grad, rows, self.group, None, None)
+        return self.call(ops.reduce_grad, grad, rows, self.group, "", None, None, None)
 
     def all_reduce(self, grad: fx.Node) -> fx.Node:
         return self.call(ops.all_reduce_grad, grad, self.group, None, None)

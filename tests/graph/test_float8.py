@@ -202,7 +202,9 @@ def _linear(group: str, rows: int, columns: int, dtype: torch.dtype) -> fx.Graph
     """A joint graph with the three products of one linear on a GPU."""
     build = Builder(group, device="cuda")
     x, leaf = build.primal(rows, DIM, dtype=dtype), build.primal(columns // 8, DIM, dtype=dtype)
-    weight = build.call(ops.unshard, leaf, columns, group, True, None, None, TENSORWISE, None, 0)
+    weight = build.call(
+        ops.unshard, leaf, columns, group, group, "", None, None, TENSORWISE, None, 0, None, None
+    )
     y = build.call(float8_ops.float8_mm, x, weight, TENSORWISE)
     grad_x = build.call(float8_ops.float8_mm_grad_input, y, weight, TENSORWISE)
     grad_w = build.call(float8_ops.float8_mm_grad_weight, y, weight, x, TENSORWISE)

@@ -210,7 +210,7 @@ def _scaled_by_ranks(
     parts = [part.view(1, -1) for part in scales.split(sizes)]
     casts = (dtype, None, recipe, parts)
     return [
-        (ops.unshard(shard, n, group, True, *casts, at), parts[at][:, :n])
+        (ops.unshard(shard, n, group, group, "", *casts, at, None, None), parts[at][:, :n])
         for at, (shard, n) in enumerate(zip(shards, rows))
     ]
 

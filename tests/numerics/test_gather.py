@@ -30,9 +30,10 @@ def _gathered(alone: bool, first: int) -> list[Tensor]:
     pieces = [*pieces[first:], *pieces[:first]]
     parcels = [[piece] for piece in pieces] if alone else [pieces[:2], pieces[2:3], pieces[3:]]
     launched = wires.send(run, ALL_GATHER, parcels, group, world)
-    pairs = zip(parcels, launched, strict=True)
-    received = [wires.receive(run, ALL_GATHER, *pair, group, world) for pair in pairs]
-    found = [full for parcel in received for full in parcel]
+    found: list[torch.Tensor] = []
+    for parcel, buffer in zip(parcels, launched, strict=True):
+        done = wires.receive(run, ALL_GATHER, buffer, group, world)
+        found += wires.copy_out(run, ALL_GATHER, parcel, done, world)
     return [*found[-first:], *found[:-first]] if first else found
 
 

@@ -4,6 +4,7 @@ while a model is sharded. `benchmarks/memory.py` measures, in new processes."""
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 
 import pytest
@@ -17,6 +18,7 @@ from benchmarks.memory import (
     peak_is_known,
     resident_by_step,
     sharding_memory,
+    strategies_memory,
 )
 from tests import ranks
 
@@ -31,28 +33,34 @@ STEP_BYTES, STEP_LINEARS = 560e6, 20
 
 @functools.cache
 def _step(kind: str) -> Memory:
-    return measure(kind, STEP_BYTES, STEP_LINEARS, WORLD, give_back=True)
+    """The better of two: the first may compile what is not in a cache, and holds what that took."""
+    found = [measure(kind, STEP_BYTES, STEP_LINEARS, WORLD, give_back=True) for _ in range(2)]
+    return min(found, key=lambda memory: memory.peak)
 
 
 @pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
 def test_a_step_needs_what_fsdp2_needs(compiler: str) -> None:
-    ours, theirs = _step(kind_name(compiler, True)), _step(FSDP2)
+    ours, theirs = _step(kind_name(compiler, "ZeRO-3")), _step(FSDP2)
     assert ours.params > 500 * MB
     assert ours.peak <= 1.05 * theirs.peak, (ours, theirs)
     # Without what was resident before: the gathered parameters and full gradients of a step.
     assert ours.peak - ours.before <= 1.05 * (theirs.peak - theirs.before), (ours, theirs)
 
 
-@pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
-def test_zero3_frees_what_zero2_keeps(compiler: str) -> None:
-    zero3, zero2 = _step(kind_name(compiler, True)), _step(kind_name(compiler, False))
-    assert zero3.peak <= zero2.peak - 0.25 * zero3.params, (zero3, zero2)
+def test_strategies_need_more_and_more() -> None:
+    """With P of parameters on 4 ranks: P / 2 of shards and gradients; when backward begins and gradients
+    are not there yet, P / 2 more for what hpZ keeps for it, P more for ZeRO-2; P more and no P / 4 of
+    shards, but P of gradients for DDP."""
+    params = 200e6
+    for peaks in ranks.run_fresh(4, strategies_memory, "aot_eager", params, STEP_LINEARS):
+        for less, more in itertools.pairwise(peaks):
+            assert less <= more - 0.1 * params, peaks
 
 
 @pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
 def test_every_step_needs_the_same(compiler: str) -> None:
     for resident in ranks.run_fresh(
-        WORLD, resident_by_step, kind_name(compiler, True), 80e6, 20, 8
+        WORLD, resident_by_step, kind_name(compiler, "ZeRO-3"), 80e6, 20, 8
     ):
         # A gathered parameter that stays would be 4 MB more in each step. What gloo's threads have
         # not let go of when a step ends is there in some of them.

@@ -23,13 +23,13 @@ class Line:
     issue_us: float = 30.0
     contention: float = 0.05
 
-    def collective_us(self, kind: str, num_bytes: int, world: int) -> float:
+    def collective_us(self, kind: str, num_bytes: int, world: int, stride: int = 1) -> float:
         return self.latency_us + num_bytes * self.us_per_byte
 
     def copy_us(self, num_bytes: int) -> float:
         return num_bytes * self.copy_us_per_byte
 
-    def parcel_us(self, world: int) -> float:
+    def parcel_us(self, world: int, stride: int = 1) -> float:
         return self.parcel_cost_us
 
     def lost_us(self, wire_us: float) -> float:

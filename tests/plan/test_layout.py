@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
+from graphshard.groups import Groups
 from graphshard.link import Layout
 
 
@@ -21,18 +22,19 @@ class _Mesh:
 
     world_size: int
     rank: int
+    ndim: int = 1
 
-    def size(self) -> int:
+    def size(self, axis: int) -> int:
         return self.world_size
 
-    def get_local_rank(self) -> int:
+    def get_local_rank(self, axis: int) -> int:
         return self.rank
 
 
 def _layouts(shape: tuple[int, ...], world_size: int) -> list[Layout]:
     """The layout of one parameter on every rank."""
     meshes: list[Any] = [_Mesh(world_size, rank) for rank in range(world_size)]
-    return [Layout(torch.Size(shape), mesh, reshard=True) for mesh in meshes]
+    return [Layout(torch.Size(shape), Groups(mesh), regather="") for mesh in meshes]
 
 
 worlds = st.integers(1, 9)
@@ -47,7 +49,7 @@ def test_rows_are_split_as_by_chunk(shape: tuple[int, ...], world_size: int) -> 
     for layout, chunk in zip(_layouts(shape, world_size), chunks):
         assert torch.equal(full[layout.own_rows], chunk)
         assert layout.own_count == len(chunk)
-        assert layout.placement == Shard(0)
+        assert layout.placements == (Shard(0),)
 
 
 @given(split_shapes, worlds)
@@ -72,7 +74,7 @@ def test_padded_shards_are_alike_and_hold_everything(
 def test_what_has_no_rows_is_replicated(shape: tuple[int, ...], world_size: int) -> None:
     full = torch.randn(shape)
     for layout in _layouts(shape, world_size):
-        assert layout.rows is None and layout.placement == Replicate()
+        assert layout.rows is None and layout.placements == (Replicate(),)
         assert layout.padded_shape == full.shape
         shard = layout.padded_shard(full)
         assert torch.equal(shard, full) and shard is not full

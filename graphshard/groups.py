@@ -1,0 +1,69 @@
+"""The process groups of a mesh: which ranks hold its shards, its replicas, and what few gather from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ._torch import is_registered, process_group
+
+_made: dict[tuple[object, ...], DeviceMesh] = {}
+"""Meshes over ranks of others, so that each group is made once."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Of a 1D mesh, over which parameters are sharded, or a 2D one: replicas, and shards (HSDP)."""
+
+    mesh: DeviceMesh
+
+    @property
+    def num_shards(self) -> int:
+        return self.mesh.size(self.mesh.ndim - 1)
+
+    @property
+    def shard_index(self) -> int:
+        """Of this rank's shards."""
+        return self.mesh.get_local_rank(self.mesh.ndim - 1)
+
+    @cached_property
+    def shards(self) -> str:
+        """The group of ranks that have the shards of one replica; groups go by their names."""
+        return self.mesh.get_group(self.mesh.ndim - 1).group_name
+
+    @cached_property
+    def replicas(self) -> str:
+        """The group of ranks that have the same shards; "" where each is alone."""
+        several = self.mesh.ndim == 2 and self.mesh.size(0) > 1
+        return self.mesh.get_group(0).group_name if several else ""
+
+    @cached_property
+    def all(self) -> str:
+        """The group of all ranks of the mesh."""
+        if self.mesh.ndim == 1:
+            return self.shards
+        return _mesh_over(self.mesh, (-1,)).get_group().group_name
+
+    def few(self, num: int) -> str:
+        """The group of ``num`` neighbours, this rank among them, that have shards of one replica."""
+        return _mesh_over(self.mesh, (-1, num)).get_group(1).group_name
+
+
+def _mesh_over(mesh: DeviceMesh, shape: tuple[int, ...]) -> DeviceMesh:
+    """The ranks of ``mesh`` in another shape; the first time, a collective of all ranks."""
+    key = (mesh.device_type, tuple(mesh.mesh.flatten().tolist()), shape)
+    known = _made.get(key)
+    if known is None or not all(map(is_registered, known.get_all_groups())):
+        _made[key] = DeviceMesh(mesh.device_type, mesh.mesh.view(shape))
+    return _made[key]
+
+
+def world_of(group: str) -> tuple[int, int]:
+    """How many ranks a group has, and how far each is from the one before, at most."""
+    ranks = dist.get_process_group_ranks(process_group(group))
+    stride = max((after - before for before, after in pairwise(ranks)), default=1)
+    return len(ranks), max(1, stride)

@@ -1,0 +1,217 @@
+"""Every sharding strategy beside the one of FSDP2 or DDP: losses and gradients of SGD steps, and what
+travels, among whom. A GPT with tied weights, no size of which the number of ranks divides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import graphshard
+from tests import ranks, recording
+from tests.models import GPT
+from tests.numerics.compare import draw, relative_error, sgd, whole
+
+STEPS = 10
+ALL, FEW = 4, 2
+"""Ranks, and those of a shard group or of hpZ."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How a mesh is laid out, what is asked of us, and how FSDP2 resharding is asked for the same.
+
+    Attributes:
+        theirs: FSDP2's ``reshard_after_forward``; None: the peer is DDP.
+    """
+
+    mesh: tuple[int, ...] = (ALL,)
+    ours: Mapping[str, Any] = field(default_factory=dict)
+    theirs: bool | int | None = True
+
+
+STRATEGIES = {
+    "FULL_SHARD": Strategy(),
+    "SHARD_GRAD_OP": Strategy(ours={"reshard_after_forward": False}, theirs=False),
+    "NO_SHARD": Strategy(ours={"overrides": {"*": {"shard": False}}}, theirs=None),
+    "HYBRID_SHARD": Strategy(mesh=(FEW, ALL // FEW)),
+    "_HYBRID_SHARD_ZERO2": Strategy(
+        mesh=(FEW, ALL // FEW), ours={"reshard_after_forward": False}, theirs=False
+    ),
+    "hpZ": Strategy(ours={"reshard_after_forward": FEW}, theirs=FEW),
+    "hpZ of HYBRID_SHARD": Strategy(mesh=(1, ALL), ours={"reshard_after_forward": FEW}, theirs=FEW),
+    "mixed": Strategy(
+        mesh=(FEW, ALL // FEW),
+        ours={
+            "overrides": {
+                "*norm*": {"shard": False},
+                "blocks.0.*": {"reshard_after_forward": False},
+            }
+        },
+    ),
+}
+Sent = list[tuple[str, int, int]]
+"""Kind, size of the group and bytes of every collective."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Largest relative errors over all steps, and what a step sent in forward and in backward."""
+
+    loss_error: float
+    grad_error: float
+    forward: Sent
+    backward: Sent
+    theirs: Sent
+
+
+def _sent() -> Sent:
+    sent = [(event.kind, event.group_size, event.bytes) for event in recording.collectives()]
+    recording.clear()
+    return sent
+
+
+def _peer(model: nn.Module, mesh: DeviceMesh, reshard: bool | int | None) -> nn.Module:
+    if reshard is None:
+        return DistributedDataParallel(model)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    model.set_force_sum_reduction_for_comms(True)  # type: ignore[attr-defined]
+    return model
+
+
+def _models(strategy: Strategy, compiler: str) -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    ours = GPT()
+    torch.manual_seed(0)
+    names = ("replicate", "shard")[-len(strategy.mesh) :]  # FSDP2 asks for names
+    mesh = init_device_mesh("cpu", strategy.mesh, mesh_dim_names=names)
+    theirs = _peer(GPT(), mesh, strategy.theirs)
+    backend = graphshard.backend(mesh, compiler=compiler, **strategy.ours)
+    return ours, torch.compile(ours, backend=backend, fullgraph=True), theirs
+
+
+def _train(name: str, compiler: str) -> Trained:
+    ours, compiled, theirs = _models(STRATEGIES[name], compiler)
+    errors, forward, backward, other = [], [], [], []
+    optimizers: list[torch.optim.SGD] = []
+    for step in range(STEPS):
+        batch = draw(GPT.batch, step)[dist.get_rank()]
+        recording.clear()
+        loss = compiled(batch)
+        forward = _sent()
+        loss.backward()
+        backward = _sent()
+        expected = theirs(batch)
+        expected.backward()
+        other = _sent()
+        grads = zip(ours.parameters(), theirs.parameters(), strict=True)
+        worst = max(relative_error(*(whole(p.grad) for p in pair)) for pair in grads)
+        errors.append((relative_error(loss, expected), worst))
+        optimizers = optimizers or [sgd(ours), sgd(theirs)]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return Trained(*map(max, zip(*errors)), forward, backward, other)
+
+
+def _num_bytes(num_shards: int) -> int:
+    """Of all parameters, padded."""
+    params = [param for _, param in GPT().named_parameters()]
+    rows = [-(-param.shape[0] // num_shards) * num_shards for param in params]
+    return sum(n * p[0].numel() * p.element_size() for n, p in zip(rows, params))
+
+
+def _expected(strategy: Strategy) -> tuple[Sent, Sent]:
+    """In forward and in backward, one collective of each kind that there is."""
+    shards, replicas = strategy.mesh[-1], ALL // strategy.mesh[-1]
+    size = _num_bytes(shards)
+    reduced = [(REDUCE_SCATTER, shards, size)]
+    if replicas > 1:
+        reduced.append((ALL_REDUCE, replicas, size // shards))
+    again = [(ALL_GATHER, shards, size)]
+    reshard = strategy.ours.get("reshard_after_forward", True)
+    if not isinstance(reshard, bool):
+        again = [(ALL_GATHER, reshard, _num_bytes(reshard))]
+    return [(ALL_GATHER, shards, size)], [*(again if reshard else []), *reduced]
+
+
+def _total(sent: Sent) -> Sent:
+    """One for each kind and group, in order; bytes of gathers in backward are those of what it needs."""
+    found: dict[tuple[str, int], int] = {}
+    for kind, size, num_bytes in sent:
+        found[kind, size] = found.get((kind, size), 0) + num_bytes
+    return [(*key, num_bytes) for key, num_bytes in found.items()]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_it_trains_as_its_peer(name: str) -> None:
+    strategy = STRATEGIES[name]
+    exact = name not in ("NO_SHARD", "mixed")  # others are added up in another order
+    for trained in ranks.run(ALL, _train, name, "aot_eager", backend="recording"):
+        assert trained.loss_error <= (0 if exact else 1e-6)
+        assert trained.grad_error <= 1e-6
+        if len(strategy.mesh) == 2 and exact and 1 not in strategy.mesh:
+            assert trained.grad_error == 0
+        ours, theirs = (
+            [of for of in _total(sent) if of[0] != ALL_GATHER]
+            for sent in (trained.backward, trained.theirs)
+        )
+        if name != "mixed":
+            assert ours == [of for of in theirs if of[1] > 1]
+
+
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in ("NO_SHARD", "mixed")])
+def test_what_travels_among_whom(name: str) -> None:
+    forward, backward = _expected(STRATEGIES[name])
+    for trained in ranks.run(ALL, _train, name, "inductor", backend="recording"):
+        assert trained.loss_error <= 1e-5 and trained.grad_error <= 1e-4
+        assert trained.forward == forward
+        # What backward does not need, or what is kept because it would be exposed, is not gathered.
+        gathered = [of for of in trained.backward if of[0] == ALL_GATHER]
+        expected = [of for of in backward if of[0] == ALL_GATHER]
+        assert [of[:2] for of in gathered] == [of[:2] for of in expected]
+        assert all(0 < of[2] <= full[2] for of, full in zip(gathered, expected))
+        assert [of for of in trained.backward if of[0] != ALL_GATHER] == backward[len(expected) :]
+
+
+def test_ddp_sends_gradients_alone() -> None:
+    for trained in ranks.run(ALL, _train, "NO_SHARD", "inductor", backend="recording"):
+        assert trained.forward == []
+        assert trained.backward == [(ALL_REDUCE, ALL, _num_bytes(1))]
+
+
+def test_each_parameter_travels_by_its_own_strategy() -> None:
+    norms = sum(p.nbytes for name, p in GPT().named_parameters() if "norm" in name)
+    for trained in ranks.run(ALL, _train, "mixed", "inductor", backend="recording"):
+        kinds = {(kind, size): num_bytes for kind, size, num_bytes in trained.backward}
+        assert kinds[ALL_REDUCE, ALL] == norms
+        assert kinds[ALL_REDUCE, FEW] == kinds[REDUCE_SCATTER, FEW] // FEW
+        assert (
+            kinds[ALL_GATHER, FEW]
+            < 0.6 * dict((of[:2], of[2]) for of in trained.forward)[ALL_GATHER, FEW]
+        )
+
+
+def _placements(name: str) -> dict[str, tuple[Any, ...]]:
+    ours, compiled, _ = _models(STRATEGIES[name], "aot_eager")
+    compiled(draw(GPT.batch, 0)[dist.get_rank()]).backward()
+    params = dict(ours.named_parameters())
+    assert all(p.grad.placements == p.placements for p in params.values())
+    return {name: param.placements for name, param in params.items()}
+
+
+def test_placements() -> None:
+    for found in ranks.run(ALL, _placements, "mixed"):
+        for name, placements in found.items():
+            last = Replicate() if "norm" in name else Shard(0)
+            assert placements == (Replicate(), last), name
