@@ -7,7 +7,14 @@ from typing import Any
 
 from tabulate import tabulate
 
-from ..plan import ALL_GATHER, ALL_REDUCE, MAX_REDUCE, REDUCE_SCATTER, Bucket
+from ..plan import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    MAX_REDUCE,
+    REDUCE_SCATTER,
+    SHARD_REDUCE,
+    Bucket,
+)
 from ..simulate import COLLECTIVE, COPY_IN
 from .dump import Dump, name_of
 
@@ -47,10 +54,10 @@ def _title(dump: Dump) -> str:
 
 def _collectives(dump: Dump) -> str:
     plan, rows = dump.plan, []
-    for kind in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, MAX_REDUCE):
+    for kind in (ALL_GATHER, REDUCE_SCATTER, SHARD_REDUCE, ALL_REDUCE, MAX_REDUCE):
         of_kind = [i for i, bucket in enumerate(plan.buckets) if bucket.kind == kind]
         if of_kind:
-            before = sum(transfer.kind == kind for transfer in plan.problem.transfers)
+            before = sum(len(plan.buckets[i].transfers) for i in of_kind)
             ms = sum(_ms(dump, i) for i in of_kind)
             exposed_us = sum(dump.timeline.exposed_us[i] for i in of_kind)
             count = f"{before} -> {len(of_kind)}"

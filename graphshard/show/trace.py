@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..plan import ALL_GATHER, ALL_REDUCE, MAX_REDUCE, REDUCE_SCATTER
+from ..plan import ALL_GATHER, ALL_REDUCE, MAX_REDUCE, REDUCE_SCATTER, SHARD_REDUCE
 from ..simulate import COLLECTIVE, COMMUNICATION, COMPUTE, COPY_IN, COPY_OUT, STEP, Slot
 from .dump import Dump, name_of
 
@@ -30,6 +30,7 @@ LANES = {COMPUTE: 1, COMMUNICATION: 2}
 _KERNELS = {
     ALL_GATHER: "ncclDevKernel_AllGather",
     REDUCE_SCATTER: "ncclDevKernel_ReduceScatter",
+    SHARD_REDUCE: "ncclDevKernel_AllReduce_Shards",
     ALL_REDUCE: "ncclDevKernel_AllReduce",
     MAX_REDUCE: "ncclDevKernel_AllReduce_Max",
 }

@@ -3,6 +3,7 @@ travels, among whom. A GPT with tied weights, no size of which the number of ran
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,9 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import graphshard
+from graphshard.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from tests import ranks, recording
 from tests.models import GPT
 from tests.numerics.compare import draw, relative_error, sgd, whole
@@ -146,60 +149,68 @@ def _expected(strategy: Strategy) -> tuple[Sent, Sent]:
 
 
 def _total(sent: Sent) -> Sent:
-    """One for each kind and group, in order; bytes of gathers in backward are those of what it needs."""
+    """One for each kind and group, in order."""
     found: dict[tuple[str, int], int] = {}
     for kind, size, num_bytes in sent:
         found[kind, size] = found.get((kind, size), 0) + num_bytes
     return [(*key, num_bytes) for key, num_bytes in found.items()]
 
 
+@functools.cache
+def _trained(name: str, compiler: str) -> list[Trained]:
+    return ranks.run(ALL, _train, name, compiler, backend="recording")
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_it_trains_as_its_peer(name: str) -> None:
-    strategy = STRATEGIES[name]
-    exact = name not in ("NO_SHARD", "mixed")  # others are added up in another order
-    for trained in ranks.run(ALL, _train, name, "aot_eager", backend="recording"):
-        assert trained.loss_error <= (0 if exact else 1e-6)
-        assert trained.grad_error <= 1e-6
-        if len(strategy.mesh) == 2 and exact and 1 not in strategy.mesh:
-            assert trained.grad_error == 0
-        ours, theirs = (
-            [of for of in _total(sent) if of[0] != ALL_GATHER]
-            for sent in (trained.backward, trained.theirs)
-        )
-        if name != "mixed":
-            assert ours == [of for of in theirs if of[1] > 1]
+    several = len(STRATEGIES[name].mesh) == 2 and STRATEGIES[name].mesh[0] > 1
+    for trained in _trained(name, "aot_eager"):
+        if name in ("NO_SHARD", "mixed"):  # added up in another order
+            assert trained.loss_error <= 1e-6 and trained.grad_error <= 1e-6
+        else:
+            assert trained.loss_error == 0
+            assert trained.grad_error <= (
+                0 if several else 1e-7
+            )  # 4 ranks: FSDP2 adds them up in a ring
+
+
+@pytest.mark.parametrize("name", ["NO_SHARD", "HYBRID_SHARD", "hpZ", "mixed"])
+def test_it_trains_so_by_inductor(name: str) -> None:
+    for trained in _trained(name, "inductor"):
+        assert trained.loss_error <= 1e-5 and trained.grad_error <= 1e-4
+        assert trained.forward == _trained(name, "aot_eager")[0].forward
 
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in ("NO_SHARD", "mixed")])
 def test_what_travels_among_whom(name: str) -> None:
     forward, backward = _expected(STRATEGIES[name])
-    for trained in ranks.run(ALL, _train, name, "inductor", backend="recording"):
-        assert trained.loss_error <= 1e-5 and trained.grad_error <= 1e-4
+    for trained in _trained(name, "aot_eager"):
         assert trained.forward == forward
         # What backward does not need, or what is kept because it would be exposed, is not gathered.
         gathered = [of for of in trained.backward if of[0] == ALL_GATHER]
         expected = [of for of in backward if of[0] == ALL_GATHER]
         assert [of[:2] for of in gathered] == [of[:2] for of in expected]
         assert all(0 < of[2] <= full[2] for of, full in zip(gathered, expected))
-        assert [of for of in trained.backward if of[0] != ALL_GATHER] == backward[len(expected) :]
+        reduced = [of for of in trained.backward if of[0] != ALL_GATHER]
+        assert reduced == backward[len(expected) :]
+        theirs = [of for of in _total(trained.theirs) if of[0] != ALL_GATHER]
+        assert reduced == [of for of in theirs if of[1] > 1]
 
 
 def test_ddp_sends_gradients_alone() -> None:
-    for trained in ranks.run(ALL, _train, "NO_SHARD", "inductor", backend="recording"):
+    for trained in _trained("NO_SHARD", "aot_eager"):
         assert trained.forward == []
-        assert trained.backward == [(ALL_REDUCE, ALL, _num_bytes(1))]
+        assert trained.backward == _total(trained.theirs) == [(ALL_REDUCE, ALL, _num_bytes(1))]
 
 
 def test_each_parameter_travels_by_its_own_strategy() -> None:
     norms = sum(p.nbytes for name, p in GPT().named_parameters() if "norm" in name)
-    for trained in ranks.run(ALL, _train, "mixed", "inductor", backend="recording"):
+    for trained in _trained("mixed", "aot_eager"):
         kinds = {(kind, size): num_bytes for kind, size, num_bytes in trained.backward}
         assert kinds[ALL_REDUCE, ALL] == norms
         assert kinds[ALL_REDUCE, FEW] == kinds[REDUCE_SCATTER, FEW] // FEW
-        assert (
-            kinds[ALL_GATHER, FEW]
-            < 0.6 * dict((of[:2], of[2]) for of in trained.forward)[ALL_GATHER, FEW]
-        )
+        ((_, _, gathered),) = trained.forward
+        assert kinds[ALL_GATHER, FEW] < 0.6 * gathered
 
 
 def _placements(name: str) -> dict[str, tuple[Any, ...]]:

@@ -44,11 +44,16 @@ def gather(param: int, num_bytes: int, due: int, last: int | None = None) -> Tra
     )
 
 
-def reduction(param: int, num_bytes: int, ready: int, num_steps: int) -> Transfer:
+def reduction(
+    param: int, num_bytes: int, ready: int, num_steps: int, num_replicas: int = 1
+) -> Transfer:
     shard_bytes, last = num_bytes // WORLD, num_steps - 1
     return Transfer(
         *(param, REDUCE_SCATTER, num_bytes, "float32", shard_bytes, False, "g", WORLD),
         *(ready, num_steps, last),
+        replicas="r" if num_replicas > 1 else "",
+        num_replicas=num_replicas,
+        replica_stride=WORLD,
     )
 
 
@@ -61,8 +66,9 @@ def problem(
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    """A backward graph: some steps use a gathered parameter, some complete a gradient."""
+def problems(draw: st.DrawFn, max_replicas: int = 2) -> Problem:
+    """A backward graph: some steps use a gathered parameter, some complete a gradient, and reduced
+    shards of some are averaged over replicas."""
     num_steps = draw(st.integers(1, 8))
     times = st.floats(0, 200, allow_nan=False)
     transfers = []
@@ -72,7 +78,8 @@ def problems(draw: st.DrawFn) -> Problem:
         if draw(st.booleans()):
             transfers.append(gather(param, num_bytes, due, draw(st.integers(due, num_steps - 1))))
         else:
-            transfers.append(reduction(param, num_bytes, due + 1, num_steps))
+            replicas = draw(st.integers(1, max_replicas))
+            transfers.append(reduction(param, num_bytes, due + 1, num_steps, replicas))
     return problem(
         draw(st.lists(times, min_size=num_steps, max_size=num_steps)),
         transfers,

@@ -12,7 +12,17 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from graphshard.plan import ALL_GATHER, ALL_REDUCE, Bucket, Plan, Problem
+from graphshard._torch import BackendError
+from graphshard.agreed import follow
+from graphshard.plan import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    SHARD_REDUCE,
+    Bucket,
+    Plan,
+    Problem,
+    over_replicas,
+)
 from graphshard.planner import BudgetError, Limits, schedule, smallest_peak
 from graphshard.simulate import (
     COLLECTIVE,
@@ -21,13 +31,24 @@ from graphshard.simulate import (
     in_flight_bytes,
     simulate,
 )
-from tests.plan.problems import Line, gather, lines, problem, problems, reduction
+from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction
 
 
 def _assert_sound(asked: Problem, buckets: tuple[Bucket, ...]) -> None:
-    assert sorted(i for b in buckets for i in b.transfers) == list(range(len(asked.transfers)))
+    first = [b for b in buckets if b.kind != SHARD_REDUCE]
+    assert sorted(i for b in first for i in b.transfers) == list(range(len(asked.transfers)))
     assert list(buckets) == sorted(buckets, key=lambda bucket: bucket.launch)
-    for bucket in buckets:
+    averaged = {bucket.parcels: bucket for bucket in buckets if bucket.kind == SHARD_REDUCE}
+    assert len(first) + len(averaged) == len(buckets)
+    for bucket in first:
+        then, found = over_replicas(bucket, asked.transfers), averaged.get(bucket.parcels)
+        assert (then is None) == (found is None)
+        if then and found:
+            assert dataclasses.replace(found, wait=then.wait) == then
+            assert found.num_bytes == sum(
+                asked.transfers[i].num_bytes // WORLD for i in found.transfers
+            )
+            assert found.launch <= found.wait <= asked.num_steps
         transfers = [asked.transfers[i] for i in bucket.transfers]
         assert {(t.kind, t.group) for t in transfers} == {(bucket.kind, bucket.group)}
         assert bucket.num_bytes == sum(t.num_bytes for t in transfers)
@@ -50,7 +71,8 @@ def test_the_same_problem_has_the_same_schedule(asked: Problem, line: Line) -> N
 @given(problems(), lines)
 def test_no_schedule_beats_the_lower_bound(asked: Problem, line: Line) -> None:
     timeline = simulate(asked, schedule(asked, line, Limits()), line)
-    wire_us = sum(t.num_bytes for t in asked.transfers) * line.us_per_byte
+    shards = [t.num_bytes // WORLD for t in asked.transfers if t.replicas]
+    wire_us = (sum(t.num_bytes for t in asked.transfers) + sum(shards)) * line.us_per_byte
     assert timeline.total_us >= max(sum(asked.compute_us), wire_us) - 1e-6
 
 
@@ -76,6 +98,46 @@ def test_caps_are_kept(asked: Problem, line: Line, cap: int, in_flight: int) -> 
         # A gather that is due right away is never held back.
         ahead = sum(b.num_bytes for b in gathers if b.launch <= step < b.wait)
         assert alive == ahead <= in_flight
+
+
+@given(problems(), lines, st.data())
+def test_another_rank_can_follow(asked: Problem, line: Line, data: st.DataObject) -> None:
+    """Whose compute takes another time, so that it would have decided otherwise."""
+    buckets = schedule(asked, line, Limits())
+    times = st.lists(st.floats(0, 200), min_size=asked.num_steps, max_size=asked.num_steps)
+    other = dataclasses.replace(asked, compute_us=tuple(data.draw(times)))
+    followed = follow(other, Plan((), asked, buckets))
+    _assert_sound(other, followed)
+    assert [b.transfers for b in followed] == [b.transfers for b in buckets]
+
+
+@given(problems(), lines, st.data())
+def test_another_order_of_steps_can_be_followed(
+    asked: Problem, line: Line, data: st.DataObject
+) -> None:
+    """Where gradients are ready later than on the rank that decided."""
+    buckets = schedule(asked, line, Limits())
+    transfers = [
+        t
+        if t.kind == ALL_GATHER
+        else dataclasses.replace(t, ready=data.draw(st.integers(t.ready, asked.num_steps)))
+        for t in asked.transfers
+    ]
+    other = dataclasses.replace(asked, transfers=tuple(transfers))
+    try:
+        followed = follow(other, Plan((), asked, buckets))
+    except BackendError:
+        return  # a gather behind what is ready too late
+    _assert_sound(other, followed)
+
+
+def test_averages_over_replicas_hide_too() -> None:
+    asked = problem([100.0] * 6, [reduction(i, 40, i + 1, 6, 2) for i in range(5)], [10_000] * 6)
+    buckets = schedule(asked, Line(1.0, 1.0, issue_us=0.0), Limits())
+    timeline = simulate(asked, buckets, Line(1.0, 1.0))
+    averages = [i for i, bucket in enumerate(buckets) if bucket.kind == SHARD_REDUCE]
+    assert len(averages) > 1
+    assert sum(timeline.exposed_us[i] for i in averages[:-1]) == 0.0
 
 
 def test_a_gather_hides_behind_the_compute_before_it() -> None:
