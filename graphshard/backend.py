@@ -46,6 +46,7 @@ from .schedule import SchedulePolicy
 from .sharding import shard_module
 from .show.files import Files
 from .show.table import summary
+from .simulate import gathered_bytes
 from .stack import CompiledCall, call_arguments, compiled_call, module_to_compile
 
 
@@ -104,6 +105,9 @@ class Backend:
                 compiling = dataclasses.replace(compiling, followed=followed)
                 record = self._records[-1] = PlanRecord(gm, inputs, fqns, compiling, files)
                 compiled = compile_graph(gm, inputs, record, compiling, patches)
+        for model in {link.model for link in links if link}:
+            largest = (max(gathered_bytes(p.problem, p.buckets), default=0) for p in record.plans())
+            model.gathered_bytes = max([model.gathered_bytes, *largest])
         record.write_cached()
         return logged(compiled, record.plans(), groups)
 

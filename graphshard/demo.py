@@ -32,6 +32,7 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
 from .backend import Backend, backend
 from .demo_model import GPT, SIZES, Size, batches, load_text
+from .memory import memory_report
 from .plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from .policy import COMPILERS
 
@@ -372,6 +373,8 @@ def run_rank(settings: Settings) -> None:
     show.line("\n" + _comparison(trainings, settings))
     show.line(_NOTE if settings.compiler == "inductor" else "")
     show.line(_collectives(sharding))
+    report = memory_report(trainings[0].model, trainings[0].optimizer)
+    show.line(f"\ngraphshard, on this rank\n{report}")
     dist.destroy_process_group()
 
 

@@ -181,6 +181,7 @@ class Model:
         eager: classes of its modules whose forward ran outside a graph while parts were compiled.
         links: those of its parameters.
         reads_eagerly: some parameter was read outside of any graph.
+        gathered_bytes: the most that is gathered at once in any of its graphs.
     """
 
     name: str
@@ -189,6 +190,7 @@ class Model:
     warned: bool = False
     links: weakref.WeakSet[Link] = field(default_factory=weakref.WeakSet)
     reads_eagerly: bool = False
+    gathered_bytes: int = 0
     _ends: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Model:
@@ -196,7 +198,7 @@ class Model:
 
     def reduce_rest_at_end(self) -> None:
         """When the backward that runs is over, reduce sums of gradients that it had none to add to."""
-        if self._ends or not any(link.sums.any_pending() for link in self.links):
+        if self._ends or not any(link.sums.totals() for link in self.links):
             return
         self._ends = True
         at_end_of_backward(self._reduce_rest)
@@ -204,7 +206,7 @@ class Model:
     def _reduce_rest(self) -> None:
         self._ends = False
         links = sorted((link for link in self.links if not link.sums.asked), key=lambda of: of.fqn)
-        pending = [link.sums.any_pending() for link in links]
+        pending = [bool(link.sums.totals()) for link in links]
         if self.reads_eagerly and links:  # where each rank's data decides what has a gradient
             flags = torch.tensor(pending, dtype=torch.int32, device=links[0].leaf.device)
             dist.all_reduce(flags, group=process_group(links[0].layout.groups.all))

@@ -252,6 +252,17 @@ def alive_bytes(problem: Problem, buckets: Sequence[Bucket]) -> list[int]:
     return [a + b for a, b in zip(problem.other_bytes, _summed(spans, end))]
 
 
+def gathered_bytes(problem: Problem, buckets: Sequence[Bucket]) -> list[int]:
+    """By step, full parameters that were gathered and are used yet, or are on their way."""
+    spans = [
+        (bucket.launch, problem.transfers[i].last + 1, problem.transfers[i].num_bytes)
+        for bucket in buckets
+        if bucket.kind == ALL_GATHER
+        for i in bucket.transfers
+    ]
+    return _summed(spans, problem.num_steps)
+
+
 def in_flight_bytes(problem: Problem, buckets: Sequence[Bucket]) -> list[int]:
     """By step; see ``Timeline``."""
     spans = [(bucket.launch, bucket.wait, bucket.num_bytes) for bucket in buckets]

@@ -103,8 +103,10 @@ class Sums:
         """What has added up and was not reduced."""
         return self._of[name].total if name in self._of else None
 
-    def any_pending(self) -> bool:
-        return any(self.pending(name) is not None for name in NAMES)
+    def totals(self) -> list[torch.Tensor]:
+        """All that is pending."""
+        found = (of.total for of in self._of.values())
+        return [total for total in found if total is not None]
 
     def stand_in(
         self, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device

@@ -226,3 +226,21 @@ def _scale_loss() -> None:
 
 def test_grad_scaler() -> None:
     ranks.run(2, _scale_loss)
+
+
+def _compiled_step(build: Build) -> None:
+    """``torch.compile(optimizer.step)`` beside the eager step of the plain model."""
+    twins = Twins(MLP())
+    optimizers = [build(model) for model in (twins.model, twins.reference)]
+    steps = [torch.compile(optimizers[0].step, backend="aot_eager"), optimizers[1].step]
+    for step in range(3):
+        twins.backward(draw(MLP.batch, step))
+        twins.check()
+        for run in steps:
+            run()
+        twins.zero_grad()
+
+
+@pytest.mark.parametrize("build", [sgd, _adamw])
+def test_a_compiled_optimizer(build: Build) -> None:
+    ranks.run(2, _compiled_step, build)

@@ -226,3 +226,30 @@ def test_placements() -> None:
         for name, placements in found.items():
             last = Replicate() if "norm" in name else Shard(0)
             assert placements == (Replicate(), last), name
+
+
+def _clipped(name: str) -> list[tuple[float, float, int]]:
+    """By order of the norm: error beside the peer, the norm, and how many collectives it took."""
+    ours, compiled, theirs = _models(STRATEGIES[name], "aot_eager")
+    batch = draw(GPT.batch, 0)[dist.get_rank()]
+    found = []
+    for order in (1.0, 2.0, float("inf")):
+        for model, called in ((ours, compiled), (theirs, theirs)):
+            model.zero_grad()
+            called(batch).backward()
+        recording.clear()
+        norm = torch.nn.utils.clip_grad_norm_(ours.parameters(), 0.1, order, foreach=True)
+        num_sent = len(recording.collectives())
+        expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1, order)
+        pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+        error = max(relative_error(*(whole(p.grad) for p in pair)) for pair in pairs)
+        found.append((max(error, relative_error(norm, expected)), float(whole(norm)), num_sent))
+    return found
+
+
+@pytest.mark.parametrize("name", ["NO_SHARD", "HYBRID_SHARD", "mixed"])
+def test_clipping(name: str) -> None:
+    for found in ranks.run(ALL, _clipped, name, backend="recording"):
+        for error, norm, num_sent in found:
+            assert error <= 1e-5 and norm > 0.1
+            assert num_sent <= 1  # of one number, if anything is sharded

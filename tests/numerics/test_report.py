@@ -1,0 +1,62 @@
+"""``memory_report``: beside what tensors really hold."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import graphshard
+from graphshard.memory import Held
+from tests import ranks
+from tests.models import ConvNet
+from tests.numerics.compare import compile_sharded, draw
+
+WORLD = 4
+
+
+def _reports() -> tuple[list[graphshard.MemoryReport], int, str]:
+    model = ConvNet()
+    compiled = compile_sharded(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = [graphshard.memory_report(compiled, optimizer)]
+    batch = draw(ConvNet.batch, 0)[dist.get_rank()]
+    with graphshard.no_sync(compiled):
+        compiled(batch).backward()
+    found.append(graphshard.memory_report(model, optimizer))
+    compiled(batch).backward()
+    optimizer.step()
+    found.append(graphshard.memory_report(compiled, optimizer))
+    local = sum(param.to_local().nbytes for param in model.parameters())
+    return found, local, str(found[-1])
+
+
+def test_what_a_rank_holds() -> None:
+    full = sum(param.nbytes for param in ConvNet().parameters())
+    buffers = sum(buffer.nbytes for buffer in ConvNet().buffers())
+    rows = [param.shape[0] for param in ConvNet().parameters()]
+    each = [param.nbytes // param.shape[0] for param in ConvNet().parameters()]
+    padded = sum(-(-n // WORLD) * size for n, size in zip(rows, each))
+    steps = 4 * len(rows)  # AdamW counts them for each parameter
+    gathered = WORLD * padded
+    for (before, between, after), local, text in ranks.run(WORLD, _reports):
+        assert before.parameters == before.gradients == Held(full, full)
+        assert before.optimizer == before.sums == before.gathered == (0, 0)
+        assert between.parameters == between.gradients == after.parameters == (padded, full)
+        assert between.sums == (full, 0) and after.sums == (0, 0)
+        assert after.buffers == (buffers, buffers)
+        assert after.optimizer.unsharded == 2 * full + steps
+        assert after.optimizer.rank == 2 * local + steps
+        assert 0 < after.gathered.rank <= gathered
+        assert after.total.rank == sum(held.rank for held in vars(after).values())
+        assert re.search(rf"parameters +{padded / 1e6:.3f} +{full / 1e6:.3f}\n", text)
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="model is a list"):
+        graphshard.memory_report([])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="optimizer is a Linear"):
+        graphshard.memory_report(nn.Linear(2, 2), nn.Linear(2, 2))  # type: ignore[arg-type]
