@@ -34,8 +34,9 @@ from benchmarks.common import count, heading, show, table
 from benchmarks.llama import DEVICE, LLAMA3, TOKENS, trace
 from graphshard.cost import CostModel
 from graphshard.hardware import HARDWARE
+from graphshard.limits import Limits
 from graphshard.plan import ALL_GATHER, BACKWARD, FORWARD, Bucket, Plan, Problem, Transfer
-from graphshard.planner import Limits, schedule, smallest_peak
+from graphshard.planner import schedule, smallest_peak
 from graphshard.simulate import COMMUNICATION, Prices, simulate
 
 COSTS = CostModel(HARDWARE[DEVICE])

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from ._torch import BackendError, parameters_of, run_as_python
 from .eager import full_parameters
-from .link import Layout, Link, Model, adopt, leaf_name, leaf_of, link_of, model_of
+from .layout import Layout
+from .link import Link, Model, adopt, leaf_name, leaf_of, link_of, model_of
 from .stack import compiled_call
 from .sums import ALL_REDUCES, NAMES, SYNCS, flag_of
 

@@ -15,7 +15,6 @@ the DTensor and runs the DTensor's own hooks. What replaces a parameter's storag
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
 import weakref
 from dataclasses import dataclass, field
@@ -24,8 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from . import ops
 from ._torch import (
@@ -40,7 +38,7 @@ from ._torch import (
     process_group,
     set_local_tensor,
 )
-from .groups import Groups
+from .layout import Layout
 from .sums import NAMES, PARTIAL, UNSYNCED, Sums
 
 LINK = "_graphshard_link"
@@ -52,126 +50,6 @@ def leaf_name(name: str) -> str:
     return f"_leaf_of_{name}"
 
 
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """How one parameter is split over a mesh, and as what it and its gradient travel.
-
-    Attributes:
-        regather: the group from which backward gathers; "": what forward gathered is kept.
-        dtype: as which it is gathered and used; None: its own.
-        reduce_dtype: as which its gradient is reduced; None: that of the gradient.
-        float8: recipe of fp8 for its linears; "": none.
-        shard: False: it is replicated.
-        rows: None for a replicated one.
-    """
-
-    shape: torch.Size
-    groups: Groups
-    regather: str
-    dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    float8: str = ""
-    shard: bool = True
-    rows: int | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        splittable = self.shard and len(self.shape) > 0 and self.shape.numel() > 0
-        object.__setattr__(self, "rows", self.shape[0] if splittable else None)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
-        return self
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        return self.groups.mesh
-
-    @functools.cached_property
-    def placements(self) -> tuple[Placement, ...]:
-        """One for each axis of the mesh."""
-        last = Replicate() if self.rows is None else Shard(0)
-        return (*[Replicate()] * (self.mesh.ndim - 1), last)
-
-    @functools.cached_property
-    def padded_shape(self) -> torch.Size:
-        if self.rows is None:
-            return self.shape
-        return torch.Size((-(-self.rows // self.groups.num_shards), *self.shape[1:]))
-
-    @functools.cached_property
-    def own_rows(self) -> slice:
-        """This rank's rows of the full parameter."""
-        assert self.rows is not None
-        padded = self.padded_shape[0]
-        start = min(padded * self.groups.shard_index, self.rows)
-        return slice(start, min(start + padded, self.rows))
-
-    @functools.cached_property
-    def own_count(self) -> int:
-        return self.own_rows.stop - self.own_rows.start
-
-    def unshard(self, leaf: torch.Tensor) -> torch.Tensor:
-        op, args = self.marker()
-        return op(leaf, *args, *[None] * len(self.sums))
-
-    def reduce(
-        self, grad: torch.Tensor, result: torch.dtype, partial: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The mean of all ranks' full gradients: this rank's padded shard of it, as ``result``.
-
-        Args:
-            partial: added to the mean over shards before that over replicas.
-        """
-        if self.rows is None:
-            return ops.all_reduce_grad(grad, self.groups.all, self.reduce_dtype, result)
-        groups = self.groups.shards, self.groups.replicas
-        casts = self.reduce_dtype, result
-        return ops.reduce_grad(grad, self.padded_shape[0], *groups, partial, *casts)
-
-    def reduce_to_partial(self, grad: torch.Tensor) -> torch.Tensor:
-        """The mean of the full gradients of one replica, in the dtype in which it is reduced."""
-        groups, dtype = (self.groups.shards, ""), ops.used_dtype(grad, self.reduce_dtype)
-        return ops.reduce_grad(grad, self.padded_shape[0], *groups, None, dtype, dtype)
-
-    @property
-    def sums(self) -> tuple[str, ...]:
-        """Names of the marker's last arguments: see ``graphshard.sums``."""
-        return NAMES[:1] if self.rows is None else NAMES
-
-    def marker(self) -> tuple[Any, tuple[Any, ...]]:
-        """The op that makes the full parameter of the leaf, and its arguments between leaf and sums."""
-        if self.rows is None:
-            return ops.replicate, (self.groups.all, self.dtype, self.reduce_dtype)
-        groups = self.groups.shards, self.regather, self.groups.replicas
-        casts = (self.dtype, self.reduce_dtype, self.float8, None, 0)
-        return ops.unshard, (self.rows, *groups, *casts)
-
-    def padded_shard(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of ``full``, padded with zeros: a new contiguous tensor."""
-        if self.rows is None:
-            return full.detach().clone(memory_format=torch.contiguous_format)
-        return self.padded(full.detach()[self.own_rows])
-
-    def padded(self, own: torch.Tensor) -> torch.Tensor:
-        padded = own.new_zeros(self.padded_shape)
-        padded[: own.shape[0]] = own
-        return padded
-
-    def local_view(self, padded: torch.Tensor) -> torch.Tensor:
-        return padded if self.rows is None else padded[: self.own_count]
-
-    def dtensor(self, padded: torch.Tensor) -> DTensor:
-        """A DTensor of the full shape whose local tensor is a view of ``padded``."""
-        stride = torch.empty(self.shape, device="meta").stride()
-        return DTensor.from_local(
-            self.local_view(padded),
-            self.mesh,
-            self.placements,
-            run_check=False,
-            shape=self.shape,
-            stride=stride,
-        )
-
-
 @dataclass(eq=False)
 class Model:
     """What is known of one sharded module tree; shared by all its modules and links.
@@ -180,6 +58,7 @@ class Model:
         breaks: where its graphs broke, as ``file:line: reason``.
         eager: classes of its modules whose forward ran outside a graph while parts were compiled.
         links: those of its parameters.
+        accumulates: gradients of some add up, or did and may be left.
         reads_eagerly: some parameter was read outside of any graph.
         gathered_bytes: the most that is gathered at once in any of its graphs.
     """
@@ -189,6 +68,7 @@ class Model:
     eager: dict[str, None] = field(default_factory=dict)
     warned: bool = False
     links: weakref.WeakSet[Link] = field(default_factory=weakref.WeakSet)
+    accumulates: bool = False
     reads_eagerly: bool = False
     gathered_bytes: int = 0
     _ends: bool = False
@@ -198,13 +78,14 @@ class Model:
 
     def reduce_rest_at_end(self) -> None:
         """When the backward that runs is over, reduce sums of gradients that it had none to add to."""
-        if self._ends or not any(link.sums.totals() for link in self.links):
+        if self._ends or not self.accumulates:
             return
         self._ends = True
         at_end_of_backward(self._reduce_rest)
 
     def _reduce_rest(self) -> None:
         self._ends = False
+        self.accumulates = any(link.sums.asked for link in self.links)
         links = sorted((link for link in self.links if not link.sums.asked), key=lambda of: of.fqn)
         pending = [bool(link.sums.totals()) for link in links]
         if self.reads_eagerly and links:  # where each rank's data decides what has a gradient
@@ -288,6 +169,7 @@ class Link:
     def summed(self) -> dict[str, torch.Tensor]:
         """What gradients add up in, or have: arguments of the marker."""
         sums, layout = self.sums, self.layout
+        self.model.accumulates |= bool(sums.asked)
         found = {name: pending for name in NAMES if (pending := sums.pending(name)) is not None}
         if sums.asked == UNSYNCED:
             found = {UNSYNCED: self._stand_in(UNSYNCED, layout.shape)}

@@ -39,6 +39,7 @@ from torch import fx
 
 from . import wires
 from ._torch import argument_names, fake_mode_of, process_group
+from .copies import added_once
 from .emit import run
 from .float8 import E4M3
 from .plan import ALL_GATHER, ALL_REDUCE, MAX_REDUCE, REDUCE_SCATTER, SHARD_REDUCE
@@ -204,7 +205,7 @@ def _own_part_fake(full: torch.Tensor, group: str) -> torch.Tensor:
 
 @_impl("add_unsynced")
 def _add_unsynced(grad: torch.Tensor, unsynced: torch.Tensor) -> torch.Tensor:
-    return wires.added_once(grad.to(unsynced.dtype, copy=True), [unsynced], [0])
+    return added_once(grad.to(unsynced.dtype, copy=True), [unsynced], [0])
 
 
 @torch.library.register_fake("graphshard::add_unsynced", lib=_lib)

@@ -20,13 +20,13 @@ import dataclasses
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
 from ._torch import BackendError
-from .cuts import Cuts, Group, Queue, freed_bytes
+from .cuts import Cuts, Queue, freed_bytes
+from .limits import Limits, Room
 from .plan import ALL_GATHER, Bucket, Problem, over_replicas
 from .simulate import Cost, Prices, alive_bytes, sweep
 
@@ -46,21 +46,6 @@ CAP_BUCKETS = 2
 WORK, WORK_IN_ROOM = 3_000_000, 1_000_000
 """The drafts of the local search, times transfers: about two seconds for a thousand transfers, and
 three where there is a budget, whose room is counted step by step."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a schedule may not exceed, in bytes; None: no limit.
-
-    Attributes:
-        cap: a bucket; a larger tensor travels alone. None: found by the search.
-        in_flight: all buffers between launch and wait; one alone may be larger.
-        peak: all that is alive in a step.
-    """
-
-    cap: int | None = None
-    in_flight: int | None = None
-    peak: int | None = None
 
 
 class BudgetError(BackendError):
@@ -289,18 +274,18 @@ class _Search:
             change[max(wait, begin + 1)] -= group.bucket.num_bytes
         return accumulate(change)
 
-    def _room(self, cuts: _Pair) -> _Room | None:
+    def _room(self, cuts: _Pair) -> Room | None:
         """With every bucket as late and for as short as can be; None: there is no limit."""
         if not self._has_limits():
             return None
         due = [group.bucket.wait for group in cuts[0]]
         ready = [group.bucket.launch for group in cuts[1]]
-        return _Room(self._alive(cuts, due, ready), self._limits)
+        return Room(self._alive(cuts, due, ready), self._limits)
 
     def _has_limits(self) -> bool:
         return self._limits.peak is not None or self._limits.in_flight is not None
 
-    def _place_reductions(self, groups: Cuts, in_flight: int, room: _Room | None) -> list[_Span]:
+    def _place_reductions(self, groups: Cuts, in_flight: int, room: Room | None) -> list[_Span]:
         """As early as can be; waited for when they are through, or when those behind need the room."""
         sums = [0, *accumulate(group.bucket.num_bytes for group in groups)]
         spans = []
@@ -328,7 +313,7 @@ class _Search:
             spans.append((launch, min(wait, max(launch, bucket.wait))))
         return spans
 
-    def _place_gathers(self, groups: Cuts, in_flight: int, room: _Room | None) -> list[_Span]:
+    def _place_gathers(self, groups: Cuts, in_flight: int, room: Room | None) -> list[_Span]:
         """Waited for at their first use; launched as early as those before leave room, in order."""
         sums = [0, *accumulate(group.bucket.num_bytes for group in groups)]
         spans = []
@@ -348,40 +333,6 @@ class _Search:
             free_us = max(free_us, self._start_us[group.bucket.launch]) + group.cost.wire_us
             ends.append(free_us)
         return ends
-
-
-class _Room:
-    """Memory left in every step, while buckets are placed one after the other."""
-
-    def __init__(self, alive: list[int], limits: Limits) -> None:
-        self._alive, self._in_flight = alive, [0] * len(alive)
-        self._peak = math.inf if limits.peak is None else limits.peak
-        self._limit = math.inf if limits.in_flight is None else limits.in_flight
-
-    def earliest(self, group: Group, wish: int, due: int) -> int:
-        """The first step from ``wish`` on from which there is room until ``due``; takes it."""
-        begin = due
-        while begin > wish and self._fits(group, begin - 1):
-            begin -= 1
-        self._take(group, begin, due)
-        return begin
-
-    def latest(self, group: Group, begin: int, wish: int) -> int:
-        """The last step up to ``wish`` until which there is room from ``begin`` on; takes it."""
-        end = begin
-        while end < wish and self._fits(group, end):
-            end += 1
-        self._take(group, begin, end)
-        return end
-
-    def _fits(self, group: Group, step: int) -> bool:
-        in_flight = self._in_flight[step] + group.bucket.num_bytes
-        return in_flight <= self._limit and self._alive[step] + group.freed_bytes <= self._peak
-
-    def _take(self, group: Group, begin: int, end: int) -> None:
-        for step in range(begin, end):
-            self._in_flight[step] += group.bucket.num_bytes
-            self._alive[step] += group.freed_bytes
 
 
 def _in_launch_order(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:

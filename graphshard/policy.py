@@ -35,9 +35,10 @@ class ParamOptions:
     shard: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.reshard_after_forward, int) or self.reshard_after_forward < 0:
+        asked = self.reshard_after_forward
+        if not isinstance(asked, int) or (asked < 1 and asked is not False):
             raise ValueError(
-                f"reshard_after_forward={self.reshard_after_forward!r}: must be True (ZeRO-3: gather "
+                f"reshard_after_forward={asked!r}: must be True (ZeRO-3: gather "
                 "again in backward), False (ZeRO-2: keep gathered parameters), or how many ranks to "
                 "gather from in backward (hpZ)"
             )

@@ -12,8 +12,9 @@ from torch import fx
 
 from .cost import CostModel
 from .hardware import Hardware
+from .limits import Limits
 from .plan import Bucket, Problem
-from .planner import Limits, schedule, without_overlap
+from .planner import schedule, without_overlap
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ from ._torch import (
 from .accessors import install, is_replaced
 from .float8 import check_fp8, device_fault, is_of_torchao
 from .groups import Groups
-from .link import Layout, Link, Model, adopt, link_of
+from .layout import Layout
+from .link import Link, Model, adopt, link_of
 from .policy import Options, ParamOptions, few_ranks
 from .precision import cast_at_border
 

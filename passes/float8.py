@@ -22,8 +22,9 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphshard import float8, float8_ops, ops, wires
+from graphshard import float8, float8_ops, ops
 from graphshard._torch import asking_fakes, process_group
+from graphshard.copies import unpack
 from graphshard.emit import Call, Emitter, run
 from graphshard.plan import REASON
 
@@ -123,7 +124,7 @@ def _insert_scales(
         world = process_group(group).size()
         sizes = [shard.meta["val"].shape[0] * world for shard in shards]
     inverse = emit(_aten.reciprocal.default, scales)
-    parts, inverses = (emit(wires.unpack, of, sizes, 1) for of in (scales, inverse))
+    parts, inverses = (emit(unpack, of, sizes, 1) for of in (scales, inverse))
     scales.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for node in (inverse, parts, inverses):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

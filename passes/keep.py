@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import fx
 
+from graphshard.copies import unpack
 from graphshard.emit import Emitter
 from graphshard.ops import arguments, change, own_part, unshard
-from graphshard.wires import unpack
 
 
 def keepable(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> dict[fx.Node, fx.Node]:

@@ -20,15 +20,16 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from graphshard import ops, wires
+from graphshard import ops
 from graphshard._torch import fake_mode_of, size_hint
+from graphshard.copies import unpack
 from graphshard.plan import BACKWARD, Problem, Transfer
 
 
 def raise_scales(graph: fx.Graph) -> None:
     """Move what is gathered by, where it is an input, to the front."""
     first = next(node for node in graph.nodes if node.op != "placeholder")
-    for node in graph.find_nodes(op="call_function", target=wires.unpack):
+    for node in graph.find_nodes(op="call_function", target=unpack):
         if node.args[0].op == "placeholder":
             first.prepend(node)
 

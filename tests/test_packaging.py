@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from graphshard.strategies import HABITS, HEADERS, STRATEGIES
+
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("pyproject.toml", "README.md", "LICENSE")
 # Folder in the source tree -> folder when installed.
@@ -145,3 +147,9 @@ def test_install(kind: str, source: Path, archives: dict[str, Path], tmp_path: P
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in seen["files"])
     assert seen["entry"] == "graphshard.backend:from_string"
     assert seen["entry_loads"]
+
+
+def test_the_readme_has_the_table_of_strategies() -> None:
+    readme = (ROOT / "README.md").read_text().replace("`", "")
+    for row in (HEADERS, *STRATEGIES, *HABITS):
+        assert f"| {' | '.join(row)} |" in readme

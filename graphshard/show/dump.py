@@ -6,7 +6,7 @@ A dump is a JSON object:
     compiled   Dynamo's name for the compilation, as in "0/0"; "" if there is none
     predicted  totals of the timeline: total_us, compute_us, communication_us, exposed_us, lost_us,
                peak_bytes, in_flight_bytes; for readers, since they follow from the rest
-    limits     cap, in_flight, peak: as ``planner.Limits``, in bytes or null
+    limits     cap, in_flight, peak: as ``limits.Limits``, in bytes or null
     hardware   as ``Hardware.to_json``
     plan       as ``Plan.to_json``, parameters named
 """
@@ -22,8 +22,8 @@ from typing import Any
 
 from ..cost import CostModel
 from ..hardware import Hardware
+from ..limits import Limits
 from ..plan import Bucket, Plan, ShardedParam
-from ..planner import Limits
 from ..simulate import COMMUNICATION, COMPUTE, Slot, Timeline, simulate
 
 VERSION = 3

@@ -12,9 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from graphshard import ops
 from graphshard.cost import CostModel
 from graphshard.hardware import HARDWARE
+from graphshard.limits import Limits
 from graphshard.passes import lower
 from graphshard.plan import Bucket, Plan, Problem
-from graphshard.planner import Limits, schedule, without_overlap
+from graphshard.planner import schedule, without_overlap
 from graphshard.verify import verify_lowered
 
 add, mul = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from graphshard import wires
+from graphshard.limits import Limits
 from graphshard.plan import ALL_GATHER, ALL_REDUCE, BACKWARD, FORWARD, REDUCE_SCATTER
-from graphshard.planner import Limits
 from tests.graph.builder import Builder, lowered, mul, output, overlapped, targets, to_copy
 
 c10d = torch.ops._c10d_functional

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import fx
 
+from graphshard.limits import Limits
 from graphshard.plan import FORWARD, Plan
-from graphshard.planner import Limits
 from graphshard.verify import verify_lowered, verify_partition
 from tests.graph.builder import Builder, add, lowered, mul, overlapped, t
 

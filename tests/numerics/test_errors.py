@@ -82,9 +82,9 @@ def test_no_process_group(act: Act) -> None:
     assert_refused(MLP(), act, "no process group")
 
 
-def _mesh_of_two_axes(make: Any) -> None:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    assert_refused(MLP(), lambda model: make(model, mesh), r"mesh has 2 axes.*replicate.*shard")
+def _mesh_of_three_axes(make: Any) -> None:
+    mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("stage", "replicate", "shard"))
+    assert_refused(MLP(), lambda model: make(model, mesh), r"mesh has 3 axes.*replicate.*shard")
 
 
 def _backend_on(model: nn.Module, mesh: DeviceMesh) -> object:
@@ -100,8 +100,8 @@ ON_MESH = [_backend_on, _function_on, graphshard.shard]
 
 
 @pytest.mark.parametrize("make", ON_MESH)
-def test_a_mesh_of_two_axes(make: Any) -> None:
-    ranks.run(2, _mesh_of_two_axes, make)
+def test_a_mesh_of_three_axes(make: Any) -> None:
+    ranks.run(2, _mesh_of_three_axes, make)
 
 
 def _mesh_elsewhere(make: Any) -> None:
@@ -332,7 +332,8 @@ def test_a_fault_of_one_rank_is_an_error_on_all() -> None:
 BAD_OPTIONS: list[tuple[str, Any]] = [
     ("mesh", "cpu"),
     ("mesh", 2),
-    ("reshard_after_forward", 2),
+    ("reshard_after_forward", 0),
+    ("reshard_after_forward", -2),
     ("reshard_after_forward", "yes"),
     ("reshard_after_forward", None),
     ("mp_policy", torch.bfloat16),
@@ -342,7 +343,7 @@ BAD_OPTIONS: list[tuple[str, Any]] = [
     ("ignored_params", [torch.zeros(3)]),
     ("ignored_params", nn.Parameter(torch.zeros(3))),
     ("ignored_params", 3),
-    ("overrides", {"*.norm": {"shard": False}}),
+    ("overrides", {"*.norm": {"shard": 0}}),
     ("fp8", True),
     ("schedule", "fast"),
     ("compiler", "nvcc"),

@@ -20,8 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 import graphshard
 from graphshard.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from tests import ranks, recording
-from tests.models import GPT
-from tests.numerics.compare import draw, relative_error, sgd, whole
+from tests.models import GPT, MLP
+from tests.numerics.compare import (
+    assert_plain,
+    draw,
+    relative_error,
+    sgd,
+    whole,
+    world_mesh,
+)
 
 STEPS = 10
 ALL, FEW = 4, 2
@@ -253,3 +260,21 @@ def test_clipping(name: str) -> None:
         for error, norm, num_sent in found:
             assert error <= 1e-5 and norm > 0.1
             assert num_sent <= 1  # of one number, if anything is sharded
+
+
+def _ranks_that_do_not_divide(options: dict[str, Any]) -> None:
+    """Known when the backend is made, or when there is a mesh."""
+    match = "reshard_after_forward=3: .* divides the 2 of the mesh"
+    with pytest.raises(ValueError, match=match):
+        graphshard.backend(world_mesh(), **options)
+    model = MLP()
+    with pytest.raises(ValueError, match=match):
+        graphshard.shard(model, **options)
+    assert_plain(model)
+
+
+@pytest.mark.parametrize(
+    "options", [{"reshard_after_forward": 3}, {"overrides": {"*": {"reshard_after_forward": 3}}}]
+)
+def test_ranks_that_do_not_divide_the_shards(options: dict[str, Any]) -> None:
+    ranks.run(2, _ranks_that_do_not_divide, options)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from graphshard.hardware import KINDS, Hardware, Link, Rate
+from graphshard.limits import Limits
 from graphshard.plan import ALL_GATHER, REDUCE_SCATTER, Bucket, Plan, Problem, ShardedParam
-from graphshard.planner import Limits, schedule
+from graphshard.planner import schedule
 from graphshard.show import Dump
 from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction
 

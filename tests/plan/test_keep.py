@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphshard.keep import LEAST_US, to_keep
+from graphshard.limits import Limits
 from graphshard.plan import ALL_GATHER, Problem, Transfer
-from graphshard.planner import Limits, schedule, smallest_peak
+from graphshard.planner import schedule, smallest_peak
 from graphshard.simulate import simulate
 from tests.plan.problems import Line, gather, lines, problem, problems
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
 from graphshard.groups import Groups
-from graphshard.link import Layout
+from graphshard.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphshard.limits import Limits
 from graphshard.plan import Problem
-from graphshard.planner import Limits, schedule
+from graphshard.planner import schedule
 from tests.plan.oracle import best, price_us
 from tests.plan.problems import Line, gather, lines, problem, problems, reduction
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from graphshard._torch import BackendError
 from graphshard.agreed import follow
+from graphshard.limits import Limits
 from graphshard.plan import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -23,7 +24,7 @@ from graphshard.plan import (
     Problem,
     over_replicas,
 )
-from graphshard.planner import BudgetError, Limits, schedule, smallest_peak
+from graphshard.planner import BudgetError, schedule, smallest_peak
 from graphshard.simulate import (
     COLLECTIVE,
     alive_bytes,
@@ -226,7 +227,8 @@ def test_a_reduction_does_not_delay_a_gather() -> None:
 _SCRIPT = """
 import json, sys
 from graphshard.plan import Plan
-from graphshard.planner import Limits, schedule
+from graphshard.limits import Limits
+from graphshard.planner import schedule
 from tests.plan.problems import Line
 plan = Plan.from_json(sys.stdin.read())
 print(schedule(plan.problem, Line(), Limits()))

@@ -9,8 +9,9 @@ from hypothesis import given
 
 from benchmarks import schedules
 from benchmarks.llama import LlamaSizes, trace
+from graphshard.limits import Limits
 from graphshard.plan import ALL_GATHER, BACKWARD, FORWARD, Bucket, Plan, Problem, ShardedParam
-from graphshard.planner import Limits, schedule
+from graphshard.planner import schedule
 from graphshard.simulate import simulate
 from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction
 

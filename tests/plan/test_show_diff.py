@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 from hypothesis import given
 
+from graphshard.limits import Limits
 from graphshard.plan import ALL_GATHER, REDUCE_SCATTER, Bucket
-from graphshard.planner import Limits
 from graphshard.show import Dump, diff
 from tests.plan.dumps import WIRE, bucket, by_hand, dump, dumps, hardware
 from tests.plan.problems import Line, gather, problem, reduction

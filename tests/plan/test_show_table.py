@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from graphshard.limits import Limits
 from graphshard.plan import ALL_GATHER, REDUCE_SCATTER
-from graphshard.planner import Limits
 from graphshard.show import Dump, summary, table
 from graphshard.show.table import NUM_BUCKETS, NUM_EXPOSED, reason
 from tests.plan.dumps import bucket, by_hand, dump

@@ -8,8 +8,9 @@ import itertools
 import pytest
 from hypothesis import given
 
+from graphshard.limits import Limits
 from graphshard.plan import ALL_GATHER, Bucket, Problem
-from graphshard.planner import Limits, schedule
+from graphshard.planner import schedule
 from graphshard.simulate import (
     COLLECTIVE,
     COMMUNICATION,
