@@ -229,6 +229,11 @@ def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor],
 # --- torch/autograd/variable.py ------------------------------------------------------------------
 
 
+def backward_id() -> int:
+    """Of the backward that is under way; -1: there is none."""
+    return torch._C._current_graph_task_id()
+
+
 def at_end_of_backward(act: Callable[[], None]) -> None:
     """Have ``act`` called when the backward that is under way is over; to be called in a hook of it."""
     torch.autograd.Variable._execution_engine.queue_callback(act)

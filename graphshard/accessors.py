@@ -46,6 +46,9 @@ class ShardedModule:
         markers = {}
         for name in cls._markers:
             link = link_of(leaf_of(module, name))
+            if link is None:
+                markers[name] = cls._markers[name]
+                continue
             link.sums.syncs = flag_of(module, SYNCS)
             link.sums.all_reduces = flag_of(module, ALL_REDUCES)
             summed = link.summed()

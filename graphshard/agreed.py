@@ -30,7 +30,7 @@ class Decisions:
     """The plans that the graphs of one backend follow."""
 
     def __init__(self) -> None:
-        self._decided: dict[str, list[Plan]] = {}
+        self._decided: dict[tuple[str, ...], list[Plan]] = {}
 
     def __call__(self, plans: Sequence[Plan], context: str, groups: Sequence[str]) -> list[Plan]:
         """The plans to follow in place of ``plans``, those of one Dynamo graph on this rank.
@@ -46,13 +46,14 @@ class Decisions:
         numbers = {name: f"#{i}" for i, name in enumerate(names)}
         common = [_renamed(plan, numbers) for plan in plans]
         text = f"{_structure(common)}\n{context}"
-        if text not in self._decided:
+        key = (text, *groups)
+        if key not in self._decided:
             for agreement in _agreements(common, groups):
                 made = agreement.decide(_digest(text), partial(_to_json, common), text)
                 common = [Plan.from_json(plan) for plan in json.loads(made)]
-            own = {number: name for name, number in numbers.items()}
-            self._decided[text] = [_renamed(plan, own) for plan in common]
-        return self._decided[text]
+            self._decided[key] = common
+        own = {number: name for name, number in numbers.items()}
+        return [_renamed(plan, own) for plan in self._decided[key]]
 
 
 def _groups_of(plans: Sequence[Plan]) -> list[str]:
@@ -146,7 +147,7 @@ def _structure(plans: Sequence[Plan]) -> str:
 
 
 def _anywhere(transfer: Transfer) -> Transfer:
-    return dataclasses.replace(transfer, ready=0, due=0, last=0)
+    return dataclasses.replace(transfer, ready=0, due=0, last=0, stride=1, replica_stride=1)
 
 
 def logged(
@@ -156,6 +157,8 @@ def logged(
     numbers = {name: f"#{i}" for i, name in enumerate(_groups_of(plans))}
     text = "\n".join(_renamed(plan, numbers).wire() for plan in plans)
     for agreement in _agreements(plans, groups):
+        for name in numbers:
+            agreement.involve(process_group(name))
         compiled = _logged(compiled, agreement, _digest(text), text)
     return compiled
 

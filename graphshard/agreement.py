@@ -18,17 +18,17 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import json
 import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from ._torch import BackendError, abort, group_timeout_s, is_registered, store_of
+from .board import AGREED, CALL, DECIDED, FAULT, Board, Event
 
 NUM_LOGGED = 4096  # calls; collectives keep ranks much closer together
 POLL_S, MIN_POLL_S = 0.25, 0.002  # not a blocking wait: torch logs each one that times out
@@ -40,71 +40,6 @@ ADVICE = (
     "All ranks must run the same graphs in the same order; a guard on a value or a shape that "
     "differs between ranks makes them compile, or choose, different ones"
 )
-
-CALL, AGREED, DECIDED, FAULT = "call", "agreed", "decided", "fault"
-Event = Mapping[str, Any]
-
-
-class Board:
-    """The events that the ranks of a group post to each other; deleted when all have read them."""
-
-    def __init__(self, store: dist.Store, prefix: str, rank: int, num_ranks: int) -> None:
-        self._rank, self._num_ranks = rank, num_ranks
-        # The store may have held a group of this name before; every rank has counted it.
-        generation = dist.PrefixStore(prefix, store).add(f"generation/{rank}", 1)
-        self._store = dist.PrefixStore(f"{prefix}/{generation}", store)
-        self._first = 0  # events before it are deleted
-
-    def post(self, kind: str, **event: Any) -> None:
-        index = self._store.add("events", 1) - 1
-        self._store.set(f"event/{index}", json.dumps({"kind": kind, "index": index, **event}))
-
-    def post_call(self, call: int, plan: str, history: int, text: str) -> None:
-        """Post that ``call`` runs ``plan``, unless a rank has done so for this call."""
-        if self._store.add(f"claim/{call}", 1) == 1:
-            self._store.set(f"text/{call}", text)
-            self.post(CALL, call=call, rank=self._rank, plan=plan, history=history)
-
-    def read(self, index: int) -> Event | None:
-        key = f"event/{index}"
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
-
-    def num_posted(self) -> int:
-        return self._store.add("events", 0)
-
-    def text(self, post: Event) -> str:
-        """The plan of a post about a call that this rank has not agreed to."""
-        return self._store.get(f"text/{post['call']}").decode()
-
-    def agree(self, post: Event) -> None:
-        """Say that this rank runs the same plan in that call."""
-        call, index = post["call"], post["index"]
-        self._store.set(f"agrees/{index}/{self._rank}", "")
-        if self._store.add(f"agreed/{index}", 1) == self._num_ranks:
-            self.post(AGREED, call=call, of=index)
-            events = [f"event/{i}" for i in range(self._first, index + 1)]
-            self._delete(*events, f"agreed/{index}", f"text/{call}", f"claim/{call}")
-
-    def agrees(self, post: Event, rank: int) -> bool:
-        return self._store.check([f"agrees/{post['index']}/{rank}"])
-
-    def forget(self, agreed: Event) -> None:
-        """All ranks have agreed to a post, and so have read the events up to it."""
-        self._first = max(self._first, agreed["of"] + 1)
-        self._delete(f"agrees/{agreed['of']}/{self._rank}")
-
-    def leave(self) -> None:
-        self._store.set(f"left/{self._rank}", "")
-        self._store.add("left", 1)
-
-    def left(self) -> list[int]:
-        ranks = range(self._num_ranks) if self._store.add("left", 0) else ()
-        return [rank for rank in ranks if self._store.check([f"left/{rank}"])]
-
-    def _delete(self, *keys: str) -> None:
-        with contextlib.suppress(RuntimeError):  # not every store can
-            for key in keys:
-                self._store.delete_key(key)
 
 
 class Agreement:
@@ -137,8 +72,9 @@ class Agreement:
         self._fault = self._lost = ""
         if self._alone:
             return
-        self._store = store_of(group)
-        self._board = Board(self._store, f"graphshard/{self._name}", self._rank, len(self._ranks))
+        self._stores = weakref.WeakKeyDictionary({group: store_of(group)})
+        board = f"graphshard/{self._name}", self._rank, len(self._ranks)
+        self._board = Board(self._stores[group], *board)
         self._posted = [-1] * NUM_LOGGED  # calls that some rank has posted about
         self._stalls_at = self._audit_at = time.monotonic() + AUDIT_S
         self._wake = threading.Event()
@@ -146,6 +82,11 @@ class Agreement:
         self._thread = threading.Thread(target=self._watch, name="graphshard", daemon=True)
         self._thread.start()
         _started.add(self)
+
+    def involve(self, group: dist.ProcessGroup) -> None:
+        """Ranks may be blocked in collectives of ``group``, too, some of those that agree."""
+        if not self._alone and group not in self._stores:
+            self._stores[group] = store_of(group)
 
     def run(self, plan_id: str) -> None:
         """To be called before every run of a graph but its first. Costs well under 1 us."""
@@ -301,11 +242,10 @@ class Agreement:
         lost = "the group was destroyed"
         try:
             self._read_all()
-            group = self._group()
             if not self._fault:
                 self._board.leave()
-            elif group is not None:
-                abort(group, self._store)
+            for of, store in list(self._stores.items()) if self._fault else ():
+                abort(of, store)
         except RuntimeError as error:
             lost = f"the store of the group is lost: {error}"
         with self._changed:

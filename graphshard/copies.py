@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ._torch import foreach_copy_
+from .sums import take
 
 _lib = torch.library.Library("graphshard", "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
@@ -18,10 +18,12 @@ _lib.define(
     tags=_tags,
 )
 _lib.define("unpack(Tensor flat, int[] sizes, int world) -> Tensor[]", tags=_tags)
-_lib.define("add_partials(Tensor flat, Tensor[] partials, int[] starts) -> Tensor", tags=_tags)
+_lib.define(
+    "add_sums(Tensor flat, Tensor[] keys, int[] starts, ScalarType dtype) -> Tensor", tags=_tags
+)
 copy_in = torch.ops.graphshard.copy_in.default
 unpack = torch.ops.graphshard.unpack.default
-add_partials = torch.ops.graphshard.add_partials.default
+add_sums = torch.ops.graphshard.add_sums.default
 
 
 def _impl(name: str) -> Any:
@@ -103,30 +105,19 @@ def _unpack_fake(flat: torch.Tensor, sizes: list[int], world: int) -> list[torch
     return [flat.new_empty((world, size)) for size in sizes]
 
 
-@_impl("add_partials")
-def _add_partials(
-    flat: torch.Tensor, partials: list[torch.Tensor], starts: list[int]
+@_impl("add_sums")
+def _add_sums(
+    flat: torch.Tensor, keys: list[torch.Tensor], starts: list[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    return added_once(flat.clone(), partials, starts)
-
-
-@torch.library.register_fake("graphshard::add_partials", lib=_lib)
-def _add_partials_fake(
-    flat: torch.Tensor, partials: list[torch.Tensor], starts: list[int]
-) -> torch.Tensor:
-    return torch.empty_like(flat)
-
-
-def added_once(
-    total: torch.Tensor, sums: Sequence[torch.Tensor], starts: Sequence[int]
-) -> torch.Tensor:
-    """``total``, with each of ``sums`` added from its start on, whose memory is set free then."""
-    for of, start in zip(sums, starts):
-        storage = of.untyped_storage()
-        if storage.size():
-            whole = (
-                total if total.shape == of.shape else total[start : start + of.numel()].view_as(of)
-            )
-            whole.add_(of)
-            storage.resize_(0)
+    total = flat.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    for key, start in zip(keys, starts):
+        if (of := take(key)) is not None:
+            total.view(-1)[start : start + of.numel()].view(of.shape).add_(of.to(total))
     return total
+
+
+@torch.library.register_fake("graphshard::add_sums", lib=_lib)
+def _add_sums_fake(
+    flat: torch.Tensor, keys: list[torch.Tensor], starts: list[int], dtype: torch.dtype
+) -> torch.Tensor:
+    return flat.new_empty(flat.shape, dtype=dtype)

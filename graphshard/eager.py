@@ -22,10 +22,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ._torch import RESUMED, process_group
+from .copies import add_sums
 from .link import Link, Model, leaf_of, link_of, model_of
-from .ops import add_unsynced, used_dtype
+from .ops import used_dtype
 from .stack import frames, is_dynamo_entry, is_recomputation, module_of_method
-from .sums import NAMES, PARTIAL, UNSYNCED
+from .sums import PARTIAL, UNSYNCED
 
 _CALL = "_wrapped_call_impl"
 _FORWARD = ("forward", "_call_impl", _CALL)
@@ -86,7 +87,7 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, links: Sequence[Link], *leaves: torch.Tensor) -> Any:
-        ctx.links, ctx.asked = links, [link.sums.asked for link in links]
+        ctx.links, ctx.asked = links, [link.asked for link in links]
         ctx.set_materialize_grads(False)
         full = [link.layout.unshard(leaf) for link, leaf in zip(links, leaves)]
         ctx.mark_non_differentiable(*(f for f, leaf in zip(full, leaves) if not leaf.requires_grad))
@@ -100,8 +101,7 @@ class _Unshard(torch.autograd.Function):
             if ctx.asked[i] != UNSYNCED:
                 reduced.append(i)
             elif (grad := grads[i]) is not None:
-                link = ctx.links[i]
-                link.sums.add(UNSYNCED, grad, link.sum_dtype)
+                ctx.links[i].sum_of(UNSYNCED).add(grad)
         used = _used_on_any_rank([ctx.links[i] for i in reduced], [grads[i] for i in reduced])
         result: list[torch.Tensor | None] = [None] * len(grads)
         for i, is_used in zip(reduced, used):
@@ -115,14 +115,13 @@ def _reduced(link: Link, grad: torch.Tensor | None, asked: str) -> torch.Tensor 
     if grad is None:
         dtype = used_dtype(link.leaf, link.layout.dtype)
         grad = link.leaf.new_zeros(link.layout.shape, dtype=dtype)
-    unsynced, partial = (link.sums.pending(name) for name in NAMES)
-    if unsynced is not None:
-        grad = add_unsynced(grad, unsynced)
-    if asked == PARTIAL and link.averages_shards:
-        link.sums.add(PARTIAL, link.layout.reduce_to_partial(grad), link.sum_dtype)
-        link.sums.drop_added()
+    if (key := link.sums.key(UNSYNCED)) is not None:
+        grad = add_sums(grad, [key], [0], link.sum_of(UNSYNCED).stand_in.dtype)
+    if asked == PARTIAL:
+        link.sum_of(PARTIAL).add(link.layout.reduce_to_partial(grad))
+        link.sums.delivered()
         return None
-    return link.layout.reduce(grad, link.leaf.dtype, partial)
+    return link.layout.reduce(grad, link.leaf.dtype, link.sums.key(PARTIAL))
 
 
 def _used_on_any_rank(links: Sequence[Link], grads: Sequence[torch.Tensor | None]) -> list[bool]:

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._torch import is_registered, process_group
 
-_made: dict[tuple[object, ...], DeviceMesh] = {}
-"""Meshes over ranks of others, so that each group is made once."""
+_made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+"""By ranks."""
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,23 @@ class Groups:
         """The group of all ranks of the mesh."""
         if self.mesh.ndim == 1:
             return self.shards
-        return _mesh_over(self.mesh, (-1,)).get_group().group_name
+        return _group_of(self.mesh.mesh.flatten().tolist())
 
     def few(self, num: int) -> str:
         """The group of ``num`` neighbours, this rank among them, that have shards of one replica."""
-        return _mesh_over(self.mesh, (-1, num)).get_group(1).group_name
+        parts = self.mesh.mesh.reshape(-1, num).tolist()
+        return _group_of(next(ranks for ranks in parts if dist.get_rank() in ranks))
 
 
-def _mesh_over(mesh: DeviceMesh, shape: tuple[int, ...]) -> DeviceMesh:
-    """The ranks of ``mesh`` in another shape; the first time, a collective of all ranks."""
-    key = (mesh.device_type, tuple(mesh.mesh.flatten().tolist()), shape)
-    known = _made.get(key)
-    if known is None or not all(map(is_registered, known.get_all_groups())):
-        _made[key] = DeviceMesh(mesh.device_type, mesh.mesh.view(shape))
-    return _made[key]
+def _group_of(ranks: list[int]) -> str:
+    """The group of these ranks; the first time, a collective of theirs."""
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD.group_name  # type: ignore[union-attr]
+    known = _made.get(key := tuple(sorted(ranks)))
+    if known is None or not is_registered(known):
+        # Ranks of other parts of a larger mesh may shard something else, or nothing.
+        _made[key] = known = dist.new_group(list(key), use_local_synchronization=True)
+    return known.group_name
 
 
 def world_of(group: str) -> tuple[int, int]:

@@ -29,6 +29,7 @@ from . import ops
 from ._torch import (
     BackendError,
     at_end_of_backward,
+    backward_id,
     dtensor_like,
     gradient_hooks,
     graph_break_reasons,
@@ -71,30 +72,23 @@ class Model:
     accumulates: bool = False
     reads_eagerly: bool = False
     gathered_bytes: int = 0
-    _ends: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Model:
         return Model(self.name)  # the copied links add themselves
 
-    def reduce_rest_at_end(self) -> None:
-        """When the backward that runs is over, reduce sums of gradients that it had none to add to."""
-        if self._ends or not self.accumulates:
-            return
-        self._ends = True
-        at_end_of_backward(self._reduce_rest)
-
-    def _reduce_rest(self) -> None:
-        self._ends = False
-        self.accumulates = any(link.sums.asked for link in self.links)
-        links = sorted((link for link in self.links if not link.sums.asked), key=lambda of: of.fqn)
-        pending = [bool(link.sums.totals()) for link in links]
+    def reduce_rest(self) -> None:
+        """Reduce sums of gradients that the backward which is over had none to add to."""
+        links = [link for link in self.links if link.is_owned() and not link.asked]
+        links.sort(key=lambda link: link.fqn)
+        self.accumulates = any(link.asked for link in self.links)
+        pending = [[link.sums.key(name) is not None for name in NAMES] for link in links]
         if self.reads_eagerly and links:  # where each rank's data decides what has a gradient
             flags = torch.tensor(pending, dtype=torch.int32, device=links[0].leaf.device)
             dist.all_reduce(flags, group=process_group(links[0].layout.groups.all))
-            pending = [flag > 0 for flag in flags.tolist()]
-        for link, found in zip(links, pending):
-            if found:
-                link.reduce_sums()
+            pending = [[flag > 0 for flag in of] for of in flags.tolist()]
+        for link, (unsynced, partial) in zip(links, pending):
+            if unsynced or partial:
+                link.reduce_sums(unsynced)
 
     def warn_of_breaks(self) -> None:
         """Once, when a backward starts: by then a forward has met all its breaks."""
@@ -125,7 +119,7 @@ class Link:
         self.leaf: Any = None
         self._local: torch.Tensor | None = None
         self._owners: list[tuple[weakref.ref[nn.Module], str]] = []
-        self.sums = Sums(self.refresh)
+        self.sums = Sums(self._on_sum)
         model.links.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Link:
@@ -166,30 +160,46 @@ class Link:
     def _give_leaf(self, module: nn.Module, name: str) -> None:
         module.__dict__[leaf_name(name)] = self.leaf
 
-    def summed(self) -> dict[str, torch.Tensor]:
-        """What gradients add up in, or have: arguments of the marker."""
-        sums, layout = self.sums, self.layout
-        self.model.accumulates |= bool(sums.asked)
-        found = {name: pending for name in NAMES if (pending := sums.pending(name)) is not None}
-        if sums.asked == UNSYNCED:
-            found = {UNSYNCED: self._stand_in(UNSYNCED, layout.shape)}
-        elif sums.asked == PARTIAL and self.averages_shards:
-            found[PARTIAL] = self._stand_in(PARTIAL, layout.padded_shape)
-        return found if self.leaf.requires_grad else {}
+    @property
+    def asked(self) -> str:
+        """Where gradients go, one of ``sums.NAMES``; "" where they are reduced."""
+        if not self.dtensor.requires_grad:
+            return ""
+        if not self.sums.syncs:
+            return UNSYNCED
+        return PARTIAL if self.averages_shards and not self.sums.all_reduces else ""
 
     @property
     def averages_shards(self) -> bool:
         """Whether reduced shards are averaged over replicas."""
         return self.layout.rows is not None and bool(self.layout.groups.replicas)
 
-    def _stand_in(self, name: str, shape: torch.Size) -> torch.Tensor:
-        return self.sums.stand_in(name, shape, self.sum_dtype, self.leaf.device)
+    def summed(self) -> dict[str, torch.Tensor]:
+        """Stand-ins and keys: arguments of the marker."""
+        asked = self.asked
+        if asked:
+            self.model.accumulates = True
+            _accumulating.setdefault(self.model)
+        if not self.dtensor.requires_grad:
+            return {}
+        found = (
+            {}
+            if asked == UNSYNCED
+            else {n: k for n in NAMES if (k := self.sums.key(n)) is not None}
+        )
+        return {**found, asked: self.sum_of(asked).stand_in} if asked else found
 
-    @property
-    def sum_dtype(self) -> torch.dtype:
-        """In which gradients add up: that in which they are reduced."""
+    def sum_of(self, name: str) -> Any:
+        """What gradients add up in: in the dtype in which they are reduced."""
         used = ops.used_dtype(self.leaf, self.layout.dtype)
-        return used if self.layout.reduce_dtype is None else self.layout.reduce_dtype
+        reduced = self.layout.reduce_dtype if used.is_floating_point else None
+        shape = self.layout.shape if name == UNSYNCED else self.layout.padded_shape
+        return self.sums.of(name, shape, reduced or used, self.leaf.device)
+
+    def _on_sum(self) -> None:
+        """A gradient may come when those of further forwards are reduced again."""
+        if not self.asked:
+            self.refresh()
 
     def refresh(self) -> None:
         """Have the owners' accessors hand out what ``summed`` says now."""
@@ -197,15 +207,28 @@ class Link:
             if (owner := ref()) is not None:
                 owner.refresh_accessors()  # type: ignore[operator]
 
-    def reduce_sums(self) -> None:
-        """Reduce what has added up here or on another rank, without a gradient to add it to."""
-        unsynced, partial = (self.sums.pending(name) for name in NAMES)
-        if unsynced is None:
-            unsynced = self.leaf.new_zeros(self.layout.shape, dtype=self.sum_dtype)
-        full = unsynced.clone()
-        unsynced.untyped_storage().resize_(0)
-        self.deliver(self.layout.reduce(full, self.leaf.dtype, partial))
-        self.sums.drop_added()
+    def reduce_sums(self, unsynced: bool) -> None:
+        """Reduce what has added up here or on another rank, without a gradient to add it to.
+
+        Args:
+            unsynced: full gradients have; else shards, over which replicas average.
+        """
+        layout, result = self.layout, self.leaf.dtype
+        of = self.sum_of(UNSYNCED if unsynced else PARTIAL)
+        total = of.take()
+        if total is None:
+            total = torch.zeros_like(of.stand_in, memory_format=torch.contiguous_format)
+        if unsynced:
+            grad = layout.reduce(total, result, self.sums.key(PARTIAL))
+        else:
+            grad = ops.all_reduce_grad(total, layout.groups.replicas, None, result)
+        self.deliver(grad)
+        self.sums.delivered()
+        self.refresh()
+
+    def is_owned(self) -> bool:
+        """False for one that was replaced."""
+        return any(ref() is not None for ref, _ in self._owners)
 
     def disown(self, module: nn.Module, name: str) -> None:
         self._owners = [(r, at) for r, at in self._owners if r() is not module or at != name]
@@ -234,6 +257,8 @@ class Link:
         if self.dtensor.requires_grad == self.leaf.requires_grad:
             return True
         self.leaf.requires_grad_(self.dtensor.requires_grad)
+        if self.model.accumulates:
+            self.refresh()
         return False
 
     def deliver(self, padded_grad: torch.Tensor) -> None:
@@ -295,5 +320,28 @@ def _deliver(leaf: torch.Tensor) -> None:
     leaf.grad = None
     link.model.warn_of_breaks()
     link.deliver(grad)
-    link.sums.drop_added()
-    link.model.reduce_rest_at_end()
+    if _accumulating:
+        link.sums.delivered()
+        _reduce_rest_at_end()
+
+
+_accumulating: weakref.WeakKeyDictionary[Model, None] = weakref.WeakKeyDictionary()
+"""Models with gradients that add up, or did and may be left, in the order in which they began to."""
+_ends = -1
+"""The backward at whose end ``_reduce_rest`` is called."""
+
+
+def _reduce_rest_at_end() -> None:
+    global _ends
+    if _ends != (current := backward_id()):
+        _ends = current
+        at_end_of_backward(_reduce_rest)
+
+
+def _reduce_rest() -> None:
+    for model in list(_accumulating):
+        model.reduce_rest()
+        for link in model.links:
+            link.refresh()
+        if not model.accumulates:
+            del _accumulating[model]

@@ -25,8 +25,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     _check(model, True)
     before = {module: flag_of(module, SYNCS) for module in model.modules()}
-    _set(dict.fromkeys(before, False), SYNCS)
     try:
+        _set(dict.fromkeys(before, False), SYNCS)
         yield
     finally:
         _set(before, SYNCS)

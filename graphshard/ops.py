@@ -16,10 +16,10 @@ Groups have names. ``regather`` is the one from which backward gathers: that of 
 of it (ZeRO++'s hpZ), or "": the full parameter is kept (ZeRO-2). ``replicas`` are the ranks that have the
 same shard (HSDP), over which reduced shards are averaged once more; "": there are no others.
 
-Gradients add up over microbatches in ``unsynced``, which is as large as the parameter, or in ``partial``,
-as large as its shard. One that requires a gradient gets it, in place of the shard: not reduced, or not
-over the replicas. The other kind is such a sum, to be added before the reduction, or between its two
-halves; ``add_unsynced`` does it, and sets the memory of the sum free. Whoever comes again adds nothing.
+Gradients add up over microbatches in stand-ins, ``unsynced`` as large as the parameter, or ``partial`` as
+large as its shard. A stand-in, which requires a gradient, gets it in place of the shard: not reduced, or
+not over the replicas. A key in its place is that of a sum to be added before the reduction, or between its
+two halves: see ``graphshard.sums``.
 
 The ops are opaque to Dynamo, AOTAutograd and Inductor's joint passes; ``graphshard.passes`` lowers
 them to functional collectives. In eager parts of a model they run for real, by the same lowering.
@@ -39,7 +39,6 @@ from torch import fx
 
 from . import wires
 from ._torch import argument_names, fake_mode_of, process_group
-from .copies import added_once
 from .emit import run
 from .float8 import E4M3
 from .plan import ALL_GATHER, ALL_REDUCE, MAX_REDUCE, REDUCE_SCATTER, SHARD_REDUCE
@@ -62,7 +61,6 @@ _lib.define(f"replicate(Tensor param, str group, {_casts}, Tensor? unsynced) -> 
 _lib.define(f"all_reduce_grad(Tensor grad, str group, {_result}) -> Tensor", tags=_tags)
 _lib.define("max_over_ranks(Tensor amax, str group) -> Tensor", tags=_tags)
 _lib.define("own_part(Tensor full, str group) -> Tensor", tags=_tags)
-_lib.define("add_unsynced(Tensor grad, Tensor unsynced) -> Tensor", tags=_tags)
 
 unshard = torch.ops.graphshard.unshard.default
 reduce_grad = torch.ops.graphshard.reduce_grad.default
@@ -70,7 +68,6 @@ replicate = torch.ops.graphshard.replicate.default
 all_reduce_grad = torch.ops.graphshard.all_reduce_grad.default
 max_over_ranks = torch.ops.graphshard.max_over_ranks.default
 own_part = torch.ops.graphshard.own_part.default
-add_unsynced = torch.ops.graphshard.add_unsynced.default
 UNSHARD = (unshard, replicate)
 REDUCE = (reduce_grad, all_reduce_grad)
 OF_PARAMS = (*UNSHARD, *REDUCE)
@@ -203,16 +200,6 @@ def _own_part_fake(full: torch.Tensor, group: str) -> torch.Tensor:
     return full.new_empty((rows, *full.shape[1:]))
 
 
-@_impl("add_unsynced")
-def _add_unsynced(grad: torch.Tensor, unsynced: torch.Tensor) -> torch.Tensor:
-    return added_once(grad.to(unsynced.dtype, copy=True), [unsynced], [0])
-
-
-@torch.library.register_fake("graphshard::add_unsynced", lib=_lib)
-def _add_unsynced_fake(grad: torch.Tensor, unsynced: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(grad, dtype=unsynced.dtype)
-
-
 @torch.library.register_fake("graphshard::unshard", lib=_lib)
 def _unshard_fake(
     shard: torch.Tensor,
@@ -268,44 +255,48 @@ def _requires_grad(tensor: _Tensor) -> bool:
     return tensor is not None and tensor.requires_grad
 
 
+def _is_stand_in(tensor: _Tensor) -> bool:
+    return tensor is not None and tensor.requires_grad
+
+
+def _summed(ctx: Any, grad: torch.Tensor, key: _Tensor) -> torch.Tensor:
+    """With the sum of that key added, in the dtype in which it is reduced."""
+    dtype = used_dtype(grad, ctx.reduce_dtype)
+    return grad if key is None else torch.ops.graphshard.add_sums(grad, [key], [0], dtype)
+
+
 def _save_unshard(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     shard, _, ctx.group, _, ctx.replicas, _, ctx.reduce_dtype, _, _, _, unsynced, partial = inputs
     ctx.padded_rows, ctx.result = shard.shape[0], shard.dtype
-    ctx.unreduced = unsynced.dtype if _requires_grad(unsynced) else None
-    ctx.partial = partial.dtype if _requires_grad(partial) else None
-    ctx.save_for_backward(
-        None if ctx.unreduced else unsynced,
-        None if ctx.partial else partial,
-    )
+    ctx.unreduced, ctx.to_partial = _is_stand_in(unsynced), _is_stand_in(partial)
+    ctx.save_for_backward(None if ctx.unreduced else unsynced, None if ctx.to_partial else partial)
 
 
 def _unshard_backward(ctx: Any, grad: torch.Tensor) -> tuple[_Tensor, ...]:
     if ctx.unreduced:
-        return *[None] * 10, grad.to(ctx.unreduced), None
-    unsynced, partial = ctx.saved_tensors
-    if unsynced is not None:
-        grad = torch.ops.graphshard.add_unsynced(grad, unsynced)
-    of_all = None if ctx.partial else partial
-    replicas, result = ("", ctx.partial) if ctx.partial else (ctx.replicas, ctx.result)
+        return *[None] * 10, grad.to(used_dtype(grad, ctx.reduce_dtype)), None
+    key, partial = ctx.saved_tensors
+    grad = _summed(ctx, grad, key)
+    replicas, result = ctx.replicas, ctx.result
+    if ctx.to_partial:
+        replicas, result = "", used_dtype(grad, ctx.reduce_dtype)
     back = torch.ops.graphshard.reduce_grad(
-        grad, ctx.padded_rows, ctx.group, replicas, of_all, ctx.reduce_dtype, result
+        grad, ctx.padded_rows, ctx.group, replicas, partial, ctx.reduce_dtype, result
     )
-    return (*[None] * 11, back) if ctx.partial else (back, *[None] * 11)
+    return (*[None] * 11, back) if ctx.to_partial else (back, *[None] * 11)
 
 
 def _save_replicate(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     param, ctx.group, _, ctx.reduce_dtype, unsynced = inputs
     ctx.result = param.dtype
-    ctx.unreduced = unsynced.dtype if _requires_grad(unsynced) else None
+    ctx.unreduced = _is_stand_in(unsynced)
     ctx.save_for_backward(None if ctx.unreduced else unsynced)
 
 
 def _replicate_backward(ctx: Any, grad: torch.Tensor) -> tuple[_Tensor, ...]:
     if ctx.unreduced:
-        return *[None] * 4, grad.to(ctx.unreduced)
-    (unsynced,) = ctx.saved_tensors
-    if unsynced is not None:
-        grad = torch.ops.graphshard.add_unsynced(grad, unsynced)
+        return *[None] * 4, grad.to(used_dtype(grad, ctx.reduce_dtype))
+    grad = _summed(ctx, grad, *ctx.saved_tensors)
     back = torch.ops.graphshard.all_reduce_grad(grad, ctx.group, ctx.reduce_dtype, ctx.result)
     return back, *[None] * 4
 

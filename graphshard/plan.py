@@ -137,11 +137,6 @@ class Bucket:
     def transfers(self) -> tuple[int, ...]:
         return tuple(i for parcel in self.parcels for i in parcel)
 
-    @property
-    def phase(self) -> int:
-        """Between two steps, buckets of phase 0 are launched, waited for, then those of phase 1."""
-        return int(self.kind == SHARD_REDUCE)
-
 
 def over_replicas(bucket: Bucket, transfers: Sequence[Transfer]) -> Bucket | None:
     """What averages the shards that ``bucket`` reduces over their replicas, if there are any: it is
@@ -167,14 +162,31 @@ def over_replicas(bucket: Bucket, transfers: Sequence[Transfer]) -> Bucket | Non
 
 def by_step(num_steps: int, buckets: Sequence[Bucket]) -> list[list[tuple[int, bool]]]:
     """What happens before every step and at the end, in order: a bucket, and whether it is waited for
-    or launched."""
+    or launched. Launches come first, in the order of ``buckets``; but what is averaged over replicas is
+    waited for in front of that."""
     found: list[list[tuple[int, bool]]] = [[] for _ in range(num_steps + 1)]
-    for phase in (0, 1):
-        of_phase = [(i, bucket) for i, bucket in enumerate(buckets) if bucket.phase == phase]
-        for is_wait in (False, True):
-            for i, bucket in of_phase:
-                found[bucket.wait if is_wait else bucket.launch].append((i, is_wait))
+    reduced = averaged_by(buckets)
+    reductions = {by: of for of, by in reduced.items()}
+    for i, bucket in enumerate(buckets):
+        if i in reductions:
+            found[bucket.launch].append((reductions[i], True))
+        found[bucket.launch].append((i, False))
+    for i, bucket in enumerate(buckets):
+        if i not in reduced:
+            found[bucket.wait].append((i, True))
     return found
+
+
+def averaged_by(buckets: Sequence[Bucket]) -> dict[int, int]:
+    """By position of a bucket whose shards are averaged over replicas, that of the bucket that does it."""
+    averages = {
+        bucket.parcels: i for i, bucket in enumerate(buckets) if bucket.kind == SHARD_REDUCE
+    }
+    return {
+        i: averages[bucket.parcels]
+        for i, bucket in enumerate(buckets)
+        if bucket.kind != SHARD_REDUCE and bucket.parcels in averages
+    }
 
 
 @dataclass(frozen=True)

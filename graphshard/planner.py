@@ -239,22 +239,23 @@ class _Search:
         if limit is not None:
             over, excess = max(0, peak - limit), 0.0
         costs = [group.cost for group in groups]
-        then = [group.then[1] for group in reductions if group.then]
-        price_us = self._total_us(costs, spans, then, averaged) * (1 + MEMORY_PRICE * excess)
-        price_us += sum(self._prices.lost_us(cost.wire_us) for cost in [*costs, *then])
+        costs += [group.then[1] for group in reductions if group.then]
+        price_us = self._total_us(cuts, [*spans, *averaged], costs) * (1 + MEMORY_PRICE * excess)
+        price_us += sum(self._prices.lost_us(cost.wire_us) for cost in costs)
         return _Draft((over, price_us, peak), cuts, (gathered, reduced, averaged), in_flight)
 
-    def _total_us(
-        self,
-        costs: Sequence[Cost],
-        spans: Sequence[_Span],
-        then: Sequence[Cost],
-        averaged: Sequence[_Span],
-    ) -> float:
-        of = [*((*span, 0) for span in spans), *((*span, 1) for span in averaged)]
-        costs = [*costs, *then]
-        order = sorted(range(len(of)), key=lambda i: of[i][0])
-        return sweep(self._start_us, [of[i] for i in order], [costs[i] for i in order]).total_us
+    def _total_us(self, cuts: _Pair, spans: Sequence[_Span], costs: Sequence[Cost]) -> float:
+        """
+        Args:
+            spans: of gathers, of reductions, and of what averages some of those; ``costs`` likewise.
+        """
+        order = sorted(range(len(spans)), key=lambda i: spans[i][0])
+        reductions = [i for i, group in enumerate(cuts[1], len(cuts[0])) if group.then]
+        averages = range(len(spans) - len(reductions), len(spans))
+        at = {i: place for place, i in enumerate(order)} if reductions else {}
+        averaged = {at[i]: at[by] for i, by in zip(reductions, averages)}
+        ordered = [spans[i] for i in order], [costs[i] for i in order]
+        return sweep(self._start_us, *ordered, averaged).total_us
 
     def _alive(self, cuts: _Pair, launches: Sequence[int], waits: Sequence[int]) -> list[int]:
         """``alive_bytes``, from the launches of gathers and the waits for reductions."""

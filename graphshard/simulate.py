@@ -15,14 +15,14 @@ by ``sweep``, which the planner's search calls a thousand times.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import networkx as nx
 
-from .plan import ALL_GATHER, SHARD_REDUCE, Bucket, Problem, by_step
+from .plan import ALL_GATHER, SHARD_REDUCE, Bucket, Problem, averaged_by, by_step
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 _Node = tuple[str, int]
@@ -183,27 +183,34 @@ class Clock:
 def clock(problem: Problem, buckets: Sequence[Bucket], prices: Prices) -> Clock:
     """The times of ``simulate``, in one sweep over the buckets."""
     costs = [cost_of(problem, bucket, prices) for bucket in buckets]
-    spans = [(bucket.launch, bucket.wait, bucket.phase) for bucket in buckets]
-    return sweep([0.0, *accumulate(problem.compute_us)], spans, costs)
+    spans = [(bucket.launch, bucket.wait) for bucket in buckets]
+    return sweep([0.0, *accumulate(problem.compute_us)], spans, costs, averaged_by(buckets))
 
 
 def sweep(
-    start_us: Sequence[float], spans: Sequence[tuple[int, int, int]], costs: Sequence[Cost]
+    start_us: Sequence[float],
+    spans: Sequence[tuple[int, int]],
+    costs: Sequence[Cost],
+    averaged: Mapping[int, int],
 ) -> Clock:
     """The times of buckets of known costs, in O(b log b + s).
 
     Args:
         start_us: by step, and of the end: when it starts if nothing is in its way.
-        spans: launch, wait and phase of every bucket, in order of launch.
+        spans: launch and wait of every bucket, in order of launch.
+        averaged: see ``plan.averaged_by``; events are in the order of ``plan.by_step``.
     """
-    launches = [(launch, phase, 0, i) for i, (launch, _, phase) in enumerate(spans)]
-    waits = [(wait, phase, 1, i) for i, (_, wait, phase) in enumerate(spans)]
+    launches = [(launch, 0, i, 1, i) for i, (launch, _) in enumerate(spans)]
+    waits = [
+        (wait, 0, averaged[i], 0, i) if i in averaged else (wait, 1, i, 0, i)
+        for i, (_, wait) in enumerate(spans)
+    ]
     end_us, exposed_us = [0.0] * len(spans), [0.0] * len(spans)
     late_us = [0.0] * len(start_us)  # by step, what is added in front of it
     behind = free = 0.0
-    for step, _, is_wait, i in sorted(launches + waits):
+    for step, _, _, is_launch, i in sorted(launches + waits):
         now = start_us[step] + behind
-        if is_wait:
+        if not is_launch:
             exposed_us[i] = max(0.0, end_us[i] - now)
             us = exposed_us[i] + costs[i].copy_out_us
         else:

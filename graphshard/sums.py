@@ -1,19 +1,27 @@
 """What a parameter's gradients add up in over microbatches that are not reduced, or not all the way.
 
-A marker takes a tensor that requires a gradient and is as large as the parameter (``unsynced``), or as
-its shard (``partial``), but has no memory of its own: autograd adds up its ``.grad``. The step that
-reduces takes that sum in its place, adds it once, and sets its memory free:
+A marker takes a stand-in: a tensor that requires a gradient and is as large as the parameter
+(``unsynced``), or as its shard (``partial``), but has no memory of its own. Autograd adds up its
+``.grad``. The step that reduces takes a number instead, by which its backward finds that sum:
 
     microbatch   unshard(shard, unsynced=stand-in)      stand-in.grad += gradient
-    last one     unshard(shard, unsynced=total)         shard.grad = reduce(gradient + total)
+    last one     unshard(shard, unsynced=key)           shard.grad = reduce(add_sum(gradient, key))
+
+The sum is added once, by whichever backward comes first, and comes back if what it was added to never
+reaches the parameter (``torch.autograd.grad`` of an input runs all of a compiled backward).
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import weakref
 from collections.abc import Callable
 
 import torch
 from torch import nn
+
+from ._torch import at_end_of_backward, backward_id
 
 UNSYNCED, PARTIAL = NAMES = ("unsynced", "partial")
 """Arguments of markers."""
@@ -29,52 +37,74 @@ def set_flag(module: nn.Module, name: str, flag: bool) -> None:
     module.__dict__[name] = flag
 
 
-class _Sum:
-    """Of the gradients of one stand-in."""
+_sums: weakref.WeakValueDictionary[int, _Sum] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
-    def __init__(
-        self,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        device: torch.device,
-        arrived: Callable[[], None],
-    ) -> None:
+
+def take(key: torch.Tensor) -> torch.Tensor | None:
+    """What has added up under ``key``, for a gradient that is about to be reduced."""
+    found = _sums.get(int(key))
+    return None if found is None else found.take()
+
+
+class _Sum:
+    """Of the gradients of one stand-in.
+
+    Attributes:
+        key: by which a graph finds it, whoever copies what is saved for backward.
+    """
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
         self.stand_in = torch.zeros((), dtype=dtype, device=device).expand(shape).requires_grad_()
-        self.stand_in.register_post_accumulate_grad_hook(self._on_gradient)
-        self._total: torch.Tensor | None = None
-        self._arrived = arrived
+        number = next(_numbers)
+        self.key = torch.tensor(number)
+        _sums[number] = self
+        self._taken: list[torch.Tensor] = []
 
     @property
     def total(self) -> torch.Tensor | None:
-        """One tensor for all that read the parameter; None before there is any, and once it was added.
-        It may grow without a trace in its version."""
-        return self._total if self._total is not None and not self._was_added() else None
-
-    def _was_added(self) -> bool:
-        return self._total is not None and not self._total.untyped_storage().size()
-
-    def _on_gradient(self, stand_in: torch.Tensor) -> None:
-        if self._total is None and stand_in.grad is not None:
-            # It may share the memory, which will be set free, with that of another parameter.
-            self._hold(stand_in.grad.clone())
-        self._arrived()
-
-    def _hold(self, grad: torch.Tensor) -> None:
-        self.stand_in.grad = grad
-        self._total = grad.data
+        return self.stand_in.grad
 
     def add(self, grad: torch.Tensor) -> None:
         """A gradient that no graph hands to autograd."""
-        if self.stand_in.grad is None:
-            self._hold(grad.detach().to(self.stand_in.dtype, copy=True))
-        else:
-            self.stand_in.grad.add_(grad.detach())
+        grad = grad.detach().to(self.stand_in)
+        self.stand_in.grad = grad if self.total is None else self.total + grad
 
-    def drop_added(self) -> bool:
-        if not self._was_added():
-            return False
-        self.stand_in.grad = self._total = None
-        return True
+    def take(self) -> torch.Tensor | None:
+        total = self.total
+        if total is not None:
+            self._taken.append(total)
+            self.stand_in.grad = None
+            _settle_at_end(self)
+        return total
+
+    def delivered(self) -> None:
+        self._taken.clear()
+
+    def put_back(self) -> None:
+        for total in self._taken:
+            self.add(total)
+        self._taken.clear()
+
+
+_unsettled: list[_Sum] = []
+_settles = -1
+"""The backward at whose end ``_settle`` is called."""
+
+
+def _settle_at_end(of: _Sum) -> None:
+    global _settles
+    _unsettled.append(of)
+    if _settles != (current := backward_id()) and current >= 0:
+        _settles = current
+        at_end_of_backward(_settle)
+
+
+def _settle() -> None:
+    """What was taken and did not get to its parameter is there again."""
+    for of in _unsettled:
+        of.put_back()
+    _unsettled.clear()
 
 
 class Sums:
@@ -84,57 +114,42 @@ class Sums:
         syncs: gradients are reduced; ``all_reduces``: over the replicas of shards, too.
 
     Args:
-        changed: called when markers have to be given others.
+        arrived: called when autograd has brought a gradient.
     """
 
-    def __init__(self, changed: Callable[[], None]) -> None:
+    def __init__(self, arrived: Callable[[], None]) -> None:
         self.syncs = self.all_reduces = True
-        self._changed = changed
+        self._arrived = arrived
         self._of: dict[str, _Sum] = {}
 
-    @property
-    def asked(self) -> str:
-        """Where gradients go, one of ``NAMES``; "" where they are reduced."""
-        if not self.syncs:
-            return UNSYNCED
-        return "" if self.all_reduces else PARTIAL
+    def of(self, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> _Sum:
+        known = self._of.get(name)
+        if known is None or (known.stand_in.dtype, known.stand_in.device) != (dtype, device):
+            self._of[name] = _Sum(shape, dtype, device)
+            self._of[name].stand_in.register_post_accumulate_grad_hook(
+                functools.partial(self._on_gradient, name)
+            )
+            if known is not None and known.total is not None:
+                self._of[name].add(known.total)
+        return self._of[name]
 
-    def pending(self, name: str) -> torch.Tensor | None:
-        """What has added up and was not reduced."""
-        return self._of[name].total if name in self._of else None
+    def _on_gradient(self, name: str, _: torch.Tensor) -> None:
+        if (
+            name == PARTIAL and UNSYNCED in self._of
+        ):  # what was reduced to it may have had that added
+            self._of[UNSYNCED].delivered()
+        self._arrived()
+
+    def key(self, name: str) -> torch.Tensor | None:
+        """Of what has added up and was not reduced, if anything has."""
+        found = self._of.get(name)
+        return None if found is None or found.total is None else found.key
 
     def totals(self) -> list[torch.Tensor]:
         """All that is pending."""
-        found = (of.total for of in self._of.values())
-        return [total for total in found if total is not None]
+        return [of.total for of in self._of.values() if of.total is not None]
 
-    def stand_in(
-        self, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return self._sum(name, shape, dtype, device).stand_in
-
-    def add(self, name: str, grad: torch.Tensor, dtype: torch.dtype) -> None:
-        """A gradient that no graph hands to autograd."""
-        self._sum(name, grad.shape, dtype, grad.device).add(grad)
-        self._changed()
-
-    def _sum(self, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> _Sum:
-        known = self._of.get(name)
-        if known is None or (known.stand_in.dtype, known.stand_in.device) != (dtype, device):
-            self._of[name] = _Sum(shape, dtype, device, self._arrived)
-            if known is not None and known.total is not None:
-                self._of[name].add(known.total.to(device))
-        return self._of[name]
-
-    def _arrived(self) -> None:
-        """Another total may have been added to the gradient; or its backward came when gradients of
-        further forwards are reduced again."""
-        if not self.drop_added() and not self.asked:
-            self._changed()
-
-    def drop_added(self) -> bool:
-        """Forget totals that were added to what was reduced; whether there were any."""
-        dropped = [of.drop_added() for of in self._of.values()]
-        if any(dropped):
-            self._changed()
-        return any(dropped)
+    def delivered(self) -> None:
+        """What was taken has come to the parameter."""
+        for of in self._of.values():
+            of.delivered()

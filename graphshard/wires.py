@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ._torch import process_group
-from .copies import add_partials, copy_in, unpack
+from .copies import add_sums, copy_in, unpack
 from .emit import Call, value_of
 from .float8 import E4M3, as_dtype, cast, convert
 from .float8_ops import own_rows
@@ -47,7 +47,7 @@ class Piece(NamedTuple):
         result: as which a reduced one comes out, and what is scaled is cast to before.
         scales: of several; it is multiplied by that ``at`` its place, ``[1, 1]`` or ``[1, rows of all
             ranks' padded shards]``, before it is cast to ``dtype``.
-        partial: what is added to its reduced shard before that is averaged over replicas.
+        partial: key of a sum that is added to its reduced shard before that is averaged over replicas.
     """
 
     source: Any
@@ -214,7 +214,8 @@ def _with_partials(call: Call, parcel: Parcel, shards: Any) -> Any:
     partials = [(p.partial, start) for p, start in zip(parcel, starts) if p.partial is not None]
     if not partials:
         return shards
-    return call(add_partials, shards, *map(list, zip(*partials)))
+    keys, starts = map(list, zip(*partials))
+    return call(add_sums, shards, keys, starts, value_of(shards).dtype)
 
 
 def receive(call: Call, kind: str, buffer: Any, group: str, world: int) -> Any:

@@ -5,7 +5,7 @@ Tied weights and modules called twice read their parameter several times:
     before   a = unshard(p)   b = unshard(p)   ...   g = add(reduce_grad(da), reduce_grad(db))
     after    a = unshard(p)                    ...   g = reduce_grad(add(da, db))
 
-A sum of earlier gradients (``add_unsynced``) is added to their total, once.
+A sum of earlier gradients (``add_sums``) is added to their total, once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphshard.ops import REDUCE, UNSHARD, add_unsynced, arguments, change
+from graphshard.copies import add_sums
+from graphshard.ops import REDUCE, UNSHARD, arguments, change
+from graphshard.sums import NAMES
 
 _add = torch.ops.aten.add.Tensor
 
@@ -34,9 +36,9 @@ def merge_unshards(graph: fx.Graph) -> None:
     first: dict[tuple[object, ...], fx.Node] = {}
     for node in list(graph.nodes):
         if node.target in UNSHARD:
-            change(
-                node, **{name: None for name in ("unsynced", "partial") if name in arguments(node)}
-            )
+            sums = [name for name in NAMES if arguments(node).get(name) is not None]
+            if sums:
+                change(node, **dict.fromkeys(sums))
             kept = first.setdefault((node.target, *node.args), node)
             if kept is not node:
                 node.replace_all_uses_with(kept)
@@ -54,12 +56,13 @@ def _merge_reductions(graph: fx.Graph) -> None:
         if left.target is not right.target or len(left.users) > 1 or len(right.users) > 1:
             continue
         grads, sums = zip(_split(left), _split(right))
+        summed = next((full for full in sums if full is not None), None)
         with graph.inserting_before(node):
             total = graph.call_function(_add, grads)
             total.meta = {**node.meta, "val": grads[0].meta["val"]}
-            if sums[0] is not None:
-                total = graph.call_function(add_unsynced, (total, sums[0]))
-                total.meta = dict(left.args[0].meta)
+            if summed is not None:
+                total = graph.call_function(add_sums, (total, *summed.args[1:]))
+                total.meta = dict(summed.meta)
             reduced = graph.call_function(left.target, (total, *left.args[1:]))
         reduced.meta = dict(node.meta)
         node.replace_all_uses_with(reduced)
@@ -69,9 +72,9 @@ def _merge_reductions(graph: fx.Graph) -> None:
 
 
 def _split(reduction: fx.Node) -> tuple[Any, Any]:
-    """The gradient that is reduced, and the sum that is added to it before, or None."""
+    """The gradient that is reduced, and what adds a sum to it before, or None."""
     full: Any = reduction.args[0]
-    return full.args if full.target is add_unsynced else (full, None)
+    return (full.args[0], full) if full.target is add_sums else (full, None)
 
 
 def _is_reduction(node: object) -> bool:

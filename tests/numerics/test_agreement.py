@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 import graphshard.agreement
 from graphshard._torch import BackendError
-from graphshard.agreement import STALL_S, Agreement, Board, agreement_of
+from graphshard.agreement import STALL_S, Agreement, agreement_of
+from graphshard.board import Board
 from tests import ranks
 
 PLAN = "forward\nall_gather 0\nall_gather 1"

@@ -196,4 +196,10 @@ def test_calibrate_reads_its_own_arguments(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit) as caught:
         main(["--help"])
     listed = capsys.readouterr().out
-    assert re.findall(r"^    (\w+)(?:  |$)", listed, re.M) == ["demo", "show", "diff", "strategies", "calibrate"]
+    assert re.findall(r"^    (\w+)(?:  |$)", listed, re.M) == [
+        "demo",
+        "show",
+        "diff",
+        "strategies",
+        "calibrate",
+    ]

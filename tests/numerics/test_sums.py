@@ -1,0 +1,222 @@
+"""Sums of unreduced gradients where something is in the way: a backward that does not reach the
+parameters, hooks that copy what is saved, one backward of both kinds, errors, parameters that are frozen."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parameter import Parameter
+
+import graphshard
+from tests import ranks
+from tests.models import MLP
+from tests.numerics.compare import Twins, compile_sharded, draw, whole, world_mesh
+
+
+def _plain(twins: Twins, batches: list[Tensor]) -> None:
+    """The reference's part of a backward."""
+    torch.stack([twins.plain(batch) for batch in batches]).mean().backward()
+
+
+def _of_an_input() -> None:
+    """``torch.autograd.grad`` runs all of a compiled backward, and drops what the parameters get."""
+    twins = Twins(MLP())
+    batches, rank = [draw(MLP.batch, step) for step in range(3)], dist.get_rank()
+    with graphshard.no_sync(twins.model):
+        twins.backward(batches[0])
+    for _ in range(2):
+        x = batches[1][rank].clone().requires_grad_()
+        torch.autograd.grad(twins.compiled(x), x)
+    with graphshard.no_sync(twins.model):
+        twins.backward(batches[1])
+    twins.backward(batches[2])
+    twins.check()
+
+
+def _copying_hooks() -> None:
+    twins = Twins(MLP())
+    batches, rank = [draw(MLP.batch, step) for step in range(2)], dist.get_rank()
+    with graphshard.no_sync(twins.model):
+        twins.backward(batches[0])
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, lambda saved: saved):
+        loss = twins.compiled(batches[1][rank])
+    loss.backward()
+    _plain(twins, batches[1])
+    twins.check()
+
+
+def _both_at_once(eager: bool) -> None:
+    """One backward of a forward that is not reduced and one that is, in both orders."""
+    for reduced_first in (False, True):
+        twins = Twins(MLP())
+        batches, rank = [draw(MLP.batch, step) for step in range(3)], dist.get_rank()
+        twins.backward(batches[0])
+        twins.zero_grad()
+        called = twins.model if eager else twins.compiled
+        with graphshard.no_sync(twins.model):
+            twins.backward(batches[0])
+        reduced = called(batches[2][rank]) if reduced_first else None
+        with graphshard.no_sync(twins.model):
+            loss = called(batches[1][rank])
+        (loss + (called(batches[2][rank]) if reduced is None else reduced)).backward()
+        for of in batches[1:]:
+            _plain(twins, of)
+        twins.check()
+
+
+def _an_error() -> None:
+    """Sums of a parameter that has no gradient in the end are reduced, also after a backward that failed."""
+    twins = Twins(MLP())
+    batches, rank = [draw(MLP.batch, step) for step in range(3)], dist.get_rank()
+    twins.backward(batches[0])
+    twins.zero_grad()
+    with graphshard.no_sync(twins.model):
+        twins.backward(batches[0])
+    handle = twins.model.up.weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        twins.compiled(batches[1][rank]).backward()
+    handle.remove()
+    twins.zero_grad()
+    with graphshard.no_sync(twins.model):
+        twins.backward(batches[1])
+    twins.backward(batches[2])
+    assert all(param.grad is not None for param in twins.model.parameters())
+
+
+def _frozen_and_back() -> None:
+    twins = Twins(MLP())
+    batches = [draw(MLP.batch, step) for step in range(6)]
+    twins.backward(batches[0])
+    twins.zero_grad()
+    for round_, trained in enumerate((False, True)):
+        for model in (twins.model, twins.reference):
+            model.up.weight.requires_grad_(trained)
+        with graphshard.no_sync(twins.model):
+            twins.backward(batches[2 * round_ + 1])
+        assert all(param.grad is None for param in twins.model.parameters())
+        twins.backward(batches[2 * round_ + 2])
+        twins.check()
+        twins.zero_grad()
+
+
+def _on_a_slice() -> None:
+    """Of a mesh of which another axis lies between replicas and shards."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "tp", "shard"))
+    twins = Twins(MLP(), mesh=mesh["replicate", "shard"])
+    rank = dist.get_rank()
+    for step in range(2):
+        batches = draw(MLP.batch, step)
+        with graphshard.no_sync(twins.model):
+            twins.compiled(batches[rank]).backward()
+        twins.compiled(batches[rank]).backward()
+        for _ in range(2):
+            _plain(twins, batches)
+        for ours, theirs in zip(twins.model.parameters(), twins.reference.parameters()):
+            torch.testing.assert_close(whole(ours.grad), theirs.grad)
+        twins.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "run", [_of_an_input, _copying_hooks, _an_error, _frozen_and_back, _on_a_slice]
+)
+def test_no_gradient_is_lost_or_added_twice(run: Callable[[], None]) -> None:
+    ranks.run(4 if run is _on_a_slice else 2, run)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_one_backward_of_both_kinds(eager: bool) -> None:
+    ranks.run(2, _both_at_once, eager)
+
+
+class _Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = MLP(), MLP()
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return self.first(x) + self.second(x) if both else self.first(x)
+
+
+def _dropped_block() -> list[bool]:
+    """Blocks that are compiled on their own; the last microbatch leaves one out."""
+    model, x = _Blocks(), draw(MLP.batch, 0)[dist.get_rank()]
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager")
+    model.first.compile(backend=backend)
+    model.second.compile(backend=backend)
+    model(x, True).backward()
+    model.zero_grad()
+    with graphshard.no_sync(model):
+        model(x, True).backward()
+    model(x, False).backward()
+    return [param.grad is not None for param in model.parameters()]
+
+
+def test_a_block_that_the_last_microbatch_drops() -> None:
+    assert all(map(all, ranks.run(2, _dropped_block)))
+
+
+class _Integers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 4)
+        codes = torch.ones(4, dtype=torch.int8)
+        self.codes = Parameter(codes, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.codes).square().mean()
+
+
+def _frozen_integers() -> None:
+    twins = Twins(_Integers())
+    with graphshard.no_sync(twins.model):
+        twins.backward(draw(MLP.batch, 0))
+    twins.backward(draw(MLP.batch, 1))
+    twins.check()
+
+
+def test_integers_have_no_sum() -> None:
+    ranks.run(2, _frozen_integers)
+
+
+class _Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.ones(4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.weight * x
+        return y.imag.sum() + y.real.square().sum()
+
+
+def _complex_sum() -> Tensor:
+    model = _Complex()
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    compiled = compile_sharded(model, mp_policy=policy)
+    with graphshard.no_sync(model):
+        compiled(torch.ones(4)).backward()
+    compiled(torch.ones(4)).backward()
+    return whole(model.weight.grad)
+
+
+def test_a_complex_sum_stays_complex() -> None:
+    for grad in ranks.run(2, _complex_sum):
+        assert torch.equal(grad, torch.full((4,), 4 + 2j))
+
+
+def _without_bias() -> None:
+    model = nn.Sequential(nn.Linear(7, 4))
+    graphshard.shard(model, world_mesh())
+    model[0].bias = None
+    twin = copy.deepcopy(model)
+    assert twin[0].bias is None and torch.equal(whole(twin[0].weight), whole(model[0].weight))
+
+
+def test_a_copy_of_a_model_that_lost_a_parameter() -> None:
+    ranks.run(2, _without_bias)
