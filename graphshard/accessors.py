@@ -13,6 +13,7 @@ once for all equal layers, because Dynamo guards on the class and not on the mod
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,22 +43,7 @@ class ShardedModule:
     def refresh_accessors(self) -> None:
         """Read the parameters as their links say now; see ``graphshard.sums``."""
         cls: Any = type(self)
-        module: Any = self
-        markers = {}
-        for name in cls._markers:
-            link = link_of(leaf_of(module, name))
-            if link is None:
-                markers[name] = cls._markers[name]
-                continue
-            link.sums.syncs = flag_of(module, SYNCS)
-            link.sums.all_reduces = flag_of(module, ALL_REDUCES)
-            summed = link.summed()
-            given = tuple(of if of in summed else "" for of in link.layout.sums)
-            markers[name] = (*link.layout.marker(), given)
-            for argument in NAMES:
-                self.__dict__.pop(_sum_name(name, argument), None)
-            self.__dict__.update({_sum_name(name, of): value for of, value in summed.items()})
-        self.__class__ = _sharded_class(cls._plain_class, tuple(markers.items()))
+        _give_class(self, cls._plain_class, cls._markers)  # type: ignore[arg-type]
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[misc]
@@ -70,19 +56,34 @@ def install(module: nn.Module, links: dict[str, Link], model: Model) -> None:
     kept: dict[str, Any] = {}
     if isinstance(module, ShardedModule):
         plain, kept = plain._plain_class, plain._markers
-    markers = {
-        **kept,
-        **{
-            name: (*link.layout.marker(), ("",) * len(link.layout.sums))
-            for name, link in links.items()
-        },
-    }
-    module.__class__ = _sharded_class(plain, tuple(markers.items()))
     module.__dict__.pop("_flat_weights", None)  # nn.RNNBase: a property from now on
     for name, link in links.items():
         link.own(module, name)
-    module.refresh_accessors()  # type: ignore[operator]
+    _give_class(module, plain, {**kept, **dict.fromkeys(links)})
     adopt(module, model)
+
+
+def _give_class(module: nn.Module, plain: type, kept: Mapping[str, Any]) -> None:
+    """A class whose accessors do what the links of these parameters say.
+
+    Args:
+        kept: markers by name, for parameters that are there no more.
+    """
+    markers = {}
+    for name, marker in kept.items():
+        link = link_of(leaf_of(module, name))
+        if link is None:
+            markers[name] = marker
+            continue
+        link.sums.syncs = flag_of(module, SYNCS)
+        link.sums.all_reduces = flag_of(module, ALL_REDUCES)
+        summed = link.summed()
+        given = tuple(of if of in summed else "" for of in link.layout.sums)
+        markers[name] = (*link.layout.marker(), given)
+        for argument in NAMES:
+            module.__dict__.pop(_sum_name(name, argument), None)
+        module.__dict__.update({_sum_name(name, of): value for of, value in summed.items()})
+    module.__class__ = _sharded_class(plain, tuple(markers.items()))
 
 
 def is_replaced(module: nn.Module, name: str) -> bool:

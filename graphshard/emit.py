@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,11 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
 def value_of(of: Any) -> torch.Tensor:
     """A tensor, or that of a node."""
     return of.meta["val"] if isinstance(of, fx.Node) else of
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether its value is part of another's."""
+    return node.target is operator.getitem or getattr(node.target, "is_view", False)
 
 
 class Emitter:

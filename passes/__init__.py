@@ -1,5 +1,6 @@
-"""The passes, in order. What Dynamo traced is rewritten before it is differentiated, the joint graph before it is partitioned; each of the forward, backward and inference graphs is read as a
-problem, scheduled, and lowered by the plan, after Inductor's own passes.
+"""The passes, in order. What Dynamo traced is rewritten before it is differentiated, the joint graph
+before it is partitioned; each of the forward, backward and inference graphs is read as a problem,
+scheduled, and lowered by the plan, after Inductor's own passes.
 
     traced graph ─► float8 ─► [AOTAutograd]
     joint graph ─► merge ─► casts ─► float8 ─► reshard ─► [partitioner] ─► forward, backward ─► keep

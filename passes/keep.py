@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from graphshard.copies import unpack
-from graphshard.emit import Emitter
+from graphshard.emit import Emitter, is_view
 from graphshard.ops import arguments, change, own_part, unshard
 
 
@@ -74,7 +74,7 @@ def _uses(node: fx.Node) -> list[fx.Node]:
     """Of a gathered parameter, and of views of it; itself if it is returned alone."""
     found = []
     for user in node.users:
-        found += _uses(user) if getattr(user.target, "is_view", False) else [user]
+        found += _uses(user) if is_view(user) else [user]
     return [user for user in found if user.op != "output"] or [node]
 
 

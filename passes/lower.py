@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from graphshard import ops, wires
-from graphshard.emit import Emitter
+from graphshard.emit import Emitter, is_view
 from graphshard.float8 import convert
 from graphshard.groups import world_of
 from graphshard.plan import (
@@ -208,7 +208,4 @@ def apply_replicate(graph: fx.Graph, markers: Iterable[fx.Node]) -> None:
 
 def _returned(node: fx.Node) -> bool:
     """Whether the graph returns it, or a view of it."""
-    return any(
-        user.op == "output" or (getattr(user.target, "is_view", False) and _returned(user))
-        for user in node.users
-    )
+    return any(user.op == "output" or (is_view(user) and _returned(user)) for user in node.users)

@@ -11,7 +11,6 @@ What lies between two points where something has to be there, or is ready to lea
 from __future__ import annotations
 
 import dataclasses
-import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from itertools import accumulate
@@ -23,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from graphshard import ops
 from graphshard._torch import fake_mode_of, size_hint
 from graphshard.copies import unpack
+from graphshard.emit import is_view
 from graphshard.plan import BACKWARD, Problem, Transfer
 
 
@@ -47,13 +47,9 @@ def sink_gathered(graph: fx.Graph) -> None:
 
 
 def _is_gathered(node: fx.Node) -> bool:
-    while _is_view(node):
+    while is_view(node):
         node = node.args[0]  # type: ignore[assignment]
     return node.target in ops.UNSHARD
-
-
-def _is_view(node: fx.Node) -> bool:
-    return node.target is operator.getitem or getattr(node.target, "is_view", False)
 
 
 def fill_values(graph: fx.Graph) -> None:
@@ -133,7 +129,7 @@ def _reach(marker: fx.Node, at: Mapping[fx.Node, int]) -> tuple[int, int, int]:
 def _last_use(node: fx.Node, at: Mapping[fx.Node, int]) -> int:
     """Of ``node`` and of views of it; the end of the graph where that is what it returns."""
     end = len(at) - 1
-    uses = [_last_use(user, at) if _is_view(user) else at.get(user, end) for user in node.users]
+    uses = [_last_use(user, at) if is_view(user) else at.get(user, end) for user in node.users]
     return max(uses, default=at.get(node, end))
 
 
@@ -149,7 +145,7 @@ def _alive_bytes(graph: fx.Graph, kind: str, at: Mapping[fx.Node, int]) -> list[
         if node.target in ops.MARKERS:
             holder[node] = None
         else:
-            holder[node] = holder[node.args[0]] if _is_view(node) else node
+            holder[node] = holder[node.args[0]] if is_view(node) else node
         if node.op == "placeholder":
             freed = kind == BACKWARD and not any(u.target in ops.UNSHARD for u in node.users)
             last[node] = 0 if freed else end - 1
