@@ -9,10 +9,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import __version__, demo, strategies
+from . import __version__, consolidate, demo, strategies
 from .show import cli as show
 
-COMMANDS = (demo, show, strategies)
+COMMANDS = (demo, show, strategies, consolidate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -33,6 +33,7 @@ from torch._inductor.custom_graph_pass import (
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors as apply_to_tensors
 from torch.fx.experimental import symbolic_shapes
@@ -53,6 +54,7 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "make_boxed_func",
     "min_cut_rematerialization_partition",
+    "unflatten_state_dict",
 ]
 
 # --- torch/_dynamo/exc.py, output_graph.py: what a backend may raise -----------------------------

@@ -201,5 +201,6 @@ def test_calibrate_reads_its_own_arguments(capsys: pytest.CaptureFixture[str]) -
         "show",
         "diff",
         "strategies",
+        "consolidate",
         "calibrate",
     ]

@@ -1,0 +1,121 @@
+"""``python -m graphshard consolidate``: checkpoints of several ranks as one file, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from graphshard import __main__, consolidate
+from tests import ranks
+from tests.models import GPT
+from tests.numerics.compare import compile_sharded, draw, whole
+
+
+def _save(folder: str) -> dict[str, Any]:
+    """A checkpoint of a model and its optimizer after a step; what it holds, unsharded."""
+    model = GPT()
+    compiled = compile_sharded(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled(draw(GPT.batch, 0)[dist.get_rank()]).backward()
+    optimizer.step()
+    optim = get_optimizer_state_dict(model, optimizer)
+    state = {"model": model.state_dict(), "optim": optim, "note": "third epoch"}
+    dcp.save(state, checkpoint_id=folder)
+    return _unsharded(state)
+
+
+def _unsharded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _unsharded(of) for key, of in value.items()}
+    if isinstance(value, list):
+        return [_unsharded(of) for of in value]
+    return whole(value) if isinstance(value, Tensor) else value
+
+
+def _assert_equal(ours: Any, theirs: Any) -> None:
+    assert type(ours) is type(theirs)
+    if isinstance(ours, dict):
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            _assert_equal(ours[key], theirs[key])
+    elif isinstance(ours, list):
+        for pair in zip(ours, theirs, strict=True):
+            _assert_equal(*pair)
+    elif isinstance(ours, Tensor):
+        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype
+    else:
+        assert ours == theirs
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("saved") / "step"
+    return folder, ranks.run(2, _save, str(folder))[0]
+
+
+def _run(*arguments: object) -> int:
+    return __main__.main(["consolidate", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("batch_bytes", [1, 1 << 30])
+def test_one_file(
+    checkpoint: tuple[Path, dict[str, Any]],
+    batch_bytes: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, state = checkpoint
+    monkeypatch.setattr(consolidate, "BATCH_BYTES", batch_bytes)
+    assert _run(folder, tmp_path / "full.pt") == 0
+    assert _run(folder, tmp_path / "model.safetensors", "--key", "model") == 0
+    _assert_equal(torch.load(tmp_path / "full.pt"), state)
+    _assert_equal(load_file(tmp_path / "model.safetensors"), dict(sorted(state["model"].items())))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full.pt", "model.safetensors"]
+
+
+def test_there_and_back(checkpoint: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder, state = checkpoint
+    _run(folder, tmp_path / "model.safetensors", "--key", "model")
+    _run(folder, tmp_path / "full.pt")
+    _run(tmp_path / "model.safetensors", tmp_path / "model")
+    _run(tmp_path / "full.pt", tmp_path / "of key", "--key", "model")
+    for name in ("model", "of key"):
+        loaded = {key: torch.zeros_like(of) for key, of in state["model"].items()}
+        dcp.load(loaded, checkpoint_id=tmp_path / name, no_dist=True)
+        _assert_equal(loaded, dict(state["model"]))
+    _run(tmp_path / "model", tmp_path / "again.safetensors")
+    _assert_equal(
+        load_file(tmp_path / "again.safetensors"), load_file(tmp_path / "model.safetensors")
+    )
+
+
+def test_what_cannot_be(
+    checkpoint: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = checkpoint
+    empty, text = tmp_path / "empty", tmp_path / "text.pt"
+    empty.mkdir()
+    text.write_text("no zip")
+    bad = [
+        ((folder, tmp_path / "x.bin"), "must end in one of .pt"),
+        ((folder, tmp_path / "x.safetensors"), "tensors alone"),
+        ((folder, tmp_path / "x.pt", "--key", "nothing"), "model, note, optim"),
+        ((folder, text), "exists already"),
+        ((tmp_path / "missing", tmp_path / "x.pt"), "no such checkpoint"),
+        ((empty, tmp_path / "x.pt"), "is no checkpoint"),
+        ((text, tmp_path / "x"), "torch.load cannot read it"),
+    ]
+    for arguments, said in bad:
+        with pytest.raises(SystemExit) as stopped:
+            _run(*arguments)
+        assert stopped.value.code == 2
+        assert said in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "text.pt"]
