@@ -305,7 +305,7 @@ def _overflow() -> tuple[Tensor, Tensor, Tensor, float]:
         ("mp_policy", MixedPrecisionPolicy(output_dtype="bfloat16")),  # type: ignore[arg-type]
         ("mp_policy", MixedPrecisionPolicy(cast_forward_inputs=None)),  # type: ignore[arg-type]
         ("overrides", {"up.weight": {"mp_policy": "bf16"}}),
-        ("overrides", {"up.weight": {"reshard_after_forward": 2}}),
+        ("overrides", {"up.weight": {"reshard_after_forward": "some"}}),
         ("overrides", {"up.weight": False}),
         ("overrides", ["up.weight"]),
     ],
