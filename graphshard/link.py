@@ -224,7 +224,6 @@ class Link:
             grad = ops.all_reduce_grad(total, layout.groups.replicas, None, result)
         self.deliver(grad)
         self.sums.delivered()
-        self.refresh()
 
     def is_owned(self) -> bool:
         """False for one that was replaced."""

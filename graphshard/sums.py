@@ -134,9 +134,8 @@ class Sums:
         return self._of[name]
 
     def _on_gradient(self, name: str, _: torch.Tensor) -> None:
-        if (
-            name == PARTIAL and UNSYNCED in self._of
-        ):  # what was reduced to it may have had that added
+        if name == PARTIAL and UNSYNCED in self._of:
+            # What was reduced to the one may have had the other added.
             self._of[UNSYNCED].delivered()
         self._arrived()
 

@@ -28,6 +28,7 @@ from graphshard.plan import (
     Bucket,
     ShardedParam,
     Transfer,
+    averaged_by,
     by_step,
 )
 from graphshard.wires import Piece
@@ -142,6 +143,7 @@ def apply_buckets(
         steps: the first node of every step.
     """
     begun: dict[int, list[fx.Node]] = {}
+    averaged = averaged_by(buckets)
     reduced: dict[tuple[tuple[int, ...], ...], list[fx.Node]] = {}  # for their replicas, by parcels
     for at, happening in zip([*steps, graph.output_node()], by_step(len(steps), buckets)):
         with graph.inserting_before(at):
@@ -155,18 +157,12 @@ def apply_buckets(
                     wires.receive(emit, bucket.kind, buffer, bucket.group, bucket.world)
                     for buffer in begun[i]
                 ]
-                if _has_replicas(bucket, markers):
+                if i in averaged:
                     reduced[bucket.parcels] = done
                 else:
                     _copy_out(emit, bucket, markers, done)
     for marker in markers:
         graph.erase_node(marker)
-
-
-def _has_replicas(bucket: Bucket, markers: Sequence[fx.Node]) -> bool:
-    """Whether what the bucket leaves is averaged over replicas then."""
-    reduces = bucket.kind == REDUCE_SCATTER
-    return reduces and bool(ops.arguments(markers[bucket.transfers[0]])["replicas"])
 
 
 def _begin(
