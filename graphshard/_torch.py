@@ -5,6 +5,7 @@ Nothing else in the package imports a name that torch spells with an underscore.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +35,9 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.utils import _apply_to_tensors as apply_to_tensors
 from torch.fx.experimental import symbolic_shapes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -209,6 +212,16 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     return DTensor(local, like._spec, requires_grad=False)
 
 
+def dtensor_of(
+    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
+) -> DTensor:
+    """A contiguous one of that shape. ``DTensor.from_local`` would move what the host keeps to the
+    device of the mesh."""
+    stride = torch.empty(shape, device="meta").stride()
+    meta = TensorMeta(shape, stride, local.dtype)
+    return DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
+
+
 # --- torch/_tensor.py: hooks ---------------------------------------------------------------------
 
 
@@ -299,6 +312,15 @@ def eager_backward() -> Any:
     return functorch_config.patch(force_non_lazy_backward_lowering=True)
 
 
+def saving_activations(budget: float | None) -> Any:
+    """A context in which the partitioner saves no more than this part of the activations that it would;
+    None: as the config says."""
+    if budget is None:
+        return contextlib.nullcontext()
+    # With 0 it would also recompute what has to be saved.
+    return functorch_config.patch(activation_memory_budget=max(budget, 1e-9))
+
+
 def donate_nothing() -> None:
     """Have the backward of the graph that is compiled not write over what was saved for it.
 
@@ -354,6 +376,11 @@ def _gloo_addresses(group: dist.ProcessGroup, store: dist.Store) -> Iterator[byt
             if not store.check(keys):
                 break
             yield from map(store.get, keys)
+
+
+def register_work(tensor: torch.Tensor, work: dist.Work) -> None:
+    """Have ``wait_tensor`` of ``tensor`` wait for ``work``."""
+    torch._C._distributed_c10d._register_work(tensor, work)
 
 
 # --- torch/_foreach -------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from typing import Any
 
 from ._torch import BackendError, process_group
 from .agreement import Agreement, agreement_of
-from .plan import BACKWARD, SHARD_REDUCE, Bucket, Plan, Problem, Transfer
+from .plan import BACKWARD, COPIES, SHARD_REDUCE, Bucket, Plan, Problem, Transfer
 
 
 class Decisions:
@@ -69,18 +69,18 @@ def _renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
         dataclasses.replace(t, group=names[t.group], replicas=names.get(t.replicas, ""))
         for t in plan.problem.transfers
     )
-    buckets = tuple(dataclasses.replace(b, group=names[b.group]) for b in plan.buckets)
+    buckets = tuple(dataclasses.replace(b, group=names.get(b.group, "")) for b in plan.buckets)
     problem = dataclasses.replace(plan.problem, transfers=transfers)
     return dataclasses.replace(plan, problem=problem, buckets=buckets)
 
 
 def follow(problem: Problem, plan: Plan) -> tuple[Bucket, ...]:
-    """The buckets of ``plan``, for the same transfers, in their order, at steps of ``problem``.
+    """The collectives of ``plan``, for the same transfers, in their order, at steps of ``problem``.
 
     Raises:
         BackendError: this problem does not allow their order.
     """
-    end, buckets = problem.num_steps, plan.buckets
+    end, buckets = problem.num_steps, [b for b in plan.buckets if b.kind not in COPIES]
     ours, theirs = (map(_anywhere, of.transfers) for of in (problem, plan.problem))
     if list(ours) != list(theirs):
         raise BackendError(

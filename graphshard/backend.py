@@ -299,10 +299,12 @@ def backend(
         mp_policy: FSDP2's; what parameters are gathered and used as, gradients are reduced as, inputs
             and outputs of the compiled module are cast to. Parameters and gradients keep their dtype.
         fp8: which linears compute in fp8, their weights gathered in it, and how; None: none.
-        overrides: ``{fqn glob: {"mp_policy", "fp8", "reshard_after_forward" or "shard": value}}``, for
-            some of the parameters; the last that matches holds. ``"shard": False`` replicates a
+        overrides: ``{fqn glob: {"mp_policy", "offload_policy", "fp8", "reshard_after_forward" or "shard":
+            value}}``, for some of the parameters; the last that matches holds. ``"shard": False`` replicates a
             parameter and all-reduces its gradient, as DDP does; nothing of it travels in fp8.
-        offload_policy: not supported yet.
+        offload_policy: FSDP2's; ``CPUOffloadPolicy()`` keeps shards, gradients and with them optimizers
+            in the host's memory, pinned by default. The graph copies shards to the device, ahead of their
+            gathers, and reduced gradients back. What is replicated stays on the device.
 
     Raises:
         ValueError: an argument does not hold. At the first call, on every rank, before anything is

@@ -3,7 +3,7 @@
     python -m graphshard calibrate --out machine.json                             one device
     torchrun --nproc-per-node 8 -m graphshard calibrate --out machine.json        and its links
 
-Matrix products by dtype and size, copies by size, exponentials, an empty kernel; with several ranks
+Matrix products by dtype and size, copies by size, on the device and from the host, exponentials, an empty kernel; with several ranks
 the three collectives by size, as the graphs run them. All are medians, of rank 0, while the other
 ranks measure the same. Operands rotate through more memory than caches hold, as in training. What is
 not measured stays as in the table: fp8, links that these ranks do not span, and what compute loses to
@@ -144,7 +144,8 @@ def summary(hardware: Hardware) -> str:
     lines = [
         f"{hardware.name}",
         "Tflop/s: " + ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in flops.items()),
-        f"memory: {_largest(hardware.memory) / 1e9:.3g} GB/s, launch: {hardware.launch_us:.3g} us",
+        f"memory: {_largest(hardware.memory) / 1e9:.3g} GB/s, from the host: "
+        f"{_largest(hardware.host) / 1e9:.3g} GB/s, launch: {hardware.launch_us:.3g} us",
     ]
     for name, link in (("in a node", hardware.intra), ("between nodes", hardware.inter)):
         bus = ", ".join(f"{kind} {_largest(link.bus[kind]) / 1e9:.3g}" for kind in KINDS)
@@ -176,6 +177,7 @@ def measure(device: torch.device, effort: Effort) -> tuple[Hardware, str]:
         name=f"{name}, calibrated",
         flops={**base.flops, **flops},
         memory=_copies(device, effort, launch_us),
+        host=_copies_from_host(device, effort, launch_us),
         special_per_s=_special_per_s(device, effort),
         launch_us=launch_us,
     )
@@ -226,6 +228,19 @@ def _copies(device: torch.device, effort: Effort, launch_us: float) -> Rate:
         pairs = [torch.zeros(2, num_bytes // 4, device=device) for _ in range(cold)]
         work = _rotating(lambda pair: pair[0].copy_(pair[1]), pairs)
         points.append((2 * num_bytes, median_us(work, device, effort.repeats) - launch_us))
+    return rate(points)
+
+
+def _copies_from_host(device: torch.device, effort: Effort, launch_us: float) -> Rate:
+    points = []
+    for num_bytes in effort.copies:
+        hosts = [
+            torch.zeros(num_bytes // 4, pin_memory=device.type != "cpu")
+            for _ in range(_cold(num_bytes))
+        ]
+        value = torch.zeros(num_bytes // 4, device=device)
+        work = _rotating(partial(value.copy_, non_blocking=True), hosts)
+        points.append((num_bytes, median_us(work, device, effort.repeats) - launch_us))
     return rate(points)
 
 

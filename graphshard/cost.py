@@ -30,7 +30,7 @@ from torch import fx
 from .float8_ops import local_amax
 from .flops import flops, name_of, names, shape_of
 from .hardware import KINDS, Hardware, Link
-from .plan import ALL_REDUCE, MAX_REDUCE, SHARD_REDUCE
+from .plan import ALL_REDUCE, COPIES, MAX_REDUCE, SHARD_REDUCE
 
 VIEW, BARRIER, POINTWISE, REDUCTION, KERNEL = range(5)
 """Kinds of nodes: part of another's value; free but not fused; fused; fused; a kernel of its own."""
@@ -96,11 +96,14 @@ class CostModel:
         and the network link sets latency and bandwidth.
 
         Args:
-            kind: all_gather, reduce_scatter, or one of the all-reduces.
+            kind: all_gather, reduce_scatter, one of the all-reduces, or of the copies from the host and
+                to it, for which ``world`` does not matter.
             num_bytes: of the full buffer: what is gathered, or what each rank reduces.
             world: ranks; a single one copies.
             stride: from one of them to the next; each node has ``ranks_per_node`` of all ranks.
         """
+        if kind in COPIES:
+            return self.hardware.host.us(num_bytes) + self.hardware.launch_us
         kind = ALL_REDUCE if kind in (MAX_REDUCE, SHARD_REDUCE) else kind
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r}: must be one of {KINDS}")

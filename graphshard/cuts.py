@@ -137,8 +137,8 @@ def _doubling(stop: int) -> list[int]:
 def freed_bytes(transfer: Transfer) -> int:
     """What is alive before the wait for a reduction, or during a gather, and not otherwise."""
     if transfer.kind == ALL_GATHER:
-        return transfer.num_bytes
-    return transfer.num_bytes - transfer.shard_bytes
+        return transfer.num_bytes + transfer.host * transfer.shard_bytes
+    return transfer.num_bytes - (not transfer.host) * transfer.shard_bytes
 
 
 def _key(problem: Problem, i: int) -> tuple[str, ...]:
@@ -146,10 +146,10 @@ def _key(problem: Problem, i: int) -> tuple[str, ...]:
     and what the graph itself uses does not wait for others."""
     transfer = problem.transfers[i]
     if transfer.kind == ALL_GATHER:
-        return transfer.kind, transfer.group
+        return transfer.kind, transfer.group, str(transfer.host)
     if transfer.due < problem.num_steps:
         return (f"{i}",)
-    return transfer.kind, transfer.group, transfer.replicas, transfer.dtype
+    return transfer.kind, transfer.group, transfer.replicas, transfer.dtype, str(transfer.host)
 
 
 def _is_small(transfer: Transfer, prices: Prices) -> bool:

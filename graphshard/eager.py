@@ -114,7 +114,7 @@ def _reduced(link: Link, grad: torch.Tensor | None, asked: str) -> torch.Tensor 
     """With what has added up before; None where it adds up further."""
     if grad is None:
         dtype = used_dtype(link.leaf, link.layout.dtype)
-        grad = link.leaf.new_zeros(link.layout.shape, dtype=dtype)
+        grad = torch.zeros(link.layout.shape, dtype=dtype, device=link.layout.groups.device)
     if (key := link.sums.key(UNSYNCED)) is not None:
         grad = add_sums(grad, [key], [0], link.sum_of(UNSYNCED).stand_in.dtype)
     if asked == PARTIAL:
@@ -130,9 +130,10 @@ def _used_on_any_rank(links: Sequence[Link], grads: Sequence[torch.Tensor | None
     here = [grad is not None for grad in grads]
     if len(links) <= 1:
         return here
-    flags = torch.ones(len(links), dtype=torch.int32, device=links[0].leaf.device)
+    groups = links[0].layout.groups
+    flags = torch.ones(len(links), dtype=torch.int32, device=groups.device)
     for i, used in enumerate(here):
         if not used:
             flags[i] = 0
-    dist.all_reduce(flags, group=process_group(links[0].layout.groups.all))
+    dist.all_reduce(flags, group=process_group(groups.all))
     return here if all(here) else [flag > 0 for flag in flags.tolist()]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,6 +21,14 @@ class Groups:
     """Of a 1D mesh, over which parameters are sharded, or a 2D one: replicas, and shards (HSDP)."""
 
     mesh: DeviceMesh
+
+    @property
+    def device(self) -> torch.device:
+        """On which this rank computes."""
+        kind = self.mesh.device_type
+        if kind == "cpu":
+            return torch.device(kind)
+        return torch.device(kind, torch.get_device_module(kind).current_device())
 
     @property
     def num_shards(self) -> int:

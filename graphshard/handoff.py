@@ -32,10 +32,12 @@ from ._torch import (
     get_hash_for_files,
     make_boxed_func,
     min_cut_rematerialization_partition,
+    saving_activations,
 )
 from .agreed import follow, kept_inputs
 from .cost import CostModel
 from .keep import to_keep
+from .offload import with_copies
 from .plan import BACKWARD, FORWARD, INFERENCE, KINDS, Bucket, Plan, Problem, Transfer
 from .schedule import SchedulePolicy
 from .show.dump import Dump
@@ -84,8 +86,11 @@ class Compiling:
     def decide(self, problem: Problem, costs: CostModel) -> tuple[Bucket, ...]:
         """The buckets of a graph."""
         if problem.graph in self.followed:
-            return follow(problem, self.followed[problem.graph])
-        return self.schedule.decide(problem, costs)
+            buckets = follow(problem, self.followed[problem.graph])
+        else:
+            buckets = self.schedule.decide(problem, costs)
+        prices = costs if self.schedule.overlap else None
+        return with_copies(problem, buckets, prices, self.schedule.limits())
 
     def dump(self, plan: Plan, compiled: str) -> Dump:
         hardware = self.schedule.costs(self.device).hardware
@@ -171,7 +176,8 @@ class Partitioner(CustomPartitionerFn):
         gm.recompile()
         self._files.code("joint", "after", gm.graph)
         derived = [node.name for node in passes.parameter_derived(gm.graph)]
-        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        with saving_activations(self._compiling.schedule.activation_memory_budget):
+            forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         passes.keep_parts(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
         for part in (forward, backward):
             part.graph.lint()

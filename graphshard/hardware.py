@@ -31,7 +31,7 @@ from pathlib import Path
 from .fields import Fields
 from .plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
-VERSION = 2  # of the JSON form; a file of another version is refused
+VERSION = 3  # of the JSON form; a file of another version is refused
 
 KINDS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
 Points = tuple[tuple[float, float], ...]
@@ -109,6 +109,7 @@ class Hardware:
         name: of the device, or of the file's origin.
         flops: of matrix products per second by dtype: float32, tf32, bfloat16, float16, float8.
         memory: bytes read and written per second.
+        host: bytes copied per second from the host's pinned memory, and as many to it.
         special_per_s: exponentials, error functions and the like per second.
         launch_us: what a kernel costs that does nothing.
         issue_us: what every collective costs compute, though it is hidden.
@@ -119,6 +120,7 @@ class Hardware:
     name: str
     flops: Mapping[str, Rate]
     memory: Rate
+    host: Rate
     special_per_s: float
     launch_us: float
     issue_us: float
@@ -238,6 +240,7 @@ def _hardware(fields: Fields) -> Hardware:
         name=fields.value("name", str, "a text"),
         flops=_rates(fields.object("flops")),
         memory=_rate(fields, "memory"),
+        host=_rate(fields, "host"),
         special_per_s=fields.number("special_per_s"),
         launch_us=fields.number("launch_us"),
         issue_us=fields.number("issue_us"),
@@ -287,12 +290,14 @@ def _flops(fraction: float, **tera: float) -> dict[str, Rate]:
     return {dtype: Rate(peak * 1e12, ((1.0, fraction),)) for dtype, peak in tera.items()}
 
 
-def _gpu(name: str, flops: dict[str, Rate], memory: Rate, special: float, node: Link) -> Hardware:
+def _gpu(
+    name: str, flops: dict[str, Rate], memory: Rate, host: Rate, special: float, node: Link
+) -> Hardware:
     # [graphs]: 0.9 us between kernels; the shortest take about 2 us themselves.
     network = Link(_BASE_US, _NETWORK_HOP_US, _PARCEL_US, node.bus)
     # Judged: the host needs some 30 us to issue a collective, and NCCL's kernels take a few
     # multiprocessors and memory bandwidth.
-    return Hardware(name, flops, memory, special, 3.0, 30.0, 0.05, 8, node, network)
+    return Hardware(name, flops, memory, host, special, 3.0, 30.0, 0.05, 8, node, network)
 
 
 # [mle]: MAMF in bf16 is 80 % of the peak on H100, the other dtypes are taken for that; fp8 71-73 %.
@@ -327,6 +332,10 @@ _A10G = {
 _PCIE4 = _node(_PCIE_HOP_US, 32e9, 10e9, 10e9)
 
 
+# One way over PCIe 4.0 and 5.0 x16, by the datasheets. Judged: four fifths are achieved.
+_HOST4, _HOST5 = (Rate(line, ((1.0, 0.8),)) for line in (32e9, 64e9))
+
+
 def _memory(bytes_per_s: float) -> Rate:
     # Copies reach 3.0 of 3.35 TB/s on an H100 and 4.3 of 4.8 on an H200; 0.90 for A100 also in
     # Calculon (github.com/calculon-ai/calculon, systems/a100_80g.json).
@@ -350,7 +359,8 @@ def _cpu() -> Hardware:
     loopback = Link(300.0, 100.0, 800.0, bus)
     memory = Rate(26e9, ((1.0, 0.5),))
     # gloo copies and adds up in threads of its own, which take turns with compute on one core.
-    return Hardware("cpu", flops, memory, 0.4e9, 5.0, 1500.0, 0.3, 8, loopback, loopback)
+    host = Rate(13e9, ((1.0, 0.5),))  # what is copied is read and written
+    return Hardware("cpu", flops, memory, host, 0.4e9, 5.0, 1500.0, 0.3, 8, loopback, loopback)
 
 
 # Networks: 8 cards of 400 Gb/s in a DGX H100, H200 and B200, 8 of 200 Gb/s in a DGX A100 (their
@@ -358,12 +368,12 @@ def _cpu() -> Hardware:
 HARDWARE: dict[str, Hardware] = {
     entry.name: entry
     for entry in (
-        _gpu("H100", _HOPPER, _memory(3.35e12), 3.9e12, _NVLINK4).with_network(400),
-        _gpu("H200", _HOPPER, _memory(4.8e12), 3.9e12, _NVLINK4).with_network(400),
-        _gpu("A100-40GB", _A100, _memory(1.555e12), 2.4e12, _NVLINK3).with_network(200),
-        _gpu("A100-80GB", _A100, _memory(2.039e12), 2.4e12, _NVLINK3).with_network(200),
-        _gpu("A10G", _A10G, _memory(0.6e12), 2.2e12, _PCIE4).with_network(12.5),
-        _gpu("B200", _B200, _memory(8e12), 4.4e12, _NVLINK5).with_network(400),
+        _gpu("H100", _HOPPER, _memory(3.35e12), _HOST5, 3.9e12, _NVLINK4).with_network(400),
+        _gpu("H200", _HOPPER, _memory(4.8e12), _HOST5, 3.9e12, _NVLINK4).with_network(400),
+        _gpu("A100-40GB", _A100, _memory(1.555e12), _HOST4, 2.4e12, _NVLINK3).with_network(200),
+        _gpu("A100-80GB", _A100, _memory(2.039e12), _HOST4, 2.4e12, _NVLINK3).with_network(200),
+        _gpu("A10G", _A10G, _memory(0.6e12), _HOST4, 2.2e12, _PCIE4).with_network(12.5),
+        _gpu("B200", _B200, _memory(8e12), _HOST5, 4.4e12, _NVLINK5).with_network(400),
         _cpu(),
     )
 }

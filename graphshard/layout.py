@@ -15,7 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from . import ops
+from ._torch import dtensor_of
 from .groups import Groups
+from .host import kept_on_host
 from .sums import NAMES
 
 
@@ -29,6 +31,7 @@ class Layout:
         reduce_dtype: as which its gradient is reduced; None: that of the gradient.
         float8: recipe of fp8 for its linears; "": none.
         shard: False: it is replicated.
+        host: shards are kept in that memory of the host (see ``graphshard.host``); "": on the device.
         rows: None for a replicated one.
     """
 
@@ -39,11 +42,13 @@ class Layout:
     reduce_dtype: torch.dtype | None = None
     float8: str = ""
     shard: bool = True
+    host: str = ""
     rows: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         splittable = self.shard and len(self.shape) > 0 and self.shape.numel() > 0
         object.__setattr__(self, "rows", self.shape[0] if splittable else None)
+        object.__setattr__(self, "host", self.host if splittable else "")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
         return self
@@ -91,13 +96,13 @@ class Layout:
         if self.rows is None:
             return ops.all_reduce_grad(grad, self.groups.all, self.reduce_dtype, result)
         groups = self.groups.shards, self.groups.replicas
-        casts = self.reduce_dtype, result
-        return ops.reduce_grad(grad, self.padded_shape[0], *groups, partial, *casts)
+        given = partial, self.reduce_dtype, result, self.host
+        return ops.reduce_grad(grad, self.padded_shape[0], *groups, *given)
 
     def reduce_to_partial(self, grad: torch.Tensor) -> torch.Tensor:
         """The mean of the full gradients of one replica, in the dtype in which it is reduced."""
         groups, dtype = (self.groups.shards, ""), ops.used_dtype(grad, self.reduce_dtype)
-        return ops.reduce_grad(grad, self.padded_shape[0], *groups, None, dtype, dtype)
+        return ops.reduce_grad(grad, self.padded_shape[0], *groups, None, dtype, dtype, "")
 
     @property
     def sums(self) -> tuple[str, ...]:
@@ -110,13 +115,14 @@ class Layout:
             return ops.replicate, (self.groups.all, self.dtype, self.reduce_dtype)
         groups = self.groups.shards, self.regather, self.groups.replicas
         casts = (self.dtype, self.reduce_dtype, self.float8, None, 0)
-        return ops.unshard, (self.rows, *groups, *casts)
+        kept = (self.groups.device if self.host else None, self.host)
+        return ops.unshard, (self.rows, *groups, *casts, *kept)
 
     def padded_shard(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of ``full``, padded with zeros: a new contiguous tensor."""
+        """This rank's rows of ``full``, padded with zeros: a new contiguous tensor, where it is kept."""
         if self.rows is None:
             return full.detach().clone(memory_format=torch.contiguous_format)
-        return self.padded(full.detach()[self.own_rows])
+        return kept_on_host(self.padded(full.detach()[self.own_rows]), self.host)
 
     def padded(self, own: torch.Tensor) -> torch.Tensor:
         padded = own.new_zeros(self.padded_shape)
@@ -128,12 +134,4 @@ class Layout:
 
     def dtensor(self, padded: torch.Tensor) -> DTensor:
         """A DTensor of the full shape whose local tensor is a view of ``padded``."""
-        stride = torch.empty(self.shape, device="meta").stride()
-        return DTensor.from_local(
-            self.local_view(padded),
-            self.mesh,
-            self.placements,
-            run_check=False,
-            shape=self.shape,
-            stride=stride,
-        )
+        return dtensor_of(self.local_view(padded), self.mesh, self.placements, self.shape)

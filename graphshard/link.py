@@ -39,6 +39,7 @@ from ._torch import (
     process_group,
     set_local_tensor,
 )
+from .host import kept_on_host
 from .layout import Layout
 from .sums import NAMES, PARTIAL, UNSYNCED, Sums
 
@@ -83,8 +84,9 @@ class Model:
         self.accumulates = any(link.asked for link in self.links)
         pending = [[link.sums.key(name) is not None for name in NAMES] for link in links]
         if self.reads_eagerly and links:  # where each rank's data decides what has a gradient
-            flags = torch.tensor(pending, dtype=torch.int32, device=links[0].leaf.device)
-            dist.all_reduce(flags, group=process_group(links[0].layout.groups.all))
+            groups = links[0].layout.groups
+            flags = torch.tensor(pending, dtype=torch.int32, device=groups.device)
+            dist.all_reduce(flags, group=process_group(groups.all))
             pending = [[flag > 0 for flag in of] for of in flags.tolist()]
         for link, (unsynced, partial) in zip(links, pending):
             if unsynced or partial:
@@ -133,6 +135,7 @@ class Link:
             padded = local
         else:
             padded = self.layout.padded(local)
+        padded = kept_on_host(padded, self.layout.host)
         self.leaf = nn.Parameter(padded, requires_grad=dtensor.requires_grad)
         self._local = self.layout.local_view(self.leaf.detach())
         set_local_tensor(dtensor, self._local)
@@ -194,7 +197,7 @@ class Link:
         used = ops.used_dtype(self.leaf, self.layout.dtype)
         reduced = self.layout.reduce_dtype if used.is_floating_point else None
         shape = self.layout.shape if name == UNSYNCED else self.layout.padded_shape
-        return self.sums.of(name, shape, reduced or used, self.leaf.device)
+        return self.sums.of(name, shape, reduced or used, self.layout.groups.device)
 
     def _on_sum(self) -> None:
         """A gradient may come when those of further forwards are reduced again."""
@@ -222,6 +225,7 @@ class Link:
             grad = layout.reduce(total, result, self.sums.key(PARTIAL))
         else:
             grad = ops.all_reduce_grad(total, layout.groups.replicas, None, result)
+            grad = kept_on_host(grad, layout.host)
         self.deliver(grad)
         self.sums.delivered()
 

@@ -50,11 +50,12 @@ _casts = "ScalarType? dtype, ScalarType? reduce_dtype"
 _result = "ScalarType? reduce_dtype, ScalarType? result"
 _lib.define(
     f"unshard(Tensor shard, int rows, str group, str regather, str replicas, {_casts}, str float8,"
-    " Tensor[]? scales, int at, Tensor? unsynced, Tensor? partial) -> Tensor",
+    " Tensor[]? scales, int at, Device? device, str host, Tensor? unsynced, Tensor? partial) -> Tensor",
     tags=_tags,
 )
 _lib.define(
-    f"reduce_grad(Tensor grad, int rows, str group, str replicas, Tensor? partial, {_result}) -> Tensor",
+    f"reduce_grad(Tensor grad, int rows, str group, str replicas, Tensor? partial, {_result}, str host)"
+    " -> Tensor",
     tags=_tags,
 )
 _lib.define(f"replicate(Tensor param, str group, {_casts}, Tensor? unsynced) -> Tensor", tags=_tags)
@@ -141,11 +142,15 @@ def _unshard(
     float8: str,
     scales: list[torch.Tensor] | None,
     at: int,
+    device: torch.device | None,
+    host: str,
     unsynced: _Tensor,
     partial: _Tensor,
 ) -> torch.Tensor:
     used = used_dtype(shard, dtype)
     travels = used if scales is None else E4M3
+    if device is not None:
+        (shard,) = wires.copy(run, [shard], device)
     return _run(ALL_GATHER, Piece(shard, rows, travels, used, scales, at), group)
 
 
@@ -158,10 +163,12 @@ def _reduce_grad(
     partial: _Tensor,
     reduce_dtype: _Dtype,
     result: _Dtype,
+    host: str,
 ) -> torch.Tensor:
     dtype = sent_dtype(grad, REDUCE_SCATTER, reduce_dtype)
     piece = Piece(grad, rows, dtype, result or grad.dtype, partial=partial)
-    return _run(REDUCE_SCATTER, piece, group, replicas)
+    reduced = _run(REDUCE_SCATTER, piece, group, replicas)
+    return wires.copy(run, [reduced], host)[0] if host else reduced
 
 
 @_impl("replicate")
@@ -212,11 +219,13 @@ def _unshard_fake(
     float8: str,
     scales: list[torch.Tensor] | None,
     at: int,
+    device: torch.device | None,
+    host: str,
     unsynced: _Tensor,
     partial: _Tensor,
 ) -> torch.Tensor:
     used = used_dtype(shard, dtype) if scales is None else E4M3
-    return shard.new_empty((rows, *shard.shape[1:]), dtype=used)
+    return shard.new_empty((rows, *shard.shape[1:]), dtype=used, device=device)
 
 
 @torch.library.register_fake("graphshard::reduce_grad", lib=_lib)
@@ -228,8 +237,10 @@ def _reduce_grad_fake(
     partial: _Tensor,
     reduce_dtype: _Dtype,
     result: _Dtype,
+    host: str,
 ) -> torch.Tensor:
-    return grad.new_empty((rows, *grad.shape[1:]), dtype=result or grad.dtype)
+    device = "cpu" if host else grad.device
+    return grad.new_empty((rows, *grad.shape[1:]), dtype=result or grad.dtype, device=device)
 
 
 @torch.library.register_fake("graphshard::replicate", lib=_lib)
@@ -266,7 +277,8 @@ def _summed(ctx: Any, grad: torch.Tensor, key: _Tensor) -> torch.Tensor:
 
 
 def _save_unshard(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    shard, _, ctx.group, _, ctx.replicas, _, ctx.reduce_dtype, _, _, _, unsynced, partial = inputs
+    shard, _, ctx.group, _, ctx.replicas, _, ctx.reduce_dtype = inputs[:7]
+    ctx.host, unsynced, partial = inputs[-3:]
     ctx.padded_rows, ctx.result = shard.shape[0], shard.dtype
     ctx.unreduced, ctx.to_partial = _is_stand_in(unsynced), _is_stand_in(partial)
     ctx.save_for_backward(None if ctx.unreduced else unsynced, None if ctx.to_partial else partial)
@@ -274,16 +286,16 @@ def _save_unshard(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 
 def _unshard_backward(ctx: Any, grad: torch.Tensor) -> tuple[_Tensor, ...]:
     if ctx.unreduced:
-        return *[None] * 10, grad.to(used_dtype(grad, ctx.reduce_dtype)), None
+        return *[None] * 12, grad.to(used_dtype(grad, ctx.reduce_dtype)), None
     key, partial = ctx.saved_tensors
     grad = _summed(ctx, grad, key)
-    replicas, result = ctx.replicas, ctx.result
+    replicas, result, host = ctx.replicas, ctx.result, ctx.host
     if ctx.to_partial:
-        replicas, result = "", used_dtype(grad, ctx.reduce_dtype)
+        replicas, result, host = "", used_dtype(grad, ctx.reduce_dtype), ""
     back = torch.ops.graphshard.reduce_grad(
-        grad, ctx.padded_rows, ctx.group, replicas, partial, ctx.reduce_dtype, result
+        grad, ctx.padded_rows, ctx.group, replicas, partial, ctx.reduce_dtype, result, host
     )
-    return (*[None] * 11, back) if ctx.to_partial else (back, *[None] * 11)
+    return (*[None] * 13, back) if ctx.to_partial else (back, *[None] * 13)
 
 
 def _save_replicate(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

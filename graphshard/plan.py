@@ -15,6 +15,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 FORWARD, BACKWARD, INFERENCE = KINDS = ("forward", "backward", "inference")
@@ -23,7 +24,9 @@ MAX_REDUCE = "all_reduce_max"
 """Of the largest values of all weights that travel in fp8."""
 SHARD_REDUCE = "all_reduce_shards"
 """Of what a reduce-scatter left on this rank, over the ranks that have the same shards."""
-VERSION = 5
+TO_DEVICE, TO_HOST = COPIES = "copy_to_device", "copy_to_host"
+"""Of shards that are kept in the host's memory: to be gathered, and of what was reduced."""
+VERSION = 6
 """Of the JSON form."""
 
 PLANNED = "graphshard_planned"
@@ -69,6 +72,7 @@ class Transfer:
         due: the step before which it has to be waited for at last; the number of steps for a
             gradient that only leaves the graph.
         last: the last step that uses the result.
+        host: the shard is kept in the host's memory, and so is the reduced gradient.
     """
 
     param: int | None
@@ -86,6 +90,7 @@ class Transfer:
     replicas: str = ""
     num_replicas: int = 1
     replica_stride: int = 1
+    host: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,31 +167,34 @@ def over_replicas(bucket: Bucket, transfers: Sequence[Transfer]) -> Bucket | Non
 
 def by_step(num_steps: int, buckets: Sequence[Bucket]) -> list[list[tuple[int, bool]]]:
     """What happens before every step and at the end, in order: a bucket, and whether it is waited for
-    or launched. Launches come first, in the order of ``buckets``; but what is averaged over replicas is
-    waited for in front of that."""
+    or launched. Launches come first, in the order of ``buckets``; but what another bucket goes on with
+    is waited for in front of that."""
     found: list[list[tuple[int, bool]]] = [[] for _ in range(num_steps + 1)]
-    reduced = averaged_by(buckets)
-    reductions = {by: of for of, by in reduced.items()}
+    after = goes_on(buckets)
+    before = {then: first for first, then in after.items()}
     for i, bucket in enumerate(buckets):
-        if i in reductions:
-            found[bucket.launch].append((reductions[i], True))
+        if i in before:
+            found[bucket.launch].append((before[i], True))
         found[bucket.launch].append((i, False))
     for i, bucket in enumerate(buckets):
-        if i not in reduced:
+        if i not in after:
             found[bucket.wait].append((i, True))
     return found
 
 
-def averaged_by(buckets: Sequence[Bucket]) -> dict[int, int]:
-    """By position of a bucket whose shards are averaged over replicas, that of the bucket that does it."""
-    averages = {
-        bucket.parcels: i for i, bucket in enumerate(buckets) if bucket.kind == SHARD_REDUCE
-    }
-    return {
-        i: averages[bucket.parcels]
-        for i, bucket in enumerate(buckets)
-        if bucket.kind != SHARD_REDUCE and bucket.parcels in averages
-    }
+_CHAIN = (TO_DEVICE, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, MAX_REDUCE, SHARD_REDUCE, TO_HOST)
+
+
+def goes_on(buckets: Sequence[Bucket]) -> dict[int, int]:
+    """By position of a bucket, that of the one that takes what it leaves, where there is one: shards
+    are copied to the device and gathered; reduced, averaged over replicas, and copied to the host."""
+    chains: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for i, bucket in enumerate(buckets):
+        chains.setdefault(bucket.parcels, []).append(i)
+    found: dict[int, int] = {}
+    for chain in chains.values():
+        found.update(pairwise(sorted(chain, key=lambda i: _CHAIN.index(buckets[i].kind))))
+    return found
 
 
 @dataclass(frozen=True)
@@ -229,7 +237,8 @@ class Plan:
 
     def wire(self) -> str:
         """What this graph sends, as text; a line for each collective, in their order."""
-        return "\n".join([self.title(), *map(self._sent, self.buckets)])
+        sent = [bucket for bucket in self.buckets if bucket.kind not in COPIES]
+        return "\n".join([self.title(), *map(self._sent, sent)])
 
     def title(self) -> str:
         return f"{self.graph} of {', '.join(param.fqn for param in self.params)}"

@@ -125,7 +125,8 @@ def without_overlap(problem: Problem) -> tuple[Bucket, ...]:
         if needed_early or transfer.num_bytes > SMALL_BYTES:
             cuts.append([i])
             continue
-        key = (transfer.kind, transfer.group, transfer.replicas, transfer.dtype)
+        alike = transfer.kind, transfer.group, transfer.replicas, transfer.dtype, transfer.host
+        key = tuple(map(str, alike))
         cut = filling.get(key)
         if cut and sum(problem.transfers[j].num_bytes for j in [*cut, i]) <= SMALL_CAP_BYTES:
             cut.append(i)

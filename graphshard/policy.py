@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from .float8 import Float8Policy, check_fp8
 from .groups import Groups
+from .host import PAGEABLE, PINNED
 from .precision import check_policy
 from .schedule import SchedulePolicy
 
 COMPILERS = ("inductor", "aot_eager")
-_NOT_BUILT: dict[str, Any] = {"offload_policy": OffloadPolicy()}
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class ParamOptions:
 
     reshard_after_forward: bool | int = True
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
     fp8: Float8Policy | None = None
     shard: bool = True
 
@@ -47,7 +48,19 @@ class ParamOptions:
                 f"shard={self.shard!r}: must be True, or False (DDP: replicate, all-reduce gradients)"
             )
         check_policy("mp_policy", self.mp_policy)
+        if not isinstance(self.offload_policy, OffloadPolicy):
+            raise ValueError(
+                f"offload_policy={self.offload_policy!r}: must be a torch.distributed.fsdp.OffloadPolicy, "
+                "which keeps shards on the device, or a CPUOffloadPolicy"
+            )
         check_fp8("fp8", self.fp8, None)
+
+    def host(self, device_type: str) -> str:
+        """The memory of the host that keeps the shards, of ``graphshard.host``; "": the device does."""
+        policy = self.offload_policy
+        if not isinstance(policy, CPUOffloadPolicy):
+            return ""
+        return PINNED if policy.pin_memory and device_type != "cpu" else PAGEABLE
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,7 @@ class Options:
     mesh: DeviceMesh | None
     reshard_after_forward: bool | int
     mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
     fp8: Float8Policy | None
     overrides: Mapping[str, Mapping[str, Any]]
     ignored_params: frozenset[nn.Parameter]
@@ -67,15 +81,12 @@ class Options:
 
     @classmethod
     def of(cls, arguments: dict[str, Any]) -> Options:
-        """Of all arguments of ``backend``, by name; refuses those that are not built yet."""
-        for name, default in _NOT_BUILT.items():
-            value = arguments[name]
-            if value is not None and value != default:
-                raise ValueError(f"{name}={value!r}: not supported yet, leave it out")
+        """Of all arguments of ``backend``, by name."""
         given = {f.name: arguments[f.name] for f in fields(cls)}
         defaults = {
             "schedule": SchedulePolicy,
             "mp_policy": MixedPrecisionPolicy,
+            "offload_policy": OffloadPolicy,
             "overrides": dict,
         }
         missing = {name: make() for name, make in defaults.items() if given[name] is None}
@@ -84,7 +95,7 @@ class Options:
     def __post_init__(self) -> None:
         if self.mesh is not None:
             check_mesh(self.mesh)
-        ParamOptions(self.reshard_after_forward, self.mp_policy, self.fp8)
+        ParamOptions(self.reshard_after_forward, self.mp_policy, self.offload_policy, self.fp8)
         check_fp8("fp8", self.fp8, self.mp_policy.param_dtype)
         _check_overrides(self.overrides)
         if self.mesh is not None:

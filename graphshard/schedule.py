@@ -30,6 +30,10 @@ class SchedulePolicy:
         max_in_flight_gb: buffers between launch and wait, in GB; None: no limit.
         memory_budget_gb: peak of a graph on one rank, in GB: inputs, activations, gathered
             parameters, gradients; None: no limit.
+        activation_memory_budget: what part of the activations that a graph would save for backward it may
+            save; the others are recomputed, the cheapest for their memory first: 1 is none of them, 0 is
+            all. None: as ``torch._functorch.config`` says, whose setting it is. A parameter is gathered
+            once in backward, for what is recomputed and for gradients alike.
         hardware: a name of ``graphshard.hardware.HARDWARE``, or a file that ``python -m graphshard
             calibrate`` wrote; "auto": by the name of the device. Equal on all ranks.
         node_cost: called with every node of a graph; a number, in microseconds, replaces what the
@@ -42,6 +46,7 @@ class SchedulePolicy:
     bucket_cap_mb: float | Literal["auto"] = "auto"
     max_in_flight_gb: float | None = None
     memory_budget_gb: float | None = None
+    activation_memory_budget: float | None = None
     hardware: str = "auto"
     overlap: bool = True
     node_cost: Callable[[fx.Node], float | None] | None = field(default=None, repr=False)
@@ -54,6 +59,12 @@ class SchedulePolicy:
         for name in ("max_in_flight_gb", "memory_budget_gb"):
             if getattr(self, name) is not None:
                 _check_size(name, getattr(self, name))
+        budget = self.activation_memory_budget
+        if budget is not None and not (_is_number(budget) and 0 <= budget <= 1):
+            raise ValueError(
+                f"schedule.activation_memory_budget={budget!r}: must be a number from 0 (recompute all "
+                "activations) to 1 (none), or None"
+            )
         if not self.overlap and self.limits() != Limits():
             raise ValueError(
                 "schedule.bucket_cap_mb, max_in_flight_gb and memory_budget_gb limit what overlaps: "
@@ -90,8 +101,12 @@ class SchedulePolicy:
 
 
 def _check_size(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+    if not _is_number(value) or not value > 0:  # type: ignore[operator]
         raise ValueError(f"schedule.{name}={value!r}: must be a positive number")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _bytes(size: float | None, unit: float) -> int | None:

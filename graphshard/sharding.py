@@ -65,12 +65,14 @@ def shard_module(
     """
     groups, owners = Groups(mesh), _owners(root, options.ignored_params)
     on_meta = any(owner.param.is_meta for owner in owners)
-    fault = _fault(root, owners, mesh, allow_meta) or _unmatched(owners, options)
+    fault = _fault(root, owners, allow_meta) or _unmatched(owners, options)
     fault = fault or _resolve(root, owners, mesh, options)
     _agree(root, owners, fault, groups, options)
     _warn_of_torchao(root)
     model = Model(type(root).__name__)
     with torch.no_grad(), torch.inference_mode(False):
+        if any(owner.host for owner in owners):
+            _move_buffers(root, groups.device)
         if options.sync_module_states and not on_meta:
             for _, buffer in sorted(root.named_buffers()):
                 _broadcast(buffer, groups)
@@ -94,7 +96,8 @@ class _Owned:
     """One parameter, its FQNs (several where it is tied), and every (module, name) that holds it.
 
     Attributes:
-        options: what holds for it; ``float8`` the recipe of fp8, "" for none. Of ``_resolve``.
+        options: what holds for it; ``float8`` the recipe of fp8, "" for none; ``host`` the memory of the
+            host that keeps its shards, "" for none. Of ``_resolve``.
     """
 
     param: nn.Parameter
@@ -102,6 +105,7 @@ class _Owned:
     at: list[tuple[nn.Module, str]]
     options: ParamOptions = field(default_factory=ParamOptions)
     float8: str = ""
+    host: str = ""
 
     @property
     def fqn(self) -> str:
@@ -132,7 +136,7 @@ def _live(kind: type[Any]) -> Iterator[Any]:
     return (found for found in gc.get_objects() if issubclass(type(found), kind))
 
 
-def _fault(root: nn.Module, owners: list[_Owned], mesh: DeviceMesh, allow_meta: bool) -> str | None:
+def _fault(root: nn.Module, owners: list[_Owned], allow_meta: bool) -> str | None:
     """What keeps this rank from sharding, or None."""
     for name, module in root.named_modules():
         wrapper = next((kind for kind in _FOREIGN if isinstance(module, kind)), None)
@@ -143,7 +147,7 @@ def _fault(root: nn.Module, owners: list[_Owned], mesh: DeviceMesh, allow_meta: 
             )
     all_meta = allow_meta and all(owner.param.is_meta for owner in owners)
     for owner in owners:
-        fault = _parameter_fault(owner.param, mesh, all_meta)
+        fault = _parameter_fault(owner.param, all_meta)
         if any(is_replaced(module, name) for module, name in owner.at):
             fault = "was replaced by a plain parameter after it was sharded: change it in place"
         if fault is not None:
@@ -167,6 +171,9 @@ def _resolve(
         for owner in owners:
             owner.options = options.of_param(owner.names)
             few_ranks(owner.options.reshard_after_forward, Groups(mesh).num_shards)
+            owner.host = owner.options.host(mesh.device_type) if owner.options.shard else ""
+            if fault := _device_fault(owner, mesh):
+                return f"parameter {owner.fqn!r} {fault}"
             embeds = any(isinstance(module, nn.Embedding) for module, _ in owner.at)
             if owner.options.fp8 is not None and owner.options.shard and not embeds:
                 owner.float8 = owner.options.fp8.recipe_of(owner.names, owner.param)
@@ -197,7 +204,7 @@ def _float8_fault(root: nn.Module, owners: list[_Owned], device_type: str) -> st
     return None
 
 
-def _parameter_fault(param: nn.Parameter, mesh: DeviceMesh, all_meta: bool) -> str | None:
+def _parameter_fault(param: nn.Parameter, all_meta: bool) -> str | None:
     if isinstance(param, nn.parameter.UninitializedParameter):
         return "is lazy: run one forward, or give its shape, before sharding"
     if isinstance(param, DTensor):
@@ -206,16 +213,19 @@ def _parameter_fault(param: nn.Parameter, mesh: DeviceMesh, all_meta: bool) -> s
         return (
             f"is a {type(param.data).__name__}: only plain tensors can be sharded{_instead(param)}"
         )
-    if all_meta:
-        return None
-    if param.is_meta:
+    if param.is_meta and not all_meta:
         return (
             "is on the meta device: shard the whole model there by graphshard.shard, then call "
             "to_empty() and initialise it before the first step"
         )
-    if param.device.type != mesh.device_type:
-        return f"is on {param.device}, the mesh on {mesh.device_type}: move one of them"
     return None
+
+
+def _device_fault(owner: _Owned, mesh: DeviceMesh) -> str | None:
+    device = owner.param.device
+    if device.type in ("meta", mesh.device_type) or (owner.host and device.type == "cpu"):
+        return None
+    return f"is on {device}, the mesh on {mesh.device_type}: move one of them"
 
 
 def _instead(param: nn.Parameter) -> str:
@@ -254,6 +264,13 @@ def _describe(tensor: torch.Tensor) -> str:
     return text + " with a gradient" if tensor.grad is not None else text
 
 
+def _move_buffers(root: nn.Module, device: torch.device) -> None:
+    """As FSDP2 does: a model whose shards the host keeps may be there altogether."""
+    for buffer in root.buffers():
+        if not buffer.is_meta:
+            buffer.data = buffer.to(device)
+
+
 def _broadcast(tensor: torch.Tensor, groups: Groups) -> None:
     """Make ``tensor`` equal to the first rank's, in place; as bytes, which every backend takes."""
     if tensor.numel() == 0:
@@ -261,7 +278,7 @@ def _broadcast(tensor: torch.Tensor, groups: Groups) -> None:
     # Of an expanded dim, whose elements share memory, one is enough.
     tensor = tensor[tuple(slice(None) if stride else 0 for stride in tensor.stride())]
     group = process_group(groups.all)
-    whole = tensor.detach().contiguous()
+    whole = tensor.detach().to(groups.device).contiguous()
     source = dist.get_global_rank(group, 0)
     dist.broadcast(whole.view(-1).view(torch.uint8), src=source, group=group)
     if whole.data_ptr() != tensor.data_ptr():
@@ -273,7 +290,8 @@ def _shard_parameter(owner: _Owned, groups: Groups, model: Model) -> Link:
     few = few_ranks(options.reshard_after_forward, groups.num_shards)
     regather = "" if few is None else groups.few(few) if few < groups.num_shards else groups.shards
     dtypes = options.mp_policy.param_dtype, options.mp_policy.reduce_dtype
-    layout = Layout(old.shape, groups, regather, *dtypes, owner.float8, options.shard)
+    kept = options.shard, owner.host
+    layout = Layout(old.shape, groups, regather, *dtypes, owner.float8, *kept)
     new = nn.Parameter(layout.dtensor(layout.padded_shard(old)), requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
     share_hooks(old, new)
@@ -296,7 +314,7 @@ def _retire(old: nn.Parameter, link: Link, in_use: bool) -> None:
 def _deliver_full(link: Link, grad: torch.Tensor) -> None:
     """A full gradient that no graph of ours made: average it over the ranks and keep our part."""
     group = process_group(link.layout.groups.all)
-    mean = grad.detach().contiguous() / dist.get_world_size(group)
+    mean = grad.detach().to(link.layout.groups.device).contiguous() / dist.get_world_size(group)
     dist.all_reduce(mean, group=group)
     link.deliver(link.layout.padded_shard(mean))
 

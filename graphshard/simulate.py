@@ -1,9 +1,10 @@
-"""Predicts when everything in a planned graph happens: two lanes, compute and communication.
+"""Predicts when everything in a planned graph happens, in lanes: compute, communication, and copies of
+shards from the host and to it, where they are kept there.
 
 The compute lane runs the steps in order. In front of each it issues the collectives that are
 launched there, then stands still for those that are waited for there. The communication lane carries
 one collective after the other, in the order of their launch, each no earlier than its launch, as
-NCCL does on the stream of a group and gloo in its queue:
+NCCL does on the stream of a group and gloo in its queue; so do the lanes of copies, each way:
 
     compute        [step 0][step 1]......[step 2][step 3]
     communication  [gather a][gather b    ][reduce c]
@@ -15,6 +16,7 @@ by ``sweep``, which the planner's search calls a thousand times.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,9 +24,20 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import networkx as nx
 
-from .plan import ALL_GATHER, SHARD_REDUCE, Bucket, Problem, averaged_by, by_step
+from .plan import (
+    ALL_GATHER,
+    COPIES,
+    SHARD_REDUCE,
+    TO_DEVICE,
+    TO_HOST,
+    Bucket,
+    Problem,
+    by_step,
+    goes_on,
+)
 
 COMPUTE, COMMUNICATION = "compute", "communication"
+LANES = (COMPUTE, COMMUNICATION, *COPIES)
 _Node = tuple[str, int]
 """Kind and index, as in ``Slot``."""
 if TYPE_CHECKING:
@@ -45,11 +58,12 @@ class Prices(Protocol):
 
 
 class Cost(NamedTuple):
-    """Of one bucket, on the compute lane, on the communication lane, and on the compute lane."""
+    """Of one bucket, on the compute lane, on its own lane, and on the compute lane."""
 
     copy_in_us: float
     wire_us: float
     copy_out_us: float
+    lane: str = COMMUNICATION
 
 
 @dataclass(frozen=True)
@@ -57,18 +71,17 @@ class Slot:
     """One thing that a lane does.
 
     Attributes:
-        kind: step, copy-in, collective or copy-out; ``index`` of the step or of the bucket.
+        kind: step, copy-in, collective (or what else a bucket launches) or copy-out; ``index`` of the
+            step or of the bucket.
         start_us: since the graph began.
+        lane: one of ``LANES``.
     """
 
     kind: str
     index: int
     start_us: float
     duration_us: float
-
-    @property
-    def lane(self) -> str:
-        return COMMUNICATION if self.kind == COLLECTIVE else COMPUTE
+    lane: str
 
     @property
     def end_us(self) -> float:
@@ -83,10 +96,11 @@ class Timeline:
         slots: in order of issue.
         exposed_us: by bucket, how long the compute lane stands still at its wait.
         alive_bytes: by step: ``Problem.other_bytes``, gathered parameters from launch to last use,
-            gradients from their completion to the end of their reduction, reduced shards from then.
+            gradients from their completion to the end of their reduction, reduced shards from then;
+            those that the host keeps only until they are gathered or reduced.
         in_flight_bytes: by step, buffers between launch and wait.
         critical_path: slots of which each had to wait for the one before it, to the end.
-        total_us: until both lanes are done.
+        total_us: until all lanes are done.
         lost_us: what hidden collectives cost compute, about; it is not in ``total_us``.
     """
 
@@ -114,9 +128,11 @@ def simulate(problem: Problem, buckets: Sequence[Bucket], prices: Prices) -> Tim
     for node in dag:  # in order of issue, which is a topological one
         ends = {slots[before].lane: slots[before].end_us for before in dag.predecessors(node)}
         kind, index = node
-        slots[node] = Slot(kind, index, max(ends.values(), default=0.0), dag.nodes[node]["us"])
-        if node[0] == COPY_OUT:
-            exposed_us[node[1]] = max(0.0, ends[COMMUNICATION] - ends.get(COMPUTE, 0.0))
+        start_us = max(ends.values(), default=0.0)
+        slots[node] = Slot(kind, index, start_us, **dag.nodes[node])
+        if kind == COPY_OUT:
+            arrived_us = ends[slots[COLLECTIVE, index].lane]
+            exposed_us[index] = max(0.0, arrived_us - ends.get(COMPUTE, 0.0))
     return Timeline(
         tuple(slots.values()),
         tuple(exposed_us),
@@ -138,7 +154,7 @@ def _dag(problem: Problem, buckets: Sequence[Bucket], prices: Prices) -> _Dag:
 
     def add(lane: str, kind: str, index: int, us: float, *after: _Node) -> None:
         node = (kind, index)
-        dag.add_node(node, us=us)
+        dag.add_node(node, duration_us=us, lane=lane)
         dag.add_edges_from(
             (before, node) for before in (*after, *([last[lane]] if lane in last else []))
         )
@@ -151,7 +167,7 @@ def _dag(problem: Problem, buckets: Sequence[Bucket], prices: Prices) -> _Dag:
                 add(COMPUTE, COPY_OUT, i, costs[i].copy_out_us, (COLLECTIVE, i))
             else:
                 add(COMPUTE, COPY_IN, i, costs[i].copy_in_us)
-                add(COMMUNICATION, COLLECTIVE, i, costs[i].wire_us, (COPY_IN, i))
+                add(costs[i].lane, COLLECTIVE, i, costs[i].wire_us, (COPY_IN, i))
         if step < problem.num_steps:
             add(COMPUTE, STEP, step, problem.compute_us[step])
     return dag
@@ -184,48 +200,51 @@ def clock(problem: Problem, buckets: Sequence[Bucket], prices: Prices) -> Clock:
     """The times of ``simulate``, in one sweep over the buckets."""
     costs = [cost_of(problem, bucket, prices) for bucket in buckets]
     spans = [(bucket.launch, bucket.wait) for bucket in buckets]
-    return sweep([0.0, *accumulate(problem.compute_us)], spans, costs, averaged_by(buckets))
+    return sweep([0.0, *accumulate(problem.compute_us)], spans, costs, goes_on(buckets))
 
 
 def sweep(
     start_us: Sequence[float],
     spans: Sequence[tuple[int, int]],
     costs: Sequence[Cost],
-    averaged: Mapping[int, int],
+    after: Mapping[int, int],
 ) -> Clock:
     """The times of buckets of known costs, in O(b log b + s).
 
     Args:
         start_us: by step, and of the end: when it starts if nothing is in its way.
         spans: launch and wait of every bucket, in order of launch.
-        averaged: see ``plan.averaged_by``; events are in the order of ``plan.by_step``.
+        after: see ``plan.goes_on``; events are in the order of ``plan.by_step``.
     """
     launches = [(launch, 0, i, 1, i) for i, (launch, _) in enumerate(spans)]
     waits = [
-        (wait, 0, averaged[i], 0, i) if i in averaged else (wait, 1, i, 0, i)
+        (wait, 0, after[i], 0, i) if i in after else (wait, 1, i, 0, i)
         for i, (_, wait) in enumerate(spans)
     ]
     end_us, exposed_us = [0.0] * len(spans), [0.0] * len(spans)
     late_us = [0.0] * len(start_us)  # by step, what is added in front of it
-    behind = free = 0.0
+    free: dict[str, float] = defaultdict(float)  # by lane, when it is
+    behind = 0.0
     for step, _, _, is_launch, i in sorted(launches + waits):
         now = start_us[step] + behind
         if not is_launch:
             exposed_us[i] = max(0.0, end_us[i] - now)
             us = exposed_us[i] + costs[i].copy_out_us
         else:
-            us = costs[i].copy_in_us
-            end_us[i] = free = max(free, now + us) + costs[i].wire_us
+            us, wire_us, _, lane = costs[i]
+            end_us[i] = free[lane] = max(free[lane], now + us) + wire_us
         late_us[step] += us
         behind += us
     step_us = [start + late for start, late in zip(start_us, accumulate(late_us))]
-    return Clock(step_us, exposed_us, max(step_us[-1], free))
+    return Clock(step_us, exposed_us, max([step_us[-1], *free.values()]))
 
 
 def cost_of(problem: Problem, bucket: Bucket, prices: Prices) -> Cost:
     """What packing shards before a gather costs, or full gradients before a reduction; the collective;
     and unpacking gathered parameters: reduced shards are slices of their buffer."""
     wire_us = prices.collective_us(bucket.kind, bucket.num_bytes, bucket.world, bucket.stride)
+    if bucket.kind in COPIES:
+        return Cost(0.0, wire_us, 0.0, bucket.kind)
     parcels_us = prices.parcel_us(bucket.world, bucket.stride) * (len(bucket.parcels) - 1)
     if bucket.kind == SHARD_REDUCE:  # in the buffers that it is left in
         return Cost(parcels_us, wire_us, 0.0)
@@ -249,13 +268,16 @@ def alive_bytes(problem: Problem, buckets: Sequence[Bucket]) -> list[int]:
     """By step; see ``Timeline``."""
     end = problem.num_steps
     spans = []
-    for bucket in (bucket for bucket in buckets if bucket.kind != SHARD_REDUCE):
-        for transfer in (problem.transfers[i] for i in bucket.transfers):
-            if bucket.kind == ALL_GATHER:
-                spans.append((bucket.launch, transfer.last + 1, transfer.num_bytes))
-            else:
-                spans.append((transfer.ready, bucket.wait, transfer.num_bytes))
-                spans.append((bucket.wait, end, transfer.shard_bytes))
+    for bucket in buckets:
+        of = [problem.transfers[i] for i in bucket.transfers]
+        if bucket.kind == ALL_GATHER:
+            spans += [(bucket.launch, t.last + 1, t.num_bytes) for t in of]
+            spans += [(bucket.launch, bucket.wait, t.shard_bytes) for t in of if t.host]
+        elif bucket.kind == TO_DEVICE:
+            spans.append((bucket.launch, bucket.wait, bucket.num_bytes))
+        elif bucket.kind not in (SHARD_REDUCE, TO_HOST):
+            spans += [(t.ready, bucket.wait, t.num_bytes) for t in of]
+            spans += [(bucket.wait, end, t.shard_bytes) for t in of if not t.host]
     return [a + b for a, b in zip(problem.other_bytes, _summed(spans, end))]
 
 

@@ -58,6 +58,20 @@ HABITS = (
     ("auto_wrap_policy", "fully_shard of each part", "", "not needed", "buckets are planned"),
     ("one policy per wrapped module", "one per part", "", 'overrides={"*norm*": {...}}', ""),
     ("mixed_precision", "mp_policy", "bf16, fp16", "mp_policy", "casts are made before the gather"),
+    (
+        "cpu_offload",
+        "offload_policy",
+        "offload_param, offload_optimizer",
+        "offload_policy",
+        "shards to the device before gathers, reduced gradients back",
+    ),
+    (
+        "checkpoint_wrapper",
+        "torch.utils.checkpoint",
+        "deepspeed.checkpointing",
+        "torch.utils.checkpoint, schedule.activation_memory_budget",
+        "",
+    ),
     ("limit_all_gathers", "", "stage3_max_live_parameters", "schedule.max_in_flight_gb", ""),
     (
         "no_sync()",

@@ -12,14 +12,17 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from . import ops, wires
+from . import host, ops, wires
 from .plan import (
     ALL_GATHER,
     ALL_REDUCE,
+    COPIES,
     MAX_REDUCE,
     PLANNED,
     REDUCE_SCATTER,
     SHARD_REDUCE,
+    TO_DEVICE,
+    TO_HOST,
     Bucket,
     Plan,
     by_step,
@@ -34,6 +37,8 @@ _KINDS: dict[Any, str] = {
     wires.EXCHANGE: REDUCE_SCATTER,
     _c10d.all_reduce.default: ALL_REDUCE,
     _c10d.all_reduce_coalesced.default: ALL_REDUCE,
+    host.to_device: TO_DEVICE,
+    host.to_host: TO_HOST,
 }
 Event = tuple[str, str, int]
 """launch or wait, kind of collective, and bytes of its full buffers, or its number."""
@@ -66,20 +71,24 @@ def verify_lowered(graph: fx.Graph, plan: Plan) -> None:
 
 def _planned(plan: Plan) -> list[Event]:
     events: list[Event] = []
-    numbers: dict[tuple[int, int], int] = {}  # the collective of each parcel of a bucket
+    numbers: dict[tuple[int, int], int] = {}  # the collective of each buffer of a bucket
     num_launched = 0
     for i, is_wait in itertools.chain(*by_step(plan.problem.num_steps, plan.buckets)):
         bucket = plan.buckets[i]
         kind = ALL_REDUCE if bucket.kind == SHARD_REDUCE else bucket.kind
         if is_wait:
-            events += [("wait", kind, numbers[i, p]) for p in range(len(bucket.parcels))]
+            events += [("wait", kind, numbers[i, p]) for p in range(_num_buffers(bucket))]
             continue
         sizes = _collectives(plan, bucket)
         events += [("launch", kind, size) for size in sizes]
-        for parcel in range(len(bucket.parcels)):
-            numbers[i, parcel] = num_launched + min(parcel, len(sizes) - 1)
+        for buffer in range(_num_buffers(bucket)):
+            numbers[i, buffer] = num_launched + min(buffer, len(sizes) - 1)
         num_launched += len(sizes)
     return events
+
+
+def _num_buffers(bucket: Bucket) -> int:
+    return len(bucket.transfers if bucket.kind in COPIES else bucket.parcels)
 
 
 def _collectives(plan: Plan, bucket: Bucket) -> list[int]:

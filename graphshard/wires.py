@@ -25,6 +25,7 @@ from .copies import add_sums, copy_in, unpack
 from .emit import Call, value_of
 from .float8 import E4M3, as_dtype, cast, convert
 from .float8_ops import own_rows
+from .host import to_device, to_host
 from .plan import ALL_GATHER, ALL_REDUCE, MAX_REDUCE, REDUCE_SCATTER, SHARD_REDUCE
 
 _c10d = torch.ops._c10d_functional
@@ -192,6 +193,16 @@ def launch(call: Call, kind: str, wires: list[Any], group: str, world: int) -> l
 
 def wait(call: Call, buffer: Any) -> Any:
     return call(_c10d.wait_tensor.default, buffer)
+
+
+def begin_copy(call: Call, tensors: Sequence[Any], to: torch.device | str) -> list[Any]:
+    """Launch copies to that device, or to that memory of the host: what to wait for, for each."""
+    made = call(to_host if isinstance(to, str) else to_device, list(tensors), to)
+    return [call(operator.getitem, made, i) for i in range(len(tensors))]
+
+
+def copy(call: Call, tensors: Sequence[Any], to: torch.device | str) -> list[Any]:
+    return [wait(call, copied) for copied in begin_copy(call, tensors, to)]
 
 
 def send_on(

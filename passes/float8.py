@@ -61,7 +61,7 @@ def gather_float8(gm: fx.GraphModule) -> None:
 
 def scale_before_gather(graph: fx.Graph) -> None:
     """Gather in fp8 what only products in fp8 use."""
-    chosen: dict[tuple[str, torch.dtype, str], list[fx.Node]] = {}
+    chosen: dict[tuple[Any, ...], list[fx.Node]] = {}
     refused: dict[str, str | None] = {}
     for node in graph.find_nodes(op="call_function", target=ops.unshard):
         given, dtype = ops.arguments(node), node.meta["val"].dtype
@@ -71,7 +71,8 @@ def scale_before_gather(graph: fx.Graph) -> None:
         if why:
             node.meta[REASON] = f"travels as {dtype} and not in fp8: {why}"
         else:
-            chosen.setdefault((given["float8"], dtype, given["group"]), []).append(node)
+            alike = given["float8"], dtype, given["group"], given["device"]
+            chosen.setdefault(alike, []).append(node)
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for alike, weights in chosen.items():
         with graph.inserting_before(first):
@@ -112,12 +113,19 @@ def _device_refusal(node: fx.Node, refused: dict[str, str | None]) -> str | None
 
 
 def _insert_scales(
-    emit: Call, weights: Sequence[fx.Node], recipe: str, dtype: torch.dtype, group: str
+    emit: Call,
+    weights: Sequence[fx.Node],
+    recipe: str,
+    dtype: torch.dtype,
+    group: str,
+    device: torch.device | None,
 ) -> None:
     """The scales of ``weights``, by one reduction. They are kept for backward, one behind the other; to
     its products each is a tensor of its own, so that equal layers share their kernels."""
     shards: Any = [weight.args[0] for weight in weights]
     amax = emit(float8_ops.local_amax, shards, dtype, group, recipe)
+    if device is not None:  # the host has read its shards
+        amax = emit(_aten._to_copy.default, amax, device=device)
     scales = float8.scale_of(emit, emit(ops.max_over_ranks, amax, group), float8.E4M3, recipe)
     sizes = [1] * len(weights)
     if recipe == float8.ROWWISE:

@@ -65,7 +65,7 @@ def keep_parts(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> None:
             part = saved[gathered.args[0]] = emit(own_part, gathered, few)
         shard: Any = marker.args[0]
         shard.meta = {**shard.meta, "val": part.meta["val"]}
-        change(marker, group=few, dtype=None, scales=None, at=0)
+        change(marker, group=few, dtype=None, scales=None, at=0, device=None)
     _save(forward, saved, num_outputs)
     _drop_scales(backward)
 

@@ -5,12 +5,13 @@ A bucket is launched before the step that its plan says, and waited for before a
     before   a = mm(..)   w = unshard(shard)   b = mm(a, w)
     after    f = all_gather_into_tensor(shard)   a = mm(..)   w = wait_tensor(f)   b = mm(a, w)
 
-Small tensors of a bucket share a buffer (``copy_in``, ``unpack``); several buffers travel coalesced.
+Shards that the host keeps are copied to the device before, and reduced ones to the host behind. Small tensors of a bucket share a buffer (``copy_in``, ``unpack``); several buffers travel coalesced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +23,17 @@ from graphshard.float8 import convert
 from graphshard.groups import world_of
 from graphshard.plan import (
     ALL_GATHER,
+    COPIES,
     PLANNED,
     REDUCE_SCATTER,
     SHARD_REDUCE,
+    TO_DEVICE,
+    TO_HOST,
     Bucket,
     ShardedParam,
     Transfer,
-    averaged_by,
     by_step,
+    goes_on,
 )
 from graphshard.wires import Piece
 
@@ -76,7 +80,15 @@ def describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
         replicas=replicas,
         num_replicas=num_replicas,
         replica_stride=replica_stride,
+        host=_is_on_host(marker),
     )
+
+
+def _is_on_host(marker: fx.Node) -> bool:
+    """Whether the shard is kept there that it gathers, or that it reduces to."""
+    given = ops.arguments(marker)
+    decides = "device" if marker.target is ops.unshard else "host"
+    return bool(given.get(decides))
 
 
 def piece_of(marker: fx.Node) -> Piece:
@@ -143,24 +155,26 @@ def apply_buckets(
         steps: the first node of every step.
     """
     begun: dict[int, list[fx.Node]] = {}
-    averaged = averaged_by(buckets)
-    reduced: dict[tuple[tuple[int, ...], ...], list[fx.Node]] = {}  # for their replicas, by parcels
+    left: dict[int, list[fx.Node]] = {}  # by bucket, what the one before it left
+    after = goes_on(buckets)
     for at, happening in zip([*steps, graph.output_node()], by_step(len(steps), buckets)):
         with graph.inserting_before(at):
             for i, is_wait in happening:
                 bucket = buckets[i]
-                emit = Emitter(graph, markers[bucket.transfers[0]].meta, **{PLANNED: True})
+                of = [[markers[i] for i in parcel] for parcel in bucket.parcels]
+                emit = Emitter(graph, of[0][0].meta, **{PLANNED: True})
                 if not is_wait:
-                    begun[i] = _begin(emit, bucket, markers, reduced)
+                    begun[i] = _begin(emit, bucket, of, left.get(i))
                     continue
-                done = [
-                    wires.receive(emit, bucket.kind, buffer, bucket.group, bucket.world)
-                    for buffer in begun[i]
-                ]
-                if i in averaged:
-                    reduced[bucket.parcels] = done
-                else:
-                    _copy_out(emit, bucket, markers, done)
+                done = [_receive(emit, bucket, buffer) for buffer in begun[i]]
+                then = buckets[after[i]].kind if i in after else None
+                if then not in (ALL_GATHER, SHARD_REDUCE) and bucket.kind not in COPIES:
+                    done = _copy_out(emit, bucket, of, done)
+                if then is not None:
+                    left[after[i]] = done
+                    continue
+                for marker, node in zip(itertools.chain(*of), done, strict=True):
+                    marker.replace_all_uses_with(node)
     for marker in markers:
         graph.erase_node(marker)
 
@@ -168,24 +182,52 @@ def apply_buckets(
 def _begin(
     emit: Emitter,
     bucket: Bucket,
-    markers: Sequence[fx.Node],
-    reduced: Mapping[tuple[tuple[int, ...], ...], list[fx.Node]],
+    markers: Sequence[Sequence[fx.Node]],
+    left: list[fx.Node] | None,
 ) -> list[fx.Node]:
-    parcels = [[piece_of(markers[i]) for i in parcel] for parcel in bucket.parcels]
+    """Launch a bucket: what to wait for.
+
+    Args:
+        markers: of every parcel.
+        left: by the bucket that this one goes on with, if there is one.
+    """
+    world = bucket.group, bucket.world
+    first = ops.arguments(markers[0][0])
+    if bucket.kind == TO_DEVICE:
+        sources = [source_of(marker) for parcel in markers for marker in parcel]
+        return wires.begin_copy(emit, sources, first["device"])
+    if bucket.kind == TO_HOST:
+        assert left is not None
+        return wires.begin_copy(emit, left, first["host"])
+    parcels = [[piece_of(marker) for marker in parcel] for parcel in markers]
     if bucket.kind == SHARD_REDUCE:
-        return wires.send_on(emit, parcels, reduced[bucket.parcels], bucket.group, bucket.world)
-    return wires.send(emit, bucket.kind, parcels, bucket.group, bucket.world)
+        assert left is not None
+        return wires.send_on(emit, parcels, left, *world)
+    if left is not None:
+        loaded = iter(left)
+        parcels = [[piece._replace(source=next(loaded)) for piece in of] for of in parcels]
+    return wires.send(emit, bucket.kind, parcels, *world)
+
+
+def _receive(emit: Emitter, bucket: Bucket, buffer: fx.Node) -> Any:
+    if bucket.kind in COPIES:
+        return wires.wait(emit, buffer)
+    return wires.receive(emit, bucket.kind, buffer, bucket.group, bucket.world)
 
 
 def _copy_out(
-    emit: Emitter, bucket: Bucket, markers: Sequence[fx.Node], done: Sequence[fx.Node]
-) -> None:
+    emit: Emitter,
+    bucket: Bucket,
+    markers: Sequence[Sequence[fx.Node]],
+    done: Sequence[fx.Node],
+) -> list[fx.Node]:
+    """What every marker stands for, of a bucket's buffers."""
     kind = REDUCE_SCATTER if bucket.kind == SHARD_REDUCE else bucket.kind
-    for parcel, buffer in zip(bucket.parcels, done, strict=True):
-        pieces = [piece_of(markers[i]) for i in parcel]
-        nodes = wires.copy_out(emit, kind, pieces, buffer, bucket.world)
-        for i, node in zip(parcel, nodes, strict=True):
-            markers[i].replace_all_uses_with(node)
+    found = []
+    for parcel, buffer in zip(markers, done, strict=True):
+        pieces = [piece_of(marker) for marker in parcel]
+        found += wires.copy_out(emit, kind, pieces, buffer, bucket.world)
+    return found
 
 
 def apply_replicate(graph: fx.Graph, markers: Iterable[fx.Node]) -> None:

@@ -142,7 +142,7 @@ def _alive_bytes(graph: fx.Graph, kind: str, at: Mapping[fx.Node, int]) -> list[
         for used in node.all_input_nodes:
             if node.target not in ops.MARKERS and (owner := holder[used]) is not None:
                 last[owner] = at.get(node, end - 1)
-        if node.target in ops.MARKERS:
+        if node.target in ops.MARKERS or _is_on_host(node):
             holder[node] = None
         else:
             holder[node] = holder[node.args[0]] if is_view(node) else node
@@ -155,6 +155,12 @@ def _alive_bytes(graph: fx.Graph, kind: str, at: Mapping[fx.Node, int]) -> list[
         change[begin] += (size := _num_bytes(node))
         change[min(max(last.get(node, begin), begin) + 1, end)] -= size
     return list(accumulate(change))[:end]
+
+
+def _is_on_host(node: fx.Node) -> bool:
+    """Whether it is a shard that is kept there."""
+    gathers = [user for user in node.users if user.target is ops.unshard]
+    return node.op == "placeholder" and any(ops.arguments(user)["device"] for user in gathers)
 
 
 def _num_bytes(node: fx.Node) -> int:

@@ -10,14 +10,17 @@ from tabulate import tabulate
 from ..plan import (
     ALL_GATHER,
     ALL_REDUCE,
+    COPIES,
     MAX_REDUCE,
     REDUCE_SCATTER,
     SHARD_REDUCE,
+    TO_DEVICE,
     Bucket,
 )
 from ..simulate import COLLECTIVE, COPY_IN
 from .dump import Dump, name_of
 
+KINDS = (ALL_GATHER, REDUCE_SCATTER, SHARD_REDUCE, ALL_REDUCE, MAX_REDUCE, *COPIES)
 NUM_EXPOSED = 10  # collectives that are listed with a reason
 NUM_BUCKETS = 24  # more than so many are not all listed
 
@@ -54,7 +57,7 @@ def _title(dump: Dump) -> str:
 
 def _collectives(dump: Dump) -> str:
     plan, rows = dump.plan, []
-    for kind in (ALL_GATHER, REDUCE_SCATTER, SHARD_REDUCE, ALL_REDUCE, MAX_REDUCE):
+    for kind in KINDS:
         of_kind = [i for i, bucket in enumerate(plan.buckets) if bucket.kind == kind]
         if of_kind:
             before = sum(len(plan.buckets[i].transfers) for i in of_kind)
@@ -138,7 +141,7 @@ def _ms(dump: Dump, i: int) -> float:
 def reason(dump: Dump, i: int) -> str:
     """Why compute stands still for bucket ``i``, as far as the timeline and the limits tell."""
     bucket, problem = dump.plan.buckets[i], dump.plan.problem
-    gathers = bucket.kind == ALL_GATHER
+    gathers = bucket.kind in (ALL_GATHER, TO_DEVICE)
     if gathers and not sum(problem.compute_us[: bucket.wait]):
         return "first: nothing to hide behind"
     if not gathers and not sum(problem.compute_us[bucket.launch :]):
@@ -146,8 +149,9 @@ def reason(dump: Dump, i: int) -> str:
     collective = dump.slots[COLLECTIVE, i]
     launched_us = dump.slots[COPY_IN, i].end_us
     waited_us = collective.end_us - dump.timeline.exposed_us[i]
-    if i and collective.duration_us <= waited_us - launched_us:
-        return f"wire is busy with bucket {i - 1}"
+    same = [j for j in range(i) if dump.slots[COLLECTIVE, j].lane == collective.lane]
+    if same and collective.duration_us <= waited_us - launched_us:
+        return f"wire is busy with bucket {same[-1]}"
     limit = _limit(dump, bucket)
     if limit:
         return limit

@@ -1,6 +1,6 @@
 """The predicted timeline as a trace: ui.perfetto.dev and chrome://tracing open it.
 
-One process with two lanes, as in ``simulate``. Arrows lead from where a collective is launched to
+One process with the lanes of ``simulate``. Arrows lead from where a collective is launched to
 the collective, and on to the first thing that needs its result; counters tell what is in memory.
 
     compute        [copy-in]──┐  [step 0: mm   ]         ┌─►[copy-out]─►[step 1: mm_1 ]
@@ -16,8 +16,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..plan import ALL_GATHER, ALL_REDUCE, MAX_REDUCE, REDUCE_SCATTER, SHARD_REDUCE
-from ..simulate import COLLECTIVE, COMMUNICATION, COMPUTE, COPY_IN, COPY_OUT, STEP, Slot
+from .. import simulate
+from ..plan import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    COPIES,
+    MAX_REDUCE,
+    REDUCE_SCATTER,
+    SHARD_REDUCE,
+    TO_DEVICE,
+    TO_HOST,
+)
+from ..simulate import COLLECTIVE, COMPUTE, COPY_IN, COPY_OUT, STEP, Slot
 from .dump import Dump, name_of
 
 Event = dict[str, Any]
@@ -25,12 +35,14 @@ Span = tuple[int, int]
 
 PREDICTED = "predicted"
 PID = 1 << 30  # no process of a measured trace has it
-LANES = {COMPUTE: 1, COMMUNICATION: 2}
+LANES = {lane: number for number, lane in enumerate(simulate.LANES, 1)}
 """Threads of the process; streams likewise."""
 _KERNELS = {
     ALL_GATHER: "ncclDevKernel_AllGather",
     REDUCE_SCATTER: "ncclDevKernel_ReduceScatter",
     SHARD_REDUCE: "ncclDevKernel_AllReduce_Shards",
+    TO_DEVICE: "Memcpy HtoD (Pinned -> Device)",
+    TO_HOST: "Memcpy DtoH (Device -> Pinned)",
     ALL_REDUCE: "ncclDevKernel_AllReduce",
     MAX_REDUCE: "ncclDevKernel_AllReduce_Max",
 }
@@ -86,7 +98,7 @@ def _slice(dump: Dump, slot: Slot, span: Span, streams: bool) -> Event:
     stream = {"stream": tid} if streams else {}
     return {
         "ph": "X",
-        "cat": "kernel",
+        "cat": "gpu_memcpy" if slot.lane in COPIES else "kernel",
         "name": _name(dump, slot),
         "pid": PID,
         "tid": tid,

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
+import graphshard
 from benchmarks.models import DeepMLP, parameter_bytes
 from graphshard.float8 import RECIPES
 from tests import ranks
 from tests.gpu.training import Trainer, agree, by_torch_compile, cosines_in_fp8
+from tests.numerics.compare import generator, sgd
 
 pytestmark = pytest.mark.gpu
 WARM_UP, STEPS = 3, 5
@@ -94,3 +98,37 @@ def _steps_without_synchronisation() -> None:
 
 def test_the_host_never_waits_for_the_gpu() -> None:
     ranks.run(1, _steps_without_synchronisation, backend="nccl")
+
+
+def _train_offloaded() -> None:
+    """The same numbers as without; the host keeps what is pinned, and the device gives up the shards."""
+    torch.cuda.set_device(0)
+    found, held = [], []
+    for policy in (OffloadPolicy(), CPUOffloadPolicy()):
+        torch.manual_seed(0)
+        model = DeepMLP(DIM, 4).to("cuda")
+        mesh = init_device_mesh("cuda", (1,))
+        compiled = torch.compile(model, backend=graphshard.backend(mesh, offload_policy=policy))
+        optimizer = None
+        for step in range(STEPS):
+            x = torch.randn(8, DIM, generator=generator(step)).to("cuda")
+            loss = compiled(x)
+            loss.backward()
+            found.append(
+                [loss.detach().cpu(), *(p.grad.to_local().cpu() for p in model.parameters())]
+            )
+            optimizer = optimizer or sgd(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        held.append(torch.cuda.memory_allocated())
+        if isinstance(policy, CPUOffloadPolicy):
+            assert all(p.to_local().is_pinned() for p in model.parameters())
+        del model, compiled, optimizer
+        torch._dynamo.reset()
+    for ours, theirs in zip(found[:STEPS], found[STEPS:], strict=True):
+        assert all(map(torch.equal, ours, theirs))
+    assert held[1] < held[0] / 2
+
+
+def test_offloaded_shards() -> None:
+    ranks.run(1, _train_offloaded, backend="nccl")

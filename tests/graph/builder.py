@@ -13,6 +13,7 @@ from graphshard import ops
 from graphshard.cost import CostModel
 from graphshard.hardware import HARDWARE
 from graphshard.limits import Limits
+from graphshard.offload import with_copies
 from graphshard.passes import lower
 from graphshard.plan import Bucket, Plan, Problem
 from graphshard.planner import schedule, without_overlap
@@ -36,16 +37,18 @@ class Builder:
         self._device = device
         self._num_primals = 0
 
-    def _placeholder(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
+    def _placeholder(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: str = ""
+    ) -> fx.Node:
         node = self.graph.placeholder(name)
         with self._mode:
-            node.meta["val"] = torch.empty(shape, dtype=dtype, device=self._device)
+            node.meta["val"] = torch.empty(shape, dtype=dtype, device=device or self._device)
         return node
 
-    def primal(self, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
+    def primal(self, *shape: int, dtype: torch.dtype = torch.float32, device: str = "") -> fx.Node:
         """The next input of a forward graph."""
         self._num_primals += 1
-        return self._placeholder(f"primals_{self._num_primals}", shape, dtype)
+        return self._placeholder(f"primals_{self._num_primals}", shape, dtype, device)
 
     def tangent(self, *shape: int) -> fx.Node:
         """An input of a backward graph."""
@@ -59,17 +62,23 @@ class Builder:
             node.meta["val"] = op(*values, **named)
         return node
 
-    def unshard(self, leaf: fx.Node, rows: int, reshard: bool = True) -> fx.Node:
+    def unshard(
+        self, leaf: fx.Node, rows: int, reshard: bool = True, device: torch.device | None = None
+    ) -> fx.Node:
+        """
+        Args:
+            device: where it is gathered, if the host keeps the leaf.
+        """
         regather = self.group if reshard else ""
-        args = leaf, rows, self.group, regather, "", None, None, "", None, 0, None, None
-        return self.call(ops.unshard, *args)
+        args = leaf, rows, self.group, regather, "", None, None, "", None, 0
+        return self.call(ops.unshard, *args, device, "pageable" if device else "", None, None)
 
     def replicate(self, leaf: fx.Node) -> fx.Node:
         return self.call(ops.replicate, leaf, self.group, None, None, None)
 
-    def reduce(self, grad: fx.Node) -> fx.Node:
+    def reduce(self, grad: fx.Node, host: str = "") -> fx.Node:
         rows = -(-grad.meta["val"].shape[0] // self.world_size)
-        return self.call(ops.reduce_grad, grad, rows, self.group, "", None, None, None)
+        return self.call(ops.reduce_grad, grad, rows, self.group, "", None, None, None, host)
 
     def all_reduce(self, grad: fx.Node) -> fx.Node:
         return self.call(ops.all_reduce_grad, grad, self.group, None, None)
@@ -83,7 +92,7 @@ class Builder:
 def lowered(gm: fx.GraphModule, kind: str, decide: Decide = without_overlap) -> Plan:
     """Plan and lower a graph, and verify it."""
     costs = CostModel(HARDWARE["cpu"])
-    plan = lower(gm.graph, kind, costs, lambda problem, _: decide(problem))
+    plan = lower(gm.graph, kind, costs, lambda p, _: with_copies(p, decide(p), costs, Limits()))
     verify_lowered(gm.graph, plan)
     return plan
 

@@ -81,10 +81,10 @@ def test_an_upcast_of_a_gradient_is_made_where_it_is_packed(
     build = Builder(group)
     narrow = _cast(build, build.tangent(13, 3), BF16)
     wide = _cast(build, narrow, FP32)
-    gm = build.module(build.call(ops.reduce_grad, wide, 2, group, "", None, asked, FP32))
+    gm = build.module(build.call(ops.reduce_grad, wide, 2, group, "", None, asked, FP32, ""))
     cast_early(gm)
     (marker,) = (node for node in gm.graph.nodes if node.target is ops.reduce_grad)
-    assert marker.args == (narrow, 2, group, "", None, reduced, FP32)
+    assert marker.args == (narrow, 2, group, "", None, reduced, FP32, "")
     assert count(gm.graph, convert) == 1
     plan = lowered(gm, BACKWARD)
     (transfer,) = plan.problem.transfers
@@ -96,9 +96,11 @@ def test_a_rounded_or_shared_gradient_stays_so(group: str) -> None:
     """Rounding is not exact, and a sum of gradients is not one of them."""
     build = Builder(group)
     grad = build.tangent(13, 3)
-    rounded = build.call(ops.reduce_grad, _cast(build, grad, BF16), 2, group, "", None, None, BF16)
+    rounded = build.call(
+        ops.reduce_grad, _cast(build, grad, BF16), 2, group, "", None, None, BF16, ""
+    )
     total = build.call(add, _cast(build, _cast(build, grad, BF16), FP32), grad)
-    summed = build.call(ops.reduce_grad, total, 2, group, "", None, None, FP32)
+    summed = build.call(ops.reduce_grad, total, 2, group, "", None, None, FP32, "")
     gm = build.module(rounded, summed)
     before = str(gm.graph)
     cast_early(gm)
@@ -110,7 +112,7 @@ def test_a_bucket_is_cast_padded_and_packed_at_once(group: str, rows: int) -> No
     build = Builder(group)
     grads = [_cast(build, build.tangent(rows, 3), BF16) for _ in range(3)]
     gm = build.module(
-        *(build.call(ops.reduce_grad, g, 2, group, "", None, FP32, FP32) for g in grads)
+        *(build.call(ops.reduce_grad, g, 2, group, "", None, FP32, FP32, "") for g in grads)
     )
     plan = lowered(gm, BACKWARD)
     assert plan.count(REDUCE_SCATTER) == 1 and plan.count(ALL_GATHER) == 0

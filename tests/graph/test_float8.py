@@ -203,7 +203,21 @@ def _linear(group: str, rows: int, columns: int, dtype: torch.dtype) -> fx.Graph
     build = Builder(group, device="cuda")
     x, leaf = build.primal(rows, DIM, dtype=dtype), build.primal(columns // 8, DIM, dtype=dtype)
     weight = build.call(
-        ops.unshard, leaf, columns, group, group, "", None, None, TENSORWISE, None, 0, None, None
+        ops.unshard,
+        leaf,
+        columns,
+        group,
+        group,
+        "",
+        None,
+        None,
+        TENSORWISE,
+        None,
+        0,
+        None,
+        "",
+        None,
+        None,
     )
     y = build.call(float8_ops.float8_mm, x, weight, TENSORWISE)
     grad_x = build.call(float8_ops.float8_mm_grad_input, y, weight, TENSORWISE)

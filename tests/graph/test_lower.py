@@ -9,9 +9,17 @@ import pytest
 import torch
 from torch import fx
 
-from graphshard import wires
+from graphshard import host, wires
 from graphshard.limits import Limits
-from graphshard.plan import ALL_GATHER, ALL_REDUCE, BACKWARD, FORWARD, REDUCE_SCATTER
+from graphshard.plan import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BACKWARD,
+    FORWARD,
+    REDUCE_SCATTER,
+    TO_DEVICE,
+    TO_HOST,
+)
 from tests.graph.builder import Builder, lowered, mul, output, overlapped, targets, to_copy
 
 c10d = torch.ops._c10d_functional
@@ -170,3 +178,36 @@ def test_gradients_of_two_dtypes_are_reduced_apart(group: str) -> None:
         ((0,),),
         ((1,),),
     ]
+
+
+def test_shards_of_the_host_are_copied_to_the_device_and_back(group: str) -> None:
+    device = torch.device("cuda", 0)
+    build = Builder(group, device="cuda:0")
+    leaves = [build.primal(rows, device="cpu") for rows in (2, 1)]
+    full = [
+        build.unshard(leaf, rows, device=device) for leaf, rows in zip(leaves, (16, 7), strict=True)
+    ]
+    grads = [build.reduce(build.call(mul, of, of), host="pageable") for of in full]
+    gm = build.module(*grads)
+    plan = lowered(gm, BACKWARD)
+    kinds = [TO_DEVICE, ALL_GATHER, REDUCE_SCATTER, TO_HOST]
+    assert [bucket.kind for bucket in plan.buckets] == kinds
+    assert [bucket.num_bytes for bucket in plan.buckets] == [12, 96, 96, 12]
+    (there,) = (node for node in gm.graph.nodes if node.target is host.to_device)
+    (back,) = (node for node in gm.graph.nodes if node.target is host.to_host)
+    assert there.args == (leaves, device) and back.args[1] == "pageable"
+    for position, rows in enumerate((2, 1)):
+        value = output(gm.graph, position).meta["val"]
+        assert (value.device.type, value.shape) == ("cpu", (rows,))
+    on_device = [node for node in gm.graph.nodes if node.target in (GATHER, SCATTER, mul)]
+    assert on_device and all(node.meta["val"].device == device for node in on_device)
+
+
+def test_what_the_host_keeps_is_not_in_the_memory_of_the_device(group: str) -> None:
+    peaks = []
+    for device in (None, torch.device("cpu")):
+        build = Builder(group)
+        full = build.unshard(build.primal(1 << 10), 1 << 13, device=device)
+        plan = lowered(build.module(build.call(mul, full, full)), FORWARD)
+        peaks.append(max(plan.problem.other_bytes))
+    assert peaks[0] - peaks[1] == 4 << 10

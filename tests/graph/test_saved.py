@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
+from graphshard.plan import ALL_GATHER
 
 DIM = 64
 FULL = DIM * DIM  # elements of the smallest full weight; a shard has an eighth
@@ -175,6 +176,42 @@ def test_nothing_of_full_size_is_saved(kind: type[nn.Module], mesh: DeviceMesh) 
 def test_nothing_of_full_size_is_saved_by_inductor(kind: type[nn.Module], mesh: DeviceMesh) -> None:
     saved = _saved_by_forward(kind(), mesh, compiler="inductor")
     assert max(tensor.numel() for tensor in saved) < FULL
+
+
+class Deep(nn.Module):
+    """With more to save than its parameters are."""
+
+    LAYERS, ROWS = 4, 512
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(self.LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.repeat(self.ROWS // x.shape[0] + 1, 1)
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_a_budget_of_activations(compiler: str, mesh: DeviceMesh) -> None:
+    saved = {}
+    for budget in (None, 1, 0.5, 0):
+        policy = graphshard.SchedulePolicy(overlap=False, activation_memory_budget=budget)
+        tensors = _saved_by_forward(Deep(), mesh, schedule=policy, compiler=compiler)
+        saved[budget] = sum(tensor.numel() for tensor in tensors)
+    assert saved[None] == saved[1] > saved[0.5] > saved[0]
+    assert saved[0] < 2 * FULL  # the batch, shards and biases
+
+
+def test_what_is_recomputed_is_gathered_once(mesh: DeviceMesh) -> None:
+    policy = graphshard.SchedulePolicy(overlap=False, activation_memory_budget=0)
+    backend = graphshard.backend(mesh, compiler="aot_eager", schedule=policy)
+    model = Deep()
+    torch.compile(model, backend=backend, fullgraph=True)(_x()).backward()
+    gathered = [t.param for t in backend.plans[1].problem.transfers if t.kind == ALL_GATHER]
+    assert len(gathered) == len({*gathered}) >= 2 * Deep.LAYERS - 1
 
 
 @pytest.mark.parametrize("kind", [Plain, Cast, Attention])

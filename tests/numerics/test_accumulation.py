@@ -134,16 +134,19 @@ def test_it_accumulates_as_fsdp2(
 
 def _whole_batch(compiler: str) -> tuple[float, int]:
     """Microbatches beside one batch of all of them, of the same model; gradients' error, and graphs."""
-    rows = MICROBATCHES * [2]
-    batch = draw(lambda rng: GPT.batch(rng, sum(rows)), 0)[dist.get_rank()]
-    models = [_gpt(), _gpt()]
+    kind: Any = GPT if compiler == "aot_eager" else MLP
+    micros = [draw(kind.batch, step)[dist.get_rank()] for step in range(MICROBATCHES)]
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(kind())
     parts, whole_model = (compile_sharded(model, compiler=compiler) for model in models)
     for _ in range(2):
         for model in models:
             model.zero_grad()
-        whole_model(batch).backward()
+        whole_model(torch.cat(micros)).backward()
         torch._dynamo.utils.counters.clear()
-        *first, last = batch.split(rows)
+        *first, last = micros
         with graphshard.no_sync(parts):
             for micro in first:
                 (parts(micro) / MICROBATCHES).backward()

@@ -82,6 +82,7 @@ def test_measured_times_of_collectives_are_predicted() -> None:
                 "measured",
                 BASE.flops,
                 BASE.memory,
+                BASE.host,
                 special_per_s=1.0,
                 launch_us=1.0,
                 issue_us=0.0,

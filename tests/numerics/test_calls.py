@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,8 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+import graphshard
 from tests import ranks
 from tests.models import GPT, MLP, ConvNet, Trainable
 from tests.numerics.compare import (
@@ -319,10 +321,28 @@ class CheckpointedDropout(Checkpointed):
         return super().layer(F.dropout(x, 0.0), layer)
 
 
-@pytest.mark.parametrize("kind", [Checkpointed, CheckpointedDropout])
+PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+
+
+class CheckpointedByPolicy(Checkpointed):
+    """Products are saved, all else is recomputed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        context = partial(create_selective_checkpoint_contexts, PRODUCTS)
+        for layer in self.layers:
+            x = checkpoint(self.layer, x, layer, use_reentrant=False, context_fn=context)
+        return self.shared(x).square().mean()
+
+
+@pytest.mark.parametrize("kind", [Checkpointed, CheckpointedDropout, CheckpointedByPolicy])
 @pytest.mark.parametrize("reshard", [True, False])
 def test_checkpointed_layers(kind: Trainable, reshard: bool) -> None:
     ranks.run(2, train, kind, reshard_after_forward=reshard)
+
+
+def test_recomputed_activations() -> None:
+    budget = graphshard.SchedulePolicy(activation_memory_budget=0)
+    ranks.run(2, train, GPT, schedule=budget)
 
 
 def test_checkpointed_layers_with_inductor() -> None:

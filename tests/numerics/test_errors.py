@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -337,7 +337,7 @@ BAD_OPTIONS: list[tuple[str, Any]] = [
     ("reshard_after_forward", "yes"),
     ("reshard_after_forward", None),
     ("mp_policy", torch.bfloat16),
-    ("offload_policy", CPUOffloadPolicy()),
+    ("offload_policy", "cpu"),
     ("offload_policy", True),
     ("ignored_params", ["up.weight"]),
     ("ignored_params", [torch.zeros(3)]),

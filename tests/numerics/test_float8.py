@@ -210,7 +210,10 @@ def _scaled_by_ranks(
     parts = [part.view(1, -1) for part in scales.split(sizes)]
     casts = (dtype, None, recipe, parts)
     return [
-        (ops.unshard(shard, n, group, group, "", *casts, at, None, None), parts[at][:, :n])
+        (
+            ops.unshard(shard, n, group, group, "", *casts, at, None, "", None, None),
+            parts[at][:, :n],
+        )
         for at, (shard, n) in enumerate(zip(shards, rows))
     ]
 

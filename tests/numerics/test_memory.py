@@ -28,23 +28,29 @@ pytestmark = pytest.mark.skipif(
 WORLD = 2
 # So large that what Python modules and the compiler hold, tens of MB more than in a process that
 # only runs FSDP2, does not decide.
-STEP_BYTES, STEP_LINEARS = 560e6, 20
+STEP = 560e6, 20, WORLD, True
 
 
-@functools.cache
-def _step(kind: str) -> Memory:
-    """The better of two: the first may compile what is not in a cache, and holds what that took."""
-    found = [measure(kind, STEP_BYTES, STEP_LINEARS, WORLD, give_back=True) for _ in range(2)]
-    return min(found, key=lambda memory: memory.peak)
+_measured = functools.cache(measure)
+
+
+def _is_no_more(ours: Memory, theirs: Memory) -> bool:
+    """Than five percent; also without what was resident before: the gathered parameters and full
+    gradients of a step."""
+    in_step = ours.peak - ours.before, theirs.peak - theirs.before
+    return ours.peak <= 1.05 * theirs.peak and in_step[0] <= 1.05 * in_step[1]
 
 
 @pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
 def test_a_step_needs_what_fsdp2_needs(compiler: str) -> None:
-    ours, theirs = _step(kind_name(compiler, "ZeRO-3")), _step(FSDP2)
+    theirs = _measured(FSDP2, *STEP)
+    ours = measure(kind_name(compiler, "ZeRO-3"), *STEP)
     assert ours.params > 500 * MB
-    assert ours.peak <= 1.05 * theirs.peak, (ours, theirs)
-    # Without what was resident before: the gathered parameters and full gradients of a step.
-    assert ours.peak - ours.before <= 1.05 * (theirs.peak - theirs.before), (ours, theirs)
+    if not _is_no_more(
+        ours, theirs
+    ):  # it compiled what is not in a cache, and holds what that took
+        ours = measure(kind_name(compiler, "ZeRO-3"), *STEP)
+    assert _is_no_more(ours, theirs), (ours, theirs)
 
 
 def test_strategies_need_more_and_more() -> None:
@@ -52,7 +58,7 @@ def test_strategies_need_more_and_more() -> None:
     are not there yet, P / 2 more for what hpZ keeps for it, P more for ZeRO-2; P more and no P / 4 of
     shards, but P of gradients for DDP."""
     params = 200e6
-    for peaks in ranks.run_fresh(4, strategies_memory, "aot_eager", params, STEP_LINEARS):
+    for peaks in ranks.run_fresh(4, strategies_memory, "aot_eager", params, 20):
         for less, more in itertools.pairwise(peaks):
             assert less <= more - 0.1 * params, peaks
 

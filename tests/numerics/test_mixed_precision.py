@@ -95,10 +95,9 @@ def test_it_trains_as_fsdp2_does(kind: Trainable, policy: MixedPrecisionPolicy) 
         assert dtypes == {ALL_GATHER: {used}, REDUCE_SCATTER: {reduced}}
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_it_trains_as_fsdp2_does_by_inductor(world: int) -> None:
+def test_it_trains_as_fsdp2_does_by_inductor() -> None:
     policy = POLICIES[0]
-    for trained in ranks.run(world, _train, FloatLoss, policy, "inductor", STEPS):
+    for trained in ranks.run(2, _train, FloatLoss, policy, "inductor", STEPS):
         assert trained.loss_error <= 2e-3
         assert trained.grad_error <= 2e-2
 

@@ -4,6 +4,7 @@ sharded model (conversions, loading, plain calls, regional compilation), and wha
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import graphshard
 from tests import ranks
@@ -118,6 +120,43 @@ def _train_from_meta(compiler: str) -> None:
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_a_model_on_meta(compiler: str) -> None:
     ranks.run(2, _train_from_meta, compiler)
+
+
+def _by_element(name: str, param: DTensor) -> None:
+    param.fill_(len(name)).sqrt_()
+
+
+def _aware_of_dtensors(name: str, param: DTensor) -> None:
+    """Draws the whole parameter on every rank, and keeps the rank's part."""
+    whole = torch.randn(param.shape, generator=generator(len(name), *param.shape))
+    given = param.device_mesh, param.placements
+    param.copy_(distribute_tensor(whole, *given, src_data_rank=None))
+
+
+def _initialised(
+    shape: tuple[int, ...], initialise: Callable[[str, DTensor], None]
+) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        model = GPT()
+    graphshard.shard(model, init_device_mesh("cpu", shape))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            initialise(name, param)
+    return {name: whole(param) for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("initialise", [_by_element, _aware_of_dtensors])
+def test_initial_values_do_not_depend_on_the_number_of_ranks(
+    initialise: Callable[[str, DTensor], None],
+) -> None:
+    expected = ranks.run(1, _initialised, (1,), initialise)[0]
+    assert len({float(value.sum()) for value in expected.values()}) > 3
+    for shape in ((2,), (3,), (2, 2)):
+        for values in ranks.run(math.prod(shape), _initialised, shape, initialise):
+            assert values.keys() == expected.keys()
+            for name, value in values.items():
+                assert torch.equal(value, expected[name]), name
 
 
 def _meta_memory() -> None:

@@ -25,6 +25,7 @@ def hardware(line: Line, name: str = "wire") -> Hardware:
         name,
         {"float32": rate},
         memory,
+        host=memory,
         special_per_s=1e12,
         launch_us=0.0,
         issue_us=line.issue_us,

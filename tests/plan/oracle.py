@@ -87,7 +87,7 @@ class _Program:
         self._upper: list[float] = []
         self._rows: list[tuple[Terms, float]] = []
         # Longer than any schedule takes. Times are parts of it, for the sake of the solver.
-        self._ever_us = sum(problem.compute_us) + sum(sum(cost) for cost in self._costs) + 1.0
+        self._ever_us = sum(problem.compute_us) + sum(sum(cost[:3]) for cost in self._costs) + 1.0
         num, steps = range(len(cuts)), range(problem.num_steps + 1)
         self._launched = {
             (b, s): self._variable(1.0)

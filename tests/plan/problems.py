@@ -36,16 +36,24 @@ class Line:
         return self.issue_us + self.contention * wire_us
 
 
-def gather(param: int, num_bytes: int, due: int, last: int | None = None) -> Transfer:
+def gather(
+    param: int, num_bytes: int, due: int, last: int | None = None, host: bool = False
+) -> Transfer:
     last = due if last is None else last
     shard_bytes = num_bytes // WORLD
     return Transfer(
-        param, ALL_GATHER, num_bytes, "float32", shard_bytes, False, "g", WORLD, 0, due, last
+        *(param, ALL_GATHER, num_bytes, "float32", shard_bytes, False, "g", WORLD, 0, due, last),
+        host=host,
     )
 
 
 def reduction(
-    param: int, num_bytes: int, ready: int, num_steps: int, num_replicas: int = 1
+    param: int,
+    num_bytes: int,
+    ready: int,
+    num_steps: int,
+    num_replicas: int = 1,
+    host: bool = False,
 ) -> Transfer:
     shard_bytes, last = num_bytes // WORLD, num_steps - 1
     return Transfer(
@@ -54,6 +62,7 @@ def reduction(
         replicas="r" if num_replicas > 1 else "",
         num_replicas=num_replicas,
         replica_stride=WORLD,
+        host=host,
     )
 
 
@@ -66,20 +75,22 @@ def problem(
 
 
 @st.composite
-def problems(draw: st.DrawFn, max_replicas: int = 2) -> Problem:
+def problems(draw: st.DrawFn, max_replicas: int = 2, on_host: bool = True) -> Problem:
     """A backward graph: some steps use a gathered parameter, some complete a gradient, and reduced
-    shards of some are averaged over replicas."""
+    shards of some are averaged over replicas, or kept on the host."""
     num_steps = draw(st.integers(1, 8))
     times = st.floats(0, 200, allow_nan=False)
     transfers = []
     for param in range(draw(st.integers(0, 8))):
         num_bytes = draw(st.integers(1, 100))
         due = draw(st.integers(0, num_steps - 1))
+        host = on_host and draw(st.booleans())
         if draw(st.booleans()):
-            transfers.append(gather(param, num_bytes, due, draw(st.integers(due, num_steps - 1))))
+            last = draw(st.integers(due, num_steps - 1))
+            transfers.append(gather(param, num_bytes, due, last, host))
         else:
             replicas = draw(st.integers(1, max_replicas))
-            transfers.append(reduction(param, num_bytes, due + 1, num_steps, replicas))
+            transfers.append(reduction(param, num_bytes, due + 1, num_steps, replicas, host))
     return problem(
         draw(st.lists(times, min_size=num_steps, max_size=num_steps)),
         transfers,

@@ -37,6 +37,7 @@ MACHINE = Hardware(
     name="by hand",
     flops=FLOPS,
     memory=_flat(1e6),
+    host=_flat(1e4),
     special_per_s=1e5,
     launch_us=1.0,
     issue_us=30.0,

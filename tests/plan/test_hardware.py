@@ -39,6 +39,7 @@ machines = st.builds(
     name=st.text(max_size=9),
     flops=st.fixed_dictionaries({"float32": rates()}, optional={"bfloat16": rates()}),
     memory=rates(),
+    host=rates(),
     special_per_s=_positive,
     launch_us=st.floats(0, 1e3),
     issue_us=st.floats(0, 1e3),

@@ -26,7 +26,7 @@ WORST = 0.2
 
 @st.composite
 def small_problems(draw: st.DrawFn) -> Problem:
-    asked = draw(problems(max_replicas=1))
+    asked = draw(problems(max_replicas=1, on_host=False))
     return dataclasses.replace(asked, transfers=asked.transfers[:5])
 
 

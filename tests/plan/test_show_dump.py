@@ -54,8 +54,8 @@ BAD = [
     (by_hand().plan.to_json(), "is not a plan that graphshard dumped"),
     (_with(version=7), "dump of version 7: this graphshard reads 3"),
     (_with(plan={"version": 9}), "plan of version 9"),
-    (_with(plan={"version": 5}), "is not a plan that graphshard dumped"),
-    (_with(hardware={"version": 9}), "version is 9: must be 2"),
+    (_with(plan={"version": 6}), "is not a plan that graphshard dumped"),
+    (_with(hardware={"version": 9}), "version is 9: must be 3"),
     (_with(limits={"top": 3}), "is not a plan that graphshard dumped"),
 ]
 

@@ -50,10 +50,10 @@ def test_another_tensor_in_a_collective_costs_the_host() -> None:
     bucket = Bucket(ALL_GATHER, ((0, 1), (2,)), 24, "g", WORLD, 0, 0)
     line = Line(10.0, 1.0, 0.5)
     # Packed: 16 / 4 bytes in, 16 out.
-    assert cost_of(asked, bucket, line) == (20.0 + 2.0, 34.0, 8.0)
+    assert cost_of(asked, bucket, line)[:3] == (20.0 + 2.0, 34.0, 8.0)
     assert clock(asked, [bucket], line).total_us == 20.0 + 2.0 + 34.0 + 8.0 + 10.0
     alone = dataclasses.replace(bucket, parcels=((2,),))
-    assert cost_of(asked, alone, line) == (0.0, 34.0, 0.0)
+    assert cost_of(asked, alone, line)[:3] == (0.0, 34.0, 0.0)
 
 
 @given(problems(), lines)

@@ -30,9 +30,7 @@ def test_ddp(name: str) -> None:
     check(name, ranks.run(2, compare, name))
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt2", "llama", "llama-tied", "qwen3", "bert", "t5", "vit", "mixtral"]
-)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "vit", "mixtral"])
 def test_inductor(name: str) -> None:
     check(name, ranks.run(2, compare, name, compiler="inductor"))
 

@@ -4,6 +4,7 @@ training under autocast."""
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 import graphshard
@@ -25,7 +27,18 @@ from .training import bfloat16_autocast, compare
 NEW_TOKENS = 5
 
 
-def _generate() -> tuple[torch.Tensor, torch.Tensor]:
+STRATEGIES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "ZeRO-3": ((2,), {}),
+    "ZeRO-2": ((2,), {"reshard_after_forward": False}),
+    "DDP": ((2,), {"overrides": {"*": {"shard": False}}}),
+    "offloaded": ((2,), {"offload_policy": CPUOffloadPolicy()}),
+    "HSDP": ((2, 2), {}),
+    "hpZ": ((4,), {"reshard_after_forward": 2}),
+}
+"""Meshes, and arguments of ``graphshard.shard``."""
+
+
+def _generate(name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The continuation of this rank's prompt by the full model and by the sharded one."""
     torch.manual_seed(0)
     model = ZOO["gpt2"].build().eval()
@@ -39,13 +52,15 @@ def _generate() -> tuple[torch.Tensor, torch.Tensor]:
         return tokens
 
     expected = continuation()
-    graphshard.shard(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    shape, options = STRATEGIES[name]
+    graphshard.shard(model, init_device_mesh("cpu", shape), **options)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     return expected.clone(), continuation().clone()
 
 
-def test_generate() -> None:
-    results = ranks.run(2, _generate)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_generate(name: str) -> None:
+    results = ranks.run(math.prod(STRATEGIES[name][0]), _generate, name)
     for expected, generated in results:
         assert expected.shape[1] == generated.shape[1]
         assert torch.equal(generated, expected)

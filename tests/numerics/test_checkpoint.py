@@ -1,0 +1,161 @@
+"""Checkpoints by `torch.distributed.checkpoint`: from four ranks to two to three with the optimizer's
+state, bitwise; saved while training goes on; and what a save that was interrupted leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import graphshard
+from graphshard.consolidate import consolidate
+from tests import ranks
+from tests.models import GPT
+from tests.numerics.compare import compile_sharded, draw, whole, world_mesh
+
+States = dict[str, dict[str, Any]]
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), 1e-2)
+
+
+def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> States:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+
+
+def _values(states: States) -> dict[str, torch.Tensor]:
+    """Every tensor in full, by its path."""
+    found: dict[str, torch.Tensor] = {}
+
+    def visit(path: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found[path] = whole(value)
+        elif isinstance(value, dict):
+            for name, inner in value.items():
+                visit(f"{path}/{name}", inner)
+
+    visit("", states)
+    return found
+
+
+def _step(compiled: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    compiled(draw(GPT.batch, step)[dist.get_rank()]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _train_and_save(path: Path, in_background: bool) -> dict[str, torch.Tensor]:
+    """Trains on after a save in the background began, before it is through."""
+    model = GPT()
+    compiled = compile_sharded(model)
+    optimizer = _optimizer(model)
+    for step in range(3):
+        _step(compiled, optimizer, step)
+    states = _states(model, optimizer)
+    values = _values(states)
+    if not in_background:
+        dcp.save(states, checkpoint_id=path)
+        return values
+    # What it tells other ranks must not meet the collectives of training.
+    group = dist.new_group(backend="gloo")
+    saving: Any = dcp.async_save(states, checkpoint_id=path, process_group=group)
+    _step(compiled, optimizer, 3)
+    saving.result()
+    assert any(not torch.equal(v, values[n]) for n, v in _values(_states(model, optimizer)).items())
+    return values
+
+
+def _load_and_save(path: Path, target: Path, kind: str, expected: dict[str, torch.Tensor]) -> None:
+    """Everything is loaded bitwise; and saved again, by other ranks."""
+    torch.manual_seed(77)
+    model: Any = GPT()
+    if kind == "graphshard":
+        graphshard.shard(model, world_mesh())
+    else:
+        fully_shard(model, mesh=world_mesh())
+    optimizer = _optimizer(model)
+    states = _states(model, optimizer)
+    dcp.load(states, checkpoint_id=path)
+    loaded = dict(zip(("model_state_dict", "optim_state_dict"), states.values()))
+    set_state_dict(model, optimizer, **loaded)
+    states = _states(model, optimizer)
+    values = _values(states)
+    assert values.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(values[name], value), name
+    dcp.save(states, checkpoint_id=target)
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["save", "async_save"])
+def test_from_four_ranks_to_two_to_three(tmp_path: Path, in_background: bool) -> None:
+    of_four, of_two, of_three = (tmp_path / name for name in ("four", "two", "three"))
+    values = ranks.run(4, _train_and_save, of_four, in_background)[0]
+    ranks.run(2, _load_and_save, of_four, of_two, "graphshard", values)
+    ranks.run(3, _load_and_save, of_two, of_three, "graphshard", values)
+
+
+def test_to_fsdp2_and_back(tmp_path: Path) -> None:
+    ours, theirs, again = (tmp_path / name for name in ("ours", "theirs", "again"))
+    values = ranks.run(2, _train_and_save, ours, False)[0]
+    ranks.run(2, _load_and_save, ours, theirs, "fsdp2", values)
+    ranks.run(2, _load_and_save, theirs, again, "graphshard", values)
+
+
+class Killed(dcp.FileSystemWriter):
+    """Kills its process when half of what it has to write is in files."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        half = dataclasses.replace(plan, items=plan.items[: len(plan.items) // 2])
+        super().write_data(half, planner).wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_twice(folder: str) -> None:
+    """A good checkpoint, then one that is interrupted; a process of its own."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    torch.manual_seed(0)
+    model = graphshard.shard(GPT(), world_mesh())
+    dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/step-1")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    dcp.save({"model": model.state_dict()}, storage_writer=Killed(f"{folder}/step-2"))
+
+
+def _load_good(folder: Path) -> None:
+    torch.manual_seed(0)
+    expected = GPT().state_dict()
+    torch.manual_seed(77)
+    model = graphshard.shard(GPT(), world_mesh())
+    state = {"model": model.state_dict()}
+    with pytest.raises(dcp.CheckpointException):
+        dcp.load(state, checkpoint_id=folder / "step-2")
+    dcp.load(state, checkpoint_id=folder / "step-1")
+    model.load_state_dict(state["model"])
+    for name, value in model.state_dict().items():
+        assert torch.equal(whole(value), expected[name]), name
+
+
+def test_an_interrupted_save_leaves_the_last_one_as_it_was(tmp_path: Path) -> None:
+    code = f"from {__name__} import save_twice; save_twice({str(tmp_path)!r})"
+    ended = subprocess.run([sys.executable, "-c", code], timeout=200)
+    assert ended.returncode == -signal.SIGKILL
+    assert list((tmp_path / "step-2").glob("*.distcp"))
+    ranks.run(2, _load_good, tmp_path)
+    with pytest.raises(ValueError, match="step-2: is no checkpoint"):
+        consolidate(tmp_path / "step-2", tmp_path / "model.pt")
+    assert not (tmp_path / "model.pt").exists()
+    consolidate(tmp_path / "step-1", tmp_path / "model.pt")

@@ -1,0 +1,175 @@
+"""Shards, gradients and optimizers that the host keeps, beside FSDP2 with the same policy, and beside
+ourselves without it: values are the same, and shards are copied where the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+import graphshard
+from graphshard.plan import ALL_GATHER, BACKWARD, FORWARD, TO_DEVICE, TO_HOST, Plan
+from tests import ranks
+from tests.models import GPT
+from tests.numerics.compare import draw, relative_error, sgd, whole
+
+STEPS = 10
+OFFLOAD = CPUOffloadPolicy(pin_memory=False)  # FSDP2 cannot pin without an accelerator
+ON_DEVICE = OffloadPolicy()
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+WAYS: dict[str, tuple[tuple[int, ...], Mapping[str, Any]]] = {
+    "ZeRO-3": ((2,), {}),
+    "ZeRO-2": ((2,), {"reshard_after_forward": False}),
+    "bf16": ((2,), {"mp_policy": BF16}),
+    "HSDP": ((2, 2), {}),
+}
+"""Meshes, and arguments of FSDP2 and of ours alike."""
+
+
+def _mesh(shape: tuple[int, ...]) -> Any:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def _model(dim: int = 18) -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(dim)
+
+
+def _train_beside_fsdp2(way: str) -> tuple[float, float]:
+    """Largest errors of losses and of gradients."""
+    shape, options = WAYS[way]
+    mesh, ours, theirs = _mesh(shape), _model(), _model()
+    for module in [*theirs.blocks, theirs]:  # type: ignore[misc, list-item]
+        fully_shard(module, mesh=mesh, offload_policy=OFFLOAD, **options)
+    theirs.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+    backend = graphshard.backend(mesh, offload_policy=OFFLOAD, compiler="aot_eager", **options)
+    compiled = torch.compile(ours, backend=backend, fullgraph=True)
+    errors, optimizers = [], []
+    for step in range(STEPS):
+        batch = draw(GPT.batch, step)[dist.get_rank()]
+        losses = compiled(batch), theirs(batch)
+        for loss in losses:
+            loss.backward()
+        grads = zip(ours.parameters(), theirs.parameters(), strict=True)
+        worst = max(relative_error(*(whole(p.grad) for p in pair)) for pair in grads)
+        errors.append((relative_error(*losses), worst))
+        optimizers = optimizers or [sgd(ours), sgd(theirs)]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    _check_copies(backend.plans)
+    return max(loss for loss, _ in errors), max(grad for _, grad in errors)
+
+
+def _check_copies(plans: list[Plan]) -> None:
+    """Each gather of shards and what reduces to them has a copy of its own."""
+    forward, backward = plans
+    assert (forward.graph, backward.graph) == (FORWARD, BACKWARD)
+    for plan in plans:
+        loads = {b.parcels: b for b in plan.buckets if b.kind == TO_DEVICE}
+        gathers = {b.parcels: b for b in plan.buckets if b.kind == ALL_GATHER}
+        assert loads.keys() == gathers.keys()
+        assert all(load.wait == gathers[of].launch for of, load in loads.items())
+    shards = sum(p.nbytes for p in _model().parameters()) / forward.buckets[0].world
+    assert forward.count(TO_DEVICE) and not forward.count(TO_HOST)
+    assert backward.num_bytes(TO_HOST) >= shards / 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_trains_as_fsdp2(way: str) -> None:
+    world = 4 if way == "HSDP" else 2
+    for loss_error, grad_error in ranks.run(world, _train_beside_fsdp2, way):
+        assert loss_error == 0
+        assert grad_error <= (2e-2 if way == "bf16" else 0)
+
+
+def _losses(model: nn.Module, options: Mapping[str, Any], fullgraph: bool = True) -> list[Any]:
+    torch._dynamo.reset()
+    backend = graphshard.backend(_mesh((2,)), **{"compiler": "aot_eager", **options})
+    compiled: Any = torch.compile(model, backend=backend, fullgraph=fullgraph)
+    found: list[Any] = []
+    optimizer = None
+    for step in range(6):
+        batch = draw(GPT.batch, step)[dist.get_rank()]
+        graphshard.set_requires_gradient_sync(model, step % 3 == 2)
+        loss = compiled(batch)
+        loss.backward()
+        found.append(float(loss))
+        if step % 3 == 2:
+            optimizer = optimizer or torch.optim.AdamW(model.parameters(), 1e-2)
+            optimizer.step()
+            found += [whole(p.grad) for p in model.parameters()]
+            optimizer.zero_grad()
+    return found
+
+
+def _compare_with_ourselves(options: Mapping[str, Any]) -> None:
+    offloaded, plain = (
+        _losses(_model(32), {**options, "offload_policy": policy})
+        for policy in (CPUOffloadPolicy(), None)
+    )
+    for ours, theirs in zip(offloaded, plain, strict=True):
+        assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"compiler": "inductor"},
+        {"mp_policy": BF16, "fp8": graphshard.Float8Policy()},
+        {"overrides": {"*norm*": {"shard": False}, "blocks.0.*": {"offload_policy": ON_DEVICE}}},
+        {"schedule": graphshard.SchedulePolicy(overlap=False)},
+    ],
+    ids=["accumulation", "inductor", "fp8", "mixed", "no overlap"],
+)
+def test_nothing_else_changes(options: Mapping[str, Any]) -> None:
+    ranks.run(2, _compare_with_ourselves, options)
+
+
+class Broken(GPT):
+    """With an eager part."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(batch)
+
+
+def _break() -> None:
+    torch.manual_seed(0)
+    broken = _losses(Broken(), {"offload_policy": CPUOffloadPolicy()}, fullgraph=False)
+    plain = _losses(_model(), {"offload_policy": CPUOffloadPolicy()})
+    for ours, theirs in zip(broken, plain, strict=True):
+        assert relative_error(torch.as_tensor(ours), torch.as_tensor(theirs)) < 1e-5
+
+
+def test_eager_parts_copy_too() -> None:
+    ranks.run(2, _break)
+
+
+def _build_on_meta() -> None:
+    with torch.device("meta"):
+        model = GPT()
+    graphshard.shard(model, _mesh((2,)), offload_policy=CPUOffloadPolicy())
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert all(p.device.type == "cpu" for p in model.parameters())
+    assert len(_losses(model, {})) > 6
+
+
+def test_a_model_of_the_meta_device() -> None:
+    ranks.run(2, _build_on_meta)

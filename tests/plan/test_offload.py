@@ -1,0 +1,92 @@
+"""Copies of shards that the host keeps: computed by hand, and what holds of every plan."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphshard.limits import Limits
+from graphshard.offload import with_copies
+from graphshard.plan import (
+    ALL_GATHER,
+    COPIES,
+    REDUCE_SCATTER,
+    SHARD_REDUCE,
+    TO_DEVICE,
+    TO_HOST,
+    Bucket,
+    Problem,
+)
+from graphshard.planner import schedule, without_overlap
+from graphshard.simulate import COLLECTIVE, alive_bytes, clock, simulate
+from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction
+
+
+def _by_hand(limits: Limits) -> tuple[Bucket, ...]:
+    """A gather in front of step 3 of 50 us each, whose 40 bytes of shards take 10 + 40 us to come."""
+    asked = problem(
+        [50.0] * 5,
+        [gather(0, 40 * WORLD, 3, host=True), reduction(1, 8 * WORLD, 4, 5, host=True)],
+    )
+    buckets = (
+        Bucket(ALL_GATHER, ((0,),), 40 * WORLD, "g", WORLD, 2, 3),
+        Bucket(REDUCE_SCATTER, ((1,),), 8 * WORLD, "g", WORLD, 4, 5),
+    )
+    return with_copies(asked, buckets, Line(), limits)
+
+
+def test_copies_computed_by_hand() -> None:
+    load, collective, reduced, store = _by_hand(Limits())
+    # Twice 50 us before the gather is launched, at 100.
+    assert (load.kind, load.launch, load.wait, load.num_bytes) == (TO_DEVICE, 0, 2, 40)
+    assert (store.kind, store.launch, store.wait, store.num_bytes) == (TO_HOST, 5, 5, 8)
+    assert (collective.launch, reduced.wait) == (2, 5)
+
+
+def test_without_room_shards_are_copied_when_they_are_gathered() -> None:
+    (late,) = (b for b in _by_hand(Limits(peak=39)) if b.kind == TO_DEVICE)
+    assert (late.launch, late.wait) == (2, 2)
+
+
+def test_copies_do_not_take_the_wire() -> None:
+    asked = problem([100.0] * 2, [gather(0, 40, 0), gather(1, 40, 1, host=True)])
+    buckets = with_copies(asked, without_overlap(asked), None, Limits())
+    timeline = simulate(asked, buckets, Line())
+    lanes = {slot.index: slot.lane for slot in timeline.slots if slot.kind == COLLECTIVE}
+    assert [lanes[i] == TO_DEVICE for i in range(3)] == [b.kind == TO_DEVICE for b in buckets]
+    assert alive_bytes(asked, buckets) == [40, 40]
+
+
+@given(problems(), lines, st.none() | st.integers(0, 800))
+def test_what_holds_of_all_copies(asked: Problem, line: Line, room: int | None) -> None:
+    plain = schedule(asked, line, Limits())
+    limits = Limits(peak=None if room is None else max(alive_bytes(asked, plain)) + room)
+    buckets = with_copies(asked, plain, line, limits)
+    assert [b for b in buckets if b.kind not in COPIES] == list(plain)
+    copies = {(b.kind, b.parcels): b for b in buckets if b.kind in COPIES}
+    assert len(copies) == len(buckets) - len(plain)
+    for bucket in plain:
+        if not asked.transfers[bucket.transfers[0]].host:
+            assert not any(parcels == bucket.parcels for _, parcels in copies)
+        elif bucket.kind == ALL_GATHER:
+            load = copies.pop((TO_DEVICE, bucket.parcels))
+            assert load.launch <= load.wait == bucket.launch
+        elif not (bucket.kind == REDUCE_SCATTER and _is_averaged(bucket, plain)):
+            store = copies.pop((TO_HOST, bucket.parcels))
+            assert (store.launch, store.wait) == (bucket.wait, asked.num_steps)
+    assert not copies
+    if limits.peak is not None:
+        assert max(alive_bytes(asked, buckets)) <= limits.peak
+
+
+def _is_averaged(bucket: Bucket, buckets: tuple[Bucket, ...]) -> bool:
+    return any(b.kind == SHARD_REDUCE and b.parcels == bucket.parcels for b in buckets)
+
+
+@given(problems(), lines)
+def test_the_clock_agrees_with_the_dag(asked: Problem, line: Line) -> None:
+    buckets = with_copies(asked, schedule(asked, line, Limits()), line, Limits())
+    timeline, times = simulate(asked, buckets, line), clock(asked, buckets, line)
+    assert abs(times.total_us - timeline.total_us) < 1e-6
+    for ours, theirs in zip(times.exposed_us, timeline.exposed_us, strict=True):
+        assert abs(ours - theirs) < 1e-6
