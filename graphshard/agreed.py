@@ -23,6 +23,7 @@ from typing import Any
 
 from ._torch import BackendError, process_group
 from .agreement import Agreement, agreement_of
+from .offload import without_copies
 from .plan import BACKWARD, COPIES, SHARD_REDUCE, Bucket, Plan, Problem, Transfer
 
 
@@ -66,7 +67,7 @@ def _groups_of(plans: Sequence[Plan]) -> list[str]:
 def _renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
     """With other names of groups: those of one part of a mesh are not those of another."""
     transfers = tuple(
-        dataclasses.replace(t, group=names[t.group], replicas=names.get(t.replicas, ""))
+        dataclasses.replace(t, group=names.get(t.group, ""), replicas=names.get(t.replicas, ""))
         for t in plan.problem.transfers
     )
     buckets = tuple(dataclasses.replace(b, group=names.get(b.group, "")) for b in plan.buckets)
@@ -81,7 +82,8 @@ def follow(problem: Problem, plan: Plan) -> tuple[Bucket, ...]:
         BackendError: this problem does not allow their order.
     """
     end, buckets = problem.num_steps, [b for b in plan.buckets if b.kind not in COPIES]
-    ours, theirs = (map(_anywhere, of.transfers) for of in (problem, plan.problem))
+    of_plan = without_copies(plan.problem)
+    ours, theirs = (map(_anywhere, of.transfers) for of in (problem, of_plan))
     if list(ours) != list(theirs):
         raise BackendError(
             f"the {problem.graph} graph gathers or reduces other parameters than the first rank's"
@@ -138,7 +140,7 @@ def _structure(plans: Sequence[Plan]) -> str:
         params = [f"{dataclasses.replace(param, input=0)}" for param in plan.params]
         needed = {
             t: f"{'' if t.param is None else params[t.param]} {dataclasses.replace(_anywhere(t), param=0)}"
-            for t in plan.problem.transfers
+            for t in without_copies(plan.problem).transfers
         }
         title = plan.graph if plan.graph == BACKWARD else plan.title()
         lines += [title, *sorted([*needed.values(), *kept])]

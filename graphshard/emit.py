@@ -32,6 +32,21 @@ def is_view(node: fx.Node) -> bool:
     return node.target is operator.getitem or getattr(node.target, "is_view", False)
 
 
+def root_of(node: fx.Node) -> fx.Node:
+    """Whose memory a node's value is in."""
+    while is_view(node) and isinstance(source := node.args[0], fx.Node):
+        node = source
+    return node
+
+
+def uses(node: fx.Node) -> list[fx.Node]:
+    """What uses a node's value, also by way of views; but that it is returned."""
+    found = []
+    for user in node.users:
+        found += uses(user) if is_view(user) else [user]
+    return [user for user in found if user.op != "output"]
+
+
 class Emitter:
     """Inserts calls into a graph, with the fake values and the origin of the node they replace.
 

@@ -8,7 +8,8 @@ cache keys, ``aot_eager`` by calling them on the graphs that it then runs op by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from ._torch import (
 from .agreed import follow, kept_inputs
 from .cost import CostModel
 from .keep import to_keep
-from .offload import with_copies
+from .offload import Saved, to_stow, with_copies, without_copies
 from .plan import BACKWARD, FORWARD, INFERENCE, KINDS, Bucket, Plan, Problem, Transfer
 from .schedule import SchedulePolicy
 from .show.dump import Dump
@@ -83,12 +84,23 @@ class Compiling:
             return [i for i, transfer in gathered.items() if transfer.param in kept]
         return to_keep(forward, backward, gathered, costs, self.schedule.limits().peak)
 
+    @property
+    def stows(self) -> bool:
+        """Whether activations may leave the device to keep a budget."""
+        limited = self.schedule.limits().peak is not None
+        return limited and self.schedule.overlap and self.device.type != "cpu"
+
+    def stow(self, forward: Problem, backward: Problem, saved: Sequence[Saved]) -> Sequence[int]:
+        """Which activations are to; see ``graphshard.offload``."""
+        return to_stow(forward, backward, saved, self.schedule.limits().peak or 0)
+
     def decide(self, problem: Problem, costs: CostModel) -> tuple[Bucket, ...]:
         """The buckets of a graph."""
+        collectives = without_copies(problem)
         if problem.graph in self.followed:
-            buckets = follow(problem, self.followed[problem.graph])
+            buckets = follow(collectives, self.followed[problem.graph])
         else:
-            buckets = self.schedule.decide(problem, costs)
+            buckets = self.schedule.decide(collectives, costs)
         prices = costs if self.schedule.overlap else None
         return with_copies(problem, buckets, prices, self.schedule.limits())
 
@@ -182,28 +194,31 @@ class Partitioner(CustomPartitionerFn):
         for part in (forward, backward):
             part.graph.lint()
             part.recompile()
-        kept = self._keep(forward, backward, kwargs["num_fwd_outputs"])
+        compiling, kept = self._compiling, []
+        costs = compiling.schedule.costs(compiling.device)
+        given = forward.graph, backward.graph, kwargs["num_fwd_outputs"], costs
+        if compiling.schedule.overlap:
+            with self._rewriting("keep", forward, backward):
+                kept = passes.keep_gathered(*given, compiling.keep)
+        if compiling.stows:
+            with self._rewriting("stow", forward, backward):
+                passes.stow_activations(*given, compiling.stow)
         verify_partition(forward, sorted({*derived} - {*kept}), kwargs["num_fwd_outputs"])
         return forward, backward
 
-    def _keep(
-        self, forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int
-    ) -> list[str]:
-        """Keep parameters gathered where that is worth it; the names of those nodes."""
-        if not self._compiling.schedule.overlap:
-            return []
-        parts = {"keep-forward": forward, "keep-backward": backward}
-        for name, part in parts.items():
-            self._files.code(name, "before", part.graph)
-        costs = self._compiling.schedule.costs(self._compiling.device)
-        kept = passes.keep_gathered(
-            forward.graph, backward.graph, num_outputs, costs, self._compiling.keep
-        )
-        for name, part in parts.items():
+    @contextmanager
+    def _rewriting(
+        self, name: str, forward: fx.GraphModule, backward: fx.GraphModule
+    ) -> Iterator[None]:
+        """Around a pass that rewrites both graphs."""
+        parts = {f"{name}-forward": forward, f"{name}-backward": backward}
+        for of, part in parts.items():
+            self._files.code(of, "before", part.graph)
+        yield
+        for of, part in parts.items():
             part.graph.lint()
             part.recompile()
-            self._files.code(name, "after", part.graph)
-        return kept
+            self._files.code(of, "after", part.graph)
 
     def uuid(self) -> bytes | None:
         return self._compiling.uuid()

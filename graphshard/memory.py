@@ -31,6 +31,7 @@ class MemoryReport:
         sums: unreduced gradients of microbatches that are there now (``no_sync``).
         optimizer: its state as it is now.
         gathered: the most that any graph compiled so far holds gathered at once, by its plan.
+        on_host: what of parameters, gradients and optimizer the host keeps (``offload_policy``).
     """
 
     parameters: Held
@@ -39,17 +40,18 @@ class MemoryReport:
     sums: Held
     optimizer: Held
     gathered: Held
+    on_host: Held
 
     @property
     def total(self) -> Held:
         """With all gathered parameters that are ever there at once; activations are not in it."""
-        return Held(*map(sum, zip(*vars(self).values())))
+        parts = [held for name, held in vars(self).items() if name != "on_host"]
+        return Held(*map(sum, zip(*parts)))
 
     def __str__(self) -> str:
-        rows = [
-            [name, held.rank / 1e6, held.unsharded / 1e6]
-            for name, held in [*vars(self).items(), ("total", self.total)]
-        ]
+        of = {**vars(self), "total": self.total, "of it on the host": self.on_host}
+        del of["on_host"]
+        rows = [[name, held.rank / 1e6, held.unsharded / 1e6] for name, held in of.items()]
         return tabulate(rows, ["MB", "per rank", "unsharded"], floatfmt=".3f")
 
 
@@ -68,16 +70,29 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
         raise ValueError(f"optimizer is a {type(optimizer).__name__}: give a torch.optim.Optimizer")
     params = list(model.parameters())
     links = [link for link in map(link_of, params) if link is not None]
-    trained = [param for param in params if param.requires_grad]
-    states = optimizer.state.values() if optimizer is not None else ()
+    on_host = [param for param in params if link_of(param) in links and link_of(param).layout.host]
     sums = [total for link in links for total in link.sums.totals()]
+    of_model, of_host = (_of(given, optimizer) for given in (params, on_host))
     return MemoryReport(
-        _held(params),
+        of_model[0],
         _held(model.buffers()),
-        _held(trained),
+        of_model[1],
         Held(sum(total.nbytes for total in sums), 0),
-        _held(value for state in states for value in state.values()),
+        of_model[2],
         Held(max((link.model.gathered_bytes for link in links), default=0), 0),
+        Held(sum(held.rank for held in of_host), 0),
+    )
+
+
+def _of(
+    params: list[nn.Parameter], optimizer: torch.optim.Optimizer | None
+) -> tuple[Held, Held, Held]:
+    """Parameters, gradients and the optimizer's state."""
+    states = [optimizer.state.get(param, {}) for param in params] if optimizer is not None else []
+    return (
+        _held(params),
+        _held(param for param in params if param.requires_grad),
+        _held(value for state in states for value in state.values()),
     )
 
 

@@ -1,9 +1,11 @@
-"""When shards that the host keeps are copied to the device, and reduced ones to the host. Pure.
+"""When shards that the host keeps are copied to the device, and reduced ones to the host; and which
+activations wait for backward there, where nothing else keeps a budget of memory. Pure.
 
 Buckets are cut and placed as if all shards were on the device. Then each bucket that gathers such shards
 gets one that copies them, launched as late as it can be to be through in time, behind one another, and
 waited for where the gather is launched. What reduces to such shards gets one that is launched where the
 reduction is waited for; only the end of the graph waits for it, because the host would stand still.
+Activations are copied each alone: away behind their last use in forward, and back like shards.
 
     to device      [shards of a][shards of b]
     communication               [gather a   ][gather b]              [reduce a]
@@ -13,36 +15,98 @@ reduction is waited for; only the end of the graph waits for it, because the hos
 from __future__ import annotations
 
 import dataclasses
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from operator import add
+from typing import NamedTuple
 
 from .cuts import Group
 from .limits import Limits, Room
-from .plan import ALL_GATHER, TO_DEVICE, TO_HOST, Bucket, Problem, goes_on
+from .plan import ALL_GATHER, COPIES, TO_DEVICE, TO_HOST, Bucket, Problem, goes_on
+from .planner import least_bytes
 from .simulate import Prices, alive_bytes, clock, cost_of
 
 MARGIN = 2.0
 """A copy that takes this many times longer than predicted is still in time."""
 
 
+class Saved(NamedTuple):
+    """An activation that is saved for backward.
+
+    Attributes:
+        last: the step of the forward graph that uses it last; ``first`` that of the backward graph
+            which uses it first.
+    """
+
+    num_bytes: int
+    last: int
+    first: int
+
+
+def to_stow(forward: Problem, backward: Problem, saved: Sequence[Saved], budget: int) -> list[int]:
+    """Positions in ``saved`` of what has to leave the device, so that each graph keeps ``budget`` bytes; as
+    far as it can. What backward needs last is copied first, since the most time hides it."""
+    alive = least_bytes(forward), least_bytes(backward)
+    chosen = []
+    for i in sorted(range(len(saved)), key=lambda i: (-saved[i].first, saved[i].last)):
+        of = saved[i]
+        spans = ((alive[0], range(of.last + 1, len(alive[0]))), (alive[1], range(of.first)))
+        if any(held[step] > budget for held, steps in spans for step in steps):
+            chosen.append(i)
+            for held, steps in spans:
+                for step in steps:
+                    held[step] -= of.num_bytes
+    return sorted(chosen)
+
+
+def without_copies(problem: Problem) -> Problem:
+    """The problem of collectives alone: activations come back where they are used."""
+    others = [t for t in problem.transfers if t.kind in COPIES]
+    if not others:
+        return problem
+    fetched = [t for t in others if t.kind == TO_DEVICE]
+    back = [
+        sum(t.num_bytes for t in fetched if t.due <= step <= t.last)
+        for step in range(problem.num_steps)
+    ]
+    return dataclasses.replace(
+        problem,
+        transfers=tuple(t for t in problem.transfers if t.kind not in COPIES),
+        other_bytes=tuple(map(add, problem.other_bytes, back)),
+    )
+
+
 def with_copies(
     problem: Problem, buckets: Sequence[Bucket], prices: Prices | None, limits: Limits
 ) -> tuple[Bucket, ...]:
-    """``buckets`` with copies of the shards that the host keeps, in launch order.
+    """``buckets`` with copies of the shards that the host keeps, and of activations, in launch order.
 
     Args:
+        buckets: of ``without_copies(problem)``; collectives are the first transfers of ``problem``.
         prices: None: a copy is launched where it is waited for.
     """
-    after = goes_on(buckets)
-    gathers: list[Bucket] = []
-    reduced: list[Bucket] = []
+    after, end = goes_on(buckets), problem.num_steps
+    loads: list[Bucket] = []
+    stores: list[Bucket] = []
     for i, bucket in enumerate(buckets):
-        if problem.transfers[bucket.transfers[0]].host and i not in after:
-            (gathers if bucket.kind == ALL_GATHER else reduced).append(bucket)
-    loads = [_copy(problem, bucket, TO_DEVICE, bucket.launch, bucket.launch) for bucket in gathers]
-    stores = [_copy(problem, b, TO_HOST, b.wait, problem.num_steps) for b in reduced]
+        if not problem.transfers[bucket.transfers[0]].host or i in after:
+            continue
+        if bucket.kind == ALL_GATHER:
+            loads.append(_copy(problem, bucket, TO_DEVICE, bucket.launch, bucket.launch))
+        else:
+            stores.append(_copy(problem, bucket, TO_HOST, bucket.wait, end))
+    for i, t in enumerate(problem.transfers):
+        if t.kind == TO_DEVICE:
+            loads.append(Bucket(t.kind, ((i,),), t.num_bytes, "", 1, t.due, t.due))
+        elif t.kind == TO_HOST:
+            stores.append(Bucket(t.kind, ((i,),), t.num_bytes, "", 1, t.ready, t.ready))
+    loads.sort(key=lambda load: load.wait)
+    placed = [*loads, *buckets, *stores]
     if prices is not None:
-        loads = _ahead(problem, buckets, loads, prices, limits)
+        room = Room(alive_bytes(problem, placed), limits)
+        start_us = clock(problem, buckets, prices).step_us
+        loads = _ahead(problem, loads, prices, room, start_us)
+        stores = _behind(problem, stores, prices, room, start_us)
     return tuple(sorted([*loads, *buckets, *stores], key=lambda bucket: bucket.launch))
 
 
@@ -53,14 +117,12 @@ def _copy(problem: Problem, of: Bucket, kind: str, launch: int, wait: int) -> Bu
 
 def _ahead(
     problem: Problem,
-    buckets: Sequence[Bucket],
     loads: Sequence[Bucket],
     prices: Prices,
-    limits: Limits,
+    room: Room,
+    start_us: Sequence[float],
 ) -> list[Bucket]:
     """``loads``, launched early enough to be through, as far as there is room."""
-    start_us = clock(problem, buckets, prices).step_us
-    room = Room(alive_bytes(problem, buckets), limits)
     free_us = float("inf")
     placed = []
     for load in reversed(loads):
@@ -70,3 +132,24 @@ def _ahead(
         group = Group(0, 0, load, cost, load.num_bytes, None)
         placed.append(dataclasses.replace(load, launch=room.earliest(group, wish, load.wait)))
     return placed[::-1]
+
+
+def _behind(
+    problem: Problem,
+    stores: Sequence[Bucket],
+    prices: Prices,
+    room: Room,
+    start_us: Sequence[float],
+) -> list[Bucket]:
+    """``stores``; activations are waited for when they are through, or when there is no more room."""
+    free_us = 0.0
+    placed = []
+    for store in sorted(stores, key=lambda store: store.launch):
+        cost = cost_of(problem, store, prices)
+        free_us = max(free_us, start_us[store.launch]) + MARGIN * cost.wire_us
+        wish = min(bisect_left(start_us, free_us, lo=store.launch), problem.num_steps)
+        if problem.transfers[store.transfers[0]].kind == TO_HOST:
+            group = Group(0, 0, store, cost, store.num_bytes, None)
+            store = dataclasses.replace(store, wait=room.latest(group, store.launch, wish))
+        placed.append(store)
+    return placed

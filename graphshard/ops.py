@@ -12,6 +12,9 @@ use it, "" for none; where there are ``scales``, its own ``at`` its place, its f
 ``max_over_ranks`` makes largest values of one rank those of all; ``own_part`` is a padded shard of a full
 parameter, for backward to gather from few ranks.
 
+Where the ``host`` keeps shards (in which memory, "": the device does), they are copied to a ``device`` to be
+gathered, and reduced ones back. ``stow`` and ``fetch`` do so with activations between forward and backward.
+
 Groups have names. ``regather`` is the one from which backward gathers: that of forward (ZeRO-3), part
 of it (ZeRO++'s hpZ), or "": the full parameter is kept (ZeRO-2). ``replicas`` are the ranks that have the
 same shard (HSDP), over which reduced shards are averaged once more; "": there are no others.
@@ -41,7 +44,15 @@ from . import wires
 from ._torch import argument_names, fake_mode_of, process_group
 from .emit import run
 from .float8 import E4M3
-from .plan import ALL_GATHER, ALL_REDUCE, MAX_REDUCE, REDUCE_SCATTER, SHARD_REDUCE
+from .plan import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    MAX_REDUCE,
+    REDUCE_SCATTER,
+    SHARD_REDUCE,
+    TO_DEVICE,
+    TO_HOST,
+)
 from .wires import Piece
 
 _lib = torch.library.Library("graphshard", "FRAGMENT")
@@ -62,6 +73,8 @@ _lib.define(f"replicate(Tensor param, str group, {_casts}, Tensor? unsynced) -> 
 _lib.define(f"all_reduce_grad(Tensor grad, str group, {_result}) -> Tensor", tags=_tags)
 _lib.define("max_over_ranks(Tensor amax, str group) -> Tensor", tags=_tags)
 _lib.define("own_part(Tensor full, str group) -> Tensor", tags=_tags)
+_lib.define("stow(Tensor value, str host) -> Tensor", tags=_tags)
+_lib.define("fetch(Tensor stowed, Device device) -> Tensor", tags=_tags)
 
 unshard = torch.ops.graphshard.unshard.default
 reduce_grad = torch.ops.graphshard.reduce_grad.default
@@ -69,17 +82,21 @@ replicate = torch.ops.graphshard.replicate.default
 all_reduce_grad = torch.ops.graphshard.all_reduce_grad.default
 max_over_ranks = torch.ops.graphshard.max_over_ranks.default
 own_part = torch.ops.graphshard.own_part.default
+stow = torch.ops.graphshard.stow.default
+fetch = torch.ops.graphshard.fetch.default
 UNSHARD = (unshard, replicate)
 REDUCE = (reduce_grad, all_reduce_grad)
 OF_PARAMS = (*UNSHARD, *REDUCE)
-MARKERS = (*OF_PARAMS, max_over_ranks)
+MARKERS = (*OF_PARAMS, max_over_ranks, stow, fetch)
 KINDS: dict[Any, str] = {
     unshard: ALL_GATHER,
     reduce_grad: REDUCE_SCATTER,
     all_reduce_grad: ALL_REDUCE,
     max_over_ranks: MAX_REDUCE,
+    stow: TO_HOST,
+    fetch: TO_DEVICE,
 }
-"""The collective of every marker that communicates."""
+"""What every marker does for which something travels."""
 
 _Dtype = torch.dtype | None
 _Tensor = torch.Tensor | None
@@ -199,6 +216,26 @@ def _own_part(full: torch.Tensor, group: str) -> torch.Tensor:
     part[: own.shape[0]] = own
     part[own.shape[0] :].zero_()
     return part
+
+
+@_impl("stow")
+def _stow(value: torch.Tensor, host: str) -> torch.Tensor:
+    return wires.copy(run, [value], host)[0]
+
+
+@_impl("fetch")
+def _fetch(stowed: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return wires.copy(run, [stowed], device)[0]
+
+
+@torch.library.register_fake("graphshard::stow", lib=_lib)
+def _stow_fake(value: torch.Tensor, host: str) -> torch.Tensor:
+    return torch.empty_like(value, device="cpu")
+
+
+@torch.library.register_fake("graphshard::fetch", lib=_lib)
+def _fetch_fake(stowed: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_like(stowed, device=device)
 
 
 @torch.library.register_fake("graphshard::own_part", lib=_lib)

@@ -54,7 +54,8 @@ class BudgetError(BackendError):
     def __init__(self, graph: str, budget: int, needed: int) -> None:
         super().__init__(
             f"memory_budget_gb={budget / 1e9:g}: the {graph} graph needs {needed / 1e9:.3f} GB with "
-            "every parameter gathered on its own at its first use; give at least that"
+            "every parameter gathered on its own at its first use; give at least that, or have more "
+            "recomputed, by schedule.activation_memory_budget"
         )
         self.needed = needed
 

@@ -274,8 +274,12 @@ def alive_bytes(problem: Problem, buckets: Sequence[Bucket]) -> list[int]:
             spans += [(bucket.launch, t.last + 1, t.num_bytes) for t in of]
             spans += [(bucket.launch, bucket.wait, t.shard_bytes) for t in of if t.host]
         elif bucket.kind == TO_DEVICE:
-            spans.append((bucket.launch, bucket.wait, bucket.num_bytes))
-        elif bucket.kind not in (SHARD_REDUCE, TO_HOST):
+            spans += [
+                (bucket.launch, t.last + 1, t.num_bytes) for t in of if t.kind == TO_DEVICE
+            ] or [(bucket.launch, bucket.wait, bucket.num_bytes)]
+        elif bucket.kind == TO_HOST:
+            spans += [(t.ready, bucket.wait, t.num_bytes) for t in of if t.kind == TO_HOST]
+        elif bucket.kind != SHARD_REDUCE:
             spans += [(t.ready, bucket.wait, t.num_bytes) for t in of]
             spans += [(bucket.wait, end, t.shard_bytes) for t in of if not t.host]
     return [a + b for a, b in zip(problem.other_bytes, _summed(spans, end))]

@@ -7,12 +7,12 @@ from typing import Any
 
 from tabulate import tabulate
 
-HEADERS = ("FSDP1", "FSDP2", "DeepSpeed", "graphshard", "what travels")
-_ALIKE = "the same"
+HEADERS = ("FSDP1", "FSDP2", "TorchAcc", "DeepSpeed", "graphshard", "what travels")
 STRATEGIES = (
     (
         "FULL_SHARD",
         "fully_shard(model)",
+        "dist.fsdp.size",
         "stage 3",
         "backend(mesh)",
         "gather in forward and in backward, reduce-scatter",
@@ -20,6 +20,7 @@ STRATEGIES = (
     (
         "SHARD_GRAD_OP",
         "reshard_after_forward=False",
+        "",
         "stage 2",
         "reshard_after_forward=False",
         "gather in forward, reduce-scatter",
@@ -27,6 +28,7 @@ STRATEGIES = (
     (
         "NO_SHARD, DDP",
         "replicate(model)",
+        "dist.dp.size",
         "stage 0",
         'overrides={"*": {"shard": False}}',
         "all-reduce",
@@ -34,6 +36,7 @@ STRATEGIES = (
     (
         "HYBRID_SHARD",
         "2D mesh (replicate, shard)",
+        "dist.fsdp.size and dist.dp.size",
         "MiCS: mics_shard_size",
         "2D mesh (replicate, shard)",
         "as FULL_SHARD among shards; all-reduce of shards among replicas",
@@ -42,25 +45,56 @@ STRATEGIES = (
         "_HYBRID_SHARD_ZERO2",
         "2D mesh, reshard_after_forward=False",
         "",
+        "",
         "2D mesh, reshard_after_forward=False",
         "as SHARD_GRAD_OP among shards; all-reduce of shards among replicas",
     ),
     (
         "",
         "reshard_after_forward=8",
+        "",
         "hpZ: zero_hpz_partition_size",
         "reshard_after_forward=8",
         "gather from all in forward, from 8 in backward; reduce-scatter",
     ),
 )
 HABITS = (
-    ("ignored_states", "ignored_params", "", "ignored_params", "nothing"),
-    ("auto_wrap_policy", "fully_shard of each part", "", "not needed", "buckets are planned"),
-    ("one policy per wrapped module", "one per part", "", 'overrides={"*norm*": {...}}', ""),
-    ("mixed_precision", "mp_policy", "bf16, fp16", "mp_policy", "casts are made before the gather"),
+    (
+        "ignored_states",
+        "ignored_params",
+        "",
+        "",
+        "ignored_params",
+        "nothing",
+    ),
+    (
+        "auto_wrap_policy",
+        "fully_shard of each part",
+        "dist.fsdp.wrap_layer_cls",
+        "",
+        "not needed",
+        "buckets are planned",
+    ),
+    (
+        "one policy per wrapped module",
+        "one per part",
+        "",
+        "",
+        'overrides={"*norm*": {...}}',
+        "",
+    ),
+    (
+        "mixed_precision",
+        "mp_policy",
+        "compute.bf16, compute.fp16",
+        "bf16, fp16",
+        "mp_policy",
+        "casts are made before the gather",
+    ),
     (
         "cpu_offload",
         "offload_policy",
+        "",
         "offload_param, offload_optimizer",
         "offload_policy",
         "shards to the device before gathers, reduced gradients back",
@@ -68,14 +102,23 @@ HABITS = (
     (
         "checkpoint_wrapper",
         "torch.utils.checkpoint",
+        "memory.gc, memory.gc_cls",
         "deepspeed.checkpointing",
         "torch.utils.checkpoint, schedule.activation_memory_budget",
         "",
     ),
-    ("limit_all_gathers", "", "stage3_max_live_parameters", "schedule.max_in_flight_gb", ""),
+    (
+        "limit_all_gathers",
+        "",
+        "",
+        "stage3_max_live_parameters",
+        "schedule.max_in_flight_gb",
+        "",
+    ),
     (
         "no_sync()",
         "set_requires_gradient_sync",
+        "",
         "no_sync()",
         "graphshard.no_sync, graphshard.set_requires_gradient_sync",
         "nothing; one reduction at the end",
@@ -84,11 +127,26 @@ HABITS = (
         "",
         "set_requires_all_reduce",
         "",
+        "",
         "graphshard.set_requires_all_reduce",
         "reduce-scatter; one all-reduce at the end",
     ),
-    ("clip_grad_norm_", "torch.nn.utils.clip_grad_norm_", "", _ALIKE + " as FSDP2", "one number"),
-    ("sync_module_states", "", "", "sync_module_states", "broadcast, once"),
+    (
+        "clip_grad_norm_",
+        "torch.nn.utils.clip_grad_norm_",
+        "",
+        "",
+        "the same as FSDP2",
+        "one number",
+    ),
+    (
+        "sync_module_states",
+        "",
+        "dist.fsdp.sync_module_states",
+        "",
+        "sync_module_states",
+        "broadcast, once",
+    ),
 )
 
 
@@ -99,7 +157,7 @@ def table(tablefmt: str = "simple") -> str:
 
 def add_parser(commands: Any) -> None:
     """Add the command to those of ``python -m graphshard``."""
-    text = "show how strategies and habits of FSDP and DeepSpeed are asked for here"
+    text = "show how strategies and habits of FSDP, TorchAcc and DeepSpeed are asked for here"
     parser = commands.add_parser("strategies", help=text, description=text)
     parser.set_defaults(run=_run, parser=parser)
 

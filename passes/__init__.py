@@ -3,7 +3,8 @@ before it is partitioned; each of the forward, backward and inference graphs is 
 scheduled, and lowered by the plan, after Inductor's own passes.
 
     traced graph ─► float8 ─► [AOTAutograd]
-    joint graph ─► merge ─► casts ─► float8 ─► reshard ─► [partitioner] ─► forward, backward ─► keep
+    joint graph ─► merge ─► casts ─► float8 ─► reshard ─► [partitioner] ─► forward, backward
+                                                                              ─► keep ─► offload
                                        [Inductor] ─► each ─► steps ─► lower
 """
 
@@ -15,6 +16,8 @@ from torch import fx
 
 from graphshard import ops
 from graphshard.cost import CostModel
+from graphshard.host import PINNED
+from graphshard.offload import Saved
 from graphshard.passes.casts import cast_before_gather, cast_early
 from graphshard.passes.float8 import gather_float8, scale_before_gather, use_float8
 from graphshard.passes.keep import keep, keep_parts, keepable
@@ -26,14 +29,39 @@ from graphshard.passes.lower import (
     markers_of,
 )
 from graphshard.passes.merge import merge, merge_unshards
+from graphshard.passes.offload import describe_saved, stow, stowable
 from graphshard.passes.reshard import parameter_derived, reshard
-from graphshard.passes.steps import fill_values, raise_scales, read_problem, sink_gathered
-from graphshard.plan import BACKWARD, FORWARD, INFERENCE, REASON, Bucket, Plan, Problem, Transfer
+from graphshard.passes.steps import (
+    fill_values,
+    raise_scales,
+    read_problem,
+    sink_gathered,
+    step_of,
+)
+from graphshard.plan import (
+    BACKWARD,
+    COPIES,
+    FORWARD,
+    INFERENCE,
+    REASON,
+    Bucket,
+    Plan,
+    Problem,
+    Transfer,
+)
 
 TRACED = (use_float8,)
 JOINT = (merge, cast_early, gather_float8, reshard)
 
-__all__ = ["JOINT", "TRACED", "keep_gathered", "keep_parts", "lower", "parameter_derived"]
+__all__ = [
+    "JOINT",
+    "TRACED",
+    "keep_gathered",
+    "keep_parts",
+    "lower",
+    "parameter_derived",
+    "stow_activations",
+]
 
 
 def lower(
@@ -90,6 +118,26 @@ def keep_gathered(
     return [pairs[marker].name for marker in chosen]
 
 
+def stow_activations(
+    forward: fx.Graph,
+    backward: fx.Graph,
+    num_outputs: int,
+    costs: CostModel,
+    decide: Callable[[Problem, Problem, Sequence[Saved]], Sequence[int]],
+) -> None:
+    """Have ``decide`` say which activations wait for backward in the host's memory, and rewrite both graphs.
+
+    Args:
+        num_outputs: how many of the forward's outputs are the user's; the rest is saved.
+    """
+    pairs = stowable(forward, backward, num_outputs)
+    before, _, first = _read(forward, FORWARD, costs, {})
+    after, _, then = _read(backward, BACKWARD, costs, {})
+    saved = describe_saved(pairs, step_of(forward, first), step_of(backward, then))
+    chosen = [list(pairs)[i] for i in decide(before, after, saved)]
+    stow(forward, {node: pairs[node] for node in chosen}, num_outputs, PINNED)
+
+
 def _read(
     graph: fx.Graph, kind: str, costs: CostModel, param_of: Mapping[fx.Node, int]
 ) -> tuple[Problem, list[fx.Node], list[fx.Node]]:
@@ -97,7 +145,9 @@ def _read(
     raise_scales(graph)
     sink_gathered(graph)
     fill_values(graph)
-    communicating = [marker for marker in markers_of(graph) if marker.target in ops.KINDS]
+    found = [marker for marker in markers_of(graph) if marker.target in ops.KINDS]
+    # Ranks may differ in what they copy, but not in the numbers of what they send.
+    communicating = sorted(found, key=lambda marker: ops.KINDS[marker.target] in COPIES)
     transfers = {m: describe_transfer(m, param_of.get(m)) for m in communicating}
     problem, steps = read_problem(graph, kind, transfers, costs.compute_us(graph))
     return problem, communicating, steps

@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from graphshard.copies import unpack
-from graphshard.emit import Emitter, is_view
+from graphshard.emit import Emitter, uses
 from graphshard.ops import arguments, change, own_part, unshard
 
 
@@ -60,7 +60,8 @@ def keep_parts(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> None:
         few = arguments(marker)["regather"]
         if few in ("", arguments(marker)["group"]):
             continue
-        with forward.inserting_after(min(_uses(gathered), key=position.__getitem__)):
+        users = uses(gathered) or [gathered]  # or it is returned alone
+        with forward.inserting_after(min(users, key=position.__getitem__)):
             emit = Emitter(forward, gathered.meta)
             part = saved[gathered.args[0]] = emit(own_part, gathered, few)
         shard: Any = marker.args[0]
@@ -68,14 +69,6 @@ def keep_parts(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> None:
         change(marker, group=few, dtype=None, scales=None, at=0, device=None)
     _save(forward, saved, num_outputs)
     _drop_scales(backward)
-
-
-def _uses(node: fx.Node) -> list[fx.Node]:
-    """Of a gathered parameter, and of views of it; itself if it is returned alone."""
-    found = []
-    for user in node.users:
-        found += _uses(user) if is_view(user) else [user]
-    return [user for user in found if user.op != "output"] or [node]
 
 
 def _save(forward: fx.Graph, saved: Mapping[Any, fx.Node], num_outputs: int) -> None:

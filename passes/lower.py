@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from graphshard import ops, wires
+from graphshard._torch import size_hint
 from graphshard.emit import Emitter, is_view
 from graphshard.float8 import convert
 from graphshard.groups import world_of
@@ -57,11 +58,13 @@ def describe_params(graph: fx.Graph) -> dict[fx.Node, ShardedParam]:
 
 def describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
     """What travels for ``marker``, of the parameter at position ``param`` of the plan."""
+    if (kind := ops.KINDS[marker.target]) in COPIES:
+        return _describe_copy(marker, kind)
     group, replicas = (ops.arguments(marker).get(name, "") for name in ("group", "replicas"))
     replicas = replicas if marker.target is ops.reduce_grad else ""
     world, stride = world_of(group)
     num_replicas, replica_stride = world_of(replicas) if replicas else (1, 1)
-    kind, piece = ops.KINDS[marker.target], piece_of(marker)
+    piece = piece_of(marker)
     shard = (source_of(marker) if kind == ALL_GATHER else marker).meta["val"]
     size = shard.numel() * (world if kind in (ALL_GATHER, REDUCE_SCATTER) else 1)
     return Transfer(
@@ -82,6 +85,12 @@ def describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
         replica_stride=replica_stride,
         host=_is_on_host(marker),
     )
+
+
+def _describe_copy(marker: fx.Node, kind: str) -> Transfer:
+    value = marker.meta["val"]
+    size = size_hint(value.numel()) * value.element_size()
+    return Transfer(None, kind, size, str(value.dtype), 0, False, "", 1, ready=0, due=0, last=0)
 
 
 def _is_on_host(marker: fx.Node) -> bool:
@@ -197,8 +206,8 @@ def _begin(
         sources = [source_of(marker) for parcel in markers for marker in parcel]
         return wires.begin_copy(emit, sources, first["device"])
     if bucket.kind == TO_HOST:
-        assert left is not None
-        return wires.begin_copy(emit, left, first["host"])
+        sources = [source_of(marker) for marker in markers[0]] if left is None else left
+        return wires.begin_copy(emit, sources, first["host"], is_read=left is not None)
     parcels = [[piece_of(marker) for marker in parcel] for parcel in markers]
     if bucket.kind == SHARD_REDUCE:
         assert left is not None

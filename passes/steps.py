@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from graphshard import ops
 from graphshard._torch import fake_mode_of, size_hint
 from graphshard.copies import unpack
-from graphshard.emit import is_view
+from graphshard.emit import is_view, root_of, uses
 from graphshard.plan import BACKWARD, Problem, Transfer
 
 
@@ -49,7 +49,7 @@ def sink_gathered(graph: fx.Graph) -> None:
 def _is_gathered(node: fx.Node) -> bool:
     while is_view(node):
         node = node.args[0]  # type: ignore[assignment]
-    return node.target in ops.UNSHARD
+    return node.target in (*ops.UNSHARD, ops.fetch)
 
 
 def fill_values(graph: fx.Graph) -> None:
@@ -105,6 +105,17 @@ def read_problem(
     return problem, [nodes[start] for start in starts]
 
 
+def step_of(graph: fx.Graph, steps: Sequence[fx.Node]) -> Callable[[fx.Node], int]:
+    """What tells the step that a node is in.
+
+    Args:
+        steps: their first nodes.
+    """
+    at = {node: i for i, node in enumerate(graph.nodes)}
+    starts = [at[node] for node in steps]
+    return lambda node: max(0, bisect_right(starts, at[node]) - 1)
+
+
 def _placed(transfer: Transfer, ready: int, due: int, last: int, starts: list[int]) -> Transfer:
     """``transfer`` with positions of nodes turned into steps."""
     return dataclasses.replace(
@@ -122,6 +133,12 @@ def _reach(marker: fx.Node, at: Mapping[fx.Node, int]) -> tuple[int, int, int]:
     if marker.target is ops.unshard:
         scales = ops.arguments(marker)["scales"]
         return at.get(scales, -1) + 1, due, _last_use(marker, at)
+    if marker.target is ops.fetch:
+        return 0, due, _last_use(marker, at)
+    if marker.target is ops.stow:  # what is used until then is not set free before
+        (source,) = marker.all_input_nodes
+        used = [at[node] for node in (source, *uses(root_of(source))) if node in at]
+        return max(used) + 1, end, end - 1
     ready = at.get(marker.all_input_nodes[0], -1) + 1
     return ready, max(ready, due), end - 1
 
@@ -158,9 +175,9 @@ def _alive_bytes(graph: fx.Graph, kind: str, at: Mapping[fx.Node, int]) -> list[
 
 
 def _is_on_host(node: fx.Node) -> bool:
-    """Whether it is a shard that is kept there."""
-    gathers = [user for user in node.users if user.target is ops.unshard]
-    return node.op == "placeholder" and any(ops.arguments(user)["device"] for user in gathers)
+    """Whether it is a shard that is kept there, or an activation."""
+    copied = [user for user in node.users if user.target in (ops.unshard, ops.fetch)]
+    return node.op == "placeholder" and any(ops.arguments(user)["device"] for user in copied)
 
 
 def _num_bytes(node: fx.Node) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 from ..cost import CostModel
 from ..hardware import Hardware
 from ..limits import Limits
-from ..plan import Bucket, Plan, ShardedParam
+from ..plan import COPIES, Bucket, Plan, ShardedParam
 from ..simulate import COMMUNICATION, COMPUTE, Slot, Timeline, simulate
 
 VERSION = 3
@@ -75,7 +75,7 @@ class Dump:
         """As in ``blocks.0.up.weight .. blocks.1.norm.bias (12)``."""
         names = self.names(bucket)
         if not names:
-            return "scales of fp8"
+            return "an activation" if bucket.kind in COPIES else "scales of fp8"
         return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
 
     def step(self, index: int) -> str:

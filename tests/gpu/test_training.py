@@ -12,7 +12,7 @@ from tests.numerics.compare import whole
 
 
 def test_one_rank_agrees_with_torch_compile() -> None:
-    ranks.run(1, agree, by_torch_compile, "cpu", "inductor")
+    ranks.run(1, agree, by_torch_compile, "cpu", "aot_eager")
 
 
 def test_several_ranks_agree_with_ddp() -> None:

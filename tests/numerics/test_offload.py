@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,10 +20,14 @@ from torch.distributed.fsdp import (
 )
 
 import graphshard
+from graphshard.cost import CostModel
+from graphshard.handoff import Compiling
+from graphshard.hardware import HARDWARE
 from graphshard.plan import ALL_GATHER, BACKWARD, FORWARD, TO_DEVICE, TO_HOST, Plan
+from graphshard.simulate import simulate
 from tests import ranks
 from tests.models import GPT
-from tests.numerics.compare import draw, relative_error, sgd, whole
+from tests.numerics.compare import Twins, draw, relative_error, sgd, whole
 
 STEPS = 10
 OFFLOAD = CPUOffloadPolicy(pin_memory=False)  # FSDP2 cannot pin without an accelerator
@@ -173,3 +178,56 @@ def _build_on_meta() -> None:
 
 def test_a_model_of_the_meta_device() -> None:
     ranks.run(2, _build_on_meta)
+
+
+# Activations that wait for backward on the host, to keep a budget.
+
+
+class Deep(nn.Module):
+    """With more to save than its parameters are."""
+
+    DIM, ROWS = 32, 600
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(self.DIM, self.DIM) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+    @staticmethod
+    def batch(rng: torch.Generator) -> torch.Tensor:
+        return torch.randn(Deep.ROWS, Deep.DIM, generator=rng)
+
+
+def _train_within(compiler: str) -> None:
+    limited, peaks = None, []
+    with mock.patch.object(Compiling, "stows", True):  # a CPU has no memory but the host's
+        for budget in (None, 0.9):
+            if budget is not None:
+                limited = budget * peaks[0] / 1e9
+            policy = graphshard.SchedulePolicy(memory_budget_gb=limited)
+            twins = Twins(Deep(), compiler=compiler, schedule=policy)
+            twins.train(Deep.batch)
+            plans = twins.backend.plans
+            times = [
+                simulate(p.problem, p.buckets, CostModel(HARDWARE["cpu"])).peak_bytes for p in plans
+            ]
+            peaks.append(max(times))
+    forward, backward = plans
+    moved = forward.count(TO_HOST), backward.count(TO_DEVICE)
+    assert moved[0] == moved[1] > 0
+    assert peaks[1] <= 0.9 * peaks[0]
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_activations_leave_the_device_for_a_budget(compiler: str) -> None:
+    ranks.run(2, _train_within, compiler)
+
+
+def test_nothing_leaves_a_cpu() -> None:
+    policy = graphshard.SchedulePolicy(memory_budget_gb=1e-4)
+    assert not Compiling("aot_eager", policy, torch.device("cpu")).stows
+    assert Compiling("aot_eager", policy, torch.device("cuda")).stows

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 import graphshard
 from graphshard.memory import Held
@@ -53,6 +54,26 @@ def test_what_a_rank_holds() -> None:
         assert 0 < after.gathered.rank <= gathered
         assert after.total.rank == sum(held.rank for held in vars(after).values())
         assert re.search(rf"parameters +{padded / 1e6:.3f} +{full / 1e6:.3f}\n", text)
+
+
+def _offloaded() -> graphshard.MemoryReport:
+    model = ConvNet()
+    kept = {"conv1.*": {"offload_policy": OffloadPolicy()}}
+    compiled = compile_sharded(model, offload_policy=CPUOffloadPolicy(), overrides=kept)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    compiled(draw(ConvNet.batch, 0)[dist.get_rank()]).backward()
+    optimizer.step()
+    return graphshard.memory_report(compiled, optimizer)
+
+
+def test_what_the_host_holds() -> None:
+    for report in ranks.run(2, _offloaded):
+        held = report.parameters.rank + report.gradients.rank + report.optimizer.rank
+        shard = -(-ConvNet().conv1.weight.shape[0] // 2) * ConvNet().conv1.weight[0].nbytes
+        assert held - 3 * shard <= report.on_host.rank < held
+        assert f"of it on the host  {report.on_host.rank / 1e6:.3f}" in re.sub(
+            " {3,}", "  ", str(report)
+        )
 
 
 def test_bad_arguments() -> None:

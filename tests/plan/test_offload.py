@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from graphshard.limits import Limits
-from graphshard.offload import with_copies
+from graphshard.offload import Saved, to_stow, with_copies, without_copies
 from graphshard.plan import (
     ALL_GATHER,
     COPIES,
@@ -16,8 +18,9 @@ from graphshard.plan import (
     TO_HOST,
     Bucket,
     Problem,
+    Transfer,
 )
-from graphshard.planner import schedule, without_overlap
+from graphshard.planner import schedule, smallest_peak, without_overlap
 from graphshard.simulate import COLLECTIVE, alive_bytes, clock, simulate
 from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction
 
@@ -90,3 +93,56 @@ def test_the_clock_agrees_with_the_dag(asked: Problem, line: Line) -> None:
     assert abs(times.total_us - timeline.total_us) < 1e-6
     for ours, theirs in zip(times.exposed_us, timeline.exposed_us, strict=True):
         assert abs(ours - theirs) < 1e-6
+
+
+# Activations that wait for backward in the host's memory.
+
+
+def _moved(kind: str, num_bytes: int, ready: int, due: int, last: int) -> Transfer:
+    return Transfer(None, kind, num_bytes, "float32", 0, False, "", 1, ready, due, last)
+
+
+def test_an_activation_computed_by_hand() -> None:
+    """40 bytes that take 10 + 40 us each way, beside steps of 50 us."""
+    away = problem([50.0] * 5, [_moved(TO_HOST, 40, 1, 5, 4)], [0] * 5)
+    (store,) = with_copies(away, (), Line(), Limits())
+    assert (store.launch, store.wait) == (1, 3)
+    assert alive_bytes(away, [store]) == [0, 40, 40, 0, 0]
+    (at_once,) = with_copies(away, (), Line(), Limits(peak=39))
+    assert (at_once.launch, at_once.wait) == (1, 1)
+    back = problem([50.0] * 5, [_moved(TO_DEVICE, 40, 0, 3, 3)], [0] * 5)
+    (load,) = with_copies(back, (), Line(), Limits())
+    assert (load.launch, load.wait) == (1, 3)
+    assert alive_bytes(back, [load]) == [0, 40, 40, 40, 0]
+    assert without_copies(back).other_bytes == (0, 0, 0, 40, 0)
+
+
+def test_what_backward_needs_last_leaves_first() -> None:
+    saved = [Saved(10, 0, 3), Saved(10, 1, 2), Saved(10, 2, 1)]
+    forward = problem([1.0] * 4, [], [10, 20, 30, 30])
+    backward = problem([1.0] * 4, [], [30, 20, 10, 0])
+    assert to_stow(forward, backward, saved, 30) == []
+    assert to_stow(forward, backward, saved, 20) == [0]
+    assert to_stow(forward, backward, saved, 10) == [0, 1]
+    assert to_stow(forward, backward, saved, 0) == [0, 1, 2]
+
+
+@given(problems(), lines, st.lists(st.tuples(*[st.integers(0, 7)] * 2, st.integers(1, 90))))
+def test_with_activations_a_budget_is_kept(
+    asked: Problem, line: Line, moved: list[tuple[int, int, int]]
+) -> None:
+    end = asked.num_steps
+    copies = [
+        _moved(TO_HOST, size, min(at, end), end, end - 1)
+        if at % 2
+        else _moved(TO_DEVICE, size, 0, min(at, end - 1), max(min(at, end - 1), min(last, end - 1)))
+        for at, last, size in moved
+    ]
+    asked = dataclasses.replace(asked, transfers=(*asked.transfers, *copies))
+    bare = without_copies(asked)
+    limits = Limits(peak=smallest_peak(bare))
+    plain = schedule(bare, line, limits)
+    buckets = with_copies(asked, plain, line, limits)
+    assert [b for b in buckets if b.kind not in COPIES] == list(plain)
+    assert {i for b in buckets for i in b.transfers} == set(range(len(asked.transfers)))
+    assert max(alive_bytes(asked, buckets)) <= limits.peak  # type: ignore[operator]
