@@ -307,6 +307,11 @@ def size_hint(size: int | torch.SymInt, fallback: int = 4096) -> int:
 KEEP_ORDER = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
 
 
+# A buffer that is being copied to the host is dead to Inductor, which would write over it. What is held
+# until the wait for the copy is safe from the allocator alone.
+KEEP_COPIED = {"allow_buffer_reuse": False}
+
+
 def eager_backward() -> Any:
     """A context in which AOTAutograd compiles a backward graph together with its forward graph."""
     return functorch_config.patch(force_non_lazy_backward_lowering=True)

@@ -159,6 +159,11 @@ def relink(module: nn.Module) -> None:
                 f"parameter {fqn!r} is sharded, but was replaced by a plain "
                 f"{type(param).__name__}: load a state dict of DTensors, or load without assign"
             )
+        if old is not None and old.layout.host and param.device.type not in ("cpu", "meta"):
+            raise BackendError(
+                f"parameter {old.fqn!r} was moved to {param.device}, but offload_policy keeps it on the "
+                'host: leave it there; to_empty(device="cpu") materialises it'
+            )
         link = _link_for(param, old)
         if old is not None and old is not link:
             old.disown(module, name)

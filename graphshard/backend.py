@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.utils.hooks import RemovableHandle
 
 import graphshard.passes as passes
@@ -91,7 +91,10 @@ class Backend:
         for traced_pass in passes.TRACED:
             traced_pass(gm)
         files = self._files()
-        compiling = Compiling(self.options.compiler, self.options.schedule, _device(inputs))
+        layouts = [link.layout for link in links if link]
+        device = layouts[0].groups.device if layouts else _device(inputs)
+        offloads = any(layout.host for layout in layouts)
+        compiling = Compiling(self.options.compiler, self.options.schedule, device, offloads)
         record = PlanRecord(gm, inputs, fqns, compiling, files)
         self._records.append(record)
         compiled = compile_graph(gm, inputs, record, compiling, patches)
@@ -145,7 +148,9 @@ class Backend:
         self.shard_now(root, in_use)
 
     def shard_now(self, root: nn.Module, in_use: bool = False) -> None:
-        mesh = self.options.mesh or default_mesh(self.plain_parameters(root)[0].device.type)
+        mesh = self.options.mesh or default_mesh(
+            _device_type(self.plain_parameters(root), self.options)
+        )
         shard_module(root, mesh, self.options, in_use=in_use, allow_meta=False)
 
     @property
@@ -238,6 +243,15 @@ def _note_breaks(trace: Trace, links: Sequence[Link | None], call: CompiledCall)
 def _device(inputs: Sequence[Any]) -> torch.device:
     tensors = (value for value in inputs if isinstance(value, torch.Tensor))
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _device_type(params: Iterable[nn.Parameter], options: Options) -> str:
+    """That of the parameters, or of the accelerator that there is where they need not be on it yet."""
+    found = next((param.device.type for param in params), "meta")
+    if found == "meta" or (found == "cpu" and isinstance(options.offload_policy, CPUOffloadPolicy)):
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return accelerator.type if accelerator is not None else "cpu"
+    return found
 
 
 def _is_plain_parameter(value: Any) -> bool:
@@ -339,11 +353,7 @@ def shard(
     arguments = dict(locals())
     root = arguments.pop("model")
     options = Options.of(arguments)
-    device = next((p.device.type for p in root.parameters()), "meta")
-    if device == "meta":
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        device = accelerator.type if accelerator is not None else "cpu"
-    mesh = options.mesh or default_mesh(device)
+    mesh = options.mesh or default_mesh(_device_type(root.parameters(), options))
     shard_module(root, mesh, options, in_use=False, allow_meta=True)
     return root
 

@@ -21,6 +21,7 @@ from torch import fx
 import graphshard.passes as passes
 
 from ._torch import (
+    KEEP_COPIED,
     KEEP_ORDER,
     CustomGraphPass,
     CustomPartitionerFn,
@@ -56,6 +57,8 @@ class Compiling:
     compiler: str
     schedule: SchedulePolicy
     device: torch.device
+    offloads: bool = False
+    """The host keeps shards."""
     followed: Mapping[str, Plan] = field(default_factory=dict)
     """By kind of graph, what another rank decided."""
 
@@ -63,7 +66,8 @@ class Compiling:
         """What compiled graphs depend on, as text."""
         hardware = self.schedule.costs(self.device).hardware.to_json()
         backend = dist.get_backend_config()
-        return f"{self.compiler} {self.schedule} {hardware} {backend} {self.followed}"
+        where = f"{self.device.type} {self.offloads}"
+        return f"{self.compiler} {self.schedule} {hardware} {backend} {where} {self.followed}"
 
     def uuid(self) -> bytes | None:
         """Of passes, in the keys of Inductor's caches; None: graphs are not cached."""
@@ -284,6 +288,7 @@ def _compile(
     if compiling.compiler == "inductor":
         patches = {
             **KEEP_ORDER,
+            **(KEEP_COPIED if compiling.offloads or compiling.stows else {}),
             **patches,
             "post_grad_custom_post_pass": lowering,
             "custom_partitioner_fn": Partitioner(record.files, compiling),

@@ -121,7 +121,9 @@ class Layout:
     def padded_shard(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's rows of ``full``, padded with zeros: a new contiguous tensor, where it is kept."""
         if self.rows is None:
-            return full.detach().clone(memory_format=torch.contiguous_format)
+            there = full.device.type in ("meta", self.mesh.device_type)
+            device = full.device if there else self.groups.device
+            return full.detach().to(device, copy=True, memory_format=torch.contiguous_format)
         return kept_on_host(self.padded(full.detach()[self.own_rows]), self.host)
 
     def padded(self, own: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ activations wait for backward there, where nothing else keeps a budget of memory
 Buckets are cut and placed as if all shards were on the device. Then each bucket that gathers such shards
 gets one that copies them, launched as late as it can be to be through in time, behind one another, and
 waited for where the gather is launched. What reduces to such shards gets one that is launched where the
-reduction is waited for; only the end of the graph waits for it, because the host would stand still.
+reduction is waited for, and waited for when it is through; the host itself waits at the end of the graph.
 Activations are copied each alone: away behind their last use in forward, and back like shards.
 
     to device      [shards of a][shards of b]
@@ -85,7 +85,7 @@ def with_copies(
         buckets: of ``without_copies(problem)``; collectives are the first transfers of ``problem``.
         prices: None: a copy is launched where it is waited for.
     """
-    after, end = goes_on(buckets), problem.num_steps
+    after = goes_on(buckets)
     loads: list[Bucket] = []
     stores: list[Bucket] = []
     for i, bucket in enumerate(buckets):
@@ -94,7 +94,7 @@ def with_copies(
         if bucket.kind == ALL_GATHER:
             loads.append(_copy(problem, bucket, TO_DEVICE, bucket.launch, bucket.launch))
         else:
-            stores.append(_copy(problem, bucket, TO_HOST, bucket.wait, end))
+            stores.append(_copy(problem, bucket, TO_HOST, bucket.wait, bucket.wait))
     for i, t in enumerate(problem.transfers):
         if t.kind == TO_DEVICE:
             loads.append(Bucket(t.kind, ((i,),), t.num_bytes, "", 1, t.due, t.due))
@@ -141,15 +141,14 @@ def _behind(
     room: Room,
     start_us: Sequence[float],
 ) -> list[Bucket]:
-    """``stores``; activations are waited for when they are through, or when there is no more room."""
+    """``stores``, waited for when they are through, or when there is no more room."""
     free_us = 0.0
     placed = []
     for store in sorted(stores, key=lambda store: store.launch):
         cost = cost_of(problem, store, prices)
         free_us = max(free_us, start_us[store.launch]) + MARGIN * cost.wire_us
-        wish = min(bisect_left(start_us, free_us, lo=store.launch), problem.num_steps)
-        if problem.transfers[store.transfers[0]].kind == TO_HOST:
-            group = Group(0, 0, store, cost, store.num_bytes, None)
-            store = dataclasses.replace(store, wait=room.latest(group, store.launch, wish))
-        placed.append(store)
+        due = min(problem.transfers[i].due for i in store.transfers)
+        wish = max(store.launch, min(bisect_left(start_us, free_us, lo=store.launch), due))
+        group = Group(0, 0, store, cost, store.num_bytes, None)
+        placed.append(dataclasses.replace(store, wait=room.latest(group, store.launch, wish)))
     return placed

@@ -25,7 +25,7 @@ MAX_REDUCE = "all_reduce_max"
 SHARD_REDUCE = "all_reduce_shards"
 """Of what a reduce-scatter left on this rank, over the ranks that have the same shards."""
 TO_DEVICE, TO_HOST = COPIES = "copy_to_device", "copy_to_host"
-"""Of shards that are kept in the host's memory: to be gathered, and of what was reduced."""
+"""Of shards that the host keeps, to be gathered, and of what was reduced; of activations."""
 VERSION = 6
 """Of the JSON form."""
 
@@ -56,11 +56,11 @@ class ShardedParam:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One parameter that a graph gathers, or one gradient that it reduces.
+    """One parameter that a graph gathers, one gradient that it reduces, or one activation that it copies.
 
     Attributes:
         param: position in ``Plan.params``; None of what is reduced for several at once.
-        kind: all_gather, reduce_scatter, all_reduce or all_reduce_max.
+        kind: all_gather, reduce_scatter, all_reduce or all_reduce_max; of an activation, one of the copies.
         num_bytes: of the full tensor as it travels, padding included.
         dtype: on the wire.
         shard_bytes: of this rank's shard, as it is kept.

@@ -278,7 +278,9 @@ def alive_bytes(problem: Problem, buckets: Sequence[Bucket]) -> list[int]:
                 (bucket.launch, t.last + 1, t.num_bytes) for t in of if t.kind == TO_DEVICE
             ] or [(bucket.launch, bucket.wait, bucket.num_bytes)]
         elif bucket.kind == TO_HOST:
-            spans += [(t.ready, bucket.wait, t.num_bytes) for t in of if t.kind == TO_HOST]
+            spans += [(t.ready, bucket.wait, t.num_bytes) for t in of if t.kind == TO_HOST] or [
+                (bucket.launch, bucket.wait, bucket.num_bytes)
+            ]
         elif bucket.kind != SHARD_REDUCE:
             spans += [(t.ready, bucket.wait, t.num_bytes) for t in of]
             spans += [(bucket.wait, end, t.shard_bytes) for t in of if not t.host]

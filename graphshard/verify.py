@@ -13,6 +13,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from . import host, ops, wires
+from ._torch import size_hint
 from .plan import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -116,8 +117,8 @@ def _found(graph: fx.Graph) -> list[Event]:
                 _verify_wait(buffer)
                 launched[buffer] = (kind, num_launched)
             num_launched += 1
-        elif node.target is _c10d.wait_tensor.default:
-            events.append(("wait", *launched[node.args[0]]))
+        elif node.target is _c10d.wait_tensor.default and node.args[0] in launched:
+            events.append(("wait", *launched[node.args[0]]))  # others are the host's
     return events
 
 
@@ -136,4 +137,4 @@ def _full_bytes(node: fx.Node) -> int:
     """Bytes of the gathered output, or of a reduction's input."""
     full: Any = node if _KINDS[node.target] == ALL_GATHER else node.args[0]
     tensors = tree_leaves(fx.map_arg(full, lambda n: n.meta["val"]))
-    return sum(int(tensor.nbytes) for tensor in tensors)
+    return sum(size_hint(tensor.numel()) * tensor.element_size() for tensor in tensors)

@@ -195,21 +195,15 @@ def wait(call: Call, buffer: Any) -> Any:
     return call(_c10d.wait_tensor.default, buffer)
 
 
-def begin_copy(
-    call: Call, tensors: Sequence[Any], to: torch.device | str, is_read: bool = True
-) -> list[Any]:
-    """Launch copies to that device, or to that memory of the host: what to wait for, for each.
-
-    Args:
-        is_read: the host reads what comes to it.
-    """
-    sent = list(tensors)
-    made = call(to_host, sent, to, is_read) if isinstance(to, str) else call(to_device, sent, to)
+def begin_copy(call: Call, tensors: Sequence[Any], to: torch.device | str) -> list[Any]:
+    """Launch copies to that device, or to that memory of the host: what to wait for, for each; for what
+    the host reads twice, see ``graphshard.host``."""
+    made = call(to_host if isinstance(to, str) else to_device, list(tensors), to)
     return [call(operator.getitem, made, i) for i in range(len(tensors))]
 
 
 def copy(call: Call, tensors: Sequence[Any], to: torch.device | str) -> list[Any]:
-    return [wait(call, copied) for copied in begin_copy(call, tensors, to)]
+    return [wait(call, wait(call, copied)) for copied in begin_copy(call, tensors, to)]
 
 
 def send_on(

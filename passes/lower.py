@@ -184,8 +184,19 @@ def apply_buckets(
                     continue
                 for marker, node in zip(itertools.chain(*of), done, strict=True):
                     marker.replace_all_uses_with(node)
+                    if bucket.kind == TO_HOST and marker.target is not ops.stow:
+                        _have_host_wait(emit, node)
     for marker in markers:
         graph.erase_node(marker)
+
+
+def _have_host_wait(emit: Emitter, copied: fx.Node) -> None:
+    """Where a copy is used: mostly, behind all else."""
+    users = list(copied.users)
+    with copied.graph.inserting_before(min(users)):
+        there = wires.wait(emit, copied)
+    for user in users:
+        user.replace_input_with(copied, there)
 
 
 def _begin(
@@ -207,7 +218,7 @@ def _begin(
         return wires.begin_copy(emit, sources, first["device"])
     if bucket.kind == TO_HOST:
         sources = [source_of(marker) for marker in markers[0]] if left is None else left
-        return wires.begin_copy(emit, sources, first["host"], is_read=left is not None)
+        return wires.begin_copy(emit, sources, first["host"])
     parcels = [[piece_of(marker) for marker in parcel] for parcel in markers]
     if bucket.kind == SHARD_REDUCE:
         assert left is not None

@@ -43,8 +43,11 @@ def stowable(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> dict[fx
     placeholders = {node.name: node for node in backward.find_nodes(op="placeholder")}
     found = {}
     for node in outputs[num_outputs:]:
-        if isinstance(node, fx.Node) and holders[root_of(node)] == 1 and _is_large(node):
-            found[placeholders[node.name]] = node
+        if not isinstance(node, fx.Node) or holders[root_of(node)] > 1 or not _is_large(node):
+            continue
+        placeholder = placeholders[node.name]
+        if placeholder.users:
+            found[placeholder] = node
             _raise_view(node)
     return found
 
@@ -57,10 +60,14 @@ def _raise_view(node: fx.Node) -> None:
 
 
 def _is_large(node: fx.Node) -> bool:
-    root, value = root_of(node), node.meta["val"]
+    root, value = root_of(node), node.meta.get("val")
     if root.op == "placeholder" or root.target in ops.MARKERS or root.target is ops.own_part:
         return False
-    return isinstance(value, torch.Tensor) and _num_bytes(node) >= LEAST_BYTES
+    if (
+        not isinstance(value, torch.Tensor) or 0 in value.stride()
+    ):  # an expanded one is less than that
+        return False
+    return _num_bytes(node) >= LEAST_BYTES
 
 
 def _num_bytes(node: fx.Node) -> int:

@@ -76,7 +76,7 @@ def test_what_holds_of_all_copies(asked: Problem, line: Line, room: int | None) 
             assert load.launch <= load.wait == bucket.launch
         elif not (bucket.kind == REDUCE_SCATTER and _is_averaged(bucket, plain)):
             store = copies.pop((TO_HOST, bucket.parcels))
-            assert (store.launch, store.wait) == (bucket.wait, asked.num_steps)
+            assert bucket.wait == store.launch <= store.wait <= asked.num_steps
     assert not copies
     if limits.peak is not None:
         assert max(alive_bytes(asked, buckets)) <= limits.peak
