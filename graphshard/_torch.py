@@ -5,11 +5,10 @@ Nothing else in the package imports a name that torch spells with an underscore.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -217,8 +216,7 @@ def dtensor_of(
 ) -> DTensor:
     """A contiguous one of that shape. ``DTensor.from_local`` would move what the host keeps to the
     device of the mesh."""
-    stride = torch.empty(shape, device="meta").stride()
-    meta = TensorMeta(shape, stride, local.dtype)
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
     return DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
 
 
@@ -321,7 +319,7 @@ def saving_activations(budget: float | None) -> Any:
     """A context in which the partitioner saves no more than this part of the activations that it would;
     None: as the config says."""
     if budget is None:
-        return contextlib.nullcontext()
+        return nullcontext()
     # With 0 it would also recompute what has to be saved.
     return functorch_config.patch(activation_memory_budget=max(budget, 1e-9))
 

@@ -3,9 +3,9 @@
     python -m graphshard calibrate --out machine.json                             one device
     torchrun --nproc-per-node 8 -m graphshard calibrate --out machine.json        and its links
 
-Matrix products by dtype and size, copies by size, on the device and from the host, exponentials, an empty kernel; with several ranks
-the three collectives by size, as the graphs run them. All are medians, of rank 0, while the other
-ranks measure the same. Operands rotate through more memory than caches hold, as in training. What is
+Matrix products by dtype and size, copies by size, on the device and from the host, exponentials, an
+empty kernel; with several ranks the three collectives by size, as the graphs run them. All are medians,
+of rank 0, while the other ranks measure the same. Operands rotate through more memory than caches hold, as in training. What is
 not measured stays as in the table: fp8, links that these ranks do not span, and what compute loses to
 collectives that are hidden.
 """
@@ -232,12 +232,9 @@ def _copies(device: torch.device, effort: Effort, launch_us: float) -> Rate:
 
 
 def _copies_from_host(device: torch.device, effort: Effort, launch_us: float) -> Rate:
-    points = []
+    pinned, points = device.type != "cpu", []
     for num_bytes in effort.copies:
-        hosts = [
-            torch.zeros(num_bytes // 4, pin_memory=device.type != "cpu")
-            for _ in range(_cold(num_bytes))
-        ]
+        hosts = [torch.zeros(num_bytes // 4, pin_memory=pinned) for _ in range(_cold(num_bytes))]
         value = torch.zeros(num_bytes // 4, device=device)
         work = _rotating(partial(value.copy_, non_blocking=True), hosts)
         points.append((num_bytes, median_us(work, device, effort.repeats) - launch_us))

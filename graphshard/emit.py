@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._torch import fake_mode_of
+from ._torch import fake_mode_of, size_hint
 
 Call = Callable[..., Any]
 """``call(op, *args)``: runs ``op`` (eager) or inserts it into a graph."""
@@ -30,6 +30,11 @@ def value_of(of: Any) -> torch.Tensor:
 def is_view(node: fx.Node) -> bool:
     """Whether its value is part of another's."""
     return node.target is operator.getitem or getattr(node.target, "is_view", False)
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    """Also of symbolic sizes: with what they were when they were traced."""
+    return size_hint(tensor.numel()) * tensor.element_size()
 
 
 def root_of(node: fx.Node) -> fx.Node:

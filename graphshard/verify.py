@@ -13,7 +13,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from . import host, ops, wires
-from ._torch import size_hint
+from .emit import num_bytes
 from .plan import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -137,4 +137,4 @@ def _full_bytes(node: fx.Node) -> int:
     """Bytes of the gathered output, or of a reduction's input."""
     full: Any = node if _KINDS[node.target] == ALL_GATHER else node.args[0]
     tensors = tree_leaves(fx.map_arg(full, lambda n: n.meta["val"]))
-    return sum(size_hint(tensor.numel()) * tensor.element_size() for tensor in tensors)
+    return sum(map(num_bytes, tensors))

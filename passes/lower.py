@@ -5,7 +5,8 @@ A bucket is launched before the step that its plan says, and waited for before a
     before   a = mm(..)   w = unshard(shard)   b = mm(a, w)
     after    f = all_gather_into_tensor(shard)   a = mm(..)   w = wait_tensor(f)   b = mm(a, w)
 
-Shards that the host keeps are copied to the device before, and reduced ones to the host behind. Small tensors of a bucket share a buffer (``copy_in``, ``unpack``); several buffers travel coalesced.
+Shards that the host keeps are copied to the device before, and reduced ones to the host behind. Small
+tensors of a bucket share a buffer (``copy_in``, ``unpack``); several buffers travel coalesced.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ import torch
 from torch import fx
 
 from graphshard import ops, wires
-from graphshard._torch import size_hint
-from graphshard.emit import Emitter, is_view
+from graphshard.emit import Emitter, is_view, num_bytes
 from graphshard.float8 import convert
 from graphshard.groups import world_of
 from graphshard.plan import (
@@ -89,8 +89,9 @@ def describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
 
 def _describe_copy(marker: fx.Node, kind: str) -> Transfer:
     value = marker.meta["val"]
-    size = size_hint(value.numel()) * value.element_size()
-    return Transfer(None, kind, size, str(value.dtype), 0, False, "", 1, ready=0, due=0, last=0)
+    return Transfer(
+        None, kind, num_bytes(value), str(value.dtype), 0, False, "", 1, ready=0, due=0, last=0
+    )
 
 
 def _is_on_host(marker: fx.Node) -> bool:

@@ -18,8 +18,7 @@ import torch
 from torch import fx
 
 from graphshard import ops
-from graphshard._torch import size_hint
-from graphshard.emit import Emitter, is_view, root_of, uses
+from graphshard.emit import Emitter, is_view, num_bytes, root_of, uses
 from graphshard.offload import Saved
 
 LEAST_BYTES = 1 << 16
@@ -67,12 +66,7 @@ def _is_large(node: fx.Node) -> bool:
         not isinstance(value, torch.Tensor) or 0 in value.stride()
     ):  # an expanded one is less than that
         return False
-    return _num_bytes(node) >= LEAST_BYTES
-
-
-def _num_bytes(node: fx.Node) -> int:
-    value = node.meta["val"]
-    return size_hint(value.numel()) * value.element_size()
+    return num_bytes(value) >= LEAST_BYTES
 
 
 def describe_saved(
@@ -83,7 +77,7 @@ def describe_saved(
     """Of ``stowable``; functions give the step that a node is in."""
     return [
         Saved(
-            _num_bytes(saved),
+            num_bytes(saved.meta["val"]),
             max(map(forward_step, (saved, *uses(root_of(saved))))),
             min(map(backward_step, uses(placeholder)), default=0),
         )

@@ -20,9 +20,9 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from graphshard import ops
-from graphshard._torch import fake_mode_of, size_hint
+from graphshard._torch import fake_mode_of
 from graphshard.copies import unpack
-from graphshard.emit import is_view, root_of, uses
+from graphshard.emit import is_view, num_bytes, root_of, uses
 from graphshard.plan import BACKWARD, Problem, Transfer
 
 
@@ -159,7 +159,7 @@ def _alive_bytes(graph: fx.Graph, kind: str, at: Mapping[fx.Node, int]) -> list[
         for used in node.all_input_nodes:
             if node.target not in ops.MARKERS and (owner := holder[used]) is not None:
                 last[owner] = at.get(node, end - 1)
-        if node.target in ops.MARKERS or _is_on_host(node):
+        if node.target in ops.MARKERS or _waits_on_host(node):
             holder[node] = None
         else:
             holder[node] = holder[node.args[0]] if is_view(node) else node
@@ -174,7 +174,7 @@ def _alive_bytes(graph: fx.Graph, kind: str, at: Mapping[fx.Node, int]) -> list[
     return list(accumulate(change))[:end]
 
 
-def _is_on_host(node: fx.Node) -> bool:
+def _waits_on_host(node: fx.Node) -> bool:
     """Whether it is a shard that is kept there, or an activation."""
     copied = [user for user in node.users if user.target in (ops.unshard, ops.fetch)]
     return node.op == "placeholder" and any(ops.arguments(user)["device"] for user in copied)
@@ -182,4 +182,4 @@ def _is_on_host(node: fx.Node) -> bool:
 
 def _num_bytes(node: fx.Node) -> int:
     tensors = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
-    return sum(size_hint(tensor.numel()) * tensor.element_size() for tensor in tensors)
+    return sum(map(num_bytes, tensors))

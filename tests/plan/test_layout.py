@@ -23,6 +23,7 @@ class _Mesh:
     world_size: int
     rank: int
     ndim: int = 1
+    device_type: str = "cpu"
 
     def size(self, axis: int) -> int:
         return self.world_size
