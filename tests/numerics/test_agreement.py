@@ -192,10 +192,10 @@ def test_ranks_blocked_in_graphs_that_all_of_them_know() -> None:
     assert_same(run(4, _choose_other), "call 2", "rank 1", "line 3")
 
 
-def _swap_once(group: Group, _: Agreement) -> str:
+def _swap_once() -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphshard.agreement, "AUDIT_S", 0.5)
-        return message(_train_with_a_swap, group, Agreement(group))
+        patch.setattr(graphshard.agreement, "AUDIT_S", 0.5)  # it is read when an agreement is made
+        return _in_group(lambda *each: message(_train_with_a_swap, *each), 60.0, ())
 
 
 def _train_with_a_swap(group: Group, agreement: Agreement) -> None:
@@ -206,7 +206,7 @@ def _train_with_a_swap(group: Group, agreement: Agreement) -> None:
 
 
 def test_graphs_that_differed_once_and_did_not_hang() -> None:
-    assert_same(run(2, _swap_once), "ranks 0, 1", "earlier call")
+    assert_same(ranks.run(2, _swap_once, timeout_s=30), "ranks 0, 1", "earlier call")
 
 
 # Ranks that do not come.
