@@ -39,11 +39,12 @@ from ._torch import (
 from .agreed import follow, kept_inputs
 from .cost import CostModel
 from .keep import to_keep
-from .offload import Saved, to_stow, with_copies, without_copies
+from .offload import with_copies, without_copies
 from .plan import BACKWARD, FORWARD, INFERENCE, KINDS, Bucket, Plan, Problem, Transfer
 from .schedule import SchedulePolicy
 from .show.dump import Dump
 from .show.files import Files
+from .stow import Saved, to_stow
 from .verify import verify_lowered, verify_partition
 
 _FOLDERS = (Path(__file__).parent, Path(passes.__file__).parent)
@@ -94,9 +95,11 @@ class Compiling:
         limited = self.schedule.limits().peak is not None
         return limited and self.schedule.overlap and self.device.type != "cpu"
 
-    def stow(self, forward: Problem, backward: Problem, saved: Sequence[Saved]) -> Sequence[int]:
-        """Which activations are to; see ``graphshard.offload``."""
-        return to_stow(forward, backward, saved, self.schedule.limits().peak or 0)
+    def stow(
+        self, forward: Problem, backward: Problem, saved: Sequence[Saved], costs: CostModel
+    ) -> Sequence[int]:
+        """Which activations are to; see ``graphshard.stow``."""
+        return to_stow(forward, backward, saved, self.schedule.limits(), costs)
 
     def decide(self, problem: Problem, costs: CostModel) -> tuple[Bucket, ...]:
         """The buckets of a graph."""

@@ -1,5 +1,4 @@
-"""When shards that the host keeps are copied to the device, and reduced ones to the host; and which
-activations wait for backward there, where nothing else keeps a budget of memory. Pure.
+"""When shards that the host keeps are copied to the device, and reduced ones to the host. Pure.
 
 Buckets are cut and placed as if all shards were on the device. Then each bucket that gathers such shards
 gets one that copies them, launched as late as it can be to be through in time, behind one another, and
@@ -18,45 +17,14 @@ import dataclasses
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from operator import add
-from typing import NamedTuple
 
 from .cuts import Group
 from .limits import Limits, Room
 from .plan import ALL_GATHER, COPIES, TO_DEVICE, TO_HOST, Bucket, Problem, goes_on
-from .planner import least_bytes
 from .simulate import Prices, alive_bytes, clock, cost_of
 
 MARGIN = 2.0
 """A copy that takes this many times longer than predicted is still in time."""
-
-
-class Saved(NamedTuple):
-    """An activation that is saved for backward.
-
-    Attributes:
-        last: the step of the forward graph that uses it last; ``first`` that of the backward graph
-            which uses it first.
-    """
-
-    num_bytes: int
-    last: int
-    first: int
-
-
-def to_stow(forward: Problem, backward: Problem, saved: Sequence[Saved], budget: int) -> list[int]:
-    """Positions in ``saved`` of what has to leave the device, so that each graph keeps ``budget`` bytes; as
-    far as it can. What backward needs last is copied first, since the most time hides it."""
-    alive = least_bytes(forward), least_bytes(backward)
-    chosen = []
-    for i in sorted(range(len(saved)), key=lambda i: (-saved[i].first, saved[i].last)):
-        of = saved[i]
-        spans = ((alive[0], range(of.last + 1, len(alive[0]))), (alive[1], range(of.first)))
-        if any(held[step] > budget for held, steps in spans for step in steps):
-            chosen.append(i)
-            for held, steps in spans:
-                for step in steps:
-                    held[step] -= of.num_bytes
-    return sorted(chosen)
 
 
 def without_copies(problem: Problem) -> Problem:

@@ -29,8 +29,8 @@ class SchedulePolicy:
             A larger parameter travels alone.
         max_in_flight_gb: buffers between launch and wait, in GB; None: no limit.
         memory_budget_gb: peak of a graph on one rank, in GB: inputs, activations, gathered
-            parameters, gradients; None: no limit. On a GPU activations that do not fit are kept on the
-            host between forward and backward.
+            parameters, gradients; None: no limit. On a GPU activations that do not fit wait for backward on
+            the host, and more where the schedule makes better use of their room.
         activation_memory_budget: what part of the activations that a graph would save for backward it may
             save; the others are recomputed, the cheapest for their memory first: 1 is none of them, 0 is
             all. None: as ``torch._functorch.config`` says, whose setting it is. A parameter is gathered

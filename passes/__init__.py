@@ -17,7 +17,6 @@ from torch import fx
 from graphshard import ops
 from graphshard.cost import CostModel
 from graphshard.host import PINNED
-from graphshard.offload import Saved
 from graphshard.passes.casts import cast_before_gather, cast_early
 from graphshard.passes.float8 import gather_float8, scale_before_gather, use_float8
 from graphshard.passes.keep import keep, keep_parts, keepable
@@ -49,6 +48,7 @@ from graphshard.plan import (
     Problem,
     Transfer,
 )
+from graphshard.stow import Saved
 
 TRACED = (use_float8,)
 JOINT = (merge, cast_early, gather_float8, reshard)
@@ -123,7 +123,7 @@ def stow_activations(
     backward: fx.Graph,
     num_outputs: int,
     costs: CostModel,
-    decide: Callable[[Problem, Problem, Sequence[Saved]], Sequence[int]],
+    decide: Callable[[Problem, Problem, Sequence[Saved], CostModel], Sequence[int]],
 ) -> None:
     """Have ``decide`` say which activations wait for backward in the host's memory, and rewrite both graphs.
 
@@ -134,7 +134,7 @@ def stow_activations(
     before, _, first = _read(forward, FORWARD, costs, {})
     after, _, then = _read(backward, BACKWARD, costs, {})
     saved = describe_saved(pairs, step_of(forward, first), step_of(backward, then))
-    chosen = [list(pairs)[i] for i in decide(before, after, saved)]
+    chosen = [list(pairs)[i] for i in decide(before, after, saved, costs)]
     stow(forward, {node: pairs[node] for node in chosen}, num_outputs, PINNED)
 
 

@@ -19,7 +19,7 @@ from torch import fx
 
 from graphshard import ops
 from graphshard.emit import Emitter, is_view, num_bytes, root_of, uses
-from graphshard.offload import Saved
+from graphshard.stow import Saved
 
 LEAST_BYTES = 1 << 16
 """What is smaller is not worth a copy."""
@@ -75,14 +75,12 @@ def describe_saved(
     backward_step: Callable[[fx.Node], int],
 ) -> list[Saved]:
     """Of ``stowable``; functions give the step that a node is in."""
-    return [
-        Saved(
-            num_bytes(saved.meta["val"]),
-            max(map(forward_step, (saved, *uses(root_of(saved))))),
-            min(map(backward_step, uses(placeholder)), default=0),
-        )
-        for placeholder, saved in pairs.items()
-    ]
+    found = []
+    for placeholder, saved in pairs.items():
+        last = max(map(forward_step, (saved, *uses(root_of(saved)))))
+        steps = [backward_step(node) for node in uses(placeholder)] or [0]
+        found.append(Saved(num_bytes(saved.meta["val"]), last, min(steps), max(steps)))
+    return found
 
 
 def stow(forward: fx.Graph, pairs: Mapping[fx.Node, fx.Node], num_outputs: int, host: str) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphshard.limits import Limits
-from graphshard.offload import Saved, to_stow, with_copies, without_copies
+from graphshard.offload import with_copies, without_copies
 from graphshard.plan import (
     ALL_GATHER,
     COPIES,
@@ -22,6 +22,7 @@ from graphshard.plan import (
 )
 from graphshard.planner import schedule, smallest_peak, without_overlap
 from graphshard.simulate import COLLECTIVE, alive_bytes, clock, simulate
+from graphshard.stow import Saved, to_stow
 from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction
 
 
@@ -118,13 +119,25 @@ def test_an_activation_computed_by_hand() -> None:
 
 
 def test_what_backward_needs_last_leaves_first() -> None:
-    saved = [Saved(10, 0, 3), Saved(10, 1, 2), Saved(10, 2, 1)]
+    saved = [Saved(10, 0, 3, 3), Saved(10, 1, 2, 2), Saved(10, 2, 1, 1)]
     forward = problem([1.0] * 4, [], [10, 20, 30, 30])
-    backward = problem([1.0] * 4, [], [30, 20, 10, 0])
-    assert to_stow(forward, backward, saved, 30) == []
-    assert to_stow(forward, backward, saved, 20) == [0]
-    assert to_stow(forward, backward, saved, 10) == [0, 1]
-    assert to_stow(forward, backward, saved, 0) == [0, 1, 2]
+    backward = problem([1.0] * 4, [], [30, 30, 20, 10])
+    for peak, chosen in ((30, []), (20, [0]), (10, [0, 1]), (9, [0, 1, 2])):
+        assert to_stow(forward, backward, saved, Limits(peak=peak), Line()) == chosen
+    assert to_stow(forward, backward, saved, Limits(), Line()) == []
+
+
+def _to_stow_beside_a_gather(line: Line) -> list[int]:
+    """Of 90 bytes the first step of backward needs 80, an activation of 40 among them that only the last
+    one uses: what is gathered for the second one, 40 bytes in 50 us, cannot be launched before."""
+    forward = problem([100.0] * 4, [], [50] * 4)
+    backward = problem([100.0] * 4, [gather(0, 40, 1)], [80, 50, 50, 50])
+    return to_stow(forward, backward, [Saved(40, 0, 3, 3)], Limits(peak=90), line)
+
+
+def test_an_activation_makes_room_for_a_gather_where_that_saves_time() -> None:
+    assert _to_stow_beside_a_gather(Line()) == [0]
+    assert _to_stow_beside_a_gather(Line(latency_us=500.0)) == []
 
 
 @given(problems(), lines, st.lists(st.tuples(*[st.integers(0, 7)] * 2, st.integers(1, 90))))
