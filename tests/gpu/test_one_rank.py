@@ -3,17 +3,21 @@ that are given up after use, and a host that never waits for the GPU."""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import graphshard
 from benchmarks.models import DeepMLP, parameter_bytes
 from graphshard.float8 import RECIPES
+from graphshard.plan import TO_DEVICE, TO_HOST, Plan
+from graphshard.simulate import alive_bytes
 from tests import ranks
 from tests.gpu.training import Trainer, agree, by_torch_compile, cosines_in_fp8
-from tests.numerics.compare import generator, sgd
+from tests.numerics.compare import generator, relative_error, sgd
 
 pytestmark = pytest.mark.gpu
 WARM_UP, STEPS = 3, 5
@@ -100,35 +104,67 @@ def test_the_host_never_waits_for_the_gpu() -> None:
     ranks.run(1, _steps_without_synchronisation, backend="nccl")
 
 
-def _train_offloaded() -> None:
-    """The same numbers as without; the host keeps what is pinned, and the device gives up the shards."""
+class _Trained(NamedTuple):
+    """Losses and gradients of all steps; bytes allocated behind them, and at most during the last;
+    whether shards are pinned; the plans."""
+
+    numbers: list[list[torch.Tensor]]
+    held: int
+    peak: int
+    pinned: bool
+    plans: list[Plan]
+
+
+def _train(rows: int, **options: Any) -> _Trained:
     torch.cuda.set_device(0)
-    found, held = [], []
-    for policy in (OffloadPolicy(), CPUOffloadPolicy()):
-        torch.manual_seed(0)
-        model = DeepMLP(DIM, 4).to("cuda")
-        mesh = init_device_mesh("cuda", (1,))
-        compiled = torch.compile(model, backend=graphshard.backend(mesh, offload_policy=policy))
-        optimizer = None
-        for step in range(STEPS):
-            x = torch.randn(8, DIM, generator=generator(step)).to("cuda")
-            loss = compiled(x)
-            loss.backward()
-            found.append(
-                [loss.detach().cpu(), *(p.grad.to_local().cpu() for p in model.parameters())]
-            )
-            optimizer = optimizer or sgd(model)
-            optimizer.step()
-            optimizer.zero_grad()
-        held.append(torch.cuda.memory_allocated())
-        if isinstance(policy, CPUOffloadPolicy):
-            assert all(p.to_local().is_pinned() for p in model.parameters())
-        del model, compiled, optimizer
-        torch._dynamo.reset()
-    for ours, theirs in zip(found[:STEPS], found[STEPS:], strict=True):
-        assert all(map(torch.equal, ours, theirs))
-    assert held[1] < held[0] / 2
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = DeepMLP(DIM, 8).to("cuda")
+    backend = graphshard.backend(init_device_mesh("cuda", (1,)), **options)
+    compiled = torch.compile(model, backend=backend)
+    numbers = []
+    for step in range(STEPS):
+        x = torch.randn(rows, DIM, generator=generator(step)).to("cuda")
+        torch.cuda.reset_peak_memory_stats()
+        loss = compiled(x)
+        loss.backward()
+        shards = [p.grad.to_local() for p in model.parameters()]
+        numbers.append([loss.detach().cpu(), *(shard.cpu() for shard in shards)])
+        optimizer = sgd(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    pinned = all(p.to_local().is_pinned() for p in model.parameters())
+    memory = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    return _Trained(numbers, *memory, pinned, backend.plans)
+
+
+def _assert_equal_numbers(ours: _Trained, theirs: _Trained, tolerance: float = 0.0) -> None:
+    for own, other in zip(ours.numbers, theirs.numbers, strict=True):
+        assert max(map(relative_error, own, other)) <= tolerance
+
+
+def _train_offloaded() -> None:
+    plain, offloaded = _train(8), _train(8, offload_policy=CPUOffloadPolicy())
+    _assert_equal_numbers(offloaded, plain)
+    assert offloaded.pinned and not plain.pinned
+    assert offloaded.held < plain.held / 2
 
 
 def test_offloaded_shards() -> None:
     ranks.run(1, _train_offloaded, backend="nccl")
+
+
+def _train_with_activations_on_the_host() -> None:
+    rows = 16 * DIM  # an activation has sixteen times the bytes of a parameter
+    plain = _train(rows)
+    peak_gb = max(max(alive_bytes(p.problem, p.buckets)) for p in plain.plans) / 1e9
+    policy = graphshard.SchedulePolicy(memory_budget_gb=0.7 * peak_gb)
+    stowed = _train(rows, schedule=policy)
+    forward, backward = stowed.plans
+    assert forward.count(TO_HOST) == backward.count(TO_DEVICE) > 0
+    _assert_equal_numbers(stowed, plain, 1e-6)  # other fusions
+    assert stowed.peak < 0.85 * plain.peak
+
+
+def test_activations_wait_on_the_host() -> None:
+    ranks.run(1, _train_with_activations_on_the_host, backend="nccl")
