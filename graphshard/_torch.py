@@ -242,14 +242,15 @@ def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor],
 # --- torch/autograd/variable.py ------------------------------------------------------------------
 
 
-def backward_id() -> int:
-    """Of the backward that is under way; -1: there is none."""
-    return torch._C._current_graph_task_id()
+_called_after: dict[Callable[[], None], int] = {}
 
 
 def at_end_of_backward(act: Callable[[], None]) -> None:
-    """Have ``act`` called when the backward that is under way is over; to be called in a hook of it."""
-    torch.autograd.Variable._execution_engine.queue_callback(act)
+    """Have ``act`` called once when the backward that is under way is over, if one is."""
+    current = torch._C._current_graph_task_id()
+    if current >= 0 and _called_after.get(act) != current:
+        _called_after[act] = current
+        torch.autograd.Variable._execution_engine.queue_callback(act)
 
 
 # --- torch/_subclasses/fake_tensor.py -------------------------------------------------------------

@@ -29,7 +29,6 @@ from . import ops
 from ._torch import (
     BackendError,
     at_end_of_backward,
-    backward_id,
     dtensor_like,
     gradient_hooks,
     graph_break_reasons,
@@ -325,20 +324,11 @@ def _deliver(leaf: torch.Tensor) -> None:
     link.deliver(grad)
     if _accumulating:
         link.sums.delivered()
-        _reduce_rest_at_end()
+        at_end_of_backward(_reduce_rest)
 
 
 _accumulating: weakref.WeakKeyDictionary[Model, None] = weakref.WeakKeyDictionary()
 """Models with gradients that add up, or did and may be left, in the order in which they began to."""
-_ends = -1
-"""The backward at whose end ``_reduce_rest`` is called."""
-
-
-def _reduce_rest_at_end() -> None:
-    global _ends
-    if _ends != (current := backward_id()):
-        _ends = current
-        at_end_of_backward(_reduce_rest)
 
 
 def _reduce_rest() -> None:

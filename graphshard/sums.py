@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ._torch import at_end_of_backward, backward_id
+from ._torch import at_end_of_backward
 
 UNSYNCED, PARTIAL = NAMES = ("unsynced", "partial")
 """Arguments of markers."""
@@ -75,7 +75,8 @@ class _Sum:
         if total is not None:
             self._taken.append(total)
             self.stand_in.grad = None
-            _settle_at_end(self)
+            _unsettled.append(self)
+            at_end_of_backward(_settle)
         return total
 
     def delivered(self) -> None:
@@ -88,16 +89,6 @@ class _Sum:
 
 
 _unsettled: list[_Sum] = []
-_settles = -1
-"""The backward at whose end ``_settle`` is called."""
-
-
-def _settle_at_end(of: _Sum) -> None:
-    global _settles
-    _unsettled.append(of)
-    if _settles != (current := backward_id()) and current >= 0:
-        _settles = current
-        at_end_of_backward(_settle)
 
 
 def _settle() -> None:
