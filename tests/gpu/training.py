@@ -49,7 +49,8 @@ def by_graphshard(compiler: str) -> Wrap:
 
 
 def by_torch_compile(model: nn.Module, mesh: DeviceMesh) -> Any:
-    return torch.compile(model)
+    on_gpu = mesh.device_type == "cuda"
+    return torch.compile(model, backend="inductor" if on_gpu else "aot_eager")
 
 
 def by_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -1,5 +1,6 @@
 """Inductor's caches: a second run of the same training in new processes compiles nothing, ranks
-make the same cache keys, so that what one compiled serves all, and plans are as they were."""
+make the same cache keys, so that what one compiled serves all, and plans are as they were, in `dump="folder"`
+and in torch's trace log, too."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
+from graphshard.show.files import NO_CODE
 from tests import ranks
 from tests.models import MLP
 
@@ -26,10 +28,10 @@ class Run:
     losses: list[float]
 
 
-def _train(seed: int) -> Run:
-    torch.manual_seed(seed)
+def _train(dump: Path) -> Run:
+    torch.manual_seed(0)
     model, mesh = MLP(), init_device_mesh("cpu", (dist.get_world_size(),))
-    backend = graphshard.backend(mesh)
+    backend = graphshard.backend(mesh, dump=dump)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     losses = []
@@ -67,12 +69,23 @@ def _keys() -> dict[str, list[str]]:
     return {kind: sorted(keys) for kind, keys in artifacts[1].artifacts.items() if keys}
 
 
-def _run(folder: Path, seed: int = 0) -> list[Run]:
-    return ranks.run_fresh(2, _train, seed, env={"TORCHINDUCTOR_CACHE_DIR": str(folder)})
+def _run(folder: Path, name: str) -> list[Run]:
+    cache, log = str(folder / "cache"), str(folder / f"{name}-log")
+    env = {"TORCHINDUCTOR_CACHE_DIR": cache, "TORCH_TRACE": log}
+    return ranks.run_fresh(2, _train, folder / name, env=env)
 
 
 def test_a_second_run_compiles_nothing(tmp_path: Path) -> None:
-    cold, warm = _run(tmp_path), _run(tmp_path)
+    cold, warm = _run(tmp_path, "cold"), _run(tmp_path, "warm")
+    _compare_runs(cold, warm)
+    _compare_dumps(tmp_path / "cold", tmp_path / "warm")
+    logs = [path for name in ("cold-log", "warm-log") for path in (tmp_path / name).iterdir()]
+    assert len(logs) == 4
+    for log in logs:
+        _check_log(log.read_text())
+
+
+def _compare_runs(cold: list[Run], warm: list[Run]) -> None:
     assert sum(run.counters.get("fxgraph_cache_miss", 0) for run in cold) > 0
     for run in warm:
         assert not run.counters.get("fxgraph_cache_miss"), run.counters
@@ -85,3 +98,21 @@ def test_a_second_run_compiles_nothing(tmp_path: Path) -> None:
         assert run.plans == cold[0].plans and len(run.plans) == 3
         assert run.summary == cold[0].summary
         assert run.losses == cold[0].losses
+
+
+def _compare_dumps(cold: Path, warm: Path) -> None:
+    graphs = "00-forward", "00-backward", "01-inference"
+    ends = "json", "trace.json", "txt"
+    written = {f"{graph}.{end}" for graph in graphs for end in ends}
+    assert {path.name for path in warm.iterdir()} == written
+    assert {path.name for path in cold.iterdir()} > written
+    for graph in graphs:
+        for end in ends:
+            before, after = ((of / f"{graph}.{end}").read_text() for of in (cold, warm))
+            assert after == (f"{before}\n{NO_CODE}\n" if end == "txt" else before)
+
+
+def _check_log(text: str) -> None:
+    for graph in ("forward", "backward", "inference"):
+        for kind in ("plan", "table"):
+            assert text.count(f'"name": "graphshard_{graph}_{kind}"') == 1
