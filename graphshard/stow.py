@@ -47,21 +47,23 @@ def to_stow(
     if limits.peak is None:
         return []
     budgets = [int(limits.peak * share) for share in SHARES]
-    choices = [_enough(forward, backward, saved, budget) for budget in budgets]
+    enough = (tuple(_enough(forward, backward, saved, budget)) for budget in budgets)
+    choices = list(dict.fromkeys(enough))
     times_us: dict[tuple[int, ...], float] = {}
-    for chosen in dict.fromkeys(map(tuple, choices)):
+    for chosen in choices if len(choices) > 1 else ():
         parts = _stowed(forward, backward, [saved[i] for i in chosen])
         if all(smallest_peak(without_copies(part)) <= limits.peak for part in parts):
             times_us[chosen] = sum(_predicted_us(part, limits, prices) for part in parts)
     if not times_us:
-        return choices[0]  # scheduling says what is missing
+        # The only one; or no budget is kept, and scheduling says what is missing.
+        return list(choices[0])
     within_us = min(times_us.values()) * (1 + LEAST_GAIN)
     return list(next(chosen for chosen, us in times_us.items() if us <= within_us))
 
 
 def _enough(forward: Problem, backward: Problem, saved: Sequence[Saved], budget: int) -> list[int]:
-    """What leaves so that each graph needs ``budget`` at least. What backward needs last is copied
-    first, since the most time hides it."""
+    """What leaves so that the least that each graph needs is within ``budget``, as far as it can be. What
+    backward needs last is copied first, since the most time hides it."""
     alive = least_bytes(forward), least_bytes(backward)
     chosen = []
     for i in sorted(range(len(saved)), key=lambda i: (-saved[i].first, saved[i].last)):

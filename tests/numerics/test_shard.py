@@ -1,5 +1,5 @@
 """`graphshard.shard`: of a materialised model and of one on the meta device; what may be done to a
-sharded model (conversions, loading, plain calls, regional compilation), and what is an error."""
+sharded model (conversions, loading, plain calls), and what is an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from tests.numerics.compare import (
     assert_sharded,
     draw,
     generator,
-    num_graphs,
     sgd,
     whole,
     world_mesh,
@@ -335,35 +334,6 @@ def _other_backend() -> None:
 
 def test_a_sharded_model_under_another_backend() -> None:
     ranks.run(2, _other_backend)
-
-
-# Regional compilation.
-
-
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(7, 7)
-        self.norm = nn.LayerNorm(7)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.relu(self.norm(self.linear(x)))
-
-
-def _regional(compiler: str) -> None:
-    """Ten equal blocks, each compiled: at most one graph for the first and one for the rest."""
-    model, plain = _sharded(nn.Sequential(*(_Block() for _ in range(10))))
-    twins = Twins(model, plain, compiler=compiler)
-    for block in model:
-        block.compile(backend=twins.backend, fullgraph=True)
-    twins.compiled = model
-    twins.train(MLP.batch, loss=lambda m, x: m(x).square().mean())
-    assert num_graphs() <= 2
-
-
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_regional_compilation(compiler: str) -> None:
-    ranks.run(2, _regional, compiler)
 
 
 # Errors.

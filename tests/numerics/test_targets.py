@@ -357,3 +357,33 @@ def _with_inductor_options() -> None:
 
 def test_options_of_torch_compile_reach_inductor() -> None:
     ranks.run(2, _with_inductor_options)
+
+
+# Regional compilation.
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 7)
+        self.norm = nn.LayerNorm(7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(self.norm(self.linear(x)))
+
+
+def _regional(compiler: str) -> None:
+    """Ten equal blocks, each compiled: at most one graph for the first and one for the rest."""
+    model = nn.Sequential(*(_Layer() for _ in range(10)))
+    plain = copy.deepcopy(model)
+    twins = Twins(graphshard.shard(model, world_mesh()), plain, compiler=compiler)
+    for block in model:
+        block.compile(backend=twins.backend, fullgraph=True)
+    twins.compiled = model
+    twins.train(MLP.batch, loss=lambda m, x: m(x).square().mean())
+    assert num_graphs() <= 2
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_regional_compilation(compiler: str) -> None:
+    ranks.run(2, _regional, compiler)
