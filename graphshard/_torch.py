@@ -242,7 +242,7 @@ def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor],
 # --- torch/autograd/variable.py ------------------------------------------------------------------
 
 
-_called_after: dict[Callable[[], None], int] = {}
+_called_after: dict[Callable[[], None], int] = {}  # the last backward, by what it ends with
 
 
 def at_end_of_backward(act: Callable[[], None]) -> None:

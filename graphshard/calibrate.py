@@ -5,9 +5,9 @@
 
 Matrix products by dtype and size, copies by size, on the device and from the host, exponentials, an
 empty kernel; with several ranks the three collectives by size, as the graphs run them. All are medians,
-of rank 0, while the other ranks measure the same. Operands rotate through more memory than caches hold, as in training. What is
-not measured stays as in the table: fp8, links that these ranks do not span, and what compute loses to
-collectives that are hidden.
+of rank 0, while the other ranks measure the same. Operands rotate through more memory than caches hold,
+as in training. What is not measured stays as in the table: fp8, links that these ranks do not span, and
+what compute loses to collectives that are hidden.
 """
 
 from __future__ import annotations

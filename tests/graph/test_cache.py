@@ -15,6 +15,7 @@ import graphshard
 from graphshard.show.files import NO_CODE
 from tests import ranks
 from tests.models import MLP
+from tests.numerics.test_dump import INFERENCE, STEP
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def _run(folder: Path, name: str) -> list[Run]:
 def test_a_second_run_compiles_nothing(tmp_path: Path) -> None:
     cold, warm = _run(tmp_path, "cold"), _run(tmp_path, "warm")
     _compare_runs(cold, warm)
-    _compare_dumps(tmp_path / "cold", tmp_path / "warm")
+    _compare_dumps(tmp_path / "cold", tmp_path / "warm", cold[0].summary)
     logs = [path for name in ("cold-log", "warm-log") for path in (tmp_path / name).iterdir()]
     assert len(logs) == 4
     for log in logs:
@@ -100,19 +101,21 @@ def _compare_runs(cold: list[Run], warm: list[Run]) -> None:
         assert run.losses == cold[0].losses
 
 
-def _compare_dumps(cold: Path, warm: Path) -> None:
+def _compare_dumps(cold: Path, warm: Path, summary: str) -> None:
+    written = {*STEP, *INFERENCE}
+    assert {path.name for path in cold.iterdir()} == written
+    assert {path.name for path in warm.iterdir()} == {n for n in written if not n.endswith(".py")}
     graphs = "00-forward", "00-backward", "01-inference"
-    ends = "json", "trace.json", "txt"
-    written = {f"{graph}.{end}" for graph in graphs for end in ends}
-    assert {path.name for path in warm.iterdir()} == written
-    assert {path.name for path in cold.iterdir()} > written
-    for graph in graphs:
-        for end in ends:
-            before, after = ((of / f"{graph}.{end}").read_text() for of in (cold, warm))
-            assert after == (f"{before}\n{NO_CODE}\n" if end == "txt" else before)
+    for graph, text in zip(graphs, summary.split("\n\n\n"), strict=True):
+        for file in (f"{graph}.json", f"{graph}.trace.json"):
+            assert (warm / file).read_text() == (cold / file).read_text()
+        assert (cold / f"{graph}.txt").read_text() == f"{text}\n"
+        assert (warm / f"{graph}.txt").read_text() == f"{text}\n\n{NO_CODE}\n"
 
 
 def _check_log(text: str) -> None:
-    for graph in ("forward", "backward", "inference"):
+    num_params = len(list(MLP().parameters()))
+    for graph, compiled in (("forward", "0/0"), ("backward", "0/0"), ("inference", "0/1")):
         for kind in ("plan", "table"):
             assert text.count(f'"name": "graphshard_{graph}_{kind}"') == 1
+        assert f"{graph} {compiled}: {num_params} parameters" in text

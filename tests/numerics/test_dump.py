@@ -26,6 +26,9 @@ PLANS = [
 STAGES = ("joint", "keep-forward", "keep-backward", "forward", "backward")
 CODE = [f"{name}.{when}.py" for name in STAGES for when in ("before", "after")]
 STEP = sorted(f"00-{name}" for name in [*PLANS, *CODE])
+INFERENCE = [
+    f"01-inference.{end}" for end in ("json", "trace.json", "txt", "before.py", "after.py")
+]
 
 
 def _train(folder: Path) -> None:
@@ -51,8 +54,7 @@ def _evaluate_too(folder: Path) -> list[str]:
 def test_the_first_rank_writes_all_of_every_graph(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "dump"
     plans, _ = ranks.run(2, _evaluate_too, folder)
-    inference = ["json", "trace.json", "txt", "before.py", "after.py"]
-    assert _names(folder) == sorted([*STEP, *(f"01-inference.{end}" for end in inference)])
+    assert _names(folder) == sorted([*STEP, *INFERENCE])
     names = ["00-forward", "00-backward", "01-inference"]
     dumps = [Dump.load(folder / f"{name}.json") for name in names]
     assert [dump.plan.to_json() for dump in dumps] == plans

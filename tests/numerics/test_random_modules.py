@@ -18,7 +18,7 @@ def _train(description: Description) -> None:
 
 
 # A failing example costs new processes: descriptions are short enough without shrinking.
-@settings(max_examples=15, phases=[Phase.generate])
+@settings(max_examples=20, phases=[Phase.generate])
 @given(descriptions)
 def test_a_random_model_trains_as_its_unsharded_copy(description: Description) -> None:
     ranks.run(2, _train, description)
