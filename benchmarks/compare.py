@@ -49,7 +49,7 @@ from benchmarks.links import behind_wire, between_namespaces, positive, wire_of
 from benchmarks.memory import peak_is_known, peak_of
 from benchmarks.models import GPT, parameter_bytes
 from benchmarks.ways import Build, add_hooks, ddp, mixed_dtypes, mp_policy, sharded, sharding
-from graphshard.hardware import HARDWARE, Hardware
+from graphshard.cost.hardware import HARDWARE, Hardware
 from tests import ranks, recording
 
 VOCAB, HEAD_DIM = 256, 64
@@ -176,7 +176,7 @@ def measure(job: Job, device_type: str) -> dict[str, Result]:
 
 
 def _predicted(plans: Sequence[Any], costs: Any) -> tuple[float, float]:
-    from graphshard.simulate import simulate
+    from graphshard.planning.simulate import simulate
 
     lines = [simulate(plan.problem, plan.buckets, costs) for plan in plans]
     total_us = sum(line.total_us + line.lost_us for line in lines)

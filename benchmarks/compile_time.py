@@ -138,7 +138,7 @@ def _first_step(args: argparse.Namespace) -> First:
 
 @contextlib.contextmanager
 def _timed_planning(seconds: list[float]) -> Iterator[None]:
-    import graphshard.schedule
+    from graphshard.options import schedule_policy
 
     def timed_decide(*args: Any) -> Any:
         begin = time.perf_counter()
@@ -147,8 +147,8 @@ def _timed_planning(seconds: list[float]) -> Iterator[None]:
         finally:
             seconds.append(time.perf_counter() - begin)
 
-    decide = graphshard.schedule.schedule
-    with mock.patch.object(graphshard.schedule, "schedule", timed_decide):
+    decide = schedule_policy.find_schedule
+    with mock.patch.object(schedule_policy, "find_schedule", timed_decide):
         yield
 
 

@@ -10,8 +10,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from graphshard.hardware import KINDS, Hardware, Link, Rate
-from graphshard.plan import ALL_REDUCE
+from graphshard.cost.hardware import COLLECTIVE_KINDS, Hardware, Interconnect, Rate
+from graphshard.kinds import TransferKind
 
 NAMESPACES = ("graphshard0", "graphshard1")
 _PORT = "29583"
@@ -21,10 +21,12 @@ def behind_wire(base: Hardware, alpha_s: float, bytes_per_s: float, world: int) 
     """``base``, linked as ``tests.recording.wire`` links: latency, and the full buffer's bytes."""
     share = (world - 1) / world  # of a buffer, that a ring moves; twice for an all-reduce
     bus = {
-        kind: Rate(bytes_per_s * share * (2 if kind == ALL_REDUCE else 1), ((1.0, 1.0),))
-        for kind in KINDS
+        kind: Rate(
+            bytes_per_s * share * (2 if kind == TransferKind.ALL_REDUCE else 1), ((1.0, 1.0),)
+        )
+        for kind in COLLECTIVE_KINDS
     }
-    link = Link(alpha_s * 1e6, 0.0, base.intra.parcel_us, bus)
+    link = Interconnect(alpha_s * 1e6, 0.0, base.intra.buffer_us, bus)
     return dataclasses.replace(base, name="wire", intra=link, inter=link)
 
 

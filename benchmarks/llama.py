@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
-from graphshard.plan import Plan
+from graphshard.planning.plan import Plan
 
 WORLD = 8
 TOKENS = 8192

@@ -23,11 +23,11 @@ from torch.optim.lr_scheduler import LinearLR
 from benchmarks.common import count, heading, show, table
 from benchmarks.models import parameter_bytes
 from benchmarks.ways import mp_policy, sharding
-from graphshard.demo import LAST, LEARNING_RATE, RAMP, SEED, Training
-from graphshard.demo_model import GPT, SIZES, batches, load_text
-from graphshard.float8 import RECIPES, device_fault
-from graphshard.plan import ALL_GATHER, MAX_REDUCE
-from graphshard.policy import COMPILERS
+from graphshard.kinds import TransferKind
+from graphshard.ops.float8_math import RECIPES, device_fault
+from graphshard.options.options import COMPILERS
+from graphshard.tools.demo import LAST, LEARNING_RATE, RAMP, SEED, Training
+from graphshard.tools.demo_model import GPT, SIZES, batches, load_text
 from tests import ranks
 
 SIZE = SIZES["cpu"]
@@ -67,8 +67,8 @@ def train(kind: str, steps: int, compiler: str) -> Learned:
     training = Training(kind, compiled, optimizer, ramp)
     data = batches(load_text(), SIZE, SEED + 1 + dist.get_rank())
     losses = [training.step(next(data)).item() for _ in range(steps)]
-    gathered = sum(plan.num_bytes(ALL_GATHER) for plan in backend.plans)
-    scales = sum(plan.num_bytes(MAX_REDUCE) for plan in backend.plans)
+    gathered = sum(plan.num_bytes(TransferKind.ALL_GATHER) for plan in backend.plans)
+    scales = sum(plan.num_bytes(TransferKind.ALL_REDUCE_MAX) for plan in backend.plans)
     return Learned(losses, gathered, scales)
 
 

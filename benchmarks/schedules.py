@@ -14,7 +14,7 @@ scheduled for every number of GPUs by
     ... root kept        as FSDP2 does it: the rest is not gathered again in backward
     unscheduled          FSDP2's buckets, launched when they are needed and waited for at once
 
-and all are judged by ``graphshard.simulate``, on the table's H100 with 400 Gb/s for each GPU.
+and all are judged by ``graphshard.planning.simulate``, on the table's H100 with 400 Gb/s for each GPU.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ import torch
 
 from benchmarks.common import count, heading, show, table
 from benchmarks.llama import DEVICE, LLAMA3, TOKENS, trace
-from graphshard.cost import CostModel
-from graphshard.hardware import HARDWARE
-from graphshard.limits import Limits
-from graphshard.plan import ALL_GATHER, BACKWARD, FORWARD, Bucket, Plan, Problem, Transfer
-from graphshard.planner import schedule, smallest_peak
-from graphshard.simulate import COMMUNICATION, Prices, simulate
+from graphshard.cost.hardware import HARDWARE
+from graphshard.cost.model import CostModel
+from graphshard.kinds import GraphKind, TransferKind
+from graphshard.planning.memory_budget import ScheduleLimits
+from graphshard.planning.plan import Bucket, Plan, Problem, Transfer
+from graphshard.planning.search import find_schedule, smallest_peak
+from graphshard.planning.simulate import COMMUNICATION, TransferCostModel, simulate
 
 COSTS = CostModel(HARDWARE[DEVICE])
 Rule = Callable[[Plan, Problem], Sequence[Bucket]]
@@ -51,7 +52,7 @@ def at_world(plan: Plan, world: int) -> Problem:
     grown = sum(
         new.num_bytes // new.world - old.num_bytes // old.world
         for new, old in zip(transfers, before.transfers)
-        if new.kind == ALL_GATHER
+        if new.kind == TransferKind.ALL_GATHER
     )
     other = tuple(num_bytes + grown for num_bytes in before.other_bytes)
     return dataclasses.replace(before, transfers=transfers, other_bytes=other)
@@ -80,7 +81,9 @@ def by_block(plan: Plan, problem: Problem) -> tuple[Cut, Cut]:
     for i, transfer in enumerate(problem.transfers):
         parts = plan.params[transfer.param].fqn.split(".")
         unit = parts[1] if parts[0] == "blocks" else "root"
-        (gathers if transfer.kind == ALL_GATHER else reductions).setdefault(unit, []).append(i)
+        (gathers if transfer.kind == TransferKind.ALL_GATHER else reductions).setdefault(
+            unit, []
+        ).append(i)
     return (
         sorted(gathers.values(), key=lambda cut: _due(problem, cut)),
         sorted(reductions.values(), key=lambda cut: _ready(problem, cut)),
@@ -130,10 +133,14 @@ def unscheduled(plan: Plan, problem: Problem) -> list[Bucket]:
 
 def root_kept(plan: Plan, problem: Problem) -> Problem:
     """Without the gathers in backward of what is in no block: it is there since forward."""
-    if plan.graph != BACKWARD:
+    if plan.graph != GraphKind.BACKWARD:
         return problem
     is_root = [not plan.params[t.param].fqn.startswith("blocks.") for t in problem.transfers]
-    kept = [t for t, root in zip(problem.transfers, is_root) if not root or t.kind != ALL_GATHER]
+    kept = [
+        t
+        for t, root in zip(problem.transfers, is_root)
+        if not root or t.kind != TransferKind.ALL_GATHER
+    ]
     num_bytes = sum(t.num_bytes for t in problem.transfers) - sum(t.num_bytes for t in kept)
     other = tuple(alive + num_bytes for alive in problem.other_bytes)
     return dataclasses.replace(problem, transfers=tuple(kept), other_bytes=other)
@@ -142,7 +149,7 @@ def root_kept(plan: Plan, problem: Problem) -> Problem:
 # --- judging -------------------------------------------------------------------------------------
 
 
-def lower_bound_us(problem: Problem, prices: Prices) -> float:
+def lower_bound_us(problem: Problem, prices: TransferCostModel) -> float:
     """What no schedule of ``problem`` is faster than.
 
     The communication lane is busy for all bytes of a kind in one collective. The compute lane runs
@@ -150,8 +157,8 @@ def lower_bound_us(problem: Problem, prices: Prices) -> float:
     with what was before, all that was ready since has to be reduced.
     """
     start_us = [0.0, *accumulate(problem.compute_us)]
-    gathers = [t for t in problem.transfers if t.kind == ALL_GATHER]
-    reductions = [t for t in problem.transfers if t.kind != ALL_GATHER]
+    gathers = [t for t in problem.transfers if t.kind == TransferKind.ALL_GATHER]
+    reductions = [t for t in problem.transfers if t.kind != TransferKind.ALL_GATHER]
     first_us = last_us = 0.0
     for step in {t.due for t in gathers}:
         early = [t for t in gathers if t.due <= step]
@@ -162,7 +169,7 @@ def lower_bound_us(problem: Problem, prices: Prices) -> float:
     return max(_at_once_us(problem.transfers, prices), first_us + start_us[-1] + last_us)
 
 
-def _at_once_us(transfers: Sequence[Transfer], prices: Prices) -> float:
+def _at_once_us(transfers: Sequence[Transfer], prices: TransferCostModel) -> float:
     """One collective for each kind."""
     by_kind: dict[str, list[Transfer]] = {}
     for transfer in transfers:
@@ -189,14 +196,14 @@ class Outcome:
     step_us: float
     bound_us: float
     exposed_us: float
-    wire_us: float
+    lane_us: float
     peak_bytes: int
     num_collectives: int
     planning_s: float
 
 
 def judge(
-    plans: Sequence[Plan], problems: Sequence[Problem], rule: Rule, prices: Prices
+    plans: Sequence[Plan], problems: Sequence[Problem], rule: Rule, prices: TransferCostModel
 ) -> Outcome:
     """``rule``'s schedules of ``problems``, which are those of ``plans``."""
     begin = time.perf_counter()
@@ -207,7 +214,7 @@ def judge(
         step_us=sum(line.total_us for line in lines),
         bound_us=sum(lower_bound_us(problem, prices) for problem in problems),
         exposed_us=sum(sum(line.exposed_us) for line in lines),
-        wire_us=sum(line.busy_us(COMMUNICATION) for line in lines),
+        lane_us=sum(line.busy_us(COMMUNICATION) for line in lines),
         peak_bytes=max(line.peak_bytes for line in lines),
         num_collectives=sum(map(len, schedules)),
         planning_s=planning_s,
@@ -237,7 +244,7 @@ def judged(plans: Sequence[Plan], gpus: int) -> dict[str, Outcome]:
     problems = [at_world(plan, gpus) for plan in plans]
     kept = [root_kept(plan, problem) for plan, problem in zip(plans, problems)]
     return {
-        OURS: judge(plans, problems, _planned(Limits()), COSTS),
+        OURS: judge(plans, problems, _planned(ScheduleLimits()), COSTS),
         RULE: judge(plans, problems, fsdp2_rule, COSTS),
         UNCOPIED: judge(plans, problems, uncopied, COSTS),
         KEPT: judge(plans, kept, uncopied, COSTS),
@@ -252,14 +259,14 @@ def budgeted(plans: Sequence[Plan], gpus: int) -> dict[str, Outcome]:
     theirs = judge(plans, problems, fsdp2_rule, COSTS).peak_bytes
     return {
         f"{OURS}, budget {budget / 2**30:.2f} GiB": judge(
-            plans, problems, _planned(Limits(peak=budget)), COSTS
+            plans, problems, _planned(ScheduleLimits(peak=budget)), COSTS
         )
         for budget in (max(least, theirs), least)
     }
 
 
-def _planned(limits: Limits) -> Rule:
-    return lambda _, problem: schedule(problem, COSTS, limits)
+def _planned(limits: ScheduleLimits) -> Rule:
+    return lambda _, problem: find_schedule(problem, COSTS, limits)
 
 
 def _row(name: str, compute_us: float, it: Outcome) -> list[str]:
@@ -280,7 +287,11 @@ def _row(name: str, compute_us: float, it: Outcome) -> list[str]:
 
 def traced(name: str, folder: Path | None) -> list[Plan]:
     """The plans of ``trace``; kept in ``folder``, if there is one, and read from it if there."""
-    paths = [folder / f"{name}-{kind}.json" for kind in (FORWARD, BACKWARD)] if folder else []
+    paths = (
+        [folder / f"{name}-{kind}.json" for kind in (GraphKind.FORWARD, GraphKind.BACKWARD)]
+        if folder
+        else []
+    )
     if paths and all(path.exists() for path in paths):
         return [Plan.from_json(path.read_text()) for path in paths]
     plans = trace(LLAMA3[name])

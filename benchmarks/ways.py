@@ -45,7 +45,9 @@ def fsdp2_torchao(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
     """Compiled blocks, without which torchao's casts are kernels of their own."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    from graphshard.float8 import is_inner_linear  # the linears that graphshard chooses
+    from graphshard.options.float8_policy import (
+        is_inner_linear,  # the linears that graphshard chooses
+    )
 
     convert_to_float8_training(
         model,

@@ -4,10 +4,10 @@ model = torch.compile(model, backend=graphshard.backend(mesh))
 """
 
 from .backend import Backend, backend, shard
-from .float8 import Float8Policy
-from .memory import MemoryReport, memory_report
-from .microbatches import no_sync, set_requires_all_reduce, set_requires_gradient_sync
-from .schedule import SchedulePolicy
+from .options.float8_policy import Float8Policy
+from .options.schedule_policy import SchedulePolicy
+from .params.grad_sync import no_sync, set_requires_all_reduce, set_requires_gradient_sync
+from .params.memory_report import MemoryReport, memory_report
 
 __version__ = "0.1.0"
 __all__ = [

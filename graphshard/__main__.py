@@ -9,8 +9,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import __version__, consolidate, demo, strategies
+from . import __version__
 from .show import cli as show
+from .tools import consolidate, demo, strategies
 
 COMMANDS = (demo, show, strategies, consolidate)
 
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("calibrate", help="measure this machine, for schedule.hardware")
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["calibrate"]:  # which reads its arguments itself
-        from .calibrate import main as calibrate
+        from .cost.calibrate import main as calibrate
 
         return calibrate(argv[1:])
     args = parser.parse_args(argv)

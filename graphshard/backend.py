@@ -27,27 +27,21 @@ from torch.utils.hooks import RemovableHandle
 
 import graphshard.passes as passes
 
-from ._torch import (
-    BackendError,
-    Trace,
-    on_compile_start,
-    run_as_python,
-    source_name,
-    sources,
-)
-from .agreed import Decisions, logged
-from .float8 import Float8Policy
-from .handoff import Compiling, PlanRecord, compile_graph
-from .link import LINK, Link, in_sync, link_of, model_of
-from .plan import Plan
-from .policy import Options, default_mesh
-from .precision import cast_inputs, crosses_border, has_border
-from .schedule import SchedulePolicy
-from .sharding import shard_module
-from .show.files import Files
+from ._torch.dynamo import Trace, on_compile_start, run_as_python, source_name, sources
+from ._torch.frames import CompiledCall, call_arguments, compiled_call, module_to_compile
+from .consensus.plan_consensus import PlanConsensus, with_call_log
+from .errors import BackendError
+from .options.float8_policy import Float8Policy
+from .options.options import Options, default_mesh
+from .options.schedule_policy import SchedulePolicy
+from .params.mixed_precision import cast_inputs, crosses_border, has_border
+from .params.shard import shard_module
+from .params.sharded_param import LINK, ShardedParam, in_sync, sharded_model_of, sharded_param_of
+from .pipeline.compile import CompileSettings, PlanRecord, compile_graph
+from .planning.plan import Plan
+from .planning.simulate import gathered_bytes
+from .show.dump_folder import DumpWriter
 from .show.table import summary
-from .simulate import gathered_bytes
-from .stack import CompiledCall, call_arguments, compiled_call, module_to_compile
 
 
 class Backend:
@@ -56,7 +50,7 @@ class Backend:
     def __init__(self, options: Options) -> None:
         self.options = options
         self._records: list[PlanRecord] = []
-        self._decisions = Decisions()
+        self._decisions = PlanConsensus()
         on_compile_start(_before_trace)
 
     def __call__(
@@ -73,7 +67,7 @@ class Backend:
             raise trace.retrace("graphshard sharded the model")
         if not self._sync_links(trace, gm, inputs):
             raise trace.retrace("requires_grad of a sharded parameter changed")
-        links = [link_of(value) for value in inputs]
+        links = [sharded_param_of(value) for value in inputs]
         _note_breaks(trace, links, call)
         patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **(options or {})}
         return self._compile(gm, inputs, links, patches)
@@ -82,7 +76,7 @@ class Backend:
         self,
         gm: fx.GraphModule,
         inputs: Sequence[Any],
-        links: Sequence[Link | None],
+        links: Sequence[ShardedParam | None],
         patches: dict[str, Any],
     ) -> Callable[..., Any]:
         """``gm`` as a callable, by a plan that all ranks follow."""
@@ -94,7 +88,7 @@ class Backend:
         layouts = [link.layout for link in links if link]
         device = layouts[0].groups.device if layouts else _device(inputs)
         offloads = any(layout.host for layout in layouts)
-        compiling = Compiling(self.options.compiler, self.options.schedule, device, offloads)
+        compiling = CompileSettings(self.options.compiler, self.options.schedule, device, offloads)
         record = PlanRecord(gm, inputs, fqns, compiling, files)
         self._records.append(record)
         compiled = compile_graph(gm, inputs, record, compiling, patches)
@@ -112,7 +106,7 @@ class Backend:
             largest = (max(gathered_bytes(p.problem, p.buckets), default=0) for p in record.plans())
             model.gathered_bytes = max([model.gathered_bytes, *largest])
         record.write_cached()
-        return logged(compiled, record.plans(), groups)
+        return with_call_log(compiled, record.plans(), groups)
 
     @property
     def __name__(self) -> str:
@@ -162,11 +156,11 @@ class Backend:
         """Tables of what every compiled graph gathers and reduces, when, and what that costs."""
         return summary([dump for record in self._records for dump in record.dumps()])
 
-    def _files(self) -> Files:
+    def _files(self) -> DumpWriter:
         """For the next graph: the first rank of the mesh writes files."""
         mesh, rank = self.options.mesh, dist.get_rank() if dist.is_initialized() else 0
         first = rank == (0 if mesh is None else int(mesh.mesh.min()))
-        return Files(self.options.dump if first else None, len(self._records))
+        return DumpWriter(self.options.dump if first else None, len(self._records))
 
     def _shard_plain(
         self, trace: Trace, gm: fx.GraphModule, inputs: Sequence[Any], call: CompiledCall
@@ -187,7 +181,7 @@ class Backend:
         """Guard every leaf's link; False if one's ``requires_grad`` was not what was traced."""
         synced = True
         for source, value in zip(sources(gm), inputs, strict=True):
-            link = link_of(value)
+            link = sharded_param_of(value)
             if link is None:
                 continue
             synced &= link.sync()
@@ -225,18 +219,18 @@ class _FirstForward:
 run_as_python(_FirstForward.__call__)
 
 
-def _note_breaks(trace: Trace, links: Sequence[Link | None], call: CompiledCall) -> None:
+def _note_breaks(trace: Trace, links: Sequence[ShardedParam | None], call: CompiledCall) -> None:
     """Remember for the model's one warning where its graphs end early."""
     owner = trace.owner()
     models = [link.model for link in links if link]
-    model = models[0] if models else model_of(owner) if owner is not None else None
+    model = models[0] if models else sharded_model_of(owner) if owner is not None else None
     if model is None:
         return
     where = trace.graph_break()
     if where is not None and where not in model.breaks:
         model.breaks.append(where)
     for module in call.running:
-        if model_of(module) is model:
+        if sharded_model_of(module) is model:
             model.eager.setdefault(type(module).__name__)
 
 
@@ -255,7 +249,7 @@ def _device_type(params: Iterable[nn.Parameter], options: Options) -> str:
 
 
 def _is_plain_parameter(value: Any) -> bool:
-    return isinstance(value, nn.Parameter) and link_of(value) is None
+    return isinstance(value, nn.Parameter) and sharded_param_of(value) is None
 
 
 def _root_of(
@@ -309,7 +303,7 @@ def backend(
             before sharding.
         schedule: how collectives are bucketed and ordered; None: ``SchedulePolicy()``.
         dump: a folder, made if it is missing, for plans, traces, tables and FX code of every graph
-            that is compiled: see ``graphshard.show.files``. One for each backend.
+            that is compiled: see ``graphshard.show.dump_folder``. One for each backend.
         mp_policy: FSDP2's; what parameters are gathered and used as, gradients are reduced as, inputs
             and outputs of the compiled module are cast to. Parameters and gradients keep their dtype.
         fp8: which linears compute in fp8, their weights gathered in it, and how; None: none.

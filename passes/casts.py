@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphshard import ops
-from graphshard.float8 import convert
-from graphshard.plan import REASON
+from graphshard.ops import markers
+from graphshard.ops.float8_math import convert
+from graphshard.ops.nodes import REASON
 
 _to_copy = torch.ops.aten._to_copy.default
 
@@ -27,7 +27,7 @@ def cast_early(gm: fx.GraphModule) -> None:
     """Move casts of a joint graph in front of gathers and into reductions, in place."""
     cast_before_gather(gm.graph)
     for node in list(gm.graph.nodes):
-        if node.target in ops.REDUCE:
+        if node.target in markers.REDUCE:
             _cast_in_reduction(node)
     gm.graph.eliminate_dead_code()
 
@@ -35,7 +35,7 @@ def cast_early(gm: fx.GraphModule) -> None:
 def cast_before_gather(graph: fx.Graph) -> None:
     """Gather what all uses cast to, where that is narrower."""
     for node in list(graph.nodes):
-        if node.target not in ops.UNSHARD or not node.users:
+        if node.target not in markers.UNSHARD or not node.users:
             continue
         value = node.meta["val"]
         if not value.is_floating_point():
@@ -48,7 +48,7 @@ def cast_before_gather(graph: fx.Graph) -> None:
             used = sorted({str(dtype or value.dtype) for dtype in dtypes})
             node.meta[REASON] = f"travels as {value.dtype}: used as {' and '.join(used)}"
             continue
-        ops.change(node, dtype=narrow[0])
+        markers.change(node, dtype=narrow[0])
         for user in list(node.users):
             user.replace_all_uses_with(node)
             graph.erase_node(user)
@@ -74,5 +74,5 @@ def _cast_in_reduction(node: fx.Node) -> None:
         return
     source = upcast.args[0]
     if source.meta["val"].dtype.itemsize < dtype.itemsize:
-        reduce_dtype = ops.arguments(node)["reduce_dtype"] or dtype
-        ops.change(node, grad=source, reduce_dtype=reduce_dtype)
+        reduce_dtype = markers.arguments(node)["reduce_dtype"] or dtype
+        markers.change(node, grad=source, reduce_dtype=reduce_dtype)

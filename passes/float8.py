@@ -1,7 +1,7 @@
 """Traced, joint and inference graph: linears of weights that are to be used in fp8.
 
 A weight is scaled and cast before it is gathered, by a scale that all ranks agree on, in forward; and
-again to the same bytes in backward. The ops of ``graphshard.float8_ops`` become scaled products:
+again to the same bytes in backward. The ops of ``graphshard.ops.float8_ops`` become scaled products:
 
     before   w = unshard(p, float8=..)                                  y = float8_mm(x, w)
     after    a = max_over_ranks(local_amax([p, ..]))   s = scale(a)
@@ -22,11 +22,12 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphshard import float8, float8_ops, ops
-from graphshard._torch import asking_fakes, process_group
-from graphshard.copies import unpack
-from graphshard.emit import Call, Emitter, run
-from graphshard.plan import REASON
+from graphshard._torch.distributed import process_group
+from graphshard._torch.tensors import asking_fakes
+from graphshard.ops import float8_math, float8_ops, markers
+from graphshard.ops.bucket_copy import unpack
+from graphshard.ops.emitter import Call, Emitter, run
+from graphshard.ops.nodes import REASON
 
 _aten = torch.ops.aten
 _INVERSES = "graphshard_inverses"
@@ -48,7 +49,7 @@ def _use_float8(node: fx.Node) -> None:
     names = ("input", "weight", "bias")
     given = {**dict.fromkeys(names), **dict(zip(names, node.args)), **node.kwargs}
     weight: Any = given["weight"]
-    if weight.target is ops.unshard and (recipe := ops.arguments(weight)["float8"]):
+    if weight.target is markers.unshard and (recipe := markers.arguments(weight)["float8"]):
         node.target = float8_ops.float8_linear
         node.args, node.kwargs = (*given.values(), recipe), {}
 
@@ -63,8 +64,8 @@ def scale_before_gather(graph: fx.Graph) -> None:
     """Gather in fp8 what only products in fp8 use."""
     chosen: dict[tuple[Any, ...], list[fx.Node]] = {}
     refused: dict[str, str | None] = {}
-    for node in graph.find_nodes(op="call_function", target=ops.unshard):
-        given, dtype = ops.arguments(node), node.meta["val"].dtype
+    for node in graph.find_nodes(op="call_function", target=markers.unshard):
+        given, dtype = markers.arguments(node), node.meta["val"].dtype
         if not given["float8"] or not node.users:
             continue
         why = _refusal(node, refused)
@@ -87,8 +88,8 @@ def scale_before_gather(graph: fx.Graph) -> None:
 def _refusal(weight: fx.Node, refused: dict[str, str | None]) -> str | None:
     """Why a parameter is not gathered in fp8; None if it is."""
     dtype = weight.meta["val"].dtype
-    if dtype not in float8.DTYPES:
-        return f"linears in fp8 are of {' or '.join(map(str, float8.DTYPES))}"
+    if dtype not in float8_math.DTYPES:
+        return f"linears in fp8 are of {' or '.join(map(str, float8_math.DTYPES))}"
     for user in weight.users:
         if user.target not in float8_ops.PRODUCTS or weight in (user.args[0], user.args[2]):
             return f"{user.target} uses it"
@@ -103,7 +104,7 @@ def _device_refusal(node: fx.Node, refused: dict[str, str | None]) -> str | None
     of = f"{recipe} {float8_ops.PRODUCTS[node.target]} of {left.dtype} {shapes} on {left.device.type}"
     if of not in refused:
         with asking_fakes(weight):
-            scaled = float8.quantised(run, weight, float8.E4M3, recipe, 1)
+            scaled = float8_math.quantised(run, weight, float8_math.E4M3, recipe, 1)
             try:
                 _scaled_product(run, node.target, values, scaled)
                 refused[of] = None
@@ -126,9 +127,11 @@ def _insert_scales(
     amax = emit(float8_ops.local_amax, shards, dtype, group, recipe)
     if device is not None:  # the host has read its shards
         amax = emit(_aten._to_copy.default, amax, device=device)
-    scales = float8.scale_of(emit, emit(ops.max_over_ranks, amax, group), float8.E4M3, recipe)
+    scales = float8_math.scale_of(
+        emit, emit(markers.max_over_ranks, amax, group), float8_math.E4M3, recipe
+    )
     sizes = [1] * len(weights)
-    if recipe == float8.ROWWISE:
+    if recipe == float8_math.ROWWISE:
         world = process_group(group).size()
         sizes = [shard.meta["val"].shape[0] * world for shard in shards]
     inverse = emit(_aten.reciprocal.default, scales)
@@ -137,7 +140,7 @@ def _insert_scales(
     for node in (inverse, parts, inverses):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     for at, weight in enumerate(weights):
-        ops.change(weight, scales=parts, at=at)
+        markers.change(weight, scales=parts, at=at)
         weight.meta[_INVERSES] = inverses
 
 
@@ -145,7 +148,7 @@ def _take_apart(node: fx.Node, emit: Call) -> None:
     """Replace a product by a scaled one; or by that of its matrices, if the weight is not in fp8."""
     weight: Any = node.args[1]
     if _INVERSES in weight.meta:
-        scaled = float8.Scaled(weight, _inverse(weight, emit))
+        scaled = float8_math.Scaled(weight, _inverse(weight, emit))
         product = _scaled_product(emit, node.target, node.args, scaled)
     else:
         product = _plain_product(node, emit)
@@ -154,19 +157,19 @@ def _take_apart(node: fx.Node, emit: Call) -> None:
     node.graph.erase_node(node)
 
 
-def _scaled_product(call: Call, product: Any, arguments: Any, weight: float8.Scaled) -> Any:
+def _scaled_product(call: Call, product: Any, arguments: Any, weight: float8_math.Scaled) -> Any:
     """One of ``PRODUCTS`` of these arguments, with the weight in fp8."""
     left, recipe = arguments[0], arguments[-1]
     if product is float8_ops.float8_mm:
-        return float8.forward(call, left, weight, recipe)
+        return float8_math.forward(call, left, weight, recipe)
     if product is float8_ops.float8_mm_grad_input:
-        return float8.grad_input(call, left, weight, recipe)
-    return float8.grad_weight(call, left, arguments[2], recipe)
+        return float8_math.grad_input(call, left, weight, recipe)
+    return float8_math.grad_weight(call, left, arguments[2], recipe)
 
 
 def _inverse(weight: fx.Node, emit: Call) -> Any:
     """``[1, 1]`` or ``[1, rows]`` of a gathered weight."""
-    inverse = emit(operator.getitem, weight.meta[_INVERSES], ops.arguments(weight)["at"])
+    inverse = emit(operator.getitem, weight.meta[_INVERSES], markers.arguments(weight)["at"])
     num, rows = inverse.meta["val"].shape[1], weight.meta["val"].shape[0]
     return emit(_aten.slice.Tensor, inverse, 1, 0, rows) if num > rows else inverse  # padding
 

@@ -18,38 +18,27 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphshard import ops, wires
-from graphshard.emit import Emitter, is_view, num_bytes
-from graphshard.float8 import convert
-from graphshard.groups import world_of
-from graphshard.plan import (
-    ALL_GATHER,
-    COPIES,
-    PLANNED,
-    REDUCE_SCATTER,
-    SHARD_REDUCE,
-    TO_DEVICE,
-    TO_HOST,
-    Bucket,
-    ShardedParam,
-    Transfer,
-    by_step,
-    goes_on,
-)
-from graphshard.wires import Piece
+from graphshard.kinds import HOST_COPIES, TransferKind
+from graphshard.ops import collectives
+from graphshard.ops import markers as marker_ops
+from graphshard.ops.collectives import CollectiveInput, world_of
+from graphshard.ops.emitter import Emitter
+from graphshard.ops.float8_math import convert
+from graphshard.ops.nodes import PLANNED, is_view, num_bytes
+from graphshard.planning.plan import Bucket, PlanParam, Transfer, events_by_step, next_in_chain
 
 
 def markers_of(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.target in ops.MARKERS]
+    return [node for node in graph.nodes if node.target in marker_ops.MARKERS]
 
 
-def describe_params(graph: fx.Graph) -> dict[fx.Node, ShardedParam]:
+def describe_params(graph: fx.Graph) -> dict[fx.Node, PlanParam]:
     """The parameter of every marker of ``graph`` that has one."""
     positions = {**_original_inputs(graph), **_gradient_outputs(graph)}
     of = {
         marker: positions[marker if marker in positions else source_of(marker)]
         for marker in markers_of(graph)
-        if marker.target in ops.OF_PARAMS
+        if marker.target in marker_ops.OF_PARAMS
     }
     # What backward gathers may be another part than the shard that its gradient is reduced to.
     last = {position: marker for marker, position in of.items()}
@@ -58,15 +47,17 @@ def describe_params(graph: fx.Graph) -> dict[fx.Node, ShardedParam]:
 
 def describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
     """What travels for ``marker``, of the parameter at position ``param`` of the plan."""
-    if (kind := ops.KINDS[marker.target]) in COPIES:
+    if (kind := marker_ops.KIND_OF_MARKER[marker.target]) in HOST_COPIES:
         return _describe_copy(marker, kind)
-    group, replicas = (ops.arguments(marker).get(name, "") for name in ("group", "replicas"))
-    replicas = replicas if marker.target is ops.reduce_grad else ""
+    group, replicas = (marker_ops.arguments(marker).get(name, "") for name in ("group", "replicas"))
+    replicas = replicas if marker.target is marker_ops.reduce_grad else ""
     world, stride = world_of(group)
     num_replicas, replica_stride = world_of(replicas) if replicas else (1, 1)
     piece = piece_of(marker)
-    shard = (source_of(marker) if kind == ALL_GATHER else marker).meta["val"]
-    size = shard.numel() * (world if kind in (ALL_GATHER, REDUCE_SCATTER) else 1)
+    shard = (source_of(marker) if kind == TransferKind.ALL_GATHER else marker).meta["val"]
+    size = shard.numel() * (
+        world if kind in (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER) else 1
+    )
     return Transfer(
         param=param,
         kind=kind,
@@ -87,7 +78,7 @@ def describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
     )
 
 
-def _describe_copy(marker: fx.Node, kind: str) -> Transfer:
+def _describe_copy(marker: fx.Node, kind: TransferKind) -> Transfer:
     value = marker.meta["val"]
     return Transfer(
         None, kind, num_bytes(value), str(value.dtype), 0, False, "", 1, ready=0, due=0, last=0
@@ -96,23 +87,25 @@ def _describe_copy(marker: fx.Node, kind: str) -> Transfer:
 
 def _is_on_host(marker: fx.Node) -> bool:
     """Whether the shard is kept there that it gathers, or that it reduces to."""
-    given = ops.arguments(marker)
-    decides = "device" if marker.target is ops.unshard else "host"
+    given = marker_ops.arguments(marker)
+    decides = "device" if marker.target is marker_ops.unshard else "host"
     return bool(given.get(decides))
 
 
-def piece_of(marker: fx.Node) -> Piece:
+def piece_of(marker: fx.Node) -> CollectiveInput:
     """What a marker that communicates sends."""
-    source, value, given = source_of(marker), marker.meta["val"], ops.arguments(marker)
-    if marker.target is ops.unshard:
-        used = ops.used_dtype(source.meta["val"], given["dtype"])
+    source, value, given = source_of(marker), marker.meta["val"], marker_ops.arguments(marker)
+    if marker.target is marker_ops.unshard:
+        used = marker_ops.used_dtype(source.meta["val"], given["dtype"])
         scales = given["scales"], given["at"]
-        return Piece(source, value.shape[0], value.dtype, used, *scales)
-    if marker.target is ops.max_over_ranks:
-        return Piece(source, 0, value.dtype, value.dtype)
-    rows = value.shape[0] if marker.target is ops.reduce_grad else 0
-    dtype = ops.sent_dtype(source.meta["val"], ops.KINDS[marker.target], given["reduce_dtype"])
-    return Piece(source, rows, dtype, value.dtype, partial=given.get("partial"))
+        return CollectiveInput(source, value.shape[0], value.dtype, used, *scales)
+    if marker.target is marker_ops.max_over_ranks:
+        return CollectiveInput(source, 0, value.dtype, value.dtype)
+    rows = value.shape[0] if marker.target is marker_ops.reduce_grad else 0
+    dtype = marker_ops.sent_dtype(
+        source.meta["val"], marker_ops.KIND_OF_MARKER[marker.target], given["reduce_dtype"]
+    )
+    return CollectiveInput(source, rows, dtype, value.dtype, partial=given.get("partial"))
 
 
 def source_of(marker: fx.Node) -> fx.Node:
@@ -140,17 +133,17 @@ def _gradient_outputs(graph: fx.Graph) -> dict[fx.Node, int]:
     return {
         node: i
         for i, node in enumerate(outputs)
-        if isinstance(node, fx.Node) and node.target in ops.REDUCE
+        if isinstance(node, fx.Node) and node.target in marker_ops.REDUCE
     }
 
 
-def _param(marker: fx.Node, position: int) -> ShardedParam:
-    gathers = marker.target in ops.UNSHARD
+def _param(marker: fx.Node, position: int) -> PlanParam:
+    gathers = marker.target in marker_ops.UNSHARD
     full, shard = (marker, source_of(marker)) if gathers else (source_of(marker), marker)
     value = full.meta["val"]
-    splits = marker.target in (ops.unshard, ops.reduce_grad)
+    splits = marker.target in (marker_ops.unshard, marker_ops.reduce_grad)
     padded_rows = shard.meta["val"].shape[0] if splits else None
-    return ShardedParam(position, tuple(value.shape), str(shard.meta["val"].dtype), padded_rows)
+    return PlanParam(position, tuple(value.shape), str(shard.meta["val"].dtype), padded_rows)
 
 
 def apply_buckets(
@@ -166,8 +159,8 @@ def apply_buckets(
     """
     begun: dict[int, list[fx.Node]] = {}
     left: dict[int, list[fx.Node]] = {}  # by bucket, what the one before it left
-    after = goes_on(buckets)
-    for at, happening in zip([*steps, graph.output_node()], by_step(len(steps), buckets)):
+    after = next_in_chain(buckets)
+    for at, happening in zip([*steps, graph.output_node()], events_by_step(len(steps), buckets)):
         with graph.inserting_before(at):
             for i, is_wait in happening:
                 bucket = buckets[i]
@@ -178,14 +171,20 @@ def apply_buckets(
                     continue
                 done = [_receive(emit, bucket, buffer) for buffer in begun[i]]
                 then = buckets[after[i]].kind if i in after else None
-                if then not in (ALL_GATHER, SHARD_REDUCE) and bucket.kind not in COPIES:
+                if (
+                    then not in (TransferKind.ALL_GATHER, TransferKind.ALL_REDUCE_SHARDS)
+                    and bucket.kind not in HOST_COPIES
+                ):
                     done = _copy_out(emit, bucket, of, done)
                 if then is not None:
                     left[after[i]] = done
                     continue
                 for marker, node in zip(itertools.chain(*of), done, strict=True):
                     marker.replace_all_uses_with(node)
-                    if bucket.kind == TO_HOST and marker.target is not ops.stow:
+                    if (
+                        bucket.kind == TransferKind.COPY_TO_HOST
+                        and marker.target is not marker_ops.offload_activation
+                    ):
                         _have_host_wait(emit, node)
     for marker in markers:
         graph.erase_node(marker)
@@ -195,7 +194,7 @@ def _have_host_wait(emit: Emitter, copied: fx.Node) -> None:
     """Where a copy is used: mostly, behind all else."""
     users = list(copied.users)
     with copied.graph.inserting_before(min(users)):
-        there = wires.wait(emit, copied)
+        there = collectives.wait(emit, copied)
     for user in users:
         user.replace_input_with(copied, there)
 
@@ -213,27 +212,27 @@ def _begin(
         left: by the bucket that this one goes on with, if there is one.
     """
     world = bucket.group, bucket.world
-    first = ops.arguments(markers[0][0])
-    if bucket.kind == TO_DEVICE:
+    first = marker_ops.arguments(markers[0][0])
+    if bucket.kind == TransferKind.COPY_TO_DEVICE:
         sources = [source_of(marker) for parcel in markers for marker in parcel]
-        return wires.begin_copy(emit, sources, first["device"])
-    if bucket.kind == TO_HOST:
+        return collectives.begin_copy(emit, sources, first["device"])
+    if bucket.kind == TransferKind.COPY_TO_HOST:
         sources = [source_of(marker) for marker in markers[0]] if left is None else left
-        return wires.begin_copy(emit, sources, first["host"])
+        return collectives.begin_copy(emit, sources, first["host"])
     parcels = [[piece_of(marker) for marker in parcel] for parcel in markers]
-    if bucket.kind == SHARD_REDUCE:
+    if bucket.kind == TransferKind.ALL_REDUCE_SHARDS:
         assert left is not None
-        return wires.send_on(emit, parcels, left, *world)
+        return collectives.send_on(emit, parcels, left, *world)
     if left is not None:
         loaded = iter(left)
         parcels = [[piece._replace(source=next(loaded)) for piece in of] for of in parcels]
-    return wires.send(emit, bucket.kind, parcels, *world)
+    return collectives.send(emit, bucket.kind, parcels, *world)
 
 
 def _receive(emit: Emitter, bucket: Bucket, buffer: fx.Node) -> Any:
-    if bucket.kind in COPIES:
-        return wires.wait(emit, buffer)
-    return wires.receive(emit, bucket.kind, buffer, bucket.group, bucket.world)
+    if bucket.kind in HOST_COPIES:
+        return collectives.wait(emit, buffer)
+    return collectives.receive(emit, bucket.kind, buffer, bucket.group, bucket.world)
 
 
 def _copy_out(
@@ -243,11 +242,15 @@ def _copy_out(
     done: Sequence[fx.Node],
 ) -> list[fx.Node]:
     """What every marker stands for, of a bucket's buffers."""
-    kind = REDUCE_SCATTER if bucket.kind == SHARD_REDUCE else bucket.kind
+    kind = (
+        TransferKind.REDUCE_SCATTER
+        if bucket.kind == TransferKind.ALL_REDUCE_SHARDS
+        else bucket.kind
+    )
     found = []
     for parcel, buffer in zip(markers, done, strict=True):
         pieces = [piece_of(marker) for marker in parcel]
-        found += wires.copy_out(emit, kind, pieces, buffer, bucket.world)
+        found += collectives.copy_out(emit, kind, pieces, buffer, bucket.world)
     return found
 
 

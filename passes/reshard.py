@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphshard.ops import UNSHARD, arguments, replicate, unshard
+from graphshard.ops.markers import UNSHARD, arguments, replicate, unshard
 
 
 def parameter_derived(graph: fx.Graph) -> list[fx.Node]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from graphshard.strategies import HABITS, HEADERS, STRATEGIES
+from graphshard.tools.strategies import HABITS, HEADERS, STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("pyproject.toml", "README.md", "LICENSE")

@@ -2,9 +2,9 @@
 
 from .diff import diff
 from .dump import Dump
-from .files import Files
+from .dump_folder import DumpWriter
 from .measured import profile
 from .table import summary, table
 from .trace import trace
 
-__all__ = ["Dump", "Files", "diff", "profile", "summary", "table", "trace"]
+__all__ = ["Dump", "DumpWriter", "diff", "profile", "summary", "table", "trace"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from .diff import diff
 from .dump import Dump
-from .files import dumps_in
+from .dump_folder import dumps_in
 from .table import table
 
 

@@ -16,8 +16,9 @@ from typing import Any
 from networkx.utils import UnionFind
 from tabulate import tabulate
 
-from ..plan import Bucket, ShardedParam
-from .dump import Dump, name_of
+from ..kinds import TransferKind
+from ..planning.plan import Bucket, PlanParam
+from .dump import Dump, param_name
 
 _UNITS = {"us": (1e3, "ms"), "bytes": (1e9, "GB")}
 
@@ -53,7 +54,7 @@ def _settings(one: Dump, other: Dump) -> Iterator[str]:
 
 
 def _params(one: Dump, other: Dump) -> Iterator[str]:
-    before, after = ({name_of(p): p for p in dump.plan.params} for dump in (one, other))
+    before, after = ({param_name(p): p for p in dump.plan.params} for dump in (one, other))
     for name, param in before.items():
         if name not in after:
             yield f"parameter removed: {name} {_shape(param)}"
@@ -64,7 +65,7 @@ def _params(one: Dump, other: Dump) -> Iterator[str]:
             yield f"parameter added: {name} {_shape(param)}"
 
 
-def _shape(param: ShardedParam) -> str:
+def _shape(param: PlanParam) -> str:
     return f"{list(param.shape)} {param.dtype.removeprefix('torch.')}"
 
 
@@ -72,7 +73,7 @@ def _shape(param: ShardedParam) -> str:
 class _Group:
     """Buckets of one kind that have to do with each other."""
 
-    kind: str
+    kind: TransferKind
     before: tuple[Bucket, ...]
     after: tuple[Bucket, ...]
 
@@ -118,11 +119,11 @@ def _moved(one: Dump, before: Bucket, other: Dump, after: Bucket) -> Iterator[st
 
 def _groups(one: Dump, other: Dump) -> list[_Group]:
     """In the order of their first bucket."""
-    joined: UnionFind[tuple[str, str]] = UnionFind()
+    joined: UnionFind[tuple[TransferKind, str]] = UnionFind()
     for dump in (one, other):
         for bucket in dump.plan.buckets:
             joined.union(*((bucket.kind, name) for name in dump.names(bucket)))
-    buckets: dict[tuple[str, str], tuple[list[Bucket], list[Bucket]]] = {}
+    buckets: dict[tuple[TransferKind, str], tuple[list[Bucket], list[Bucket]]] = {}
     for side, dump in enumerate((one, other)):
         for bucket in dump.plan.buckets:
             root = joined[bucket.kind, dump.names(bucket)[0]]

@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..cost import CostModel
-from ..hardware import Hardware
-from ..limits import Limits
-from ..plan import COPIES, Bucket, Plan, ShardedParam
-from ..simulate import COMMUNICATION, COMPUTE, Slot, Timeline, simulate
+from ..cost.hardware import Hardware
+from ..cost.model import CostModel
+from ..kinds import HOST_COPIES
+from ..planning.memory_budget import ScheduleLimits
+from ..planning.plan import Bucket, Plan, PlanParam
+from ..planning.simulate import COMMUNICATION, COMPUTE, Slot, Timeline, simulate
 
 VERSION = 3
 
@@ -40,7 +41,7 @@ class Dump:
 
     plan: Plan
     hardware: Hardware
-    limits: Limits
+    limits: ScheduleLimits
     compiled: str = ""
 
     @functools.cached_property
@@ -69,13 +70,13 @@ class Dump:
     def names(self, bucket: Bucket) -> list[str]:
         """The FQNs of what travels in ``bucket``, each once, in graph order."""
         found = (self.plan.problem.transfers[i].param for i in sorted(bucket.transfers))
-        return list(dict.fromkeys(name_of(self.plan.params[i]) for i in found if i is not None))
+        return list(dict.fromkeys(param_name(self.plan.params[i]) for i in found if i is not None))
 
     def range_of(self, bucket: Bucket) -> str:
         """As in ``blocks.0.up.weight .. blocks.1.norm.bias (12)``."""
         names = self.names(bucket)
         if not names:
-            return "an activation" if bucket.kind in COPIES else "scales of fp8"
+            return "an activation" if bucket.kind in HOST_COPIES else "scales of fp8"
         return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
 
     def step(self, index: int) -> str:
@@ -117,7 +118,7 @@ class Dump:
         return cls(
             plan=Plan.from_json(json.dumps(raw["plan"])),
             hardware=Hardware.from_json(json.dumps(raw["hardware"])),
-            limits=Limits(**raw["limits"]),
+            limits=ScheduleLimits(**raw["limits"]),
             compiled=raw["compiled"],
         )
 
@@ -135,5 +136,5 @@ class Dump:
         return cls.from_json(text, str(path))
 
 
-def name_of(param: ShardedParam) -> str:
+def param_name(param: PlanParam) -> str:
     return param.fqn or f"input {param.input}"

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
-from ..plan import BACKWARD, FORWARD, INFERENCE
+from ..kinds import GraphKind
 from .dump import Dump
-from .files import dumps_in
+from .dump_folder import dumps_in
 from .trace import PREDICTED, Event, process, run
 
 MEASURED = "measured"
@@ -94,11 +94,11 @@ def _runs(events: Sequence[Event], dumps: Sequence[Dump]) -> Iterator[tuple[floa
         name, found = event["name"], []
         if name.startswith(_REGION):
             compiled = region[event["tid"]] = name.removeprefix(_REGION)
-            found = [(compiled, FORWARD), (compiled, INFERENCE)]
+            found = [(compiled, GraphKind.FORWARD), (compiled, GraphKind.INFERENCE)]
         elif name == _FORWARD:
             sequence[event["args"][_SEQUENCE]] = region.get(event["tid"], "")
         elif name == _BACKWARD:
-            found = [(sequence.get(event["args"][_SEQUENCE], ""), BACKWARD)]
+            found = [(sequence.get(event["args"][_SEQUENCE], ""), GraphKind.BACKWARD)]
         yield from ((_start_us(event, events), known[key]) for key in found if key in known)
 
 

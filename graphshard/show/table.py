@@ -7,20 +7,19 @@ from typing import Any
 
 from tabulate import tabulate
 
-from ..plan import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    COPIES,
-    MAX_REDUCE,
-    REDUCE_SCATTER,
-    SHARD_REDUCE,
-    TO_DEVICE,
-    Bucket,
-)
-from ..simulate import COLLECTIVE, COPY_IN
-from .dump import Dump, name_of
+from ..kinds import HOST_COPIES, TransferKind
+from ..planning.plan import Bucket
+from ..planning.simulate import COLLECTIVE, COPY_IN
+from .dump import Dump, param_name
 
-KINDS = (ALL_GATHER, REDUCE_SCATTER, SHARD_REDUCE, ALL_REDUCE, MAX_REDUCE, *COPIES)
+KINDS = (
+    TransferKind.ALL_GATHER,
+    TransferKind.REDUCE_SCATTER,
+    TransferKind.ALL_REDUCE_SHARDS,
+    TransferKind.ALL_REDUCE,
+    TransferKind.ALL_REDUCE_MAX,
+    *HOST_COPIES,
+)
 NUM_EXPOSED = 10  # collectives that are listed with a reason
 NUM_BUCKETS = 24  # more than so many are not all listed
 
@@ -87,12 +86,12 @@ def _totals(dump: Dump) -> str:
 
 
 def _kept(dump: Dump) -> str:
-    names = [name_of(dump.plan.params[i]) for i in dump.plan.kept]
+    names = [param_name(dump.plan.params[i]) for i in dump.plan.kept]
     return f"gathered parameters kept for backward: {', '.join(names)}" if names else ""
 
 
 def _reasons(dump: Dump) -> str:
-    return "\n".join(f"{name_of(dump.plan.params[i])} {why}" for i, why in dump.plan.reasons)
+    return "\n".join(f"{param_name(dump.plan.params[i])} {why}" for i, why in dump.plan.reasons)
 
 
 def _size(num_bytes: float) -> str:
@@ -141,7 +140,7 @@ def _ms(dump: Dump, i: int) -> float:
 def reason(dump: Dump, i: int) -> str:
     """Why compute stands still for bucket ``i``, as far as the timeline and the limits tell."""
     bucket, problem = dump.plan.buckets[i], dump.plan.problem
-    gathers = bucket.kind in (ALL_GATHER, TO_DEVICE)
+    gathers = bucket.kind in (TransferKind.ALL_GATHER, TransferKind.COPY_TO_DEVICE)
     if gathers and not sum(problem.compute_us[: bucket.wait]):
         return "first: nothing to hide behind"
     if not gathers and not sum(problem.compute_us[bucket.launch :]):
@@ -161,7 +160,7 @@ def reason(dump: Dump, i: int) -> str:
 def _limit(dump: Dump, bucket: Bucket) -> str:
     """What keeps ``bucket`` from being in flight for one more step; "" if that is no limit."""
     timeline, limits = dump.timeline, dump.limits
-    step = bucket.launch - 1 if bucket.kind == ALL_GATHER else bucket.wait
+    step = bucket.launch - 1 if bucket.kind == TransferKind.ALL_GATHER else bucket.wait
     if not 0 <= step < dump.plan.problem.num_steps:
         return ""
     if limits.peak is not None and timeline.alive_bytes[step] + bucket.num_bytes > limits.peak:

@@ -16,19 +16,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .. import simulate
-from ..plan import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    COPIES,
-    MAX_REDUCE,
-    REDUCE_SCATTER,
-    SHARD_REDUCE,
-    TO_DEVICE,
-    TO_HOST,
-)
-from ..simulate import COLLECTIVE, COMPUTE, COPY_IN, COPY_OUT, STEP, Slot
-from .dump import Dump, name_of
+from ..kinds import HOST_COPIES, TransferKind
+from ..planning import simulate
+from ..planning.simulate import COLLECTIVE, COMPUTE, COPY_IN, COPY_OUT, STEP, Slot
+from .dump import Dump, param_name
 
 Event = dict[str, Any]
 Span = tuple[int, int]
@@ -38,13 +29,13 @@ PID = 1 << 30  # no process of a measured trace has it
 LANES = {lane: number for number, lane in enumerate(simulate.LANES, 1)}
 """Threads of the process; streams likewise."""
 _KERNELS = {
-    ALL_GATHER: "ncclDevKernel_AllGather",
-    REDUCE_SCATTER: "ncclDevKernel_ReduceScatter",
-    SHARD_REDUCE: "ncclDevKernel_AllReduce_Shards",
-    TO_DEVICE: "Memcpy HtoD (Pinned -> Device)",
-    TO_HOST: "Memcpy DtoH (Device -> Pinned)",
-    ALL_REDUCE: "ncclDevKernel_AllReduce",
-    MAX_REDUCE: "ncclDevKernel_AllReduce_Max",
+    TransferKind.ALL_GATHER: "ncclDevKernel_AllGather",
+    TransferKind.REDUCE_SCATTER: "ncclDevKernel_ReduceScatter",
+    TransferKind.ALL_REDUCE_SHARDS: "ncclDevKernel_AllReduce_Shards",
+    TransferKind.COPY_TO_DEVICE: "Memcpy HtoD (Pinned -> Device)",
+    TransferKind.COPY_TO_HOST: "Memcpy DtoH (Device -> Pinned)",
+    TransferKind.ALL_REDUCE: "ncclDevKernel_AllReduce",
+    TransferKind.ALL_REDUCE_MAX: "ncclDevKernel_AllReduce_Max",
 }
 
 
@@ -98,7 +89,7 @@ def _slice(dump: Dump, slot: Slot, span: Span, streams: bool) -> Event:
     stream = {"stream": tid} if streams else {}
     return {
         "ph": "X",
-        "cat": "gpu_memcpy" if slot.lane in COPIES else "kernel",
+        "cat": "gpu_memcpy" if slot.lane in HOST_COPIES else "kernel",
         "name": _name(dump, slot),
         "pid": PID,
         "tid": tid,
@@ -120,8 +111,12 @@ def _details(dump: Dump, slot: Slot) -> dict[str, Any]:
     """What a viewer shows of a slice that was clicked on."""
     plan = dump.plan
     if slot.kind == STEP:
-        used = [t for t in plan.problem.transfers if t.kind == ALL_GATHER and t.due == slot.index]
-        names = (name_of(plan.params[t.param]) for t in used if t.param is not None)
+        used = [
+            t
+            for t in plan.problem.transfers
+            if t.kind == TransferKind.ALL_GATHER and t.due == slot.index
+        ]
+        names = (param_name(plan.params[t.param]) for t in used if t.param is not None)
         return {"first used": ", ".join(names)}
     bucket = plan.buckets[slot.index]
     return {

@@ -13,9 +13,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import graphshard
 from benchmarks.models import DeepMLP, parameter_bytes
-from graphshard.float8 import RECIPES
-from graphshard.plan import TO_DEVICE, TO_HOST, Plan
-from graphshard.simulate import alive_bytes
+from graphshard.kinds import TransferKind
+from graphshard.ops.float8_math import RECIPES
+from graphshard.planning.plan import Plan
+from graphshard.planning.simulate import alive_bytes
 from tests import ranks
 from tests.gpu.training import Trainer, agree, by_torch_compile, cosines_in_fp8
 from tests.numerics.compare import generator, relative_error, sgd
@@ -163,7 +164,9 @@ def _train_with_activations_on_the_host() -> None:
     policy = graphshard.SchedulePolicy(memory_budget_gb=0.7 * peak_gb)
     stowed = _train(rows, schedule=policy)
     forward, backward = stowed.plans
-    assert forward.count(TO_HOST) == backward.count(TO_DEVICE) > 0
+    assert (
+        forward.count(TransferKind.COPY_TO_HOST) == backward.count(TransferKind.COPY_TO_DEVICE) > 0
+    )
     _assert_equal_numbers(stowed, plain, 1e-6)  # other fusions
     assert stowed.peak < 0.85 * plain.peak
 

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graphshard
 from benchmarks.models import DeepMLP
-from graphshard.demo_model import GPT as DemoGPT
-from graphshard.demo_model import Size
+from graphshard.tools.demo_model import GPT as DemoGPT
+from graphshard.tools.demo_model import Size
 from tests.models import GPT
 from tests.numerics.compare import assert_close, assert_sharded, generator, sgd, whole
 

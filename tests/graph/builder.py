@@ -9,15 +9,15 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graphshard import ops
-from graphshard.cost import CostModel
-from graphshard.hardware import HARDWARE
-from graphshard.limits import Limits
-from graphshard.offload import with_copies
+from graphshard.cost.hardware import HARDWARE
+from graphshard.cost.model import CostModel
+from graphshard.ops import markers
 from graphshard.passes import lower
-from graphshard.plan import Bucket, Plan, Problem
-from graphshard.planner import schedule, without_overlap
-from graphshard.verify import verify_lowered
+from graphshard.pipeline.verify import verify_lowered
+from graphshard.planning.host_copies import add_host_copies
+from graphshard.planning.memory_budget import ScheduleLimits
+from graphshard.planning.plan import Bucket, Plan, Problem
+from graphshard.planning.search import find_schedule, schedule_without_overlap
 
 add, mul = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
 to_copy, t = torch.ops.aten._to_copy.default, torch.ops.aten.t.default
@@ -71,17 +71,17 @@ class Builder:
         """
         regather = self.group if reshard else ""
         args = leaf, rows, self.group, regather, "", None, None, "", None, 0
-        return self.call(ops.unshard, *args, device, "pageable" if device else "", None, None)
+        return self.call(markers.unshard, *args, device, "pageable" if device else "", None, None)
 
     def replicate(self, leaf: fx.Node) -> fx.Node:
-        return self.call(ops.replicate, leaf, self.group, None, None, None)
+        return self.call(markers.replicate, leaf, self.group, None, None, None)
 
     def reduce(self, grad: fx.Node, host: str = "") -> fx.Node:
         rows = -(-grad.meta["val"].shape[0] // self.world_size)
-        return self.call(ops.reduce_grad, grad, rows, self.group, "", None, None, None, host)
+        return self.call(markers.reduce_grad, grad, rows, self.group, "", None, None, None, host)
 
     def all_reduce(self, grad: fx.Node) -> fx.Node:
-        return self.call(ops.all_reduce_grad, grad, self.group, None, None)
+        return self.call(markers.all_reduce_grad, grad, self.group, None, None)
 
     def module(self, *outputs: fx.Node | None) -> fx.GraphModule:
         """The finished graph."""
@@ -89,16 +89,18 @@ class Builder:
         return fx.GraphModule(torch.nn.Module(), self.graph)
 
 
-def lowered(gm: fx.GraphModule, kind: str, decide: Decide = without_overlap) -> Plan:
+def lowered(gm: fx.GraphModule, kind: str, decide: Decide = schedule_without_overlap) -> Plan:
     """Plan and lower a graph, and verify it."""
     costs = CostModel(HARDWARE["cpu"])
-    plan = lower(gm.graph, kind, costs, lambda p, _: with_copies(p, decide(p), costs, Limits()))
+    plan = lower(
+        gm.graph, kind, costs, lambda p, _: add_host_copies(p, decide(p), costs, ScheduleLimits())
+    )
     verify_lowered(gm.graph, plan)
     return plan
 
 
-def overlapped(limits: Limits) -> Decide:
-    return lambda problem: schedule(problem, CostModel(HARDWARE["cpu"]), limits)
+def overlapped(limits: ScheduleLimits) -> Decide:
+    return lambda problem: find_schedule(problem, CostModel(HARDWARE["cpu"]), limits)
 
 
 def targets(graph: fx.Graph) -> list[Any]:

@@ -8,7 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
-from graphshard.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Plan
+from graphshard.kinds import TransferKind
+from graphshard.planning.plan import Plan
 from tests.graph.conftest import WORLD_SIZE
 from tests.models import GPT, MLP
 
@@ -38,11 +39,19 @@ def test_plans_of_a_training_step(mesh: DeviceMesh, compiler: str) -> None:
     loss.backward()
     forward, backward = backend.plans
     assert (forward.graph, backward.graph) == ("forward", "backward")
-    assert _fqns(forward, ALL_GATHER) == _fqns(backward, REDUCE_SCATTER) == names
+    assert (
+        _fqns(forward, TransferKind.ALL_GATHER)
+        == _fqns(backward, TransferKind.REDUCE_SCATTER)
+        == names
+    )
     kept = [forward.params[i].fqn for i in forward.kept]
     assert kept == ["down.weight"]  # what backward needs at once
-    assert _fqns(backward, ALL_GATHER) == ["mid.weight"]
-    assert forward.num_bytes(ALL_GATHER) == backward.num_bytes(REDUCE_SCATTER) == num_bytes
+    assert _fqns(backward, TransferKind.ALL_GATHER) == ["mid.weight"]
+    assert (
+        forward.num_bytes(TransferKind.ALL_GATHER)
+        == backward.num_bytes(TransferKind.REDUCE_SCATTER)
+        == num_bytes
+    )
     assert all(bucket.world == WORLD_SIZE for plan in backend.plans for bucket in plan.buckets)
 
 
@@ -63,7 +72,7 @@ def test_a_tied_weight_is_one_parameter_of_a_plan(mesh: DeviceMesh) -> None:
     for plan in backend.plans:
         names = [param.fqn for param in plan.params]
         assert names.count("tokens.weight") == 1 and "head.weight" not in names
-    assert _fqns(backend.plans[1], REDUCE_SCATTER).count("tokens.weight") == 1
+    assert _fqns(backend.plans[1], TransferKind.REDUCE_SCATTER).count("tokens.weight") == 1
 
 
 def test_scalars_are_all_reduced(mesh: DeviceMesh) -> None:
@@ -72,8 +81,8 @@ def test_scalars_are_all_reduced(mesh: DeviceMesh) -> None:
     model.forward = lambda x: (x @ model.weight * model.scale + model.bias).sum()  # type: ignore[method-assign]
     backend = _backend(mesh)
     torch.compile(lambda x: model(x), backend=backend)(torch.ones(2, 3)).backward()
-    assert _fqns(backend.plans[1], ALL_REDUCE) == ["scale"]
-    assert backend.plans[1].num_bytes(ALL_REDUCE) == 4
+    assert _fqns(backend.plans[1], TransferKind.ALL_REDUCE) == ["scale"]
+    assert backend.plans[1].num_bytes(TransferKind.ALL_REDUCE) == 4
 
 
 def test_evaluation_has_a_plan_of_its_own(mesh: DeviceMesh) -> None:
@@ -98,7 +107,9 @@ def test_the_summary_says_what_travels(mesh: DeviceMesh) -> None:
     torch.compile(model, backend=backend)(torch.ones(5, 7)).backward()
     tables = backend.summary().split("\n\n\n")
     assert [text.split()[0] for text in tables] == ["forward", "backward"]
-    for text, plan, kind in zip(tables, backend.plans, (ALL_GATHER, REDUCE_SCATTER)):
+    for text, plan, kind in zip(
+        tables, backend.plans, (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER)
+    ):
         assert f": {num_params} parameters, " in text
         (row,) = (line.split() for line in text.splitlines() if line.startswith(kind))
         assert row[1:4] == [str(num_params), "->", str(plan.count(kind))]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
-from graphshard.show.files import NO_CODE
+from graphshard.show.dump_folder import NO_CODE
 from tests import ranks
 from tests.models import MLP
 from tests.numerics.test_dump import INFERENCE, STEP

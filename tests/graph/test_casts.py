@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import fx
 
-from graphshard import ops
+from graphshard.kinds import GraphKind, TransferKind
+from graphshard.ops import markers
+from graphshard.ops.nodes import REASON
 from graphshard.passes.casts import cast_early
-from graphshard.plan import ALL_GATHER, BACKWARD, FORWARD, REASON, REDUCE_SCATTER
 from tests.graph.builder import Builder, add, count, lowered, mul, targets
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -29,12 +30,12 @@ def test_a_parameter_travels_as_it_is_used(group: str, op: Any) -> None:
     gm = build.module(build.call(mul, *(_cast(build, full, BF16, op) for _ in range(2))))
     cast_early(gm)
     gm.graph.lint()
-    (marker,) = (node for node in gm.graph.nodes if node.target is ops.unshard)
-    given = ops.arguments(marker)
+    (marker,) = (node for node in gm.graph.nodes if node.target is markers.unshard)
+    given = markers.arguments(marker)
     assert (given["dtype"], given["reduce_dtype"]) == (BF16, None)
     assert marker.meta["val"].dtype == BF16
     assert count(gm.graph, op) == 0
-    plan = lowered(gm, FORWARD)
+    plan = lowered(gm, GraphKind.FORWARD)
     (transfer,) = plan.problem.transfers
     assert (transfer.dtype, transfer.num_bytes) == ("torch.bfloat16", 16 * 3 * 2)
     assert (transfer.casts, transfer.shard_bytes) == (True, 2 * 3 * 4)
@@ -45,7 +46,7 @@ def test_a_replicated_parameter_is_cast_once(group: str) -> None:
     build = Builder(group)
     gm = build.module(_cast(build, build.replicate(build.primal()), BF16))
     cast_early(gm)
-    lowered(gm, FORWARD)
+    lowered(gm, GraphKind.FORWARD)
     assert targets(gm.graph) == [convert]
 
 
@@ -67,10 +68,10 @@ def test_a_parameter_travels_as_it_is(
     uses = [build.call(mul, full, 2.0) if d is None else _cast(build, full, d) for d in dtypes]
     gm = build.module(*uses)
     cast_early(gm)
-    (marker,) = (node for node in gm.graph.nodes if node.target is ops.unshard)
-    assert marker.meta["val"].dtype == FP32 and ops.arguments(marker)["dtype"] is None
+    (marker,) = (node for node in gm.graph.nodes if node.target is markers.unshard)
+    assert marker.meta["val"].dtype == FP32 and markers.arguments(marker)["dtype"] is None
     assert reason is None or reason in marker.meta[REASON]
-    plan = lowered(gm, FORWARD)
+    plan = lowered(gm, GraphKind.FORWARD)
     assert [why for _, why in plan.reasons] == ([] if reason is None else [marker.meta[REASON]])
 
 
@@ -81,14 +82,14 @@ def test_an_upcast_of_a_gradient_is_made_where_it_is_packed(
     build = Builder(group)
     narrow = _cast(build, build.tangent(13, 3), BF16)
     wide = _cast(build, narrow, FP32)
-    gm = build.module(build.call(ops.reduce_grad, wide, 2, group, "", None, asked, FP32, ""))
+    gm = build.module(build.call(markers.reduce_grad, wide, 2, group, "", None, asked, FP32, ""))
     cast_early(gm)
-    (marker,) = (node for node in gm.graph.nodes if node.target is ops.reduce_grad)
+    (marker,) = (node for node in gm.graph.nodes if node.target is markers.reduce_grad)
     assert marker.args == (narrow, 2, group, "", None, reduced, FP32, "")
     assert count(gm.graph, convert) == 1
-    plan = lowered(gm, BACKWARD)
+    plan = lowered(gm, GraphKind.BACKWARD)
     (transfer,) = plan.problem.transfers
-    assert (transfer.kind, transfer.dtype) == (REDUCE_SCATTER, str(reduced))
+    assert (transfer.kind, transfer.dtype) == (TransferKind.REDUCE_SCATTER, str(reduced))
     assert transfer.casts == (reduced is FP32)
 
 
@@ -97,10 +98,10 @@ def test_a_rounded_or_shared_gradient_stays_so(group: str) -> None:
     build = Builder(group)
     grad = build.tangent(13, 3)
     rounded = build.call(
-        ops.reduce_grad, _cast(build, grad, BF16), 2, group, "", None, None, BF16, ""
+        markers.reduce_grad, _cast(build, grad, BF16), 2, group, "", None, None, BF16, ""
     )
     total = build.call(add, _cast(build, _cast(build, grad, BF16), FP32), grad)
-    summed = build.call(ops.reduce_grad, total, 2, group, "", None, None, FP32, "")
+    summed = build.call(markers.reduce_grad, total, 2, group, "", None, None, FP32, "")
     gm = build.module(rounded, summed)
     before = str(gm.graph)
     cast_early(gm)
@@ -112,9 +113,9 @@ def test_a_bucket_is_cast_padded_and_packed_at_once(group: str, rows: int) -> No
     build = Builder(group)
     grads = [_cast(build, build.tangent(rows, 3), BF16) for _ in range(3)]
     gm = build.module(
-        *(build.call(ops.reduce_grad, g, 2, group, "", None, FP32, FP32, "") for g in grads)
+        *(build.call(markers.reduce_grad, g, 2, group, "", None, FP32, FP32, "") for g in grads)
     )
-    plan = lowered(gm, BACKWARD)
-    assert plan.count(REDUCE_SCATTER) == 1 and plan.count(ALL_GATHER) == 0
+    plan = lowered(gm, GraphKind.BACKWARD)
+    assert plan.count(TransferKind.REDUCE_SCATTER) == 1 and plan.count(TransferKind.ALL_GATHER) == 0
     assert count(gm.graph, torch.ops.graphshard.copy_in.default) == 1
     assert count(gm.graph, convert) == 3  # of this test

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
-from graphshard.plan import ALL_GATHER
+from graphshard.kinds import TransferKind
 from tests.graph.test_order import DIM, Deep, _train
 
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -48,7 +48,7 @@ def test_a_bucket_is_copied_in_by_one_call(mesh: DeviceMesh) -> None:
         assert sum(map(len, copied)) == len(plan.problem.transfers)
         assert max(map(len, copied)) > 1
         shards = {name for names in copied for name in names if name.startswith("primals_")}
-        gathers = [t for t in plan.problem.transfers if t.kind == ALL_GATHER]
+        gathers = [t for t in plan.problem.transfers if t.kind == TransferKind.ALL_GATHER]
         assert len(shards) == len(gathers) > 1
         # Nothing else is done to a shard: no kernel reads one.
         kernels = re.findall(r"cpp_fused\w*\((.*?)\)", body)

@@ -15,10 +15,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
-from graphshard import float8, float8_ops, ops
-from graphshard.float8 import RECIPES, TENSORWISE
+from graphshard.kinds import GraphKind, TransferKind
+from graphshard.ops import float8_math, float8_ops, markers
+from graphshard.ops.float8_math import RECIPES, TENSORWISE
+from graphshard.ops.nodes import REASON
 from graphshard.passes.float8 import gather_float8
-from graphshard.plan import ALL_GATHER, BACKWARD, FORWARD, INFERENCE, MAX_REDUCE, REASON, Plan
+from graphshard.planning.plan import Plan
 from tests.graph.builder import Builder, count, targets
 
 DIM, BATCH = 64, 32
@@ -58,7 +60,9 @@ def _plans(mesh: DeviceMesh, model: nn.Module, *batch: Tensor, **options: Any) -
 
 def _gathered(plan: Plan) -> dict[str, str]:
     """The dtypes in which parameters are gathered, by name."""
-    return {plan.fqn_of(t): t.dtype for t in plan.problem.transfers if t.kind == ALL_GATHER}
+    return {
+        plan.fqn_of(t): t.dtype for t in plan.problem.transfers if t.kind == TransferKind.ALL_GATHER
+    }
 
 
 def _in_fp8(plan: Plan) -> set[str]:
@@ -71,42 +75,45 @@ def _in_fp8(plan: Plan) -> set[str]:
 def test_one_reduction_scales_all_weights(
     mesh: DeviceMesh, recipe: str, mp_policy: Any, overlap: bool
 ) -> None:
-    if float8.device_fault("cpu", recipe):
+    if float8_math.device_fault("cpu", recipe):
         pytest.skip("this CPU has no such product")
     schedule = graphshard.SchedulePolicy(overlap=overlap)
     fp8 = graphshard.Float8Policy(recipe)
     plans = _plans(mesh, Net(), fp8=fp8, mp_policy=mp_policy, schedule=schedule)
-    forward, backward = plans[FORWARD], plans[BACKWARD]
-    (amax,) = [t for t in forward.problem.transfers if t.kind == MAX_REDUCE]
+    forward, backward = plans[GraphKind.FORWARD], plans[GraphKind.BACKWARD]
+    (amax,) = [t for t in forward.problem.transfers if t.kind == TransferKind.ALL_REDUCE_MAX]
     rows = 3 * DIM + 2 * DIM + DIM
     assert amax.num_bytes == 4 * (len(WEIGHTS) if recipe == TENSORWISE else rows)
     assert forward.problem.compute_us[0] > 0  # all shards are read
     assert _in_fp8(forward) == WEIGHTS and set(_gathered(forward)) > WEIGHTS
     sizes = {forward.fqn_of(t): t.num_bytes for t in forward.problem.transfers}
     assert sizes["up.weight"] == 2 * DIM * DIM
-    assert backward.count(MAX_REDUCE) == 0
+    assert backward.count(TransferKind.ALL_REDUCE_MAX) == 0
     assert _in_fp8(backward) == WEIGHTS - {forward.params[i].fqn for i in forward.kept}
     launches = [bucket.kind for bucket in forward.buckets]
     in_fp8 = [any(p.fqn in WEIGHTS for p in forward.params_of(b)) for b in forward.buckets]
-    assert launches.index(MAX_REDUCE) < in_fp8.index(True)
+    assert launches.index(TransferKind.ALL_REDUCE_MAX) < in_fp8.index(True)
 
 
 def test_inference_gathers_in_fp8(mesh: DeviceMesh) -> None:
     with torch.no_grad():
         plans = _plans(mesh, Net())
-    assert _in_fp8(plans[INFERENCE]) == WEIGHTS and plans[INFERENCE].count(MAX_REDUCE) == 1
+    assert (
+        _in_fp8(plans[GraphKind.INFERENCE]) == WEIGHTS
+        and plans[GraphKind.INFERENCE].count(TransferKind.ALL_REDUCE_MAX) == 1
+    )
 
 
 def test_a_kept_weight_is_kept_in_fp8(mesh: DeviceMesh) -> None:
     plans = _plans(mesh, Net(), reshard_after_forward=False)
-    assert _in_fp8(plans[FORWARD]) == WEIGHTS and not _gathered(plans[BACKWARD])
+    assert _in_fp8(plans[GraphKind.FORWARD]) == WEIGHTS and not _gathered(plans[GraphKind.BACKWARD])
 
 
 def test_a_frozen_weight(mesh: DeviceMesh) -> None:
     model = Net()
     model.up.weight.requires_grad_(False)
     plans = _plans(mesh, model)
-    assert _in_fp8(plans[FORWARD]) == WEIGHTS
+    assert _in_fp8(plans[GraphKind.FORWARD]) == WEIGHTS
 
 
 @pytest.mark.filterwarnings("ignore:torch.utils.checkpoint")
@@ -117,15 +124,15 @@ def test_under_activation_checkpointing(mesh: DeviceMesh) -> None:
 
     schedule = graphshard.SchedulePolicy(overlap=False)
     plans = _plans(mesh, Checkpointed(), schedule=schedule)
-    assert _in_fp8(plans[FORWARD]) == _in_fp8(plans[BACKWARD]) == WEIGHTS
-    assert plans[BACKWARD].count(MAX_REDUCE) == 0
+    assert _in_fp8(plans[GraphKind.FORWARD]) == _in_fp8(plans[GraphKind.BACKWARD]) == WEIGHTS
+    assert plans[GraphKind.BACKWARD].count(TransferKind.ALL_REDUCE_MAX) == 0
 
 
 def test_overrides_choose_by_name(mesh: DeviceMesh) -> None:
     everything = graphshard.Float8Policy(filter_fn=lambda fqn, shape: True)
     overrides = {"q.*": {"fp8": None}, "lm_head.*": {"fp8": everything}}
     plans = _plans(mesh, Net(), overrides=overrides)
-    assert _in_fp8(plans[FORWARD]) == WEIGHTS - {"q.weight"} | {"lm_head.weight"}
+    assert _in_fp8(plans[GraphKind.FORWARD]) == WEIGHTS - {"q.weight"} | {"lm_head.weight"}
 
 
 def test_what_something_else_uses_travels_as_it_is(mesh: DeviceMesh) -> None:
@@ -133,7 +140,7 @@ def test_what_something_else_uses_travels_as_it_is(mesh: DeviceMesh) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + self.up.weight.square().mean()
 
-    plan = _plans(mesh, Penalised())[FORWARD]
+    plan = _plans(mesh, Penalised())[GraphKind.FORWARD]
     assert _in_fp8(plan) == WEIGHTS - {"up.weight"}
     ((position, why),) = plan.reasons
     assert plan.params[position].fqn == "up.weight"
@@ -149,7 +156,7 @@ def test_no_linear_uses_an_embedding(mesh: DeviceMesh) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.net(self.tokens(x))
 
-    plan = _plans(mesh, Embedding(), torch.arange(BATCH))[FORWARD]
+    plan = _plans(mesh, Embedding(), torch.arange(BATCH))[GraphKind.FORWARD]
     assert _in_fp8(plan) == {f"net.{name}" for name in WEIGHTS} and not plan.reasons
 
 
@@ -159,7 +166,7 @@ def test_autocast_goes_with_it(mesh: DeviceMesh) -> None:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 return super().forward(x)
 
-    plan = _plans(mesh, Autocast())[FORWARD]
+    plan = _plans(mesh, Autocast())[GraphKind.FORWARD]
     assert _in_fp8(plan) == WEIGHTS
     assert _gathered(plan)["lm_head.weight"] == "torch.bfloat16"
 
@@ -181,7 +188,7 @@ def test_a_device_may_refuse(
     gm = _linear(group, rows, columns, dtype)
     gather_float8(gm)
     gm.graph.lint()
-    (marker,) = (node for node in gm.graph.nodes if node.target is ops.unshard)
+    (marker,) = (node for node in gm.graph.nodes if node.target is markers.unshard)
     reason = marker.meta.get(REASON)
     if why is None:
         assert reason is None and marker.meta["val"].dtype == torch.float8_e4m3fn
@@ -189,7 +196,7 @@ def test_a_device_may_refuse(
     else:
         assert re.search(why, reason) and marker.meta["val"].dtype == dtype
         assert count(gm.graph, torch.ops.aten.mm.default) == 3
-        assert count(gm.graph, ops.max_over_ranks) == 0
+        assert count(gm.graph, markers.max_over_ranks) == 0
     assert not set(float8_ops.PRODUCTS) & set(targets(gm.graph))
     for product in gm.graph.find_nodes(
         op="call_function", target=torch.ops.aten._scaled_mm.default
@@ -203,7 +210,7 @@ def _linear(group: str, rows: int, columns: int, dtype: torch.dtype) -> fx.Graph
     build = Builder(group, device="cuda")
     x, leaf = build.primal(rows, DIM, dtype=dtype), build.primal(columns // 8, DIM, dtype=dtype)
     weight = build.call(
-        ops.unshard,
+        markers.unshard,
         leaf,
         columns,
         group,
@@ -235,7 +242,7 @@ def test_what_is_done_to_shards_is_one_kernel(mesh: DeviceMesh) -> None:
     for code, plan in zip(codes, backend.plans):
         body = code[code.index("def call(") :]
         kernels = [args.split(", ") for args in re.findall(r"cpp_fused\w*\((.*?)\)", body)]
-        buckets = [b for b in plan.buckets if b.kind == ALL_GATHER]
+        buckets = [b for b in plan.buckets if b.kind == TransferKind.ALL_GATHER]
         in_fp8 = (
             {plan.params.index(p) for b in buckets for p in plan.params_of(b)} if buckets else set()
         )

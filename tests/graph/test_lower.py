@@ -9,17 +9,9 @@ import pytest
 import torch
 from torch import fx
 
-from graphshard import host, wires
-from graphshard.limits import Limits
-from graphshard.plan import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    BACKWARD,
-    FORWARD,
-    REDUCE_SCATTER,
-    TO_DEVICE,
-    TO_HOST,
-)
+from graphshard.kinds import GraphKind, TransferKind
+from graphshard.ops import collectives, host_copy
+from graphshard.planning.memory_budget import ScheduleLimits
 from tests.graph.builder import Builder, lowered, mul, output, overlapped, targets, to_copy
 
 c10d = torch.ops._c10d_functional
@@ -34,18 +26,18 @@ LARGE = 1 << 19  # of 4 bytes: copying it would take longer than sending it on i
 def test_a_parameter_without_padding(group: str) -> None:
     build = Builder(group)
     gm = build.module(build.unshard(build.primal(2, 3), 16))
-    plan = lowered(gm, FORWARD)
+    plan = lowered(gm, GraphKind.FORWARD)
     assert targets(gm.graph) == [GATHER, WAIT]
     (param,), (bucket,) = plan.params, plan.buckets
     assert (param.input, param.shape, param.padded_rows) == (0, (16, 3), 2)
-    assert (bucket.kind, bucket.num_bytes, bucket.world) == (ALL_GATHER, 16 * 3 * 4, 8)
+    assert (bucket.kind, bucket.num_bytes, bucket.world) == (TransferKind.ALL_GATHER, 16 * 3 * 4, 8)
     assert output(gm.graph).meta["val"].shape == (16, 3)
 
 
 def test_a_parameter_with_padding(group: str) -> None:
     build = Builder(group)
     gm = build.module(build.unshard(build.primal(2, 3), 13))
-    plan = lowered(gm, FORWARD)
+    plan = lowered(gm, GraphKind.FORWARD)
     assert targets(gm.graph) == [GATHER, WAIT, SLICE]
     assert plan.buckets[0].num_bytes == 16 * 3 * 4
     assert output(gm.graph).meta["val"].shape == (13, 3)
@@ -55,9 +47,12 @@ def test_a_parameter_with_padding(group: str) -> None:
 def test_a_gradient(group: str, rows: int) -> None:
     build = Builder(group)
     gm = build.module(build.reduce(build.tangent(rows, 3)))
-    plan = lowered(gm, BACKWARD)
+    plan = lowered(gm, GraphKind.BACKWARD)
     assert [t for t in targets(gm.graph) if t in (SCATTER, WAIT)] == [SCATTER, WAIT]
-    assert (plan.buckets[0].kind, plan.buckets[0].num_bytes) == (REDUCE_SCATTER, 16 * 3 * 4)
+    assert (plan.buckets[0].kind, plan.buckets[0].num_bytes) == (
+        TransferKind.REDUCE_SCATTER,
+        16 * 3 * 4,
+    )
     (scatter,) = (node for node in gm.graph.nodes if node.target is SCATTER)
     assert scatter.args[1:] == ("avg", 8, group)
     assert scatter.args[0].meta["val"].numel() == 16 * 3
@@ -68,7 +63,7 @@ def test_a_transposed_gradient_is_made_contiguous(group: str) -> None:
     build = Builder(group)
     turned = build.call(torch.ops.aten.t.default, build.tangent(3, 16))
     gm = build.module(build.reduce(turned))
-    lowered(gm, BACKWARD)
+    lowered(gm, GraphKind.BACKWARD)
     (scatter,) = (node for node in gm.graph.nodes if node.target is SCATTER)
     assert scatter.args[0].meta["val"].is_contiguous()
 
@@ -76,7 +71,7 @@ def test_a_transposed_gradient_is_made_contiguous(group: str) -> None:
 def test_a_replicated_parameter(group: str) -> None:
     build = Builder(group)
     gm = build.module(build.replicate(build.primal()))
-    plan = lowered(gm, FORWARD)
+    plan = lowered(gm, GraphKind.FORWARD)
     assert plan.buckets == () and len(plan.params) == 1
     assert plan.params[0].padded_rows is None
     assert targets(gm.graph) == [torch.ops.aten.clone.default]
@@ -85,9 +80,9 @@ def test_a_replicated_parameter(group: str) -> None:
 def test_the_gradient_of_a_replicated_parameter(group: str) -> None:
     build = Builder(group)
     gm = build.module(build.all_reduce(build.tangent(5)))
-    plan = lowered(gm, BACKWARD)
+    plan = lowered(gm, GraphKind.BACKWARD)
     assert targets(gm.graph) == [REDUCE, WAIT, torch.ops.aten.div.Scalar]
-    assert (plan.buckets[0].kind, plan.buckets[0].num_bytes) == (ALL_REDUCE, 20)
+    assert (plan.buckets[0].kind, plan.buckets[0].num_bytes) == (TransferKind.ALL_REDUCE, 20)
 
 
 @pytest.mark.parametrize(
@@ -97,11 +92,11 @@ def test_the_gradient_of_a_replicated_parameter(group: str) -> None:
 def test_every_dtype_arrives_as_it_left(group: str, dtype: torch.dtype) -> None:
     build = Builder(group)
     gm = build.module(build.unshard(build.primal(2, 3, dtype=dtype), 13))
-    lowered(gm, FORWARD)
+    lowered(gm, GraphKind.FORWARD)
     value = output(gm.graph).meta["val"]
     assert (value.dtype, value.shape) == (dtype, (13, 3))
     (gather,) = (node for node in gm.graph.nodes if node.target is GATHER)
-    assert gather.meta["val"].dtype in wires.ON_THE_WIRE
+    assert gather.meta["val"].dtype in collectives.ON_THE_WIRE
 
 
 def test_gradients_are_named_by_the_input_they_belong_to(group: str) -> None:
@@ -109,18 +104,18 @@ def test_gradients_are_named_by_the_input_they_belong_to(group: str) -> None:
     grads = [build.tangent(rows, 3) for rows in (9, 17)]
     last, first = (build.reduce(grad) for grad in grads)
     gm = build.module(None, first, None, last)
-    plan = lowered(gm, BACKWARD)
+    plan = lowered(gm, GraphKind.BACKWARD)
     inputs = {param.shape: param.input for param in plan.params}
     assert inputs == {(17, 3): 1, (9, 3): 3}
 
 
-def _gathers(build: Builder, markers: list[fx.Node], limits: Limits) -> list[Any]:
+def _gathers(build: Builder, markers: list[fx.Node], limits: ScheduleLimits) -> list[Any]:
     """The parcels of every bucket of a graph that uses ``markers`` one after the other."""
     x = build.primal(1)
     for marker in markers:
         total = build.call(torch.ops.aten.sum.default, build.call(to_copy, marker, dtype=F32))
         x = build.call(mul, x, total)
-    plan = lowered(build.module(x), FORWARD, overlapped(limits))
+    plan = lowered(build.module(x), GraphKind.FORWARD, overlapped(limits))
     assert sorted(i for b in plan.buckets for i in b.transfers) == list(range(len(markers)))
     return [bucket.parcels for bucket in plan.buckets]
 
@@ -128,7 +123,7 @@ def _gathers(build: Builder, markers: list[fx.Node], limits: Limits) -> list[Any
 def test_small_parameters_share_a_buffer_beside_large_ones(group: str) -> None:
     build = Builder(group)
     markers = [build.unshard(build.primal(rows), rows * 8) for rows in (1, 2, LARGE, 3)]
-    assert _gathers(build, markers, Limits()) == [((0, 1, 3), (2,))]
+    assert _gathers(build, markers, ScheduleLimits()) == [((0, 1, 3), (2,))]
     assert targets(build.graph).count(COALESCED) == 1 and targets(build.graph).count(WAIT) == 2
 
 
@@ -136,7 +131,7 @@ def test_without_overlap_small_ones_travel_together_and_large_ones_alone(group: 
     build = Builder(group)
     markers = [build.unshard(build.primal(rows), rows * 8) for rows in (1, 2, LARGE, 3)]
     gm = build.module(build.call(torch.ops.aten.cat.default, markers))
-    buckets = lowered(gm, FORWARD).buckets
+    buckets = lowered(gm, GraphKind.FORWARD).buckets
     assert [bucket.parcels for bucket in buckets] == [((0, 1, 3),), ((2,),)]
     assert all(bucket.launch == bucket.wait for bucket in buckets)
 
@@ -144,14 +139,14 @@ def test_without_overlap_small_ones_travel_together_and_large_ones_alone(group: 
 def test_a_cap_of_buckets_is_kept(group: str) -> None:
     build = Builder(group)
     markers = [build.unshard(build.primal(4), 32) for _ in range(4)]
-    assert _gathers(build, markers, Limits(cap=2 * 128)) == [((0, 1),), ((2, 3),)]
+    assert _gathers(build, markers, ScheduleLimits(cap=2 * 128)) == [((0, 1),), ((2, 3),)]
 
 
 def test_small_gradients_travel_together(group: str) -> None:
     build = Builder(group)
     reduced = [build.reduce(build.tangent(rows, 3)) for rows in (16, 13, 1)]
     gm = build.module(*reduced)
-    plan = lowered(gm, BACKWARD)
+    plan = lowered(gm, GraphKind.BACKWARD)
     assert [bucket.parcels for bucket in plan.buckets] == [((0, 1, 2),)]
     assert plan.buckets[0].num_bytes == (16 + 16 + 8) * 3 * 4
     shapes = [tuple(output(gm.graph, i).meta["val"].shape) for i in range(3)]
@@ -163,7 +158,7 @@ def test_dtypes_share_a_buffer_as_bytes(group: str) -> None:
     dtypes = [torch.float32, torch.bfloat16, torch.bool, torch.complex64]
     markers = [build.unshard(build.primal(1, 4, dtype=dtype), 7) for dtype in dtypes]
     gm = build.module(*markers)
-    (bucket,) = lowered(gm, FORWARD, overlapped(Limits())).buckets
+    (bucket,) = lowered(gm, GraphKind.FORWARD, overlapped(ScheduleLimits())).buckets
     assert bucket.parcels == ((0, 1, 2, 3),)
     assert bucket.num_bytes == 8 * 4 * (4 + 2 + 1 + 8)
     values = [output(gm.graph, i).meta["val"] for i in range(4)]
@@ -174,7 +169,10 @@ def test_gradients_of_two_dtypes_are_reduced_apart(group: str) -> None:
     build = Builder(group)
     grads = [build.tangent(16, 3), build.call(to_copy, build.tangent(16, 3), dtype=torch.bfloat16)]
     gm = build.module(*(build.reduce(grad) for grad in grads))
-    assert [bucket.parcels for bucket in lowered(gm, BACKWARD, overlapped(Limits())).buckets] == [
+    assert [
+        bucket.parcels
+        for bucket in lowered(gm, GraphKind.BACKWARD, overlapped(ScheduleLimits())).buckets
+    ] == [
         ((0,),),
         ((1,),),
     ]
@@ -189,12 +187,17 @@ def test_shards_of_the_host_are_copied_to_the_device_and_back(group: str) -> Non
     ]
     grads = [build.reduce(build.call(mul, of, of), host="pageable") for of in full]
     gm = build.module(*grads)
-    plan = lowered(gm, BACKWARD)
-    kinds = [TO_DEVICE, ALL_GATHER, REDUCE_SCATTER, TO_HOST]
+    plan = lowered(gm, GraphKind.BACKWARD)
+    kinds = [
+        TransferKind.COPY_TO_DEVICE,
+        TransferKind.ALL_GATHER,
+        TransferKind.REDUCE_SCATTER,
+        TransferKind.COPY_TO_HOST,
+    ]
     assert [bucket.kind for bucket in plan.buckets] == kinds
     assert [bucket.num_bytes for bucket in plan.buckets] == [12, 96, 96, 12]
-    (there,) = (node for node in gm.graph.nodes if node.target is host.to_device)
-    (back,) = (node for node in gm.graph.nodes if node.target is host.to_host)
+    (there,) = (node for node in gm.graph.nodes if node.target is host_copy.to_device)
+    (back,) = (node for node in gm.graph.nodes if node.target is host_copy.to_host)
     assert there.args == (leaves, device) and back.args[1] == "pageable"
     for position, rows in enumerate((2, 1)):
         value = output(gm.graph, position).meta["val"]
@@ -208,6 +211,6 @@ def test_what_the_host_keeps_is_not_in_the_memory_of_the_device(group: str) -> N
     for device in (None, torch.device("cpu")):
         build = Builder(group)
         full = build.unshard(build.primal(1 << 10), 1 << 13, device=device)
-        plan = lowered(build.module(build.call(mul, full, full)), FORWARD)
+        plan = lowered(build.module(build.call(mul, full, full)), GraphKind.FORWARD)
         peaks.append(max(plan.problem.other_bytes))
     assert peaks[0] - peaks[1] == 4 << 10

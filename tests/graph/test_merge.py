@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from graphshard import ops
-from graphshard.passes.merge import merge
+from graphshard.ops import markers
+from graphshard.passes.dedup import merge
 from tests.graph.builder import Builder, add, count, mul, output
 
 
@@ -15,7 +15,7 @@ def test_two_reads_of_a_parameter_gather_once(group: str) -> None:
     gm = build.module(build.call(mul, build.unshard(leaf, 13), build.unshard(leaf, 13)))
     merge(gm)
     gm.graph.lint()
-    assert count(gm.graph, ops.unshard) == 1
+    assert count(gm.graph, markers.unshard) == 1
     left, right = output(gm.graph).args
     assert left is right
 
@@ -25,7 +25,7 @@ def test_two_reads_of_a_scalar_are_one(group: str) -> None:
     leaf = build.primal()
     gm = build.module(build.call(mul, build.replicate(leaf), build.replicate(leaf)))
     merge(gm)
-    assert count(gm.graph, ops.replicate) == 1
+    assert count(gm.graph, markers.replicate) == 1
 
 
 def test_different_parameters_stay_apart(group: str) -> None:
@@ -33,7 +33,7 @@ def test_different_parameters_stay_apart(group: str) -> None:
     reads = [build.unshard(build.primal(2, 3), 13) for _ in range(2)]
     gm = build.module(build.call(mul, *reads))
     merge(gm)
-    assert count(gm.graph, ops.unshard) == 2
+    assert count(gm.graph, markers.unshard) == 2
 
 
 def test_a_kept_read_is_not_one_that_is_given_up(group: str) -> None:
@@ -42,7 +42,7 @@ def test_a_kept_read_is_not_one_that_is_given_up(group: str) -> None:
     reads = [build.unshard(leaf, 13, reshard) for reshard in (True, False)]
     gm = build.module(build.call(mul, *reads))
     merge(gm)
-    assert count(gm.graph, ops.unshard) == 2
+    assert count(gm.graph, markers.unshard) == 2
 
 
 @pytest.mark.parametrize("num_uses", [2, 3, 5])
@@ -58,10 +58,10 @@ def test_gradients_of_all_uses_are_reduced_once(
     gm = build.module(total)
     merge(gm)
     gm.graph.lint()
-    assert count(gm.graph, ops.reduce_grad) == 1
+    assert count(gm.graph, markers.reduce_grad) == 1
     assert count(gm.graph, add) == num_uses - 1
     reduced = output(gm.graph)
-    assert reduced.target is ops.reduce_grad
+    assert reduced.target is markers.reduce_grad
     assert reduced.meta["val"].shape == (2, 3)
     assert reduced.args[0].meta["val"].shape == (13, 3)  # type: ignore[union-attr]
 
@@ -71,7 +71,7 @@ def test_gradients_of_a_replicated_parameter_are_reduced_once(group: str) -> Non
     reduced = [build.all_reduce(build.tangent()) for _ in range(2)]
     gm = build.module(build.call(add, *reduced))
     merge(gm)
-    assert count(gm.graph, ops.all_reduce_grad) == 1
+    assert count(gm.graph, markers.all_reduce_grad) == 1
 
 
 def test_a_reduction_with_another_use_stays(group: str) -> None:
@@ -80,12 +80,12 @@ def test_a_reduction_with_another_use_stays(group: str) -> None:
     gm = build.module(build.call(add, first, second), first)
     merge(gm)
     gm.graph.lint()
-    assert count(gm.graph, ops.reduce_grad) == 2
+    assert count(gm.graph, markers.reduce_grad) == 2
 
 
 def test_a_reduction_plus_something_else_stays(group: str) -> None:
     build = Builder(group)
     gm = build.module(build.call(add, build.reduce(build.tangent(13, 3)), build.tangent(2, 3)))
     merge(gm)
-    assert count(gm.graph, ops.reduce_grad) == 1
+    assert count(gm.graph, markers.reduce_grad) == 1
     assert output(gm.graph).target is add

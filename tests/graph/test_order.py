@@ -14,8 +14,8 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
-from graphshard import handoff
-from graphshard.plan import Plan
+from graphshard.pipeline import compile
+from graphshard.planning.plan import Plan
 
 DIM = 32
 # What each kind of event is in an FX graph, and in Inductor's code.
@@ -57,13 +57,13 @@ def _compiled(
 ) -> list[tuple[list[str], list[str], Plan]]:
     """By graph: events as written, events in the final code, and the plan."""
     written: list[tuple[list[str], Plan]] = []
-    verify = handoff.verify_lowered
+    verify = compile.verify_lowered
 
     def verify_and_note(graph: fx.Graph, plan: Plan) -> None:
         verify(graph, plan)
         written.append((_events_of_graph(graph), plan))
 
-    monkeypatch.setattr(handoff, "verify_lowered", verify_and_note)
+    monkeypatch.setattr(compile, "verify_lowered", verify_and_note)
     policy = graphshard.SchedulePolicy(overlap=True, bucket_cap_mb=DIM * DIM * 4 / 1e6)
     backend = graphshard.backend(mesh, schedule=policy)
     model = torch.compile(Deep(), backend=backend, fullgraph=True)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
-from graphshard.plan import Plan
+from graphshard.planning.plan import Plan
 
 
 class Attention(nn.Module):

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
-from graphshard.plan import ALL_GATHER
+from graphshard.kinds import TransferKind
 
 DIM = 64
 FULL = DIM * DIM  # elements of the smallest full weight; a shard has an eighth
@@ -210,7 +210,9 @@ def test_what_is_recomputed_is_gathered_once(mesh: DeviceMesh) -> None:
     backend = graphshard.backend(mesh, compiler="aot_eager", schedule=policy)
     model = Deep()
     torch.compile(model, backend=backend, fullgraph=True)(_x()).backward()
-    gathered = [t.param for t in backend.plans[1].problem.transfers if t.kind == ALL_GATHER]
+    gathered = [
+        t.param for t in backend.plans[1].problem.transfers if t.kind == TransferKind.ALL_GATHER
+    ]
     assert len(gathered) == len({*gathered}) >= 2 * Deep.LAYERS - 1
 
 

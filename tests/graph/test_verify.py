@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import fx
 
-from graphshard.limits import Limits
-from graphshard.plan import FORWARD, Plan
-from graphshard.verify import verify_lowered, verify_partition
+from graphshard.kinds import GraphKind
+from graphshard.pipeline.verify import verify_lowered, verify_partition
+from graphshard.planning.memory_budget import ScheduleLimits
+from graphshard.planning.plan import Plan
 from tests.graph.builder import Builder, add, lowered, mul, overlapped, t
 
 c10d = torch.ops._c10d_functional
@@ -24,7 +25,7 @@ def _lowered(group: str) -> tuple[fx.Graph, Plan]:
     build = Builder(group)
     first, second = (build.unshard(build.primal(rows // 8), rows) for rows in (LARGE, 2 * LARGE))
     gm = build.module(build.call(torch.ops.aten.cat.default, [first, second]))
-    plan = lowered(gm, FORWARD, overlapped(Limits(cap=1)))
+    plan = lowered(gm, GraphKind.FORWARD, overlapped(ScheduleLimits(cap=1)))
     return gm.graph, plan
 
 

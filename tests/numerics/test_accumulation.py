@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import graphshard
-from graphshard.plan import ALL_REDUCE, REDUCE_SCATTER
+from graphshard.kinds import TransferKind
 from tests import ranks, recording
 from tests.models import GPT, MLP
 from tests.numerics.compare import (
@@ -124,11 +124,13 @@ def test_it_accumulates_as_fsdp2(
         assert trained.loss_error <= tolerance and trained.grad_error <= tolerance
         assert trained.graphs == 2
         kinds = [[kind for kind, _ in sent] for sent in trained.sent]
-        reduction = ALL_REDUCE if "overrides" in options else REDUCE_SCATTER
-        first = [REDUCE_SCATTER] if all_reduce_only else []
+        reduction = (
+            TransferKind.ALL_REDUCE if "overrides" in options else TransferKind.REDUCE_SCATTER
+        )
+        first = [TransferKind.REDUCE_SCATTER] if all_reduce_only else []
         assert kinds[:-1] == [first] * (MICROBATCHES - 1)
-        assert kinds[-1] == [reduction, ALL_REDUCE][: len(shape)]
-        if reduction == REDUCE_SCATTER:
+        assert kinds[-1] == [reduction, TransferKind.ALL_REDUCE][: len(shape)]
+        if reduction == TransferKind.REDUCE_SCATTER:
             assert trained.sent == trained.theirs
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
-from graphshard.agreement import Agreement
+from graphshard.consensus.call_log import CallLog
 from tests import ranks, recording
 from tests.numerics.compare import Twins, generator, num_graphs
 from tests.numerics.test_agreement import assert_same, message, run
@@ -77,7 +77,7 @@ class Forked(nn.Module):
         return (self.first if use_first else self.second)(x).square().mean()
 
 
-def _fork(group: dist.ProcessGroup, _: Agreement, overlap: bool) -> str:
+def _fork(group: dist.ProcessGroup, _: CallLog, overlap: bool) -> str:
     mesh = DeviceMesh.from_group(group, "cpu")
     schedule = graphshard.SchedulePolicy(overlap=overlap)
     backend = graphshard.backend(mesh, compiler="aot_eager", schedule=schedule)

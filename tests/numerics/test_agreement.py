@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import graphshard.agreement
-from graphshard._torch import BackendError
-from graphshard.agreement import STALL_S, Agreement, agreement_of
-from graphshard.board import Board
+import graphshard.consensus.call_log
+from graphshard.consensus.call_log import STALL_S, CallLog, call_log_of
+from graphshard.consensus.event_store import EventStore
+from graphshard.errors import BackendError
 from tests import ranks
 
 PLAN = "forward\nall_gather 0\nall_gather 1"
@@ -37,7 +37,7 @@ def run(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0)
 def _in_group(fn: Callable[..., Any], timeout_s: float, args: Any) -> Any:
     group: Any = dist.new_group(timeout=timedelta(seconds=timeout_s))
     try:
-        result = fn(group, agreement_of(group), *args)
+        result = fn(group, call_log_of(group), *args)
         dist.barrier()  # the default group works, whatever became of this one
         return result
     finally:
@@ -50,7 +50,7 @@ def gather(group: Group) -> None:
     assert full.tolist() == [float(r) for r in range(group.size()) for _ in range(3)]
 
 
-def call(agreement: Agreement, collective: Callable[[Group], object], group: Group) -> None:
+def call(agreement: CallLog, collective: Callable[[Group], object], group: Group) -> None:
     """As a compiled graph does it."""
     try:
         collective(group)
@@ -74,7 +74,7 @@ def assert_same(messages: list[str], *parts: str) -> None:
 # Equal plans.
 
 
-def _train(group: Group, agreement: Agreement, slow_rank: int, seconds: float) -> None:
+def _train(group: Group, agreement: CallLog, slow_rank: int, seconds: float) -> None:
     for step in range(3):
         for plan in ("forward", "backward"):
             if step == 0:
@@ -90,7 +90,7 @@ def test_equal_plans_though_one_rank_comes_late(world: int, seconds: float) -> N
     run(world, _train, world - 1, seconds)
 
 
-def _recompile_alone(group: Group, agreement: Agreement) -> None:
+def _recompile_alone(group: Group, agreement: CallLog) -> None:
     """A rank compiles once more, to the same plan; the others run the graph that they have."""
     agreement.first_run("plan", PLAN)
     for step in range(30):
@@ -105,7 +105,7 @@ def test_one_rank_compiles_the_same_plan_again() -> None:
     run(4, _recompile_alone)
 
 
-def _compile_behind(group: Group, agreement: Agreement) -> None:
+def _compile_behind(group: Group, agreement: CallLog) -> None:
     """A rank is calls behind the other, which is idle for long, and then waits for it."""
     agreement.first_run("plan", PLAN)
     agreement.run("plan")
@@ -128,7 +128,7 @@ def test_a_rank_that_is_behind() -> None:
 # Other plans.
 
 
-def _compile_other(group: Group, agreement: Agreement, other_rank: int) -> str:
+def _compile_other(group: Group, agreement: CallLog, other_rank: int) -> str:
     agreement.first_run("same", "same")
     plan = ("other", OTHER) if group.rank() == other_rank else ("plan", PLAN)
     text = message(agreement.first_run, *plan)
@@ -151,11 +151,11 @@ def functional(group: Group) -> None:
 def backward(group: Group) -> None:
     """As a compiled backward graph does it: within autograd."""
     x = torch.ones(3, requires_grad=True)
-    x.register_hook(lambda grad: call(agreement_of(group), gather, group))
+    x.register_hook(lambda grad: call(call_log_of(group), gather, group))
     x.sum().backward()
 
 
-def _recompile_other(group: Group, agreement: Agreement, new_rank: int, collective: Any) -> str:
+def _recompile_other(group: Group, agreement: CallLog, new_rank: int, collective: Any) -> str:
     agreement.first_run("plan", PLAN)
     gather(group)
     if group.rank() == new_rank:
@@ -177,7 +177,7 @@ def test_others_are_blocked_in_a_collective(world: int, new_rank: int, collectiv
     assert_same(messages, "call 1", f"all_gather 7 (rank {new_rank})", "line 3", "all_gather 1 (")
 
 
-def _choose_other(group: Group, agreement: Agreement) -> str:
+def _choose_other(group: Group, agreement: CallLog) -> str:
     for plan in (PLAN, OTHER):
         agreement.first_run(plan, plan)
         gather(group)
@@ -194,11 +194,13 @@ def test_ranks_blocked_in_graphs_that_all_of_them_know() -> None:
 
 def _swap_once() -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphshard.agreement, "AUDIT_S", 0.5)  # it is read when an agreement is made
+        patch.setattr(
+            graphshard.consensus.call_log, "AUDIT_S", 0.5
+        )  # it is read when an agreement is made
         return _in_group(lambda *each: message(_train_with_a_swap, *each), 60.0, ())
 
 
-def _train_with_a_swap(group: Group, agreement: Agreement) -> None:
+def _train_with_a_swap(group: Group, agreement: CallLog) -> None:
     for step in range(1000):
         agreement.run("other" if step == 3 and group.rank() == 1 else "plan")
         call(agreement, gather, group)
@@ -212,7 +214,7 @@ def test_graphs_that_differed_once_and_did_not_hang() -> None:
 # Ranks that do not come.
 
 
-def _late(group: Group, agreement: Agreement) -> str:
+def _late(group: Group, agreement: CallLog) -> str:
     agreement.first_run("plan", PLAN)
     text = message(agreement.first_run, "late", PLAN) if group.rank() < 2 else ""
     dist.barrier()
@@ -226,7 +228,7 @@ def test_ranks_that_never_come() -> None:
 # Decisions.
 
 
-def _decide(group: Group, agreement: Agreement) -> list[str]:
+def _decide(group: Group, agreement: CallLog) -> list[str]:
     made = []
     for key in ("a", "b", "a"):
         made.append(agreement.decide(key, lambda key=key: f"{key} of {group.rank()}"))
@@ -239,7 +241,7 @@ def test_decisions_are_those_of_the_first_rank(world: int) -> None:
     assert run(world, _decide) == [["a of 0", "b of 0", "a of 0"]] * world
 
 
-def _decide_alone(group: Group, agreement: Agreement) -> str:
+def _decide_alone(group: Group, agreement: CallLog) -> str:
     agreement.first_run("plan", PLAN)
     if group.rank() == 1:
         return message(agreement.decide, "key", str)
@@ -251,7 +253,7 @@ def test_a_decision_that_the_first_rank_does_not_know_of() -> None:
     assert_same(run(2, _decide_alone), "call 1", "decision about key (0) (rank 1)", "(rank 0)")
 
 
-def _fail_to_decide(group: Group, agreement: Agreement) -> str:
+def _fail_to_decide(group: Group, agreement: CallLog) -> str:
     if group.rank() > 0:
         return message(agreement.decide, "key", str)
     with pytest.raises(ZeroDivisionError):
@@ -278,7 +280,7 @@ class _Counting:
         return getattr(self._store, name)
 
 
-def _count_operations(group: Group, agreement: Agreement) -> None:
+def _count_operations(group: Group, agreement: CallLog) -> None:
     store: Any = _Counting(agreement._board._store)
     agreement._board._store = store
     agreement.first_run("plan", PLAN)
@@ -292,7 +294,7 @@ def test_a_run_touches_no_store() -> None:
     run(2, _count_operations)
 
 
-def _num_keys(group: Group, agreement: Agreement) -> None:
+def _num_keys(group: Group, agreement: CallLog) -> None:
     store = dist.distributed_c10d._get_default_store()
     counts = []
     for number in range(8):
@@ -321,7 +323,7 @@ STORES: dict[str, Callable[[Path], dist.Store]] = {
 def test_events_of_two_ranks_in_every_store(kind: str, tmp_path: Path) -> None:
     store = STORES[kind](tmp_path)
     for _ in range(2):  # two groups of the same name, one after the other
-        first, second = (Board(store, "graphshard/0", rank, 2) for rank in range(2))
+        first, second = (EventStore(store, "graphshard/0", rank, 2) for rank in range(2))
         assert first.read(0) is None and second.num_posted() == 0 and first.left() == []
         first.post_call(3, "plan", 17, PLAN)
         second.post_call(3, "other", 18, OTHER)  # a rank has posted about this call
@@ -344,7 +346,7 @@ def _groups_of_one_name(folder: Path) -> list[str]:
         path = f"file://{folder / str(number)}"
         dist.init_process_group("gloo", init_method=path, rank=rank, world_size=world)
         assert dist.group.WORLD is not None
-        agreement = agreement_of(dist.group.WORLD)
+        agreement = call_log_of(dist.group.WORLD)
         agreement.first_run("plan", PLAN)
         made.append(agreement.decide("key", lambda number=number: str(number)))
         dist.barrier()
@@ -363,11 +365,11 @@ def test_groups_of_one_name_one_after_the_other(tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 import torch.distributed as dist
-from graphshard.agreement import agreement_of
+from graphshard.consensus.call_log import call_log_of
 
 rank, path, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-agreement = agreement_of(dist.group.WORLD)
+agreement = call_log_of(dist.group.WORLD)
 agreement.first_run("plan", "text")
 if how == "raise":
     assert rank == 0, "an error on one rank"

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from graphshard import calibrate
-from graphshard.calibrate import Effort, link, rate
-from graphshard.cost import CostModel
-from graphshard.hardware import HARDWARE, KINDS, Hardware, Link
-from graphshard.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from graphshard.cost import calibrate
+from graphshard.cost.calibrate import Effort, interconnect, rate
+from graphshard.cost.hardware import COLLECTIVE_KINDS, HARDWARE, Hardware, Interconnect
+from graphshard.cost.model import CostModel
+from graphshard.kinds import TransferKind
 from tests import ranks
 
 CPU, BASE = torch.device("cpu"), HARDWARE["cpu"]
@@ -23,8 +23,8 @@ TINY = Effort(
 )
 
 
-def _amounts(link: Link, kind: str) -> list[float]:
-    return [amount for amount, _ in link.bus[kind].achieved]
+def _amounts(interconnect: Interconnect, kind: str) -> list[float]:
+    return [amount for amount, _ in interconnect.bus[kind].achieved]
 
 
 def test_without_ranks_the_links_stay_those_of_the_table() -> None:
@@ -51,7 +51,7 @@ def test_ranks_measure_their_link_and_one_writes(tmp_path: Path) -> None:
     assert ranks.run(2, _write_from_ranks, path) == [0, 0]
     assert os.listdir(tmp_path) == [path.name]  # no half-written file is left
     written = Hardware.load(path)
-    for kind in KINDS:
+    for kind in COLLECTIVE_KINDS:
         assert _amounts(written.intra, kind) == [64, 4096]
     assert written.intra.latency_us > 0
     assert written.inter == BASE.inter
@@ -66,15 +66,15 @@ def test_ranks_on_several_nodes_measure_the_network() -> None:
     for measured in ranks.run(2, _measure, env={"LOCAL_WORLD_SIZE": "1"}):
         assert measured.ranks_per_node == 1
         assert measured.intra == BASE.intra  # one rank alone has no link inside of its node
-        for kind in KINDS:
+        for kind in COLLECTIVE_KINDS:
             assert _amounts(measured.inter, kind) == [64, 4096]
 
 
 def test_measured_times_of_collectives_are_predicted() -> None:
     times = {
-        ALL_GATHER: [(1000, 100.0), (10_000, 150.0), (100_000, 900.0)],
-        REDUCE_SCATTER: [(1000, 120.0), (10_000, 300.0), (100_000, 1700.0)],
-        ALL_REDUCE: [(1000, 110.0), (10_000, 200.0), (100_000, 2000.0)],
+        TransferKind.ALL_GATHER: [(1000, 100.0), (10_000, 150.0), (100_000, 900.0)],
+        TransferKind.REDUCE_SCATTER: [(1000, 120.0), (10_000, 300.0), (100_000, 1700.0)],
+        TransferKind.ALL_REDUCE: [(1000, 110.0), (10_000, 200.0), (100_000, 2000.0)],
     }
     for world in (2, 4):
         costs = CostModel(
@@ -88,7 +88,7 @@ def test_measured_times_of_collectives_are_predicted() -> None:
                 issue_us=0.0,
                 contention=0.0,
                 ranks_per_node=4,
-                intra=link(times, world, 0.0),
+                intra=interconnect(times, world, 0.0),
                 inter=BASE.inter,
             )
         )

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 import graphshard
-from graphshard.consolidate import consolidate
+from graphshard.tools.consolidate import consolidate
 from tests import ranks
 from tests.models import GPT
 from tests.numerics.compare import compile_sharded, draw, whole, world_mesh

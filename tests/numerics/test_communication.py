@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from graphshard.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Plan
+from graphshard.kinds import TransferKind
+from graphshard.planning.plan import Plan
 from tests import ranks, recording
 from tests.models import GPT, MLP, ConvNet, Trainable
 from tests.numerics.compare import Twins, compile_sharded, draw, train
@@ -119,25 +120,33 @@ def test_each_parameter_is_gathered_and_reduced_once(kind: Trainable, world_size
     step, needs = _run(kind, world_size), _needs(kind)
     used = [n for n, p in needs.params.items() if not n.startswith("never") and p.dim()]
     used = [name for name in used if needs.params[name].numel()]
-    assert {sent_kind for sent_kind, _ in step.forward} == {ALL_GATHER}
-    again = step.fqns(ALL_GATHER, True)
+    assert {sent_kind for sent_kind, _ in step.forward} == {TransferKind.ALL_GATHER}
+    again = step.fqns(TransferKind.ALL_GATHER, True)
     kept = {step.plans[0].params[i].fqn for i in step.plans[0].kept}
     assert not kept.intersection(again)
     # The partitioner may rather compute an activation again, from its parameters, than save it.
     assert set(needs.saved) <= kept.union(again) <= set(used)
-    expected = [(ALL_GATHER, False, used), (REDUCE_SCATTER, True, needs.trained)]
-    for collective, backward, names in [*expected, (ALL_GATHER, True, sorted(set(again)))]:
+    expected = [
+        (TransferKind.ALL_GATHER, False, used),
+        (TransferKind.REDUCE_SCATTER, True, needs.trained),
+    ]
+    for collective, backward, names in [
+        *expected,
+        (TransferKind.ALL_GATHER, True, sorted(set(again))),
+    ]:
         assert step.fqns(collective, backward) == names
         assert step.bytes(collective, backward) == needs.bytes(names, world_size)
-    assert step.fqns(ALL_REDUCE, True) == needs.replicated
+    assert step.fqns(TransferKind.ALL_REDUCE, True) == needs.replicated
 
 
 def test_inductor_sends_what_aot_eager_sends() -> None:
     eager, compiled = _run(GPT), _run(GPT, compiler="inductor")
-    used = eager.fqns(ALL_GATHER, False)
-    assert compiled.fqns(ALL_GATHER, False) == used
-    assert compiled.fqns(REDUCE_SCATTER, True) == eager.fqns(REDUCE_SCATTER, True)
-    again = compiled.fqns(ALL_GATHER, True)
+    used = eager.fqns(TransferKind.ALL_GATHER, False)
+    assert compiled.fqns(TransferKind.ALL_GATHER, False) == used
+    assert compiled.fqns(TransferKind.REDUCE_SCATTER, True) == eager.fqns(
+        TransferKind.REDUCE_SCATTER, True
+    )
+    again = compiled.fqns(TransferKind.ALL_GATHER, True)
     assert sorted(set(again)) == again and set(again) <= set(used)
 
 
@@ -146,10 +155,12 @@ def test_inductor_sends_what_aot_eager_sends() -> None:
 )
 def test_kept_parameters_are_not_gathered_again(kind: Trainable, compiler: str) -> None:
     again, kept = _run(kind), _run(kind, reshard_after_forward=False, compiler=compiler)
-    assert again.bytes(ALL_GATHER, True) > 0
-    assert kept.bytes(ALL_GATHER, True) == 0
-    assert kept.fqns(ALL_GATHER, False) == again.fqns(ALL_GATHER, False)
-    assert kept.fqns(REDUCE_SCATTER, True) == again.fqns(REDUCE_SCATTER, True)
+    assert again.bytes(TransferKind.ALL_GATHER, True) > 0
+    assert kept.bytes(TransferKind.ALL_GATHER, True) == 0
+    assert kept.fqns(TransferKind.ALL_GATHER, False) == again.fqns(TransferKind.ALL_GATHER, False)
+    assert kept.fqns(TransferKind.REDUCE_SCATTER, True) == again.fqns(
+        TransferKind.REDUCE_SCATTER, True
+    )
 
 
 @pytest.mark.parametrize("kind", [GPT, Reused])
@@ -171,7 +182,7 @@ def _evaluate(kind: Trainable, compiler: str) -> Sent:
 def test_evaluation_gathers_each_parameter_once(compiler: str) -> None:
     size = sum(_padded_bytes(param, 2) for param in Reused().parameters())
     for sent in ranks.run(2, _evaluate, Reused, compiler, backend="recording"):
-        assert {kind for kind, _ in sent} == {ALL_GATHER}
+        assert {kind for kind, _ in sent} == {TransferKind.ALL_GATHER}
         assert sum(num_bytes for _, num_bytes in sent) == size
 
 
@@ -188,7 +199,9 @@ def test_eager_parts_send_the_same_on_all_ranks() -> None:
     assert first == second
     size = sum(_padded_bytes(param, 2) for param in DisabledFirst().parameters())
     # The eager part runs twice, and each use of a parameter there is reduced by itself.
-    assert sum(num_bytes for kind, num_bytes in first if kind == REDUCE_SCATTER) >= size
+    assert (
+        sum(num_bytes for kind, num_bytes in first if kind == TransferKind.REDUCE_SCATTER) >= size
+    )
 
 
 def _step() -> Sent:

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from graphshard import __main__, consolidate
+from graphshard import __main__
+from graphshard.tools import consolidate
 from tests import ranks
 from tests.models import GPT
 from tests.numerics.compare import compile_sharded, draw, whole

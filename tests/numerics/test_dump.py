@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
-from graphshard.plan import ALL_GATHER, REDUCE_SCATTER
+from graphshard.kinds import TransferKind
 from graphshard.show import Dump, profile, table
 from graphshard.show.trace import PID
 from tests import ranks
@@ -86,8 +86,12 @@ def test_the_code_before_and_after_each_stage(tmp_path: Path) -> None:
         plan = Dump.load(tmp_path / "0" / f"00-{graph}.json").plan
         lowered = code(f"{graph}.after")
         assert gathers not in lowered and reductions not in lowered
-        assert lowered.count("_c10d_functional.all_gather_into") == plan.count(ALL_GATHER)
-        assert lowered.count("_c10d_functional.all_to_all_single") == plan.count(REDUCE_SCATTER)
+        assert lowered.count("_c10d_functional.all_gather_into") == plan.count(
+            TransferKind.ALL_GATHER
+        )
+        assert lowered.count("_c10d_functional.all_to_all_single") == plan.count(
+            TransferKind.REDUCE_SCATTER
+        )
 
 
 def _profile(folder: Path) -> None:

@@ -17,12 +17,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import graphshard
-from graphshard import float8, float8_ops, ops
-from graphshard.demo import LEARNING_RATE
-from graphshard.demo_model import GPT, Size, batches, load_text
-from graphshard.emit import run
-from graphshard.float8 import E4M3, RECIPES, ROWWISE, TENSORWISE
-from graphshard.plan import ALL_GATHER, ALL_REDUCE, MAX_REDUCE, REDUCE_SCATTER
+from graphshard.kinds import TransferKind
+from graphshard.ops import float8_math, float8_ops, markers
+from graphshard.ops.emitter import run
+from graphshard.ops.float8_math import E4M3, RECIPES, ROWWISE, TENSORWISE
+from graphshard.tools.demo import LEARNING_RATE
+from graphshard.tools.demo_model import GPT, Size, batches, load_text
 from tests import ranks, recording
 from tests.numerics.compare import (
     compile_sharded,
@@ -36,7 +36,7 @@ from tests.numerics.compare import (
 SIZE = Size(layers=2, heads=2, dim=64, context=32, batch=4, steps=0)
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 needs_rows = pytest.mark.skipif(
-    float8.device_fault("cpu", ROWWISE) is not None, reason="no row-wise product on this CPU"
+    float8_math.device_fault("cpu", ROWWISE) is not None, reason="no row-wise product on this CPU"
 )
 recipes = pytest.mark.parametrize("recipe", [TENSORWISE, pytest.param(ROWWISE, marks=needs_rows)])
 
@@ -105,12 +105,12 @@ def test_it_trains_as_fsdp2_with_torchao() -> None:
     for trained in found:
         assert trained.loss_error == trained.grad_error == 0.0
         kinds = [kind for kind, _, _ in trained.sent]
-        assert kinds.count(ALL_REDUCE) == 1
-        gathered = {dtype for kind, dtype, _ in trained.sent if kind == ALL_GATHER}
+        assert kinds.count(TransferKind.ALL_REDUCE) == 1
+        gathered = {dtype for kind, dtype, _ in trained.sent if kind == TransferKind.ALL_GATHER}
         assert torch.uint8 in gathered
-        assert {dtype for kind, dtype, _ in trained.sent if kind == REDUCE_SCATTER} == {
-            torch.float32
-        }
+        assert {
+            dtype for kind, dtype, _ in trained.sent if kind == TransferKind.REDUCE_SCATTER
+        } == {torch.float32}
 
 
 def test_it_trains_so_in_bfloat16() -> None:
@@ -129,7 +129,7 @@ def _gradients(size: Size = SIZE, **options: Any) -> tuple[list[Tensor], int]:
     model = _model(size)
     backend = graphshard.backend(world_mesh(), compiler="aot_eager", **options)
     torch.compile(model, backend=backend)(_batch(0, dist.get_rank(), size)).backward()
-    kinds = ALL_GATHER, MAX_REDUCE
+    kinds = TransferKind.ALL_GATHER, TransferKind.ALL_REDUCE_MAX
     num_bytes = sum(plan.num_bytes(kind) for plan in backend.plans for kind in kinds)
     return [whole(param.grad) for param in model.parameters()], num_bytes
 
@@ -172,7 +172,7 @@ def _loss(fp8: graphshard.Float8Policy | None) -> float:
 
 def _losses() -> list[float]:
     """In bfloat16, and by every recipe that there is here."""
-    here = [recipe for recipe in RECIPES if float8.device_fault("cpu", recipe) is None]
+    here = [recipe for recipe in RECIPES if float8_math.device_fault("cpu", recipe) is None]
     return [_loss(None), *(_loss(graphshard.Float8Policy(recipe)) for recipe in here)]
 
 
@@ -204,14 +204,14 @@ def _scaled_by_ranks(
         padded = -(-weight.shape[0] // world)
         own = weight[dist.get_rank() * padded :][:padded]
         shards.append(F.pad(own, (0, 0, 0, padded - own.shape[0])))
-    amax = ops.max_over_ranks(float8_ops.local_amax(shards, dtype, group, recipe), group)
-    scales = float8.scale_of(run, amax, E4M3, recipe)
+    amax = markers.max_over_ranks(float8_ops.local_amax(shards, dtype, group, recipe), group)
+    scales = float8_math.scale_of(run, amax, E4M3, recipe)
     sizes = [1 if recipe == TENSORWISE else shard.shape[0] * world for shard in shards]
     parts = [part.view(1, -1) for part in scales.split(sizes)]
     casts = (dtype, None, recipe, parts)
     return [
         (
-            ops.unshard(shard, n, group, group, "", *casts, at, None, "", None, None),
+            markers.unshard(shard, n, group, group, "", *casts, at, None, "", None, None),
             parts[at][:, :n],
         )
         for at, (shard, n) in enumerate(zip(shards, rows))
@@ -228,7 +228,7 @@ def test_scales_and_bytes_are_those_of_the_whole(
     for found in ranks.run(world, _scaled_by_ranks, recipe, dtype, rows):
         for n, (values, scales) in zip(rows, found, strict=True):
             weight = (torch.randn(n, 48, generator=generator(n)) * n).to(dtype)
-            expected = float8.quantised(run, weight, E4M3, recipe, 1)
+            expected = float8_math.quantised(run, weight, E4M3, recipe, 1)
             assert torch.equal(values.view(torch.uint8), expected.values.view(torch.uint8))
             assert torch.equal(scales.reciprocal().flatten(), expected.inverse.flatten())
 
@@ -321,7 +321,7 @@ def test_torchao_s_own_gather_is_an_error() -> None:
 
 def _no_product() -> None:
     recipe = graphshard.Float8Policy(ROWWISE)
-    if float8.device_fault("cpu", ROWWISE):
+    if float8_math.device_fault("cpu", ROWWISE):
         _refuses(_model(), "cpu does not compute rowwise products in fp8", fp8=recipe)
     else:
         compile_sharded(_model(), compiler="aot_eager", fp8=recipe)(_batch(0, 0)).backward()

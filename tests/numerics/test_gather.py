@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphshard import wires
-from graphshard.emit import run
-from graphshard.plan import ALL_GATHER
-from graphshard.wires import Piece
+from graphshard.kinds import TransferKind
+from graphshard.ops import collectives
+from graphshard.ops.collectives import CollectiveInput
+from graphshard.ops.emitter import run
 from tests import ranks, recording
 from tests.numerics.compare import generator, world_mesh
 
@@ -26,14 +26,14 @@ def _shards(rank: int) -> list[Tensor]:
 
 def _gathered(alone: bool, first: int) -> list[Tensor]:
     group, world = world_mesh().get_group().group_name, dist.get_world_size()
-    pieces = [Piece(s, 2 * world, s.dtype, s.dtype) for s in _shards(dist.get_rank())]
+    pieces = [CollectiveInput(s, 2 * world, s.dtype, s.dtype) for s in _shards(dist.get_rank())]
     pieces = [*pieces[first:], *pieces[:first]]
     parcels = [[piece] for piece in pieces] if alone else [pieces[:2], pieces[2:3], pieces[3:]]
-    launched = wires.send(run, ALL_GATHER, parcels, group, world)
+    launched = collectives.send(run, TransferKind.ALL_GATHER, parcels, group, world)
     found: list[torch.Tensor] = []
     for parcel, buffer in zip(parcels, launched, strict=True):
-        done = wires.receive(run, ALL_GATHER, buffer, group, world)
-        found += wires.copy_out(run, ALL_GATHER, parcel, done, world)
+        done = collectives.receive(run, TransferKind.ALL_GATHER, buffer, group, world)
+        found += collectives.copy_out(run, TransferKind.ALL_GATHER, parcel, done, world)
     return [*found[-first:], *found[:-first]] if first else found
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import graphshard
-from graphshard.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from graphshard.kinds import TransferKind
 from tests import ranks, recording
 from tests.models import GPT, MLP, Trainable
 from tests.numerics.compare import compile_sharded, draw, relative_error, sgd, whole, world_mesh
@@ -92,7 +92,7 @@ def test_it_trains_as_fsdp2_does(kind: Trainable, policy: MixedPrecisionPolicy) 
             policy.reduce_dtype or policy.param_dtype or FP32,
         )
         dtypes = {kind: {d for k, d, _ in trained.sent if k == kind} for kind, *_ in trained.sent}
-        assert dtypes == {ALL_GATHER: {used}, REDUCE_SCATTER: {reduced}}
+        assert dtypes == {TransferKind.ALL_GATHER: {used}, TransferKind.REDUCE_SCATTER: {reduced}}
 
 
 def test_it_trains_as_fsdp2_does_by_inductor() -> None:
@@ -108,11 +108,11 @@ def test_half_the_bytes_travel() -> None:
         trained, _ = ranks.run(2, _train, GPT, policy, "aot_eager", 2, backend="recording")
         by_policy.append({k: sum(b for of, _, b in trained.sent if of == k) for k in _KINDS})
     plain, mixed = by_policy
-    assert mixed[ALL_GATHER] == plain[ALL_GATHER] / 2 > 0
-    assert mixed[REDUCE_SCATTER] == plain[REDUCE_SCATTER] > 0
+    assert mixed[TransferKind.ALL_GATHER] == plain[TransferKind.ALL_GATHER] / 2 > 0
+    assert mixed[TransferKind.REDUCE_SCATTER] == plain[TransferKind.REDUCE_SCATTER] > 0
 
 
-_KINDS = (ALL_GATHER, REDUCE_SCATTER)
+_KINDS = (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER)
 
 
 class FloatLoss(GPT):
@@ -149,8 +149,8 @@ class Mixed(nn.Module):
 def test_only_floating_parameters_are_cast() -> None:
     for trained in ranks.run(2, _train_mixed, backend="recording"):
         assert {(kind, dtype) for kind, dtype, _ in trained} >= {
-            (REDUCE_SCATTER, FP32),
-            (ALL_REDUCE, FP32),
+            (TransferKind.REDUCE_SCATTER, FP32),
+            (TransferKind.ALL_REDUCE, FP32),
         }
 
 
@@ -251,7 +251,12 @@ def _override() -> tuple[list[str], list[str]]:
     torch.compile(model, backend=backend)(torch.randn(3, 6)).backward()
     assert all(p.grad.dtype == FP32 for p in model.parameters())
     forward, backward = backend.plans
-    again = [p.fqn for b in backward.buckets if b.kind == ALL_GATHER for p in backward.params_of(b)]
+    again = [
+        p.fqn
+        for b in backward.buckets
+        if b.kind == TransferKind.ALL_GATHER
+        for p in backward.params_of(b)
+    ]
     return sorted(forward.params[i].fqn for i in forward.kept), again
 
 

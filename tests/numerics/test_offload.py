@@ -20,11 +20,12 @@ from torch.distributed.fsdp import (
 )
 
 import graphshard
-from graphshard.cost import CostModel
-from graphshard.handoff import Compiling
-from graphshard.hardware import HARDWARE
-from graphshard.plan import ALL_GATHER, BACKWARD, FORWARD, TO_DEVICE, TO_HOST, Plan
-from graphshard.simulate import simulate
+from graphshard.cost.hardware import HARDWARE
+from graphshard.cost.model import CostModel
+from graphshard.kinds import GraphKind, TransferKind
+from graphshard.pipeline.compile import CompileSettings
+from graphshard.planning.plan import Plan
+from graphshard.planning.simulate import simulate
 from tests import ranks
 from tests.models import GPT
 from tests.numerics.compare import Twins, draw, relative_error, sgd, whole
@@ -81,15 +82,17 @@ def _train_beside_fsdp2(way: str) -> tuple[float, float]:
 def _check_copies(plans: list[Plan]) -> None:
     """Each gather of shards and what reduces to them has a copy of its own."""
     forward, backward = plans
-    assert (forward.graph, backward.graph) == (FORWARD, BACKWARD)
+    assert (forward.graph, backward.graph) == (GraphKind.FORWARD, GraphKind.BACKWARD)
     for plan in plans:
-        loads = {b.parcels: b for b in plan.buckets if b.kind == TO_DEVICE}
-        gathers = {b.parcels: b for b in plan.buckets if b.kind == ALL_GATHER}
+        loads = {b.parcels: b for b in plan.buckets if b.kind == TransferKind.COPY_TO_DEVICE}
+        gathers = {b.parcels: b for b in plan.buckets if b.kind == TransferKind.ALL_GATHER}
         assert loads.keys() == gathers.keys()
         assert all(load.wait == gathers[of].launch for of, load in loads.items())
     shards = sum(p.nbytes for p in _model().parameters()) / forward.buckets[0].world
-    assert forward.count(TO_DEVICE) and not forward.count(TO_HOST)
-    assert backward.num_bytes(TO_HOST) >= shards / 2
+    assert forward.count(TransferKind.COPY_TO_DEVICE) and not forward.count(
+        TransferKind.COPY_TO_HOST
+    )
+    assert backward.num_bytes(TransferKind.COPY_TO_HOST) >= shards / 2
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -204,7 +207,7 @@ class Deep(nn.Module):
 
 def _train_within(compiler: str) -> None:
     limited, peaks = None, []
-    with mock.patch.object(Compiling, "stows", True):  # a CPU has no memory but the host's
+    with mock.patch.object(CompileSettings, "stows", True):  # a CPU has no memory but the host's
         for budget in (None, 0.9):
             if budget is not None:
                 limited = budget * peaks[0] / 1e9
@@ -217,7 +220,7 @@ def _train_within(compiler: str) -> None:
             ]
             peaks.append(max(times))
     forward, backward = plans
-    moved = forward.count(TO_HOST), backward.count(TO_DEVICE)
+    moved = forward.count(TransferKind.COPY_TO_HOST), backward.count(TransferKind.COPY_TO_DEVICE)
     assert moved[0] == moved[1] > 0
     assert peaks[1] <= 0.9 * peaks[0]
 
@@ -229,5 +232,5 @@ def test_activations_leave_the_device_for_a_budget(compiler: str) -> None:
 
 def test_nothing_leaves_a_cpu() -> None:
     policy = graphshard.SchedulePolicy(memory_budget_gb=1e-4)
-    assert not Compiling("aot_eager", policy, torch.device("cpu")).stows
-    assert Compiling("aot_eager", policy, torch.device("cuda")).stows
+    assert not CompileSettings("aot_eager", policy, torch.device("cpu")).stows
+    assert CompileSettings("aot_eager", policy, torch.device("cuda")).stows

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import graphshard
 from graphshard import SchedulePolicy
-from graphshard.plan import ALL_GATHER, BACKWARD, FORWARD
-from graphshard.planner import BudgetError
-from graphshard.simulate import alive_bytes
+from graphshard.kinds import GraphKind, TransferKind
+from graphshard.planning.search import BudgetError
+from graphshard.planning.simulate import alive_bytes
 from tests import ranks
 from tests.models import GPT, MLP, ConvNet, Trainable
 from tests.numerics.compare import generator, sgd, world_mesh
@@ -69,7 +69,7 @@ def _smallest(graph: str) -> float:
 
 def _keep_budget() -> None:
     """Backward needs more than forward."""
-    budget_gb = _smallest(BACKWARD)
+    budget_gb = _smallest(GraphKind.BACKWARD)
     for plan in _both(GPT, WIDE, {"memory_budget_gb": budget_gb}).values():
         assert max(alive_bytes(plan.problem, plan.buckets)) <= round(budget_gb * 1e9)
 
@@ -82,10 +82,10 @@ def test_parameters_are_kept_within_a_large_budget() -> None:
     """Nothing hides behind no compute, so everything is kept."""
     options = {"memory_budget_gb": 1.0, "node_cost": _nothing}
     plans = ranks.run(2, _both, GPT, WIDE, options)[0]
-    assert plans[BACKWARD].count(ALL_GATHER) == 0
-    gathered = {t.param for t in plans[FORWARD].problem.transfers}
-    used_again = {plans[FORWARD].params[i].fqn for i in plans[FORWARD].kept}
-    assert used_again and len(plans[FORWARD].kept) < len(gathered)
+    assert plans[GraphKind.BACKWARD].count(TransferKind.ALL_GATHER) == 0
+    gathered = {t.param for t in plans[GraphKind.FORWARD].problem.transfers}
+    used_again = {plans[GraphKind.FORWARD].params[i].fqn for i in plans[GraphKind.FORWARD].kept}
+    assert used_again and len(plans[GraphKind.FORWARD].kept) < len(gathered)
     assert "blocks.0.qkv.weight" in used_again and "positions.weight" not in used_again
 
 

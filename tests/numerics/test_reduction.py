@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import graphshard
-from graphshard.hardware import HARDWARE
-from graphshard.plan import REDUCE_SCATTER
+from graphshard.cost.hardware import HARDWARE
+from graphshard.kinds import TransferKind
 from graphshard.show import Dump
 from tests import ranks, recording
 from tests.models import GPT
@@ -36,19 +36,19 @@ def _gradients(compiler: str, hardware: Path, folder: Path) -> list[Tensor]:
     [(2, 1e6, "inductor"), (2, 0.0, "aot_eager"), (4, 1e6, "aot_eager")],
 )
 def test_an_exchange_gives_what_reduce_scatter_gives(
-    world: int, parcel_us: float, compiler: str, tmp_path: Path
+    world: int, buffer_us: float, compiler: str, tmp_path: Path
 ) -> None:
     table, hardware = HARDWARE["cpu"], tmp_path / "hardware.json"
-    link = dataclasses.replace(table.intra, parcel_us=parcel_us)
+    link = dataclasses.replace(table.intra, buffer_us=buffer_us)
     hardware.write_text(dataclasses.replace(table, intra=link).to_json())
     found = {}
     for backend, op in (("gloo", EXCHANGE), (recording.BACKEND, SCATTER)):
         folder = tmp_path / backend
         found[backend] = ranks.run(world, _gradients, compiler, hardware, folder, backend=backend)
         plan = Dump.load(folder / "00-backward.json").plan
-        buckets = [bucket for bucket in plan.buckets if bucket.kind == REDUCE_SCATTER]
+        buckets = [bucket for bucket in plan.buckets if bucket.kind == TransferKind.REDUCE_SCATTER]
         parcels = sum(len(bucket.parcels) for bucket in buckets)
-        assert (parcels > len(buckets)) == (parcel_us == 0)
+        assert (parcels > len(buckets)) == (buffer_us == 0)
         if (
             compiler == "aot_eager"
         ):  # by Inductor the first rank may take another one's from the cache

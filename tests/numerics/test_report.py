@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 import graphshard
-from graphshard.memory import Held
+from graphshard.params.memory_report import Held
 from tests import ranks
 from tests.models import ConvNet
 from tests.numerics.compare import compile_sharded, draw

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import graphshard
-from graphshard.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from graphshard.kinds import TransferKind
 from tests import ranks, recording
 from tests.models import GPT, MLP
 from tests.numerics.compare import (
@@ -163,14 +163,14 @@ def _expected(strategy: Strategy) -> tuple[Sent, Sent]:
     """In forward and in backward, one collective of each kind that there is."""
     shards, replicas = strategy.mesh[-1], ALL // strategy.mesh[-1]
     size = _num_bytes(shards)
-    reduced = [(REDUCE_SCATTER, shards, size)]
+    reduced = [(TransferKind.REDUCE_SCATTER, shards, size)]
     if replicas > 1:
-        reduced.append((ALL_REDUCE, replicas, size // shards))
-    again = [(ALL_GATHER, shards, size)]
+        reduced.append((TransferKind.ALL_REDUCE, replicas, size // shards))
+    again = [(TransferKind.ALL_GATHER, shards, size)]
     reshard = strategy.ours.get("reshard_after_forward", True)
     if not isinstance(reshard, bool):
-        again = [(ALL_GATHER, reshard, _num_bytes(reshard))]
-    return [(ALL_GATHER, shards, size)], [*(again if reshard else []), *reduced]
+        again = [(TransferKind.ALL_GATHER, reshard, _num_bytes(reshard))]
+    return [(TransferKind.ALL_GATHER, shards, size)], [*(again if reshard else []), *reduced]
 
 
 def _total(sent: Sent) -> Sent:
@@ -213,30 +213,34 @@ def test_what_travels_among_whom(name: str) -> None:
     for trained in _trained(name, "aot_eager"):
         assert trained.forward == forward
         # What backward does not need, or what is kept because it would be exposed, is not gathered.
-        gathered = [of for of in trained.backward if of[0] == ALL_GATHER]
-        expected = [of for of in backward if of[0] == ALL_GATHER]
+        gathered = [of for of in trained.backward if of[0] == TransferKind.ALL_GATHER]
+        expected = [of for of in backward if of[0] == TransferKind.ALL_GATHER]
         assert [of[:2] for of in gathered] == [of[:2] for of in expected]
         assert all(0 < of[2] <= full[2] for of, full in zip(gathered, expected))
-        reduced = [of for of in trained.backward if of[0] != ALL_GATHER]
+        reduced = [of for of in trained.backward if of[0] != TransferKind.ALL_GATHER]
         assert reduced == backward[len(expected) :]
-        theirs = [of for of in _total(trained.theirs) if of[0] != ALL_GATHER]
+        theirs = [of for of in _total(trained.theirs) if of[0] != TransferKind.ALL_GATHER]
         assert reduced == [of for of in theirs if of[1] > 1]
 
 
 def test_ddp_sends_gradients_alone() -> None:
     for trained in _trained("NO_SHARD", "aot_eager"):
         assert trained.forward == []
-        assert trained.backward == _total(trained.theirs) == [(ALL_REDUCE, ALL, _num_bytes(1))]
+        assert (
+            trained.backward
+            == _total(trained.theirs)
+            == [(TransferKind.ALL_REDUCE, ALL, _num_bytes(1))]
+        )
 
 
 def test_each_parameter_travels_by_its_own_strategy() -> None:
     norms = sum(p.nbytes for name, p in GPT().named_parameters() if "norm" in name)
     for trained in _trained("mixed", "aot_eager"):
         kinds = {(kind, size): num_bytes for kind, size, num_bytes in trained.backward}
-        assert kinds[ALL_REDUCE, ALL] == norms
-        assert kinds[ALL_REDUCE, FEW] == kinds[REDUCE_SCATTER, FEW] // FEW
+        assert kinds[TransferKind.ALL_REDUCE, ALL] == norms
+        assert kinds[TransferKind.ALL_REDUCE, FEW] == kinds[TransferKind.REDUCE_SCATTER, FEW] // FEW
         ((_, _, gathered),) = trained.forward
-        assert kinds[ALL_GATHER, FEW] < 0.6 * gathered
+        assert kinds[TransferKind.ALL_GATHER, FEW] < 0.6 * gathered
 
 
 def _placements(name: str) -> dict[str, tuple[Any, ...]]:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from graphshard.hardware import KINDS, Hardware, Link, Rate
-from graphshard.limits import Limits
-from graphshard.plan import ALL_GATHER, REDUCE_SCATTER, Bucket, Plan, Problem, ShardedParam
-from graphshard.planner import schedule
+from graphshard.cost.hardware import COLLECTIVE_KINDS, Hardware, Interconnect, Rate
+from graphshard.kinds import TransferKind
+from graphshard.planning.memory_budget import ScheduleLimits
+from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem
+from graphshard.planning.search import find_schedule
 from graphshard.show import Dump
 from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction
 
@@ -17,8 +18,8 @@ from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, r
 def hardware(line: Line, name: str = "wire") -> Hardware:
     """With the prices of ``line``, for collectives of ``WORLD`` ranks."""
     per_s = (WORLD - 1) / WORLD * 1e6 / max(line.us_per_byte, 1e-3)
-    bus = {kind: Rate(per_s, ((1.0, 1.0),)) for kind in KINDS}
-    link = Link(line.latency_us, 0.0, line.parcel_cost_us, bus)
+    bus = {kind: Rate(per_s, ((1.0, 1.0),)) for kind in COLLECTIVE_KINDS}
+    link = Interconnect(line.latency_us, 0.0, line.parcel_cost_us, bus)
     memory = Rate(2e6 / max(line.copy_us_per_byte, 1e-3), ((1.0, 1.0),))
     rate = Rate(1e12, ((1.0, 1.0),))
     return Hardware(
@@ -48,14 +49,14 @@ def dump(
     asked: Problem,
     buckets: Sequence[Bucket],
     fqns: Sequence[str] | None = None,
-    limits: Limits | None = None,
+    limits: ScheduleLimits | None = None,
     on: Hardware = WIRE,
 ) -> Dump:
     """Parameters are named ``fqns``, or p0, p1, ..."""
     num_params = 1 + max((transfer.param for transfer in asked.transfers), default=-1)
     names = fqns or [f"p{i}" for i in range(num_params)]
-    params = tuple(ShardedParam(i, (4, 2), "torch.float32", 1, n) for i, n in enumerate(names))
-    return Dump(Plan(params, asked, tuple(buckets)), on, limits or Limits(), "0/0")
+    params = tuple(PlanParam(i, (4, 2), "torch.float32", 1, n) for i, n in enumerate(names))
+    return Dump(Plan(params, asked, tuple(buckets)), on, limits or ScheduleLimits(), "0/0")
 
 
 def by_hand() -> Dump:
@@ -69,9 +70,9 @@ def by_hand() -> Dump:
         other_bytes=[100, 200, 100],
     )
     buckets = [
-        bucket(ALL_GATHER, [(0,)], 20, (0, 0)),
-        bucket(ALL_GATHER, [(1,)], 20, (0, 1)),
-        bucket(REDUCE_SCATTER, [(2, 3)], 40, (2, 3)),
+        bucket(TransferKind.ALL_GATHER, [(0,)], 20, (0, 0)),
+        bucket(TransferKind.ALL_GATHER, [(1,)], 20, (0, 1)),
+        bucket(TransferKind.REDUCE_SCATTER, [(2, 3)], 40, (2, 3)),
     ]
     return dump(asked, buckets, ["up.weight", "down.weight", "norm.weight", "norm.bias"])
 
@@ -82,4 +83,4 @@ def dumps(draw: st.DrawFn) -> Dump:
     asked, on = draw(problems()), hardware(draw(lines))
     empty = dump(asked, [], on=on)
     cost = draw(lines)  # not that of the hardware: any schedule will do
-    return dump(asked, schedule(asked, cost, Limits()), on=empty.hardware)
+    return dump(asked, find_schedule(asked, cost, ScheduleLimits()), on=empty.hardware)

@@ -24,38 +24,39 @@ from typing import Any
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 
-from graphshard.cuts import Cuts, Queue
-from graphshard.plan import ALL_GATHER, Bucket, Problem
-from graphshard.simulate import Cost, Prices, clock, cost_of
+from graphshard.kinds import TransferKind
+from graphshard.planning.bucketing import Cuts, Queue
+from graphshard.planning.plan import Bucket, Problem
+from graphshard.planning.simulate import BucketCost, TransferCostModel, bucket_cost, clock
 
 Terms = dict[int, float]
 """Factors by variable."""
 
 
-def price_us(problem: Problem, buckets: tuple[Bucket, ...], prices: Prices) -> float:
+def price_us(problem: Problem, buckets: tuple[Bucket, ...], prices: TransferCostModel) -> float:
     """What the planner makes small where memory has no price."""
-    lost_us = sum(prices.lost_us(cost_of(problem, of, prices).wire_us) for of in buckets)
+    lost_us = sum(prices.lost_us(bucket_cost(problem, of, prices).lane_us) for of in buckets)
     return clock(problem, buckets, prices).total_us + lost_us
 
 
-def best(problem: Problem, prices: Prices) -> tuple[tuple[Bucket, ...], float]:
+def best(problem: Problem, prices: TransferCostModel) -> tuple[tuple[Bucket, ...], float]:
     """The schedule with the least ``price_us``, and that price by its program."""
     found: tuple[tuple[Bucket, ...], float] = ((), math.inf)
     for cuts in _all_cuts(problem, prices):
-        wire_us = sum(group.cost.wire_us for group in cuts)
-        fixed_us = sum(prices.lost_us(group.cost.wire_us) for group in cuts)
-        if fixed_us + max(wire_us, sum(problem.compute_us)) < found[1]:
+        lane_us = sum(group.cost.lane_us for group in cuts)
+        fixed_us = sum(prices.lost_us(group.cost.lane_us) for group in cuts)
+        if fixed_us + max(lane_us, sum(problem.compute_us)) < found[1]:
             buckets, total_us = _Program(problem, cuts).solved()
             if fixed_us + total_us < found[1]:
                 found = buckets, fixed_us + total_us
     return found
 
 
-def _all_cuts(problem: Problem, prices: Prices) -> Iterator[Cuts]:
+def _all_cuts(problem: Problem, prices: TransferCostModel) -> Iterator[Cuts]:
     """Every way to cut gathers by when they are due, and reductions by when they are ready."""
     at = range(len(problem.transfers))
-    gathers = [i for i in at if problem.transfers[i].kind == ALL_GATHER]
-    reductions = [i for i in at if problem.transfers[i].kind != ALL_GATHER]
+    gathers = [i for i in at if problem.transfers[i].kind == TransferKind.ALL_GATHER]
+    reductions = [i for i in at if problem.transfers[i].kind != TransferKind.ALL_GATHER]
     gathers.sort(key=lambda i: problem.transfers[i].due)
     reductions.sort(key=lambda i: problem.transfers[i].ready)
     choices = [
@@ -118,7 +119,7 @@ class _Program:
     def _constrain(self) -> None:
         for b, cost in enumerate(self._costs):
             self._one_of([x for (of, _), x in self._launched.items() if of == b])
-            self._behind(self._sent[b], self._copied[b], cost.wire_us)
+            self._behind(self._sent[b], self._copied[b], cost.lane_us)
             self._behind(self._total, self._sent[b], 0.0)
         for a, b in self._order:
             self._ordered(a, b, self._costs[b])
@@ -129,12 +130,12 @@ class _Program:
             self._step(step)
         self._behind(self._total, self._start[-1], 0.0)
 
-    def _ordered(self, a: int, b: int, cost: Cost) -> None:
+    def _ordered(self, a: int, b: int, cost: BucketCost) -> None:
         given = self._order[a, b]
         if a < b:
             self._one_of([given, self._order[b, a]])
         self._behind(self._copied[b], self._copied[a], cost.copy_in_us, given)
-        self._behind(self._sent[b], self._sent[a], cost.wire_us, given)
+        self._behind(self._sent[b], self._sent[a], cost.lane_us, given)
         steps = self._problem.num_steps
         at = {x: float(s) for (of, s), x in self._launched.items() if of == b}
         at |= {x: -float(s) for (of, s), x in self._launched.items() if of == a}

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from graphshard.plan import ALL_GATHER, BACKWARD, REDUCE_SCATTER, Problem, Transfer
+from graphshard.kinds import GraphKind, TransferKind
+from graphshard.planning.plan import Problem, Transfer
 
 WORLD = 4
 
@@ -29,11 +30,11 @@ class Line:
     def copy_us(self, num_bytes: int) -> float:
         return num_bytes * self.copy_us_per_byte
 
-    def parcel_us(self, world: int, stride: int = 1) -> float:
+    def buffer_us(self, world: int, stride: int = 1) -> float:
         return self.parcel_cost_us
 
-    def lost_us(self, wire_us: float) -> float:
-        return self.issue_us + self.contention * wire_us
+    def lost_us(self, lane_us: float) -> float:
+        return self.issue_us + self.contention * lane_us
 
 
 def gather(
@@ -42,7 +43,19 @@ def gather(
     last = due if last is None else last
     shard_bytes = num_bytes // WORLD
     return Transfer(
-        *(param, ALL_GATHER, num_bytes, "float32", shard_bytes, False, "g", WORLD, 0, due, last),
+        *(
+            param,
+            TransferKind.ALL_GATHER,
+            num_bytes,
+            "float32",
+            shard_bytes,
+            False,
+            "g",
+            WORLD,
+            0,
+            due,
+            last,
+        ),
         host=host,
     )
 
@@ -57,7 +70,7 @@ def reduction(
 ) -> Transfer:
     shard_bytes, last = num_bytes // WORLD, num_steps - 1
     return Transfer(
-        *(param, REDUCE_SCATTER, num_bytes, "float32", shard_bytes, False, "g", WORLD),
+        *(param, TransferKind.REDUCE_SCATTER, num_bytes, "float32", shard_bytes, False, "g", WORLD),
         *(ready, num_steps, last),
         replicas="r" if num_replicas > 1 else "",
         num_replicas=num_replicas,
@@ -71,7 +84,7 @@ def problem(
 ) -> Problem:
     steps = tuple(f"step{i}" for i in range(len(compute_us)))
     other = tuple(other_bytes or [0] * len(steps))
-    return Problem(BACKWARD, steps, tuple(compute_us), other, tuple(transfers))
+    return Problem(GraphKind.BACKWARD, steps, tuple(compute_us), other, tuple(transfers))
 
 
 @st.composite

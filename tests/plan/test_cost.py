@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import graphshard.ops  # noqa: F401  registers the markers
-from graphshard.cost import CostModel
-from graphshard.flops import ATTENTION_BACKWARD, ATTENTION_FORWARD
-from graphshard.hardware import HARDWARE, KINDS, Hardware, Link, Rate
-from graphshard.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+import graphshard.ops.markers  # noqa: F401  registers the markers
+from graphshard.cost.flops import ATTENTION_BACKWARD, ATTENTION_FORWARD
+from graphshard.cost.hardware import COLLECTIVE_KINDS, HARDWARE, Hardware, Interconnect, Rate
+from graphshard.cost.model import CostModel
+from graphshard.kinds import TransferKind
 
 aten = torch.ops.aten
 
@@ -28,8 +28,10 @@ def _flat(per_s: float) -> Rate:
     return Rate(per_s, ((1, 1.0),))
 
 
-def _link(latency_us: float, hop_us: float, bytes_per_s: float) -> Link:
-    return Link(latency_us, hop_us, 20.0, dict.fromkeys(KINDS, _flat(bytes_per_s)))
+def _link(latency_us: float, hop_us: float, bytes_per_s: float) -> Interconnect:
+    return Interconnect(
+        latency_us, hop_us, 20.0, dict.fromkeys(COLLECTIVE_KINDS, _flat(bytes_per_s))
+    )
 
 
 FLOPS = {"float32": _flat(1e9), "tf32": _flat(2e9), "bfloat16": _flat(4e9), "float8": _flat(8e9)}
@@ -353,12 +355,12 @@ def test_a_price_that_is_no_time_is_refused(price: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "world", "us"),
     [
-        (ALL_GATHER, 1, 2 * 1000 + 1),  # a copy reads and writes
-        (ALL_GATHER, 4, 10 + 3 * 1 + 1000 * 3 / 4),
-        (REDUCE_SCATTER, 4, 10 + 3 * 1 + 1000 * 3 / 4),
-        (ALL_REDUCE, 4, 10 + 2 * (3 * 1 + 1000 * 3 / 4)),
-        (ALL_GATHER, 8, 100 + 6 * 1 + 1 * 5 + 10000 * 7 / 8),
-        (ALL_REDUCE, 16, 100 + 2 * (12 * 1 + 3 * 5 + 10000 * 15 / 16)),
+        (TransferKind.ALL_GATHER, 1, 2 * 1000 + 1),  # a copy reads and writes
+        (TransferKind.ALL_GATHER, 4, 10 + 3 * 1 + 1000 * 3 / 4),
+        (TransferKind.REDUCE_SCATTER, 4, 10 + 3 * 1 + 1000 * 3 / 4),
+        (TransferKind.ALL_REDUCE, 4, 10 + 2 * (3 * 1 + 1000 * 3 / 4)),
+        (TransferKind.ALL_GATHER, 8, 100 + 6 * 1 + 1 * 5 + 10000 * 7 / 8),
+        (TransferKind.ALL_REDUCE, 16, 100 + 2 * (12 * 1 + 3 * 5 + 10000 * 15 / 16)),
     ],
 )
 def test_collectives(kind: str, world: int, us: float) -> None:
@@ -368,7 +370,11 @@ def test_collectives(kind: str, world: int, us: float) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "num_bytes", "world", "says"),
-    [("broadcast", 1, 2, "broadcast"), (ALL_GATHER, 1, 0, "world=0"), (ALL_GATHER, -1, 2, "=-1")],
+    [
+        ("broadcast", 1, 2, "broadcast"),
+        (TransferKind.ALL_GATHER, 1, 0, "world=0"),
+        (TransferKind.ALL_GATHER, -1, 2, "=-1"),
+    ],
 )
 def test_what_is_no_collective_is_refused(kind: str, num_bytes: int, world: int, says: str) -> None:
     with pytest.raises(ValueError, match=says):
@@ -377,7 +383,7 @@ def test_what_is_no_collective_is_refused(kind: str, num_bytes: int, world: int,
 
 @given(
     st.sampled_from(sorted(HARDWARE)),
-    st.sampled_from(KINDS),
+    st.sampled_from(COLLECTIVE_KINDS),
     st.integers(1, 4096),
     st.integers(0, 1 << 36),
     st.integers(0, 1 << 36),

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
-from graphshard import float8
-from graphshard.emit import run
-from graphshard.float8 import E4M3, E5M2, RECIPES, ROWWISE, TENSORWISE
+from graphshard.ops import float8_math
+from graphshard.ops.emitter import run
+from graphshard.ops.float8_math import E4M3, E5M2, RECIPES, ROWWISE, TENSORWISE
 
 
 @pytest.mark.parametrize(
@@ -82,28 +82,28 @@ def test_a_policy_checks_itself() -> None:
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("value", [1e30, -1e30, float("inf"), 3.0])
 def test_casts_saturate(dtype: torch.dtype, value: float) -> None:
-    cast = float8.cast(run, torch.tensor([value]), torch.tensor(2.0), dtype, 0).float()
+    cast = float8_math.cast(run, torch.tensor([value]), torch.tensor(2.0), dtype, 0).float()
     largest = torch.finfo(dtype).max
     assert cast.item() == max(-largest, min(largest, 2 * value))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_nan_is_not_hidden(recipe: str) -> None:
-    scaled = float8.quantised(run, torch.tensor([[1.0, float("nan")]]), E4M3, recipe, 1)
+    scaled = float8_math.quantised(run, torch.tensor([[1.0, float("nan")]]), E4M3, recipe, 1)
     assert scaled.values.float().isnan().any()
 
 
 @given(st.floats(1e-20, 1e30), st.sampled_from([E4M3, E5M2]))
 def test_the_largest_value_becomes_the_largest(amax: float, dtype: torch.dtype) -> None:
     x = torch.tensor([[amax, -amax / 3, 0.0]])
-    scale = float8.scale_of(run, x.abs().amax(), dtype, TENSORWISE)
+    scale = float8_math.scale_of(run, x.abs().amax(), dtype, TENSORWISE)
     largest = torch.finfo(dtype).max
     assert float(scale) == pytest.approx(largest / max(amax, 1e-12), rel=1e-6)
-    values, inverse = float8.quantised(run, x, dtype, TENSORWISE, 1)
+    values, inverse = float8_math.quantised(run, x, dtype, TENSORWISE, 1)
     if amax > 1e-11:
         assert values.float()[0, 0] == largest
         step = 2.0 ** -(3 if dtype is E4M3 else 2)
         assert torch.allclose(values.float() * inverse, x, rtol=step / 2 + 1e-5, atol=amax * 1e-5)
-    by_row = float8.scale_of(run, x.abs().amax(1), dtype, ROWWISE)
+    by_row = float8_math.scale_of(run, x.abs().amax(1), dtype, ROWWISE)
     assert by_row.log2().item() == by_row.log2().round().item()
     assert scale / 2 < by_row <= scale

@@ -13,8 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphshard.hardware import DEFAULT, HARDWARE, KINDS, Hardware, Link, Rate
-from graphshard.plan import ALL_GATHER, ALL_REDUCE
+from graphshard.cost.hardware import (
+    COLLECTIVE_KINDS,
+    DEFAULT,
+    HARDWARE,
+    Hardware,
+    Interconnect,
+    Rate,
+)
+from graphshard.kinds import TransferKind
 
 _positive = st.floats(1e-3, 1e15)
 
@@ -28,11 +35,11 @@ def rates(draw: st.DrawFn) -> Rate:
 
 
 links = st.builds(
-    Link,
+    Interconnect,
     latency_us=st.floats(0, 1e4),
     hop_us=st.floats(0, 1e4),
-    parcel_us=st.floats(0, 1e4),
-    bus=st.fixed_dictionaries(dict.fromkeys(KINDS, rates())),
+    buffer_us=st.floats(0, 1e4),
+    bus=st.fixed_dictionaries(dict.fromkeys(COLLECTIVE_KINDS, rates())),
 )
 machines = st.builds(
     Hardware,
@@ -114,7 +121,7 @@ def test_no_entry_achieves_more_than_a_datasheet_promises(name: str) -> None:
     hardware = HARDWARE[name]
     rates = [*hardware.flops.values(), hardware.memory, *hardware.inter.bus.values()]
     assert all(0.4 < fraction <= 1 for rate in rates for _, fraction in rate.achieved[-1:])
-    for kind in KINDS:  # nodes are further apart than the GPUs of one
+    for kind in COLLECTIVE_KINDS:  # nodes are further apart than the GPUs of one
         for num_bytes in (1 << 10, 1 << 24, 1 << 30):
             assert hardware.inter.bus[kind].us(num_bytes) >= hardware.intra.bus[kind].us(num_bytes)
 
@@ -126,9 +133,11 @@ def _between_nodes(hardware: Hardware, kind: str) -> float:
 
 def test_the_network_cards_of_a_node_add_up_to_what_nvlink_carries() -> None:
     slow, fast = (HARDWARE["H100"].with_network(gbit) for gbit in (100, 3200))
-    assert _between_nodes(slow, ALL_GATHER) == pytest.approx(8 * 100e9 / 8 * 0.94 * 0.99)
-    assert _between_nodes(fast, ALL_GATHER) == pytest.approx(370e9 * 0.97 * 0.99)
-    assert _between_nodes(fast, ALL_REDUCE) == pytest.approx(480e9 * 0.97 * 0.99)
+    assert _between_nodes(slow, TransferKind.ALL_GATHER) == pytest.approx(
+        8 * 100e9 / 8 * 0.94 * 0.99
+    )
+    assert _between_nodes(fast, TransferKind.ALL_GATHER) == pytest.approx(370e9 * 0.97 * 0.99)
+    assert _between_nodes(fast, TransferKind.ALL_REDUCE) == pytest.approx(480e9 * 0.97 * 0.99)
     assert fast.intra == HARDWARE["H100"].intra
     assert fast.inter.latency_us == HARDWARE["H100"].inter.latency_us
     with pytest.raises(ValueError, match="gbit_per_s=0"):
@@ -207,7 +216,7 @@ def test_what_is_no_json_object_is_refused(text: str) -> None:
         Hardware.from_json(text, "machine.json")
 
 
-@pytest.mark.parametrize("kind", [Rate, Link, Hardware])
+@pytest.mark.parametrize("kind", [Rate, Interconnect, Hardware])
 def test_hardware_is_frozen(kind: type) -> None:
     assert dataclasses.is_dataclass(kind)
     assert kind.__dataclass_params__.frozen  # type: ignore[attr-defined]

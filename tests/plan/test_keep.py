@@ -5,11 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphshard.keep import LEAST_US, to_keep
-from graphshard.limits import Limits
-from graphshard.plan import ALL_GATHER, Problem, Transfer
-from graphshard.planner import schedule, smallest_peak
-from graphshard.simulate import simulate
+from graphshard.kinds import TransferKind
+from graphshard.planning.keep_unsharded import LEAST_US, choose_kept
+from graphshard.planning.memory_budget import ScheduleLimits
+from graphshard.planning.plan import Problem, Transfer
+from graphshard.planning.search import find_schedule, smallest_peak
+from graphshard.planning.simulate import simulate
 from tests.plan.problems import Line, gather, lines, problem, problems
 
 FAST, SLOW = Line(1.0, 0.1), Line(1.0, 10.0)
@@ -21,13 +22,13 @@ def _mirrored(backward: Problem) -> tuple[Problem, dict[int, Transfer]]:
     gathered = {
         i: gather(t.param, t.num_bytes, end - t.due)
         for i, t in enumerate(backward.transfers)
-        if t.kind == ALL_GATHER
+        if t.kind == TransferKind.ALL_GATHER
     }
     return problem(list(backward.compute_us[::-1]), [*gathered.values()]), gathered
 
 
 def _keep(backward: Problem, line: Line, budget: int | None) -> list[int]:
-    return to_keep(*(_mirrored(backward)[0], backward, _mirrored(backward)[1]), line, budget)
+    return choose_kept(*(_mirrored(backward)[0], backward, _mirrored(backward)[1]), line, budget)
 
 
 CHAIN = problem([100.0] * 4, [gather(i, 50, i) for i in range(4)])
@@ -50,11 +51,11 @@ def test_memory_is_kept() -> None:
 def test_without_a_budget_nothing_grows() -> None:
     assert _keep(CHAIN, FAST, None) == [0]
     before = problem([100.0] * 4, [gather(0, 50, 2)], [0, 0, 0, 50])
-    assert to_keep(before, CHAIN, {0: before.transfers[0]}, FAST, None) == []
+    assert choose_kept(before, CHAIN, {0: before.transfers[0]}, FAST, None) == []
 
 
 def test_what_cannot_be_kept_is_not() -> None:
-    assert to_keep(CHAIN, CHAIN, {}, SLOW, 10_000) == []
+    assert choose_kept(CHAIN, CHAIN, {}, SLOW, 10_000) == []
 
 
 @given(problems(), lines, st.integers(0, 300))
@@ -63,7 +64,7 @@ def test_a_budget_is_kept_and_what_can_be_hidden_is_gathered(
 ) -> None:
     forward, gathered = _mirrored(backward)
     budget = max(smallest_peak(forward), smallest_peak(backward)) + spare
-    kept = to_keep(forward, backward, gathered, line, budget)
+    kept = choose_kept(forward, backward, gathered, line, budget)
     left = [t for i, t in enumerate(backward.transfers) if i not in kept]
     held = [0] * backward.num_steps
     for i in kept:
@@ -73,5 +74,5 @@ def test_a_budget_is_kept_and_what_can_be_hidden_is_gathered(
     other = [a + b for a, b in zip(backward.other_bytes, held)]
     after = problem(list(backward.compute_us), left, other)
     assert smallest_peak(after) <= budget
-    timeline = simulate(backward, schedule(backward, line, Limits()), line)
+    timeline = simulate(backward, find_schedule(backward, line, ScheduleLimits()), line)
     assert not kept or timeline.total_us > sum(backward.compute_us) + LEAST_US

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
-from graphshard.groups import Groups
-from graphshard.layout import Layout
+from graphshard.params.layout import Layout
+from graphshard.params.mesh_groups import MeshGroups
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class _Mesh:
 def _layouts(shape: tuple[int, ...], world_size: int) -> list[Layout]:
     """The layout of one parameter on every rank."""
     meshes: list[Any] = [_Mesh(world_size, rank) for rank in range(world_size)]
-    return [Layout(torch.Size(shape), Groups(mesh), regather="") for mesh in meshes]
+    return [Layout(torch.Size(shape), MeshGroups(mesh), regather="") for mesh in meshes]
 
 
 worlds = st.integers(1, 9)

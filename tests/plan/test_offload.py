@@ -7,76 +7,81 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphshard.limits import Limits
-from graphshard.offload import with_copies, without_copies
-from graphshard.plan import (
-    ALL_GATHER,
-    COPIES,
-    REDUCE_SCATTER,
-    SHARD_REDUCE,
-    TO_DEVICE,
-    TO_HOST,
-    Bucket,
-    Problem,
-    Transfer,
-)
-from graphshard.planner import schedule, smallest_peak, without_overlap
-from graphshard.simulate import COLLECTIVE, alive_bytes, clock, simulate
-from graphshard.stow import Saved, to_stow
+from graphshard.kinds import HOST_COPIES, TransferKind
+from graphshard.planning.activation_offload import SavedActivation, choose_offloaded
+from graphshard.planning.host_copies import add_host_copies, without_host_copies
+from graphshard.planning.memory_budget import ScheduleLimits
+from graphshard.planning.plan import Bucket, Problem, Transfer
+from graphshard.planning.search import find_schedule, schedule_without_overlap, smallest_peak
+from graphshard.planning.simulate import COLLECTIVE, alive_bytes, clock, simulate
 from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction
 
 
-def _by_hand(limits: Limits) -> tuple[Bucket, ...]:
+def _by_hand(limits: ScheduleLimits) -> tuple[Bucket, ...]:
     """A gather in front of step 3 of 50 us each, whose 40 bytes of shards take 10 + 40 us to come."""
     asked = problem(
         [50.0] * 5,
         [gather(0, 40 * WORLD, 3, host=True), reduction(1, 8 * WORLD, 4, 5, host=True)],
     )
     buckets = (
-        Bucket(ALL_GATHER, ((0,),), 40 * WORLD, "g", WORLD, 2, 3),
-        Bucket(REDUCE_SCATTER, ((1,),), 8 * WORLD, "g", WORLD, 4, 5),
+        Bucket(TransferKind.ALL_GATHER, ((0,),), 40 * WORLD, "g", WORLD, 2, 3),
+        Bucket(TransferKind.REDUCE_SCATTER, ((1,),), 8 * WORLD, "g", WORLD, 4, 5),
     )
-    return with_copies(asked, buckets, Line(), limits)
+    return add_host_copies(asked, buckets, Line(), limits)
 
 
 def test_copies_computed_by_hand() -> None:
-    load, collective, reduced, store = _by_hand(Limits())
+    load, collective, reduced, store = _by_hand(ScheduleLimits())
     # Twice 50 us before the gather is launched, at 100.
-    assert (load.kind, load.launch, load.wait, load.num_bytes) == (TO_DEVICE, 0, 2, 40)
-    assert (store.kind, store.launch, store.wait, store.num_bytes) == (TO_HOST, 5, 5, 8)
+    assert (load.kind, load.launch, load.wait, load.num_bytes) == (
+        TransferKind.COPY_TO_DEVICE,
+        0,
+        2,
+        40,
+    )
+    assert (store.kind, store.launch, store.wait, store.num_bytes) == (
+        TransferKind.COPY_TO_HOST,
+        5,
+        5,
+        8,
+    )
     assert (collective.launch, reduced.wait) == (2, 5)
 
 
 def test_without_room_shards_are_copied_when_they_are_gathered() -> None:
-    (late,) = (b for b in _by_hand(Limits(peak=39)) if b.kind == TO_DEVICE)
+    (late,) = (
+        b for b in _by_hand(ScheduleLimits(peak=39)) if b.kind == TransferKind.COPY_TO_DEVICE
+    )
     assert (late.launch, late.wait) == (2, 2)
 
 
 def test_copies_do_not_take_the_wire() -> None:
     asked = problem([100.0] * 2, [gather(0, 40, 0), gather(1, 40, 1, host=True)])
-    buckets = with_copies(asked, without_overlap(asked), None, Limits())
+    buckets = add_host_copies(asked, schedule_without_overlap(asked), None, ScheduleLimits())
     timeline = simulate(asked, buckets, Line())
     lanes = {slot.index: slot.lane for slot in timeline.slots if slot.kind == COLLECTIVE}
-    assert [lanes[i] == TO_DEVICE for i in range(3)] == [b.kind == TO_DEVICE for b in buckets]
+    assert [lanes[i] == TransferKind.COPY_TO_DEVICE for i in range(3)] == [
+        b.kind == TransferKind.COPY_TO_DEVICE for b in buckets
+    ]
     assert alive_bytes(asked, buckets) == [40, 40]
 
 
 @given(problems(), lines, st.none() | st.integers(0, 800))
 def test_what_holds_of_all_copies(asked: Problem, line: Line, room: int | None) -> None:
-    plain = schedule(asked, line, Limits())
-    limits = Limits(peak=None if room is None else max(alive_bytes(asked, plain)) + room)
-    buckets = with_copies(asked, plain, line, limits)
-    assert [b for b in buckets if b.kind not in COPIES] == list(plain)
-    copies = {(b.kind, b.parcels): b for b in buckets if b.kind in COPIES}
+    plain = find_schedule(asked, line, ScheduleLimits())
+    limits = ScheduleLimits(peak=None if room is None else max(alive_bytes(asked, plain)) + room)
+    buckets = add_host_copies(asked, plain, line, limits)
+    assert [b for b in buckets if b.kind not in HOST_COPIES] == list(plain)
+    copies = {(b.kind, b.parcels): b for b in buckets if b.kind in HOST_COPIES}
     assert len(copies) == len(buckets) - len(plain)
     for bucket in plain:
         if not asked.transfers[bucket.transfers[0]].host:
             assert not any(parcels == bucket.parcels for _, parcels in copies)
-        elif bucket.kind == ALL_GATHER:
-            load = copies.pop((TO_DEVICE, bucket.parcels))
+        elif bucket.kind == TransferKind.ALL_GATHER:
+            load = copies.pop((TransferKind.COPY_TO_DEVICE, bucket.parcels))
             assert load.launch <= load.wait == bucket.launch
-        elif not (bucket.kind == REDUCE_SCATTER and _is_averaged(bucket, plain)):
-            store = copies.pop((TO_HOST, bucket.parcels))
+        elif not (bucket.kind == TransferKind.REDUCE_SCATTER and _is_averaged(bucket, plain)):
+            store = copies.pop((TransferKind.COPY_TO_HOST, bucket.parcels))
             assert bucket.wait == store.launch <= store.wait <= asked.num_steps
     assert not copies
     if limits.peak is not None:
@@ -84,12 +89,16 @@ def test_what_holds_of_all_copies(asked: Problem, line: Line, room: int | None) 
 
 
 def _is_averaged(bucket: Bucket, buckets: tuple[Bucket, ...]) -> bool:
-    return any(b.kind == SHARD_REDUCE and b.parcels == bucket.parcels for b in buckets)
+    return any(
+        b.kind == TransferKind.ALL_REDUCE_SHARDS and b.parcels == bucket.parcels for b in buckets
+    )
 
 
 @given(problems(), lines)
 def test_the_clock_agrees_with_the_dag(asked: Problem, line: Line) -> None:
-    buckets = with_copies(asked, schedule(asked, line, Limits()), line, Limits())
+    buckets = add_host_copies(
+        asked, find_schedule(asked, line, ScheduleLimits()), line, ScheduleLimits()
+    )
     timeline, times = simulate(asked, buckets, line), clock(asked, buckets, line)
     assert abs(times.total_us - timeline.total_us) < 1e-6
     for ours, theirs in zip(times.exposed_us, timeline.exposed_us, strict=True):
@@ -105,26 +114,32 @@ def _moved(kind: str, num_bytes: int, ready: int, due: int, last: int) -> Transf
 
 def test_an_activation_computed_by_hand() -> None:
     """40 bytes that take 10 + 40 us each way, beside steps of 50 us."""
-    away = problem([50.0] * 5, [_moved(TO_HOST, 40, 1, 5, 4)], [0] * 5)
-    (store,) = with_copies(away, (), Line(), Limits())
+    away = problem([50.0] * 5, [_moved(TransferKind.COPY_TO_HOST, 40, 1, 5, 4)], [0] * 5)
+    (store,) = add_host_copies(away, (), Line(), ScheduleLimits())
     assert (store.launch, store.wait) == (1, 3)
     assert alive_bytes(away, [store]) == [0, 40, 40, 0, 0]
-    (at_once,) = with_copies(away, (), Line(), Limits(peak=39))
+    (at_once,) = add_host_copies(away, (), Line(), ScheduleLimits(peak=39))
     assert (at_once.launch, at_once.wait) == (1, 1)
-    back = problem([50.0] * 5, [_moved(TO_DEVICE, 40, 0, 3, 3)], [0] * 5)
-    (load,) = with_copies(back, (), Line(), Limits())
+    back = problem([50.0] * 5, [_moved(TransferKind.COPY_TO_DEVICE, 40, 0, 3, 3)], [0] * 5)
+    (load,) = add_host_copies(back, (), Line(), ScheduleLimits())
     assert (load.launch, load.wait) == (1, 3)
     assert alive_bytes(back, [load]) == [0, 40, 40, 40, 0]
-    assert without_copies(back).other_bytes == (0, 0, 0, 40, 0)
+    assert without_host_copies(back).other_bytes == (0, 0, 0, 40, 0)
 
 
 def test_what_backward_needs_last_leaves_first() -> None:
-    saved = [Saved(10, 0, 3, 3), Saved(10, 1, 2, 2), Saved(10, 2, 1, 1)]
+    saved = [
+        SavedActivation(10, 0, 3, 3),
+        SavedActivation(10, 1, 2, 2),
+        SavedActivation(10, 2, 1, 1),
+    ]
     forward = problem([1.0] * 4, [], [10, 20, 30, 30])
     backward = problem([1.0] * 4, [], [30, 30, 20, 10])
     for peak, chosen in ((30, []), (20, [0]), (10, [0, 1]), (9, [0, 1, 2])):
-        assert to_stow(forward, backward, saved, Limits(peak=peak), Line()) == chosen
-    assert to_stow(forward, backward, saved, Limits(), Line()) == []
+        assert (
+            choose_offloaded(forward, backward, saved, ScheduleLimits(peak=peak), Line()) == chosen
+        )
+    assert choose_offloaded(forward, backward, saved, ScheduleLimits(), Line()) == []
 
 
 def _to_stow_beside_a_gather(line: Line) -> list[int]:
@@ -132,7 +147,9 @@ def _to_stow_beside_a_gather(line: Line) -> list[int]:
     one uses: what is gathered for the second one, 40 bytes in 50 us, cannot be launched before."""
     forward = problem([100.0] * 4, [], [50] * 4)
     backward = problem([100.0] * 4, [gather(0, 40, 1)], [80, 50, 50, 50])
-    return to_stow(forward, backward, [Saved(40, 0, 3, 3)], Limits(peak=90), line)
+    return choose_offloaded(
+        forward, backward, [SavedActivation(40, 0, 3, 3)], ScheduleLimits(peak=90), line
+    )
 
 
 def test_an_activation_makes_room_for_a_gather_where_that_saves_time() -> None:
@@ -146,16 +163,22 @@ def test_with_activations_a_budget_is_kept(
 ) -> None:
     end = asked.num_steps
     copies = [
-        _moved(TO_HOST, size, min(at, end), end, end - 1)
+        _moved(TransferKind.COPY_TO_HOST, size, min(at, end), end, end - 1)
         if at % 2
-        else _moved(TO_DEVICE, size, 0, min(at, end - 1), max(min(at, end - 1), min(last, end - 1)))
+        else _moved(
+            TransferKind.COPY_TO_DEVICE,
+            size,
+            0,
+            min(at, end - 1),
+            max(min(at, end - 1), min(last, end - 1)),
+        )
         for at, last, size in moved
     ]
     asked = dataclasses.replace(asked, transfers=(*asked.transfers, *copies))
-    bare = without_copies(asked)
-    limits = Limits(peak=smallest_peak(bare))
-    plain = schedule(bare, line, limits)
-    buckets = with_copies(asked, plain, line, limits)
-    assert [b for b in buckets if b.kind not in COPIES] == list(plain)
+    bare = without_host_copies(asked)
+    limits = ScheduleLimits(peak=smallest_peak(bare))
+    plain = find_schedule(bare, line, limits)
+    buckets = add_host_copies(asked, plain, line, limits)
+    assert [b for b in buckets if b.kind not in HOST_COPIES] == list(plain)
     assert {i for b in buckets for i in b.transfers} == set(range(len(asked.transfers)))
     assert max(alive_bytes(asked, buckets)) <= limits.peak  # type: ignore[operator]

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphshard.limits import Limits
-from graphshard.plan import Problem
-from graphshard.planner import schedule
+from graphshard.planning.memory_budget import ScheduleLimits
+from graphshard.planning.plan import Problem
+from graphshard.planning.search import find_schedule
 from tests.plan.oracle import best, price_us
 from tests.plan.problems import Line, gather, lines, problem, problems, reduction
 
-UNLIMITED = Limits(peak=10**9)
+UNLIMITED = ScheduleLimits(peak=10**9)
 """With a budget that all keep, memory has no price."""
 WORST = 0.2
 """Of the price."""
@@ -36,7 +36,7 @@ def test_near_the_best_of_all_schedules(asked: Problem, line: Line) -> None:
     buckets, least_us = best(asked, line)
     # The program's times are those of the clock.
     assert price_us(asked, buckets, line) == pytest.approx(least_us, rel=1e-4, abs=1e-2)
-    found_us = price_us(asked, schedule(asked, line, UNLIMITED), line)
+    found_us = price_us(asked, find_schedule(asked, line, UNLIMITED), line)
     assert least_us * (1 - 1e-4) - 1e-2 <= found_us <= least_us * (1 + WORST) + 1e-2
 
 
@@ -55,7 +55,9 @@ def test_a_reduction_gives_way_to_a_gather() -> None:
     assert [bucket.transfers for bucket in buckets] == [(1,), (0,)]
     price = 2 * 30.0 + 0.05 * 240
     assert least_us == pytest.approx(300 + price)
-    assert price_us(asked, schedule(asked, line, UNLIMITED), line) == pytest.approx(300 + price)
+    assert price_us(asked, find_schedule(asked, line, UNLIMITED), line) == pytest.approx(
+        300 + price
+    )
 
 
 def test_copies_are_part_of_the_time() -> None:

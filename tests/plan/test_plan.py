@@ -9,23 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphshard.plan import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    BACKWARD,
-    FORWARD,
-    INFERENCE,
-    REDUCE_SCATTER,
-    Bucket,
-    Plan,
-    Problem,
-    ShardedParam,
-    Transfer,
-)
+from graphshard.kinds import GraphKind, TransferKind
+from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem, Transfer
 
 _sizes = st.integers(0, 1 << 40)
 _params = st.builds(
-    ShardedParam,
+    PlanParam,
     input=_sizes,
     shape=st.lists(_sizes, max_size=4).map(tuple),
     dtype=st.sampled_from(["torch.float32", "torch.bool"]),
@@ -36,7 +25,9 @@ _steps = st.integers(0, 9)
 _transfers = st.builds(
     Transfer,
     param=st.integers(0, 9),
-    kind=st.sampled_from([ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE]),
+    kind=st.sampled_from(
+        [TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER, TransferKind.ALL_REDUCE]
+    ),
     num_bytes=_sizes,
     dtype=st.just("torch.float32"),
     shard_bytes=_sizes,
@@ -49,7 +40,7 @@ _transfers = st.builds(
 )
 _problems = st.builds(
     Problem,
-    graph=st.sampled_from([FORWARD, BACKWARD, INFERENCE]),
+    graph=st.sampled_from([GraphKind.FORWARD, GraphKind.BACKWARD, GraphKind.INFERENCE]),
     steps=st.lists(st.text(max_size=5), max_size=4).map(tuple),
     compute_us=st.lists(st.floats(0, 1e9), max_size=4).map(tuple),
     other_bytes=st.lists(_sizes, max_size=4).map(tuple),
@@ -57,7 +48,9 @@ _problems = st.builds(
 )
 _buckets = st.builds(
     Bucket,
-    kind=st.sampled_from([ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE]),
+    kind=st.sampled_from(
+        [TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER, TransferKind.ALL_REDUCE]
+    ),
     parcels=st.lists(
         st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4
     ).map(tuple),
@@ -85,18 +78,18 @@ def test_a_plan_survives_json(plan: Plan) -> None:
 
 @given(plans)
 def test_counts_and_bytes_cover_all_buckets(plan: Plan) -> None:
-    kinds = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+    kinds = (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER, TransferKind.ALL_REDUCE)
     assert sum(map(plan.count, kinds)) == len(plan.buckets)
     assert sum(map(plan.num_bytes, kinds)) == sum(b.num_bytes for b in plan.buckets)
 
 
-_TRANSFER = Transfer(0, ALL_GATHER, 168, "torch.float32", 84, False, "0", 2, 0, 0, 0)
-_PROBLEM = Problem(FORWARD, ("mm",), (3.0,), (40,), (_TRANSFER,))
+_TRANSFER = Transfer(0, TransferKind.ALL_GATHER, 168, "torch.float32", 84, False, "0", 2, 0, 0, 0)
+_PROBLEM = Problem(GraphKind.FORWARD, ("mm",), (3.0,), (40,), (_TRANSFER,))
 
 
 def test_json_is_for_people_too() -> None:
-    param = ShardedParam(3, (5, 7), "torch.float32", 3, "up.weight")
-    plan = Plan((param,), _PROBLEM, (Bucket(ALL_GATHER, ((0,),), 168, "0", 2, 0, 0),))
+    param = PlanParam(3, (5, 7), "torch.float32", 3, "up.weight")
+    plan = Plan((param,), _PROBLEM, (Bucket(TransferKind.ALL_GATHER, ((0,),), 168, "0", 2, 0, 0),))
     raw = json.loads(plan.to_json())
     assert raw["problem"]["graph"] == plan.graph == "forward"
     assert raw["params"][0]["fqn"] == "up.weight"
@@ -112,13 +105,13 @@ def test_a_plan_of_another_version_is_refused() -> None:
 
 
 def test_names_are_given_by_graph_input() -> None:
-    params = tuple(ShardedParam(i, (4,), "torch.float32", 2) for i in (2, 0))
+    params = tuple(PlanParam(i, (4,), "torch.float32", 2) for i in (2, 0))
     plan = Plan(params, _PROBLEM, ())
     assert [p.fqn for p in plan.named(["a", "b", "c"]).params] == ["c", "a"]
     assert [p.fqn for p in plan.params] == ["", ""]
 
 
-@pytest.mark.parametrize("kind", [Plan, Problem, Transfer, Bucket, ShardedParam])
+@pytest.mark.parametrize("kind", [Plan, Problem, Transfer, Bucket, PlanParam])
 def test_plans_are_frozen(kind: type) -> None:
     assert dataclasses.is_dataclass(kind)
     values = {field.name: 0 for field in dataclasses.fields(kind)}

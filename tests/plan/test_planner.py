@@ -12,37 +12,28 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from graphshard._torch import BackendError
-from graphshard.agreed import follow
-from graphshard.limits import Limits
-from graphshard.plan import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    SHARD_REDUCE,
-    Bucket,
-    Plan,
-    Problem,
-    over_replicas,
-)
-from graphshard.planner import BudgetError, schedule, smallest_peak
-from graphshard.simulate import (
-    COLLECTIVE,
-    alive_bytes,
-    clock,
-    in_flight_bytes,
-    simulate,
-)
+from graphshard.consensus.plan_consensus import follow
+from graphshard.errors import BackendError
+from graphshard.kinds import TransferKind
+from graphshard.planning.memory_budget import ScheduleLimits
+from graphshard.planning.plan import Bucket, Plan, Problem, replica_bucket
+from graphshard.planning.search import BudgetError, find_schedule, smallest_peak
+from graphshard.planning.simulate import COLLECTIVE, alive_bytes, clock, in_flight_bytes, simulate
 from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction
 
 
 def _assert_sound(asked: Problem, buckets: tuple[Bucket, ...]) -> None:
-    first = [b for b in buckets if b.kind != SHARD_REDUCE]
+    first = [b for b in buckets if b.kind != TransferKind.ALL_REDUCE_SHARDS]
     assert sorted(i for b in first for i in b.transfers) == list(range(len(asked.transfers)))
     assert list(buckets) == sorted(buckets, key=lambda bucket: bucket.launch)
-    averaged = {bucket.parcels: bucket for bucket in buckets if bucket.kind == SHARD_REDUCE}
+    averaged = {
+        bucket.parcels: bucket
+        for bucket in buckets
+        if bucket.kind == TransferKind.ALL_REDUCE_SHARDS
+    }
     assert len(first) + len(averaged) == len(buckets)
     for bucket in first:
-        then, found = over_replicas(bucket, asked.transfers), averaged.get(bucket.parcels)
+        then, found = replica_bucket(bucket, asked.transfers), averaged.get(bucket.parcels)
         assert (then is None) == (found is None)
         if then and found:
             assert dataclasses.replace(found, wait=then.wait) == then
@@ -61,40 +52,42 @@ def _assert_sound(asked: Problem, buckets: tuple[Bucket, ...]) -> None:
 def test_every_transfer_is_in_one_bucket_at_a_time_that_is_right(
     asked: Problem, line: Line
 ) -> None:
-    _assert_sound(asked, schedule(asked, line, Limits()))
+    _assert_sound(asked, find_schedule(asked, line, ScheduleLimits()))
 
 
 @given(problems(), lines)
 def test_the_same_problem_has_the_same_schedule(asked: Problem, line: Line) -> None:
-    assert schedule(asked, line, Limits()) == schedule(asked, line, Limits())
+    assert find_schedule(asked, line, ScheduleLimits()) == find_schedule(
+        asked, line, ScheduleLimits()
+    )
 
 
 @given(problems(), lines)
 def test_no_schedule_beats_the_lower_bound(asked: Problem, line: Line) -> None:
-    timeline = simulate(asked, schedule(asked, line, Limits()), line)
+    timeline = simulate(asked, find_schedule(asked, line, ScheduleLimits()), line)
     shards = [t.num_bytes // WORLD for t in asked.transfers if t.replicas]
-    wire_us = (sum(t.num_bytes for t in asked.transfers) + sum(shards)) * line.us_per_byte
-    assert timeline.total_us >= max(sum(asked.compute_us), wire_us) - 1e-6
+    lane_us = (sum(t.num_bytes for t in asked.transfers) + sum(shards)) * line.us_per_byte
+    assert timeline.total_us >= max(sum(asked.compute_us), lane_us) - 1e-6
 
 
 @given(problems(), lines, st.integers(0, 300))
 def test_a_budget_is_kept_or_its_smallest_is_named(asked: Problem, line: Line, spare: int) -> None:
     needed = smallest_peak(asked)
-    buckets = schedule(asked, line, Limits(peak=needed + spare))
+    buckets = find_schedule(asked, line, ScheduleLimits(peak=needed + spare))
     _assert_sound(asked, buckets)
     assert max(alive_bytes(asked, buckets)) <= needed + spare
     assume(needed > 0)
     with pytest.raises(BudgetError, match="memory_budget_gb") as caught:
-        schedule(asked, line, Limits(peak=needed - 1))
+        find_schedule(asked, line, ScheduleLimits(peak=needed - 1))
     assert caught.value.needed == needed
 
 
 @given(problems(), lines, st.integers(1, 300), st.integers(1, 300))
 def test_caps_are_kept(asked: Problem, line: Line, cap: int, in_flight: int) -> None:
-    buckets = schedule(asked, line, Limits(cap=cap, in_flight=in_flight))
+    buckets = find_schedule(asked, line, ScheduleLimits(cap=cap, in_flight=in_flight))
     _assert_sound(asked, buckets)
     assert all(bucket.num_bytes <= cap or len(bucket.transfers) == 1 for bucket in buckets)
-    gathers = [bucket for bucket in buckets if bucket.kind == ALL_GATHER]
+    gathers = [bucket for bucket in buckets if bucket.kind == TransferKind.ALL_GATHER]
     for step, alive in enumerate(in_flight_bytes(asked, gathers)):
         # A gather that is due right away is never held back.
         ahead = sum(b.num_bytes for b in gathers if b.launch <= step < b.wait)
@@ -104,7 +97,7 @@ def test_caps_are_kept(asked: Problem, line: Line, cap: int, in_flight: int) -> 
 @given(problems(), lines, st.data())
 def test_another_rank_can_follow(asked: Problem, line: Line, data: st.DataObject) -> None:
     """Whose compute takes another time, so that it would have decided otherwise."""
-    buckets = schedule(asked, line, Limits())
+    buckets = find_schedule(asked, line, ScheduleLimits())
     times = st.lists(st.floats(0, 200), min_size=asked.num_steps, max_size=asked.num_steps)
     other = dataclasses.replace(asked, compute_us=tuple(data.draw(times)))
     followed = follow(other, Plan((), asked, buckets))
@@ -117,10 +110,10 @@ def test_another_order_of_steps_can_be_followed(
     asked: Problem, line: Line, data: st.DataObject
 ) -> None:
     """Where gradients are ready later than on the rank that decided."""
-    buckets = schedule(asked, line, Limits())
+    buckets = find_schedule(asked, line, ScheduleLimits())
     transfers = [
         t
-        if t.kind == ALL_GATHER
+        if t.kind == TransferKind.ALL_GATHER
         else dataclasses.replace(t, ready=data.draw(st.integers(t.ready, asked.num_steps)))
         for t in asked.transfers
     ]
@@ -134,16 +127,18 @@ def test_another_order_of_steps_can_be_followed(
 
 def test_averages_over_replicas_hide_too() -> None:
     asked = problem([100.0] * 6, [reduction(i, 40, i + 1, 6, 2) for i in range(5)], [10_000] * 6)
-    buckets = schedule(asked, Line(1.0, 1.0, issue_us=0.0), Limits())
+    buckets = find_schedule(asked, Line(1.0, 1.0, issue_us=0.0), ScheduleLimits())
     timeline = simulate(asked, buckets, Line(1.0, 1.0))
-    averages = [i for i, bucket in enumerate(buckets) if bucket.kind == SHARD_REDUCE]
+    averages = [
+        i for i, bucket in enumerate(buckets) if bucket.kind == TransferKind.ALL_REDUCE_SHARDS
+    ]
     assert len(averages) > 1
     assert sum(timeline.exposed_us[i] for i in averages[:-1]) == 0.0
 
 
 def test_a_gather_hides_behind_the_compute_before_it() -> None:
     asked = problem([100.0] * 4, [gather(i, 50, i) for i in range(4)])
-    buckets = schedule(asked, Line(1.0, 1.0), Limits())
+    buckets = find_schedule(asked, Line(1.0, 1.0), ScheduleLimits())
     timeline = simulate(asked, buckets, Line(1.0, 1.0))
     # The first has nothing to hide behind; one collective less may cost 30 us.
     assert 51.0 <= sum(timeline.exposed_us) <= 51.0 + 30.0
@@ -151,7 +146,7 @@ def test_a_gather_hides_behind_the_compute_before_it() -> None:
 
 def test_latency_makes_buckets_large_and_its_absence_small() -> None:
     asked = problem([100.0] * 16, [gather(i, 50, i) for i in range(16)])
-    slow = schedule(asked, Line(latency_us=400.0, us_per_byte=0.1), Limits())
+    slow = find_schedule(asked, Line(latency_us=400.0, us_per_byte=0.1), ScheduleLimits())
     assert len(slow) <= 4
 
 
@@ -162,7 +157,7 @@ def test_the_ends_are_small_where_nothing_hides_them() -> None:
         [gather(i, 100, i) for i in range(12)] + [reduction(i, 100, i + 1, 12) for i in range(12)],
         [100_000] * 12,
     )
-    buckets = schedule(asked, Line(1.0, 1.0), Limits())
+    buckets = find_schedule(asked, Line(1.0, 1.0), ScheduleLimits())
     timeline = simulate(asked, buckets, Line(1.0, 1.0))
     assert sum(timeline.exposed_us) == pytest.approx(2 * 101.0)
     assert len(buckets) < len(asked.transfers)
@@ -172,7 +167,7 @@ def test_a_slow_wire_is_kept_busy_from_the_first_step_on() -> None:
     """Nothing hides the gathers: few of them, one behind the other."""
     asked = problem([100.0] * 16, [gather(i, 400, i) for i in range(16)], [100_000] * 16)
     line = Line(latency_us=1000.0, us_per_byte=1.0)
-    buckets = schedule(asked, line, Limits())
+    buckets = find_schedule(asked, line, ScheduleLimits())
     timeline = simulate(asked, buckets, line)
     assert len(buckets) <= 4
     wire = [slot for slot in timeline.slots if slot.kind == COLLECTIVE]
@@ -183,16 +178,16 @@ def test_memory_is_free_up_to_a_few_buckets_only() -> None:
     """All of it at once would save 19 launches of 500, but not a budget's worth of memory."""
     asked = problem([3000.0] * 20, [gather(i, 1000, i) for i in range(20)], [10_000] * 20)
     line = Line(latency_us=100.0, us_per_byte=1.0)
-    modest = schedule(asked, line, Limits())
+    modest = find_schedule(asked, line, ScheduleLimits())
     assert max(alive_bytes(asked, modest)) <= smallest_peak(asked) + 2 * 1000
-    (all_at_once,) = schedule(asked, Line(latency_us=50_000.0), Limits(peak=30_000))
+    (all_at_once,) = find_schedule(asked, Line(latency_us=50_000.0), ScheduleLimits(peak=30_000))
     assert len(all_at_once.transfers) == 20
 
 
 def test_what_the_graph_uses_itself_does_not_wait_for_others() -> None:
     early = dataclasses.replace(reduction(0, 10, 1, 4), due=2)
     asked = problem([10.0] * 4, [early, *(reduction(i, 10, i, 4) for i in range(1, 5))])
-    buckets = schedule(asked, Line(latency_us=1000.0), Limits())
+    buckets = find_schedule(asked, Line(latency_us=1000.0), ScheduleLimits())
     _assert_sound(asked, buckets)
     assert (0,) in {bucket.transfers for bucket in buckets}
 
@@ -200,10 +195,10 @@ def test_what_the_graph_uses_itself_does_not_wait_for_others() -> None:
 def test_what_is_between_two_does_not_keep_them_from_sharing() -> None:
     """Gradients of replicated parameters are among those of sharded ones."""
     reduced = [reduction(i, 10, i + 1, 8) for i in range(8)]
-    all_reduced = {"kind": ALL_REDUCE, "shard_bytes": 10}
+    all_reduced = {"kind": TransferKind.ALL_REDUCE, "shard_bytes": 10}
     mixed = [dataclasses.replace(t, **all_reduced) if t.param % 2 else t for t in reduced]
     asked = problem([10.0] * 8, mixed)
-    buckets = schedule(asked, Line(latency_us=1000.0), Limits())
+    buckets = find_schedule(asked, Line(latency_us=1000.0), ScheduleLimits())
     _assert_sound(asked, buckets)
     assert len(buckets) == 2
 
@@ -211,27 +206,29 @@ def test_what_is_between_two_does_not_keep_them_from_sharing() -> None:
 def test_a_tensor_is_copied_where_a_buffer_of_its_own_costs_more() -> None:
     sizes = [10, 10, 40, 40]
     asked = problem([10.0], [gather(i, size, 0) for i, size in enumerate(sizes)])
-    (bucket,) = schedule(asked, Line(latency_us=1000.0, copy_us_per_byte=1.0), Limits())
+    (bucket,) = find_schedule(
+        asked, Line(latency_us=1000.0, copy_us_per_byte=1.0), ScheduleLimits()
+    )
     assert bucket.parcels == ((0, 1), (2,), (3,))
 
 
 def test_a_reduction_does_not_delay_a_gather() -> None:
     """The gather that step 2 needs is on the wire before the reduction that step 0 sets free."""
     asked = problem([100.0, 100.0, 100.0], [reduction(0, 150, 1, 3), gather(1, 90, 2)])
-    buckets = schedule(asked, Line(1.0, 1.0), Limits())
+    buckets = find_schedule(asked, Line(1.0, 1.0), ScheduleLimits())
     exposed_us = clock(asked, buckets, Line(1.0, 1.0)).exposed_us
-    (at,) = (i for i, bucket in enumerate(buckets) if bucket.kind == ALL_GATHER)
+    (at,) = (i for i, bucket in enumerate(buckets) if bucket.kind == TransferKind.ALL_GATHER)
     assert exposed_us[at] == 0.0
 
 
 _SCRIPT = """
 import json, sys
-from graphshard.plan import Plan
-from graphshard.limits import Limits
-from graphshard.planner import schedule
+from graphshard.planning.memory_budget import ScheduleLimits
+from graphshard.planning.plan import Plan
+from graphshard.planning.search import find_schedule
 from tests.plan.problems import Line
 plan = Plan.from_json(sys.stdin.read())
-print(schedule(plan.problem, Line(), Limits()))
+print(find_schedule(plan.problem, Line(), ScheduleLimits()))
 """
 
 
@@ -252,4 +249,4 @@ def test_another_process_decides_the_same() -> None:
         ).stdout
         for seed in ("1", "2")
     ]
-    assert said[0] == said[1] == f"{schedule(asked, Line(), Limits())}\n"
+    assert said[0] == said[1] == f"{find_schedule(asked, Line(), ScheduleLimits())}\n"

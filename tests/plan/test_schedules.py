@@ -9,15 +9,16 @@ from hypothesis import given
 
 from benchmarks import schedules
 from benchmarks.llama import LlamaSizes, trace
-from graphshard.limits import Limits
-from graphshard.plan import ALL_GATHER, BACKWARD, FORWARD, Bucket, Plan, Problem, ShardedParam
-from graphshard.planner import schedule
-from graphshard.simulate import simulate
+from graphshard.kinds import GraphKind, TransferKind
+from graphshard.planning.memory_budget import ScheduleLimits
+from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem
+from graphshard.planning.search import find_schedule
+from graphshard.planning.simulate import simulate
 from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction
 
 
 def _plan(asked: Problem, *fqns: str) -> Plan:
-    params = tuple(ShardedParam(i, (8, 2), "bfloat16", 2, fqn) for i, fqn in enumerate(fqns))
+    params = tuple(PlanParam(i, (8, 2), "bfloat16", 2, fqn) for i, fqn in enumerate(fqns))
     return Plan(params, asked, ())
 
 
@@ -58,8 +59,8 @@ def test_unscheduled_hides_nothing() -> None:
 def test_a_root_that_is_kept_is_not_gathered_but_takes_memory() -> None:
     asked = _backward()
     kept = schedules.root_kept(_plan(asked, *FQNS), asked)
-    assert [(t.param, t.kind) for t in kept.transfers if t.kind == ALL_GATHER] == [
-        (i, ALL_GATHER) for i in (1, 2, 3)
+    assert [(t.param, t.kind) for t in kept.transfers if t.kind == TransferKind.ALL_GATHER] == [
+        (i, TransferKind.ALL_GATHER) for i in (1, 2, 3)
     ]
     assert len(kept.transfers) == len(asked.transfers) - 1
     assert kept.other_bytes == (32,) * 5
@@ -70,7 +71,7 @@ def test_another_world_has_other_shards_and_padding() -> None:
     resized = schedules.at_world(_plan(asked, "w"), 3)  # 8 rows of 4 bytes: 3 for each of 3 ranks
     assert [(t.num_bytes, t.world) for t in resized.transfers] == [(36, 3), (36, 3)]
     assert resized.other_bytes == (100 - 32 // WORLD + 12,)
-    assert resized.graph == BACKWARD
+    assert resized.graph == GraphKind.BACKWARD
 
 
 def test_the_bound_by_hand() -> None:
@@ -92,7 +93,7 @@ def test_the_bound_by_hand() -> None:
 def test_a_trace_serves_any_number_of_ranks() -> None:
     sizes = LlamaSizes(dim=64, layers=2, heads=4, kv_heads=2, hidden=96, recompute=True, vocab=100)
     wide, narrow = trace(sizes, 8, 16), trace(sizes, 6, 16)
-    assert [plan.graph for plan in wide] == [FORWARD, BACKWARD]
+    assert [plan.graph for plan in wide] == [GraphKind.FORWARD, GraphKind.BACKWARD]
     for one, other in zip(wide, narrow, strict=True):
         resized, asked = schedules.at_world(one, 6), other.problem
         # Each compilation names the group and its nodes anew.
@@ -108,6 +109,6 @@ def test_a_trace_serves_any_number_of_ranks() -> None:
 def test_no_schedule_beats_the_bound(asked: Problem, line: Line) -> None:
     bound_us = schedules.lower_bound_us(asked, line)
     plan = _plan(asked, *(f"blocks.{i // 2}.w" for i in range(8)))
-    ours = schedule(asked, line, Limits())
+    ours = find_schedule(asked, line, ScheduleLimits())
     for buckets in (ours, schedules.unscheduled(plan, asked), schedules.fsdp2_rule(plan, asked)):
         assert simulate(asked, buckets, line).total_us >= bound_us - 1e-6

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 from hypothesis import given
 
-from graphshard.limits import Limits
-from graphshard.plan import ALL_GATHER, REDUCE_SCATTER, Bucket
+from graphshard.kinds import TransferKind
+from graphshard.planning.memory_budget import ScheduleLimits
+from graphshard.planning.plan import Bucket
 from graphshard.show import Dump, diff
 from tests.plan.dumps import WIRE, bucket, by_hand, dump, dumps, hardware
 from tests.plan.problems import Line, gather, problem, reduction
@@ -25,7 +26,7 @@ def _gathers(*buckets: Bucket, names: str = "a b c d", steps: int = 4) -> Dump:
 
 def _of(*transfers: int, at: tuple[int, int] | None = None, packed: bool = False) -> Bucket:
     parcels = [transfers] if packed else [(i,) for i in transfers]
-    return bucket(ALL_GATHER, parcels, SIZE * len(transfers), at or (0, transfers[0]))
+    return bucket(TransferKind.ALL_GATHER, parcels, SIZE * len(transfers), at or (0, transfers[0]))
 
 
 def _changes(one: Dump, other: Dump) -> list[str]:
@@ -114,14 +115,16 @@ def test_a_step_that_only_got_another_number_is_the_same() -> None:
 
 def test_settings() -> None:
     one = by_hand()
-    other = dataclasses.replace(one, limits=Limits(cap=10), hardware=hardware(Line(), "slower"))
+    other = dataclasses.replace(
+        one, limits=ScheduleLimits(cap=10), hardware=hardware(Line(), "slower")
+    )
     assert _changes(one, other)[:2] == [
         "hardware: wire -> slower",
         "limit of cap: None -> 10",
     ]
     both = problem([5.0], [reduction(0, SIZE, 1, 1)])
-    reduces = dump(both, [bucket(REDUCE_SCATTER, [(0,)], SIZE, (1, 1))])
-    gathers = dump(both, [bucket(ALL_GATHER, [(0,)], SIZE, (1, 1))])
+    reduces = dump(both, [bucket(TransferKind.REDUCE_SCATTER, [(0,)], SIZE, (1, 1))])
+    gathers = dump(both, [bucket(TransferKind.ALL_GATHER, [(0,)], SIZE, (1, 1))])
     assert _changes(reduces, gathers) == [
         "removed: 1 reduce_scatter -> 0: p0",
         "added: 0 all_gather -> 1: p0",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from graphshard.plan import BACKWARD, FORWARD, INFERENCE
+from graphshard.kinds import GraphKind
 from graphshard.show import Dump, profile
 from graphshard.show.measured import beside
 from graphshard.show.trace import PID
@@ -44,7 +44,11 @@ STEP = [
     _op("CompiledFunctionBackward", 3000.0, 500.0, tid=2, Sequence_number=8),
     _op("CompiledFunctionBackward", 4000.0, 500.0, tid=2, Sequence_number=7),
 ]
-DUMPS = [_dump(FORWARD, "0/1"), _dump(BACKWARD, "0/1"), _dump(BACKWARD, "1/0")]
+DUMPS = [
+    _dump(GraphKind.FORWARD, "0/1"),
+    _dump(GraphKind.BACKWARD, "0/1"),
+    _dump(GraphKind.BACKWARD, "1/0"),
+]
 
 
 def _starts(events: list[Event], dumps: list[Dump]) -> list[float]:
@@ -56,12 +60,12 @@ def _starts(events: list[Event], dumps: list[Dump]) -> list[float]:
 
 def test_each_graph_begins_where_it_ran() -> None:
     assert _starts(STEP, DUMPS) == [1000.0, 3000.0, 4000.0]
-    assert _starts(STEP, [_dump(INFERENCE, "1/0")]) == [2000.0]
+    assert _starts(STEP, [_dump(GraphKind.INFERENCE, "1/0")]) == [2000.0]
     assert _starts(list(reversed(STEP)), DUMPS) == [1000.0, 3000.0, 4000.0]
 
 
 def test_a_graph_that_did_not_run_is_left_out() -> None:
-    merged = beside({"traceEvents": [NAME, *STEP]}, [_dump(FORWARD, "0/0")])
+    merged = beside({"traceEvents": [NAME, *STEP]}, [_dump(GraphKind.FORWARD, "0/0")])
     assert all(event["pid"] != PID for event in merged["traceEvents"])
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from graphshard.limits import Limits
-from graphshard.plan import ALL_GATHER, REDUCE_SCATTER
+from graphshard.kinds import TransferKind
+from graphshard.planning.memory_budget import ScheduleLimits
 from graphshard.show import Dump, summary, table
 from graphshard.show.table import NUM_BUCKETS, NUM_EXPOSED, reason
 from tests.plan.dumps import bucket, by_hand, dump
@@ -46,10 +46,12 @@ def test_a_summary_has_all_tables() -> None:
     assert "no graph" in summary([])
 
 
-def _alone(kind: str, launch: int, wait: int, limits: Limits | None = None) -> Dump:
+def _alone(kind: str, launch: int, wait: int, limits: ScheduleLimits | None = None) -> Dump:
     """Steps of 5, 5 and 5 us, 100 bytes alive in each, and 20 bytes that travel for 30 us."""
-    due = wait if kind == ALL_GATHER else 3
-    transfer = gather(0, 20, due) if kind == ALL_GATHER else reduction(0, 20, launch, 3)
+    due = wait if kind == TransferKind.ALL_GATHER else 3
+    transfer = (
+        gather(0, 20, due) if kind == TransferKind.ALL_GATHER else reduction(0, 20, launch, 3)
+    )
     asked = problem([5.0, 5.0, 5.0], [transfer], [100, 100, 100])
     return dump(asked, [bucket(kind, [(0,)], 20, (launch, wait))], limits=limits)
 
@@ -57,16 +59,25 @@ def _alone(kind: str, launch: int, wait: int, limits: Limits | None = None) -> D
 @pytest.mark.parametrize(
     ("shown", "because"),
     [
-        (_alone(ALL_GATHER, 0, 0), "first: nothing to hide behind"),
-        (_alone(ALL_GATHER, 0, 2), "compute before it is too short"),
-        (_alone(REDUCE_SCATTER, 3, 3), "last: no compute follows"),
-        (_alone(REDUCE_SCATTER, 1, 3), "compute after it is too short"),
-        (_alone(ALL_GATHER, 1, 2, Limits(peak=119)), "memory budget"),
-        (_alone(ALL_GATHER, 1, 2, Limits(peak=120)), "compute before it is too short"),
-        (_alone(ALL_GATHER, 1, 2, Limits(in_flight=19)), "in-flight limit"),
-        (_alone(ALL_GATHER, 1, 2, Limits(in_flight=20)), "compute before it is too short"),
-        (_alone(REDUCE_SCATTER, 1, 2, Limits(peak=124)), "memory budget"),
-        (_alone(REDUCE_SCATTER, 1, 2, Limits(peak=125)), "compute after it is too short"),
+        (_alone(TransferKind.ALL_GATHER, 0, 0), "first: nothing to hide behind"),
+        (_alone(TransferKind.ALL_GATHER, 0, 2), "compute before it is too short"),
+        (_alone(TransferKind.REDUCE_SCATTER, 3, 3), "last: no compute follows"),
+        (_alone(TransferKind.REDUCE_SCATTER, 1, 3), "compute after it is too short"),
+        (_alone(TransferKind.ALL_GATHER, 1, 2, ScheduleLimits(peak=119)), "memory budget"),
+        (
+            _alone(TransferKind.ALL_GATHER, 1, 2, ScheduleLimits(peak=120)),
+            "compute before it is too short",
+        ),
+        (_alone(TransferKind.ALL_GATHER, 1, 2, ScheduleLimits(in_flight=19)), "in-flight limit"),
+        (
+            _alone(TransferKind.ALL_GATHER, 1, 2, ScheduleLimits(in_flight=20)),
+            "compute before it is too short",
+        ),
+        (_alone(TransferKind.REDUCE_SCATTER, 1, 2, ScheduleLimits(peak=124)), "memory budget"),
+        (
+            _alone(TransferKind.REDUCE_SCATTER, 1, 2, ScheduleLimits(peak=125)),
+            "compute after it is too short",
+        ),
     ],
 )
 def test_why_a_collective_is_exposed(shown: Dump, because: str) -> None:
@@ -77,7 +88,9 @@ def test_why_a_collective_is_exposed(shown: Dump, because: str) -> None:
 def _many(num_layers: int) -> Dump:
     num_bytes = 2_000_000
     asked = problem([1.0] * num_layers, [gather(i, num_bytes, i) for i in range(num_layers)])
-    buckets = [bucket(ALL_GATHER, [(i,)], num_bytes, (i, i)) for i in range(num_layers)]
+    buckets = [
+        bucket(TransferKind.ALL_GATHER, [(i,)], num_bytes, (i, i)) for i in range(num_layers)
+    ]
     return dump(asked, buckets, [f"layers.{i}.weight" for i in range(num_layers)])
 
 

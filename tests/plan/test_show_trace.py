@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from graphshard.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from graphshard.kinds import TransferKind
+from graphshard.planning.simulate import COMMUNICATION, COMPUTE
 from graphshard.show import Dump, trace
 from graphshard.show.trace import LANES, PID
-from graphshard.simulate import COMMUNICATION, COMPUTE
 from tests.plan.dumps import bucket, by_hand, dump, dumps
 from tests.plan.problems import gather, problem
 
@@ -64,9 +64,10 @@ def test_arrows_lead_from_launch_to_first_use() -> None:
 
 def test_an_arrow_passes_the_wait() -> None:
     asked = problem([20.0, 5.0, 5.0], [gather(0, 20, 2), gather(1, 20, 2)])
-    packed = dump(asked, [bucket(ALL_GATHER, [(0, 1)], 40, (1, 2))])
+    packed = dump(asked, [bucket(TransferKind.ALL_GATHER, [(0, 1)], 40, (1, 2))])
     alone = dump(
-        problem([20.0, 5.0, 5.0], [gather(0, 40, 2)]), [bucket(ALL_GATHER, [(0,)], 40, (1, 1))]
+        problem([20.0, 5.0, 5.0], [gather(0, 40, 2)]),
+        [bucket(TransferKind.ALL_GATHER, [(0,)], 40, (1, 1))],
     )
     kernel, both = "ncclDevKernel_AllGather", "(p0 .. p1 (2))"
     for shown, names in (
@@ -114,11 +115,11 @@ def test_slices_of_a_lane_do_not_overlap(shown: Dump) -> None:
 @given(dumps())
 def test_the_overlap_is_what_was_predicted(shown: Dump) -> None:
     totals = shown.totals
-    wire_us, exposed_us = totals["communication_us"], totals["exposed_us"]
+    lane_us, exposed_us = totals["communication_us"], totals["exposed_us"]
     hidden_us, found_us = _overlap(_events(shown, "X"))
     slack = NS * len(shown.timeline.slots)
-    assert found_us == pytest.approx(wire_us, abs=slack)
-    assert hidden_us == pytest.approx(wire_us - exposed_us, abs=2 * slack)
+    assert found_us == pytest.approx(lane_us, abs=slack)
+    assert hidden_us == pytest.approx(lane_us - exposed_us, abs=2 * slack)
 
 
 def _overlap(events: list[Event]) -> tuple[float, float]:
@@ -172,7 +173,11 @@ def test_the_process_is_labelled() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [(ALL_GATHER, "AllGather"), (REDUCE_SCATTER, "ReduceScatter"), (ALL_REDUCE, "AllReduce")],
+    [
+        (TransferKind.ALL_GATHER, "AllGather"),
+        (TransferKind.REDUCE_SCATTER, "ReduceScatter"),
+        (TransferKind.ALL_REDUCE, "AllReduce"),
+    ],
 )
 def test_kernels_are_called_as_nccl_calls_them(kind: str, name: str) -> None:
     shown = dump(problem([5.0], [gather(0, 20, 0)]), [bucket(kind, [(0,)], 20, (0, 0))])

@@ -8,16 +8,17 @@ import itertools
 import pytest
 from hypothesis import given
 
-from graphshard.limits import Limits
-from graphshard.plan import ALL_GATHER, Bucket, Problem
-from graphshard.planner import schedule
-from graphshard.simulate import (
+from graphshard.kinds import TransferKind
+from graphshard.planning.memory_budget import ScheduleLimits
+from graphshard.planning.plan import Bucket, Problem
+from graphshard.planning.search import find_schedule
+from graphshard.planning.simulate import (
     COLLECTIVE,
     COMMUNICATION,
     COMPUTE,
     STEP,
+    bucket_cost,
     clock,
-    cost_of,
     simulate,
 )
 from tests.plan.dumps import by_hand
@@ -47,18 +48,18 @@ def test_a_schedule_computed_by_hand() -> None:
 
 def test_another_tensor_in_a_collective_costs_the_host() -> None:
     asked = problem([10.0], [gather(i, 8, 0) for i in range(3)])
-    bucket = Bucket(ALL_GATHER, ((0, 1), (2,)), 24, "g", WORLD, 0, 0)
+    bucket = Bucket(TransferKind.ALL_GATHER, ((0, 1), (2,)), 24, "g", WORLD, 0, 0)
     line = Line(10.0, 1.0, 0.5)
     # Packed: 16 / 4 bytes in, 16 out.
-    assert cost_of(asked, bucket, line)[:3] == (20.0 + 2.0, 34.0, 8.0)
+    assert bucket_cost(asked, bucket, line)[:3] == (20.0 + 2.0, 34.0, 8.0)
     assert clock(asked, [bucket], line).total_us == 20.0 + 2.0 + 34.0 + 8.0 + 10.0
     alone = dataclasses.replace(bucket, parcels=((2,),))
-    assert cost_of(asked, alone, line)[:3] == (0.0, 34.0, 0.0)
+    assert bucket_cost(asked, alone, line)[:3] == (0.0, 34.0, 0.0)
 
 
 @given(problems(), lines)
 def test_the_clock_agrees_with_the_dag(asked: Problem, line: Line) -> None:
-    buckets = schedule(asked, line, Limits())
+    buckets = find_schedule(asked, line, ScheduleLimits())
     timeline = simulate(asked, buckets, line)
     times = clock(asked, buckets, line)
     assert times.total_us == pytest.approx(timeline.total_us)
@@ -69,7 +70,7 @@ def test_the_clock_agrees_with_the_dag(asked: Problem, line: Line) -> None:
 
 @given(problems(), lines)
 def test_what_holds_of_every_timeline(asked: Problem, line: Line) -> None:
-    buckets = schedule(asked, line, Limits())
+    buckets = find_schedule(asked, line, ScheduleLimits())
     timeline = simulate(asked, buckets, line)
     for lane in (COMPUTE, COMMUNICATION):
         of_lane = [slot for slot in timeline.slots if slot.lane == lane]

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import graphshard
-from graphshard.plan import ALL_GATHER, REDUCE_SCATTER
+from graphshard.kinds import TransferKind
 from tests import ranks, recording
 from tests.numerics.compare import Twins, generator, relative_error, sgd, whole
 
@@ -69,8 +69,10 @@ def _train_adapters(dtype: torch.dtype) -> tuple[float, float]:
         worst = max(relative_error(*map(whole, pair)) for pair in zip(*grads))
         errors.append((relative_error(*losses), worst))
         if step:  # the first one shards
-            assert sum(e.bytes for e in sent if e.kind == REDUCE_SCATTER) == size
-            assert sum(e.bytes for e in sent if e.kind == ALL_GATHER) <= 2 * (size + frozen)
+            assert sum(e.bytes for e in sent if e.kind == TransferKind.REDUCE_SCATTER) == size
+            assert sum(e.bytes for e in sent if e.kind == TransferKind.ALL_GATHER) <= 2 * (
+                size + frozen
+            )
         optimizers = optimizers or [sgd(ours, 0.1), sgd(theirs, 0.1)]
         for optimizer in optimizers:
             optimizer.step()
@@ -135,9 +137,9 @@ def _train_on_integers(bits: int) -> None:
     world = dist.get_world_size()
     every = list(Quantised(bits).parameters())
     (forward, backward) = twins.backend.plans
-    assert forward.num_bytes(ALL_GATHER) == _num_bytes(every, world)
+    assert forward.num_bytes(TransferKind.ALL_GATHER) == _num_bytes(every, world)
     trained = [p for p in every if p.requires_grad]
-    assert backward.num_bytes(REDUCE_SCATTER) == _num_bytes(trained, world)
+    assert backward.num_bytes(TransferKind.REDUCE_SCATTER) == _num_bytes(trained, world)
     stored = {t.dtype for t in forward.problem.transfers}
     assert stored == {"torch.float32", str(every[0].dtype)}
 

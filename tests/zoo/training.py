@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import logging
 
 import graphshard
-from graphshard.plan import FORWARD
+from graphshard.kinds import GraphKind
 
 from .models import ZOO, Batch
 
@@ -87,7 +87,7 @@ def compare(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trace = train(compiled, ours, batches, context)
-    num_graphs = sum(plan.graph == FORWARD for plan in backend.plans)
+    num_graphs = sum(plan.graph == GraphKind.FORWARD for plan in backend.plans)
     return _compared(trace, expected, num_graphs, [str(w.message) for w in caught])
 
 

@@ -1,0 +1,58 @@
+"""Shuts down connections of this process that others hold open, found by the address at one end."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import stat
+import struct
+from collections.abc import Collection, Iterator
+
+import torch.distributed as dist
+
+
+def shut_down(listeners: Collection[bytes]) -> None:
+    """Every TCP connection with an end that is in one of ``listeners``.
+
+    Args:
+        listeners: bytes that hold a ``struct sockaddr_in`` or ``sockaddr_in6``.
+    """
+    for number in map(int, os.listdir("/dev/fd") if listeners else ()):
+        with contextlib.suppress(OSError):  # closed since it was listed, or not connected
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(number)) as connection:
+                if any(end in listener for end in _ends(connection) for listener in listeners):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def _ends(connection: socket.socket) -> Iterator[bytes]:
+    """``struct sockaddr_in`` or ``sockaddr_in6``, up to the host, of both ends."""
+    if connection.family in (socket.AF_INET, socket.AF_INET6):
+        flow = b"" if connection.family == socket.AF_INET else bytes(4)
+        for host, port, *_ in (connection.getsockname(), connection.getpeername()):
+            start = struct.pack("=H", connection.family) + struct.pack("!H", port)
+            yield start + flow + socket.inet_pton(connection.family, host)
+
+
+def abort(group: dist.ProcessGroup, store: dist.Store) -> None:
+    """Make collectives of ``group`` that are blocked on this rank raise, and all later ones.
+
+    ``ProcessGroup.abort`` does it for NCCL and nothing for gloo. gloo raises where a peer closes its
+    connection, so that is what happens here to the connections themselves.
+    """
+    shut_down(list(_gloo_addresses(group, store)))
+    group.abort()
+
+
+def _gloo_addresses(group: dist.ProcessGroup, store: dist.Store) -> Iterator[bytes]:
+    """What gloo left in the store for every rank's network device; the ``sockaddr`` it listens at
+    is in it, and each connection has a listener at one of its ends."""
+    for device in group._device_types:
+        for index in itertools.count():
+            keys = [f"{device.type}//{index}/{rank}" for rank in range(group.size())]
+            if not store.check(keys):
+                break
+            yield from map(store.get, keys)

@@ -1,0 +1,192 @@
+"""fp8 training of linears: which ones, and the arithmetic of scaled casts and products.
+
+Dynamic scaling by the recipes of ``torchao.float8`` (torchao/float8/config.py, float8_utils.py): before
+each of a linear's three products both sides are multiplied by ``largest fp8 value / largest value``,
+clamped and cast, and the product is divided by both scales:
+
+    y      = x8 @ w8.T          x8: e4m3   w8: e4m3
+    grad_x = g8 @ w8            g8: e5m2 ("tensorwise"), e4m3 ("rowwise")
+    grad_w = g8.T @ x8
+
+"tensorwise" has one scale for a tensor. "rowwise" has one, rounded down to a power of two, for each
+vector along which a product sums. What differs from torchao there: the weight has one scale for each of
+its rows in both products, so that backward uses the bytes of forward; where the product sums over the
+weight's rows, the gradient's columns are divided by their scales before it is cast.
+
+All is written in ATen ops with ``Call``: eager, or into a graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from .emitter import Call, run
+from .nodes import value_of
+
+TENSORWISE, ROWWISE = RECIPES = ("tensorwise", "rowwise")
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+DTYPES = (torch.bfloat16, torch.float32)
+"""Of what is cast, and of products."""
+
+_EPS = 1e-12  # of torchao: the least value that is scaled
+_EXPONENT = 0x7F800000  # bits of a float32
+ALIGNMENT = 16
+
+_aten = torch.ops.aten
+convert = torch.ops.prims.convert_element_type.default
+
+
+def is_of_torchao(of: object) -> bool:
+    """Whether a module or a tensor is one that ``torchao.float8`` made; torchao need not be there."""
+    return type(of).__module__.startswith("torchao.float8.")
+
+
+@functools.cache
+def device_fault(device_type: str, recipe: str) -> str | None:
+    """What a device says to products in fp8; None if it computes them."""
+    values = torch.ones(ALIGNMENT, ALIGNMENT, dtype=torch.bfloat16, device=device_type)
+    try:
+        weight = quantised(run, values, E4M3, recipe, 1)
+        forward(run, values, weight, recipe)
+        grad_input(run, values, weight, recipe)
+        grad_weight(run, values, values, recipe)
+    except (RuntimeError, NotImplementedError) as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+class Scaled(NamedTuple):
+    """A matrix in fp8, and what to multiply it with to undo its scaling: a scalar, or one for each of the
+    vectors along which its product sums."""
+
+    values: Any
+    inverse: Any
+
+
+def scale_of(call: Call, amax: Any, dtype: torch.dtype, recipe: str) -> Any:
+    """The scale for a largest absolute value, as torchao's ``amax_to_scale`` computes it."""
+    wide = call(_aten.clamp_min.default, call(convert, amax, torch.float64), _EPS)
+    inverse = call(_aten.mul.Tensor, call(_aten.reciprocal.default, wide), torch.finfo(dtype).max)
+    scale = call(convert, inverse, torch.float32)
+    if recipe == TENSORWISE:
+        return scale
+    bits = call(_aten.view.dtype, scale, torch.int32)
+    exponent = call(_aten.bitwise_and.Scalar, bits, _EXPONENT)
+    return call(_aten.view.dtype, exponent, torch.float32)
+
+
+def cast(call: Call, x: Any, scale: Any, dtype: torch.dtype, dim: int) -> Any:
+    """``x * scale``, saturated: eager casts do not before torch 2.12. ``dim``: as of ``quantised``, where
+    ``scale`` is a vector."""
+    largest = torch.finfo(dtype).max
+    if value_of(scale).dim() == 1:
+        scale = call(_aten.unsqueeze.default, scale, dim)
+    scaled = call(_aten.mul.Tensor, as_dtype(call, x, torch.float32), scale)
+    clamped = call(
+        _aten.clamp_max.default, call(_aten.clamp_min.default, scaled, -largest), largest
+    )
+    return call(convert, clamped, dtype)
+
+
+def quantised(call: Call, x: Any, dtype: torch.dtype, recipe: str, dim: int) -> Scaled:
+    """``x`` scaled dynamically; ``dim`` is that over which its product sums."""
+    scale = scale_of(call, _amax(call, x, [] if recipe == TENSORWISE else [dim]), dtype, recipe)
+    return Scaled(cast(call, x, scale, dtype, dim), call(_aten.reciprocal.default, scale))
+
+
+def _amax(call: Call, x: Any, dims: list[int]) -> Any:
+    value = value_of(x)
+    if isinstance(value.numel(), int) and not value.numel():  # of nothing there is none
+        shape = [value.shape[1 - dim] for dim in dims]
+        return call(_aten.full.default, shape, 0.0, dtype=value.dtype, device=value.device)
+    return call(_aten.amax.default, call(_aten.abs.default, x), dims)
+
+
+def forward(call: Call, x: Any, weight: Scaled, recipe: str) -> Any:
+    """``x @ weight.T``."""
+    left = quantised(call, x, E4M3, recipe, 1)
+    return _product(call, left, _transposed(call, weight), value_of(x).dtype, recipe, fast=True)
+
+
+def grad_input(call: Call, grad: Any, weight: Scaled, recipe: str) -> Any:
+    """``grad @ weight``."""
+    dtype = value_of(grad).dtype
+    if recipe == ROWWISE:
+        # grad @ (values / scale), of which the scale cannot leave the sum over the weight's rows.
+        grad = call(_aten.mul.Tensor, as_dtype(call, grad, torch.float32), weight.inverse)
+        values = value_of(weight.values)
+        made = {"dtype": torch.float32, "device": values.device}
+        weight = Scaled(weight.values, call(_aten.full.default, [values.shape[1]], 1.0, **made))
+    return _product(call, _grad(call, grad, recipe, 1), weight, dtype, recipe)
+
+
+def grad_weight(call: Call, grad: Any, x: Any, recipe: str) -> Any:
+    """``grad.T @ x``."""
+    grad, x = _padded(call, grad), _padded(call, x)
+    left = _transposed(call, _grad(call, grad, recipe, 0))
+    right = quantised(call, x, E4M3, recipe, 0)
+    return _product(call, left, right, value_of(x).dtype, recipe)
+
+
+def _padded(call: Call, x: Any) -> Any:
+    """With as many rows as tensor cores take to sum over, the last ones zeros."""
+    rows, device = value_of(x).shape[0], value_of(x).device
+    if device.type != "cuda" or not isinstance(rows, int) or not rows % ALIGNMENT:
+        return x
+    return call(_aten.constant_pad_nd.default, x, [0, 0, 0, -rows % ALIGNMENT], 0.0)
+
+
+def _grad(call: Call, grad: Any, recipe: str, dim: int) -> Scaled:
+    return quantised(call, grad, E5M2 if recipe == TENSORWISE else E4M3, recipe, dim)
+
+
+def _product(
+    call: Call, a: Scaled, b: Scaled, dtype: torch.dtype, recipe: str, *, fast: bool = False
+) -> Any:
+    """``a @ b`` of matrices, without their scales; laid out as tensor cores read rows and columns."""
+    product = call(
+        _aten._scaled_mm.default,
+        _contiguous(call, a.values),
+        _t(call, _contiguous(call, _t(call, b.values))),
+        _factor(call, a.inverse, recipe, 1),
+        _factor(call, b.inverse, recipe, 0),
+        # Kernels with row-wise scales write bfloat16 alone (torchao/float8/float8_ops.py).
+        out_dtype=dtype if recipe == TENSORWISE else torch.bfloat16,
+        use_fast_accum=fast,
+    )
+    return as_dtype(call, product, dtype)
+
+
+def _transposed(call: Call, of: Scaled) -> Scaled:
+    return of._replace(values=_t(call, of.values))
+
+
+def _factor(call: Call, inverse: Any, recipe: str, dim: int) -> Any:
+    """As products take it: a scalar, of which Inductor wants no side to be a matrix; or a matrix of size
+    1 in ``dim``, a vector with all strides 1, which some kernels check."""
+    num_dims = value_of(inverse).dim()
+    if recipe == TENSORWISE and num_dims:
+        return call(_aten.view.default, inverse, [])
+    if num_dims != 1:
+        return inverse
+    size = value_of(inverse).shape[0]
+    sizes: list[Any] = [size if isinstance(size, int) else call(_aten.sym_size.int, inverse, 0)]
+    sizes.insert(dim, 1)
+    return call(_aten.as_strided.default, inverse, sizes, [1, 1])
+
+
+def _t(call: Call, x: Any) -> Any:
+    return call(_aten.permute.default, x, [1, 0])
+
+
+def _contiguous(call: Call, x: Any) -> Any:
+    if value_of(x).is_contiguous():
+        return x
+    return call(_aten.clone.default, x, memory_format=torch.contiguous_format)
+
+
+def as_dtype(call: Call, x: Any, dtype: torch.dtype) -> Any:
+    return x if value_of(x).dtype == dtype else call(convert, x, dtype)

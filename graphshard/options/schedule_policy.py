@@ -1,0 +1,118 @@
+"""What a user may ask of the schedule, and the cost model and limits that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import fx
+
+from ..cost.hardware import Hardware
+from ..cost.model import CostModel
+from ..planning.memory_budget import ScheduleLimits
+from ..planning.plan import Bucket, Problem
+from ..planning.search import find_schedule, schedule_without_overlap
+
+
+@dataclass(frozen=True)
+class SchedulePolicy:
+    """How collectives are bucketed and ordered.
+
+    Attributes:
+        overlap: decide buckets, and when they are launched, by predicted times, so that they hide
+            behind compute; ranks follow the first one's plan. False: each where it is needed, and
+            waited for at once.
+        bucket_cap_mb: largest bucket, in MB of full parameters; "auto": what the cost model finds.
+            A larger parameter travels alone.
+        max_in_flight_gb: buffers between launch and wait, in GB; None: no limit.
+        memory_budget_gb: peak of a graph on one rank, in GB: inputs, activations, gathered
+            parameters, gradients; None: no limit. On a GPU activations that do not fit wait for backward on
+            the host, and more where the schedule makes better use of their room.
+        activation_memory_budget: what part of the activations that a graph would save for backward it may
+            save; the others are recomputed, the cheapest for their memory first: 1 is none of them, 0 is
+            all. None: as ``torch._functorch.config`` says, whose setting it is. A parameter is gathered
+            once in backward, for what is recomputed and for gradients alike.
+        hardware: a name of ``graphshard.cost.hardware.HARDWARE``, or a file that ``python -m graphshard
+            calibrate`` wrote; "auto": by the name of the device. Equal on all ranks.
+        node_cost: called with every node of a graph; a number, in microseconds, replaces what the
+            cost model says of that node, None leaves it. Graphs are then not cached.
+
+    Raises:
+        ValueError: a value does not hold.
+    """
+
+    bucket_cap_mb: float | Literal["auto"] = "auto"
+    max_in_flight_gb: float | None = None
+    memory_budget_gb: float | None = None
+    activation_memory_budget: float | None = None
+    hardware: str = "auto"
+    overlap: bool = True
+    node_cost: Callable[[fx.Node], float | None] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.overlap, bool):
+            raise ValueError(f"schedule.overlap={self.overlap!r}: must be True or False")
+        if self.bucket_cap_mb != "auto":
+            _check_size("bucket_cap_mb", self.bucket_cap_mb)
+        for name in ("max_in_flight_gb", "memory_budget_gb"):
+            if getattr(self, name) is not None:
+                _check_size(name, getattr(self, name))
+        budget = self.activation_memory_budget
+        if budget is not None and not (_is_number(budget) and 0 <= budget <= 1):
+            raise ValueError(
+                f"schedule.activation_memory_budget={budget!r}: must be a number from 0 (recompute all "
+                "activations) to 1 (none), or None"
+            )
+        if not self.overlap and self.limits() != ScheduleLimits():
+            raise ValueError(
+                "schedule.bucket_cap_mb, max_in_flight_gb and memory_budget_gb limit what overlaps: "
+                "set schedule.overlap=True, or leave them out"
+            )
+        if self.node_cost is not None and not callable(self.node_cost):
+            raise ValueError(f"node_cost={self.node_cost!r}: must be a function of a node, or None")
+        if self.hardware != "auto":
+            _hardware(self.hardware)
+
+    def decide(self, problem: Problem, costs: CostModel) -> tuple[Bucket, ...]:
+        """The buckets of a graph."""
+        if self.overlap:
+            return find_schedule(problem, costs, self.limits())
+        return schedule_without_overlap(problem)
+
+    def limits(self) -> ScheduleLimits:
+        return ScheduleLimits(
+            cap=None if self.bucket_cap_mb == "auto" else _bytes(self.bucket_cap_mb, 1e6),
+            in_flight=_bytes(self.max_in_flight_gb, 1e9),
+            peak=_bytes(self.memory_budget_gb, 1e9),
+        )
+
+    def costs(self, device: torch.device) -> CostModel:
+        """The cost model for graphs on ``device``."""
+        if self.hardware != "auto":
+            hardware = _hardware(self.hardware)
+        elif device.type == "cuda":
+            hardware, _ = Hardware.for_device(torch.cuda.get_device_name(device))
+        else:
+            hardware = Hardware.of_device("cpu")
+        tf32 = torch.get_float32_matmul_precision() != "highest"
+        return CostModel(hardware, self.node_cost, tf32 and device.type == "cuda")
+
+
+def _check_size(name: str, value: object) -> None:
+    if not _is_number(value) or not value > 0:  # type: ignore[operator]
+        raise ValueError(f"schedule.{name}={value!r}: must be a positive number")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _bytes(size: float | None, unit: float) -> int | None:
+    return None if size is None else int(size * unit)
+
+
+def _hardware(name: str) -> Hardware:
+    return Hardware.load(Path(name)) if Path(name).is_file() else Hardware.of_device(name)
