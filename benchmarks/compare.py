@@ -162,7 +162,7 @@ def measure(job: Job, device_type: str) -> dict[str, Result]:
 
     runs = {name: functools.partial(steps, name) for name in trainings}
     steps_s = interleave(runs, job.steps, job.warm_up)
-    costs = backend.options.schedule.costs(torch.device(device_type))
+    costs = backend.options.schedule.cost_model(torch.device(device_type))
     return {
         name: Result(
             steps_s[name],

@@ -120,7 +120,7 @@ def fsdp2_rule(plan: Plan, problem: Problem) -> list[Bucket]:
 def uncopied(plan: Plan, problem: Problem) -> list[Bucket]:
     """``fsdp2_rule``, with each bucket as a coalesced group: what the rule itself is worth."""
     buckets = fsdp2_rule(plan, problem)
-    return [dataclasses.replace(b, parcels=tuple((i,) for i in b.transfers)) for b in buckets]
+    return [dataclasses.replace(b, buffers=tuple((i,) for i in b.transfers)) for b in buckets]
 
 
 def unscheduled(plan: Plan, problem: Problem) -> list[Bucket]:

@@ -97,7 +97,9 @@ class Backend:
             compiled = compile_graph(gm, inputs, record, compiling, uncached)
         if self.options.schedule.overlap:
             decided = self._decisions(record.plans(), compiling.fingerprint(), groups)
-            if [plan.wire() for plan in decided] != [plan.wire() for plan in record.plans()]:
+            if [plan.collectives_text() for plan in decided] != [
+                plan.collectives_text() for plan in record.plans()
+            ]:
                 followed = {plan.graph: plan for plan in decided}
                 compiling = dataclasses.replace(compiling, followed=followed)
                 record = self._records[-1] = PlanRecord(gm, inputs, fqns, compiling, files)

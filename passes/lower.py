@@ -164,7 +164,7 @@ def apply_buckets(
         with graph.inserting_before(at):
             for i, is_wait in happening:
                 bucket = buckets[i]
-                of = [[markers[i] for i in parcel] for parcel in bucket.parcels]
+                of = [[markers[i] for i in parcel] for parcel in bucket.buffers]
                 emit = Emitter(graph, of[0][0].meta, **{PLANNED: True})
                 if not is_wait:
                     begun[i] = _begin(emit, bucket, of, left.get(i))

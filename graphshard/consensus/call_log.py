@@ -118,7 +118,7 @@ class CallLog:
         self._post_call(call)
         self._wait()
 
-    def decide(self, key: str, make: Callable[[], str], text: str = "") -> str:
+    def choose_on_first_rank(self, key: str, make: Callable[[], str], text: str = "") -> str:
         """What ``make`` returns on the group's first rank. It is a call: all ranks have to ask, for
         the same ``key``; of ``text``, an error shows the first line that differs.
 

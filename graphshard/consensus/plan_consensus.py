@@ -52,7 +52,9 @@ class PlanConsensus:
         key = (text, *groups)
         if key not in self._decided:
             for agreement in _agreements(common, groups):
-                made = agreement.decide(_digest(text), partial(_to_json, common), text)
+                made = agreement.choose_on_first_rank(
+                    _digest(text), partial(_to_json, common), text
+                )
                 common = [Plan.from_json(plan) for plan in json.loads(made)]
             self._decided[key] = common
         own = {number: name for name, number in numbers.items()}
@@ -112,7 +114,7 @@ def _waited_for(bucket: Bucket, placed: Sequence[Bucket]) -> Bucket:
     then = [
         b
         for b in placed
-        if b.kind == TransferKind.ALL_REDUCE_SHARDS and b.parcels == bucket.parcels
+        if b.kind == TransferKind.ALL_REDUCE_SHARDS and b.buffers == bucket.buffers
     ]
     if not then or bucket.kind == TransferKind.ALL_REDUCE_SHARDS:
         return bucket
@@ -163,7 +165,7 @@ def with_call_log(
 ) -> Callable[..., Any]:
     """``compiled``, every call of it with the calls of the other ranks of ``groups``: see ``Agreement``."""
     numbers = {name: f"#{i}" for i, name in enumerate(_groups_of(plans))}
-    text = "\n".join(_renamed(plan, numbers).wire() for plan in plans)
+    text = "\n".join(_renamed(plan, numbers).collectives_text() for plan in plans)
     for agreement in _agreements(plans, groups):
         for name in numbers:
             agreement.involve(process_group(name))

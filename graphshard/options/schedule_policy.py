@@ -76,10 +76,10 @@ class SchedulePolicy:
         if self.hardware != "auto":
             _hardware(self.hardware)
 
-    def decide(self, problem: Problem, costs: CostModel) -> tuple[Bucket, ...]:
+    def plan_buckets(self, problem: Problem, cost_model: CostModel) -> tuple[Bucket, ...]:
         """The buckets of a graph."""
         if self.overlap:
-            return find_schedule(problem, costs, self.limits())
+            return find_schedule(problem, cost_model, self.limits())
         return schedule_without_overlap(problem)
 
     def limits(self) -> ScheduleLimits:
@@ -89,7 +89,7 @@ class SchedulePolicy:
             peak=_bytes(self.memory_budget_gb, 1e9),
         )
 
-    def costs(self, device: torch.device) -> CostModel:
+    def cost_model(self, device: torch.device) -> CostModel:
         """The cost model for graphs on ``device``."""
         if self.hardware != "auto":
             hardware = _hardware(self.hardware)

@@ -66,7 +66,7 @@ class CompileSettings:
 
     def fingerprint(self) -> str:
         """What compiled graphs depend on, as text."""
-        hardware = self.schedule.costs(self.device).hardware.to_json()
+        hardware = self.schedule.cost_model(self.device).hardware.to_json()
         backend = dist.get_backend_config()
         where = f"{self.device.type} {self.offloads}"
         return f"{self.compiler} {self.schedule} {hardware} {backend} {where} {self.followed}"
@@ -112,12 +112,12 @@ class CompileSettings:
         if problem.graph in self.followed:
             buckets = follow(collectives, self.followed[problem.graph])
         else:
-            buckets = self.schedule.decide(collectives, costs)
+            buckets = self.schedule.plan_buckets(collectives, costs)
         prices = costs if self.schedule.overlap else None
         return add_host_copies(problem, buckets, prices, self.schedule.limits())
 
     def dump(self, plan: Plan, compiled: str) -> Dump:
-        hardware = self.schedule.costs(self.device).hardware
+        hardware = self.schedule.cost_model(self.device).hardware
         return Dump(plan, hardware, self.schedule.limits(), compiled)
 
 
@@ -207,7 +207,7 @@ class Partitioner(CustomPartitionerFn):
             part.graph.lint()
             part.recompile()
         compiling, kept = self._compiling, []
-        costs = compiling.schedule.costs(compiling.device)
+        costs = compiling.schedule.cost_model(compiling.device)
         given = forward.graph, backward.graph, kwargs["num_fwd_outputs"], costs
         if compiling.schedule.overlap:
             with self._rewriting("keep", forward, backward):
@@ -247,7 +247,7 @@ class Lowering(CustomGraphPass):
         self._compiling = compiling
 
     def __call__(self, graph: fx.Graph) -> None:
-        costs = self._compiling.schedule.costs(self._compiling.device)
+        costs = self._compiling.schedule.cost_model(self._compiling.device)
         kind = _kind(graph)
         self._record.files.code(kind, "before", graph)
         plan = passes.lower(graph, kind, costs, self._compiling.decide)

@@ -81,7 +81,7 @@ def _planned(plan: Plan) -> list[Event]:
 
 
 def _num_buffers(bucket: Bucket) -> int:
-    return len(bucket.transfers if bucket.kind in HOST_COPIES else bucket.parcels)
+    return len(bucket.transfers if bucket.kind in HOST_COPIES else bucket.buffers)
 
 
 def _collectives(plan: Plan, bucket: Bucket) -> list[int]:
@@ -89,7 +89,7 @@ def _collectives(plan: Plan, bucket: Bucket) -> list[int]:
     transfers = plan.problem.transfers
     dtype = getattr(torch, transfers[bucket.transfers[0]].dtype.removeprefix("torch."))
     if bucket.kind == TransferKind.REDUCE_SCATTER and collectives.exchanges(bucket.group, dtype):
-        return [sum(transfers[i].num_bytes for i in parcel) for parcel in bucket.parcels]
+        return [sum(transfers[i].num_bytes for i in parcel) for parcel in bucket.buffers]
     return [bucket.num_bytes]
 
 

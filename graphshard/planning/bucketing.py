@@ -116,7 +116,7 @@ class Queue:
         alone = [(i,) for i, of in zip(cut, is_small) if not of]
         bucket = Bucket(
             kind=transfers[0].kind,
-            parcels=(*map(tuple, small.values()), *alone),
+            buffers=(*map(tuple, small.values()), *alone),
             num_bytes=self._bytes[end] - self._bytes[begin],
             group=transfers[0].group,
             world=transfers[0].world,

@@ -88,7 +88,7 @@ def add_host_copies(
 
 def _copy(problem: Problem, of: Bucket, kind: TransferKind, launch: int, wait: int) -> Bucket:
     num_bytes = sum(problem.transfers[i].shard_bytes for i in of.transfers)
-    return Bucket(kind, of.parcels, num_bytes, "", 1, launch, wait)
+    return Bucket(kind, of.buffers, num_bytes, "", 1, launch, wait)
 
 
 def _ahead(

@@ -111,7 +111,7 @@ class Bucket:
     """Transfers of one kind that travel in one collective.
 
     Attributes:
-        parcels: positions in ``Problem.transfers``. What is in one parcel is copied into a buffer
+        buffers: positions in ``Problem.transfers``. What is in one parcel is copied into a buffer
             and out of it again; one alone travels as it is.
         num_bytes: of all full tensors.
         launch: issued before this step; ``wait``: waited for before that one.
@@ -119,7 +119,7 @@ class Bucket:
     """
 
     kind: TransferKind
-    parcels: tuple[tuple[int, ...], ...]
+    buffers: tuple[tuple[int, ...], ...]
     num_bytes: int
     group: str
     world: int
@@ -129,7 +129,7 @@ class Bucket:
 
     @property
     def transfers(self) -> tuple[int, ...]:
-        return tuple(i for parcel in self.parcels for i in parcel)
+        return tuple(i for parcel in self.buffers for i in parcel)
 
 
 def replica_bucket(bucket: Bucket, transfers: Sequence[Transfer]) -> Bucket | None:
@@ -187,7 +187,7 @@ def next_in_chain(buckets: Sequence[Bucket]) -> dict[int, int]:
     are copied to the device and gathered; reduced, averaged over replicas, and copied to the host."""
     chains: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for i, bucket in enumerate(buckets):
-        chains.setdefault(bucket.parcels, []).append(i)
+        chains.setdefault(bucket.buffers, []).append(i)
     found: dict[int, int] = {}
     for chain in chains.values():
         found.update(pairwise(sorted(chain, key=lambda i: _CHAIN.index(buckets[i].kind))))
@@ -232,7 +232,7 @@ class Plan:
         params = tuple(dataclasses.replace(p, fqn=fqns[p.input]) for p in self.params)
         return dataclasses.replace(self, params=params)
 
-    def wire(self) -> str:
+    def collectives_text(self) -> str:
         """What this graph sends, as text; a line for each collective, in their order."""
         sent = [bucket for bucket in self.buckets if bucket.kind not in HOST_COPIES]
         return "\n".join([self.title(), *map(self._sent, sent)])
@@ -245,11 +245,13 @@ class Plan:
             transfers = [self.problem.transfers[i] for i in parcel]
             return " ".join(f"{self.fqn_of(t)}:{t.dtype}" for t in transfers)
 
-        what = " | ".join(map(names, bucket.parcels))
+        what = " | ".join(map(names, bucket.buffers))
         return f"{bucket.kind} of {bucket.num_bytes} bytes in group {bucket.group}: {what}"
 
     def to_json(self) -> str:
-        return json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=1)
+        raw = {"version": VERSION, **dataclasses.asdict(self)}
+        raw["buckets"] = [_renamed(b, "buffers", "parcels") for b in raw["buckets"]]
+        return json.dumps(raw, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -263,10 +265,17 @@ class Plan:
         return cls(
             params=tuple(PlanParam(**param) for param in raw["params"]),
             problem=Problem(graph, **raw["problem"], transfers=transfers),
-            buckets=tuple(_with_kind(Bucket, b) for b in raw["buckets"]),
+            buckets=tuple(
+                _with_kind(Bucket, _renamed(b, "parcels", "buffers")) for b in raw["buckets"]
+            ),
             kept=raw["kept"],
             reasons=raw["reasons"],
         )
+
+
+def _renamed(raw: dict[str, Any], old: str, new: str) -> dict[str, Any]:
+    """``raw`` in its order; in files the buffers of a bucket are called parcels."""
+    return {new if key == old else key: value for key, value in raw.items()}
 
 
 def _with_kind(cls: Callable[..., _Made], raw: dict[str, Any]) -> _Made:

@@ -238,12 +238,12 @@ def bucket_cost(problem: Problem, bucket: Bucket, prices: TransferCostModel) -> 
     lane_us = prices.collective_us(bucket.kind, bucket.num_bytes, bucket.world, bucket.stride)
     if bucket.kind in HOST_COPIES:
         return BucketCost(0.0, lane_us, 0.0, bucket.kind)
-    parcels_us = prices.buffer_us(bucket.world, bucket.stride) * (len(bucket.parcels) - 1)
+    parcels_us = prices.buffer_us(bucket.world, bucket.stride) * (len(bucket.buffers) - 1)
     if bucket.kind == TransferKind.ALL_REDUCE_SHARDS:  # in the buffers that it is left in
         return BucketCost(parcels_us, lane_us, 0.0)
     gathers = bucket.kind == TransferKind.ALL_GATHER
     packed, cast = [], []
-    for parcel in bucket.parcels:
+    for parcel in bucket.buffers:
         size = sum(problem.transfers[i].num_bytes for i in parcel)
         if len(parcel) > 1:
             packed.append(size)

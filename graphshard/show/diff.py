@@ -113,7 +113,7 @@ def _moved(one: Dump, before: Bucket, other: Dump, after: Bucket) -> Iterator[st
         sizes = [f"{b.num_bytes / 1e6:.3f} MB on {b.world} ranks" for b in (before, after)]
         yield f"resized: {name}: {sizes[0]} -> {sizes[1]}"
     if _parcels(one, before) != _parcels(other, after):
-        counts = [f"{len(bucket.parcels)} buffers" for bucket in (before, after)]
+        counts = [f"{len(bucket.buffers)} buffers" for bucket in (before, after)]
         yield f"packed differently: {name}: {counts[0]} -> {counts[1]}"
 
 
@@ -136,7 +136,7 @@ def _members(dump: Dump, bucket: Bucket) -> set[str]:
 
 
 def _parcels(dump: Dump, bucket: Bucket) -> set[frozenset[str]]:
-    parts = (dataclasses.replace(bucket, parcels=(parcel,)) for parcel in bucket.parcels)
+    parts = (dataclasses.replace(bucket, buffers=(parcel,)) for parcel in bucket.buffers)
     return {frozenset(dump.names(part)) for part in parts}
 
 

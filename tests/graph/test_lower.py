@@ -117,7 +117,7 @@ def _gathers(build: Builder, markers: list[fx.Node], limits: ScheduleLimits) -> 
         x = build.call(mul, x, total)
     plan = lowered(build.module(x), GraphKind.FORWARD, overlapped(limits))
     assert sorted(i for b in plan.buckets for i in b.transfers) == list(range(len(markers)))
-    return [bucket.parcels for bucket in plan.buckets]
+    return [bucket.buffers for bucket in plan.buckets]
 
 
 def test_small_parameters_share_a_buffer_beside_large_ones(group: str) -> None:
@@ -132,7 +132,7 @@ def test_without_overlap_small_ones_travel_together_and_large_ones_alone(group: 
     markers = [build.unshard(build.primal(rows), rows * 8) for rows in (1, 2, LARGE, 3)]
     gm = build.module(build.call(torch.ops.aten.cat.default, markers))
     buckets = lowered(gm, GraphKind.FORWARD).buckets
-    assert [bucket.parcels for bucket in buckets] == [((0, 1, 3),), ((2,),)]
+    assert [bucket.buffers for bucket in buckets] == [((0, 1, 3),), ((2,),)]
     assert all(bucket.launch == bucket.wait for bucket in buckets)
 
 
@@ -147,7 +147,7 @@ def test_small_gradients_travel_together(group: str) -> None:
     reduced = [build.reduce(build.tangent(rows, 3)) for rows in (16, 13, 1)]
     gm = build.module(*reduced)
     plan = lowered(gm, GraphKind.BACKWARD)
-    assert [bucket.parcels for bucket in plan.buckets] == [((0, 1, 2),)]
+    assert [bucket.buffers for bucket in plan.buckets] == [((0, 1, 2),)]
     assert plan.buckets[0].num_bytes == (16 + 16 + 8) * 3 * 4
     shapes = [tuple(output(gm.graph, i).meta["val"].shape) for i in range(3)]
     assert shapes == [(2, 3), (2, 3), (1, 3)]
@@ -159,7 +159,7 @@ def test_dtypes_share_a_buffer_as_bytes(group: str) -> None:
     markers = [build.unshard(build.primal(1, 4, dtype=dtype), 7) for dtype in dtypes]
     gm = build.module(*markers)
     (bucket,) = lowered(gm, GraphKind.FORWARD, overlapped(ScheduleLimits())).buckets
-    assert bucket.parcels == ((0, 1, 2, 3),)
+    assert bucket.buffers == ((0, 1, 2, 3),)
     assert bucket.num_bytes == 8 * 4 * (4 + 2 + 1 + 8)
     values = [output(gm.graph, i).meta["val"] for i in range(4)]
     assert [(v.dtype, tuple(v.shape)) for v in values] == [(dtype, (7, 4)) for dtype in dtypes]
@@ -170,7 +170,7 @@ def test_gradients_of_two_dtypes_are_reduced_apart(group: str) -> None:
     grads = [build.tangent(16, 3), build.call(to_copy, build.tangent(16, 3), dtype=torch.bfloat16)]
     gm = build.module(*(build.reduce(grad) for grad in grads))
     assert [
-        bucket.parcels
+        bucket.buffers
         for bucket in lowered(gm, GraphKind.BACKWARD, overlapped(ScheduleLimits())).buckets
     ] == [
         ((0,),),

@@ -51,8 +51,8 @@ def _train(compiler: str, dynamic: bool) -> tuple[list[Any], int]:
         twins.check()
         twins.zero_grad()
     assert num_graphs() == (1 if dynamic or rank == 0 else 2)
-    costs = schedule.costs(torch.device("cpu"))
-    return sent, len(schedule.decide(twins.backend.plans[0].problem, costs))
+    costs = schedule.cost_model(torch.device("cpu"))
+    return sent, len(schedule.plan_buckets(twins.backend.plans[0].problem, costs))
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def test_ranks_that_never_come() -> None:
 def _decide(group: Group, agreement: CallLog) -> list[str]:
     made = []
     for key in ("a", "b", "a"):
-        made.append(agreement.decide(key, lambda key=key: f"{key} of {group.rank()}"))
+        made.append(agreement.choose_on_first_rank(key, lambda key=key: f"{key} of {group.rank()}"))
         agreement.first_run(made[-1], PLAN)
     return made
 
@@ -257,7 +257,7 @@ def _fail_to_decide(group: Group, agreement: CallLog) -> str:
     if group.rank() > 0:
         return message(agreement.decide, "key", str)
     with pytest.raises(ZeroDivisionError):
-        agreement.decide("key", lambda: str(1 // 0))
+        agreement.choose_on_first_rank("key", lambda: str(1 // 0))
     return ""
 
 
@@ -299,7 +299,7 @@ def _num_keys(group: Group, agreement: CallLog) -> None:
     counts = []
     for number in range(8):
         agreement.first_run(f"plan {number}", PLAN)
-        agreement.decide("key", str)
+        agreement.choose_on_first_rank("key", str)
         dist.barrier()
         time.sleep(0.5)  # for the watchers to delete
         counts.append(sum("graphshard" in key for key in store.list_keys()))
@@ -348,7 +348,7 @@ def _groups_of_one_name(folder: Path) -> list[str]:
         assert dist.group.WORLD is not None
         agreement = call_log_of(dist.group.WORLD)
         agreement.first_run("plan", PLAN)
-        made.append(agreement.decide("key", lambda number=number: str(number)))
+        made.append(agreement.choose_on_first_rank("key", lambda number=number: str(number)))
         dist.barrier()
     dist.destroy_process_group()
     for thread in threading.enumerate():

@@ -84,8 +84,8 @@ def _check_copies(plans: list[Plan]) -> None:
     forward, backward = plans
     assert (forward.graph, backward.graph) == (GraphKind.FORWARD, GraphKind.BACKWARD)
     for plan in plans:
-        loads = {b.parcels: b for b in plan.buckets if b.kind == TransferKind.COPY_TO_DEVICE}
-        gathers = {b.parcels: b for b in plan.buckets if b.kind == TransferKind.ALL_GATHER}
+        loads = {b.buffers: b for b in plan.buckets if b.kind == TransferKind.COPY_TO_DEVICE}
+        gathers = {b.buffers: b for b in plan.buckets if b.kind == TransferKind.ALL_GATHER}
         assert loads.keys() == gathers.keys()
         assert all(load.wait == gathers[of].launch for of, load in loads.items())
     shards = sum(p.nbytes for p in _model().parameters()) / forward.buckets[0].world

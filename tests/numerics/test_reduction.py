@@ -47,7 +47,7 @@ def test_an_exchange_gives_what_reduce_scatter_gives(
         found[backend] = ranks.run(world, _gradients, compiler, hardware, folder, backend=backend)
         plan = Dump.load(folder / "00-backward.json").plan
         buckets = [bucket for bucket in plan.buckets if bucket.kind == TransferKind.REDUCE_SCATTER]
-        parcels = sum(len(bucket.parcels) for bucket in buckets)
+        parcels = sum(len(bucket.buffers) for bucket in buckets)
         assert (parcels > len(buckets)) == (buffer_us == 0)
         if (
             compiler == "aot_eager"

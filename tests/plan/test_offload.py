@@ -72,16 +72,16 @@ def test_what_holds_of_all_copies(asked: Problem, line: Line, room: int | None) 
     limits = ScheduleLimits(peak=None if room is None else max(alive_bytes(asked, plain)) + room)
     buckets = add_host_copies(asked, plain, line, limits)
     assert [b for b in buckets if b.kind not in HOST_COPIES] == list(plain)
-    copies = {(b.kind, b.parcels): b for b in buckets if b.kind in HOST_COPIES}
+    copies = {(b.kind, b.buffers): b for b in buckets if b.kind in HOST_COPIES}
     assert len(copies) == len(buckets) - len(plain)
     for bucket in plain:
         if not asked.transfers[bucket.transfers[0]].host:
-            assert not any(parcels == bucket.parcels for _, parcels in copies)
+            assert not any(parcels == bucket.buffers for _, parcels in copies)
         elif bucket.kind == TransferKind.ALL_GATHER:
-            load = copies.pop((TransferKind.COPY_TO_DEVICE, bucket.parcels))
+            load = copies.pop((TransferKind.COPY_TO_DEVICE, bucket.buffers))
             assert load.launch <= load.wait == bucket.launch
         elif not (bucket.kind == TransferKind.REDUCE_SCATTER and _is_averaged(bucket, plain)):
-            store = copies.pop((TransferKind.COPY_TO_HOST, bucket.parcels))
+            store = copies.pop((TransferKind.COPY_TO_HOST, bucket.buffers))
             assert bucket.wait == store.launch <= store.wait <= asked.num_steps
     assert not copies
     if limits.peak is not None:
@@ -90,7 +90,7 @@ def test_what_holds_of_all_copies(asked: Problem, line: Line, room: int | None) 
 
 def _is_averaged(bucket: Bucket, buckets: tuple[Bucket, ...]) -> bool:
     return any(
-        b.kind == TransferKind.ALL_REDUCE_SHARDS and b.parcels == bucket.parcels for b in buckets
+        b.kind == TransferKind.ALL_REDUCE_SHARDS and b.buffers == bucket.buffers for b in buckets
     )
 
 

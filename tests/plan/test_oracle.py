@@ -65,5 +65,5 @@ def test_copies_are_part_of_the_time() -> None:
     asked = problem([0.0, 50.0], [gather(0, 8, 1), gather(1, 8, 1)])
     line = Line(10.0, 1.0, 0.5)
     buckets, least_us = best(asked, line)
-    assert [bucket.parcels for bucket in buckets] == [((0, 1),)]
+    assert [bucket.buffers for bucket in buckets] == [((0, 1),)]
     assert least_us == pytest.approx(2 + 26 + 8 + 50 + 30.0 + 0.05 * 26)

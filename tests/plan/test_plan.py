@@ -51,7 +51,7 @@ _buckets = st.builds(
     kind=st.sampled_from(
         [TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER, TransferKind.ALL_REDUCE]
     ),
-    parcels=st.lists(
+    buffers=st.lists(
         st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4
     ).map(tuple),
     num_bytes=_sizes,

@@ -27,13 +27,13 @@ def _assert_sound(asked: Problem, buckets: tuple[Bucket, ...]) -> None:
     assert sorted(i for b in first for i in b.transfers) == list(range(len(asked.transfers)))
     assert list(buckets) == sorted(buckets, key=lambda bucket: bucket.launch)
     averaged = {
-        bucket.parcels: bucket
+        bucket.buffers: bucket
         for bucket in buckets
         if bucket.kind == TransferKind.ALL_REDUCE_SHARDS
     }
     assert len(first) + len(averaged) == len(buckets)
     for bucket in first:
-        then, found = replica_bucket(bucket, asked.transfers), averaged.get(bucket.parcels)
+        then, found = replica_bucket(bucket, asked.transfers), averaged.get(bucket.buffers)
         assert (then is None) == (found is None)
         if then and found:
             assert dataclasses.replace(found, wait=then.wait) == then
@@ -209,7 +209,7 @@ def test_a_tensor_is_copied_where_a_buffer_of_its_own_costs_more() -> None:
     (bucket,) = find_schedule(
         asked, Line(latency_us=1000.0, copy_us_per_byte=1.0), ScheduleLimits()
     )
-    assert bucket.parcels == ((0, 1), (2,), (3,))
+    assert bucket.buffers == ((0, 1), (2,), (3,))
 
 
 def test_a_reduction_does_not_delay_a_gather() -> None:

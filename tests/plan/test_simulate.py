@@ -53,7 +53,7 @@ def test_another_tensor_in_a_collective_costs_the_host() -> None:
     # Packed: 16 / 4 bytes in, 16 out.
     assert bucket_cost(asked, bucket, line)[:3] == (20.0 + 2.0, 34.0, 8.0)
     assert clock(asked, [bucket], line).total_us == 20.0 + 2.0 + 34.0 + 8.0 + 10.0
-    alone = dataclasses.replace(bucket, parcels=((2,),))
+    alone = dataclasses.replace(bucket, buffers=((2,),))
     assert bucket_cost(asked, alone, line)[:3] == (0.0, 34.0, 0.0)
 
 

@@ -1,0 +1,141 @@
+"""Which room of the house may import which, and that a reader can rely on it.
+
+A room is a sub-package of ``graphshard``, or a module at its top level. ``passes/`` is the room
+``passes``, as which it is installed.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+ALLOWED: dict[str, set[str]] = {
+    "_torch": set(),
+    "kinds": set(),
+    "errors": {"_torch"},
+    "ops": {"_torch", "kinds"},
+    "planning": {"errors", "kinds"},
+    "cost": {"_torch", "kinds", "ops"},
+    "consensus": {"_torch", "errors", "kinds", "planning"},
+    "show": {"_torch", "cost", "kinds", "planning"},
+    "options": {"cost", "ops", "planning"},
+    "passes": {"_torch", "cost", "kinds", "ops", "planning"},
+    "params": {"_torch", "errors", "ops", "options"},
+    "pipeline": {
+        "_torch",
+        "consensus",
+        "cost",
+        "kinds",
+        "ops",
+        "options",
+        "passes",
+        "planning",
+        "show",
+    },
+    "backend": {
+        "_torch",
+        "consensus",
+        "errors",
+        "options",
+        "params",
+        "pipeline",
+        "planning",
+        "show",
+    },
+    "__init__": {"backend", "options", "params"},
+    "tools": {"_torch", "backend", "kinds", "options", "params"},
+    "__main__": {"__init__", "cost", "show", "tools"},
+}
+"""By room, the rooms that it may import."""
+
+MAX_FLOORS = 9
+"""A room stands one floor above the highest room that it imports."""
+
+
+def _files() -> Iterator[tuple[str, str, Path]]:
+    """Room, dotted package (for relative imports) and path of every file of the product."""
+    for path in sorted((ROOT / "graphshard").rglob("*.py")):
+        parts = path.relative_to(ROOT / "graphshard").parts
+        yield Path(parts[0]).stem, ".".join(["graphshard", *parts[:-1]]), path
+    for path in sorted((ROOT / "passes").rglob("*.py")):
+        yield "passes", "graphshard.passes", path
+
+
+def _imported(node: ast.AST, package: str) -> Iterator[str]:
+    """Dotted names of our own that ``node`` imports."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "graphshard")
+    elif isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+        if base.split(".")[0] == "graphshard":
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _room(dotted: str) -> str:
+    """``graphshard.ops.markers.unshard`` is in the room "ops", ``graphshard.backend`` in "__init__"."""
+    parts = dotted.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in ALLOWED else "__init__"
+
+
+def _imports() -> dict[str, dict[str, set[str]]]:
+    """By room, the rooms that it imports, and the files that do."""
+    found: dict[str, dict[str, set[str]]] = {room: {} for room in ALLOWED}
+    for room, package, path in _files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            for dotted in _imported(node, package):
+                if (other := _room(dotted)) != room:
+                    files = found.setdefault(room, {}).setdefault(other, set())
+                    files.add(str(path.relative_to(ROOT)))
+    return found
+
+
+def test_a_room_imports_only_what_it_may() -> None:
+    imports = _imports()
+    assert set(imports) == set(ALLOWED), "a room is missing in the table, or is there no more"
+    unexpected = {
+        f"{room} -> {other}": sorted(files)
+        for room, others in imports.items()
+        for other, files in others.items()
+        if other not in ALLOWED[room]
+    }
+    assert not unexpected
+
+
+def test_the_table_allows_no_more_than_is_used() -> None:
+    unused = {room: ALLOWED[room] - set(others) for room, others in _imports().items()}
+    assert not {room: others for room, others in unused.items() if others}
+
+
+def test_rooms_import_each_other_in_one_direction() -> None:
+    rooms = nx.DiGraph((room, other) for room, others in ALLOWED.items() for other in others)
+    assert nx.is_directed_acyclic_graph(rooms)
+    floors = nx.dag_longest_path_length(rooms) + 1
+    assert floors <= MAX_FLOORS
+
+
+def test_no_import_of_ours_hides_in_a_function() -> None:
+    hidden = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for _, package, path in _files()
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if list(_imported(node, package))
+    ]
+    assert not hidden
+
+
+@pytest.mark.parametrize("room", sorted(ALLOWED))
+def test_every_package_says_what_is_in_it(room: str) -> None:
+    init = (ROOT / "passes" if room == "passes" else ROOT / "graphshard" / room) / "__init__.py"
+    if init.exists():
+        assert ast.get_docstring(ast.parse(init.read_text())), f"{init}: no docstring"
