@@ -18,10 +18,11 @@ ROOT = Path(__file__).resolve().parents[1]
 ALLOWED: dict[str, set[str]] = {
     "_torch": set(),
     "kinds": set(),
+    "files": set(),
     "errors": {"_torch"},
     "ops": {"_torch", "kinds"},
     "planning": {"errors", "kinds"},
-    "cost": {"_torch", "kinds", "ops"},
+    "cost": {"_torch", "files", "kinds", "ops"},
     "consensus": {"_torch", "errors", "kinds", "planning"},
     "show": {"_torch", "cost", "kinds", "planning"},
     "options": {"cost", "ops", "planning"},

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..files import write_whole
 from ..kinds import TransferKind
 from ..ops import collectives
 from ..ops.emitter import run
@@ -87,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
             effort = dataclasses.replace(effort, collectives=args.sizes)
         measured, reason = measure(device, effort)
         if not dist.is_initialized() or dist.get_rank() == 0:
-            write(measured, args.out)
+            write_whole(args.out, measured.to_json())
             print(*filter(None, (reason, summary(measured), f"written to {args.out}")), sep="\n")
     finally:
         if joined:
@@ -129,13 +130,6 @@ def _pick_device(name: str | None) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
-
-
-def write(hardware: Hardware, path: Path) -> None:
-    """Under another name first, so that nobody ever reads half a file."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(hardware.to_json())
-    part.replace(path)
 
 
 def summary(hardware: Hardware) -> str:

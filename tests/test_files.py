@@ -1,0 +1,47 @@
+"""Files are complete or not there, and nothing else is left in their folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from graphshard.files import whole, write_whole
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    write_whole(path, "one")
+    write_whole(path, "two")
+    assert path.read_text() == "two"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_writers_do_not_see_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    with whole(path) as first, whole(path) as second:
+        first.write_text("first")
+        second.write_text("second")
+        assert not path.exists()
+    assert path.read_text() == "first"  # which is renamed last
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_writer_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    write_whole(path, "one")
+    with pytest.raises(KeyboardInterrupt), whole(path) as scratch:
+        scratch.write_text("half")
+        raise KeyboardInterrupt
+    assert path.read_text() == "one"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_is_made_as_a_whole(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint"
+    with whole(target) as scratch:
+        scratch.mkdir()
+        (scratch / "shard").write_text("bytes")
+        assert not target.exists()
+    assert (target / "shard").read_text() == "bytes"
+    assert list(tmp_path.iterdir()) == [target]
