@@ -11,10 +11,9 @@ Python (``nn.LSTM``, a graph break in a loop): then no graph with a parameter ev
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +22,22 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.utils.hooks import RemovableHandle
 
-import graphshard.passes as passes
-
-from ._torch.dynamo import Trace, on_compile_start, run_as_python, source_name, sources
-from ._torch.frames import CompiledCall, call_arguments, compiled_call, module_to_compile
-from .consensus.plan_consensus import PlanConsensus, with_call_log
+from ._torch.dynamo import Trace, on_compile_start, source_name, sources
+from ._torch.frames import CompiledCall, call_arguments, compiled_call
+from ._torch.inductor import mode_options
+from .consensus.plan_consensus import PlanConsensus
 from .errors import BackendError
 from .options.float8_policy import Float8Policy
 from .options.options import Options, default_mesh
 from .options.schedule_policy import SchedulePolicy
-from .params.mixed_precision import cast_inputs, crosses_border, has_border
+from .params.first_forward import shard_before_first_forward
+from .params.mixed_precision import crosses_border, has_border
 from .params.shard import shard_module
 from .params.sharded_param import LINK, ShardedParam, in_sync, sharded_model_of, sharded_param_of
-from .pipeline.compile import CompileSettings, PlanRecord, compile_graph
+from .pipeline.compile import CompiledGraph, Runnable, TracedGraph, compile_traced
+from .pipeline.settings import CompileSettings
 from .planning.plan import Plan
-from .planning.simulate import gathered_bytes
 from .show.dump_folder import DumpWriter
 from .show.table import summary
 
@@ -49,9 +47,9 @@ class Backend:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self._records: list[PlanRecord] = []
-        self._decisions = PlanConsensus()
-        on_compile_start(_before_trace)
+        self._graphs: list[CompiledGraph] = []
+        self._consensus = PlanConsensus()
+        on_compile_start(_shard_before_trace)
 
     def __call__(
         self,
@@ -60,63 +58,55 @@ class Backend:
         *,
         mode: str | None = None,
         options: dict[str, Any] | None = None,
-    ) -> Any:
-        """Called by Dynamo; ``mode`` and ``options`` are torch.compile's, for Inductor."""
+    ) -> Runnable:
+        """Compile a graph of Dynamo's; ``mode`` and ``options`` are torch.compile's, for Inductor."""
         trace, call = Trace(), compiled_call()
-        if self._shard_plain(trace, gm, inputs, call):
+        if self._shard_plain_inputs(trace, gm, inputs, call):
             raise trace.retrace("graphshard sharded the model")
-        if not self._sync_links(trace, gm, inputs):
+        if not self._sync_params(trace, gm, inputs):
             raise trace.retrace("requires_grad of a sharded parameter changed")
-        links = [sharded_param_of(value) for value in inputs]
-        _note_breaks(trace, links, call)
-        patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **(options or {})}
-        return self._compile(gm, inputs, links, patches)
+        params = [sharded_param_of(value) for value in inputs]
+        _note_breaks(trace, params, call)
+        return self._compile(gm, inputs, params, {**mode_options(mode), **(options or {})})
 
     def _compile(
         self,
         gm: fx.GraphModule,
         inputs: Sequence[Any],
-        links: Sequence[ShardedParam | None],
-        patches: dict[str, Any],
-    ) -> Callable[..., Any]:
-        """``gm`` as a callable, by a plan that all ranks follow."""
-        fqns = [link.fqn if link else "" for link in links]
-        groups = list(dict.fromkeys(link.layout.groups.all for link in links if link))
-        for traced_pass in passes.TRACED:
-            traced_pass(gm)
-        files = self._files()
-        layouts = [link.layout for link in links if link]
-        device = layouts[0].groups.device if layouts else _device(inputs)
-        offloads = any(layout.host for layout in layouts)
-        compiling = CompileSettings(self.options.compiler, self.options.schedule, device, offloads)
-        record = PlanRecord(gm, inputs, fqns, compiling, files)
-        self._records.append(record)
-        compiled = compile_graph(gm, inputs, record, compiling, patches)
-        if not record.plans():  # a cache had the graphs, but the plans were deleted
-            uncached = {**patches, "force_disable_caches": True}
-            compiled = compile_graph(gm, inputs, record, compiling, uncached)
-        if self.options.schedule.overlap:
-            decided = self._decisions(record.plans(), compiling.fingerprint(), groups)
-            if [plan.collectives_text() for plan in decided] != [
-                plan.collectives_text() for plan in record.plans()
-            ]:
-                followed = {plan.graph: plan for plan in decided}
-                compiling = dataclasses.replace(compiling, followed=followed)
-                record = self._records[-1] = PlanRecord(gm, inputs, fqns, compiling, files)
-                compiled = compile_graph(gm, inputs, record, compiling, patches)
-        for model in {link.model for link in links if link}:
-            largest = (max(gathered_bytes(p.problem, p.buckets), default=0) for p in record.plans())
-            model.gathered_bytes = max([model.gathered_bytes, *largest])
-        record.write_cached()
-        return with_call_log(compiled, record.plans(), groups)
+        params: Sequence[ShardedParam | None],
+        inductor_options: Mapping[str, Any],
+    ) -> Runnable:
+        """Compile a graph all of whose parameters are shards.
+
+        Args:
+            params: by input, the parameter whose shard it is.
+        """
+        sharded = [param for param in params if param is not None]
+        layouts = [param.layout for param in sharded]
+        traced = TracedGraph(
+            gm,
+            inputs,
+            fqns=[param.fqn if param else "" for param in params],
+            groups=list(dict.fromkeys(layout.groups.all for layout in layouts)),
+            inductor_options=inductor_options,
+        )
+        settings = CompileSettings(
+            self.options.compiler,
+            self.options.schedule,
+            device=layouts[0].groups.device if layouts else _device(inputs),
+            offloads_shards=any(layout.host for layout in layouts),
+        )
+        compiled = compile_traced(traced, settings, self._consensus, self._dump_writer())
+        self._graphs.append(compiled)
+        for model in {param.model for param in sharded}:
+            model.gathered_bytes = max(model.gathered_bytes, compiled.max_gathered_bytes())
+        return compiled.run
 
     @property
     def __name__(self) -> str:
-        """Read by ``torch.compile`` while it is given a module: the only moment before the module's
-        first forward, whose inputs its hooks have to cast, at which the two meet."""
-        if (root := module_to_compile()) is not None and has_border(self.options.mp_policy):
-            hook = _FirstForward(self)
-            hook.handle = root.register_forward_pre_hook(hook, with_kwargs=True)
+        """The name that ``torch.compile`` reads while it is given a module: see [Note: first
+        forward] in graphshard/params/first_forward.py."""
+        shard_before_first_forward(self, self.options.mp_policy)
         return "graphshard"
 
     def shard_compiled(self, root: nn.Module, *, in_use: bool) -> None:
@@ -125,14 +115,15 @@ class Backend:
             self._shard(root, in_use)
 
     def plain_parameters(self, root: nn.Module) -> list[nn.Parameter]:
-        """Those that are still to be sharded."""
+        """Return the parameters of ``root`` that are to be sharded and are not yet."""
         plain = [p for p in root.parameters() if _is_plain_parameter(p)]
         return [p for p in plain if p not in self.options.ignored_params]
 
     def _shard(self, root: nn.Module, in_use: bool) -> None:
-        """
+        """Shard ``root``, whose forward may have begun.
+
         Raises:
-            BackendError: its forward has begun, and the hooks that cast at its border come too late.
+            BackendError: it has, and the hooks that cast at its border come too late.
         """
         policy, begun = self.options.mp_policy, call_arguments(root)
         if crosses_border(begun, policy) if begun else in_use and has_border(policy):
@@ -144,6 +135,11 @@ class Backend:
         self.shard_now(root, in_use)
 
     def shard_now(self, root: nn.Module, in_use: bool = False) -> None:
+        """Shard ``root`` in place.
+
+        Args:
+            in_use: its forward runs already, and may hold full parameters.
+        """
         mesh = self.options.mesh or default_mesh(
             _device_type(self.plain_parameters(root), self.options)
         )
@@ -152,79 +148,50 @@ class Backend:
     @property
     def plans(self) -> list[Plan]:
         """The plan of every graph compiled so far, in order of compilation."""
-        return [plan for record in self._records for plan in record.plans()]
+        return [plan for graph in self._graphs for plan in graph.plans]
 
     def summary(self) -> str:
-        """Tables of what every compiled graph gathers and reduces, when, and what that costs."""
-        return summary([dump for record in self._records for dump in record.dumps()])
+        """Return tables of what every compiled graph gathers and reduces, when, and its cost."""
+        return summary([dump for graph in self._graphs for dump in graph.dumps()])
 
-    def _files(self) -> DumpWriter:
-        """For the next graph: the first rank of the mesh writes files."""
+    def _dump_writer(self) -> DumpWriter:
+        """Return the writer for the next graph; only the first rank of the mesh writes files."""
         mesh, rank = self.options.mesh, dist.get_rank() if dist.is_initialized() else 0
-        first = rank == (0 if mesh is None else int(mesh.mesh.min()))
-        return DumpWriter(self.options.dump if first else None, len(self._records))
+        first_rank = 0 if mesh is None else int(mesh.mesh.min())
+        folder = self.options.dump if rank == first_rank else None
+        return DumpWriter(folder, number=len(self._graphs))
 
-    def _shard_plain(
+    def _shard_plain_inputs(
         self, trace: Trace, gm: fx.GraphModule, inputs: Sequence[Any], call: CompiledCall
     ) -> bool:
-        """Shard the models whose full parameters are inputs; whether there were any."""
-        done: set[int] = set()
+        """Shard the models whose full parameters are inputs; return whether there were any."""
+        seen: set[int] = set()
         for source, value in zip(sources(gm), inputs, strict=True):
             if not _is_plain_parameter(value) or value in self.options.ignored_params:
                 continue
-            if id(value) in done:
+            if id(value) in seen:
                 continue
             root, in_use = _root_of(trace, source, value, call)
-            done.update(id(param) for param in root.parameters())
+            seen.update(id(param) for param in root.parameters())
             self._shard(root, in_use)
-        return bool(done)
+        return bool(seen)
 
-    def _sync_links(self, trace: Trace, gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-        """Guard every leaf's link; False if one's ``requires_grad`` was not what was traced."""
+    def _sync_params(self, trace: Trace, gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+        """Guard every sharded parameter; return False if a ``requires_grad`` was not as traced."""
         synced = True
         for source, value in zip(sources(gm), inputs, strict=True):
-            link = sharded_param_of(value)
-            if link is None:
+            param = sharded_param_of(value)
+            if param is None:
                 continue
-            synced &= link.sync()
+            synced &= param.sync()
             trace.guard(source, LINK, in_sync)
         return synced
 
 
-class _FirstForward:
-    """A hook of a module that is compiled: shards it before its first forward begins, and casts what
-    goes into that one, for which the hooks that sharding adds come too late."""
-
-    handle: RemovableHandle
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _FirstForward:
-        return self
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return None if torch.compiler.is_compiling() else self._run(module, args, kwargs)
-
-    @torch.compiler.disable
-    def _run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        call = compiled_call()
-        if call.module is not module or call.backend is not self._backend:
-            return None  # a call of the plain module
-        self.handle.remove()
-        if not self._backend.plain_parameters(module):
-            return None
-        self._backend.shard_now(module)
-        return cast_inputs(self._backend.options.mp_policy, args, kwargs)
-
-
-run_as_python(_FirstForward.__call__)
-
-
-def _note_breaks(trace: Trace, links: Sequence[ShardedParam | None], call: CompiledCall) -> None:
-    """Remember for the model's one warning where its graphs end early."""
+def _note_breaks(trace: Trace, params: Sequence[ShardedParam | None], call: CompiledCall) -> None:
+    """Remember where a model's graphs end early, for the one warning about it."""
     owner = trace.owner()
-    models = [link.model for link in links if link]
+    models = [param.model for param in params if param]
     model = models[0] if models else sharded_model_of(owner) if owner is not None else None
     if model is None:
         return
@@ -362,11 +329,11 @@ def from_string(
     options: dict[str, Any] | None = None,
 ) -> Any:
     """``torch.compile(model, backend="graphshard", options={...})``: arguments of backend()."""
-    on_compile_start(_before_trace)
+    on_compile_start(_shard_before_trace)
     return _backend_for(tuple(sorted((options or {}).items())))(gm, inputs, mode=mode)
 
 
-def _before_trace(_: object) -> None:
+def _shard_before_trace(_: object) -> None:
     call = compiled_call()
     given = call.backend
     if given is from_string:
@@ -375,7 +342,7 @@ def _before_trace(_: object) -> None:
         given.shard_compiled(call.module, in_use=call.runs(call.module))
 
 
-on_compile_start(_before_trace)
+on_compile_start(_shard_before_trace)
 
 
 @functools.cache

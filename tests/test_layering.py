@@ -32,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
         "_torch",
         "consensus",
         "cost",
+        "files",
         "kinds",
         "ops",
         "options",

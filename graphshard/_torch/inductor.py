@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import make_boxed_func
@@ -76,3 +77,11 @@ def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None
     """
     metadata = {"name": name, "encoding": encoding}
     trace_structured("artifact", metadata_fn=lambda: metadata, payload_fn=payload)
+
+
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """Return the Inductor options that ``torch.compile(mode=...)`` stands for; None: none.
+
+    ``list_mode_options`` in torch/_inductor/__init__.py.
+    """
+    return torch._inductor.list_mode_options(mode) if mode else {}

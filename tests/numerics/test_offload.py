@@ -23,7 +23,7 @@ import graphshard
 from graphshard.cost.hardware import HARDWARE
 from graphshard.cost.model import CostModel
 from graphshard.kinds import GraphKind, TransferKind
-from graphshard.pipeline.compile import CompileSettings
+from graphshard.pipeline.settings import CompileSettings
 from graphshard.planning.plan import Plan
 from graphshard.planning.simulate import simulate
 from tests import ranks
@@ -207,7 +207,9 @@ class Deep(nn.Module):
 
 def _train_within(compiler: str) -> None:
     limited, peaks = None, []
-    with mock.patch.object(CompileSettings, "stows", True):  # a CPU has no memory but the host's
+    with mock.patch.object(
+        CompileSettings, "may_offload_activations", True
+    ):  # a CPU has no memory but the host's
         for budget in (None, 0.9):
             if budget is not None:
                 limited = budget * peaks[0] / 1e9
@@ -232,5 +234,5 @@ def test_activations_leave_the_device_for_a_budget(compiler: str) -> None:
 
 def test_nothing_leaves_a_cpu() -> None:
     policy = graphshard.SchedulePolicy(memory_budget_gb=1e-4)
-    assert not CompileSettings("aot_eager", policy, torch.device("cpu")).stows
-    assert CompileSettings("aot_eager", policy, torch.device("cuda")).stows
+    assert not CompileSettings("aot_eager", policy, torch.device("cpu")).may_offload_activations
+    assert CompileSettings("aot_eager", policy, torch.device("cuda")).may_offload_activations

@@ -1,0 +1,124 @@
+"""Settings of one compile: by which compiler, for which device, and how its schedule is decided.
+
+The passes ask here for every decision: which gathered parameters to keep, which activations to
+offload, which buckets to make. All answers follow from the user's ``SchedulePolicy``, unless ranks
+differed: then they follow the plans of the first rank (``graphshard.consensus.plan_consensus``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from .. import passes
+from .._torch.inductor import get_hash_for_files
+from ..consensus.plan_consensus import follow, kept_inputs
+from ..cost.model import CostModel
+from ..kinds import GraphKind
+from ..options.schedule_policy import SchedulePolicy
+from ..planning.activation_offload import SavedActivation, choose_offloaded
+from ..planning.host_copies import add_host_copies, without_host_copies
+from ..planning.keep_unsharded import choose_kept
+from ..planning.plan import Bucket, Plan, Problem, Transfer
+
+_FOLDERS = (Path(__file__).parents[1], Path(passes.__file__).parent)
+
+
+def source_files() -> list[str]:
+    """Paths of all our source files, of which every key of a compile cache has a hash."""
+    return sorted({str(path) for folder in _FOLDERS for path in folder.rglob("*.py")})
+
+
+_SOURCES = tuple(source_files())
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """How the graphs of one Dynamo graph are compiled and scheduled.
+
+    Attributes:
+        compiler: "inductor" or "aot_eager".
+        schedule: the user's policy.
+        device: the device that computes.
+        offloads_shards: the host keeps shards of some parameters.
+        first_rank_plans: by kind of graph, the plan of the first rank, where this rank's own plan
+            differed from it; empty while this rank decides for itself.
+    """
+
+    compiler: str
+    schedule: SchedulePolicy
+    device: torch.device
+    offloads_shards: bool = False
+    first_rank_plans: Mapping[GraphKind, Plan] = field(default_factory=dict)
+
+    def following(self, plans: Sequence[Plan]) -> CompileSettings:
+        """Return settings by which the graphs get the buckets of ``plans``, one of each kind."""
+        return dataclasses.replace(self, first_rank_plans={plan.graph: plan for plan in plans})
+
+    def fingerprint(self) -> str:
+        """Return a text that differs where these settings give other graphs."""
+        hardware = self.cost_model().hardware.to_json()
+        backend = dist.get_backend_config()
+        where = f"{self.device.type} {self.offloads_shards}"
+        return (
+            f"{self.compiler} {self.schedule} {hardware} {backend} {where} {self.first_rank_plans}"
+        )
+
+    def cache_key(self, *texts: str) -> bytes:
+        """Return a hash of our sources, of ``texts``, and of what these settings depend on."""
+        return get_hash_for_files(_SOURCES, "\n".join([*texts, self.fingerprint()]))
+
+    def pass_uuid(self) -> bytes | None:
+        """Return the key of our passes in Inductor's caches; None: do not cache the graphs."""
+        if self.schedule.node_cost is not None:
+            return None  # a function cannot be part of a key
+        return self.cache_key()
+
+    def cost_model(self) -> CostModel:
+        """Return the cost model for graphs on the device."""
+        return self.schedule.cost_model(self.device)
+
+    def choose_kept(
+        self,
+        forward: Problem,
+        backward: Problem,
+        gathered_in_forward: Mapping[int, Transfer],
+        cost_model: CostModel,
+    ) -> Sequence[int]:
+        """Return which transfers of ``backward`` to leave out: see ``planning.keep_unsharded``."""
+        if GraphKind.FORWARD in self.first_rank_plans:
+            kept = kept_inputs(self.first_rank_plans[GraphKind.FORWARD], forward)
+            return [i for i, t in gathered_in_forward.items() if t.param in kept]
+        peak_bytes = self.schedule.limits().peak
+        return choose_kept(forward, backward, gathered_in_forward, cost_model, peak_bytes)
+
+    @property
+    def may_offload_activations(self) -> bool:
+        """Whether activations may leave the device to keep a memory budget."""
+        limited = self.schedule.limits().peak is not None
+        return limited and self.schedule.overlap and self.device.type != "cpu"
+
+    def choose_offloaded(
+        self,
+        forward: Problem,
+        backward: Problem,
+        saved: Sequence[SavedActivation],
+        cost_model: CostModel,
+    ) -> Sequence[int]:
+        """Return which of ``saved`` leave the device: see ``planning.activation_offload``."""
+        return choose_offloaded(forward, backward, saved, self.schedule.limits(), cost_model)
+
+    def plan_buckets(self, problem: Problem, cost_model: CostModel) -> tuple[Bucket, ...]:
+        """Return the buckets of a graph, host copies included, in launch order."""
+        collectives = without_host_copies(problem)
+        if problem.graph in self.first_rank_plans:
+            buckets = follow(collectives, self.first_rank_plans[problem.graph])
+        else:
+            buckets = self.schedule.plan_buckets(collectives, cost_model)
+        hides_copies = cost_model if self.schedule.overlap else None
+        return add_host_copies(problem, buckets, hides_copies, self.schedule.limits())
