@@ -146,14 +146,12 @@ def _compile_graphs(
         What runs, and its plans: those that the passes made, or, where Inductor's cache had a graph
         and no pass ran, those of the cache of plans; none if that one does not have them.
     """
-    lowering, partition = Lowering(settings, writer), Partitioner(settings, writer)
+    lowering, partition = Lowering(settings, writer, cache), Partitioner(settings, writer)
     with eager_backward():
         if settings.compiler == "inductor":
             run = _by_inductor(traced, settings, lowering, partition, inductor_options)
         else:
             run = _by_aten(traced, lowering, partition)
-    for plan in lowering.plans.values():
-        cache.save(plan)
     known = (lowering.plans.get(kind) or cache.load(kind) for kind in GraphKind)
     return run, [plan for plan in known if plan is not None]
 
@@ -260,8 +258,8 @@ class Lowering(CustomGraphPass):
         plans: by kind of graph, the plan of each graph that was lowered; parameters not named yet.
     """
 
-    def __init__(self, settings: CompileSettings, writer: DumpWriter) -> None:
-        self._settings, self._writer = settings, writer
+    def __init__(self, settings: CompileSettings, writer: DumpWriter, cache: PlanCache) -> None:
+        self._settings, self._writer, self._cache = settings, writer, cache
         self.plans: dict[GraphKind, Plan] = {}
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -272,6 +270,9 @@ class Lowering(CustomGraphPass):
         verify_lowered(graph, plan)
         self._writer.code(kind, "after", graph)
         self.plans[kind] = plan
+        # Now, and not when all is compiled: another process may find this graph in Inductor's cache
+        # as soon as it is there, and then looks for its plan.
+        self._cache.save(plan)
         donate_nothing()
 
     def uuid(self) -> bytes | None:
