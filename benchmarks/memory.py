@@ -4,7 +4,7 @@
 
 The largest resident memory of a rank during steps of a deep MLP over gloo on the CPU, after a
 warm-up that compiles. Each kind runs in processes of its own, once with and once without
-[Note: memory that is given back]; tests/numerics/test_memory.py asserts on the former.
+[Note: memory that is given back]; tests/multirank/test_peak_memory.py asserts on the former.
 
 [Note: memory that is given back] glibc takes a freed block above a threshold back to the kernel at
 once, and keeps a smaller one for itself; and it raises the threshold (up to 32 MB) whenever it

@@ -138,7 +138,7 @@ class Attention(_Model):
 
 
 def _saved_by_forward(model: nn.Module, mesh: DeviceMesh, **options: Any) -> list[Tensor]:
-    # With overlap, what backward needs at once is kept: see tests/plan/test_keep.py.
+    # With overlap, what backward needs at once is kept: see tests/plan/test_keep_unsharded.py.
     alone = graphshard.SchedulePolicy(overlap=False)
     options = {"compiler": "aot_eager", "schedule": alone, **options}
     backend = graphshard.backend(mesh, **options)

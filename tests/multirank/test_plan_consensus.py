@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import graphshard
 from graphshard.consensus.call_log import CallLog
 from tests import ranks, recording
+from tests.multirank.test_call_log import assert_same, message, run
 from tests.numerics.compare import Twins, generator, num_graphs
-from tests.numerics.test_agreement import assert_same, message, run
 
 DIM, LAYERS = 64, 6
 

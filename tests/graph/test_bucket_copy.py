@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
 from graphshard.kinds import TransferKind
-from tests.graph.test_order import DIM, Deep, _train
+from tests.graph.test_inductor_order import DIM, Deep, _train
 
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 LAUNCH = re.compile(

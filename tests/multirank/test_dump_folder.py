@@ -1,4 +1,4 @@
-"""`dump="folder"` of a real training: which rank writes what (`tests/graph/test_cache.py`
+"""`dump="folder"` of a real training: which rank writes what (`tests/graph/test_inductor_cache.py`
 has what a warm cache leaves of it); and a profile of it with the predictions beside it."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from graphshard.show import Dump, profile, table
 from graphshard.show.trace import PID
 from tests import ranks
 from tests.models import MLP
-from tests.numerics.test_errors import ERRORS
+from tests.multirank.test_errors import ERRORS
 
 PLANS = [
     f"{name}.{end}" for name in ("forward", "backward") for end in ("json", "trace.json", "txt")

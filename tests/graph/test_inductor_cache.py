@@ -15,7 +15,7 @@ import graphshard
 from graphshard.show.dump_folder import NO_CODE
 from tests import ranks
 from tests.models import MLP
-from tests.numerics.test_dump import INFERENCE, STEP
+from tests.multirank.test_dump_folder import INFERENCE, STEP
 
 
 @dataclass(frozen=True)
