@@ -1,6 +1,6 @@
 """Process groups by name, their stores, timeouts and pending work.
 
-Read in torch/distributed/distributed_c10d.py.
+Read in torch/distributed/distributed_c10d.py; the names are the same in torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -10,28 +10,49 @@ import torch.distributed as dist
 
 
 def process_group(name: str) -> dist.ProcessGroup:
+    """Return the process group with that ``group_name``, as ``_resolve_process_group`` does.
+
+    Raises:
+        RuntimeError: no group has this name.
+    """
+    # One version of torch types the argument as a NewType of str, the other as str.
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,unused-ignore]
 
 
 def is_registered(group: dist.ProcessGroup | None) -> bool:
-    """False once the group was destroyed, or was never there."""
+    """Whether ``_world`` knows the group: not once it was destroyed, and not None."""
     return group in dist.distributed_c10d._world.pg_map
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """The group's store by a connection of its own: another thread may block the shared one."""
+    """Return a second connection to the group's store, which ``_world`` keeps.
+
+    Another thread may block the shared one. A store without ``clone`` is returned as it is.
+    """
     store = dist.distributed_c10d._world.pg_map[group][1]
     return store.clone() if hasattr(store, "clone") else store
 
 
+def device_types(group: dist.ProcessGroup) -> list[str]:
+    """Return the types of the devices that the group has a backend for, such as "cpu"."""
+    return [device.type for device in group._device_types]
+
+
 def group_timeout_s(group: dist.ProcessGroup) -> float:
-    """How long a collective of ``group`` may take; torch's default where no backend tells."""
-    backends = (group._get_backend(device) for device in group._device_types)
-    timeouts = [getattr(getattr(of, "options", None), "_timeout", None) for of in backends]
+    """Return how long a collective of ``group`` may take, torch's default if no backend tells.
+
+    The timeout is in the ``_timeout`` of a backend's options; the backend "fake" has none.
+    """
+    backends = [group._get_backend(device) for device in group._device_types]
+    options = [getattr(backend, "options", None) for backend in backends]
+    timeouts = [getattr(backend_options, "_timeout", None) for backend_options in options]
     default = dist.distributed_c10d.default_pg_timeout
     return max(filter(None, timeouts), default=default).total_seconds()
 
 
 def register_work(tensor: torch.Tensor, work: dist.Work) -> None:
-    """Have ``wait_tensor`` of ``tensor`` wait for ``work``."""
+    """Have the operator ``wait_tensor`` of ``tensor`` wait for ``work``.
+
+    Functional collectives do this in C++ (torch/csrc/distributed/c10d/Functional.cpp).
+    """
     torch._C._distributed_c10d._register_work(tensor, work)

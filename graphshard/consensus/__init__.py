@@ -1,6 +1,12 @@
-"""All ranks follow one plan and make the same calls in the same order, or all raise the same error.
+"""All ranks follow one plan and make the same calls in the same order, or all raise one error.
 
-``plan_consensus`` has every rank follow the plans of the first one, ``call_log`` compares the ranks'
-calls of compiled graphs through the store of the process group (``event_store``), and
-``gloo_abort`` releases ranks that are blocked when they differ. May import ``planning``.
+``plan_consensus`` has every rank follow the plans of the first one. ``call_log`` numbers a rank's
+calls of compiled graphs (``call_history``), and compares them with those of the other ranks
+(``call_comparison``) through the store of the process group (``event_store``). In each rank a
+thread reads what the others post (``watcher``); it releases a rank that is blocked when ranks
+differ (``gloo_abort``). May import ``planning``.
+
+Global state: ``call_log._call_logs`` holds one log for each process group, as all backends of a
+process share a group's order of calls; ``watcher._watchers`` knows the threads that run, which
+have to stop before the interpreter ends. Both hold their entries weakly.
 """

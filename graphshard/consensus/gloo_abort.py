@@ -1,4 +1,7 @@
-"""Shuts down connections of this process that others hold open, found by the address at one end."""
+"""Release collectives over gloo that are blocked, by shutting down the connections they wait on.
+
+A connection is found by the address at one of its ends, which gloo leaves in the group's store.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,24 @@ from collections.abc import Collection, Iterator
 
 import torch.distributed as dist
 
+from .._torch.distributed import device_types
+
+
+def abort(group: dist.ProcessGroup, store: dist.Store) -> None:
+    """Make collectives of ``group`` that are blocked on this rank raise, and all later ones.
+
+    ``ProcessGroup.abort`` does it for NCCL and nothing for gloo. A collective of gloo raises where
+    a peer closes its connection, so this closes the connections themselves.
+    """
+    shut_down(list(_gloo_addresses(group, store)))
+    group.abort()
+
 
 def shut_down(listeners: Collection[bytes]) -> None:
-    """Every TCP connection with an end that is in one of ``listeners``.
+    """Shut down every TCP connection of this process with an end that is one of ``listeners``.
 
     Args:
-        listeners: bytes that hold a ``struct sockaddr_in`` or ``sockaddr_in6``.
+        listeners: bytes that contain a ``struct sockaddr_in`` or ``sockaddr_in6``.
     """
     for number in map(int, os.listdir("/dev/fd") if listeners else ()):
         with contextlib.suppress(OSError):  # closed since it was listed, or not connected
@@ -29,7 +44,7 @@ def shut_down(listeners: Collection[bytes]) -> None:
 
 
 def _ends(connection: socket.socket) -> Iterator[bytes]:
-    """``struct sockaddr_in`` or ``sockaddr_in6``, up to the host, of both ends."""
+    """Yield both ends as ``struct sockaddr_in`` or ``sockaddr_in6``, up to the host."""
     if connection.family in (socket.AF_INET, socket.AF_INET6):
         flow = b"" if connection.family == socket.AF_INET else bytes(4)
         for host, port, *_ in (connection.getsockname(), connection.getpeername()):
@@ -37,22 +52,14 @@ def _ends(connection: socket.socket) -> Iterator[bytes]:
             yield start + flow + socket.inet_pton(connection.family, host)
 
 
-def abort(group: dist.ProcessGroup, store: dist.Store) -> None:
-    """Make collectives of ``group`` that are blocked on this rank raise, and all later ones.
-
-    ``ProcessGroup.abort`` does it for NCCL and nothing for gloo. gloo raises where a peer closes its
-    connection, so that is what happens here to the connections themselves.
-    """
-    shut_down(list(_gloo_addresses(group, store)))
-    group.abort()
-
-
 def _gloo_addresses(group: dist.ProcessGroup, store: dist.Store) -> Iterator[bytes]:
-    """What gloo left in the store for every rank's network device; the ``sockaddr`` it listens at
-    is in it, and each connection has a listener at one of its ends."""
-    for device in group._device_types:
+    """Yield what gloo left in the store for every network device of every rank.
+
+    It contains the ``sockaddr`` at which gloo listens there. One end of each connection is one.
+    """
+    for device_type in device_types(group):
         for index in itertools.count():
-            keys = [f"{device.type}//{index}/{rank}" for rank in range(group.size())]
+            keys = [f"{device_type}//{index}/{rank}" for rank in range(group.size())]
             if not store.check(keys):
                 break
             yield from map(store.get, keys)

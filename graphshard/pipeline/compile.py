@@ -34,7 +34,7 @@ from .._torch.inductor import (
     min_cut_rematerialization_partition,
     saving_activations,
 )
-from ..consensus.plan_consensus import PlanConsensus, with_call_log
+from ..consensus.plan_consensus import PlanConsensus, log_every_call
 from ..kinds import GraphKind
 from ..planning.plan import Plan
 from ..planning.simulate import gathered_bytes
@@ -108,10 +108,10 @@ def compile_traced(
         traced_pass(traced.gm)
     compiled = _compile(traced, settings, writer)
     if settings.schedule.overlap:
-        plans = consensus(compiled.plans, settings.fingerprint(), traced.groups)
+        plans = consensus.common_plans(compiled.plans, settings.fingerprint(), traced.groups)
         if _collectives(plans) != _collectives(compiled.plans):
             compiled = _compile(traced, settings.following(plans), writer)
-    run = with_call_log(compiled.run, compiled.plans, traced.groups)
+    run = log_every_call(compiled.run, compiled.plans, traced.groups)
     return dataclasses.replace(compiled, run=run)
 
 

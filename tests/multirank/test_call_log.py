@@ -17,9 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import graphshard.consensus.call_log
-from graphshard.consensus.call_log import STALL_S, CallLog, call_log_of
-from graphshard.consensus.event_store import EventStore
+import graphshard.consensus.watcher
+from graphshard.consensus.call_log import CallLog, call_log_of
+from graphshard.consensus.event_store import AgreedEvent, CallEvent, EventStore
+from graphshard.consensus.watcher import STALL_S
 from graphshard.errors import BackendError
 from tests import ranks
 
@@ -30,7 +31,7 @@ Group = dist.ProcessGroup
 
 
 def run(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-    """fn(group, agreement, *args) on each rank, with a group of its own, which it may break."""
+    """fn(group, call_log, *args) on each rank, with a group of its own, which it may break."""
     return ranks.run(world, _in_group, fn, timeout_s, args, timeout_s=30)
 
 
@@ -50,12 +51,12 @@ def gather(group: Group) -> None:
     assert full.tolist() == [float(r) for r in range(group.size()) for _ in range(3)]
 
 
-def call(agreement: CallLog, collective: Callable[[Group], object], group: Group) -> None:
+def call(call_log: CallLog, collective: Callable[[Group], object], group: Group) -> None:
     """As a compiled graph does it."""
     try:
         collective(group)
     except Exception as error:
-        agreement.explain(error)
+        call_log.explain(error)
         raise
 
 
@@ -74,15 +75,15 @@ def assert_same(messages: list[str], *parts: str) -> None:
 # Equal plans.
 
 
-def _train(group: Group, agreement: CallLog, slow_rank: int, seconds: float) -> None:
+def _train(group: Group, call_log: CallLog, slow_rank: int, seconds: float) -> None:
     for step in range(3):
         for plan in ("forward", "backward"):
             if step == 0:
                 time.sleep(seconds if group.rank() == slow_rank else 0)
-                agreement.first_run(plan, f"{plan}\nall_gather")
+                call_log.first_run(plan, f"{plan}\nall_gather")
             else:
-                agreement.run(plan)
-            call(agreement, gather, group)
+                call_log.run(plan)
+            call(call_log, gather, group)
 
 
 @pytest.mark.parametrize(("world", "seconds"), [(1, 0.0), (2, 3.0), (4, 0.0)])
@@ -90,35 +91,35 @@ def test_equal_plans_though_one_rank_comes_late(world: int, seconds: float) -> N
     run(world, _train, world - 1, seconds)
 
 
-def _recompile_alone(group: Group, agreement: CallLog) -> None:
+def _recompile_alone(group: Group, call_log: CallLog) -> None:
     """A rank compiles once more, to the same plan; the others run the graph that they have."""
-    agreement.first_run("plan", PLAN)
+    call_log.first_run("plan", PLAN)
     for step in range(30):
         if step == 7 * group.rank():
-            agreement.first_run("plan", PLAN)
+            call_log.first_run("plan", PLAN)
         else:
-            agreement.run("plan")
-        call(agreement, gather, group)
+            call_log.run("plan")
+        call(call_log, gather, group)
 
 
 def test_one_rank_compiles_the_same_plan_again() -> None:
     run(4, _recompile_alone)
 
 
-def _compile_behind(group: Group, agreement: CallLog) -> None:
+def _compile_behind(group: Group, call_log: CallLog) -> None:
     """A rank is calls behind the other, which is idle for long, and then waits for it."""
-    agreement.first_run("plan", PLAN)
-    agreement.run("plan")
+    call_log.first_run("plan", PLAN)
+    call_log.run("plan")
     if group.rank() == 0:
-        agreement.run("plan")
+        call_log.run("plan")
         time.sleep(STALL_S + 1.0)
-        agreement.run("plan")
-        agreement.first_run("next", OTHER)
+        call_log.run("plan")
+        call_log.first_run("next", OTHER)
     else:
         time.sleep(STALL_S + 2.0)
-        agreement.run("plan")
-        agreement.first_run("plan", PLAN)
-        agreement.run("next")
+        call_log.run("plan")
+        call_log.first_run("plan", PLAN)
+        call_log.run("next")
 
 
 def test_a_rank_that_is_behind() -> None:
@@ -128,12 +129,12 @@ def test_a_rank_that_is_behind() -> None:
 # Other plans.
 
 
-def _compile_other(group: Group, agreement: CallLog, other_rank: int) -> str:
-    agreement.first_run("same", "same")
+def _compile_other(group: Group, call_log: CallLog, other_rank: int) -> str:
+    call_log.first_run("same", "same")
     plan = ("other", OTHER) if group.rank() == other_rank else ("plan", PLAN)
-    text = message(agreement.first_run, *plan)
-    assert message(agreement.run, "same") == text
-    assert message(agreement.decide, "key", str) == text
+    text = message(call_log.first_run, *plan)
+    assert message(call_log.run, "same") == text
+    assert message(call_log.choose_on_first_rank, "key", str) == text
     return text
 
 
@@ -155,16 +156,16 @@ def backward(group: Group) -> None:
     x.sum().backward()
 
 
-def _recompile_other(group: Group, agreement: CallLog, new_rank: int, collective: Any) -> str:
-    agreement.first_run("plan", PLAN)
+def _recompile_other(group: Group, call_log: CallLog, new_rank: int, collective: Any) -> str:
+    call_log.first_run("plan", PLAN)
     gather(group)
     if group.rank() == new_rank:
         time.sleep(1.0)  # the others are in the collective
-        text = message(agreement.first_run, "other", OTHER)
+        text = message(call_log.first_run, "other", OTHER)
     else:
-        agreement.run("plan")
-        text = message(call, agreement, collective, group)
-    assert message(agreement.run, "plan") == text
+        call_log.run("plan")
+        text = message(call, call_log, collective, group)
+    assert message(call_log.run, "plan") == text
     return text
 
 
@@ -177,15 +178,15 @@ def test_others_are_blocked_in_a_collective(world: int, new_rank: int, collectiv
     assert_same(messages, "call 1", f"all_gather 7 (rank {new_rank})", "line 3", "all_gather 1 (")
 
 
-def _choose_other(group: Group, agreement: CallLog) -> str:
+def _choose_other(group: Group, call_log: CallLog) -> str:
     for plan in (PLAN, OTHER):
-        agreement.first_run(plan, plan)
+        call_log.first_run(plan, plan)
         gather(group)
     if group.rank() == 1:
-        agreement.run(OTHER)
-        return message(call, agreement, lambda g: dist.all_reduce(torch.ones(8), group=g), group)
-    agreement.run(PLAN)
-    return message(call, agreement, gather, group)
+        call_log.run(OTHER)
+        return message(call, call_log, lambda g: dist.all_reduce(torch.ones(8), group=g), group)
+    call_log.run(PLAN)
+    return message(call, call_log, gather, group)
 
 
 def test_ranks_blocked_in_graphs_that_all_of_them_know() -> None:
@@ -194,16 +195,15 @@ def test_ranks_blocked_in_graphs_that_all_of_them_know() -> None:
 
 def _swap_once() -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            graphshard.consensus.call_log, "AUDIT_S", 0.5
-        )  # it is read when an agreement is made
+        # It is read when a call log is made.
+        patch.setattr(graphshard.consensus.watcher, "AUDIT_S", 0.5)
         return _in_group(lambda *each: message(_train_with_a_swap, *each), 60.0, ())
 
 
-def _train_with_a_swap(group: Group, agreement: CallLog) -> None:
+def _train_with_a_swap(group: Group, call_log: CallLog) -> None:
     for step in range(1000):
-        agreement.run("other" if step == 3 and group.rank() == 1 else "plan")
-        call(agreement, gather, group)
+        call_log.run("other" if step == 3 and group.rank() == 1 else "plan")
+        call(call_log, gather, group)
         time.sleep(0.01)
 
 
@@ -214,55 +214,55 @@ def test_graphs_that_differed_once_and_did_not_hang() -> None:
 # Ranks that do not come.
 
 
-def _late(group: Group, agreement: CallLog) -> str:
-    agreement.first_run("plan", PLAN)
-    text = message(agreement.first_run, "late", PLAN) if group.rank() < 2 else ""
+def _late(group: Group, call_log: CallLog) -> str:
+    call_log.first_run("plan", PLAN)
+    text = message(call_log.first_run, "late", PLAN) if group.rank() < 2 else ""
     dist.barrier()
-    return text or message(agreement.explain, RuntimeError("of a collective"))
+    return text or message(call_log.explain, RuntimeError("of a collective"))
 
 
 def test_ranks_that_never_come() -> None:
     assert_same(run(4, _late, timeout_s=3), "ranks 2, 3 did not come", "call 1 (late)", "3 s")
 
 
-# Decisions.
+# Choices.
 
 
-def _decide(group: Group, agreement: CallLog) -> list[str]:
+def _choose(group: Group, call_log: CallLog) -> list[str]:
     made = []
     for key in ("a", "b", "a"):
-        made.append(agreement.choose_on_first_rank(key, lambda key=key: f"{key} of {group.rank()}"))
-        agreement.first_run(made[-1], PLAN)
+        made.append(call_log.choose_on_first_rank(key, lambda key=key: f"{key} of {group.rank()}"))
+        call_log.first_run(made[-1], PLAN)
     return made
 
 
 @pytest.mark.parametrize("world", [1, 4])
-def test_decisions_are_those_of_the_first_rank(world: int) -> None:
-    assert run(world, _decide) == [["a of 0", "b of 0", "a of 0"]] * world
+def test_choices_are_those_of_the_first_rank(world: int) -> None:
+    assert run(world, _choose) == [["a of 0", "b of 0", "a of 0"]] * world
 
 
-def _decide_alone(group: Group, agreement: CallLog) -> str:
-    agreement.first_run("plan", PLAN)
+def _choose_alone(group: Group, call_log: CallLog) -> str:
+    call_log.first_run("plan", PLAN)
     if group.rank() == 1:
-        return message(agreement.decide, "key", str)
-    agreement.run("plan")
-    return message(call, agreement, gather, group)
+        return message(call_log.choose_on_first_rank, "key", str)
+    call_log.run("plan")
+    return message(call, call_log, gather, group)
 
 
-def test_a_decision_that_the_first_rank_does_not_know_of() -> None:
-    assert_same(run(2, _decide_alone), "call 1", "decision about key (0) (rank 1)", "(rank 0)")
+def test_a_choice_that_the_first_rank_does_not_know_of() -> None:
+    assert_same(run(2, _choose_alone), "call 1", "choice about key (0) (rank 1)", "(rank 0)")
 
 
-def _fail_to_decide(group: Group, agreement: CallLog) -> str:
+def _fail_to_choose(group: Group, call_log: CallLog) -> str:
     if group.rank() > 0:
-        return message(agreement.decide, "key", str)
+        return message(call_log.choose_on_first_rank, "key", str)
     with pytest.raises(ZeroDivisionError):
-        agreement.choose_on_first_rank("key", lambda: str(1 // 0))
+        call_log.choose_on_first_rank("key", lambda: str(1 // 0))
     return ""
 
 
-def test_a_decision_that_fails() -> None:
-    text = run(2, _fail_to_decide)[1]
+def test_a_choice_that_fails() -> None:
+    text = run(2, _fail_to_choose)[1]
     assert "rank 0" in text and "ZeroDivisionError" in text
 
 
@@ -280,13 +280,15 @@ class _Counting:
         return getattr(self._store, name)
 
 
-def _count_operations(group: Group, agreement: CallLog) -> None:
-    store: Any = _Counting(agreement._board._store)
-    agreement._board._store = store
-    agreement.first_run("plan", PLAN)
+def _count_operations(group: Group, call_log: CallLog) -> None:
+    assert call_log._watcher is not None
+    events = call_log._watcher.events
+    store: Any = _Counting(events._store)
+    events._store = store
+    call_log.first_run("plan", PLAN)
     num_operations = store.num_operations
     for _ in range(10_000):
-        agreement.run("plan")
+        call_log.run("plan")
     assert store.num_operations == num_operations > 0
 
 
@@ -294,12 +296,12 @@ def test_a_run_touches_no_store() -> None:
     run(2, _count_operations)
 
 
-def _num_keys(group: Group, agreement: CallLog) -> None:
+def _num_keys(group: Group, call_log: CallLog) -> None:
     store = dist.distributed_c10d._get_default_store()
     counts = []
     for number in range(8):
-        agreement.first_run(f"plan {number}", PLAN)
-        agreement.choose_on_first_rank("key", str)
+        call_log.first_run(f"plan {number}", PLAN)
+        call_log.choose_on_first_rank("key", str)
         dist.barrier()
         time.sleep(0.5)  # for the watchers to delete
         counts.append(sum("graphshard" in key for key in store.list_keys()))
@@ -324,18 +326,20 @@ def test_events_of_two_ranks_in_every_store(kind: str, tmp_path: Path) -> None:
     store = STORES[kind](tmp_path)
     for _ in range(2):  # two groups of the same name, one after the other
         first, second = (EventStore(store, "graphshard/0", rank, 2) for rank in range(2))
-        assert first.read(0) is None and second.num_posted() == 0 and first.left() == []
+        assert first.read(0) is None and second.num_posted() == 0 and first.ranks_that_left() == []
         first.post_call(3, "plan", 17, PLAN)
         second.post_call(3, "other", 18, OTHER)  # a rank has posted about this call
         post = second.read(0)
-        assert post is not None and second.text(post) == PLAN
-        assert (post["call"], post["rank"], post["plan"], post["history"]) == (3, 0, "plan", 17)
+        assert post == CallEvent(index=0, call=3, rank=0, plan="plan", history=17)
+        assert second.plan_text(post) == PLAN
         first.agree(post)
-        assert first.agrees(post, 0) and not first.agrees(post, 1) and first.num_posted() == 1
+        assert (
+            first.has_agreed(post, 0) and not first.has_agreed(post, 1) and first.num_posted() == 1
+        )
         second.agree(post)
-        assert first.read(1) == {"kind": "agreed", "index": 1, "call": 3, "of": 0}
+        assert first.read(1) == AgreedEvent(index=1, call=3, call_event=0)
         second.leave()
-        assert first.left() == [1]
+        assert first.ranks_that_left() == [1]
 
 
 def _groups_of_one_name(folder: Path) -> list[str]:
@@ -346,9 +350,9 @@ def _groups_of_one_name(folder: Path) -> list[str]:
         path = f"file://{folder / str(number)}"
         dist.init_process_group("gloo", init_method=path, rank=rank, world_size=world)
         assert dist.group.WORLD is not None
-        agreement = call_log_of(dist.group.WORLD)
-        agreement.first_run("plan", PLAN)
-        made.append(agreement.choose_on_first_rank("key", lambda number=number: str(number)))
+        call_log = call_log_of(dist.group.WORLD)
+        call_log.first_run("plan", PLAN)
+        made.append(call_log.choose_on_first_rank("key", lambda number=number: str(number)))
         dist.barrier()
     dist.destroy_process_group()
     for thread in threading.enumerate():
@@ -369,11 +373,11 @@ from graphshard.consensus.call_log import call_log_of
 
 rank, path, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-agreement = call_log_of(dist.group.WORLD)
-agreement.first_run("plan", "text")
+call_log = call_log_of(dist.group.WORLD)
+call_log.first_run("plan", "text")
 if how == "raise":
     assert rank == 0, "an error on one rank"
-    agreement.first_run("next", "text")
+    call_log.first_run("next", "text")
 """
 
 

@@ -1,0 +1,78 @@
+"""Compare one rank's calls with those of its peers, and describe in what they differ."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from .call_history import NUM_LOGGED, CallHistory, LoggedCall
+from .event_store import CallEvent, EventStore, FaultEvent
+
+ADVICE = (
+    "All ranks must run the same graphs in the same order; a guard on a value or a shape that "
+    "differs between ranks makes them compile, or choose, different ones"
+)
+
+
+class CallComparison:
+    """One rank's side of the comparison; the rank's thread and its watcher both use it.
+
+    Args:
+        rank: this rank, as the group numbers its ranks.
+        global_ranks: the ranks of the group as the default group numbers them, for messages.
+    """
+
+    def __init__(
+        self, history: CallHistory, events: EventStore, rank: int, global_ranks: Sequence[int]
+    ) -> None:
+        self._history, self._events = history, events
+        self._rank, self._global_ranks = rank, global_ranks
+        self._posted = [-1] * NUM_LOGGED  # calls that some rank has posted about
+
+    def note_posted(self, call: int) -> None:
+        """Remember that some rank has posted about ``call``."""
+        self._posted[call % NUM_LOGGED] = call
+
+    def post_call(self, call: int) -> None:
+        """Post about ``call`` unless a rank has: after all agreed, a second post counts anew."""
+        if self._posted[call % NUM_LOGGED] != call:
+            plan_id, history = self._history.entry(call)
+            self._events.post_call(call, plan_id, history, self._history.plan_text(plan_id))
+
+    def compare(self, event: CallEvent) -> bool:
+        """Agree to an event about a call of this rank and return True, or post a fault."""
+        ours = self._history.entry(event.call)
+        if ours == LoggedCall(event.plan, event.history):
+            self._events.agree(event)
+            return True
+        texts = [self._events.plan_text(event), self._history.plan_text(ours.plan_id)]
+        ranks = (event.rank, self._rank)
+        difference = _difference(texts, [self.rank_names(rank) for rank in ranks])
+        who = self.rank_names(*ranks)
+        self.post_fault(f"{who} differ in call {event.call}: {difference}. {ADVICE}")
+        return False
+
+    def post_fault(self, text: str) -> None:
+        """Have all ranks raise an error that says ``text``."""
+        self._events.post(FaultEvent(text=text))
+
+    def rank_names(self, *ranks: int) -> str:
+        """Return "rank 4" or "ranks 4, 6"."""
+        numbers = ", ".join(str(self._global_ranks[rank]) for rank in ranks)
+        return f"rank{'s' * (len(ranks) > 1)} {numbers}"
+
+    def position(self) -> str:
+        """Describe where this rank waits: in its last call."""
+        call = self._history.num_calls - 1
+        plan_id = self._history.entry(call).plan_id
+        return f"{self.rank_names(self._rank)} waits in call {call} ({plan_id})"
+
+
+def _difference(texts: Sequence[str], names: Sequence[str]) -> str:
+    """Describe the first line in which two plans differ, each with the name of its rank."""
+    lines = itertools.zip_longest(*(text.splitlines() for text in texts), fillvalue="nothing")
+    for number, pair in enumerate(lines, 1):
+        if pair[0] != pair[1]:
+            both = [f"{line.strip()} ({name})" for line, name in zip(pair, names)]
+            return f"line {number} of the plan is {' and '.join(both)}"
+    return "in an earlier call they ran different plans"

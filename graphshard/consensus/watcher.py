@@ -1,0 +1,203 @@
+"""The thread of each rank that reads its peers' events, in one order for all ranks.
+
+It compares what they run with this rank's own calls, wakes this rank where it waits, and releases
+it where it is blocked in a collective after a fault. The rank's thread finds in an :class:`Inbox`
+what the watcher has read.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from .._torch.distributed import is_registered, store_of
+from .call_comparison import CallComparison
+from .call_history import CallHistory
+from .event_store import AgreedEvent, CallEvent, ChoiceEvent, Event, EventStore, FaultEvent
+from .gloo_abort import abort
+
+POLL_S, MIN_POLL_S = 0.25, 0.002
+"""The longest and shortest pause between reads. A blocking wait would make torch log timeouts."""
+AUDIT_S = 30.0
+"""Time between posts of the first rank, which find differences after which nothing hangs."""
+STALL_S = 2.0
+"""A rank without a call for so long may be blocked in another graph than its peers: it posts."""
+
+
+@dataclass(eq=False)
+class Inbox:
+    """What a rank has learned from its peers; ``changed`` guards all fields.
+
+    Attributes:
+        early_calls: events about calls that this rank has not made yet, by call.
+        choices: what the first rank has chosen, by key, until it is taken out.
+        awaited: the number of a call that all ranks must agree to, or the key of a choice: the
+            rank's thread sets it and waits until the watcher sets it to None.
+        awaited_event: the event about the awaited call, None until a rank posts one.
+        num_read: events that were read.
+        fault: the first fault of any rank.
+        lost: why no more events can be read, None while they can.
+    """
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    early_calls: dict[int, CallEvent] = field(default_factory=dict)
+    choices: dict[str, str] = field(default_factory=dict)
+    awaited: int | str | None = None
+    awaited_event: CallEvent | None = None
+    num_read: int = 0
+    fault: str | None = None
+    lost: str | None = None
+
+
+class Watcher:
+    """Reads the events of one group in a thread of its own, from when it is made.
+
+    The thread ends with the group, after a fault, or when the store is lost. The rank's thread
+    calls the public methods; it writes ``history``, and reads ``inbox``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, history: CallHistory, inbox: Inbox) -> None:
+        self._group = weakref.ref(group)
+        self._rank, self._num_ranks = group.rank(), group.size()
+        self._history, self._inbox = history, inbox
+        self._stores = weakref.WeakKeyDictionary({group: store_of(group)})
+        prefix = f"graphshard/{group.group_name}"
+        self.events = EventStore(self._stores[group], prefix, self._rank, self._num_ranks)
+        ranks = dist.get_process_group_ranks(group)
+        self.comparison = CallComparison(history, self.events, self._rank, ranks)
+        self._num_seen = 0  # calls of this rank
+        self._stalls_at = self._audit_at = time.monotonic() + AUDIT_S
+        self._wake = threading.Event()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._watch, name="graphshard", daemon=True)
+        self._thread.start()
+        _watchers.add(self)
+
+    # --- called by the rank's thread ---------------------------------------------------------
+
+    def involve(self, group: dist.ProcessGroup) -> None:
+        """After a fault, abort collectives of ``group``, too, some of those that are watched."""
+        if group not in self._stores:
+            self._stores[group] = store_of(group)
+
+    def wait_until(self, done: Callable[[], bool], timeout_s: float) -> None:
+        """Return when ``done()``, or after a fault, or when no events come any more, or in time."""
+        self._wake.set()
+        inbox = self._inbox
+        with inbox.changed:
+            inbox.changed.wait_for(
+                lambda: done() or inbox.fault is not None or inbox.lost is not None, timeout_s
+            )
+
+    def missing_ranks(self) -> list[int]:
+        """Return the ranks that have not done what this rank waits for."""
+        if isinstance(self._inbox.awaited, str):
+            return [0]
+        event, ranks = self._inbox.awaited_event, range(self._num_ranks)
+        return [rank for rank in ranks if event is None or not self.events.has_agreed(event, rank)]
+
+    def stop(self) -> None:
+        """End the thread, and wait for that, at most two seconds."""
+        self._stopped = True
+        self._wake.set()
+        self._thread.join(2.0)
+
+    # --- the watcher's thread ----------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Read events until there is a reason to end, leave or abort, and tell the rank why."""
+        lost = "the group was destroyed"
+        try:
+            self._read_all()
+            if self._inbox.fault is None:
+                self.events.leave()
+            for group, store in list(self._stores.items()) if self._inbox.fault else ():
+                abort(group, store)
+        except RuntimeError as error:
+            lost = f"the store of the group is lost: {error}"
+        with self._inbox.changed:
+            self._inbox.lost = lost
+            self._inbox.changed.notify_all()
+
+    def _read_all(self) -> None:
+        """Read all events in order, until a fault or the end of the group."""
+        pause_s = POLL_S
+        while not self._stopped and self._inbox.fault is None and is_registered(self._group()):
+            event = self.events.read(self._inbox.num_read)
+            if event is not None:
+                self._take_in(event)
+                continue
+            self._post_last_call()
+            self._post_missing()
+            if self._wake.wait(pause_s):  # this rank waits
+                self._wake.clear()
+                pause_s = MIN_POLL_S
+            pause_s = min(1.1 * pause_s, POLL_S)
+
+    def _take_in(self, event: Event) -> None:
+        """Put ``event`` into the inbox, and compare it if this rank has made the call."""
+        inbox, due = self._inbox, None
+        with inbox.changed:
+            match event:
+                case CallEvent():
+                    due = self._take_in_call(event)
+                case AgreedEvent():
+                    self.events.forget(event)
+                    self._end_wait_for(event.call)
+                case ChoiceEvent() if self._rank != 0:
+                    inbox.choices[event.key] = event.text
+                    self._end_wait_for(event.key)
+                case FaultEvent():
+                    inbox.fault = event.text
+            inbox.num_read += 1
+            inbox.changed.notify_all()
+        if due is not None:
+            self.comparison.compare(due)
+
+    def _take_in_call(self, event: CallEvent) -> CallEvent | None:
+        """Keep ``event`` for when this rank makes the call; return it if it has done so."""
+        inbox, call = self._inbox, event.call
+        self.comparison.note_posted(call)
+        if call == inbox.awaited:
+            inbox.awaited_event = event
+        inbox.early_calls[call] = event  # before the count is read: see CallLog.run
+        return inbox.early_calls.pop(call, None) if call < self._history.num_calls else None
+
+    def _end_wait_for(self, call_or_key: int | str) -> None:
+        if self._inbox.awaited == call_or_key:
+            self._inbox.awaited = None
+
+    def _post_last_call(self) -> None:
+        """Post this rank's last call if it made it a while ago, or if an audit is due."""
+        now, num_calls = time.monotonic(), self._history.num_calls
+        if num_calls != self._num_seen:
+            self._num_seen, self._stalls_at = num_calls, now + STALL_S
+        is_audit = self._rank == 0 and now > self._audit_at
+        if num_calls and (is_audit or now > self._stalls_at):
+            self._audit_at = now + AUDIT_S
+            self.comparison.post_call(num_calls - 1)
+
+    def _post_missing(self) -> None:
+        """Post a fault if this rank waits for one that has left."""
+        if self._inbox.awaited is None or not (left := self.events.ranks_that_left()):
+            return
+        gone = [rank for rank in self.missing_ranks() if rank in left]
+        if gone and self.events.num_posted() == self._inbox.num_read:  # all they posted is read
+            names = self.comparison.rank_names(*gone)
+            self.comparison.post_fault(f"{names} left; {self.comparison.position()}")
+
+
+_watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    # A thread that comes back from C++ while the interpreter ends would crash the process.
+    for watcher in list(_watchers):
+        watcher.stop()
