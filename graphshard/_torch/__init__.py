@@ -1,4 +1,6 @@
 """Every private torch API that graphshard uses, by subsystem, read on torch 2.11.0 and 2.13.0.
 
-Nothing outside of this package names what torch spells with an underscore. It imports torch alone.
+Nothing outside of this package names what torch spells with an underscore, or the frames and the
+placeholders that torch names; ``tests/test_private_torch.py`` checks that. It imports torch alone.
+Each function says in which file of torch its subject is, and what differs between the two versions.
 """

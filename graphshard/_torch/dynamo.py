@@ -1,6 +1,8 @@
-"""Dynamo: what a backend may raise, the frame that is being traced, guards, and graph breaks.
+"""Dynamo: the errors that a backend may raise, the frame under trace, guards, and graph breaks.
 
-Read in torch/_dynamo: exc.py, output_graph.py, symbolic_convert.py, guards.py, callback.py, utils.py.
+Read in torch/_dynamo: exc.py, output_graph.py, symbolic_convert.py, guards.py, callback.py and
+utils.py. ``errors`` takes ``ShortenTraceback`` from here: an error of this class passes through
+``OutputGraph.call_user_compiler`` as it is. torch 2.11 and 2.13 have the same names and arguments.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo.eval_frame import innermost_backend, skip_code
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
+from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters
@@ -21,7 +24,10 @@ __all__ = ["ShortenTraceback", "innermost_backend"]
 
 
 class Retrace(TensorifyScalarRestartAnalysis):
-    """Makes Dynamo trace the frame again. It passes through ``OutputGraph.call_user_compiler``."""
+    """An exception of the backend that makes Dynamo trace the frame again.
+
+    Of Dynamo's own restarts, ``OutputGraph.call_user_compiler`` passes on this kind alone.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(restart_reason=reason)
@@ -31,32 +37,43 @@ RESUMED = "torch_dynamo_resume_in_"
 
 
 class Trace:
-    """The frame that Dynamo is tracing while it calls the backend."""
+    """The frame that Dynamo is tracing while it calls the backend.
+
+    Read from ``InstructionTranslator.current_tx()`` (torch/_dynamo/symbolic_convert.py).
+    """
 
     def __init__(self) -> None:
-        self._tx: Any = InstructionTranslator.current_tx()
+        self._tx = InstructionTranslator.current_tx()
 
     def retrace(self, reason: str) -> Retrace:
-        """The exception to raise; what an earlier trace speculated does not hold any more."""
+        """Return the exception to raise, after forgetting what an earlier trace speculated.
+
+        The log of speculations must match the new trace, which takes other branches.
+        """
         self._tx.speculation_log.clear()
         return Retrace(reason)
 
-    def value(self, source: Source) -> Any:
+    def value(self, source: Source) -> object:
+        """Return the object that ``source`` names in the frame.
+
+        Raises:
+            Exception: of any kind; Dynamo can evaluate the source only in its guards.
+        """
         return source.get_value({"G": self._tx.f_globals, "L": self._tx.f_locals}, {}, {})
 
-    def owners(self, source: Source) -> Iterator[Any]:
-        """What ``source`` is an attribute or item of, outermost object first."""
+    def owners(self, source: Source) -> Iterator[object]:
+        """Yield the objects that ``source`` is an attribute or item of, the outermost first."""
         chain = [source]
         while isinstance(chain[-1], ChainedSource):
             chain.append(chain[-1].base)
-        for link in reversed(chain[1:]):
+        for owner_source in reversed(chain[1:]):
             try:
-                yield self.value(link)
+                yield self.value(owner_source)
             except Exception:  # a source that Dynamo cannot evaluate outside its guards
                 continue
 
     def owner(self) -> nn.Module | None:
-        """The module whose method is being traced, if it is one."""
+        """Return the module whose method is being traced; None in other functions."""
         owner = self._tx.f_locals.get("self")
         return owner if isinstance(owner, nn.Module) else None
 
@@ -65,7 +82,10 @@ class Trace:
         return self._tx.f_code.co_name.startswith(RESUMED)
 
     def graph_break(self) -> str | None:
-        """``file:line: reason`` if this graph ends in a break, else None."""
+        """Return ``file:line: reason`` if this graph ends in a break, else None.
+
+        ``GraphCompileReason`` in torch/_dynamo/output_graph.py.
+        """
         reason = self._tx.output.compile_subgraph_reason
         if reason is None or not reason.graph_break:
             return None
@@ -78,44 +98,62 @@ class Trace:
 
         On an attribute, because Dynamo may skip guards on a tensor itself while the dictionaries
         that lead to it have not changed (``find_tag_safe_roots`` in torch/_dynamo/guards.py).
+
+        Args:
+            holds: takes the value of the attribute, of whatever type that is.
         """
         text = f"graphshard: {source_name(source)} is in sync"
 
-        def create(builder: Any, guard: Guard) -> None:
+        def create(builder: GuardBuilder, guard: Guard) -> None:
             builder.get_guard_manager(guard).add_lambda_guard(holds, [text], guard.user_stack)
 
         self._tx.output.guards.add(AttrSource(source, attribute).make_guard(create))
 
 
-def on_compile_start(act: Callable[[Any], None]) -> None:
-    """Have ``act`` called before Dynamo traces a frame, of whatever backend.
+def on_compile_start(act: Callable[[object], None]) -> None:
+    """Have ``act`` called before Dynamo traces a frame, whatever the frame's backend is.
 
-    ``torch._dynamo.reset()`` forgets it (torch/_dynamo/callback.py), so it is asked for repeatedly.
+    ``torch._dynamo.reset()`` clears the callbacks (torch/_dynamo/callback.py), so callers register
+    ``act`` again and again; it is called once all the same.
     """
-    if act not in (handler := torch._dynamo.callback_handler).start_callbacks:
+    handler = torch._dynamo.callback_handler
+    if act not in handler.start_callbacks:
         handler.register_start_callback(act)
 
 
-def run_as_python(function: Any) -> None:
-    """Dynamo inlines ``function`` into traces, but never compiles a call of it from Python."""
+def run_as_python(function: Callable[..., object]) -> None:
+    """Have Dynamo inline ``function`` into traces, but never compile a call of it from Python.
+
+    ``skip_code`` in torch/_dynamo/eval_frame.py.
+    """
     skip_code(function.__code__)
 
 
 def graph_break_reasons() -> list[str]:
-    """First lines of all reasons counted since the last reset (torch/_dynamo/utils.py)."""
+    """Return the first lines of all reasons counted since the last ``torch.compiler.reset``.
+
+    ``counters`` in torch/_dynamo/utils.py.
+    """
     return [reason.splitlines()[0] for reason in counters["graph_break"]]
 
 
 def sources(gm: fx.GraphModule) -> list[Source]:
-    """The Dynamo source of every placeholder, in order."""
-    return [n._dynamo_source for n in gm.graph.nodes if n.op == "placeholder"]
+    """Return where Dynamo found the value of every placeholder, in their order.
+
+    ``OutputGraph`` leaves it on the nodes (torch/_dynamo/output_graph.py).
+    """
+    return [node._dynamo_source for node in gm.graph.nodes if node.op == "placeholder"]
 
 
 def source_name(source: Source) -> str:
-    return source.name if isinstance(source.name, str) else source.name()
+    """Return the expression that ``source`` stands for, such as ``L['self'].weight``."""
+    return source.name
 
 
 def compile_id() -> str:
-    """Dynamo's name for the compilation that is under way, as in "0/0"; "" if there is none."""
-    found = CompileContext.current_compile_id()
-    return "" if found is None else str(found)
+    """Return Dynamo's name for the compilation that is under way, as in "0/0"; "" without one.
+
+    ``CompileContext`` in torch/_guards.py.
+    """
+    compiling = CompileContext.current_compile_id()
+    return "" if compiling is None else str(compiling)

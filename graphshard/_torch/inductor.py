@@ -1,12 +1,20 @@
-"""AOTAutograd and Inductor: compilers, custom passes, caches, and the settings that they are run with.
+"""AOTAutograd and Inductor: compilers, custom passes, caches, and the settings they run with.
 
-Read in torch/_inductor, torch/_functorch, torch/_logging and torch/_guards.py.
+Read in torch/_inductor, torch/_functorch, torch/_logging and torch/_guards.py; torch 2.11 and 2.13
+have the same names and arguments. Re-exported as they are:
+
+    aot_autograd              a Dynamo backend from compilers of forward and backward graphs
+    compile_fx                Inductor as a compiler of a graph
+    make_boxed_func           gives a graph's callable the calling convention of AOTAutograd
+    min_cut_rematerialization_partition     AOTAutograd's partitioner of a joint graph
+    CustomGraphPass, CustomPartitionerFn    passes and partitioners with a key for the caches
+    get_hash_for_files, cache_dir           that key; the folder of Inductor's caches
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -36,23 +44,33 @@ __all__ = [
 ]
 
 
-# The written order of collectives survives Inductor only with both reorderings off.
 KEEP_ORDER = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
+"""Options of Inductor (torch/_inductor/config.py) that keep collectives in their written order."""
 
-
-# A buffer that is being copied to the host is dead to Inductor, which would write over it. What is held
-# until the wait for the copy is safe from the allocator alone.
 KEEP_COPIED = {"allow_buffer_reuse": False}
+"""Options of Inductor for graphs that copy buffers to the host.
+
+To Inductor a buffer is dead when its copy is launched, and it would write over it. What is held
+until the wait for the copy is safe from the allocator alone.
+"""
 
 
-def eager_backward() -> Any:
-    """A context in which AOTAutograd compiles a backward graph together with its forward graph."""
+def eager_backward() -> AbstractContextManager[None]:
+    """Have AOTAutograd compile a backward graph together with its forward graph.
+
+    ``force_non_lazy_backward_lowering`` in torch/_functorch/config.py.
+    """
     return functorch_config.patch(force_non_lazy_backward_lowering=True)
 
 
-def saving_activations(budget: float | None) -> Any:
-    """A context in which the partitioner saves no more than this part of the activations that it would;
-    None: as the config says."""
+def saving_activations(budget: float | None) -> AbstractContextManager[None]:
+    """Have the partitioner save no more than a part of the activations that it would.
+
+    ``activation_memory_budget`` in torch/_functorch/config.py.
+
+    Args:
+        budget: the part, from 0 to 1; None: as the config says.
+    """
     if budget is None:
         return nullcontext()
     # With 0 it would also recompute what has to be saved.
@@ -60,9 +78,10 @@ def saving_activations(budget: float | None) -> Any:
 
 
 def donate_nothing() -> None:
-    """Have the backward of the graph that is compiled not write over what was saved for it.
+    """Have the backward graph under compilation not write over activations that were saved for it.
 
-    AOTAutograd lets it, if the first backward does not retain its graph; that is not known yet.
+    AOTAutograd donates them if the first backward does not retain its graph, which is not known
+    yet (``bw_donated_idxs`` in torch/_functorch/_aot_autograd/schemas.py).
     """
     metadata = TracingContext.get().fw_metadata
     if metadata is not None:
@@ -70,10 +89,11 @@ def donate_nothing() -> None:
 
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
-    """Add to what ``TORCH_TRACE`` logs and tlparse shows; ``payload`` is called if it does log.
+    """Add a file to what ``TORCH_TRACE`` logs and tlparse shows (torch/_logging/_internal.py).
 
     Args:
         encoding: "json" or "string".
+        payload: returns the contents; called only if there is such a log.
     """
     metadata = {"name": name, "encoding": encoding}
     trace_structured("artifact", metadata_fn=lambda: metadata, payload_fn=payload)
