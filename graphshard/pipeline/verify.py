@@ -1,24 +1,24 @@
-"""Invariants of a partition and of a lowered graph, checked at every compile.
+"""Checks every partition and every lowered graph against what was decided.
 
 A violation is a bug of ours, never of the user's; it is raised before the graph can run.
 """
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
+from .._torch.tensors import tree_leaves
 from ..kinds import HOST_COPIES, TransferKind
 from ..ops import collectives, host_copy, markers
 from ..ops.nodes import PLANNED, num_bytes
 from ..planning.plan import Bucket, Plan, events_by_step
 
 _c10d = torch.ops._c10d_functional
-_KINDS: dict[Any, str] = {
+_KIND_OF_LAUNCH: dict[object, TransferKind] = {
     _c10d.all_gather_into_tensor.default: TransferKind.ALL_GATHER,
     _c10d.all_gather_into_tensor_coalesced.default: TransferKind.ALL_GATHER,
     _c10d.reduce_scatter_tensor.default: TransferKind.REDUCE_SCATTER,
@@ -29,108 +29,129 @@ _KINDS: dict[Any, str] = {
     host_copy.to_device: TransferKind.COPY_TO_DEVICE,
     host_copy.to_host: TransferKind.COPY_TO_HOST,
 }
-Event = tuple[str, str, int]
-"""launch or wait, kind of collective, and bytes of its full buffers, or its number."""
 
 
-def verify_partition(forward: fx.GraphModule, derived: list[str], num_outputs: int) -> None:
-    """Nothing that only parameters determine is saved for backward (ZeRO-3).
+class Launch(NamedTuple):
+    """The launch of a collective or of a host copy; ``num_bytes`` of its full buffers."""
+
+    what: Literal["launch"]
+    kind: TransferKind
+    num_bytes: int
+
+
+class Wait(NamedTuple):
+    """The wait for one buffer of a launch; ``launch`` counts launches from the graph's begin."""
+
+    what: Literal["wait"]
+    kind: TransferKind
+    launch: int
+
+
+Event = Launch | Wait
+
+
+def verify_partition(forward: fx.GraphModule, derived: Sequence[str], num_outputs: int) -> None:
+    """Check that nothing is saved for backward that follows from parameters alone (ZeRO-3).
 
     Args:
-        derived: names of the joint graph's nodes that are derived from parameters alone.
-        num_outputs: how many of the forward's outputs are the user's; the rest is saved.
+        derived: names of the joint graph's nodes that are computed from parameters alone.
+        num_outputs: number of the forward's outputs that the user gets; the rest is saved.
     """
     outputs: Any = forward.graph.output_node().args[0]
     saved = {n.name for n in outputs[num_outputs:] if isinstance(n, fx.Node)}
-    full = sorted(saved.intersection(derived))
-    if full:
-        raise AssertionError(f"saved for backward, though parameters alone determine it: {full}")
+    wrongly_saved = sorted(saved.intersection(derived))
+    if wrongly_saved:
+        raise AssertionError(
+            f"saved for backward, though parameters alone determine it: {wrongly_saved}"
+        )
 
 
 def verify_lowered(graph: fx.Graph, plan: Plan) -> None:
-    """The graph is sound, launches and waits for what ``plan`` says in its order, each once."""
+    """Check that the graph is sound and does what ``plan`` says.
+
+    It has to launch every collective once and wait for each of its buffers once, all in the
+    plan's order, and no marker may be left.
+    """
     graph.lint()
     left = [node.name for node in graph.nodes if node.target in markers.MARKERS]
     if left:
         raise AssertionError(f"markers {left} were not lowered")
-    planned, found = _planned(plan), _found(graph)
-    if planned != found:
-        raise AssertionError(f"planned {planned}, but the graph does {found}")
+    planned, in_graph = _planned_events(plan), _graph_events(graph)
+    if planned != in_graph:
+        raise AssertionError(f"planned {planned}, but the graph does {in_graph}")
 
 
-def _planned(plan: Plan) -> list[Event]:
+def _planned_events(plan: Plan) -> list[Event]:
     events: list[Event] = []
-    numbers: dict[tuple[int, int], int] = {}  # the collective of each buffer of a bucket
+    launch_of: dict[tuple[int, int], int] = {}  # by bucket and buffer, the number of its launch
     num_launched = 0
-    for i, is_wait in itertools.chain(*events_by_step(plan.problem.num_steps, plan.buckets)):
-        bucket = plan.buckets[i]
-        kind = (
-            TransferKind.ALL_REDUCE
-            if bucket.kind == TransferKind.ALL_REDUCE_SHARDS
-            else bucket.kind
-        )
-        if is_wait:
-            events += [("wait", kind, numbers[i, p]) for p in range(_num_buffers(bucket))]
-            continue
-        sizes = _collectives(plan, bucket)
-        events += [("launch", kind, size) for size in sizes]
-        for buffer in range(_num_buffers(bucket)):
-            numbers[i, buffer] = num_launched + min(buffer, len(sizes) - 1)
-        num_launched += len(sizes)
+    for step in events_by_step(plan.problem.num_steps, plan.buckets):
+        for i, is_wait in step:
+            bucket = plan.buckets[i]
+            # A graph does not tell an all-reduce of shards from another one.
+            over_replicas = bucket.kind == TransferKind.ALL_REDUCE_SHARDS
+            kind = TransferKind.ALL_REDUCE if over_replicas else bucket.kind
+            buffers = range(_num_waits(bucket))
+            if is_wait:
+                events += [Wait("wait", kind, launch_of[i, buffer]) for buffer in buffers]
+                continue
+            sizes = _launched_bytes(plan, bucket)
+            events += [Launch("launch", kind, size) for size in sizes]
+            for buffer in buffers:
+                launch_of[i, buffer] = num_launched + min(buffer, len(sizes) - 1)
+            num_launched += len(sizes)
     return events
 
 
-def _num_buffers(bucket: Bucket) -> int:
+def _num_waits(bucket: Bucket) -> int:
     return len(bucket.transfers if bucket.kind in HOST_COPIES else bucket.buffers)
 
 
-def _collectives(plan: Plan, bucket: Bucket) -> list[int]:
-    """Bytes of each of the bucket's collectives: exchanges cannot be coalesced."""
+def _launched_bytes(plan: Plan, bucket: Bucket) -> list[int]:
+    """Bytes of each launch of a bucket: one, but exchanges cannot be coalesced."""
     transfers = plan.problem.transfers
     dtype = getattr(torch, transfers[bucket.transfers[0]].dtype.removeprefix("torch."))
     if bucket.kind == TransferKind.REDUCE_SCATTER and collectives.exchanges(bucket.group, dtype):
-        return [sum(transfers[i].num_bytes for i in parcel) for parcel in bucket.buffers]
+        return [sum(transfers[i].num_bytes for i in buffer) for buffer in bucket.buffers]
     return [bucket.num_bytes]
 
 
-def _found(graph: fx.Graph) -> list[Event]:
-    """A model may have collectives of its own; they are not ours to check."""
+def _graph_events(graph: fx.Graph) -> list[Event]:
+    """Launches and waits of ours; a model may have collectives of its own, which we leave alone."""
     events: list[Event] = []
-    launched: dict[fx.Node, tuple[str, int]] = {}  # what is waited for: its kind and number
+    launches: dict[fx.Node, Wait] = {}  # by buffer, the event of the wait for it
     num_launched = 0
     for node in graph.nodes:
         if PLANNED not in node.meta:
             continue
-        if node.target in _KINDS:
-            kind = _kind(node)
-            events.append(("launch", kind, _full_bytes(node)))
+        if node.target in _KIND_OF_LAUNCH:
+            kind = _launch_kind(node)
+            events.append(Launch("launch", kind, _full_bytes(node)))
             buffers = list(node.users) if isinstance(node.meta["val"], list) else [node]
             for buffer in buffers:
-                _verify_wait(buffer)
-                launched[buffer] = (kind, num_launched)
+                _verify_one_wait(buffer)
+                launches[buffer] = Wait("wait", kind, num_launched)
             num_launched += 1
-        elif node.target is _c10d.wait_tensor.default and node.args[0] in launched:
-            events.append(("wait", *launched[node.args[0]]))  # others are the host's
+        elif node.target is _c10d.wait_tensor.default and node.args[0] in launches:
+            # Other waits are those of the host for what was copied to it.
+            events.append(launches[node.args[0]])
     return events
 
 
-def _kind(node: fx.Node) -> str:
-    kind = _KINDS[node.target]
-    return (
-        TransferKind.ALL_REDUCE_MAX
-        if kind == TransferKind.ALL_REDUCE and "max" in node.args
-        else kind
-    )
+def _launch_kind(node: fx.Node) -> TransferKind:
+    kind = _KIND_OF_LAUNCH[node.target]
+    is_max = kind == TransferKind.ALL_REDUCE and "max" in node.args
+    return TransferKind.ALL_REDUCE_MAX if is_max else kind
 
 
-def _verify_wait(buffer: fx.Node) -> None:
+def _verify_one_wait(buffer: fx.Node) -> None:
     waits = [user for user in buffer.users if user.target is _c10d.wait_tensor.default]
     if len(waits) != 1 or len(buffer.users) != 1:
         raise AssertionError(f"{buffer.name} is waited for {len(waits)} times")
 
 
 def _full_bytes(node: fx.Node) -> int:
-    """Bytes of the gathered output, or of a reduction's input."""
-    full: Any = node if _KINDS[node.target] == TransferKind.ALL_GATHER else node.args[0]
-    tensors = tree_leaves(fx.map_arg(full, lambda n: n.meta["val"]))
-    return sum(map(num_bytes, tensors))
+    """Bytes of a gather's output, or of what another launch takes."""
+    is_gather = _KIND_OF_LAUNCH[node.target] == TransferKind.ALL_GATHER
+    full: Any = node if is_gather else node.args[0]
+    return sum(map(num_bytes, tree_leaves(fx.map_arg(full, lambda n: n.meta["val"]))))
