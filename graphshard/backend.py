@@ -1,11 +1,11 @@
-"""The Dynamo backend: finds the model, shards it at the first compile, hands graphs to a compiler.
+"""The Dynamo backend: finds the model, shards it at the first compile, has its graphs compiled.
 
     first call     a module is compiled   ─► shard it before Dynamo traces its first frame
                    a function is compiled ─► full parameters among its graph's inputs: shard the
                                              models that own them, have Dynamo trace again
-    every compile  leaves among the inputs ─► guard their links ─► compile ─► record the plans
+    every compile  shards among the inputs ─► guard their sharded params ─► pipeline.compile
 
-A module is sharded before the trace and not after it, because Dynamo may leave its whole forward to
+A module is sharded before the trace, not after it, because Dynamo may leave its whole forward to
 Python (``nn.LSTM``, a graph break in a loop): then no graph with a parameter ever comes here.
 """
 
@@ -204,17 +204,21 @@ def _note_breaks(trace: Trace, params: Sequence[ShardedParam | None], call: Comp
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:
+    """Return the device of the first tensor among ``inputs``."""
     tensors = (value for value in inputs if isinstance(value, torch.Tensor))
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def _device_type(params: Iterable[nn.Parameter], options: Options) -> str:
-    """That of the parameters, or of the accelerator that there is where they need not be on it yet."""
-    found = next((param.device.type for param in params), "meta")
-    if found == "meta" or (found == "cpu" and isinstance(options.offload_policy, CPUOffloadPolicy)):
+    """Return the device type of the default mesh: that of the parameters.
+
+    Where they need not be on their device yet (meta, offload), it is that of the accelerator.
+    """
+    kind = next((param.device.type for param in params), "meta")
+    if kind == "meta" or (kind == "cpu" and isinstance(options.offload_policy, CPUOffloadPolicy)):
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return accelerator.type if accelerator is not None else "cpu"
-    return found
+    return kind
 
 
 def _is_plain_parameter(value: Any) -> bool:
@@ -224,7 +228,7 @@ def _is_plain_parameter(value: Any) -> bool:
 def _root_of(
     trace: Trace, source: Any, param: nn.Parameter, call: CompiledCall
 ) -> tuple[nn.Module, bool]:
-    """The outermost module of the call that holds ``param``, and whether it runs eagerly already.
+    """Find the outermost module that holds ``param``, and whether its forward runs already.
 
     It is the compiled module; or an outer module whose forward Dynamo left to Python; or, where a
     function is compiled, an object that the parameter's source passes through.
@@ -253,39 +257,42 @@ def backend(
     dump: str | Path | None = None,
     sync_module_states: bool = True,
 ) -> Backend:
-    """A backend for ``torch.compile`` that shards the model it meets, as FSDP2 does, in the graph.
+    """Return a backend for ``torch.compile`` that shards the model it meets, as FSDP2 does.
 
     At the first call every parameter of the compiled module is sharded in place on dim 0 (ZeRO-3,
     Rajbhandari et al., arXiv 1910.02054) and becomes a ``DTensor``; gradients are averaged over
     the mesh. Parameters that ``graphshard.shard`` sharded before keep its arguments.
 
     Args:
-        mesh: 1D ``DeviceMesh``; 2D: (replicas, shards), HSDP: parameters are sharded over the second
-            axis; None: a 1D one over the default process group.
+        mesh: a 1D ``DeviceMesh`` shards over its ranks; a 2D one (replicate, shard) shards over its
+            second axis (HSDP); None makes a 1D mesh over the default process group.
         reshard_after_forward: True frees full parameters after forward and gathers them again in
-            backward (ZeRO-3); False keeps them (ZeRO-2). A number of ranks: each keeps so large a part
-            that so many neighbours have it all, and backward gathers from them alone (hpZ of ZeRO++,
-            Wang et al., arXiv 2306.10209).
-        ignored_params: parameters that stay as they are: neither sharded nor reduced.
-        compiler: ``"inductor"``, or ``"aot_eager"``: the same graphs, run op by op by ATen.
+            backward (ZeRO-3). False keeps them (ZeRO-2). A number of ranks k that divides the
+            shards: each rank keeps a k-th of the full parameter, and backward gathers from k
+            neighbours alone (hpZ of ZeRO++, Wang et al., arXiv 2306.10209).
+        mp_policy: FSDP2's class: the dtypes in which parameters are gathered and used, gradients
+            reduced, and inputs and outputs of the compiled module cast. Parameters and gradients
+            keep their own dtype.
+        offload_policy: FSDP2's class. ``CPUOffloadPolicy()`` keeps shards, gradients and with them
+            the optimizer in host memory, pinned by default. The graph copies shards to the
+            device ahead of their gathers, and reduced gradients back. Replicated parameters stay
+            on the device.
+        ignored_params: parameters that stay as they are, neither sharded nor reduced.
+        overrides: ``{fqn glob: {argument: value}}`` gives some parameters another ``mp_policy``,
+            ``offload_policy``, ``fp8``, ``reshard_after_forward`` or ``shard``; of several globs
+            that match, the last one holds. ``"shard": False`` replicates a parameter and
+            all-reduces its gradient, as DDP does; it never travels in fp8.
+        fp8: the linears that compute in fp8, with their weights gathered in it; None: no linear.
+        schedule: limits and options of the schedule; None: ``SchedulePolicy()``.
+        compiler: "inductor", or "aot_eager": the same graphs, run op by op by ATen.
+        dump: a folder for plans, traces, tables and FX code of every compiled graph, made if it is
+            missing: see ``graphshard.show.dump_folder``. Every backend needs one of its own.
         sync_module_states: make parameters and buffers equal to those of the mesh's first rank
             before sharding.
-        schedule: how collectives are bucketed and ordered; None: ``SchedulePolicy()``.
-        dump: a folder, made if it is missing, for plans, traces, tables and FX code of every graph
-            that is compiled: see ``graphshard.show.dump_folder``. One for each backend.
-        mp_policy: FSDP2's; what parameters are gathered and used as, gradients are reduced as, inputs
-            and outputs of the compiled module are cast to. Parameters and gradients keep their dtype.
-        fp8: which linears compute in fp8, their weights gathered in it, and how; None: none.
-        overrides: ``{fqn glob: {"mp_policy", "offload_policy", "fp8", "reshard_after_forward" or "shard":
-            value}}``, for some of the parameters; the last that matches holds. ``"shard": False`` replicates a
-            parameter and all-reduces its gradient, as DDP does; nothing of it travels in fp8.
-        offload_policy: FSDP2's; ``CPUOffloadPolicy()`` keeps shards, gradients and with them optimizers
-            in the host's memory, pinned by default. The graph copies shards to the device, ahead of their
-            gathers, and reduced gradients back. What is replicated stays on the device.
 
     Raises:
-        ValueError: an argument does not hold. At the first call, on every rank, before anything is
-            changed: there is no process group, a parameter cannot be sharded, or ranks differ.
+        ValueError: an argument is wrong. At the first call, on every rank and before anything is
+            changed: no process group, a parameter that cannot be sharded, or ranks that differ.
     """
     return Backend(Options.of(locals()))
 
@@ -308,7 +315,7 @@ def shard(
     """Shard ``model`` in place now, before its first step, and return it.
 
     The arguments are those of :func:`backend`. A model on the meta device stays there: call
-    ``model.to_empty(device=...)`` and initialise it; only shards are ever allocated.
+    ``model.to_empty(device=...)`` and initialise it. Only shards are ever allocated.
 
     Raises:
         ValueError: as :func:`backend`, before anything is changed.
@@ -328,18 +335,22 @@ def from_string(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> Any:
-    """``torch.compile(model, backend="graphshard", options={...})``: arguments of backend()."""
+    """Serve ``torch.compile(model, backend="graphshard", options={...})``.
+
+    ``options`` are the arguments of :func:`backend`; equal options share one backend.
+    """
     on_compile_start(_shard_before_trace)
     return _backend_for(tuple(sorted((options or {}).items())))(gm, inputs, mode=mode)
 
 
 def _shard_before_trace(_: object) -> None:
+    """Shard the module that is about to be traced, where its backend is one of ours."""
     call = compiled_call()
-    given = call.backend
-    if given is from_string:
-        given = _backend_for(tuple(sorted(call.options.items())))
-    if isinstance(given, Backend) and call.module is not None:
-        given.shard_compiled(call.module, in_use=call.runs(call.module))
+    its_backend = call.backend
+    if its_backend is from_string:
+        its_backend = _backend_for(tuple(sorted(call.options.items())))
+    if isinstance(its_backend, Backend) and call.module is not None:
+        its_backend.shard_compiled(call.module, in_use=call.runs(call.module))
 
 
 on_compile_start(_shard_before_trace)
