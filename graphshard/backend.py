@@ -59,7 +59,7 @@ class Backend:
         mode: str | None = None,
         options: dict[str, Any] | None = None,
     ) -> Runnable:
-        """Compile a graph of Dynamo's; ``mode`` and ``options`` are torch.compile's, for Inductor."""
+        """Compile a graph of Dynamo's; ``mode`` and ``options`` are torch.compile's."""
         trace, call = Trace(), compiled_call()
         if self._shard_plain_inputs(trace, gm, inputs, call):
             raise trace.retrace("graphshard sharded the model")
@@ -128,9 +128,9 @@ class Backend:
         policy, begun = self.options.mp_policy, call_arguments(root)
         if crosses_border(begun, policy) if begun else in_use and has_border(policy):
             raise BackendError(
-                f"mp_policy={policy}: the first forward of {type(root).__name__} has begun before its "
-                "inputs were cast: compile the module itself by torch.compile(model, ...), or call "
-                "graphshard.shard(model, ...) before"
+                f"mp_policy={policy}: the first forward of {type(root).__name__} has begun before "
+                "its inputs were cast: compile the module itself by torch.compile(model, ...), or "
+                "call graphshard.shard(model, ...) before"
             )
         self.shard_now(root, in_use)
 

@@ -83,7 +83,7 @@ def _imported(node: ast.AST, package: str) -> Iterator[str]:
 
 
 def _room(dotted: str) -> str:
-    """``graphshard.ops.markers.unshard`` is in the room "ops", ``graphshard.backend`` in "__init__"."""
+    """The room of a dotted name, such as "ops" of ``graphshard.ops.markers.unshard``."""
     parts = dotted.split(".")
     return parts[1] if len(parts) > 1 and parts[1] in ALLOWED else "__init__"
 

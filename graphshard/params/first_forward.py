@@ -1,16 +1,17 @@
 """Shards a compiled module before its first forward begins, so that its inputs are cast in time.
 
-[Note: first forward] With a mixed-precision policy FSDP2 casts a model's inputs and outputs, by hooks
-that sharding adds to the module. A module calls the hooks that it has when its forward begins, and
-Dynamo asks a backend for the first time after that: in the middle of the first forward, whose
-inputs then are not cast. So graphshard wants to meet the module before.
+[Note: first forward] With a mixed-precision policy FSDP2 casts a model's inputs and outputs, by
+hooks that sharding adds to the module. A module calls the hooks that it has when its forward
+begins. Dynamo asks a backend for the first time after that, in the middle of the first forward,
+whose inputs then stay as they are. So graphshard has to meet the module before.
 
-``torch.compile`` gives a backend nothing but graphs. While it is given a module, though, it reads the
-backend's ``__name__`` (``_TorchCompileWrapper`` in torch/__init__.py, 2.11 and 2.13), and the module
-is the argument ``model`` of the call that does. ``Backend.__name__`` is a property for that reason
-alone, and this file is all that hangs on it: a hook that shards the module at the begin of its first
-compiled forward, casts the inputs of that one, and removes itself. Where torch stops to read the
-name, ``Backend`` says at the first forward what to do instead (tests/graph/test_first_forward.py).
+``torch.compile`` hands a backend nothing but graphs. While it is given a module, though, it reads
+the backend's ``__name__`` (``_TorchCompileWrapper`` in torch/__init__.py, 2.11 and 2.13), and the
+module is the argument ``model`` of the call that does. ``Backend.__name__`` is a property for that
+reason alone, and all that hangs on it is in this file: a hook that shards the module when its
+first compiled forward begins, casts the inputs of that one, and removes itself. If torch stops
+reading the name, the first forward raises an error with advice, and
+tests/graph/test_first_forward.py fails.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Sharder(Protocol):
 
 
 def shard_before_first_forward(sharder: Sharder, policy: MixedPrecisionPolicy) -> None:
-    """Give the module that ``torch.compile`` is being given, if it is, the hook of [Note: first forward].
+    """Hook the module that ``torch.compile`` is being given: see [Note: first forward].
 
     Args:
         policy: where it casts nothing at the border of a model, no hook is needed.

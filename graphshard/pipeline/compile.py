@@ -1,4 +1,4 @@
-"""Compiles one Dynamo graph: compile, take the plans, agree on them, compile again where ranks differ.
+"""Compiles a Dynamo graph: compile, take the plans, agree, compile again where ranks differ.
 
     Dynamo graph ─► AOTAutograd ─► joint passes, partition ─► forward, backward ─► lower ─► compiler
                                                                                       │
