@@ -49,7 +49,8 @@ from benchmarks.links import behind_wire, between_namespaces, positive, wire_of
 from benchmarks.memory import peak_is_known, peak_of
 from benchmarks.models import GPT, parameter_bytes
 from benchmarks.ways import Build, add_hooks, ddp, mixed_dtypes, mp_policy, sharded, sharding
-from graphshard.cost.hardware import HARDWARE, Hardware
+from graphshard.cost.devices import HARDWARE
+from graphshard.cost.hardware import Hardware
 from tests import ranks, recording
 
 VOCAB, HEAD_DIM = 256, 64

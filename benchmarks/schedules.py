@@ -32,7 +32,7 @@ import torch
 
 from benchmarks.common import count, heading, show, table
 from benchmarks.llama import DEVICE, LLAMA3, TOKENS, trace
-from graphshard.cost.hardware import HARDWARE
+from graphshard.cost.devices import HARDWARE
 from graphshard.cost.model import CostModel
 from graphshard.kinds import GraphKind, TransferKind
 from graphshard.planning.memory_budget import ScheduleLimits

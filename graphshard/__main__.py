@@ -10,25 +10,24 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
+from .cost import calibrate
 from .show import cli as show
 from .tools import consolidate, demo, strategies
 
-COMMANDS = (demo, show, strategies, consolidate)
+COMMANDS = (demo, show, strategies, consolidate, calibrate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that ``argv`` names and return its exit status."""
+    """Run the command that ``argv`` names and return its exit status.
+
+    Args:
+        argv: the arguments; None: those of this process.
+    """
     parser = argparse.ArgumentParser("python -m graphshard", description="Tools of graphshard.")
     parser.add_argument("--version", action="version", version=f"graphshard {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_parser(commands)
-    commands.add_parser("calibrate", help="measure this machine, for schedule.hardware")
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["calibrate"]:  # which reads its arguments itself
-        from .cost.calibrate import main as calibrate
-
-        return calibrate(argv[1:])
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))

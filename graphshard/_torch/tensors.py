@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import symbolic_shapes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["is_traceable_wrapper_subclass", "tree_leaves"]
+__all__ = ["OpOverload", "is_traceable_wrapper_subclass", "tree_leaves"]
 
 
 def fake_mode_of(values: Iterable[Any]) -> Any:

@@ -1,5 +1,6 @@
-"""How long everything takes: what a device and its links can do, and what that means for a graph.
+"""Predicted times: what a device and its interconnects can do, and what that means for a graph.
 
-``hardware`` has the rates (a table, or a file that ``calibrate`` measured), ``flops`` counts what a
-node computes, ``model`` predicts times of nodes, collectives and copies. May import ``ops``.
+``hardware`` has the classes of rates and the JSON form of what ``calibrate`` measures, ``devices`` a
+table of common GPUs. ``flops`` counts what a node computes, ``fusion`` guesses which nodes share a
+kernel, and ``model`` predicts times of nodes, collectives and copies. May import ``ops``.
 """

@@ -3,105 +3,141 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.fx.node import Argument, Target
 
-from .._torch.tensors import argument_names, size_hint
+from .._torch.tensors import OpOverload, argument_names, size_hint
 
-# What of the rate of matrix products attention reaches. FlashAttention-2 (arXiv 2307.08691) has 73 %
-# of an A100's peak forward and 63 % backward, FlashAttention-3 (2407.08608) 75 and 57 % of an H100's;
-# large products have 87 and 80 %.
+# Fractions of the rate of matrix products that attention reaches. FlashAttention-2 (arXiv
+# 2307.08691) has 73 % of an A100's peak forward and 63 % backward, FlashAttention-3 (arXiv
+# 2407.08608) has 75 and 57 % of an H100's; large matrix products have 87 and 80 %.
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.85, 0.7
 CAUSAL_BLOCK = 128  # keys that an attention kernel skips or computes together
 
 
-def names(text: str) -> frozenset[str]:
+def op_names(text: str) -> frozenset[str]:
+    """Return the set of the names in ``text``, which spaces separate."""
     return frozenset(text.split())
 
 
 # Matrix products, by the position of the left matrix.
-_LEFT_IS_FIRST = names("_grouped_mm _scaled_grouped_mm _scaled_mm bmm linear matmul mm mv")
-_LEFT_IS_SECOND = names("addbmm addmm addmv baddbmm")
+_LEFT_IS_FIRST = op_names("_grouped_mm _scaled_grouped_mm _scaled_mm bmm linear matmul mm mv")
+_LEFT_IS_SECOND = op_names("addbmm addmm addmv baddbmm")
 
 
-def flops(node: fx.Node) -> tuple[float, str, float]:
-    """Flops, their dtype, and what of the rate of matrix products they reach."""
-    name = aten_name(_called(node)[0])
+class Flops(NamedTuple):
+    """Floating-point operations of a node.
+
+    Attributes:
+        num_flops: how many.
+        dtype: of the operands, as ``Hardware.flops`` has it.
+        efficiency: fraction of the rate of matrix products that they reach.
+    """
+
+    num_flops: float
+    dtype: str
+    efficiency: float = 1.0
+
+
+def flops(node: fx.Node) -> Flops:
+    """Return the operations of an ATen node; none where memory alone decides its time."""
+    name = aten_name(_called_op(node).op)
     if name in _LEFT_IS_FIRST or name in _LEFT_IS_SECOND:
-        left = node.args[name in _LEFT_IS_SECOND]
+        left = node.args[1 if name in _LEFT_IS_SECOND else 0]
         assert isinstance(left, fx.Node)
         return _matmul(node, left.meta["val"])
     if name.startswith("_scaled_dot_product"):
-        return _attention(node)
+        return _attention(node, backward=name.endswith("_backward"))
     if name in ("convolution", "convolution_backward"):
         return _convolution(node)
-    return 0.0, "float32", 1.0
+    return Flops(0.0, "float32")
 
 
-def _matmul(node: fx.Node, left: torch.Tensor) -> tuple[float, str, float]:
+def _matmul(node: fx.Node, left: torch.Tensor) -> Flops:
     out = shape_of(node.meta["val"])
     num_flops = 2.0 * math.prod(out) * shape_of(left)[-1]
-    if len(out) == 3 and left.dim() == 2:  # grouped: each group has its part of the inner axis
+    if len(out) == 3 and left.dim() == 2:  # grouped: each group has a range of the inner dimension
         num_flops /= out[0]
-    return num_flops, _dtype(left), 1.0
+    return Flops(num_flops, _dtype_name(left))
 
 
-def _attention(node: fx.Node) -> tuple[float, str, float]:
-    """Scaled dot product attention, and its backward, which computes the scores once more.
+def _attention(node: fx.Node, *, backward: bool) -> Flops:
+    """Return the operations of scaled dot product attention; backward computes the scores again.
 
-    Of a causal mask the kernels skip whole blocks, about half of them where there are many.
+    Of a causal mask the kernels skip whole blocks: about half of them where there are many.
     """
-    arguments = _arguments(node)
-    q, k, v = (shape_of(arguments[name]) for name in ("query", "key", "value"))
-    scores = 2.0 * math.prod(q[:-1]) * k[-2]
+    arguments = _argument_values(node)
+    query, key, value = (shape_of(arguments[name]) for name in ("query", "key", "value"))
+    num_keys = key[-2]
+    scores = 2.0 * math.prod(query[:-1]) * num_keys
     if arguments.get("is_causal"):
-        scores *= min(1.0, (1 + CAUSAL_BLOCK / max(k[-2], 1)) / 2)
-    dtype = _dtype(arguments["query"])
-    if aten_name(_called(node)[0]).endswith("_backward"):
-        return scores * (3 * q[-1] + 2 * v[-1]), dtype, ATTENTION_BACKWARD
-    return scores * (q[-1] + v[-1]), dtype, ATTENTION_FORWARD
+        scores *= min(1.0, (1 + CAUSAL_BLOCK / max(num_keys, 1)) / 2)
+    dtype = _dtype_name(arguments["query"])
+    if backward:
+        return Flops(scores * (3 * query[-1] + 2 * value[-1]), dtype, ATTENTION_BACKWARD)
+    return Flops(scores * (query[-1] + value[-1]), dtype, ATTENTION_FORWARD)
 
 
-def _convolution(node: fx.Node) -> tuple[float, str, float]:
-    """Each output (transposed: input) element takes a filter's worth of products per channel."""
-    arguments = _arguments(node)
-    x, weight, grad = (arguments.get(name) for name in ("input", "weight", "grad_output"))
-    many = x if arguments["transposed"] else node.meta["val"] if grad is None else grad
-    num_flops = 2.0 * math.prod(shape_of(many)) * math.prod(shape_of(weight)[1:])
+def _convolution(node: fx.Node) -> Flops:
+    """Return the operations of a convolution, or of its backward.
+
+    Each element of the output (transposed: of the input) takes a product for each weight of a
+    filter. Backward does so once for each of the gradients of input and weight that it computes.
+    """
+    arguments = _argument_values(node)
+    x, grad = arguments["input"], arguments.get("grad_output")
+    output = node.meta["val"] if grad is None else grad
+    elements = math.prod(shape_of(x if arguments["transposed"] else output))
+    num_flops = 2.0 * elements * math.prod(shape_of(arguments["weight"])[1:])
     if grad is not None:
         num_flops *= sum(map(bool, arguments["output_mask"][:2]))
-    return num_flops, _dtype(x), 1.0
+    return Flops(num_flops, _dtype_name(x))
 
 
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """By name, with the values of those that are nodes."""
-    op, args = _called(node)
-    given = {**dict(zip(argument_names(op), args)), **node.kwargs}
-    return {k: v.meta["val"] if isinstance(v, fx.Node) else v for k, v in given.items()}
+class _OpCall(NamedTuple):
+    op: Target
+    args: tuple[Argument, ...]
 
 
-def _called(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """What runs, and its arguments; ``run_with_rng_state`` and its like run another operator."""
-    at = [i for i, arg in enumerate(node.args) if hasattr(arg, "overloadpacket")]
-    return (node.args[at[0]], node.args[at[0] + 1 :]) if at else (node.target, node.args)
+def _called_op(node: fx.Node) -> _OpCall:
+    """Return the operator that runs, and its arguments.
+
+    ``run_with_rng_state`` and its like take the operator that they run as an argument.
+    """
+    for i, arg in enumerate(node.args):
+        if isinstance(arg, OpOverload):
+            return _OpCall(arg, node.args[i + 1 :])
+    return _OpCall(node.target, node.args)
 
 
-def _dtype(value: Any) -> str:
+def _argument_values(node: fx.Node) -> Mapping[str, Any]:
+    """Return the arguments by name; of those that are nodes, their values."""
+    op, args = _called_op(node)
+    arguments = {**dict(zip(argument_names(op), args)), **node.kwargs}
+    return {
+        name: argument.meta["val"] if isinstance(argument, fx.Node) else argument
+        for name, argument in arguments.items()
+    }
+
+
+def _dtype_name(value: torch.Tensor) -> str:
     name = str(value.dtype).removeprefix("torch.")
     return "float8" if name.startswith("float8") else name
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """Of a tensor, or of the first of several."""
+    """Return the shape of a tensor, or of the first of several; symbolic sizes as traced."""
     while isinstance(value, (list, tuple)):
         value = value[0]
-    return tuple(s if type(s) is int else size_hint(s) for s in value.shape)
+    return tuple(size if type(size) is int else size_hint(size) for size in value.shape)
 
 
-def aten_name(target: Any) -> str:
-    """``add`` of ``aten.add.Tensor``; "" of what is not of ATen."""
-    if getattr(target, "namespace", "") not in ("aten", "prims"):
+def aten_name(target: Target) -> str:
+    """Return ``add`` for ``aten.add.Tensor``; "" for what is not an operator of ATen."""
+    if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
         return ""
     return target.name().partition("::")[2].partition(".")[0]

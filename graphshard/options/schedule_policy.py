@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import fx
 
+from ..cost.devices import find_hardware, find_hardware_or_default
 from ..cost.hardware import Hardware
 from ..cost.model import CostModel
 from ..planning.memory_budget import ScheduleLimits
@@ -35,7 +36,7 @@ class SchedulePolicy:
             save; the others are recomputed, the cheapest for their memory first: 1 is none of them, 0 is
             all. None: as ``torch._functorch.config`` says, whose setting it is. A parameter is gathered
             once in backward, for what is recomputed and for gradients alike.
-        hardware: a name of ``graphshard.cost.hardware.HARDWARE``, or a file that ``python -m graphshard
+        hardware: a name of ``graphshard.cost.devices.HARDWARE``, or a file that ``python -m graphshard
             calibrate`` wrote; "auto": by the name of the device. Equal on all ranks.
         node_cost: called with every node of a graph; a number, in microseconds, replaces what the
             cost model says of that node, None leaves it. Graphs are then not cached.
@@ -94,9 +95,9 @@ class SchedulePolicy:
         if self.hardware != "auto":
             hardware = _hardware(self.hardware)
         elif device.type == "cuda":
-            hardware, _ = Hardware.for_device(torch.cuda.get_device_name(device))
+            hardware, _ = find_hardware_or_default(torch.cuda.get_device_name(device))
         else:
-            hardware = Hardware.of_device("cpu")
+            hardware = find_hardware("cpu")
         tf32 = torch.get_float32_matmul_precision() != "highest"
         return CostModel(hardware, self.node_cost, tf32 and device.type == "cuda")
 
@@ -115,4 +116,4 @@ def _bytes(size: float | None, unit: float) -> int | None:
 
 
 def _hardware(name: str) -> Hardware:
-    return Hardware.load(Path(name)) if Path(name).is_file() else Hardware.of_device(name)
+    return Hardware.load(Path(name)) if Path(name).is_file() else find_hardware(name)

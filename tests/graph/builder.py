@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graphshard.cost.hardware import HARDWARE
+from graphshard.cost.devices import HARDWARE
 from graphshard.cost.model import CostModel
 from graphshard.ops import markers
 from graphshard.passes import lower

@@ -3,6 +3,7 @@ numbers; measured times become rates that predict them again. Nothing here depen
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -10,16 +11,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from graphshard.cost import calibrate
-from graphshard.cost.calibrate import Effort, interconnect, rate
-from graphshard.cost.hardware import COLLECTIVE_KINDS, HARDWARE, Hardware, Interconnect
+from graphshard.__main__ import main
+from graphshard.cost.devices import HARDWARE
+from graphshard.cost.hardware import COLLECTIVE_KINDS, Hardware, Interconnect
+from graphshard.cost.measure import Effort, Sample, fit_interconnect, fit_rate, measure
 from graphshard.cost.model import CostModel
 from graphshard.kinds import TransferKind
 from tests import ranks
 
 CPU, BASE = torch.device("cpu"), HARDWARE["cpu"]
 TINY = Effort(
-    dtypes=("float32",), products=(4, 16), copies=(64, 4096), collectives=(64, 4096), repeats=2
+    dtypes=("float32",),
+    matmul_sizes=(4, 16),
+    copy_bytes=(64, 4096),
+    collective_bytes=(64, 4096),
+    num_samples=2,
 )
 
 
@@ -28,8 +34,8 @@ def _amounts(interconnect: Interconnect, kind: str) -> list[float]:
 
 
 def test_without_ranks_the_links_stay_those_of_the_table() -> None:
-    measured, reason = calibrate.measure(CPU, TINY)
-    assert reason == ""
+    measured, warning = measure(CPU, TINY)
+    assert warning is None
     assert [amount for amount, _ in measured.flops["float32"].achieved] == [2 * 4**3, 2 * 16**3]
     assert [amount for amount, _ in measured.memory.achieved] == [2 * 64, 2 * 4096]
     assert measured.flops["bfloat16"] == BASE.flops["bfloat16"]
@@ -40,7 +46,7 @@ def test_without_ranks_the_links_stay_those_of_the_table() -> None:
 
 def _write_from_ranks(path: Path) -> int:
     group = dist.group.WORLD
-    status = calibrate.main(["--out", str(path), "--quick", "--sizes", "4096,64"])
+    status = main(["calibrate", "--out", str(path), "--quick", "--sizes", "4096,64"])
     assert dist.group.WORLD is group  # it was not ours to destroy
     return status
 
@@ -59,7 +65,7 @@ def test_ranks_measure_their_link_and_one_writes(tmp_path: Path) -> None:
 
 
 def _measure() -> Hardware:
-    return calibrate.measure(CPU, TINY)[0]
+    return measure(CPU, TINY).hardware
 
 
 def test_ranks_on_several_nodes_measure_the_network() -> None:
@@ -72,39 +78,30 @@ def test_ranks_on_several_nodes_measure_the_network() -> None:
 
 def test_measured_times_of_collectives_are_predicted() -> None:
     times = {
-        TransferKind.ALL_GATHER: [(1000, 100.0), (10_000, 150.0), (100_000, 900.0)],
-        TransferKind.REDUCE_SCATTER: [(1000, 120.0), (10_000, 300.0), (100_000, 1700.0)],
-        TransferKind.ALL_REDUCE: [(1000, 110.0), (10_000, 200.0), (100_000, 2000.0)],
+        TransferKind.ALL_GATHER: [100.0, 150.0, 900.0],
+        TransferKind.REDUCE_SCATTER: [120.0, 300.0, 1700.0],
+        TransferKind.ALL_REDUCE: [110.0, 200.0, 2000.0],
+    }
+    samples = {
+        kind: [Sample(1000, small), Sample(10_000, medium), Sample(100_000, large)]
+        for kind, (small, medium, large) in times.items()
     }
     for world in (2, 4):
-        costs = CostModel(
-            Hardware(
-                "measured",
-                BASE.flops,
-                BASE.memory,
-                BASE.host,
-                special_per_s=1.0,
-                launch_us=1.0,
-                issue_us=0.0,
-                contention=0.0,
-                ranks_per_node=4,
-                intra=interconnect(times, world, 0.0),
-                inter=BASE.inter,
-            )
-        )
-        for kind, points in times.items():
-            for num_bytes, time_us in points:
-                predicted = costs.collective_us(kind, num_bytes, world)
+        intra = fit_interconnect(samples, world, buffer_us=0.0)
+        cost_model = CostModel(dataclasses.replace(BASE, ranks_per_node=4, intra=intra))
+        for kind, of_kind in samples.items():
+            for num_bytes, time_us in of_kind:
+                predicted = cost_model.collective_us(kind, num_bytes, world)
                 assert predicted == pytest.approx(time_us, rel=0.03)
 
 
 def test_rates_ignore_what_took_longer_than_more_did() -> None:
-    measured = rate([(10, 5.0), (40, 4.0), (20, 90.0), (80, 8.0)])
+    measured = fit_rate([Sample(10, 5.0), Sample(40, 4.0), Sample(20, 90.0), Sample(80, 8.0)])
     assert [measured.us(amount) for amount in (10, 20, 40, 80)] == pytest.approx([4, 4, 4, 8])
 
 
 def test_rates_of_what_took_no_time_are_bounded() -> None:
-    measured = rate([(10, -1.0), (20, 0.0), (40, 4.0)])
+    measured = fit_rate([Sample(10, -1.0), Sample(20, 0.0), Sample(40, 4.0)])
     assert 0 < measured.us(10) <= measured.us(20) < measured.us(40) == pytest.approx(4)
 
 
@@ -121,13 +118,13 @@ def test_bad_arguments_are_refused_before_anything_is_measured(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        calibrate.main(arguments)
+        main(["calibrate", *arguments])
     assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_is_measured_grows(device: str, quick: bool) -> None:
-    effort = Effort.of(torch.device(device), quick=quick)
-    for sizes in (effort.products, effort.copies, effort.collectives):
+    effort = Effort.for_device(torch.device(device), quick=quick)
+    for sizes in (effort.matmul_sizes, effort.copy_bytes, effort.collective_bytes):
         assert len(sizes) > 2 and list(sizes) == sorted(set(sizes))

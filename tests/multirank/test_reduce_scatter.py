@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import graphshard
-from graphshard.cost.hardware import HARDWARE
+from graphshard.cost.devices import HARDWARE
 from graphshard.kinds import TransferKind
 from graphshard.show import Dump
 from tests import ranks, recording

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 )
 
 import graphshard
-from graphshard.cost.hardware import HARDWARE
+from graphshard.cost.devices import HARDWARE
 from graphshard.cost.model import CostModel
 from graphshard.kinds import GraphKind, TransferKind
 from graphshard.pipeline.settings import CompileSettings

@@ -16,8 +16,9 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphshard.ops.markers  # noqa: F401  registers the markers
+from graphshard.cost.devices import HARDWARE
 from graphshard.cost.flops import ATTENTION_BACKWARD, ATTENTION_FORWARD
-from graphshard.cost.hardware import COLLECTIVE_KINDS, HARDWARE, Hardware, Interconnect, Rate
+from graphshard.cost.hardware import COLLECTIVE_KINDS, Hardware, Interconnect, Rate
 from graphshard.cost.model import CostModel
 from graphshard.kinds import TransferKind
 

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphshard.cost.hardware import (
-    COLLECTIVE_KINDS,
+from graphshard.cost.devices import (
     DEFAULT,
     HARDWARE,
-    Hardware,
-    Interconnect,
-    Rate,
+    find_hardware,
+    find_hardware_or_default,
+    with_network,
 )
+from graphshard.cost.hardware import COLLECTIVE_KINDS, Hardware, Interconnect, Rate
 from graphshard.kinds import TransferKind
 
 _positive = st.floats(1e-3, 1e15)
@@ -99,8 +99,8 @@ def test_a_rate_that_makes_no_sense_is_refused(peak: float, achieved: Any, says:
     ],
 )
 def test_devices_find_their_entry(device: str, entry: str) -> None:
-    assert Hardware.of_device(device).name == entry
-    assert Hardware.for_device(device) == (HARDWARE[entry], "")
+    assert find_hardware(device).name == entry
+    assert find_hardware_or_default(device) == (HARDWARE[entry], None)
 
 
 @pytest.mark.parametrize(
@@ -109,11 +109,11 @@ def test_devices_find_their_entry(device: str, entry: str) -> None:
 )
 def test_other_devices_are_refused_or_taken_for_the_default(device: str) -> None:
     with pytest.raises(ValueError, match=r"H100.*calibrate") as refused:
-        Hardware.of_device(device)
+        find_hardware(device)
     assert repr(device) in str(refused.value)
-    hardware, reason = Hardware.for_device(device)
+    hardware, warning = find_hardware_or_default(device)
     assert hardware is HARDWARE[DEFAULT]
-    assert repr(device) in reason and DEFAULT in reason
+    assert warning is not None and repr(device) in warning and DEFAULT in warning
 
 
 @pytest.mark.parametrize("name", [name for name in HARDWARE if name != "cpu"])
@@ -132,7 +132,7 @@ def _between_nodes(hardware: Hardware, kind: str) -> float:
 
 
 def test_the_network_cards_of_a_node_add_up_to_what_nvlink_carries() -> None:
-    slow, fast = (HARDWARE["H100"].with_network(gbit) for gbit in (100, 3200))
+    slow, fast = (with_network(HARDWARE["H100"], gbit) for gbit in (100, 3200))
     assert _between_nodes(slow, TransferKind.ALL_GATHER) == pytest.approx(
         8 * 100e9 / 8 * 0.94 * 0.99
     )
@@ -141,7 +141,7 @@ def test_the_network_cards_of_a_node_add_up_to_what_nvlink_carries() -> None:
     assert fast.intra == HARDWARE["H100"].intra
     assert fast.inter.latency_us == HARDWARE["H100"].inter.latency_us
     with pytest.raises(ValueError, match="gbit_per_s=0"):
-        HARDWARE["H100"].with_network(0)
+        with_network(HARDWARE["H100"], 0)
 
 
 def test_dtypes_that_are_not_listed_run_as_float32() -> None:

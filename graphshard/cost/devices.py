@@ -1,0 +1,367 @@
+"""Rates of common GPUs, and of a CPU, for machines that nobody has measured.
+
+Each rate is a peak, by the datasheet, and the fraction of it that is achieved, by size. The numbers
+are cited where they stand. Sources that many entries share:
+
+    [tuning]     NCCL, src/graph/tuning.cc: latencies of the ring algorithm, protocol LL
+    [topo]       NCCL, src/graph/topo.h: NVLink rates that NCCL achieves, per link
+    [nvlink]     NCCL's author in the nccl-tests issue "H100 all reduce performance is poor": rings
+                 get 370 of 450 GB/s, NVLink SHARP 480
+    [network]    an NCCL author in its issue "Single-node and multi-node performance of H100 nodes":
+                 46-48 GB/s for each card of 400 Gb/s
+    [mle]        github.com/stas00/ml-engineering: its tables of achievable matmul FLOPS (MAMF) and
+                 of all-reduce bus bandwidth by size, on 8 H200 and on 4 x 8 B200
+    [graphs]     developer.nvidia.com/blog/cuda-graphs: 0.9 us from one short kernel to the next
+    [sfu]        CUDA C++ Programming Guide, arithmetic throughput: 16 special functions per clock
+                 and multiprocessor; FlashAttention-3 (arXiv 2407.08608): 3.9e12 per second on H100
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ..kinds import TransferKind
+from .hardware import COLLECTIVE_KINDS, Hardware, Interconnect, Points, Rate
+
+# --- interconnects -------------------------------------------------------------------------------
+
+_MiB = float(1 << 20)
+
+# [tuning]: 6.6 us to start a collective, and for each step 0.6 us over NVLink, 1.0 us over PCIe.
+# Check: an all-reduce of 8 ranks has 14 steps, which makes 15 us; [mle] measured 18 us.
+_START_US = 6.6
+_NVLINK_HOP_US = 0.6
+_PCIE_HOP_US = 1.0
+
+# [mle] measured 95 us for 32 KiB on 4 x 8 B200. Start and steps inside of the nodes take 40 us of
+# that, which leaves 9 us for each of the 6 steps between nodes. [tuning] has 2.7 us (protocol LL)
+# to 14 us (Simple).
+_NETWORK_HOP_US = 9.0
+
+# Fractions of the rate at 16 GiB, by MiB. [mle] measured all-reduce on 8 and on 32 ranks; their
+# latencies, 18 and 95 us, are taken off. The other kinds and generations are taken to be the same.
+_FRACTIONS_IN_NODE = (
+    (1, 0.55),
+    (4, 0.45),
+    (16, 0.61),
+    (64, 0.81),
+    (256, 0.93),
+    (1024, 0.97),
+)
+_FRACTIONS_BETWEEN_NODES = (
+    (1, 0.08),
+    (4, 0.13),
+    (16, 0.24),
+    (64, 0.61),
+    (256, 0.79),
+    (1024, 0.99),
+)
+
+# Assumed: NCCL puts the tensors of a coalesced collective into few kernels, but the host prepares
+# each tensor.
+_BUFFER_US = 20.0
+
+# [network]: 46-48 of 50 GB/s. [mle] has 376 of 400 GB/s for 8 cards of 400 Gb/s.
+_NETWORK_EFFICIENCY = 0.94
+
+
+def _bus_rate(line: float, full_fraction: float, fractions: Points) -> Rate:
+    """Return the rate of a line of ``line`` bytes/s.
+
+    Args:
+        full_fraction: of the line, what the largest buffers achieve.
+        fractions: of that rate, what smaller buffers achieve, by MiB.
+    """
+    return Rate(line, tuple((mib * _MiB, share * full_fraction) for mib, share in fractions))
+
+
+def _in_node(*, hop_us: float, line: float, ring: float, all_reduce: float) -> Interconnect:
+    """Return the interconnect of a node: bytes/s of the line, NCCL's rings and its all-reduce."""
+    bus = {kind: _bus_rate(line, ring / line, _FRACTIONS_IN_NODE) for kind in COLLECTIVE_KINDS}
+    bus[TransferKind.ALL_REDUCE] = _bus_rate(line, all_reduce / line, _FRACTIONS_IN_NODE)
+    return Interconnect(latency_us=_START_US, hop_us=hop_us, buffer_us=_BUFFER_US, bus=bus)
+
+
+def with_network(hardware: Hardware, gbit_per_s: float) -> Hardware:
+    """Return ``hardware`` with a network of ``gbit_per_s`` for each rank, one way, between nodes.
+
+    A ring that spans nodes runs once over each rank's network card. So the cards of a node add up,
+    but to no more than the interconnect inside of the node carries.
+
+    Raises:
+        ValueError: ``gbit_per_s`` is not a positive number.
+    """
+    if not 0 < gbit_per_s < float("inf"):
+        raise ValueError(f"gbit_per_s={gbit_per_s!r}: must be a finite number, more than 0")
+    line = hardware.ranks_per_node * gbit_per_s / 8 * 1e9
+    bus = {}
+    for kind in COLLECTIVE_KINDS:
+        in_node_fraction = hardware.intra.bus[kind].largest / line
+        fraction = min(_NETWORK_EFFICIENCY, in_node_fraction)
+        bus[kind] = _bus_rate(line, fraction, _FRACTIONS_BETWEEN_NODES)
+    return dataclasses.replace(hardware, inter=dataclasses.replace(hardware.inter, bus=bus))
+
+
+# Line: 450 GB/s one way (H100 datasheet: 900 GB/s both ways). Rings and all-reduce: [nvlink]. [mle]
+# has 482 GB/s for all-reduce on H200.
+_NVLINK4 = _in_node(hop_us=_NVLINK_HOP_US, line=450e9, ring=370e9, all_reduce=480e9)
+# Line: 300 GB/s one way (A100 datasheet: 600 GB/s both ways). Rings: [topo], 12 links of 20 GB/s.
+_NVLINK3 = _in_node(hop_us=_NVLINK_HOP_US, line=300e9, ring=240e9, all_reduce=240e9)
+# Line: 900 GB/s one way (DGX B200 datasheet: 1.8 TB/s both ways). Rings: [topo], 18 links of
+# 40.1 GB/s. All-reduce: [mle].
+_NVLINK5 = _in_node(hop_us=_NVLINK_HOP_US, line=900e9, ring=722e9, all_reduce=839e9)
+# PCIe 4.0 x16 without peer access: 10 GB/s, as torch/_inductor/comm_analysis.py has it.
+_PCIE4 = _in_node(hop_us=_PCIE_HOP_US, line=32e9, ring=10e9, all_reduce=10e9)
+
+# --- compute and memory --------------------------------------------------------------------------
+
+
+def _flops(fraction: float, **tera: float) -> dict[str, Rate]:
+    """Return rates of matrix products.
+
+    Args:
+        fraction: of the peak, what large products achieve.
+        tera: peaks in Tflop/s by dtype, dense.
+    """
+    return {dtype: Rate(peak * 1e12, ((1.0, fraction),)) for dtype, peak in tera.items()}
+
+
+# H100 datasheet. [mle]: MAMF in bf16 is 80 % of the peak, and the other dtypes of tensor cores are
+# taken to be the same; in fp8 it is 71-73 %. FP32 without tensor cores: 47 of 60 Tflop/s on an
+# H200 NVL (github.com/xzwgit/gpu-flops-bench).
+_HOPPER_FLOPS = {
+    **_flops(0.78, float32=66.9),
+    **_flops(0.80, tf32=494.7, bfloat16=989.4, float16=989.4),
+    **_flops(0.72, float8=1978.9),
+}
+# A100 datasheet. [mle]: MAMF is 87 %. FP32: 17.7 Tflop/s are 94 % of cuBLAS
+# (github.com/AG0708/sgBLAS).
+_A100_FLOPS = {
+    **_flops(0.96, float32=19.5),
+    **_flops(0.87, tf32=156.0, bfloat16=312.0, float16=312.0),
+}
+# DGX B200 datasheet, per GPU and dense. [mle]: MAMF is 78 % in bf16 and 76 % in fp8.
+_B200_FLOPS = {
+    **_flops(0.78, float32=80.0, tf32=1125.0, bfloat16=2250.0, float16=2250.0),
+    **_flops(0.76, float8=4500.0),
+}
+# NVIDIA A10G datasheet for AWS. An 8192^3 product in bf16 measures 66.6 of 70 Tflop/s.
+_A10G_FLOPS = {
+    **_flops(0.90, float32=35.0),
+    **_flops(0.95, tf32=35.0, bfloat16=70.0, float16=70.0),
+}
+
+# PCIe 4.0 and 5.0 x16, one way, by the datasheets. Assumed: four fifths are achieved.
+_HOST_PCIE4 = Rate(32e9, ((1.0, 0.8),))
+_HOST_PCIE5 = Rate(64e9, ((1.0, 0.8),))
+
+
+def _memory(bytes_per_s: float) -> Rate:
+    # Copies reach 3.0 of 3.35 TB/s on an H100 and 4.3 of 4.8 TB/s on an H200. 0.90 for A100 also in
+    # Calculon (github.com/calculon-ai/calculon, systems/a100_80g.json).
+    return Rate(bytes_per_s, ((1.0, 0.90),))
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def _gpu(
+    name: str,
+    *,
+    flops: Mapping[str, Rate],
+    memory_bytes_per_s: float,
+    host: Rate,
+    special_per_s: float,
+    intra: Interconnect,
+    network_gbit_per_s: float,
+) -> Hardware:
+    """Return a GPU in a node of 8, with a network of ``network_gbit_per_s`` for each of them."""
+    inter = dataclasses.replace(intra, hop_us=_NETWORK_HOP_US)
+    hardware = Hardware(
+        name=name,
+        flops=flops,
+        memory=_memory(memory_bytes_per_s),
+        host=host,
+        special_per_s=special_per_s,
+        launch_us=3.0,  # [graphs]: 0.9 us between kernels; the shortest take about 2 us themselves
+        issue_us=30.0,  # assumed: what the host needs to issue a collective
+        contention=0.05,  # assumed: NCCL's kernels take a few multiprocessors and some bandwidth
+        ranks_per_node=8,
+        intra=intra,
+        inter=inter,
+    )
+    return with_network(hardware, network_gbit_per_s)
+
+
+def _cpu() -> Hardware:
+    """Return one core, with gloo over loopback: half of what a core of an AMD EPYC (Zen 4) measures.
+
+    Measured: 104 Gflop/s in float32, 26 GB/s copied, 0.8e9 error functions per second. On 2 ranks,
+    300 us for a small collective; 0.7, 0.4 and 1.1 GB/s on the bus for all-gather, reduce-scatter
+    and all-reduce of 16 MiB; 0.05 and 1.5 ms for each further tensor of a coalesced all-gather and
+    reduce-scatter. Assumed: 100 us for each further step of a ring, and the costs of issue and
+    contention.
+    """
+    bus_bytes_per_s = {
+        TransferKind.ALL_GATHER: 0.7e9,
+        TransferKind.REDUCE_SCATTER: 0.4e9,
+        TransferKind.ALL_REDUCE: 1.1e9,
+    }
+    loopback = Interconnect(
+        latency_us=300.0,
+        hop_us=100.0,
+        buffer_us=800.0,
+        bus={kind: Rate(per_s, ((1.0, 0.5),)) for kind, per_s in bus_bytes_per_s.items()},
+    )
+    return Hardware(
+        name="cpu",
+        flops={
+            "float32": Rate(104e9, ((1.0, 0.5),)),
+            "bfloat16": Rate(104e9, ((1.0, 0.25),)),
+            "float16": Rate(104e9, ((1.0, 0.25),)),
+        },
+        memory=Rate(26e9, ((1.0, 0.5),)),
+        host=Rate(13e9, ((1.0, 0.5),)),  # a copied byte is read and written
+        special_per_s=0.4e9,
+        launch_us=5.0,
+        issue_us=1500.0,
+        # gloo copies and adds up in threads of its own, which take turns with compute on the core.
+        contention=0.3,
+        ranks_per_node=8,
+        intra=loopback,
+        inter=loopback,
+    )
+
+
+# Memory: datasheets of the SXM modules, and of the A10G.
+# Special functions: [sfu]. 2.4e12 per second are 108 multiprocessors of an A100 at 1.41 GHz, 2.2e12
+# are 80 of an A10G at 1.71 GHz, 4.4e12 are 148 of a B200 at 1.85 GHz.
+# Networks, for each GPU: 8 cards of 400 Gb/s in a DGX H100, H200 and B200, 8 of 200 Gb/s in a DGX
+# A100 (their datasheets); 100 Gb/s for 8 GPUs in a g5.48xlarge (aws.amazon.com/ec2/instance-types/g5).
+_ENTRIES = (
+    _gpu(
+        "H100",
+        flops=_HOPPER_FLOPS,
+        memory_bytes_per_s=3.35e12,
+        host=_HOST_PCIE5,
+        special_per_s=3.9e12,
+        intra=_NVLINK4,
+        network_gbit_per_s=400,
+    ),
+    _gpu(
+        "H200",
+        flops=_HOPPER_FLOPS,
+        memory_bytes_per_s=4.8e12,
+        host=_HOST_PCIE5,
+        special_per_s=3.9e12,
+        intra=_NVLINK4,
+        network_gbit_per_s=400,
+    ),
+    _gpu(
+        "A100-40GB",
+        flops=_A100_FLOPS,
+        memory_bytes_per_s=1.555e12,
+        host=_HOST_PCIE4,
+        special_per_s=2.4e12,
+        intra=_NVLINK3,
+        network_gbit_per_s=200,
+    ),
+    _gpu(
+        "A100-80GB",
+        flops=_A100_FLOPS,
+        memory_bytes_per_s=2.039e12,
+        host=_HOST_PCIE4,
+        special_per_s=2.4e12,
+        intra=_NVLINK3,
+        network_gbit_per_s=200,
+    ),
+    _gpu(
+        "A10G",
+        flops=_A10G_FLOPS,
+        memory_bytes_per_s=0.6e12,
+        host=_HOST_PCIE4,
+        special_per_s=2.2e12,
+        intra=_PCIE4,
+        network_gbit_per_s=12.5,
+    ),
+    _gpu(
+        "B200",
+        flops=_B200_FLOPS,
+        memory_bytes_per_s=8e12,
+        host=_HOST_PCIE5,
+        special_per_s=4.4e12,
+        intra=_NVLINK5,
+        network_gbit_per_s=400,
+    ),
+    _cpu(),
+)
+
+HARDWARE: dict[str, Hardware] = {entry.name: entry for entry in _ENTRIES}
+"""The table, by name."""
+
+DEFAULT = "A100-80GB"
+"""The entry for a GPU that is not in the table: the middle of it."""
+
+_ENTRY_BY_DEVICE = {
+    r"\bH100\b": "H100",
+    r"\bH200\b": "H200",
+    r"\bA100\b.*40GB": "A100-40GB",
+    r"\bA100\b.*80GB": "A100-80GB",
+    r"\bA10G\b": "A10G",
+    r"\bB200\b": "B200",
+}
+"""By a pattern of ``torch.cuda.get_device_name()``, the entry's name."""
+
+_OTHER_VARIANT = re.compile("PCIE|NVL|MIG", re.IGNORECASE)
+"""Devices of these names are slower than the SXM modules that the table has."""
+
+
+# --- looking up ----------------------------------------------------------------------------------
+
+
+def find_hardware(name: str) -> Hardware:
+    """Return the table's entry for a device.
+
+    Args:
+        name: ``torch.cuda.get_device_name()``, "cpu" or an entry's name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name in HARDWARE:
+        return HARDWARE[name]
+    for pattern, entry in _ENTRY_BY_DEVICE.items():
+        if re.search(pattern, name) and not _OTHER_VARIANT.search(name):
+            return HARDWARE[entry]
+    raise ValueError(
+        f"hardware {name!r}: must be one of {sorted(HARDWARE)}, or a file that `python -m "
+        "graphshard calibrate` wrote on such a machine"
+    )
+
+
+class DeviceMatch(NamedTuple):
+    """An entry of the table that stands for a device.
+
+    Attributes:
+        hardware: the entry.
+        warning: why the entry is not the device's own; None where it is.
+    """
+
+    hardware: Hardware
+    warning: str | None
+
+
+def find_hardware_or_default(name: str) -> DeviceMatch:
+    """Return the table's entry for a device, or ``DEFAULT`` for a device that has none.
+
+    Args:
+        name: as of ``find_hardware``.
+    """
+    try:
+        return DeviceMatch(find_hardware(name), warning=None)
+    except ValueError:
+        warning = f"{name!r} is not in the table of hardware: it is taken for {DEFAULT}"
+        return DeviceMatch(HARDWARE[DEFAULT], warning)

@@ -1,0 +1,274 @@
+"""Which nodes share a kernel: a guess at what Inductor does, for the cost model.
+
+    x ─► mm ─► add ─► var_mean ─► sub ─► mul ─► mm         one region: add ... mul. It reads what mm
+                │                         │                wrote and what add adds, and writes what
+                └─────────► output        └─► output       others use: each once; views are free.
+
+[Note: regions] A region is a set of nodes that become one kernel. Pointwise nodes, and reductions
+over the last dimensions, share a region with those that they read from or are read by, unless a path
+between the two leads through another kernel. A reduction over other dimensions, or over all of them,
+loops differently. Its region has the pointwise nodes that serve nothing else, and other such
+reductions over what it reads; whoever uses its result is in another region.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from networkx.utils import UnionFind
+from torch import fx
+
+from .._torch.tensors import OpOverload
+from ..ops.float8_ops import local_amax
+from .flops import aten_name, op_names, shape_of
+
+
+class NodeKind(Enum):
+    """What a node is to a compiler that fuses."""
+
+    VIEW = auto()
+    """Part of another node's value; free."""
+    BARRIER = auto()
+    """Free, or priced elsewhere, as collectives are; nothing fuses across it."""
+    POINTWISE = auto()
+    """Fuses with its neighbours."""
+    REDUCTION = auto()
+    """Fuses with its neighbours, depending on the dimensions that it reduces."""
+    KERNEL = auto()
+    """A kernel of its own."""
+
+
+_FUSED = (NodeKind.POINTWISE, NodeKind.REDUCTION)
+
+# Pointwise in Inductor's eyes, though without the tag.
+_POINTWISE = op_names(
+    "_to_copy _unsafe_index _unsafe_masked_index arange cat constant_pad_nd copy embedding empty "
+    "empty_like fill flip full full_like gather index index_select inductor_lookup_seed "
+    "inductor_random iota ones ones_like repeat roll scalar_tensor select_scatter slice_scatter "
+    "tril triu zeros zeros_like"
+)
+# These read as many bytes of their first argument as they return.
+_INDEXING = op_names("_unsafe_index _unsafe_masked_index embedding gather index index_select")
+# Computed by a unit of their own, or by a polynomial.
+_SPECIAL = op_names(
+    "cos erf erfc exp exp2 expm1 gelu gelu_backward log log1p log2 pow sigmoid silu silu_backward "
+    "sin softplus tan tanh"
+)
+
+
+# --- kinds of nodes ------------------------------------------------------------------------------
+
+
+def _node_kind(node: fx.Node) -> NodeKind:
+    if node.op in ("placeholder", "get_attr", "output"):
+        return NodeKind.BARRIER
+    target = node.target
+    is_operator = isinstance(target, OpOverload)
+    if is_operator and (kind := _op_kind(target)) != NodeKind.KERNEL:
+        return kind
+    if target is operator.getitem:
+        return NodeKind.VIEW
+    if _num_bytes(node.meta.get("val")):
+        return NodeKind.KERNEL
+    # No tensor: a size that is read off one, or arithmetic on sizes.
+    return NodeKind.BARRIER if is_operator else NodeKind.VIEW
+
+
+@functools.cache
+def _op_kind(op: OpOverload[..., Any]) -> NodeKind:
+    if op is local_amax:
+        return NodeKind.KERNEL
+    if op.namespace in ("_c10d_functional", "c10d_functional", "graphshard"):
+        return NodeKind.BARRIER
+    if op.is_view or aten_name(op) == "_unsafe_view":
+        return NodeKind.VIEW
+    if torch.Tag.reduction in op.tags:
+        return NodeKind.REDUCTION
+    if torch.Tag.pointwise in op.tags or aten_name(op) in _POINTWISE:
+        return NodeKind.POINTWISE
+    return NodeKind.KERNEL
+
+
+# --- sizes, and which node reads what ------------------------------------------------------------
+
+ReadBytes = dict[fx.Node, dict[fx.Node, float]]
+"""By the node that computed a value, the views of it that a kernel reads, and their bytes."""
+
+
+class GraphValues:
+    """Kinds, sizes and origins of the values in a graph.
+
+    Attributes:
+        kinds: by node, in graph order.
+        num_bytes: of each node's value; of several tensors, all of them.
+        roots: by node, the node that computed its value, behind views and tuples.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.kinds: dict[fx.Node, NodeKind] = {}
+        self.num_bytes: dict[fx.Node, float] = {}
+        self.roots: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            kind = self.kinds[node] = _node_kind(node)
+            self.num_bytes[node] = _num_bytes(node.meta.get("val"))
+            inputs = node.all_input_nodes
+            is_view = kind == NodeKind.VIEW and bool(inputs)
+            self.roots[node] = self.roots[inputs[0]] if is_view else node
+
+    def read_bytes(
+        self, node: fx.Node, reads: ReadBytes, computed_inside: Container[fx.Node] = ()
+    ) -> float:
+        """Return the bytes that ``node`` adds to what its kernel reads.
+
+        Args:
+            reads: what the kernel reads already; what ``node`` reads is added to it.
+            computed_inside: nodes of the same kernel, whose values need not be read.
+        """
+        added = 0.0
+        for position, source in enumerate(node.all_input_nodes):
+            root = self.roots[source]
+            views = reads.setdefault(root, {})
+            if root in computed_inside or source in views:
+                continue
+            num_bytes = self.num_bytes[source]
+            if position == 0 and aten_name(node.target) in _INDEXING:
+                num_bytes = min(num_bytes, self.num_bytes[node])
+            # No more than the value has: an expanded view repeats it, and views may overlap.
+            unread = self.num_bytes[root] - sum(views.values())
+            views[source] = max(0.0, min(num_bytes, unread))
+            added += views[source]
+        return added
+
+    def users(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Yield the nodes that use the value of ``node``, directly or by way of views."""
+        for user in node.users:
+            if self.kinds[user] == NodeKind.VIEW:
+                yield from self.users(user)
+            else:
+                yield user
+
+
+def _num_bytes(value: Any) -> float:
+    """Return the bytes of a tensor or of several; 0 for anything else."""
+    if isinstance(value, torch.Tensor):
+        return math.prod(shape_of(value)) * value.dtype.itemsize
+    if isinstance(value, (list, tuple)):
+        return sum(map(_num_bytes, value))
+    return 0.0
+
+
+# --- regions -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Region:
+    """Nodes that become one kernel; see [Note: regions].
+
+    Attributes:
+        nodes: in graph order; a dict as an ordered set.
+        num_bytes: read and written by the kernel.
+        num_special: exponentials and the like that it computes.
+    """
+
+    nodes: dict[fx.Node, None] = field(default_factory=dict)
+    num_bytes: float = 0.0
+    num_special: float = 0.0
+
+    @property
+    def last(self) -> fx.Node:
+        return next(reversed(self.nodes))
+
+
+def find_regions(values: GraphValues) -> list[Region]:
+    """Return all regions of a graph, in the order of their first nodes."""
+    regions: dict[fx.Node, Region] = {}
+    for node, representative in _region_representatives(values).items():
+        regions.setdefault(representative, Region()).nodes[node] = None
+    for region in regions.values():
+        reads: ReadBytes = {}
+        for node in region.nodes:
+            region.num_bytes += values.read_bytes(node, reads, region.nodes)
+            if any(user not in region.nodes for user in values.users(node)):
+                region.num_bytes += values.num_bytes[node]
+            if aten_name(node.target) in _SPECIAL:
+                region.num_special += math.prod(shape_of(node.meta["val"]))
+    return list(regions.values())
+
+
+def _region_representatives(values: GraphValues) -> dict[fx.Node, fx.Node]:
+    """Return every fused node, in graph order, with the one node that stands for its region.
+
+    A node's stage is the number of kernels on the longest path that leads to its value. Nodes of a
+    region are of one stage, so that no path between two of them leads through another kernel.
+    """
+    column_nodes = _column_nodes(values)
+    regions: UnionFind[fx.Node] = UnionFind()
+    stages: dict[fx.Node, int] = {}
+    fused: dict[fx.Node, None] = {}
+    first_reader: dict[tuple[int, fx.Node, tuple[int, ...]], fx.Node] = {}
+    for node, kind in values.kinds.items():
+        sources = [values.roots[source] for source in node.all_input_nodes]
+        if kind not in _FUSED:
+            latest = max((stages[source] for source in sources), default=0)
+            stages[node] = latest if kind == NodeKind.VIEW else latest + 1
+            continue
+        stages[node] = stage = max(
+            (stages[s] + _needs_new_kernel(s, node, values, column_nodes) for s in sources),
+            default=0,
+        )
+        fused[node] = None
+        for source in sources:
+            if source in fused and stages[source] == stage:
+                regions.union(source, node)
+            elif node in column_nodes:
+                # Loops over columns that read the same value become one.
+                key = (stage, source, shape_of(source.meta["val"]))
+                regions.union(first_reader.setdefault(key, node), node)
+    return {node: regions[node] for node in fused}
+
+
+def _needs_new_kernel(
+    source: fx.Node, node: fx.Node, values: GraphValues, column_nodes: Container[fx.Node]
+) -> bool:
+    """Return whether ``node`` cannot be in the region of ``source``, from which it reads."""
+    if values.kinds[source] not in _FUSED:
+        return False  # its stage counts its own kernel already
+    ends_loop = values.kinds[source] == NodeKind.REDUCTION and source in column_nodes
+    return ends_loop or (source in column_nodes) != (node in column_nodes)
+
+
+def _column_nodes(values: GraphValues) -> set[fx.Node]:
+    """Return the nodes whose kernels loop over columns.
+
+    They are the reductions over other than the last dimensions, and the pointwise nodes that only
+    such reductions use.
+    """
+    column_nodes: set[fx.Node] = set()
+    for node in reversed(values.kinds):
+        kind = values.kinds[node]
+        if kind == NodeKind.REDUCTION and not _reduces_last_dims(node):
+            column_nodes.add(node)
+        elif kind == NodeKind.POINTWISE:
+            users = list(values.users(node))
+            if users and all(user in column_nodes for user in users):
+                column_nodes.add(node)
+    return column_nodes
+
+
+def _reduces_last_dims(node: fx.Node) -> bool:
+    """Return whether a reduction is over the last dimensions, and keeps at least the first."""
+    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    num_dims = node.all_input_nodes[0].meta["val"].dim()
+    if isinstance(dims, int):
+        dims = [dims]
+    if not isinstance(dims, (list, tuple)) or not dims:  # over all
+        return False
+    num_kept = num_dims - len(dims)
+    return num_kept > 0 and all(isinstance(dim, int) and dim % num_dims >= num_kept for dim in dims)

@@ -1,0 +1,328 @@
+"""Measures the rates of a device, and of the interconnects between the ranks of a process group.
+
+Matrix products by dtype and size, copies on the device and from the host by size, exponentials, an
+empty kernel; with several ranks the three collectives by size, launched as graphs launch them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..kinds import TransferKind
+from ..ops import collectives
+from ..ops.emitter import run
+from .devices import find_hardware_or_default
+from .hardware import COLLECTIVE_KINDS, Hardware, Interconnect, Rate
+from .timing import Timer, num_cold, rotating
+
+_KiB, _MiB = 1 << 10, 1 << 20
+_NUM_BUFFERS = 8  # of the coalesced collectives that are compared with one of a single buffer
+_BUFFER_ELEMENTS = 1 << 14
+_CALLS_PER_SAMPLE = 4  # of a collective: all ranks have to make as many
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What is measured, and how often.
+
+    Attributes:
+        dtypes: of the matrix products; "tf32" is float32 in that mode.
+        matmul_sizes: ``n`` of the matrix products, ``[n, n]`` by ``[n, n]``.
+        copy_bytes: sizes of the copies.
+        collective_bytes: sizes of the full buffers of the collectives.
+        num_samples: of each median.
+    """
+
+    dtypes: tuple[str, ...]
+    matmul_sizes: tuple[int, ...]
+    copy_bytes: tuple[int, ...]
+    collective_bytes: tuple[int, ...]
+    num_samples: int
+
+    @classmethod
+    def for_device(cls, device: torch.device, *, quick: bool) -> Effort:
+        """Return what a few minutes allow on ``device``, or with ``quick`` some seconds."""
+        if device.type == "cuda":
+            return cls(
+                dtypes=("float32", "tf32", "bfloat16", "float16"),
+                matmul_sizes=(512, 1024, 2048, 4096, 8192)[:: 2 if quick else 1],
+                copy_bytes=tuple(_MiB << n for n in range(0, 11, 4 if quick else 2)),
+                collective_bytes=tuple(_KiB << n for n in range(2, 21, 6 if quick else 2)),
+                num_samples=5 if quick else 15,
+            )
+        return cls(
+            dtypes=("float32", "bfloat16"),
+            matmul_sizes=(64, 128, 256, 512) if quick else (64, 128, 256, 512, 1024, 2048),
+            copy_bytes=tuple(_KiB << n for n in range(6, 17 if quick else 19, 2)),
+            collective_bytes=tuple(
+                _KiB << n for n in range(0, 15 if quick else 17, 3 if quick else 2)
+            ),
+            num_samples=5 if quick else 15,
+        )
+
+
+class Measurement(NamedTuple):
+    """What was measured.
+
+    Attributes:
+        hardware: the table's entry for the device, with what was measured in its place.
+        warning: why that entry is not the device's own; None where it is.
+    """
+
+    hardware: Hardware
+    warning: str | None
+
+
+def measure(device: torch.device, effort: Effort) -> Measurement:
+    """Measure ``device``, and the ranks of the default process group if there is one.
+
+    Every rank of the group has to call this; each returns what it measured itself.
+    """
+    name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    table_entry, warning = find_hardware_or_default(name)
+    timer = Timer(device, effort.num_samples)
+    launch_us = _launch_us(timer)
+    flops = {
+        dtype: _matmul_rate(dtype, effort.matmul_sizes, timer, launch_us) for dtype in effort.dtypes
+    }
+    hardware = dataclasses.replace(
+        table_entry,
+        name=f"{name}, calibrated",
+        flops={**table_entry.flops, **flops},
+        memory=_copy_rate(effort.copy_bytes, timer, launch_us),
+        host=_host_copy_rate(effort.copy_bytes, timer, launch_us),
+        special_per_s=_special_per_s(timer),
+        launch_us=launch_us,
+    )
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        hardware = _with_interconnects(hardware, effort.collective_bytes, timer)
+    return Measurement(hardware, warning)
+
+
+# --- one device ----------------------------------------------------------------------------------
+
+
+class Sample(NamedTuple):
+    """An amount of work, and its time in microseconds."""
+
+    amount: float
+    us: float
+
+
+def _launch_us(timer: Timer) -> float:
+    x = torch.ones(1, device=timer.device)
+    return timer.median_us(lambda: torch.add(x, x, out=x))
+
+
+def _matmul_rate(name: str, sizes: Sequence[int], timer: Timer, launch_us: float) -> Rate:
+    """Return the rate of products, as a mean of the three layouts of a linear layer.
+
+    Args:
+        name: of the dtype, or "tf32".
+        sizes: ``n`` of the products, ``[n, n]`` by ``[n, n]``.
+    """
+    dtype = torch.float32 if name == "tf32" else getattr(torch, name)
+    samples = []
+    with _float32_precision("high" if name == "tf32" else "highest"):
+        for n in sizes:
+            operands = torch.randn(2, n, n, device=timer.device).to(dtype)
+            copies = [operands.clone() for _ in range(num_cold(3 * n * n * dtype.itemsize))]
+            out = torch.empty(n, n, device=timer.device, dtype=dtype)
+            layouts = (  # forward, gradient of the input, gradient of the weight
+                _matmul(out, transpose_right=True),
+                _matmul(out),
+                _matmul(out, transpose_left=True),
+            )
+            us = statistics.mean(timer.median_us(rotating(work, copies)) for work in layouts)
+            samples.append(Sample(2 * n**3, us - launch_us))
+    return fit_rate(samples)
+
+
+@contextlib.contextmanager
+def _float32_precision(precision: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _matmul(
+    out: Tensor, *, transpose_left: bool = False, transpose_right: bool = False
+) -> Callable[[Tensor], Tensor]:
+    """Return a function that multiplies the two matrices of ``[2, n, n]`` into ``out``."""
+
+    def multiply(operands: Tensor) -> Tensor:
+        left, right = operands
+        left = left.t() if transpose_left else left
+        right = right.t() if transpose_right else right
+        return torch.mm(left, right, out=out)
+
+    return multiply
+
+
+def _copy_rate(sizes: Sequence[int], timer: Timer, launch_us: float) -> Rate:
+    """Return the rate of bytes read and written, by copies of ``sizes`` bytes on the device."""
+    samples = []
+    for num_bytes in sizes:
+        pairs = [
+            torch.zeros(2, num_bytes // 4, device=timer.device)
+            for _ in range(num_cold(2 * num_bytes))
+        ]
+        us = timer.median_us(rotating(lambda pair: pair[0].copy_(pair[1]), pairs))
+        samples.append(Sample(2 * num_bytes, us - launch_us))
+    return fit_rate(samples)
+
+
+def _host_copy_rate(sizes: Sequence[int], timer: Timer, launch_us: float) -> Rate:
+    """Return the rate of bytes that copies of ``sizes`` bytes bring from host memory."""
+    pinned, samples = timer.device.type != "cpu", []
+    for num_bytes in sizes:
+        sources = [
+            torch.zeros(num_bytes // 4, pin_memory=pinned) for _ in range(num_cold(num_bytes))
+        ]
+        target = torch.zeros(num_bytes // 4, device=timer.device)
+        us = timer.median_us(rotating(partial(target.copy_, non_blocking=True), sources))
+        samples.append(Sample(num_bytes, us - launch_us))
+    return fit_rate(samples)
+
+
+def _special_per_s(timer: Timer) -> float:
+    """Return how many exponentials, or error functions, the device computes per second."""
+    num_elements = _MiB // 4 if timer.device.type == "cpu" else 64 * _MiB
+    x = torch.rand(num_elements, device=timer.device)
+    out = torch.empty_like(x)
+    functions = (torch.exp, torch.erf)
+    us = statistics.mean(timer.median_us(partial(f, x, out=out)) for f in functions)
+    return num_elements / us * 1e6
+
+
+# --- interconnects -------------------------------------------------------------------------------
+
+
+def _with_interconnects(hardware: Hardware, sizes: Sequence[int], timer: Timer) -> Hardware:
+    """Return ``hardware`` with the interconnects that the ranks of the default group span.
+
+    All ranks on one node measure the interconnect of a node. Ranks on several nodes measure the
+    network with all of them, and that of a node with those of each node, if these are several.
+
+    Args:
+        sizes: bytes of the full buffers.
+    """
+    world = dist.get_world_size()
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    everyone = _interconnect(_default_group(), sizes, timer)
+    if ranks_per_node == world:
+        at_least = max(world, hardware.ranks_per_node)
+        return dataclasses.replace(hardware, intra=everyone, ranks_per_node=at_least)
+    intra = hardware.intra
+    if ranks_per_node > 1:
+        own_node, _ = dist.new_subgroups(ranks_per_node)
+        intra = _interconnect(own_node, sizes, timer)
+    return dataclasses.replace(hardware, ranks_per_node=ranks_per_node, intra=intra, inter=everyone)
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _interconnect(group: dist.ProcessGroup, sizes: Sequence[int], timer: Timer) -> Interconnect:
+    samples = {
+        kind: [Sample(size, _collective_us(kind, size, group, timer)) for size in sizes]
+        for kind in COLLECTIVE_KINDS
+    }
+    return fit_interconnect(samples, group.size(), _buffer_us(group, timer))
+
+
+def _collective_us(
+    kind: TransferKind, num_bytes: int, group: dist.ProcessGroup, timer: Timer
+) -> float:
+    """Return the time of a collective with one full buffer of ``num_bytes``."""
+    world = group.size()
+    shard_elements = max(num_bytes // 4 // world, 1)
+    gathers = kind == TransferKind.ALL_GATHER
+    num_elements = shard_elements if gathers else world * shard_elements
+    return _launch_to_wait_us(kind, [torch.zeros(num_elements, device=timer.device)], group, timer)
+
+
+def _buffer_us(group: dist.ProcessGroup, timer: Timer) -> float:
+    """Return what each further tensor adds to a coalesced collective.
+
+    That is the mean of all-gather and reduce-scatter, each beside one tensor of the same bytes.
+    """
+    num_elements = {
+        TransferKind.ALL_GATHER: _BUFFER_ELEMENTS,
+        TransferKind.REDUCE_SCATTER: group.size() * _BUFFER_ELEMENTS,
+    }
+    added_us = []
+    for kind, size in num_elements.items():
+        many = [torch.zeros(size, device=timer.device) for _ in range(_NUM_BUFFERS)]
+        many_us = _launch_to_wait_us(kind, many, group, timer)
+        one_us = _launch_to_wait_us(kind, [torch.cat(many)], group, timer)
+        added_us.append(max(0.0, many_us - one_us) / (_NUM_BUFFERS - 1))
+    return statistics.mean(added_us)
+
+
+def _launch_to_wait_us(
+    kind: TransferKind, buffers: list[Tensor], group: dist.ProcessGroup, timer: Timer
+) -> float:
+    """Return the time from the launch of a collective to the end of its wait."""
+
+    def launch_and_wait() -> None:
+        for buffer in collectives.launch(run, kind, buffers, group.group_name, group.size()):
+            collectives.wait(run, buffer)
+
+    return timer.median_us(launch_and_wait, num_calls=_CALLS_PER_SAMPLE, group=group)
+
+
+# --- from times to rates -------------------------------------------------------------------------
+
+
+def fit_rate(samples: Iterable[Sample]) -> Rate:
+    """Return the rate that predicts the times of ``samples``.
+
+    Disturbances only ever add time, so an amount takes no longer than a larger one was measured to.
+    """
+    least_us, per_s = math.inf, {}
+    for amount, us in sorted(samples, reverse=True):
+        least_us = min(least_us, max(us, 1e-3))
+        per_s[amount] = amount / least_us * 1e6
+    peak = max(per_s.values())
+    return Rate(peak, tuple((amount, per_s[amount] / peak) for amount in sorted(per_s)))
+
+
+def fit_interconnect(
+    samples: Mapping[TransferKind, Sequence[Sample]], world: int, buffer_us: float
+) -> Interconnect:
+    """Return the interconnect that predicts the times of ``samples``.
+
+    The latency is the shortest time of all. One number of ranks does not tell it from hops.
+
+    Args:
+        samples: bytes of the full buffer, and times, by kind of collective.
+        world: number of ranks.
+    """
+    latency_us = min(us for of_kind in samples.values() for _, us in of_kind)
+    bus = {}
+    for kind, of_kind in samples.items():
+        rounds = (2 if kind == TransferKind.ALL_REDUCE else 1) * (world - 1) / world
+        # At least a fiftieth of the time is for the bytes, or their rate would be without bounds.
+        bus[kind] = fit_rate(
+            Sample(num_bytes, max(us - latency_us, us / 50) / rounds) for num_bytes, us in of_kind
+        )
+    return Interconnect(latency_us=latency_us, hop_us=0.0, buffer_us=buffer_us, bus=bus)
