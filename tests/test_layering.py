@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
         "show",
     },
     "__init__": {"backend", "options", "params"},
-    "tools": {"_torch", "backend", "kinds", "options", "params"},
+    "tools": {"_torch", "backend", "files", "kinds", "options", "params"},
     "__main__": {"__init__", "cost", "show", "tools"},
 }
 """By room, the rooms that it may import."""

@@ -1,11 +1,12 @@
-"""``python -m graphshard consolidate``: a checkpoint of ``torch.distributed.checkpoint`` (DCP) as one file.
+"""``python -m graphshard consolidate``: turn a checkpoint of ``torch.distributed.checkpoint`` (DCP)
+into one file, or such a file into a checkpoint.
 
     consolidate DIR OUT.pt            torch.load(OUT.pt) is the state dict that was saved, unsharded
     consolidate DIR OUT.safetensors   tensors alone, by the names that DCP gave them
-    consolidate FILE DIR              and back: a checkpoint that any number of ranks loads
+    consolidate FILE DIR              a checkpoint that any number of ranks loads
 
-Tensors are read a gigabyte at a time, whatever the size of the checkpoint, and go to a file beside the
-target, which gets its name when it is whole. One process does it, without a process group.
+Tensors are read a gigabyte at a time, whatever the size of the checkpoint, and go to a file beside
+the target, which gets its name when it is whole. One process does it, without a process group.
 """
 
 from __future__ import annotations
@@ -14,20 +15,19 @@ import argparse
 import ctypes
 import json
 import math
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from .._torch.nn import unflatten_state_dict
+from ..files import whole
 
 BATCH_BYTES = 1 << 30
-# The names of https://github.com/huggingface/safetensors, of its format.
+"""Bytes of tensors that are in memory at a time, unless one tensor alone has more."""
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -42,17 +42,19 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+"""The names that the format has for dtypes: https://github.com/huggingface/safetensors."""
 
 
-def consolidate(source: str | Path, target: str | Path, key: str = "") -> None:
-    """Write the checkpoint ``source`` as the file ``target`` (.pt, .pth or .safetensors), or such a file as
-    the checkpoint ``target``, a folder.
+def consolidate(source: str | Path, target: str | Path, key: str | None = None) -> None:
+    """Write the checkpoint ``source`` as the file ``target``, or such a file as a checkpoint.
 
     Args:
-        key: only what the state dict has under this key, such as "model".
+        source: the folder of a checkpoint, or a file: .pt, .pth or .safetensors.
+        target: a file with one of these suffixes, or a folder.
+        key: write only what the state dict has under this key, such as "model"; None: everything.
 
     Raises:
-        ValueError: what is given does not exist, exists already, or cannot hold what is in the other.
+        ValueError: ``source`` does not exist, ``target`` does, or it cannot hold the contents.
     """
     source, target = Path(source), Path(target)
     if target.exists():
@@ -60,38 +62,43 @@ def consolidate(source: str | Path, target: str | Path, key: str = "") -> None:
     if source.is_dir():
         write = _writer(target)
         checkpoint = _Checkpoint(source, key)
-        _whole(target, lambda scratch: write(checkpoint, scratch))
+        with _new(target) as scratch:
+            write(checkpoint, scratch)
     elif source.is_file():
         state = _read(source)
         state = _under(state, key, source) if key else state
-        _whole(target, lambda scratch: dcp.save(state, checkpoint_id=scratch, no_dist=True))
+        with _new(target) as scratch:
+            dcp.save(state, checkpoint_id=scratch, no_dist=True)
     else:
         raise ValueError(f"{source}: there is no such checkpoint or file")
 
 
+def _new(target: Path) -> AbstractContextManager[Path]:
+    """Make the folder of ``target``, and return the scratch path for :func:`whole`."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return whole(target)
+
+
 def _writer(target: Path) -> Callable[[_Checkpoint, Path], None]:
+    """Return the function that writes a file with the suffix of ``target``."""
     writers = {".pt": _write_pt, ".pth": _write_pt, ".safetensors": _write_safetensors}
     if target.suffix not in writers:
         raise ValueError(f"{target}: must end in one of {', '.join(writers)}")
     return writers[target.suffix]
 
 
-def _whole(target: Path, write: Callable[[Path], object]) -> None:
-    """Have ``write`` make a file or a folder that becomes ``target`` once it is complete."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
-        write(scratch := Path(folder) / target.name)
-        os.rename(scratch, target)
-
-
 class _Checkpoint:
-    """What a folder holds, by the flat names that DCP gives it.
+    """A DCP checkpoint, by the flat names that DCP gives to the values of a state dict.
+
+    Args:
+        key: leaves out all that is not under this key; None: nothing.
 
     Attributes:
-        names: of tensors, as they are called in the file, with those in the checkpoint.
+        tensors: size and dtype of every tensor, by flat name.
+        others: flat names of all other values.
     """
 
-    def __init__(self, folder: Path, key: str) -> None:
+    def __init__(self, folder: Path, key: str | None) -> None:
         self._folder = folder
         try:
             self._metadata: Metadata = dcp.FileSystemReader(folder).read_metadata()
@@ -107,29 +114,33 @@ class _Checkpoint:
             keys = sorted({str(path[0]) for path in self._paths.values()})
             raise ValueError(f"{folder}: has nothing under {key!r}, but {', '.join(keys[:20])}")
         self.tensors = {
-            name: of for name in chosen if isinstance(of := entries[name], TensorStorageMetadata)
+            name: entry
+            for name in chosen
+            if isinstance(entry := entries[name], TensorStorageMetadata)
         }
         self.others = [name for name in chosen if name not in self.tensors]
 
-    def short(self, name: str) -> str:
+    def short_name(self, name: str) -> str:
+        """Return a flat name without the key."""
         return name.removeprefix(f"{self._key}.") if self._key else name
 
-    def nested(self, flat: Mapping[str, Any]) -> Any:
-        """The state dict that was saved, of values by flat names."""
-        whole = unflatten_state_dict(dict(flat), {name: self._paths[name] for name in flat})
-        return whole[self._key] if self._key else whole
+    def nested(self, flat: Mapping[str, object]) -> object:
+        """Return the state dict that was saved, made from its values by flat name."""
+        state = unflatten_state_dict(dict(flat), {name: self._paths[name] for name in flat})
+        return state[self._key] if self._key else state
 
-    def load_others(self) -> dict[str, Any]:
-        values: dict[str, Any] = dict.fromkeys(self.others)
+    def load_others(self) -> dict[str, object]:
+        """Return all values that are no tensors, by flat name."""
+        values: dict[str, object] = dict.fromkeys(self.others)
         if values:
             dcp.load(values, storage_reader=dcp.FileSystemReader(self._folder), no_dist=True)
         return values
 
     def load_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """One after the other, in the order of ``tensors``."""
+        """Yield flat name and tensor, in the order of ``tensors``, ``BATCH_BYTES`` at a time."""
         batch: dict[str, torch.Tensor] = {}
-        for name, of in self.tensors.items():
-            batch[name] = torch.empty(of.size, dtype=of.properties.dtype)
+        for name, entry in self.tensors.items():
+            batch[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
             if sum(tensor.nbytes for tensor in batch.values()) >= BATCH_BYTES:
                 yield from self._loaded(batch)
                 batch = {}
@@ -141,19 +152,16 @@ class _Checkpoint:
         yield from batch.items()
 
 
-def _num_bytes(of: TensorStorageMetadata) -> int:
-    return math.prod(of.size) * of.properties.dtype.itemsize
-
-
 def _write_pt(checkpoint: _Checkpoint, path: Path) -> None:
-    """``torch.save`` writes tensors that are mapped from a file without reading them into memory."""
-    flat: dict[str, Any] = checkpoint.load_others()
+    """Write with ``torch.save``, which does not read mapped tensors into memory."""
+    flat = checkpoint.load_others()
     for number, (name, tensor) in enumerate(checkpoint.load_tensors()):
         flat[name] = _mapped(tensor, path.with_name(f"{number}.bin"))
     torch.save(checkpoint.nested(flat), path)
 
 
 def _mapped(tensor: torch.Tensor, path: Path) -> torch.Tensor:
+    """Copy ``tensor`` to a new file, and return it mapped from there."""
     if not tensor.numel():
         return tensor
     mapped = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype)
@@ -161,24 +169,13 @@ def _mapped(tensor: torch.Tensor, path: Path) -> torch.Tensor:
 
 
 def _write_safetensors(checkpoint: _Checkpoint, path: Path) -> None:
+    """Write the length of a JSON header, the header, and the bytes of all tensors."""
     if checkpoint.others:
         raise ValueError(
-            f"a safetensors file holds tensors alone, and {checkpoint.others[0]!r} is none: choose a key "
-            "(--key model), or write a .pt file"
+            f"a safetensors file holds tensors alone, and {checkpoint.others[0]!r} is none: choose "
+            "a key (--key model), or write a .pt file"
         )
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for name, of in checkpoint.tensors.items():
-        if of.properties.dtype not in DTYPES:
-            raise ValueError(
-                f"{name!r} is {of.properties.dtype}: a safetensors file has no such dtype"
-            )
-        stop = start + _num_bytes(of)
-        dtype = DTYPES[of.properties.dtype]
-        entry = {"dtype": dtype, "shape": list(of.size), "data_offsets": [start, stop]}
-        header[checkpoint.short(name)] = entry
-        start = stop
-    text = json.dumps(header).encode()
+    text = json.dumps(_safetensors_header(checkpoint)).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -187,8 +184,26 @@ def _write_safetensors(checkpoint: _Checkpoint, path: Path) -> None:
             file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
-def _read(path: Path) -> Any:
-    """A state dict whose tensors are mapped from a file."""
+def _safetensors_header(checkpoint: _Checkpoint) -> dict[str, object]:
+    """Return dtype, shape and range of bytes of every tensor, by name."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, entry in checkpoint.tensors.items():
+        dtype = entry.properties.dtype
+        if dtype not in DTYPES:
+            raise ValueError(f"{name!r} is {dtype}: a safetensors file has no such dtype")
+        stop = start + math.prod(entry.size) * dtype.itemsize
+        header[checkpoint.short_name(name)] = {
+            "dtype": DTYPES[dtype],
+            "shape": list(entry.size),
+            "data_offsets": [start, stop],
+        }
+        start = stop
+    return header
+
+
+def _read(path: Path) -> dict[str, object]:
+    """Return the state dict in a file, with its tensors mapped from there."""
     if path.suffix == ".safetensors":
         return dict(_read_safetensors(path))
     try:
@@ -201,32 +216,38 @@ def _read(path: Path) -> Any:
 
 
 def _read_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and tensor, mapped from the file unless it is not aligned there."""
     data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     begin = 8 + int(data[:8].view(torch.int64))
-    names = {name: dtype for dtype, name in DTYPES.items()}
-    for name, of in json.loads(bytes(data[8:begin].tolist())).items():
+    dtypes = {name: dtype for dtype, name in DTYPES.items()}
+    for name, entry in json.loads(bytes(data[8:begin].tolist())).items():
         if name != "__metadata__":
-            start, stop = (begin + offset for offset in of["data_offsets"])
-            part, dtype = data[start:stop], names[of["dtype"]]
-            part = part if start % dtype.itemsize == 0 else part.clone()
-            yield name, part.view(dtype).view(of["shape"])
+            start, stop = (begin + offset for offset in entry["data_offsets"])
+            stored, dtype = data[start:stop], dtypes[entry["dtype"]]
+            stored = stored if start % dtype.itemsize == 0 else stored.clone()
+            yield name, stored.view(dtype).view(entry["shape"])
 
 
-def _under(state: Any, key: str, source: Path) -> Any:
-    if not isinstance(state.get(key), dict):
+def _under(state: Mapping[str, object], key: str, source: Path) -> dict[str, object]:
+    """Return the dict that ``state``, read from ``source``, has under ``key``."""
+    inner = state.get(key)
+    if not isinstance(inner, dict):
         raise ValueError(
             f"{source}: has no dict under {key!r}, but {', '.join(map(str, list(state)[:20]))}"
         )
-    return state[key]
+    return inner
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to those of ``python -m graphshard``."""
-    text = "write a checkpoint of torch.distributed.checkpoint as one file, or such a file as a checkpoint"
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command ``consolidate`` to those of ``python -m graphshard``."""
+    text = (
+        "write a checkpoint of torch.distributed.checkpoint as one file, or such a file as a "
+        "checkpoint"
+    )
     parser = commands.add_parser("consolidate", help=text, description=text)
     parser.add_argument("source", help="the folder of a checkpoint; or a file, to go back")
     parser.add_argument("target", help="a file, .pt or .safetensors; or a folder, to go back")
-    parser.add_argument("--key", default="", help="only what is under this key, such as model")
+    parser.add_argument("--key", help="only what is under this key, such as model")
     parser.set_defaults(run=_run, parser=parser)
 
 
