@@ -13,6 +13,7 @@ import sysconfig
 import tarfile
 import venv
 import zipfile
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -151,5 +152,5 @@ def test_install(kind: str, source: Path, archives: dict[str, Path], tmp_path: P
 
 def test_the_readme_has_the_table_of_strategies() -> None:
     readme = (ROOT / "README.md").read_text().replace("`", "")
-    for row in (HEADERS, *STRATEGIES, *HABITS):
+    for row in (HEADERS, *map(astuple, (*STRATEGIES, *HABITS))):
         assert f"| {' | '.join(row)} |" in readme

@@ -1,4 +1,4 @@
-"""Private names of torch stand in ``graphshard/_torch/`` alone, where a new version is read against.
+"""Private names of torch stand in ``graphshard/_torch/`` alone, read on every version of torch.
 
 The test reads the syntax trees of all other files. It takes for private
 

@@ -1,6 +1,7 @@
-"""What the demo trains, and on what: a byte-level GPT and the sources of Python's standard library.
+"""The demo's model and data: a byte-level GPT, and the sources of Python's standard library.
 
-Nothing here knows of shards or ranks: the same module runs under graphshard, DDP and FSDP2.
+Nothing in this module knows of shards or ranks: the same model runs under graphshard, DDP and
+FSDP2.
 """
 
 from __future__ import annotations
@@ -15,13 +16,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-VOCAB = 256  # every byte is a token
+VOCAB = 256
+"""Every byte is a token."""
 TEXT_BYTES = 4_000_000
 
 
 @dataclass(frozen=True)
 class Size:
-    """How big the model and a rank's batch are, and how many steps are trained by default."""
+    """Sizes of the model and of its training.
+
+    Attributes:
+        context: tokens in a sequence.
+        batch: sequences in the batch of one rank.
+        steps: how many steps are trained by default.
+    """
 
     layers: int
     heads: int
@@ -36,23 +44,24 @@ class Size:
         return self.batch * self.context
 
 
-# On CPUs a few minutes for everything is the limit.
 SIZES = {
     "cpu": Size(layers=4, heads=4, dim=256, context=128, batch=8, steps=60),
     "cuda": Size(layers=12, heads=12, dim=768, context=512, batch=8, steps=200),
 }
+"""By type of device. On CPUs the whole demo has to end within a few minutes."""
 
 
 class Attention(nn.Module):
     """Causal self-attention."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
-        self.heads = size.heads
-        self.qkv = nn.Linear(size.dim, 3 * size.dim)
-        self.out = nn.Linear(size.dim, size.dim)
+        self.heads = heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map ``[batch, length, dim]`` to the same shape."""
         batch, length, dim = x.shape
         heads = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
@@ -61,29 +70,30 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer of the GPT: the unit that the FSDP2 run shards."""
+    """One pre-norm layer of a GPT, with 12 parameters: the unit that FSDP2 shards."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(size.dim)
-        self.attention = Attention(size)
-        self.norm2 = nn.LayerNorm(size.dim)
-        self.up = nn.Linear(size.dim, 4 * size.dim)
-        self.down = nn.Linear(4 * size.dim, size.dim)
+        self.norm1 = nn.LayerNorm(dim)
+        self.attention = Attention(dim, heads)
+        self.norm2 = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 4 * dim)
+        self.down = nn.Linear(4 * dim, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map ``[batch, length, dim]`` to the same shape."""
         x = x + self.attention(self.norm1(x))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class GPT(nn.Module):
-    """A GPT over bytes whose output layer is its token embedding; returns the loss."""
+    """A GPT over bytes that returns its loss. The output layer is the token embedding."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, size.dim)
         self.position = nn.Embedding(size.context, size.dim)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(Block(size.dim, size.heads) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.dim)
         self.head = nn.Linear(size.dim, VOCAB, bias=False)
         for name, param in self.named_parameters():
@@ -91,7 +101,11 @@ class GPT(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The mean cross entropy of predicting ``tokens[:, 1:]``, in nats per byte."""
+        """Return the mean cross entropy of predicting ``tokens[:, 1:]``, in nats per byte.
+
+        Args:
+            tokens: ``[batch, context + 1]``.
+        """
         x = self.embedding(tokens[:, :-1]) + self.position.weight
         for block in self.blocks:
             x = block(x)
@@ -100,7 +114,7 @@ class GPT(nn.Module):
 
 
 def _init(name: str, param: nn.Parameter, layers: int) -> None:
-    """As GPT-2: normal weights, smaller where they add to the residual stream."""
+    """Initialise as GPT-2: normal weights, smaller where they add to the residual stream."""
     if name.endswith(("out.weight", "down.weight")):
         nn.init.normal_(param, std=0.02 / math.sqrt(2 * layers))
     elif param.dim() == 2:
@@ -110,7 +124,11 @@ def _init(name: str, param: nn.Parameter, layers: int) -> None:
 
 
 def load_text(num_bytes: int = TEXT_BYTES) -> torch.Tensor:
-    """The first ``num_bytes`` of the standard library's modules, by name, as a tensor of bytes."""
+    """Return the first bytes of the standard library's modules, in order of their names.
+
+    Raises:
+        RuntimeError: this installation of Python has no sources.
+    """
     folder = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
     for path in sorted(folder.glob("*.py")):
@@ -126,7 +144,7 @@ def load_text(num_bytes: int = TEXT_BYTES) -> torch.Tensor:
 
 
 def batches(text: torch.Tensor, size: Size, seed: int) -> Iterator[torch.Tensor]:
-    """Random stretches of ``text`` without end, each one token longer than the context."""
+    """Yield batches of random stretches of ``text``, ``[batch, context + 1]``, without end."""
     rng = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(text) - size.context, (size.batch,), generator=rng)

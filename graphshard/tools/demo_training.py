@@ -1,0 +1,129 @@
+"""The demo's three trainings: the same GPT and AdamW under graphshard, DDP and FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LinearLR, LRScheduler
+
+from ..backend import Backend
+from .demo_model import GPT, Size
+
+SEED = 0
+LEARNING_RATE = 1e-3
+RAMP_STEPS = 20
+"""Steps in which the learning rate rises; without a ramp the loss is unsteady at first."""
+
+
+class HeldMemory(NamedTuple):
+    """Memory of one rank's parameters, gradients and AdamW state; of its shards, if sharded."""
+
+    params_bytes: float
+    grads_bytes: float
+    optimizer_state_bytes: float
+
+
+@dataclass(eq=False)
+class Training:
+    """One of the trainings that run side by side, and what was measured of it.
+
+    Attributes:
+        schedule: of the learning rate.
+        losses: the loss of each step, the mean over the ranks.
+        seconds: the time of each step on the slowest rank.
+    """
+
+    name: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: LRScheduler
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def step(self, batch: torch.Tensor) -> torch.Tensor:
+        """Train one step as a user's loop does, and return the loss.
+
+        Gradients stay until the next step, for :meth:`held_memory`.
+        """
+        self.optimizer.zero_grad()
+        loss = self.model(batch)
+        loss.backward()
+        self.optimizer.step()
+        self.schedule.step()
+        return loss.detach()
+
+    def held_memory(self) -> HeldMemory:
+        """Return what this rank holds of parameters, gradients and optimizer state."""
+        params = list(self.model.parameters())
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        return HeldMemory(
+            params_bytes=_storage_bytes(params),
+            grads_bytes=_storage_bytes(param.grad for param in params),
+            optimizer_state_bytes=_storage_bytes(states),
+        )
+
+    def largest_difference(self, other: Training) -> float:
+        """Return the largest difference between the losses of the same step."""
+        return max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))
+
+
+def _storage_bytes(values: Iterable[object]) -> int:
+    """Bytes of memory behind the tensors among ``values``, each block once; DTensors' shards."""
+    blocks: dict[int, int] = {}
+    for value in values:
+        local = value.to_local() if isinstance(value, DTensor) else value
+        if isinstance(local, torch.Tensor):
+            storage = local.detach().untyped_storage()
+            blocks[storage.data_ptr()] = storage.nbytes()
+    return sum(blocks.values())
+
+
+def new_model(size: Size, device: torch.device) -> GPT:
+    """Make the model. Every call on every rank gets the same parameters."""
+    torch.manual_seed(SEED)
+    return GPT(size).to(device)
+
+
+def new_training(name: str, model: nn.Module) -> Training:
+    """Return a training of ``model`` by AdamW with a ramp of the learning rate."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    ramp = LinearLR(optimizer, 1 / RAMP_STEPS, total_iters=RAMP_STEPS)
+    return Training(name=name, model=model, optimizer=optimizer, schedule=ramp)
+
+
+def with_graphshard(model: nn.Module, sharding: Backend) -> Training:
+    """Return the training that ``sharding`` compiles and shards."""
+    compiled = torch.compile(model, backend=sharding)
+    assert isinstance(compiled, nn.Module)
+    return new_training("graphshard", compiled)
+
+
+def with_ddp(model: nn.Module, device: torch.device) -> Training:
+    """Return the training by eager DDP."""
+    ids = None if device.index is None else [device.index]
+    return new_training("DDP, eager", DistributedDataParallel(model, device_ids=ids))
+
+
+def with_fsdp2(model: GPT, mesh: DeviceMesh) -> Training:
+    """Return the training by eager FSDP2, with one unit for each block."""
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return new_training("FSDP2, eager", model)
+
+
+def gather(values: Sequence[float], device: torch.device) -> torch.Tensor:
+    """Return the values of all ranks, ``[ranks, values]``, on the CPU."""
+    mine = torch.tensor(values, dtype=torch.float64, device=device)
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine)
+    return torch.stack(rows).cpu()
