@@ -26,6 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from ._torch.dynamo import Trace, on_compile_start, source_name, sources
 from ._torch.frames import CompiledCall, call_arguments, compiled_call
 from ._torch.inductor import mode_options
+from ._torch.nn import uncompiled
 from .consensus.plan_consensus import PlanConsensus
 from .errors import BackendError
 from .options.float8_policy import Float8Policy
@@ -234,7 +235,7 @@ def _root_of(
     function is compiled, an object that the parameter's source passes through.
     """
     for candidate in [call.module, *call.running, *trace.owners(source)]:
-        candidate = getattr(candidate, "_orig_mod", candidate)
+        candidate = uncompiled(candidate)
         if isinstance(candidate, nn.Module) and any(p is param for p in candidate.parameters()):
             return candidate, trace.is_resumed() or call.runs(candidate)
     raise BackendError(

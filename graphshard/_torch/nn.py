@@ -15,3 +15,11 @@ __all__ = ["apply_to_tensors", "unflatten_state_dict"]
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The registered parameters of this module alone; writable."""
     return module._parameters
+
+
+def uncompiled(value: object) -> object:
+    """Return the module that ``torch.compile`` wrapped in ``value``, or ``value`` itself.
+
+    ``OptimizedModule._orig_mod`` in torch/_dynamo/eval_frame.py.
+    """
+    return getattr(value, "_orig_mod", value)
