@@ -1,7 +1,4 @@
-"""The kinds of graphs, and of what travels between ranks or between host and device in one.
-
-The values are those of plans and dumps, as JSON.
-"""
+"""The kinds of graphs and of transfers. The values are also those in the JSON of plans and dumps."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from enum import StrEnum
 
 
 class GraphKind(StrEnum):
-    """What a compiled graph is for."""
+    """The part of a training step, or of inference, that a compiled graph computes."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -17,20 +14,20 @@ class GraphKind(StrEnum):
 
 
 class TransferKind(StrEnum):
-    """What a transfer does, and the bucket that carries it."""
+    """The operation that a transfer needs, and that a bucket of such transfers performs."""
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
     ALL_REDUCE_MAX = "all_reduce_max"
-    """The largest values of all weights that travel in fp8."""
+    """All-reduce of the absolute maxima of the weights that travel in fp8."""
     ALL_REDUCE_SHARDS = "all_reduce_shards"
-    """What a reduce-scatter left on this rank, over the ranks that hold the same shards (HSDP)."""
+    """All-reduce of reduce-scattered shards over their replicas (HSDP)."""
     COPY_TO_DEVICE = "copy_to_device"
-    """Shards that the host keeps, before they are gathered; activations that wait on the host."""
+    """Host copy of shards before their all-gather, or reload of an offloaded activation."""
     COPY_TO_HOST = "copy_to_host"
-    """Reduced shards that the host keeps; activations that leave the device."""
+    """Host copy of reduced shards, or offload of an activation."""
 
 
 HOST_COPIES = (TransferKind.COPY_TO_DEVICE, TransferKind.COPY_TO_HOST)
-"""The kinds that no other rank takes part in."""
+"""The kinds in which no other rank takes part."""

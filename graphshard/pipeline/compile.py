@@ -36,8 +36,8 @@ from .._torch.inductor import (
 )
 from ..consensus.plan_consensus import PlanConsensus, log_every_call
 from ..kinds import GraphKind
+from ..planning.live_bytes import gathered_bytes
 from ..planning.plan import Plan
-from ..planning.simulate import gathered_bytes
 from ..show.dump import Dump
 from ..show.dump_folder import DumpWriter
 from .plan_cache import PlanCache

@@ -1,7 +1,7 @@
-"""Which activations wait for backward in the host's memory, where that keeps a budget or saves time. Pure.
+"""Chooses activations that wait for backward in host memory, to keep a budget or to save time.
 
-What has to leave is what one graph or the other has no room for. More may leave: a schedule that has room
-launches gathers earlier. So a few amounts are tried, and both graphs scheduled for each.
+Some have to leave because a graph has no memory for them. More may leave, since a schedule that has
+memory left launches gathers earlier. So a few amounts are tried, and both graphs scheduled for each.
 
     budget   ├───────────────── needed ─────────────┤           all gathers exposed
              ├────────── needed ─────────┤ ahead ───┤           hidden behind compute, if the copies are
@@ -15,23 +15,33 @@ from typing import NamedTuple
 
 from ..kinds import TransferKind
 from .host_copies import add_host_copies, without_host_copies
+from .live_bytes import LiveBytes, Span, least_bytes, smallest_peak
 from .memory_budget import ScheduleLimits
 from .plan import Problem, Transfer
-from .search import find_schedule, least_bytes, smallest_peak
+from .search import find_schedule
 from .simulate import TransferCostModel, clock
 
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
-"""Of a budget: what is tried for what has to be there; the schedule has the rest."""
+"""Shares of the budget that are tried for the least memory of a graph; its schedule has the rest.
+
+Judged: each share costs a search of both graphs without refinement, and times differ little between
+neighbours. Fewer shares would miss a good one; more take longer to plan.
+"""
 LEAST_GAIN = 0.02
-"""Of the predicted time; for less no more activations leave than have to."""
+"""The part of the predicted time that must be saved for more activations to leave than have to.
+
+Judged: about what the best prediction is off. If it is larger, fewer activations leave; at 0 the bus
+to the host is loaded, and host memory used, for a gain that may be none.
+"""
 
 
 class SavedActivation(NamedTuple):
     """An activation that is saved for backward.
 
     Attributes:
-        last: the step of the forward graph that uses it last; ``first`` that of the backward graph
-            which uses it first, ``until`` the last that does.
+        last: the step of the forward graph that uses it last.
+        first: the step of the backward graph that uses it first.
+        until: the step of the backward graph that uses it last.
     """
 
     num_bytes: int
@@ -45,78 +55,129 @@ def choose_offloaded(
     backward: Problem,
     saved: Sequence[SavedActivation],
     limits: ScheduleLimits,
-    prices: TransferCostModel,
+    cost_model: TransferCostModel,
 ) -> list[int]:
-    """Positions in ``saved`` of what is to leave the device, so that each graph keeps ``limits.peak``;
-    as far as it can. More than has to leaves where that saves time: what then fits is gathered earlier."""
+    """Return the positions in ``saved`` of the activations to offload.
+
+    They are enough to keep ``limits.peak`` in each graph, as far as that is possible; empty if there
+    is no such limit. More are offloaded where that saves time, because gathers are launched earlier.
+    """
     if limits.peak is None:
         return []
     budgets = [int(limits.peak * share) for share in SHARES]
-    enough = (tuple(_enough(forward, backward, saved, budget)) for budget in budgets)
-    choices = list(dict.fromkeys(enough))
+    amounts = (tuple(_offload_enough(forward, backward, saved, budget)) for budget in budgets)
+    choices = list(dict.fromkeys(amounts))
     times_us: dict[tuple[int, ...], float] = {}
     for chosen in choices if len(choices) > 1 else ():
-        parts = _stowed(forward, backward, [saved[i] for i in chosen])
-        if all(smallest_peak(without_host_copies(part)) <= limits.peak for part in parts):
-            times_us[chosen] = sum(_predicted_us(part, limits, prices) for part in parts)
+        problems = _offloaded(forward, backward, [saved[i] for i in chosen])
+        peaks = [smallest_peak(without_host_copies(problem)) for problem in problems]
+        if max(peaks) <= limits.peak:
+            times_us[chosen] = sum(_predicted_us(p, limits, cost_model) for p in problems)
     if not times_us:
-        # The only one; or no budget is kept, and scheduling says what is missing.
+        # There is one choice, or none keeps the budget: then scheduling reports what is missing.
         return list(choices[0])
     within_us = min(times_us.values()) * (1 + LEAST_GAIN)
     return list(next(chosen for chosen, us in times_us.items() if us <= within_us))
 
 
-def _enough(
+class _Absence(NamedTuple):
+    """The steps of both graphs in which an activation need not be on the device."""
+
+    forward: Span
+    backward: Span
+
+
+def _absence(activation: SavedActivation, forward_steps: int) -> _Absence:
+    return _Absence(
+        Span(activation.last + 1, forward_steps, activation.num_bytes),
+        Span(0, activation.first, activation.num_bytes),
+    )
+
+
+def _offload_enough(
     forward: Problem, backward: Problem, saved: Sequence[SavedActivation], budget: int
 ) -> list[int]:
-    """What leaves so that the least that each graph needs is within ``budget``, as far as it can be. What
-    backward needs last is copied first, since the most time hides it."""
-    alive = least_bytes(forward), least_bytes(backward)
+    """Return positions of activations without which each graph's least memory is within ``budget``.
+
+    Activations that backward needs last come first, since the most time hides their copies.
+    """
+    in_forward, in_backward = LiveBytes(least_bytes(forward)), LiveBytes(least_bytes(backward))
     chosen = []
     for i in sorted(range(len(saved)), key=lambda i: (-saved[i].first, saved[i].last)):
-        of = saved[i]
-        spans = ((alive[0], range(of.last + 1, len(alive[0]))), (alive[1], range(of.first)))
-        if any(held[step] > budget for held, steps in spans for step in steps):
+        absence = _absence(saved[i], forward.num_steps)
+        if in_forward.exceeds(budget, absence.forward) or in_backward.exceeds(
+            budget, absence.backward
+        ):
             chosen.append(i)
-            for held, steps in spans:
-                for step in steps:
-                    held[step] -= of.num_bytes
+            in_forward.remove(absence.forward)
+            in_backward.remove(absence.backward)
     return sorted(chosen)
 
 
-def _stowed(
+def _offloaded(
     forward: Problem, backward: Problem, chosen: Sequence[SavedActivation]
 ) -> tuple[Problem, Problem]:
-    """Both problems, as they are read when what is chosen has left."""
-    ends = forward.num_steps, backward.num_steps
-    away = [
-        _moved(TransferKind.COPY_TO_HOST, s.num_bytes, s.last + 1, ends[0], ends[0] - 1)
-        for s in chosen
+    """Return both problems as they are read from graphs in which ``chosen`` is offloaded."""
+    end = forward.num_steps
+    offloads = [
+        _host_copy(
+            TransferKind.COPY_TO_HOST,
+            activation.num_bytes,
+            ready=activation.last + 1,
+            due=end,
+            last=end - 1,
+        )
+        for activation in chosen
     ]
-    back = [_moved(TransferKind.COPY_TO_DEVICE, s.num_bytes, 0, s.first, s.until) for s in chosen]
+    reloads = [
+        _host_copy(
+            TransferKind.COPY_TO_DEVICE,
+            activation.num_bytes,
+            ready=0,
+            due=activation.first,
+            last=activation.until,
+        )
+        for activation in chosen
+    ]
+    # Their transfers account for them from the last use in forward to the last one in backward.
     return (
-        _with_moved(forward, away, [(s.num_bytes, range(s.last + 1, ends[0])) for s in chosen]),
-        _with_moved(backward, back, [(s.num_bytes, range(s.until + 1)) for s in chosen]),
+        _with_transfers(forward, offloads, [Span(a.last + 1, end, a.num_bytes) for a in chosen]),
+        _with_transfers(backward, reloads, [Span(0, a.until + 1, a.num_bytes) for a in chosen]),
     )
 
 
-def _moved(kind: TransferKind, num_bytes: int, ready: int, due: int, last: int) -> Transfer:
-    return Transfer(None, kind, num_bytes, "", 0, False, "", 1, ready, due, last)
+def _host_copy(kind: TransferKind, num_bytes: int, *, ready: int, due: int, last: int) -> Transfer:
+    return Transfer(
+        param=None,
+        kind=kind,
+        num_bytes=num_bytes,
+        dtype="",
+        shard_bytes=0,
+        casts=False,
+        group="",
+        world=1,
+        ready=ready,
+        due=due,
+        last=last,
+    )
 
 
-def _with_moved(
-    problem: Problem, moved: Sequence[Transfer], held: Sequence[tuple[int, range]]
+def _with_transfers(
+    problem: Problem, transfers: Sequence[Transfer], replaced: Sequence[Span]
 ) -> Problem:
-    """``problem`` with transfers more, and without what they held."""
-    other_bytes = list(problem.other_bytes)
-    for num_bytes, steps in held:
-        for step in steps:
-            other_bytes[step] -= num_bytes
+    """Return ``problem`` with ``transfers`` in place of the bytes of ``replaced``."""
+    other_bytes = LiveBytes(problem.other_bytes)
+    for span in replaced:
+        other_bytes.remove(span)
     return dataclasses.replace(
-        problem, transfers=(*problem.transfers, *moved), other_bytes=tuple(other_bytes)
+        problem,
+        transfers=(*problem.transfers, *transfers),
+        other_bytes=tuple(other_bytes.by_step),
     )
 
 
-def _predicted_us(problem: Problem, limits: ScheduleLimits, prices: TransferCostModel) -> float:
-    buckets = find_schedule(without_host_copies(problem), prices, limits, refine=False)
-    return clock(problem, add_host_copies(problem, buckets, prices, limits), prices).total_us
+def _predicted_us(problem: Problem, limits: ScheduleLimits, cost_model: TransferCostModel) -> float:
+    collectives = without_host_copies(problem)
+    buckets = find_schedule(collectives, cost_model, limits, refine=False)
+    placed = add_host_copies(problem, buckets, cost_model, limits)
+    return clock(problem, placed, cost_model).total_us

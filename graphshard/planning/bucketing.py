@@ -1,4 +1,4 @@
-"""Which transfers may share a bucket: queues of them, cut into groups of neighbours. Pure."""
+"""Ways to form buckets: queues of transfers, split into candidates, each of neighbours in its queue."""
 
 from __future__ import annotations
 
@@ -8,143 +8,177 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ..kinds import TransferKind
-from .plan import Bucket, Problem, Transfer, replica_bucket
+from .live_bytes import Footprint, footprint
+from .plan import Bucket, Problem, Transfer, bucket_of, replica_bucket
 from .simulate import BucketCost, TransferCostModel, bucket_cost
 
 
+class CostedBucket(NamedTuple):
+    """A bucket and its cost."""
+
+    bucket: Bucket
+    cost: BucketCost
+
+
 class Candidate(NamedTuple):
-    """Neighbours in a queue, ``[begin, end)``, that may share a bucket.
+    """Neighbours in a queue, positions ``[begin, end)``, as a bucket that may be made of them.
 
     Attributes:
-        bucket: launched as early and waited for as late as may be.
-        freed_bytes: what its end sets free: of gradients all but the shards.
-        then: what averages its shards over their replicas, and what that costs.
+        bucket: launched as early, and waited for as late, as its transfers allow.
+        replica_average: the all-reduce of its shards over their replicas; None if there are none.
     """
 
     begin: int
     end: int
     bucket: Bucket
     cost: BucketCost
-    freed_bytes: int
-    then: tuple[Bucket, BucketCost] | None
+    footprint: Footprint
+    replica_average: CostedBucket | None
 
 
-Cuts = Sequence[Candidate]
+Split = Sequence[Candidate]
+"""A queue split into candidates: each of its transfers is in one. In the order of the queue."""
 
 
 class Queue:
-    """The transfers of one direction, from that on which the least can hide, cut into groups.
+    """The transfers of one direction, gathers or reductions, the hardest to hide first.
 
-    Neighbours are those that may share a bucket, one behind the other; others may be between them.
+    Only transfers that are alike may share a bucket. So the queue is sorted into runs of such
+    transfers, and neighbours are those of one run: transfers of other runs may be between them in
+    ``order``. Positions below count within the runs, one run after the other.
 
     Args:
+        cap: bytes of a candidate of more than one transfer; None: no limit.
         order: positions in ``Problem.transfers``.
-        cap: bytes of a group of more than one; None: no limit.
     """
 
     def __init__(
-        self, problem: Problem, prices: TransferCostModel, cap: int | None, order: Sequence[int]
+        self,
+        problem: Problem,
+        cost_model: TransferCostModel,
+        cap: int | None,
+        order: Sequence[int],
     ) -> None:
-        self._problem, self._prices = problem, prices
-        runs: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+        self._problem, self._cost_model = problem, cost_model
+        runs: dict[tuple[str, ...], list[int]] = {}
         for rank, i in enumerate(order):
-            runs.setdefault(_key(problem, i), []).append((rank, i))
-        self._rank = [rank for run in runs.values() for rank, _ in run]
-        self._order = [i for run in runs.values() for _, i in run]
-        ends = accumulate(map(len, runs.values()))
-        self._run_end = [end for run, end in zip(runs.values(), ends) for _ in run]
-        self._bytes = [0, *accumulate(problem.transfers[i].num_bytes for i in self._order)]
-        self._cap = self._bytes[-1] if cap is None else cap
-        self._groups: dict[tuple[int, int], Candidate] = {}
+            runs.setdefault(_key(problem, i), []).append(rank)
+        self._rank = [rank for run in runs.values() for rank in run]  # in ``order``, by position
+        self._order = [order[rank] for rank in self._rank]
+        run_ends = accumulate(map(len, runs.values()))
+        self._run_end = [end for run, end in zip(runs.values(), run_ends) for _ in run]
+        sizes = (problem.transfers[i].num_bytes for i in self._order)
+        self._bytes_before = [0, *accumulate(sizes)]
+        self._cap = self._bytes_before[-1] if cap is None else cap
+        self._candidates: dict[tuple[int, int], Candidate] = {}
 
-    def cut(self, first_size: int, size: int) -> Cuts:
-        """Into groups of ``size`` at most. Each run begins with one of ``first_size``, and what follows
-        is at most twice as large as the one before: little compute can only hide little."""
-        cuts: list[Candidate] = []
+    def split(self, first_size: int, size: int) -> Split:
+        """Return candidates of at most ``size`` bytes each, or of one transfer that is larger.
+
+        A run begins with a candidate of ``first_size``. Those behind it are at most twice as large
+        as the one before them: little compute has passed by then, which can hide only little.
+        """
+        split: list[Candidate] = []
         begin = limit = 0
         while begin < len(self._order):
-            leads = begin == 0 or self._run_end[begin - 1] == begin
-            limit = first_size if leads else min(size, 2 * max(limit, cuts[-1].bucket.num_bytes))
-            end = bisect_right(self._bytes, self._bytes[begin] + limit) - 1
-            cuts.append(self.group(begin, max(begin + 1, min(end, self._run_end[begin]))))
-            begin = cuts[-1].end
-        return self._sorted(cuts)
+            if begin == 0 or self._run_end[begin - 1] == begin:
+                limit = first_size
+            else:
+                limit = min(size, 2 * max(limit, split[-1].bucket.num_bytes))
+            end = bisect_right(self._bytes_before, self._bytes_before[begin] + limit) - 1
+            split.append(self.candidate(begin, max(begin + 1, min(end, self._run_end[begin]))))
+            begin = split[-1].end
+        return self._in_queue_order(split)
 
-    def moved(self, cuts: Cuts, at: int) -> Iterator[Cuts]:
-        """With group ``at`` cut in other ways, alone and with its neighbour: merged, or with a border
-        1, 2, 4, ... transfers from where they are, and with what is behind that in one or halved."""
-        begin, end = cuts[at].begin, cuts[at].end
-        inner = {of for step in _doubling(end - begin) for of in (begin + step, end - step)}
-        spans = [(border, end) for border in sorted(inner)]
+    def variants(self, split: Split, index: int) -> Iterator[Split]:
+        """Yield ``split`` with the candidate at ``index`` split in other ways.
+
+        It is split alone, and together with the next one of its run: merged, or with the border
+        between the two 1, 2, 4, ... transfers from each place where a border is now. What is behind
+        the new border stays whole or is halved. Powers of two keep this to O(log n) variants.
+        """
+        begin, end = split[index].begin, split[index].end
+        steps = _powers_of_two(end - begin)
+        inner = {border for step in steps for border in (begin + step, end - step)}
+        recuts = [(border, end) for border in sorted(inner)]
         if end < self._run_end[begin]:
-            last = next(group.end for group in cuts[at:] if group.begin == end)
-            outer = [end + step for step in _doubling(last - end)]
-            spans += [(border, last) for border in [*sorted(inner), *outer, last]]
-        for border, last in spans:
-            middle = bisect_left(self._bytes, (self._bytes[border] + self._bytes[last]) / 2)
-            yield from self._recut(cuts, begin, border, last, last)
+            # Candidates of other runs may be between the two in ``split``.
+            last = next(neighbour.end for neighbour in split[index:] if neighbour.begin == end)
+            outer = [end + step for step in _powers_of_two(last - end)]
+            recuts += [(border, last) for border in [*sorted(inner), *outer, last]]
+        for border, last in recuts:
+            half_bytes = (self._bytes_before[border] + self._bytes_before[last]) / 2
+            middle = bisect_left(self._bytes_before, half_bytes)
+            yield from self._with_borders(split, begin, border, last, last)
             if border < middle < last:
-                yield from self._recut(cuts, begin, border, middle, last)
+                yield from self._with_borders(split, begin, border, middle, last)
 
-    def _recut(self, cuts: Cuts, *borders: int) -> Iterator[Cuts]:
-        spans = [(one, other) for one, other in pairwise(borders) if one < other]
-        if all(self._fits(*span) for span in spans):
-            others = [g for g in cuts if not borders[0] <= g.begin < borders[-1]]
-            yield self._sorted([*others, *(self.group(*span) for span in spans)])
+    def _with_borders(self, split: Split, *borders: int) -> Iterator[Split]:
+        """Yield ``split`` with new candidates between ``borders``, unless one is above the cap."""
+        ranges = [(begin, end) for begin, end in pairwise(borders) if begin < end]
+        if all(self._fits(begin, end) for begin, end in ranges):
+            kept = [c for c in split if not borders[0] <= c.begin < borders[-1]]
+            yield self._in_queue_order([*kept, *(self.candidate(*range_) for range_ in ranges)])
 
-    def _sorted(self, cuts: Cuts) -> Cuts:
-        return sorted(cuts, key=lambda group: self._rank[group.begin])
+    def _in_queue_order(self, split: Split) -> Split:
+        return sorted(split, key=lambda candidate: self._rank[candidate.begin])
 
     def _fits(self, begin: int, end: int) -> bool:
-        return end - begin <= 1 or self._bytes[end] - self._bytes[begin] <= self._cap
+        num_bytes = self._bytes_before[end] - self._bytes_before[begin]
+        return end - begin <= 1 or num_bytes <= self._cap
 
-    def group(self, begin: int, end: int) -> Candidate:
-        """Of ``[begin, end)``; made once."""
-        if (begin, end) not in self._groups:
-            self._groups[begin, end] = self._grouped(begin, end)
-        return self._groups[begin, end]
+    def candidate(self, begin: int, end: int) -> Candidate:
+        """Return the candidate of positions ``[begin, end)``, which is made only once."""
+        if (begin, end) not in self._candidates:
+            self._candidates[begin, end] = self._make_candidate(begin, end)
+        return self._candidates[begin, end]
 
-    def _grouped(self, begin: int, end: int) -> Candidate:
-        cut = sorted(self._order[begin:end])
-        transfers = [self._problem.transfers[i] for i in cut]
-        is_small = [_is_small(transfer, self._prices) for transfer in transfers]
-        # What is cast to fp8 is packed by the kernel that casts it, so it has a parcel of its own.
-        small: dict[bool, list[int]] = {}
-        for i, transfer, of in zip(cut, transfers, is_small):
-            if of:
-                small.setdefault("float8" in transfer.dtype, []).append(i)
-        alone = [(i,) for i, of in zip(cut, is_small) if not of]
-        bucket = Bucket(
-            kind=transfers[0].kind,
-            buffers=(*map(tuple, small.values()), *alone),
-            num_bytes=self._bytes[end] - self._bytes[begin],
-            group=transfers[0].group,
-            world=transfers[0].world,
+    def _make_candidate(self, begin: int, end: int) -> Candidate:
+        members = sorted(self._order[begin:end])
+        transfers = [self._problem.transfers[i] for i in members]
+        bucket = bucket_of(
+            self._problem,
+            self._buffers(members),
             launch=max(transfer.ready for transfer in transfers),
             wait=min(transfer.due for transfer in transfers),
-            stride=transfers[0].stride,
         )
-        cost = bucket_cost(self._problem, bucket, self._prices)
-        then = replica_bucket(bucket, self._problem.transfers)
-        averages = (then, bucket_cost(self._problem, then, self._prices)) if then else None
-        return Candidate(begin, end, bucket, cost, sum(map(freed_bytes, transfers)), averages)
+        average = replica_bucket(bucket, self._problem.transfers)
+        return Candidate(
+            begin=begin,
+            end=end,
+            bucket=bucket,
+            cost=bucket_cost(self._problem, bucket, self._cost_model),
+            footprint=footprint(transfers),
+            replica_average=None
+            if average is None
+            else CostedBucket(average, bucket_cost(self._problem, average, self._cost_model)),
+        )
+
+    def _buffers(self, members: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return small transfers in shared buffers, and then the others each in its own."""
+        # The kernel that casts to fp8 packs as well, so fp8 has a shared buffer of its own.
+        shared: dict[bool, list[int]] = {}
+        alone = []
+        for i in members:
+            transfer = self._problem.transfers[i]
+            if _is_small(transfer, self._cost_model):
+                shared.setdefault("float8" in transfer.dtype, []).append(i)
+            else:
+                alone.append((i,))
+        return (*map(tuple, shared.values()), *alone)
 
 
-def _doubling(stop: int) -> list[int]:
-    """1, 2, 4, ... below ``stop``."""
+def _powers_of_two(stop: int) -> list[int]:
+    """Return 1, 2, 4, ... below ``stop``."""
     return [1 << k for k in range((stop - 1).bit_length())]
 
 
-def freed_bytes(transfer: Transfer) -> int:
-    """What is alive before the wait for a reduction, or during a gather, and not otherwise."""
-    if transfer.kind == TransferKind.ALL_GATHER:
-        return transfer.num_bytes + transfer.host * transfer.shard_bytes
-    return transfer.num_bytes - (not transfer.host) * transfer.shard_bytes
-
-
 def _key(problem: Problem, i: int) -> tuple[str, ...]:
-    """What transfers have in common that may share a bucket. What a reduction adds up has one dtype,
-    and what the graph itself uses does not wait for others."""
+    """Return what transfers that may share a bucket have in common.
+
+    A collective that adds has one dtype. A result that the graph itself uses does not wait for
+    other transfers.
+    """
     transfer = problem.transfers[i]
     if transfer.kind == TransferKind.ALL_GATHER:
         return transfer.kind, transfer.group, str(transfer.host)
@@ -153,10 +187,12 @@ def _key(problem: Problem, i: int) -> tuple[str, ...]:
     return transfer.kind, transfer.group, transfer.replicas, transfer.dtype, str(transfer.host)
 
 
-def _is_small(transfer: Transfer, prices: TransferCostModel) -> bool:
-    """A tensor is copied into a shared buffer if that takes less than a buffer of its own costs. What
-    is cast is copied anyway, and reduced shards are slices of a buffer."""
+def _is_small(transfer: Transfer, cost_model: TransferCostModel) -> bool:
+    """Return whether copying a tensor into a shared buffer costs less than a buffer of its own.
+
+    A gradient that is cast is copied in any case, and needs no copy out: its shard is a slice.
+    """
     if transfer.casts and transfer.kind != TransferKind.ALL_GATHER:
         return True
-    copy_us = prices.copy_us(transfer.num_bytes) - prices.copy_us(0)
-    return copy_us <= prices.buffer_us(transfer.world, transfer.stride)
+    copy_us = cost_model.copy_us(transfer.num_bytes) - cost_model.copy_us(0)
+    return copy_us <= cost_model.buffer_us(transfer.world, transfer.stride)

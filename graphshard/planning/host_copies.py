@@ -1,10 +1,11 @@
-"""When shards that the host keeps are copied to the device, and reduced ones to the host. Pure.
+"""Plans host copies: of shards whose home is host memory, and of offloaded activations.
 
-Buckets are cut and placed as if all shards were on the device. Then each bucket that gathers such shards
-gets one that copies them, launched as late as it can be to be through in time, behind one another, and
-waited for where the gather is launched. What reduces to such shards gets one that is launched where the
-reduction is waited for, and waited for when it is through; the host itself waits at the end of the graph.
-Activations are copied each alone: away behind their last use in forward, and back like shards.
+Buckets are first formed and placed as if all shards were on the device. Then each bucket that
+gathers shards of the host gets a copy to the device. It is waited for where the gather is launched,
+and launched as late as it can be to be done by then, all copies being carried one after the other.
+Each bucket that reduces to shards of the host gets a copy to the host. It is launched where the
+reduction is waited for, and waited for when it is done; the host itself waits at the graph's end.
+Activations are copied one by one: to the host after their last use in forward, and back like shards.
 
     to device      [shards of a][shards of b]
     communication               [gather a   ][gather b]              [reduce a]
@@ -14,117 +15,153 @@ Activations are copied each alone: away behind their last use in forward, and ba
 from __future__ import annotations
 
 import dataclasses
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from operator import add
 
 from ..kinds import HOST_COPIES, TransferKind
-from .bucketing import Candidate
+from .lanes import MARGIN, Lane
+from .live_bytes import Footprint, Span, alive_bytes, bytes_by_step
 from .memory_budget import FreeMemory, ScheduleLimits
-from .plan import Bucket, Problem, next_in_chain
-from .simulate import TransferCostModel, alive_bytes, bucket_cost, clock
-
-MARGIN = 2.0
-"""A copy that takes this many times longer than predicted is still in time."""
+from .plan import Bucket, Problem, bucket_of, in_launch_order, next_in_chain
+from .simulate import TransferCostModel, bucket_cost, clock
 
 
 def without_host_copies(problem: Problem) -> Problem:
-    """The problem of collectives alone: activations come back where they are used."""
-    others = [t for t in problem.transfers if t.kind in HOST_COPIES]
-    if not others:
+    """Return the problem of collectives alone: activations are reloaded at once where they are due."""
+    if not any(t.kind in HOST_COPIES for t in problem.transfers):
         return problem
-    fetched = [t for t in others if t.kind == TransferKind.COPY_TO_DEVICE]
-    back = [
-        sum(t.num_bytes for t in fetched if t.due <= step <= t.last)
-        for step in range(problem.num_steps)
+    reloaded = [
+        Span(t.due, t.last + 1, t.num_bytes)
+        for t in problem.transfers
+        if t.kind == TransferKind.COPY_TO_DEVICE
     ]
+    reloaded_bytes = bytes_by_step(reloaded, problem.num_steps)
     return dataclasses.replace(
         problem,
         transfers=tuple(t for t in problem.transfers if t.kind not in HOST_COPIES),
-        other_bytes=tuple(map(add, problem.other_bytes, back)),
+        other_bytes=tuple(map(add, problem.other_bytes, reloaded_bytes)),
     )
 
 
 def add_host_copies(
     problem: Problem,
     buckets: Sequence[Bucket],
-    prices: TransferCostModel | None,
+    cost_model: TransferCostModel | None,
     limits: ScheduleLimits,
 ) -> tuple[Bucket, ...]:
-    """``buckets`` with copies of the shards that the host keeps, and of activations, in launch order.
+    """Return ``buckets`` and the host copies of shards and activations, in launch order.
 
     Args:
-        buckets: of ``without_copies(problem)``; collectives are the first transfers of ``problem``.
-        prices: None: a copy is launched where it is waited for.
+        buckets: those of ``without_host_copies(problem)``, whose transfers are the first ones of
+            ``problem``.
+        cost_model: None: each copy is waited for where it is launched.
     """
-    after = next_in_chain(buckets)
-    loads: list[Bucket] = []
-    stores: list[Bucket] = []
-    for i, bucket in enumerate(buckets):
-        if not problem.transfers[bucket.transfers[0]].host or i in after:
-            continue
-        if bucket.kind == TransferKind.ALL_GATHER:
-            loads.append(
-                _copy(problem, bucket, TransferKind.COPY_TO_DEVICE, bucket.launch, bucket.launch)
-            )
-        else:
-            stores.append(
-                _copy(problem, bucket, TransferKind.COPY_TO_HOST, bucket.wait, bucket.wait)
-            )
+    to_device = _copies_to_device(problem, buckets)
+    to_host = _copies_to_host(problem, buckets)
+    if cost_model is not None:
+        placed = [*to_device, *buckets, *to_host]
+        memory = FreeMemory(alive_bytes(problem, placed), limits)
+        step_us = clock(problem, buckets, cost_model).step_us
+        to_device = _launch_early(problem, to_device, cost_model, memory, step_us)
+        to_host = _wait_late(problem, to_host, cost_model, memory, step_us)
+    return in_launch_order([*to_device, *buckets, *to_host])
+
+
+def _copies_to_device(problem: Problem, buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Return copies that are launched and waited for where their data is due, in that order."""
+    copies = [
+        _copy_of_shards(problem, bucket, TransferKind.COPY_TO_DEVICE, bucket.launch)
+        for bucket in buckets
+        if bucket.kind == TransferKind.ALL_GATHER and _is_on_host(problem, bucket)
+    ]
     for i, t in enumerate(problem.transfers):
         if t.kind == TransferKind.COPY_TO_DEVICE:
-            loads.append(Bucket(t.kind, ((i,),), t.num_bytes, "", 1, t.due, t.due))
-        elif t.kind == TransferKind.COPY_TO_HOST:
-            stores.append(Bucket(t.kind, ((i,),), t.num_bytes, "", 1, t.ready, t.ready))
-    loads.sort(key=lambda load: load.wait)
-    placed = [*loads, *buckets, *stores]
-    if prices is not None:
-        room = FreeMemory(alive_bytes(problem, placed), limits)
-        start_us = clock(problem, buckets, prices).step_us
-        loads = _ahead(problem, loads, prices, room, start_us)
-        stores = _behind(problem, stores, prices, room, start_us)
-    return tuple(sorted([*loads, *buckets, *stores], key=lambda bucket: bucket.launch))
+            copies.append(bucket_of(problem, ((i,),), launch=t.due, wait=t.due))
+    return sorted(copies, key=lambda copy: copy.wait)
 
 
-def _copy(problem: Problem, of: Bucket, kind: TransferKind, launch: int, wait: int) -> Bucket:
-    num_bytes = sum(problem.transfers[i].shard_bytes for i in of.transfers)
-    return Bucket(kind, of.buffers, num_bytes, "", 1, launch, wait)
+def _copies_to_host(problem: Problem, buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Return copies that are launched and waited for where their data is ready."""
+    successors = next_in_chain(buckets)
+    copies = [
+        _copy_of_shards(problem, bucket, TransferKind.COPY_TO_HOST, bucket.wait)
+        for i, bucket in enumerate(buckets)
+        # Shards that are still averaged over replicas are copied after that.
+        if bucket.kind != TransferKind.ALL_GATHER
+        and _is_on_host(problem, bucket)
+        and i not in successors
+    ]
+    for i, t in enumerate(problem.transfers):
+        if t.kind == TransferKind.COPY_TO_HOST:
+            copies.append(bucket_of(problem, ((i,),), launch=t.ready, wait=t.ready))
+    return copies
 
 
-def _ahead(
+def _is_on_host(problem: Problem, bucket: Bucket) -> bool:
+    return problem.transfers[bucket.transfers[0]].host
+
+
+def _copy_of_shards(problem: Problem, bucket: Bucket, kind: TransferKind, step: int) -> Bucket:
+    """Return the host copy of the shards of a collective, in the same buffers."""
+    return Bucket(
+        kind=kind,
+        buffers=bucket.buffers,
+        num_bytes=sum(problem.transfers[i].shard_bytes for i in bucket.transfers),
+        group="",
+        world=1,
+        launch=step,
+        wait=step,
+    )
+
+
+def _launch_early(
     problem: Problem,
-    loads: Sequence[Bucket],
-    prices: TransferCostModel,
-    room: FreeMemory,
-    start_us: Sequence[float],
+    copies: Sequence[Bucket],
+    cost_model: TransferCostModel,
+    memory: FreeMemory,
+    step_us: Sequence[float],
 ) -> list[Bucket]:
-    """``loads``, launched early enough to be through, as far as there is room."""
-    free_us = float("inf")
+    """Return ``copies`` launched early enough to be done when they are waited for.
+
+    As far as memory allows. Times are those of ``MARGIN``.
+    """
+    # From the last copy to the first, in a time that runs backward: a copy begins, in that time,
+    # when it is waited for and the copies behind it are done with the lane, and ends at its launch.
+    lane = Lane(-math.inf)
     placed = []
-    for load in reversed(loads):
-        cost = bucket_cost(problem, load, prices)
-        free_us = min(free_us, start_us[load.wait]) - MARGIN * cost.lane_us
-        wish = max(0, bisect_right(start_us, free_us, hi=load.wait + 1) - 1)
-        group = Candidate(0, 0, load, cost, load.num_bytes, None)
-        placed.append(dataclasses.replace(load, launch=room.earliest(group, wish, load.wait)))
+    for copy in reversed(copies):
+        cost = bucket_cost(problem, copy, cost_model)
+        launch_us = -lane.run(MARGIN * cost.lane_us, -step_us[copy.wait])
+        wish = max(0, bisect_right(step_us, launch_us, hi=copy.wait + 1) - 1)
+        launch = memory.take_earliest(_footprint(copy), wish, copy.wait)
+        placed.append(dataclasses.replace(copy, launch=launch))
     return placed[::-1]
 
 
-def _behind(
+def _wait_late(
     problem: Problem,
-    stores: Sequence[Bucket],
-    prices: TransferCostModel,
-    room: FreeMemory,
-    start_us: Sequence[float],
+    copies: Sequence[Bucket],
+    cost_model: TransferCostModel,
+    memory: FreeMemory,
+    step_us: Sequence[float],
 ) -> list[Bucket]:
-    """``stores``, waited for when they are through, or when there is no more room."""
-    free_us = 0.0
+    """Return ``copies`` waited for when they are done, or earlier where memory runs out.
+
+    Times are those of ``MARGIN``.
+    """
+    lane = Lane()
     placed = []
-    for store in sorted(stores, key=lambda store: store.launch):
-        cost = bucket_cost(problem, store, prices)
-        free_us = max(free_us, start_us[store.launch]) + MARGIN * cost.lane_us
-        due = min(problem.transfers[i].due for i in store.transfers)
-        wish = max(store.launch, min(bisect_left(start_us, free_us, lo=store.launch), due))
-        group = Candidate(0, 0, store, cost, store.num_bytes, None)
-        placed.append(dataclasses.replace(store, wait=room.latest(group, store.launch, wish)))
+    for copy in sorted(copies, key=lambda copy: copy.launch):
+        cost = bucket_cost(problem, copy, cost_model)
+        end_us = lane.run(MARGIN * cost.lane_us, step_us[copy.launch])
+        due = min(problem.transfers[i].due for i in copy.transfers)
+        wish = max(copy.launch, min(bisect_left(step_us, end_us, lo=copy.launch), due))
+        wait = memory.take_latest(_footprint(copy), copy.launch, wish)
+        placed.append(dataclasses.replace(copy, wait=wait))
     return placed
+
+
+def _footprint(copy: Bucket) -> Footprint:
+    return Footprint(in_flight_bytes=copy.num_bytes, held_bytes=copy.num_bytes)

@@ -1,85 +1,102 @@
-"""Which gathered parameters are kept from forward to backward, instead of gathered again. Pure.
+"""Decides which gathered parameters stay from forward to backward, instead of being gathered again.
 
-What backward needs first has nothing to hide behind, and where the wire is slow that goes on for a
-while: those gathers are exposed whatever the schedule. They are left out as far as memory allows,
-in the order in which backward needs them, which is that of the time for which they are held. It is
-DeepCompile's selective unsharding (arXiv 2504.09983), decided by exposed time.
+Nothing hides the gathers that backward needs first, and on a slow interconnect that goes on for a
+while: they are exposed in any schedule. They are left out as far as memory allows, in the order in
+which backward needs them, since those are held for the shortest time. This is the selective
+unsharding of DeepCompile (arXiv 2504.09983), decided by exposed time.
 
     forward   .. gather w   use w  [ w stays    ]      backward   [     ] use w   gather v   use v ..
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from ..kinds import TransferKind
+from .lanes import Lane
+from .live_bytes import LiveBytes, Span, least_bytes
 from .plan import Problem, Transfer
-from .search import least_bytes
-from .simulate import TransferCostModel
+from .simulate import TransferCostModel, start_times_us
 
 LEAST_US = 1.0
-"""What is exposed for less is gathered again."""
+"""A gather that is exposed for less is not left out.
+
+Judged: below the launch of a kernel. If it is larger, gathers stay exposed that memory could have
+saved; at 0 a parameter could be held for an error of rounding.
+"""
+
+
+class _GraphMemory(NamedTuple):
+    """Bytes alive in a graph so far, and the budget of each step."""
+
+    alive: LiveBytes
+    budget: int
 
 
 def choose_kept(
     forward: Problem,
     backward: Problem,
     gathered: Mapping[int, Transfer],
-    prices: TransferCostModel,
+    cost_model: TransferCostModel,
     budget: int | None,
 ) -> list[int]:
-    """Positions in ``backward.transfers`` of the gathers to leave out.
+    """Return the positions in ``backward.transfers`` of the gathers to leave out.
 
     Args:
-        gathered: by such a position, the gather of the same parameter in ``forward``; none for a
-            parameter that cannot be kept.
-        budget: peak of a graph, in bytes; None: what each needs at least.
+        gathered: by such a position, the gather of the same parameter in ``forward``; a parameter
+            that cannot be kept is missing.
+        budget: peak of a graph, in bytes; None: the least peak of each.
     """
-    alive = least_bytes(forward), least_bytes(backward)
-    limits = [max(of, default=0) if budget is None else budget for of in alive]
-    start_us = [0.0, *accumulate(backward.compute_us)]
+    memory = _graph_memory(forward, budget), _graph_memory(backward, budget)
+    start_us = start_times_us(backward)
+    late_us = 0.0  # of compute, by the gathers that are exposed
+    wire: Lane | None = None
     kept: list[int] = []
-    late_us = 0.0  # of compute, by what is exposed
-    free_us = None  # when the wire is through with what came before
-    for i in _by_due(backward):
+    for i in _gathers_by_due(backward):
         transfer = backward.transfers[i]
-        latency_us, us = (
-            prices.collective_us(
+        latency_us, lane_us = (
+            cost_model.collective_us(
                 TransferKind.ALL_GATHER, num_bytes, transfer.world, transfer.stride
             )
             for num_bytes in (0, transfer.num_bytes)
         )
-        us -= latency_us
-        through_us = us + (latency_us if free_us is None else free_us)
-        exposed_us = through_us - start_us[transfer.due] - late_us
-        if exposed_us > LEAST_US and i in gathered and _hold(alive, gathered[i], transfer, limits):
+        # Gathers that follow each other closely can share buckets: only the first pays latency.
+        lane = Lane(free_us=latency_us) if wire is None else wire
+        end_us = lane.free_us + (lane_us - latency_us)
+        exposed_us = end_us - start_us[transfer.due] - late_us
+        if exposed_us > LEAST_US and i in gathered and _hold(memory, gathered[i], transfer):
             kept.append(i)
             continue
-        free_us = through_us
+        wire = lane
+        wire.run(lane_us - latency_us)
         late_us += max(0.0, exposed_us)
     return kept
 
 
-def _by_due(problem: Problem) -> list[int]:
+def _graph_memory(problem: Problem, budget: int | None) -> _GraphMemory:
+    alive = least_bytes(problem)
+    return _GraphMemory(LiveBytes(alive), max(alive, default=0) if budget is None else budget)
+
+
+def _gathers_by_due(problem: Problem) -> list[int]:
     gathers = [i for i, t in enumerate(problem.transfers) if t.kind == TransferKind.ALL_GATHER]
     return sorted(gathers, key=lambda i: problem.transfers[i].due)
 
 
 def _hold(
-    alive: tuple[list[int], list[int]], before: Transfer, after: Transfer, limits: Sequence[int]
+    memory: tuple[_GraphMemory, _GraphMemory], in_forward: Transfer, in_backward: Transfer
 ) -> bool:
-    """Hold a parameter from its last use in forward to its first in backward, if there is room."""
-    forward, backward = alive
-    spans: list[tuple[list[int], Sequence[int]]] = [
-        (forward, range(before.last + 1, len(forward))),
-        (backward, range(min(after.due, len(backward)))),
-    ]
-    size = after.num_bytes
-    for limit, (of, steps) in zip(limits, spans):
-        if any(of[step] + size > limit for step in steps):
-            return False
-    for of, steps in spans:
-        for step in steps:
-            of[step] += size
+    """Hold a parameter from its last use in forward to its first in backward; False: no memory."""
+    forward, backward = memory
+    end = len(backward.alive.by_step)
+    num_bytes = in_backward.num_bytes
+    after_use = Span(in_forward.last + 1, len(forward.alive.by_step), num_bytes)
+    before_use = Span(0, min(in_backward.due, end), num_bytes)
+    if not forward.alive.has_room(after_use, forward.budget):
+        return False
+    if not backward.alive.has_room(before_use, backward.budget):
+        return False
+    forward.alive.add(after_use)
+    backward.alive.add(before_use)
     return True

@@ -1,21 +1,21 @@
-"""What a schedule may not exceed, and what room that leaves while buckets are placed. Pure."""
+"""The limits of a schedule, and the memory that they leave while buckets are placed."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from .bucketing import Candidate
+from .live_bytes import Footprint, LiveBytes, Span
 
 
 @dataclass(frozen=True)
 class ScheduleLimits:
-    """What a schedule may not exceed, in bytes; None: no limit.
+    """The limits of a schedule, in bytes; None: no limit. The names are keys of dumps.
 
     Attributes:
-        cap: a bucket; a larger tensor travels alone. None: found by the search.
-        in_flight: all buffers between launch and wait; one alone may be larger.
-        peak: all that is alive in a step.
+        cap: bytes of a bucket; a larger tensor travels alone. None: the search finds a size.
+        in_flight: bytes of all buckets between launch and wait; one alone may be larger.
+        peak: bytes alive in a step, everything included.
     """
 
     cap: int | None = None
@@ -24,34 +24,40 @@ class ScheduleLimits:
 
 
 class FreeMemory:
-    """Memory left in every step, while buckets are placed one after the other."""
+    """The memory left in every step, while buckets are placed one after the other.
+
+    Args:
+        alive: bytes alive in each step before any of those buckets takes time.
+    """
 
     def __init__(self, alive: list[int], limits: ScheduleLimits) -> None:
-        self._alive, self._in_flight = alive, [0] * len(alive)
+        self._alive, self._in_flight = LiveBytes(alive), LiveBytes([0] * len(alive))
         self._peak = math.inf if limits.peak is None else limits.peak
         self._limit = math.inf if limits.in_flight is None else limits.in_flight
 
-    def earliest(self, group: Candidate, wish: int, due: int) -> int:
-        """The first step from ``wish`` on from which there is room until ``due``; takes it."""
-        begin = due
-        while begin > wish and self._fits(group, begin - 1):
-            begin -= 1
-        self._take(group, begin, due)
-        return begin
+    def take_earliest(self, footprint: Footprint, wish: int, wait: int) -> int:
+        """Return the first launch, from step ``wish`` on, with memory until ``wait``; take that."""
+        launch = wait
+        while launch > wish and self._fits(footprint, launch - 1):
+            launch -= 1
+        self._take(footprint, launch, wait)
+        return launch
 
-    def latest(self, group: Candidate, begin: int, wish: int) -> int:
-        """The last step up to ``wish`` until which there is room from ``begin`` on; takes it."""
-        end = begin
-        while end < wish and self._fits(group, end):
-            end += 1
-        self._take(group, begin, end)
-        return end
+    def take_latest(self, footprint: Footprint, launch: int, wish: int) -> int:
+        """Return the last wait, up to step ``wish``, with memory from ``launch`` on; take that."""
+        wait = launch
+        while wait < wish and self._fits(footprint, wait):
+            wait += 1
+        self._take(footprint, launch, wait)
+        return wait
 
-    def _fits(self, group: Candidate, step: int) -> bool:
-        in_flight = self._in_flight[step] + group.bucket.num_bytes
-        return in_flight <= self._limit and self._alive[step] + group.freed_bytes <= self._peak
+    def _fits(self, footprint: Footprint, step: int) -> bool:
+        in_flight_bytes, held_bytes = footprint
+        return (
+            self._in_flight.by_step[step] + in_flight_bytes <= self._limit
+            and self._alive.by_step[step] + held_bytes <= self._peak
+        )
 
-    def _take(self, group: Candidate, begin: int, end: int) -> None:
-        for step in range(begin, end):
-            self._in_flight[step] += group.bucket.num_bytes
-            self._alive[step] += group.freed_bytes
+    def _take(self, footprint: Footprint, launch: int, wait: int) -> None:
+        self._in_flight.add(Span(launch, wait, footprint.in_flight_bytes))
+        self._alive.add(Span(launch, wait, footprint.held_bytes))

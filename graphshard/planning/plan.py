@@ -1,10 +1,10 @@
-"""What was decided for one graph, and from what: frozen, made by pure functions, saved as JSON.
+"""The data of this room: a ``Problem`` that a graph poses, and the ``Plan`` that solves it.
 
-A ``Problem`` is a graph as steps of compute and as what has to travel. A *step* is a run of compute
-between two points where communication may have to be waited for or may begin: in front of the first
-use of a gathered parameter, and behind the node that completes a gradient. A ``Plan`` says in launch
-order which collective serves which transfers, before which step it is launched, and before which it
-is waited for.
+A ``Problem`` describes a graph as steps of compute and as transfers. A *step* is a run of compute
+between two points where communication may have to be waited for or may begin: before the first use
+of a gathered parameter, and after the node that completes a gradient. A ``Plan`` lists buckets in
+launch order, each with the step before which it is launched and the one before which it is waited
+for. Everything is frozen, made by pure functions, and saved as JSON.
 
     nodes   a   b   mm(w)   c   d   mm(v)   dw   e            steps   [a b] [mm(w) c d] [mm(v) dw] [e]
 """
@@ -16,13 +16,13 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..kinds import HOST_COPIES, GraphKind, TransferKind
 
-_Made = TypeVar("_Made")
+_Record = TypeVar("_Record")
 VERSION = 6
-"""Of the JSON form."""
+"""Version of the JSON form."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,10 @@ class PlanParam:
 
     Attributes:
         input: its position among the graph's original inputs (as Dynamo passes them).
-        shape: full shape; ``dtype`` is that of the shard.
-        padded_rows: the dim-0 size of the leaf, None if replicated.
-        fqn: name in the sharded module, filled in when a plan is shown.
+        shape: full shape.
+        dtype: dtype of the shard.
+        padded_rows: number of rows of the padded shard; None if the parameter is replicated.
+        fqn: name in the sharded module; "" until a plan is shown (see ``Plan.named``).
     """
 
     input: int
@@ -45,23 +46,29 @@ class PlanParam:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One parameter that a graph gathers, one gradient that it reduces, or one activation that it copies.
+    """One parameter that a graph gathers, gradient that it reduces, or activation that it copies.
 
     Attributes:
-        param: position in ``Plan.params``; None of what is reduced for several at once.
-        kind: all_gather, reduce_scatter, all_reduce or all_reduce_max; of an activation, one of the copies.
-        num_bytes: of the full tensor as it travels, padding included.
-        dtype: on the wire.
-        shard_bytes: of this rank's shard, as it is kept.
-        casts: another dtype travels than is there.
-        group: name of the process group; ``world`` its size, ``stride`` from one of its ranks to the next.
-        replicas: the group over which a reduced shard is averaged once more, of so many ranks
-            (``num_replicas``), so far apart (``replica_stride``); "": none.
+        param: position in ``Plan.params``; None for an activation, and for a reduction that serves
+            several parameters at once.
+        kind: all_gather, reduce_scatter, all_reduce or all_reduce_max; for an activation, one of
+            ``HOST_COPIES``.
+        num_bytes: bytes of the full tensor as it travels, padding included.
+        dtype: wire dtype.
+        shard_bytes: bytes of this rank's shard, as it is stored.
+        casts: whether the wire dtype differs from that of the tensor.
+        group: name of the process group; "" for an activation, as in JSON.
+        world: number of ranks in ``group``.
         ready: the first step before which it can be launched; 0 for a gather without a scale.
-        due: the step before which it has to be waited for at last; the number of steps for a
+        due: the step before which it has to be waited for at the latest; the number of steps for a
             gradient that only leaves the graph.
         last: the last step that uses the result.
-        host: the shard is kept in the host's memory, and so is the reduced gradient.
+        stride: difference of the global ranks of neighbours in ``group``.
+        replicas: name of the group over which a reduced shard is averaged once more; "" for none,
+            as in JSON.
+        num_replicas: number of ranks in ``replicas``.
+        replica_stride: like ``stride``, of ``replicas``.
+        host: whether the home of the shard, and of the reduced gradient, is host memory.
     """
 
     param: int | None
@@ -87,12 +94,12 @@ class Problem:
     """A graph to be scheduled.
 
     Attributes:
-        graph: forward, backward or inference.
+        graph: kind of the graph.
         steps: name of the first node of every step.
         compute_us: predicted time of every step.
-        other_bytes: what is alive in every step whatever the schedule: activations, inputs (the
+        other_bytes: bytes alive in every step whatever the schedule: activations, inputs (the
             shards among them), results.
-        transfers: in graph order.
+        transfers: everything that travels, in graph order.
     """
 
     graph: GraphKind
@@ -111,11 +118,13 @@ class Bucket:
     """Transfers of one kind that travel in one collective.
 
     Attributes:
-        buffers: positions in ``Problem.transfers``. What is in one parcel is copied into a buffer
-            and out of it again; one alone travels as it is.
-        num_bytes: of all full tensors.
-        launch: issued before this step; ``wait``: waited for before that one.
-        stride: as in ``Transfer``.
+        kind: kind of its transfers, or of what follows on them (``ALL_REDUCE_SHARDS``, host copies).
+        buffers: positions in ``Problem.transfers``, by buffer. Transfers of one buffer are copied
+            into it and out again; a transfer alone in its buffer travels as it is.
+        num_bytes: bytes of all full tensors together.
+        group, world, stride: as in ``Transfer``.
+        launch: the step before which it is launched.
+        wait: the step before which it is waited for.
     """
 
     kind: TransferKind
@@ -129,24 +138,43 @@ class Bucket:
 
     @property
     def transfers(self) -> tuple[int, ...]:
-        return tuple(i for parcel in self.buffers for i in parcel)
+        return tuple(i for buffer in self.buffers for i in buffer)
+
+
+def bucket_of(
+    problem: Problem, buffers: tuple[tuple[int, ...], ...], *, launch: int, wait: int
+) -> Bucket:
+    """Return the bucket that carries the transfers of ``buffers``, which are alike."""
+    first = problem.transfers[buffers[0][0]]
+    return Bucket(
+        kind=first.kind,
+        buffers=buffers,
+        num_bytes=sum(problem.transfers[i].num_bytes for buffer in buffers for i in buffer),
+        group=first.group,
+        world=first.world,
+        launch=launch,
+        wait=wait,
+        stride=first.stride,
+    )
 
 
 def replica_bucket(bucket: Bucket, transfers: Sequence[Transfer]) -> Bucket | None:
-    """What averages the shards that ``bucket`` reduces over their replicas, if there are any: it is
-    launched where that is waited for, and sends the buffers that it left.
+    """Return the all-reduce of the shards that ``bucket`` reduces, over their replicas.
+
+    It is launched where ``bucket`` is waited for, on the buffers that this leaves. None if there
+    are no replicas.
 
     Args:
-        transfers: of the problem.
+        transfers: those of the problem.
     """
-    of = [transfers[i] for i in bucket.transfers]
-    first = of[0]
+    reduced = [transfers[i] for i in bucket.transfers]
+    first = reduced[0]
     if bucket.kind != TransferKind.REDUCE_SCATTER or not first.replicas:
         return None
     return dataclasses.replace(
         bucket,
         kind=TransferKind.ALL_REDUCE_SHARDS,
-        num_bytes=sum(transfer.num_bytes // transfer.world for transfer in of),
+        num_bytes=sum(transfer.num_bytes // transfer.world for transfer in reduced),
         group=first.replicas,
         world=first.num_replicas,
         stride=first.replica_stride,
@@ -154,21 +182,34 @@ def replica_bucket(bucket: Bucket, transfers: Sequence[Transfer]) -> Bucket | No
     )
 
 
-def events_by_step(num_steps: int, buckets: Sequence[Bucket]) -> list[list[tuple[int, bool]]]:
-    """What happens before every step and at the end, in order: a bucket, and whether it is waited for
-    or launched. Launches come first, in the order of ``buckets``; but what another bucket goes on with
-    is waited for in front of that."""
-    found: list[list[tuple[int, bool]]] = [[] for _ in range(num_steps + 1)]
-    after = next_in_chain(buckets)
-    before = {then: first for first, then in after.items()}
+class BucketEvent(NamedTuple):
+    """The launch of a bucket, or the wait for it.
+
+    Attributes:
+        bucket: position among the buckets of the plan.
+    """
+
+    bucket: int
+    is_wait: bool
+
+
+def events_by_step(num_steps: int, buckets: Sequence[Bucket]) -> list[list[BucketEvent]]:
+    """Return the events before every step, in order; the last list holds those at the graph's end.
+
+    Launches come before waits, in the order of ``buckets``. A bucket that another one continues
+    (see ``next_in_chain``) is an exception: its wait comes right before the launch of the other.
+    """
+    events: list[list[BucketEvent]] = [[] for _ in range(num_steps + 1)]
+    successors = next_in_chain(buckets)
+    predecessors = {successor: i for i, successor in successors.items()}
     for i, bucket in enumerate(buckets):
-        if i in before:
-            found[bucket.launch].append((before[i], True))
-        found[bucket.launch].append((i, False))
+        if i in predecessors:
+            events[bucket.launch].append(BucketEvent(predecessors[i], is_wait=True))
+        events[bucket.launch].append(BucketEvent(i, is_wait=False))
     for i, bucket in enumerate(buckets):
-        if i not in after:
-            found[bucket.wait].append((i, True))
-    return found
+        if i not in successors:
+            events[bucket.wait].append(BucketEvent(i, is_wait=True))
+    return events
 
 
 _CHAIN = (
@@ -180,28 +221,38 @@ _CHAIN = (
     TransferKind.ALL_REDUCE_SHARDS,
     TransferKind.COPY_TO_HOST,
 )
+"""The order in which buckets with the same buffers follow each other."""
 
 
 def next_in_chain(buckets: Sequence[Bucket]) -> dict[int, int]:
-    """By position of a bucket, that of the one that takes what it leaves, where there is one: shards
-    are copied to the device and gathered; reduced, averaged over replicas, and copied to the host."""
+    """Return, by position of a bucket, the position of the one that continues with its buffers.
+
+    Shards are copied to the device, then gathered; gradients are reduced, then averaged over
+    replicas, then copied to the host. The last bucket of a chain is not among the keys.
+    """
     chains: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for i, bucket in enumerate(buckets):
         chains.setdefault(bucket.buffers, []).append(i)
-    found: dict[int, int] = {}
+    successors: dict[int, int] = {}
     for chain in chains.values():
-        found.update(pairwise(sorted(chain, key=lambda i: _CHAIN.index(buckets[i].kind))))
-    return found
+        successors.update(pairwise(sorted(chain, key=lambda i: _CHAIN.index(buckets[i].kind))))
+    return successors
+
+
+def in_launch_order(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+    """Return ``buckets`` by launch; those of one step stay in their order."""
+    return tuple(sorted(buckets, key=lambda bucket: bucket.launch))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All collectives of one graph.
+    """All collectives and host copies of one graph.
 
     Attributes:
         buckets: in launch order.
-        kept: positions in ``params`` of what stays gathered for backward.
-        reasons: why a parameter, by position in ``params``, does not travel in a smaller dtype.
+        kept: positions in ``params`` of the parameters that stay unsharded for backward.
+        reasons: pairs of a position in ``params`` and the reason why that parameter does not travel
+            in a smaller dtype.
     """
 
     params: tuple[PlanParam, ...]
@@ -221,44 +272,52 @@ class Plan:
         return sum(bucket.num_bytes for bucket in self.buckets if bucket.kind == kind)
 
     def params_of(self, bucket: Bucket) -> list[PlanParam]:
-        found = [self.problem.transfers[i].param for i in bucket.transfers]
-        return [self.params[i] for i in found if i is not None]
+        """Return the parameters that ``bucket`` carries, in its order."""
+        positions = [self.problem.transfers[i].param for i in bucket.transfers]
+        return [self.params[i] for i in positions if i is not None]
 
     def fqn_of(self, transfer: Transfer) -> str:
+        """Return the name of the parameter of ``transfer``; "" where it has none."""
         return "" if transfer.param is None else self.params[transfer.param].fqn
 
     def named(self, fqns: Sequence[str]) -> Plan:
-        """The plan with parameters named; ``fqns`` by graph input."""
+        """Return the plan with names of parameters; ``fqns`` holds them by graph input."""
         params = tuple(dataclasses.replace(p, fqn=fqns[p.input]) for p in self.params)
         return dataclasses.replace(self, params=params)
 
     def collectives_text(self) -> str:
-        """What this graph sends, as text; a line for each collective, in their order."""
-        sent = [bucket for bucket in self.buckets if bucket.kind not in HOST_COPIES]
-        return "\n".join([self.title(), *map(self._sent, sent)])
+        """Return the collectives as text, a line for each, in launch order."""
+        collectives = [bucket for bucket in self.buckets if bucket.kind not in HOST_COPIES]
+        return "\n".join([self.title(), *map(self._bucket_text, collectives)])
 
     def title(self) -> str:
         return f"{self.graph} of {', '.join(param.fqn for param in self.params)}"
 
-    def _sent(self, bucket: Bucket) -> str:
-        def names(parcel: Sequence[int]) -> str:
-            transfers = [self.problem.transfers[i] for i in parcel]
+    def _bucket_text(self, bucket: Bucket) -> str:
+        def names(buffer: Sequence[int]) -> str:
+            transfers = [self.problem.transfers[i] for i in buffer]
             return " ".join(f"{self.fqn_of(t)}:{t.dtype}" for t in transfers)
 
-        what = " | ".join(map(names, bucket.buffers))
-        return f"{bucket.kind} of {bucket.num_bytes} bytes in group {bucket.group}: {what}"
+        buffers = " | ".join(map(names, bucket.buffers))
+        return f"{bucket.kind} of {bucket.num_bytes} bytes in group {bucket.group}: {buffers}"
 
     def to_json(self) -> str:
         raw = {"version": VERSION, **dataclasses.asdict(self)}
-        raw["buckets"] = [_renamed(b, "buffers", "parcels") for b in raw["buckets"]]
+        raw["buckets"] = [_rename_key(b, "buffers", "parcels") for b in raw["buckets"]]
         return json.dumps(raw, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        raw: dict[str, Any] = _tuples(json.loads(text))
+        """Return the plan of ``to_json``.
+
+        Raises:
+            ValueError: ``text`` is of another version.
+        """
+        raw: dict[str, Any] = _as_tuples(json.loads(text))
         if raw.get("version") != VERSION:
             raise ValueError(
-                f"plan of version {raw.get('version')!r}: this graphshard reads {VERSION}; compile again"
+                f"plan of version {raw.get('version')!r}: this graphshard reads {VERSION}; "
+                "compile again"
             )
         transfers = tuple(_with_kind(Transfer, t) for t in raw["problem"].pop("transfers"))
         graph = GraphKind(raw["problem"].pop("graph"))
@@ -266,24 +325,25 @@ class Plan:
             params=tuple(PlanParam(**param) for param in raw["params"]),
             problem=Problem(graph, **raw["problem"], transfers=transfers),
             buckets=tuple(
-                _with_kind(Bucket, _renamed(b, "parcels", "buffers")) for b in raw["buckets"]
+                _with_kind(Bucket, _rename_key(b, "parcels", "buffers")) for b in raw["buckets"]
             ),
             kept=raw["kept"],
             reasons=raw["reasons"],
         )
 
 
-def _renamed(raw: dict[str, Any], old: str, new: str) -> dict[str, Any]:
-    """``raw`` in its order; in files the buffers of a bucket are called parcels."""
+def _rename_key(raw: dict[str, Any], old: str, new: str) -> dict[str, Any]:
+    """Return ``raw`` with a key renamed in its place; files call the buffers of a bucket parcels."""
     return {new if key == old else key: value for key, value in raw.items()}
 
 
-def _with_kind(cls: Callable[..., _Made], raw: dict[str, Any]) -> _Made:
+def _with_kind(cls: Callable[..., _Record], raw: dict[str, Any]) -> _Record:
+    """Build a record whose kind is a string in ``raw``."""
     return cls(**{**raw, "kind": TransferKind(raw["kind"])})
 
 
-def _tuples(value: Any) -> Any:
-    """JSON's lists, on every level, as tuples."""
+def _as_tuples(value: Any) -> Any:
+    """Return a JSON value with lists, on every level, as tuples."""
     if isinstance(value, dict):
-        return {k: _tuples(v) for k, v in value.items()}
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+        return {key: _as_tuples(item) for key, item in value.items()}
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value

@@ -1,17 +1,16 @@
-"""Predicts when everything in a planned graph happens, in lanes: compute, communication, and copies of
-shards from the host and to it, where they are kept there.
+"""Predicts when everything in a planned graph happens, in lanes: compute, communication, host copies.
 
-The compute lane runs the steps in order. In front of each it issues the collectives that are
-launched there, then stands still for those that are waited for there. The communication lane carries
-one collective after the other, in the order of their launch, each no earlier than its launch, as
-NCCL does on the stream of a group and gloo in its queue; so do the lanes of copies, each way:
+The compute lane runs the steps in order. Before each it issues the buckets that are launched there,
+then stands still for those that are waited for there. The communication lane carries one collective
+after the other in the order of their launches, as NCCL does on the stream of a group and gloo in
+its queue. Host copies have a lane for each direction:
 
     compute        [step 0][step 1]......[step 2][step 3]
     communication  [gather a][gather b    ][reduce c]
                                     └ exposed: step 2 needs b
 
-``simulate`` builds the DAG of all that and reads the timeline from it. ``clock`` gives the times alone,
-by ``sweep``, which the planner's search calls a thousand times.
+``simulate`` returns everything that the lanes do; ``clock`` only the times, which the search
+computes many thousands of times by ``sweep``.
 """
 
 from __future__ import annotations
@@ -20,38 +19,45 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple, Protocol
-
-import networkx as nx
+from typing import NamedTuple, Protocol
 
 from ..kinds import HOST_COPIES, TransferKind
+from .lanes import Lane
+from .live_bytes import alive_bytes, in_flight_bytes
 from .plan import Bucket, Problem, events_by_step, next_in_chain
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 LANES = (COMPUTE, COMMUNICATION, *HOST_COPIES)
-_Node = tuple[str, int]
-"""Kind and index, as in ``Slot``."""
-if TYPE_CHECKING:
-    _Dag = nx.DiGraph[_Node]
 STEP, COPY_IN, COLLECTIVE, COPY_OUT = "step", "copy-in", "collective", "copy-out"
 
 
 class TransferCostModel(Protocol):
-    """What is asked of a cost model; microseconds for bytes of full tensors."""
+    """The part of a cost model that schedules need: microseconds for bytes of full tensors."""
 
     def collective_us(
         self, kind: TransferKind, num_bytes: int, world: int, stride: int = 1
-    ) -> float: ...
+    ) -> float:
+        """Return the time of a collective, or host copy, of one buffer."""
 
-    def copy_us(self, num_bytes: int) -> float: ...
+    def copy_us(self, num_bytes: int) -> float:
+        """Return the time of a copy on the device."""
 
-    def buffer_us(self, world: int, stride: int = 1) -> float: ...
+    def buffer_us(self, world: int, stride: int = 1) -> float:
+        """Return what each buffer but the first adds to a collective."""
 
-    def lost_us(self, lane_us: float) -> float: ...
+    def lost_us(self, lane_us: float) -> float:
+        """Return how much compute slows down beside a collective that takes ``lane_us``."""
 
 
 class BucketCost(NamedTuple):
-    """Of one bucket, on the compute lane, on its own lane, and on the compute lane."""
+    """The time of one bucket.
+
+    Attributes:
+        copy_in_us: time on the compute lane before it is launched.
+        lane_us: time on its own lane.
+        copy_out_us: time on the compute lane after the wait.
+        lane: its own lane, one of ``LANES``.
+    """
 
     copy_in_us: float
     lane_us: float
@@ -64,9 +70,9 @@ class Slot:
     """One thing that a lane does.
 
     Attributes:
-        kind: step, copy-in, collective (or what else a bucket launches) or copy-out; ``index`` of the
-            step or of the bucket.
-        start_us: since the graph began.
+        kind: step, copy-in, collective (which stands for a host copy too) or copy-out.
+        index: position of the step or of the bucket.
+        start_us: time since the graph began.
         lane: one of ``LANES``.
     """
 
@@ -83,18 +89,16 @@ class Slot:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What is predicted of one run of a graph.
+    """The predicted run of a graph.
 
     Attributes:
         slots: in order of issue.
-        exposed_us: by bucket, how long the compute lane stands still at its wait.
-        alive_bytes: by step: ``Problem.other_bytes``, gathered parameters from launch to last use,
-            gradients from their completion to the end of their reduction, reduced shards from then;
-            those that the host keeps only until they are gathered or reduced.
-        in_flight_bytes: by step, buffers between launch and wait.
-        critical_path: slots of which each had to wait for the one before it, to the end.
-        total_us: until all lanes are done.
-        lost_us: what hidden collectives cost compute, about; it is not in ``total_us``.
+        exposed_us: for each bucket, how long the compute lane stands still at its wait.
+        alive_bytes: for each step; see ``live_bytes.alive_bytes``.
+        in_flight_bytes: for each step, bytes of the buckets between launch and wait.
+        critical_path: the slots that determine the end; each begins where the one before it ends.
+        total_us: time until all lanes are done.
+        lost_us: rough time that compute loses to hidden collectives; not a part of ``total_us``.
     """
 
     slots: tuple[Slot, ...]
@@ -113,66 +117,71 @@ class Timeline:
         return max(self.alive_bytes, default=0)
 
 
-def simulate(problem: Problem, buckets: Sequence[Bucket], prices: TransferCostModel) -> Timeline:
-    """The predicted timeline of ``problem`` with ``buckets`` in launch order."""
-    dag = _dag(problem, buckets, prices)
-    slots: dict[_Node, Slot] = {}
+def simulate(
+    problem: Problem, buckets: Sequence[Bucket], cost_model: TransferCostModel
+) -> Timeline:
+    """Return the predicted timeline of ``problem`` with ``buckets`` in launch order."""
+    costs = [bucket_cost(problem, bucket, cost_model) for bucket in buckets]
+    run = _Run()
+    collectives: dict[int, Slot] = {}
     exposed_us = [0.0] * len(buckets)
-    for node in dag:  # in order of issue, which is a topological one
-        ends = {slots[before].lane: slots[before].end_us for before in dag.predecessors(node)}
-        kind, index = node
-        start_us = max(ends.values(), default=0.0)
-        slots[node] = Slot(kind, index, start_us, **dag.nodes[node])
-        if kind == COPY_OUT:
-            arrived_us = ends[slots[COLLECTIVE, index].lane]
-            exposed_us[index] = max(0.0, arrived_us - ends.get(COMPUTE, 0.0))
+    for step, events in enumerate(events_by_step(problem.num_steps, buckets)):
+        for i, is_wait in events:
+            cost = costs[i]
+            if is_wait:
+                exposed_us[i] = max(0.0, collectives[i].end_us - run.lanes[COMPUTE].free_us)
+                run.add(COMPUTE, COPY_OUT, i, cost.copy_out_us, after=collectives[i])
+            else:
+                copy_in = run.add(COMPUTE, COPY_IN, i, cost.copy_in_us)
+                collectives[i] = run.add(cost.lane, COLLECTIVE, i, cost.lane_us, after=copy_in)
+        if step < problem.num_steps:
+            run.add(COMPUTE, STEP, step, problem.compute_us[step])
+    hidden_us = [
+        max(0.0, collectives[i].duration_us - exposed) for i, exposed in enumerate(exposed_us)
+    ]
     return Timeline(
-        tuple(slots.values()),
-        tuple(exposed_us),
-        tuple(alive_bytes(problem, buckets)),
-        tuple(in_flight_bytes(problem, buckets)),
-        _critical_path(dag, slots),
-        max((slot.end_us for slot in slots.values()), default=0.0),
-        sum(
-            prices.lost_us(max(0.0, slots[COLLECTIVE, i].duration_us - exposed))
-            for i, exposed in enumerate(exposed_us)
-        ),
+        slots=tuple(run.slots),
+        exposed_us=tuple(exposed_us),
+        alive_bytes=tuple(alive_bytes(problem, buckets)),
+        in_flight_bytes=tuple(in_flight_bytes(problem, buckets)),
+        critical_path=run.critical_path(),
+        total_us=max((slot.end_us for slot in run.slots), default=0.0),
+        lost_us=sum(map(cost_model.lost_us, hidden_us)),
     )
 
 
-def _dag(problem: Problem, buckets: Sequence[Bucket], prices: TransferCostModel) -> _Dag:
-    """Nodes ``(kind, index)`` in order of issue; an edge from what has to end to what then begins."""
-    dag: _Dag = nx.DiGraph()
-    last: dict[str, _Node] = {}
+class _Run:
+    """Slots in order of issue, and which of them each one waits for."""
 
-    def add(lane: str, kind: str, index: int, us: float, *after: _Node) -> None:
-        node = (kind, index)
-        dag.add_node(node, duration_us=us, lane=lane)
-        dag.add_edges_from(
-            (before, node) for before in (*after, *([last[lane]] if lane in last else []))
-        )
-        last[lane] = node
+    def __init__(self) -> None:
+        self.slots: list[Slot] = []
+        self.lanes: defaultdict[str, Lane] = defaultdict(Lane)
+        self._last: dict[str, Slot] = {}  # by lane
+        self._blockers: dict[tuple[str, int], list[Slot]] = {}  # by kind and index of the blocked
 
-    costs = [bucket_cost(problem, bucket, prices) for bucket in buckets]
-    for step, happening in enumerate(events_by_step(problem.num_steps, buckets)):
-        for i, is_wait in happening:
-            if is_wait:
-                add(COMPUTE, COPY_OUT, i, costs[i].copy_out_us, (COLLECTIVE, i))
-            else:
-                add(COMPUTE, COPY_IN, i, costs[i].copy_in_us)
-                add(costs[i].lane, COLLECTIVE, i, costs[i].lane_us, (COPY_IN, i))
-        if step < problem.num_steps:
-            add(COMPUTE, STEP, step, problem.compute_us[step])
-    return dag
+    def add(
+        self, lane: str, kind: str, index: int, duration_us: float, after: Slot | None = None
+    ) -> Slot:
+        """Add what begins when its lane is free and ``after`` is done."""
+        ready_us = 0.0 if after is None else after.end_us
+        start_us = self.lanes[lane].start_us(ready_us)
+        self.lanes[lane].run(duration_us, ready_us)
+        slot = Slot(kind, index, start_us, duration_us, lane)
+        blockers = [after, self._last.get(lane)]
+        self._blockers[kind, index] = [blocker for blocker in blockers if blocker is not None]
+        self._last[lane] = slot
+        self.slots.append(slot)
+        return slot
 
-
-def _critical_path(dag: _Dag, slots: dict[_Node, Slot]) -> tuple[Slot, ...]:
-    path = []
-    node = max(dag, key=lambda n: slots[n].end_us, default=None)
-    while node is not None:
-        path.append(slots[node])
-        node = max(dag.predecessors(node), key=lambda n: slots[n].end_us, default=None)
-    return tuple(reversed(path))
+    def critical_path(self) -> tuple[Slot, ...]:
+        """Return the slots from the first to the one that ends last, by the blocker that ends last."""
+        path = []
+        slot = max(self.slots, key=lambda slot: slot.end_us, default=None)
+        while slot is not None:
+            path.append(slot)
+            blockers = self._blockers[slot.kind, slot.index]
+            slot = max(blockers, key=lambda blocker: blocker.end_us, default=None)
+        return tuple(reversed(path))
 
 
 @dataclass(frozen=True)
@@ -180,7 +189,7 @@ class Clock:
     """The times of a timeline alone.
 
     Attributes:
-        step_us: when every step starts, and when the compute lane is done.
+        step_us: when every step starts, and last when the compute lane is done.
         exposed_us, total_us: as in ``Timeline``.
     """
 
@@ -189,123 +198,92 @@ class Clock:
     total_us: float
 
 
-def clock(problem: Problem, buckets: Sequence[Bucket], prices: TransferCostModel) -> Clock:
-    """The times of ``simulate``, in one sweep over the buckets."""
-    costs = [bucket_cost(problem, bucket, prices) for bucket in buckets]
-    spans = [(bucket.launch, bucket.wait) for bucket in buckets]
-    return sweep([0.0, *accumulate(problem.compute_us)], spans, costs, next_in_chain(buckets))
+def clock(problem: Problem, buckets: Sequence[Bucket], cost_model: TransferCostModel) -> Clock:
+    """Return the times of ``simulate``, by one sweep over ``buckets`` in launch order."""
+    return sweep(
+        start_times_us(problem),
+        launches=[bucket.launch for bucket in buckets],
+        waits=[bucket.wait for bucket in buckets],
+        costs=[bucket_cost(problem, bucket, cost_model) for bucket in buckets],
+        successors=next_in_chain(buckets),
+    )
+
+
+def start_times_us(problem: Problem) -> list[float]:
+    """Return when each step starts, and last when the graph ends, if nothing is in compute's way."""
+    return [0.0, *accumulate(problem.compute_us)]
 
 
 def sweep(
     start_us: Sequence[float],
-    spans: Sequence[tuple[int, int]],
+    launches: Sequence[int],
+    waits: Sequence[int],
     costs: Sequence[BucketCost],
-    after: Mapping[int, int],
+    successors: Mapping[int, int],
 ) -> Clock:
-    """The times of buckets of known costs, in O(b log b + s).
+    """Return the times of b buckets in s steps, in O(b log b + s).
 
     Args:
-        start_us: by step, and of the end: when it starts if nothing is in its way.
-        spans: launch and wait of every bucket, in order of launch.
-        after: see ``plan.goes_on``; events are in the order of ``plan.by_step``.
+        start_us: ``start_times_us`` of the problem.
+        launches: step of the launch of every bucket, ascending; ``waits`` and ``costs`` likewise.
+        successors: by position of a bucket, the one that continues with its buffers; see
+            ``plan.next_in_chain``.
     """
-    launches = [(launch, 0, i, 1, i) for i, (launch, _) in enumerate(spans)]
-    waits = [
-        (wait, 0, after[i], 0, i) if i in after else (wait, 1, i, 0, i)
-        for i, (_, wait) in enumerate(spans)
-    ]
-    end_us, exposed_us = [0.0] * len(spans), [0.0] * len(spans)
-    late_us = [0.0] * len(start_us)  # by step, what is added in front of it
-    free: dict[str, float] = defaultdict(float)  # by lane, when it is
-    behind = 0.0
-    for step, _, _, is_launch, i in sorted(launches + waits):
-        now = start_us[step] + behind
-        if not is_launch:
-            exposed_us[i] = max(0.0, end_us[i] - now)
-            us = exposed_us[i] + costs[i].copy_out_us
+    # Sorted tuples give the order of ``plan.events_by_step``: by step, launches before waits, each
+    # by position; but the wait for what a successor continues comes right before its launch.
+    events = [(launch, False, i, True, i) for i, launch in enumerate(launches)]
+    for i, wait in enumerate(waits):
+        if i in successors:
+            events.append((wait, False, successors[i], False, i))
         else:
+            events.append((wait, True, i, False, i))
+    events.sort()
+    end_us, exposed_us = [0.0] * len(launches), [0.0] * len(launches)
+    lanes: defaultdict[str, Lane] = defaultdict(Lane)
+    # Steps run back to back but for what is added before them. So the compute lane need not run
+    # step by step: it is late by the sum of what was added so far.
+    added_us = [0.0] * len(start_us)
+    late_us = 0.0
+    for step, _, _, is_launch, i in events:
+        now_us = start_us[step] + late_us
+        if is_launch:
             us, lane_us, _, lane = costs[i]
-            end_us[i] = free[lane] = max(free[lane], now + us) + lane_us
-        late_us[step] += us
-        behind += us
-    step_us = [start + late for start, late in zip(start_us, accumulate(late_us))]
-    return Clock(step_us, exposed_us, max([step_us[-1], *free.values()]))
-
-
-def bucket_cost(problem: Problem, bucket: Bucket, prices: TransferCostModel) -> BucketCost:
-    """What packing shards before a gather costs, or full gradients before a reduction; the collective;
-    and unpacking gathered parameters: reduced shards are slices of their buffer."""
-    lane_us = prices.collective_us(bucket.kind, bucket.num_bytes, bucket.world, bucket.stride)
-    if bucket.kind in HOST_COPIES:
-        return BucketCost(0.0, lane_us, 0.0, bucket.kind)
-    parcels_us = prices.buffer_us(bucket.world, bucket.stride) * (len(bucket.buffers) - 1)
-    if bucket.kind == TransferKind.ALL_REDUCE_SHARDS:  # in the buffers that it is left in
-        return BucketCost(parcels_us, lane_us, 0.0)
-    gathers = bucket.kind == TransferKind.ALL_GATHER
-    packed, cast = [], []
-    for parcel in bucket.buffers:
-        size = sum(problem.transfers[i].num_bytes for i in parcel)
-        if len(parcel) > 1:
-            packed.append(size)
-        elif problem.transfers[parcel[0]].casts:
-            cast.append(size)
-    parts = bucket.world if gathers else 1
-    return BucketCost(
-        parcels_us + sum(prices.copy_us(n // parts) for n in [*packed, *cast]),
-        lane_us,
-        sum(prices.copy_us(n) for n in packed) if gathers else 0.0,
+            end_us[i] = lanes[lane].run(lane_us, now_us + us)
+        else:
+            exposed_us[i] = max(0.0, end_us[i] - now_us)
+            us = exposed_us[i] + costs[i].copy_out_us
+        added_us[step] += us
+        late_us += us
+    step_us = [start + late for start, late in zip(start_us, accumulate(added_us))]
+    return Clock(
+        step_us, exposed_us, max([step_us[-1], *(lane.free_us for lane in lanes.values())])
     )
 
 
-def alive_bytes(problem: Problem, buckets: Sequence[Bucket]) -> list[int]:
-    """By step; see ``Timeline``."""
-    end = problem.num_steps
-    spans = []
-    for bucket in buckets:
-        of = [problem.transfers[i] for i in bucket.transfers]
-        if bucket.kind == TransferKind.ALL_GATHER:
-            spans += [(bucket.launch, t.last + 1, t.num_bytes) for t in of]
-            spans += [(bucket.launch, bucket.wait, t.shard_bytes) for t in of if t.host]
-        elif bucket.kind == TransferKind.COPY_TO_DEVICE:
-            spans += [
-                (bucket.launch, t.last + 1, t.num_bytes)
-                for t in of
-                if t.kind == TransferKind.COPY_TO_DEVICE
-            ] or [(bucket.launch, bucket.wait, bucket.num_bytes)]
-        elif bucket.kind == TransferKind.COPY_TO_HOST:
-            spans += [
-                (t.ready, bucket.wait, t.num_bytes)
-                for t in of
-                if t.kind == TransferKind.COPY_TO_HOST
-            ] or [(bucket.launch, bucket.wait, bucket.num_bytes)]
-        elif bucket.kind != TransferKind.ALL_REDUCE_SHARDS:
-            spans += [(t.ready, bucket.wait, t.num_bytes) for t in of]
-            spans += [(bucket.wait, end, t.shard_bytes) for t in of if not t.host]
-    return [a + b for a, b in zip(problem.other_bytes, _summed(spans, end))]
+def bucket_cost(problem: Problem, bucket: Bucket, cost_model: TransferCostModel) -> BucketCost:
+    """Return the time of ``bucket`` and of the copies around it.
 
-
-def gathered_bytes(problem: Problem, buckets: Sequence[Bucket]) -> list[int]:
-    """By step, full parameters that were gathered and are used yet, or are on their way."""
-    spans = [
-        (bucket.launch, problem.transfers[i].last + 1, problem.transfers[i].num_bytes)
-        for bucket in buckets
-        if bucket.kind == TransferKind.ALL_GATHER
-        for i in bucket.transfers
-    ]
-    return _summed(spans, problem.num_steps)
-
-
-def in_flight_bytes(problem: Problem, buckets: Sequence[Bucket]) -> list[int]:
-    """By step; see ``Timeline``."""
-    spans = [(bucket.launch, bucket.wait, bucket.num_bytes) for bucket in buckets]
-    return _summed(spans, problem.num_steps)
-
-
-def _summed(spans: Sequence[tuple[int, int, int]], num_steps: int) -> list[int]:
-    """By step, the bytes of all spans ``[begin, end)`` that hold it."""
-    change = [0] * (num_steps + 1)
-    for begin, end, num_bytes in spans:
-        if begin < end:
-            change[begin] += num_bytes
-            change[end] -= num_bytes
-    return list(accumulate(change))[:num_steps]
+    Before a gather the shards of a shared buffer are packed, before a reduction full gradients;
+    tensors that are cast are written once more in any case. After a gather full parameters are
+    copied out of shared buffers, while reduced shards are slices of theirs.
+    """
+    lane_us = cost_model.collective_us(bucket.kind, bucket.num_bytes, bucket.world, bucket.stride)
+    if bucket.kind in HOST_COPIES:
+        return BucketCost(0.0, lane_us, 0.0, bucket.kind)
+    buffers_us = cost_model.buffer_us(bucket.world, bucket.stride) * (len(bucket.buffers) - 1)
+    if bucket.kind == TransferKind.ALL_REDUCE_SHARDS:
+        return BucketCost(buffers_us, lane_us, 0.0)  # in place: nothing to copy
+    gathers = bucket.kind == TransferKind.ALL_GATHER
+    packed, cast = [], []
+    for buffer in bucket.buffers:
+        num_bytes = sum(problem.transfers[i].num_bytes for i in buffer)
+        if len(buffer) > 1:
+            packed.append(num_bytes)
+        elif problem.transfers[buffer[0]].casts:
+            cast.append(num_bytes)
+    num_shards = bucket.world if gathers else 1  # a rank writes one shard of what it gathers
+    return BucketCost(
+        copy_in_us=buffers_us + sum(cost_model.copy_us(n // num_shards) for n in [*packed, *cast]),
+        lane_us=lane_us,
+        copy_out_us=sum(cost_model.copy_us(n) for n in packed) if gathers else 0.0,
+    )

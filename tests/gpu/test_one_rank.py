@@ -15,8 +15,8 @@ import graphshard
 from benchmarks.models import DeepMLP, parameter_bytes
 from graphshard.kinds import TransferKind
 from graphshard.ops.float8_math import RECIPES
+from graphshard.planning.live_bytes import alive_bytes
 from graphshard.planning.plan import Plan
-from graphshard.planning.simulate import alive_bytes
 from tests import ranks
 from tests.gpu.training import Trainer, agree, by_torch_compile, cosines_in_fp8
 from tests.numerics.compare import generator, relative_error, sgd

@@ -14,8 +14,8 @@ from torch import Tensor
 import graphshard
 from graphshard import SchedulePolicy
 from graphshard.kinds import GraphKind, TransferKind
+from graphshard.planning.live_bytes import alive_bytes
 from graphshard.planning.search import BudgetError
-from graphshard.planning.simulate import alive_bytes
 from tests import ranks
 from tests.models import GPT, MLP, ConvNet, Trainable
 from tests.numerics.compare import generator, sgd, world_mesh

@@ -25,7 +25,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 
 from graphshard.kinds import TransferKind
-from graphshard.planning.bucketing import Cuts, Queue
+from graphshard.planning.bucketing import Queue, Split
 from graphshard.planning.plan import Bucket, Problem
 from graphshard.planning.simulate import BucketCost, TransferCostModel, bucket_cost, clock
 
@@ -52,7 +52,7 @@ def best(problem: Problem, prices: TransferCostModel) -> tuple[tuple[Bucket, ...
     return found
 
 
-def _all_cuts(problem: Problem, prices: TransferCostModel) -> Iterator[Cuts]:
+def _all_cuts(problem: Problem, prices: TransferCostModel) -> Iterator[Split]:
     """Every way to cut gathers by when they are due, and reductions by when they are ready."""
     at = range(len(problem.transfers))
     gathers = [i for i in at if problem.transfers[i].kind == TransferKind.ALL_GATHER]
@@ -62,7 +62,7 @@ def _all_cuts(problem: Problem, prices: TransferCostModel) -> Iterator[Cuts]:
     choices = [
         [
             [
-                Queue(problem, prices, None, order).group(*span)
+                Queue(problem, prices, None, order).candidate(*span)
                 for span in itertools.pairwise(borders)
             ]
             for borders in _all_borders(len(order))
@@ -81,7 +81,7 @@ def _all_borders(num: int) -> Iterator[list[int]]:
 class _Program:
     """Of buckets whose members are known. All rows say that something is at least so much."""
 
-    def __init__(self, problem: Problem, cuts: Cuts) -> None:
+    def __init__(self, problem: Problem, cuts: Split) -> None:
         self._problem = problem
         self._buckets = [group.bucket for group in cuts]
         self._costs = [group.cost for group in cuts]

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from graphshard.kinds import TransferKind
 from graphshard.planning.keep_unsharded import LEAST_US, choose_kept
+from graphshard.planning.live_bytes import smallest_peak
 from graphshard.planning.memory_budget import ScheduleLimits
 from graphshard.planning.plan import Problem, Transfer
-from graphshard.planning.search import find_schedule, smallest_peak
+from graphshard.planning.search import find_schedule
 from graphshard.planning.simulate import simulate
 from tests.plan.problems import Line, gather, lines, problem, problems
 

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from graphshard.consensus.plan_consensus import follow
 from graphshard.errors import BackendError
 from graphshard.kinds import TransferKind
+from graphshard.planning.live_bytes import alive_bytes, in_flight_bytes, smallest_peak
 from graphshard.planning.memory_budget import ScheduleLimits
 from graphshard.planning.plan import Bucket, Plan, Problem, replica_bucket
-from graphshard.planning.search import BudgetError, find_schedule, smallest_peak
-from graphshard.planning.simulate import COLLECTIVE, alive_bytes, clock, in_flight_bytes, simulate
+from graphshard.planning.search import BudgetError, find_schedule
+from graphshard.planning.simulate import COLLECTIVE, clock, simulate
 from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction
 
 

@@ -1,0 +1,33 @@
+"""A lane: something that does one thing after the other, such as the stream of a process group."""
+
+from __future__ import annotations
+
+MARGIN = 2.0
+"""Factor on a predicted duration, for reductions and host copies whose end nothing depends on soon.
+
+Judged: predictions are off by up to a factor of two where compute and communication compete. A
+larger margin holds buffers for longer; a smaller one lets compute wait for a transfer that is late.
+"""
+
+
+class Lane:
+    """Time of one lane, in microseconds.
+
+    Attributes:
+        free_us: when everything that it was given so far is done.
+    """
+
+    __slots__ = ("free_us",)
+
+    def __init__(self, free_us: float = 0.0) -> None:
+        self.free_us = free_us
+
+    def start_us(self, ready_us: float) -> float:
+        """Return when work would begin that can begin at ``ready_us``."""
+        return ready_us if ready_us > self.free_us else self.free_us
+
+    def run(self, duration_us: float, ready_us: float = 0.0) -> float:
+        """Add work that can begin at ``ready_us``, behind all that came before; return its end."""
+        free_us = self.free_us
+        self.free_us = end_us = (ready_us if ready_us > free_us else free_us) + duration_us
+        return end_us

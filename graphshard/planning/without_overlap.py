@@ -1,0 +1,60 @@
+"""The schedule without overlap: each transfer where it is needed or ready, waited for at once."""
+
+from __future__ import annotations
+
+from ..kinds import TransferKind
+from .plan import Bucket, Problem, Transfer, bucket_of, in_launch_order, replica_bucket
+
+SMALL_BYTES, SMALL_CAP_BYTES = 1 << 20, 4 << 20
+"""The largest transfer that shares a bucket, and the largest shared bucket.
+
+By ``cost.hardware`` the fixed cost of a collective is that of about a megabyte on the wire, within a
+factor of a few, on NVLink and on Ethernet alike. With larger sizes more is copied into buffers, and
+nothing hides that; with smaller ones more launches are paid.
+"""
+
+
+def schedule_without_overlap(problem: Problem) -> tuple[Bucket, ...]:
+    """Return buckets that are waited for where they are launched; small transfers share them.
+
+    The result depends on the transfers alone, not on predicted times.
+    """
+    members: list[list[int]] = []
+    filling: dict[tuple[str, ...], list[int]] = {}  # by key, the bucket that takes more
+    for i, transfer in enumerate(problem.transfers):
+        key = _key(problem, transfer)
+        if key is None:
+            members.append([i])
+            continue
+        bucket = filling.get(key)
+        if bucket and sum(problem.transfers[j].num_bytes for j in [*bucket, i]) <= SMALL_CAP_BYTES:
+            bucket.append(i)
+        else:
+            filling[key] = [i]
+            members.append(filling[key])
+    buckets = [_bucket(problem, bucket) for bucket in members]
+    averages = [replica_bucket(bucket, problem.transfers) for bucket in buckets]
+    return in_launch_order([*buckets, *filter(None, averages)])
+
+
+def _key(problem: Problem, transfer: Transfer) -> tuple[str, ...] | None:
+    """Return what transfers of one bucket have in common; None for one that travels alone."""
+    used_in_graph = transfer.kind != TransferKind.ALL_GATHER and transfer.due < problem.num_steps
+    if used_in_graph or transfer.num_bytes > SMALL_BYTES:
+        return None
+    return (
+        transfer.kind,
+        transfer.group,
+        transfer.replicas,
+        transfer.dtype,
+        str(transfer.host),
+    )
+
+
+def _bucket(problem: Problem, members: list[int]) -> Bucket:
+    transfers = [problem.transfers[i] for i in members]
+    if transfers[0].kind == TransferKind.ALL_GATHER:
+        step = min(t.due for t in transfers)
+    else:
+        step = max(t.ready for t in transfers)
+    return bucket_of(problem, (tuple(members),), launch=step, wait=step)
