@@ -1,4 +1,4 @@
-"""The kinds of graphs and of transfers. The values are also those in the JSON of plans and dumps."""
+"""The kinds of graphs and of transfers. Plans and dumps have the same values in JSON."""
 
 from __future__ import annotations
 

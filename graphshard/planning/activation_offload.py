@@ -1,10 +1,11 @@
 """Chooses activations that wait for backward in host memory, to keep a budget or to save time.
 
 Some have to leave because a graph has no memory for them. More may leave, since a schedule that has
-memory left launches gathers earlier. So a few amounts are tried, and both graphs scheduled for each.
+memory left launches gathers earlier. So the planner tries a few amounts, and schedules both graphs
+for each.
 
-    budget   ├───────────────── needed ─────────────┤           all gathers exposed
-             ├────────── needed ─────────┤ ahead ───┤           hidden behind compute, if the copies are
+    budget   ├───────────────── needed ─────────────┤     all gathers exposed
+             ├────────── needed ─────────┤ ahead ───┤     hidden behind compute, if the copies are
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ neighbours. Fewer shares would miss a good one; more take longer to plan.
 LEAST_GAIN = 0.02
 """The part of the predicted time that must be saved for more activations to leave than have to.
 
-Judged: about what the best prediction is off. If it is larger, fewer activations leave; at 0 the bus
-to the host is loaded, and host memory used, for a gain that may be none.
+Judged: predictions are no better than that. If it is larger, fewer activations leave, and gathers
+stay exposed that could hide; at 0 copies load the bus to the host for a gain that may be none.
 """
 
 
@@ -59,8 +60,8 @@ def choose_offloaded(
 ) -> list[int]:
     """Return the positions in ``saved`` of the activations to offload.
 
-    They are enough to keep ``limits.peak`` in each graph, as far as that is possible; empty if there
-    is no such limit. More are offloaded where that saves time, because gathers are launched earlier.
+    They are enough to keep ``limits.peak`` in each graph, as far as that is possible; none if there
+    is no such limit. More are offloaded where gathers are then launched earlier, and time is saved.
     """
     if limits.peak is None:
         return []

@@ -1,4 +1,4 @@
-"""Ways to form buckets: queues of transfers, split into candidates, each of neighbours in its queue."""
+"""Forms buckets: queues of transfers are split into candidates, each of neighbours in its queue."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ gathers shards of the host gets a copy to the device. It is waited for where the
 and launched as late as it can be to be done by then, all copies being carried one after the other.
 Each bucket that reduces to shards of the host gets a copy to the host. It is launched where the
 reduction is waited for, and waited for when it is done; the host itself waits at the graph's end.
-Activations are copied one by one: to the host after their last use in forward, and back like shards.
+Activations are copied one by one: to the host after their last use in forward, back like shards.
 
     to device      [shards of a][shards of b]
     communication               [gather a   ][gather b]              [reduce a]
@@ -29,7 +29,7 @@ from .simulate import TransferCostModel, bucket_cost, clock
 
 
 def without_host_copies(problem: Problem) -> Problem:
-    """Return the problem of collectives alone: activations are reloaded at once where they are due."""
+    """Return the problem of collectives alone, as if reloads took no time and began where due."""
     if not any(t.kind in HOST_COPIES for t in problem.transfers):
         return problem
     reloaded = [

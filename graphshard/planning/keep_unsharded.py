@@ -5,7 +5,7 @@ while: they are exposed in any schedule. They are left out as far as memory allo
 which backward needs them, since those are held for the shortest time. This is the selective
 unsharding of DeepCompile (arXiv 2504.09983), decided by exposed time.
 
-    forward   .. gather w   use w  [ w stays    ]      backward   [     ] use w   gather v   use v ..
+    forward   .. gather w   use w  [ w stays   ]    backward   [     ] use w   gather v   use v ..
 """
 
 from __future__ import annotations

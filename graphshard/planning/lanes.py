@@ -5,8 +5,9 @@ from __future__ import annotations
 MARGIN = 2.0
 """Factor on a predicted duration, for reductions and host copies whose end nothing depends on soon.
 
-Judged: predictions are off by up to a factor of two where compute and communication compete. A
-larger margin holds buffers for longer; a smaller one lets compute wait for a transfer that is late.
+Judged: beside compute, and on wires that others use, a transfer may well take twice as long as it
+takes alone. A larger margin holds buffers for longer; with a smaller one compute waits for
+transfers that are late.
 """
 
 

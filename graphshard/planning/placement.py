@@ -25,7 +25,8 @@ from .plan import Bucket, Problem, in_launch_order
 from .simulate import TransferCostModel, start_times_us, sweep
 
 MEMORY_PRICE = 1.0
-"""Without a budget, memory beyond a modest peak (see ``Placer``) by a tenth must save a tenth of time.
+"""Without a budget, a tenth more memory than a modest peak (see ``Placer``) has to save a tenth of
+the time.
 
 Judged: memory and time count alike. If it is larger, gathers are launched late and stay exposed; at
 0 a schedule takes all memory that saves a microsecond.
@@ -66,7 +67,7 @@ class Score(NamedTuple):
 
     Attributes:
         over_budget_bytes: peak above ``ScheduleLimits.peak``; 0 without a budget.
-        price_us: predicted time, time that compute loses beside collectives, and the price of memory.
+        price_us: predicted time, what compute loses beside collectives, and the price of memory.
     """
 
     over_budget_bytes: int
@@ -114,8 +115,8 @@ class Draft(NamedTuple):
 class Placer:
     """Makes drafts of one problem.
 
-    With b buckets and s steps, a draft takes O(b log b + s), where s is a matter of copying lists; a
-    limit of memory adds the steps in which buckets are in flight.
+    With b buckets and s steps, a draft takes O(b log b + s), where s is a matter of copying lists.
+    A limit of memory adds the steps in which each bucket is in flight.
 
     Args:
         modest_bytes: a bucket that nobody minds. With the least peak of any schedule, one such
@@ -240,7 +241,7 @@ class Placer:
         launches = [*gather_launches, *(c.bucket.launch for c in reductions)]
         waits = [*(c.bucket.wait for c in gathers), *reduction_waits]
         if self._limits.peak is None:
-            # Bytes in flight may be there twice: backends copy, allocators hold them until the wait.
+            # Bytes in flight may be there twice: backends copy, allocators keep them to the wait.
             in_flight = self._in_flight([*gathers, *reductions], launches, waits)
             held = max(map(add, alive, in_flight), default=0)
             over_budget, excess = 0, max(0.0, held / self._modest_peak - 1)
@@ -250,7 +251,7 @@ class Placer:
         costs += [average.cost for average in splits.averages]
         launches += _average_launches(reductions, reduction_waits)
         waits += average_waits
-        # Sweep takes buckets in launch order, and needs to know which average is of which reduction.
+        # ``sweep`` takes buckets in launch order, and which average continues which reduction.
         order = sorted(range(len(costs)), key=launches.__getitem__)
         times = sweep(
             self._start_us,

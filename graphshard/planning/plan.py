@@ -6,7 +6,7 @@ of a gathered parameter, and after the node that completes a gradient. A ``Plan`
 launch order, each with the step before which it is launched and the one before which it is waited
 for. Everything is frozen, made by pure functions, and saved as JSON.
 
-    nodes   a   b   mm(w)   c   d   mm(v)   dw   e            steps   [a b] [mm(w) c d] [mm(v) dw] [e]
+    nodes   a   b   mm(w)   c   d   mm(v)   dw   e      steps   [a b] [mm(w) c d] [mm(v) dw] [e]
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ class Bucket:
     """Transfers of one kind that travel in one collective.
 
     Attributes:
-        kind: kind of its transfers, or of what follows on them (``ALL_REDUCE_SHARDS``, host copies).
+        kind: kind of its transfers, or of what is done with their shards (``ALL_REDUCE_SHARDS``,
+            ``HOST_COPIES``).
         buffers: positions in ``Problem.transfers``, by buffer. Transfers of one buffer are copied
             into it and out again; a transfer alone in its buffer travels as it is.
         num_bytes: bytes of all full tensors together.
@@ -333,7 +334,7 @@ class Plan:
 
 
 def _rename_key(raw: dict[str, Any], old: str, new: str) -> dict[str, Any]:
-    """Return ``raw`` with a key renamed in its place; files call the buffers of a bucket parcels."""
+    """Return ``raw`` with a key renamed, in its place; in files buckets have ``parcels``."""
     return {new if key == old else key: value for key, value in raw.items()}
 
 

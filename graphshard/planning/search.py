@@ -1,4 +1,4 @@
-"""Finds the schedule of a graph: which transfers share buckets, and when each is launched and waited for.
+"""Finds the schedule of a graph: which transfers share buckets, and when each bucket travels.
 
 A schedule is two splits (which gathers share a bucket, which reductions do) and a placement, which
 follows from them and from a number of bytes in flight (``placement``). The search has two parts:
@@ -33,8 +33,8 @@ would only repeat 0; fewer would leave out buckets of a few small matrices.
 CAP_BUCKETS = 2
 """Without a budget, a bucket is no larger than this number of modest ones (see ``_modest_bytes``).
 
-Chosen so that peak memory is beside that of eager FSDP2 (``benchmarks/results/memory.md``). If it is
-larger, memory grows by buffers for little time; at 1 latencies are paid that could be shared.
+Chosen so that peak memory is close to that of eager FSDP2 (``benchmarks/results/memory.md``). If it
+is larger, buffers take more memory and save little time; at 1 fewer transfers share a latency.
 """
 WORK, WORK_WITH_LIMITS = 3_000_000, 1_000_000
 """Drafts of the local search times transfers, without and with limits of memory.
@@ -53,9 +53,9 @@ class BudgetError(BackendError):
 
     def __init__(self, graph: str, budget: int, needed: int) -> None:
         super().__init__(
-            f"memory_budget_gb={budget / 1e9:g}: the {graph} graph needs {needed / 1e9:.3f} GB with "
-            "every parameter gathered on its own at its first use; give at least that, or have more "
-            "recomputed, by schedule.activation_memory_budget"
+            f"memory_budget_gb={budget / 1e9:g}: the {graph} graph needs {needed / 1e9:.3f} GB "
+            "with every parameter gathered on its own at its first use; give at least that, or "
+            "have more recomputed, by schedule.activation_memory_budget"
         )
         self.needed = needed
 
@@ -167,12 +167,11 @@ def _reductions_by_ready(problem: Problem) -> list[int]:
 
 
 def _modest_bytes(problem: Problem, cost_model: TransferCostModel) -> float:
-    """Return the size of a bucket that nobody minds.
+    """Return a size of buckets beyond which they save little time by growing.
 
-    It is that of the largest transfer, or a larger one, at which the time on the wire equals the
-    fixed cost of a bucket (latency, and what compute loses to it): in a larger bucket less than half
-    of the time could be saved by sharing it with more. All transfers are taken to cost per byte
-    what the largest does.
+    It is the size at which the fixed cost of a bucket (latency, and what compute loses to any
+    collective) is half of its time: to merge two of that size saves a quarter of their time.
+    But it is no less than the largest transfer, whose rate stands for that of all.
     """
     if not problem.transfers:
         return 0

@@ -1,4 +1,4 @@
-"""Predicts when everything in a planned graph happens, in lanes: compute, communication, host copies.
+"""Predicts when everything in a planned graph happens: in compute, communication and host copies.
 
 The compute lane runs the steps in order. Before each it issues the buckets that are launched there,
 then stands still for those that are waited for there. The communication lane carries one collective
@@ -174,7 +174,7 @@ class _Run:
         return slot
 
     def critical_path(self) -> tuple[Slot, ...]:
-        """Return the slots from the first to the one that ends last, by the blocker that ends last."""
+        """Return the way back from the slot that ends last, each time to the latest blocker."""
         path = []
         slot = max(self.slots, key=lambda slot: slot.end_us, default=None)
         while slot is not None:
@@ -210,7 +210,7 @@ def clock(problem: Problem, buckets: Sequence[Bucket], cost_model: TransferCostM
 
 
 def start_times_us(problem: Problem) -> list[float]:
-    """Return when each step starts, and last when the graph ends, if nothing is in compute's way."""
+    """Return when each step starts if nothing delays compute, and last when the graph ends."""
     return [0.0, *accumulate(problem.compute_us)]
 
 

@@ -8,9 +8,10 @@ from .plan import Bucket, Problem, Transfer, bucket_of, in_launch_order, replica
 SMALL_BYTES, SMALL_CAP_BYTES = 1 << 20, 4 << 20
 """The largest transfer that shares a bucket, and the largest shared bucket.
 
-By ``cost.hardware`` the fixed cost of a collective is that of about a megabyte on the wire, within a
-factor of a few, on NVLink and on Ethernet alike. With larger sizes more is copied into buffers, and
-nothing hides that; with smaller ones more launches are paid.
+By the cost model a MiB on the wire takes about as long as the fixed cost of a collective, within a
+factor of a few: 5 us beside 11 for 8 H100 on NVLink, 36 us beside 103 for 64 on a network. With
+larger sizes more is copied into buffers, and nothing hides that; with smaller ones there are more
+launches.
 """
 
 
