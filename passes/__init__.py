@@ -1,147 +1,168 @@
-"""The passes, in order. What Dynamo traced is rewritten before it is differentiated, the joint graph
-before it is partitioned; each of the forward, backward and inference graphs is read as a problem,
-scheduled, and lowered by the plan, after Inductor's own passes.
+"""The passes, in order. The graph that Dynamo traced is rewritten before it is differentiated, the
+joint graph before it is partitioned; each of the forward, backward and inference graphs is read as a
+problem, scheduled, and lowered by the plan, after Inductor's own passes.
 
     traced graph ─► float8 ─► [AOTAutograd]
-    joint graph ─► merge ─► casts ─► float8 ─► reshard ─► [partitioner] ─► forward, backward
-                                                                              ─► keep ─► offload
-                                       [Inductor] ─► each ─► steps ─► lower
+    joint graph ─► dedup ─► casts ─► float8 ─► reshard ─► [partitioner] ─► forward, backward
+                                      ─► keep secondary shards ─► keep gathered ─► offload activations
+                            [Inductor] ─► each ─► normalise ─► read the problem ─► plan ─► lower
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import fx
 
 from graphshard.cost.model import CostModel
-from graphshard.kinds import HOST_COPIES, GraphKind
-from graphshard.ops import markers as marker_ops
+from graphshard.kinds import GraphKind
+from graphshard.ops import markers
 from graphshard.ops.host_copy import PINNED
+from graphshard.ops.marker_specs import UnshardSpec
 from graphshard.ops.nodes import REASON
-from graphshard.passes.activation_offload import describe_saved, stow, stowable
-from graphshard.passes.build_problem import (
-    fill_values,
-    raise_scales,
-    read_problem,
-    sink_gathered,
-    step_of,
+from graphshard.passes.activation_offload import (
+    describe_saved,
+    offload,
+    offloadable,
+    raise_saved_views,
 )
+from graphshard.passes.build_problem import GraphProblem, build_problem
 from graphshard.passes.casts import cast_before_gather, cast_early
 from graphshard.passes.dedup import merge, merge_unshards
+from graphshard.passes.describe import describe_params
 from graphshard.passes.float8 import gather_float8, scale_before_gather, use_float8
-from graphshard.passes.keep_unsharded import keep, keep_parts, keepable
-from graphshard.passes.lower import (
-    apply_buckets,
-    apply_replicate,
-    describe_params,
-    describe_transfer,
-    markers_of,
-)
+from graphshard.passes.keep_unsharded import keep, keep_secondary_shards, keepable
+from graphshard.passes.lower import apply_buckets, apply_replicate
+from graphshard.passes.normalise import normalise
 from graphshard.passes.reshard import parameter_derived, reshard
 from graphshard.planning.activation_offload import SavedActivation
 from graphshard.planning.plan import Bucket, Plan, Problem, Transfer
 
 TRACED = (use_float8,)
+"""Passes on the graph that Dynamo traced."""
+
 JOINT = (merge, cast_early, gather_float8, reshard)
+"""Passes on the joint graph, before it is partitioned."""
 
 __all__ = [
     "JOINT",
     "TRACED",
+    "PartitionProblems",
     "keep_gathered",
-    "keep_parts",
+    "keep_secondary_shards",
     "lower",
+    "offload_activations",
     "parameter_derived",
-    "stow_activations",
+    "read_partition",
 ]
 
 
 def lower(
     graph: fx.Graph,
     kind: GraphKind,
-    costs: CostModel,
-    decide: Callable[[Problem, CostModel], tuple[Bucket, ...]],
+    cost_model: CostModel,
+    plan_buckets: Callable[[Problem, CostModel], tuple[Bucket, ...]],
 ) -> Plan:
-    """Have ``decide`` say when what travels in ``graph``, and rewrite it so in place."""
+    """Read ``graph`` as a problem, plan it, and rewrite it by the plan, in place."""
     merge_unshards(graph)
     if kind == GraphKind.INFERENCE:
         cast_before_gather(graph)
         scale_before_gather(graph)
     params = describe_params(graph)
     unique = tuple(dict.fromkeys(params.values()))
-    index = {param: i for i, param in enumerate(unique)}
-    at = {marker: index[param] for marker, param in params.items()}
-    problem, markers, steps = _read(graph, kind, costs, at)
-    buckets = decide(problem, costs)
-    gathered = [marker for marker in markers if marker.target is marker_ops.unshard]
-    kept = tuple(at[marker] for marker in gathered if not marker_ops.arguments(marker)["regather"])
-    reasons = tuple((at[marker], marker.meta[REASON]) for marker in at if REASON in marker.meta)
-    apply_buckets(graph, buckets, markers, steps)
-    apply_replicate(graph, [marker for marker in params if marker not in markers])
-    return Plan(unique, problem, buckets, kept, reasons)
+    number = {param: i for i, param in enumerate(unique)}
+    param_of = {marker: number[param] for marker, param in params.items()}
+    normalise(graph)
+    problem, marker_nodes, steps, _ = build_problem(graph, kind, cost_model, param_of)
+    buckets = plan_buckets(problem, cost_model)
+    gathered = [node for node in marker_nodes if node.target is markers.unshard]
+    plan = Plan(
+        params=unique,
+        problem=problem,
+        buckets=buckets,
+        kept=tuple(
+            param_of[node] for node in gathered if UnshardSpec.of_node(node).regather_group is None
+        ),
+        reasons=tuple(
+            (i, node.meta[REASON]) for node, i in param_of.items() if REASON in node.meta
+        ),
+    )
+    apply_buckets(graph, buckets, marker_nodes, steps)
+    apply_replicate(graph, [node for node in params if node not in marker_nodes])
+    return plan
+
+
+class PartitionProblems(NamedTuple):
+    """A forward and a backward graph, read as problems; ``Transfer.param`` is a graph input in both."""
+
+    forward: GraphProblem
+    backward: GraphProblem
+
+
+def read_partition(
+    forward: fx.Graph, backward: fx.Graph, cost_model: CostModel
+) -> PartitionProblems:
+    """Normalise both graphs, in place, and read them as problems."""
+    problems = []
+    for graph, kind in ((forward, GraphKind.FORWARD), (backward, GraphKind.BACKWARD)):
+        input_of = {node: param.input for node, param in describe_params(graph).items()}
+        normalise(graph)
+        problems.append(build_problem(graph, kind, cost_model, input_of))
+    return PartitionProblems(*problems)
 
 
 def keep_gathered(
     forward: fx.Graph,
     backward: fx.Graph,
     num_outputs: int,
-    costs: CostModel,
-    decide: Callable[[Problem, Problem, Mapping[int, Transfer], CostModel], Sequence[int]],
+    cost_model: CostModel,
+    choose: Callable[[Problem, Problem, Mapping[int, Transfer], CostModel], Sequence[int]],
+    problems: PartitionProblems | None = None,
 ) -> list[str]:
-    """Have ``decide`` say which parameters stay gathered for backward, and rewrite both graphs so.
+    """Keep gathered for backward the parameters that ``choose`` names, and rewrite both graphs so.
 
     Args:
         num_outputs: how many of the forward's outputs are the user's; the rest is saved.
-        decide: given both problems, in which ``Transfer.param`` is a graph input; see
-            ``graphshard.planning.keep_unsharded``.
+        choose: see ``graphshard.planning.keep_unsharded``; ``Transfer.param`` is a graph input.
+        problems: of both graphs as they are; None: they are read here.
 
     Returns:
-        The names of the forward's nodes that are saved now.
+        The names of the forward's nodes that are saved now. If there are none, ``problems`` still
+        describes the graphs.
     """
-    params = {**describe_params(forward), **describe_params(backward)}
-    inputs = {marker: param.input for marker, param in params.items()}
-    before, gathers, _ = _read(forward, GraphKind.FORWARD, costs, inputs)
-    after, markers, _ = _read(backward, GraphKind.BACKWARD, costs, inputs)
+    before, after = problems or read_partition(forward, backward, cost_model)
     pairs = keepable(forward, backward, num_outputs)
-    transfers = dict(zip(gathers, before.transfers, strict=True))
-    gathered = {i: transfers[pairs[m]] for i, m in enumerate(markers) if m in pairs}
-    chosen = [markers[i] for i in decide(before, after, gathered, costs)]
-    keep(forward, backward, {marker: pairs[marker] for marker in chosen}, num_outputs)
-    return [pairs[marker].name for marker in chosen]
+    transfers = dict(zip(before.markers, before.problem.transfers, strict=True))
+    gathered = {i: transfers[pairs[m]] for i, m in enumerate(after.markers) if m in pairs}
+    chosen = choose(before.problem, after.problem, gathered, cost_model)
+    kept = {after.markers[i]: pairs[after.markers[i]] for i in chosen}
+    keep(forward, backward, kept, num_outputs)
+    return [node.name for node in kept.values()]
 
 
-def stow_activations(
+def offload_activations(
     forward: fx.Graph,
     backward: fx.Graph,
     num_outputs: int,
-    costs: CostModel,
-    decide: Callable[[Problem, Problem, Sequence[SavedActivation], CostModel], Sequence[int]],
+    cost_model: CostModel,
+    choose: Callable[[Problem, Problem, Sequence[SavedActivation], CostModel], Sequence[int]],
+    problems: PartitionProblems | None = None,
 ) -> None:
-    """Have ``decide`` say which activations wait for backward in the host's memory, and rewrite both graphs.
+    """Have the activations that ``choose`` names wait for backward in the host's memory, and rewrite
+    both graphs so.
 
     Args:
         num_outputs: how many of the forward's outputs are the user's; the rest is saved.
+        choose: see ``graphshard.planning.activation_offload``.
+        problems: of both graphs as they are; None: they are read here.
     """
-    pairs = stowable(forward, backward, num_outputs)
-    before, _, first = _read(forward, GraphKind.FORWARD, costs, {})
-    after, _, then = _read(backward, GraphKind.BACKWARD, costs, {})
-    saved = describe_saved(pairs, step_of(forward, first), step_of(backward, then))
-    chosen = [list(pairs)[i] for i in decide(before, after, saved, costs)]
-    stow(forward, {node: pairs[node] for node in chosen}, num_outputs, PINNED)
-
-
-def _read(
-    graph: fx.Graph, kind: GraphKind, costs: CostModel, param_of: Mapping[fx.Node, int]
-) -> tuple[Problem, list[fx.Node], list[fx.Node]]:
-    """The problem of ``graph``, the marker of every transfer, and the first node of every step."""
-    raise_scales(graph)
-    sink_gathered(graph)
-    fill_values(graph)
-    found = [marker for marker in markers_of(graph) if marker.target in marker_ops.KIND_OF_MARKER]
-    # Ranks may differ in what they copy, but not in the numbers of what they send.
-    communicating = sorted(
-        found, key=lambda marker: marker_ops.KIND_OF_MARKER[marker.target] in HOST_COPIES
-    )
-    transfers = {m: describe_transfer(m, param_of.get(m)) for m in communicating}
-    problem, steps = read_problem(graph, kind, transfers, costs.compute_us(graph))
-    return problem, communicating, steps
+    pairs = offloadable(forward, backward, num_outputs)
+    if raise_saved_views(pairs.values()) or problems is None:
+        problems = read_partition(forward, backward, cost_model)
+    before, after = problems
+    saved = describe_saved(pairs, before.step_of, after.step_of)
+    chosen = choose(before.problem, after.problem, saved, cost_model)
+    placeholders = list(pairs)
+    offloaded = {placeholders[i]: pairs[placeholders[i]] for i in chosen}
+    offload(forward, offloaded, num_outputs, PINNED)

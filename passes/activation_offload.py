@@ -1,17 +1,17 @@
 """Forward and backward graph: activations that are saved for backward wait for it in the host's memory.
 
     forward   a = gelu(..)   b = mm(a, ..)   ..       return loss, a
-    becomes   a = gelu(..)   b = mm(a, ..)   h = stow(a)   ..   return loss, h
+    becomes   a = gelu(..)   b = mm(a, ..)   h = offload_activation(a)   ..   return loss, h
 
-    backward  ..   c = mm(a, ..)              a: an input
-    becomes   ..   a = fetch(h)   c = mm(a, ..)
+    backward  ..   c = mm(a, ..)                             a: an input
+    becomes   ..   a = reload_activation(h)   c = mm(a, ..)
 
-Which of them is decided outside, by the steps between which each is not used.
+The planner chooses them, by the steps between which each is not used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,92 +19,116 @@ from torch import fx
 
 from graphshard.ops import markers
 from graphshard.ops.emitter import Emitter
-from graphshard.ops.nodes import is_view, num_bytes, root_of, uses
+from graphshard.ops.marker_specs import OffloadSpec, ReloadSpec
+from graphshard.ops.nodes import is_view, num_bytes, root_of, uses, value_of
 from graphshard.planning.activation_offload import SavedActivation
 
-LEAST_BYTES = 1 << 16
-"""What is smaller is not worth a copy."""
+MIN_BYTES = 1 << 16
+"""Smaller activations are not worth a copy."""
 
 
-def stowable(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> dict[fx.Node, fx.Node]:
-    """By placeholder of the backward graph, the forward's node that is saved for it, of activations
-    whose memory nothing else needs behind their last use in forward. If that is a view, it moves to what
-    it is a view of.
+def offloadable(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> dict[fx.Node, fx.Node]:
+    """The activations whose memory nothing else needs after their last use in forward.
 
     Args:
         num_outputs: how many of the forward's outputs are the user's; the rest is saved.
+
+    Returns:
+        By placeholder of the backward graph, the forward's node that is saved for it.
     """
-    outputs: Any = forward.output_node().args[0]
-    holders: dict[fx.Node, int] = {}
+    outputs: Sequence[fx.node.Argument] = forward.output_node().args[0]  # type: ignore[assignment]  # a tuple
+    num_saved: dict[fx.Node, int] = {}  # by owner of memory, the outputs in it
     for node in outputs:
         if isinstance(node, fx.Node):
             root = root_of(node)
-            holders[root] = holders.get(root, 0) + 1
+            num_saved[root] = num_saved.get(root, 0) + 1
     placeholders = {node.name: node for node in backward.find_nodes(op="placeholder")}
-    found = {}
+    pairs = {}
     for node in outputs[num_outputs:]:
-        if not isinstance(node, fx.Node) or holders[root_of(node)] > 1 or not _is_large(node):
+        if not isinstance(node, fx.Node) or num_saved[root_of(node)] > 1 or not _is_large(node):
             continue
         placeholder = placeholders[node.name]
         if placeholder.users:
-            found[placeholder] = node
-            _raise_view(node)
-    return found
-
-
-def _raise_view(node: fx.Node) -> None:
-    if is_view(node) and len(node.all_input_nodes) == 1:
-        source = node.all_input_nodes[0]
-        _raise_view(source)
-        source.append(node)
+            pairs[placeholder] = node
+    return pairs
 
 
 def _is_large(node: fx.Node) -> bool:
+    """Whether a saved node is an activation worth a copy."""
     root, value = root_of(node), node.meta.get("val")
-    if (
-        root.op == "placeholder"
-        or root.target in markers.MARKERS
-        or root.target is markers.secondary_shard
-    ):
+    if root.op == "placeholder" or root.target in (*markers.MARKERS, markers.secondary_shard):
         return False
     if (
         not isinstance(value, torch.Tensor) or 0 in value.stride()
-    ):  # an expanded one is less than that
+    ):  # expanded: less memory than it says
         return False
-    return num_bytes(value) >= LEAST_BYTES
+    return num_bytes(value) >= MIN_BYTES
+
+
+def raise_saved_views(saved: Iterable[fx.Node]) -> bool:
+    """Move saved views to the node that they are views of, in place; return whether any was moved."""
+    return any([_raise_view(node) for node in saved])
+
+
+def _raise_view(node: fx.Node) -> bool:
+    if not is_view(node) or len(node.all_input_nodes) != 1:
+        return False
+    (source,) = node.all_input_nodes
+    is_moved = _raise_view(source)
+    if source.next is node:
+        return is_moved
+    source.append(node)
+    return True
 
 
 def describe_saved(
     pairs: Mapping[fx.Node, fx.Node],
-    forward_step: Callable[[fx.Node], int],
-    backward_step: Callable[[fx.Node], int],
+    forward_step: Mapping[fx.Node, int],
+    backward_step: Mapping[fx.Node, int],
 ) -> list[SavedActivation]:
-    """Of ``stowable``; functions give the step that a node is in."""
-    found = []
+    """Describe the activations of ``offloadable`` for the planner.
+
+    Args:
+        forward_step: the step that each node of the forward graph is in; likewise ``backward_step``.
+    """
+    descriptions = []
     for placeholder, saved in pairs.items():
-        last = max(map(forward_step, (saved, *uses(root_of(saved)))))
-        steps = [backward_step(node) for node in uses(placeholder)] or [0]
-        found.append(SavedActivation(num_bytes(saved.meta["val"]), last, min(steps), max(steps)))
-    return found
+        backward_steps = [backward_step[node] for node in uses(placeholder)] or [0]
+        descriptions.append(
+            SavedActivation(
+                num_bytes=num_bytes(value_of(saved)),
+                last=max(forward_step[node] for node in (saved, *uses(root_of(saved)))),
+                first=min(backward_steps),
+                until=max(backward_steps),
+            )
+        )
+    return descriptions
 
 
-def stow(forward: fx.Graph, pairs: Mapping[fx.Node, fx.Node], num_outputs: int, host: str) -> None:
-    """Move what ``pairs`` name, some of ``stowable``, out of the device's memory, in place."""
-    moved: dict[Any, fx.Node] = {}
+def offload(
+    forward: fx.Graph, pairs: Mapping[fx.Node, fx.Node], num_outputs: int, host_memory: str
+) -> None:
+    """Move activations out of the device's memory, in place.
+
+    Args:
+        pairs: some of ``offloadable``.
+    """
+    offloaded: dict[fx.node.Argument, fx.Node] = {}
     output = forward.output_node()
     for placeholder, saved in pairs.items():
-        device = saved.meta["val"].device
+        device = value_of(saved).device
         with forward.inserting_before(output):
-            moved[saved] = Emitter(forward, saved.meta)(markers.offload_activation, saved, host)
-        placeholder.meta = {**placeholder.meta, "val": moved[saved].meta["val"]}
+            emit = Emitter(forward, saved.meta)
+            copied = OffloadSpec(activation=saved, host_memory=host_memory).call(emit)
+        offloaded[saved] = copied
+        placeholder.meta = {**placeholder.meta, "val": copied.meta["val"]}
         placeholder.meta.pop("tensor_meta", None)
         users = list(placeholder.users)
         with placeholder.graph.inserting_before(min(users)):
-            back = Emitter(placeholder.graph, placeholder.meta)(
-                markers.reload_activation, placeholder, device
-            )
+            emit = Emitter(placeholder.graph, placeholder.meta)
+            reloaded = ReloadSpec(offloaded=placeholder, device=device).call(emit)
         for user in users:
-            user.replace_input_with(placeholder, back)
-    outputs: Sequence[Any] = output.args[0]  # type: ignore[assignment]
-    rest = [moved.get(node, node) for node in outputs[num_outputs:]]
+            user.replace_input_with(placeholder, reloaded)
+    outputs: Any = output.args[0]
+    rest = [offloaded.get(node, node) for node in outputs[num_outputs:]]
     output.args = ((*outputs[:num_outputs], *rest),)

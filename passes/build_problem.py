@@ -1,10 +1,9 @@
-"""Forward, backward and inference graph: read as a ``Problem``, to be scheduled.
+"""Forward, backward and inference graph: read as a ``Problem``, to be scheduled. Changes nothing.
 
-Gathered parameters, and views of them, first move to their first use; tracing left them higher up.
-What lies between two points where something has to be there, or is ready to leave, is one step:
+The graph is as ``normalise`` leaves it. The nodes between two points where a value has to be there, or
+is ready to leave, are one step:
 
-    before   w = unshard(..)   v = unshard(..)   t = v.t()   a = x @ w   b = a.relu()   c = b @ t
-    after    w = unshard(..)   a = x @ w   b = a.relu()   v = unshard(..)   t = v.t()   c = b @ t
+    graph    w = unshard(..)   a = x @ w   b = a.relu()   v = unshard(..)   t = v.t()   c = b @ t
     steps                     [a           b          ]                    [t           c       ]
 """
 
@@ -12,84 +11,69 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
-from graphshard._torch.tensors import fake_mode_of
+from graphshard._torch.tensors import tree_leaves
+from graphshard.cost.model import CostModel
 from graphshard.kinds import GraphKind
 from graphshard.ops import markers
-from graphshard.ops.bucket_copy import unpack
+from graphshard.ops.marker_specs import ReloadSpec, UnshardSpec
 from graphshard.ops.nodes import is_view, num_bytes, root_of, uses
+from graphshard.passes.describe import describe_transfers, source_of
+from graphshard.planning.live_bytes import Span, bytes_by_step
 from graphshard.planning.plan import Problem, Transfer
 
 
-def raise_scales(graph: fx.Graph) -> None:
-    """Move what is gathered by, where it is an input, to the front."""
-    first = next(node for node in graph.nodes if node.op != "placeholder")
-    for node in graph.find_nodes(op="call_function", target=unpack):
-        if node.args[0].op == "placeholder":
-            first.prepend(node)
+class GraphProblem(NamedTuple):
+    """A graph read as a problem.
 
-
-def sink_gathered(graph: fx.Graph) -> None:
-    """Move every gathered parameter, and views of it, in front of its first use."""
-    position = {node: i for i, node in enumerate(graph.nodes)}
-    before: dict[fx.Node, fx.Node] = {}  # what was moved in front of a node last
-    for node in reversed(list(position)):
-        if node.users and _is_gathered(node):
-            first = min(node.users, key=position.__getitem__)
-            before.get(first, first).prepend(node)
-            before[first] = node
-            position[node] = position[first]
-
-
-def _is_gathered(node: fx.Node) -> bool:
-    while is_view(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node.target in (*markers.UNSHARD, markers.reload_activation)
-
-
-def fill_values(graph: fx.Graph) -> None:
-    """Give a fake value to nodes without one, so that their time and bytes are counted.
-
-    AOTAutograd leaves it out where it wraps an operator in the state of a random generator.
+    Attributes:
+        markers: of every transfer of the problem.
+        steps: the first node of every step.
+        step_of: the step that each node is in.
     """
-    for node in graph.nodes:
-        if node.op == "call_function" and "val" not in node.meta:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-            with fake_mode_of((args, kwargs)):
-                node.meta["val"] = node.target(*args, **kwargs)
+
+    problem: Problem
+    markers: list[fx.Node]
+    steps: list[fx.Node]
+    step_of: dict[fx.Node, int]
 
 
-def _compute_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """All that runs and is not a marker, in order."""
-    around = ("placeholder", "output")
-    return [n for n in graph.nodes if n.op not in around and n.target not in markers.MARKERS]
+class _Reach(NamedTuple):
+    """Positions of compute nodes between which a transfer has to take place.
+
+    Attributes:
+        ready: launched before this one at the earliest.
+        due: waited for before this one at the latest.
+        last: the last one that uses the result.
+    """
+
+    ready: int
+    due: int
+    last: int
 
 
-def read_problem(
-    graph: fx.Graph,
-    kind: GraphKind,
-    transfers: Mapping[fx.Node, Transfer],
-    compute_us: Mapping[fx.Node, float],
-) -> tuple[Problem, list[fx.Node]]:
-    """The problem of ``graph``, and the first node of every step.
+def build_problem(
+    graph: fx.Graph, kind: GraphKind, cost_model: CostModel, param_of: Mapping[fx.Node, int]
+) -> GraphProblem:
+    """Read a normalised graph.
 
     Args:
-        transfers: by marker in graph order; ``ready``, ``due`` and ``last`` are filled in here.
-        compute_us: predicted time by node.
+        param_of: by marker, the number of its parameter.
     """
+    transfers = describe_transfers(graph, param_of)
+    compute_us = cost_model.compute_us(graph)
     nodes = _compute_nodes(graph)
-    at = {node: i for i, node in enumerate(nodes)}
-    reach = [_reach(marker, at) for marker in transfers]
-    bounds = {p for ready, due, _ in reach for p in (ready, due) if p < len(nodes)}
+    position = {node: i for i, node in enumerate(nodes)}
+    reaches = [_reach(marker, position) for marker in transfers]
+    bounds = {p for reach in reaches for p in (reach.ready, reach.due) if p < len(nodes)}
     starts = sorted({0, *bounds}) if nodes else []
     ends = [*starts[1:], len(nodes)]
-    alive = _alive_bytes(graph, kind, at)
+    alive = _alive_bytes(graph, kind, position)
     problem = Problem(
         graph=kind,
         steps=tuple(nodes[start].name for start in starts),
@@ -99,92 +83,108 @@ def read_problem(
         ),
         other_bytes=tuple(max(alive[start:end]) for start, end in zip(starts, ends)),
         transfers=tuple(
-            _placed(transfer, *positions, starts)
-            for transfer, positions in zip(transfers.values(), reach)
+            _placed(transfer, reach, starts) for transfer, reach in zip(transfers.values(), reaches)
         ),
     )
-    return problem, [nodes[start] for start in starts]
+    steps = [nodes[start] for start in starts]
+    return GraphProblem(problem, list(transfers), steps, _step_of(graph, steps))
 
 
-def step_of(graph: fx.Graph, steps: Sequence[fx.Node]) -> Callable[[fx.Node], int]:
-    """What tells the step that a node is in.
-
-    Args:
-        steps: their first nodes.
-    """
-    at = {node: i for i, node in enumerate(graph.nodes)}
-    starts = [at[node] for node in steps]
-    return lambda node: max(0, bisect_right(starts, at[node]) - 1)
+def _compute_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """All nodes that run and are no markers, in order."""
+    around = ("placeholder", "output")
+    return [node for node in graph.nodes if node.op not in around and not markers.is_marker(node)]
 
 
-def _placed(transfer: Transfer, ready: int, due: int, last: int, starts: list[int]) -> Transfer:
-    """``transfer`` with positions of nodes turned into steps."""
+def _step_of(graph: fx.Graph, steps: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """The step that each node is in; markers and inputs are in the step around them."""
+    found, step, later = {}, 0, list(reversed(steps[1:]))
+    for node in graph.nodes:
+        if later and node is later[-1]:
+            later.pop()
+            step += 1
+        found[node] = step
+    return found
+
+
+def _placed(transfer: Transfer, reach: _Reach, starts: list[int]) -> Transfer:
+    """``transfer`` with the steps that the positions of nodes are in."""
     return dataclasses.replace(
         transfer,
-        ready=bisect_left(starts, ready),
-        due=bisect_left(starts, due),
-        last=bisect_right(starts, last) - 1,
+        ready=bisect_left(starts, reach.ready),
+        due=bisect_left(starts, reach.due),
+        last=bisect_right(starts, reach.last) - 1,
     )
 
 
-def _reach(marker: fx.Node, at: Mapping[fx.Node, int]) -> tuple[int, int, int]:
-    """Positions: launched before at the earliest, waited for before at the latest, used last."""
-    end = len(at)
-    due = min((at.get(user, end) for user in marker.users), default=end)
+def _reach(marker: fx.Node, position: Mapping[fx.Node, int]) -> _Reach:
+    end = len(position)
+    due = min((position.get(user, end) for user in marker.users), default=end)
     if marker.target is markers.unshard:
-        scales = markers.arguments(marker)["scales"]
-        return at.get(scales, -1) + 1, due, _last_use(marker, at)
+        scales = UnshardSpec.of_node(marker).scales
+        ready = position.get(scales, -1) + 1 if isinstance(scales, fx.Node) else 0
+        return _Reach(ready, due, _last_use(marker, position))
     if marker.target is markers.reload_activation:
-        return 0, due, _last_use(marker, at)
-    if (
-        marker.target is markers.offload_activation
-    ):  # what is used until then is not set free before
-        (source,) = marker.all_input_nodes
-        used = [at[node] for node in (source, *uses(root_of(source))) if node in at]
-        return max(used) + 1, end, end - 1
-    ready = at.get(marker.all_input_nodes[0], -1) + 1
-    return ready, max(ready, due), end - 1
+        return _Reach(0, due, _last_use(marker, position))
+    source = source_of(marker)
+    if marker.target is markers.offload_activation:
+        # The memory of an activation that is still used is not free.
+        used = [position[n] for n in (source, *uses(root_of(source))) if n in position]
+        return _Reach(max(used) + 1, end, end - 1)
+    ready = position.get(source, -1) + 1
+    return _Reach(ready, max(ready, due), end - 1)
 
 
-def _last_use(node: fx.Node, at: Mapping[fx.Node, int]) -> int:
-    """Of ``node`` and of views of it; the end of the graph where that is what it returns."""
-    end = len(at) - 1
-    uses = [_last_use(user, at) if is_view(user) else at.get(user, end) for user in node.users]
-    return max(uses, default=at.get(node, end))
+def _last_use(node: fx.Node, position: Mapping[fx.Node, int]) -> int:
+    """Position of the last use of a node or of a view of it; the end where the graph returns it."""
+    end = len(position) - 1
+    users = [
+        _last_use(user, position) if is_view(user) else position.get(user, end)
+        for user in node.users
+    ]
+    return max(users, default=position.get(node, end))
 
 
-def _alive_bytes(graph: fx.Graph, kind: GraphKind, at: Mapping[fx.Node, int]) -> list[int]:
+def _alive_bytes(graph: fx.Graph, kind: GraphKind, position: Mapping[fx.Node, int]) -> list[int]:
     """By position, the bytes of all tensors but gathered parameters and what a reduction sends."""
-    end = len(at)
-    holder: dict[fx.Node, fx.Node | None] = {}  # whose memory a node's value is in
-    last: dict[fx.Node, int] = {}
+    end = len(position)
+    holder: dict[fx.Node, fx.Node | None] = {}  # the node whose memory a node's value is in
+    last_use: dict[fx.Node, int] = {}
     for node in graph.nodes:
         for used in node.all_input_nodes:
-            if node.target not in markers.MARKERS and (owner := holder[used]) is not None:
-                last[owner] = at.get(node, end - 1)
-        if node.target in markers.MARKERS or _waits_on_host(node):
+            if not markers.is_marker(node) and (owner := holder[used]) is not None:
+                last_use[owner] = position.get(node, end - 1)
+        if markers.is_marker(node) or _waits_on_host(node):
             holder[node] = None
         else:
             holder[node] = holder[node.args[0]] if is_view(node) else node
         if node.op == "placeholder":
-            freed = kind == GraphKind.BACKWARD and not any(
-                u.target in markers.UNSHARD for u in node.users
-            )
-            last[node] = 0 if freed else end - 1
-    change = [0] * (end + 1)
-    for node in (n for n, owner in holder.items() if n is owner and n.op != "output"):
-        begin = at.get(node, 0)
-        change[begin] += (size := _num_bytes(node))
-        change[min(max(last.get(node, begin), begin) + 1, end)] -= size
-    return list(accumulate(change))[:end]
+            last_use[node] = 0 if _is_freed(node, kind) else end - 1
+    owners = [n for n, owner in holder.items() if n is owner and n.op != "output"]
+    spans = []
+    for node in owners:
+        begin = position.get(node, 0)
+        last = max(last_use.get(node, begin), begin)
+        spans.append(Span(begin, min(last + 1, end), _num_bytes(node)))
+    return bytes_by_step(spans, end)
+
+
+def _is_freed(placeholder: fx.Node, kind: GraphKind) -> bool:
+    """Whether an input's memory is free after its last use: that of activations in backward is."""
+    is_shard = any(user.target in markers.UNSHARD_MARKERS for user in placeholder.users)
+    return kind == GraphKind.BACKWARD and not is_shard
 
 
 def _waits_on_host(node: fx.Node) -> bool:
-    """Whether it is a shard that is kept there, or an activation."""
-    copied = [
-        user for user in node.users if user.target in (markers.unshard, markers.reload_activation)
-    ]
-    return node.op == "placeholder" and any(markers.arguments(user)["device"] for user in copied)
+    """Whether a node is a shard that the host keeps, or an offloaded activation."""
+    if node.op != "placeholder":
+        return False
+    for user in node.users:
+        if user.target is markers.reload_activation and ReloadSpec.of_node(user).device:
+            return True
+        if user.target is markers.unshard and UnshardSpec.of_node(user).device:
+            return True
+    return False
 
 
 def _num_bytes(node: fx.Node) -> int:

@@ -3,7 +3,7 @@
 Autocast and hand-written casts work on full parameters; a cast of every shard is the same, bitwise:
 
     before   w = unshard(p)   c = convert(w, bf16)   y = mm(x, c)   ..   reduce_grad(convert(g, fp32))
-    after    c = unshard(p, dtype=bf16)              y = mm(x, c)   ..   reduce_grad(g, reduce=fp32)
+    after    c = unshard(p, dtype=bf16)              y = mm(x, c)   ..   reduce_grad(g, reduce_dtype=fp32)
 
 Where uses differ, the parameter travels as it is, and its plan says why. A gradient is still reduced
 in the dtype that it was cast to, unless ``reduce_dtype`` says otherwise.
@@ -11,14 +11,14 @@ in the dtype that it was cast to, unless ``reduce_dtype`` says otherwise.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
 from graphshard.ops import markers
 from graphshard.ops.float8_math import convert
-from graphshard.ops.nodes import REASON
+from graphshard.ops.marker_specs import AllReduceGradSpec, ReduceGradSpec
+from graphshard.ops.nodes import REASON, value_of
+from graphshard.passes.describe import source_of
 
 _to_copy = torch.ops.aten._to_copy.default
 
@@ -27,17 +27,17 @@ def cast_early(gm: fx.GraphModule) -> None:
     """Move casts of a joint graph in front of gathers and into reductions, in place."""
     cast_before_gather(gm.graph)
     for node in list(gm.graph.nodes):
-        if node.target in markers.REDUCE:
+        if node.target in markers.REDUCE_MARKERS:
             _cast_in_reduction(node)
     gm.graph.eliminate_dead_code()
 
 
 def cast_before_gather(graph: fx.Graph) -> None:
-    """Gather what all uses cast to, where that is narrower."""
+    """Gather each parameter in the narrower dtype that all its uses cast it to, in place."""
     for node in list(graph.nodes):
-        if node.target not in markers.UNSHARD or not node.users:
+        if node.target not in markers.UNSHARD_MARKERS or not node.users:
             continue
-        value = node.meta["val"]
+        value = value_of(node)
         if not value.is_floating_point():
             continue
         dtypes = [_cast_to(user) for user in node.users]
@@ -55,24 +55,24 @@ def cast_before_gather(graph: fx.Graph) -> None:
 
 
 def _cast_to(node: fx.Node) -> torch.dtype | None:
-    """The floating dtype that a node does nothing else than cast to."""
-    dtype: Any = None
+    """The floating dtype that a node casts to, if it does nothing else; else None."""
+    dtype: object = None
     if node.target is convert:
         dtype = node.args[1]
-    elif node.target is _to_copy and [k for k, v in node.kwargs.items() if v is not None] == [
-        "dtype"
-    ]:
-        dtype = node.kwargs["dtype"]
-    return dtype if dtype is not None and dtype.is_floating_point else None
+    elif node.target is _to_copy:
+        options = {name: value for name, value in node.kwargs.items() if value is not None}
+        dtype = options["dtype"] if options.keys() == {"dtype"} else None
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
 
 
 def _cast_in_reduction(node: fx.Node) -> None:
-    """Leave out an upcast of what is reduced: it is exact, and made where the bucket is packed."""
-    upcast: Any = node.args[0]
+    """Leave out an upcast of a gradient: it is exact, and the copy-in of its bucket makes it."""
+    spec = markers.read(node)
+    assert isinstance(spec, ReduceGradSpec | AllReduceGradSpec)
+    upcast = source_of(node)
     dtype = _cast_to(upcast)
     if dtype is None:
         return
-    source = upcast.args[0]
-    if source.meta["val"].dtype.itemsize < dtype.itemsize:
-        reduce_dtype = markers.arguments(node)["reduce_dtype"] or dtype
-        markers.change(node, grad=source, reduce_dtype=reduce_dtype)
+    grad = source_of(upcast)
+    if value_of(grad).dtype.itemsize < dtype.itemsize:
+        markers.change(node, grad=grad, reduce_dtype=spec.reduce_dtype or dtype)

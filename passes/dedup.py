@@ -5,19 +5,19 @@ Tied weights and modules called twice read their parameter several times:
     before   a = unshard(p)   b = unshard(p)   ...   g = add(reduce_grad(da), reduce_grad(db))
     after    a = unshard(p)                    ...   g = reduce_grad(add(da, db))
 
-A sum of earlier gradients (``add_sums``) is added to their total, once.
+The total of earlier microbatches (``add_accumulated``) is added to their sum, once.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import fx
 
-from graphshard.ops.accumulators import ACCUMULATOR_NAMES
-from graphshard.ops.bucket_copy import add_sums
-from graphshard.ops.markers import REDUCE, UNSHARD, arguments, change
+from graphshard.ops.bucket_copy import add_accumulated
+from graphshard.ops.markers import REDUCE_MARKERS, UNSHARD_MARKERS, change, read
+from graphshard.passes.describe import source_of
 
 _add = torch.ops.aten.add.Tensor
 
@@ -29,20 +29,22 @@ def merge(gm: fx.GraphModule) -> None:
 
 
 def merge_unshards(graph: fx.Graph) -> None:
-    """One gather for each parameter; also for the graph of an inference, which has no joint one.
+    """Merge equal ``unshard`` and ``replicate`` markers, in place; also of an inference graph, which
+    has no joint graph.
 
-    Where gradients add up does not matter to a gather, once it is differentiated.
+    A joint graph is differentiated already, so its markers lose their accumulators.
     """
-    first: dict[tuple[object, ...], fx.Node] = {}
+    first_of: dict[tuple[object, ...], fx.Node] = {}
     for node in list(graph.nodes):
-        if node.target in UNSHARD:
-            sums = [name for name in ACCUMULATOR_NAMES if arguments(node).get(name) is not None]
-            if sums:
-                change(node, **dict.fromkeys(sums))
-            kept = first.setdefault((node.target, *node.args), node)
-            if kept is not node:
-                node.replace_all_uses_with(kept)
-                graph.erase_node(node)
+        if node.target not in UNSHARD_MARKERS:
+            continue
+        spec = read(node)
+        if any(getattr(spec, name) is not None for name in spec.accumulators):
+            change(node, **dict.fromkeys(spec.accumulators))
+        first = first_of.setdefault((node.target, *node.args), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
 
 
 def _merge_reductions(graph: fx.Graph) -> None:
@@ -55,27 +57,46 @@ def _merge_reductions(graph: fx.Graph) -> None:
             continue
         if left.target is not right.target or len(left.users) > 1 or len(right.users) > 1:
             continue
-        grads, sums = zip(_split(left), _split(right))
-        summed = next((full for full in sums if full is not None), None)
-        with graph.inserting_before(node):
-            total = graph.call_function(_add, grads)
-            total.meta = {**node.meta, "val": grads[0].meta["val"]}
-            if summed is not None:
-                total = graph.call_function(add_sums, (total, *summed.args[1:]))
-                total.meta = dict(summed.meta)
-            reduced = graph.call_function(left.target, (total, *left.args[1:]))
-        reduced.meta = dict(node.meta)
-        node.replace_all_uses_with(reduced)
-        for gone in (node, left, right):
-            graph.erase_node(gone)
+        _merge_two(graph, node, left, right)
     graph.eliminate_dead_code()
 
 
-def _split(reduction: fx.Node) -> tuple[Any, Any]:
-    """The gradient that is reduced, and what adds a sum to it before, or None."""
-    full: Any = reduction.args[0]
-    return (full.args[0], full) if full.target is add_sums else (full, None)
+def _merge_two(graph: fx.Graph, addition: fx.Node, left: fx.Node, right: fx.Node) -> None:
+    """Replace the sum of two reductions by the reduction of a sum."""
+    left_grad, right_grad = _grad_of(left), _grad_of(right)
+    addends = [left_grad.without_accumulated, right_grad.without_accumulated]
+    accumulated = left_grad.add_accumulated or right_grad.add_accumulated
+    with graph.inserting_before(addition):
+        total = graph.call_function(_add, tuple(addends))
+        total.meta = {**addition.meta, "val": addends[0].meta["val"]}
+        if accumulated is not None:
+            total = graph.call_function(add_accumulated, (total, *accumulated.args[1:]))
+            total.meta = dict(accumulated.meta)
+        op: Any = left.target
+        reduced = graph.call_function(op, (total, *left.args[1:]))
+    reduced.meta = dict(addition.meta)
+    addition.replace_all_uses_with(reduced)
+    for node in (addition, left, right):
+        graph.erase_node(node)
 
 
-def _is_reduction(node: object) -> bool:
-    return isinstance(node, fx.Node) and node.target in REDUCE
+class _Gradient(NamedTuple):
+    """The gradient that a marker reduces.
+
+    Attributes:
+        add_accumulated: the node that adds the total of earlier microbatches to it, or None.
+    """
+
+    without_accumulated: fx.Node
+    add_accumulated: fx.Node | None
+
+
+def _grad_of(reduction: fx.Node) -> _Gradient:
+    grad = source_of(reduction)
+    if grad.target is add_accumulated:
+        return _Gradient(source_of(grad), grad)
+    return _Gradient(grad, None)
+
+
+def _is_reduction(node: object) -> TypeGuard[fx.Node]:
+    return isinstance(node, fx.Node) and node.target in REDUCE_MARKERS

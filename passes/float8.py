@@ -1,22 +1,22 @@
-"""Traced, joint and inference graph: linears of weights that are to be used in fp8.
+"""Traced, joint and inference graph: linears compute in fp8, and their weights travel in it.
 
-A weight is scaled and cast before it is gathered, by a scale that all ranks agree on, in forward; and
+A weight is scaled and cast before it is gathered, by a scale that all ranks share, in forward; and
 again to the same bytes in backward. The ops of ``graphshard.ops.float8_ops`` become scaled products:
 
-    before   w = unshard(p, float8=..)                                  y = float8_mm(x, w)
-    after    a = max_over_ranks(local_amax([p, ..]))   s = scale(a)
-             w8 = unshard(p, float8=.., scales=s)   x8 = cast(x, ..)    y = _scaled_mm(x8, w8.T, ..)
+    before   w = unshard(p, float8_recipe=..)                         y = float8_mm(x, w)
+    after    a = max_over_ranks(local_amax([p, ..]))   s = copy_out(scale(a))
+             w8 = unshard(p, .., scales=s)   x8 = cast(x, ..)         y = _scaled_mm(x8, w8.T, ..)
 
-All casts to fp8 are ATen ops that Inductor fuses into what computes their inputs; one that several
-products need is made once. A weight that something else uses, too, or whose products the device refuses,
-travels as it is, and so do its linears compute: its plan says why.
+All casts to fp8 are ATen ops that Inductor fuses into the kernels that compute their inputs; a cast that
+several products need is made once. A weight travels as it is, and its linears compute in its dtype, if
+another op uses it, too, or if the device refuses its products: its plan says why.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import fx
@@ -25,19 +25,25 @@ from torch.utils.checkpoint import CheckpointPolicy
 from graphshard._torch.distributed import process_group
 from graphshard._torch.tensors import asking_fakes
 from graphshard.ops import float8_math, float8_ops, markers
-from graphshard.ops.bucket_copy import unpack
+from graphshard.ops.bucket_copy import copy_out
 from graphshard.ops.emitter import Call, Emitter, run
-from graphshard.ops.nodes import REASON
+from graphshard.ops.marker_specs import MaxOverRanksSpec, UnshardSpec
+from graphshard.ops.nodes import REASON, value_of
+from graphshard.passes.describe import source_of
+
+_CallKey: TypeAlias = tuple[Hashable, ...]
+"""An op and its arguments."""
 
 _aten = torch.ops.aten
 _INVERSES = "graphshard_inverses"
 """Key in ``node.meta`` of a weight that is gathered in fp8: the node of all weights' inverse scales."""
 _REGION = ("recompute", "ac_graph_id")
+"""Keys in ``node.meta`` of what activation checkpointing says to the partitioner."""
 _LINEAR = torch.nn.functional.linear
 
 
 def use_float8(gm: fx.GraphModule) -> None:
-    """Give the linears of a graph that Dynamo traced, and of those in it, ops of their own, in place."""
+    """Make the linears of a graph that Dynamo traced, and of graphs in it, fp8 linears, in place."""
     for graph_module in gm.modules():
         if isinstance(graph_module, fx.GraphModule):
             for node in graph_module.graph.find_nodes(op="call_function", target=_LINEAR):
@@ -47,11 +53,14 @@ def use_float8(gm: fx.GraphModule) -> None:
 
 def _use_float8(node: fx.Node) -> None:
     names = ("input", "weight", "bias")
-    given = {**dict.fromkeys(names), **dict(zip(names, node.args)), **node.kwargs}
-    weight: Any = given["weight"]
-    if weight.target is markers.unshard and (recipe := markers.arguments(weight)["float8"]):
+    arguments = {**dict.fromkeys(names), **dict(zip(names, node.args)), **node.kwargs}
+    weight = arguments["weight"]
+    if not isinstance(weight, fx.Node) or weight.target is not markers.unshard:
+        return
+    recipe = UnshardSpec.of_node(weight).float8_recipe
+    if recipe is not None:
         node.target = float8_ops.float8_linear
-        node.args, node.kwargs = (*given.values(), recipe), {}
+        node.args, node.kwargs = (*arguments.values(), recipe), {}
 
 
 def gather_float8(gm: fx.GraphModule) -> None:
@@ -61,33 +70,57 @@ def gather_float8(gm: fx.GraphModule) -> None:
 
 
 def scale_before_gather(graph: fx.Graph) -> None:
-    """Gather in fp8 what only products in fp8 use."""
-    chosen: dict[tuple[Any, ...], list[fx.Node]] = {}
-    refused: dict[str, str | None] = {}
-    for node in graph.find_nodes(op="call_function", target=markers.unshard):
-        given, dtype = markers.arguments(node), node.meta["val"].dtype
-        if not given["float8"] or not node.users:
-            continue
-        why = _refusal(node, refused)
-        if why:
-            node.meta[REASON] = f"travels as {dtype} and not in fp8: {why}"
-        else:
-            alike = given["float8"], dtype, given["group"], given["device"]
-            chosen.setdefault(alike, []).append(node)
+    """Gather in fp8 the weights that only products in fp8 use, and take those apart, in place."""
+    chosen = _choose_weights(graph)
     first = next(node for node in graph.nodes if node.op != "placeholder")
-    for alike, weights in chosen.items():
+    for scaling, weights in chosen.items():
         with graph.inserting_before(first):
-            _insert_scales(Emitter(graph, {}), weights, *alike)
-    emitted: dict[Any, fx.Node] = {}
+            _insert_scales(Emitter(graph, {}), weights, scaling)
+    emitted: dict[_CallKey, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target in float8_ops.PRODUCTS:
             with graph.inserting_before(node):
                 _take_apart(node, _once(Emitter(graph, node.meta, **_region(node)), emitted))
 
 
+class _Scaling(NamedTuple):
+    """What weights have in common whose scales one reduction finds.
+
+    Attributes:
+        dtype: in which they are used.
+        device: where the host's shards are copied to; None: they are there.
+    """
+
+    recipe: str
+    dtype: torch.dtype
+    group: str
+    device: torch.device | None
+
+
+def _choose_weights(graph: fx.Graph) -> dict[_Scaling, list[fx.Node]]:
+    """The weights to gather in fp8; the others note why they are not."""
+    chosen: dict[_Scaling, list[fx.Node]] = {}
+    refused: dict[str, str | None] = {}
+    for node in graph.find_nodes(op="call_function", target=markers.unshard):
+        spec, dtype = UnshardSpec.of_node(node), value_of(node).dtype
+        if spec.float8_recipe is None or not node.users:
+            continue
+        refusal = _refusal(node, refused)
+        if refusal is not None:
+            node.meta[REASON] = f"travels as {dtype} and not in fp8: {refusal}"
+            continue
+        scaling = _Scaling(spec.float8_recipe, dtype, spec.group, spec.device)
+        chosen.setdefault(scaling, []).append(node)
+    return chosen
+
+
 def _refusal(weight: fx.Node, refused: dict[str, str | None]) -> str | None:
-    """Why a parameter is not gathered in fp8; None if it is."""
-    dtype = weight.meta["val"].dtype
+    """Why a parameter is not gathered in fp8; None if it is.
+
+    Args:
+        refused: what the device said to products before; added to here.
+    """
+    dtype = value_of(weight).dtype
     if dtype not in float8_math.DTYPES:
         return f"linears in fp8 are of {' or '.join(map(str, float8_math.DTYPES))}"
     for user in weight.users:
@@ -97,56 +130,54 @@ def _refusal(weight: fx.Node, refused: dict[str, str | None]) -> str | None:
 
 
 def _device_refusal(node: fx.Node, refused: dict[str, str | None]) -> str | None:
-    """What torch's fakes say to shapes and layouts of a product; asked once of those of one kind."""
+    """The error of torch's fakes for the shapes and layouts of a product; None if there is none."""
     values: Any = fx.map_arg(node.args, lambda n: n.meta["val"])
     left, weight, recipe = values[0], values[1], values[-1]
     shapes = f"{tuple(left.shape)} with a weight {tuple(weight.shape)}"
-    of = f"{recipe} {float8_ops.PRODUCTS[node.target]} of {left.dtype} {shapes} on {left.device.type}"
-    if of not in refused:
+    result = float8_ops.PRODUCTS[node.target]  # type: ignore[index]  # targets are ops or names
+    product = f"{recipe} {result} of {left.dtype} {shapes} on {left.device.type}"
+    if product not in refused:
         with asking_fakes(weight):
             scaled = float8_math.quantised(run, weight, float8_math.E4M3, recipe, 1)
             try:
                 _scaled_product(run, node.target, values, scaled)
-                refused[of] = None
+                refused[product] = None
             except RuntimeError as error:
-                refused[of] = f"{of}: {str(error).splitlines()[0]}"
-    return refused[of]
+                refused[product] = f"{product}: {str(error).splitlines()[0]}"
+    return refused[product]
 
 
-def _insert_scales(
-    emit: Call,
-    weights: Sequence[fx.Node],
-    recipe: str,
-    dtype: torch.dtype,
-    group: str,
-    device: torch.device | None,
-) -> None:
-    """The scales of ``weights``, by one reduction. They are kept for backward, one behind the other; to
-    its products each is a tensor of its own, so that equal layers share their kernels."""
-    shards: Any = [weight.args[0] for weight in weights]
-    amax = emit(float8_ops.local_amax, shards, dtype, group, recipe)
-    if device is not None:  # the host has read its shards
-        amax = emit(_aten._to_copy.default, amax, device=device)
-    scales = float8_math.scale_of(
-        emit, emit(markers.max_over_ranks, amax, group), float8_math.E4M3, recipe
-    )
+def _insert_scales(emit: Call, weights: Sequence[fx.Node], scaling: _Scaling) -> None:
+    """Find the scales of ``weights`` by one reduction, and gather the weights by them.
+
+    The scales are saved for backward in one tensor. Each product reads its scale as a tensor of its own,
+    so that equal layers share their kernels.
+    """
+    shards = [source_of(weight) for weight in weights]
+    amax = emit(float8_ops.local_amax, shards, scaling.dtype, scaling.group, scaling.recipe)
+    if scaling.device is not None:  # the host has read its shards
+        amax = emit(_aten._to_copy.default, amax, device=scaling.device)
+    amax = MaxOverRanksSpec(amax=amax, group=scaling.group).call(emit)
+    scales = float8_math.scale_of(emit, amax, float8_math.E4M3, scaling.recipe)
     sizes = [1] * len(weights)
-    if recipe == float8_math.ROWWISE:
-        world = process_group(group).size()
-        sizes = [shard.meta["val"].shape[0] * world for shard in shards]
+    if scaling.recipe == float8_math.ROWWISE:
+        world = process_group(scaling.group).size()
+        sizes = [value_of(shard).shape[0] * world for shard in shards]
     inverse = emit(_aten.reciprocal.default, scales)
-    parts, inverses = (emit(unpack, of, sizes, 1) for of in (scales, inverse))
+    scale_of_each = emit(copy_out, scales, sizes, 1)
+    inverse_of_each = emit(copy_out, inverse, sizes, 1)
     scales.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    for node in (inverse, parts, inverses):
+    for node in (inverse, scale_of_each, inverse_of_each):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    for at, weight in enumerate(weights):
-        markers.change(weight, scales=parts, at=at)
-        weight.meta[_INVERSES] = inverses
+    for i, weight in enumerate(weights):
+        markers.change(weight, scales=scale_of_each, scale_index=i)
+        weight.meta[_INVERSES] = inverse_of_each
 
 
 def _take_apart(node: fx.Node, emit: Call) -> None:
-    """Replace a product by a scaled one; or by that of its matrices, if the weight is not in fp8."""
-    weight: Any = node.args[1]
+    """Replace a product by a scaled one; or by a plain one, if the weight is not in fp8."""
+    weight = node.args[1]
+    assert isinstance(weight, fx.Node)
     if _INVERSES in weight.meta:
         scaled = float8_math.Scaled(weight, _inverse(weight, emit))
         product = _scaled_product(emit, node.target, node.args, scaled)
@@ -157,8 +188,14 @@ def _take_apart(node: fx.Node, emit: Call) -> None:
     node.graph.erase_node(node)
 
 
-def _scaled_product(call: Call, product: Any, arguments: Any, weight: float8_math.Scaled) -> Any:
-    """One of ``PRODUCTS`` of these arguments, with the weight in fp8."""
+def _scaled_product(
+    call: Call, product: object, arguments: Sequence[Any], weight: float8_math.Scaled
+) -> Any:
+    """One of ``float8_ops.PRODUCTS`` with the weight in fp8.
+
+    Args:
+        arguments: those of the product.
+    """
     left, recipe = arguments[0], arguments[-1]
     if product is float8_ops.float8_mm:
         return float8_math.forward(call, left, weight, recipe)
@@ -167,33 +204,41 @@ def _scaled_product(call: Call, product: Any, arguments: Any, weight: float8_mat
     return float8_math.grad_weight(call, left, arguments[2], recipe)
 
 
-def _inverse(weight: fx.Node, emit: Call) -> Any:
-    """``[1, 1]`` or ``[1, rows]`` of a gathered weight."""
-    inverse = emit(operator.getitem, weight.meta[_INVERSES], markers.arguments(weight)["at"])
-    num, rows = inverse.meta["val"].shape[1], weight.meta["val"].shape[0]
-    return emit(_aten.slice.Tensor, inverse, 1, 0, rows) if num > rows else inverse  # padding
+def _inverse(weight: fx.Node, emit: Call) -> fx.Node:
+    """The inverse scale of a gathered weight: ``[1, 1]`` or ``[1, rows]``, without padding."""
+    index = UnshardSpec.of_node(weight).scale_index
+    inverse: fx.Node = emit(operator.getitem, weight.meta[_INVERSES], index)
+    num_scales, rows = value_of(inverse).shape[1], value_of(weight).shape[0]
+    if num_scales > rows:
+        inverse = emit(_aten.slice.Tensor, inverse, 1, 0, rows)
+    return inverse
 
 
-def _plain_product(node: fx.Node, emit: Call) -> Any:
+def _plain_product(node: fx.Node, emit: Call) -> fx.Node:
     left, right, *others = node.args
     if node.target is float8_ops.float8_mm:
         right = emit(_aten.permute.default, right, [1, 0])
     elif node.target is float8_ops.float8_mm_grad_weight:
         left, right = emit(_aten.permute.default, left, [1, 0]), others[0]
-    return emit(_aten.mm.default, left, right)
+    product: fx.Node = emit(_aten.mm.default, left, right)
+    return product
 
 
 def _region(node: fx.Node) -> dict[str, Any]:
-    """What the partitioner is to know, under activation checkpointing, of what a product is made from:
-    where a policy has the product saved, nothing else."""
-    found = {key: node.meta[key] for key in _REGION if key in node.meta}
-    if found.get("recompute") in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
-        found["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-    return found
+    """What activation checkpointing says of the nodes that a product is made from: where a policy saves
+    the product, it saves no others."""
+    region = {key: node.meta[key] for key in _REGION if key in node.meta}
+    if region.get("recompute") in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
+        region["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    return region
 
 
-def _once(emit: Call, emitted: dict[Any, fx.Node]) -> Call:
-    """``emit``, but what was inserted before is there already."""
+def _once(emit: Call, emitted: dict[_CallKey, fx.Node]) -> Call:
+    """``emit``, which returns the earlier node for a call that was inserted before.
+
+    Args:
+        emitted: the nodes by call; added to here.
+    """
 
     def call(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         lists = tuple(tuple(arg) if isinstance(arg, list) else arg for arg in args)

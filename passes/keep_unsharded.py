@@ -1,11 +1,12 @@
-"""Forward and backward graph: more of a gathered parameter is saved for backward than its shard: all of
-it (``keep``), or so large a part that few ranks together have it all (``keep_parts``).
+"""Forward and backward graph: more of a gathered parameter is saved for backward than its shard.
 
-    forward   w = unshard(shard)   y = mm(x, w)   ..   return loss, shard
-    keep                                               return loss, w
-    parts                          p = own_part(w)     return loss, p
+``keep`` saves all of it, ``keep_secondary_shards`` a part so large that few ranks together have it all:
 
-    backward  w = unshard(shard)  ..         keep   w: an input  ..         parts   w = unshard(p)  ..
+    forward   w = unshard(shard)   y = mm(x, w)   ..                return loss, shard
+    all       w = unshard(shard)   y = mm(x, w)   ..                return loss, w
+    part      w = unshard(shard)   p = secondary_shard(w)   ..      return loss, p
+
+    backward  w = unshard(shard)  ..         all   w: an input  ..         part   w = unshard(p)  ..
 """
 
 from __future__ import annotations
@@ -15,72 +16,91 @@ from typing import Any
 
 from torch import fx
 
-from graphshard.ops.bucket_copy import unpack
+from graphshard.ops.bucket_copy import copy_out
 from graphshard.ops.emitter import Emitter
-from graphshard.ops.markers import arguments, change, secondary_shard, unshard
+from graphshard.ops.marker_specs import UnshardSpec
+from graphshard.ops.markers import change, secondary_shard, unshard
 from graphshard.ops.nodes import uses
+from graphshard.passes.describe import source_of
 
 
 def keepable(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> dict[fx.Node, fx.Node]:
-    """By marker of the backward graph, that of the same parameter in the forward graph.
+    """The ``unshard`` markers of parameters that both graphs gather.
 
     Args:
         num_outputs: how many of the forward's outputs are the user's; the rest is saved.
+
+    Returns:
+        By marker of the backward graph, that of the forward graph.
     """
     outputs: Any = forward.output_node().args[0]
     saved = {node.name: node for node in outputs[num_outputs:] if isinstance(node, fx.Node)}
     gathered = {m.args[0]: m for m in forward.find_nodes(op="call_function", target=unshard)}
-    found = {}
+    pairs = {}
     for marker in backward.find_nodes(op="call_function", target=unshard):
-        shard: Any = marker.args[0]
+        shard = source_of(marker)
         if len(shard.users) == 1 and saved.get(shard.name) in gathered:
-            found[marker] = gathered[saved[shard.name]]
-    return found
+            pairs[marker] = gathered[saved[shard.name]]
+    return pairs
 
 
 def keep(
     forward: fx.Graph, backward: fx.Graph, pairs: Mapping[fx.Node, fx.Node], num_outputs: int
 ) -> None:
-    """Do not gather again what the markers of ``pairs`` do, some of ``keepable``, in place."""
-    saved = {gathered.args[0]: gathered for gathered in pairs.values()}
-    _save(forward, saved, num_outputs)
+    """Save full parameters in place of their shards, in place.
+
+    Args:
+        pairs: some of ``keepable``.
+    """
+    saved = {source_of(gathered): gathered for gathered in pairs.values()}
+    _replace_saved(forward, saved, num_outputs)
     for marker, gathered in pairs.items():
-        change(gathered, regather="")
-        shard: Any = marker.args[0]
+        change(gathered, regather_group=None)
+        shard = source_of(marker)
         shard.meta = {**shard.meta, "val": marker.meta["val"]}
         marker.replace_all_uses_with(shard)
         marker.graph.erase_node(marker)
-    _drop_scales(backward)
+    _drop_unused_scales(backward)
 
 
-def keep_parts(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> None:
-    """Gather from another group in backward where that is asked for, in place."""
-    saved: dict[Any, fx.Node] = {}
+def keep_secondary_shards(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> None:
+    """Save secondary shards of the parameters that backward gathers from another group, in place.
+
+    Args:
+        num_outputs: how many of the forward's outputs are the user's; the rest is saved.
+    """
+    saved: dict[fx.Node, fx.Node] = {}
     position = {node: i for i, node in enumerate(forward.nodes)}
     for marker, gathered in keepable(forward, backward, num_outputs).items():
-        few = arguments(marker)["regather"]
-        if few in ("", arguments(marker)["group"]):
+        spec = UnshardSpec.of_node(marker)
+        if spec.regather_group in (None, spec.group):
             continue
         users = uses(gathered) or [gathered]  # or it is returned alone
         with forward.inserting_after(min(users, key=position.__getitem__)):
             emit = Emitter(forward, gathered.meta)
-            part = saved[gathered.args[0]] = emit(secondary_shard, gathered, few)
-        shard: Any = marker.args[0]
-        shard.meta = {**shard.meta, "val": part.meta["val"]}
-        change(marker, group=few, dtype=None, scales=None, at=0, device=None)
-    _save(forward, saved, num_outputs)
-    _drop_scales(backward)
+            secondary = emit(secondary_shard, gathered, spec.regather_group)
+        saved[source_of(gathered)] = secondary
+        shard = source_of(marker)
+        shard.meta = {**shard.meta, "val": secondary.meta["val"]}
+        change(
+            marker, group=spec.regather_group, dtype=None, scales=None, scale_index=0, device=None
+        )
+    _replace_saved(forward, saved, num_outputs)
+    _drop_unused_scales(backward)
 
 
-def _save(forward: fx.Graph, saved: Mapping[Any, fx.Node], num_outputs: int) -> None:
-    """Return other nodes for backward."""
+def _replace_saved(
+    forward: fx.Graph, replacements: Mapping[fx.Node, fx.Node], num_outputs: int
+) -> None:
+    """Save other nodes for backward than the forward graph does."""
     output = forward.output_node()
     outputs: Any = output.args[0]
-    outputs = [*outputs[:num_outputs], *(saved.get(node, node) for node in outputs[num_outputs:])]
-    output.args = (tuple(outputs),)
+    saved = [replacements.get(node, node) for node in outputs[num_outputs:]]
+    output.args = ((*outputs[:num_outputs], *saved),)
 
 
-def _drop_scales(backward: fx.Graph) -> None:
-    for scales in backward.find_nodes(op="call_function", target=unpack):
+def _drop_unused_scales(backward: fx.Graph) -> None:
+    """Erase the scales that no gather uses any more."""
+    for scales in backward.find_nodes(op="call_function", target=copy_out):
         if not scales.users:
             backward.erase_node(scales)

@@ -6,268 +6,205 @@ A bucket is launched before the step that its plan says, and waited for before a
     after    f = all_gather_into_tensor(shard)   a = mm(..)   w = wait_tensor(f)   b = mm(a, w)
 
 Shards that the host keeps are copied to the device before, and reduced ones to the host behind. Small
-tensors of a bucket share a buffer (``copy_in``, ``unpack``); several buffers travel coalesced.
+tensors of a bucket share a buffer (``copy_in``, ``copy_out``); several buffers travel coalesced.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import fx
 
 from graphshard.kinds import HOST_COPIES, TransferKind
-from graphshard.ops import collectives
-from graphshard.ops import markers as marker_ops
-from graphshard.ops.collectives import CollectiveInput, world_of
+from graphshard.ops import collectives, markers
+from graphshard.ops.collectives import CollectiveInput
 from graphshard.ops.emitter import Emitter
 from graphshard.ops.float8_math import convert
-from graphshard.ops.nodes import PLANNED, is_view, num_bytes
-from graphshard.planning.plan import Bucket, PlanParam, Transfer, events_by_step, next_in_chain
+from graphshard.ops.marker_specs import OffloadSpec, ReduceGradSpec, ReloadSpec, UnshardSpec
+from graphshard.ops.nodes import PLANNED, is_view, value_of
+from graphshard.passes.describe import source_of
+from graphshard.planning.plan import Bucket, events_by_step, next_in_chain
 
-
-def markers_of(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.target in marker_ops.MARKERS]
-
-
-def describe_params(graph: fx.Graph) -> dict[fx.Node, PlanParam]:
-    """The parameter of every marker of ``graph`` that has one."""
-    positions = {**_original_inputs(graph), **_gradient_outputs(graph)}
-    of = {
-        marker: positions[marker if marker in positions else source_of(marker)]
-        for marker in markers_of(graph)
-        if marker.target in marker_ops.OF_PARAMS
-    }
-    # What backward gathers may be another part than the shard that its gradient is reduced to.
-    last = {position: marker for marker, position in of.items()}
-    return {marker: _param(last[position], position) for marker, position in of.items()}
-
-
-def describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
-    """What travels for ``marker``, of the parameter at position ``param`` of the plan."""
-    if (kind := marker_ops.KIND_OF_MARKER[marker.target]) in HOST_COPIES:
-        return _describe_copy(marker, kind)
-    group, replicas = (marker_ops.arguments(marker).get(name, "") for name in ("group", "replicas"))
-    replicas = replicas if marker.target is marker_ops.reduce_grad else ""
-    world, stride = world_of(group)
-    num_replicas, replica_stride = world_of(replicas) if replicas else (1, 1)
-    piece = piece_of(marker)
-    shard = (source_of(marker) if kind == TransferKind.ALL_GATHER else marker).meta["val"]
-    size = shard.numel() * (
-        world if kind in (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER) else 1
-    )
-    return Transfer(
-        param=param,
-        kind=kind,
-        num_bytes=size * piece.dtype.itemsize,
-        dtype=str(piece.dtype),
-        shard_bytes=shard.nbytes,
-        casts=piece.value.dtype != piece.dtype,
-        group=group,
-        world=world,
-        ready=0,
-        due=0,
-        last=0,
-        stride=stride,
-        replicas=replicas,
-        num_replicas=num_replicas,
-        replica_stride=replica_stride,
-        host=_is_on_host(marker),
-    )
-
-
-def _describe_copy(marker: fx.Node, kind: TransferKind) -> Transfer:
-    value = marker.meta["val"]
-    return Transfer(
-        None, kind, num_bytes(value), str(value.dtype), 0, False, "", 1, ready=0, due=0, last=0
-    )
-
-
-def _is_on_host(marker: fx.Node) -> bool:
-    """Whether the shard is kept there that it gathers, or that it reduces to."""
-    given = marker_ops.arguments(marker)
-    decides = "device" if marker.target is marker_ops.unshard else "host"
-    return bool(given.get(decides))
-
-
-def piece_of(marker: fx.Node) -> CollectiveInput:
-    """What a marker that communicates sends."""
-    source, value, given = source_of(marker), marker.meta["val"], marker_ops.arguments(marker)
-    if marker.target is marker_ops.unshard:
-        used = marker_ops.used_dtype(source.meta["val"], given["dtype"])
-        scales = given["scales"], given["at"]
-        return CollectiveInput(source, value.shape[0], value.dtype, used, *scales)
-    if marker.target is marker_ops.max_over_ranks:
-        return CollectiveInput(source, 0, value.dtype, value.dtype)
-    rows = value.shape[0] if marker.target is marker_ops.reduce_grad else 0
-    dtype = marker_ops.sent_dtype(
-        source.meta["val"], marker_ops.KIND_OF_MARKER[marker.target], given["reduce_dtype"]
-    )
-    return CollectiveInput(source, rows, dtype, value.dtype, partial=given.get("partial"))
-
-
-def source_of(marker: fx.Node) -> fx.Node:
-    source = marker.args[0]
-    assert isinstance(source, fx.Node)
-    return source
-
-
-def _original_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
-    """AOTAutograd names the inputs primals_1, primals_2, ... or arg0_1, arg1_1, ..."""
-    found = {}
-    for node in graph.nodes:
-        if node.op != "placeholder":
-            continue
-        if node.target.startswith("primals_"):
-            found[node] = int(node.target.removeprefix("primals_")) - 1
-        elif node.target.startswith("arg"):
-            found[node] = int(node.target.removeprefix("arg").split("_")[0])
-    return found
-
-
-def _gradient_outputs(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Outputs of a backward graph are the gradients of the forward's inputs, in their order."""
-    outputs: Any = graph.output_node().args[0]
-    return {
-        node: i
-        for i, node in enumerate(outputs)
-        if isinstance(node, fx.Node) and node.target in marker_ops.REDUCE
-    }
-
-
-def _param(marker: fx.Node, position: int) -> PlanParam:
-    gathers = marker.target in marker_ops.UNSHARD
-    full, shard = (marker, source_of(marker)) if gathers else (source_of(marker), marker)
-    value = full.meta["val"]
-    splits = marker.target in (marker_ops.unshard, marker_ops.reduce_grad)
-    padded_rows = shard.meta["val"].shape[0] if splits else None
-    return PlanParam(position, tuple(value.shape), str(shard.meta["val"].dtype), padded_rows)
+BufferMarkers: TypeAlias = Sequence[fx.Node]
+"""The markers whose transfers share one buffer."""
 
 
 def apply_buckets(
     graph: fx.Graph,
     buckets: Sequence[Bucket],
-    markers: Sequence[fx.Node],
+    marker_nodes: Sequence[fx.Node],
     steps: Sequence[fx.Node],
 ) -> None:
-    """Replace ``markers``, by position in ``Problem.transfers``, by the collectives of ``buckets``.
+    """Replace markers by the collectives of ``buckets``, in place.
 
     Args:
+        marker_nodes: by position in ``Problem.transfers``.
         steps: the first node of every step.
     """
-    begun: dict[int, list[fx.Node]] = {}
-    left: dict[int, list[fx.Node]] = {}  # by bucket, what the one before it left
-    after = next_in_chain(buckets)
-    for at, happening in zip([*steps, graph.output_node()], events_by_step(len(steps), buckets)):
-        with graph.inserting_before(at):
-            for i, is_wait in happening:
-                bucket = buckets[i]
-                of = [[markers[i] for i in parcel] for parcel in bucket.buffers]
-                emit = Emitter(graph, of[0][0].meta, **{PLANNED: True})
-                if not is_wait:
-                    begun[i] = _begin(emit, bucket, of, left.get(i))
-                    continue
-                done = [_receive(emit, bucket, buffer) for buffer in begun[i]]
-                then = buckets[after[i]].kind if i in after else None
-                if (
-                    then not in (TransferKind.ALL_GATHER, TransferKind.ALL_REDUCE_SHARDS)
-                    and bucket.kind not in HOST_COPIES
-                ):
-                    done = _copy_out(emit, bucket, of, done)
-                if then is not None:
-                    left[after[i]] = done
-                    continue
-                for marker, node in zip(itertools.chain(*of), done, strict=True):
-                    marker.replace_all_uses_with(node)
-                    if (
-                        bucket.kind == TransferKind.COPY_TO_HOST
-                        and marker.target is not marker_ops.offload_activation
-                    ):
-                        _have_host_wait(emit, node)
-    for marker in markers:
+    writer = _BucketWriter(graph, buckets, marker_nodes)
+    events = events_by_step(len(steps), buckets)
+    for node, step_events in zip([*steps, graph.output_node()], events):
+        with graph.inserting_before(node):
+            for i, is_wait in step_events:
+                writer.wait(i) if is_wait else writer.launch(i)
+    for marker in marker_nodes:
         graph.erase_node(marker)
 
 
-def _have_host_wait(emit: Emitter, copied: fx.Node) -> None:
-    """Where a copy is used: mostly, behind all else."""
-    users = list(copied.users)
-    with copied.graph.inserting_before(min(users)):
-        there = collectives.wait(emit, copied)
-    for user in users:
-        user.replace_input_with(copied, there)
-
-
-def _begin(
-    emit: Emitter,
-    bucket: Bucket,
-    markers: Sequence[Sequence[fx.Node]],
-    left: list[fx.Node] | None,
-) -> list[fx.Node]:
-    """Launch a bucket: what to wait for.
+class _BucketWriter:
+    """Writes the launches and waits of buckets into a graph, where it inserts at the time.
 
     Args:
-        markers: of every parcel.
-        left: by the bucket that this one goes on with, if there is one.
+        marker_nodes: by position in ``Problem.transfers``.
     """
-    world = bucket.group, bucket.world
-    first = marker_ops.arguments(markers[0][0])
+
+    def __init__(
+        self, graph: fx.Graph, buckets: Sequence[Bucket], marker_nodes: Sequence[fx.Node]
+    ) -> None:
+        self._graph = graph
+        self._buckets = buckets
+        self._marker_nodes = marker_nodes
+        self._next = next_in_chain(buckets)
+        self._launched: dict[int, list[fx.Node]] = {}  # by bucket, what to wait for
+        self._handed_on: dict[
+            int, list[fx.Node]
+        ] = {}  # by bucket, the results that it goes on with
+
+    def launch(self, position: int) -> None:
+        """Launch the bucket at that position."""
+        bucket, nodes = self._buckets[position], self._markers_of(position)
+        received = self._handed_on.get(position)
+        self._launched[position] = _launch(self._emitter(nodes), bucket, nodes, received)
+
+    def wait(self, position: int) -> None:
+        """Wait for that bucket; hand its results to the next one of its chain, or to their users."""
+        bucket, nodes = self._buckets[position], self._markers_of(position)
+        emit, next_position = self._emitter(nodes), self._next.get(position)
+        next_kind = None if next_position is None else self._buckets[next_position].kind
+        results = [_wait(emit, bucket, buffer) for buffer in self._launched[position]]
+        # Gathers and averages over replicas take buffers as they are.
+        takes_buffers = (TransferKind.ALL_GATHER, TransferKind.ALL_REDUCE_SHARDS)
+        if bucket.kind not in HOST_COPIES and next_kind not in takes_buffers:
+            results = _copy_out(emit, bucket, nodes, results)
+        if next_position is not None:
+            self._handed_on[next_position] = results
+            return
+        for marker, result in zip(itertools.chain(*nodes), results, strict=True):
+            marker.replace_all_uses_with(result)
+            is_offload = marker.target is markers.offload_activation
+            if bucket.kind == TransferKind.COPY_TO_HOST and not is_offload:
+                _make_host_wait(emit, result)
+
+    def _markers_of(self, position: int) -> list[BufferMarkers]:
+        buffers = self._buckets[position].buffers
+        return [[self._marker_nodes[i] for i in buffer] for buffer in buffers]
+
+    def _emitter(self, nodes: Sequence[BufferMarkers]) -> Emitter:
+        return Emitter(self._graph, nodes[0][0].meta, **{PLANNED: True})
+
+
+def _make_host_wait(emit: Emitter, copied: fx.Node) -> None:
+    """Wait for a copy to the host in front of its first use: mostly at the end of the graph."""
+    users = list(copied.users)
+    with copied.graph.inserting_before(min(users)):
+        arrived = collectives.wait_tensor(emit, copied)
+    for user in users:
+        user.replace_input_with(copied, arrived)
+
+
+def _launch(
+    emit: Emitter,
+    bucket: Bucket,
+    nodes: Sequence[BufferMarkers],
+    received: list[fx.Node] | None,
+) -> list[fx.Node]:
+    """Launch a bucket; return what to wait for.
+
+    Args:
+        nodes: the markers of every buffer.
+        received: the results of the bucket that this one goes on with; None: there is none.
+    """
     if bucket.kind == TransferKind.COPY_TO_DEVICE:
-        sources = [source_of(marker) for parcel in markers for marker in parcel]
-        return collectives.begin_copy(emit, sources, first["device"])
+        sources = [source_of(marker) for marker in itertools.chain(*nodes)]
+        return collectives.launch_host_copies(emit, sources, _device_of(nodes[0][0]))
     if bucket.kind == TransferKind.COPY_TO_HOST:
-        sources = [source_of(marker) for marker in markers[0]] if left is None else left
-        return collectives.begin_copy(emit, sources, first["host"])
-    parcels = [[piece_of(marker) for marker in parcel] for parcel in markers]
+        sources = [source_of(marker) for marker in nodes[0]] if received is None else received
+        return collectives.launch_host_copies(emit, sources, _host_memory_of(nodes[0][0]))
+    buffers = _inputs_of(nodes)
     if bucket.kind == TransferKind.ALL_REDUCE_SHARDS:
-        assert left is not None
-        return collectives.send_on(emit, parcels, left, *world)
-    if left is not None:
-        loaded = iter(left)
-        parcels = [[piece._replace(source=next(loaded)) for piece in of] for of in parcels]
-    return collectives.send(emit, bucket.kind, parcels, *world)
+        assert received is not None
+        return collectives.launch_replica_reduce(
+            emit, buffers, received, bucket.group, bucket.world
+        )
+    if received is not None:
+        copies = iter(received)
+        buffers = [[sent._replace(source=next(copies)) for sent in inputs] for inputs in buffers]
+    return collectives.launch_bucket(emit, bucket.kind, buffers, bucket.group, bucket.world)
 
 
-def _receive(emit: Emitter, bucket: Bucket, buffer: fx.Node) -> Any:
-    if bucket.kind in HOST_COPIES:
-        return collectives.wait(emit, buffer)
-    return collectives.receive(emit, bucket.kind, buffer, bucket.group, bucket.world)
+def _inputs_of(nodes: Sequence[BufferMarkers]) -> list[list[CollectiveInput]]:
+    return [
+        [markers.collective_input(markers.read(marker)) for marker in buffer] for buffer in nodes
+    ]
+
+
+def _device_of(marker: fx.Node) -> torch.device:
+    """The device that a marker copies to."""
+    spec = markers.read(marker)
+    assert isinstance(spec, UnshardSpec | ReloadSpec) and spec.device is not None
+    return spec.device
+
+
+def _host_memory_of(marker: fx.Node) -> str:
+    """The host's memory that a marker copies to."""
+    spec = markers.read(marker)
+    assert isinstance(spec, ReduceGradSpec | OffloadSpec) and spec.host_memory is not None
+    return spec.host_memory
+
+
+def _wait(emit: Emitter, bucket: Bucket, launched: fx.Node) -> fx.Node:
+    """Wait for one buffer, or for one host copy, of a bucket."""
+    done: fx.Node = (
+        collectives.wait_tensor(emit, launched)
+        if bucket.kind in HOST_COPIES
+        else collectives.wait_buffer(emit, bucket.kind, launched, bucket.group, bucket.world)
+    )
+    return done
 
 
 def _copy_out(
-    emit: Emitter,
-    bucket: Bucket,
-    markers: Sequence[Sequence[fx.Node]],
-    done: Sequence[fx.Node],
+    emit: Emitter, bucket: Bucket, nodes: Sequence[BufferMarkers], buffers: Sequence[fx.Node]
 ) -> list[fx.Node]:
-    """What every marker stands for, of a bucket's buffers."""
-    kind = (
-        TransferKind.REDUCE_SCATTER
-        if bucket.kind == TransferKind.ALL_REDUCE_SHARDS
-        else bucket.kind
-    )
-    found = []
-    for parcel, buffer in zip(markers, done, strict=True):
-        pieces = [piece_of(marker) for marker in parcel]
-        found += collectives.copy_out(emit, kind, pieces, buffer, bucket.world)
-    return found
+    """The result of every marker, from the buffers of their bucket."""
+    kind = bucket.kind
+    if kind == TransferKind.ALL_REDUCE_SHARDS:
+        kind = TransferKind.REDUCE_SCATTER
+    return [
+        result
+        for inputs, buffer in zip(_inputs_of(nodes), buffers, strict=True)
+        for result in collectives.results_in_buffer(emit, kind, inputs, buffer, bucket.world)
+    ]
 
 
-def apply_replicate(graph: fx.Graph, markers: Iterable[fx.Node]) -> None:
-    """A replicated parameter is used as it is; what the graph returns is no alias of it."""
-    for marker in markers:
+def apply_replicate(graph: fx.Graph, marker_nodes: Iterable[fx.Node]) -> None:
+    """Replace ``replicate`` markers by their parameters, in place. The graph returns no alias of one."""
+    for marker in marker_nodes:
+        source, dtype = source_of(marker), value_of(marker).dtype
         with graph.inserting_before(marker):
-            emit, used = Emitter(graph, marker.meta), marker.meta["val"].dtype
-            source = source_of(marker)
-            if used != source.meta["val"].dtype:
-                copy = emit(convert, source, used)
+            emit = Emitter(graph, marker.meta)
+            if dtype != value_of(source).dtype:
+                result = emit(convert, source, dtype)
+            elif _is_returned(marker):
+                result = emit(torch.ops.aten.clone.default, source)
             else:
-                copy = emit(torch.ops.aten.clone.default, source) if _returned(marker) else source
-        marker.replace_all_uses_with(copy)
+                result = source
+        marker.replace_all_uses_with(result)
         graph.erase_node(marker)
 
 
-def _returned(node: fx.Node) -> bool:
-    """Whether the graph returns it, or a view of it."""
-    return any(user.op == "output" or (is_view(user) and _returned(user)) for user in node.users)
+def _is_returned(node: fx.Node) -> bool:
+    """Whether the graph returns a node's value, or a view of it."""
+    return any(user.op == "output" or (is_view(user) and _is_returned(user)) for user in node.users)

@@ -1,6 +1,6 @@
-"""Joint graph: nothing that only parameters determine is saved for backward (ZeRO-3).
+"""Joint graph: the partitioner saves nothing for backward that only parameters determine (ZeRO-3).
 
-The partitioner would save gathered parameters, or casts and transposes of them, and the result
+The partitioner would save gathered parameters, or casts and transposes of them, and training
 would silently be ZeRO-2. Every node that is derived from unsharded parameters alone is marked for
 recomputation, so the backward graph starts from the shards and gathers again:
 
@@ -13,18 +13,19 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphshard.ops.markers import UNSHARD, arguments, replicate, unshard
+from graphshard.ops.marker_specs import UnshardSpec
+from graphshard.ops.markers import UNSHARD_MARKERS, replicate, unshard
 
 
 def parameter_derived(graph: fx.Graph) -> list[fx.Node]:
-    """Nodes computed from parameters alone (with constants) that are not to be kept, in order."""
+    """The nodes that parameters, with constants, alone determine and that are not kept, in order."""
     derived: dict[fx.Node, None] = {}
     constant: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or _is_random(node):
             continue
-        if node.target in UNSHARD:
-            if node.target is replicate or arguments(node)["regather"]:
+        if node.target in UNSHARD_MARKERS:
+            if node.target is replicate or not _is_kept(node):
                 derived[node] = None
             continue
         inputs = node.all_input_nodes
@@ -35,6 +36,11 @@ def parameter_derived(graph: fx.Graph) -> list[fx.Node]:
     return list(derived)
 
 
+def _is_kept(marker: fx.Node) -> bool:
+    """Whether an ``unshard`` marker's parameter stays gathered for backward."""
+    return UnshardSpec.of_node(marker).regather_group is None
+
+
 def _is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
@@ -42,7 +48,7 @@ def _is_random(node: fx.Node) -> bool:
 def reshard(gm: fx.GraphModule) -> None:
     """Tag a joint graph for the partitioner, in place."""
     for node in gm.graph.nodes:
-        if node.target is unshard and not arguments(node)["regather"]:
+        if node.target is unshard and _is_kept(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for node in parameter_derived(gm.graph):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

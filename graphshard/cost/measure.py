@@ -284,8 +284,10 @@ def _launch_to_wait_us(
     """Return the time from the launch of a collective to the end of its wait."""
 
     def launch_and_wait() -> None:
-        for buffer in collectives.launch(run, kind, buffers, group.group_name, group.size()):
-            collectives.wait(run, buffer)
+        for buffer in collectives.launch_collective(
+            run, kind, buffers, group.group_name, group.size()
+        ):
+            collectives.wait_tensor(run, buffer)
 
     return timer.median_us(launch_and_wait, num_calls=_CALLS_PER_SAMPLE, group=group)
 

@@ -1,4 +1,4 @@
-"""What gradients of microbatches add up in, found by number from inside of a graph."""
+"""Accumulators of the gradients of microbatches, found by number from inside of a graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from .._torch.autograd import at_end_of_backward
 
 UNSYNCED, PARTIAL = ACCUMULATOR_NAMES = ("unsynced", "partial")
-"""Arguments of markers."""
+"""Arguments of markers that take an accumulator's stand-in, or its key."""
 
 
 _accumulators: weakref.WeakValueDictionary[int, Accumulator] = weakref.WeakValueDictionary()
@@ -20,16 +20,20 @@ _numbers = itertools.count()
 
 
 def take(key: torch.Tensor) -> torch.Tensor | None:
-    """What has added up under ``key``, for a gradient that is about to be reduced."""
-    found = _accumulators.get(int(key))
-    return None if found is None else found.take()
+    """Take the total of the accumulator with that key, to add it to a gradient before it is reduced.
+
+    None: nothing has added up, or the accumulator is there no more.
+    """
+    accumulator = _accumulators.get(int(key))
+    return None if accumulator is None else accumulator.take()
 
 
 class Accumulator:
-    """Of the gradients of one stand-in.
+    """The total of gradients that are not reduced yet, or not all the way.
 
     Attributes:
-        key: by which a graph finds it, whoever copies what is saved for backward.
+        stand_in: a tensor without memory of its own, whose ``.grad`` autograd adds gradients up in.
+        key: by which a graph finds the accumulator, whoever copies what is saved for backward.
     """
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
@@ -44,33 +48,35 @@ class Accumulator:
         return self.stand_in.grad
 
     def add(self, grad: torch.Tensor) -> None:
-        """A gradient that no graph hands to autograd."""
+        """Add a gradient that no graph hands to autograd."""
         grad = grad.detach().to(self.stand_in)
         self.stand_in.grad = grad if self.total is None else self.total + grad
 
     def take(self) -> torch.Tensor | None:
+        """Take the total away; it comes back at the end of this backward unless it is delivered."""
         total = self.total
         if total is not None:
             self._taken.append(total)
             self.stand_in.grad = None
-            _unsettled.append(self)
-            at_end_of_backward(_settle)
+            _undelivered.append(self)
+            at_end_of_backward(_put_back_undelivered)
         return total
 
     def delivered(self) -> None:
+        """Forget what was taken: it has come to its parameter."""
         self._taken.clear()
 
     def put_back(self) -> None:
+        """Add what was taken again."""
         for total in self._taken:
             self.add(total)
         self._taken.clear()
 
 
-_unsettled: list[Accumulator] = []
+_undelivered: list[Accumulator] = []
 
 
-def _settle() -> None:
-    """What was taken and did not get to its parameter is there again."""
-    for of in _unsettled:
-        of.put_back()
-    _unsettled.clear()
+def _put_back_undelivered() -> None:
+    for accumulator in _undelivered:
+        accumulator.put_back()
+    _undelivered.clear()

@@ -1,123 +1,132 @@
-"""Ops that copy into the buffers that travel, and out of them; opaque to Inductor: see ``graphshard.ops.collectives``."""
+"""The operators that copy into packed buffers and out of them, opaque to Inductor.
+
+``graphshard.ops.collectives`` says why, and where they stand.
+"""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
 
 from .._torch.tensors import foreach_copy_
 from .accumulators import take
+from .dtypes import dtype_named
+from .library import define, fake, implement
 
-_lib = torch.library.Library("graphshard", "FRAGMENT")
-_tags = (torch.Tag.pt2_compliant_tag,)
-_lib.define(
-    "copy_in(Tensor[] tensors, int[] rows, str[] dtypes, int[] counts, str[] wires, int world)"
-    " -> Tensor[]",
-    tags=_tags,
+copy_in = define(
+    "copy_in(Tensor[] tensors, int[] rows, str[] dtypes, int[] counts, str[] wire_dtypes, int world)"
+    " -> Tensor[]"
 )
-_lib.define("unpack(Tensor flat, int[] sizes, int world) -> Tensor[]", tags=_tags)
-_lib.define(
-    "add_sums(Tensor flat, Tensor[] keys, int[] starts, ScalarType dtype) -> Tensor", tags=_tags
+copy_out = define("copy_out(Tensor buffer, int[] sizes, int world) -> Tensor[]")
+add_accumulated = define(
+    "add_accumulated(Tensor flat, Tensor[] keys, int[] starts, ScalarType dtype) -> Tensor"
 )
-copy_in = torch.ops.graphshard.copy_in.default
-unpack = torch.ops.graphshard.unpack.default
-add_sums = torch.ops.graphshard.add_sums.default
 
 
-def _impl(name: str) -> Any:
-    return torch.library.impl(_lib, name, "CompositeExplicitAutograd")
-
-
-@_impl("copy_in")
+@implement(copy_in)
 def _copy_in(
     tensors: list[torch.Tensor],
     rows: list[int],
     dtypes: list[str],
     counts: list[int],
-    wires: list[str],
+    wire_dtypes: list[str],
     world: int,
 ) -> list[torch.Tensor]:
-    buffers = _copy_in_fake(tensors, rows, dtypes, counts, wires, world)
+    """Cast, pad and pack tensors, the first ``counts[0]`` of them into the first buffer, and so on.
+
+    Args:
+        rows: of each tensor, how many rows each rank is sent; 0 of a tensor without rows.
+        dtypes: as which each tensor travels.
+        wire_dtypes: of each buffer; uint8 where its tensors travel as bytes.
+        world: number of ranks that each get a part of a buffer; 1 for a gather.
+    """
+    buffers = _copy_in_fake(tensors, rows, dtypes, counts, wire_dtypes, world)
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
-    pieces = zip(tensors, rows, dtypes, strict=True)
+    transfers = zip(tensors, rows, dtypes, strict=True)
     for buffer, count in zip(buffers, counts):
         start = 0
-        for tensor, num_rows, name in itertools.islice(pieces, count):
-            flat = _on_the_wire(tensor, getattr(torch, name), buffer.dtype)
-            stop = start + _sent_by_rank(flat, tensor, num_rows)
+        for tensor, num_rows, dtype in itertools.islice(transfers, count):
+            flat = _flattened(tensor, dtype_named(dtype), buffer.dtype)
+            stop = start + _num_sent_per_rank(flat, tensor, num_rows)
             part = buffer.view(world, buffer.numel() // world)[:, start:stop]
             start = stop
             if not flat.numel():
                 continue
-            whole, rest = divmod(flat.numel(), part.shape[1])
-            targets.append(part[:whole])
-            sources.append(flat[: flat.numel() - rest].view(whole, -1))
-            if whole < world:
-                part[whole:].zero_()
-                targets.append(part[whole, :rest])
+            num_full, rest = divmod(flat.numel(), part.shape[1])
+            targets.append(part[:num_full])
+            sources.append(flat[: flat.numel() - rest].view(num_full, -1))
+            if num_full < world:
+                part[num_full:].zero_()
+                targets.append(part[num_full, :rest])
                 sources.append(flat[flat.numel() - rest :])
     if targets:
         foreach_copy_(targets, sources)
     return buffers
 
 
-def _on_the_wire(tensor: torch.Tensor, dtype: torch.dtype, wire: torch.dtype) -> torch.Tensor:
-    """``tensor`` in one dimension, as bytes where ``wire`` is not its ``dtype``; else cast later."""
-    return tensor.reshape(-1) if wire == dtype else tensor.to(dtype).reshape(-1).view(torch.uint8)
+def _flattened(tensor: torch.Tensor, dtype: torch.dtype, wire_dtype: torch.dtype) -> torch.Tensor:
+    """``tensor`` in one dimension: as it is where the copy casts it to ``wire_dtype``, else as bytes
+    of ``dtype``."""
+    if wire_dtype == dtype:
+        return tensor.reshape(-1)
+    return tensor.to(dtype).reshape(-1).view(torch.uint8)
 
 
-def _sent_by_rank(flat: torch.Tensor, tensor: torch.Tensor, num_rows: int) -> int:
-    """How many of the elements of ``flat``, padding included."""
+def _num_sent_per_rank(flat: torch.Tensor, tensor: torch.Tensor, num_rows: int) -> int:
+    """How many elements of ``flat`` each rank is sent, padding included."""
     return flat.numel() // tensor.shape[0] * num_rows if num_rows else flat.numel()
 
 
-@torch.library.register_fake("graphshard::copy_in", lib=_lib)
+@fake(copy_in)
 def _copy_in_fake(
     tensors: list[torch.Tensor],
     rows: list[int],
     dtypes: list[str],
     counts: list[int],
-    wires: list[str],
+    wire_dtypes: list[str],
     world: int,
 ) -> list[torch.Tensor]:
     buffers = []
-    pieces = zip(tensors, rows, dtypes, strict=True)
-    for count, name in zip(counts, wires, strict=True):
-        wire = getattr(torch, name)
+    transfers = zip(tensors, rows, dtypes, strict=True)
+    for count, name in zip(counts, wire_dtypes, strict=True):
+        wire_dtype = dtype_named(name)
         num_bytes = sum(
-            _sent_by_rank(tensor, tensor, num_rows) * getattr(torch, dtype).itemsize
-            for tensor, num_rows, dtype in itertools.islice(pieces, count)
+            _num_sent_per_rank(tensor, tensor, num_rows) * dtype_named(dtype).itemsize
+            for tensor, num_rows, dtype in itertools.islice(transfers, count)
         )
-        buffers.append(tensors[0].new_empty(world * num_bytes // wire.itemsize, dtype=wire))
+        size = world * num_bytes // wire_dtype.itemsize
+        buffers.append(tensors[0].new_empty(size, dtype=wire_dtype))
     return buffers
 
 
-@_impl("unpack")
-def _unpack(flat: torch.Tensor, sizes: list[int], world: int) -> list[torch.Tensor]:
-    return list(torch.ops.aten.split_with_sizes_copy.default(flat.view(world, -1), sizes, 1))
+@implement(copy_out)
+def _copy_out(buffer: torch.Tensor, sizes: list[int], world: int) -> list[torch.Tensor]:
+    """Split a buffer of all ranks' parts into one contiguous ``[world, size]`` for each size."""
+    return list(torch.ops.aten.split_with_sizes_copy.default(buffer.view(world, -1), sizes, 1))
 
 
-@torch.library.register_fake("graphshard::unpack", lib=_lib)
-def _unpack_fake(flat: torch.Tensor, sizes: list[int], world: int) -> list[torch.Tensor]:
-    return [flat.new_empty((world, size)) for size in sizes]
+@fake(copy_out)
+def _copy_out_fake(buffer: torch.Tensor, sizes: list[int], world: int) -> list[torch.Tensor]:
+    return [buffer.new_empty((world, size)) for size in sizes]
 
 
-@_impl("add_sums")
-def _add_sums(
+@implement(add_accumulated)
+def _add_accumulated(
     flat: torch.Tensor, keys: list[torch.Tensor], starts: list[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    total = flat.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    """A copy of ``flat`` as ``dtype``, with the total of each accumulator added from its start on."""
+    result = flat.to(dtype, copy=True, memory_format=torch.contiguous_format)
     for key, start in zip(keys, starts):
-        if (of := take(key)) is not None:
-            total.view(-1)[start : start + of.numel()].view(of.shape).add_(of.to(total))
-    return total
+        if (total := take(key)) is not None:
+            part = result.view(-1)[start : start + total.numel()]
+            part.view(total.shape).add_(total.to(result))
+    return result
 
 
-@torch.library.register_fake("graphshard::add_sums", lib=_lib)
-def _add_sums_fake(
+@fake(add_accumulated)
+def _add_accumulated_fake(
     flat: torch.Tensor, keys: list[torch.Tensor], starts: list[int], dtype: torch.dtype
 ) -> torch.Tensor:
     return flat.new_empty(flat.shape, dtype=dtype)

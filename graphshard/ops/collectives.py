@@ -1,13 +1,13 @@
-"""What travels for a bucket: copied in, launched, waited for, copied out; eager, or into a graph.
+"""The calls that make up the collective of a bucket: copy-in, launch, wait, copy-out; eager or in a graph.
 
-Tensors of one parcel share a buffer, rank by rank; several buffers travel coalesced:
+Transfers that share a packed buffer lie in it rank by rank; several buffers travel coalesced:
 
-    parcel of one, as it is    shard ─► all_gather_into_tensor ─► wait ─► full
-    any other                  shards ─► copy_in ─► all_gather_into_tensor ─► wait ─► unpack ─► full, ..
+    buffer of one, as it is    shard ─► all_gather_into_tensor ─► wait ─► full
+    any other                  shards ─► copy_in ─► all_gather_into_tensor ─► wait ─► copy_out ─► full, ..
 
-``copy_in`` casts, pads and packs all of a bucket at once. Both ops are opaque to Inductor: the C++ of
-a `cat` of a hundred tensors takes longer to compile than the rest of a graph, and slices of one buffer
-differ in their offsets, so that equal layers would not share their kernels.
+``copy_in`` casts, pads and packs all of a bucket at once. It and ``copy_out`` are opaque to Inductor:
+the C++ of a `cat` of a hundred tensors takes longer to compile than the rest of a graph, and slices of
+one buffer differ in their offsets, so that equal layers would not share their kernels.
 """
 
 from __future__ import annotations
@@ -16,65 +16,71 @@ import itertools
 import operator
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from .._torch.distributed import process_group
 from ..kinds import TransferKind
-from .bucket_copy import add_sums, copy_in, unpack
+from .bucket_copy import add_accumulated, copy_in, copy_out
+from .dtypes import dtype_name
 from .emitter import Call
 from .float8_math import E4M3, as_dtype, cast, convert
 from .float8_ops import own_rows
-from .host_copy import to_device, to_host
-from .nodes import value_of
+from .host_copy import copy_to_device, copy_to_host
+from .nodes import Value, Values, value_of
 
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
 EXCHANGE = _c10d.all_to_all_single.default
-# What no backend refuses; other dtypes travel as bytes.
-ON_THE_WIRE = frozenset(
+WIRE_DTYPES = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8}
     | {torch.int8, torch.int32, torch.int64}
 )
+"""Dtypes that no backend refuses; others travel as bytes."""
 
 
 class CollectiveInput(NamedTuple):
     """A tensor that travels.
 
     Attributes:
-        source: a padded shard, or a full gradient: a tensor or a node of a graph.
-        rows: of what comes out, the full parameter or the padded shard of a gradient; 0: replicated.
-        dtype: as which it travels; a gathered one comes out so.
-        result: as which a reduced one comes out, and what is scaled is cast to before.
-        scales: of several; it is multiplied by that ``at`` its place, ``[1, 1]`` or ``[1, rows of all
-            ranks' padded shards]``, before it is cast to ``dtype``.
-        partial: key of a sum that is added to its reduced shard before that is averaged over replicas.
+        source: a padded shard, or a full gradient.
+        rows: number of rows of the result: of the full parameter, or of the padded shard of a
+            gradient; 0: replicated.
+        dtype: as which it travels; a gathered tensor comes out so.
+        result_dtype: as which a reduced tensor comes out; what is scaled is cast to it first.
+        scales: of several tensors, each ``[1, 1]`` or ``[1, rows of all ranks' padded shards]``. The
+            source is multiplied by its own before it is cast to ``dtype``; None: it is not.
+        scale_index: position of its own scale.
+        partial: key of an accumulator, whose total is added to the reduced shard before that is
+            averaged over replicas; None: nothing is.
     """
 
-    source: Any
+    source: Value
     rows: int
     dtype: torch.dtype
-    result: torch.dtype
-    scales: Any = None
-    at: int = 0
-    partial: Any = None
+    result_dtype: torch.dtype
+    scales: Values | None = None
+    scale_index: int = 0
+    partial: Value | None = None
 
     @property
-    def value(self) -> torch.Tensor:
+    def tensor(self) -> torch.Tensor:
+        """The source, or the fake tensor of its node."""
         return value_of(self.source)
 
 
-Parcel = Sequence[CollectiveInput]
+BufferInputs: TypeAlias = Sequence[CollectiveInput]
+"""The transfers that share one buffer."""
 
 
-def wire_dtype(kind: TransferKind, parcel: Parcel) -> torch.dtype:
-    """What a parcel's buffer holds: bytes, of what is gathered, where dtypes differ or no backend
-    takes them. What a reduction adds up has one dtype."""
-    dtypes = {piece.dtype for piece in parcel}
-    as_bytes = kind == TransferKind.ALL_GATHER and (len(dtypes) > 1 or not dtypes <= ON_THE_WIRE)
-    return torch.uint8 if as_bytes else parcel[0].dtype
+def wire_dtype(kind: TransferKind, inputs: BufferInputs) -> torch.dtype:
+    """The dtype of a packed buffer. Gathered tensors travel as bytes where their dtypes differ, or
+    where a backend may refuse theirs; reduced ones have one dtype."""
+    dtypes = {sent.dtype for sent in inputs}
+    as_bytes = kind == TransferKind.ALL_GATHER and (len(dtypes) > 1 or not dtypes <= WIRE_DTYPES)
+    return torch.uint8 if as_bytes else inputs[0].dtype
 
 
 def exchanges(group: str, dtype: torch.dtype) -> bool:
@@ -89,84 +95,88 @@ def exchanges(group: str, dtype: torch.dtype) -> bool:
     return all(backend.endswith(":gloo") for backend in backends)
 
 
-def send(
-    call: Call, kind: TransferKind, parcels: Sequence[Parcel], group: str, world: int
+def launch_bucket(
+    call: Call, kind: TransferKind, buffers: Sequence[BufferInputs], group: str, world: int
 ) -> list[Any]:
-    """Copy in and launch: what to wait for, for each parcel."""
-    parcels = [[_scaled(call, piece, group) for piece in parcel] for parcel in parcels]
-    buffers = {i: _as_sent(call, kind, parcel) for i, parcel in enumerate(parcels)}
-    copied = [i for i, parcel in enumerate(parcels) if _is_copied(kind, parcel, world)]
+    """Copy in and launch a bucket; return what to wait for, one for each buffer."""
+    buffers = [[_scaled(call, sent, group) for sent in inputs] for inputs in buffers]
+    packed = {i: _packed_without_copy_in(call, kind, inputs) for i, inputs in enumerate(buffers)}
+    copied = [i for i, inputs in enumerate(buffers) if _needs_copy_in(kind, inputs, world)]
     if copied:
-        pieces = [piece for i in copied for piece in parcels[i]]
-        made = call(
+        all_inputs = [sent for i in copied for sent in buffers[i]]
+        results = call(
             copy_in,
-            [piece.source for piece in pieces],
-            [_own_rows(kind, piece) for piece in pieces],
-            [_name(piece.dtype) for piece in pieces],
-            [len(parcels[i]) for i in copied],
-            [_name(wire_dtype(kind, parcels[i])) for i in copied],
+            [sent.source for sent in all_inputs],
+            [_rows_per_rank(kind, sent) for sent in all_inputs],
+            [dtype_name(sent.dtype) for sent in all_inputs],
+            [len(buffers[i]) for i in copied],
+            [dtype_name(wire_dtype(kind, buffers[i])) for i in copied],
             world if kind == TransferKind.REDUCE_SCATTER else 1,
         )
-        buffers |= {i: call(operator.getitem, made, k) for k, i in enumerate(copied)}
-    sent = list(buffers.values())
-    if len({value_of(buffer).dtype for buffer in sent}) > 1:
+        packed |= {i: call(operator.getitem, results, k) for k, i in enumerate(copied)}
+    to_send = list(packed.values())
+    if len({value_of(buffer).dtype for buffer in to_send}) > 1:
         # gloo casts all of them to the first one's dtype.
-        sent = [_viewed_as(call, buffer, torch.uint8) for buffer in sent]
-    return launch(call, kind, sent, group, world)
+        to_send = [_viewed_as(call, buffer, torch.uint8) for buffer in to_send]
+    return launch_collective(call, kind, to_send, group, world)
 
 
-def _scaled(call: Call, piece: CollectiveInput, group: str) -> CollectiveInput:
-    """With its scale applied, in one kernel: a tensor of its own of a byte for each element."""
-    if piece.scales is None:
-        return piece
-    scale = call(operator.getitem, piece.scales, piece.at)
+def _scaled(call: Call, sent: CollectiveInput, group: str) -> CollectiveInput:
+    """Apply a transfer's scale, in one kernel: the source is then of one byte for each element."""
+    if sent.scales is None:
+        return sent
+    scale = call(operator.getitem, sent.scales, sent.scale_index)
     if value_of(scale).numel() > 1:
         scale = call(own_rows, scale, group)
-    scaled = cast(call, as_dtype(call, piece.source, piece.result), scale, piece.dtype, 1)
-    return piece._replace(source=scaled, scales=None)
+    wide = as_dtype(call, sent.source, sent.result_dtype)
+    return sent._replace(source=cast(call, wide, scale, sent.dtype, 1), scales=None)
 
 
-def _as_sent(call: Call, kind: TransferKind, parcel: Parcel) -> Any:
-    """What travels where ``copy_in`` has nothing to do: Inductor packs fp8 where it scales and casts."""
-    source = parcel[0].source
-    if len(parcel) > 1 and _is_float8(parcel):
-        flat = [call(_aten.view.default, piece.source, [-1]) for piece in parcel]
+def _packed_without_copy_in(call: Call, kind: TransferKind, inputs: BufferInputs) -> Any:
+    """The buffer where ``copy_in`` has nothing to do: Inductor packs fp8 where it scales and casts."""
+    source = inputs[0].source
+    if not _is_float8(inputs):
+        return source
+    if len(inputs) > 1:
+        flat = [call(_aten.view.default, sent.source, [-1]) for sent in inputs]
         source = call(_aten.cat.default, flat)
-    return _viewed_as(call, source, wire_dtype(kind, parcel)) if _is_float8(parcel) else source
+    return _viewed_as(call, source, wire_dtype(kind, inputs))
 
 
-def _is_float8(parcel: Parcel) -> bool:
-    return all(piece.value.dtype == E4M3 for piece in parcel)
+def _is_float8(inputs: BufferInputs) -> bool:
+    return all(sent.tensor.dtype == E4M3 for sent in inputs)
 
 
-def _is_copied(kind: TransferKind, parcel: Parcel, world: int) -> bool:
+def _needs_copy_in(kind: TransferKind, inputs: BufferInputs, world: int) -> bool:
     """False where a tensor travels as it is, or was cast to fp8."""
-    if _is_float8(parcel):
+    if _is_float8(inputs):
         return False
-    (piece, *others), value = parcel, parcel[0].value
-    padded = kind == TransferKind.REDUCE_SCATTER and value.shape[0] != piece.rows * world
-    casts = wire_dtype(kind, parcel) != value.dtype
-    return bool(others) or padded or casts or not value.is_contiguous()
+    (first, *others), tensor = inputs, inputs[0].tensor
+    padded = kind == TransferKind.REDUCE_SCATTER and tensor.shape[0] != first.rows * world
+    casts = wire_dtype(kind, inputs) != tensor.dtype
+    return bool(others) or padded or casts or not tensor.is_contiguous()
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _own_rows(kind: TransferKind, piece: CollectiveInput) -> int:
-    """How many rows of each rank are sent; 0 of a tensor without rows."""
+def _rows_per_rank(kind: TransferKind, sent: CollectiveInput) -> int:
+    """How many rows each rank is sent, or sends; 0 of a tensor without rows."""
     if kind == TransferKind.REDUCE_SCATTER:
-        return piece.rows
-    return piece.value.shape[0] if piece.value.dim() else 0
+        return sent.rows
+    return sent.tensor.shape[0] if sent.tensor.dim() else 0
 
 
-def launch(call: Call, kind: TransferKind, wires: list[Any], group: str, world: int) -> list[Any]:
-    """One collective for all ``wires``, coalesced where they are several: what to wait for."""
-    if kind == TransferKind.REDUCE_SCATTER and exchanges(group, value_of(wires[0]).dtype):
-        sizes = [[value_of(wire).shape[0] // world] * world for wire in wires]
-        return [call(EXCHANGE, wire, size, size, group) for wire, size in zip(wires, sizes)]
+def launch_collective(
+    call: Call, kind: TransferKind, buffers: Sequence[Any], group: str, world: int
+) -> list[Any]:
+    """Launch one collective for all buffers, coalesced where they are several, but exchanges.
+
+    Returns:
+        What to wait for, one for each buffer.
+    """
+    if kind == TransferKind.REDUCE_SCATTER and exchanges(group, value_of(buffers[0]).dtype):
+        sizes = [[value_of(buffer).shape[0] // world] * world for buffer in buffers]
+        return [call(EXCHANGE, buffer, size, size, group) for buffer, size in zip(buffers, sizes)]
     kind = TransferKind.ALL_REDUCE if kind == TransferKind.ALL_REDUCE_SHARDS else kind
-    one, many, args = {
+    one, coalesced, args = {
         TransferKind.ALL_GATHER: (
             _c10d.all_gather_into_tensor.default,
             _c10d.all_gather_into_tensor_coalesced.default,
@@ -189,54 +199,64 @@ def launch(call: Call, kind: TransferKind, wires: list[Any], group: str, world: 
             ("max", group),
         ),
     }[kind]
-    if len(wires) == 1:
-        return [call(one, wires[0], *args)]
-    launched = call(many, wires, *args)
-    return [call(operator.getitem, launched, i) for i in range(len(wires))]
+    if len(buffers) == 1:
+        return [call(one, buffers[0], *args)]
+    launched = call(coalesced, list(buffers), *args)
+    return [call(operator.getitem, launched, i) for i in range(len(buffers))]
 
 
-def wait(call: Call, buffer: Any) -> Any:
-    return call(_c10d.wait_tensor.default, buffer)
+def wait_tensor(call: Call, launched: Any) -> Any:
+    """Wait for one result of a launch."""
+    return call(_c10d.wait_tensor.default, launched)
 
 
-def begin_copy(call: Call, tensors: Sequence[Any], to: torch.device | str) -> list[Any]:
-    """Launch copies to that device, or to that memory of the host: what to wait for, for each; for what
-    the host reads twice, see ``graphshard.ops.host_copy``."""
-    made = call(to_host if isinstance(to, str) else to_device, list(tensors), to)
-    return [call(operator.getitem, made, i) for i in range(len(tensors))]
+def launch_host_copies(call: Call, tensors: Sequence[Any], target: torch.device | str) -> list[Any]:
+    """Launch copies to a device, or to that memory of the host; return what to wait for, one for each.
+
+    What the host reads is waited for twice: see ``graphshard.ops.host_copy``.
+    """
+    op = copy_to_host if isinstance(target, str) else copy_to_device
+    copies = call(op, list(tensors), target)
+    return [call(operator.getitem, copies, i) for i in range(len(tensors))]
 
 
-def copy(call: Call, tensors: Sequence[Any], to: torch.device | str) -> list[Any]:
-    return [wait(call, wait(call, copied)) for copied in begin_copy(call, tensors, to)]
+def copy_and_wait(call: Call, tensors: Sequence[Any], target: torch.device | str) -> list[Any]:
+    """Copy tensors to a device, or to that memory of the host, and wait until the host may read them."""
+    copies = launch_host_copies(call, tensors, target)
+    return [wait_tensor(call, wait_tensor(call, copy)) for copy in copies]
 
 
-def send_on(
-    call: Call, parcels: Sequence[Parcel], received: Sequence[Any], group: str, world: int
+def launch_replica_reduce(
+    call: Call, buffers: Sequence[BufferInputs], reduced: Sequence[Any], group: str, world: int
 ) -> list[Any]:
-    """Launch what averages reduced shards over their replicas."""
-    shards = [_with_partials(call, *of) for of in zip(parcels, received, strict=True)]
+    """Launch the average over replicas of the shards that a reduction left.
+
+    Args:
+        reduced: the buffers of shards.
+    """
+    shards = [_with_partials(call, *pair) for pair in zip(buffers, reduced, strict=True)]
     shards = [
-        # A sum may be too large for it.
+        # The sum may be too large for float16.
         call(_aten.div.Scalar, shard, world) if value_of(shard).dtype == torch.float16 else shard
         for shard in shards
     ]
-    return launch(call, TransferKind.ALL_REDUCE_SHARDS, shards, group, world)
+    return launch_collective(call, TransferKind.ALL_REDUCE_SHARDS, shards, group, world)
 
 
-def _with_partials(call: Call, parcel: Parcel, shards: Any) -> Any:
-    """With the sums of earlier microbatches added, where there are any."""
-    sizes = [_result_shape(TransferKind.REDUCE_SCATTER, piece).numel() for piece in parcel]
+def _with_partials(call: Call, inputs: BufferInputs, shards: Any) -> Any:
+    """Add to a buffer of shards the totals of earlier microbatches, where there are any."""
+    sizes = [_reduced_shape(TransferKind.REDUCE_SCATTER, sent).numel() for sent in inputs]
     starts = [0, *itertools.accumulate(sizes)]
-    partials = [(p.partial, start) for p, start in zip(parcel, starts) if p.partial is not None]
+    partials = [(s.partial, start) for s, start in zip(inputs, starts) if s.partial is not None]
     if not partials:
         return shards
     keys, starts = map(list, zip(*partials))
-    return call(add_sums, shards, keys, starts, value_of(shards).dtype)
+    return call(add_accumulated, shards, keys, starts, value_of(shards).dtype)
 
 
-def receive(call: Call, kind: TransferKind, buffer: Any, group: str, world: int) -> Any:
-    """Wait for what was launched: the buffer that a gather or a maximum filled, or one of means."""
-    done = wait(call, buffer)
+def wait_buffer(call: Call, kind: TransferKind, buffer: Any, group: str, world: int) -> Any:
+    """Wait for one buffer of a launched bucket, and turn sums into means."""
+    done = wait_tensor(call, buffer)
     if kind == TransferKind.ALL_REDUCE or (
         kind == TransferKind.ALL_REDUCE_SHARDS and value_of(buffer).dtype != torch.float16
     ):
@@ -246,37 +266,39 @@ def receive(call: Call, kind: TransferKind, buffer: Any, group: str, world: int)
     return done
 
 
-def copy_out(call: Call, kind: TransferKind, parcel: Parcel, done: Any, world: int) -> list[Any]:
-    """Of a received buffer: the full parameters, or this rank's shards of the means."""
+def results_in_buffer(
+    call: Call, kind: TransferKind, inputs: BufferInputs, buffer: Any, world: int
+) -> list[Any]:
+    """Copy out of a buffer that ``wait_buffer`` returned: full parameters, or this rank's shards of
+    the means."""
     if kind == TransferKind.ALL_GATHER:
-        done = _viewed_as(call, done, wire_dtype(kind, parcel))
-        return _gathered(call, parcel, done, world)
-    return _reduced(call, kind, parcel, done)
+        return _gathered(call, inputs, _viewed_as(call, buffer, wire_dtype(kind, inputs)), world)
+    return _reduced(call, kind, inputs, buffer)
 
 
-def _gathered(call: Call, parcel: Parcel, buffer: Any, world: int) -> list[Any]:
+def _gathered(call: Call, inputs: BufferInputs, buffer: Any, world: int) -> list[Any]:
     """The full ``[rows, ...]`` of each padded shard ``[ceil(rows / world), ...]``."""
-    wire = wire_dtype(TransferKind.ALL_GATHER, parcel)
-    shapes = [_wire_shape(piece, wire, world) for piece in parcel]
+    wire = wire_dtype(TransferKind.ALL_GATHER, inputs)
+    shapes = [_gathered_shape(sent, wire, world) for sent in inputs]
     parts = [buffer]
-    if len(parcel) > 1:
+    if len(inputs) > 1:
         sizes = [shape.numel() // world for shape in shapes]
-        unpacked = call(unpack, buffer, sizes, world)
-        parts = [call(operator.getitem, unpacked, i) for i in range(len(parcel))]
-    full = []
-    for part, piece, shape in zip(parts, parcel, shapes):
-        out = _from_wire(call, _viewed(call, part, shape), piece.dtype, wire)
-        padded = piece.value.shape[0] * world
-        full.append(
-            call(_aten.slice.Tensor, out, 0, 0, piece.rows) if padded != piece.rows else out
-        )
-    return full
+        copies = call(copy_out, buffer, sizes, world)
+        parts = [call(operator.getitem, copies, i) for i in range(len(inputs))]
+    results = []
+    for part, sent, shape in zip(parts, inputs, shapes):
+        full = _from_wire(call, _viewed(call, part, shape), sent.dtype, wire)
+        if sent.tensor.shape[0] * world != sent.rows:  # cut off the padding
+            full = call(_aten.slice.Tensor, full, 0, 0, sent.rows)
+        results.append(full)
+    return results
 
 
-def _wire_shape(piece: CollectiveInput, wire: torch.dtype, world: int) -> torch.Size:
-    rows, *others = piece.value.shape
-    size = piece.dtype.itemsize
-    as_bytes = wire != piece.dtype and size > 1
+def _gathered_shape(sent: CollectiveInput, wire: torch.dtype, world: int) -> torch.Size:
+    """``[world * padded rows, ...]``, with one more dimension of bytes where it travels as bytes."""
+    rows, *others = sent.tensor.shape
+    size = sent.dtype.itemsize
+    as_bytes = wire != sent.dtype and size > 1
     return torch.Size([world * rows, *others, *([size] if as_bytes else [])])
 
 
@@ -289,38 +311,50 @@ def _from_wire(call: Call, full: Any, dtype: torch.dtype, wire: torch.dtype) -> 
     return viewed if dtype.itemsize == 1 else call(_aten.squeeze.dim, viewed, -1)
 
 
-def _reduced(call: Call, kind: TransferKind, parcel: Parcel, buffer: Any) -> list[Any]:
-    results = {piece.result for piece in parcel}
-    if len(results) == 1:  # one kernel for all
-        buffer = as_dtype(call, buffer, parcel[0].result)
-    shapes = [_result_shape(kind, piece) for piece in parcel]
-    parts, start = [], 0
-    for piece, shape in zip(parcel, shapes):
+def _reduced(call: Call, kind: TransferKind, inputs: BufferInputs, buffer: Any) -> list[Any]:
+    """The reduced tensors of a buffer, each as its ``result_dtype``."""
+    if len({sent.result_dtype for sent in inputs}) == 1:  # one kernel for all
+        buffer = as_dtype(call, buffer, inputs[0].result_dtype)
+    results, start = [], 0
+    for sent in inputs:
+        shape = _reduced_shape(kind, sent)
         stop = start + shape.numel()
-        alone = len(parcel) == 1
+        alone = len(inputs) == 1
         part = buffer if alone else call(_aten.slice.Tensor, buffer, 0, start, stop)
-        parts.append(as_dtype(call, _viewed(call, part, shape), piece.result))
+        results.append(as_dtype(call, _viewed(call, part, shape), sent.result_dtype))
         start = stop
-    return parts
+    return results
 
 
-def _result_shape(kind: TransferKind, piece: CollectiveInput) -> torch.Size:
-    shape = piece.value.shape
-    return torch.Size([piece.rows, *shape[1:]]) if kind == TransferKind.REDUCE_SCATTER else shape
+def _reduced_shape(kind: TransferKind, sent: CollectiveInput) -> torch.Size:
+    shape = sent.tensor.shape
+    return torch.Size([sent.rows, *shape[1:]]) if kind == TransferKind.REDUCE_SCATTER else shape
 
 
 def _viewed(call: Call, buffer: Any, shape: torch.Size) -> Any:
-    return (
-        buffer if value_of(buffer).shape == shape else call(_aten.view.default, buffer, list(shape))
-    )
+    if value_of(buffer).shape == shape:
+        return buffer
+    return call(_aten.view.default, buffer, list(shape))
 
 
 def _viewed_as(call: Call, buffer: Any, dtype: torch.dtype) -> Any:
     return buffer if value_of(buffer).dtype == dtype else call(_aten.view.dtype, buffer, dtype)
 
 
-def world_of(group: str) -> tuple[int, int]:
-    """How many ranks a group has, and how far each is from the one before, at most."""
+class GroupSpan(NamedTuple):
+    """The extent of a process group.
+
+    Attributes:
+        world: number of its ranks.
+        stride: from one of its ranks to the next, at most; at least 1.
+    """
+
+    world: int
+    stride: int
+
+
+def span_of(group: str) -> GroupSpan:
+    """Number and stride of the ranks of a process group."""
     ranks = dist.get_process_group_ranks(process_group(group))
     stride = max((after - before for before, after in pairwise(ranks)), default=1)
-    return len(ranks), max(1, stride)
+    return GroupSpan(len(ranks), max(1, stride))

@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 import torch
 
 from .emitter import Call, run
-from .nodes import value_of
+from .nodes import Value, value_of
 
 TENSORWISE, ROWWISE = RECIPES = ("tensorwise", "rowwise")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = (torch.bfloat16, torch.float32)
-"""Of what is cast, and of products."""
+"""Dtypes of matrices that may be cast to fp8, and of their products."""
 
-_EPS = 1e-12  # of torchao: the least value that is scaled
+_EPS = 1e-12  # the least value that is scaled, as in torchao/float8/float8_utils.py
 _EXPONENT = 0x7F800000  # bits of a float32
 ALIGNMENT = 16
 
@@ -39,14 +39,14 @@ _aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
 
 
-def is_of_torchao(of: object) -> bool:
-    """Whether a module or a tensor is one that ``torchao.float8`` made; torchao need not be there."""
-    return type(of).__module__.startswith("torchao.float8.")
+def is_of_torchao(value: object) -> bool:
+    """Whether ``torchao.float8`` made a module or a tensor; torchao need not be installed."""
+    return type(value).__module__.startswith("torchao.float8.")
 
 
 @functools.cache
 def device_fault(device_type: str, recipe: str) -> str | None:
-    """What a device says to products in fp8; None if it computes them."""
+    """The error of a device that does not compute products in fp8; None if it does."""
     values = torch.ones(ALIGNMENT, ALIGNMENT, dtype=torch.bfloat16, device=device_type)
     try:
         weight = quantised(run, values, E4M3, recipe, 1)
@@ -59,11 +59,16 @@ def device_fault(device_type: str, recipe: str) -> str | None:
 
 
 class Scaled(NamedTuple):
-    """A matrix in fp8, and what to multiply it with to undo its scaling: a scalar, or one for each of the
-    vectors along which its product sums."""
+    """A matrix in fp8.
 
-    values: Any
-    inverse: Any
+    Attributes:
+        values: ``[rows, columns]``.
+        inverse: multiplied with the values it undoes their scaling: a scalar, or one for each of the
+            vectors along which the product sums.
+    """
+
+    values: Value
+    inverse: Value
 
 
 def scale_of(call: Call, amax: Any, dtype: torch.dtype, recipe: str) -> Any:
@@ -79,8 +84,11 @@ def scale_of(call: Call, amax: Any, dtype: torch.dtype, recipe: str) -> Any:
 
 
 def cast(call: Call, x: Any, scale: Any, dtype: torch.dtype, dim: int) -> Any:
-    """``x * scale``, saturated: eager casts do not before torch 2.12. ``dim``: as of ``quantised``, where
-    ``scale`` is a vector."""
+    """``x * scale`` as ``dtype``, saturated (eager casts do so from torch 2.12 on).
+
+    Args:
+        dim: over which the product sums; used where ``scale`` is a vector.
+    """
     largest = torch.finfo(dtype).max
     if value_of(scale).dim() == 1:
         scale = call(_aten.unsqueeze.default, scale, dim)
@@ -92,14 +100,18 @@ def cast(call: Call, x: Any, scale: Any, dtype: torch.dtype, dim: int) -> Any:
 
 
 def quantised(call: Call, x: Any, dtype: torch.dtype, recipe: str, dim: int) -> Scaled:
-    """``x`` scaled dynamically; ``dim`` is that over which its product sums."""
+    """``x`` scaled by its own largest values and cast.
+
+    Args:
+        dim: over which the product sums.
+    """
     scale = scale_of(call, _amax(call, x, [] if recipe == TENSORWISE else [dim]), dtype, recipe)
     return Scaled(cast(call, x, scale, dtype, dim), call(_aten.reciprocal.default, scale))
 
 
 def _amax(call: Call, x: Any, dims: list[int]) -> Any:
     value = value_of(x)
-    if isinstance(value.numel(), int) and not value.numel():  # of nothing there is none
+    if isinstance(value.numel(), int) and not value.numel():  # amax refuses empty tensors
         shape = [value.shape[1 - dim] for dim in dims]
         return call(_aten.full.default, shape, 0.0, dtype=value.dtype, device=value.device)
     return call(_aten.amax.default, call(_aten.abs.default, x), dims)
@@ -115,11 +127,12 @@ def grad_input(call: Call, grad: Any, weight: Scaled, recipe: str) -> Any:
     """``grad @ weight``."""
     dtype = value_of(grad).dtype
     if recipe == ROWWISE:
-        # grad @ (values / scale), of which the scale cannot leave the sum over the weight's rows.
+        # grad @ (values / scale): the sum runs over the weight's rows, which the scale differs in.
         grad = call(_aten.mul.Tensor, as_dtype(call, grad, torch.float32), weight.inverse)
         values = value_of(weight.values)
-        made = {"dtype": torch.float32, "device": values.device}
-        weight = Scaled(weight.values, call(_aten.full.default, [values.shape[1]], 1.0, **made))
+        options = {"dtype": torch.float32, "device": values.device}
+        ones = call(_aten.full.default, [values.shape[1]], 1.0, **options)
+        weight = Scaled(weight.values, ones)
     return _product(call, _grad(call, grad, recipe, 1), weight, dtype, recipe)
 
 
@@ -132,7 +145,7 @@ def grad_weight(call: Call, grad: Any, x: Any, recipe: str) -> Any:
 
 
 def _padded(call: Call, x: Any) -> Any:
-    """With as many rows as tensor cores take to sum over, the last ones zeros."""
+    """``x`` with rows of zeros behind, so that tensor cores can sum over its rows."""
     rows, device = value_of(x).shape[0], value_of(x).device
     if device.type != "cuda" or not isinstance(rows, int) or not rows % ALIGNMENT:
         return x
@@ -146,7 +159,7 @@ def _grad(call: Call, grad: Any, recipe: str, dim: int) -> Scaled:
 def _product(
     call: Call, a: Scaled, b: Scaled, dtype: torch.dtype, recipe: str, *, fast: bool = False
 ) -> Any:
-    """``a @ b`` of matrices, without their scales; laid out as tensor cores read rows and columns."""
+    """``a @ b`` with the scaling undone; laid out as tensor cores read rows and columns."""
     product = call(
         _aten._scaled_mm.default,
         _contiguous(call, a.values),
@@ -160,13 +173,16 @@ def _product(
     return as_dtype(call, product, dtype)
 
 
-def _transposed(call: Call, of: Scaled) -> Scaled:
-    return of._replace(values=_t(call, of.values))
+def _transposed(call: Call, matrix: Scaled) -> Scaled:
+    return matrix._replace(values=_t(call, matrix.values))
 
 
 def _factor(call: Call, inverse: Any, recipe: str, dim: int) -> Any:
-    """As products take it: a scalar, of which Inductor wants no side to be a matrix; or a matrix of size
-    1 in ``dim``, a vector with all strides 1, which some kernels check."""
+    """An inverse scale as products take it.
+
+    "tensorwise" it has no dimensions, as Inductor wants both sides' to have equally many. Else it is a
+    matrix of size 1 in ``dim``, with all strides 1, which some kernels check.
+    """
     num_dims = value_of(inverse).dim()
     if recipe == TENSORWISE and num_dims:
         return call(_aten.view.default, inverse, [])

@@ -1,4 +1,4 @@
-"""Ops of fp8 linears: what they are in graphs before ``graphshard.passes.float8`` takes them apart.
+"""The operators of fp8 linears, before ``graphshard.passes.float8`` takes them apart.
 
     traced    float8_linear(x, w, bias)
     joint     y = float8_mm(x, w)      grad_x = float8_mm_grad_input(g, w)
@@ -6,59 +6,44 @@
 
 ``w`` is a full weight in its own dtype: run for real, the ops cast it themselves. The pass moves that
 cast in front of the gather. (The gradient of ``w`` does not depend on it; it says whose gradient it is.)
-What it puts into graphs for that: ``local_amax``, the largest absolute values of shards, and ``own_rows``
-of what is known for all rows.
+For that the pass inserts ``local_amax``, the largest absolute values of shards, and ``own_rows``, this
+rank's rows of the scales of all rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .._torch.distributed import process_group
-from .._torch.tensors import foreach_max_abs
+from .._torch.tensors import OpOverload, foreach_max_abs
 from .emitter import run
 from .float8_math import E4M3, ROWWISE, forward, grad_input, grad_weight, quantised
+from .library import define, differentiate, fake, implement
 
-_lib = torch.library.Library("graphshard", "FRAGMENT")
-_tags = (torch.Tag.pt2_compliant_tag,)
-_lib.define(
-    "float8_linear(Tensor x, Tensor weight, Tensor? bias, str recipe) -> Tensor", tags=_tags
+float8_linear = define("float8_linear(Tensor x, Tensor weight, Tensor? bias, str recipe) -> Tensor")
+float8_mm = define("float8_mm(Tensor x, Tensor weight, str recipe) -> Tensor")
+float8_mm_grad_input = define(
+    "float8_mm_grad_input(Tensor grad, Tensor weight, str recipe) -> Tensor"
 )
-_lib.define("float8_mm(Tensor x, Tensor weight, str recipe) -> Tensor", tags=_tags)
-_lib.define("float8_mm_grad_input(Tensor grad, Tensor weight, str recipe) -> Tensor", tags=_tags)
-_lib.define(
-    "float8_mm_grad_weight(Tensor grad, Tensor weight, Tensor x, str recipe) -> Tensor", tags=_tags
+float8_mm_grad_weight = define(
+    "float8_mm_grad_weight(Tensor grad, Tensor weight, Tensor x, str recipe) -> Tensor"
 )
-_lib.define(
-    "local_amax(Tensor[] shards, ScalarType dtype, str group, str recipe) -> Tensor", tags=_tags
+local_amax = define(
+    "local_amax(Tensor[] shards, ScalarType dtype, str group, str recipe) -> Tensor"
 )
-_lib.define("own_rows(Tensor full, str group) -> Tensor", tags=_tags)
-
-float8_linear = torch.ops.graphshard.float8_linear.default
-float8_mm = torch.ops.graphshard.float8_mm.default
-float8_mm_grad_input = torch.ops.graphshard.float8_mm_grad_input.default
-float8_mm_grad_weight = torch.ops.graphshard.float8_mm_grad_weight.default
-local_amax = torch.ops.graphshard.local_amax.default
-own_rows = torch.ops.graphshard.own_rows.default
-PRODUCTS: dict[Any, str] = {
+own_rows = define("own_rows(Tensor full, str group) -> Tensor")
+PRODUCTS: dict[OpOverload, str] = {
     float8_mm: "output",
     float8_mm_grad_input: "grad_input",
     float8_mm_grad_weight: "grad_weight",
 }
-"""What is computed, as torchao names it."""
+"""The result of each product of a linear, as torchao names it."""
 
 
-def _impl(name: str, key: str = "CompositeExplicitAutograd") -> Any:
-    return torch.library.impl(_lib, name, key)
-
-
-def _fake(name: str) -> Any:
-    return torch.library.register_fake(f"graphshard::{name}", lib=_lib)
-
-
-@_impl("float8_linear", "CompositeImplicitAutograd")
+@implement(float8_linear, "CompositeImplicitAutograd")
 def _float8_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: str
 ) -> torch.Tensor:
@@ -67,38 +52,38 @@ def _float8_linear(
     return y if bias is None else y + bias.to(y.dtype)
 
 
-@_impl("float8_mm")
+@implement(float8_mm)
 def _float8_mm(x: torch.Tensor, weight: torch.Tensor, recipe: str) -> torch.Tensor:
     return forward(run, x, quantised(run, weight, E4M3, recipe, 1), recipe)
 
 
-@_fake("float8_mm")
+@fake(float8_mm)
 def _float8_mm_fake(x: torch.Tensor, weight: torch.Tensor, recipe: str) -> torch.Tensor:
     if x.dtype != weight.dtype:
         raise RuntimeError(f"linear: the input is {x.dtype}, the weight {weight.dtype}")
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
-@_impl("float8_mm_grad_input")
+@implement(float8_mm_grad_input)
 def _float8_mm_grad_input(grad: torch.Tensor, weight: torch.Tensor, recipe: str) -> torch.Tensor:
     return grad_input(run, grad, quantised(run, weight, E4M3, recipe, 1), recipe)
 
 
-@_fake("float8_mm_grad_input")
+@fake(float8_mm_grad_input)
 def _float8_mm_grad_input_fake(
     grad: torch.Tensor, weight: torch.Tensor, recipe: str
 ) -> torch.Tensor:
     return grad.new_empty((grad.shape[0], weight.shape[1]))
 
 
-@_impl("float8_mm_grad_weight")
+@implement(float8_mm_grad_weight)
 def _float8_mm_grad_weight(
     grad: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, recipe: str
 ) -> torch.Tensor:
     return grad_weight(run, grad, x, recipe)
 
 
-@_fake("float8_mm_grad_weight")
+@fake(float8_mm_grad_weight)
 def _float8_mm_grad_weight_fake(
     grad: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, recipe: str
 ) -> torch.Tensor:
@@ -112,18 +97,20 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    of_x = float8_mm_grad_input(grad, weight, ctx.recipe) if ctx.needs_input_grad[0] else None
-    of_weight = None
+    x_grad = float8_mm_grad_input(grad, weight, ctx.recipe) if ctx.needs_input_grad[0] else None
+    weight_grad = None
     if ctx.needs_input_grad[1]:
-        of_weight = float8_mm_grad_weight(grad, weight, x, ctx.recipe)
-    return of_x, of_weight, None
+        weight_grad = float8_mm_grad_weight(grad, weight, x, ctx.recipe)
+    return x_grad, weight_grad, None
 
 
-torch.library.register_autograd("graphshard::float8_mm", _backward, setup_context=_save, lib=_lib)
+differentiate(float8_mm, _save, _backward)
 
 
-def _autocast(device_type: str) -> Any:
-    def cast_inputs(x: torch.Tensor, weight: torch.Tensor, recipe: str) -> Any:
+def _autocast(device_type: str) -> Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]:
+    """``float8_mm`` under autocast: its inputs are cast as those of a linear are."""
+
+    def cast_inputs(x: torch.Tensor, weight: torch.Tensor, recipe: str) -> torch.Tensor:
         dtype = torch.get_autocast_dtype(device_type)
         with torch.autocast(device_type, enabled=False):
             return float8_mm(x.to(dtype), weight.to(dtype), recipe)
@@ -132,15 +119,19 @@ def _autocast(device_type: str) -> Any:
 
 
 for _device_type in ("cpu", "cuda"):
-    _impl("float8_mm", f"Autocast{_device_type.upper()}")(_autocast(_device_type))
+    implement(float8_mm, f"Autocast{_device_type.upper()}")(_autocast(_device_type))
 
 
-@_impl("local_amax")
+@implement(local_amax)
 def _local_amax(
     shards: list[torch.Tensor], dtype: torch.dtype, group: str, recipe: str
 ) -> torch.Tensor:
-    """Of shards cast to ``dtype``, in float32: of each, or of each row at its place among all ranks'
-    rows, where those of other ranks are 0. Rounding keeps order, so the cast comes last."""
+    """The largest absolute values of shards cast to ``dtype``, in float32.
+
+    Returns:
+        ``[shards]``; "rowwise" ``[rows of all ranks' padded shards]``, 0 in the rows of other ranks.
+    """
+    # Rounding keeps order, so the cast may come last.
     if recipe != ROWWISE:
         return foreach_max_abs(shards).to(dtype).float()
     amax = _local_amax_fake(shards, dtype, group, recipe).zero_()
@@ -153,7 +144,7 @@ def _local_amax(
     return amax
 
 
-@_fake("local_amax")
+@fake(local_amax)
 def _local_amax_fake(
     shards: list[torch.Tensor], dtype: torch.dtype, group: str, recipe: str
 ) -> torch.Tensor:
@@ -162,13 +153,13 @@ def _local_amax_fake(
     return shards[0].new_empty(sum(sizes), dtype=torch.float32)
 
 
-@_impl("own_rows")
+@implement(own_rows)
 def _own_rows(full: torch.Tensor, group: str) -> torch.Tensor:
-    """``[1, rows of all ranks' shards]`` to this rank's ``[rows, 1]``."""
+    """This rank's ``[rows, 1]`` of ``[1, rows of all ranks' padded shards]``."""
     process = process_group(group)
     return full.view(process.size(), -1, 1)[process.rank()].clone()
 
 
-@_fake("own_rows")
+@fake(own_rows)
 def _own_rows_fake(full: torch.Tensor, group: str) -> torch.Tensor:
     return full.new_empty((full.shape[1] // process_group(group).size(), 1))

@@ -5,24 +5,17 @@ and autograd turns the full gradient back into a shard by ``reduce_grad``, avera
 
     forward    shard ─► unshard ─► linear          backward   grad ─► reduce_grad ─► shard's gradient
 
-What is not split (a scalar, or what is to be replicated) has ``replicate`` and ``all_reduce_grad``. A
-parameter travels and is used as ``dtype``; its gradient travels as ``reduce_dtype``, and comes out in
-the dtype of the shard (None: nothing is cast). ``float8`` is the recipe of fp8 by which linears are to
-use it, "" for none; where there are ``scales``, its own ``at`` its place, its fp8 values travel.
-``max_over_ranks`` makes largest values of one rank those of all; ``own_part`` is a padded shard of a full
-parameter, for backward to gather from few ranks.
+A parameter that is not split (a scalar, or one that is to be replicated) has ``replicate`` and
+``all_reduce_grad``. ``max_over_ranks`` reduces the largest values that fp8 scales by.
+``secondary_shard`` is a padded shard of a full parameter, from which backward gathers within few ranks.
+``offload_activation`` and ``reload_activation`` copy activations to the host and back.
+``graphshard.ops.marker_specs`` has the arguments.
 
-Where the ``host`` keeps shards (in which memory, "": the device does), they are copied to a ``device`` to be
-gathered, and reduced ones back. ``stow`` and ``fetch`` do so with activations between forward and backward.
-
-Groups have names. ``regather`` is the one from which backward gathers: that of forward (ZeRO-3), part
-of it (ZeRO++'s hpZ), or "": the full parameter is kept (ZeRO-2). ``replicas`` are the ranks that have the
-same shard (HSDP), over which reduced shards are averaged once more; "": there are no others.
-
-Gradients add up over microbatches in stand-ins, ``unsynced`` as large as the parameter, or ``partial`` as
-large as its shard. A stand-in, which requires a gradient, gets it in place of the shard: not reduced, or
-not over the replicas. A key in its place is that of a sum to be added before the reduction, or between its
-two halves: see ``graphshard.params.grad_accumulation``.
+Gradients of microbatches add up in accumulators. A marker takes an accumulator's stand-in, which
+requires a gradient: the stand-in gets the gradient in place of the shard, not reduced (``unsynced``) or
+not averaged over replicas (``partial``). Or the marker takes an accumulator's key: its backward adds
+the total to the gradient before the reduction (``unsynced``), or between its two halves (``partial``).
+See ``graphshard.params.grad_accumulation``.
 
 The ops are opaque to Dynamo, AOTAutograd and Inductor's joint passes; ``graphshard.passes`` lowers
 them to functional collectives. In eager parts of a model they run for real, by the same lowering.
@@ -35,53 +28,57 @@ rows past ``rows`` are padding, cut off by a view; the padding of a gradient is 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import fx
 
 from .._torch.distributed import process_group
-from .._torch.tensors import argument_names, fake_mode_of
+from .._torch.tensors import OpOverload, fake_mode_of
 from ..kinds import TransferKind
 from . import collectives
+from .bucket_copy import add_accumulated
 from .collectives import CollectiveInput
 from .emitter import run
 from .float8_math import E4M3
-
-_lib = torch.library.Library("graphshard", "FRAGMENT")
-_tags = (torch.Tag.pt2_compliant_tag,)
-_casts = "ScalarType? dtype, ScalarType? reduce_dtype"
-_result = "ScalarType? reduce_dtype, ScalarType? result"
-_lib.define(
-    f"unshard(Tensor shard, int rows, str group, str regather, str replicas, {_casts}, str float8,"
-    " Tensor[]? scales, int at, Device? device, str host, Tensor? unsynced, Tensor? partial) -> Tensor",
-    tags=_tags,
+from .library import define, differentiate, fake, implement
+from .marker_specs import (
+    AllReduceGradSpec,
+    MarkerSpec,
+    MaxOverRanksSpec,
+    OffloadSpec,
+    ReduceGradSpec,
+    ReloadSpec,
+    ReplicateSpec,
+    UnshardSpec,
 )
-_lib.define(
-    f"reduce_grad(Tensor grad, int rows, str group, str replicas, Tensor? partial, {_result}, str host)"
-    " -> Tensor",
-    tags=_tags,
-)
-_lib.define(f"replicate(Tensor param, str group, {_casts}, Tensor? unsynced) -> Tensor", tags=_tags)
-_lib.define(f"all_reduce_grad(Tensor grad, str group, {_result}) -> Tensor", tags=_tags)
-_lib.define("max_over_ranks(Tensor amax, str group) -> Tensor", tags=_tags)
-_lib.define("own_part(Tensor full, str group) -> Tensor", tags=_tags)
-_lib.define("stow(Tensor value, str host) -> Tensor", tags=_tags)
-_lib.define("fetch(Tensor stowed, Device device) -> Tensor", tags=_tags)
+from .nodes import Value, value_of
+from .shard_rows import padded_rows, rows_of_rank
 
-unshard = torch.ops.graphshard.unshard.default
-reduce_grad = torch.ops.graphshard.reduce_grad.default
-replicate = torch.ops.graphshard.replicate.default
-all_reduce_grad = torch.ops.graphshard.all_reduce_grad.default
-max_over_ranks = torch.ops.graphshard.max_over_ranks.default
-secondary_shard = torch.ops.graphshard.own_part.default
-offload_activation = torch.ops.graphshard.stow.default
-reload_activation = torch.ops.graphshard.fetch.default
-UNSHARD = (unshard, replicate)
-REDUCE = (reduce_grad, all_reduce_grad)
-OF_PARAMS = (*UNSHARD, *REDUCE)
-MARKERS = (*OF_PARAMS, max_over_ranks, offload_activation, reload_activation)
-KIND_OF_MARKER: dict[Any, TransferKind] = {
+unshard = define(UnshardSpec.schema())
+reduce_grad = define(ReduceGradSpec.schema())
+replicate = define(ReplicateSpec.schema())
+all_reduce_grad = define(AllReduceGradSpec.schema())
+max_over_ranks = define(MaxOverRanksSpec.schema())
+offload_activation = define(OffloadSpec.schema())
+reload_activation = define(ReloadSpec.schema())
+secondary_shard = define("secondary_shard(Tensor full, str group) -> Tensor")
+
+UNSHARD_MARKERS = (unshard, replicate)
+REDUCE_MARKERS = (reduce_grad, all_reduce_grad)
+PARAM_MARKERS = (*UNSHARD_MARKERS, *REDUCE_MARKERS)
+_SPECS: dict[OpOverload, type[MarkerSpec]] = {
+    unshard: UnshardSpec,
+    reduce_grad: ReduceGradSpec,
+    replicate: ReplicateSpec,
+    all_reduce_grad: AllReduceGradSpec,
+    max_over_ranks: MaxOverRanksSpec,
+    offload_activation: OffloadSpec,
+    reload_activation: ReloadSpec,
+}
+MARKERS = tuple(_SPECS)
+KIND_OF_MARKER: dict[OpOverload, TransferKind] = {
     unshard: TransferKind.ALL_GATHER,
     reduce_grad: TransferKind.REDUCE_SCATTER,
     all_reduce_grad: TransferKind.ALL_REDUCE,
@@ -89,27 +86,33 @@ KIND_OF_MARKER: dict[Any, TransferKind] = {
     offload_activation: TransferKind.COPY_TO_HOST,
     reload_activation: TransferKind.COPY_TO_DEVICE,
 }
-"""What every marker does for which something travels."""
+"""The transfer that each marker stands for; ``replicate`` is none."""
 
 _Dtype = torch.dtype | None
 _Tensor = torch.Tensor | None
 
 
-def arguments(marker: fx.Node) -> dict[str, Any]:
-    """Of a marker in a graph, by name."""
-    return dict(zip(argument_names(marker.target), marker.args, strict=True))
+def is_marker(node: fx.Node) -> bool:
+    return node.target in _SPECS
 
 
-def change(marker: fx.Node, **changed: Any) -> None:
-    """Give a marker in a graph other arguments, in place."""
-    given = arguments(marker)
-    assert given.keys() >= changed.keys()
-    marker.args = tuple({**given, **changed}.values())
-    values = fx.map_arg(marker.args, lambda n: n.meta["val"])
-    op: Any = marker.target
+def read(node: fx.Node) -> MarkerSpec:
+    """The arguments of any marker in a graph."""
+    return _SPECS[node.target].of_node(node)  # type: ignore[index]  # targets are ops or names
+
+
+def change(node: fx.Node, **fields: Any) -> None:
+    """Give a marker in a graph other arguments, in place.
+
+    Args:
+        fields: of the marker's spec.
+    """
+    spec = dataclasses.replace(read(node), **fields)
+    node.args = spec.arguments()
+    values = fx.map_arg(node.args, lambda n: n.meta["val"])
     with fake_mode_of(values):
-        marker.meta["val"] = op(*values)
-    marker.meta.pop("tensor_meta", None)
+        node.meta["val"] = spec.op()(*values)
+    node.meta.pop("tensor_meta", None)
 
 
 def used_dtype(param: torch.Tensor, dtype: _Dtype) -> torch.dtype:
@@ -117,241 +120,273 @@ def used_dtype(param: torch.Tensor, dtype: _Dtype) -> torch.dtype:
     return dtype if dtype is not None and param.is_floating_point() else param.dtype
 
 
-def sent_dtype(grad: torch.Tensor, kind: TransferKind, reduce_dtype: _Dtype) -> torch.dtype:
+def reduction_dtype(grad: torch.Tensor, kind: TransferKind, reduce_dtype: _Dtype) -> torch.dtype:
     """The dtype in which a gradient is reduced."""
     dtype = used_dtype(grad, reduce_dtype)
     # Some backends can only add all-reduced values up, and float16 overflows early.
     return torch.float32 if kind == TransferKind.ALL_REDUCE and dtype == torch.float16 else dtype
 
 
-def _run(
-    kind: TransferKind, piece: CollectiveInput, group: str, replicas: str = ""
+def unshard_input(spec: UnshardSpec) -> CollectiveInput:
+    """What an ``unshard`` marker sends."""
+    used = used_dtype(value_of(spec.shard), spec.dtype)
+    return CollectiveInput(
+        source=spec.shard,
+        rows=spec.rows,
+        dtype=used if spec.scales is None else E4M3,
+        result_dtype=used,
+        scales=spec.scales,
+        scale_index=spec.scale_index,
+    )
+
+
+def reduce_grad_input(spec: ReduceGradSpec) -> CollectiveInput:
+    """What a ``reduce_grad`` marker sends."""
+    grad = value_of(spec.grad)
+    return CollectiveInput(
+        source=spec.grad,
+        rows=spec.padded_rows,
+        dtype=reduction_dtype(grad, TransferKind.REDUCE_SCATTER, spec.reduce_dtype),
+        result_dtype=spec.result_dtype or grad.dtype,
+        partial=spec.partial,
+    )
+
+
+def all_reduce_grad_input(spec: AllReduceGradSpec) -> CollectiveInput:
+    """What an ``all_reduce_grad`` marker sends."""
+    grad = value_of(spec.grad)
+    return CollectiveInput(
+        source=spec.grad,
+        rows=0,
+        dtype=reduction_dtype(grad, TransferKind.ALL_REDUCE, spec.reduce_dtype),
+        result_dtype=spec.result_dtype or grad.dtype,
+    )
+
+
+def max_over_ranks_input(spec: MaxOverRanksSpec) -> CollectiveInput:
+    """What a ``max_over_ranks`` marker sends."""
+    dtype = value_of(spec.amax).dtype
+    return CollectiveInput(source=spec.amax, rows=0, dtype=dtype, result_dtype=dtype)
+
+
+def collective_input(spec: MarkerSpec) -> CollectiveInput:
+    """What a marker that communicates sends."""
+    if isinstance(spec, UnshardSpec):
+        return unshard_input(spec)
+    if isinstance(spec, ReduceGradSpec):
+        return reduce_grad_input(spec)
+    if isinstance(spec, AllReduceGradSpec):
+        return all_reduce_grad_input(spec)
+    assert isinstance(spec, MaxOverRanksSpec), f"{spec.name} sends nothing"
+    return max_over_ranks_input(spec)
+
+
+def _communicate(
+    kind: TransferKind, sent: CollectiveInput, group: str, replica_group: str | None = None
 ) -> torch.Tensor:
+    """Send one tensor, now, and wait for the result."""
     world = process_group(group).size()
-    (buffer,) = collectives.send(run, kind, [[piece]], group, world)
-    done = collectives.receive(run, kind, buffer, group, world)
-    if replicas:
-        num = process_group(replicas).size()
-        (buffer,) = collectives.send_on(run, [[piece]], [done], replicas, num)
-        done = collectives.receive(run, TransferKind.ALL_REDUCE_SHARDS, buffer, replicas, num)
-    (result,) = collectives.copy_out(run, kind, [piece], done, world)
+    (buffer,) = collectives.launch_bucket(run, kind, [[sent]], group, world)
+    done = collectives.wait_buffer(run, kind, buffer, group, world)
+    if replica_group is not None:
+        num_replicas = process_group(replica_group).size()
+        (buffer,) = collectives.launch_replica_reduce(
+            run, [[sent]], [done], replica_group, num_replicas
+        )
+        done = collectives.wait_buffer(
+            run, TransferKind.ALL_REDUCE_SHARDS, buffer, replica_group, num_replicas
+        )
+    (result,) = collectives.results_in_buffer(run, kind, [sent], done, world)
     return result
 
 
-def _impl(name: str) -> Any:
-    return torch.library.impl(_lib, name, "CompositeExplicitAutograd")
+@implement(unshard)
+def _unshard(*args: Any) -> torch.Tensor:
+    spec = UnshardSpec(*args)
+    sent = unshard_input(spec)
+    if spec.device is not None:
+        (shard,) = collectives.copy_and_wait(run, [spec.shard], spec.device)
+        sent = sent._replace(source=shard)
+    return _communicate(TransferKind.ALL_GATHER, sent, spec.group)
 
 
-@_impl("unshard")
-def _unshard(
-    shard: torch.Tensor,
-    rows: int,
-    group: str,
-    regather: str,
-    replicas: str,
-    dtype: _Dtype,
-    reduce_dtype: _Dtype,
-    float8: str,
-    scales: list[torch.Tensor] | None,
-    at: int,
-    device: torch.device | None,
-    host: str,
-    unsynced: _Tensor,
-    partial: _Tensor,
-) -> torch.Tensor:
-    used = used_dtype(shard, dtype)
-    travels = used if scales is None else E4M3
-    if device is not None:
-        (shard,) = collectives.copy(run, [shard], device)
-    return _run(
-        TransferKind.ALL_GATHER, CollectiveInput(shard, rows, travels, used, scales, at), group
+@fake(unshard)
+def _unshard_fake(*args: Any) -> torch.Tensor:
+    spec = UnshardSpec(*args)
+    shard = value_of(spec.shard)
+    dtype = unshard_input(spec).dtype
+    return shard.new_empty((spec.rows, *shard.shape[1:]), dtype=dtype, device=spec.device)
+
+
+@implement(reduce_grad)
+def _reduce_grad(*args: Any) -> torch.Tensor:
+    spec = ReduceGradSpec(*args)
+    sent = reduce_grad_input(spec)
+    reduced = _communicate(TransferKind.REDUCE_SCATTER, sent, spec.group, spec.replica_group)
+    if spec.host_memory is None:
+        return reduced
+    (copied,) = collectives.copy_and_wait(run, [reduced], spec.host_memory)
+    return copied
+
+
+@fake(reduce_grad)
+def _reduce_grad_fake(*args: Any) -> torch.Tensor:
+    spec = ReduceGradSpec(*args)
+    grad = value_of(spec.grad)
+    return grad.new_empty(
+        (spec.padded_rows, *grad.shape[1:]),
+        dtype=spec.result_dtype or grad.dtype,
+        device=grad.device if spec.host_memory is None else "cpu",
     )
 
 
-@_impl("reduce_grad")
-def _reduce_grad(
-    grad: torch.Tensor,
-    rows: int,
-    group: str,
-    replicas: str,
-    partial: _Tensor,
-    reduce_dtype: _Dtype,
-    result: _Dtype,
-    host: str,
-) -> torch.Tensor:
-    dtype = sent_dtype(grad, TransferKind.REDUCE_SCATTER, reduce_dtype)
-    piece = CollectiveInput(grad, rows, dtype, result or grad.dtype, partial=partial)
-    reduced = _run(TransferKind.REDUCE_SCATTER, piece, group, replicas)
-    return collectives.copy(run, [reduced], host)[0] if host else reduced
+@implement(replicate)
+def _replicate(*args: Any) -> torch.Tensor:
+    spec = ReplicateSpec(*args)
+    param = value_of(spec.param)
+    return param.to(used_dtype(param, spec.dtype), copy=True)
 
 
-@_impl("replicate")
-def _replicate(
-    param: torch.Tensor, group: str, dtype: _Dtype, reduce_dtype: _Dtype, unsynced: _Tensor
-) -> torch.Tensor:
-    return param.to(used_dtype(param, dtype), copy=True)
+@fake(replicate)
+def _replicate_fake(*args: Any) -> torch.Tensor:
+    spec = ReplicateSpec(*args)
+    param = value_of(spec.param)
+    return param.new_empty(param.shape, dtype=used_dtype(param, spec.dtype))
 
 
-@_impl("all_reduce_grad")
-def _all_reduce_grad(
-    grad: torch.Tensor, group: str, reduce_dtype: _Dtype, result: _Dtype
-) -> torch.Tensor:
-    dtype = sent_dtype(grad, TransferKind.ALL_REDUCE, reduce_dtype)
-    piece = CollectiveInput(grad, 0, dtype, result or grad.dtype)
-    return _run(TransferKind.ALL_REDUCE, piece, group)
+@implement(all_reduce_grad)
+def _all_reduce_grad(*args: Any) -> torch.Tensor:
+    spec = AllReduceGradSpec(*args)
+    return _communicate(TransferKind.ALL_REDUCE, all_reduce_grad_input(spec), spec.group)
 
 
-@_impl("max_over_ranks")
-def _max_over_ranks(amax: torch.Tensor, group: str) -> torch.Tensor:
-    return _run(
-        TransferKind.ALL_REDUCE_MAX, CollectiveInput(amax, 0, amax.dtype, amax.dtype), group
-    )
+@fake(all_reduce_grad)
+def _all_reduce_grad_fake(*args: Any) -> torch.Tensor:
+    spec = AllReduceGradSpec(*args)
+    grad = value_of(spec.grad)
+    return grad.new_empty(grad.shape, dtype=spec.result_dtype or grad.dtype)
 
 
-@_impl("own_part")
-def _own_part(full: torch.Tensor, group: str) -> torch.Tensor:
-    part = _own_part_fake(full, group)
-    own = full[process_group(group).rank() * part.shape[0] :][: part.shape[0]]
-    part[: own.shape[0]] = own
-    part[own.shape[0] :].zero_()
-    return part
+@implement(max_over_ranks)
+def _max_over_ranks(*args: Any) -> torch.Tensor:
+    spec = MaxOverRanksSpec(*args)
+    return _communicate(TransferKind.ALL_REDUCE_MAX, max_over_ranks_input(spec), spec.group)
 
 
-@_impl("stow")
-def _stow(value: torch.Tensor, host: str) -> torch.Tensor:
-    return collectives.copy(run, [value], host)[0]
+@fake(max_over_ranks)
+def _max_over_ranks_fake(*args: Any) -> torch.Tensor:
+    return torch.empty_like(value_of(MaxOverRanksSpec(*args).amax))
 
 
-@_impl("fetch")
-def _fetch(stowed: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return collectives.copy(run, [stowed], device)[0]
+@implement(offload_activation)
+def _offload_activation(*args: Any) -> torch.Tensor:
+    spec = OffloadSpec(*args)
+    (copied,) = collectives.copy_and_wait(run, [spec.activation], spec.host_memory)
+    return copied
 
 
-@torch.library.register_fake("graphshard::stow", lib=_lib)
-def _stow_fake(value: torch.Tensor, host: str) -> torch.Tensor:
-    return torch.empty_like(value, device="cpu")
+@fake(offload_activation)
+def _offload_activation_fake(*args: Any) -> torch.Tensor:
+    return torch.empty_like(value_of(OffloadSpec(*args).activation), device="cpu")
 
 
-@torch.library.register_fake("graphshard::fetch", lib=_lib)
-def _fetch_fake(stowed: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty_like(stowed, device=device)
+@implement(reload_activation)
+def _reload_activation(*args: Any) -> torch.Tensor:
+    spec = ReloadSpec(*args)
+    (copied,) = collectives.copy_and_wait(run, [spec.offloaded], spec.device)
+    return copied
 
 
-@torch.library.register_fake("graphshard::own_part", lib=_lib)
-def _own_part_fake(full: torch.Tensor, group: str) -> torch.Tensor:
-    rows = -(-full.shape[0] // process_group(group).size())
+@fake(reload_activation)
+def _reload_activation_fake(*args: Any) -> torch.Tensor:
+    spec = ReloadSpec(*args)
+    return torch.empty_like(value_of(spec.offloaded), device=spec.device)
+
+
+@implement(secondary_shard)
+def _secondary_shard(full: torch.Tensor, group: str) -> torch.Tensor:
+    shard = _secondary_shard_fake(full, group)
+    process = process_group(group)
+    own = full[rows_of_rank(full.shape[0], process.size(), process.rank())]
+    shard[: own.shape[0]] = own
+    shard[own.shape[0] :].zero_()
+    return shard
+
+
+@fake(secondary_shard)
+def _secondary_shard_fake(full: torch.Tensor, group: str) -> torch.Tensor:
+    rows = padded_rows(full.shape[0], process_group(group).size())
     return full.new_empty((rows, *full.shape[1:]))
 
 
-@torch.library.register_fake("graphshard::unshard", lib=_lib)
-def _unshard_fake(
-    shard: torch.Tensor,
-    rows: int,
-    group: str,
-    regather: str,
-    replicas: str,
-    dtype: _Dtype,
-    reduce_dtype: _Dtype,
-    float8: str,
-    scales: list[torch.Tensor] | None,
-    at: int,
-    device: torch.device | None,
-    host: str,
-    unsynced: _Tensor,
-    partial: _Tensor,
-) -> torch.Tensor:
-    used = used_dtype(shard, dtype) if scales is None else E4M3
-    return shard.new_empty((rows, *shard.shape[1:]), dtype=used, device=device)
+def _is_stand_in(accumulator: Value | None) -> bool:
+    """Whether a marker's accumulator takes the gradient; else it is a key, or None."""
+    return accumulator is not None and value_of(accumulator).requires_grad
 
 
-@torch.library.register_fake("graphshard::reduce_grad", lib=_lib)
-def _reduce_grad_fake(
-    grad: torch.Tensor,
-    rows: int,
-    group: str,
-    replicas: str,
-    partial: _Tensor,
-    reduce_dtype: _Dtype,
-    result: _Dtype,
-    host: str,
-) -> torch.Tensor:
-    device = "cpu" if host else grad.device
-    return grad.new_empty((rows, *grad.shape[1:]), dtype=result or grad.dtype, device=device)
-
-
-@torch.library.register_fake("graphshard::replicate", lib=_lib)
-def _replicate_fake(
-    param: torch.Tensor, group: str, dtype: _Dtype, reduce_dtype: _Dtype, unsynced: _Tensor
-) -> torch.Tensor:
-    return param.new_empty(param.shape, dtype=used_dtype(param, dtype))
-
-
-@torch.library.register_fake("graphshard::all_reduce_grad", lib=_lib)
-def _all_reduce_grad_fake(
-    grad: torch.Tensor, group: str, reduce_dtype: _Dtype, result: _Dtype
-) -> torch.Tensor:
-    return grad.new_empty(grad.shape, dtype=result or grad.dtype)
-
-
-@torch.library.register_fake("graphshard::max_over_ranks", lib=_lib)
-def _max_over_ranks_fake(amax: torch.Tensor, group: str) -> torch.Tensor:
-    return torch.empty_like(amax)
-
-
-def _requires_grad(tensor: _Tensor) -> bool:
-    return tensor is not None and tensor.requires_grad
-
-
-def _is_stand_in(tensor: _Tensor) -> bool:
-    return tensor is not None and tensor.requires_grad
-
-
-def _summed(ctx: Any, grad: torch.Tensor, key: _Tensor) -> torch.Tensor:
-    """With the sum of that key added, in the dtype in which it is reduced."""
-    dtype = used_dtype(grad, ctx.reduce_dtype)
-    return grad if key is None else torch.ops.graphshard.add_sums(grad, [key], [0], dtype)
+def _add_unsynced(grad: torch.Tensor, key: _Tensor, reduce_dtype: _Dtype) -> torch.Tensor:
+    """``grad`` and the total of that accumulator, if any, in the dtype in which it is reduced."""
+    if key is None:
+        return grad
+    return add_accumulated(grad, [key], [0], used_dtype(grad, reduce_dtype))
 
 
 def _save_unshard(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    shard, _, ctx.group, _, ctx.replicas, _, ctx.reduce_dtype = inputs[:7]
-    ctx.host, unsynced, partial = inputs[-3:]
-    ctx.padded_rows, ctx.result = shard.shape[0], shard.dtype
-    ctx.unreduced, ctx.to_partial = _is_stand_in(unsynced), _is_stand_in(partial)
-    ctx.save_for_backward(None if ctx.unreduced else unsynced, None if ctx.to_partial else partial)
+    spec = UnshardSpec(*inputs)
+    shard = value_of(spec.shard)
+    ctx.padded_rows, ctx.shard_dtype = shard.shape[0], shard.dtype
+    ctx.group, ctx.replica_group = spec.group, spec.replica_group
+    ctx.reduce_dtype, ctx.host_memory = spec.reduce_dtype, spec.host_memory
+    ctx.to_unsynced, ctx.to_partial = _is_stand_in(spec.unsynced), _is_stand_in(spec.partial)
+    ctx.save_for_backward(
+        None if ctx.to_unsynced else spec.unsynced, None if ctx.to_partial else spec.partial
+    )
 
 
 def _unshard_backward(ctx: Any, grad: torch.Tensor) -> tuple[_Tensor, ...]:
-    if ctx.unreduced:
-        return *[None] * 12, grad.to(used_dtype(grad, ctx.reduce_dtype)), None
-    key, partial = ctx.saved_tensors
-    grad = _summed(ctx, grad, key)
-    replicas, result, host = ctx.replicas, ctx.result, ctx.host
-    if ctx.to_partial:
-        replicas, result, host = "", used_dtype(grad, ctx.reduce_dtype), ""
-    back = torch.ops.graphshard.reduce_grad(
-        grad, ctx.padded_rows, ctx.group, replicas, partial, ctx.reduce_dtype, result, host
+    if ctx.to_unsynced:
+        return UnshardSpec.gradients(unsynced=grad.to(used_dtype(grad, ctx.reduce_dtype)))
+    unsynced_key, partial_key = ctx.saved_tensors
+    grad = _add_unsynced(grad, unsynced_key, ctx.reduce_dtype)
+    reduction = ReduceGradSpec(
+        grad=grad,
+        padded_rows=ctx.padded_rows,
+        group=ctx.group,
+        replica_group=ctx.replica_group,
+        partial=partial_key,
+        reduce_dtype=ctx.reduce_dtype,
+        result_dtype=ctx.shard_dtype,
+        host_memory=ctx.host_memory,
     )
-    return (*[None] * 13, back) if ctx.to_partial else (back, *[None] * 13)
+    if not ctx.to_partial:
+        return UnshardSpec.gradients(shard=reduction.call(run))
+    dtype = used_dtype(grad, ctx.reduce_dtype)
+    reduction = dataclasses.replace(
+        reduction, replica_group=None, result_dtype=dtype, host_memory=None
+    )
+    return UnshardSpec.gradients(partial=reduction.call(run))
 
 
 def _save_replicate(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    param, ctx.group, _, ctx.reduce_dtype, unsynced = inputs
-    ctx.result = param.dtype
-    ctx.unreduced = _is_stand_in(unsynced)
-    ctx.save_for_backward(None if ctx.unreduced else unsynced)
+    spec = ReplicateSpec(*inputs)
+    ctx.group, ctx.reduce_dtype = spec.group, spec.reduce_dtype
+    ctx.param_dtype = value_of(spec.param).dtype
+    ctx.to_unsynced = _is_stand_in(spec.unsynced)
+    ctx.save_for_backward(None if ctx.to_unsynced else spec.unsynced)
 
 
 def _replicate_backward(ctx: Any, grad: torch.Tensor) -> tuple[_Tensor, ...]:
-    if ctx.unreduced:
-        return *[None] * 4, grad.to(used_dtype(grad, ctx.reduce_dtype))
-    grad = _summed(ctx, grad, *ctx.saved_tensors)
-    back = torch.ops.graphshard.all_reduce_grad(grad, ctx.group, ctx.reduce_dtype, ctx.result)
-    return back, *[None] * 4
+    if ctx.to_unsynced:
+        return ReplicateSpec.gradients(unsynced=grad.to(used_dtype(grad, ctx.reduce_dtype)))
+    (unsynced_key,) = ctx.saved_tensors
+    reduction = AllReduceGradSpec(
+        grad=_add_unsynced(grad, unsynced_key, ctx.reduce_dtype),
+        group=ctx.group,
+        reduce_dtype=ctx.reduce_dtype,
+        result_dtype=ctx.param_dtype,
+    )
+    return ReplicateSpec.gradients(param=reduction.call(run))
 
 
-torch.library.register_autograd(
-    "graphshard::unshard", _unshard_backward, setup_context=_save_unshard, lib=_lib
-)
-torch.library.register_autograd(
-    "graphshard::replicate", _replicate_backward, setup_context=_save_replicate, lib=_lib
-)
+differentiate(unshard, _save_unshard, _unshard_backward)
+differentiate(replicate, _save_replicate, _replicate_backward)

@@ -1,46 +1,53 @@
-"""What is read off the nodes of a graph: values, views, sizes and uses; and our keys in ``node.meta``."""
+"""Read values, views, sizes and uses off the nodes of a graph; and name our keys in ``node.meta``."""
 
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import fx
 
 from .._torch.tensors import size_hint
 
+Value: TypeAlias = torch.Tensor | fx.Node
+"""A tensor, or the node of a graph that stands for one."""
+
+Values: TypeAlias = Sequence[torch.Tensor] | fx.Node
+"""Tensors, or the node of a list of them."""
+
 PLANNED = "graphshard_planned"
-"""Key in ``node.meta`` of what a rewrite inserted for a plan."""
+"""Key in ``node.meta`` that marks what a rewrite inserted for a plan."""
 
 REASON = "graphshard_reason"
 """Key in ``node.meta`` of why a parameter travels as it does."""
 
 
-def value_of(of: Any) -> torch.Tensor:
-    """A tensor, or that of a node."""
-    return of.meta["val"] if isinstance(of, fx.Node) else of
+def value_of(value: Value) -> torch.Tensor:
+    """The tensor itself, or the fake one of a node."""
+    return value.meta["val"] if isinstance(value, fx.Node) else value
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether its value is part of another's."""
+    """Whether a node's value is part of the value of its first argument."""
     return node.target is operator.getitem or getattr(node.target, "is_view", False)
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Also of symbolic sizes: with what they were when they were traced."""
+    """Bytes of a tensor; symbolic sizes count as what they were when they were traced."""
     return size_hint(tensor.numel()) * tensor.element_size()
 
 
 def root_of(node: fx.Node) -> fx.Node:
-    """Whose memory a node's value is in."""
+    """The node that owns the memory of a node's value."""
     while is_view(node) and isinstance(source := node.args[0], fx.Node):
         node = source
     return node
 
 
 def uses(node: fx.Node) -> list[fx.Node]:
-    """What uses a node's value, also by way of views; but that it is returned."""
+    """The nodes that use a node's value, also through views; the graph's output is none of them."""
     found = []
     for user in node.users:
         found += uses(user) if is_view(user) else [user]

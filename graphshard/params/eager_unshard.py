@@ -25,7 +25,7 @@ from .._torch.distributed import process_group
 from .._torch.dynamo import RESUMED
 from .._torch.frames import frames, is_dynamo_entry, is_recomputation, module_of_method
 from ..ops.accumulators import PARTIAL, UNSYNCED
-from ..ops.bucket_copy import add_sums
+from ..ops.bucket_copy import add_accumulated
 from ..ops.markers import used_dtype
 from .sharded_param import ShardedModel, ShardedParam, leaf_of, sharded_model_of, sharded_param_of
 
@@ -117,7 +117,7 @@ def _reduced(link: ShardedParam, grad: torch.Tensor | None, asked: str) -> torch
         dtype = used_dtype(link.leaf, link.layout.dtype)
         grad = torch.zeros(link.layout.shape, dtype=dtype, device=link.layout.groups.device)
     if (key := link.sums.key(UNSYNCED)) is not None:
-        grad = add_sums(grad, [key], [0], link.sum_of(UNSYNCED).stand_in.dtype)
+        grad = add_accumulated(grad, [key], [0], link.sum_of(UNSYNCED).stand_in.dtype)
     if asked == PARTIAL:
         link.sum_of(PARTIAL).add(link.layout.reduce_to_partial(grad))
         link.sums.delivered()

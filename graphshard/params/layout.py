@@ -16,8 +16,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .._torch.dtensor import dtensor_of
 from ..ops import markers
-from ..ops.accumulators import ACCUMULATOR_NAMES
+from ..ops.emitter import run
 from ..ops.host_copy import to_host_memory
+from ..ops.marker_specs import AllReduceGradSpec, ReduceGradSpec, ReplicateSpec, UnshardSpec
+from ..ops.shard_rows import padded_rows, rows_of_rank
 from .mesh_groups import MeshGroups
 
 
@@ -67,23 +69,20 @@ class Layout:
     def padded_shape(self) -> torch.Size:
         if self.rows is None:
             return self.shape
-        return torch.Size((-(-self.rows // self.groups.num_shards), *self.shape[1:]))
+        return torch.Size((padded_rows(self.rows, self.groups.num_shards), *self.shape[1:]))
 
     @functools.cached_property
     def own_rows(self) -> slice:
         """This rank's rows of the full parameter."""
         assert self.rows is not None
-        padded = self.padded_shape[0]
-        start = min(padded * self.groups.shard_index, self.rows)
-        return slice(start, min(start + padded, self.rows))
+        return rows_of_rank(self.rows, self.groups.num_shards, self.groups.shard_index)
 
     @functools.cached_property
     def own_count(self) -> int:
         return self.own_rows.stop - self.own_rows.start
 
     def unshard(self, leaf: torch.Tensor) -> torch.Tensor:
-        op, args = self.marker()
-        return op(leaf, *args, *[None] * len(self.sums))
+        return self.marker(leaf).call(run)
 
     def reduce(
         self, grad: torch.Tensor, result: torch.dtype, partial: torch.Tensor | None = None
@@ -94,29 +93,55 @@ class Layout:
             partial: added to the mean over shards before that over replicas.
         """
         if self.rows is None:
-            return markers.all_reduce_grad(grad, self.groups.all, self.reduce_dtype, result)
-        groups = self.groups.shards, self.groups.replicas
-        given = partial, self.reduce_dtype, result, self.host
-        return markers.reduce_grad(grad, self.padded_shape[0], *groups, *given)
+            return AllReduceGradSpec(
+                grad=grad,
+                group=self.groups.all,
+                reduce_dtype=self.reduce_dtype,
+                result_dtype=result,
+            ).call(run)
+        return ReduceGradSpec(
+            grad=grad,
+            padded_rows=self.padded_shape[0],
+            group=self.groups.shards,
+            replica_group=self.groups.replicas or None,
+            partial=partial,
+            reduce_dtype=self.reduce_dtype,
+            result_dtype=result,
+            host_memory=self.host or None,
+        ).call(run)
 
     def reduce_to_partial(self, grad: torch.Tensor) -> torch.Tensor:
         """The mean of the full gradients of one replica, in the dtype in which it is reduced."""
-        groups, dtype = (self.groups.shards, ""), markers.used_dtype(grad, self.reduce_dtype)
-        return markers.reduce_grad(grad, self.padded_shape[0], *groups, None, dtype, dtype, "")
+        dtype = markers.used_dtype(grad, self.reduce_dtype)
+        return ReduceGradSpec(
+            grad=grad,
+            padded_rows=self.padded_shape[0],
+            group=self.groups.shards,
+            reduce_dtype=dtype,
+            result_dtype=dtype,
+        ).call(run)
 
-    @property
-    def sums(self) -> tuple[str, ...]:
-        """Names of the marker's last arguments: see ``graphshard.params.grad_accumulation``."""
-        return ACCUMULATOR_NAMES[:1] if self.rows is None else ACCUMULATOR_NAMES
-
-    def marker(self) -> tuple[Any, tuple[Any, ...]]:
-        """The op that makes the full parameter of the leaf, and its arguments between leaf and sums."""
+    def marker(self, leaf: torch.Tensor) -> UnshardSpec | ReplicateSpec:
+        """The marker that makes the full parameter of its leaf, without accumulators."""
         if self.rows is None:
-            return markers.replicate, (self.groups.all, self.dtype, self.reduce_dtype)
-        groups = self.groups.shards, self.regather, self.groups.replicas
-        casts = (self.dtype, self.reduce_dtype, self.float8, None, 0)
-        kept = (self.groups.device if self.host else None, self.host)
-        return markers.unshard, (self.rows, *groups, *casts, *kept)
+            return ReplicateSpec(
+                param=leaf,
+                group=self.groups.all,
+                dtype=self.dtype,
+                reduce_dtype=self.reduce_dtype,
+            )
+        return UnshardSpec(
+            shard=leaf,
+            rows=self.rows,
+            group=self.groups.shards,
+            regather_group=self.regather or None,
+            replica_group=self.groups.replicas or None,
+            dtype=self.dtype,
+            reduce_dtype=self.reduce_dtype,
+            float8_recipe=self.float8 or None,
+            device=self.groups.device if self.host else None,
+            host_memory=self.host or None,
+        )
 
     def padded_shard(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's rows of ``full``, padded with zeros: a new contiguous tensor, where it is kept."""

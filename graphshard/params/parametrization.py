@@ -89,8 +89,9 @@ def _give_class(module: nn.Module, plain: type, kept: Mapping[str, Any]) -> None
         link.sums.syncs = flag_of(module, SYNCS)
         link.sums.all_reduces = flag_of(module, ALL_REDUCES)
         summed = link.summed()
-        given = tuple(of if of in summed else "" for of in link.layout.sums)
-        markers[name] = (*link.layout.marker(), given)
+        marker_spec = link.layout.marker(link.leaf)
+        accumulators = tuple(n if n in summed else None for n in marker_spec.accumulators)
+        markers[name] = (marker_spec.op(), marker_spec.constants(), accumulators)
         for argument in ACCUMULATOR_NAMES:
             module.__dict__.pop(_sum_name(name, argument), None)
         module.__dict__.update({_sum_name(name, of): value for of, value in summed.items()})
@@ -123,18 +124,25 @@ def _sum_name(name: str, argument: str) -> str:
     return f"_{argument}_of_{name}"
 
 
-def _accessor(name: str, op: Any, args: tuple[Any, ...], summed: tuple[str, ...]) -> property:
+def _accessor(
+    name: str, op: Any, constants: tuple[Any, ...], accumulators: tuple[str | None, ...]
+) -> property:
     """
     Args:
-        summed: the marker's last arguments, each one of ``sums.NAMES``, or "" for None.
+        op: the marker; ``constants`` are its arguments between the leaf and the accumulators.
+        accumulators: the marker's last arguments, each one of ``ACCUMULATOR_NAMES``, or None.
     """
     leaf = leaf_name(name)
-    sums = [_sum_name(name, argument) if argument else "" for argument in summed]
+    attributes = [
+        None if argument is None else _sum_name(name, argument) for argument in accumulators
+    ]
 
     def get(self: nn.Module) -> Any:
         if torch.compiler.is_compiling():
-            given = [getattr(self, attribute) if attribute else None for attribute in sums]
-            return op(getattr(self, leaf), *args, *given)
+            values = [
+                None if attribute is None else getattr(self, attribute) for attribute in attributes
+            ]
+            return op(getattr(self, leaf), *constants, *values)
         return _eager_value(self, name)
 
     run_as_python(get)

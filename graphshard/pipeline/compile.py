@@ -214,19 +214,23 @@ class Partitioner(CustomPartitionerFn):
         Returns:
             Names of the forward's nodes that hold a gathered parameter and are saved.
         """
-        settings, kept = self._settings, list[str]()
+        settings, kept, problems = self._settings, list[str](), None
         graphs = forward.graph, backward.graph, num_outputs
-        passes.keep_parts(*graphs)
+        passes.keep_secondary_shards(*graphs)
         for part in (forward, backward):
             _check(part)
         if settings.schedule.overlap:
             parts = {"keep-forward": forward, "keep-backward": backward}
             with self._rewriting(**parts):
-                kept = passes.keep_gathered(*graphs, settings.cost_model(), settings.choose_kept)
+                cost_model = settings.cost_model()
+                problems = passes.read_partition(forward.graph, backward.graph, cost_model)
+                kept = passes.keep_gathered(*graphs, cost_model, settings.choose_kept, problems)
         if settings.may_offload_activations:
             parts = {"stow-forward": forward, "stow-backward": backward}
             with self._rewriting(**parts):
-                passes.stow_activations(*graphs, settings.cost_model(), settings.choose_offloaded)
+                cost_model, choose = settings.cost_model(), settings.choose_offloaded
+                unchanged = None if kept else problems
+                passes.offload_activations(*graphs, cost_model, choose, unchanged)
         return kept
 
     @contextmanager

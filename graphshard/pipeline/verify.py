@@ -26,8 +26,8 @@ _KIND_OF_LAUNCH: dict[object, TransferKind] = {
     collectives.EXCHANGE: TransferKind.REDUCE_SCATTER,
     _c10d.all_reduce.default: TransferKind.ALL_REDUCE,
     _c10d.all_reduce_coalesced.default: TransferKind.ALL_REDUCE,
-    host_copy.to_device: TransferKind.COPY_TO_DEVICE,
-    host_copy.to_host: TransferKind.COPY_TO_HOST,
+    host_copy.copy_to_device: TransferKind.COPY_TO_DEVICE,
+    host_copy.copy_to_host: TransferKind.COPY_TO_HOST,
 }
 
 

@@ -11,7 +11,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphshard.cost.devices import HARDWARE
 from graphshard.cost.model import CostModel
-from graphshard.ops import markers
+from graphshard.ops.host_copy import PAGEABLE
+from graphshard.ops.marker_specs import (
+    AllReduceGradSpec,
+    MarkerSpec,
+    ReduceGradSpec,
+    ReplicateSpec,
+    UnshardSpec,
+)
+from graphshard.ops.shard_rows import padded_rows
 from graphshard.passes import lower
 from graphshard.pipeline.verify import verify_lowered
 from graphshard.planning.host_copies import add_host_copies
@@ -64,25 +72,40 @@ class Builder:
         return node
 
     def unshard(
-        self, leaf: fx.Node, rows: int, reshard: bool = True, device: torch.device | None = None
+        self, shard: fx.Node, rows: int, reshard: bool = True, device: torch.device | None = None
     ) -> fx.Node:
         """
         Args:
-            device: where it is gathered, if the host keeps the leaf.
+            device: where it is gathered, if the host keeps the shard.
         """
-        regather = self.group if reshard else ""
-        args = leaf, rows, self.group, regather, "", None, None, "", None, 0
-        return self.call(markers.unshard, *args, device, "pageable" if device else "", None, None)
+        return self.marker(
+            UnshardSpec(
+                shard=shard,
+                rows=rows,
+                group=self.group,
+                regather_group=self.group if reshard else None,
+                device=device,
+                host_memory=PAGEABLE if device else None,
+            )
+        )
 
-    def replicate(self, leaf: fx.Node) -> fx.Node:
-        return self.call(markers.replicate, leaf, self.group, None, None, None)
+    def replicate(self, param: fx.Node) -> fx.Node:
+        return self.marker(ReplicateSpec(param=param, group=self.group))
 
-    def reduce(self, grad: fx.Node, host: str = "") -> fx.Node:
-        rows = -(-grad.meta["val"].shape[0] // self.world_size)
-        return self.call(markers.reduce_grad, grad, rows, self.group, "", None, None, None, host)
+    def reduce(self, grad: fx.Node, **fields: Any) -> fx.Node:
+        """
+        Args:
+            fields: other fields of the marker.
+        """
+        rows = padded_rows(grad.meta["val"].shape[0], self.world_size)
+        return self.marker(ReduceGradSpec(grad=grad, padded_rows=rows, group=self.group, **fields))
 
     def all_reduce(self, grad: fx.Node) -> fx.Node:
-        return self.call(markers.all_reduce_grad, grad, self.group, None, None)
+        return self.marker(AllReduceGradSpec(grad=grad, group=self.group))
+
+    def marker(self, spec: MarkerSpec) -> fx.Node:
+        node: fx.Node = spec.call(self.call)
+        return node
 
     def module(self, *outputs: fx.Node | None) -> fx.GraphModule:
         """The finished graph."""

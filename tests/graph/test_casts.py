@@ -10,6 +10,7 @@ from torch import fx
 
 from graphshard.kinds import GraphKind, TransferKind
 from graphshard.ops import markers
+from graphshard.ops.marker_specs import ReduceGradSpec, UnshardSpec
 from graphshard.ops.nodes import REASON
 from graphshard.passes.casts import cast_early
 from tests.graph.builder import Builder, add, count, lowered, mul, targets
@@ -31,8 +32,8 @@ def test_a_parameter_travels_as_it_is_used(group: str, op: Any) -> None:
     cast_early(gm)
     gm.graph.lint()
     (marker,) = (node for node in gm.graph.nodes if node.target is markers.unshard)
-    given = markers.arguments(marker)
-    assert (given["dtype"], given["reduce_dtype"]) == (BF16, None)
+    spec = UnshardSpec.of_node(marker)
+    assert (spec.dtype, spec.reduce_dtype) == (BF16, None)
     assert marker.meta["val"].dtype == BF16
     assert count(gm.graph, op) == 0
     plan = lowered(gm, GraphKind.FORWARD)
@@ -69,7 +70,7 @@ def test_a_parameter_travels_as_it_is(
     gm = build.module(*uses)
     cast_early(gm)
     (marker,) = (node for node in gm.graph.nodes if node.target is markers.unshard)
-    assert marker.meta["val"].dtype == FP32 and markers.arguments(marker)["dtype"] is None
+    assert marker.meta["val"].dtype == FP32 and UnshardSpec.of_node(marker).dtype is None
     assert reason is None or reason in marker.meta[REASON]
     plan = lowered(gm, GraphKind.FORWARD)
     assert [why for _, why in plan.reasons] == ([] if reason is None else [marker.meta[REASON]])
@@ -82,10 +83,12 @@ def test_an_upcast_of_a_gradient_is_made_where_it_is_packed(
     build = Builder(group)
     narrow = _cast(build, build.tangent(13, 3), BF16)
     wide = _cast(build, narrow, FP32)
-    gm = build.module(build.call(markers.reduce_grad, wide, 2, group, "", None, asked, FP32, ""))
+    gm = build.module(build.reduce(wide, reduce_dtype=asked, result_dtype=FP32))
     cast_early(gm)
     (marker,) = (node for node in gm.graph.nodes if node.target is markers.reduce_grad)
-    assert marker.args == (narrow, 2, group, "", None, reduced, FP32, "")
+    spec = ReduceGradSpec.of_node(marker)
+    assert (spec.grad, spec.padded_rows, spec.group) == (narrow, 2, group)
+    assert (spec.reduce_dtype, spec.result_dtype) == (reduced, FP32)
     assert count(gm.graph, convert) == 1
     plan = lowered(gm, GraphKind.BACKWARD)
     (transfer,) = plan.problem.transfers
@@ -97,11 +100,9 @@ def test_a_rounded_or_shared_gradient_stays_so(group: str) -> None:
     """Rounding is not exact, and a sum of gradients is not one of them."""
     build = Builder(group)
     grad = build.tangent(13, 3)
-    rounded = build.call(
-        markers.reduce_grad, _cast(build, grad, BF16), 2, group, "", None, None, BF16, ""
-    )
+    rounded = build.reduce(_cast(build, grad, BF16), result_dtype=BF16)
     total = build.call(add, _cast(build, _cast(build, grad, BF16), FP32), grad)
-    summed = build.call(markers.reduce_grad, total, 2, group, "", None, None, FP32, "")
+    summed = build.reduce(total, result_dtype=FP32)
     gm = build.module(rounded, summed)
     before = str(gm.graph)
     cast_early(gm)
@@ -112,9 +113,7 @@ def test_a_rounded_or_shared_gradient_stays_so(group: str) -> None:
 def test_a_bucket_is_cast_padded_and_packed_at_once(group: str, rows: int) -> None:
     build = Builder(group)
     grads = [_cast(build, build.tangent(rows, 3), BF16) for _ in range(3)]
-    gm = build.module(
-        *(build.call(markers.reduce_grad, g, 2, group, "", None, FP32, FP32, "") for g in grads)
-    )
+    gm = build.module(*(build.reduce(g, reduce_dtype=FP32, result_dtype=FP32) for g in grads))
     plan = lowered(gm, GraphKind.BACKWARD)
     assert plan.count(TransferKind.REDUCE_SCATTER) == 1 and plan.count(TransferKind.ALL_GATHER) == 0
     assert count(gm.graph, torch.ops.graphshard.copy_in.default) == 1

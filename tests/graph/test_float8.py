@@ -18,6 +18,7 @@ import graphshard
 from graphshard.kinds import GraphKind, TransferKind
 from graphshard.ops import float8_math, float8_ops, markers
 from graphshard.ops.float8_math import RECIPES, TENSORWISE
+from graphshard.ops.marker_specs import UnshardSpec
 from graphshard.ops.nodes import REASON
 from graphshard.passes.float8 import gather_float8
 from graphshard.planning.plan import Plan
@@ -208,23 +209,15 @@ def test_a_device_may_refuse(
 def _linear(group: str, rows: int, columns: int, dtype: torch.dtype) -> fx.GraphModule:
     """A joint graph with the three products of one linear on a GPU."""
     build = Builder(group, device="cuda")
-    x, leaf = build.primal(rows, DIM, dtype=dtype), build.primal(columns // 8, DIM, dtype=dtype)
-    weight = build.call(
-        markers.unshard,
-        leaf,
-        columns,
-        group,
-        group,
-        "",
-        None,
-        None,
-        TENSORWISE,
-        None,
-        0,
-        None,
-        "",
-        None,
-        None,
+    x, shard = build.primal(rows, DIM, dtype=dtype), build.primal(columns // 8, DIM, dtype=dtype)
+    weight = build.marker(
+        UnshardSpec(
+            shard=shard,
+            rows=columns,
+            group=group,
+            regather_group=group,
+            float8_recipe=TENSORWISE,
+        )
     )
     y = build.call(float8_ops.float8_mm, x, weight, TENSORWISE)
     grad_x = build.call(float8_ops.float8_mm_grad_input, y, weight, TENSORWISE)

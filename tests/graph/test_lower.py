@@ -11,6 +11,7 @@ from torch import fx
 
 from graphshard.kinds import GraphKind, TransferKind
 from graphshard.ops import collectives, host_copy
+from graphshard.ops.host_copy import PAGEABLE
 from graphshard.planning.memory_budget import ScheduleLimits
 from tests.graph.builder import Builder, lowered, mul, output, overlapped, targets, to_copy
 
@@ -96,7 +97,7 @@ def test_every_dtype_arrives_as_it_left(group: str, dtype: torch.dtype) -> None:
     value = output(gm.graph).meta["val"]
     assert (value.dtype, value.shape) == (dtype, (13, 3))
     (gather,) = (node for node in gm.graph.nodes if node.target is GATHER)
-    assert gather.meta["val"].dtype in collectives.ON_THE_WIRE
+    assert gather.meta["val"].dtype in collectives.WIRE_DTYPES
 
 
 def test_gradients_are_named_by_the_input_they_belong_to(group: str) -> None:
@@ -110,7 +111,7 @@ def test_gradients_are_named_by_the_input_they_belong_to(group: str) -> None:
 
 
 def _gathers(build: Builder, markers: list[fx.Node], limits: ScheduleLimits) -> list[Any]:
-    """The parcels of every bucket of a graph that uses ``markers`` one after the other."""
+    """The buffers of every bucket of a graph that uses ``markers`` one after the other."""
     x = build.primal(1)
     for marker in markers:
         total = build.call(torch.ops.aten.sum.default, build.call(to_copy, marker, dtype=F32))
@@ -185,7 +186,7 @@ def test_shards_of_the_host_are_copied_to_the_device_and_back(group: str) -> Non
     full = [
         build.unshard(leaf, rows, device=device) for leaf, rows in zip(leaves, (16, 7), strict=True)
     ]
-    grads = [build.reduce(build.call(mul, of, of), host="pageable") for of in full]
+    grads = [build.reduce(build.call(mul, of, of), host_memory=PAGEABLE) for of in full]
     gm = build.module(*grads)
     plan = lowered(gm, GraphKind.BACKWARD)
     kinds = [
@@ -196,9 +197,9 @@ def test_shards_of_the_host_are_copied_to_the_device_and_back(group: str) -> Non
     ]
     assert [bucket.kind for bucket in plan.buckets] == kinds
     assert [bucket.num_bytes for bucket in plan.buckets] == [12, 96, 96, 12]
-    (there,) = (node for node in gm.graph.nodes if node.target is host_copy.to_device)
-    (back,) = (node for node in gm.graph.nodes if node.target is host_copy.to_host)
-    assert there.args == (leaves, device) and back.args[1] == "pageable"
+    (there,) = (node for node in gm.graph.nodes if node.target is host_copy.copy_to_device)
+    (back,) = (node for node in gm.graph.nodes if node.target is host_copy.copy_to_host)
+    assert there.args == (leaves, device) and back.args[1] == PAGEABLE
     for position, rows in enumerate((2, 1)):
         value = output(gm.graph, position).meta["val"]
         assert (value.device.type, value.shape) == ("cpu", (rows,))

@@ -32,7 +32,7 @@ def _gradients(compiler: str, hardware: Path, folder: Path) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "world, parcel_us, compiler",
+    ("world", "buffer_us", "compiler"),
     [(2, 1e6, "inductor"), (2, 0.0, "aot_eager"), (4, 1e6, "aot_eager")],
 )
 def test_an_exchange_gives_what_reduce_scatter_gives(
@@ -47,13 +47,13 @@ def test_an_exchange_gives_what_reduce_scatter_gives(
         found[backend] = ranks.run(world, _gradients, compiler, hardware, folder, backend=backend)
         plan = Dump.load(folder / "00-backward.json").plan
         buckets = [bucket for bucket in plan.buckets if bucket.kind == TransferKind.REDUCE_SCATTER]
-        parcels = sum(len(bucket.buffers) for bucket in buckets)
-        assert (parcels > len(buckets)) == (buffer_us == 0)
+        num_buffers = sum(len(bucket.buffers) for bucket in buckets)
+        assert (num_buffers > len(buckets)) == (buffer_us == 0)
         if (
             compiler == "aot_eager"
         ):  # by Inductor the first rank may take another one's from the cache
             code = (folder / "00-backward.after.py").read_text()
-            assert code.count(op) == (parcels if op == EXCHANGE else len(buckets))
+            assert code.count(op) == (num_buffers if op == EXCHANGE else len(buckets))
     tolerance = 0.0 if world == 2 and compiler == "aot_eager" else TOLERANCE
     for exchanged, scattered in zip(*found.values()):
         errors = [relative_error(*pair) for pair in zip(exchanged, scattered, strict=True)]

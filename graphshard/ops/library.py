@@ -1,0 +1,57 @@
+"""The operator library ``graphshard``: defines, implements, fakes and differentiates its operators.
+
+Dynamo, AOTAutograd and Inductor see each operator as one call that they do not look into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+from .._torch.tensors import OpOverload
+
+_NAMESPACE = "graphshard"
+_library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def define(schema: str) -> OpOverload:
+    """Define an operator, as in ``"max_over_ranks(Tensor amax, str group) -> Tensor"``; return it."""
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    return operator_named(schema.partition("(")[0])
+
+
+def operator_named(name: str) -> OpOverload:
+    """The operator that ``define`` made under ``name``."""
+    overload: OpOverload = getattr(torch.ops.graphshard, name).default
+    return overload
+
+
+def implement(
+    op: OpOverload, dispatch_key: str = "CompositeExplicitAutograd"
+) -> Callable[[_Function], _Function]:
+    """Decorate the function that runs ``op`` on real tensors."""
+    decorate: Any = torch.library.impl(_library, _name(op), dispatch_key)
+    return cast(Callable[[_Function], _Function], decorate)
+
+
+def fake(op: OpOverload) -> Callable[[_Function], _Function]:
+    """Decorate the function that makes results of ``op`` without data, from fake tensors."""
+    decorate: Any = torch.library.register_fake(f"{_NAMESPACE}::{_name(op)}", lib=_library)
+    return cast(Callable[[_Function], _Function], decorate)
+
+
+def differentiate(
+    op: OpOverload,
+    setup_context: Callable[[Any, tuple[Any, ...], torch.Tensor], None],
+    backward: Callable[[Any, torch.Tensor], tuple[torch.Tensor | None, ...]],
+) -> None:
+    """Register the backward of ``op``, and what it saves for it."""
+    name = f"{_NAMESPACE}::{_name(op)}"
+    torch.library.register_autograd(name, backward, setup_context=setup_context, lib=_library)
+
+
+def _name(op: OpOverload) -> str:
+    return op.name().partition("::")[2].partition(".")[0]

@@ -1,0 +1,150 @@
+"""Describe the markers of a graph for a plan: the parameter of each, and its transfer. Changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from graphshard._torch.aot_graphs import original_inputs
+from graphshard.kinds import HOST_COPIES, TransferKind
+from graphshard.ops import markers
+from graphshard.ops.collectives import GroupSpan, span_of
+from graphshard.ops.marker_specs import (
+    AllReduceGradSpec,
+    MarkerSpec,
+    MaxOverRanksSpec,
+    ReduceGradSpec,
+    UnshardSpec,
+)
+from graphshard.ops.nodes import num_bytes, value_of
+from graphshard.planning.plan import PlanParam, Transfer
+
+
+def markers_of(graph: fx.Graph) -> list[fx.Node]:
+    """All markers of a graph, in order."""
+    return [node for node in graph.nodes if markers.is_marker(node)]
+
+
+def source_of(marker: fx.Node) -> fx.Node:
+    """The node that a marker gathers, reduces or copies."""
+    source = marker.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def describe_params(graph: fx.Graph) -> dict[fx.Node, PlanParam]:
+    """The parameter of every marker that has one, in graph order."""
+    inputs = {**original_inputs(graph), **_inputs_of_gradients(graph)}
+    input_of = {
+        marker: inputs[marker if marker in inputs else source_of(marker)]
+        for marker in markers_of(graph)
+        if marker.target in markers.PARAM_MARKERS
+    }
+    # Backward may gather a secondary shard; the last marker has the shard that is reduced to.
+    last = {position: marker for marker, position in input_of.items()}
+    return {marker: _describe_param(last[i], i) for marker, i in input_of.items()}
+
+
+def _inputs_of_gradients(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The input that each reduced gradient belongs to: a backward graph returns one for each input."""
+    outputs: Any = graph.output_node().args[0]
+    return {
+        node: i
+        for i, node in enumerate(outputs)
+        if isinstance(node, fx.Node) and node.target in markers.REDUCE_MARKERS
+    }
+
+
+def _describe_param(marker: fx.Node, position: int) -> PlanParam:
+    gathers = marker.target in markers.UNSHARD_MARKERS
+    full, shard = (marker, source_of(marker)) if gathers else (source_of(marker), marker)
+    split = marker.target in (markers.unshard, markers.reduce_grad)
+    shard_value = value_of(shard)
+    return PlanParam(
+        input=position,
+        shape=tuple(value_of(full).shape),
+        dtype=str(shard_value.dtype),
+        padded_rows=shard_value.shape[0] if split else None,
+    )
+
+
+def describe_transfers(graph: fx.Graph, param_of: Mapping[fx.Node, int]) -> dict[fx.Node, Transfer]:
+    """The transfer of every marker that has one: in graph order, but copies of activations last.
+
+    Ranks may differ in what they copy, but not in the numbers of what they send.
+
+    Args:
+        param_of: by marker, the number of its parameter.
+    """
+    nodes = [node for node in markers_of(graph) if node.target in markers.KIND_OF_MARKER]
+    nodes.sort(key=lambda node: _kind_of(node) in HOST_COPIES)
+    return {node: _describe_transfer(node, param_of.get(node)) for node in nodes}
+
+
+def _kind_of(marker: fx.Node) -> TransferKind:
+    return markers.KIND_OF_MARKER[marker.target]  # type: ignore[index]  # targets are ops or names
+
+
+def _describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
+    """The transfer of one marker; ``build_problem`` gives it its steps."""
+    kind, spec = _kind_of(marker), markers.read(marker)
+    if kind in HOST_COPIES:
+        return _describe_copy(marker, kind)
+    group, replica_group = _groups_of(spec)
+    span = span_of(group)
+    replicas = GroupSpan(1, 1) if replica_group is None else span_of(replica_group)
+    sent = markers.collective_input(spec)
+    shard = value_of(source_of(marker) if kind == TransferKind.ALL_GATHER else marker)
+    is_split = kind in (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER)
+    return Transfer(
+        param=param,
+        kind=kind,
+        num_bytes=shard.numel() * (span.world if is_split else 1) * sent.dtype.itemsize,
+        dtype=str(sent.dtype),
+        shard_bytes=shard.nbytes,
+        casts=sent.tensor.dtype != sent.dtype,
+        group=group,
+        world=span.world,
+        ready=0,
+        due=0,
+        last=0,
+        stride=span.stride,
+        replicas=replica_group or "",
+        num_replicas=replicas.world,
+        replica_stride=replicas.stride,
+        host=_is_on_host(spec),
+    )
+
+
+def _groups_of(spec: MarkerSpec) -> tuple[str, str | None]:
+    """The group of a marker that communicates, and that of the replicas it averages over."""
+    if isinstance(spec, ReduceGradSpec):
+        return spec.group, spec.replica_group
+    assert isinstance(spec, UnshardSpec | AllReduceGradSpec | MaxOverRanksSpec)
+    return spec.group, None
+
+
+def _is_on_host(spec: MarkerSpec) -> bool:
+    """Whether the host keeps the shard that is gathered, or that a gradient is reduced to."""
+    if isinstance(spec, UnshardSpec):
+        return spec.device is not None
+    return isinstance(spec, ReduceGradSpec) and spec.host_memory is not None
+
+
+def _describe_copy(marker: fx.Node, kind: TransferKind) -> Transfer:
+    value = value_of(marker)
+    return Transfer(
+        param=None,
+        kind=kind,
+        num_bytes=num_bytes(value),
+        dtype=str(value.dtype),
+        shard_bytes=0,
+        casts=False,
+        group="",
+        world=1,
+        ready=0,
+        due=0,
+        last=0,
+    )

@@ -1,0 +1,63 @@
+"""Forward, backward and inference graph: nodes move to where they matter, and all have a value.
+
+Gathered parameters, and views of them, move to their first use; tracing left them higher up. The
+scales of fp8 weights move to the front where they are inputs, as a gather can begin behind its scale:
+
+    before   w = unshard(..)   v = unshard(..)   t = v.t()   a = x @ w   b = a.relu()   c = b @ t
+    after    w = unshard(..)   a = x @ w   b = a.relu()   v = unshard(..)   t = v.t()   c = b @ t
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from graphshard._torch.tensors import fake_mode_of
+from graphshard.ops import markers
+from graphshard.ops.bucket_copy import copy_out
+from graphshard.ops.nodes import root_of
+
+
+def normalise(graph: fx.Graph) -> None:
+    """Bring a graph into the form that ``build_problem`` reads, in place."""
+    _raise_scales(graph)
+    _sink_gathered(graph)
+    _fill_values(graph)
+
+
+def _raise_scales(graph: fx.Graph) -> None:
+    """Move to the front the scales of gathered parameters that forward saved."""
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for node in graph.find_nodes(op="call_function", target=copy_out):
+        if node.args[0].op == "placeholder":
+            first.prepend(node)
+
+
+def _sink_gathered(graph: fx.Graph) -> None:
+    """Move every gathered parameter, and views of it, in front of its first use."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    last_moved: dict[fx.Node, fx.Node] = {}  # by node, the one that was moved in front of it last
+    for node in reversed(list(position)):
+        if node.users and _is_gathered(node):
+            first_user = min(node.users, key=position.__getitem__)
+            last_moved.get(first_user, first_user).prepend(node)
+            last_moved[first_user] = node
+            position[node] = position[first_user]
+
+
+def _is_gathered(node: fx.Node) -> bool:
+    return root_of(node).target in (*markers.UNSHARD_MARKERS, markers.reload_activation)
+
+
+def _fill_values(graph: fx.Graph) -> None:
+    """Give a fake value to nodes without one, so that their time and bytes are counted.
+
+    AOTAutograd leaves it out where it wraps an operator in the state of a random generator.
+    """
+    for node in graph.nodes:
+        if node.op == "call_function" and "val" not in node.meta:
+            arguments: Any = (node.args, node.kwargs)
+            args, kwargs = fx.map_arg(arguments, lambda n: n.meta.get("val"))
+            with fake_mode_of((args, kwargs)):
+                node.meta["val"] = node.target(*args, **kwargs)
