@@ -1,11 +1,11 @@
 """The passes, in order. The graph that Dynamo traced is rewritten before it is differentiated, the
-joint graph before it is partitioned; each of the forward, backward and inference graphs is read as a
-problem, scheduled, and lowered by the plan, after Inductor's own passes.
+joint graph before it is partitioned; each of the forward, backward and inference graphs is read as
+a problem, scheduled, and lowered by the plan, after Inductor's own passes.
 
     traced graph ─► float8 ─► [AOTAutograd]
     joint graph ─► dedup ─► casts ─► float8 ─► reshard ─► [partitioner] ─► forward, backward
-                                      ─► keep secondary shards ─► keep gathered ─► offload activations
-                            [Inductor] ─► each ─► normalise ─► read the problem ─► plan ─► lower
+    forward, backward ─► keep secondary shards ─► keep gathered ─► offload activations
+    [Inductor] ─► each graph ─► normalise ─► read the problem ─► plan ─► lower
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def lower(
 
 
 class PartitionProblems(NamedTuple):
-    """A forward and a backward graph, read as problems; ``Transfer.param`` is a graph input in both."""
+    """A forward and a backward graph, read as problems; ``Transfer.param`` is a graph input."""
 
     forward: GraphProblem
     backward: GraphProblem
@@ -149,8 +149,7 @@ def offload_activations(
     choose: Callable[[Problem, Problem, Sequence[SavedActivation], CostModel], Sequence[int]],
     problems: PartitionProblems | None = None,
 ) -> None:
-    """Have the activations that ``choose`` names wait for backward in the host's memory, and rewrite
-    both graphs so.
+    """Offload the activations that ``choose`` names until backward, and rewrite both graphs so.
 
     Args:
         num_outputs: how many of the forward's outputs are the user's; the rest is saved.

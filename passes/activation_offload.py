@@ -1,4 +1,4 @@
-"""Forward and backward graph: activations that are saved for backward wait for it in the host's memory.
+"""Forward and backward graph: activations wait for backward in the host's memory.
 
     forward   a = gelu(..)   b = mm(a, ..)   ..       return loss, a
     becomes   a = gelu(..)   b = mm(a, ..)   h = offload_activation(a)   ..   return loss, h
@@ -66,7 +66,7 @@ def _is_large(node: fx.Node) -> bool:
 
 
 def raise_saved_views(saved: Iterable[fx.Node]) -> bool:
-    """Move saved views to the node that they are views of, in place; return whether any was moved."""
+    """Move saved views behind what they are views of, in place; return whether any was moved."""
     return any([_raise_view(node) for node in saved])
 
 
@@ -89,7 +89,8 @@ def describe_saved(
     """Describe the activations of ``offloadable`` for the planner.
 
     Args:
-        forward_step: the step that each node of the forward graph is in; likewise ``backward_step``.
+        forward_step: the step that each node of the forward graph is in.
+        backward_step: the step that each node of the backward graph is in.
     """
     descriptions = []
     for placeholder, saved in pairs.items():

@@ -1,7 +1,7 @@
 """Forward, backward and inference graph: read as a ``Problem``, to be scheduled. Changes nothing.
 
-The graph is as ``normalise`` leaves it. The nodes between two points where a value has to be there, or
-is ready to leave, are one step:
+The graph is as ``normalise`` leaves it. The nodes between two points where a value has to be there,
+or is ready to leave, are one step:
 
     graph    w = unshard(..)   a = x @ w   b = a.relu()   v = unshard(..)   t = v.t()   c = b @ t
     steps                     [a           b          ]                    [t           c       ]

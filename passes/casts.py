@@ -2,11 +2,11 @@
 
 Autocast and hand-written casts work on full parameters; a cast of every shard is the same, bitwise:
 
-    before   w = unshard(p)   c = convert(w, bf16)   y = mm(x, c)   ..   reduce_grad(convert(g, fp32))
-    after    c = unshard(p, dtype=bf16)              y = mm(x, c)   ..   reduce_grad(g, reduce_dtype=fp32)
+    before   w = unshard(p)   c = convert(w, bf16)   y = mm(x, c)   reduce_grad(convert(g, fp32))
+    after    c = unshard(p, dtype=bf16)              y = mm(x, c)   reduce_grad(g, .., fp32)
 
-Where uses differ, the parameter travels as it is, and its plan says why. A gradient is still reduced
-in the dtype that it was cast to, unless ``reduce_dtype`` says otherwise.
+Where uses differ, the parameter travels as it is, and its plan says why. A gradient is still
+reduced in the dtype that it was cast to, unless ``reduce_dtype`` says otherwise.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ def merge(gm: fx.GraphModule) -> None:
 
 
 def merge_unshards(graph: fx.Graph) -> None:
-    """Merge equal ``unshard`` and ``replicate`` markers, in place; also of an inference graph, which
-    has no joint graph.
+    """Merge equal ``unshard`` and ``replicate`` markers, in place; also for inference, which has no
+    joint graph.
 
     A joint graph is differentiated already, so its markers lose their accumulators.
     """

@@ -1,4 +1,4 @@
-"""Describe the markers of a graph for a plan: the parameter of each, and its transfer. Changes nothing."""
+"""The parameter and the transfer of each marker of a graph, as a plan has them. Changes nothing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def describe_params(graph: fx.Graph) -> dict[fx.Node, PlanParam]:
 
 
 def _inputs_of_gradients(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The input that each reduced gradient belongs to: a backward graph returns one for each input."""
+    """The input of each reduced gradient: a backward graph returns a gradient for each input."""
     outputs: Any = graph.output_node().args[0]
     return {
         node: i

@@ -1,15 +1,16 @@
 """Traced, joint and inference graph: linears compute in fp8, and their weights travel in it.
 
 A weight is scaled and cast before it is gathered, by a scale that all ranks share, in forward; and
-again to the same bytes in backward. The ops of ``graphshard.ops.float8_ops`` become scaled products:
+again to the same bytes in backward. The ops of ``graphshard.ops.float8_ops`` become scaled
+products:
 
     before   w = unshard(p, float8_recipe=..)                         y = float8_mm(x, w)
     after    a = max_over_ranks(local_amax([p, ..]))   s = copy_out(scale(a))
              w8 = unshard(p, .., scales=s)   x8 = cast(x, ..)         y = _scaled_mm(x8, w8.T, ..)
 
-All casts to fp8 are ATen ops that Inductor fuses into the kernels that compute their inputs; a cast that
-several products need is made once. A weight travels as it is, and its linears compute in its dtype, if
-another op uses it, too, or if the device refuses its products: its plan says why.
+All casts to fp8 are ATen ops that Inductor fuses into the kernels that compute their inputs; a cast
+that several products need is made once. A weight travels as it is, and its linears compute in its
+dtype, if another op uses it, too, or if the device refuses its products: its plan says why.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ _CallKey: TypeAlias = tuple[Hashable, ...]
 
 _aten = torch.ops.aten
 _INVERSES = "graphshard_inverses"
-"""Key in ``node.meta`` of a weight that is gathered in fp8: the node of all weights' inverse scales."""
+"""Key in ``node.meta`` of a weight in fp8: the node of all weights' inverse scales."""
 _REGION = ("recompute", "ac_graph_id")
 """Keys in ``node.meta`` of what activation checkpointing says to the partitioner."""
 _LINEAR = torch.nn.functional.linear
 
 
 def use_float8(gm: fx.GraphModule) -> None:
-    """Make the linears of a graph that Dynamo traced, and of graphs in it, fp8 linears, in place."""
+    """Make linears of a graph that Dynamo traced, and of graphs in it, fp8 linears, in place."""
     for graph_module in gm.modules():
         if isinstance(graph_module, fx.GraphModule):
             for node in graph_module.graph.find_nodes(op="call_function", target=_LINEAR):
@@ -150,8 +151,8 @@ def _device_refusal(node: fx.Node, refused: dict[str, str | None]) -> str | None
 def _insert_scales(emit: Call, weights: Sequence[fx.Node], scaling: _Scaling) -> None:
     """Find the scales of ``weights`` by one reduction, and gather the weights by them.
 
-    The scales are saved for backward in one tensor. Each product reads its scale as a tensor of its own,
-    so that equal layers share their kernels.
+    The scales are saved for backward in one tensor. Each product reads its scale as a tensor of its
+    own, so that equal layers share their kernels.
     """
     shards = [source_of(weight) for weight in weights]
     amax = emit(float8_ops.local_amax, shards, scaling.dtype, scaling.group, scaling.recipe)
@@ -225,8 +226,8 @@ def _plain_product(node: fx.Node, emit: Call) -> fx.Node:
 
 
 def _region(node: fx.Node) -> dict[str, Any]:
-    """What activation checkpointing says of the nodes that a product is made from: where a policy saves
-    the product, it saves no others."""
+    """What activation checkpointing says of the nodes that replace a product: where its policy
+    saves the product, it saves no others."""
     region = {key: node.meta[key] for key in _REGION if key in node.meta}
     if region.get("recompute") in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
         region["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,6 +1,7 @@
 """Forward and backward graph: more of a gathered parameter is saved for backward than its shard.
 
-``keep`` saves all of it, ``keep_secondary_shards`` a part so large that few ranks together have it all:
+``keep`` saves all of it, ``keep_secondary_shards`` a part so large that few ranks together have it
+all:
 
     forward   w = unshard(shard)   y = mm(x, w)   ..                return loss, shard
     all       w = unshard(shard)   y = mm(x, w)   ..                return loss, w

@@ -5,8 +5,9 @@ A bucket is launched before the step that its plan says, and waited for before a
     before   a = mm(..)   w = unshard(shard)   b = mm(a, w)
     after    f = all_gather_into_tensor(shard)   a = mm(..)   w = wait_tensor(f)   b = mm(a, w)
 
-Shards that the host keeps are copied to the device before, and reduced ones to the host behind. Small
-tensors of a bucket share a buffer (``copy_in``, ``copy_out``); several buffers travel coalesced.
+Shards that the host keeps are copied to the device before, and reduced ones to the host behind.
+Small tensors of a bucket share a buffer (``copy_in``, ``copy_out``); several buffers travel
+coalesced.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class _BucketWriter:
         self._launched[position] = _launch(self._emitter(nodes), bucket, nodes, received)
 
     def wait(self, position: int) -> None:
-        """Wait for that bucket; hand its results to the next one of its chain, or to their users."""
+        """Wait for that bucket; hand its results to the next of its chain, or to their users."""
         bucket, nodes = self._buckets[position], self._markers_of(position)
         emit, next_position = self._emitter(nodes), self._next.get(position)
         next_kind = None if next_position is None else self._buckets[next_position].kind
@@ -190,7 +191,7 @@ def _copy_out(
 
 
 def apply_replicate(graph: fx.Graph, marker_nodes: Iterable[fx.Node]) -> None:
-    """Replace ``replicate`` markers by their parameters, in place. The graph returns no alias of one."""
+    """Replace ``replicate`` markers by parameters, in place; the graph returns no alias of one."""
     for marker in marker_nodes:
         source, dtype = source_of(marker), value_of(marker).dtype
         with graph.inserting_before(marker):

@@ -18,7 +18,7 @@ from graphshard.ops.markers import UNSHARD_MARKERS, replicate, unshard
 
 
 def parameter_derived(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that parameters, with constants, alone determine and that are not kept, in order."""
+    """The nodes that parameters and constants alone determine and that are not kept, in order."""
     derived: dict[fx.Node, None] = {}
     constant: set[fx.Node] = set()
     for node in graph.nodes:

@@ -1,8 +1,9 @@
 """The graphs that AOTAutograd makes: their inputs by name, and which of them a graph is.
 
 AOTAutograd names the inputs of forward and backward graphs ``primals_1``, ``primals_2``, ..., the
-gradients of outputs ``tangents_1``, ..., and the inputs of an inference graph ``arg0_1``, ``arg1_1``,
-...: torch/_functorch/_aot_autograd/graph_capture_wrappers.py and torch/fx/experimental/proxy_tensor.py.
+gradients of outputs ``tangents_1``, ..., and the inputs of an inference graph ``arg0_1``,
+``arg1_1``, ...: torch/_functorch/_aot_autograd/graph_capture_wrappers.py and
+torch/fx/experimental/proxy_tensor.py.
 """
 
 from __future__ import annotations

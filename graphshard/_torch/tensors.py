@@ -1,6 +1,7 @@
 """Fake tensors, symbolic sizes, operators' schemas, and kernels for lists of tensors.
 
-Read in torch/_subclasses/fake_tensor.py, torch/fx/experimental/symbolic_shapes.py and torch/_ops.py.
+Read in torch/_subclasses/fake_tensor.py, torch/fx/experimental/symbolic_shapes.py and
+torch/_ops.py.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _numbers = itertools.count()
 
 
 def take(key: torch.Tensor) -> torch.Tensor | None:
-    """Take the total of the accumulator with that key, to add it to a gradient before it is reduced.
+    """Take the total of the accumulator with that key, to add it to a gradient.
 
     None: nothing has added up, or the accumulator is there no more.
     """

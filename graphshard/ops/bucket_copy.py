@@ -15,8 +15,8 @@ from .dtypes import dtype_named
 from .library import define, fake, implement
 
 copy_in = define(
-    "copy_in(Tensor[] tensors, int[] rows, str[] dtypes, int[] counts, str[] wire_dtypes, int world)"
-    " -> Tensor[]"
+    "copy_in(Tensor[] tensors, int[] rows, str[] dtypes, int[] counts, str[] wire_dtypes,"
+    " int world) -> Tensor[]"
 )
 copy_out = define("copy_out(Tensor buffer, int[] sizes, int world) -> Tensor[]")
 add_accumulated = define(
@@ -67,8 +67,8 @@ def _copy_in(
 
 
 def _flattened(tensor: torch.Tensor, dtype: torch.dtype, wire_dtype: torch.dtype) -> torch.Tensor:
-    """``tensor`` in one dimension: as it is where the copy casts it to ``wire_dtype``, else as bytes
-    of ``dtype``."""
+    """``tensor`` in one dimension: as bytes of ``dtype`` where that is not ``wire_dtype``; else as it
+    is, and the copy casts it."""
     if wire_dtype == dtype:
         return tensor.reshape(-1)
     return tensor.to(dtype).reshape(-1).view(torch.uint8)
@@ -116,7 +116,7 @@ def _copy_out_fake(buffer: torch.Tensor, sizes: list[int], world: int) -> list[t
 def _add_accumulated(
     flat: torch.Tensor, keys: list[torch.Tensor], starts: list[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """A copy of ``flat`` as ``dtype``, with the total of each accumulator added from its start on."""
+    """Copy ``flat`` as ``dtype``, and add the total of each accumulator from its start on."""
     result = flat.to(dtype, copy=True, memory_format=torch.contiguous_format)
     for key, start in zip(keys, starts):
         if (total := take(key)) is not None:

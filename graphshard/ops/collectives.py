@@ -1,12 +1,12 @@
-"""The calls that make up the collective of a bucket: copy-in, launch, wait, copy-out; eager or in a graph.
+"""Calls of a bucket's collective: copy-in, launch, wait, copy-out; run now, or put into a graph.
 
 Transfers that share a packed buffer lie in it rank by rank; several buffers travel coalesced:
 
-    buffer of one, as it is    shard ─► all_gather_into_tensor ─► wait ─► full
-    any other                  shards ─► copy_in ─► all_gather_into_tensor ─► wait ─► copy_out ─► full, ..
+    buffer of one, as it is   shard ─► all_gather_into_tensor ─► wait ─► full
+    any other                 shards ─► copy_in ─► all_gather_into_tensor ─► wait ─► copy_out ─► ..
 
-``copy_in`` casts, pads and packs all of a bucket at once. It and ``copy_out`` are opaque to Inductor:
-the C++ of a `cat` of a hundred tensors takes longer to compile than the rest of a graph, and slices of
+``copy_in`` casts, pads and packs all of a bucket at once. Both copies are opaque to Inductor: the
+C++ of a `cat` of a hundred tensors takes longer to compile than the rest of a graph, and slices of
 one buffer differ in their offsets, so that equal layers would not share their kernels.
 """
 
@@ -50,8 +50,8 @@ class CollectiveInput(NamedTuple):
             gradient; 0: replicated.
         dtype: as which it travels; a gathered tensor comes out so.
         result_dtype: as which a reduced tensor comes out; what is scaled is cast to it first.
-        scales: of several tensors, each ``[1, 1]`` or ``[1, rows of all ranks' padded shards]``. The
-            source is multiplied by its own before it is cast to ``dtype``; None: it is not.
+        scales: of several tensors, each ``[1, 1]`` or ``[1, rows of all ranks' padded shards]``.
+            The source is multiplied by its own before it is cast to ``dtype``. None: it is not.
         scale_index: position of its own scale.
         partial: key of an accumulator, whose total is added to the reduced shard before that is
             averaged over replicas; None: nothing is.
@@ -86,8 +86,9 @@ def wire_dtype(kind: TransferKind, inputs: BufferInputs) -> torch.dtype:
 def exchanges(group: str, dtype: torch.dtype) -> bool:
     """Whether ranks reduce to shards by an exchange of them, each averaging what it receives.
 
-    gloo itself does an all-reduce of a copy (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp), which
-    sends twice as much and took 52 ms beside 20 for 40 MB on two ranks. It exchanges no complex numbers.
+    gloo itself does an all-reduce of a copy (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp),
+    which sends twice as much: measured on two ranks, 40 MB took 52 ms, and 20 ms by an exchange.
+    gloo exchanges no complex numbers.
     """
     if dtype.is_complex:
         return False
@@ -133,7 +134,7 @@ def _scaled(call: Call, sent: CollectiveInput, group: str) -> CollectiveInput:
 
 
 def _packed_without_copy_in(call: Call, kind: TransferKind, inputs: BufferInputs) -> Any:
-    """The buffer where ``copy_in`` has nothing to do: Inductor packs fp8 where it scales and casts."""
+    """The buffer where ``copy_in`` has nothing to do: Inductor's kernels pack fp8."""
     source = inputs[0].source
     if not _is_float8(inputs):
         return source
@@ -165,7 +166,7 @@ def _rows_per_rank(kind: TransferKind, sent: CollectiveInput) -> int:
 
 
 def launch_collective(
-    call: Call, kind: TransferKind, buffers: Sequence[Any], group: str, world: int
+    call: Call, kind: TransferKind, buffers: Sequence[Value], group: str, world: int
 ) -> list[Any]:
     """Launch one collective for all buffers, coalesced where they are several, but exchanges.
 
@@ -205,29 +206,33 @@ def launch_collective(
     return [call(operator.getitem, launched, i) for i in range(len(buffers))]
 
 
-def wait_tensor(call: Call, launched: Any) -> Any:
+def wait_tensor(call: Call, launched: Value) -> Any:
     """Wait for one result of a launch."""
     return call(_c10d.wait_tensor.default, launched)
 
 
-def launch_host_copies(call: Call, tensors: Sequence[Any], target: torch.device | str) -> list[Any]:
-    """Launch copies to a device, or to that memory of the host; return what to wait for, one for each.
+def launch_host_copies(
+    call: Call, tensors: Sequence[Value], target: torch.device | str
+) -> list[Any]:
+    """Launch copies to a device, or to that memory of the host.
 
-    What the host reads is waited for twice: see ``graphshard.ops.host_copy``.
+    Returns:
+        What to wait for, one for each tensor; twice if the host reads it
+        (``graphshard.ops.host_copy``).
     """
     op = copy_to_host if isinstance(target, str) else copy_to_device
     copies = call(op, list(tensors), target)
     return [call(operator.getitem, copies, i) for i in range(len(tensors))]
 
 
-def copy_and_wait(call: Call, tensors: Sequence[Any], target: torch.device | str) -> list[Any]:
-    """Copy tensors to a device, or to that memory of the host, and wait until the host may read them."""
+def copy_and_wait(call: Call, tensors: Sequence[Value], target: torch.device | str) -> list[Any]:
+    """Copy tensors to a device, or to that memory of the host, until the host may read them."""
     copies = launch_host_copies(call, tensors, target)
     return [wait_tensor(call, wait_tensor(call, copy)) for copy in copies]
 
 
 def launch_replica_reduce(
-    call: Call, buffers: Sequence[BufferInputs], reduced: Sequence[Any], group: str, world: int
+    call: Call, buffers: Sequence[BufferInputs], reduced: Sequence[Value], group: str, world: int
 ) -> list[Any]:
     """Launch the average over replicas of the shards that a reduction left.
 
@@ -243,7 +248,7 @@ def launch_replica_reduce(
     return launch_collective(call, TransferKind.ALL_REDUCE_SHARDS, shards, group, world)
 
 
-def _with_partials(call: Call, inputs: BufferInputs, shards: Any) -> Any:
+def _with_partials(call: Call, inputs: BufferInputs, shards: Value) -> Any:
     """Add to a buffer of shards the totals of earlier microbatches, where there are any."""
     sizes = [_reduced_shape(TransferKind.REDUCE_SCATTER, sent).numel() for sent in inputs]
     starts = [0, *itertools.accumulate(sizes)]
@@ -254,7 +259,7 @@ def _with_partials(call: Call, inputs: BufferInputs, shards: Any) -> Any:
     return call(add_accumulated, shards, keys, starts, value_of(shards).dtype)
 
 
-def wait_buffer(call: Call, kind: TransferKind, buffer: Any, group: str, world: int) -> Any:
+def wait_buffer(call: Call, kind: TransferKind, buffer: Value, group: str, world: int) -> Any:
     """Wait for one buffer of a launched bucket, and turn sums into means."""
     done = wait_tensor(call, buffer)
     if kind == TransferKind.ALL_REDUCE or (
@@ -267,7 +272,7 @@ def wait_buffer(call: Call, kind: TransferKind, buffer: Any, group: str, world: 
 
 
 def results_in_buffer(
-    call: Call, kind: TransferKind, inputs: BufferInputs, buffer: Any, world: int
+    call: Call, kind: TransferKind, inputs: BufferInputs, buffer: Value, world: int
 ) -> list[Any]:
     """Copy out of a buffer that ``wait_buffer`` returned: full parameters, or this rank's shards of
     the means."""
@@ -276,7 +281,7 @@ def results_in_buffer(
     return _reduced(call, kind, inputs, buffer)
 
 
-def _gathered(call: Call, inputs: BufferInputs, buffer: Any, world: int) -> list[Any]:
+def _gathered(call: Call, inputs: BufferInputs, buffer: Value, world: int) -> list[Any]:
     """The full ``[rows, ...]`` of each padded shard ``[ceil(rows / world), ...]``."""
     wire = wire_dtype(TransferKind.ALL_GATHER, inputs)
     shapes = [_gathered_shape(sent, wire, world) for sent in inputs]
@@ -295,14 +300,14 @@ def _gathered(call: Call, inputs: BufferInputs, buffer: Any, world: int) -> list
 
 
 def _gathered_shape(sent: CollectiveInput, wire: torch.dtype, world: int) -> torch.Size:
-    """``[world * padded rows, ...]``, with one more dimension of bytes where it travels as bytes."""
+    """``[world * padded rows, ...]``, and ``[..., itemsize]`` of what travels as bytes."""
     rows, *others = sent.tensor.shape
     size = sent.dtype.itemsize
     as_bytes = wire != sent.dtype and size > 1
     return torch.Size([world * rows, *others, *([size] if as_bytes else [])])
 
 
-def _from_wire(call: Call, full: Any, dtype: torch.dtype, wire: torch.dtype) -> Any:
+def _from_wire(call: Call, full: Value, dtype: torch.dtype, wire: torch.dtype) -> Any:
     if wire == dtype:
         return full
     if dtype is torch.bool:  # Inductor's C++ cannot view bytes as bool
@@ -311,7 +316,7 @@ def _from_wire(call: Call, full: Any, dtype: torch.dtype, wire: torch.dtype) -> 
     return viewed if dtype.itemsize == 1 else call(_aten.squeeze.dim, viewed, -1)
 
 
-def _reduced(call: Call, kind: TransferKind, inputs: BufferInputs, buffer: Any) -> list[Any]:
+def _reduced(call: Call, kind: TransferKind, inputs: BufferInputs, buffer: Value) -> list[Any]:
     """The reduced tensors of a buffer, each as its ``result_dtype``."""
     if len({sent.result_dtype for sent in inputs}) == 1:  # one kernel for all
         buffer = as_dtype(call, buffer, inputs[0].result_dtype)
@@ -331,13 +336,13 @@ def _reduced_shape(kind: TransferKind, sent: CollectiveInput) -> torch.Size:
     return torch.Size([sent.rows, *shape[1:]]) if kind == TransferKind.REDUCE_SCATTER else shape
 
 
-def _viewed(call: Call, buffer: Any, shape: torch.Size) -> Any:
+def _viewed(call: Call, buffer: Value, shape: torch.Size) -> Any:
     if value_of(buffer).shape == shape:
         return buffer
     return call(_aten.view.default, buffer, list(shape))
 
 
-def _viewed_as(call: Call, buffer: Any, dtype: torch.dtype) -> Any:
+def _viewed_as(call: Call, buffer: Value, dtype: torch.dtype) -> Any:
     return buffer if value_of(buffer).dtype == dtype else call(_aten.view.dtype, buffer, dtype)
 
 

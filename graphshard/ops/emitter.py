@@ -1,4 +1,4 @@
-"""Calls that run now or go into a graph: code that is written once serves eager code and rewrites."""
+"""Calls that run now, or go into a graph, so that eager code and rewrites share their functions."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import fx
 from .._torch.tensors import fake_mode_of
 
 Call: TypeAlias = Callable[..., Any]
-"""``call(op, *args)`` runs ``op``, or inserts it into a graph. It takes and returns tensors, or nodes."""
+"""``call(op, *args)`` runs ``op`` on tensors, or inserts it into a graph for nodes."""
 
-# Other entries describe the replaced node's own call (Inductor reads its eager inputs), not its origin.
+# Other entries describe the replaced node's own call (Inductor reads its eager inputs), not its
+# origin.
 _ORIGIN = ("stack_trace", "nn_module_stack", "seq_nr", "custom")
 
 

@@ -1,17 +1,17 @@
 """fp8 training of linears: which ones, and the arithmetic of scaled casts and products.
 
-Dynamic scaling by the recipes of ``torchao.float8`` (torchao/float8/config.py, float8_utils.py): before
-each of a linear's three products both sides are multiplied by ``largest fp8 value / largest value``,
-clamped and cast, and the product is divided by both scales:
+Dynamic scaling by the recipes of ``torchao.float8`` (torchao/float8/config.py, float8_utils.py):
+before each of a linear's three products both sides are multiplied by ``largest fp8 value / largest
+value``, clamped and cast, and the product is divided by both scales:
 
     y      = x8 @ w8.T          x8: e4m3   w8: e4m3
     grad_x = g8 @ w8            g8: e5m2 ("tensorwise"), e4m3 ("rowwise")
     grad_w = g8.T @ x8
 
 "tensorwise" has one scale for a tensor. "rowwise" has one, rounded down to a power of two, for each
-vector along which a product sums. What differs from torchao there: the weight has one scale for each of
-its rows in both products, so that backward uses the bytes of forward; where the product sums over the
-weight's rows, the gradient's columns are divided by their scales before it is cast.
+vector along which a product sums. What differs from torchao there: the weight has one scale for
+each of its rows in both products, so that backward uses the bytes of forward; where the product
+sums over the weight's rows, the gradient's columns are divided by their scales before it is cast.
 
 All is written in ATen ops with ``Call``: eager, or into a graph.
 """
@@ -19,7 +19,7 @@ All is written in ATen ops with ``Call``: eager, or into a graph.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -34,6 +34,8 @@ DTYPES = (torch.bfloat16, torch.float32)
 _EPS = 1e-12  # the least value that is scaled, as in torchao/float8/float8_utils.py
 _EXPONENT = 0x7F800000  # bits of a float32
 ALIGNMENT = 16
+
+_Value = TypeVar("_Value", bound=Value)
 
 _aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
@@ -63,15 +65,15 @@ class Scaled(NamedTuple):
 
     Attributes:
         values: ``[rows, columns]``.
-        inverse: multiplied with the values it undoes their scaling: a scalar, or one for each of the
-            vectors along which the product sums.
+        inverse: factor that undoes the scaling: a scalar, or one for each of the vectors along which
+            the product sums.
     """
 
     values: Value
     inverse: Value
 
 
-def scale_of(call: Call, amax: Any, dtype: torch.dtype, recipe: str) -> Any:
+def scale_of(call: Call, amax: _Value, dtype: torch.dtype, recipe: str) -> _Value:
     """The scale for a largest absolute value, as torchao's ``amax_to_scale`` computes it."""
     wide = call(_aten.clamp_min.default, call(convert, amax, torch.float64), _EPS)
     inverse = call(_aten.mul.Tensor, call(_aten.reciprocal.default, wide), torch.finfo(dtype).max)
@@ -83,7 +85,7 @@ def scale_of(call: Call, amax: Any, dtype: torch.dtype, recipe: str) -> Any:
     return call(_aten.view.dtype, exponent, torch.float32)
 
 
-def cast(call: Call, x: Any, scale: Any, dtype: torch.dtype, dim: int) -> Any:
+def cast(call: Call, x: _Value, scale: Value, dtype: torch.dtype, dim: int) -> _Value:
     """``x * scale`` as ``dtype``, saturated (eager casts do so from torch 2.12 on).
 
     Args:
@@ -99,7 +101,7 @@ def cast(call: Call, x: Any, scale: Any, dtype: torch.dtype, dim: int) -> Any:
     return call(convert, clamped, dtype)
 
 
-def quantised(call: Call, x: Any, dtype: torch.dtype, recipe: str, dim: int) -> Scaled:
+def quantised(call: Call, x: _Value, dtype: torch.dtype, recipe: str, dim: int) -> Scaled:
     """``x`` scaled by its own largest values and cast.
 
     Args:
@@ -109,7 +111,7 @@ def quantised(call: Call, x: Any, dtype: torch.dtype, recipe: str, dim: int) -> 
     return Scaled(cast(call, x, scale, dtype, dim), call(_aten.reciprocal.default, scale))
 
 
-def _amax(call: Call, x: Any, dims: list[int]) -> Any:
+def _amax(call: Call, x: _Value, dims: list[int]) -> _Value:
     value = value_of(x)
     if isinstance(value.numel(), int) and not value.numel():  # amax refuses empty tensors
         shape = [value.shape[1 - dim] for dim in dims]
@@ -117,13 +119,13 @@ def _amax(call: Call, x: Any, dims: list[int]) -> Any:
     return call(_aten.amax.default, call(_aten.abs.default, x), dims)
 
 
-def forward(call: Call, x: Any, weight: Scaled, recipe: str) -> Any:
+def forward(call: Call, x: _Value, weight: Scaled, recipe: str) -> _Value:
     """``x @ weight.T``."""
     left = quantised(call, x, E4M3, recipe, 1)
     return _product(call, left, _transposed(call, weight), value_of(x).dtype, recipe, fast=True)
 
 
-def grad_input(call: Call, grad: Any, weight: Scaled, recipe: str) -> Any:
+def grad_input(call: Call, grad: _Value, weight: Scaled, recipe: str) -> _Value:
     """``grad @ weight``."""
     dtype = value_of(grad).dtype
     if recipe == ROWWISE:
@@ -136,7 +138,7 @@ def grad_input(call: Call, grad: Any, weight: Scaled, recipe: str) -> Any:
     return _product(call, _grad(call, grad, recipe, 1), weight, dtype, recipe)
 
 
-def grad_weight(call: Call, grad: Any, x: Any, recipe: str) -> Any:
+def grad_weight(call: Call, grad: _Value, x: _Value, recipe: str) -> _Value:
     """``grad.T @ x``."""
     grad, x = _padded(call, grad), _padded(call, x)
     left = _transposed(call, _grad(call, grad, recipe, 0))
@@ -144,7 +146,7 @@ def grad_weight(call: Call, grad: Any, x: Any, recipe: str) -> Any:
     return _product(call, left, right, value_of(x).dtype, recipe)
 
 
-def _padded(call: Call, x: Any) -> Any:
+def _padded(call: Call, x: _Value) -> _Value:
     """``x`` with rows of zeros behind, so that tensor cores can sum over its rows."""
     rows, device = value_of(x).shape[0], value_of(x).device
     if device.type != "cuda" or not isinstance(rows, int) or not rows % ALIGNMENT:
@@ -152,7 +154,7 @@ def _padded(call: Call, x: Any) -> Any:
     return call(_aten.constant_pad_nd.default, x, [0, 0, 0, -rows % ALIGNMENT], 0.0)
 
 
-def _grad(call: Call, grad: Any, recipe: str, dim: int) -> Scaled:
+def _grad(call: Call, grad: _Value, recipe: str, dim: int) -> Scaled:
     return quantised(call, grad, E5M2 if recipe == TENSORWISE else E4M3, recipe, dim)
 
 
@@ -177,11 +179,11 @@ def _transposed(call: Call, matrix: Scaled) -> Scaled:
     return matrix._replace(values=_t(call, matrix.values))
 
 
-def _factor(call: Call, inverse: Any, recipe: str, dim: int) -> Any:
+def _factor(call: Call, inverse: _Value, recipe: str, dim: int) -> _Value:
     """An inverse scale as products take it.
 
-    "tensorwise" it has no dimensions, as Inductor wants both sides' to have equally many. Else it is a
-    matrix of size 1 in ``dim``, with all strides 1, which some kernels check.
+    "tensorwise" it has no dimensions, as Inductor wants both sides' to have equally many. Else it
+    is a matrix of size 1 in ``dim``, with all strides 1, which some kernels check.
     """
     num_dims = value_of(inverse).dim()
     if recipe == TENSORWISE and num_dims:
@@ -194,15 +196,15 @@ def _factor(call: Call, inverse: Any, recipe: str, dim: int) -> Any:
     return call(_aten.as_strided.default, inverse, sizes, [1, 1])
 
 
-def _t(call: Call, x: Any) -> Any:
+def _t(call: Call, x: _Value) -> _Value:
     return call(_aten.permute.default, x, [1, 0])
 
 
-def _contiguous(call: Call, x: Any) -> Any:
+def _contiguous(call: Call, x: _Value) -> _Value:
     if value_of(x).is_contiguous():
         return x
     return call(_aten.clone.default, x, memory_format=torch.contiguous_format)
 
 
-def as_dtype(call: Call, x: Any, dtype: torch.dtype) -> Any:
+def as_dtype(call: Call, x: _Value, dtype: torch.dtype) -> _Value:
     return x if value_of(x).dtype == dtype else call(convert, x, dtype)

@@ -4,10 +4,10 @@
     joint     y = float8_mm(x, w)      grad_x = float8_mm_grad_input(g, w)
                                        grad_w = float8_mm_grad_weight(g, w, x)
 
-``w`` is a full weight in its own dtype: run for real, the ops cast it themselves. The pass moves that
-cast in front of the gather. (The gradient of ``w`` does not depend on it; it says whose gradient it is.)
-For that the pass inserts ``local_amax``, the largest absolute values of shards, and ``own_rows``, this
-rank's rows of the scales of all rows.
+``w`` is a full weight in its own dtype: run for real, the ops cast it themselves. The pass moves
+that cast in front of the gather. (The gradient of ``w`` does not depend on it; it says whose
+gradient it is.) For that the pass inserts ``local_amax``, the largest absolute values of shards,
+and ``own_rows``, this rank's rows of the scales of all rows.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def _local_amax(
     """The largest absolute values of shards cast to ``dtype``, in float32.
 
     Returns:
-        ``[shards]``; "rowwise" ``[rows of all ranks' padded shards]``, 0 in the rows of other ranks.
+        ``[shards]``; "rowwise" ``[rows of all ranks' padded shards]``, 0 in the rows of other
+        ranks.
     """
     # Rounding keeps order, so the cast may come last.
     if recipe != ROWWISE:

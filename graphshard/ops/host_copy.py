@@ -4,9 +4,9 @@
                                               .. reduce_scatter ─► copy_to_host ─► wait ─► wait
 
 Copies of one direction follow each other on a stream of their own. A copy begins where the compute
-stream is when it is launched. The first wait for a copy makes the compute stream wait; from there on
-the memory that was copied is free. The second wait, for what the host reads, makes the host wait. On a
-CPU they are plain copies. ``graphshard.planning.host_copies`` plans them.
+stream is when it is launched. The first wait for a copy makes the compute stream wait; from there
+on the memory that was copied is free. The second wait, for what the host reads, makes the host
+wait. On a CPU they are plain copies. ``graphshard.planning.host_copies`` plans them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ copy_to_host = define("copy_to_host(Tensor[] tensors, str host_memory) -> Tensor
 
 
 def to_host_memory(tensor: torch.Tensor, host_memory: str | None) -> torch.Tensor:
-    """``tensor`` in that memory of the host, now; itself where it is there, where ``host_memory`` is
-    None, and where it has no data."""
+    """``tensor`` in that memory of the host, now.
+
+    Returns:
+        ``tensor`` itself if it is there, if ``host_memory`` is None, and if it has no data.
+    """
     if not host_memory or tensor.is_meta:
         return tensor
     tensor = tensor.cpu()
@@ -37,8 +40,8 @@ def to_host_memory(tensor: torch.Tensor, host_memory: str | None) -> torch.Tenso
 
 
 class _HostCopy(dist.Work):
-    """A launched copy: the compute stream waits for it, then its source may be freed. If the host holds
-    the target, the next wait for the target is the host's."""
+    """A launched copy: the compute stream waits for it, then its source may be freed. If the host
+    holds the target, the next wait for the target is the host's."""
 
     def __init__(self, target: torch.Tensor, source: torch.Tensor, event: torch.Event) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def define(schema: str) -> OpOverload:
-    """Define an operator, as in ``"max_over_ranks(Tensor amax, str group) -> Tensor"``; return it."""
+    """Define an operator, as in ``"own_rows(Tensor full, str group) -> Tensor"``; return it."""
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     return operator_named(schema.partition("(")[0])
 

@@ -3,7 +3,7 @@
 The fields of a spec are the arguments of its op. The op's schema is made of them, and so are the
 arguments of a call; implementations read what they are given back into a spec:
 
-    schema            UnshardSpec.schema()                   "unshard(Tensor shard, int rows, ..) -> Tensor"
+    schema            UnshardSpec.schema()    "unshard(Tensor shard, int rows, ..) -> Tensor"
     call              UnshardSpec(shard=.., rows=..).call(run)
     implementation    def _unshard(*args): spec = UnshardSpec(*args)
     node of a graph   UnshardSpec.of_node(node)
@@ -100,8 +100,8 @@ class UnshardSpec(MarkerSpec):
         shard: ``[ceil(rows / world), ...]``, padded.
         rows: number of rows of the full parameter.
         group: the ranks that hold the shards.
-        regather_group: the ranks from which backward gathers again: ``group`` (ZeRO-3), some of them
-            (ZeRO++'s hpZ); None: the full parameter is kept for backward (ZeRO-2).
+        regather_group: the ranks from which backward gathers again: ``group`` (ZeRO-3), some of
+            them (ZeRO++'s hpZ); None: the full parameter is kept for backward (ZeRO-2).
         replica_group: the ranks that hold the same shard, over which reduced gradients are averaged
             once more (HSDP); None: there are no others.
         dtype: as which the parameter travels and is used; None: its own.
@@ -110,10 +110,10 @@ class UnshardSpec(MarkerSpec):
         scales: of several parameters; with them, the parameter travels in fp8.
         scale_index: position of the parameter's own scale in ``scales``.
         device: where to copy the shard before it is gathered; None: it is there.
-        host_memory: the host's memory that keeps the shard (``graphshard.ops.host_copy``); None: the
-            device keeps it.
+        host_memory: the host's memory that keeps the shard (``graphshard.ops.host_copy``); None:
+            the device keeps it.
         unsynced: a stand-in that full gradients add up in, or the key of an accumulator.
-        partial: a stand-in that gradients reduced to shards add up in, or the key of an accumulator.
+        partial: a stand-in that reduced shards add up in, or the key of an accumulator.
     """
 
     name: ClassVar[str] = "unshard"

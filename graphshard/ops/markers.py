@@ -3,19 +3,19 @@
 A parameter enters the graph as its padded local shard. ``unshard`` makes the full parameter of it
 and autograd turns the full gradient back into a shard by ``reduce_grad``, averaged over the group:
 
-    forward    shard ─► unshard ─► linear          backward   grad ─► reduce_grad ─► shard's gradient
+    forward    shard ─► unshard ─► linear         backward   grad ─► reduce_grad ─► shard's grad
 
 A parameter that is not split (a scalar, or one that is to be replicated) has ``replicate`` and
 ``all_reduce_grad``. ``max_over_ranks`` reduces the largest values that fp8 scales by.
-``secondary_shard`` is a padded shard of a full parameter, from which backward gathers within few ranks.
-``offload_activation`` and ``reload_activation`` copy activations to the host and back.
+``secondary_shard`` is a padded shard of a full parameter, from which backward gathers within few
+ranks. ``offload_activation`` and ``reload_activation`` copy activations to the host and back.
 ``graphshard.ops.marker_specs`` has the arguments.
 
 Gradients of microbatches add up in accumulators. A marker takes an accumulator's stand-in, which
-requires a gradient: the stand-in gets the gradient in place of the shard, not reduced (``unsynced``) or
-not averaged over replicas (``partial``). Or the marker takes an accumulator's key: its backward adds
-the total to the gradient before the reduction (``unsynced``), or between its two halves (``partial``).
-See ``graphshard.params.grad_accumulation``.
+requires a gradient: the stand-in gets the gradient in place of the shard, not reduced
+(``unsynced``) or not averaged over replicas (``partial``). Or the marker takes an accumulator's
+key: its backward adds the total to the gradient before the reduction (``unsynced``), or between its
+two halves (``partial``). See ``graphshard.params.grad_accumulation``.
 
 The ops are opaque to Dynamo, AOTAutograd and Inductor's joint passes; ``graphshard.passes`` lowers
 them to functional collectives. In eager parts of a model they run for real, by the same lowering.

@@ -1,4 +1,4 @@
-"""Read values, views, sizes and uses off the nodes of a graph; and name our keys in ``node.meta``."""
+"""Values, views, sizes and uses, read off the nodes of a graph; our keys in ``node.meta``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What Inductor's code does to a bucket before it is sent: one call that casts, pads and packs all of
-its tensors, which are read where they are."""
+"""What Inductor's code does to a bucket before it is sent: one call that casts, pads and packs all
+of its tensors, which are read where they are."""
 
 from __future__ import annotations
 

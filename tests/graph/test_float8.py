@@ -1,5 +1,6 @@
-"""What fp8 makes of graphs: one reduction for all scales, bytes gathered by them in forward and again in
-backward, one kernel for all that is done to shards, and a reason for what stays as it is."""
+"""What fp8 makes of graphs: one reduction for all scales, bytes gathered by them in forward and
+again in backward, one kernel for all that is done to shards, and a reason for what stays as it
+is."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The order in which a plan writes collectives, waits and matrix products is the one that Inductor's
-final code runs them in: in forward, backward and inference."""
+"""The order in which a plan writes collectives, waits and matrix products is the one that
+Inductor's final code runs them in: in forward, backward and inference."""
 
 from __future__ import annotations
 
