@@ -11,8 +11,8 @@ The planner chooses them, by the steps between which each is not used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import fx
@@ -20,7 +20,8 @@ from torch import fx
 from graphshard.ops import markers
 from graphshard.ops.emitter import Emitter
 from graphshard.ops.marker_specs import OffloadSpec, ReloadSpec
-from graphshard.ops.nodes import is_view, num_bytes, root_of, uses, value_of
+from graphshard.ops.nodes import is_view, num_bytes, outputs_of, root_of, uses, value_of
+from graphshard.passes.saved import replace_saved, saved_nodes
 from graphshard.planning.activation_offload import SavedActivation
 
 MIN_BYTES = 1 << 16
@@ -36,16 +37,14 @@ def offloadable(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> dict
     Returns:
         By placeholder of the backward graph, the forward's node that is saved for it.
     """
-    outputs: Sequence[fx.node.Argument] = forward.output_node().args[0]  # type: ignore[assignment]  # a tuple
-    num_saved: dict[fx.Node, int] = {}  # by owner of memory, the outputs in it
-    for node in outputs:
+    num_returned: Counter[fx.Node] = Counter()  # by owner of memory, the outputs in it
+    for node in outputs_of(forward):
         if isinstance(node, fx.Node):
-            root = root_of(node)
-            num_saved[root] = num_saved.get(root, 0) + 1
+            num_returned[root_of(node)] += 1
     placeholders = {node.name: node for node in backward.find_nodes(op="placeholder")}
     pairs = {}
-    for node in outputs[num_outputs:]:
-        if not isinstance(node, fx.Node) or num_saved[root_of(node)] > 1 or not _is_large(node):
+    for node in saved_nodes(forward, num_outputs):
+        if num_returned[root_of(node)] > 1 or not _is_large(node):
             continue
         placeholder = placeholders[node.name]
         if placeholder.users:
@@ -58,11 +57,10 @@ def _is_large(node: fx.Node) -> bool:
     root, value = root_of(node), node.meta.get("val")
     if root.op == "placeholder" or root.target in (*markers.MARKERS, markers.secondary_shard):
         return False
-    if (
-        not isinstance(value, torch.Tensor) or 0 in value.stride()
-    ):  # expanded: less memory than it says
+    if not isinstance(value, torch.Tensor):
         return False
-    return num_bytes(value) >= MIN_BYTES
+    is_expanded = 0 in value.stride()  # it has less memory than its size says
+    return not is_expanded and num_bytes(value) >= MIN_BYTES
 
 
 def raise_saved_views(saved: Iterable[fx.Node]) -> bool:
@@ -114,7 +112,7 @@ def offload(
     Args:
         pairs: some of ``offloadable``.
     """
-    offloaded: dict[fx.node.Argument, fx.Node] = {}
+    offloaded: dict[fx.Node, fx.Node] = {}
     output = forward.output_node()
     for placeholder, saved in pairs.items():
         device = value_of(saved).device
@@ -130,6 +128,4 @@ def offload(
             reloaded = ReloadSpec(offloaded=placeholder, device=device).call(emit)
         for user in users:
             user.replace_input_with(placeholder, reloaded)
-    outputs: Any = output.args[0]
-    rest = [offloaded.get(node, node) for node in outputs[num_outputs:]]
-    output.args = ((*outputs[:num_outputs], *rest),)
+    replace_saved(forward, offloaded, num_outputs)

@@ -98,13 +98,13 @@ def _compute_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 def _step_of(graph: fx.Graph, steps: Sequence[fx.Node]) -> dict[fx.Node, int]:
     """The step that each node is in; markers and inputs are in the step around them."""
-    found, step, later = {}, 0, list(reversed(steps[1:]))
+    step_of, step, later = {}, 0, list(reversed(steps[1:]))
     for node in graph.nodes:
         if later and node is later[-1]:
             later.pop()
             step += 1
-        found[node] = step
-    return found
+        step_of[node] = step
+    return step_of
 
 
 def _placed(transfer: Transfer, reach: _Reach, starts: list[int]) -> Transfer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import fx
 
@@ -18,7 +17,7 @@ from graphshard.ops.marker_specs import (
     ReduceGradSpec,
     UnshardSpec,
 )
-from graphshard.ops.nodes import num_bytes, value_of
+from graphshard.ops.nodes import num_bytes, outputs_of, value_of
 from graphshard.planning.plan import PlanParam, Transfer
 
 
@@ -49,10 +48,9 @@ def describe_params(graph: fx.Graph) -> dict[fx.Node, PlanParam]:
 
 def _inputs_of_gradients(graph: fx.Graph) -> dict[fx.Node, int]:
     """The input of each reduced gradient: a backward graph returns a gradient for each input."""
-    outputs: Any = graph.output_node().args[0]
     return {
         node: i
-        for i, node in enumerate(outputs)
+        for i, node in enumerate(outputs_of(graph))
         if isinstance(node, fx.Node) and node.target in markers.REDUCE_MARKERS
     }
 

@@ -13,7 +13,6 @@ all:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import fx
 
@@ -23,6 +22,7 @@ from graphshard.ops.marker_specs import UnshardSpec
 from graphshard.ops.markers import change, secondary_shard, unshard
 from graphshard.ops.nodes import uses
 from graphshard.passes.describe import source_of
+from graphshard.passes.saved import replace_saved, saved_nodes
 
 
 def keepable(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> dict[fx.Node, fx.Node]:
@@ -34,8 +34,7 @@ def keepable(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> dict[fx
     Returns:
         By marker of the backward graph, that of the forward graph.
     """
-    outputs: Any = forward.output_node().args[0]
-    saved = {node.name: node for node in outputs[num_outputs:] if isinstance(node, fx.Node)}
+    saved = {node.name: node for node in saved_nodes(forward, num_outputs)}
     gathered = {m.args[0]: m for m in forward.find_nodes(op="call_function", target=unshard)}
     pairs = {}
     for marker in backward.find_nodes(op="call_function", target=unshard):
@@ -54,7 +53,7 @@ def keep(
         pairs: some of ``keepable``.
     """
     saved = {source_of(gathered): gathered for gathered in pairs.values()}
-    _replace_saved(forward, saved, num_outputs)
+    replace_saved(forward, saved, num_outputs)
     for marker, gathered in pairs.items():
         change(gathered, regather_group=None)
         shard = source_of(marker)
@@ -86,18 +85,8 @@ def keep_secondary_shards(forward: fx.Graph, backward: fx.Graph, num_outputs: in
         change(
             marker, group=spec.regather_group, dtype=None, scales=None, scale_index=0, device=None
         )
-    _replace_saved(forward, saved, num_outputs)
+    replace_saved(forward, saved, num_outputs)
     _drop_unused_scales(backward)
-
-
-def _replace_saved(
-    forward: fx.Graph, replacements: Mapping[fx.Node, fx.Node], num_outputs: int
-) -> None:
-    """Save other nodes for backward than the forward graph does."""
-    output = forward.output_node()
-    outputs: Any = output.args[0]
-    saved = [replacements.get(node, node) for node in outputs[num_outputs:]]
-    output.args = ((*outputs[:num_outputs], *saved),)
 
 
 def _drop_unused_scales(backward: fx.Graph) -> None:

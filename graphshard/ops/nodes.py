@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from .._torch.tensors import size_hint
 
@@ -48,7 +49,13 @@ def root_of(node: fx.Node) -> fx.Node:
 
 def uses(node: fx.Node) -> list[fx.Node]:
     """The nodes that use a node's value, also through views; the graph's output is none of them."""
-    found = []
+    users = []
     for user in node.users:
-        found += uses(user) if is_view(user) else [user]
-    return [user for user in found if user.op != "output"]
+        users += uses(user) if is_view(user) else [user]
+    return [user for user in users if user.op != "output"]
+
+
+def outputs_of(graph: fx.Graph) -> Sequence[Argument]:
+    """The values that a graph returns, in order; not all of them are nodes."""
+    outputs: Any = graph.output_node().args[0]
+    return tuple(outputs)

@@ -32,7 +32,7 @@ add, mul = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
 to_copy, t = torch.ops.aten._to_copy.default, torch.ops.aten.t.default
 
 
-Decide = Callable[[Problem], tuple[Bucket, ...]]
+PlanBuckets = Callable[[Problem], tuple[Bucket, ...]]
 
 
 class Builder:
@@ -113,17 +113,22 @@ class Builder:
         return fx.GraphModule(torch.nn.Module(), self.graph)
 
 
-def lowered(gm: fx.GraphModule, kind: str, decide: Decide = schedule_without_overlap) -> Plan:
+def lowered(
+    gm: fx.GraphModule, kind: str, plan_buckets: PlanBuckets = schedule_without_overlap
+) -> Plan:
     """Plan and lower a graph, and verify it."""
-    costs = CostModel(HARDWARE["cpu"])
+    cost_model = CostModel(HARDWARE["cpu"])
     plan = lower(
-        gm.graph, kind, costs, lambda p, _: add_host_copies(p, decide(p), costs, ScheduleLimits())
+        gm.graph,
+        kind,
+        cost_model,
+        lambda p, _: add_host_copies(p, plan_buckets(p), cost_model, ScheduleLimits()),
     )
     verify_lowered(gm.graph, plan)
     return plan
 
 
-def overlapped(limits: ScheduleLimits) -> Decide:
+def overlapped(limits: ScheduleLimits) -> PlanBuckets:
     return lambda problem: find_schedule(problem, CostModel(HARDWARE["cpu"]), limits)
 
 

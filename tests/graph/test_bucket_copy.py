@@ -23,15 +23,15 @@ LAUNCH = re.compile(
 
 def _copied(body: str) -> list[list[str]]:
     """What each call of ``copy_in`` reads, as text."""
-    found = []
+    copied = []
     for line in body.splitlines():
         if "copy_in.default(" in line:
             (statement,) = ast.parse(line.strip()).body
             assert isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call)
             tensors = statement.value.args[0]
             assert isinstance(tensors, ast.List)
-            found.append([ast.unparse(tensor) for tensor in tensors.elts])
-    return found
+            copied.append([ast.unparse(tensor) for tensor in tensors.elts])
+    return copied
 
 
 def test_a_bucket_is_copied_in_by_one_call(mesh: DeviceMesh) -> None:

@@ -76,14 +76,14 @@ def test_a_parameter_travels_as_it_is(
     assert [why for _, why in plan.reasons] == ([] if reason is None else [marker.meta[REASON]])
 
 
-@pytest.mark.parametrize(("asked", "reduced"), [(None, FP32), (BF16, BF16), (FP32, FP32)])
+@pytest.mark.parametrize(("reduce_dtype", "reduced"), [(None, FP32), (BF16, BF16), (FP32, FP32)])
 def test_an_upcast_of_a_gradient_is_made_where_it_is_packed(
-    group: str, asked: torch.dtype | None, reduced: torch.dtype
+    group: str, reduce_dtype: torch.dtype | None, reduced: torch.dtype
 ) -> None:
     build = Builder(group)
     narrow = _cast(build, build.tangent(13, 3), BF16)
     wide = _cast(build, narrow, FP32)
-    gm = build.module(build.reduce(wide, reduce_dtype=asked, result_dtype=FP32))
+    gm = build.module(build.reduce(wide, reduce_dtype=reduce_dtype, result_dtype=FP32))
     cast_early(gm)
     (marker,) = (node for node in gm.graph.nodes if node.target is markers.reduce_grad)
     spec = ReduceGradSpec.of_node(marker)

@@ -11,8 +11,8 @@ from tests.graph.builder import Builder, add, count, mul, output
 
 def test_two_reads_of_a_parameter_gather_once(group: str) -> None:
     build = Builder(group)
-    leaf = build.primal(2, 3)
-    gm = build.module(build.call(mul, build.unshard(leaf, 13), build.unshard(leaf, 13)))
+    shard = build.primal(2, 3)
+    gm = build.module(build.call(mul, build.unshard(shard, 13), build.unshard(shard, 13)))
     merge(gm)
     gm.graph.lint()
     assert count(gm.graph, markers.unshard) == 1
@@ -22,8 +22,8 @@ def test_two_reads_of_a_parameter_gather_once(group: str) -> None:
 
 def test_two_reads_of_a_scalar_are_one(group: str) -> None:
     build = Builder(group)
-    leaf = build.primal()
-    gm = build.module(build.call(mul, build.replicate(leaf), build.replicate(leaf)))
+    shard = build.primal()
+    gm = build.module(build.call(mul, build.replicate(shard), build.replicate(shard)))
     merge(gm)
     assert count(gm.graph, markers.replicate) == 1
 
@@ -38,8 +38,8 @@ def test_different_parameters_stay_apart(group: str) -> None:
 
 def test_a_kept_read_is_not_one_that_is_given_up(group: str) -> None:
     build = Builder(group)
-    leaf = build.primal(2, 3)
-    reads = [build.unshard(leaf, 13, reshard) for reshard in (True, False)]
+    shard = build.primal(2, 3)
+    reads = [build.unshard(shard, 13, reshard) for reshard in (True, False)]
     gm = build.module(build.call(mul, *reads))
     merge(gm)
     assert count(gm.graph, markers.unshard) == 2

@@ -182,11 +182,12 @@ def test_gradients_of_two_dtypes_are_reduced_apart(group: str) -> None:
 def test_shards_of_the_host_are_copied_to_the_device_and_back(group: str) -> None:
     device = torch.device("cuda", 0)
     build = Builder(group, device="cuda:0")
-    leaves = [build.primal(rows, device="cpu") for rows in (2, 1)]
+    shards = [build.primal(rows, device="cpu") for rows in (2, 1)]
     full = [
-        build.unshard(leaf, rows, device=device) for leaf, rows in zip(leaves, (16, 7), strict=True)
+        build.unshard(shard, rows, device=device)
+        for shard, rows in zip(shards, (16, 7), strict=True)
     ]
-    grads = [build.reduce(build.call(mul, of, of), host_memory=PAGEABLE) for of in full]
+    grads = [build.reduce(build.call(mul, w, w), host_memory=PAGEABLE) for w in full]
     gm = build.module(*grads)
     plan = lowered(gm, GraphKind.BACKWARD)
     kinds = [
@@ -197,9 +198,9 @@ def test_shards_of_the_host_are_copied_to_the_device_and_back(group: str) -> Non
     ]
     assert [bucket.kind for bucket in plan.buckets] == kinds
     assert [bucket.num_bytes for bucket in plan.buckets] == [12, 96, 96, 12]
-    (there,) = (node for node in gm.graph.nodes if node.target is host_copy.copy_to_device)
-    (back,) = (node for node in gm.graph.nodes if node.target is host_copy.copy_to_host)
-    assert there.args == (leaves, device) and back.args[1] == PAGEABLE
+    (to_device,) = (node for node in gm.graph.nodes if node.target is host_copy.copy_to_device)
+    (to_host,) = (node for node in gm.graph.nodes if node.target is host_copy.copy_to_host)
+    assert to_device.args == (shards, device) and to_host.args[1] == PAGEABLE
     for position, rows in enumerate((2, 1)):
         value = output(gm.graph, position).meta["val"]
         assert (value.device.type, value.shape) == ("cpu", (rows,))

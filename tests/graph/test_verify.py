@@ -38,9 +38,9 @@ def test_a_right_graph_passes(group: str) -> None:
 
 
 def _leave_marker(graph: fx.Graph, plan: Plan) -> Plan:
-    leaf = next(iter(graph.nodes))
+    shard = next(iter(graph.nodes))
     with graph.inserting_before(graph.output_node()):
-        graph.call_function(torch.ops.graphshard.replicate.default, (leaf, "0"))
+        graph.call_function(torch.ops.graphshard.replicate.default, (shard, "0"))
     return plan
 
 
@@ -114,9 +114,9 @@ def test_a_broken_graph_is_refused(
 
 def test_collectives_of_the_model_itself_are_not_ours(group: str) -> None:
     graph, plan = _lowered(group)
-    leaf = next(iter(graph.nodes))
+    shard = next(iter(graph.nodes))
     with graph.inserting_before(graph.output_node()):
-        graph.call_function(c10d.all_reduce.default, (leaf, "sum", group))
+        graph.call_function(c10d.all_reduce.default, (shard, "sum", group))
     verify_lowered(graph, plan)
 
 

@@ -39,22 +39,23 @@ def test_an_exchange_gives_what_reduce_scatter_gives(
     world: int, buffer_us: float, compiler: str, tmp_path: Path
 ) -> None:
     table, hardware = HARDWARE["cpu"], tmp_path / "hardware.json"
-    link = dataclasses.replace(table.intra, buffer_us=buffer_us)
-    hardware.write_text(dataclasses.replace(table, intra=link).to_json())
-    found = {}
+    interconnect = dataclasses.replace(table.intra, buffer_us=buffer_us)
+    hardware.write_text(dataclasses.replace(table, intra=interconnect).to_json())
+    gradients = {}
     for backend, op in (("gloo", EXCHANGE), (recording.BACKEND, SCATTER)):
         folder = tmp_path / backend
-        found[backend] = ranks.run(world, _gradients, compiler, hardware, folder, backend=backend)
+        gradients[backend] = ranks.run(
+            world, _gradients, compiler, hardware, folder, backend=backend
+        )
         plan = Dump.load(folder / "00-backward.json").plan
         buckets = [bucket for bucket in plan.buckets if bucket.kind == TransferKind.REDUCE_SCATTER]
         num_buffers = sum(len(bucket.buffers) for bucket in buckets)
         assert (num_buffers > len(buckets)) == (buffer_us == 0)
-        if (
-            compiler == "aot_eager"
-        ):  # by Inductor the first rank may take another one's from the cache
+        # By Inductor the first rank may take another one's graph from the cache.
+        if compiler == "aot_eager":
             code = (folder / "00-backward.after.py").read_text()
             assert code.count(op) == (num_buffers if op == EXCHANGE else len(buckets))
     tolerance = 0.0 if world == 2 and compiler == "aot_eager" else TOLERANCE
-    for exchanged, scattered in zip(*found.values()):
+    for exchanged, scattered in zip(*gradients.values()):
         errors = [relative_error(*pair) for pair in zip(exchanged, scattered, strict=True)]
         assert max(errors) <= tolerance
