@@ -24,7 +24,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graphshard._torch.distributed import process_group
-from graphshard._torch.tensors import asking_fakes
+from graphshard._torch.tensors import quiet_fake_mode
 from graphshard.ops import float8_math, float8_ops, markers
 from graphshard.ops.bucket_copy import copy_out
 from graphshard.ops.emitter import Call, Emitter, run
@@ -138,7 +138,7 @@ def _device_refusal(node: fx.Node, refused: dict[str, str | None]) -> str | None
     result = float8_ops.PRODUCTS[node.target]  # type: ignore[index]  # targets are ops or names
     product = f"{recipe} {result} of {left.dtype} {shapes} on {left.device.type}"
     if product not in refused:
-        with asking_fakes(weight):
+        with quiet_fake_mode(weight):
             scaled = float8_math.quantised(run, weight, float8_math.E4M3, recipe, 1)
             try:
                 _scaled_product(run, node.target, values, scaled)

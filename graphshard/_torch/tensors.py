@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import symbolic_shapes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -21,38 +20,43 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["OpOverload", "is_traceable_wrapper_subclass", "tree_leaves"]
 
 
-def fake_mode_of(values: Iterable[Any]) -> Any:
-    """The mode of the first fake tensor among ``values``, of which no more are looked at."""
+def fake_mode_of(values: Iterable[object]) -> FakeTensorMode:
+    """Return the mode of the first fake tensor in ``values``, or in containers among them.
+
+    Raises:
+        StopIteration: there is none.
+    """
     leaves = (leaf for value in values for leaf in tree_leaves(value))
     return next(leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor))
 
 
 @contextmanager
-def asking_fakes(value: torch.Tensor) -> Iterator[None]:
-    """Calls run in the mode of the fake tensor ``value``, and what they refuse is not logged."""
+def quiet_fake_mode(value: torch.Tensor) -> Iterator[None]:
+    """Run calls in the mode of the fake tensor ``value``, and log no errors that they raise."""
     log = logging.getLogger(FakeTensor.__module__)
-    log.addFilter(_nothing)
+    log.addFilter(_reject)
     try:
         with fake_mode_of([value]):
             yield
     finally:
-        log.removeFilter(_nothing)
+        log.removeFilter(_reject)
 
 
-def _nothing(record: logging.LogRecord) -> bool:
+def _reject(record: logging.LogRecord) -> bool:
     return False
 
 
-def argument_names(op: Any) -> list[str]:
-    """Of an operator's schema, in their order."""
+def argument_names(op: object) -> list[str]:
+    """Return the names of an operator's arguments, in the order of its schema."""
+    assert isinstance(op, OpOverload), f"{op} has no schema"
     return [argument.name for argument in op._schema.arguments]
 
 
 def size_hint(size: int | torch.SymInt, fallback: int = 4096) -> int:
-    """What a size, or an expression of sizes, was when it was traced; no guard is added.
+    """Return the value that a size, or an expression of sizes, had in tracing; adds no guard.
 
     Args:
-        fallback: for a size that only data determines.
+        fallback: the value of a size that only data determines.
     """
     names = ("optimization_hint", "size_hint")  # 2.13, 2.11
     ask = next(getattr(symbolic_shapes, name) for name in names if hasattr(symbolic_shapes, name))
@@ -60,10 +64,10 @@ def size_hint(size: int | torch.SymInt, fallback: int = 4096) -> int:
 
 
 def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy and cast each of ``sources``, on a GPU in as few kernels as can be."""
+    """Copy and cast each source into its target, on a GPU in as few kernels as possible."""
     torch._foreach_copy_(targets, sources)
 
 
 def foreach_max_abs(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The largest absolute value of each, in one dimension."""
+    """Return the largest absolute value of each tensor, as ``[tensors]``."""
     return torch.stack(torch._foreach_norm(tensors, float("inf")))
