@@ -20,6 +20,7 @@ from typing import Any
 from torch import fx
 
 from .. import passes
+from .._torch.aot_graphs import graph_kind
 from .._torch.dynamo import compile_id
 from .._torch.inductor import (
     KEEP_COPIED,
@@ -267,7 +268,7 @@ class Lowering(CustomGraphPass):
         self.plans: dict[GraphKind, Plan] = {}
 
     def __call__(self, graph: fx.Graph) -> None:
-        kind = _kind(graph)
+        kind = GraphKind(graph_kind(graph))
         self._writer.code(kind, "before", graph)
         settings = self._settings
         plan = passes.lower(graph, kind, settings.cost_model(), settings.plan_buckets)
@@ -284,11 +285,3 @@ class Lowering(CustomGraphPass):
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # what is pickled into a cache key is the uuid
-
-
-def _kind(graph: fx.Graph) -> GraphKind:
-    names = [node.target for node in graph.nodes if node.op == "placeholder"]
-    if any(name.startswith("tangents_") for name in names):
-        return GraphKind.BACKWARD
-    forward = any(name.startswith("primals_") for name in names)
-    return GraphKind.FORWARD if forward else GraphKind.INFERENCE
