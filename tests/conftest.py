@@ -1,9 +1,11 @@
 """What holds for all tests: the root of the repository is importable, so that rank processes find
 test modules under the names that pytest gives them; tests marked `gpu` are skipped without CUDA;
-hypothesis is deterministic and without deadlines; idle ranks end with the session."""
+hypothesis is deterministic and without deadlines; the garbage collector does not look at what was
+imported; idle ranks end with the session."""
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
@@ -38,6 +40,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # torch alone is some 400,000 objects, which every full collection would look at
 
 
 def pytest_sessionfinish() -> None:

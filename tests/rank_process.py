@@ -43,6 +43,7 @@ SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
 ]
+UNFREEZE_EVERY = 25  # calls; frees the cycles that became garbage after they were frozen
 CONFIGS = ["torch._dynamo.config", "torch._functorch.config", "torch._inductor.config"]
 
 
@@ -195,8 +196,8 @@ class _Defaults:
         self._settings = [(get, put, get()) for get, put in SETTINGS]
         modules = [import_module(name) for name in CONFIGS]
         self._configs = [(m, copy.deepcopy(m.get_config_copy())) for m in modules]
+        self._num_calls = 0
         self.restore()
-        gc.freeze()  # what is imported by now need not be looked at after every call
 
     def restore(self) -> None:
         set_environ(self._environ)
@@ -209,9 +210,21 @@ class _Defaults:
         if recording := sys.modules.get(f"{__package__}.recording"):
             recording.clear()
             recording.wire()
-        gc.collect()
+        self._collect_garbage()
         random.seed(0)
         torch.manual_seed(0)
+
+    def _collect_garbage(self) -> None:
+        """Free what the call has left; later collections need not look at what has survived.
+
+        Caches of torch keep hundreds of thousands of objects. Looking at all of them in every
+        collection would double the time of a call after some fifty calls.
+        """
+        if self._num_calls % UNFREEZE_EVERY == 0:
+            gc.unfreeze()
+        self._num_calls += 1
+        gc.collect()
+        gc.freeze()
 
     def _restore_configs(self) -> None:
         for module, values in self._configs:
