@@ -28,10 +28,12 @@ settings.load_profile("ci")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker `gpu`."""
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is no CUDA device."""
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
@@ -43,9 +45,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    """Exempt everything that was imported from garbage collection."""
     gc.freeze()  # torch alone is some 400,000 objects, which every full collection would look at
 
 
 def pytest_sessionfinish() -> None:
+    """End the ranks, if any were started."""
     if ranks := sys.modules.get("tests.ranks"):
         ranks.close_pools()

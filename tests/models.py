@@ -16,10 +16,13 @@ class Trainable(Protocol):
 
     def __call__(self) -> nn.Module: ...
 
-    def batch(self, rng: torch.Generator) -> Any: ...
+    def batch(self, rng: torch.Generator) -> Any:
+        """Return a random batch, the argument of a call."""
 
 
 class MLP(nn.Module):
+    """Three linear layers, one of them without a bias."""
+
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(7, 13)
@@ -27,11 +30,13 @@ class MLP(nn.Module):
         self.down = nn.Linear(11, 3)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the loss of `x` `[5, 7]`."""
         x = torch.tanh(self.mid(F.gelu(self.up(x))))
         return self.down(x).square().mean()
 
     @staticmethod
     def batch(rng: torch.Generator) -> Tensor:
+        """Return inputs `[5, 7]`."""
         return torch.randn(5, 7, generator=rng)
 
 
@@ -49,10 +54,12 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * dim + 1, dim)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return `[batch, length, dim]` for the same shape."""
         x = x + self.attend(self.norm1(x))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
     def attend(self, x: Tensor) -> Tensor:
+        """Return causal attention over `[batch, length, dim]`."""
         batch, length, dim = x.shape
         heads = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
@@ -61,11 +68,14 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT whose output layer is its token embedding."""
+    """A GPT whose output layer is its token embedding.
+
+    It has one layer, since most tests spend their time on compiling; see `DeepGPT`.
+    """
 
     VOCAB = 51
 
-    def __init__(self, dim: int = 18, layers: int = 2, context: int = 33) -> None:
+    def __init__(self, dim: int = 18, layers: int = 1, context: int = 33) -> None:
         super().__init__()
         self.tokens = nn.Embedding(self.VOCAB, dim)
         self.positions = nn.Embedding(context, dim)
@@ -75,6 +85,7 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Return the mean cross entropy of the next tokens; `ids` is `[rows, length]`."""
         inputs, targets = ids[:, :-1], ids[:, 1:]
         x = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
         for block in self.blocks:
@@ -83,7 +94,15 @@ class GPT(nn.Module):
 
     @staticmethod
     def batch(rng: torch.Generator, rows: int = 3, length: int = 8) -> Tensor:
+        """Return token ids `[rows, length]`."""
         return torch.randint(GPT.VOCAB, (rows, length), generator=rng)
+
+
+class DeepGPT(GPT):
+    """Two layers, for tests of what happens to one layer while another computes."""
+
+    def __init__(self, dim: int = 18) -> None:
+        super().__init__(dim, layers=2)
 
 
 class ConvNet(nn.Module):
@@ -99,6 +118,7 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(7, 9)
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the cross entropy of a batch of images and labels."""
         x, labels = batch
         x = F.relu(self.norm1(self.conv1(x)))
         x = F.relu(self.norm2(self.conv2(x))).mean((2, 3))
@@ -106,5 +126,6 @@ class ConvNet(nn.Module):
 
     @staticmethod
     def batch(rng: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return images `[6, 3, 10, 10]` and their labels `[6]`."""
         x = torch.randn(6, 3, 10, 10, generator=rng)
         return x, torch.randint(9, (6,), generator=rng)

@@ -49,6 +49,8 @@ CONFIGS = ["torch._dynamo.config", "torch._functorch.config", "torch._inductor.c
 
 @dataclass(frozen=True)
 class Failure:
+    """Why a rank did not return a result."""
+
     rank: int
     text: str  # the traceback, or what became of the rank
     at: float  # time.monotonic(), which is the same clock in all processes
@@ -71,6 +73,7 @@ class Spec:
 
     @property
     def output(self) -> Path:
+        """The file of the rank's stdout and stderr."""
         return self.folder / f"output.{self.rank}"
 
     @property
@@ -80,21 +83,25 @@ class Spec:
 
 
 def to_bytes(value: Any) -> bytes:
+    """Return the bytes of `torch.save`, which share no memory with the value."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def from_bytes(data: bytes) -> Any:
+    """Return the value of `to_bytes`, with all tensors on the CPU."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
 def pack_task(fn: Callable[..., Any], args: Any, kwargs: Any, env: Mapping[str, str]) -> bytes:
+    """Return the bytes of a call, for `_call`."""
     # The path apart and first: without it a rank may not find fn's module.
     return pickle.dumps((sys.path, dict(env), to_bytes((fn, args, kwargs))))
 
 
 def _call(task: Path) -> Any:
+    """Make the call that the parent has written to a file."""
     path, env, data = pickle.loads(task.read_bytes())
     sys.path[:] = path
     os.environ.update(env)
@@ -103,6 +110,7 @@ def _call(task: Path) -> Any:
 
 
 def main(pipe: Connection, spec: Spec) -> None:
+    """Serve the parent's calls until it closes the pipe: the entry point of a rank process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its ranks
     threading.Thread(target=_end_with_parent, args=(spec.folder,), daemon=True).start()
     stacks = spec.stacks.open("a")
@@ -122,6 +130,7 @@ def main(pipe: Connection, spec: Spec) -> None:
 
 
 def _end_with_parent(folder: Path) -> None:
+    """Wait for the end of the parent, then end this process."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -139,6 +148,7 @@ def _redirect_output(path: Path) -> None:
 
 
 def _join_group(spec: Spec, num_calls: int) -> None:
+    """Initialise the default process group; `num_calls` tells apart repeated joins."""
     if spec.backend == "recording":
         from . import recording  # noqa: F401 (registers the backend)
     store = dist.TCPStore("127.0.0.1", spec.port, is_master=False, timeout=COLLECTIVE_TIMEOUT)
@@ -167,6 +177,7 @@ def _reply(pipe: Connection, spec: Spec, work: Callable[[], Any]) -> None:
 
 
 def _describe(error: BaseException) -> str:
+    """Return the traceback of an error, without the frames of this file."""
     frames = error.__traceback__
     while frames and frames.tb_next and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -200,6 +211,7 @@ class _Defaults:
         self.restore()
 
     def restore(self) -> None:
+        """Put back all settings, forget compiled graphs, and seed random generators with 0."""
         set_environ(self._environ)
         for get, put, value in self._settings:
             if get() != value:
@@ -227,6 +239,7 @@ class _Defaults:
         gc.freeze()
 
     def _restore_configs(self) -> None:
+        """Put back the settings of torch's compilers that differ from the defaults."""
         for module, values in self._configs:
             now = module.get_config_copy()
             for name, value in values.items():
@@ -235,6 +248,7 @@ class _Defaults:
 
 
 def set_environ(values: Mapping[str, str]) -> None:
+    """Make the environment equal to `values`."""
     for name in os.environ.keys() - values.keys():
         del os.environ[name]
     os.environ.update(values)

@@ -146,6 +146,7 @@ class _Pool:
             raise
 
     def _start(self, spec: Spec, context: Any) -> None:
+        """Start the process of one rank and keep the parent's ends of its pipe and output."""
         spec.stacks.touch()
         spec.output.touch()
         self._outputs.append(spec.output.open(errors="replace"))
@@ -195,6 +196,7 @@ class _Pool:
         return [values[rank] for rank in range(len(self._specs))]
 
     def _receive(self, rank: int) -> bytes | Failure:
+        """Return the reply of a rank that is ready, or a failure if it has died."""
         try:
             reply = pickle.loads(self._pipes[rank].recv_bytes())
         except (EOFError, OSError):
@@ -216,9 +218,11 @@ class _Pool:
         return [Failure(r, text + self._read_stacks(r), time.monotonic()) for r in ranks]
 
     def _read_stacks(self, rank: int) -> str:
+        """Return the stacks that a rank has written, or the empty string."""
         return self._specs[rank].stacks.read_text(errors="replace")
 
     def _forward_output(self) -> None:
+        """Print what ranks have printed since the last call, with their numbers."""
         for rank, output in enumerate(self._outputs):
             for line in output.read().splitlines():
                 print(f"[rank {rank}] {line}")
@@ -233,6 +237,7 @@ class _Pool:
         self._kill()
 
     def _kill(self) -> None:
+        """End the ranks at once and free what the pool holds."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -262,6 +267,7 @@ def _start_context(fork: bool) -> Any:
 
 @contextlib.contextmanager
 def _environ(values: Mapping[str, str]) -> Iterator[None]:
+    """Set the environment to `values` alone for the time of a `with` block."""
     before = dict(os.environ)
     set_environ(values)
     try:
@@ -271,6 +277,7 @@ def _environ(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _describe_exit(code: int | None) -> str:
+    """Return a process's exit code in words; a negative one names its signal."""
     if code is not None and code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}"

@@ -48,6 +48,7 @@ class _Wire:
 
     @property
     def instant(self) -> bool:
+        """Whether collectives take no time."""
         return self.alpha_s == 0.0 and math.isinf(self.bytes_per_s)
 
     def send(self, num_bytes: int) -> float:
@@ -96,6 +97,7 @@ def max_bytes_in_flight(*kinds: str) -> int:
 
 
 def _peak(kinds: Sequence[str], size: Callable[[Event], int]) -> int:
+    """Return the largest sum of `size` over collectives in flight."""
     in_flight: dict[int, int] = {}
     peak = 0
     for event in _events:
@@ -117,6 +119,7 @@ class _RecordedWork(dist.Work):
         self._done_at = done_at
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for gloo and the wire, and record the wait."""
         for work in self._works:
             # An absent or zero timeout means the group's, which gloo must not be handed as a value.
             work.wait(timeout) if timeout else work.wait()
@@ -125,16 +128,20 @@ class _RecordedWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
+        """Whether a wait would return at once."""
         sent = self._done_at is None or time.perf_counter() >= self._done_at
         return sent and all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
+        """Whether gloo has finished all parts without an error."""
         return all(work.is_success() for work in self._works)
 
     def result(self) -> list[Tensor]:
+        """Return the outputs of all parts."""
         return [tensor for work in self._works for tensor in work.result()]
 
     def _source_rank(self) -> int:
+        """Return the rank that sent what a `recv_anysource` has received."""
         return self._works[0]._source_rank()
 
     def get_future(self) -> Future[Any]:
@@ -148,6 +155,7 @@ class _RecordedWork(dist.Work):
         return future.then(lambda done: (self._await_wire(), done.value())[1])
 
     def _await_wire(self) -> None:
+        """Sleep until the wire has carried the collective."""
         if self._done_at is not None:
             time.sleep(max(0.0, self._done_at - time.perf_counter()))
 
@@ -166,6 +174,7 @@ class RecordingProcessGroup(dist.ProcessGroup):
     def _record(
         self, kind: str, full: Sequence[Tensor], issue: Callable[[], list[dist.Work]]
     ) -> dist.Work:
+        """Record a collective, issue it by gloo, and occupy the wire; `full` has its full buffers."""
         global _num_collectives
         num_bytes = sum(tensor.nbytes for tensor in full)
         event = Event(
@@ -186,22 +195,26 @@ class RecordingProcessGroup(dist.ProcessGroup):
     # The names of torch 2.13.
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        """All-gather one tensor."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> dist.Work:
+        """All-gather several tensors in one collective."""
         gather = self._gloo._allgather_base
         return self._record(
             "all_gather", outputs, lambda: [gather(o, i) for o, i in zip(outputs, inputs)]
         )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
+        """Reduce-scatter one tensor."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any
     ) -> dist.Work:
+        """Reduce-scatter several tensors in one collective."""
         scatter = self._gloo._reduce_scatter_base
         return self._record(
             "reduce_scatter", inputs, lambda: [scatter(o, i, opts) for o, i in zip(outputs, inputs)]
@@ -215,6 +228,7 @@ class RecordingProcessGroup(dist.ProcessGroup):
         input_splits: list[int],
         opts: Any = None,
     ) -> dist.Work:
+        """Exchange rows of one tensor."""
         exchange = self._gloo.alltoall_base
         return self._record(
             "all_to_all",
@@ -233,47 +247,60 @@ class RecordingProcessGroup(dist.ProcessGroup):
     # The same on both.
 
     def allreduce(self, tensors: Tensors, opts: Any) -> dist.Work:
+        """All-reduce tensors in place."""
         return self._record("all_reduce", tensors, lambda: [self._gloo.allreduce(tensors, opts)])
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> dist.Work:
+        """All-reduce several tensors in place, in one collective."""
         return self._record(
             "all_reduce", tensors, lambda: [self._gloo.allreduce_coalesced(tensors, opts)]
         )
 
     def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
+        """Broadcast tensors from one rank."""
         return self._record("broadcast", tensors, lambda: [self._gloo.broadcast(tensors, opts)])
 
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
+        """Reduce tensors to one rank."""
         return self._record("reduce", tensors, lambda: [self._gloo.reduce(tensors, opts)])
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        """All-gather into lists of tensors."""
         full = [tensor for per_input in outputs for tensor in per_input]
         return self._record(
             "all_gather_list", full, lambda: [self._gloo.allgather(outputs, inputs)]
         )
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
+        """Gather tensors on one rank."""
         return self._record("gather", inputs, lambda: [self._gloo.gather(outputs, inputs, opts)])
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
+        """Scatter the tensors of one rank."""
         return self._record("scatter", outputs, lambda: [self._gloo.scatter(outputs, inputs, opts)])
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        """Exchange lists of tensors."""
         return self._record("all_to_all", inputs, lambda: [self._gloo.alltoall(outputs, inputs)])
 
     def barrier(self, opts: Any = None) -> dist.Work:
+        """Wait until all ranks are here."""
         return self._record("barrier", [], lambda: [self._gloo.barrier()])
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
+        """Send tensors to one rank."""
         return self._record("send", tensors, lambda: [self._gloo.send(tensors, dst, tag)])
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
+        """Receive tensors from one rank."""
         return self._record("recv", tensors, lambda: [self._gloo.recv(tensors, src, tag)])
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
+        """Receive tensors from any rank."""
         return self._record("recv", tensors, lambda: [self._gloo.recv_anysource(tensors, tag)])
 
     def getBackendName(self) -> str:
+        """Return the name under which this class is registered."""
         return BACKEND
 
 

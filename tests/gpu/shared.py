@@ -40,6 +40,7 @@ def run(world_size: int, backend: str, fn: Callable[..., T], *args: Any) -> list
 
 
 def _on_rank(fn: Callable[..., T], *args: Any) -> T:
+    """Call `fn` as a host of its own, with a share of the GPU's memory."""
     os.environ["NCCL_HOSTID"] = f"rank{dist.get_rank()}"
     torch.cuda.set_device(0)
     torch.cuda.set_per_process_memory_fraction(0.9 / dist.get_world_size())

@@ -19,7 +19,7 @@ import graphshard
 from benchmarks.models import DeepMLP
 from graphshard.tools.demo_model import GPT as DemoGPT
 from graphshard.tools.demo_model import Size
-from tests.models import GPT
+from tests.models import DeepGPT
 from tests.numerics.compare import assert_close, assert_sharded, generator, sgd, whole
 
 STEPS = 5
@@ -41,7 +41,10 @@ class History:
 
 
 def by_graphshard(compiler: str) -> Wrap:
+    """Return the way that compiles a model by graphshard."""
+
     def wrap(model: nn.Module, mesh: DeviceMesh) -> Any:
+        """Return the compiled model, which is one graph."""
         backend = graphshard.backend(mesh, compiler=compiler)
         return torch.compile(model, backend=backend, fullgraph=True)
 
@@ -49,11 +52,13 @@ def by_graphshard(compiler: str) -> Wrap:
 
 
 def by_torch_compile(model: nn.Module, mesh: DeviceMesh) -> Any:
+    """Return the model compiled without graphshard, by Inductor on a GPU."""
     on_gpu = mesh.device_type == "cuda"
     return torch.compile(model, backend="inductor" if on_gpu else "aot_eager")
 
 
 def by_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Return the model wrapped in DDP."""
     device_ids = [0] if mesh.device_type == "cuda" else None
     return DistributedDataParallel(model, device_ids=device_ids)
 
@@ -62,11 +67,11 @@ def train(wrap: Wrap, device: str) -> tuple[nn.Module, History]:
     """SGD steps of a GPT; the model that was trained, and what happened."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model, history = GPT().to(device), History()
+    model, history = DeepGPT().to(device), History()
     called = wrap(model, init_device_mesh(device, (world,)))
     optimizer = sgd(model)
     for step in range(STEPS):
-        loss = called(GPT.batch(generator(step, rank)).to(device))
+        loss = called(DeepGPT.batch(generator(step, rank)).to(device))
         loss.backward()
         history.losses.append(loss.detach())
         history.grads.append({n: whole(p.grad) for n, p in model.named_parameters()})  # type: ignore[arg-type]
@@ -77,6 +82,7 @@ def train(wrap: Wrap, device: str) -> tuple[nn.Module, History]:
 
 
 def _assert_agree(ours: History, theirs: History, tolerance: float) -> None:
+    """Assert that losses, gradients and final parameters agree."""
     for step in range(STEPS):
         assert_close(f"loss {step}", ours.losses[step], theirs.losses[step], tolerance)
         assert list(ours.grads[step]) == list(theirs.grads[step])
@@ -131,12 +137,15 @@ class Trainer:
         self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
     def forward(self) -> Tensor:
+        """Return the loss."""
         return self._compiled(self._x)
 
     def backward(self, loss: Tensor) -> None:
+        """Run backward and an optimizer step."""
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     def step(self) -> None:
+        """Run a whole training step."""
         self.backward(self.forward())

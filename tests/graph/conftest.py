@@ -16,6 +16,7 @@ WORLD_SIZE = 8
 
 @pytest.fixture(scope="package")
 def _group() -> Iterator[None]:
+    """Initialise a fake process group for the tests of this folder."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
     yield
     dist.destroy_process_group()

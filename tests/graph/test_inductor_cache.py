@@ -1,6 +1,6 @@
 """Inductor's caches: a second run of the same training in new processes compiles nothing, ranks
-make the same cache keys, so that what one compiled serves all, and plans are as they were, in `dump="folder"`
-and in torch's trace log, too."""
+make the same cache keys, so that what one compiled serves all, and plans are as they were, in
+`dump="folder"` and in torch's trace log, too."""
 
 from __future__ import annotations
 

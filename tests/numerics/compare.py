@@ -26,10 +26,12 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 def call_model(model: Any, batch: Any) -> Tensor:
+    """Return the loss of a model that computes it itself."""
     return model(batch)
 
 
 def world_mesh() -> DeviceMesh:
+    """Return a mesh of one axis over all ranks, on the CPU."""
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
@@ -59,6 +61,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
+    """Return `|ours - theirs| / |theirs|` in norms, of tensors that may be sharded; a collective."""
     ours, theirs = whole(ours), whole(theirs)
     assert ours.dtype == theirs.dtype, (ours.dtype, theirs.dtype)
     assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
@@ -71,6 +74,7 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
 def assert_close(
     what: str, ours: Tensor | None, theirs: Tensor | None, tolerance: float = TOLERANCE
 ) -> None:
+    """Assert that two tensors agree, or that both are None; `what` names them in the error."""
     assert (ours is None) == (theirs is None), f"{what}: {ours} instead of {theirs}"
     if ours is not None and theirs is not None:
         error = relative_error(ours, theirs)
@@ -89,6 +93,7 @@ def assert_sharded(model: nn.Module) -> None:
 
 
 def assert_plain(model: nn.Module) -> None:
+    """Assert that no parameter is a DTensor."""
     for name, param in model.named_parameters():
         assert not isinstance(param, DTensor), name
 
@@ -153,10 +158,12 @@ class Twins:
         return ours.detach()
 
     def check(self, tolerance: float = TOLERANCE) -> None:
+        """Assert that the model is sharded and agrees with its copy, gradients included."""
         assert_sharded(self.model)
         assert_same(self.model, self.reference, tolerance)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients of both models."""
         self.model.zero_grad(set_to_none)
         self.reference.zero_grad(set_to_none)
 
@@ -177,6 +184,7 @@ class Twins:
 
 
 def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.SGD:
+    """Return SGD over all parameters, without momentum."""
     return torch.optim.SGD(model.parameters(), lr)
 
 

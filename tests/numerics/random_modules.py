@@ -29,6 +29,7 @@ LEAVES = ("linear", "no_bias", "norm", "gain", "scalar", "row", "tanh", "unused"
 
 
 def _nodes(children: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
+    """Return a strategy of trees whose root has `children`."""
     several = st.lists(children, min_size=1, max_size=3)
     return st.one_of(
         st.tuples(st.just("chain"), several),
@@ -54,20 +55,26 @@ descriptions = st.builds(
 
 
 class _Gain(nn.Module):
+    """Multiplies by a parameter of any shape."""
+
     def __init__(self, *shape: int) -> None:
         super().__init__()
         self.gain = nn.Parameter(torch.randn(shape))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return `x` times the parameter."""
         return x * self.gain
 
 
 class _Unused(nn.Module):
+    """Has a parameter that nothing reads."""
+
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.idle = nn.Parameter(torch.randn(3, dim))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return `x` itself."""
         return x
 
 
@@ -80,16 +87,20 @@ class _Shift(nn.Module):
         self.register_buffer("offset", torch.randn(dim))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return `x` plus the parameter and the buffer."""
         return x + self.steps + self.offset
 
 
 class _Combined(nn.Module):
+    """Calls its children one after the other, twice, or side by side."""
+
     def __init__(self, kind: str, children: list[nn.Module]) -> None:
         super().__init__()
         self.kind = kind
         self.parts = nn.ModuleList(children)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return what the children make of `x`."""
         if self.kind == "chain":
             for part in self.parts:
                 x = part(x)
@@ -109,6 +120,7 @@ class _Builder:
         self.linears: list[nn.Linear] = []
 
     def build(self, tree: Tree) -> nn.Module:
+        """Return the module of a tree, which may be one that was built before."""
         kind, *args = tree
         if kind == "again" and self.built:
             return self.built[args[0] % len(self.built)]
@@ -125,6 +137,7 @@ class _Builder:
         return module
 
     def _leaf(self, kind: str, args: list[int]) -> nn.Module:
+        """Return a new module without children."""
         dim = self.dim
         if kind == "bottleneck":
             return nn.Sequential(nn.Linear(dim, args[0]), nn.Tanh(), nn.Linear(args[0], dim))
@@ -159,12 +172,15 @@ class RandomModel(nn.Module):
         self.double()
 
     def _trainable(self) -> Iterator[nn.Parameter]:
+        """Return the parameters that can have gradients, in order."""
         return (param for param in self.body.parameters() if param.is_floating_point())
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the loss of `x` `[4, 3]`."""
         # Bounded, so that no draw explodes in a few steps.
         return torch.tanh(self.body(torch.tanh(self.inputs(x)))).square().mean()
 
     @staticmethod
     def batch(rng: torch.Generator) -> Tensor:
+        """Return inputs `[4, 3]` in double precision."""
         return torch.randn(4, 3, generator=rng, dtype=torch.float64)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests import ranks
-from tests.models import GPT, MLP, ConvNet, Trainable
+from tests.models import GPT, MLP, ConvNet, DeepGPT, Trainable
 from tests.numerics.compare import (
     TOLERANCE,
     assert_close,
@@ -87,7 +87,7 @@ def _compare(kind: Trainable, compiler: str, tolerance: float) -> None:
     _assert_equal(ours, _train(kind, fsdp2), tolerance)
 
 
-@pytest.mark.parametrize("kind", [MLP, GPT, ConvNet])
+@pytest.mark.parametrize("kind", [MLP, DeepGPT, ConvNet])
 # On two ranks even the order of every sum is the same.
 @pytest.mark.parametrize(("world_size", "tolerance"), [(2, 0.0), (4, TOLERANCE)])
 def test_ten_steps_agree_with_ddp_and_fsdp2(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -34,6 +34,7 @@ from tests.numerics.compare import (
 )
 
 SIZE = Size(layers=2, heads=2, dim=64, context=32, batch=4, steps=0)
+SHALLOW = replace(SIZE, layers=1)  # for what takes long to compile
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 needs_rows = pytest.mark.skipif(
     float8_math.device_fault("cpu", ROWWISE) is not None, reason="no row-wise product on this CPU"
@@ -75,9 +76,9 @@ class Trained:
     sent: list[tuple[str, torch.dtype | None, int]]
 
 
-def _beside_torchao(compiler: str, mp_policy: MixedPrecisionPolicy) -> Trained:
-    ours = _model()
-    theirs = _convert(_model())
+def _beside_torchao(compiler: str, mp_policy: MixedPrecisionPolicy, size: Size = SIZE) -> Trained:
+    ours = _model(size)
+    theirs = _convert(_model(size))
     for block in theirs.blocks:
         fully_shard(block, mesh=world_mesh(), mp_policy=mp_policy)
     fully_shard(theirs, mesh=world_mesh(), mp_policy=mp_policy)
@@ -119,7 +120,7 @@ def test_it_trains_so_in_bfloat16() -> None:
 
 
 def test_it_trains_so_by_inductor() -> None:
-    for trained in ranks.run(2, _beside_torchao, "inductor", MixedPrecisionPolicy()):
+    for trained in ranks.run(2, _beside_torchao, "inductor", MixedPrecisionPolicy(), SHALLOW):
         # What is rounded on the way to fp8 otherwise may end in the next of its values.
         assert trained.loss_error <= 2e-3 and trained.grad_error <= 5e-2
 
@@ -136,10 +137,10 @@ def _gradients(size: Size = SIZE, **options: Any) -> tuple[list[Tensor], int]:
 
 def _cosines(recipe: str) -> list[float]:
     """Of every gradient in fp8 with that in float32."""
-    exact, _ = _gradients()
+    exact, _ = _gradients(SHALLOW)
     found = []
     for mp_policy in (None, BF16):
-        in_fp8, _ = _gradients(fp8=graphshard.Float8Policy(recipe), mp_policy=mp_policy)
+        in_fp8, _ = _gradients(SHALLOW, fp8=graphshard.Float8Policy(recipe), mp_policy=mp_policy)
         for ours, theirs in zip(in_fp8, exact, strict=True):
             found.append(float(F.cosine_similarity(ours.flatten(), theirs.flatten(), 0)))
     return found
@@ -234,7 +235,8 @@ def test_scales_and_bytes_are_those_of_the_whole(
 
 
 def _converted(compiler: str) -> float:
-    ours, theirs = _convert(_model()), _convert(_model())
+    size = SHALLOW if compiler == "inductor" else SIZE
+    ours, theirs = _convert(_model(size)), _convert(_model(size))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         compiled = compile_sharded(ours, compiler=compiler)

@@ -17,7 +17,7 @@ from graphshard.kinds import GraphKind, TransferKind
 from graphshard.planning.live_bytes import alive_bytes
 from graphshard.planning.search import BudgetError
 from tests import ranks
-from tests.models import GPT, MLP, ConvNet, Trainable
+from tests.models import GPT, MLP, ConvNet, DeepGPT, Trainable
 from tests.numerics.compare import generator, sgd, world_mesh
 
 WIDE = {"dim": 48, "layers": 4}
@@ -50,7 +50,7 @@ def _both(kind: Trainable, arguments: dict[str, Any], options: dict[str, Any]) -
     return {plan.graph: plan for plan in overlapped.plans}
 
 
-@pytest.mark.parametrize("kind", [MLP, GPT, ConvNet])
+@pytest.mark.parametrize("kind", [MLP, DeepGPT, ConvNet])
 @pytest.mark.parametrize("world", [2, 4])
 def test_no_number_changes(kind: Trainable, world: int) -> None:
     ranks.run(world, _both, kind, {}, {})

@@ -108,7 +108,8 @@ class _Program:
         return len(self._upper) - 1
 
     def _behind(self, late: int, early: int | None, us: float, given: int | None = None) -> None:
-        """``late`` is ``us`` behind ``early``, or behind the beginning, if the binary ``given`` is 1."""
+        """``late`` is ``us`` behind ``early``, or behind the beginning, if the binary ``given`` is
+        1."""
         terms = {late: 1.0}
         if early is not None:
             terms[early] = -1.0

@@ -25,21 +25,26 @@ class Line:
     contention: float = 0.05
 
     def collective_us(self, kind: str, num_bytes: int, world: int, stride: int = 1) -> float:
+        """Return the time of a collective, whatever its kind and ranks."""
         return self.latency_us + num_bytes * self.us_per_byte
 
     def copy_us(self, num_bytes: int) -> float:
+        """Return the time of a copy on the device."""
         return num_bytes * self.copy_us_per_byte
 
     def buffer_us(self, world: int, stride: int = 1) -> float:
+        """Return the price of one more tensor in a collective."""
         return self.parcel_cost_us
 
     def lost_us(self, lane_us: float) -> float:
+        """Return the compute time that a collective of `lane_us` costs."""
         return self.issue_us + self.contention * lane_us
 
 
 def gather(
     param: int, num_bytes: int, due: int, last: int | None = None, host: bool = False
 ) -> Transfer:
+    """Return an all-gather before step `due`, of a parameter that is freed after step `last`."""
     last = due if last is None else last
     shard_bytes = num_bytes // WORLD
     return Transfer(
@@ -68,6 +73,7 @@ def reduction(
     num_replicas: int = 1,
     host: bool = False,
 ) -> Transfer:
+    """Return a reduce-scatter of a gradient that is complete before step `ready`."""
     shard_bytes, last = num_bytes // WORLD, num_steps - 1
     return Transfer(
         *(param, TransferKind.REDUCE_SCATTER, num_bytes, "float32", shard_bytes, False, "g", WORLD),
@@ -82,6 +88,7 @@ def reduction(
 def problem(
     compute_us: list[float], transfers: list[Transfer], other_bytes: list[int] | None = None
 ) -> Problem:
+    """Return a backward problem; `other_bytes` are what each step needs besides transfers."""
     steps = tuple(f"step{i}" for i in range(len(compute_us)))
     other = tuple(other_bytes or [0] * len(steps))
     return Problem(GraphKind.BACKWARD, steps, tuple(compute_us), other, tuple(transfers))

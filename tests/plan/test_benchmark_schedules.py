@@ -75,7 +75,8 @@ def test_another_world_has_other_shards_and_padding() -> None:
 
 
 def test_the_bound_by_hand() -> None:
-    """Compute with a gather of 10 + 50 in front and a reduction behind; or the wire, if it is more."""
+    """Compute with a gather of 10 + 50 in front and a reduction behind; or the wire, if it is
+    more."""
     asked = problem([100.0, 100.0], [gather(0, 50, 0), reduction(0, 50, 2, 2)])
     assert schedules.lower_bound_us(asked, Line()) == 60.0 + 200.0 + 60.0
     slow = Line(us_per_byte=10.0)

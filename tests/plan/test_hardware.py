@@ -1,5 +1,5 @@
-"""Rates interpolate and never fall, devices find their entry, networks bound what crosses nodes, and
-the JSON form comes back as it was or says what is wrong with it."""
+"""Rates interpolate and never fall, devices find their entry, networks bound what crosses nodes,
+and the JSON form comes back as it was or says what is wrong with it."""
 
 from __future__ import annotations
 

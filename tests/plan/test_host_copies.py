@@ -20,7 +20,8 @@ from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, r
 
 
 def _by_hand(limits: ScheduleLimits) -> tuple[Bucket, ...]:
-    """A gather in front of step 3 of 50 us each, whose 40 bytes of shards take 10 + 40 us to come."""
+    """A gather in front of step 3 of 50 us each, whose 40 bytes of shards take 10 + 40 us to
+    come."""
     asked = problem(
         [50.0] * 5,
         [gather(0, 40 * WORLD, 3, host=True), reduction(1, 8 * WORLD, 4, 5, host=True)],
@@ -145,8 +146,9 @@ def test_what_backward_needs_last_leaves_first() -> None:
 
 
 def _to_stow_beside_a_gather(line: Line) -> list[int]:
-    """Of 90 bytes the first step of backward needs 80, an activation of 40 among them that only the last
-    one uses: what is gathered for the second one, 40 bytes in 50 us, cannot be launched before."""
+    """Of 90 bytes the first step of backward needs 80, an activation of 40 among them that only the
+    last one uses: what is gathered for the second one, 40 bytes in 50 us, cannot be launched
+    before."""
     forward = problem([100.0] * 4, [], [50] * 4)
     backward = problem([100.0] * 4, [gather(0, 40, 1)], [80, 50, 50, 50])
     return choose_offloaded(

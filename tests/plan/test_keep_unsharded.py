@@ -1,4 +1,5 @@
-"""Which gathered parameters stay for backward: those that nothing hides, as far as memory allows."""
+"""Which gathered parameters stay for backward: those that nothing hides, as far as memory
+allows."""
 
 from __future__ import annotations
 

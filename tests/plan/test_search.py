@@ -1,4 +1,5 @@
-"""Schedules: what holds of every one, what the search finds, and how far from the best it may be."""
+"""Schedules: what holds of every one, what the search finds, and how far from the best it may
+be."""
 
 from __future__ import annotations
 

@@ -39,6 +39,7 @@ class Entry:
 
 
 def causal_batch(generator: torch.Generator, rows: int = 2, length: int = LENGTH) -> Batch:
+    """Return token ids `[rows, length]`, which are their own labels."""
     ids = torch.randint(3, VOCAB, (rows, length), generator=generator)
     return {"input_ids": ids, "labels": ids}
 
@@ -55,12 +56,14 @@ def masked_batch(generator: torch.Generator) -> Batch:
 
 
 def translation_batch(generator: torch.Generator) -> Batch:
+    """Return source ids `[2, 12]` and target ids `[2, 7]`."""
     source = torch.randint(3, VOCAB, (2, LENGTH), generator=generator)
     target = torch.randint(3, VOCAB, (2, LENGTH - 5), generator=generator)
     return {"input_ids": source, "labels": target}
 
 
 def image_batch(generator: torch.Generator) -> Batch:
+    """Return three images of 16 by 16 pixels and their labels."""
     pixels = torch.randn(3, 3, 16, 16, generator=generator)
     return {
         "pixel_values": pixels,
@@ -93,6 +96,7 @@ _MIXTURE: dict[str, Any] = dict(
 
 
 def gpt2(**changes: Any) -> PreTrainedModel:
+    """Return a GPT-2 of two layers."""
     config = transformers.GPT2Config(
         vocab_size=VOCAB,
         n_positions=32,
@@ -117,20 +121,24 @@ def gpt2_with_loss(**changes: Any) -> PreTrainedModel:
 
 
 def llama(**changes: Any) -> PreTrainedModel:
+    """Return a Llama of two layers."""
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**_DECODER, **changes}))
 
 
 def llama_checkpointed() -> PreTrainedModel:
+    """Return a Llama that recomputes its layers in backward."""
     model = llama()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
 def qwen3() -> PreTrainedModel:
+    """Return a Qwen3, whose heads have norms."""
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_DECODER, head_dim=8))
 
 
 def bert(**changes: Any) -> PreTrainedModel:
+    """Return a BERT that guesses masked tokens."""
     config = transformers.BertConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -146,6 +154,7 @@ def bert(**changes: Any) -> PreTrainedModel:
 
 
 def t5() -> PreTrainedModel:
+    """Return a T5: an encoder and a decoder that share an embedding."""
     config = transformers.T5Config(
         vocab_size=VOCAB,
         d_model=32,
@@ -160,6 +169,7 @@ def t5() -> PreTrainedModel:
 
 
 def vit() -> PreTrainedModel:
+    """Return a vision transformer that classifies images."""
     config = transformers.ViTConfig(
         hidden_size=32,
         num_hidden_layers=2,
@@ -177,6 +187,7 @@ def vit() -> PreTrainedModel:
 
 
 def mixtral(**changes: Any) -> PreTrainedModel:
+    """Return a Mixtral: a mixture of four experts in each layer."""
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**_MIXTURE, **changes))
 
 
@@ -200,6 +211,7 @@ ZOO: dict[str, Entry] = {
         lambda: gpt2(add_cross_attention=True), causal_batch, one_graph=False, all_used=False
     ),
     "llama": Entry(llama, causal_batch),
+    "llama-shallow": Entry(lambda: llama(num_hidden_layers=1), causal_batch),
     "llama-tied": Entry(lambda: llama(tie_word_embeddings=True), causal_batch),
     "llama-eager-attention": Entry(lambda: llama(attn_implementation="eager"), causal_batch),
     "llama-checkpointed": Entry(llama_checkpointed, causal_batch),
@@ -208,6 +220,7 @@ ZOO: dict[str, Entry] = {
     "t5": Entry(t5, translation_batch, one_graph=_TRACES_DEEPCOPY),
     "vit": Entry(vit, image_batch),
     "mixtral": Entry(mixtral, causal_batch),
+    "mixtral-shallow": Entry(lambda: mixtral(num_hidden_layers=1), causal_batch),
     "mixtral-breaks": Entry(mixtral_eager, causal_batch, one_graph=False),
     "mixtral-breaks-few-tokens": Entry(mixtral_eager, few_tokens_batch, one_graph=False),
 }

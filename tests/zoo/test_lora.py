@@ -1,6 +1,6 @@
-"""Adapters trained on a frozen model: `peft`'s LoRA on a Llama, unchanged, beside FSDP2; and a base whose
-weights are stored as integers. The base is sharded and gathered in its own dtype; only adapters are
-reduced."""
+"""Adapters trained on a frozen model: `peft`'s LoRA on a Llama, unchanged, beside FSDP2; and a base
+whose weights are stored as integers. The base is sharded and gathered in its own dtype; only
+adapters are reduced."""
 
 from __future__ import annotations
 

@@ -92,11 +92,13 @@ def compare(
 
 
 def _batch(name: str, step: int) -> Batch:
+    """Return this rank's batch of a step."""
     generator = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
     return ZOO[name].batch(generator)
 
 
 def bfloat16_autocast() -> AbstractContextManager[Any]:
+    """Return the context of a training under autocast."""
     return torch.autocast("cpu", torch.bfloat16)
 
 
@@ -121,18 +123,21 @@ def train(
 
 
 def _full(gradient: Tensor | None) -> Tensor | None:
+    """Return a copy of a full gradient, or None; a collective if it is sharded."""
     if gradient is None:
         return None
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
 
 
 def by_ddp(model: nn.Module, mesh: DeviceMesh, all_used: bool) -> nn.Module:
+    """Return the model wrapped in DDP."""
     return DistributedDataParallel(
         model, process_group=mesh.get_group(), find_unused_parameters=not all_used
     )
 
 
 def by_fsdp2(model: Any, mesh: DeviceMesh, all_used: bool) -> nn.Module:
+    """Shard each layer, then the model, by FSDP2."""
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -145,6 +150,7 @@ WAYS: dict[str, Callable[[nn.Module, DeviceMesh, bool], nn.Module]] = {
 
 
 def _compared(ours: Trace, theirs: Trace, num_graphs: int, messages: list[str]) -> Comparison:
+    """Return the largest differences of two trainings."""
     losses = [abs(a - b) / abs(b) for a, b in zip(ours.losses, theirs.losses, strict=True)]
     errors = [
         (error, f"step {step}: {name}")
@@ -173,6 +179,7 @@ def gradient_errors(
 
 
 def _error(ours: Tensor | None, theirs: Tensor | None, floor: float) -> float:
+    """Return the relative difference of two gradients, infinite if only one is None."""
     if ours is None or theirs is None:
         return 0.0 if ours is theirs else math.inf
     return float((ours - theirs).norm()) / max(float(theirs.norm()), floor)
