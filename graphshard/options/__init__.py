@@ -1,5 +1,7 @@
-"""What a user may ask for: frozen, and checked once, before anything is changed.
+"""The arguments that users give: frozen, and checked once, before anything is changed.
 
-``options`` has the arguments of ``graphshard.backend``, ``schedule_policy`` those of the schedule,
-``float8_policy`` those of fp8. May import ``planning``, ``cost`` and ``ops``.
+``options`` holds the arguments of ``graphshard.backend``, ``param_options`` those that may differ
+between parameters, ``mp_policy`` the check of mixed precision, ``float8_policy`` the choice of
+linears for fp8, and ``schedule_policy`` the limits of the schedule. May import ``planning``,
+``cost`` and ``ops``.
 """

@@ -1,4 +1,4 @@
-"""What a user may ask of fp8: which linears compute in it, and by which recipe."""
+"""The choice of linears that compute in fp8, and the recipe by which they do."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ _HEADS = frozenset(
 
 
 def is_inner_linear(fqn: str, shape: Sequence[int]) -> bool:
-    """Whether both sizes are multiples of 16, and the name is not that of an output head: a module
-    outside of all numbered layers, called as heads are called (``lm_head``, ``output``, ``head``, ..)."""
+    """Return whether fp8 suits a weight ``[out, in]`` by its sizes and its name.
+
+    Both sizes have to be multiples of 16, and the weight must not be that of an output head: a
+    module outside of all numbered layers that has a usual name of heads (``lm_head``, ``output``,
+    ``head``, ..).
+    """
     *path, _ = fqn.split(".")
     is_head = bool(path) and path[-1] in _HEADS and not any(map(str.isdigit, path))
     return not is_head and all(size % ALIGNMENT == 0 for size in shape)
@@ -27,13 +31,15 @@ class Float8Policy:
     """Linears compute in fp8, and their weights are gathered in it.
 
     Attributes:
-        recipe_name: "tensorwise", or "rowwise" for less error; the module's docstring has both.
-        filter_fn: given a weight's FQN and its shape ``(out, in)``, whether its linears do. It is asked
-            about every two-dimensional floating-point parameter that no ``nn.Embedding`` holds; one that
-            something else than a linear uses, too, stays as it is, and plans say so.
+        recipe_name: "tensorwise" (one scale for a tensor), or "rowwise" (one scale for a row),
+            which has less error; ``graphshard.ops.float8_math`` describes both.
+        filter_fn: takes a weight's FQN and its shape ``(out, in)``, and returns whether its linears
+            compute in fp8. It is called for every two-dimensional floating-point parameter that no
+            ``nn.Embedding`` holds. A weight that is also used by something else than a linear stays
+            as it is, and plans say so.
 
     Raises:
-        ValueError: a value does not hold.
+        ValueError: a field has a wrong type or value.
     """
 
     recipe_name: str = TENSORWISE
@@ -47,25 +53,29 @@ class Float8Policy:
                 f"fp8.filter_fn={self.filter_fn!r}: must be a function of a weight's FQN and shape"
             )
 
-    def recipe_of(self, fqns: Sequence[str], param: torch.Tensor) -> str:
-        """The recipe of a parameter of these names; "" if it is not chosen."""
+    def recipe_for(self, fqns: Sequence[str], param: torch.Tensor) -> str | None:
+        """Return the recipe of the parameter with these names; None where it stays out of fp8."""
         if param.dim() != 2 or not param.is_floating_point():
-            return ""
+            return None
         chosen = all(self.filter_fn(fqn, tuple(param.shape)) for fqn in fqns)
-        return self.recipe_name if chosen else ""
+        return self.recipe_name if chosen else None
 
 
-def check_fp8(name: str, fp8: object, param_dtype: torch.dtype | None) -> None:
+def check_fp8(fp8: object, param_dtype: torch.dtype | None) -> None:
     """
+    Args:
+        fp8: None: no linear computes in fp8.
+        param_dtype: the dtype in which parameters are used; None: their own.
+
     Raises:
-        ValueError: ``fp8`` is no policy, or contradicts the dtype in which parameters are used.
+        ValueError: ``fp8`` is no policy, or contradicts ``param_dtype``.
     """
     if fp8 is None:
         return
     if not isinstance(fp8, Float8Policy):
-        raise ValueError(f"{name}={fp8!r}: must be a graphshard.Float8Policy or None")
+        raise ValueError(f"fp8={fp8!r}: must be a graphshard.Float8Policy or None")
     if param_dtype is not None and param_dtype not in DTYPES:
         raise ValueError(
-            f"{name} with mp_policy.param_dtype={param_dtype}: fp8 linears take and return one of "
-            f"{DTYPES}; choose one of these, or leave {name} out"
+            f"fp8 with mp_policy.param_dtype={param_dtype}: fp8 linears take and return one of "
+            f"{DTYPES}; choose one of these, or leave fp8 out"
         )

@@ -1,4 +1,4 @@
-"""What a user may ask of the schedule, and the cost model and limits that follow from it."""
+"""How collectives are to be scheduled, and the cost model and limits that follow from it."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ class SchedulePolicy:
     """How collectives are bucketed and ordered.
 
     Attributes:
-        overlap: decide buckets, and when they are launched, by predicted times, so that they hide
-            behind compute; ranks follow the first one's plan. False: each where it is needed, and
-            waited for at once.
-        bucket_cap_mb: largest bucket, in MB of full parameters; "auto": what the cost model finds.
+        overlap: buckets, and the places where they are launched, follow from predicted times, so
+            that they hide behind compute; ranks follow the first one's plan. False: each collective
+            is launched where its result is needed, and waited for at once.
+        bucket_cap_mb: largest bucket, in MB of full parameters; "auto": the cost model decides.
             A larger parameter travels alone.
         max_in_flight_gb: buffers between launch and wait, in GB; None: no limit.
         memory_budget_gb: peak of a graph on one rank, in GB: inputs, activations, gathered
-            parameters, gradients; None: no limit. On a GPU activations that do not fit wait for backward on
-            the host, and more where the schedule makes better use of their room.
-        activation_memory_budget: what part of the activations that a graph would save for backward it may
-            save; the others are recomputed, the cheapest for their memory first: 1 is none of them, 0 is
-            all. None: as ``torch._functorch.config`` says, whose setting it is. A parameter is gathered
-            once in backward, for what is recomputed and for gradients alike.
-        hardware: a name of ``graphshard.cost.devices.HARDWARE``, or a file that ``python -m graphshard
-            calibrate`` wrote; "auto": by the name of the device. Equal on all ranks.
-        node_cost: called with every node of a graph; a number, in microseconds, replaces what the
-            cost model says of that node, None leaves it. Graphs are then not cached.
+            parameters, gradients; None: no limit. On a GPU activations that do not fit wait for
+            backward on the host, and more of them where the schedule makes better use of the memory.
+        activation_memory_budget: the part, from 0 to 1, of the activations that a graph would save
+            for backward and may save. The others are recomputed, those first that cost least for
+            their memory: 1 recomputes none, 0 all. None: as ``torch._functorch.config`` says, whose
+            setting it is. A parameter is gathered once in backward, for recomputation and for
+            gradients alike.
+        hardware: a name of ``graphshard.cost.devices.HARDWARE``, or a file that ``python -m
+            graphshard calibrate`` wrote; "auto": by the name of the device. Equal on all ranks.
+        node_cost: called with every node of a graph; a number, in microseconds, replaces the cost
+            model's time of that node, None leaves it. Graphs are then not cached.
 
     Raises:
-        ValueError: a value does not hold.
+        ValueError: a field has a wrong type or value.
     """
 
     bucket_cap_mb: float | Literal["auto"] = "auto"
@@ -65,8 +66,8 @@ class SchedulePolicy:
         budget = self.activation_memory_budget
         if budget is not None and not (_is_number(budget) and 0 <= budget <= 1):
             raise ValueError(
-                f"schedule.activation_memory_budget={budget!r}: must be a number from 0 (recompute all "
-                "activations) to 1 (none), or None"
+                f"schedule.activation_memory_budget={budget!r}: must be a number from 0 (recompute "
+                "all activations) to 1 (none), or None"
             )
         if not self.overlap and self.limits() != ScheduleLimits():
             raise ValueError(
@@ -79,12 +80,13 @@ class SchedulePolicy:
             _hardware(self.hardware)
 
     def plan_buckets(self, problem: Problem, cost_model: CostModel) -> tuple[Bucket, ...]:
-        """The buckets of a graph."""
+        """Return the buckets of a graph, and where they are launched and waited for."""
         if self.overlap:
             return find_schedule(problem, cost_model, self.limits())
         return schedule_without_overlap(problem)
 
     def limits(self) -> ScheduleLimits:
+        """Return the limits of the schedule in bytes."""
         return ScheduleLimits(
             cap=None if self.bucket_cap_mb == "auto" else _bytes(self.bucket_cap_mb, 1e6),
             in_flight=_bytes(self.max_in_flight_gb, 1e9),
@@ -92,7 +94,7 @@ class SchedulePolicy:
         )
 
     def cost_model(self, device: torch.device) -> CostModel:
-        """The cost model for graphs on ``device``."""
+        """Return the cost model for graphs on ``device``."""
         if self.hardware != "auto":
             hardware = _hardware(self.hardware)
         elif device.type == "cuda":
