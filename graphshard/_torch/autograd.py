@@ -1,4 +1,4 @@
-"""Hooks of tensors, and the end of a backward.
+"""Hooks and versions of tensors, and the end of a backward.
 
 Read in torch/_tensor.py and torch/autograd/variable.py.
 """
@@ -11,7 +11,7 @@ import torch
 
 
 def share_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
-    """``new`` takes over the hook tables of ``old``, so handles given out earlier still remove."""
+    """Give ``new`` the hook tables of ``old``, so that handles given out earlier still remove."""
     if old._backward_hooks:
         new._backward_hooks = old._backward_hooks
     if old._post_accumulate_grad_hooks:
@@ -19,19 +19,31 @@ def share_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
+    """Return the hooks that may replace the gradient of ``tensor``."""
     return list((tensor._backward_hooks or {}).values())
 
 
 def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """Return the hooks that run once ``tensor.grad`` is there."""
     return list((tensor._post_accumulate_grad_hooks or {}).values())
 
 
-_called_after: dict[Callable[[], None], int] = {}  # the last backward, by what it ends with
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a number that grows with every change of ``tensor`` in place."""
+    return tensor._version
+
+
+_last_backward: dict[Callable[[], None], int] = {}
+"""For each function that was queued, the number of the last backward that it was queued for."""
 
 
 def at_end_of_backward(act: Callable[[], None]) -> None:
-    """Have ``act`` called once when the backward that is under way is over, if one is."""
+    """Have ``act`` called once when the backward that is under way is over, if there is one.
+
+    Args:
+        act: a function of a module, so that all calls pass the same object.
+    """
     current = torch._C._current_graph_task_id()
-    if current >= 0 and _called_after.get(act) != current:
-        _called_after[act] = current
+    if current >= 0 and _last_backward.get(act) != current:
+        _last_backward[act] = current
         torch.autograd.Variable._execution_engine.queue_callback(act)

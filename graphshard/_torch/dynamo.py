@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo.eval_frame import innermost_backend, skip_code
+from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import AttrSource
@@ -20,7 +20,9 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters
 from torch._guards import ChainedSource, CompileContext, Guard, Source
 
-__all__ = ["ShortenTraceback", "innermost_backend"]
+from .frames import is_resumed
+
+__all__ = ["ShortenTraceback"]
 
 
 class Retrace(TensorifyScalarRestartAnalysis):
@@ -31,9 +33,6 @@ class Retrace(TensorifyScalarRestartAnalysis):
 
     def __init__(self, reason: str) -> None:
         super().__init__(restart_reason=reason)
-
-
-RESUMED = "torch_dynamo_resume_in_"
 
 
 class Trace:
@@ -79,7 +78,7 @@ class Trace:
 
     def is_resumed(self) -> bool:
         """Whether the frame goes on after a graph break."""
-        return self._tx.f_code.co_name.startswith(RESUMED)
+        return is_resumed(self._tx.f_code)
 
     def graph_break(self) -> str | None:
         """Return ``file:line: reason`` if this graph ends in a break, else None.

@@ -1,5 +1,10 @@
-"""Which call of compiled code is under way, read off the Python stack: of what, by which backend, and
-what in it runs as Python. The names of frames are those of torch 2.11.0 and 2.13.0.
+"""The call of compiled code that is under way, read off the Python stack.
+
+Torch passes a backend neither the module that is compiled, nor what was given to ``torch.compile``,
+nor the call that is under way, so they are read from the frames of torch's own functions. All names
+of such functions and of their local variables are here and in ``call_scope``. They are those of
+torch 2.11.0 and 2.13.0: torch/nn/modules/module.py, torch/__init__.py, torch/_dynamo/eval_frame.py
+and resume_execution.py.
 """
 
 from __future__ import annotations
@@ -7,38 +12,46 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import CodeType, FrameType
 from typing import Any
 
 from torch import nn
+from torch._dynamo.eval_frame import innermost_backend
 
-from .dynamo import innermost_backend
+from .nn import uncompiled
+
+WRAPPED_CALL = "_wrapped_call_impl"
+"""The method of ``nn.Module`` that ``__call__`` is."""
+_MODULE_CALL = ("__call__", "_call_impl", WRAPPED_CALL)
+_RESUMED_PREFIX = "torch_dynamo_resume_in_"
 
 
-def frames() -> Iterator[Any]:
-    """The Python stack of the caller's caller, innermost first."""
-    frame = sys._getframe(2)
+def frames() -> Iterator[FrameType]:
+    """Yield the frames of the Python stack, innermost first, from the caller's caller on."""
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         yield frame
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
 
 
 @dataclass(frozen=True)
 class CompiledCall:
-    """The call of compiled code that is under way.
+    """The call of compiled code that is under way; all fields are empty where there is none.
 
     Attributes:
-        module: the module that is compiled, None where a function is.
+        module: the module that is compiled; None where a function is.
         running: modules with a method that Dynamo left to Python, outermost first.
-        backend: what ``torch.compile`` was given as its backend; ``options`` likewise.
+        backend: the ``backend`` argument of ``torch.compile``, resolved if it was a name.
+        options: the ``options`` argument of ``torch.compile``.
     """
 
     module: nn.Module | None = None
     running: tuple[nn.Module, ...] = ()
-    backend: Any = None
+    backend: object = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def runs(self, root: nn.Module) -> bool:
-        """Whether Dynamo left a method of ``root``, or of a part of it, to Python."""
+        """Return whether Dynamo left a method of ``root``, or of a part of it, to Python."""
         return not set(root.modules()).isdisjoint(self.running)
 
 
@@ -48,53 +61,79 @@ def compiled_call() -> CompiledCall:
     entries = [i for i, frame in enumerate(stack) if is_dynamo_entry(frame)]
     if not entries:
         return CompiledCall()
-    methods = [f for f in reversed(stack[: entries[-1]]) if f.f_code.co_name not in _MODULE_CALL]
+    entry, inside, outside = stack[entries[-1]], stack[: entries[-1]], stack[entries[-1] + 1 :]
+    methods = [f for f in reversed(inside) if f.f_code.co_name not in _MODULE_CALL]
     running = tuple(m for m in map(module_of_method, methods) if m is not None)
-    caller = stack[entries[-1] + 1] if entries[-1] + 1 < len(stack) else None
+    # torch.compile wraps its backend in a _TorchCompileWrapper (torch/__init__.py).
+    wrapper = innermost_backend(entry.f_locals["callback"])
+    return CompiledCall(
+        module=_called_module(outside[0]) if outside else None,
+        running=running,
+        backend=getattr(wrapper, "compiler_fn", wrapper),
+        options=getattr(wrapper, "kwargs", {}).get("options", {}),
+    )
+
+
+def _called_module(caller: FrameType | None) -> nn.Module | None:
+    """Return the module whose call is the frame ``caller``; None if it is another function's."""
     if caller is not None and caller.f_code.co_qualname.endswith("_call_impl.<locals>.inner"):
         caller = caller.f_back  # where a module has hooks
     called = caller is not None and caller.f_code.co_name in _MODULE_CALL
-    module = module_of_method(caller) if called else None
-    # torch.compile wraps what it is given in a _TorchCompileWrapper (torch/__init__.py).
-    given = innermost_backend(stack[entries[-1]].f_locals.get("callback"))
-    options = getattr(given, "kwargs", {}).get("options", {})
-    return CompiledCall(module, running, getattr(given, "compiler_fn", given), options)
+    return module_of_method(caller) if caller is not None and called else None
 
 
 def module_to_compile() -> nn.Module | None:
-    """The module that the call of ``torch.compile`` that is under way was given, or whose
-    ``compile()`` calls it (torch/__init__.py, torch/nn/modules/module.py)."""
+    """Return the module that the running call of ``torch.compile`` was given.
+
+    Or the one whose ``compile()`` calls it (torch/__init__.py, torch/nn/modules/module.py). None
+    where ``torch.compile`` is not running, or was given a function.
+    """
     for frame in frames():
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) == ("torch", "compile"):
-            given = frame.f_locals.get("model")
-            given = getattr(given, "__self__", given)
-            return given if isinstance(given, nn.Module) else None
+            model = frame.f_locals.get("model")
+            model = getattr(model, "__self__", model)  # module.compile() passes a bound method
+            return model if isinstance(model, nn.Module) else None
     return None
 
 
-def call_arguments(module: nn.Module) -> tuple[Any, Any] | None:
-    """Those of the call of ``module`` that Python is in, if Dynamo is not tracing that call."""
+def call_arguments(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments of the innermost call of ``module`` that is under way in Python.
+
+    None where there is no such call, or Dynamo is tracing it.
+    """
     for frame in frames():
         if frame.f_code.co_name == "_call_impl" and module_of_method(frame) is module:
             return frame.f_locals["args"], frame.f_locals["kwargs"]
     return None
 
 
-_MODULE_CALL = ("__call__", "_call_impl", "_wrapped_call_impl")
-
-
-def is_dynamo_entry(frame: Any) -> bool:
-    """Whether ``frame`` is where ``torch.compile`` hands over to Dynamo (eval_frame.py)."""
+def is_dynamo_entry(frame: FrameType) -> bool:
+    """Return whether ``frame`` is where ``torch.compile`` hands over to Dynamo (eval_frame.py)."""
     names = (frame.f_globals.get("__name__"), frame.f_code.co_name)
     return names == ("torch._dynamo.eval_frame", "compile_wrapper")
 
 
-def is_recomputation(frame: Any) -> bool:
-    """Whether ``frame`` is of torch.utils.checkpoint, which calls parts of a forward in backward."""
+def is_recomputation(frame: FrameType) -> bool:
+    """Return whether torch.utils.checkpoint, which reruns parts of a forward, owns ``frame``."""
     return frame.f_globals.get("__name__") == "torch.utils.checkpoint"
 
 
-def module_of_method(frame: Any) -> nn.Module | None:
-    """The module that the frame's first argument is, if it is one."""
+def is_resumed(code: CodeType) -> bool:
+    """Return whether ``code`` is what Dynamo made of the rest of a function after a graph break."""
+    return code.co_name.startswith(_RESUMED_PREFIX)
+
+
+def is_forward(frame: FrameType) -> bool:
+    """Return whether ``frame`` has the name of a module's call, of its forward, or of a rest of it.
+
+    The rest of any other function, too: the names of resumed functions do not tell.
+    """
+    name = frame.f_code.co_name
+    return name in ("forward", "_call_impl", WRAPPED_CALL) or is_resumed(frame.f_code)
+
+
+def module_of_method(frame: FrameType) -> nn.Module | None:
+    """Return the frame's first argument, if it is a module; of a compiled one, the original."""
     owner = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
-    return getattr(owner, "_orig_mod", owner) if isinstance(owner, nn.Module) else None
+    owner = uncompiled(owner) if isinstance(owner, nn.Module) else None
+    return owner if isinstance(owner, nn.Module) else None

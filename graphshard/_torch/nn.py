@@ -1,20 +1,38 @@
-"""Modules' own tables of parameters, and containers of tensors.
+"""Modules: their tables of parameters, the calls that replace these, and containers of tensors.
 
-Read in torch/nn/modules/module.py, torch/distributed/utils.py and checkpoint/_nested_dict.py.
+Read in torch/nn/modules/module.py and rnn.py, torch/distributed/utils.py and
+checkpoint/_nested_dict.py.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.utils import _apply_to_tensors as apply_to_tensors
 
 __all__ = ["apply_to_tensors", "unflatten_state_dict"]
 
+FLAT_WEIGHTS = "_flat_weights"
+"""The attribute of ``nn.RNNBase`` that lists its parameters once more."""
+
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The registered parameters of this module alone; writable."""
+    """Return the registered parameters of this module alone; writable."""
     return module._parameters
+
+
+def parameters_if_initialised(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the same; empty where ``nn.Module.__init__`` of ``module`` did not run."""
+    parameters: dict[str, nn.Parameter | None] = module.__dict__.get("_parameters", {})
+    return parameters
+
+
+def flat_weights(module: nn.RNNBase) -> list[torch.Tensor | None]:
+    """Return the parameters in the order of ``_flat_weights``, read as attributes of ``module``."""
+    return [getattr(module, name, None) for name in module._flat_weights_names]
 
 
 def uncompiled(value: object) -> object:
@@ -23,3 +41,27 @@ def uncompiled(value: object) -> object:
     ``OptimizedModule._orig_mod`` in torch/_dynamo/eval_frame.py.
     """
     return getattr(value, "_orig_mod", value)
+
+
+class NoticesReplacement(nn.Module):
+    """A module that is told after each call that may have replaced its parameters or storages.
+
+    These calls are ``.to()``, ``to_empty()`` and the like, ``load_state_dict()`` with ``assign``,
+    and unpickling or copying.
+    """
+
+    def _graphshard_on_replacement(self) -> None:
+        raise NotImplementedError
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)
+        self._graphshard_on_replacement()
+        return result
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._graphshard_on_replacement()
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        self._graphshard_on_replacement()

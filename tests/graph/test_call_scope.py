@@ -1,0 +1,182 @@
+"""The place for values that live as long as a call: [Note: call scope] in graphshard/_torch."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from graphshard._torch.call_scope import call_scope
+from graphshard._torch.frames import compiled_call, frames, is_resumed
+
+
+class _Value:
+    """Something that weak references can watch."""
+
+
+class _Calls:
+    """What reads of one model found, in order."""
+
+    def __init__(self) -> None:
+        self.scopes: list[int] = []
+        self.found: list[bool] = []
+        self.values: list[weakref.ref[_Value]] = []
+
+    @torch.compiler.disable
+    def read(self) -> None:
+        scope = call_scope(lambda module: isinstance(module, _Part))
+        assert scope is not None
+        self.scopes.append(id(scope))
+        self.found.append(self in scope)
+        if self not in scope:
+            scope[self] = _Value()
+            self.values.append(weakref.ref(scope[self]))
+        assert self.values[-1]() is scope[self]
+
+    def alive(self) -> list[bool]:
+        return [value() is not None for value in self.values]
+
+
+class _Part(nn.Module):
+    """Reads before and after a graph break."""
+
+    def __init__(self, calls: _Calls) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def forward(self, x: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
+        self.calls.read()
+        x = x.sin()
+        torch._dynamo.graph_break()
+        assert all(isinstance(name, str) for name in others) and len(others) <= 1
+        x = x.cos()
+        self.calls.read()
+        return x
+
+
+class _Model(nn.Module):
+    """Not of the model that is asked about, and calls a part of it that is, twice."""
+
+    def __init__(self, calls: _Calls) -> None:
+        super().__init__()
+        self.part = _Part(calls)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(self.part(x, scale=x))
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    return torch.compile(function, backend="eager")  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, _compiled])
+def test_a_place_lives_as_long_as_the_call_of_a_part(wrap: Callable[..., Any]) -> None:
+    calls = _Calls()
+    model = wrap(_Model(calls))
+    for _ in range(2):
+        model(torch.ones(3))
+    assert calls.found == [False, True] * 4
+    assert calls.alive() == [False] * 4
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_a_compiled_part_has_the_place_of_its_call(hooks: bool) -> None:
+    calls = _Calls()
+    part = _Part(calls)
+    if hooks:
+        part.register_forward_pre_hook(lambda module, args: None)
+    compiled = _compiled(part)
+    for _ in range(2):
+        compiled(torch.ones(3), scale=torch.ones(3))
+    assert calls.found == [False, True] * 2
+    assert calls.alive() == [False] * 2
+
+
+def test_a_compiled_function_has_a_place_of_its_own() -> None:
+    calls = _Calls()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        calls.read()
+        x = x.sin()
+        calls.read()
+        return x
+
+    compiled = _compiled(function)
+    for _ in range(2):
+        compiled(torch.ones(3))
+    assert calls.found == [False, True] * 2
+    assert calls.alive() == [False] * 2
+
+
+def test_an_error_ends_the_place() -> None:
+    calls = _Calls()
+    part = _Part(calls)
+    with pytest.raises(AssertionError):
+        part(torch.ones(3), one=torch.ones(3), two=torch.ones(3))
+    # pytest keeps the traceback, and with it the frames, in what it caught.
+    assert calls.found == [False]
+    part(torch.ones(3))
+    assert calls.found == [False, False, True]
+
+
+def test_there_is_none_outside_of_a_call() -> None:
+    assert call_scope(lambda module: True) is None
+    calls = _Calls()
+    _Part(calls)(torch.ones(3))
+    assert call_scope(lambda module: True) is None
+
+
+def test_others_have_none() -> None:
+    scopes = []
+
+    class Other(nn.Module):
+        def forward(self) -> None:
+            scopes.append(call_scope(lambda module: isinstance(module, _Part)))
+
+    Other()()
+    assert scopes == [None]
+
+
+def test_a_bare_forward_and_a_recomputation_have_a_passing_one() -> None:
+    calls = _Calls()
+    _Part(calls).forward(torch.ones(3))
+    assert calls.found == [False, False]
+    x = torch.ones(3, requires_grad=True)
+    scopes = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        scopes.append(call_scope(lambda module: False))
+        return x.sin()
+
+    checkpoint(function, x, use_reentrant=False).sum().backward()
+    assert scopes == [{}, {}]
+
+
+def test_frames_have_the_names_that_are_read() -> None:
+    seen: list[tuple[nn.Module | None, Any, bool]] = []
+
+    @torch.compiler.disable
+    def look() -> None:
+        call = compiled_call()
+        seen.append((call.module, call.backend, any(is_resumed(f.f_code) for f in frames())))
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        return gm.forward
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            look()
+            x = x.sin()
+            look()
+            return x.cos()
+
+    model = Model()
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend)(torch.ones(3))
+    assert seen == [(model, backend, False), (model, backend, True)]
