@@ -35,7 +35,8 @@ from .options.schedule_policy import SchedulePolicy
 from .params.first_forward import shard_before_first_forward
 from .params.mixed_precision import crosses_border, has_border
 from .params.shard import shard_module
-from .params.sharded_param import LINK, ShardedParam, in_sync, sharded_model_of, sharded_param_of
+from .params.sharded_model import sharded_model_of
+from .params.sharded_param import SHARDED_PARAM, ShardedParam, in_sync, sharded_param_of
 from .pipeline.compile import CompiledGraph, Runnable, TracedGraph, compile_traced
 from .pipeline.settings import CompileSettings
 from .planning.plan import Plan
@@ -88,14 +89,14 @@ class Backend:
             gm,
             inputs,
             fqns=[param.fqn if param else "" for param in params],
-            groups=list(dict.fromkeys(layout.groups.all for layout in layouts)),
+            groups=list(dict.fromkeys(layout.groups.all_ranks for layout in layouts)),
             inductor_options=inductor_options,
         )
         settings = CompileSettings(
             self.options.compiler,
             self.options.schedule,
             device=layouts[0].groups.device if layouts else _device(inputs),
-            offloads_shards=any(layout.host for layout in layouts),
+            offloads_shards=any(layout.host_memory for layout in layouts),
         )
         compiled = compile_traced(traced, settings, self._consensus, self._dump_writer())
         self._graphs.append(compiled)
@@ -185,7 +186,7 @@ class Backend:
             if param is None:
                 continue
             synced &= param.sync()
-            trace.guard(source, LINK, in_sync)
+            trace.guard(source, SHARDED_PARAM, in_sync)
         return synced
 
 
@@ -201,7 +202,7 @@ def _note_breaks(trace: Trace, params: Sequence[ShardedParam | None], call: Comp
         model.breaks.append(where)
     for module in call.running:
         if sharded_model_of(module) is model:
-            model.eager.setdefault(type(module).__name__)
+            model.eager_classes.setdefault(type(module).__name__)
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:
@@ -295,7 +296,7 @@ def backend(
         ValueError: an argument is wrong. At the first call, on every rank and before anything is
             changed: no process group, a parameter that cannot be sharded, or ranks that differ.
     """
-    return Backend(Options.of(locals()))
+    return Backend(Options.from_arguments(locals()))
 
 
 def shard(
@@ -323,7 +324,7 @@ def shard(
     """
     arguments = dict(locals())
     root = arguments.pop("model")
-    options = Options.of(arguments)
+    options = Options.from_arguments(arguments)
     mesh = options.mesh or default_mesh(_device_type(root.parameters(), options))
     shard_module(root, mesh, options, in_use=False, allow_meta=True)
     return root

@@ -1,7 +1,32 @@
 """A module's parameters as shards, from the first step on.
 
-``shard`` splits them in place; a ``sharded_param`` joins the DTensor that a user sees with the shard
-that graphs take; ``parametrization`` is how a forward comes to full parameters; ``eager_unshard``
-does so outside of graphs; ``grad_accumulation`` and ``grad_sync`` are for microbatches. May import
+``shard`` splits them in place; before that, ``find`` collects them, ``check`` looks for faults and
+``agree`` has all ranks raise together. A ``ShardedParam`` joins the DTensor that a user sees with
+the shard that graphs take; ``layout`` says how it is split, ``mesh_groups`` over which ranks.
+``parametrization`` is how a forward comes to full parameters, ``eager_unshard`` how it does so
+outside of graphs. ``grad_accumulation`` and ``grad_sync`` are for microbatches. May import
 ``options`` and ``ops``.
+
+Global state
+------------
+State is kept by the objects that it is about: a ``ShardedParam``, the ``ShardedModel`` of its model,
+or a module, in attributes called ``_graphshard_*``. The rest of the process has:
+
+``sharded_model._accumulating``
+    Models with unreduced gradients, weakly. A backward may reach one of several models, and has to
+    reduce what the others have accumulated, in an order that is the same on all ranks.
+``mesh_groups._created``
+    Process groups by their ranks. Torch's process groups are global, too, and every mesh object over
+    the same ranks has to find the same group: creating one is a collective.
+``parametrization._sharded_class``
+    A cache of classes. Equal layers have to share a class, also between models, because Dynamo
+    guards on it and would otherwise compile each layer again.
+``ops.accumulators._accumulators`` and the counter of their keys
+    Accumulators by number, weakly. A compiled graph may be cached and copied, and can hold a number,
+    but no object.
+``ops.accumulators._undelivered``
+    Accumulators whose totals a backward that is under way has taken; empty between backwards.
+``_torch.autograd._last_backward``
+    For each of two functions, the number of the last backward that calls it at its end: autograd
+    has one queue for a backward and does not tell what is in it.
 """

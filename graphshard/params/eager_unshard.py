@@ -6,137 +6,162 @@ gather at each read would issue different collectives. So the unit is the module
 FSDP2's ``fully_shard(module)``: the first read of any of its parameters gathers all of them, later
 reads in the same call get the same tensors, and one backward reduces all their gradients:
 
-    call of the module    leaves ──► _Unshard ──► full parameters ──► read, read, ...
-    backward              their gradients ◄── _Unshard ◄── sums over the reads, None if not read
+    call of the module    shards ──► _Unshard ──► full parameters ──► read, read, ...
+    backward              their gradients ◄── _Unshard ◄── added up over the reads, None if not read
 
-What ranks still have to agree on is which modules run.
+Ranks still have to run the same modules. The full parameters of a call are kept in its scope: see
+[Note: call scope] in ``graphshard._torch.call_scope``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
+from .._torch.autograd import version_of
+from .._torch.call_scope import call_scope
 from .._torch.distributed import process_group
-from .._torch.dynamo import RESUMED
-from .._torch.frames import frames, is_dynamo_entry, is_recomputation, module_of_method
 from ..ops.accumulators import PARTIAL, UNSYNCED
 from ..ops.bucket_copy import add_accumulated
 from ..ops.markers import used_dtype
-from .sharded_param import ShardedModel, ShardedParam, leaf_of, sharded_model_of, sharded_param_of
+from .sharded_model import sharded_model_of
+from .sharded_param import ShardedParam, owned_by
 
-_CALL = "_wrapped_call_impl"
-_FORWARD = ("forward", "_call_impl", _CALL)
-_GATHERED = "graphshard: gathered in this call"
+
+class _Read(NamedTuple):
+    """The key in a call's scope of the full parameters of one module.
+
+    Attributes:
+        versions: of the shards: a shard that was changed in between is gathered again.
+    """
+
+    module: nn.Module
+    grad_enabled: bool
+    versions: tuple[int, ...]
 
 
 def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor] | None:
-    """The full parameters of ``module``, differentiable, or None outside of any forward.
+    """Return the full parameters of ``module``, differentiable, or None outside of any forward.
+
+    Args:
+        names: the sharded parameters that are registered in it.
 
     Raises:
         BackendError: a parameter was replaced after it was sharded.
     """
-    call = _call_under_way(sharded_model_of(module))
-    if call is None:
+    model = sharded_model_of(module)
+    scope = call_scope(lambda called: sharded_model_of(called) is model)
+    if scope is None:
         return None
-    leaves = {name: leaf_of(module, name) for name in names}
-    links = [sharded_param_of(leaf) for leaf in leaves.values()]
-    for link in links:
-        link.sync()
-        link.model.reads_eagerly = True
-    state = (torch.is_grad_enabled(), *(leaf._version for leaf in leaves.values()))
-    gathered = call.setdefault(_GATHERED, {})
-    if (module, state) not in gathered:
-        full = _Unshard.apply(links, *leaves.values())
-        gathered[module, state] = dict(zip(leaves, full))
-    return gathered[module, state]
+    sharded_params = [param for name in names if (param := owned_by(module, name)) is not None]
+    for sharded_param in sharded_params:
+        sharded_param.sync()
+        sharded_param.model.reads_eagerly = True
+    shards = [sharded_param.shard for sharded_param in sharded_params]
+    read = _Read(module, torch.is_grad_enabled(), tuple(map(version_of, shards)))
+    if read not in scope:
+        scope[read] = dict(zip(names, _Unshard.apply(sharded_params, *shards)))
+    full: dict[str, torch.Tensor] = scope[read]
+    return full
 
 
-def _call_under_way(model: ShardedModel | None) -> dict[str, Any] | None:
-    """The keyword arguments of the innermost call of ``model``, of a part of it, or of what was
-    compiled: a place for what is to live as long as the call. None outside of any forward.
+class _Context(FunctionCtx):
+    """What forward leaves for backward; for types alone.
 
-    Nothing can be set on entry to a forward and reset on its exit: Dynamo would trace that too,
-    and a graph break in between would leave it set. So the stack is read. The dictionary is that
-    of ``_wrapped_call_impl`` or of Dynamo's entry, which hand copies of it on and do not look at
-    it again.
+    Attributes:
+        destinations: the accumulator that each gradient goes to; None: it is reduced.
     """
-    inside = False
-    for frame in frames():
-        entry, part = is_dynamo_entry(frame), _is_of(frame, model)
-        if entry or (part and frame.f_code.co_name == _CALL):
-            return frame.f_locals["kwargs"]
-        inside = inside or part or is_recomputation(frame)
-    return {} if inside else None
 
-
-def _is_of(frame: Any, model: ShardedModel | None) -> bool:
-    """Whether ``frame`` is a forward of ``model`` or of a part of it."""
-    name = frame.f_code.co_name
-    if name not in _FORWARD and not name.startswith(RESUMED):
-        return False
-    owner = module_of_method(frame)
-    return owner is not None and sharded_model_of(owner) is model
+    sharded_params: Sequence[ShardedParam]
+    destinations: list[str | None]
+    needs_input_grad: tuple[bool, ...]
 
 
 class _Unshard(torch.autograd.Function):
-    """``leaves -> full parameters`` of one module."""
+    """``shards -> full parameters`` of one module."""
 
     @staticmethod
-    def forward(ctx: Any, links: Sequence[ShardedParam], *leaves: torch.Tensor) -> Any:
-        ctx.links, ctx.asked = links, [link.asked for link in links]
+    def forward(
+        ctx: Any, sharded_params: Sequence[ShardedParam], *shards: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.sharded_params = sharded_params
+        ctx.destinations = [param.accumulates_in for param in sharded_params]
         ctx.set_materialize_grads(False)
-        full = [link.layout.unshard(leaf) for link, leaf in zip(links, leaves)]
-        ctx.mark_non_differentiable(*(f for f, leaf in zip(full, leaves) if not leaf.requires_grad))
+        full = [param.layout.unshard(shard) for param, shard in zip(sharded_params, shards)]
+        frozen = [f for f, shard in zip(full, shards) if not shard.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
         return tuple(full)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        trained = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
-        reduced = []
-        for i in trained:
-            if ctx.asked[i] != UNSYNCED:
-                reduced.append(i)
-            elif (grad := grads[i]) is not None:
-                ctx.links[i].sum_of(UNSYNCED).add(grad)
-        used = _used_on_any_rank([ctx.links[i] for i in reduced], [grads[i] for i in reduced])
-        result: list[torch.Tensor | None] = [None] * len(grads)
-        for i, is_used in zip(reduced, used):
-            if is_used:
-                result[i] = _reduced(ctx.links[i], grads[i], ctx.asked[i])
-        return None, *result
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return None, *_gradients_of_shards(ctx, grads)
 
 
-def _reduced(link: ShardedParam, grad: torch.Tensor | None, asked: str) -> torch.Tensor | None:
-    """With what has added up before; None where it adds up further."""
+def _gradients_of_shards(
+    ctx: _Context, grads: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Reduce full gradients, or add them to their accumulators; None: the shard gets nothing now."""
+    to_reduce = []
+    for i, (sharded_param, grad) in enumerate(zip(ctx.sharded_params, grads)):
+        if not ctx.needs_input_grad[i + 1]:
+            continue
+        if ctx.destinations[i] != UNSYNCED:
+            to_reduce.append(i)
+        elif grad is not None:
+            sharded_param.accumulator(UNSYNCED).add(grad)
+    used = _used_on_any_rank(
+        [ctx.sharded_params[i] for i in to_reduce], [grads[i] for i in to_reduce]
+    )
+    result: list[torch.Tensor | None] = [None] * len(grads)
+    for i, is_used in zip(to_reduce, used):
+        if is_used:
+            result[i] = _reduce(ctx.sharded_params[i], grads[i], ctx.destinations[i])
+    return result
+
+
+def _reduce(
+    sharded_param: ShardedParam, grad: torch.Tensor | None, destination: str | None
+) -> torch.Tensor | None:
+    """Reduce a full gradient and what has accumulated before.
+
+    Args:
+        grad: None: other ranks have one, this rank does not.
+        destination: ``PARTIAL``: the reduced shard goes there, and None is returned.
+    """
+    layout, accumulation = sharded_param.layout, sharded_param.accumulation
     if grad is None:
-        dtype = used_dtype(link.leaf, link.layout.dtype)
-        grad = torch.zeros(link.layout.shape, dtype=dtype, device=link.layout.groups.device)
-    if (key := link.sums.key(UNSYNCED)) is not None:
-        grad = add_accumulated(grad, [key], [0], link.sum_of(UNSYNCED).stand_in.dtype)
-    if asked == PARTIAL:
-        link.sum_of(PARTIAL).add(link.layout.reduce_to_partial(grad))
-        link.sums.delivered()
+        dtype = used_dtype(sharded_param.shard, layout.dtype)
+        grad = torch.zeros(layout.shape, dtype=dtype, device=layout.groups.device)
+    if (key := accumulation.key(UNSYNCED)) is not None:
+        dtype = sharded_param.accumulator(UNSYNCED).stand_in.dtype
+        grad = add_accumulated(grad, [key], [0], dtype)
+    if destination == PARTIAL:
+        sharded_param.accumulator(PARTIAL).add(layout.reduce_to_partial(grad))
+        accumulation.delivered()
         return None
-    return link.layout.reduce(grad, link.leaf.dtype, link.sums.key(PARTIAL))
+    return layout.reduce(grad, sharded_param.shard.dtype, accumulation.key(PARTIAL))
 
 
 def _used_on_any_rank(
-    links: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]
+    sharded_params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]
 ) -> list[bool]:
-    """Which parameters have a gradient on any rank; the device is waited for only if one has none
-    here, and nothing is asked about a single one: without its gradient backward would not come."""
-    here = [grad is not None for grad in grads]
-    if len(links) <= 1:
-        return here
-    groups = links[0].layout.groups
-    flags = torch.ones(len(links), dtype=torch.int32, device=groups.device)
-    for i, used in enumerate(here):
+    """Return which parameters have a gradient on any rank.
+
+    Only a rank without some gradient waits for the device. A single parameter needs no exchange:
+    backward would not come here without its gradient.
+    """
+    used_here = [grad is not None for grad in grads]
+    if len(sharded_params) <= 1:
+        return used_here
+    groups = sharded_params[0].layout.groups
+    flags = torch.ones(len(sharded_params), dtype=torch.int32, device=groups.device)
+    for i, used in enumerate(used_here):
         if not used:
             flags[i] = 0
-    dist.all_reduce(flags, group=process_group(groups.all))
-    return here if all(here) else [flag > 0 for flag in flags.tolist()]
+    dist.all_reduce(flags, group=process_group(groups.all_ranks))
+    return used_here if all(used_here) else [flag > 0 for flag in flags.tolist()]

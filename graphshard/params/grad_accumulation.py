@@ -1,14 +1,14 @@
-"""What a parameter's gradients add up in over microbatches that are not reduced, or not all the way.
+"""Gradients of microbatches that are not reduced, or not all the way, and where they accumulate.
 
-A marker takes a stand-in: a tensor that requires a gradient and is as large as the parameter
-(``unsynced``), or as its shard (``partial``), but has no memory of its own. Autograd adds up its
-``.grad``. The step that reduces takes a number instead, by which its backward finds that sum:
+A marker takes a stand-in: a tensor that requires a gradient and has the shape of the parameter
+(``unsynced``), or of its shard (``partial``), but no memory of its own. Autograd accumulates its
+``.grad``. The step that reduces takes a number instead, by which its backward finds the total:
 
     microbatch   unshard(shard, unsynced=stand-in)      stand-in.grad += gradient
-    last one     unshard(shard, unsynced=key)           shard.grad = reduce(add_sum(gradient, key))
+    last one     unshard(shard, unsynced=key)           shard.grad = reduce(gradient + total of key)
 
-The sum is added once, by whichever backward comes first, and comes back if what it was added to never
-reaches the parameter (``torch.autograd.grad`` of an input runs all of a compiled backward).
+A total is added once, by whichever backward comes first. It is put back if the sum never reaches the
+parameter (``torch.autograd.grad`` of an input runs all of a compiled backward).
 """
 
 from __future__ import annotations
@@ -22,61 +22,68 @@ from torch import nn
 from ..ops.accumulators import PARTIAL, UNSYNCED, Accumulator
 
 SYNCS, ALL_REDUCES = "_graphshard_syncs", "_graphshard_all_reduces"
-"""Flags of modules: whether gradients of their parameters are reduced, and over replicas, too."""
+"""Flags of modules: gradients of their parameters are reduced; and over replicas, too."""
 
 
-def flag_of(module: nn.Module, name: str) -> bool:
-    return module.__dict__.get(name, True)
+def module_flag(module: nn.Module, name: str) -> bool:
+    """Return the flag ``SYNCS`` or ``ALL_REDUCES`` of ``module``; True unless it was set."""
+    flag: bool = module.__dict__.get(name, True)
+    return flag
 
 
-def set_flag(module: nn.Module, name: str, flag: bool) -> None:
+def set_module_flag(module: nn.Module, name: str, flag: bool) -> None:
+    """Set the flag ``SYNCS`` or ``ALL_REDUCES`` of ``module``."""
     module.__dict__[name] = flag
 
 
 class GradAccumulation:
-    """Of one parameter.
+    """The accumulators of one parameter, and whether its gradients go there.
 
     Attributes:
-        syncs: gradients are reduced; ``all_reduces``: over the replicas of shards, too.
+        syncs: gradients are reduced over shards.
+        all_reduces: and over the replicas of shards, too.
 
     Args:
-        arrived: called when autograd has brought a gradient.
+        on_accumulated: called when autograd has brought a gradient to an accumulator.
     """
 
-    def __init__(self, arrived: Callable[[], None]) -> None:
+    def __init__(self, on_accumulated: Callable[[], None]) -> None:
         self.syncs = self.all_reduces = True
-        self._arrived = arrived
-        self._of: dict[str, Accumulator] = {}
+        self._on_accumulated = on_accumulated
+        self._accumulators: dict[str, Accumulator] = {}
 
-    def of(
-        self, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device
+    def accumulator(
+        self, name: str, *, shape: torch.Size, dtype: torch.dtype, device: torch.device
     ) -> Accumulator:
-        known = self._of.get(name)
-        if known is None or (known.stand_in.dtype, known.stand_in.device) != (dtype, device):
-            self._of[name] = Accumulator(shape, dtype, device)
-            self._of[name].stand_in.register_post_accumulate_grad_hook(
-                functools.partial(self._on_gradient, name)
-            )
-            if known is not None and known.total is not None:
-                self._of[name].add(known.total)
-        return self._of[name]
+        """Return the accumulator of that name; a total of another dtype or device moves to it."""
+        known = self._accumulators.get(name)
+        if known is not None and (known.stand_in.dtype, known.stand_in.device) == (dtype, device):
+            return known
+        accumulator = self._accumulators[name] = Accumulator(shape, dtype, device)
+        accumulator.stand_in.register_post_accumulate_grad_hook(
+            functools.partial(self._on_gradient, name)
+        )
+        if known is not None and known.total is not None:
+            accumulator.add(known.total)
+        return accumulator
 
     def _on_gradient(self, name: str, _: torch.Tensor) -> None:
-        if name == PARTIAL and UNSYNCED in self._of:
-            # What was reduced to the one may have had the other added.
-            self._of[UNSYNCED].delivered()
-        self._arrived()
+        if name == PARTIAL and UNSYNCED in self._accumulators:
+            # The full gradients that were reduced to this shard may include the unsynced total.
+            self._accumulators[UNSYNCED].delivered()
+        self._on_accumulated()
 
     def key(self, name: str) -> torch.Tensor | None:
-        """Of what has added up and was not reduced, if anything has."""
-        found = self._of.get(name)
-        return None if found is None or found.total is None else found.key
+        """Return the key of that accumulator; None where it has no total to be reduced."""
+        accumulator = self._accumulators.get(name)
+        return None if accumulator is None or accumulator.total is None else accumulator.key
 
     def totals(self) -> list[torch.Tensor]:
-        """All that is pending."""
-        return [of.total for of in self._of.values() if of.total is not None]
+        """Return all that has accumulated and was not reduced."""
+        totals = [accumulator.total for accumulator in self._accumulators.values()]
+        return [total for total in totals if total is not None]
 
     def delivered(self) -> None:
-        """What was taken has come to the parameter."""
-        for of in self._of.values():
-            of.delivered()
+        """Forget totals that were taken: they have reached the parameter."""
+        for accumulator in self._accumulators.values():
+            accumulator.delivered()

@@ -7,43 +7,57 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from .grad_accumulation import ALL_REDUCES, SYNCS, flag_of, set_flag
-from .parametrization import ShardedModule
+from .grad_accumulation import ALL_REDUCES, SYNCS, module_flag, set_module_flag
+from .parametrization import refresh_accessors
 
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Microbatches whose forward runs in this context are not reduced: their full gradients add up on
-    each rank, in ``reduce_dtype`` if there is one, and the backward of the next forward outside adds
-    them to its own, once, and reduces the sum. Until then a rank holds full gradients.
+    """Do not reduce gradients of microbatches whose forward runs in this context.
+
+    Their full gradients accumulate on each rank, in ``reduce_dtype`` if there is one. The backward of
+    the next forward outside adds them to its own gradients, once, and reduces the total. Until then a
+    rank holds full gradients.
 
     Args:
-        model: a module that graphshard has sharded or will shard, compiled or not, or a part of one.
+        model: a module that graphshard has sharded or will shard, compiled or not, or a part of it.
 
     Raises:
         ValueError: ``model`` is no module.
     """
     _check(model, True)
-    before = {module: flag_of(module, SYNCS) for module in model.modules()}
+    before = {module: module_flag(module, SYNCS) for module in model.modules()}
     try:
-        _set(dict.fromkeys(before, False), SYNCS)
+        _set_flags(dict.fromkeys(before, False), SYNCS)
         yield
     finally:
-        _set(before, SYNCS)
+        _set_flags(before, SYNCS)
 
 
 def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -> None:
-    """As FSDP2's: whether gradients of the forwards that follow are reduced; see :func:`no_sync`."""
+    """Set whether gradients of the forwards that follow are reduced, as FSDP2's method does.
+
+    See :func:`no_sync`.
+
+    Raises:
+        ValueError: ``model`` is no module, or the flag no bool.
+    """
     _check(model, requires_gradient_sync)
-    _set(dict.fromkeys(model.modules(), requires_gradient_sync), SYNCS)
+    _set_flags(dict.fromkeys(model.modules(), requires_gradient_sync), SYNCS)
 
 
 def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool) -> None:
-    """As FSDP2's, for a mesh with replicas (HSDP): whether gradients of the forwards that follow are
-    averaged over replicas, too. If not, the shards that are reduced within each replica add up, and the
-    next backward that may averages the sum once; a rank never holds full gradients for it."""
+    """Set whether gradients of the forwards that follow are averaged over replicas, too.
+
+    As FSDP2's method does, for a mesh with replicas (HSDP). Where they are not, the shards that are
+    reduced within each replica accumulate, and the next backward that averages over replicas
+    averages the total once. A rank never holds full gradients for this.
+
+    Raises:
+        ValueError: ``model`` is no module, or the flag no bool.
+    """
     _check(model, requires_all_reduce)
-    _set(dict.fromkeys(model.modules(), requires_all_reduce), ALL_REDUCES)
+    _set_flags(dict.fromkeys(model.modules(), requires_all_reduce), ALL_REDUCES)
 
 
 def _check(model: object, flag: object) -> None:
@@ -53,9 +67,8 @@ def _check(model: object, flag: object) -> None:
         raise ValueError(f"the flag is {flag!r}: must be True or False")
 
 
-def _set(flags: Mapping[nn.Module, bool], name: str) -> None:
+def _set_flags(flags: Mapping[nn.Module, bool], name: str) -> None:
     for module, flag in flags.items():
-        set_flag(module, name, flag)
+        set_module_flag(module, name, flag)
     for module in flags:
-        if isinstance(module, ShardedModule):
-            module.refresh_accessors()
+        refresh_accessors(module)

@@ -1,4 +1,4 @@
-"""How one parameter is split over a mesh, and which markers stand for it.
+"""The split of one parameter over a mesh, and the markers that gather it and reduce its gradient.
 
 Rows are split as ``torch.chunk`` splits them and padded to the same number on every rank: see [Note:
 padded shards] in ``graphshard.ops.markers``.
@@ -15,150 +15,179 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .._torch.dtensor import dtensor_of
-from ..ops import markers
 from ..ops.emitter import run
 from ..ops.host_copy import to_host_memory
 from ..ops.marker_specs import AllReduceGradSpec, ReduceGradSpec, ReplicateSpec, UnshardSpec
+from ..ops.markers import used_dtype
 from ..ops.shard_rows import padded_rows, rows_of_rank
 from .mesh_groups import MeshGroups
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How one parameter is split over a mesh, and as what it and its gradient travel.
+    """How one parameter is split over a mesh, and how it and its gradient travel.
 
     Attributes:
-        regather: the group from which backward gathers; "": what forward gathered is kept.
-        dtype: as which it is gathered and used; None: its own.
-        reduce_dtype: as which its gradient is reduced; None: that of the gradient.
-        float8: recipe of fp8 for its linears; "": none.
+        shape: of the full parameter, ``[rows, ...]``.
+        regather_group: the ranks from which backward gathers; None: what forward gathered is kept.
+        dtype: the dtype in which the parameter is gathered and used; None: its own.
+        reduce_dtype: the dtype in which its gradient is reduced; None: that of the gradient.
+        float8_recipe: the recipe of fp8 for its linears; None: they do not compute in fp8.
         shard: False: it is replicated.
-        host: shards are kept in that memory of the host (see ``graphshard.ops.host_copy``); "": on the device.
-        rows: None for a replicated one.
+        host_memory: the host's memory that keeps the shards, a name of ``graphshard.ops.host_copy``;
+            None: the device keeps them.
+        rows: number of rows that are split; None where the parameter is replicated.
     """
 
     shape: torch.Size
     groups: MeshGroups
-    regather: str
+    regather_group: str | None = None
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
-    float8: str = ""
+    float8_recipe: str | None = None
     shard: bool = True
-    host: str = ""
+    host_memory: str | None = None
     rows: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         splittable = self.shard and len(self.shape) > 0 and self.shape.numel() > 0
         object.__setattr__(self, "rows", self.shape[0] if splittable else None)
-        object.__setattr__(self, "host", self.host if splittable else "")
+        object.__setattr__(self, "host_memory", self.host_memory if splittable else None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
         return self
 
     @property
     def mesh(self) -> DeviceMesh:
+        """The mesh over which the parameter is split or replicated."""
         return self.groups.mesh
 
     @functools.cached_property
     def placements(self) -> tuple[Placement, ...]:
-        """One for each axis of the mesh."""
+        """The DTensor's placements, one for each axis of the mesh."""
         last = Replicate() if self.rows is None else Shard(0)
         return (*[Replicate()] * (self.mesh.ndim - 1), last)
 
     @functools.cached_property
     def padded_shape(self) -> torch.Size:
+        """The shape of the shard on every rank, ``[ceil(rows / num_shards), ...]``."""
         if self.rows is None:
             return self.shape
         return torch.Size((padded_rows(self.rows, self.groups.num_shards), *self.shape[1:]))
 
     @functools.cached_property
     def own_rows(self) -> slice:
-        """This rank's rows of the full parameter."""
+        """This rank's rows of the full parameter, without padding."""
         assert self.rows is not None
         return rows_of_rank(self.rows, self.groups.num_shards, self.groups.shard_index)
 
     @functools.cached_property
-    def own_count(self) -> int:
+    def num_own_rows(self) -> int:
+        """How many rows these are."""
         return self.own_rows.stop - self.own_rows.start
 
-    def unshard(self, leaf: torch.Tensor) -> torch.Tensor:
-        return self.marker(leaf).call(run)
+    def marker(self, shard: torch.Tensor) -> UnshardSpec | ReplicateSpec:
+        """Return the marker that makes the full parameter of ``shard``, without accumulators."""
+        if self.rows is None:
+            return ReplicateSpec(
+                param=shard,
+                group=self.groups.all_ranks,
+                dtype=self.dtype,
+                reduce_dtype=self.reduce_dtype,
+            )
+        return UnshardSpec(
+            shard=shard,
+            rows=self.rows,
+            group=self.groups.shards,
+            regather_group=self.regather_group,
+            replica_group=self.groups.replicas,
+            dtype=self.dtype,
+            reduce_dtype=self.reduce_dtype,
+            float8_recipe=self.float8_recipe,
+            device=None if self.host_memory is None else self.groups.device,
+            host_memory=self.host_memory,
+        )
+
+    def unshard(self, shard: torch.Tensor) -> torch.Tensor:
+        """Gather the full parameter now, from ``shard`` of ``padded_shape``."""
+        full: torch.Tensor = self.marker(shard).call(run)
+        return full
 
     def reduce(
-        self, grad: torch.Tensor, result: torch.dtype, partial: torch.Tensor | None = None
+        self, grad: torch.Tensor, result_dtype: torch.dtype, partial: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The mean of all ranks' full gradients: this rank's padded shard of it, as ``result``.
+        """Reduce all ranks' full gradients to this rank's padded shard of their mean, now.
 
         Args:
-            partial: added to the mean over shards before that over replicas.
+            partial: key of an accumulator; its total is added to the mean over shards before that
+                is averaged over replicas.
         """
+        marker: ReduceGradSpec | AllReduceGradSpec
         if self.rows is None:
-            return AllReduceGradSpec(
+            marker = AllReduceGradSpec(
                 grad=grad,
-                group=self.groups.all,
+                group=self.groups.all_ranks,
                 reduce_dtype=self.reduce_dtype,
-                result_dtype=result,
-            ).call(run)
-        return ReduceGradSpec(
-            grad=grad,
-            padded_rows=self.padded_shape[0],
-            group=self.groups.shards,
-            replica_group=self.groups.replicas or None,
-            partial=partial,
-            reduce_dtype=self.reduce_dtype,
-            result_dtype=result,
-            host_memory=self.host or None,
-        ).call(run)
+                result_dtype=result_dtype,
+            )
+        else:
+            marker = ReduceGradSpec(
+                grad=grad,
+                padded_rows=self.padded_shape[0],
+                group=self.groups.shards,
+                replica_group=self.groups.replicas,
+                partial=partial,
+                reduce_dtype=self.reduce_dtype,
+                result_dtype=result_dtype,
+                host_memory=self.host_memory,
+            )
+        shard: torch.Tensor = marker.call(run)
+        return shard
 
     def reduce_to_partial(self, grad: torch.Tensor) -> torch.Tensor:
-        """The mean of the full gradients of one replica, in the dtype in which it is reduced."""
-        dtype = markers.used_dtype(grad, self.reduce_dtype)
-        return ReduceGradSpec(
+        """Reduce the full gradients of one replica, now, to a shard in the dtype of the reduction."""
+        dtype = used_dtype(grad, self.reduce_dtype)
+        marker = ReduceGradSpec(
             grad=grad,
             padded_rows=self.padded_shape[0],
             group=self.groups.shards,
             reduce_dtype=dtype,
             result_dtype=dtype,
-        ).call(run)
-
-    def marker(self, leaf: torch.Tensor) -> UnshardSpec | ReplicateSpec:
-        """The marker that makes the full parameter of its leaf, without accumulators."""
-        if self.rows is None:
-            return ReplicateSpec(
-                param=leaf,
-                group=self.groups.all,
-                dtype=self.dtype,
-                reduce_dtype=self.reduce_dtype,
-            )
-        return UnshardSpec(
-            shard=leaf,
-            rows=self.rows,
-            group=self.groups.shards,
-            regather_group=self.regather or None,
-            replica_group=self.groups.replicas or None,
-            dtype=self.dtype,
-            reduce_dtype=self.reduce_dtype,
-            float8_recipe=self.float8 or None,
-            device=self.groups.device if self.host else None,
-            host_memory=self.host or None,
         )
+        shard: torch.Tensor = marker.call(run)
+        return shard
+
+    def average_over_replicas(
+        self, partial: torch.Tensor, result_dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Average a shard that was reduced within each replica, now."""
+        assert self.groups.replicas is not None
+        marker = AllReduceGradSpec(
+            grad=partial, group=self.groups.replicas, result_dtype=result_dtype
+        )
+        return to_host_memory(marker.call(run), self.host_memory)
 
     def padded_shard(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of ``full``, padded with zeros: a new contiguous tensor, where it is kept."""
+        """Copy this rank's rows of ``full``, padded with zeros, to where they are kept.
+
+        The result is contiguous and has ``padded_shape``.
+        """
         if self.rows is None:
-            there = full.device.type in ("meta", self.mesh.device_type)
-            device = full.device if there else self.groups.device
+            stays = full.device.type in ("meta", self.mesh.device_type)
+            device = full.device if stays else self.groups.device
             return full.detach().to(device, copy=True, memory_format=torch.contiguous_format)
-        return to_host_memory(self.padded(full.detach()[self.own_rows]), self.host)
+        return to_host_memory(self.padded(full.detach()[self.own_rows]), self.host_memory)
 
     def padded(self, own: torch.Tensor) -> torch.Tensor:
+        """Copy this rank's rows into a tensor of ``padded_shape``, with zeros behind them."""
         padded = own.new_zeros(self.padded_shape)
         padded[: own.shape[0]] = own
         return padded
 
     def local_view(self, padded: torch.Tensor) -> torch.Tensor:
-        return padded if self.rows is None else padded[: self.own_count]
+        """Return a view of ``padded`` without the padding."""
+        return padded if self.rows is None else padded[: self.num_own_rows]
 
     def dtensor(self, padded: torch.Tensor) -> DTensor:
-        """A DTensor of the full shape whose local tensor is a view of ``padded``."""
+        """Return a DTensor of the full shape whose local tensor is a view of ``padded``."""
         return dtensor_of(self.local_view(padded), self.mesh, self.placements, self.shape)

@@ -1,7 +1,8 @@
-"""The process groups of a mesh: which ranks hold its shards, its replicas, and what few gather from."""
+"""The process groups of a mesh: ranks that hold its shards, its replicas, and parts of these."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,19 +12,23 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.distributed import is_registered
 
-_made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-"""By ranks."""
+_created: dict[tuple[int, ...], dist.ProcessGroup] = {}
+"""Process groups that were created here, by their sorted ranks."""
 
 
 @dataclass(frozen=True)
 class MeshGroups:
-    """Of a 1D mesh, over which parameters are sharded, or a 2D one: replicas, and shards (HSDP)."""
+    """The process groups of one mesh, by name.
+
+    Args:
+        mesh: 1D: parameters are sharded over it; 2D: (replicas, shards), for HSDP.
+    """
 
     mesh: DeviceMesh
 
     @property
     def device(self) -> torch.device:
-        """On which this rank computes."""
+        """The device on which this rank computes."""
         kind = self.mesh.device_type
         if kind == "cpu":
             return torch.device(kind)
@@ -31,43 +36,50 @@ class MeshGroups:
 
     @property
     def num_shards(self) -> int:
+        """How many ranks hold the shards of one replica."""
         return self.mesh.size(self.mesh.ndim - 1)
 
     @property
     def shard_index(self) -> int:
-        """Of this rank's shards."""
+        """This rank's position among them."""
         return self.mesh.get_local_rank(self.mesh.ndim - 1)
 
     @cached_property
     def shards(self) -> str:
-        """The group of ranks that have the shards of one replica; groups go by their names."""
+        """The group of ranks that hold the shards of one replica."""
         return self.mesh.get_group(self.mesh.ndim - 1).group_name
 
     @cached_property
-    def replicas(self) -> str:
-        """The group of ranks that have the same shards; "" where each is alone."""
+    def replicas(self) -> str | None:
+        """The group of ranks that hold the same shards; None where there are no others."""
         several = self.mesh.ndim == 2 and self.mesh.size(0) > 1
-        return self.mesh.get_group(0).group_name if several else ""
+        return self.mesh.get_group(0).group_name if several else None
 
     @cached_property
-    def all(self) -> str:
+    def all_ranks(self) -> str:
         """The group of all ranks of the mesh."""
         if self.mesh.ndim == 1:
             return self.shards
         return _group_of(self.mesh.mesh.flatten().tolist())
 
-    def few(self, num: int) -> str:
-        """The group of ``num`` neighbours, this rank among them, that have shards of one replica."""
-        parts = self.mesh.mesh.reshape(-1, num).tolist()
-        return _group_of(next(ranks for ranks in parts if dist.get_rank() in ranks))
+    def neighbours(self, num_ranks: int) -> str:
+        """Return the group of ``num_ranks`` ranks in a row that hold shards of one replica.
+
+        This rank is among them; ``num_ranks`` divides ``num_shards``.
+        """
+        if num_ranks == self.num_shards:
+            return self.shards
+        rows = self.mesh.mesh.reshape(-1, num_ranks).tolist()
+        return _group_of(next(ranks for ranks in rows if dist.get_rank() in ranks))
 
 
-def _group_of(ranks: list[int]) -> str:
-    """The group of these ranks; the first time, a collective of theirs."""
+def _group_of(ranks: Sequence[int]) -> str:
+    """Return the group of these ranks; the first time, all of them have to call this."""
     if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD.group_name  # type: ignore[union-attr]
-    known = _made.get(key := tuple(sorted(ranks)))
-    if known is None or not is_registered(known):
+        return dist.group.WORLD.group_name  # type: ignore[union-attr]  # it is initialised
+    key = tuple(sorted(ranks))
+    group = _created.get(key)
+    if group is None or not is_registered(group):
         # Ranks of other parts of a larger mesh may shard something else, or nothing.
-        _made[key] = known = dist.new_group(list(key), use_local_synchronization=True)
-    return known.group_name
+        group = _created[key] = dist.new_group(list(key), use_local_synchronization=True)
+    return group.group_name

@@ -1,8 +1,8 @@
 """How a sharded module's forward comes to full parameters while everyone else sees DTensors.
 
 The class of a module that owns sharded parameters becomes a subclass with one property per
-parameter. Under tracing the property yields ``graphshard::unshard(leaf)``; in an eager part of a
-forward (a graph break, a plain call of the model) it runs that op for real; anywhere else it yields
+parameter. Under tracing the property returns ``graphshard::unshard(shard)``; in an eager part of a
+forward (a graph break, a plain call of the model) it runs that op for real; anywhere else it returns
 the DTensor. ``_parameters`` holds the DTensor, so ``named_parameters``, ``state_dict`` and
 ``torch.distributed.checkpoint`` never meet the property.
 
@@ -13,8 +13,8 @@ once for all equal layers, because Dynamo guards on the class and not on the mod
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -22,127 +22,149 @@ from torch.distributed.tensor import DTensor
 
 from .._torch.dynamo import run_as_python
 from .._torch.frames import compiled_call
-from .._torch.nn import parameters_of
+from .._torch.nn import FLAT_WEIGHTS, NoticesReplacement, flat_weights, parameters_of
+from .._torch.tensors import OpOverload
 from ..errors import BackendError
 from ..ops.accumulators import ACCUMULATOR_NAMES
 from .eager_unshard import full_parameters
-from .grad_accumulation import ALL_REDUCES, SYNCS, flag_of
+from .grad_accumulation import ALL_REDUCES, SYNCS, module_flag
 from .layout import Layout
-from .sharded_param import (
-    ShardedModel,
-    ShardedParam,
-    adopt,
-    leaf_name,
-    leaf_of,
-    sharded_model_of,
-    sharded_param_of,
-)
+from .sharded_model import ShardedModel, join_model, sharded_model_of
+from .sharded_param import ShardedParam, owned_by, shard_attribute, sharded_param_of
 
 
-class ShardedModule:
-    """Mixed in before the module's own class: keeps leaves and DTensors linked."""
+class _MarkerCall(NamedTuple):
+    """The call of a marker by which a traced forward reads one parameter; equal for equal layers.
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        result = super()._apply(fn, recurse)  # type: ignore[misc]
-        relink(self)  # type: ignore[arg-type]
-        return result
+    Attributes:
+        constants: its arguments between the shard and the accumulators.
+        accumulators: its last arguments, each one of ``ACCUMULATOR_NAMES``, or None.
+    """
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
-        relink(self)  # type: ignore[arg-type]
-
-    def refresh_accessors(self) -> None:
-        """Read the parameters as their links say now; see ``graphshard.params.grad_accumulation``."""
-        cls: Any = type(self)
-        _give_class(self, cls._plain_class, cls._markers)  # type: ignore[arg-type]
-
-    def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)  # type: ignore[misc]
-        relink(self)  # type: ignore[arg-type]
+    op: OpOverload
+    constants: tuple[Any, ...]
+    accumulators: tuple[str | None, ...]
 
 
-def install(module: nn.Module, links: dict[str, ShardedParam], model: ShardedModel) -> None:
-    """Give ``module`` accessors and leaves for ``links``, beside those that it may have already."""
-    plain: Any = type(module)
-    kept: dict[str, Any] = {}
+class ShardedModule(NoticesReplacement):
+    """Mixed in before the module's own class: keeps shards and DTensors together.
+
+    Attributes:
+        _graphshard_plain_class: the module's own class.
+        _graphshard_markers: what reads each parameter, by name.
+    """
+
+    _graphshard_plain_class: ClassVar[type]
+    _graphshard_markers: ClassVar[Mapping[str, _MarkerCall]]
+
+    def _graphshard_on_replacement(self) -> None:
+        _reattach(self)
+
+    def _graphshard_refresh_accessors(self) -> None:
+        """Read the parameters as they are reduced now; see ``graphshard.params.grad_accumulation``."""
+        cls = type(self)
+        kept = cls._graphshard_markers
+        _give_class(self, cls._graphshard_plain_class, kept, kept)
+
+
+def refresh_accessors(module: nn.Module) -> None:
+    """Have a module whose flags changed read its parameters accordingly."""
     if isinstance(module, ShardedModule):
-        plain, kept = plain._plain_class, plain._markers
-    module.__dict__.pop("_flat_weights", None)  # nn.RNNBase: a property from now on
-    for name, link in links.items():
-        link.own(module, name)
-    _give_class(module, plain, {**kept, **dict.fromkeys(links)})
-    adopt(module, model)
+        module._graphshard_refresh_accessors()
 
 
-def _give_class(module: nn.Module, plain: type, kept: Mapping[str, Any]) -> None:
-    """A class whose accessors do what the links of these parameters say.
+def install(
+    module: nn.Module, sharded_params: Mapping[str, ShardedParam], model: ShardedModel
+) -> None:
+    """Give ``module`` accessors and shards, beside those that it may have already.
 
     Args:
-        kept: markers by name, for parameters that are there no more.
+        sharded_params: by the names that they have in ``module``.
     """
-    markers = {}
-    for name, marker in kept.items():
-        link = sharded_param_of(leaf_of(module, name))
-        if link is None:
-            markers[name] = marker
+    plain: type = type(module)
+    kept: Mapping[str, _MarkerCall] = {}
+    if isinstance(module, ShardedModule):
+        plain, kept = type(module)._graphshard_plain_class, type(module)._graphshard_markers
+    module.__dict__.pop(FLAT_WEIGHTS, None)  # nn.RNNBase: a property from now on
+    for name, sharded_param in sharded_params.items():
+        sharded_param.add_owner(module, name)
+    _give_class(module, plain, [*kept, *sharded_params], kept)
+    join_model(module, model)
+
+
+def _give_class(
+    module: nn.Module, plain: type, names: Iterable[str], kept: Mapping[str, _MarkerCall]
+) -> None:
+    """Give ``module`` the class whose accessors fit its sharded parameters.
+
+    Args:
+        plain: the module's own class.
+        names: of the parameters, in the order of the accessors.
+        kept: markers of parameters that are there no more.
+    """
+    markers: dict[str, _MarkerCall] = {}
+    for name in names:
+        sharded_param = owned_by(module, name)
+        if sharded_param is None:
+            markers[name] = kept[name]
             continue
-        link.sums.syncs = flag_of(module, SYNCS)
-        link.sums.all_reduces = flag_of(module, ALL_REDUCES)
-        summed = link.summed()
-        marker_spec = link.layout.marker(link.leaf)
-        accumulators = tuple(n if n in summed else None for n in marker_spec.accumulators)
-        markers[name] = (marker_spec.op(), marker_spec.constants(), accumulators)
+        sharded_param.accumulation.syncs = module_flag(module, SYNCS)
+        sharded_param.accumulation.all_reduces = module_flag(module, ALL_REDUCES)
+        accumulators = sharded_param.marker_accumulators()
         for argument in ACCUMULATOR_NAMES:
-            module.__dict__.pop(_sum_name(name, argument), None)
-        module.__dict__.update({_sum_name(name, of): value for of, value in summed.items()})
+            module.__dict__.pop(_accumulator_attribute(name, argument), None)
+        for argument, tensor in accumulators.items():
+            module.__dict__[_accumulator_attribute(name, argument)] = tensor
+        markers[name] = _marker_call(sharded_param, accumulators)
     module.__class__ = _sharded_class(plain, tuple(markers.items()))
 
 
-def is_replaced(module: nn.Module, name: str) -> bool:
-    """Whether ``module`` had a sharded parameter ``name``; for one that holds a plain one now."""
-    return isinstance(module, ShardedModule) and name in type(module)._markers  # type: ignore[attr-defined]
+def had_sharded(module: nn.Module, name: str) -> bool:
+    """Return whether ``module`` had a sharded parameter ``name``, whatever it holds now."""
+    return isinstance(module, ShardedModule) and name in type(module)._graphshard_markers
 
 
 @functools.cache
-def _sharded_class(cls: type, markers: tuple[tuple[str, Any], ...]) -> type:
-    namespace: dict[str, Any] = {name: _accessor(name, *marker) for name, marker in markers}
+def _sharded_class(cls: type, markers: tuple[tuple[str, _MarkerCall], ...]) -> type[ShardedModule]:
+    """Return the subclass of ``cls`` that reads its parameters by these markers."""
+    namespace: dict[str, object] = {name: _accessor(name, marker) for name, marker in markers}
     # Libraries look at a module's class name (transformers picks the loss by it).
     namespace.update(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__)
-    namespace.update(_plain_class=cls, _markers=dict(markers))
+    namespace.update(_graphshard_plain_class=cls, _graphshard_markers=dict(markers))
     if issubclass(cls, nn.RNNBase):
-        namespace["_flat_weights"] = property(_flat_weights, lambda self, value: None)
+        namespace[FLAT_WEIGHTS] = property(flat_weights, lambda self, value: None)
     return type(cls)(cls.__name__, (ShardedModule, cls), namespace)
 
 
-def _flat_weights(self: nn.RNNBase) -> list[Any]:
-    # nn.RNNBase keeps a list of its parameters beside them.
-    return [getattr(self, name, None) for name in self._flat_weights_names]
+def _accumulator_attribute(name: str, argument: str) -> str:
+    """Return the attribute of a module that holds this argument of the marker of ``name``."""
+    return f"_graphshard_{argument}_of_{name}"
 
 
-def _sum_name(name: str, argument: str) -> str:
-    """The attribute of a module that holds what gradients of its parameter ``name`` add up in."""
-    return f"_{argument}_of_{name}"
+def _marker_call(
+    sharded_param: ShardedParam, accumulators: Mapping[str, torch.Tensor]
+) -> _MarkerCall:
+    spec = sharded_param.layout.marker(sharded_param.shard)
+    given = tuple(name if name in accumulators else None for name in spec.accumulators)
+    return _MarkerCall(spec.op(), spec.constants(), given)
 
 
-def _accessor(
-    name: str, op: Any, constants: tuple[Any, ...], accumulators: tuple[str | None, ...]
-) -> property:
-    """
-    Args:
-        op: the marker; ``constants`` are its arguments between the leaf and the accumulators.
-        accumulators: the marker's last arguments, each one of ``ACCUMULATOR_NAMES``, or None.
-    """
-    leaf = leaf_name(name)
-    attributes = [
-        None if argument is None else _sum_name(name, argument) for argument in accumulators
+def _accessor(name: str, marker: _MarkerCall) -> property:
+    """Return the property of a sharded class that reads its parameter ``name``."""
+    op, constants, shard = marker.op, marker.constants, shard_attribute(name)
+    accumulators = [
+        None if argument is None else _accumulator_attribute(name, argument)
+        for argument in marker.accumulators
     ]
 
-    def get(self: nn.Module) -> Any:
+    def get(self: ShardedModule) -> torch.Tensor | None:
         if torch.compiler.is_compiling():
             values = [
-                None if attribute is None else getattr(self, attribute) for attribute in attributes
+                None if attribute is None else getattr(self, attribute)
+                for attribute in accumulators
             ]
-            return op(getattr(self, leaf), *constants, *values)
+            full: torch.Tensor = op(getattr(self, shard), *constants, *values)
+            return full
         return _eager_value(self, name)
 
     run_as_python(get)
@@ -150,65 +172,91 @@ def _accessor(
 
 
 @torch.compiler.disable
-def _eager_value(module: nn.Module, name: str) -> Any:
-    if name not in parameters_of(module):
+def _eager_value(module: ShardedModule, name: str) -> torch.Tensor | None:
+    """Return the full parameter inside of a forward, the DTensor outside."""
+    parameters, model = parameters_of(module), sharded_model_of(module)
+    if name not in parameters:
         raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
-    param, model = parameters_of(module)[name], sharded_model_of(module)
+    param = parameters[name]
     if param is None or model is None:
         return param
-    registered = [n for n in type(module)._markers if parameters_of(module).get(n) is not None]  # type: ignore[attr-defined]
-    full = full_parameters(module, registered)
+    names = [n for n in type(module)._graphshard_markers if parameters.get(n) is not None]
+    full = full_parameters(module, names)
     if full is None:
         return param
     if not model.warned and compiled_call().backend is not None:
-        model.eager.setdefault(type(module).__name__)
+        model.eager_classes.setdefault(type(module).__name__)
     return full[name]
 
 
-def relink(module: nn.Module) -> None:
-    """Attach new leaves where this module's DTensors, or their storages, were replaced."""
-    for name in type(module)._markers:  # type: ignore[attr-defined]
+def _reattach(module: ShardedModule) -> None:
+    """Attach new shards where this module's DTensors, or their storages, were replaced."""
+    for name in type(module)._graphshard_markers:
         param = parameters_of(module).get(name)
-        old = sharded_param_of(leaf_of(module, name))
         if param is None:
             continue
-        if not isinstance(param, DTensor):
-            fqn = old.fqn if old else name
-            raise BackendError(
-                f"parameter {fqn!r} is sharded, but was replaced by a plain "
-                f"{type(param).__name__}: load a state dict of DTensors, or load without assign"
-            )
-        if old is not None and old.layout.host and param.device.type not in ("cpu", "meta"):
-            raise BackendError(
-                f"parameter {old.fqn!r} was moved to {param.device}, but offload_policy keeps it on the "
-                'host: leave it there; to_empty(device="cpu") materialises it'
-            )
-        link = _link_for(param, old)
-        if old is not None and old is not link:
-            old.disown(module, name)
-        if not link.attached_to(param):
-            link.attach(param)
-        link.own(module, name)
-    module.refresh_accessors()  # type: ignore[operator]
+        previous = owned_by(module, name)
+        dtensor = _check_replacement(param, name, previous)
+        sharded_param = _sharded_param_for(dtensor, previous)
+        if previous is not None and previous is not sharded_param:
+            previous.remove_owner(module, name)
+        if not sharded_param.is_attached_to(dtensor):
+            sharded_param.attach(dtensor)
+        sharded_param.add_owner(module, name)
+    module._graphshard_refresh_accessors()
 
 
-def _link_for(param: DTensor, old: ShardedParam | None) -> ShardedParam:
-    known = sharded_param_of(param)
-    if old is not None and old.dtensor is param:
-        return old
-    if known is not None and known.dtensor in (None, param):
+def _check_replacement(param: nn.Parameter, name: str, previous: ShardedParam | None) -> DTensor:
+    """Return ``param``, which took the place of ``previous``, if a shard can be made for it.
+
+    Raises:
+        BackendError: it is not a DTensor, or not on the host that has to keep it.
+    """
+    if not isinstance(param, DTensor):
+        fqn = previous.fqn if previous else name
+        raise BackendError(
+            f"parameter {fqn!r} is sharded, but was replaced by a plain "
+            f"{type(param).__name__}: load a state dict of DTensors, or load without assign"
+        )
+    on_device = param.device.type not in ("cpu", "meta")
+    if previous is not None and previous.layout.host_memory is not None and on_device:
+        raise BackendError(
+            f"parameter {previous.fqn!r} was moved to {param.device}, but offload_policy keeps it "
+            'on the host: leave it there; to_empty(device="cpu") materialises it'
+        )
+    return param
+
+
+def _sharded_param_for(dtensor: DTensor, previous: ShardedParam | None) -> ShardedParam:
+    """Return the sharded parameter that ``dtensor`` belongs to, or a new one with its layout.
+
+    Args:
+        previous: the one whose place ``dtensor`` takes.
+
+    Raises:
+        BackendError: ``dtensor`` is laid out in another way.
+    """
+    known = sharded_param_of(dtensor)
+    for candidate in (previous, known):
+        if candidate is not None and candidate.is_attached() and candidate.dtensor is dtensor:
+            return candidate
+    if known is not None and not known.is_attached():
         return known
-    like = known or old
+    like = known or previous
     assert like is not None
-    _check_layout(param, like.layout, like.fqn)
+    _check_layout(dtensor, like.layout, like.fqn)
     return ShardedParam(like.layout, like.fqn, like.model)
 
 
-def _check_layout(param: DTensor, layout: Layout, fqn: str) -> None:
-    want = (tuple(layout.shape), layout.placements)
-    have = (tuple(param.shape), tuple(param.placements))
-    if have != want or param.device_mesh != layout.mesh:
+def _check_layout(dtensor: DTensor, layout: Layout, fqn: str) -> None:
+    """
+    Raises:
+        BackendError: ``dtensor`` does not have this layout.
+    """
+    expected = (tuple(layout.shape), layout.placements)
+    actual = (tuple(dtensor.shape), tuple(dtensor.placements))
+    if actual != expected or dtensor.device_mesh != layout.mesh:
         raise BackendError(
-            f"parameter {fqn!r} was replaced by a DTensor of shape and placements {have} on "
-            f"{param.device_mesh}: it has to be {want} on {layout.mesh}"
+            f"parameter {fqn!r} was replaced by a DTensor of shape and placements {actual} on "
+            f"{dtensor.device_mesh}: it has to be {expected} on {layout.mesh}"
         )

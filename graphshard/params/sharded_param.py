@@ -1,269 +1,248 @@
-"""The link between the DTensor that a user sees and the plain leaf that graphs take.
+"""A sharded parameter: the DTensor that users see, joined with the plain shard that graphs take.
 
     module._parameters["weight"] ──► DTensor (Shard(0)) ──► local tensor
                                         ▲                      │ view of the first rows
                                   .grad │                      ▼
-    module.<leaf of weight> ────────► leaf: this rank's rows, padded    (see [Note: padded shards])
+    module.<shard of weight> ───────► shard: this rank's rows, padded   (see [Note: padded shards])
 
-A compiled graph takes the leaf, because flattening, wrapping and guarding a DTensor costs more than
-FSDP2's hooks do. Autograd accumulates into the leaf; a post-accumulate hook hands the gradient to
-the DTensor and runs the DTensor's own hooks. What replaces a parameter's storage (``to_empty``,
-``.to``, ``load_state_dict(assign=True)``, ``copy.deepcopy``) attaches a new leaf, as FSDP2's
-``reset_sharded_param`` does; a link that is lost otherwise is an error at the next step.
+A compiled graph takes the shard, because flattening, wrapping and guarding a DTensor costs more than
+FSDP2's hooks do. Autograd accumulates into the shard; a post-accumulate hook hands the gradient to
+the DTensor and runs the DTensor's own hooks. Calls that replace a parameter's storage (``to_empty``,
+``.to``, ``load_state_dict(assign=True)``, ``copy.deepcopy``) attach a new shard, as FSDP2's
+``reset_sharded_param`` does. Where a DTensor was replaced in another way, the next step is an error.
 """
 
 from __future__ import annotations
 
 import copy
-import warnings
 import weakref
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .._torch.autograd import at_end_of_backward, gradient_hooks, post_accumulate_hooks
-from .._torch.distributed import process_group
+from .._torch.autograd import gradient_hooks, post_accumulate_hooks
 from .._torch.dtensor import dtensor_like, local_tensor, set_local_tensor
-from .._torch.dynamo import graph_break_reasons
 from .._torch.nn import parameters_of
 from ..errors import BackendError
-from ..ops import markers
-from ..ops.accumulators import ACCUMULATOR_NAMES, PARTIAL, UNSYNCED
+from ..ops.accumulators import ACCUMULATOR_NAMES, PARTIAL, UNSYNCED, Accumulator
 from ..ops.host_copy import to_host_memory
+from ..ops.markers import used_dtype
 from .grad_accumulation import GradAccumulation
 from .layout import Layout
+from .sharded_model import ShardedModel, any_model_accumulates, reduce_leftovers_after_backward
 
-LINK = "_graphshard_link"
-_MODEL = "_graphshard_model"
-
-
-def leaf_name(name: str) -> str:
-    """The attribute of a module that holds the leaf of its parameter ``name``."""
-    return f"_leaf_of_{name}"
+SHARDED_PARAM = "_graphshard_sharded_param"
+"""The attribute of a DTensor and of a shard that holds their ``ShardedParam``."""
 
 
-@dataclass(eq=False)
-class ShardedModel:
-    """What is known of one sharded module tree; shared by all its modules and links.
+def shard_attribute(name: str) -> str:
+    """Return the attribute of a module that holds the shard of its parameter ``name``."""
+    return f"_graphshard_shard_of_{name}"
 
-    Attributes:
-        breaks: where its graphs broke, as ``file:line: reason``.
-        eager: classes of its modules whose forward ran outside a graph while parts were compiled.
-        links: those of its parameters.
-        accumulates: gradients of some add up, or did and may be left.
-        reads_eagerly: some parameter was read outside of any graph.
-        gathered_bytes: the most that is gathered at once in any of its graphs.
-    """
 
+class _HasAccessors(Protocol):
+    """A module of ``graphshard.params.parametrization.ShardedModule``."""
+
+    def _graphshard_refresh_accessors(self) -> None: ...
+
+
+class _Owner(NamedTuple):
+    """A module that holds a parameter, and the parameter's name there."""
+
+    module: weakref.ref[nn.Module]
     name: str
-    breaks: list[str] = field(default_factory=list)
-    eager: dict[str, None] = field(default_factory=dict)
-    warned: bool = False
-    links: weakref.WeakSet[ShardedParam] = field(default_factory=weakref.WeakSet)
-    accumulates: bool = False
-    reads_eagerly: bool = False
-    gathered_bytes: int = 0
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
-        return ShardedModel(self.name)  # the copied links add themselves
-
-    def reduce_rest(self) -> None:
-        """Reduce sums of gradients that the backward which is over had none to add to."""
-        links = [link for link in self.links if link.is_owned() and not link.asked]
-        links.sort(key=lambda link: link.fqn)
-        self.accumulates = any(link.asked for link in self.links)
-        pending = [
-            [link.sums.key(name) is not None for name in ACCUMULATOR_NAMES] for link in links
-        ]
-        if self.reads_eagerly and links:  # where each rank's data decides what has a gradient
-            groups = links[0].layout.groups
-            flags = torch.tensor(pending, dtype=torch.int32, device=groups.device)
-            dist.all_reduce(flags, group=process_group(groups.all))
-            pending = [[flag > 0 for flag in of] for of in flags.tolist()]
-        for link, (unsynced, partial) in zip(links, pending):
-            if unsynced or partial:
-                link.reduce_sums(unsynced)
-
-    def warn_of_breaks(self) -> None:
-        """Once, when a backward starts: by then a forward has met all its breaks."""
-        if self.warned or not (self.breaks or self.eager):
-            return
-        self.warned = True
-        where = self.breaks or [
-            f"forward of {', '.join(self.eager)} runs outside of a graph",
-            *graph_break_reasons(),
-        ]
-        warnings.warn(
-            f"graphshard: {self.name} does not compile to one graph. Training is right, but eager "
-            "parts gather their parameters unscheduled, not in fp8, and keep them for backward:\n  "
-            + "\n  ".join(where)
-            + "\nTORCH_LOGS=graph_breaks tells more.",
-            stacklevel=2,
-        )
 
 
 class ShardedParam:
-    """Joins one DTensor parameter, its leaf, and the modules that own it (several where tied)."""
+    """Joins one DTensor parameter, its shard, and the modules that own it (several where tied).
+
+    Attributes:
+        fqn: its first FQN when it was sharded, for messages.
+        dtensor: the parameter that users see; set by ``attach``.
+        shard: the tensor that graphs take, of ``layout.padded_shape``; set by ``attach``.
+        accumulation: its gradients of microbatches that are not reduced, or not all the way.
+    """
+
+    dtensor: DTensor
+    shard: nn.Parameter
 
     def __init__(self, layout: Layout, fqn: str, model: ShardedModel) -> None:
         self.layout = layout
         self.fqn = fqn
         self.model = model
-        self.dtensor: Any = None
-        self.leaf: Any = None
+        self.accumulation = GradAccumulation(self._on_accumulated)
         self._local: torch.Tensor | None = None
-        self._owners: list[tuple[weakref.ref[nn.Module], str]] = []
-        self.sums = GradAccumulation(self._on_sum)
-        model.links.add(self)
+        self._owners: list[_Owner] = []
+        model.sharded_params.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
         # The copied modules attach and own it again, in their __setstate__.
         return ShardedParam(self.layout, self.fqn, copy.deepcopy(self.model, memo))
 
     def attach(self, dtensor: DTensor) -> None:
-        """Make a leaf for ``dtensor``, whose local tensor becomes a view of it."""
+        """Make a shard for ``dtensor``, whose local tensor becomes a view of it."""
         local = local_tensor(dtensor).detach()
         if local.shape == self.layout.padded_shape and local.is_contiguous():
             padded = local
         else:
             padded = self.layout.padded(local)
-        padded = to_host_memory(padded, self.layout.host)
-        self.leaf = nn.Parameter(padded, requires_grad=dtensor.requires_grad)
-        self._local = self.layout.local_view(self.leaf.detach())
+        padded = to_host_memory(padded, self.layout.host_memory)
+        self.shard = nn.Parameter(padded, requires_grad=dtensor.requires_grad)
+        self._local = self.layout.local_view(self.shard.detach())
         set_local_tensor(dtensor, self._local)
         self.dtensor = dtensor
-        setattr(dtensor, LINK, self)
-        setattr(self.leaf, LINK, self)
-        if self.leaf.is_floating_point() or self.leaf.is_complex():
+        setattr(dtensor, SHARDED_PARAM, self)
+        setattr(self.shard, SHARDED_PARAM, self)
+        if self.shard.is_floating_point() or self.shard.is_complex():
             # Registering needs requires_grad, which a frozen parameter may get later.
-            self.leaf.requires_grad_(True).register_post_accumulate_grad_hook(_deliver)
-            self.leaf.requires_grad_(dtensor.requires_grad)
-        for ref, name in self._owners:
-            if (owner := ref()) is not None:
-                self._give_leaf(owner, name)
+            self.shard.requires_grad_(True).register_post_accumulate_grad_hook(_on_shard_gradient)
+            self.shard.requires_grad_(dtensor.requires_grad)
+        for owner in self._owners:
+            if (module := owner.module()) is not None:
+                self._give_shard(module, owner.name)
 
-    def attached_to(self, param: Any) -> bool:
-        return self.dtensor is param and local_tensor(param) is self._local
+    def is_attached(self) -> bool:
+        """Return whether it has a DTensor and a shard; a copy has none before it is attached."""
+        return self._local is not None
 
-    def own(self, module: nn.Module, name: str) -> None:
-        """``module`` holds the parameter as ``name``: give it DTensor and leaf."""
-        parameters_of(module)[name] = self.dtensor
-        self._give_leaf(module, name)
-        if all(ref() is not module or at != name for ref, at in self._owners):
-            self._owners.append((weakref.ref(module), name))
-
-    def _give_leaf(self, module: nn.Module, name: str) -> None:
-        module.__dict__[leaf_name(name)] = self.leaf
-
-    @property
-    def asked(self) -> str:
-        """Where gradients go, one of ``sums.NAMES``; "" where they are reduced."""
-        if not self.dtensor.requires_grad:
-            return ""
-        if not self.sums.syncs:
-            return UNSYNCED
-        return PARTIAL if self.averages_shards and not self.sums.all_reduces else ""
-
-    @property
-    def averages_shards(self) -> bool:
-        """Whether reduced shards are averaged over replicas."""
-        return self.layout.rows is not None and bool(self.layout.groups.replicas)
-
-    def summed(self) -> dict[str, torch.Tensor]:
-        """Stand-ins and keys: arguments of the marker."""
-        asked = self.asked
-        if asked:
-            self.model.accumulates = True
-            _accumulating.setdefault(self.model)
-        if not self.dtensor.requires_grad:
-            return {}
-        found = (
-            {}
-            if asked == UNSYNCED
-            else {n: k for n in ACCUMULATOR_NAMES if (k := self.sums.key(n)) is not None}
+    def is_attached_to(self, dtensor: DTensor) -> bool:
+        """Return whether ``dtensor`` is its DTensor, with the storage that it was attached with."""
+        return (
+            self.is_attached() and self.dtensor is dtensor and local_tensor(dtensor) is self._local
         )
-        return {**found, asked: self.sum_of(asked).stand_in} if asked else found
 
-    def sum_of(self, name: str) -> Any:
-        """What gradients add up in: in the dtype in which they are reduced."""
-        used = markers.used_dtype(self.leaf, self.layout.dtype)
-        reduced = self.layout.reduce_dtype if used.is_floating_point else None
-        shape = self.layout.shape if name == UNSYNCED else self.layout.padded_shape
-        return self.sums.of(name, shape, reduced or used, self.layout.groups.device)
+    def add_owner(self, module: nn.Module, name: str) -> None:
+        """Note that ``module`` holds the parameter as ``name``; give it DTensor and shard."""
+        parameters_of(module)[name] = cast(nn.Parameter, self.dtensor)
+        self._give_shard(module, name)
+        if not any(self._is_owner(owner, module, name) for owner in self._owners):
+            self._owners.append(_Owner(weakref.ref(module), name))
 
-    def _on_sum(self) -> None:
-        """A gradient may come when those of further forwards are reduced again."""
-        if not self.asked:
-            self.refresh()
-
-    def refresh(self) -> None:
-        """Have the owners' accessors hand out what ``summed`` says now."""
-        for ref, _ in self._owners:
-            if (owner := ref()) is not None:
-                owner.refresh_accessors()  # type: ignore[operator]
-
-    def reduce_sums(self, unsynced: bool) -> None:
-        """Reduce what has added up here or on another rank, without a gradient to add it to.
-
-        Args:
-            unsynced: full gradients have; else shards, over which replicas average.
-        """
-        layout, result = self.layout, self.leaf.dtype
-        of = self.sum_of(UNSYNCED if unsynced else PARTIAL)
-        total = of.take()
-        if total is None:
-            total = torch.zeros_like(of.stand_in, memory_format=torch.contiguous_format)
-        if unsynced:
-            grad = layout.reduce(total, result, self.sums.key(PARTIAL))
-        else:
-            grad = markers.all_reduce_grad(total, layout.groups.replicas, None, result)
-            grad = to_host_memory(grad, layout.host)
-        self.deliver(grad)
-        self.sums.delivered()
+    def remove_owner(self, module: nn.Module, name: str) -> None:
+        """Note that ``module`` holds another parameter as ``name`` now."""
+        self._owners = [o for o in self._owners if not self._is_owner(o, module, name)]
 
     def is_owned(self) -> bool:
-        """False for one that was replaced."""
-        return any(ref() is not None for ref, _ in self._owners)
+        """Return whether any module holds it; False once it was replaced everywhere."""
+        return any(owner.module() is not None for owner in self._owners)
 
-    def disown(self, module: nn.Module, name: str) -> None:
-        self._owners = [(r, at) for r, at in self._owners if r() is not module or at != name]
+    @staticmethod
+    def _is_owner(owner: _Owner, module: nn.Module, name: str) -> bool:
+        return owner.module() is module and owner.name == name
 
-    def lost(self) -> bool:
-        """Whether a module's parameter, or its storage, was replaced behind our back."""
+    def _give_shard(self, module: nn.Module, name: str) -> None:
+        module.__dict__[shard_attribute(name)] = self.shard
+
+    @property
+    def accumulates_in(self) -> str | None:
+        """The accumulator that gradients go to, one of ``ACCUMULATOR_NAMES``.
+
+        None where they are reduced, or there are none.
+        """
+        if not self.dtensor.requires_grad:
+            return None
+        if not self.accumulation.syncs:
+            return UNSYNCED
+        holds_back = self.averages_over_replicas and not self.accumulation.all_reduces
+        return PARTIAL if holds_back else None
+
+    @property
+    def averages_over_replicas(self) -> bool:
+        """Whether reduced shards are averaged over replicas."""
+        return self.layout.rows is not None and self.layout.groups.replicas is not None
+
+    def marker_accumulators(self) -> dict[str, torch.Tensor]:
+        """Return stand-ins and keys, by the names of the marker's arguments that take them."""
+        destination = self.accumulates_in
+        if destination is not None:
+            self.model.start_accumulating()
+        if not self.dtensor.requires_grad:
+            return {}
+        pending = {}
+        if destination != UNSYNCED:
+            keys = {name: self.accumulation.key(name) for name in ACCUMULATOR_NAMES}
+            pending = {name: key for name, key in keys.items() if key is not None}
+        if destination is not None:
+            pending[destination] = self.accumulator(destination).stand_in
+        return pending
+
+    def accumulator(self, name: str) -> Accumulator:
+        """Return the accumulator of that name, in the dtype in which its gradients are reduced."""
+        used = used_dtype(self.shard, self.layout.dtype)
+        reduced = self.layout.reduce_dtype if used.is_floating_point else None
+        return self.accumulation.accumulator(
+            name,
+            shape=self.layout.shape if name == UNSYNCED else self.layout.padded_shape,
+            dtype=reduced or used,
+            device=self.layout.groups.device,
+        )
+
+    def _on_accumulated(self) -> None:
+        """Follow autograd, which may bring a gradient when further forwards are reduced again."""
+        if self.accumulates_in is None:
+            self.refresh_accessors()
+
+    def refresh_accessors(self) -> None:
+        """Have the owners' accessors use what ``marker_accumulators`` returns now."""
+        for owner in self._owners:
+            if (module := owner.module()) is not None:
+                cast(_HasAccessors, module)._graphshard_refresh_accessors()
+
+    def reduce_accumulated(self, *, unsynced: bool) -> None:
+        """Reduce what has accumulated here or on another rank, without a gradient to add it to.
+
+        Args:
+            unsynced: full gradients have accumulated; else shards, which replicas average.
+        """
+        layout, dtype = self.layout, self.shard.dtype
+        accumulator = self.accumulator(UNSYNCED if unsynced else PARTIAL)
+        total = accumulator.take()
+        if total is None:
+            stand_in = accumulator.stand_in
+            total = torch.zeros_like(stand_in, memory_format=torch.contiguous_format)
+        if unsynced:
+            grad = layout.reduce(total, dtype, self.accumulation.key(PARTIAL))
+        else:
+            grad = layout.average_over_replicas(total, dtype)
+        self.accumulate_grad(grad)
+        self.accumulation.delivered()
+
+    def is_lost(self) -> bool:
+        """Return whether a module's parameter, or its storage, was replaced unnoticed."""
         if local_tensor(self.dtensor) is not self._local:
             return True
         for ref, name in self._owners:
-            module = ref()
-            if module is not None and parameters_of(module).get(name) is not self.dtensor:
+            if (module := ref()) is None:
+                continue
+            held: object = parameters_of(module).get(name)
+            if held is not self.dtensor:
                 return True
         return False
 
     def sync(self) -> bool:
-        """Give the leaf the DTensor's ``requires_grad``; False if that changed anything.
+        """Give the shard the DTensor's ``requires_grad``; return False if that changed anything.
 
         Raises:
-            BackendError: the link is lost.
+            BackendError: the DTensor, or its storage, was replaced unnoticed.
         """
-        if self.lost():
+        if self.is_lost():
             raise BackendError(
                 f"parameter {self.fqn!r} was replaced after it was sharded, so training would not "
                 "reach it: change it in place (copy_, load_state_dict), or assign before sharding"
             )
-        if self.dtensor.requires_grad == self.leaf.requires_grad:
+        if self.dtensor.requires_grad == self.shard.requires_grad:
             return True
-        self.leaf.requires_grad_(self.dtensor.requires_grad)
+        self.shard.requires_grad_(self.dtensor.requires_grad)
         if self.model.accumulates:
-            self.refresh()
+            self.refresh_accessors()
         return False
 
-    def deliver(self, padded_grad: torch.Tensor) -> None:
+    def accumulate_grad(self, padded_grad: torch.Tensor) -> None:
         """Accumulate this rank's padded gradient into the DTensor and run the DTensor's hooks."""
         param = self.dtensor
-        grad: Any = dtensor_like(self.layout.local_view(padded_grad), param)
+        grad: torch.Tensor = dtensor_like(self.layout.local_view(padded_grad), param)
         for hook in gradient_hooks(param):
             replaced = hook(grad)
             grad = grad if replaced is None else replaced
@@ -272,66 +251,47 @@ class ShardedParam:
         else:
             with torch.no_grad():
                 param.grad.add_(grad)
-        for done in post_accumulate_hooks(param):
-            done(param)
+        for hook_after in post_accumulate_hooks(param):
+            hook_after(param)
 
 
-def sharded_param_of(tensor: Any) -> Any:
-    """The link of a leaf or of a sharded DTensor, else None."""
-    return getattr(tensor, LINK, None)
+def sharded_param_of(tensor: object) -> ShardedParam | None:
+    """Return the sharded parameter that a shard or a sharded DTensor belongs to, else None."""
+    return getattr(tensor, SHARDED_PARAM, None)
 
 
-def leaf_of(module: nn.Module, name: str) -> Any:
-    return module.__dict__.get(leaf_name(name))
+def owned_by(module: nn.Module, name: str) -> ShardedParam | None:
+    """Return the sharded parameter whose shard ``module`` has for its parameter ``name``, if any."""
+    return sharded_param_of(module.__dict__.get(shard_attribute(name)))
 
 
-def adopt(module: nn.Module, model: ShardedModel) -> None:
-    """Note which sharded model ``module`` is part of; modules without parameters are, too."""
-    module.__dict__[_MODEL] = model
+def in_sync(sharded_param: ShardedParam) -> bool:
+    """Return whether a compiled graph may take this shard; False makes Dynamo ask the backend again.
 
-
-def sharded_model_of(module: nn.Module) -> ShardedModel | None:
-    return module.__dict__.get(_MODEL)
-
-
-def in_sync(link: ShardedParam) -> bool:
-    """A guard of every compiled graph, for each leaf: False makes Dynamo ask the backend again.
-
-    Where a ``requires_grad`` was flipped, all leaves of the model get theirs here, so that the
-    graph compiled for the new ones earlier, if there is one, is found: Dynamo tries the graph of
-    the last call, whose guards on the leaves still hold, before all others.
+    Every compiled graph has this guard for each shard. Where a ``requires_grad`` was flipped, all
+    shards of the model get theirs here, so that the graph that was compiled for the new ones
+    earlier, if there is one, is found: Dynamo tries the graph of the last call, whose guards on the
+    shards still hold, before all others.
     """
-    if link.lost():
+    if sharded_param.is_lost():
         return False
-    if link.sync():
+    if sharded_param.sync():
         return True
-    for other in link.model.links:
-        if not other.lost():
+    for other in sharded_param.model.sharded_params:
+        if not other.is_lost():
             other.sync()
     return False
 
 
-def _deliver(leaf: torch.Tensor) -> None:
-    link, grad = sharded_param_of(leaf), leaf.grad
-    assert link is not None
+def _on_shard_gradient(shard: torch.Tensor) -> None:
+    """Hand a gradient that autograd has brought to the shard on to the DTensor."""
+    sharded_param, grad = sharded_param_of(shard), shard.grad
+    assert sharded_param is not None
     if grad is None:  # autograd came by without a gradient
         return
-    leaf.grad = None
-    link.model.warn_of_breaks()
-    link.deliver(grad)
-    if _accumulating:
-        link.sums.delivered()
-        at_end_of_backward(_reduce_rest)
-
-
-_accumulating: weakref.WeakKeyDictionary[ShardedModel, None] = weakref.WeakKeyDictionary()
-"""Models with gradients that add up, or did and may be left, in the order in which they began to."""
-
-
-def _reduce_rest() -> None:
-    for model in list(_accumulating):
-        model.reduce_rest()
-        for link in model.links:
-            link.refresh()
-        if not model.accumulates:
-            del _accumulating[model]
+    shard.grad = None
+    sharded_param.model.warn_of_breaks()
+    sharded_param.accumulate_grad(grad)
+    if any_model_accumulates():
+        sharded_param.accumulation.delivered()
+        reduce_leftovers_after_backward()

@@ -35,7 +35,7 @@ class _Mesh:
 def _layouts(shape: tuple[int, ...], world_size: int) -> list[Layout]:
     """The layout of one parameter on every rank."""
     meshes: list[Any] = [_Mesh(world_size, rank) for rank in range(world_size)]
-    return [Layout(torch.Size(shape), MeshGroups(mesh), regather="") for mesh in meshes]
+    return [Layout(torch.Size(shape), MeshGroups(mesh)) for mesh in meshes]
 
 
 worlds = st.integers(1, 9)
@@ -49,7 +49,7 @@ def test_rows_are_split_as_by_chunk(shape: tuple[int, ...], world_size: int) -> 
     chunks = [*full.chunk(world_size), *[full[:0]] * world_size][:world_size]
     for layout, chunk in zip(_layouts(shape, world_size), chunks):
         assert torch.equal(full[layout.own_rows], chunk)
-        assert layout.own_count == len(chunk)
+        assert layout.num_own_rows == len(chunk)
         assert layout.placements == (Shard(0),)
 
 
@@ -68,7 +68,7 @@ def test_padded_shards_are_alike_and_hold_everything(
     assert len(gathered) - shape[0] < world_size
     for layout, shard in zip(layouts, shards):
         assert torch.equal(layout.local_view(shard), full[layout.own_rows])
-        assert layout.local_view(shard).data_ptr() == shard.data_ptr() or not layout.own_count
+        assert layout.local_view(shard).data_ptr() == shard.data_ptr() or not layout.num_own_rows
 
 
 @given(whole_shapes, worlds)

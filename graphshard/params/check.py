@@ -1,0 +1,165 @@
+"""The checks that a model has to pass before it is sharded, and the options of each parameter.
+
+A check returns a fault as text, and does not raise: another rank may have none, and all ranks have
+to raise together (``graphshard.params.agree``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from .._torch.tensors import is_traceable_wrapper_subclass
+from ..ops.float8_math import device_fault, is_of_torchao
+from ..options.float8_policy import check_fp8
+from ..options.options import Options
+from .find import PlainParam
+from .mesh_groups import MeshGroups
+from .parametrization import had_sharded
+
+_OTHER_WRAPPERS = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel, DataParallel)
+
+
+def find_fault(
+    root: nn.Module,
+    plain_params: Sequence[PlainParam],
+    mesh: DeviceMesh,
+    options: Options,
+    *,
+    allow_meta: bool,
+) -> str | None:
+    """Return the first fault that keeps this rank from sharding ``root``, or None.
+
+    Sets the options of all ``plain_params`` on the way.
+    """
+    return (
+        _fault_of_modules(root)
+        or _fault_of_parameters(plain_params, allow_meta)
+        or _fault_of_overrides(plain_params, options)
+        or _resolve_options(plain_params, mesh, options)
+        or _fault_of_fp8(root, plain_params, mesh.device_type)
+    )
+
+
+def _fault_of_modules(root: nn.Module) -> str | None:
+    for name, module in root.named_modules():
+        wrapper = next((kind for kind in _OTHER_WRAPPERS if isinstance(module, kind)), None)
+        if wrapper is not None:
+            return (
+                f"module {name or type(root).__name__!r} is already wrapped by "
+                f"{wrapper.__name__}: give graphshard the plain module"
+            )
+    return None
+
+
+def _fault_of_parameters(plain_params: Sequence[PlainParam], allow_meta: bool) -> str | None:
+    all_meta = allow_meta and all(plain.param.is_meta for plain in plain_params)
+    for plain in plain_params:
+        if any(had_sharded(*holder) for holder in plain.holders):
+            fault: str | None = (
+                "was replaced by a plain parameter after it was sharded: change it in place"
+            )
+        else:
+            fault = _fault_of_tensor(plain.param, all_meta)
+        if fault is not None:
+            return f"parameter {plain.fqn!r} {fault}"
+    return None
+
+
+def _fault_of_tensor(param: nn.Parameter, all_meta: bool) -> str | None:
+    if isinstance(param, nn.parameter.UninitializedParameter):
+        return "is lazy: run one forward, or give its shape, before sharding"
+    if isinstance(param, DTensor):
+        return f"is a DTensor of {param.placements} already: give graphshard the plain module"
+    if is_traceable_wrapper_subclass(param.data):
+        instead = (
+            "; for fp8 on the wire give the plain module and fp8=graphshard.Float8Policy()"
+            if is_of_torchao(param.data)
+            else ""
+        )
+        return f"is a {type(param.data).__name__}: only plain tensors can be sharded{instead}"
+    if param.is_meta and not all_meta:
+        return (
+            "is on the meta device: shard the whole model there by graphshard.shard, then call "
+            "to_empty() and initialise it before the first step"
+        )
+    return None
+
+
+def _fault_of_overrides(plain_params: Sequence[PlainParam], options: Options) -> str | None:
+    fqns = [fqn for plain in plain_params for fqn in plain.fqns]
+    globs = options.unmatched_globs(fqns)
+    if not globs:
+        return None
+    return f"overrides[{globs[0]!r}] matches no parameter: there are {', '.join(fqns)}"
+
+
+def _resolve_options(
+    plain_params: Sequence[PlainParam], mesh: DeviceMesh, options: Options
+) -> str | None:
+    """Set the options of every parameter; return what is wrong with them, or None."""
+    num_shards = MeshGroups(mesh).num_shards
+    for plain in plain_params:
+        try:
+            plain.options = options.for_parameter(plain.fqns)
+            plain.options.num_backward_ranks(num_shards)  # raises if they do not divide the shards
+            plain.host_memory = plain.options.host_memory(mesh.device_type)
+            if fault := _fault_of_device(plain, mesh):
+                return f"parameter {plain.fqn!r} {fault}"
+            plain.float8 = _float8_recipe(plain)
+        except Exception as error:  # of the user's filter, too: no rank may be alone with it
+            return f"parameter {plain.fqn!r}: {type(error).__name__}: {error}"
+    return None
+
+
+def _fault_of_device(plain: PlainParam, mesh: DeviceMesh) -> str | None:
+    device = plain.param.device
+    if device.type in ("meta", mesh.device_type):
+        return None
+    if plain.host_memory is not None and device.type == "cpu":
+        return None
+    return f"is on {device}, the mesh on {mesh.device_type}: move one of them"
+
+
+def _float8_recipe(plain: PlainParam) -> str | None:
+    """Return the recipe by which the linears of a parameter compute in fp8; None: they do not.
+
+    Raises:
+        ValueError: fp8 contradicts the dtype in which the parameter is used.
+    """
+    policy = plain.options.fp8
+    embeds = any(isinstance(module, nn.Embedding) for module, _ in plain.holders)
+    if policy is None or not plain.options.shard or embeds:
+        return None
+    recipe = policy.recipe_for(plain.fqns, plain.param)
+    if recipe is not None:
+        check_fp8(policy, plain.options.mp_policy.param_dtype)
+    return recipe
+
+
+def _fault_of_fp8(
+    root: nn.Module, plain_params: Sequence[PlainParam], device_type: str
+) -> str | None:
+    if all(plain.options.fp8 is None for plain in plain_params):
+        return None
+    for name, module in root.named_modules():
+        if is_of_torchao(module):
+            return (
+                f"module {name!r} is torchao's {type(module).__name__} already: give graphshard "
+                "the plain module, or leave fp8 out"
+            )
+    recipes = {plain.float8: plain for plain in plain_params if plain.float8 is not None}
+    if not recipes and any(plain.param.dim() == 2 for plain in plain_params):
+        return "fp8 chooses no parameter: check fp8.filter_fn, or leave fp8 out"
+    for recipe, plain in recipes.items():
+        if fault := device_fault(device_type, recipe):
+            return (
+                f"fp8: {device_type} does not compute {recipe} products in fp8, as of parameter "
+                f"{plain.fqn!r}: {fault}"
+            )
+    return None

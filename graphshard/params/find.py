@@ -1,0 +1,73 @@
+"""The parameters of a model that are to be sharded, and all modules that hold each of them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+from torch import nn
+
+from .._torch.nn import parameters_if_initialised, parameters_of
+from ..options.param_options import ParamOptions
+from .sharded_param import sharded_param_of
+
+_T = TypeVar("_T")
+
+
+class Holder(NamedTuple):
+    """A module that holds a parameter, and the parameter's name there."""
+
+    module: nn.Module
+    name: str
+
+
+@dataclass(eq=False)
+class PlainParam:
+    """A parameter that is to be sharded.
+
+    Attributes:
+        fqns: its names in the model; several where it is tied.
+        holders: all modules that hold it, also outside of the model.
+        options: the options that hold for it; set by ``graphshard.params.check``, as are the next.
+        float8: the recipe of fp8 for its linears; None: they do not compute in fp8.
+        host_memory: the host's memory that is to keep its shards; None: the device keeps them.
+    """
+
+    param: nn.Parameter
+    fqns: list[str] = field(default_factory=list)
+    holders: list[Holder] = field(default_factory=list)
+    options: ParamOptions = field(default_factory=ParamOptions)
+    float8: str | None = None
+    host_memory: str | None = None
+
+    @property
+    def fqn(self) -> str:
+        """Its first name."""
+        return self.fqns[0]
+
+
+def find_plain_params(root: nn.Module, ignored: frozenset[nn.Parameter]) -> list[PlainParam]:
+    """Return the parameters of ``root`` that are neither ignored nor sharded already, each once."""
+    plain_params: dict[nn.Parameter, PlainParam] = {}
+    for prefix, module in root.named_modules():
+        for name, param in parameters_of(module).items():
+            if param is None or param in ignored or sharded_param_of(param) is not None:
+                continue
+            plain = plain_params.setdefault(param, PlainParam(param))
+            plain.fqns.append(f"{prefix}.{name}" if prefix else name)
+            plain.holders.append(Holder(module, name))
+    inside = set(root.modules())
+    for module in living(nn.Module):
+        if module in inside:
+            continue
+        for name, param in parameters_if_initialised(module).items():
+            if param in plain_params:  # tied to this model from outside, such as a loss's weight
+                plain_params[param].holders.append(Holder(module, name))
+    return list(plain_params.values())
+
+
+def living(kind: type[_T]) -> Iterator[_T]:
+    """Yield all living objects of ``kind``; by type, as ``isinstance`` asks proxies for theirs."""
+    return (thing for thing in gc.get_objects() if issubclass(type(thing), kind))

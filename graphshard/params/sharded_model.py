@@ -1,0 +1,128 @@
+"""The state that all modules and sharded parameters of one model share."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .._torch.autograd import at_end_of_backward
+from .._torch.distributed import process_group
+from .._torch.dynamo import graph_break_reasons
+from ..ops.accumulators import ACCUMULATOR_NAMES
+
+if TYPE_CHECKING:
+    from .sharded_param import ShardedParam
+
+_MODEL = "_graphshard_model"
+
+_accumulating: weakref.WeakKeyDictionary[ShardedModel, None] = weakref.WeakKeyDictionary()
+"""Models with unreduced gradients, in the order in which they began to accumulate."""
+
+
+@dataclass(eq=False)
+class ShardedModel:
+    """One sharded module tree.
+
+    Attributes:
+        name: the root's class.
+        breaks: where its graphs broke, as ``file:line: reason``.
+        eager_classes: classes of its modules whose forward ran outside a graph while parts of the
+            model were compiled; a dictionary keeps them in order.
+        warned: whether the user was told of both.
+        sharded_params: all sharded parameters that are alive.
+        accumulates: gradients of some parameter accumulate, or did and may not be reduced yet.
+        reads_eagerly: some parameter was read outside of any graph.
+        gathered_bytes: the most that any of its graphs holds gathered at once.
+    """
+
+    name: str
+    breaks: list[str] = field(default_factory=list)
+    eager_classes: dict[str, None] = field(default_factory=dict)
+    warned: bool = False
+    sharded_params: weakref.WeakSet[ShardedParam] = field(default_factory=weakref.WeakSet)
+    accumulates: bool = False
+    reads_eagerly: bool = False
+    gathered_bytes: int = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
+        return ShardedModel(self.name)  # the copied parameters add themselves
+
+    def start_accumulating(self) -> None:
+        """Note that gradients of some parameter are about to accumulate unreduced."""
+        self.accumulates = True
+        _accumulating.setdefault(self)
+
+    def reduce_leftovers(self) -> None:
+        """Reduce accumulated gradients that the backward that is over had no gradient to add to."""
+        done = [p for p in self.sharded_params if p.is_owned() and p.accumulates_in is None]
+        done.sort(key=lambda sharded_param: sharded_param.fqn)
+        self.accumulates = any(p.accumulates_in is not None for p in self.sharded_params)
+        for sharded_param, (unsynced, partial) in zip(done, self._pending_on_any_rank(done)):
+            if unsynced or partial:
+                sharded_param.reduce_accumulated(unsynced=unsynced)
+
+    def _pending_on_any_rank(self, sharded_params: list[ShardedParam]) -> list[list[bool]]:
+        """Return, for each parameter, whether each of its two accumulators has to be reduced."""
+        pending = [
+            [sharded_param.accumulation.key(name) is not None for name in ACCUMULATOR_NAMES]
+            for sharded_param in sharded_params
+        ]
+        if not self.reads_eagerly or not sharded_params:
+            return pending
+        # In eager parts each rank's data decides which parameters get a gradient.
+        groups = sharded_params[0].layout.groups
+        flags = torch.tensor(pending, dtype=torch.int32, device=groups.device)
+        dist.all_reduce(flags, group=process_group(groups.all_ranks))
+        return [[flag > 0 for flag in row] for row in flags.tolist()]
+
+    def warn_of_breaks(self) -> None:
+        """Warn once, when a backward starts: by then a forward has met all its breaks."""
+        if self.warned or not (self.breaks or self.eager_classes):
+            return
+        self.warned = True
+        lines = self.breaks or [
+            f"forward of {', '.join(self.eager_classes)} runs outside of a graph",
+            *graph_break_reasons(),
+        ]
+        warnings.warn(
+            f"graphshard: {self.name} does not compile to one graph. Training is right, but eager "
+            "parts gather their parameters unscheduled, not in fp8, and keep them for backward:\n  "
+            + "\n  ".join(lines)
+            + "\nTORCH_LOGS=graph_breaks tells more.",
+            stacklevel=2,
+        )
+
+
+def join_model(module: nn.Module, model: ShardedModel) -> None:
+    """Note which sharded model ``module`` is part of; modules without parameters are, too."""
+    module.__dict__[_MODEL] = model
+
+
+def sharded_model_of(module: nn.Module) -> ShardedModel | None:
+    """Return the sharded model that ``module`` is part of, or None."""
+    return module.__dict__.get(_MODEL)
+
+
+def any_model_accumulates() -> bool:
+    """Return whether any model may have unreduced gradients."""
+    return bool(_accumulating)
+
+
+def reduce_leftovers_after_backward() -> None:
+    """Reduce the leftovers of all models when the backward that is under way is over."""
+    at_end_of_backward(_reduce_all_leftovers)
+
+
+def _reduce_all_leftovers() -> None:
+    for model in list(_accumulating):
+        model.reduce_leftovers()
+        for sharded_param in model.sharded_params:
+            sharded_param.refresh_accessors()
+        if not model.accumulates:
+            del _accumulating[model]
