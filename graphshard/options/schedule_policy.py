@@ -32,7 +32,7 @@ class SchedulePolicy:
         max_in_flight_gb: buffers between launch and wait, in GB; None: no limit.
         memory_budget_gb: peak of a graph on one rank, in GB: inputs, activations, gathered
             parameters, gradients; None: no limit. On a GPU activations that do not fit wait for
-            backward on the host, and more of them where the schedule makes better use of the memory.
+            backward on the host, and more of them where that makes the schedule faster.
         activation_memory_budget: the part, from 0 to 1, of the activations that a graph would save
             for backward and may save. The others are recomputed, those first that cost least for
             their memory: 1 recomputes none, 0 all. None: as ``torch._functorch.config`` says, whose
@@ -71,8 +71,8 @@ class SchedulePolicy:
             )
         if not self.overlap and self.limits() != ScheduleLimits():
             raise ValueError(
-                "schedule.bucket_cap_mb, max_in_flight_gb and memory_budget_gb limit what overlaps: "
-                "set schedule.overlap=True, or leave them out"
+                "schedule.bucket_cap_mb, max_in_flight_gb and memory_budget_gb limit what "
+                "overlaps: set schedule.overlap=True, or leave them out"
             )
         if self.node_cost is not None and not callable(self.node_cost):
             raise ValueError(f"node_cost={self.node_cost!r}: must be a function of a node, or None")

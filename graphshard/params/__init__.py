@@ -9,20 +9,20 @@ outside of graphs. ``grad_accumulation`` and ``grad_sync`` are for microbatches.
 
 Global state
 ------------
-State is kept by the objects that it is about: a ``ShardedParam``, the ``ShardedModel`` of its model,
-or a module, in attributes called ``_graphshard_*``. The rest of the process has:
+Each ``ShardedParam``, ``ShardedModel`` and module keeps its own state; modules and tensors of users
+do so in attributes called ``_graphshard_*``. Only this is global:
 
 ``sharded_model._accumulating``
     Models with unreduced gradients, weakly. A backward may reach one of several models, and has to
     reduce what the others have accumulated, in an order that is the same on all ranks.
 ``mesh_groups._created``
-    Process groups by their ranks. Torch's process groups are global, too, and every mesh object over
-    the same ranks has to find the same group: creating one is a collective.
+    Process groups by their ranks. Torch's process groups are global, too, and all mesh objects over
+    the same ranks have to share one: creating a group is a collective.
 ``parametrization._sharded_class``
     A cache of classes. Equal layers have to share a class, also between models, because Dynamo
     guards on it and would otherwise compile each layer again.
 ``ops.accumulators._accumulators`` and the counter of their keys
-    Accumulators by number, weakly. A compiled graph may be cached and copied, and can hold a number,
+    Accumulators by number, weakly. A compiled graph may be cached and copied; it can hold a number
     but no object.
 ``ops.accumulators._undelivered``
     Accumulators whose totals a backward that is under way has taken; empty between backwards.

@@ -1,4 +1,4 @@
-"""The exchange in which all ranks find out, before anything is changed, whether all can shard alike."""
+"""The exchange in which ranks find out, before any is changed, whether all can shard alike."""
 
 from __future__ import annotations
 

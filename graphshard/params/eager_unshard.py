@@ -105,7 +105,7 @@ class _Unshard(torch.autograd.Function):
 def _gradients_of_shards(
     ctx: _Context, grads: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """Reduce full gradients, or add them to their accumulators; None: the shard gets nothing now."""
+    """Reduce full gradients, or accumulate them; None: the shard gets no gradient now."""
     to_reduce = []
     for i, (sharded_param, grad) in enumerate(zip(ctx.sharded_params, grads)):
         if not ctx.needs_input_grad[i + 1]:

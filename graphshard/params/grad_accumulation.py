@@ -7,7 +7,7 @@ A marker takes a stand-in: a tensor that requires a gradient and has the shape o
     microbatch   unshard(shard, unsynced=stand-in)      stand-in.grad += gradient
     last one     unshard(shard, unsynced=key)           shard.grad = reduce(gradient + total of key)
 
-A total is added once, by whichever backward comes first. It is put back if the sum never reaches the
+A total is added once, by whichever backward comes first. It is put back if it never reaches the
 parameter (``torch.autograd.grad`` of an input runs all of a compiled backward).
 """
 

@@ -1,4 +1,4 @@
-"""Gradient accumulation: which backward passes communicate. The names are those of FSDP2 and DDP."""
+"""Gradient accumulation: which backward passes communicate, by the names of FSDP2 and DDP."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .parametrization import refresh_accessors
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Do not reduce gradients of microbatches whose forward runs in this context.
 
-    Their full gradients accumulate on each rank, in ``reduce_dtype`` if there is one. The backward of
-    the next forward outside adds them to its own gradients, once, and reduces the total. Until then a
-    rank holds full gradients.
+    Their full gradients accumulate on each rank, in ``reduce_dtype`` if there is one. The backward
+    of the next forward outside adds them to its own gradients, once, and reduces the total. Until
+    then a rank holds full gradients.
 
     Args:
         model: a module that graphshard has sharded or will shard, compiled or not, or a part of it.

@@ -1,7 +1,7 @@
 """The split of one parameter over a mesh, and the markers that gather it and reduce its gradient.
 
-Rows are split as ``torch.chunk`` splits them and padded to the same number on every rank: see [Note:
-padded shards] in ``graphshard.ops.markers``.
+Rows are split as ``torch.chunk`` splits them and padded to the same number on every rank: see
+[Note: padded shards] in ``graphshard.ops.markers``.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Layout:
         reduce_dtype: the dtype in which its gradient is reduced; None: that of the gradient.
         float8_recipe: the recipe of fp8 for its linears; None: they do not compute in fp8.
         shard: False: it is replicated.
-        host_memory: the host's memory that keeps the shards, a name of ``graphshard.ops.host_copy``;
-            None: the device keeps them.
+        host_memory: the host's memory that keeps the shards, ``PINNED`` or ``PAGEABLE`` of
+            ``graphshard.ops.host_copy``; None: the device keeps them.
         rows: number of rows that are split; None where the parameter is replicated.
     """
 
@@ -145,7 +145,7 @@ class Layout:
         return shard
 
     def reduce_to_partial(self, grad: torch.Tensor) -> torch.Tensor:
-        """Reduce the full gradients of one replica, now, to a shard in the dtype of the reduction."""
+        """Reduce full gradients within one replica, now, to a shard in the reduction's dtype."""
         dtype = used_dtype(grad, self.reduce_dtype)
         marker = ReduceGradSpec(
             grad=grad,

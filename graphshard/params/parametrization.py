@@ -2,8 +2,8 @@
 
 The class of a module that owns sharded parameters becomes a subclass with one property per
 parameter. Under tracing the property returns ``graphshard::unshard(shard)``; in an eager part of a
-forward (a graph break, a plain call of the model) it runs that op for real; anywhere else it returns
-the DTensor. ``_parameters`` holds the DTensor, so ``named_parameters``, ``state_dict`` and
+forward (a graph break, a plain call of the model) it runs that op for real; anywhere else it
+returns the DTensor. ``_parameters`` holds the DTensor, so ``named_parameters``, ``state_dict`` and
 ``torch.distributed.checkpoint`` never meet the property.
 
 Classes are shared by all modules of one class with equally laid out parameters: graphs are compiled
@@ -61,7 +61,7 @@ class ShardedModule(NoticesReplacement):
         _reattach(self)
 
     def _graphshard_refresh_accessors(self) -> None:
-        """Read the parameters as they are reduced now; see ``graphshard.params.grad_accumulation``."""
+        """Read parameters by markers that reduce or accumulate their gradients as asked for now."""
         cls = type(self)
         kept = cls._graphshard_markers
         _give_class(self, cls._graphshard_plain_class, kept, kept)

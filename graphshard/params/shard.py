@@ -1,4 +1,4 @@
-"""Turns a module's parameters into shards, in place: find, check, agree, broadcast, split, re-point.
+"""Turns a module's parameters into shards, in place.
 
 Nothing is changed before all ranks have said, in one exchange, what they are about to shard and
 that they found no fault with it. Then one parameter after the other is made equal on all ranks,
@@ -202,7 +202,7 @@ def _repoint_optimizers(sharded_params: Mapping[nn.Parameter, ShardedParam]) -> 
 
 
 def _shard_state(value: object, layout: Layout) -> object:
-    """Split optimizer state of the parameter's shape like the parameter; keep the rest (``step``)."""
+    """Split optimizer state of the parameter's shape like it; keep the rest (``step``)."""
     if isinstance(value, torch.Tensor) and value.shape == layout.shape and layout.rows is not None:
         return layout.dtensor(layout.padded_shard(value))
     return value

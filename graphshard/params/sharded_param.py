@@ -5,11 +5,12 @@
                                   .grad │                      ▼
     module.<shard of weight> ───────► shard: this rank's rows, padded   (see [Note: padded shards])
 
-A compiled graph takes the shard, because flattening, wrapping and guarding a DTensor costs more than
-FSDP2's hooks do. Autograd accumulates into the shard; a post-accumulate hook hands the gradient to
-the DTensor and runs the DTensor's own hooks. Calls that replace a parameter's storage (``to_empty``,
-``.to``, ``load_state_dict(assign=True)``, ``copy.deepcopy``) attach a new shard, as FSDP2's
-``reset_sharded_param`` does. Where a DTensor was replaced in another way, the next step is an error.
+A compiled graph takes the shard, because flattening, wrapping and guarding a DTensor costs more
+than FSDP2's hooks do. Autograd accumulates into the shard; a post-accumulate hook hands the gradient
+to the DTensor and runs the DTensor's own hooks. Calls that replace a parameter's storage
+(``to_empty``, ``.to``, ``load_state_dict(assign=True)``, ``copy.deepcopy``) attach a new shard, as
+FSDP2's ``reset_sharded_param`` does. Where a DTensor was replaced in another way, the next step
+raises an error.
 """
 
 from __future__ import annotations
@@ -261,14 +262,14 @@ def sharded_param_of(tensor: object) -> ShardedParam | None:
 
 
 def owned_by(module: nn.Module, name: str) -> ShardedParam | None:
-    """Return the sharded parameter whose shard ``module`` has for its parameter ``name``, if any."""
+    """Return the sharded parameter that ``module`` has the shard of as ``name``, or None."""
     return sharded_param_of(module.__dict__.get(shard_attribute(name)))
 
 
 def in_sync(sharded_param: ShardedParam) -> bool:
-    """Return whether a compiled graph may take this shard; False makes Dynamo ask the backend again.
+    """Return whether a compiled graph may take this shard: the guard of every graph for each shard.
 
-    Every compiled graph has this guard for each shard. Where a ``requires_grad`` was flipped, all
+    False makes Dynamo try another graph, or ask the backend for one. Where a ``requires_grad`` was flipped, all
     shards of the model get theirs here, so that the graph that was compiled for the new ones
     earlier, if there is one, is found: Dynamo tries the graph of the last call, whose guards on the
     shards still hold, before all others.
