@@ -1,10 +1,10 @@
 """The call of compiled code that is under way, read off the Python stack.
 
-Torch passes a backend neither the module that is compiled, nor what was given to ``torch.compile``,
-nor the call that is under way, so they are read from the frames of torch's own functions. All names
-of such functions and of their local variables are here and in ``call_scope``. They are those of
-torch 2.11.0 and 2.13.0: torch/nn/modules/module.py, torch/__init__.py, torch/_dynamo/eval_frame.py
-and resume_execution.py.
+Torch tells a backend neither which module is compiled, nor the arguments of ``torch.compile``, nor
+which call is under way. They are read from the frames of torch's own functions. All names of such
+functions and of their local variables are here and in ``call_scope``; they are those of torch
+2.11.0 and 2.13.0: torch/nn/modules/module.py, torch/__init__.py, torch/_dynamo/eval_frame.py and
+resume_execution.py.
 """
 
 from __future__ import annotations

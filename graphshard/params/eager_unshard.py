@@ -71,7 +71,7 @@ def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.
 
 
 class _Context(FunctionCtx):
-    """What forward leaves for backward; for types alone.
+    """The values that forward leaves for backward; a class for the type checker alone.
 
     Attributes:
         destinations: the accumulator that each gradient goes to; None: it is reduced.

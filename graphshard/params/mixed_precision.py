@@ -58,7 +58,7 @@ def _is_cast(inputs: object, dtype: torch.dtype | None) -> bool:
         return value
 
     apply_to_tensors(note, inputs)
-    return any(found.is_floating_point and found != dtype for found in dtypes)
+    return any(other.is_floating_point and other != dtype for other in dtypes)
 
 
 def _before_forward(

@@ -6,8 +6,8 @@
     module.<shard of weight> ───────► shard: this rank's rows, padded   (see [Note: padded shards])
 
 A compiled graph takes the shard, because flattening, wrapping and guarding a DTensor costs more
-than FSDP2's hooks do. Autograd accumulates into the shard; a post-accumulate hook hands the gradient
-to the DTensor and runs the DTensor's own hooks. Calls that replace a parameter's storage
+than FSDP2's hooks do. Autograd accumulates into the shard; a post-accumulate hook hands the
+gradient to the DTensor and runs the DTensor's own hooks. Calls that replace a parameter's storage
 (``to_empty``, ``.to``, ``load_state_dict(assign=True)``, ``copy.deepcopy``) attach a new shard, as
 FSDP2's ``reset_sharded_param`` does. Where a DTensor was replaced in another way, the next step
 raises an error.
@@ -269,10 +269,10 @@ def owned_by(module: nn.Module, name: str) -> ShardedParam | None:
 def in_sync(sharded_param: ShardedParam) -> bool:
     """Return whether a compiled graph may take this shard: the guard of every graph for each shard.
 
-    False makes Dynamo try another graph, or ask the backend for one. Where a ``requires_grad`` was flipped, all
-    shards of the model get theirs here, so that the graph that was compiled for the new ones
-    earlier, if there is one, is found: Dynamo tries the graph of the last call, whose guards on the
-    shards still hold, before all others.
+    False makes Dynamo try another graph, or ask the backend for one. Where a ``requires_grad`` was
+    flipped, all shards of the model get theirs here. Dynamo tries the graph of the last call first,
+    whose guards on shards would still hold; now they fail, and a graph that was compiled earlier
+    for the new flags is used.
     """
     if sharded_param.is_lost():
         return False
