@@ -127,7 +127,7 @@ def _overlap(events: list[Event]) -> tuple[float, float]:
 
     The rule of HolisticTraceAnalysis (hta/analyzers/communication_analysis.py, hta/utils/utils.py):
     what is on a stream and called ``nccl...Kernel`` communicates; what else is on a stream
-    computes. """
+    computes."""
     kernels = [e for e in events if e["cat"] == "kernel" and e["args"].get("stream", -1) != -1]
     spans: dict[bool, list[Interval]] = {True: [], False: []}
     for event in kernels:
