@@ -53,7 +53,7 @@ def offloadable(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> dict
 
 
 def _is_large(node: fx.Node) -> bool:
-    """Whether a saved node is an activation worth a copy."""
+    """Return whether a saved node is an activation worth a copy."""
     root, value = root_of(node), node.meta.get("val")
     if root.op == "placeholder" or root.target in (*markers.MARKERS, markers.secondary_shard):
         return False

@@ -85,7 +85,7 @@ def scale_before_gather(graph: fx.Graph) -> None:
 
 
 class _Scaling(NamedTuple):
-    """What weights have in common whose scales one reduction finds.
+    """Key of weights whose scales are found by one reduction.
 
     Attributes:
         dtype: in which they are used.
@@ -226,7 +226,7 @@ def _plain_product(node: fx.Node, emit: Call) -> fx.Node:
 
 
 def _region(node: fx.Node) -> dict[str, Any]:
-    """What activation checkpointing says of the nodes that replace a product: where its policy
+    """Tags of activation checkpointing for the nodes that replace a product: where its policy
     saves the product, it saves no others."""
     region = {key: node.meta[key] for key in _REGION if key in node.meta}
     if region.get("recompute") in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):

@@ -207,5 +207,5 @@ def apply_replicate(graph: fx.Graph, marker_nodes: Iterable[fx.Node]) -> None:
 
 
 def _is_returned(node: fx.Node) -> bool:
-    """Whether the graph returns a node's value, or a view of it."""
+    """Return whether the graph returns a node's value, or a view of it."""
     return any(user.op == "output" or (is_view(user) and _is_returned(user)) for user in node.users)

@@ -37,7 +37,7 @@ def parameter_derived(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_kept(marker: fx.Node) -> bool:
-    """Whether an ``unshard`` marker's parameter stays gathered for backward."""
+    """Return whether an ``unshard`` marker's parameter stays gathered for backward."""
     return UnshardSpec.of_node(marker).regather_group is None
 
 

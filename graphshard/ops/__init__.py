@@ -1,4 +1,4 @@
-"""What graphs call: custom operators, each with its fake, and the calls that make up a collective.
+"""Operators that graphs call, each with its fake, and the calls that make up a collective.
 
 ``markers`` are what a parameter and its gradient are in a graph before it is lowered;
 ``collectives`` is what they are lowered to, with the copies into and out of buffers

@@ -42,7 +42,7 @@ convert = torch.ops.prims.convert_element_type.default
 
 
 def is_of_torchao(value: object) -> bool:
-    """Whether ``torchao.float8`` made a module or a tensor; torchao need not be installed."""
+    """Return whether ``torchao.float8`` made a module or a tensor; torchao need not be installed."""
     return type(value).__module__.startswith("torchao.float8.")
 
 

@@ -128,7 +128,7 @@ def reduction_dtype(grad: torch.Tensor, kind: TransferKind, reduce_dtype: _Dtype
 
 
 def unshard_input(spec: UnshardSpec) -> CollectiveInput:
-    """What an ``unshard`` marker sends."""
+    """The input of the collective of an ``unshard`` marker."""
     used = used_dtype(value_of(spec.shard), spec.dtype)
     return CollectiveInput(
         source=spec.shard,
@@ -141,7 +141,7 @@ def unshard_input(spec: UnshardSpec) -> CollectiveInput:
 
 
 def reduce_grad_input(spec: ReduceGradSpec) -> CollectiveInput:
-    """What a ``reduce_grad`` marker sends."""
+    """The input of the collective of a ``reduce_grad`` marker."""
     grad = value_of(spec.grad)
     return CollectiveInput(
         source=spec.grad,
@@ -153,7 +153,7 @@ def reduce_grad_input(spec: ReduceGradSpec) -> CollectiveInput:
 
 
 def all_reduce_grad_input(spec: AllReduceGradSpec) -> CollectiveInput:
-    """What an ``all_reduce_grad`` marker sends."""
+    """The input of the collective of an ``all_reduce_grad`` marker."""
     grad = value_of(spec.grad)
     return CollectiveInput(
         source=spec.grad,
@@ -164,13 +164,13 @@ def all_reduce_grad_input(spec: AllReduceGradSpec) -> CollectiveInput:
 
 
 def max_over_ranks_input(spec: MaxOverRanksSpec) -> CollectiveInput:
-    """What a ``max_over_ranks`` marker sends."""
+    """The input of the collective of a ``max_over_ranks`` marker."""
     dtype = value_of(spec.amax).dtype
     return CollectiveInput(source=spec.amax, rows=0, dtype=dtype, result_dtype=dtype)
 
 
 def collective_input(spec: MarkerSpec) -> CollectiveInput:
-    """What a marker that communicates sends."""
+    """The input of a marker's collective."""
     if isinstance(spec, UnshardSpec):
         return unshard_input(spec)
     if isinstance(spec, ReduceGradSpec):
@@ -320,7 +320,7 @@ def _secondary_shard_fake(full: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def _is_stand_in(accumulator: Value | None) -> bool:
-    """Whether a marker's accumulator takes the gradient; else it is a key, or None."""
+    """Return whether a marker's accumulator takes the gradient; else it is a key, or None."""
     return accumulator is not None and value_of(accumulator).requires_grad
 
 

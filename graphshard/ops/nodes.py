@@ -31,7 +31,7 @@ def value_of(value: Value) -> torch.Tensor:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node's value is part of the value of its first argument."""
+    """Return whether a node's value is part of the value of its first argument."""
     return node.target is operator.getitem or getattr(node.target, "is_view", False)
 
 

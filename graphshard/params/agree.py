@@ -17,7 +17,7 @@ from .mesh_groups import MeshGroups
 
 
 class _Intent(NamedTuple):
-    """What one rank sends to the others.
+    """A rank's message to the others before anything is sharded.
 
     Attributes:
         fault: the reason why it cannot shard; None: it can.

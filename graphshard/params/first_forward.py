@@ -29,7 +29,7 @@ from .mixed_precision import cast_inputs, has_border
 
 
 class Sharder(Protocol):
-    """What the hook asks of a backend."""
+    """The part of a backend that the hook calls."""
 
     def plain_parameters(self, root: nn.Module) -> list[nn.Parameter]:
         """Return the parameters of ``root`` that are to be sharded and are not yet."""

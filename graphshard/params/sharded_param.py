@@ -151,7 +151,7 @@ class ShardedParam:
 
     @property
     def averages_over_replicas(self) -> bool:
-        """Whether reduced shards are averaged over replicas."""
+        """Return whether reduced shards are averaged over replicas."""
         return self.layout.rows is not None and self.layout.groups.replicas is not None
 
     def marker_accumulators(self) -> dict[str, torch.Tensor]:

@@ -99,7 +99,7 @@ class CompileSettings:
 
     @property
     def may_offload_activations(self) -> bool:
-        """Whether activations may leave the device to keep a memory budget."""
+        """Return whether activations may leave the device to keep a memory budget."""
         limited = self.schedule.limits().peak is not None
         return limited and self.schedule.overlap and self.device.type != "cpu"
 

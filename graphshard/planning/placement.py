@@ -145,7 +145,7 @@ class Placer:
 
     @property
     def has_limits(self) -> bool:
-        """Whether memory is limited, and so counted step by step."""
+        """Return whether memory is limited, and so counted step by step."""
         return self._limits.peak is not None or self._limits.in_flight is not None
 
     def draft(self, splits: Splits, sizes: BucketSizes) -> Draft:
