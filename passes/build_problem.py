@@ -146,7 +146,7 @@ def _last_use(node: fx.Node, position: Mapping[fx.Node, int]) -> int:
 
 
 def _alive_bytes(graph: fx.Graph, kind: GraphKind, position: Mapping[fx.Node, int]) -> list[int]:
-    """Bytes alive at each position: all tensors but gathered parameters and what a reduction sends."""
+    """Return the bytes alive at each position, without gathered parameters and full gradients."""
     end = len(position)
     holder: dict[fx.Node, fx.Node | None] = {}  # the node whose memory a node's value is in
     last_use: dict[fx.Node, int] = {}
@@ -170,7 +170,7 @@ def _alive_bytes(graph: fx.Graph, kind: GraphKind, position: Mapping[fx.Node, in
 
 
 def _is_freed(placeholder: fx.Node, kind: GraphKind) -> bool:
-    """Return whether an input's memory is free after its last use: that of activations in backward is."""
+    """Return whether an input's memory is free after its last use, as activations' in backward."""
     is_shard = any(user.target in markers.UNSHARD_MARKERS for user in placeholder.users)
     return kind == GraphKind.BACKWARD and not is_shard
 

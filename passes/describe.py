@@ -125,7 +125,7 @@ def _groups_of(spec: MarkerSpec) -> tuple[str, str | None]:
 
 
 def _is_on_host(spec: MarkerSpec) -> bool:
-    """Return whether the host keeps the shard that is gathered, or that a gradient is reduced to."""
+    """Return whether the host keeps the shard that a marker gathers, or reduces to."""
     if isinstance(spec, UnshardSpec):
         return spec.device is not None
     return isinstance(spec, ReduceGradSpec) and spec.host_memory is not None

@@ -1,4 +1,4 @@
-"""The outputs of a forward graph that are saved for backward: they come behind the user's outputs."""
+"""The outputs of a forward graph that are saved for backward, behind those of the user."""
 
 from __future__ import annotations
 

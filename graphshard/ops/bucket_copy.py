@@ -67,8 +67,10 @@ def _copy_in(
 
 
 def _flattened(tensor: torch.Tensor, dtype: torch.dtype, wire_dtype: torch.dtype) -> torch.Tensor:
-    """``tensor`` in one dimension: as bytes of ``dtype`` where that is not ``wire_dtype``; else as it
-    is, and the copy casts it."""
+    """Return ``tensor`` in one dimension: as bytes of ``dtype`` where ``wire_dtype`` differs.
+
+    Otherwise it keeps its dtype, and the copy casts it.
+    """
     if wire_dtype == dtype:
         return tensor.reshape(-1)
     return tensor.to(dtype).reshape(-1).view(torch.uint8)

@@ -42,7 +42,7 @@ convert = torch.ops.prims.convert_element_type.default
 
 
 def is_of_torchao(value: object) -> bool:
-    """Return whether ``torchao.float8`` made a module or a tensor; torchao need not be installed."""
+    """Return whether ``torchao.float8`` made a module or a tensor, also without torchao."""
     return type(value).__module__.startswith("torchao.float8.")
 
 
@@ -65,8 +65,8 @@ class Scaled(NamedTuple):
 
     Attributes:
         values: ``[rows, columns]``.
-        inverse: factor that undoes the scaling: a scalar, or one for each of the vectors along which
-            the product sums.
+        inverse: factor that undoes the scaling: a scalar, or one for each of the vectors along
+            which the product sums.
     """
 
     values: Value

@@ -130,7 +130,7 @@ def _compile(traced: TracedGraph, settings: CompileSettings, writer: DumpWriter)
     named = tuple(plan.named(traced.fqns) for plan in plans)
     compiled = CompiledGraph(run, named, settings, compile_id())
     for dump in compiled.dumps():
-        writer.plan(dump)
+        writer.write_plan(dump)
     return compiled
 
 
@@ -238,11 +238,11 @@ class Partitioner(CustomPartitionerFn):
     def _rewriting(self, **parts: fx.GraphModule) -> Iterator[None]:
         """Dump the code of ``parts`` before and after a rewrite, and check them behind it."""
         for name, part in parts.items():
-            self._writer.code(name, "before", part.graph)
+            self._writer.write_code(name, "before", part.graph)
         yield
         for name, part in parts.items():
             _check(part)
-            self._writer.code(name, "after", part.graph)
+            self._writer.write_code(name, "after", part.graph)
 
     def uuid(self) -> bytes | None:
         return self._settings.pass_uuid()
@@ -269,11 +269,11 @@ class Lowering(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         kind = GraphKind(graph_kind(graph))
-        self._writer.code(kind, "before", graph)
+        self._writer.write_code(kind, "before", graph)
         settings = self._settings
         plan = passes.lower(graph, kind, settings.cost_model(), settings.plan_buckets)
         verify_lowered(graph, plan)
-        self._writer.code(kind, "after", graph)
+        self._writer.write_code(kind, "after", graph)
         self.plans[kind] = plan
         # Now, and not when all is compiled: another process may find this graph in Inductor's cache
         # as soon as it is there, and then looks for its plan.

@@ -1,4 +1,9 @@
-"""Everything with which a schedule is read: tables, traces, files, differences."""
+"""What a person reads of a schedule: tables, traces, files, differences.
+
+``dump`` is a plan in a file, with what it was made for, and ``dump_folder`` where such files go.
+``table``, ``trace`` and ``diff`` present dumps; ``measured`` puts predictions beside a profile; ``cli``
+has the commands. May import ``cost`` and ``planning``.
+"""
 
 from .diff import diff
 from .dump import Dump

@@ -5,38 +5,40 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from .diff import diff
 from .dump import Dump
-from .dump_folder import dumps_in
-from .table import table
+from .dump_folder import dump_paths
+from .table import summary
+
+Command = Callable[[argparse.Namespace], int]
+"""Runs a command and returns its exit status."""
 
 
-def add_parser(commands: Any) -> None:
-    """Add the commands to those of ``python -m graphshard``."""
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands ``show`` and ``diff`` to those of ``python -m graphshard``."""
     text = "show plans as tables"
     parser = commands.add_parser("show", help=text, description=text)
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="a dump, or a folder of dumps"
     )
     parser.add_argument("--all", action="store_true", help="list all buckets, however many")
-    parser.set_defaults(run=_reading(_show), parser=parser)
+    parser.set_defaults(run=_refusing_bad_files(_show), parser=parser)
     text = (
         "show what changed from one plan to another; exit status as of diff: 0 nothing, 1 something"
     )
     parser = commands.add_parser("diff", help=text, description=text)
     parser.add_argument("before", type=Path, metavar="A", help="a dump")
     parser.add_argument("after", type=Path, metavar="B", help="a dump")
-    parser.set_defaults(run=_reading(_diff), parser=parser)
+    parser.set_defaults(run=_refusing_bad_files(_diff), parser=parser)
 
 
-def _reading(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """A file that cannot be read is an error of the command line: status 2."""
+def _refusing_bad_files(command: Command) -> Command:
+    """Return ``command``; a file that it cannot read is an error of the command line: status 2."""
 
     def checked(args: argparse.Namespace) -> int:
         try:
-            return run(args)
+            return command(args)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -44,19 +46,20 @@ def _reading(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Nam
 
 
 def _show(args: argparse.Namespace) -> int:
-    dumps = [Dump.load(path) for given in args.files for path in _files(given)]
-    print("\n\n\n".join(table(dump, all_buckets=args.all) for dump in dumps))
+    dumps = [Dump.load(path) for argument in args.files for path in _files(argument)]
+    print(summary(dumps, all_buckets=args.all))
     return 0
 
 
-def _files(given: Path) -> list[Path]:
-    found = dumps_in(given) if given.is_dir() else [given]
-    if not found:
-        raise ValueError(f"{given}: there is no dump in this folder")
-    return found
+def _files(path: Path) -> list[Path]:
+    """Return the dumps in the folder ``path``, or the file ``path`` itself."""
+    paths = dump_paths(path) if path.is_dir() else [path]
+    if not paths:
+        raise ValueError(f"{path}: there is no dump in this folder")
+    return paths
 
 
 def _diff(args: argparse.Namespace) -> int:
-    found = diff(Dump.load(args.before), Dump.load(args.after))
-    print(found or "no difference")
-    return 1 if found else 0
+    report = diff(Dump.load(args.before), Dump.load(args.after))
+    print(report or "no difference")
+    return 1 if report else 0

@@ -1,6 +1,6 @@
 """What changed between two plans of a graph, as text.
 
-Buckets that share a parameter belong together, so each group of them is one line:
+Buckets that share a parameter are related, and each set of related buckets makes one line:
 
     merged     2 all_gather -> 1: norm.weight, up.weight -> norm.weight .. up.weight (2)
     split, regrouped, moved, added, removed
@@ -9,9 +9,10 @@ Buckets that share a parameter belong together, so each group of them is one lin
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from networkx.utils import UnionFind
 from tabulate import tabulate
@@ -20,148 +21,191 @@ from ..kinds import TransferKind
 from ..planning.plan import Bucket, PlanParam
 from .dump import Dump, param_name
 
-_UNITS = {"us": (1e3, "ms"), "bytes": (1e9, "GB")}
+_DISPLAY_UNITS = {"us": (1e3, "ms"), "bytes": (1e9, "GB")}
+"""By the unit in a field's name, what to divide its values by, and the unit that is shown."""
 
 
-def diff(one: Dump, other: Dump) -> str:
-    """A report of what differs, ``other`` being the newer; "" if nothing does."""
-    lines = [*_settings(one, other), *_params(one, other), *_buckets(one, other)]
-    lines += _totals(one, other)
-    if lines:
-        return "\n".join(lines)
-    return "" if _same(one, other) else "\n".join(_details(one, other))
+def diff(before: Dump, after: Dump) -> str:
+    """Return a report of what changed; "" if the two are equal."""
+    lines = [
+        *_setting_changes(before, after),
+        *_param_changes(before, after),
+        *_bucket_changes(before, after),
+    ]
+    lines += _totals_table(before, after)
+    if not lines and not _equal(before, after):
+        lines = _changed_fields(before, after)
+    return "\n".join(lines)
 
 
-def _same(one: Dump, other: Dump) -> bool:
-    """Whatever Dynamo calls the compilation."""
-    return dataclasses.replace(one, compiled="") == dataclasses.replace(other, compiled="")
+def _equal(before: Dump, after: Dump) -> bool:
+    """Return whether two dumps differ in nothing but Dynamo's name for the compilation."""
+    return dataclasses.replace(before, compiled="") == dataclasses.replace(after, compiled="")
 
 
-def _settings(one: Dump, other: Dump) -> Iterator[str]:
-    def told(dump: Dump) -> dict[str, object]:
-        problem, limits = dump.plan.problem, dataclasses.asdict(dump.limits)
-        return {
-            "graph": problem.graph,
-            "steps": problem.num_steps,
-            "hardware": dump.hardware.name,
-            **{f"limit of {name}": value for name, value in limits.items()},
-        }
-
-    before, after = told(one), told(other)
-    for name, value in before.items():
-        if value != after[name]:
-            yield f"{name}: {value} -> {after[name]}"
+def _setting_changes(before: Dump, after: Dump) -> Iterator[str]:
+    new_values = _settings(after)
+    for name, value in _settings(before).items():
+        if value != new_values[name]:
+            yield f"{name}: {value} -> {new_values[name]}"
 
 
-def _params(one: Dump, other: Dump) -> Iterator[str]:
-    before, after = ({param_name(p): p for p in dump.plan.params} for dump in (one, other))
-    for name, param in before.items():
-        if name not in after:
-            yield f"parameter removed: {name} {_shape(param)}"
-        elif _shape(param) != _shape(after[name]):
-            yield f"parameter changed: {name} {_shape(param)} -> {_shape(after[name])}"
-    for name, param in after.items():
-        if name not in before:
-            yield f"parameter added: {name} {_shape(param)}"
+def _settings(dump: Dump) -> Mapping[str, object]:
+    limits = dataclasses.asdict(dump.limits)
+    return {
+        "graph": dump.plan.problem.graph,
+        "steps": dump.plan.problem.num_steps,
+        "hardware": dump.hardware.name,
+        **{f"limit of {name}": value for name, value in limits.items()},
+    }
+
+
+def _param_changes(before: Dump, after: Dump) -> Iterator[str]:
+    old, new = (
+        {param_name(param): _shape(param) for param in dump.plan.params} for dump in (before, after)
+    )
+    for name, shape in old.items():
+        if name not in new:
+            yield f"parameter removed: {name} {shape}"
+        elif shape != new[name]:
+            yield f"parameter changed: {name} {shape} -> {new[name]}"
+    for name, shape in new.items():
+        if name not in old:
+            yield f"parameter added: {name} {shape}"
 
 
 def _shape(param: PlanParam) -> str:
     return f"{list(param.shape)} {param.dtype.removeprefix('torch.')}"
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Buckets of one kind that have to do with each other."""
+_Member = tuple[TransferKind, str | int]
+"""A kind of bucket, and a parameter, or the how manieth of its buckets that carry none."""
+
+
+@dataclass
+class _RelatedBuckets:
+    """Buckets of one kind that share parameters, directly or by way of others."""
 
     kind: TransferKind
-    before: tuple[Bucket, ...]
-    after: tuple[Bucket, ...]
+    before: list[Bucket] = field(default_factory=list)
+    after: list[Bucket] = field(default_factory=list)
 
 
-def _buckets(one: Dump, other: Dump) -> Iterator[str]:
-    for group in _groups(one, other):
-        before, after = group.before, group.after
-        if len(before) == len(after) == 1 and _members(one, *before) == _members(other, *after):
-            yield from _moved(one, before[0], other, after[0])
-        else:
-            yield _regrouped(one, other, group)
+def _bucket_changes(before: Dump, after: Dump) -> Iterator[str]:
+    for related in _related_buckets(before, after):
+        if len(related.before) == len(related.after) == 1:
+            old, new = related.before[0], related.after[0]
+            if set(before.param_names(old)) == set(after.param_names(new)):
+                yield from _moves(before, old, after, new)
+                continue
+        yield _regrouping(before, after, related)
 
 
-def _regrouped(one: Dump, other: Dump, group: _Group) -> str:
-    what = "changed" if len(group.before) == len(group.after) == 1 else "regrouped"
-    if min(len(group.before), len(group.after)) == 0:
-        what = "added" if group.after else "removed"
-    elif len(group.before) != len(group.after) and min(len(group.before), len(group.after)) == 1:
-        what = "merged" if group.before[1:] else "split"
-    names = [
-        ", ".join(dump.range_of(bucket) for bucket in buckets)
-        for dump, buckets in ((one, group.before), (other, group.after))
+def _related_buckets(before: Dump, after: Dump) -> list[_RelatedBuckets]:
+    """Return all buckets of both dumps, in the order of the first of each set."""
+    members = [_members(dump) for dump in (before, after)]
+    sets: UnionFind[_Member] = UnionFind()
+    for of_bucket in itertools.chain(*members):
+        sets.union(*of_bucket)
+    related: dict[_Member, _RelatedBuckets] = {}
+    for side, dump in enumerate((before, after)):
+        for bucket, (first, *_) in zip(dump.plan.buckets, members[side]):
+            buckets = related.setdefault(sets[first], _RelatedBuckets(bucket.kind))
+            (buckets.before, buckets.after)[side].append(bucket)
+    return list(related.values())
+
+
+def _members(dump: Dump) -> list[list[_Member]]:
+    """Return by bucket what relates it to others: its parameters, or its number without any."""
+    num_nameless: Counter[TransferKind] = Counter()
+    members: list[list[_Member]] = []
+    for bucket in dump.plan.buckets:
+        names: list[str | int] = [*dump.param_names(bucket)]
+        if not names:
+            names = [num_nameless[bucket.kind]]
+            num_nameless[bucket.kind] += 1
+        members.append([(bucket.kind, name) for name in names])
+    return members
+
+
+def _regrouping(before: Dump, after: Dump, related: _RelatedBuckets) -> str:
+    num_before, num_after = len(related.before), len(related.after)
+    if num_before == 0:
+        change = "added"
+    elif num_after == 0:
+        change = "removed"
+    elif num_before == num_after:
+        change = "changed" if num_before == 1 else "regrouped"
+    elif min(num_before, num_after) == 1:
+        change = "merged" if num_before > 1 else "split"
+    else:
+        change = "regrouped"
+    labels = [
+        ", ".join(before.bucket_label(bucket) for bucket in related.before),
+        ", ".join(after.bucket_label(bucket) for bucket in related.after),
     ]
-    count = f"{len(group.before)} {group.kind} -> {len(group.after)}"
-    return f"{what}: {count}: {' -> '.join(filter(None, names))}"
+    count = f"{num_before} {related.kind} -> {num_after}"
+    return f"{change}: {count}: {' -> '.join(filter(None, labels))}"
 
 
-def _moved(one: Dump, before: Bucket, other: Dump, after: Bucket) -> Iterator[str]:
-    name = f"{before.kind} of {one.range_of(before)}"
-    for what in ("launch", "wait"):
-        was, now = getattr(before, what), getattr(after, what)
-        labels = one.step(was), other.step(now)
+def _moves(before: Dump, old: Bucket, after: Dump, new: Bucket) -> Iterator[str]:
+    """Yield what changed of a bucket of the same parameters."""
+    name = f"{old.kind} of {before.bucket_label(old)}"
+    for what, old_step, new_step in (
+        ("launch", old.launch, new.launch),
+        ("wait", old.wait, new.wait),
+    ):
+        old_label, new_label = before.step_label(old_step), after.step_label(new_step)
         # Where the graph has other steps, a step is the same by its number or by its first node.
-        if was != now and labels[0].split()[-1] != labels[1].split()[-1]:
-            yield f"moved: {name}: {what} before {labels[0]} -> before {labels[1]}"
-    if before.num_bytes != after.num_bytes or before.world != after.world:
-        sizes = [f"{b.num_bytes / 1e6:.3f} MB on {b.world} ranks" for b in (before, after)]
+        if old_step != new_step and old_label.split()[-1] != new_label.split()[-1]:
+            yield f"moved: {name}: {what} before {old_label} -> before {new_label}"
+    if old.num_bytes != new.num_bytes or old.world != new.world:
+        sizes = [f"{b.num_bytes / 1e6:.3f} MB on {b.world} ranks" for b in (old, new)]
         yield f"resized: {name}: {sizes[0]} -> {sizes[1]}"
-    if _parcels(one, before) != _parcels(other, after):
-        counts = [f"{len(bucket.buffers)} buffers" for bucket in (before, after)]
+    if _buffer_params(before, old) != _buffer_params(after, new):
+        counts = [f"{len(bucket.buffers)} buffers" for bucket in (old, new)]
         yield f"packed differently: {name}: {counts[0]} -> {counts[1]}"
 
 
-def _groups(one: Dump, other: Dump) -> list[_Group]:
-    """In the order of their first bucket."""
-    joined: UnionFind[tuple[TransferKind, str]] = UnionFind()
-    for dump in (one, other):
-        for bucket in dump.plan.buckets:
-            joined.union(*((bucket.kind, name) for name in dump.names(bucket)))
-    buckets: dict[tuple[TransferKind, str], tuple[list[Bucket], list[Bucket]]] = {}
-    for side, dump in enumerate((one, other)):
-        for bucket in dump.plan.buckets:
-            root = joined[bucket.kind, dump.names(bucket)[0]]
-            buckets.setdefault(root, ([], []))[side].append(bucket)
-    return [_Group(root[0], tuple(b), tuple(a)) for root, (b, a) in buckets.items()]
+def _buffer_params(dump: Dump, bucket: Bucket) -> set[frozenset[str]]:
+    """Return the names of the parameters in each buffer of ``bucket``."""
+    alone = (dataclasses.replace(bucket, buffers=(buffer,)) for buffer in bucket.buffers)
+    return {frozenset(dump.param_names(buffer)) for buffer in alone}
 
 
-def _members(dump: Dump, bucket: Bucket) -> set[str]:
-    return set(dump.names(bucket))
-
-
-def _parcels(dump: Dump, bucket: Bucket) -> set[frozenset[str]]:
-    parts = (dataclasses.replace(bucket, buffers=(parcel,)) for parcel in bucket.buffers)
-    return {frozenset(dump.names(part)) for part in parts}
-
-
-def _totals(one: Dump, other: Dump) -> list[str]:
-    """A table of those that differ."""
+def _totals_table(before: Dump, after: Dump) -> list[str]:
+    """Return a table of the totals that differ, if there are any."""
+    old_totals, new_totals = dataclasses.asdict(before.totals), dataclasses.asdict(after.totals)
     rows = []
-    for name, was in one.totals.items():
-        now = other.totals[name]
-        if was != now:
+    for name, old in old_totals.items():
+        new = new_totals[name]
+        if old != new:
             what, _, unit = name.rpartition("_")
-            scale, shown = _UNITS[unit]
-            change = f"{now / was - 1:+.1%}" if was else ""
-            rows.append([f"{what.replace('_', ' ')} {shown}", was / scale, now / scale, change])
+            scale, shown_unit = _DISPLAY_UNITS[unit]
+            change = f"{new / old - 1:+.1%}" if old else ""
+            rows.append(
+                [f"{what.replace('_', ' ')} {shown_unit}", old / scale, new / scale, change]
+            )
     return [tabulate(rows, ["", "before", "after", ""], floatfmt=".3f")] if rows else []
 
 
-def _details(one: Dump, other: Dump) -> list[str]:
-    """Fields that differ, where nothing above does."""
-    pairs: list[tuple[str, Any, Any]] = [
-        ("plan.params", one.plan.params, other.plan.params),
-        ("plan.kept", one.plan.kept, other.plan.kept),
-        ("plan.buckets", one.plan.buckets, other.plan.buckets),
-        ("hardware", one.hardware, other.hardware),
+def _changed_fields(before: Dump, after: Dump) -> list[str]:
+    """Return a line for each field that differs, where no other part of the report shows it."""
+    old_fields, new_fields = _all_fields(before), _all_fields(after)
+    return [
+        f"differs in detail: {name}" for name, old in old_fields.items() if old != new_fields[name]
     ]
-    for field in dataclasses.fields(one.plan.problem):
-        values = [getattr(dump.plan.problem, field.name) for dump in (one, other)]
-        pairs.append((f"plan.problem.{field.name}", *values))
-    return [f"differs in detail: {name}" for name, was, now in pairs if was != now]
+
+
+def _all_fields(dump: Dump) -> Mapping[str, object]:
+    problem = dump.plan.problem
+    return {
+        "plan.params": dump.plan.params,
+        "plan.kept": dump.plan.kept,
+        "plan.buckets": dump.plan.buckets,
+        "hardware": dump.hardware,
+        **{
+            f"plan.problem.{field.name}": getattr(problem, field.name)
+            for field in dataclasses.fields(problem)
+        },
+    }

@@ -2,11 +2,10 @@
 
 A dump is a JSON object:
 
-    version    of this form; a file of another one is refused
+    version    of this form; a file of another version is refused
     compiled   Dynamo's name for the compilation, as in "0/0"; "" if there is none
-    predicted  totals of the timeline: total_us, compute_us, communication_us, exposed_us, lost_us,
-               peak_bytes, in_flight_bytes; for readers, since they follow from the rest
-    limits     cap, in_flight, peak: as ``limits.Limits``, in bytes or null
+    predicted  ``Totals``; for readers, since they follow from the rest
+    limits     cap, in_flight, peak: as ``ScheduleLimits``, in bytes or null
     hardware   as ``Hardware.to_json``
     plan       as ``Plan.to_json``, parameters named
 """
@@ -16,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,37 @@ VERSION = 3
 
 
 @dataclass(frozen=True)
+class Totals:
+    """Sums and peaks of a timeline.
+
+    Attributes:
+        total_us: until all lanes are done.
+        compute_us: in which the compute lane is busy.
+        communication_us: in which the communication lane is busy.
+        exposed_us: in which compute waits.
+        lost_us: what hidden collectives cost compute; not in ``total_us``.
+        peak_bytes: alive in the step that has most.
+        in_flight_bytes: between launch and wait in the step that has most.
+    """
+
+    total_us: float
+    compute_us: float
+    communication_us: float
+    exposed_us: float
+    lost_us: float
+    peak_bytes: int
+    in_flight_bytes: int
+
+
+@dataclass(frozen=True)
 class Dump:
     """A plan with its parameters named, and what it was made for.
 
     Attributes:
-        limits: what the schedule had to keep.
-        compiled: Dynamo's name for the compilation; profiles have it too.
+        plan: of one graph.
+        hardware: that times are predicted for.
+        limits: that the schedule had to keep.
+        compiled: Dynamo's name for the compilation, which profiles have too; "" if there is none.
     """
 
     plan: Plan
@@ -46,8 +71,9 @@ class Dump:
 
     @functools.cached_property
     def timeline(self) -> Timeline:
-        """What is predicted of the plan on the hardware."""
-        return simulate(self.plan.problem, self.plan.buckets, CostModel(self.hardware))
+        """The predicted timeline of the plan on the hardware."""
+        cost_model = CostModel(self.hardware)
+        return simulate(self.plan.problem, self.plan.buckets, cost_model)
 
     @functools.cached_property
     def slots(self) -> dict[tuple[str, int], Slot]:
@@ -55,40 +81,42 @@ class Dump:
         return {(slot.kind, slot.index): slot for slot in self.timeline.slots}
 
     @property
-    def totals(self) -> dict[str, float]:
-        """Times in microseconds, sizes in bytes; ``exposed_us``: while compute stands still."""
-        return {
-            "total_us": self.timeline.total_us,
-            "compute_us": self.timeline.busy_us(COMPUTE),
-            "communication_us": self.timeline.busy_us(COMMUNICATION),
-            "exposed_us": sum(self.timeline.exposed_us),
-            "lost_us": self.timeline.lost_us,
-            "peak_bytes": self.timeline.peak_bytes,
-            "in_flight_bytes": max(self.timeline.in_flight_bytes, default=0),
-        }
+    def totals(self) -> Totals:
+        """The totals of the timeline."""
+        return Totals(
+            total_us=self.timeline.total_us,
+            compute_us=self.timeline.busy_us(COMPUTE),
+            communication_us=self.timeline.busy_us(COMMUNICATION),
+            exposed_us=sum(self.timeline.exposed_us),
+            lost_us=self.timeline.lost_us,
+            peak_bytes=self.timeline.peak_bytes,
+            in_flight_bytes=max(self.timeline.in_flight_bytes, default=0),
+        )
 
-    def names(self, bucket: Bucket) -> list[str]:
-        """The FQNs of what travels in ``bucket``, each once, in graph order."""
-        found = (self.plan.problem.transfers[i].param for i in sorted(bucket.transfers))
-        return list(dict.fromkeys(param_name(self.plan.params[i]) for i in found if i is not None))
+    def param_names(self, bucket: Bucket) -> list[str]:
+        """Return the names of the parameters in ``bucket``, each once, in graph order."""
+        transfers = (self.plan.problem.transfers[i] for i in sorted(bucket.transfers))
+        positions = [transfer.param for transfer in transfers if transfer.param is not None]
+        return list(dict.fromkeys(param_name(self.plan.params[i]) for i in positions))
 
-    def range_of(self, bucket: Bucket) -> str:
-        """As in ``blocks.0.up.weight .. blocks.1.norm.bias (12)``."""
-        names = self.names(bucket)
+    def bucket_label(self, bucket: Bucket) -> str:
+        """Return what travels, as in ``blocks.0.up.weight .. blocks.1.norm.bias (12)``."""
+        names = self.param_names(bucket)
         if not names:
             return "an activation" if bucket.kind in HOST_COPIES else "scales of fp8"
         return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
 
-    def step(self, index: int) -> str:
-        """A step's number and its first node; ``end`` behind the last one."""
+    def step_label(self, index: int) -> str:
+        """Return a step's number and first node; ``end`` for the end of the graph."""
         steps = self.plan.problem.steps
         return f"{index} {steps[index]}" if index < len(steps) else "end"
 
     def to_json(self) -> str:
+        """Return the contents of a file that ``load`` reads."""
         raw = {
             "version": VERSION,
             "compiled": self.compiled,
-            "predicted": self.totals,
+            "predicted": dataclasses.asdict(self.totals),
             "limits": dataclasses.asdict(self.limits),
             "hardware": json.loads(self.hardware.to_json()),
             "plan": json.loads(self.plan.to_json()),
@@ -97,23 +125,24 @@ class Dump:
 
     @classmethod
     def from_json(cls, text: str, source: str = "dump") -> Dump:
-        """The reverse of ``to_json``.
+        """Return the dump that ``to_json`` wrote.
 
         Raises:
-            ValueError: the text is not of this form. It names ``source``.
+            ValueError: the text is not of this form. The error names ``source``.
         """
         try:
-            return cls._of(json.loads(text))
+            return cls._from_raw(json.loads(text))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{source}: is not a plan that graphshard dumped") from error
         except ValueError as error:  # JSONDecodeError is one
             raise ValueError(f"{source}: {error}") from error
 
     @classmethod
-    def _of(cls, raw: dict[str, Any]) -> Dump:
+    def _from_raw(cls, raw: Mapping[str, Any]) -> Dump:
         if "plan" in raw and raw["version"] != VERSION:
             raise ValueError(
-                f"dump of version {raw['version']!r}: this graphshard reads {VERSION}; compile again"
+                f"dump of version {raw['version']!r}: this graphshard reads {VERSION}; "
+                "compile again"
             )
         return cls(
             plan=Plan.from_json(json.dumps(raw["plan"])),
@@ -127,7 +156,7 @@ class Dump:
         """Read a file.
 
         Raises:
-            ValueError: it cannot be read, or is not a dump; it names the file.
+            ValueError: the file cannot be read, or is not a dump. The error names the file.
         """
         try:
             text = path.read_text()
@@ -137,4 +166,5 @@ class Dump:
 
 
 def param_name(param: PlanParam) -> str:
+    """Return the FQN of a parameter, or the number of its graph input where it has none."""
     return param.fqn or f"input {param.input}"

@@ -17,6 +17,7 @@ import json
 import re
 import warnings
 from pathlib import Path
+from typing import Literal
 
 from torch import fx
 
@@ -29,57 +30,50 @@ from .trace import trace
 NO_CODE = "No FX code was written: the graph came from a compiler's cache, so that no pass ran."
 
 
-def dumps_in(folder: Path) -> list[Path]:
-    """The dumps of a folder, in the order of its graphs."""
-    matches = [re.fullmatch(r"(\d+)-(\w+)\.json", path.name) for path in folder.iterdir()]
-    found = [
-        (int(m[1]), tuple(GraphKind).index(m[2]), m[0])
-        for m in matches
-        if m and m[2] in tuple(GraphKind)
-    ]
-    return [folder / name for *_, name in sorted(found)]
+def dump_paths(folder: Path) -> list[Path]:
+    """Return the files in ``folder`` that are named as dumps, in the order of its graphs."""
+    kinds = list(GraphKind)
+    pattern = re.compile(rf"(\d+)-({'|'.join(kinds)})\.json")
+    matches = [(path, pattern.fullmatch(path.name)) for path in folder.iterdir()]
+    ordered = sorted(
+        (int(match[1]), kinds.index(GraphKind(match[2])), path) for path, match in matches if match
+    )
+    return [path for _, _, path in ordered]
 
 
 class DumpWriter:
-    """Where the plans and the code of one Dynamo graph go.
+    """Writes the plans and the code of one Dynamo graph.
 
     Args:
         folder: it exists; None: no file is written.
+        number: of the graph; names of files begin with it.
     """
 
     def __init__(self, folder: Path | None = None, number: int = 0) -> None:
         self._folder = folder
         self._number = number
-        self._with_code: set[str] = set()
-        self._with_plan: set[str] = set()
+        self._stages_with_code: set[str] = set()
 
-    def code(self, name: str, when: str, graph: fx.Graph) -> None:
-        """Write the code of ``graph`` "before" or "after" a stage."""
+    def write_code(self, stage: str, when: Literal["before", "after"], graph: fx.Graph) -> None:
+        """Write the code of ``graph`` before or after a stage."""
         if self._folder is not None:
-            self._with_code.add(name)
+            self._stages_with_code.add(stage)
             code = graph.python_code("self", verbose=True).src
-            self._write(f"{name}.{when}.py", code.strip() + "\n")
+            self._write(self._folder, f"{stage}.{when}.py", code.strip() + "\n")
 
-    def has(self, kind: str) -> bool:
-        """Whether the plan of this graph was given."""
-        return kind in self._with_plan
-
-    def plan(self, dump: Dump) -> None:
+    def write_plan(self, dump: Dump) -> None:
         """Write the dump, its trace and its table, and log them where ``TORCH_TRACE`` says."""
         kind = dump.plan.graph
-        self._with_plan.add(kind)
         trace_artifact(f"graphshard_{kind}_plan", "json", dump.to_json)
         trace_artifact(f"graphshard_{kind}_table", "string", lambda: table(dump))
         if self._folder is not None:
-            note = "" if kind in self._with_code else f"\n\n{NO_CODE}"
-            self._write(f"{kind}.json", dump.to_json())
-            self._write(f"{kind}.trace.json", json.dumps(trace(dump)))
-            self._write(f"{kind}.txt", f"{table(dump)}{note}\n")
+            note = "" if kind in self._stages_with_code else f"\n\n{NO_CODE}"
+            self._write(self._folder, f"{kind}.json", dump.to_json())
+            self._write(self._folder, f"{kind}.trace.json", json.dumps(trace(dump)))
+            self._write(self._folder, f"{kind}.txt", f"{table(dump)}{note}\n")
 
-    def _write(self, name: str, text: str) -> None:
-        assert self._folder is not None
-        path = self._folder / f"{self._number:02}-{name}"
+    def _write(self, folder: Path, name: str, text: str) -> None:
         try:
-            path.write_text(text)
+            (folder / f"{self._number:02}-{name}").write_text(text)
         except OSError as error:  # one rank must not fail in the middle of a training for it
             warnings.warn(f"graphshard: dump cannot be written: {error}", stacklevel=2)

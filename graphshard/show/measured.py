@@ -5,7 +5,7 @@
         loss.backward()
 
 The profile says which graphs ran ("Torch-Compiled Region: 0/0", and the sequence number that links
-autograd's backward to it); the predicted timeline of each begins where its run was measured to.
+autograd's backward to it). The predicted timeline of each graph begins where its run was measured to.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,14 @@ from torch.profiler import ProfilerActivity
 
 from ..kinds import GraphKind
 from .dump import Dump
-from .dump_folder import dumps_in
-from .trace import PREDICTED, Event, process, run
+from .dump_folder import dump_paths
+from .trace import PREDICTED, Trace, TraceEvent, process_events, run_events
 
 MEASURED = "measured"
 _REGION = "Torch-Compiled Region: "
 _FORWARD, _BACKWARD = "CompiledFunction", "CompiledFunctionBackward"
 _SEQUENCE = "Sequence number"
-_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 
 
 @contextlib.contextmanager
@@ -57,61 +57,78 @@ def profile(path: str | Path, dump: str | Path | None = None) -> Iterator[torch.
     with torch.profiler.profile(activities=activities) as profiler:
         yield profiler
     if not dist.is_initialized() or dist.get_rank() == 0:
-        with tempfile.TemporaryDirectory() as scratch:
-            measured = Path(scratch, "measured.json")
-            profiler.export_chrome_trace(str(measured))
-            raw = json.loads(measured.read_text())
-        path.write_text(json.dumps(beside(raw, list(map(Dump.load, dumps_in(folder))))))
+        dumps = [Dump.load(dump_path) for dump_path in dump_paths(folder)]
+        path.write_text(json.dumps(with_predictions(_measured_trace(profiler), dumps)))
 
 
-def beside(measured: dict[str, Any], dumps: Sequence[Dump]) -> dict[str, Any]:
-    """A trace with a process for what was measured, and one for what was predicted of each run."""
-    events = list(map(_labelled, measured["traceEvents"]))
-    predicted: list[Event] = []
+def _measured_trace(profiler: torch.profiler.profile) -> Trace:
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, "measured.json")
+        profiler.export_chrome_trace(str(path))
+        trace: Trace = json.loads(path.read_text())
+    return trace
+
+
+def with_predictions(measured: Trace, dumps: Sequence[Dump]) -> Trace:
+    """Return ``measured`` with a process for what was predicted of each run of a graph."""
+    events = [_with_label(event) for event in measured["traceEvents"]]
+    predicted: list[TraceEvent] = []
     free_us = 0.0
-    for number, (start_us, dump) in enumerate(_runs(events, dumps)):
-        start_us = max(start_us, free_us)
-        predicted += run(dump, start_us=start_us, number=number, streams=False)
-        free_us = start_us + dump.timeline.total_us
+    for number, run in enumerate(_graph_runs(events, dumps)):
+        start_us = max(run.start_us, free_us)
+        predicted += run_events(run.dump, start_us=start_us, number=number, streams=False)
+        free_us = start_us + run.dump.timeline.total_us
     names = sorted({dump.hardware.name for dump in dumps})
-    title = process(f"{PREDICTED} on {', '.join(names)}") if predicted else []
+    title = process_events(f"{PREDICTED} on {', '.join(names)}") if predicted else []
     return {**measured, "traceEvents": [*title, *predicted, *events]}
 
 
-def _labelled(event: Event) -> Event:
+def _with_label(event: TraceEvent) -> TraceEvent:
+    """Return ``event``; if it names a process, the name says that the process was measured."""
     if event["ph"] != "M" or event["name"] != "process_name":
         return event
     return {**event, "args": {"name": f"{MEASURED}: {event['args']['name']}"}}
 
 
-def _runs(events: Sequence[Event], dumps: Sequence[Dump]) -> Iterator[tuple[float, Dump]]:
-    """When a graph was seen to run, in order of time, and the latest dump of it."""
-    known = {(dump.compiled, dump.plan.graph): dump for dump in dumps}
-    region: dict[Any, str] = {}  # which compilation runs, by thread
-    sequence: dict[int, str] = {}
+class _GraphRun(NamedTuple):
+    start_us: float
+    dump: Dump
+
+
+def _graph_runs(events: Sequence[TraceEvent], dumps: Sequence[Dump]) -> Iterator[_GraphRun]:
+    """Yield the runs of graphs that were measured, in order of time, with each one's latest dump.
+
+    Graphs without a dump are left out.
+    """
+    dump_of_graph = {(dump.compiled, dump.plan.graph): dump for dump in dumps}
+    region_of_thread: dict[int, str] = {}
+    region_of_sequence: dict[object, str] = {}
     calls = [event for event in events if event["ph"] == "X" and event.get("cat") == "cpu_op"]
-    for event in sorted(calls, key=lambda call: call["ts"]):
-        name, found = event["name"], []
+    for call in sorted(calls, key=lambda event: event["ts"]):
+        name, graphs = call["name"], list[tuple[str, GraphKind]]()
         if name.startswith(_REGION):
-            compiled = region[event["tid"]] = name.removeprefix(_REGION)
-            found = [(compiled, GraphKind.FORWARD), (compiled, GraphKind.INFERENCE)]
+            region = region_of_thread[call["tid"]] = name.removeprefix(_REGION)
+            graphs = [(region, GraphKind.FORWARD), (region, GraphKind.INFERENCE)]
         elif name == _FORWARD:
-            sequence[event["args"][_SEQUENCE]] = region.get(event["tid"], "")
+            region_of_sequence[call["args"][_SEQUENCE]] = region_of_thread.get(call["tid"], "")
         elif name == _BACKWARD:
-            found = [(sequence.get(event["args"][_SEQUENCE], ""), GraphKind.BACKWARD)]
-        yield from ((_start_us(event, events), known[key]) for key in found if key in known)
+            region = region_of_sequence.get(call["args"][_SEQUENCE], "")
+            graphs = [(region, GraphKind.BACKWARD)]
+        for graph in graphs:
+            if graph in dump_of_graph:
+                yield _GraphRun(_start_us(call, events), dump_of_graph[graph])
 
 
-def _start_us(call: Event, events: Sequence[Event]) -> float:
-    """Of the first kernel that ``call`` launched on a GPU, or of the call itself."""
+def _start_us(call: TraceEvent, events: Sequence[TraceEvent]) -> float:
+    """Return when the first kernel that ``call`` launched on a GPU began, or else the call."""
     end_us = call["ts"] + call["dur"]
     launched = {
         event["args"].get("correlation")
         for event in events
-        if event.get("cat") in _LAUNCHES
+        if event.get("cat") in _LAUNCH_CATEGORIES
         and event["tid"] == call["tid"]
         and call["ts"] <= event["ts"] <= end_us
     }
     kernels = (event for event in events if event.get("cat") == "kernel")
-    started = [k["ts"] for k in kernels if k["args"].get("correlation") in launched]
-    return float(min(started, default=call["ts"]))
+    starts_us = [k["ts"] for k in kernels if k["args"].get("correlation") in launched]
+    return float(min(starts_us, default=call["ts"]))

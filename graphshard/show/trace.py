@@ -1,7 +1,7 @@
 """The predicted timeline as a trace: ui.perfetto.dev and chrome://tracing open it.
 
-One process with the lanes of ``simulate``. Arrows lead from where a collective is launched to
-the collective, and on to the first thing that needs its result; counters tell what is in memory.
+One process with the lanes of ``simulate``. Arrows lead from where a collective is launched to the
+collective, and on to the first thing that needs its result; counters show what is in memory.
 
     compute        [copy-in]──┐  [step 0: mm   ]         ┌─►[copy-out]─►[step 1: mm_1 ]
     communication             └─►[ncclDevKernel_AllGather]
@@ -13,22 +13,21 @@ format: "Trace Event Format", by the Chrome team; times in microseconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, Required, TypedDict
 
 from ..kinds import HOST_COPIES, TransferKind
-from ..planning import simulate
-from ..planning.simulate import COLLECTIVE, COMPUTE, COPY_IN, COPY_OUT, STEP, Slot
+from ..planning.simulate import COLLECTIVE, COMPUTE, COPY_IN, COPY_OUT, LANES, STEP, Slot
 from .dump import Dump, param_name
 
-Event = dict[str, Any]
-Span = tuple[int, int]
-
 PREDICTED = "predicted"
-PID = 1 << 30  # no process of a measured trace has it
-LANES = {lane: number for number, lane in enumerate(simulate.LANES, 1)}
-"""Threads of the process; streams likewise."""
-_KERNELS = {
+PID = 1 << 30
+"""Process of the predicted events; no process of a measured trace has this number."""
+THREADS = {lane: number for number, lane in enumerate(LANES, 1)}
+"""By lane, its thread in the process, and its stream."""
+_MAX_BUCKETS = 1 << 20  # of a graph; arrows are numbered by run and bucket
+
+_KERNEL_NAMES = {
     TransferKind.ALL_GATHER: "ncclDevKernel_AllGather",
     TransferKind.REDUCE_SCATTER: "ncclDevKernel_ReduceScatter",
     TransferKind.ALL_REDUCE_SHARDS: "ncclDevKernel_AllReduce_Shards",
@@ -39,136 +38,173 @@ _KERNELS = {
 }
 
 
-def trace(dump: Dump) -> dict[str, Any]:
-    """The contents of a trace file with the timeline of one graph."""
+class TraceEvent(TypedDict, total=False):
+    """An event of a trace; ``ph``, its phase, says which of the keys it has."""
+
+    ph: Required[str]
+    name: Required[str]
+    pid: Required[int]
+    tid: Required[int]
+    ts: Required[float]
+    dur: float
+    cat: str
+    id: int
+    bp: str
+    args: dict[str, object]
+
+
+class Trace(TypedDict, total=False):
+    """The contents of a trace file."""
+
+    traceEvents: Required[list[TraceEvent]]
+    displayTimeUnit: str
+    distributedInfo: dict[str, int]
+
+
+class _Span(NamedTuple):
+    """When a slot is drawn, in whole nanoseconds.
+
+    Viewers count in these. Both ends are rounded, so that what ends when another thing begins still
+    does.
+    """
+
+    begin_ns: int
+    end_ns: int
+
+
+def trace(dump: Dump) -> Trace:
+    """Return the contents of a trace file with the timeline of one graph."""
     title = f"{PREDICTED}: {dump.plan.graph} on {dump.hardware.name}"
     return {
-        "traceEvents": [*process(title), *run(dump)],
+        "traceEvents": [*process_events(title), *run_events(dump)],
         "displayTimeUnit": "ms",
         "distributedInfo": {"rank": 0},  # HolisticTraceAnalysis asks for one
     }
 
 
-def process(title: str) -> list[Event]:
-    """What names the process and its lanes."""
+def process_events(title: str) -> list[TraceEvent]:
+    """Return the events that name the process and its lanes."""
     return [
         _metadata("process_name", 0, name=title),
         _metadata("process_sort_index", 0, sort_index=-1),
-        *(_metadata("thread_name", tid, name=lane) for lane, tid in LANES.items()),
-        *(_metadata("thread_sort_index", tid, sort_index=tid) for tid in LANES.values()),
+        *(_metadata("thread_name", tid, name=lane) for lane, tid in THREADS.items()),
+        *(_metadata("thread_sort_index", tid, sort_index=tid) for tid in THREADS.values()),
     ]
 
 
-def _metadata(what: str, tid: int, **args: object) -> Event:
-    return {"ph": "M", "name": what, "pid": PID, "tid": tid, "ts": 0, "args": args}
+def _metadata(name: str, tid: int, /, **args: object) -> TraceEvent:
+    return {"ph": "M", "name": name, "pid": PID, "tid": tid, "ts": 0, "args": args}
 
 
-def run(dump: Dump, *, start_us: float = 0.0, number: int = 0, streams: bool = True) -> list[Event]:
-    """One run of the graph.
+def run_events(
+    dump: Dump, *, start_us: float = 0.0, number: int = 0, streams: bool = True
+) -> list[TraceEvent]:
+    """Return the events of one run of the graph.
 
     Args:
-        start_us: when it begins.
-        number: of the run in its file; arrows of different runs must not be mixed up.
+        start_us: when the run begins.
+        number: of the run in its file; it keeps the arrows of different runs apart.
         streams: kernels say which stream they are on.
     """
     spans = {slot: _span(slot, start_us) for slot in dump.timeline.slots}
-    seen = {slot: span for slot, span in spans.items() if span[0] < span[1]}
-    events = [_slice(dump, slot, span, streams) for slot, span in seen.items()]
+    drawn = {slot: span for slot, span in spans.items() if span.begin_ns < span.end_ns}
+    events = [_slice(dump, slot, span, streams) for slot, span in drawn.items()]
     for index in range(len(dump.plan.buckets)):
-        events += _arrow(dump, index, seen, number << 20 | index)
-    return events + _counters(dump, spans)
+        events += _arrow(dump, index, drawn, number * _MAX_BUCKETS + index)
+    return [*events, *_memory_counters(dump, spans)]
 
 
-def _span(slot: Slot, start_us: float) -> Span:
-    """In nanoseconds. Viewers count in whole ones; what ends when another thing begins still does."""
-    return round((start_us + slot.start_us) * 1e3), round((start_us + slot.end_us) * 1e3)
+def _span(slot: Slot, start_us: float) -> _Span:
+    return _Span(round((start_us + slot.start_us) * 1e3), round((start_us + slot.end_us) * 1e3))
 
 
-def _slice(dump: Dump, slot: Slot, span: Span, streams: bool) -> Event:
-    tid = LANES[slot.lane]
+def _slice(dump: Dump, slot: Slot, span: _Span, streams: bool) -> TraceEvent:
+    tid = THREADS[slot.lane]
     stream = {"stream": tid} if streams else {}
     return {
         "ph": "X",
         "cat": "gpu_memcpy" if slot.lane in HOST_COPIES else "kernel",
-        "name": _name(dump, slot),
+        "name": _slice_name(dump, slot),
         "pid": PID,
         "tid": tid,
-        "ts": span[0] / 1e3,
-        "dur": (span[1] - span[0]) / 1e3,
-        "args": {**stream, **_details(dump, slot)},
+        "ts": span.begin_ns / 1e3,
+        "dur": (span.end_ns - span.begin_ns) / 1e3,
+        "args": {**stream, **_slice_args(dump, slot)},
     }
 
 
-def _name(dump: Dump, slot: Slot) -> str:
+def _slice_name(dump: Dump, slot: Slot) -> str:
     if slot.kind == STEP:
-        return f"step {dump.step(slot.index)}"
+        return f"step {dump.step_label(slot.index)}"
     bucket = dump.plan.buckets[slot.index]
-    what = _KERNELS[bucket.kind] if slot.kind == COLLECTIVE else slot.kind
-    return f"{what}({dump.range_of(bucket)})"
+    name = _KERNEL_NAMES[bucket.kind] if slot.kind == COLLECTIVE else slot.kind
+    return f"{name}({dump.bucket_label(bucket)})"
 
 
-def _details(dump: Dump, slot: Slot) -> dict[str, Any]:
-    """What a viewer shows of a slice that was clicked on."""
+def _slice_args(dump: Dump, slot: Slot) -> dict[str, object]:
+    """Return what a viewer shows of a slice that was clicked on."""
     plan = dump.plan
     if slot.kind == STEP:
-        used = [
-            t
-            for t in plan.problem.transfers
-            if t.kind == TransferKind.ALL_GATHER and t.due == slot.index
+        params = [
+            transfer.param
+            for transfer in plan.problem.transfers
+            if transfer.kind == TransferKind.ALL_GATHER and transfer.due == slot.index
         ]
-        names = (param_name(plan.params[t.param]) for t in used if t.param is not None)
+        names = [param_name(plan.params[i]) for i in params if i is not None]
         return {"first used": ", ".join(names)}
     bucket = plan.buckets[slot.index]
     return {
         "bucket": slot.index,
-        "parameters": ", ".join(dump.names(bucket)),
+        "parameters": ", ".join(dump.param_names(bucket)),
         "bytes": bucket.num_bytes,
         "ranks": bucket.world,
         "exposed us": round(dump.timeline.exposed_us[slot.index], 3),
-        "launched before": dump.step(bucket.launch),
-        "waited for before": dump.step(bucket.wait),
+        "launched before": dump.step_label(bucket.launch),
+        "waited for before": dump.step_label(bucket.wait),
     }
 
 
-def _arrow(dump: Dump, index: int, seen: Mapping[Slot, Span], identity: int) -> list[Event]:
-    """From the launch of a bucket to its collective, to the wait for it and to its first use."""
-    path = [slot for slot in _path(dump, index, seen) if slot in seen]
-    events = []
-    for slot, phase in zip(path, ["s", *"t" * (len(path) - 2), "f"] if len(path) > 1 else []):
-        begin, end = seen[slot]
-        events.append(
-            {
-                "ph": phase,
-                "bp": "e",  # the arrow is tied to the slice around this time
-                "cat": "schedule",
-                "name": dump.plan.buckets[index].kind,
-                "id": identity,
-                "pid": PID,
-                "tid": LANES[slot.lane],
-                "ts": (end - 1 if phase == "s" else begin) / 1e3,
-            }
-        )
-    return events
+def _arrow(
+    dump: Dump, index: int, drawn: Mapping[Slot, _Span], identity: int
+) -> Iterator[TraceEvent]:
+    """Yield the arrow from a bucket's launch to its collective, its wait and its first use."""
+    path = [slot for slot in _arrow_path(dump, index, drawn) if slot in drawn]
+    if len(path) < 2:
+        return
+    for slot, phase in zip(path, ["s", *"t" * (len(path) - 2), "f"]):
+        span = drawn[slot]
+        yield {
+            "ph": phase,
+            "bp": "e",  # the arrow is tied to the slice around this time
+            "cat": "schedule",
+            "name": dump.plan.buckets[index].kind,
+            "id": identity,
+            "pid": PID,
+            "tid": THREADS[slot.lane],
+            "ts": (span.end_ns - 1 if phase == "s" else span.begin_ns) / 1e3,
+        }
 
 
-def _path(dump: Dump, index: int, seen: Mapping[Slot, Span]) -> list[Slot]:
-    """What an arrow leads through. Where no copy is seen, a wait is what comes behind it."""
+def _arrow_path(dump: Dump, index: int, drawn: Mapping[Slot, _Span]) -> list[Slot]:
+    """Return the slots that the arrow of a bucket leads through.
+
+    Where no copy-in is drawn, the arrow begins at the slot before it; where no copy-out is drawn,
+    the slot behind stands for the wait.
+    """
     bucket, problem = dump.plan.buckets[index], dump.plan.problem
     launched_us = dump.slots[COPY_IN, index].end_us
-    ran = [slot for slot in seen if slot.lane == COMPUTE and slot.end_us <= launched_us]
+    before = [slot for slot in drawn if slot.lane == COMPUTE and slot.end_us <= launched_us]
     due = min(problem.transfers[i].due for i in bucket.transfers)
     steps = dict.fromkeys((bucket.wait, due))
-    used = [dump.slots[STEP, step] for step in steps if step < problem.num_steps]
-    return [*ran[-1:], dump.slots[COLLECTIVE, index], dump.slots[COPY_OUT, index], *used]
+    after = [dump.slots[STEP, step] for step in steps if step < problem.num_steps]
+    return [*before[-1:], dump.slots[COLLECTIVE, index], dump.slots[COPY_OUT, index], *after]
 
 
-def _counters(dump: Dump, spans: Mapping[Slot, Span]) -> list[Event]:
-    """Memory in use, at the start of every step."""
+def _memory_counters(dump: Dump, spans: Mapping[Slot, _Span]) -> Iterator[TraceEvent]:
+    """Yield the memory in use at the start of every step."""
     timeline = dump.timeline
-    events = []
     for step, sizes in enumerate(zip(timeline.alive_bytes, timeline.in_flight_bytes)):
-        ts = spans[dump.slots[STEP, step]][0] / 1e3
+        ts = spans[dump.slots[STEP, step]].begin_ns / 1e3
         for name, num_bytes in zip(("alive", "in flight"), sizes):
-            args = {"bytes": num_bytes}
-            events.append({"ph": "C", "name": name, "pid": PID, "tid": 0, "ts": ts, "args": args})
-    return events
+            args: dict[str, object] = {"bytes": num_bytes}
+            yield {"ph": "C", "name": name, "pid": PID, "tid": 0, "ts": ts, "args": args}

@@ -15,7 +15,7 @@ from torch import fx
 from graphshard.__main__ import main
 from graphshard.kinds import GraphKind
 from graphshard.show import Dump, DumpWriter, diff, table
-from graphshard.show.dump_folder import NO_CODE, dumps_in
+from graphshard.show.dump_folder import NO_CODE, dump_paths
 from tests.plan.dumps import by_hand, dumps
 
 
@@ -71,7 +71,7 @@ def test_what_is_no_dump(text: str, match: str, tmp_path: Path) -> None:
 
 def test_files(tmp_path: Path) -> None:
     shown = by_hand()
-    DumpWriter(tmp_path, 3).plan(shown)
+    DumpWriter(tmp_path, 3).write_plan(shown)
     assert Dump.load(tmp_path / "03-backward.json") == shown
     trace = json.loads((tmp_path / "03-backward.trace.json").read_text())
     assert len(trace["traceEvents"]) > 10
@@ -80,11 +80,11 @@ def test_files(tmp_path: Path) -> None:
 
 
 def test_code_goes_with_the_plan(tmp_path: Path) -> None:
-    shown, files = by_hand(), DumpWriter(tmp_path)
+    shown, writer = by_hand(), DumpWriter(tmp_path)
     graph = fx.Graph()
     graph.output(graph.call_function(abs, (graph.placeholder("x"),)))
-    files.code("backward", "before", graph)
-    files.plan(shown)
+    writer.write_code("backward", "before", graph)
+    writer.write_plan(shown)
     code = (tmp_path / "00-backward.before.py").read_text()
     assert code.startswith("def forward(self, x):") and "abs" in code
     assert (tmp_path / "00-backward.txt").read_text() == f"{table(shown)}\n"
@@ -92,16 +92,15 @@ def test_code_goes_with_the_plan(tmp_path: Path) -> None:
 
 def test_no_files_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    files = DumpWriter()
-    files.code("backward", "before", fx.Graph())
-    assert not files.has("backward")
-    files.plan(by_hand())
-    assert files.has("backward") and not list(tmp_path.iterdir())
+    writer = DumpWriter()
+    writer.write_code("backward", "before", fx.Graph())
+    writer.write_plan(by_hand())
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_went_away_does_not_end_a_training(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="dump cannot be written: .*gone"):
-        DumpWriter(tmp_path / "gone").plan(by_hand())
+        DumpWriter(tmp_path / "gone").write_plan(by_hand())
 
 
 def test_dumps_of_a_folder_are_in_order(tmp_path: Path) -> None:
@@ -113,11 +112,11 @@ def test_dumps_of_a_folder_are_in_order(tmp_path: Path) -> None:
         ),
     )
     for number in (100, 2):
-        DumpWriter(tmp_path, number).plan(shown)
-        DumpWriter(tmp_path, number).plan(forward)
+        DumpWriter(tmp_path, number).write_plan(shown)
+        DumpWriter(tmp_path, number).write_plan(forward)
     for other in ("step.json", "03-notes.json", "machine-a.json"):
         (tmp_path / other).write_text("{}")
-    names = [path.name for path in dumps_in(tmp_path)]
+    names = [path.name for path in dump_paths(tmp_path)]
     assert names == [
         "02-forward.json",
         "02-backward.json",
@@ -135,8 +134,8 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
     shown = by_hand()
     last = dataclasses.replace(shown.plan.buckets[-1], launch=3)
     plan = dataclasses.replace(shown.plan, buckets=(*shown.plan.buckets[:-1], last))
-    DumpWriter(tmp_path, 0).plan(shown)
-    DumpWriter(tmp_path, 1).plan(dataclasses.replace(shown, plan=plan))
+    DumpWriter(tmp_path, 0).write_plan(shown)
+    DumpWriter(tmp_path, 1).write_plan(dataclasses.replace(shown, plan=plan))
     return tmp_path / "00-backward.json", tmp_path / "01-backward.json"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from graphshard.kinds import GraphKind
 from graphshard.show import Dump, profile
-from graphshard.show.measured import beside
+from graphshard.show.measured import with_predictions
 from graphshard.show.trace import PID
 from tests.plan.dumps import by_hand
 
@@ -53,7 +53,7 @@ DUMPS = [
 
 def _starts(events: list[Event], dumps: list[Dump]) -> list[float]:
     """Of the predicted runs: their first slice is a gather at their beginning."""
-    merged = beside({"traceEvents": [NAME, *events]}, dumps)["traceEvents"]
+    merged = with_predictions({"traceEvents": [NAME, *events]}, dumps)["traceEvents"]
     predicted = [event for event in merged if event["pid"] == PID and event["ph"] == "X"]
     return [event["ts"] for event in predicted if event["args"].get("bucket") == 0]
 
@@ -65,7 +65,7 @@ def test_each_graph_begins_where_it_ran() -> None:
 
 
 def test_a_graph_that_did_not_run_is_left_out() -> None:
-    merged = beside({"traceEvents": [NAME, *STEP]}, [_dump(GraphKind.FORWARD, "0/0")])
+    merged = with_predictions({"traceEvents": [NAME, *STEP]}, [_dump(GraphKind.FORWARD, "0/0")])
     assert all(event["pid"] != PID for event in merged["traceEvents"])
 
 
@@ -89,7 +89,7 @@ def test_on_a_gpu_a_graph_begins_with_its_first_kernel() -> None:
 
 
 def test_the_two_processes_are_told_apart() -> None:
-    merged = beside({"traceEvents": [NAME, *STEP], "other": 3}, DUMPS)
+    merged = with_predictions({"traceEvents": [NAME, *STEP], "other": 3}, DUMPS)
     events = merged["traceEvents"]
     named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert named == {9: "measured: python", PID: "predicted on wire"}

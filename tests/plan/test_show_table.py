@@ -7,7 +7,7 @@ import pytest
 from graphshard.kinds import TransferKind
 from graphshard.planning.memory_budget import ScheduleLimits
 from graphshard.show import Dump, summary, table
-from graphshard.show.table import NUM_BUCKETS, NUM_EXPOSED, reason
+from graphshard.show.table import NUM_BUCKETS, NUM_EXPOSED, exposed_reason
 from tests.plan.dumps import bucket, by_hand, dump
 from tests.plan.problems import gather, problem, reduction
 
@@ -82,7 +82,7 @@ def _alone(kind: str, launch: int, wait: int, limits: ScheduleLimits | None = No
 )
 def test_why_a_collective_is_exposed(shown: Dump, because: str) -> None:
     assert shown.timeline.exposed_us[0] > 0
-    assert reason(shown, 0) == because
+    assert exposed_reason(shown, 0) == because
 
 
 def _many(num_layers: int) -> Dump:

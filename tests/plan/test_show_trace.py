@@ -14,7 +14,7 @@ from hypothesis import given
 from graphshard.kinds import TransferKind
 from graphshard.planning.simulate import COMMUNICATION, COMPUTE
 from graphshard.show import Dump, trace
-from graphshard.show.trace import LANES, PID
+from graphshard.show.trace import PID, THREADS
 from tests.plan.dumps import bucket, by_hand, dump, dumps
 from tests.plan.problems import gather, problem
 
@@ -29,7 +29,7 @@ def _events(shown: Dump, phases: str) -> list[Event]:
 
 
 def _lane(shown: Dump, lane: str) -> list[tuple[str, float, float]]:
-    events = [e for e in _events(shown, "X") if e["tid"] == LANES[lane]]
+    events = [e for e in _events(shown, "X") if e["tid"] == THREADS[lane]]
     return [(e["name"], e["ts"], e["dur"]) for e in events]
 
 
@@ -106,7 +106,7 @@ def test_every_arrow_has_both_ends(shown: Dump) -> None:
 
 @given(dumps())
 def test_slices_of_a_lane_do_not_overlap(shown: Dump) -> None:
-    for lane in LANES:
+    for lane in THREADS:
         slices = [(round(ts * 1e3), round(dur * 1e3)) for _, ts, dur in _lane(shown, lane)]
         for (ts, dur), (next_ts, _) in itertools.pairwise(slices):
             assert dur > 0 and ts + dur <= next_ts
@@ -115,7 +115,7 @@ def test_slices_of_a_lane_do_not_overlap(shown: Dump) -> None:
 @given(dumps())
 def test_the_overlap_is_what_was_predicted(shown: Dump) -> None:
     totals = shown.totals
-    lane_us, exposed_us = totals["communication_us"], totals["exposed_us"]
+    lane_us, exposed_us = totals.communication_us, totals.exposed_us
     hidden_us, found_us = _overlap(_events(shown, "X"))
     slack = NS * len(shown.timeline.slots)
     assert found_us == pytest.approx(lane_us, abs=slack)
@@ -167,7 +167,7 @@ def test_the_process_is_labelled() -> None:
         if "name" in e["args"]
     }
     assert names["process_name", 0] == "predicted: backward on wire"
-    assert {names["thread_name", tid] for tid in LANES.values()} == set(LANES)
+    assert {names["thread_name", tid] for tid in THREADS.values()} == set(THREADS)
     assert all(event["pid"] == PID for event in _events(by_hand(), "XstfCM"))
 
 
