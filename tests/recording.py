@@ -3,7 +3,8 @@ backend "recording" for CPU tensors. Each collective appends an `Event` to a lis
 (`events()`, `clear()`), and so does each wait for one, so a test can assert how many bytes were
 gathered, in which order, and how many collectives were in flight. `wire()` adds a modelled network:
 one wire per rank that carries a collective in alpha + bytes / rate seconds, one after the other; a
-wait sleeps until the wire is done. Eager FSDP2, DDP, object and functional collectives run on it."""
+wait sleeps until the wire is done. Eager FSDP2, DDP, object and functional collectives run on
+it."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def collectives() -> list[Event]:
 
 
 def wire(alpha_s: float = 0.0, bytes_per_s: float = math.inf) -> None:
-    """Collectives issued from now on take alpha_s + bytes / bytes_per_s; without arguments, none."""
+    """Collectives issued from now on take alpha_s + bytes / bytes_per_s; without arguments,
+    none."""
     global _wire
     _wire = _Wire(alpha_s, bytes_per_s)
 
@@ -174,7 +176,8 @@ class RecordingProcessGroup(dist.ProcessGroup):
     def _record(
         self, kind: str, full: Sequence[Tensor], issue: Callable[[], list[dist.Work]]
     ) -> dist.Work:
-        """Record a collective, issue it by gloo, and occupy the wire; `full` has its full buffers."""
+        """Record a collective, issue it by gloo, and occupy the wire; `full` has its full
+        buffers."""
         global _num_collectives
         num_bytes = sum(tensor.nbytes for tensor in full)
         event = Event(

@@ -49,6 +49,7 @@ class Builder:
     def _placeholder(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: str = ""
     ) -> fx.Node:
+        """Add an input with a fake value."""
         node = self.graph.placeholder(name)
         with self._mode:
             node.meta["val"] = torch.empty(shape, dtype=dtype, device=device or self._device)
@@ -65,6 +66,7 @@ class Builder:
         return self._placeholder(f"tangents_{number}", shape, torch.float32)
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a call of `op`; its fake value is what `op` makes of fake arguments."""
         node = self.graph.call_function(op, args, kwargs)
         values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with self._mode:
@@ -90,6 +92,7 @@ class Builder:
         )
 
     def replicate(self, param: fx.Node) -> fx.Node:
+        """Add the marker of a parameter that every rank holds in full."""
         return self.marker(ReplicateSpec(param=param, group=self.group))
 
     def reduce(self, grad: fx.Node, **fields: Any) -> fx.Node:
@@ -101,9 +104,11 @@ class Builder:
         return self.marker(ReduceGradSpec(grad=grad, padded_rows=rows, group=self.group, **fields))
 
     def all_reduce(self, grad: fx.Node) -> fx.Node:
+        """Add the marker that averages a gradient over all ranks."""
         return self.marker(AllReduceGradSpec(grad=grad, group=self.group))
 
     def marker(self, spec: MarkerSpec) -> fx.Node:
+        """Add the marker of `spec`."""
         node: fx.Node = spec.call(self.call)
         return node
 
@@ -129,6 +134,7 @@ def lowered(
 
 
 def overlapped(limits: ScheduleLimits) -> PlanBuckets:
+    """Return the planner with overlap, for `lowered`."""
     return lambda problem: find_schedule(problem, CostModel(HARDWARE["cpu"]), limits)
 
 
@@ -138,6 +144,7 @@ def targets(graph: fx.Graph) -> list[Any]:
 
 
 def count(graph: fx.Graph, op: Any) -> int:
+    """Return how often a graph calls `op`."""
     return targets(graph).count(op)
 
 

@@ -61,7 +61,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
-    """Return `|ours - theirs| / |theirs|` in norms, of tensors that may be sharded; a collective."""
+    """Return `|ours - theirs| / |theirs|` in norms; a collective if a tensor is sharded."""
     ours, theirs = whole(ours), whole(theirs)
     assert ours.dtype == theirs.dtype, (ours.dtype, theirs.dtype)
     assert ours.shape == theirs.shape, (ours.shape, theirs.shape)

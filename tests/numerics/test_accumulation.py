@@ -1,5 +1,5 @@
-"""Gradients of several microbatches, of which only the last one communicates: beside FSDP2, and beside the
-whole batch; what is sent, and how often anything is compiled."""
+"""Gradients of several microbatches, of which only the last one communicates: beside FSDP2, and
+beside the whole batch; what is sent, and how often anything is compiled."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def _gpt() -> GPT:
 
 @dataclass(frozen=True)
 class Trained:
-    """Largest relative errors over all steps, collectives of each microbatch of the last one, theirs, and
-    how many graphs were compiled."""
+    """Largest relative errors over all steps, collectives of each microbatch of the last one,
+    theirs, and how many graphs were compiled."""
 
     loss_error: float
     grad_error: float
@@ -135,7 +135,8 @@ def test_it_accumulates_as_fsdp2(
 
 
 def _whole_batch(compiler: str) -> tuple[float, int]:
-    """Microbatches beside one batch of all of them, of the same model; gradients' error, and graphs."""
+    """Microbatches beside one batch of all of them, of the same model; gradients' error, and
+    graphs."""
     kind: Any = GPT if compiler == "aot_eager" else MLP
     micros = [draw(kind.batch, step)[dist.get_rank()] for step in range(MICROBATCHES)]
     models = []

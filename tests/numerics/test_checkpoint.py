@@ -1,5 +1,6 @@
-"""Checkpoints by `torch.distributed.checkpoint`: from four ranks to two to three with the optimizer's
-state, bitwise; saved while training goes on; and what a save that was interrupted leaves."""
+"""Checkpoints by `torch.distributed.checkpoint`: from four ranks to two to three with the
+optimizer's state, bitwise; saved while training goes on; and what a save that was interrupted
+leaves."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""fp8 on real ranks: beside FSDP2 with torchao's linears, bitwise by ATen; what travels; scales and bytes
-that are those of unsharded weights; and models that torchao has converted."""
+"""fp8 on real ranks: beside FSDP2 with torchao's linears, bitwise by ATen; what travels; scales and
+bytes that are those of unsharded weights; and models that torchao has converted."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Sums of unreduced gradients where something is in the way: a backward that does not reach the
-parameters, hooks that copy what is saved, one backward of both kinds, errors, parameters that are frozen."""
+parameters, hooks that copy what is saved, one backward of both kinds, errors, parameters that are
+frozen."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def _plain(twins: Twins, batches: list[Tensor]) -> None:
 
 
 def _of_an_input() -> None:
-    """``torch.autograd.grad`` runs all of a compiled backward, and drops what the parameters get."""
+    """``torch.autograd.grad`` runs all of a compiled backward, and drops what the parameters
+    get."""
     twins = Twins(MLP())
     batches, rank = [draw(MLP.batch, step) for step in range(3)], dist.get_rank()
     with graphshard.no_sync(twins.model):
@@ -72,7 +74,8 @@ def _both_at_once(eager: bool) -> None:
 
 
 def _an_error() -> None:
-    """Sums of a parameter that has no gradient in the end are reduced, also after a backward that failed."""
+    """Sums of a parameter that has no gradient in the end are reduced, also after a backward that
+    failed."""
     twins = Twins(MLP())
     batches, rank = [draw(MLP.batch, step) for step in range(3)], dist.get_rank()
     twins.backward(batches[0])

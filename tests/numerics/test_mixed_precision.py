@@ -26,8 +26,8 @@ STEPS = 20
 
 @dataclass(frozen=True)
 class Trained:
-    """Largest differences of losses and of gradients, whether all parameters ended bitwise equal, and
-    kind, dtype and bytes of what our second step sent."""
+    """Largest differences of losses and of gradients, whether all parameters ended bitwise equal,
+    and kind, dtype and bytes of what our second step sent."""
 
     loss_error: float
     grad_error: float

@@ -1,5 +1,5 @@
-"""Shards, gradients and optimizers that the host keeps, beside FSDP2 with the same policy, and beside
-ourselves without it: values are the same, and shards are copied where the plan says."""
+"""Shards, gradients and optimizers that the host keeps, beside FSDP2 with the same policy, and
+beside ourselves without it: values are the same, and shards are copied where the plan says."""
 
 from __future__ import annotations
 

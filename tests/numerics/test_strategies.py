@@ -1,5 +1,5 @@
-"""Every sharding strategy beside the one of FSDP2 or DDP: losses and gradients of SGD steps, and what
-travels, among whom. A GPT with tied weights, no size of which the number of ranks divides."""
+"""Every sharding strategy beside the one of FSDP2 or DDP: losses and gradients of SGD steps, and
+what travels, among whom. A GPT with tied weights, no size of which the number of ranks divides."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import graphshard
 from graphshard.kinds import TransferKind
 from tests import ranks, recording
-from tests.models import GPT, MLP
+from tests.models import MLP, DeepGPT
 from tests.numerics.compare import (
     assert_plain,
     draw,
@@ -106,11 +106,11 @@ def _peer(model: nn.Module, mesh: DeviceMesh, reshard: bool | int | None) -> nn.
 
 def _models(strategy: Strategy, compiler: str) -> tuple[Any, Any, Any]:
     torch.manual_seed(0)
-    ours = GPT()
+    ours = DeepGPT()
     torch.manual_seed(0)
     names = ("replicate", "shard")[-len(strategy.mesh) :]  # FSDP2 asks for names
     mesh = init_device_mesh("cpu", strategy.mesh, mesh_dim_names=names)
-    theirs = _peer(GPT(), mesh, strategy.theirs)
+    theirs = _peer(DeepGPT(), mesh, strategy.theirs)
     backend = graphshard.backend(mesh, compiler=compiler, **strategy.ours)
     return ours, torch.compile(ours, backend=backend, fullgraph=True), theirs
 
@@ -121,7 +121,7 @@ def _train(name: str, compiler: str) -> Trained:
     optimizers: list[torch.optim.SGD] = []
     evaluated = 0.0
     for step in range(STEPS):
-        batch = draw(GPT.batch, step)[dist.get_rank()]
+        batch = draw(DeepGPT.batch, step)[dist.get_rank()]
         if step == STEPS - 1:
             evaluated = _evaluation_error(compiled, theirs, batch)
         recording.clear()
@@ -154,7 +154,7 @@ def _evaluation_error(compiled: nn.Module, theirs: nn.Module, batch: torch.Tenso
 
 def _num_bytes(num_shards: int) -> int:
     """Of all parameters, padded."""
-    params = [param for _, param in GPT().named_parameters()]
+    params = [param for _, param in DeepGPT().named_parameters()]
     rows = [-(-param.shape[0] // num_shards) * num_shards for param in params]
     return sum(n * p[0].numel() * p.element_size() for n, p in zip(rows, params))
 
@@ -234,7 +234,7 @@ def test_ddp_sends_gradients_alone() -> None:
 
 
 def test_each_parameter_travels_by_its_own_strategy() -> None:
-    norms = sum(p.nbytes for name, p in GPT().named_parameters() if "norm" in name)
+    norms = sum(p.nbytes for name, p in DeepGPT().named_parameters() if "norm" in name)
     for trained in _trained("mixed", "aot_eager"):
         kinds = {(kind, size): num_bytes for kind, size, num_bytes in trained.backward}
         assert kinds[TransferKind.ALL_REDUCE, ALL] == norms
@@ -245,7 +245,7 @@ def test_each_parameter_travels_by_its_own_strategy() -> None:
 
 def _placements(name: str) -> dict[str, tuple[Any, ...]]:
     ours, compiled, _ = _models(STRATEGIES[name], "aot_eager")
-    compiled(draw(GPT.batch, 0)[dist.get_rank()]).backward()
+    compiled(draw(DeepGPT.batch, 0)[dist.get_rank()]).backward()
     params = dict(ours.named_parameters())
     assert all(p.grad.placements == p.placements for p in params.values())
     return {name: param.placements for name, param in params.items()}
@@ -261,7 +261,7 @@ def test_placements() -> None:
 def _clipped(name: str) -> list[tuple[float, float, int]]:
     """By order of the norm: error beside the peer, the norm, and how many collectives it took."""
     ours, compiled, theirs = _models(STRATEGIES[name], "aot_eager")
-    batch = draw(GPT.batch, 0)[dist.get_rank()]
+    batch = draw(DeepGPT.batch, 0)[dist.get_rank()]
     found = []
     for order in (1.0, 2.0, float("inf")):
         for model, called in ((ours, compiled), (theirs, theirs)):

@@ -188,7 +188,7 @@ def vit() -> PreTrainedModel:
 
 def mixtral(**changes: Any) -> PreTrainedModel:
     """Return a Mixtral: a mixture of four experts in each layer."""
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**_MIXTURE, **changes))
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**_MIXTURE, **changes}))
 
 
 def mixtral_eager() -> PreTrainedModel:
