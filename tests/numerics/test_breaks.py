@@ -214,42 +214,6 @@ def test_a_model_with_graph_breaks_and_inductor(kind: Trainable) -> None:
     ranks.run(2, _train, kind, "inductor")
 
 
-def _warning_of(kind: Any) -> str:
-    with graphshard_warnings() as warned:
-        Twins(kind(), fullgraph=False).train(kind.batch, steps=1)
-    return warned[0]
-
-
-def test_the_warning_names_file_and_line() -> None:
-    line = Middle.forward.__code__.co_firstlineno + 2
-    for text in ranks.run(2, _warning_of, Middle):
-        assert f"test_breaks.py:{line}" in text
-    for text in ranks.run(2, _warning_of, DisabledFirst):
-        assert "test_breaks.py" in text or "Linear" in text
-
-
-def _train_two() -> None:
-    """Two broken models, one warning each."""
-    with graphshard_warnings() as warned:
-        for kind in (Middle, Loop):
-            Twins(kind(), fullgraph=False).train(kind.batch, steps=2)
-    assert [text.split()[1] for text in warned] == ["Middle", "Loop"]
-
-
-def test_each_model_warns_of_its_own() -> None:
-    ranks.run(2, _train_two)
-
-
-def _train_whole() -> None:
-    with graphshard_warnings() as warned:
-        Twins(MLP()).train(MLP.batch, steps=2)
-    assert not warned
-
-
-def test_a_model_without_breaks_warns_of_nothing() -> None:
-    ranks.run(2, _train_whole)
-
-
 # Functions with breaks: parts of the model may have run before graphshard sees its parameters.
 
 

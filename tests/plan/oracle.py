@@ -74,6 +74,7 @@ def _all_cuts(problem: Problem, prices: TransferCostModel) -> Iterator[Split]:
 
 
 def _all_borders(num: int) -> Iterator[list[int]]:
+    """Yield every way to cut `num` neighbours: the positions where a part begins, and the end."""
     for inner in itertools.product([False, True], repeat=max(0, num - 1)):
         yield [0, *(at for at, cut in enumerate(inner, 1) if cut), *([num] if num else [])]
 
@@ -104,6 +105,7 @@ class _Program:
         self._constrain()
 
     def _variable(self, upper: float) -> int:
+        """Add a variable between 0 and `upper` and return its number."""
         self._upper.append(upper)
         return len(self._upper) - 1
 
@@ -118,6 +120,7 @@ class _Program:
         self._rows.append((terms, us / self._ever_us - (given is not None)))
 
     def _constrain(self) -> None:
+        """Add all rows: one launch for each bucket, their order, the steps and the end."""
         for b, cost in enumerate(self._costs):
             self._one_of([x for (of, _), x in self._launched.items() if of == b])
             self._behind(self._sent[b], self._copied[b], cost.lane_us)
@@ -132,6 +135,7 @@ class _Program:
         self._behind(self._total, self._start[-1], 0.0)
 
     def _ordered(self, a: int, b: int, cost: BucketCost) -> None:
+        """Add the rows by which bucket `b` follows bucket `a`, if it is the later one."""
         given = self._order[a, b]
         if a < b:
             self._one_of([given, self._order[b, a]])
@@ -143,6 +147,7 @@ class _Program:
         self._rows.append((at | {given: -float(steps)}, -float(steps)))
 
     def _step(self, step: int) -> None:
+        """Add the rows of a step: it waits for launches in front of it and for buckets due."""
         before = self._start[step - 1] if step else None
         us = self._problem.compute_us[step - 1] if step else 0.0
         self._behind(self._front[step], before, us)
@@ -160,6 +165,7 @@ class _Program:
             self._rows.append((terms | others, out_us[b] / self._ever_us))
 
     def _one_of(self, binaries: list[int]) -> None:
+        """Add the rows by which exactly one of these binaries is 1."""
         self._rows.append((dict.fromkeys(binaries, 1.0), 1.0))
         self._rows.append((dict.fromkeys(binaries, -1.0), -1.0))
 

@@ -19,7 +19,8 @@ collective      count       MB     ms    exposed ms
 all_gather      2 -> 2   0.000  0.060         0.040
 reduce_scatter  2 -> 1   0.000  0.050         0.040
 
-time    0.154 ms = 0.074 compute + 0.080 exposed; communication 0.110, 27% of it hidden; compute loses 0.091 to it
+time    0.154 ms = 0.074 compute + 0.080 exposed; communication 0.110, 27% of it hidden; \
+compute loses 0.091 to it
 memory  peak 0.000 MB in step 1 step1; at most 0.000 MB in flight
 
 most exposed
@@ -113,8 +114,8 @@ def test_a_graph_that_sends_nothing() -> None:
     text = table(dump(problem([5.0], []), []))
     assert "0 parameters, 1 steps; predicted" in text
     assert (
-        "time    0.005 ms = 0.005 compute + 0.000 exposed; communication 0.000; compute loses 0.000 to it\n"
-        in text
+        "time    0.005 ms = 0.005 compute + 0.000 exposed; communication 0.000; "
+        "compute loses 0.000 to it\n" in text
     )
     assert "collective" not in text and "buckets" not in text
     assert table(dump(problem([], []), []))

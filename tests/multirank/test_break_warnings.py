@@ -1,0 +1,47 @@
+"""The warning of a model that Dynamo cannot make one graph of: once for each model, with file and
+line. `tests/numerics/test_breaks.py` compares how such models train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests import ranks
+from tests.models import MLP
+from tests.numerics.compare import Twins, graphshard_warnings
+from tests.numerics.test_breaks import DisabledFirst, Loop, Middle
+
+
+def _warning_of(kind: Any) -> str:
+    with graphshard_warnings() as warned:
+        Twins(kind(), fullgraph=False).train(kind.batch, steps=1)
+    return warned[0]
+
+
+def test_the_warning_names_file_and_line() -> None:
+    line = Middle.forward.__code__.co_firstlineno + 2
+    for text in ranks.run(2, _warning_of, Middle):
+        assert f"test_breaks.py:{line}" in text
+    for text in ranks.run(2, _warning_of, DisabledFirst):
+        assert "test_breaks.py" in text or "Linear" in text
+
+
+def _train_two() -> None:
+    """Two broken models, one warning each."""
+    with graphshard_warnings() as warned:
+        for kind in (Middle, Loop):
+            Twins(kind(), fullgraph=False).train(kind.batch, steps=2)
+    assert [text.split()[1] for text in warned] == ["Middle", "Loop"]
+
+
+def test_each_model_warns_of_its_own() -> None:
+    ranks.run(2, _train_two)
+
+
+def _train_whole() -> None:
+    with graphshard_warnings() as warned:
+        Twins(MLP()).train(MLP.batch, steps=2)
+    assert not warned
+
+
+def test_a_model_without_breaks_warns_of_nothing() -> None:
+    ranks.run(2, _train_whole)
