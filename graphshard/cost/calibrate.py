@@ -5,9 +5,10 @@
 
 It measures matrix products by dtype and size, copies by size, on the device and from the host,
 exponentials, and an empty kernel; with several ranks the three collectives by size, as graphs run
-them. All are medians of rank 0, while the other ranks measure the same. Operands rotate through more
-memory than caches hold, as in training. What it does not measure stays as in the table of devices:
-fp8, interconnects that these ranks do not span, and what compute loses to hidden collectives.
+them. All are medians of rank 0, while the other ranks measure the same. Operands rotate through
+more memory than caches hold, as in training. What it does not measure stays as in the table of
+devices: fp8, interconnects that these ranks do not span, and what compute loses to hidden
+collectives.
 """
 
 from __future__ import annotations

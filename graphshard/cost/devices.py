@@ -197,7 +197,7 @@ def _gpu(
 
 
 def _cpu() -> Hardware:
-    """Return one core, with gloo over loopback: half of what a core of an AMD EPYC (Zen 4) measures.
+    """Return one core, with gloo over loopback: half of what an AMD EPYC (Zen 4) measures.
 
     Measured: 104 Gflop/s in float32, 26 GB/s copied, 0.8e9 error functions per second. On 2 ranks,
     300 us for a small collective; 0.7, 0.4 and 1.1 GB/s on the bus for all-gather, reduce-scatter
@@ -240,7 +240,8 @@ def _cpu() -> Hardware:
 # Special functions: [sfu]. 2.4e12 per second are 108 multiprocessors of an A100 at 1.41 GHz, 2.2e12
 # are 80 of an A10G at 1.71 GHz, 4.4e12 are 148 of a B200 at 1.85 GHz.
 # Networks, for each GPU: 8 cards of 400 Gb/s in a DGX H100, H200 and B200, 8 of 200 Gb/s in a DGX
-# A100 (their datasheets); 100 Gb/s for 8 GPUs in a g5.48xlarge (aws.amazon.com/ec2/instance-types/g5).
+# A100 (their datasheets); 100 Gb/s for 8 GPUs in a g5.48xlarge
+# (aws.amazon.com/ec2/instance-types/g5).
 _ENTRIES = (
     _gpu(
         "H100",

@@ -5,9 +5,9 @@
                 └─────────► output        └─► output       others use: each once; views are free.
 
 [Note: regions] A region is a set of nodes that become one kernel. Pointwise nodes, and reductions
-over the last dimensions, share a region with those that they read from or are read by, unless a path
-between the two leads through another kernel. A reduction over other dimensions, or over all of them,
-loops differently. Its region has the pointwise nodes that serve nothing else, and other such
+over the last dimensions, share a region with those that they read from or are read by, unless a
+path between the two leads through another kernel. A reduction over other dimensions, or over all of
+them, loops differently. Its region has the pointwise nodes that serve nothing else, and other such
 reductions over what it reads; whoever uses its result is in another region.
 """
 

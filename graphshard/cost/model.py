@@ -1,8 +1,9 @@
 """Predicts how long the nodes of a graph take, its collectives, and the copies around them.
 
-Pure: nothing is measured and no other rank is asked, so ranks with the same ``Hardware`` predict the
-same. A kernel takes the longer of the times for what it computes and for what it moves (the roofline
-model: Williams et al., CACM 52(4), 2009), plus its launch. ``fusion`` guesses which nodes share one.
+Pure: nothing is measured and no other rank is asked, so ranks with the same ``Hardware`` predict
+the same. A kernel takes the longer of the times for what it computes and for what it moves (the
+roofline model: Williams et al., CACM 52(4), 2009), plus its launch. ``fusion`` guesses which nodes
+share a kernel.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class CostModel:
     tf32: bool = False
 
     def compute_us(self, graph: fx.Graph) -> dict[fx.Node, float]:
-        """Return the time of every node of a functional ATen graph whose nodes have ``meta["val"]``.
+        """Return the time of every node of a functional ATen graph; all have ``meta["val"]``.
 
         The last node of a region (see [Note: regions] in ``fusion``) has the region's time, its
         others have 0. So have inputs, outputs, views, collectives, and graphshard's ops that copy.

@@ -1,8 +1,8 @@
 """What a person reads of a schedule: tables, traces, files, differences.
 
 ``dump`` is a plan in a file, with what it was made for, and ``dump_folder`` where such files go.
-``table``, ``trace`` and ``diff`` present dumps; ``measured`` puts predictions beside a profile; ``cli``
-has the commands. May import ``cost`` and ``planning``.
+``table``, ``trace`` and ``diff`` present dumps; ``measured`` puts predictions beside a profile;
+``cli`` has the commands. May import ``cost`` and ``planning``.
 """
 
 from .diff import diff

@@ -223,7 +223,7 @@ def exposed_reason(dump: Dump, i: int) -> str:
 
 
 def _limit_in_the_way(dump: Dump, bucket: Bucket) -> str | None:
-    """Return what keeps ``bucket`` from being in flight for one more step; None if no limit does."""
+    """Return the limit that keeps ``bucket`` from one more step in flight; None if none does."""
     timeline, limits = dump.timeline, dump.limits
     step = bucket.launch - 1 if bucket.kind == TransferKind.ALL_GATHER else bucket.wait
     if not 0 <= step < dump.plan.problem.num_steps:

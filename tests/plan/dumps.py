@@ -40,9 +40,9 @@ def hardware(line: Line, name: str = "wire") -> Hardware:
 WIRE = hardware(Line(10.0, 1.0, 0.1))
 
 
-def bucket(kind: str, parcels: Sequence[tuple[int, ...]], size: int, at: tuple[int, int]) -> Bucket:
+def bucket(kind: str, buffers: Sequence[tuple[int, ...]], size: int, at: tuple[int, int]) -> Bucket:
     """``at``: the steps of launch and wait."""
-    return Bucket(kind, tuple(parcels), size, "g", WORLD, *at)
+    return Bucket(kind, tuple(buffers), size, "g", WORLD, *at)
 
 
 def dump(

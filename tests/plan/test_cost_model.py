@@ -390,10 +390,10 @@ def test_what_is_no_collective_is_refused(kind: str, num_bytes: int, world: int,
     st.integers(0, 1 << 36),
 )
 def test_more_bytes_never_cost_less(name: str, kind: str, world: int, one: int, other: int) -> None:
-    costs, (less, more) = CostModel(HARDWARE[name]), sorted((one, other))
-    ordered = costs.collective_us(kind, less, world), costs.collective_us(kind, more, world)
-    assert 0 < ordered[0] <= ordered[1]
-    assert costs.copy_us(less) <= costs.copy_us(more)
+    cost_model, (less, more) = CostModel(HARDWARE[name]), sorted((one, other))
+    less_us, more_us = (cost_model.collective_us(kind, size, world) for size in (less, more))
+    assert 0 < less_us <= more_us
+    assert cost_model.copy_us(less) <= cost_model.copy_us(more)
 
 
 @given(st.sampled_from(sorted(HARDWARE)), st.lists(st.integers(1, 4096), min_size=4, max_size=4))

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from graphshard.kinds import TransferKind
 from graphshard.planning.memory_budget import ScheduleLimits
-from graphshard.planning.plan import Bucket
+from graphshard.planning.plan import Bucket, Plan
 from graphshard.show import Dump, diff
 from tests.plan.dumps import WIRE, bucket, by_hand, dump, dumps, hardware
 from tests.plan.problems import Line, gather, problem, reduction
@@ -25,8 +25,8 @@ def _gathers(*buckets: Bucket, names: str = "a b c d", steps: int = 4) -> Dump:
 
 
 def _of(*transfers: int, at: tuple[int, int] | None = None, packed: bool = False) -> Bucket:
-    parcels = [transfers] if packed else [(i,) for i in transfers]
-    return bucket(TransferKind.ALL_GATHER, parcels, SIZE * len(transfers), at or (0, transfers[0]))
+    buffers = [transfers] if packed else [(i,) for i in transfers]
+    return bucket(TransferKind.ALL_GATHER, buffers, SIZE * len(transfers), at or (0, transfers[0]))
 
 
 def _changes(one: Dump, other: Dump) -> list[str]:
@@ -128,6 +128,29 @@ def test_settings() -> None:
     assert _changes(reduces, gathers) == [
         "removed: 1 reduce_scatter -> 0: p0",
         "added: 0 all_gather -> 1: p0",
+    ]
+
+
+def test_buckets_without_parameters_are_told_apart_by_their_order() -> None:
+    transfers = [
+        dataclasses.replace(gather(0, SIZE, i), param=None, kind=TransferKind.COPY_TO_DEVICE)
+        for i in range(3)
+    ]
+
+    def reloads(*steps: tuple[int, int]) -> Dump:
+        buckets = [
+            bucket(TransferKind.COPY_TO_DEVICE, [(i,)], SIZE, at) for i, at in enumerate(steps)
+        ]
+        plan = Plan((), problem([30.0] * 4, transfers), tuple(buckets))
+        return Dump(plan, WIRE, ScheduleLimits())
+
+    one = reloads((0, 1), (0, 2))
+    assert diff(one, reloads((0, 1), (0, 2))) == ""
+    assert _changes(one, reloads((0, 1), (1, 2))) == [
+        "moved: copy_to_device of an activation: launch before 0 step0 -> before 1 step1"
+    ]
+    assert _changes(one, reloads((0, 1), (0, 2), (0, 2))) == [
+        "added: 0 copy_to_device -> 1: an activation"
     ]
 
 
