@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx.node import Argument, Target
 
 from .._torch.tensors import OpOverload, argument_names, size_hint
+from ..ops.dtypes import dtype_name
 
 # Fractions of the rate of matrix products that attention reaches. FlashAttention-2 (arXiv
 # 2307.08691) has 73 % of an A100's peak forward and 63 % backward, FlashAttention-3 (arXiv
@@ -125,7 +126,7 @@ def _argument_values(node: fx.Node) -> Mapping[str, Any]:
 
 
 def _dtype_name(value: torch.Tensor) -> str:
-    name = str(value.dtype).removeprefix("torch.")
+    name = dtype_name(value.dtype)
     return "float8" if name.startswith("float8") else name
 
 

@@ -14,6 +14,7 @@ from torch import fx
 from .._torch.tensors import tree_leaves
 from ..kinds import HOST_COPIES, TransferKind
 from ..ops import collectives, host_copy, markers
+from ..ops.dtypes import dtype_named
 from ..ops.nodes import PLANNED, num_bytes
 from ..planning.plan import Bucket, Plan, events_by_step
 
@@ -110,7 +111,7 @@ def _num_waits(bucket: Bucket) -> int:
 def _launched_bytes(plan: Plan, bucket: Bucket) -> list[int]:
     """Bytes of each launch of a bucket: one, but exchanges cannot be coalesced."""
     transfers = plan.problem.transfers
-    dtype = getattr(torch, transfers[bucket.transfers[0]].dtype.removeprefix("torch."))
+    dtype = dtype_named(transfers[bucket.transfers[0]].dtype)
     if bucket.kind == TransferKind.REDUCE_SCATTER and collectives.exchanges(bucket.group, dtype):
         return [sum(transfers[i].num_bytes for i in buffer) for buffer in bucket.buffers]
     return [bucket.num_bytes]
