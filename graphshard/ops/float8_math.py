@@ -9,11 +9,11 @@ value``, clamped and cast, and the product is divided by both scales:
     grad_w = g8.T @ x8
 
 "tensorwise" has one scale for a tensor. "rowwise" has one, rounded down to a power of two, for each
-vector along which a product sums. What differs from torchao there: the weight has one scale for
-each of its rows in both products, so that backward uses the bytes of forward; where the product
-sums over the weight's rows, the gradient's columns are divided by their scales before it is cast.
+vector along which a product sums. Unlike in torchao, the weight then has one scale for each of its
+rows in both products, so that backward uses the bytes of forward. Where the product sums over the
+weight's rows, the gradient's columns are divided by their scales before it is cast.
 
-All is written in ATen ops with ``Call``: eager, or into a graph.
+All functions make their ATen calls through a ``Call``: run now, or put into a graph.
 """
 
 from __future__ import annotations

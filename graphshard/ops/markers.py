@@ -68,7 +68,7 @@ secondary_shard = define("secondary_shard(Tensor full, str group) -> Tensor")
 UNSHARD_MARKERS = (unshard, replicate)
 REDUCE_MARKERS = (reduce_grad, all_reduce_grad)
 PARAM_MARKERS = (*UNSHARD_MARKERS, *REDUCE_MARKERS)
-_SPECS: dict[OpOverload, type[MarkerSpec]] = {
+SPECS: dict[OpOverload, type[MarkerSpec]] = {
     unshard: UnshardSpec,
     reduce_grad: ReduceGradSpec,
     replicate: ReplicateSpec,
@@ -77,7 +77,7 @@ _SPECS: dict[OpOverload, type[MarkerSpec]] = {
     offload_activation: OffloadSpec,
     reload_activation: ReloadSpec,
 }
-MARKERS = tuple(_SPECS)
+MARKERS = tuple(SPECS)
 KIND_OF_MARKER: dict[OpOverload, TransferKind] = {
     unshard: TransferKind.ALL_GATHER,
     reduce_grad: TransferKind.REDUCE_SCATTER,
@@ -93,12 +93,12 @@ _Tensor = torch.Tensor | None
 
 
 def is_marker(node: fx.Node) -> bool:
-    return node.target in _SPECS
+    return node.target in SPECS
 
 
 def read(node: fx.Node) -> MarkerSpec:
     """The arguments of any marker in a graph."""
-    return _SPECS[node.target].of_node(node)  # type: ignore[index]  # targets are ops or names
+    return SPECS[node.target].of_node(node)  # type: ignore[index]  # targets are ops or names
 
 
 def change(node: fx.Node, **fields: Any) -> None:

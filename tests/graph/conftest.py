@@ -1,5 +1,5 @@
-"""A fake process group for all tests of this folder: rank 0 of eight ranks, of which there is no
-other; collectives return at once and move nothing."""
+"""A fake process group for all tests of this folder: rank 0 of eight, the only one that runs.
+Collectives return at once and move nothing."""
 
 from __future__ import annotations
 

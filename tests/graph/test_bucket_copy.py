@@ -1,5 +1,5 @@
-"""What Inductor's code does to a bucket before it is sent: one call that casts, pads and packs all
-of its tensors, which are read where they are."""
+"""Inductor's code copies a bucket in by one call, which casts, pads and packs all its tensors and
+reads them where they are."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAUNCH = re.compile(
 
 
 def _copied(body: str) -> list[list[str]]:
-    """What each call of ``copy_in`` reads, as text."""
+    """The tensors that each call of ``copy_in`` reads, as text."""
     copied = []
     for line in body.splitlines():
         if "copy_in.default(" in line:

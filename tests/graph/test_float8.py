@@ -1,6 +1,5 @@
-"""What fp8 makes of graphs: one reduction for all scales, bytes gathered by them in forward and
-again in backward, one kernel for all that is done to shards, and a reason for what stays as it
-is."""
+"""Graphs of fp8 training: one reduction finds all scales, forward and backward gather the same
+bytes, one kernel prepares the shards, and plans say why a weight is not in fp8."""
 
 from __future__ import annotations
 

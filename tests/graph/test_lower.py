@@ -1,5 +1,5 @@
-"""Markers become functional collectives: what is launched, in which order, with which bytes; and
-the same of buckets, in which several parameters travel."""
+"""Markers become functional collectives: their order and their bytes, for parameters that travel
+alone and for buckets of several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpointed region computes is predicted like any other, also where AOTAutograd wraps an
+"""The time of a checkpointed region is predicted like any other, also where AOTAutograd wraps an
 operator in the state of a random generator."""
 
 from __future__ import annotations

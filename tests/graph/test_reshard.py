@@ -1,4 +1,4 @@
-"""What is marked for recomputation: all that parameters alone determine, and nothing else."""
+"""Nodes that parameters alone determine are marked for recomputation, and no others."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Gathers of tensors of several dtypes in one collective, over gloo and over the recording group:
-gloo itself casts all of a coalesced gather to the first one's dtype."""
+"""One collective gathers tensors of several dtypes, over gloo and over the recording group. gloo
+itself casts all tensors of a coalesced gather to the first one's dtype."""
 
 from __future__ import annotations
 

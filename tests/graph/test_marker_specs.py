@@ -1,0 +1,51 @@
+"""A marker's spec is its schema, its call, and what is read off its node."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphshard.ops import markers
+from graphshard.ops.marker_specs import MarkerSpec, ReduceGradSpec, ReplicateSpec, UnshardSpec
+from tests.graph.builder import Builder
+
+
+@pytest.mark.parametrize("spec", markers.SPECS.values(), ids=lambda spec: spec.name)
+def test_torch_reads_the_schema_as_it_was_written(spec: type[MarkerSpec]) -> None:
+    schema = torch._C.parse_schema(f"graphshard::{spec.schema()}")
+    assert schema.arguments == spec.op()._schema.arguments
+    assert tuple(argument.name for argument in schema.arguments) == spec.argument_names()
+    assert spec.argument_names()[len(spec.argument_names()) - len(spec.accumulators) :] == (
+        spec.accumulators
+    )
+
+
+def test_a_node_gives_back_what_it_was_made_from(group: str) -> None:
+    build = Builder(group)
+    fields = {"shard": build.primal(2, 3), "rows": 13, "group": group, "dtype": torch.bfloat16}
+    spec = UnshardSpec(**fields)
+    read = markers.read(build.marker(spec))
+    assert isinstance(read, UnshardSpec) and read.arguments() == spec.arguments()
+    assert (read.shard, read.rows, read.regather_group) == (fields["shard"], 13, None)
+
+
+def test_other_arguments_make_another_value(group: str) -> None:
+    build = Builder(group)
+    node = build.unshard(build.primal(2, 3), 13)
+    markers.change(node, dtype=torch.bfloat16)
+    assert node.meta["val"].dtype == torch.bfloat16
+    assert UnshardSpec.of_node(node).regather_group == group
+
+
+def test_a_marker_is_not_read_as_another(group: str) -> None:
+    build = Builder(group)
+    with pytest.raises(AssertionError, match="is no reduce_grad"):
+        ReduceGradSpec.of_node(build.unshard(build.primal(2, 3), 13))
+
+
+def test_gradients_have_the_places_of_their_arguments() -> None:
+    grad = torch.ones(1)
+    assert UnshardSpec.gradients(shard=grad) == (grad, *[None] * 13)
+    assert ReplicateSpec.gradients(unsynced=grad) == (*[None] * 4, grad)
+    with pytest.raises(AssertionError):
+        ReplicateSpec.gradients(shard=grad)
