@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from graphshard.cost.hardware import HARDWARE
+from graphshard.cost.devices import HARDWARE
 from graphshard.cost.model import CostModel
 from graphshard.kinds import GraphKind
 from graphshard.passes.activation_offload import raise_saved_views
