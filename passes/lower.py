@@ -69,7 +69,7 @@ class _BucketWriter:
         self._buckets = buckets
         self._marker_nodes = marker_nodes
         self._next = next_in_chain(buckets)
-        self._launched: dict[int, list[fx.Node]] = {}  # by bucket, what to wait for
+        self._launched: dict[int, list[fx.Node]] = {}  # by bucket, the results to wait for
         self._handed_on: dict[
             int, list[fx.Node]
         ] = {}  # by bucket, the results that it goes on with
@@ -122,7 +122,7 @@ def _launch(
     nodes: Sequence[BufferMarkers],
     received: list[fx.Node] | None,
 ) -> list[fx.Node]:
-    """Launch a bucket; return what to wait for.
+    """Launch a bucket; return the results to wait for.
 
     Args:
         nodes: the markers of every buffer.

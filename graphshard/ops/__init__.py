@@ -1,7 +1,9 @@
 """Operators that graphs call, each with its fake, and the calls that make up a collective.
 
-``markers`` are what a parameter and its gradient are in a graph before it is lowered;
-``collectives`` is what they are lowered to, with the copies into and out of buffers
-(``bucket_copy``), between host and device (``host_copy``), and the arithmetic of fp8. All of it
-runs eagerly, or goes into a graph through an ``emitter``. Imports no other room but the kinds.
+``markers`` stand for a parameter and its gradient in a graph before it is lowered;
+``marker_specs`` names their arguments. Lowering replaces them by the calls of ``collectives``, with
+copies into and out of buffers (``bucket_copy``) and between host and device (``host_copy``), and
+with the arithmetic of fp8 (``float8_math``, ``float8_ops``). These functions run eagerly, or put
+their calls into a graph, through an ``emitter``. ``library`` registers all operators. The room
+imports ``_torch`` and the kinds.
 """

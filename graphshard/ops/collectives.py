@@ -49,7 +49,7 @@ class CollectiveInput(NamedTuple):
         rows: number of rows of the result: of the full parameter, or of the padded shard of a
             gradient; 0: replicated.
         dtype: as which it travels; a gathered tensor comes out so.
-        result_dtype: as which a reduced tensor comes out; what is scaled is cast to it first.
+        result_dtype: as which a reduced tensor comes out; in it a source is scaled.
         scales: of several tensors, each ``[1, 1]`` or ``[1, rows of all ranks' padded shards]``.
             The source is multiplied by its own before it is cast to ``dtype``. None: it is not.
         scale_index: position of its own scale.
@@ -99,7 +99,7 @@ def exchanges(group: str, dtype: torch.dtype) -> bool:
 def launch_bucket(
     call: Call, kind: TransferKind, buffers: Sequence[BufferInputs], group: str, world: int
 ) -> list[Any]:
-    """Copy in and launch a bucket; return what to wait for, one for each buffer."""
+    """Copy in and launch a bucket; return the results to wait for, one for each buffer."""
     buffers = [[_scaled(call, sent, group) for sent in inputs] for inputs in buffers]
     packed = {i: _packed_without_copy_in(call, kind, inputs) for i, inputs in enumerate(buffers)}
     copied = [i for i, inputs in enumerate(buffers) if _needs_copy_in(kind, inputs, world)]
@@ -171,7 +171,7 @@ def launch_collective(
     """Launch one collective for all buffers, coalesced where they are several, but exchanges.
 
     Returns:
-        What to wait for, one for each buffer.
+        The results to wait for, one for each buffer.
     """
     if kind == TransferKind.REDUCE_SCATTER and exchanges(group, value_of(buffers[0]).dtype):
         sizes = [[value_of(buffer).shape[0] // world] * world for buffer in buffers]
@@ -217,7 +217,7 @@ def launch_host_copies(
     """Launch copies to a device, or to that memory of the host.
 
     Returns:
-        What to wait for, one for each tensor; twice if the host reads it
+        The copies to wait for, one for each tensor; twice where the host reads them
         (``graphshard.ops.host_copy``).
     """
     op = copy_to_host if isinstance(target, str) else copy_to_device
