@@ -1,5 +1,7 @@
-"""What the benchmarks share: names of the ways to train that are compared (benchmarks/ways.py builds
-them), a process group of one rank, interleaved timing, and the table that is printed."""
+"""Shared by the benchmarks: arguments, a process group of one rank, interleaved timing, and output.
+
+The names are those of the ways to train that are compared; ``benchmarks/ways.py`` builds them.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,11 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,38 +28,57 @@ DDP, TORCHAO = "DDP", "FSDP2, torchao float8"
 GRAPHSHARD, GRAPHSHARD_FP8 = "graphshard", "graphshard, fp8"
 
 
-# --- where it runs -------------------------------------------------------------------------------
+# --- arguments -----------------------------------------------------------------------------------
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """A parser with the option that all benchmarks of one rank have."""
-    shown = argparse.RawDescriptionHelpFormatter
-    new = argparse.ArgumentParser(description=doc, formatter_class=shown)
-    new.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU, else cpu"
-    )
-    return new
+def new_parser(doc: str | None, *, with_device: bool = False) -> argparse.ArgumentParser:
+    """Return a parser that shows ``doc`` as it is, with the option ``--device`` on demand."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc, formatter_class=formatter)
+    if with_device:
+        parser.add_argument(
+            "--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU, else cpu"
+        )
+    return parser
+
+
+def add_counts(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    """Add an option for each of ``defaults``, a whole number; ``warm_up`` is ``--warm-up``."""
+    for name, value in defaults.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=count, default=value, help="default: %(default)s")
+
+
+def add_out(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add the option for the Markdown file to write."""
+    parser.add_argument("--out", type=Path, default=Path(default), help="default: %(default)s")
 
 
 def count(text: str) -> int:
-    """An argument that is a whole number from 1 up."""
+    """Parse an argument that is a whole number from 1 up."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from 1 up")
     return int(text)
 
 
+# --- one rank ------------------------------------------------------------------------------------
+
+
 def pick_device(name: str | None) -> torch.device:
+    """Return the device called ``name``; None: a GPU if there is one."""
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def join_group(device: torch.device) -> DeviceMesh:
-    """A process group of this process alone, over NCCL or gloo, and the mesh over it."""
+@contextmanager
+def group_of_one(device: torch.device) -> Iterator[DeviceMesh]:
+    """Make a process group of this process alone, over NCCL or gloo, and the mesh over it."""
     if device.type == "cpu":
         torch.set_num_threads(1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return init_device_mesh(device.type, (1,))
+    yield init_device_mesh(device.type, (1,))
+    dist.destroy_process_group()
 
 
 # --- timing --------------------------------------------------------------------------------------
@@ -64,13 +86,19 @@ def join_group(device: torch.device) -> DeviceMesh:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds until a piece of work returned, and until the device had done it."""
+    """How long some work took.
+
+    Attributes:
+        host_s: until the call returned.
+        done_s: until the device had done it.
+    """
 
     host_s: float
     done_s: float
 
 
-def timed(work: Callable[[], Any], device: torch.device) -> Timing:
+def timed(work: Callable[[], object], device: torch.device) -> Timing:
+    """Run and time ``work`` on an idle device."""
     synchronize(device)
     start = time.perf_counter()
     work()
@@ -80,15 +108,16 @@ def timed(work: Callable[[], Any], device: torch.device) -> Timing:
 
 
 def synchronize(device: torch.device) -> None:
+    """Wait until a GPU is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def interleave(runs: Mapping[str, Callable[[], T]], steps: int, warm_up: int) -> dict[str, list[T]]:
-    """What each of ``runs`` returns in ``steps`` rounds after the warm-up.
+    """Return what each of ``runs`` returns in ``steps`` rounds after the warm-up.
 
-    Every round runs each once, in an order that is rotated from round to round: what slows the
-    machine down for a while then slows all of them, and none always follows the same other one.
+    Every round runs each once, in an order that is rotated from round to round. If the machine is
+    slow for a while, it is slow for all of them, and none always follows the same other one.
     """
     names = list(runs)
     results: dict[str, list[T]] = {name: [] for name in runs}
@@ -101,36 +130,47 @@ def interleave(runs: Mapping[str, Callable[[], T]], steps: int, warm_up: int) ->
     return results
 
 
-median = statistics.median
-
-
-# --- what is printed -----------------------------------------------------------------------------
+# --- output --------------------------------------------------------------------------------------
 
 
 def heading(module: str, device: torch.device) -> str:
-    """The command and what it ran on."""
+    """Return a line with the command, the version of torch and the machine."""
     command = shlex.join(["python", "-m", module, *sys.argv[1:]])
     if device.type == "cuda":
-        where = torch.cuda.get_device_name(device)
+        machine = torch.cuda.get_device_name(device)
     else:
-        where = f"CPU ({os.cpu_count()} cores)"
-    return f"`{command}`, torch {torch.__version__}, {where}"
+        machine = f"CPU ({os.cpu_count()} cores)"
+    return f"`{command}`, torch {torch.__version__}, {machine}"
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table: the first column is text, the others are numbers."""
+    """Return a Markdown table; the first column is text, the others are numbers."""
     align = ("left", *("right" for _ in headers[1:]))
     return tabulate(rows, headers, "github", disable_numparse=True, colalign=align)
 
 
-def show(*parts: str) -> None:
+def show(*paragraphs: str) -> None:
     """Print paragraphs."""
-    for part in parts:
-        print(part, end="\n\n", flush=True)
+    for paragraph in paragraphs:
+        print(paragraph, end="\n\n", flush=True)
+
+
+def write_report(path: Path, paragraphs: Sequence[str]) -> None:
+    """Write paragraphs to a Markdown file, and make its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n\n".join(paragraphs) + "\n")
 
 
 def chart(steps_s: Mapping[str, Sequence[float]], path: Path) -> str:
-    """A bar for each way to train: what was written, or why nothing was."""
+    """Draw a bar for each way to train.
+
+    Args:
+        steps_s: by way, the seconds of its steps.
+        path: of the SVG file to write.
+
+    Returns:
+        Markdown that shows the chart, or says why there is none.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:

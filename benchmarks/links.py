@@ -1,5 +1,5 @@
-"""Links that are not there: what the planner is told of a modelled wire, and two network namespaces
-with a shaped link between them."""
+"""Links that this machine does not have: a modelled wire, as the planner is told of it, and two
+network namespaces with a shaped link between them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from graphshard.cost.hardware import COLLECTIVE_KINDS, Hardware, Interconnect, Rate
 from graphshard.kinds import TransferKind
@@ -17,16 +18,29 @@ NAMESPACES = ("graphshard0", "graphshard1")
 _PORT = "29583"
 
 
-def behind_wire(base: Hardware, alpha_s: float, bytes_per_s: float, world: int) -> Hardware:
-    """``base``, linked as ``tests.recording.wire`` links: latency, and the full buffer's bytes."""
+class Wire(NamedTuple):
+    """A modelled wire: its latency, and what it carries."""
+
+    alpha_s: float
+    bytes_per_s: float
+
+
+def behind_wire(base: Hardware, wire: Wire, world: int) -> Hardware:
+    """Return ``base`` with the wire that ``tests.recording.wire`` models between all ranks.
+
+    A collective takes the latency of the wire, and the time of all bytes of its full buffer.
+
+    Args:
+        world: number of ranks.
+    """
     share = (world - 1) / world  # of a buffer, that a ring moves; twice for an all-reduce
     bus = {
         kind: Rate(
-            bytes_per_s * share * (2 if kind == TransferKind.ALL_REDUCE else 1), ((1.0, 1.0),)
+            wire.bytes_per_s * share * (2 if kind == TransferKind.ALL_REDUCE else 1), ((1.0, 1.0),)
         )
         for kind in COLLECTIVE_KINDS
     }
-    link = Interconnect(alpha_s * 1e6, 0.0, base.intra.buffer_us, bus)
+    link = Interconnect(wire.alpha_s * 1e6, 0.0, base.intra.buffer_us, bus)
     return dataclasses.replace(base, name="wire", intra=link, inter=link)
 
 
@@ -49,9 +63,9 @@ def between_namespaces(command: Sequence[str], gbit: float, timeout_s: float = 9
             )
             for rank, name in enumerate(NAMESPACES)
         ]
-        failed = [process.wait(timeout_s) for process in processes]
-        if any(failed):
-            sys.exit(f"--link-gbit: ranks ended with {failed}")
+        statuses = [process.wait(timeout_s) for process in processes]
+        if any(statuses):
+            sys.exit(f"--link-gbit: ranks ended with {statuses}")
     except (OSError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", None) or error
         sys.exit(f"--link-gbit: this machine cannot make such a link: {reason}; see --wire")
@@ -61,26 +75,26 @@ def between_namespaces(command: Sequence[str], gbit: float, timeout_s: float = 9
 
 
 def _shape(gbit: float) -> None:
-    """Two namespaces, a pair of interfaces, and a token bucket at both ends."""
+    """Make two namespaces and a pair of interfaces, with a token bucket at both ends."""
 
-    def ip(*args: str) -> None:
+    def run(*args: str) -> None:
         subprocess.run(args, check=True, capture_output=True, text=True)
 
     for name in NAMESPACES:
-        ip("ip", "netns", "add", name)
+        run("ip", "netns", "add", name)
     pair = ["ip", "link", "add", "gs0", "netns", NAMESPACES[0], "type", "veth", "peer"]
-    ip(*pair, "name", "gs0", "netns", NAMESPACES[1])
+    run(*pair, "name", "gs0", "netns", NAMESPACES[1])
     for rank, name in enumerate(NAMESPACES):
         inside = ["ip", "-n", name]
-        ip(*inside, "address", "add", f"10.83.0.{rank + 1}/24", "dev", "gs0")
+        run(*inside, "address", "add", f"10.83.0.{rank + 1}/24", "dev", "gs0")
         for device in ("lo", "gs0"):
-            ip(*inside, "link", "set", device, "up")
+            run(*inside, "link", "set", device, "up")
         limits = ["rate", f"{gbit}gbit", "burst", "1mb", "latency", "50ms"]
-        ip("tc", "-n", name, "qdisc", "add", "dev", "gs0", "root", "tbf", *limits)
+        run("tc", "-n", name, "qdisc", "add", "dev", "gs0", "root", "tbf", *limits)
 
 
-def wire_of(text: str) -> tuple[float, float]:
-    """An argument: seconds and bytes/s, of milliseconds and GB/s with a comma between them."""
+def parse_wire(text: str) -> Wire:
+    """Parse an argument that is milliseconds and GB/s, with a comma between them."""
     try:
         alpha_ms, gb_per_s = map(float, text.split(","))
         if alpha_ms < 0 or gb_per_s <= 0:
@@ -89,11 +103,11 @@ def wire_of(text: str) -> tuple[float, float]:
         raise argparse.ArgumentTypeError(
             f"{text!r}: must be milliseconds and GB/s, as in 4,1"
         ) from None
-    return alpha_ms / 1e3, gb_per_s * 1e9
+    return Wire(alpha_s=alpha_ms / 1e3, bytes_per_s=gb_per_s * 1e9)
 
 
 def positive(text: str) -> float:
-    """An argument that is a number above 0."""
+    """Parse an argument that is a number above 0."""
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text!r}: must be more than 0")

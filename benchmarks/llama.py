@@ -1,7 +1,8 @@
 """Llama-3 (arXiv 2407.21783) by its published sizes, and its graphs, traced without ranks or data.
 
-Grouped-query attention, rotary positions, SwiGLU, RMSNorm, untied head; initialised to nothing in
-particular. ``trace`` compiles a training step with fake tensors and a fake process group.
+The model has grouped-query attention, rotary positions, SwiGLU, RMSNorm and an untied head; its
+parameters have no particular values. ``trace`` compiles a training step with fake tensors and a
+fake process group.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,12 @@ DEVICE = "H100"
 
 @dataclass(frozen=True)
 class LlamaSizes:
-    """``hidden`` of the SwiGLU; ``recompute`` each block in backward, keeping only its input."""
+    """Sizes of a Llama.
+
+    Attributes:
+        hidden: of the SwiGLU.
+        recompute: keep only the input of each block for backward, and recompute the rest.
+    """
 
     dim: int
     layers: int
@@ -39,9 +45,6 @@ class LlamaSizes:
     hidden: int
     recompute: bool
     vocab: int = 128256
-
-    def of_layers(self, layers: int) -> LlamaSizes:
-        return replace(self, layers=layers)
 
 
 LLAMA3 = {
@@ -82,18 +85,18 @@ class LlamaBlock(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     def split(self, x: Tensor) -> Tensor:
-        """``[batch, length, heads * head_dim]`` as ``[batch, heads, length, head_dim]``."""
+        """View ``[batch, length, heads * head_dim]`` as ``[batch, heads, length, head_dim]``."""
         return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions (arXiv 2104.09864), halves rotated against each other."""
+    """Apply rotary positions (arXiv 2104.09864): rotate the halves of ``x`` together."""
     one, other = x.chunk(2, -1)
     return torch.cat((one * cos - other * sin, other * cos + one * sin), -1)
 
 
 class Llama(nn.Module):
-    """Returns its loss; 9 parameters for each layer and 3 more."""
+    """A Llama that returns its loss; 9 parameters for each layer and 3 more."""
 
     def __init__(self, sizes: LlamaSizes) -> None:
         super().__init__()
@@ -105,7 +108,7 @@ class Llama(nn.Module):
         self.head = nn.Linear(sizes.dim, sizes.vocab, bias=False)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross entropy; ``ids`` and ``targets`` are ``[batch, length]``."""
+        """Return the mean cross entropy; ``ids`` and ``targets`` are ``[batch, length]``."""
         x = self.tokens(ids)
         cos, sin = self.angles(ids.shape[1], x)
         for block in self.blocks:
@@ -116,6 +119,7 @@ class Llama(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
     def angles(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine of the rotation at every position, ``[length, head_dim / 2]``."""
         half = torch.arange(0, self.head_dim, 2, device=like.device) / self.head_dim
         angle = torch.outer(
             torch.arange(length, device=like.device), (-half * math.log(ROTARY_BASE)).exp()
@@ -127,7 +131,10 @@ class Llama(nn.Module):
 
 
 def trace(sizes: LlamaSizes, world: int = WORLD, tokens: int = TOKENS) -> list[Plan]:
-    """Forward and backward of one step, one sequence of ``tokens`` on each rank, in bfloat16."""
+    """Return the plans of forward and backward, for one sequence of ``tokens`` on each rank.
+
+    The model is in bfloat16.
+    """
     policy = graphshard.SchedulePolicy(hardware=DEVICE, overlap=False)  # nothing is kept
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # the state of the random generator is real
     with _fake_ranks(world) as mesh, _bfloat16(), fake:
@@ -137,12 +144,13 @@ def trace(sizes: LlamaSizes, world: int = WORLD, tokens: int = TOKENS) -> list[P
         )
         ids = torch.zeros((1, tokens), dtype=torch.int64)
         torch.compile(model, backend=backend, fullgraph=True)(ids, ids).backward()
-        torch._dynamo.reset()
+        torch.compiler.reset()
     return backend.plans
 
 
 @contextlib.contextmanager
 def _fake_ranks(world: int) -> Iterator[DeviceMesh]:
+    """Make a mesh of ranks that do not exist but for this one."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     yield init_device_mesh("cpu", (world,))
     dist.destroy_process_group()

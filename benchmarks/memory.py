@@ -1,16 +1,18 @@
 """How much memory does a sharded training step need at its peak, beside eager FSDP2?
 
-    python -m benchmarks.memory [--mb 400] [--linears 52] [--ranks 4]
+    python -m benchmarks.memory [--mb 400] [--linears 52] [--ranks 4]      an even number of ranks
 
 The largest resident memory of a rank during steps of a deep MLP over gloo on the CPU, after a
-warm-up that compiles. Each kind runs in processes of its own, once with and once without
-[Note: memory that is given back]; tests/multirank/test_peak_memory.py asserts on the former.
+warm-up that compiles. Each kind of training runs in processes of its own, once with and once
+without [Note: memory that is given back]. tests/multirank/test_peak_memory.py asserts on the
+numbers of the former.
 
-[Note: memory that is given back] glibc takes a freed block above a threshold back to the kernel at
-once, and keeps a smaller one for itself; and it raises the threshold (up to 32 MB) whenever it
-frees a larger block. Then the resident memory is that of all live blocks and of all the holes that
-earlier ones have left. Setting the threshold, as MALLOC_MMAP_THRESHOLD_ in the environment does too,
-fixes it: each parameter is a mapping of its own, and the resident memory is that of the live ones.
+[Note: memory that is given back] glibc gives a freed block above a threshold back to the kernel at
+once, and keeps a smaller one for itself. It raises the threshold (up to 32 MB) whenever it frees a
+larger block. Then the resident memory is that of all live blocks, and of all holes that earlier
+blocks have left. Setting the threshold keeps glibc from raising it (MALLOC_MMAP_THRESHOLD_ in the
+environment does the same). Each parameter is then a mapping of its own, and the resident memory is
+that of the live blocks.
 """
 
 from __future__ import annotations
@@ -29,14 +31,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.common import (
-    FSDP2,
-    FSDP2_BLOCKS,
-    count,
-    heading,
-    show,
-    table,
-)
+from benchmarks import common
+from benchmarks.common import FSDP2, FSDP2_BLOCKS
 from benchmarks.models import DeepMLP, parameter_bytes
 from benchmarks.ways import Build, fsdp2, fsdp2_compiled_blocks, one_line
 from tests import ranks
@@ -52,10 +48,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ZeRO-2": {"reshard_after_forward": False},
     "DDP": {"overrides": {"*": {"shard": False}}},
 }
-"""In the order of what they need."""
+"""Options of each strategy, in the order of the memory that they need."""
 
 
 def kind_name(compiler: str, strategy: str) -> str:
+    """Return the key in ``KINDS`` of graphshard with that compiler and strategy."""
     return f"{compiler}, {strategy}"
 
 
@@ -68,12 +65,12 @@ KINDS: dict[str, Build] = {FSDP2: fsdp2, FSDP2_BLOCKS: fsdp2_compiled_blocks} | 
 
 @dataclass(frozen=True)
 class Memory:
-    """Resident bytes of a process.
+    """Resident bytes of a process that runs some work.
 
     Attributes:
-        params: of all parameters, unsharded.
-        before: before what was measured.
-        peak: the most during what was measured.
+        params: bytes of all parameters, unsharded.
+        before: before the work.
+        peak: the most during the work.
     """
 
     params: int
@@ -94,7 +91,7 @@ def peak_is_known() -> bool:
 
 
 def _resident(key: str) -> int:
-    """VmRSS, the bytes that are resident now, or VmHWM, the most since `_forget_peak`."""
+    """Return VmRSS, the bytes that are resident now, or VmHWM, the most since `_forget_peak`."""
     status = Path("/proc/self/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())
     return int(fields[key].removesuffix("kB")) * 1024
@@ -105,6 +102,7 @@ def _forget_peak() -> None:
 
 
 def peak_of(work: Callable[[], object], params: int) -> Memory:
+    """Run ``work``, and return its memory; ``params`` is passed on."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     before = _resident("VmRSS")
@@ -114,12 +112,18 @@ def peak_of(work: Callable[[], object], params: int) -> Memory:
 
 
 def _give_back() -> None:
-    """See [Note: memory that is given back]."""
+    """Set glibc's threshold: see [Note: memory that is given back]."""
     ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1_000_000)
 
 
 def step_memory(kind: str, num_bytes: float, linears: int, give_back: bool) -> Memory:
-    """Of forward, backward and an SGD step, after a warm-up."""
+    """Return the memory of forward, backward and an SGD step, after a warm-up.
+
+    Args:
+        kind: a key of ``KINDS``.
+        num_bytes: of all parameters; ``linears``: number of layers.
+        give_back: see [Note: memory that is given back].
+    """
     if give_back:
         _give_back()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -141,35 +145,38 @@ def step_memory(kind: str, num_bytes: float, linears: int, give_back: bool) -> M
 
 
 def strategies_memory(compiler: str, num_bytes: float, linears: int) -> list[int]:
-    """Of each strategy, one after the other in this process: the peak of a step, model included."""
+    """Return the peak of a step, model included, for each strategy, one after the other."""
     peaks = []
     for strategy in STRATEGIES:
         _give_back()
         before = peak_of(lambda: None, 0).before
-        peaks.append(
-            step_memory(kind_name(compiler, strategy), num_bytes, linears, True).peak - before
-        )
-        torch._dynamo.reset()
+        memory = step_memory(kind_name(compiler, strategy), num_bytes, linears, give_back=True)
+        peaks.append(memory.peak - before)
+        torch.compiler.reset()
     return peaks
 
 
 def resident_by_step(kind: str, num_bytes: float, linears: int, steps: int) -> list[int]:
-    """Resident bytes after each training step behind a warm-up of two."""
+    """Return the resident bytes after each training step behind a warm-up of two."""
     _give_back()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = DeepMLP.of_bytes(num_bytes, linears)
     x, called = torch.randn(ROWS, model.dim), KINDS[kind](model, mesh)
-    found = []
+    resident = []
     for _ in range(steps + 2):
         called(x).backward()
         torch.optim.SGD(model.parameters(), lr=1e-3).step()
         model.zero_grad()
-        found.append(_resident("VmRSS"))
-    return found[2:]
+        resident.append(_resident("VmRSS"))
+    return resident[2:]
 
 
 def sharding_memory(at_first_call: bool, num_bytes: float, linears: int) -> Memory:
-    """Of sharding a model: by ``graphshard.shard``, or in the first call of the compiled model."""
+    """Return the memory of sharding a model.
+
+    Args:
+        at_first_call: by the first call of the compiled model, not by ``graphshard.shard``.
+    """
     import graphshard
 
     _give_back()
@@ -186,17 +193,18 @@ def sharding_memory(at_first_call: bool, num_bytes: float, linears: int) -> Memo
 
 
 def measure(kind: str, num_bytes: float, linears: int, world: int, give_back: bool) -> Memory:
-    """The step memory of the rank that needs most."""
+    """Return the step memory of the rank that needs most."""
     # With an environment, a rank imports by itself what it needs; see `run_fresh`.
-    found = ranks.run_fresh(world, step_memory, kind, num_bytes, linears, give_back, env={})
-    return max(found, key=lambda memory: memory.peak)
+    by_rank = ranks.run_fresh(world, step_memory, kind, num_bytes, linears, give_back, env={})
+    return max(by_rank, key=lambda memory: memory.peak)
 
 
 def main() -> None:
+    """Measure and print a table."""
     args = _arguments()
     if not peak_is_known():
         sys.exit("this kernel does not tell the peak memory of a process (/proc/self/clear_refs)")
-    show(heading("benchmarks.memory", torch.device("cpu")))
+    common.show(common.heading("benchmarks.memory", torch.device("cpu")))
     rows, params, baseline = [], 0, Memory(0, 0, 1)
     for kind in KINDS:
         live, kept = (
@@ -213,18 +221,13 @@ def main() -> None:
         f"{args.ranks} ranks; peak of {STEPS} steps after the warm-up; ratio of peaks to {FSDP2}; "
         "holes: with glibc's own threshold, so that freed blocks stay resident"
     )
-    show(table(headers, rows), note)
+    common.show(common.table(headers, rows), note)
 
 
 def _arguments() -> argparse.Namespace:
-    shown = argparse.RawDescriptionHelpFormatter
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=shown)
-    options.add_argument(
-        "--mb", type=count, default=400, help="of all parameters; default: %(default)s"
-    )
-    options.add_argument("--linears", type=count, default=52, help="default: %(default)s")
-    options.add_argument("--ranks", type=count, default=4, help="even; default: %(default)s")
-    return options.parse_args()
+    parser = common.new_parser(__doc__)
+    common.add_counts(parser, mb=400, linears=52, ranks=4)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -7,14 +7,15 @@ AOTAutograd with graphshard's own passes. Its forward and backward graph, each a
 scheduled for every number of GPUs by
 
     graphshard           the planner
-    FSDP2's rule         a bucket for each block and one for the rest, copied in and out; a gather is
-                         launched when the one before it is there, a reduction when its block's
-                         gradients are, and is waited for when the next one is launched
+    FSDP2's rule         a bucket for each block and one for the rest, copied in and out; a gather
+                         is launched when the one before it has arrived, a reduction when its
+                         block's gradients are ready, and is waited for when the next is launched
     ... no copies        the same buckets as coalesced groups of tensors
     ... root kept        as FSDP2 does it: the rest is not gathered again in backward
     unscheduled          FSDP2's buckets, launched when they are needed and waited for at once
 
-and all are judged by ``graphshard.planning.simulate``, on the table's H100 with 400 Gb/s for each GPU.
+and all are judged by ``graphshard.planning.simulate``, on the table's H100 with 400 Gb/s for each
+GPU.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from benchmarks.common import count, heading, show, table
+from benchmarks import common
 from benchmarks.llama import DEVICE, LLAMA3, TOKENS, trace
 from graphshard.cost.devices import HARDWARE
 from graphshard.cost.model import CostModel
@@ -41,12 +43,12 @@ from graphshard.planning.plan import Bucket, Plan, Problem, Transfer
 from graphshard.planning.search import find_schedule
 from graphshard.planning.simulate import COMMUNICATION, TransferCostModel, simulate
 
-COSTS = CostModel(HARDWARE[DEVICE])
+COST_MODEL = CostModel(HARDWARE[DEVICE])
 Rule = Callable[[Plan, Problem], Sequence[Bucket]]
 
 
 def at_world(plan: Plan, world: int) -> Problem:
-    """The problem of ``plan`` if there were ``world`` ranks: other shards, other padding."""
+    """Return the problem of ``plan`` for ``world`` ranks: with other shards and other padding."""
     before = plan.problem
     transfers = tuple(_resized(plan, transfer, world) for transfer in before.transfers)
     # The shards are inputs, which are alive all the time.
@@ -71,12 +73,19 @@ def _resized(plan: Plan, transfer: Transfer, world: int) -> Transfer:
 
 # --- rules ---------------------------------------------------------------------------------------
 
-Cut = list[list[int]]
-"""Positions in ``Problem.transfers`` by bucket, in the order in which they are launched."""
+Positions = list[int]
+"""The transfers of a bucket, by position in ``Problem.transfers``."""
 
 
-def by_block(plan: Plan, problem: Problem) -> tuple[Cut, Cut]:
-    """Gathers and reductions, a bucket for each of ``blocks`` and one for all other parameters."""
+class Blocks(NamedTuple):
+    """Buckets of gathers and of reductions, each in the order in which they are launched."""
+
+    gathers: list[Positions]
+    reductions: list[Positions]
+
+
+def by_block(plan: Plan, problem: Problem) -> Blocks:
+    """Return a bucket for each of ``blocks`` and one for all other parameters."""
     gathers: dict[str, list[int]] = {}
     reductions: dict[str, list[int]] = {}
     for i, transfer in enumerate(problem.transfers):
@@ -85,55 +94,63 @@ def by_block(plan: Plan, problem: Problem) -> tuple[Cut, Cut]:
         (gathers if transfer.kind == TransferKind.ALL_GATHER else reductions).setdefault(
             unit, []
         ).append(i)
-    return (
-        sorted(gathers.values(), key=lambda cut: _due(problem, cut)),
-        sorted(reductions.values(), key=lambda cut: _ready(problem, cut)),
+    return Blocks(
+        gathers=sorted(gathers.values(), key=lambda positions: _due(problem, positions)),
+        reductions=sorted(reductions.values(), key=lambda positions: _ready(problem, positions)),
     )
 
 
-def _due(problem: Problem, cut: Sequence[int]) -> int:
-    return min(problem.transfers[i].due for i in cut)
+def _due(problem: Problem, positions: Sequence[int]) -> int:
+    return min(problem.transfers[i].due for i in positions)
 
 
-def _ready(problem: Problem, cut: Sequence[int]) -> int:
-    return max(problem.transfers[i].ready for i in cut)
+def _ready(problem: Problem, positions: Sequence[int]) -> int:
+    return max(problem.transfers[i].ready for i in positions)
 
 
-def _bucket(problem: Problem, cut: Sequence[int], launch: int, wait: int) -> Bucket:
-    transfers = [problem.transfers[i] for i in cut]
-    num_bytes = sum(transfer.num_bytes for transfer in transfers)
-    one = transfers[0]
-    return Bucket(one.kind, (tuple(cut),), num_bytes, one.group, one.world, launch, wait)
+def _bucket(problem: Problem, positions: Sequence[int], launch: int, wait: int) -> Bucket:
+    transfers = [problem.transfers[i] for i in positions]
+    first = transfers[0]
+    return Bucket(
+        kind=first.kind,
+        buffers=(tuple(positions),),
+        num_bytes=sum(transfer.num_bytes for transfer in transfers),
+        group=first.group,
+        world=first.world,
+        launch=launch,
+        wait=wait,
+    )
 
 
 def fsdp2_rule(plan: Plan, problem: Problem) -> list[Bucket]:
-    """What eager FSDP2 does by default, in its ``_fsdp_param_group.py``."""
-    gathers, reductions = by_block(plan, problem)
-    due = [_due(problem, cut) for cut in gathers]
-    ready = [_ready(problem, cut) for cut in reductions]
+    """Schedule as eager FSDP2 does by default, in its ``_fsdp_param_group.py``."""
+    blocks = by_block(plan, problem)
+    due = [_due(problem, positions) for positions in blocks.gathers]
+    ready = [_ready(problem, positions) for positions in blocks.reductions]
     launches = [0, *due[:-1]]
     waits = [*ready[1:], problem.num_steps]
-    buckets = [_bucket(problem, *of) for of in zip(gathers, launches, due)]
-    buckets += [_bucket(problem, *of) for of in zip(reductions, ready, waits)]
+    buckets = [_bucket(problem, *row) for row in zip(blocks.gathers, launches, due)]
+    buckets += [_bucket(problem, *row) for row in zip(blocks.reductions, ready, waits)]
     return sorted(buckets, key=lambda bucket: bucket.launch)
 
 
 def uncopied(plan: Plan, problem: Problem) -> list[Bucket]:
-    """``fsdp2_rule``, with each bucket as a coalesced group: what the rule itself is worth."""
+    """Schedule by ``fsdp2_rule``, with coalesced collectives in place of packed buffers."""
     buckets = fsdp2_rule(plan, problem)
     return [dataclasses.replace(b, buffers=tuple((i,) for i in b.transfers)) for b in buckets]
 
 
 def unscheduled(plan: Plan, problem: Problem) -> list[Bucket]:
-    gathers, reductions = by_block(plan, problem)
-    placed = [(cut, _due(problem, cut)) for cut in gathers]
-    placed += [(cut, _ready(problem, cut)) for cut in reductions]
-    buckets = [_bucket(problem, cut, step, step) for cut, step in placed]
+    """Launch FSDP2's buckets where they are needed, and wait for them at once."""
+    blocks = by_block(plan, problem)
+    placed = [(positions, _due(problem, positions)) for positions in blocks.gathers]
+    placed += [(positions, _ready(problem, positions)) for positions in blocks.reductions]
+    buckets = [_bucket(problem, positions, step, step) for positions, step in placed]
     return sorted(buckets, key=lambda bucket: bucket.launch)
 
 
 def root_kept(plan: Plan, problem: Problem) -> Problem:
-    """Without the gathers in backward of what is in no block: it is there since forward."""
+    """Return the problem if parameters outside of blocks stay unsharded after forward."""
     if plan.graph != GraphKind.BACKWARD:
         return problem
     is_root = [not plan.params[t.param].fqn.startswith("blocks.") for t in problem.transfers]
@@ -150,12 +167,12 @@ def root_kept(plan: Plan, problem: Problem) -> Problem:
 # --- judging -------------------------------------------------------------------------------------
 
 
-def lower_bound_us(problem: Problem, prices: TransferCostModel) -> float:
-    """What no schedule of ``problem`` is faster than.
+def lower_bound_us(problem: Problem, cost_model: TransferCostModel) -> float:
+    """Return a time that no schedule of ``problem`` is faster than.
 
     The communication lane is busy for all bytes of a kind in one collective. The compute lane runs
-    all steps; none of them before all that is due by then was gathered; and when the lane is done
-    with what was before, all that was ready since has to be reduced.
+    all steps, each after all parameters that are due by then are gathered. After each step, all
+    gradients that become ready later still have to be reduced.
     """
     start_us = [0.0, *accumulate(problem.compute_us)]
     gathers = [t for t in problem.transfers if t.kind == TransferKind.ALL_GATHER]
@@ -163,66 +180,73 @@ def lower_bound_us(problem: Problem, prices: TransferCostModel) -> float:
     first_us = last_us = 0.0
     for step in {t.due for t in gathers}:
         early = [t for t in gathers if t.due <= step]
-        first_us = max(first_us, _at_once_us(early, prices) - start_us[step])
+        first_us = max(first_us, _at_once_us(early, cost_model) - start_us[step])
     for step in {t.ready for t in reductions}:
         late = [t for t in reductions if t.ready >= step]
-        last_us = max(last_us, _at_once_us(late, prices) - (start_us[-1] - start_us[step]))
-    return max(_at_once_us(problem.transfers, prices), first_us + start_us[-1] + last_us)
+        last_us = max(last_us, _at_once_us(late, cost_model) - (start_us[-1] - start_us[step]))
+    return max(_at_once_us(problem.transfers, cost_model), first_us + start_us[-1] + last_us)
 
 
-def _at_once_us(transfers: Sequence[Transfer], prices: TransferCostModel) -> float:
-    """One collective for each kind."""
+def _at_once_us(transfers: Sequence[Transfer], cost_model: TransferCostModel) -> float:
+    """Time of one collective for each kind."""
     by_kind: dict[str, list[Transfer]] = {}
     for transfer in transfers:
         by_kind.setdefault(transfer.kind, []).append(transfer)
     return sum(
-        prices.collective_us(kind, sum(t.num_bytes for t in of), of[0].world)
-        for kind, of in by_kind.items()
+        cost_model.collective_us(kind, sum(t.num_bytes for t in same_kind), same_kind[0].world)
+        for kind, same_kind in by_kind.items()
     )
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is predicted of one step, forward and backward.
+    """The prediction for one step, forward and backward.
 
     Attributes:
-        step_us: without the optimizer; ``bound_us``: the sum of both graphs' lower bounds.
-        exposed_us: how long compute stands still for communication.
-        wire_us: how long communication takes.
-        peak_bytes: the larger of both graphs', all sharded parameters and gradients among them.
+        step_us: without the optimizer.
+        bound_us: the sum of both graphs' lower bounds.
+        exposed_us: how long compute waits for communication.
+        communication_us: how long communication takes.
+        peak_bytes: the larger peak of both graphs, with all sharded parameters and gradients.
         num_collectives: of both graphs.
-        planning_s: how long it took to decide.
+        planning_s: how long scheduling took.
     """
 
     step_us: float
     bound_us: float
     exposed_us: float
-    lane_us: float
+    communication_us: float
     peak_bytes: int
     num_collectives: int
     planning_s: float
 
 
 def judge(
-    plans: Sequence[Plan], problems: Sequence[Problem], rule: Rule, prices: TransferCostModel
+    plans: Sequence[Plan], problems: Sequence[Problem], rule: Rule, cost_model: TransferCostModel
 ) -> Outcome:
-    """``rule``'s schedules of ``problems``, which are those of ``plans``."""
+    """Predict a step whose graphs are scheduled by ``rule``.
+
+    Args:
+        problems: of ``plans``, in their order.
+    """
     begin = time.perf_counter()
-    schedules = [rule(*of) for of in zip(plans, problems)]
+    schedules = [rule(plan, problem) for plan, problem in zip(plans, problems)]
     planning_s = time.perf_counter() - begin
-    lines = [simulate(problem, of, prices) for problem, of in zip(problems, schedules)]
+    timelines = [
+        simulate(problem, buckets, cost_model) for problem, buckets in zip(problems, schedules)
+    ]
     return Outcome(
-        step_us=sum(line.total_us for line in lines),
-        bound_us=sum(lower_bound_us(problem, prices) for problem in problems),
-        exposed_us=sum(sum(line.exposed_us) for line in lines),
-        lane_us=sum(line.busy_us(COMMUNICATION) for line in lines),
-        peak_bytes=max(line.peak_bytes for line in lines),
+        step_us=sum(timeline.total_us for timeline in timelines),
+        bound_us=sum(lower_bound_us(problem, cost_model) for problem in problems),
+        exposed_us=sum(sum(timeline.exposed_us) for timeline in timelines),
+        communication_us=sum(timeline.busy_us(COMMUNICATION) for timeline in timelines),
+        peak_bytes=max(timeline.peak_bytes for timeline in timelines),
         num_collectives=sum(map(len, schedules)),
         planning_s=planning_s,
     )
 
 
-# --- what is printed -----------------------------------------------------------------------------
+# --- output --------------------------------------------------------------------------------------
 
 OURS, RULE, NONE = "graphshard", "FSDP2's rule", "unscheduled"
 UNCOPIED, KEPT = f"{RULE}, no copies", f"{RULE}, no copies, root kept"
@@ -241,53 +265,57 @@ HEADERS = (
 
 
 def judged(plans: Sequence[Plan], gpus: int) -> dict[str, Outcome]:
-    """By schedule."""
+    """Return a prediction for each schedule, by its name."""
     problems = [at_world(plan, gpus) for plan in plans]
     kept = [root_kept(plan, problem) for plan, problem in zip(plans, problems)]
     return {
-        OURS: judge(plans, problems, _planned(ScheduleLimits()), COSTS),
-        RULE: judge(plans, problems, fsdp2_rule, COSTS),
-        UNCOPIED: judge(plans, problems, uncopied, COSTS),
-        KEPT: judge(plans, kept, uncopied, COSTS),
-        NONE: judge(plans, problems, unscheduled, COSTS),
+        OURS: judge(plans, problems, _planned(ScheduleLimits()), COST_MODEL),
+        RULE: judge(plans, problems, fsdp2_rule, COST_MODEL),
+        UNCOPIED: judge(plans, problems, uncopied, COST_MODEL),
+        KEPT: judge(plans, kept, uncopied, COST_MODEL),
+        NONE: judge(plans, problems, unscheduled, COST_MODEL),
     }
 
 
 def budgeted(plans: Sequence[Plan], gpus: int) -> dict[str, Outcome]:
-    """Ours with no more memory than FSDP2's rule takes, and with the least that there can be."""
+    """Return predictions for graphshard with FSDP2's peak as its budget, and the least possible."""
     problems = [at_world(plan, gpus) for plan in plans]
     least = max(map(smallest_peak, problems))
-    theirs = judge(plans, problems, fsdp2_rule, COSTS).peak_bytes
+    theirs = judge(plans, problems, fsdp2_rule, COST_MODEL).peak_bytes
     return {
         f"{OURS}, budget {budget / 2**30:.2f} GiB": judge(
-            plans, problems, _planned(ScheduleLimits(peak=budget)), COSTS
+            plans, problems, _planned(ScheduleLimits(peak=budget)), COST_MODEL
         )
         for budget in (max(least, theirs), least)
     }
 
 
 def _planned(limits: ScheduleLimits) -> Rule:
-    return lambda _, problem: find_schedule(problem, COSTS, limits)
+    return lambda _, problem: find_schedule(problem, COST_MODEL, limits)
 
 
-def _row(name: str, compute_us: float, it: Outcome) -> list[str]:
-    copies_us = it.step_us - it.exposed_us - compute_us
+def _row(name: str, compute_us: float, outcome: Outcome) -> list[str]:
+    copies_us = outcome.step_us - outcome.exposed_us - compute_us
     return [
         name,
-        f"{it.step_us / 1e3:.1f}",
-        f"{it.step_us / it.bound_us - 1:+.1%}",
-        f"{it.exposed_us / 1e3:.1f}",
-        f"{max(0.0, it.bound_us - compute_us) / 1e3:.1f}",
+        f"{outcome.step_us / 1e3:.1f}",
+        f"{outcome.step_us / outcome.bound_us - 1:+.1%}",
+        f"{outcome.exposed_us / 1e3:.1f}",
+        f"{max(0.0, outcome.bound_us - compute_us) / 1e3:.1f}",
         f"{copies_us / 1e3:.1f}",
-        f"{it.wire_us / 1e3:.0f}",
-        f"{it.peak_bytes / 2**30:.1f}",
-        f"{it.num_collectives}",
-        f"{it.planning_s:.1f}",
+        f"{outcome.communication_us / 1e3:.0f}",
+        f"{outcome.peak_bytes / 2**30:.1f}",
+        f"{outcome.num_collectives}",
+        f"{outcome.planning_s:.1f}",
     ]
 
 
 def traced(name: str, folder: Path | None) -> list[Plan]:
-    """The plans of ``trace``; kept in ``folder``, if there is one, and read from it if there."""
+    """Return the plans of ``trace``, from files in ``folder`` if they exist.
+
+    Args:
+        folder: where plans are kept; None: nowhere.
+    """
     paths = (
         [folder / f"{name}-{kind}.json" for kind in (GraphKind.FORWARD, GraphKind.BACKWARD)]
         if folder
@@ -301,45 +329,47 @@ def traced(name: str, folder: Path | None) -> list[Plan]:
     return plans
 
 
-NOTE = f"""Forward and backward of one step, without the optimizer, {TOKENS} tokens in bfloat16 on each
-GPU; all of a block but its input is recomputed in backward (not in 8B). *Over bound*: over the larger
-of compute, with what nothing hides of what is needed first and of what is ready last in both graphs,
-and of communication in one collective of a kind. *Least exposed*: the part of the bound that is not
-compute; copies can hide some of it. *Copies*: packing buckets and unpacking them, and what further
-tensors of a coalesced collective cost the host. *Peak*: sharded parameters, gathered ones, gradients
-and activations, without the optimizer's state. Budgets: FSDP2's peak, and the least that there can be.
-*Inductor's overlap scheduler* is missing: even where every node's time is given to it, it asks triton
-for the memory bandwidth of a GPU."""
+NOTE = f"""Forward and backward of one step, without the optimizer, {TOKENS} tokens in bfloat16 on
+each GPU; backward recomputes all of a block but its input (not in 8B). *Over bound*: over the
+larger of two times: compute, with the communication that nothing can hide before it and after it in
+both graphs; and communication, in one collective of a kind. *Least exposed*: the part of the bound
+that is not compute; copies can hide some of it. *Copies*: copying into and out of packed buffers,
+and the time on the host for further tensors of a coalesced collective. *Peak*: sharded parameters,
+gathered ones, gradients and activations, without the optimizer's state. Budgets: FSDP2's peak, and
+the least possible. *Inductor's overlap scheduler* is missing: even where every node's time is given
+to it, it asks triton for the memory bandwidth of a GPU."""
 
 
 def main() -> None:
+    """Print a table for each model, and write all of them."""
     args = _arguments()
-    parts = [heading("benchmarks.schedules", torch.device("cpu"))]
+    parts = [common.heading("benchmarks.schedules", torch.device("cpu"))]
     for name in args.models:
         plans = traced(name, args.problems)
         compute_us = sum(sum(plan.problem.compute_us) for plan in plans)
         lines = []
         for gpus in args.gpus:
-            found = judged(plans, gpus)
+            outcomes = judged(plans, gpus)
             if gpus == args.gpus[-1]:
-                found |= budgeted(plans, gpus)
-            lines += [_row(f"{name}, {gpus}, {rule}", compute_us, it) for rule, it in found.items()]
-        parts.append(table(HEADERS, lines))
-        show(parts[-1])
+                outcomes |= budgeted(plans, gpus)
+            lines += [
+                _row(f"{name}, {gpus}, {rule}", compute_us, outcome)
+                for rule, outcome in outcomes.items()
+            ]
+        parts.append(common.table(HEADERS, lines))
+        common.show(parts[-1])
     parts.append(NOTE)
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text("\n\n".join(parts) + "\n")
+        common.write_report(args.out, parts)
 
 
 def _arguments() -> argparse.Namespace:
-    shown = argparse.RawDescriptionHelpFormatter
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=shown)
-    options.add_argument("--models", nargs="+", choices=LLAMA3, default=list(LLAMA3))
-    options.add_argument("--gpus", nargs="+", type=count, default=[8, 64, 256, 1024])
-    options.add_argument("--problems", type=Path, help="a folder to keep traced graphs in")
-    options.add_argument("--out", type=Path, help="a Markdown file to write")
-    return options.parse_args()
+    parser = common.new_parser(__doc__)
+    parser.add_argument("--models", nargs="+", choices=LLAMA3, default=list(LLAMA3))
+    parser.add_argument("--gpus", nargs="+", type=common.count, default=[8, 64, 256, 1024])
+    parser.add_argument("--problems", type=Path, help="a folder to keep traced graphs in")
+    parser.add_argument("--out", type=Path, help="a Markdown file to write")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -3,72 +3,77 @@
     python -m benchmarks.throughput [--layers 12] [--dim 768] [--steps 20] [--device cpu|cuda]
     python -m benchmarks.throughput --mixed          in bfloat16 and fp8, beside all forms of FSDP2
 
-One rank, fp32 (TF32 on a GPU) unless --mixed, whole steps with AdamW, interleaved. On one rank every
-gather and every reduction is a copy: what is measured is the cost of sharding without a network.
+One rank, fp32 (TF32 on a GPU) unless --mixed, whole steps with AdamW, interleaved. On one rank
+every gather and every reduction is a copy: this is the cost of sharding without a network.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.common import (
-    FSDP2,
-    GRAPHSHARD,
-    GRAPHSHARD_FP8,
-    PLAIN,
-    count,
-    heading,
-    interleave,
-    join_group,
-    median,
-    parser,
-    pick_device,
-    show,
-    table,
-    timed,
-)
-from benchmarks.models import GPT, parameter_bytes
-from benchmarks.ways import WAYS, Build, add_hooks, mixed_dtypes, plain, sharded
+from benchmarks import common
+from benchmarks.common import FSDP2, GRAPHSHARD, GRAPHSHARD_FP8, PLAIN
+from benchmarks.gpt import GPT
+from benchmarks.models import parameter_bytes
+from benchmarks.ways import WAYS, Build, Trained, add_hooks, mixed_dtypes, plain, sharded
 
-# By device: layers, dim, context, rows of a batch.
-SIZES = {"cpu": (2, 64, 32, 2), "cuda": (12, 768, 1024, 8)}
 HEAD_DIM, VOCAB = 32, 8192
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the model and of a batch of ``rows`` sequences."""
+
+    layers: int
+    dim: int
+    context: int
+    rows: int
+
+
+SIZES = {
+    "cpu": Sizes(layers=2, dim=64, context=32, rows=2),
+    "cuda": Sizes(layers=12, dim=768, context=1024, rows=8),
+}
+"""By type of device."""
+
+
 def main() -> None:
+    """Measure and print a table."""
     args = _arguments()
-    device = pick_device(args.device)
-    layers, dim, context, rows = SIZES[device.type]
-    layers, dim = args.layers or layers, args.dim or dim
+    device = common.pick_device(args.device)
+    sizes = SIZES[device.type]
+    sizes = replace(sizes, layers=args.layers or sizes.layers, dim=args.dim or sizes.dim)
     torch.set_float32_matmul_precision("high")
-    mesh = join_group(device)
-    show(heading("benchmarks.throughput", device))
+    common.show(common.heading("benchmarks.throughput", device))
     runs, num_bytes = {}, 0
-    for name, build in _builds(device.type, args.mixed).items():
-        model = _model(layers, dim, context, device)
-        batch, num_bytes = model.batch(rows, device), parameter_bytes(model)
-        runs[name] = _step(name, build(model, mesh), batch)
-    seconds = interleave(runs, args.steps, args.warm_up)
-    tokens = rows * context
-    size = f"GPT of {layers} layers, d={dim}, {num_bytes / 4e6:.1f} M parameters"
-    dtypes = mixed_dtypes(PLAIN) if args.mixed else "fp32"
-    work = f"{rows} × {context} tokens a step, {dtypes}; matmuls in float32 may use TF32; AdamW"
-    show(_table(seconds, tokens), f"{size}; {work}; {args.steps} steps", _ratio(seconds))
-    torch.distributed.destroy_process_group()
+    with common.group_of_one(device) as mesh:
+        for name, build in _builds(device.type, args.mixed).items():
+            model = _model(sizes, device)
+            batch, num_bytes = model.batch(sizes.rows, device), parameter_bytes(model)
+            runs[name] = _step(name, build(model, mesh), batch)
+        seconds = common.interleave(runs, args.steps, args.warm_up)
+    note = (
+        f"GPT of {sizes.layers} layers, d={sizes.dim}, {num_bytes / 4e6:.1f} M parameters; "
+        f"{sizes.rows} × {sizes.context} tokens a step, "
+        f"{mixed_dtypes(PLAIN) if args.mixed else 'fp32'}; matmuls in float32 may use TF32; "
+        f"AdamW; {args.steps} steps"
+    )
+    common.show(_table(seconds, sizes.rows * sizes.context), note, _ratio(seconds))
 
 
 def _arguments() -> argparse.Namespace:
-    options = parser(__doc__)
-    options.add_argument("--layers", type=count, help="default: 12 on cuda, 2 on cpu")
-    options.add_argument("--dim", type=count, help="default: 768 on cuda, 64 on cpu")
-    options.add_argument("--steps", type=count, default=20, help="default: %(default)s")
-    options.add_argument("--warm-up", type=count, default=3, help="steps; default: %(default)s")
-    options.add_argument("--mixed", action="store_true", help="in bfloat16 and in fp8")
-    return options.parse_args()
+    parser = common.new_parser(__doc__, with_device=True)
+    parser.add_argument("--layers", type=common.count, help="default: 12 on cuda, 2 on cpu")
+    parser.add_argument("--dim", type=common.count, help="default: 768 on cuda, 64 on cpu")
+    common.add_counts(parser, steps=20, warm_up=3)
+    parser.add_argument("--mixed", action="store_true", help="in bfloat16 and in fp8")
+    return parser.parse_args()
 
 
 def _builds(device_type: str, mixed: bool) -> dict[str, Build]:
@@ -77,14 +82,19 @@ def _builds(device_type: str, mixed: bool) -> dict[str, Build]:
     return {name: WAYS[name] for name in (PLAIN, FSDP2, GRAPHSHARD)}
 
 
-def _model(layers: int, dim: int, context: int, device: torch.device) -> GPT:
-    torch.manual_seed(0)
-    with device:
-        heads = max(1, dim // HEAD_DIM)
-        return GPT(dim=dim, layers=layers, heads=heads, vocab=VOCAB, context=context)
+def _model(sizes: Sizes, device: torch.device) -> GPT:
+    return GPT.seeded(
+        device,
+        dim=sizes.dim,
+        layers=sizes.layers,
+        head_dim=HEAD_DIM,
+        vocab=VOCAB,
+        context=sizes.context,
+    )
 
 
-def _step(name: str, model: nn.Module, batch: Tensor) -> Callable[[], float]:
+def _step(name: str, model: Trained, batch: Tensor) -> Callable[[], float]:
+    """Return a function that trains one step and returns its seconds."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     add_hooks(name, model, optimizer)
 
@@ -93,19 +103,21 @@ def _step(name: str, model: nn.Module, batch: Tensor) -> Callable[[], float]:
         optimizer.step()
         optimizer.zero_grad()
 
-    return lambda: timed(train, batch.device).done_s
+    return lambda: common.timed(train, batch.device).done_s
 
 
-def _table(seconds: dict[str, list[float]], tokens: int) -> str:
+def _table(seconds: Mapping[str, Sequence[float]], tokens: int) -> str:
+    """Return a row for each way; the ratio of speeds is to plain torch.compile."""
     base = median(seconds[PLAIN])
     rows = []
-    for name, of_way in seconds.items():
-        half = median(of_way)
+    for name, steps_s in seconds.items():
+        half = median(steps_s)
         rows.append([name, f"{tokens / half:,.0f}", f"{half * 1e3:.2f}", f"{base / half:.3f}"])
-    return table(["training step", "tokens/s", "median ms", "ratio"], rows)
+    return common.table(["training step", "tokens/s", "median ms", "ratio"], rows)
 
 
-def _ratio(seconds: dict[str, list[float]]) -> str:
+def _ratio(seconds: Mapping[str, Sequence[float]]) -> str:
+    """Return the line that ``gpu.sh`` puts into its summary."""
     base = median(seconds[PLAIN])
     ours = [name for name in (GRAPHSHARD, GRAPHSHARD_FP8) if name in seconds]
     ratios = [f"{name} {base / median(seconds[name]):.3f} × {PLAIN}" for name in ours]

@@ -1,11 +1,13 @@
-"""The ways to train that are compared, each built from the same model: plain torch.compile, DDP, the
-forms of FSDP2, torchao's fp8 under it, and graphshard."""
+"""The ways to train that are compared, each built from the same model.
+
+They are plain torch.compile, DDP, the forms of FSDP2, torchao's fp8 under it, and graphshard.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,40 +16,52 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.common import FSDP2, FSDP2_BLOCKS, GRAPHSHARD, GRAPHSHARD_FP8, PLAIN, TORCHAO
 
-Build = Callable[[Any, DeviceMesh], Any]
-"""``build(model, mesh)``: what is called in the model's place. The model has ``blocks``."""
+if TYPE_CHECKING:
+    from graphshard.backend import Backend
+
+Model: TypeAlias = Any
+"""A module with ``blocks``, in which FSDP2 shards one by one."""
+Trained: TypeAlias = Any
+"""A module that is called in the model's place."""
+Build = Callable[[Model, DeviceMesh], Trained]
 
 
-def plain(model: Any, mesh: DeviceMesh) -> Any:
+def plain(model: Model, mesh: DeviceMesh) -> Trained:
+    """Build torch.compile without sharding."""
     return torch.compile(model)
 
 
-def fsdp2(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
+def fsdp2(model: Model, mesh: DeviceMesh, **options: Any) -> Trained:
+    """Build eager FSDP2, one unit for each block; ``options`` are those of ``fully_shard``."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
 
 
-def fsdp2_compiled_blocks(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
+def fsdp2_compiled_blocks(model: Model, mesh: DeviceMesh, **options: Any) -> Trained:
+    """Build FSDP2 with each block compiled."""
     for block in model.blocks:
         block.compile()
     return fsdp2(model, mesh, **options)
 
 
-def asynchronous(model: Any, mesh: DeviceMesh, *, build: Callable[..., Any], **options: Any) -> Any:
-    """A form of FSDP2 that does not wait for every gather at once where that is its default."""
+def asynchronous(
+    model: Model, mesh: DeviceMesh, *, build: Callable[..., Trained], **options: Any
+) -> Trained:
+    """Build a form of FSDP2 that does not wait for every gather at once, its default on CPUs."""
     model = build(model, mesh, **options)
     model._set_unshard_async_op(True)
     return model
 
 
-def fsdp2_torchao(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
-    """Compiled blocks, without which torchao's casts are kernels of their own."""
+def fsdp2_torchao(model: Model, mesh: DeviceMesh, **options: Any) -> Trained:
+    """Build FSDP2 with torchao's fp8, in the linears that graphshard chooses.
+
+    Blocks are compiled; without that, torchao's casts are kernels of their own.
+    """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    from graphshard.options.float8_policy import (
-        is_inner_linear,  # the linears that graphshard chooses
-    )
+    from graphshard.options.float8_policy import is_inner_linear
 
     convert_to_float8_training(
         model,
@@ -57,8 +71,8 @@ def fsdp2_torchao(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
     return fsdp2_compiled_blocks(model, mesh, **options)
 
 
-def add_hooks(name: str, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """What the way called ``name`` has to do after each step of the optimizer."""
+def add_hooks(name: str, model: Trained, optimizer: torch.optim.Optimizer) -> None:
+    """Add what the way called ``name`` has to do after each step of the optimizer."""
     if name == TORCHAO:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
@@ -67,14 +81,20 @@ def add_hooks(name: str, model: Any, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def ddp(model: Any, mesh: DeviceMesh) -> Any:
+def ddp(model: Model, mesh: DeviceMesh) -> Trained:
+    """Build eager DDP."""
     return DistributedDataParallel(model, process_group=mesh.get_group())
 
 
 def sharding(
     mesh: DeviceMesh, *, hardware: str = "auto", fp8: str | None = None, **options: Any
-) -> Any:
-    """The backend of ``one_line``; ``fp8`` is a recipe's name."""
+) -> Backend:
+    """Return the backend of :func:`one_line`.
+
+    Args:
+        fp8: name of a recipe; None: no fp8.
+        options: of ``graphshard.backend``.
+    """
     # Imported here, so that a process that measures FSDP2 holds no more than FSDP2 needs.
     import graphshard
 
@@ -83,7 +103,8 @@ def sharding(
     return graphshard.backend(mesh, schedule=schedule, fp8=policy, **options)
 
 
-def one_line(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
+def one_line(model: Model, mesh: DeviceMesh, **options: Any) -> Trained:
+    """Build graphshard; ``options`` are those of :func:`sharding`."""
     return torch.compile(model, backend=sharding(mesh, **options))
 
 
@@ -99,12 +120,16 @@ WAYS: dict[str, Build] = {
 
 
 def mp_policy(mixed: bool) -> MixedPrecisionPolicy:
-    """Of all ways whose names say nothing else."""
+    """Return the policy of all ways whose names say nothing else."""
     return MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
 
 
 def mixed_dtypes(float32: str) -> str:
-    """What a report says of ``sharded`` ways that are mixed, and of ``float32`` beside them."""
+    """Describe the dtypes of :func:`sharded` ways that are mixed.
+
+    Args:
+        float32: name of the way beside them that computes in float32.
+    """
     return (
         f"bfloat16 reduced in float32 ({float32} and what says so: all in float32; float8, fp8: "
         "linears but the head compute in it, their weights are gathered in it)"
@@ -112,29 +137,29 @@ def mixed_dtypes(float32: str) -> str:
 
 
 def sharded(device_type: str, *, mixed: bool, hardware: str = "auto") -> dict[str, Build]:
-    """All forms of FSDP2 and graphshard, the latter last."""
+    """Return all forms of FSDP2 and of graphshard, plain graphshard last."""
     policy = mp_policy(mixed)
-    found: dict[str, Build] = {
+    builds: dict[str, Build] = {
         name: functools.partial(form, mp_policy=policy)
         for name, form in _forms(device_type, mixed).items()
     }
     ours = functools.partial(one_line, hardware=hardware)
     if mixed:
-        found[f"{GRAPHSHARD}, float32"] = ours
-        found[GRAPHSHARD_FP8] = functools.partial(ours, mp_policy=policy, fp8="tensorwise")
-    return {**found, GRAPHSHARD: functools.partial(ours, mp_policy=policy)}
+        builds[f"{GRAPHSHARD}, float32"] = ours
+        builds[GRAPHSHARD_FP8] = functools.partial(ours, mp_policy=policy, fp8="tensorwise")
+    return {**builds, GRAPHSHARD: functools.partial(ours, mp_policy=policy)}
 
 
-def _forms(device_type: str, mixed: bool) -> dict[str, Callable[..., Any]]:
-    """Of FSDP2; on GPUs torchao's, too, where it is installed."""
+def _forms(device_type: str, mixed: bool) -> dict[str, Callable[..., Trained]]:
+    """Return the forms of FSDP2; on GPUs torchao's, too, if it is installed."""
     if device_type != "cuda":
         return {
             FSDP2: fsdp2,
             f"{FSDP2}, async": functools.partial(asynchronous, build=fsdp2),
             f"{FSDP2_BLOCKS}, async": functools.partial(asynchronous, build=fsdp2_compiled_blocks),
         }
-    found = {FSDP2: fsdp2, FSDP2_BLOCKS: fsdp2_compiled_blocks}
-    return {**found, TORCHAO: fsdp2_torchao} if mixed and _has_torchao() else found
+    forms = {FSDP2: fsdp2, FSDP2_BLOCKS: fsdp2_compiled_blocks}
+    return {**forms, TORCHAO: fsdp2_torchao} if mixed and _has_torchao() else forms
 
 
 def _has_torchao() -> bool:

@@ -1,0 +1,49 @@
+"""The GPT that the benchmarks train: random tokens, blocks of the demo's model, and an output layer
+of its own. It is apart from ``models``, as the demo's module imports all of graphshard."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from graphshard.tools.demo_model import Block
+
+
+class GPT(nn.Module):
+    """A GPT that returns its loss; 12 parameters for each layer and 5 more."""
+
+    def __init__(self, *, dim: int, layers: int, heads: int, vocab: int, context: int) -> None:
+        super().__init__()
+        self.vocab, self.context = vocab, context
+        self.tokens = nn.Embedding(vocab, dim)
+        self.positions = nn.Embedding(context, dim)
+        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocab, bias=False)
+
+    @classmethod
+    def seeded(
+        cls, device: torch.device, *, dim: int, layers: int, head_dim: int, vocab: int, context: int
+    ) -> GPT:
+        """Make a model on ``device``, with the same parameters in every call."""
+        torch.manual_seed(0)
+        heads = max(1, dim // head_dim)
+        with device:
+            return cls(dim=dim, layers=layers, heads=heads, vocab=vocab, context=context)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the mean cross entropy of predicting ``ids[:, 1:]``.
+
+        Args:
+            ids: ``[batch, length + 1]``, at most ``context + 1`` tokens in a row.
+        """
+        inputs, targets = ids[:, :-1], ids[:, 1:]
+        x = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+    def batch(self, rows: int, device: torch.device) -> Tensor:
+        """Return random tokens, ``[rows, context + 1]``."""
+        return torch.randint(self.vocab, (rows, self.context + 1), device=device)
