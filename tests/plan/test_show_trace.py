@@ -125,9 +125,9 @@ def test_the_overlap_is_what_was_predicted(shown: Dump) -> None:
 def _overlap(events: list[Event]) -> tuple[float, float]:
     """How long communication and compute run together, and communication runs at all.
 
-    The rule of HolisticTraceAnalysis (hta/analyzers/communication_analysis.py and
-    hta/utils/utils.py):
-    what is on a stream and called ``nccl...Kernel`` communicates; what else is on a stream computes.
+    The rule of HolisticTraceAnalysis (hta/analyzers/communication_analysis.py, hta/utils/utils.py):
+    what is on a stream and called ``nccl...Kernel`` communicates; what else is on a stream
+    computes.
     """
     kernels = [e for e in events if e["cat"] == "kernel" and e["args"].get("stream", -1) != -1]
     spans: dict[bool, list[Interval]] = {True: [], False: []}
