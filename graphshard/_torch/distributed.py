@@ -20,7 +20,7 @@ def process_group(name: str) -> dist.ProcessGroup:
 
 
 def is_registered(group: dist.ProcessGroup | None) -> bool:
-    """Whether ``_world`` knows the group: not once it was destroyed, and not None."""
+    """Return whether ``_world`` knows the group: not once it was destroyed, and not None."""
     return group in dist.distributed_c10d._world.pg_map
 
 

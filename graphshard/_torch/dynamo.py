@@ -77,7 +77,7 @@ class Trace:
         return owner if isinstance(owner, nn.Module) else None
 
     def is_resumed(self) -> bool:
-        """Whether the frame goes on after a graph break."""
+        """Return whether the frame goes on after a graph break."""
         return is_resumed(self._tx.f_code)
 
     def graph_break(self) -> str | None:

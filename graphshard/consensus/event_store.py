@@ -26,7 +26,7 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What one rank tells all ranks.
+    """One rank's message to all ranks.
 
     Attributes:
         index: position in the order of all events; -1 until the event is posted.
@@ -150,7 +150,7 @@ class EventStore:
             self._delete(*events, f"agreed/{index}", f"text/{call}", f"claim/{call}")
 
     def has_agreed(self, event: CallEvent, rank: int) -> bool:
-        """Whether ``rank`` has agreed to ``event``, which not all ranks have."""
+        """Return whether ``rank`` has agreed to ``event``, which not all ranks have."""
         return self._store.check([f"agrees/{event.index}/{rank}"])
 
     def forget(self, agreed: AgreedEvent) -> None:

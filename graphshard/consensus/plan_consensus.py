@@ -35,7 +35,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class _GraphKey:
-    """What ranks have to share to follow one plan.
+    """The things that ranks share to follow one plan.
 
     Attributes:
         text: what the graphs communicate, and what their plans depend on besides.

@@ -32,7 +32,7 @@ STALL_S = 2.0
 
 @dataclass(eq=False)
 class Inbox:
-    """What a rank has learned from its peers; ``changed`` guards all fields.
+    """The knowledge that a rank has of its peers; ``changed`` guards all fields.
 
     Attributes:
         early_calls: events about calls that this rank has not made yet, by call.

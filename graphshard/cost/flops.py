@@ -1,4 +1,4 @@
-"""What a node computes: its floating-point operations, and how well kernels do such work."""
+"""The work of a node: its floating-point operations, and how well kernels do such work."""
 
 from __future__ import annotations
 

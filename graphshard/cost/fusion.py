@@ -31,7 +31,7 @@ from .flops import aten_name, op_names, shape_of
 
 
 class NodeKind(Enum):
-    """What a node is to a compiler that fuses."""
+    """The role of a node for a compiler that fuses."""
 
     VIEW = auto()
     """Part of another node's value; free."""

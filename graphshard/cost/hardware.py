@@ -1,4 +1,4 @@
-"""What a machine can do: rates of matrix products, memory, kernel launches and interconnects.
+"""The rates of a machine: those of matrix products, memory, kernel launches and interconnects.
 
 The classes that describe a machine, and their JSON form. ``devices`` has a table of common GPUs;
 ``calibrate`` measures a machine and writes the JSON form.

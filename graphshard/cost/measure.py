@@ -35,7 +35,7 @@ _CALLS_PER_SAMPLE = 4  # of a collective: all ranks have to make as many
 
 @dataclass(frozen=True)
 class Effort:
-    """What is measured, and how often.
+    """The sizes that are measured, and how often.
 
     Attributes:
         dtypes: of the matrix products; "tf32" is float32 in that mode.
@@ -74,7 +74,7 @@ class Effort:
 
 
 class Measurement(NamedTuple):
-    """What was measured.
+    """The results of the measurements.
 
     Attributes:
         hardware: the table's entry for the device, with what was measured in its place.

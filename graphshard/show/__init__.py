@@ -1,4 +1,4 @@
-"""What a person reads of a schedule: tables, traces, files, differences.
+"""Schedules for people to read: tables, traces, files, differences.
 
 ``dump`` is a plan in a file, with what it was made for, and ``dump_folder`` where such files go.
 ``table``, ``trace`` and ``diff`` present dumps; ``measured`` puts predictions beside a profile;

@@ -1,4 +1,4 @@
-"""What changed between two plans of a graph, as text.
+"""The changes between two plans of a graph, as text.
 
 Buckets that share a parameter are related, and each set of related buckets makes one line:
 

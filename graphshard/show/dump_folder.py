@@ -1,4 +1,4 @@
-"""Where dumps go: the folder that a user names, and torch's own trace log.
+"""The places of dumps: the folder that a user names, and torch's own trace log.
 
 ``dump="folder"`` writes for Dynamo's graph number NN, on the first rank of the mesh alone:
 
