@@ -1,6 +1,6 @@
 """The best schedule there is of a small problem: mixed integer programs, solved by HiGHS.
 
-Every way to cut neighbours into buckets has a program of its own. It decides before which step each
+Every way to split queues into buckets has a program of its own. It decides before which step each
 bucket is launched, and in which order they go; times follow as the longest path, as in ``clock``:
 
     launched[b, s]  bucket b before step s: one s for each b, from its last gradient to its wait
@@ -33,36 +33,38 @@ Terms = dict[int, float]
 """Factors by variable."""
 
 
-def price_us(problem: Problem, buckets: tuple[Bucket, ...], prices: TransferCostModel) -> float:
+def price_us(problem: Problem, buckets: tuple[Bucket, ...], cost_model: TransferCostModel) -> float:
     """What the planner makes small where memory has no price."""
-    lost_us = sum(prices.lost_us(bucket_cost(problem, of, prices).lane_us) for of in buckets)
-    return clock(problem, buckets, prices).total_us + lost_us
+    costs = [bucket_cost(problem, bucket, cost_model) for bucket in buckets]
+    lost_us = sum(cost_model.lost_us(cost.lane_us) for cost in costs)
+    return clock(problem, buckets, cost_model).total_us + lost_us
 
 
-def best(problem: Problem, prices: TransferCostModel) -> tuple[tuple[Bucket, ...], float]:
-    """The schedule with the least ``price_us``, and that price by its program."""
-    found: tuple[tuple[Bucket, ...], float] = ((), math.inf)
-    for cuts in _all_cuts(problem, prices):
-        lane_us = sum(group.cost.lane_us for group in cuts)
-        fixed_us = sum(prices.lost_us(group.cost.lane_us) for group in cuts)
-        if fixed_us + max(lane_us, sum(problem.compute_us)) < found[1]:
-            buckets, total_us = _Program(problem, cuts).solved()
-            if fixed_us + total_us < found[1]:
-                found = buckets, fixed_us + total_us
-    return found
+def best(problem: Problem, cost_model: TransferCostModel) -> tuple[tuple[Bucket, ...], float]:
+    """Return the schedule with the least ``price_us``, and that price by its program."""
+    best_buckets: tuple[Bucket, ...] = ()
+    least_us = math.inf
+    for split in _all_splits(problem, cost_model):
+        lane_us = sum(candidate.cost.lane_us for candidate in split)
+        fixed_us = sum(cost_model.lost_us(candidate.cost.lane_us) for candidate in split)
+        if fixed_us + max(lane_us, sum(problem.compute_us)) < least_us:
+            buckets, total_us = _Program(problem, split).solved()
+            if fixed_us + total_us < least_us:
+                best_buckets, least_us = buckets, fixed_us + total_us
+    return best_buckets, least_us
 
 
-def _all_cuts(problem: Problem, prices: TransferCostModel) -> Iterator[Split]:
-    """Every way to cut gathers by when they are due, and reductions by when they are ready."""
-    at = range(len(problem.transfers))
-    gathers = [i for i in at if problem.transfers[i].kind == TransferKind.ALL_GATHER]
-    reductions = [i for i in at if problem.transfers[i].kind != TransferKind.ALL_GATHER]
+def _all_splits(problem: Problem, cost_model: TransferCostModel) -> Iterator[Split]:
+    """Yield every way to split gathers, as they are due, and reductions, as they are ready."""
+    positions = range(len(problem.transfers))
+    gathers = [i for i in positions if problem.transfers[i].kind == TransferKind.ALL_GATHER]
+    reductions = [i for i in positions if problem.transfers[i].kind != TransferKind.ALL_GATHER]
     gathers.sort(key=lambda i: problem.transfers[i].due)
     reductions.sort(key=lambda i: problem.transfers[i].ready)
     choices = [
         [
             [
-                Queue(problem, prices, None, order).candidate(*span)
+                Queue(problem, cost_model, None, order).candidate(*span)
                 for span in itertools.pairwise(borders)
             ]
             for borders in _all_borders(len(order))
@@ -76,21 +78,22 @@ def _all_cuts(problem: Problem, prices: TransferCostModel) -> Iterator[Split]:
 def _all_borders(num: int) -> Iterator[list[int]]:
     """Yield every way to cut `num` neighbours: the positions where a part begins, and the end."""
     for inner in itertools.product([False, True], repeat=max(0, num - 1)):
-        yield [0, *(at for at, cut in enumerate(inner, 1) if cut), *([num] if num else [])]
+        borders = [i for i, is_border in enumerate(inner, 1) if is_border]
+        yield [0, *borders, *([num] if num else [])]
 
 
 class _Program:
     """Of buckets whose members are known. All rows say that something is at least so much."""
 
-    def __init__(self, problem: Problem, cuts: Split) -> None:
+    def __init__(self, problem: Problem, split: Split) -> None:
         self._problem = problem
-        self._buckets = [group.bucket for group in cuts]
-        self._costs = [group.cost for group in cuts]
+        self._buckets = [candidate.bucket for candidate in split]
+        self._costs = [candidate.cost for candidate in split]
         self._upper: list[float] = []
         self._rows: list[tuple[Terms, float]] = []
         # Longer than any schedule takes. Times are parts of it, for the sake of the solver.
         self._ever_us = sum(problem.compute_us) + sum(sum(cost[:3]) for cost in self._costs) + 1.0
-        num, steps = range(len(cuts)), range(problem.num_steps + 1)
+        num, steps = range(len(split)), range(problem.num_steps + 1)
         self._launched = {
             (b, s): self._variable(1.0)
             for b, bucket in enumerate(self._buckets)
@@ -99,7 +102,7 @@ class _Program:
         self._order = {(a, b): self._variable(1.0) for a in num for b in num if a != b}
         self._num_binary = len(self._upper)
         self._copied, self._sent, self._front, self._start = (
-            [self._variable(1.0) for _ in of] for of in (num, num, steps, steps)
+            [self._variable(1.0) for _ in indices] for indices in (num, num, steps, steps)
         )
         self._total = self._variable(1.0)
         self._constrain()
@@ -109,20 +112,26 @@ class _Program:
         self._upper.append(upper)
         return len(self._upper) - 1
 
-    def _behind(self, late: int, early: int | None, us: float, given: int | None = None) -> None:
-        """``late`` is ``us`` behind ``early``, or behind the beginning, if the binary ``given`` is
-        1."""
+    def _behind(
+        self, late: int, early: int | None, us: float, condition: int | None = None
+    ) -> None:
+        """Demand ``late`` to be ``us`` behind ``early``, where the binary ``condition`` is 1.
+
+        Args:
+            early: None: the beginning.
+            condition: None: in any case.
+        """
         terms = {late: 1.0}
         if early is not None:
             terms[early] = -1.0
-        if given is not None:
-            terms[given] = -1.0
-        self._rows.append((terms, us / self._ever_us - (given is not None)))
+        if condition is not None:
+            terms[condition] = -1.0
+        self._rows.append((terms, us / self._ever_us - (condition is not None)))
 
     def _constrain(self) -> None:
         """Add all rows: one launch for each bucket, their order, the steps and the end."""
         for b, cost in enumerate(self._costs):
-            self._one_of([x for (of, _), x in self._launched.items() if of == b])
+            self._one_of([x for (bucket, _), x in self._launched.items() if bucket == b])
             self._behind(self._sent[b], self._copied[b], cost.lane_us)
             self._behind(self._total, self._sent[b], 0.0)
         for a, b in self._order:
@@ -136,15 +145,15 @@ class _Program:
 
     def _ordered(self, a: int, b: int, cost: BucketCost) -> None:
         """Add the rows by which bucket `b` follows bucket `a`, if it is the later one."""
-        given = self._order[a, b]
+        condition = self._order[a, b]
         if a < b:
-            self._one_of([given, self._order[b, a]])
-        self._behind(self._copied[b], self._copied[a], cost.copy_in_us, given)
-        self._behind(self._sent[b], self._sent[a], cost.lane_us, given)
+            self._one_of([condition, self._order[b, a]])
+        self._behind(self._copied[b], self._copied[a], cost.copy_in_us, condition)
+        self._behind(self._sent[b], self._sent[a], cost.lane_us, condition)
         steps = self._problem.num_steps
-        at = {x: float(s) for (of, s), x in self._launched.items() if of == b}
-        at |= {x: -float(s) for (of, s), x in self._launched.items() if of == a}
-        self._rows.append((at | {given: -float(steps)}, -float(steps)))
+        late = {x: float(s) for (bucket, s), x in self._launched.items() if bucket == b}
+        late |= {x: -float(s) for (bucket, s), x in self._launched.items() if bucket == a}
+        self._rows.append((late | {condition: -float(steps)}, -float(steps)))
 
     def _step(self, step: int) -> None:
         """Add the rows of a step: it waits for launches in front of it and for buckets due."""
@@ -152,9 +161,9 @@ class _Program:
         us = self._problem.compute_us[step - 1] if step else 0.0
         self._behind(self._front[step], before, us)
         for b in (b for b, s in self._launched if s == step):
-            given = self._launched[b, step]
-            self._behind(self._copied[b], before, us + self._costs[b].copy_in_us, given)
-            self._behind(self._front[step], self._copied[b], 0.0, given)
+            condition = self._launched[b, step]
+            self._behind(self._copied[b], before, us + self._costs[b].copy_in_us, condition)
+            self._behind(self._front[step], self._copied[b], 0.0, condition)
         waited = [b for b, bucket in enumerate(self._buckets) if bucket.wait == step]
         out_us = {b: self._costs[b].copy_out_us for b in waited}
         self._behind(self._start[step], self._front[step], sum(out_us.values()))
@@ -170,7 +179,7 @@ class _Program:
         self._rows.append((dict.fromkeys(binaries, -1.0), -1.0))
 
     def solved(self) -> tuple[tuple[Bucket, ...], float]:
-        """The schedule, and how long it takes."""
+        """Return the schedule, and how long it takes."""
         matrix = np.zeros((len(self._rows), len(self._upper)))
         for row, (terms, _) in zip(matrix, self._rows):
             row[list(terms)] = list(terms.values())
@@ -180,16 +189,23 @@ class _Program:
         answer = _solved(aim, integral, self._upper, matrix, np.array(least))
         placed = []
         for b, bucket in enumerate(self._buckets):
-            (at,) = (s for (of, s), x in self._launched.items() if of == b and answer.x[x] > 0.5)
+            (launch,) = (
+                step
+                for (other, step), x in self._launched.items()
+                if other == b and answer.x[x] > 0.5
+            )
             rank = sum(answer.x[x] for (_, other), x in self._order.items() if other == b)
-            placed.append((at, round(rank), dataclasses.replace(bucket, launch=at)))
-        placed.sort(key=lambda of: of[:2])
+            placed.append((launch, round(rank), dataclasses.replace(bucket, launch=launch)))
+        placed.sort(key=lambda entry: entry[:2])
         return tuple(bucket for *_, bucket in placed), float(answer.x[self._total]) * self._ever_us
 
 
 def _solved(aim: Any, integral: Any, upper: Any, matrix: Any, least: Any) -> OptimizeResult:
-    """HiGHS at times refuses its own solution, for an error as large as its tolerance. With rows of
-    another scale it finds another."""
+    """Solve the program.
+
+    HiGHS at times refuses its own solution, for an error as large as its tolerance. With rows of
+    another scale it finds another.
+    """
     for scale in (1.0, 10.0, 100.0, 1000.0):
         rows = LinearConstraint(scale * matrix, scale * least, np.inf)
         answer = milp(aim, integrality=integral, bounds=Bounds(0, upper), constraints=rows)

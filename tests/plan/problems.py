@@ -48,19 +48,17 @@ def gather(
     last = due if last is None else last
     shard_bytes = num_bytes // WORLD
     return Transfer(
-        *(
-            param,
-            TransferKind.ALL_GATHER,
-            num_bytes,
-            "float32",
-            shard_bytes,
-            False,
-            "g",
-            WORLD,
-            0,
-            due,
-            last,
-        ),
+        param=param,
+        kind=TransferKind.ALL_GATHER,
+        num_bytes=num_bytes,
+        dtype="float32",
+        shard_bytes=shard_bytes,
+        casts=False,
+        group="g",
+        world=WORLD,
+        ready=0,
+        due=due,
+        last=last,
         host=host,
     )
 
@@ -76,8 +74,17 @@ def reduction(
     """Return a reduce-scatter of a gradient that is complete before step `ready`."""
     shard_bytes, last = num_bytes // WORLD, num_steps - 1
     return Transfer(
-        *(param, TransferKind.REDUCE_SCATTER, num_bytes, "float32", shard_bytes, False, "g", WORLD),
-        *(ready, num_steps, last),
+        param=param,
+        kind=TransferKind.REDUCE_SCATTER,
+        num_bytes=num_bytes,
+        dtype="float32",
+        shard_bytes=shard_bytes,
+        casts=False,
+        group="g",
+        world=WORLD,
+        ready=ready,
+        due=num_steps,
+        last=last,
         replicas="r" if num_replicas > 1 else "",
         num_replicas=num_replicas,
         replica_stride=WORLD,

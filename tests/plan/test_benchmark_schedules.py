@@ -17,9 +17,9 @@ from graphshard.planning.simulate import simulate
 from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction
 
 
-def _plan(asked: Problem, *fqns: str) -> Plan:
+def _plan(graph: Problem, *fqns: str) -> Plan:
     params = tuple(PlanParam(i, (8, 2), "bfloat16", 2, fqn) for i, fqn in enumerate(fqns))
-    return Plan(params, asked, ())
+    return Plan(params, graph, ())
 
 
 def _placed(buckets: list[Bucket]) -> list[tuple[tuple[int, ...], int, int]]:
@@ -37,8 +37,8 @@ def _backward() -> Problem:
 
 
 def test_fsdp2_gathers_one_block_ahead_and_waits_a_block_later_for_reductions() -> None:
-    asked = _backward()
-    assert _placed(schedules.fsdp2_rule(_plan(asked, *FQNS), asked)) == [
+    graph = _backward()
+    assert _placed(schedules.fsdp2_rule(_plan(graph, *FQNS), graph)) == [
         ((0,), 0, 0),
         ((1, 2), 0, 1),
         ((3,), 1, 3),
@@ -49,38 +49,37 @@ def test_fsdp2_gathers_one_block_ahead_and_waits_a_block_later_for_reductions() 
 
 
 def test_unscheduled_hides_nothing() -> None:
-    asked, line = _backward(), Line(latency_us=1.0)
-    buckets = schedules.unscheduled(_plan(asked, *FQNS), asked)
+    graph, line = _backward(), Line(latency_us=1.0)
+    buckets = schedules.unscheduled(_plan(graph, *FQNS), graph)
     assert all(bucket.launch == bucket.wait for bucket in buckets)
-    timeline = simulate(asked, buckets, line)
+    timeline = simulate(graph, buckets, line)
     assert sum(timeline.exposed_us) == len(buckets) * 1.0 + 8 * 32
 
 
 def test_a_root_that_is_kept_is_not_gathered_but_takes_memory() -> None:
-    asked = _backward()
-    kept = schedules.root_kept(_plan(asked, *FQNS), asked)
+    graph = _backward()
+    kept = schedules.root_kept(_plan(graph, *FQNS), graph)
     assert [(t.param, t.kind) for t in kept.transfers if t.kind == TransferKind.ALL_GATHER] == [
         (i, TransferKind.ALL_GATHER) for i in (1, 2, 3)
     ]
-    assert len(kept.transfers) == len(asked.transfers) - 1
+    assert len(kept.transfers) == len(graph.transfers) - 1
     assert kept.other_bytes == (32,) * 5
 
 
 def test_another_world_has_other_shards_and_padding() -> None:
-    asked = problem([1.0], [gather(0, 32, 0), reduction(0, 32, 1, 1)], [100])
-    resized = schedules.at_world(_plan(asked, "w"), 3)  # 8 rows of 4 bytes: 3 for each of 3 ranks
+    graph = problem([1.0], [gather(0, 32, 0), reduction(0, 32, 1, 1)], [100])
+    resized = schedules.at_world(_plan(graph, "w"), 3)  # 8 rows of 4 bytes: 3 for each of 3 ranks
     assert [(t.num_bytes, t.world) for t in resized.transfers] == [(36, 3), (36, 3)]
     assert resized.other_bytes == (100 - 32 // WORLD + 12,)
     assert resized.graph == GraphKind.BACKWARD
 
 
 def test_the_bound_by_hand() -> None:
-    """Compute with a gather of 10 + 50 in front and a reduction behind; or the wire, if it is
-    more."""
-    asked = problem([100.0, 100.0], [gather(0, 50, 0), reduction(0, 50, 2, 2)])
-    assert schedules.lower_bound_us(asked, Line()) == 60.0 + 200.0 + 60.0
+    """It is compute, a gather of 10 + 50 before and a reduction behind; or the wire alone."""
+    graph = problem([100.0, 100.0], [gather(0, 50, 0), reduction(0, 50, 2, 2)])
+    assert schedules.lower_bound_us(graph, Line()) == 60.0 + 200.0 + 60.0
     slow = Line(us_per_byte=10.0)
-    assert schedules.lower_bound_us(asked, slow) == 510.0 + 200.0 + 510.0
+    assert schedules.lower_bound_us(graph, slow) == 510.0 + 200.0 + 510.0
     # All that is due before step 1 and all that is ready by then, in one collective each.
     many = problem([10.0, 10.0], [gather(i, 50, 1) for i in range(4)])
     assert schedules.lower_bound_us(many, Line()) == 210.0 + 10.0
@@ -96,20 +95,20 @@ def test_a_trace_serves_any_number_of_ranks() -> None:
     wide, narrow = trace(sizes, 8, 16), trace(sizes, 6, 16)
     assert [plan.graph for plan in wide] == [GraphKind.FORWARD, GraphKind.BACKWARD]
     for one, other in zip(wide, narrow, strict=True):
-        resized, asked = schedules.at_world(one, 6), other.problem
+        resized, graph = schedules.at_world(one, 6), other.problem
         # Each compilation names the group and its nodes anew.
         transfers = [
-            dataclasses.replace(t, group=one.problem.transfers[0].group) for t in asked.transfers
+            dataclasses.replace(t, group=one.problem.transfers[0].group) for t in graph.transfers
         ]
         assert resized.transfers == tuple(transfers)
-        assert resized.other_bytes == asked.other_bytes
-        assert resized.compute_us == pytest.approx(asked.compute_us)
+        assert resized.other_bytes == graph.other_bytes
+        assert resized.compute_us == pytest.approx(graph.compute_us)
 
 
 @given(problems(), lines)
-def test_no_schedule_beats_the_bound(asked: Problem, line: Line) -> None:
-    bound_us = schedules.lower_bound_us(asked, line)
-    plan = _plan(asked, *(f"blocks.{i // 2}.w" for i in range(8)))
-    ours = find_schedule(asked, line, ScheduleLimits())
-    for buckets in (ours, schedules.unscheduled(plan, asked), schedules.fsdp2_rule(plan, asked)):
-        assert simulate(asked, buckets, line).total_us >= bound_us - 1e-6
+def test_no_schedule_beats_the_bound(graph: Problem, line: Line) -> None:
+    bound_us = schedules.lower_bound_us(graph, line)
+    plan = _plan(graph, *(f"blocks.{i // 2}.w" for i in range(8)))
+    ours = find_schedule(graph, line, ScheduleLimits())
+    for buckets in (ours, schedules.unscheduled(plan, graph), schedules.fsdp2_rule(plan, graph)):
+        assert simulate(graph, buckets, line).total_us >= bound_us - 1e-6

@@ -20,9 +20,8 @@ from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, r
 
 
 def _by_hand(limits: ScheduleLimits) -> tuple[Bucket, ...]:
-    """A gather in front of step 3 of 50 us each, whose 40 bytes of shards take 10 + 40 us to
-    come."""
-    asked = problem(
+    """Plan copies for a gather before step 3: its 40 bytes of shards take 10 + 40 us; steps, 50."""
+    graph = problem(
         [50.0] * 5,
         [gather(0, 40 * WORLD, 3, host=True), reduction(1, 8 * WORLD, 4, 5, host=True)],
     )
@@ -30,7 +29,7 @@ def _by_hand(limits: ScheduleLimits) -> tuple[Bucket, ...]:
         Bucket(TransferKind.ALL_GATHER, ((0,),), 40 * WORLD, "g", WORLD, 2, 3),
         Bucket(TransferKind.REDUCE_SCATTER, ((1,),), 8 * WORLD, "g", WORLD, 4, 5),
     )
-    return add_host_copies(asked, buckets, Line(), limits)
+    return add_host_copies(graph, buckets, Line(), limits)
 
 
 def test_copies_computed_by_hand() -> None:
@@ -59,36 +58,36 @@ def test_without_room_shards_are_copied_when_they_are_gathered() -> None:
 
 
 def test_copies_do_not_take_the_wire() -> None:
-    asked = problem([100.0] * 2, [gather(0, 40, 0), gather(1, 40, 1, host=True)])
-    buckets = add_host_copies(asked, schedule_without_overlap(asked), None, ScheduleLimits())
-    timeline = simulate(asked, buckets, Line())
+    graph = problem([100.0] * 2, [gather(0, 40, 0), gather(1, 40, 1, host=True)])
+    buckets = add_host_copies(graph, schedule_without_overlap(graph), None, ScheduleLimits())
+    timeline = simulate(graph, buckets, Line())
     lanes = {slot.index: slot.lane for slot in timeline.slots if slot.kind == COLLECTIVE}
     assert [lanes[i] == TransferKind.COPY_TO_DEVICE for i in range(3)] == [
         b.kind == TransferKind.COPY_TO_DEVICE for b in buckets
     ]
-    assert alive_bytes(asked, buckets) == [40, 40]
+    assert alive_bytes(graph, buckets) == [40, 40]
 
 
 @given(problems(), lines, st.none() | st.integers(0, 800))
-def test_what_holds_of_all_copies(asked: Problem, line: Line, room: int | None) -> None:
-    plain = find_schedule(asked, line, ScheduleLimits())
-    limits = ScheduleLimits(peak=None if room is None else max(alive_bytes(asked, plain)) + room)
-    buckets = add_host_copies(asked, plain, line, limits)
+def test_what_holds_of_all_copies(graph: Problem, line: Line, room: int | None) -> None:
+    plain = find_schedule(graph, line, ScheduleLimits())
+    limits = ScheduleLimits(peak=None if room is None else max(alive_bytes(graph, plain)) + room)
+    buckets = add_host_copies(graph, plain, line, limits)
     assert [b for b in buckets if b.kind not in HOST_COPIES] == list(plain)
     copies = {(b.kind, b.buffers): b for b in buckets if b.kind in HOST_COPIES}
     assert len(copies) == len(buckets) - len(plain)
     for bucket in plain:
-        if not asked.transfers[bucket.transfers[0]].host:
-            assert not any(parcels == bucket.buffers for _, parcels in copies)
+        if not graph.transfers[bucket.transfers[0]].host:
+            assert not any(buffers == bucket.buffers for _, buffers in copies)
         elif bucket.kind == TransferKind.ALL_GATHER:
             load = copies.pop((TransferKind.COPY_TO_DEVICE, bucket.buffers))
             assert load.launch <= load.wait == bucket.launch
         elif not (bucket.kind == TransferKind.REDUCE_SCATTER and _is_averaged(bucket, plain)):
             store = copies.pop((TransferKind.COPY_TO_HOST, bucket.buffers))
-            assert bucket.wait == store.launch <= store.wait <= asked.num_steps
+            assert bucket.wait == store.launch <= store.wait <= graph.num_steps
     assert not copies
     if limits.peak is not None:
-        assert max(alive_bytes(asked, buckets)) <= limits.peak
+        assert max(alive_bytes(graph, buckets)) <= limits.peak
 
 
 def _is_averaged(bucket: Bucket, buckets: tuple[Bucket, ...]) -> bool:
@@ -98,11 +97,11 @@ def _is_averaged(bucket: Bucket, buckets: tuple[Bucket, ...]) -> bool:
 
 
 @given(problems(), lines)
-def test_the_clock_agrees_with_the_dag(asked: Problem, line: Line) -> None:
+def test_the_clock_agrees_with_the_dag(graph: Problem, line: Line) -> None:
     buckets = add_host_copies(
-        asked, find_schedule(asked, line, ScheduleLimits()), line, ScheduleLimits()
+        graph, find_schedule(graph, line, ScheduleLimits()), line, ScheduleLimits()
     )
-    timeline, times = simulate(asked, buckets, line), clock(asked, buckets, line)
+    timeline, times = simulate(graph, buckets, line), clock(graph, buckets, line)
     assert abs(times.total_us - timeline.total_us) < 1e-6
     for ours, theirs in zip(times.exposed_us, timeline.exposed_us, strict=True):
         assert abs(ours - theirs) < 1e-6
@@ -111,19 +110,35 @@ def test_the_clock_agrees_with_the_dag(asked: Problem, line: Line) -> None:
 # Activations that wait for backward in the host's memory.
 
 
-def _moved(kind: str, num_bytes: int, ready: int, due: int, last: int) -> Transfer:
-    return Transfer(None, kind, num_bytes, "float32", 0, False, "", 1, ready, due, last)
+def _activation(kind: TransferKind, num_bytes: int, *, ready: int, due: int, last: int) -> Transfer:
+    return Transfer(
+        param=None,
+        kind=kind,
+        num_bytes=num_bytes,
+        dtype="float32",
+        shard_bytes=0,
+        casts=False,
+        group="",
+        world=1,
+        ready=ready,
+        due=due,
+        last=last,
+    )
 
 
 def test_an_activation_computed_by_hand() -> None:
     """40 bytes that take 10 + 40 us each way, beside steps of 50 us."""
-    away = problem([50.0] * 5, [_moved(TransferKind.COPY_TO_HOST, 40, 1, 5, 4)], [0] * 5)
+    away = problem(
+        [50.0] * 5, [_activation(TransferKind.COPY_TO_HOST, 40, ready=1, due=5, last=4)], [0] * 5
+    )
     (store,) = add_host_copies(away, (), Line(), ScheduleLimits())
     assert (store.launch, store.wait) == (1, 3)
     assert alive_bytes(away, [store]) == [0, 40, 40, 0, 0]
     (at_once,) = add_host_copies(away, (), Line(), ScheduleLimits(peak=39))
     assert (at_once.launch, at_once.wait) == (1, 1)
-    back = problem([50.0] * 5, [_moved(TransferKind.COPY_TO_DEVICE, 40, 0, 3, 3)], [0] * 5)
+    back = problem(
+        [50.0] * 5, [_activation(TransferKind.COPY_TO_DEVICE, 40, ready=0, due=3, last=3)], [0] * 5
+    )
     (load,) = add_host_copies(back, (), Line(), ScheduleLimits())
     assert (load.launch, load.wait) == (1, 3)
     assert alive_bytes(back, [load]) == [0, 40, 40, 40, 0]
@@ -145,10 +160,13 @@ def test_what_backward_needs_last_leaves_first() -> None:
     assert choose_offloaded(forward, backward, saved, ScheduleLimits(), Line()) == []
 
 
-def _to_stow_beside_a_gather(line: Line) -> list[int]:
-    """Of 90 bytes the first step of backward needs 80, an activation of 40 among them that only the
-    last one uses: what is gathered for the second one, 40 bytes in 50 us, cannot be launched
-    before."""
+def _offloaded_beside_a_gather(line: Line) -> list[int]:
+    """Return the activations to offload where one of them delays a gather.
+
+    The first step of backward needs 80 of 90 bytes. An activation of 40 is among them, which only
+    the last step uses. So the gather for the second step, 40 bytes in 50 us, cannot be launched
+    before that.
+    """
     forward = problem([100.0] * 4, [], [50] * 4)
     backward = problem([100.0] * 4, [gather(0, 40, 1)], [80, 50, 50, 50])
     return choose_offloaded(
@@ -157,32 +175,35 @@ def _to_stow_beside_a_gather(line: Line) -> list[int]:
 
 
 def test_an_activation_makes_room_for_a_gather_where_that_saves_time() -> None:
-    assert _to_stow_beside_a_gather(Line()) == [0]
-    assert _to_stow_beside_a_gather(Line(latency_us=500.0)) == []
+    assert _offloaded_beside_a_gather(Line()) == [0]
+    assert _offloaded_beside_a_gather(Line(latency_us=500.0)) == []
 
 
 @given(problems(), lines, st.lists(st.tuples(*[st.integers(0, 7)] * 2, st.integers(1, 90))))
 def test_with_activations_a_budget_is_kept(
-    asked: Problem, line: Line, moved: list[tuple[int, int, int]]
+    graph: Problem, line: Line, activations: list[tuple[int, int, int]]
 ) -> None:
-    end = asked.num_steps
+    end = graph.num_steps
     copies = [
-        _moved(TransferKind.COPY_TO_HOST, size, min(at, end), end, end - 1)
-        if at % 2
-        else _moved(
-            TransferKind.COPY_TO_DEVICE,
-            size,
-            0,
-            min(at, end - 1),
-            max(min(at, end - 1), min(last, end - 1)),
+        _activation(
+            TransferKind.COPY_TO_HOST, num_bytes, ready=min(step, end), due=end, last=end - 1
         )
-        for at, last, size in moved
+        if step % 2
+        else _activation(
+            TransferKind.COPY_TO_DEVICE,
+            num_bytes,
+            ready=0,
+            due=min(step, end - 1),
+            last=min(max(step, last), end - 1),
+        )
+        for step, last, num_bytes in activations
     ]
-    asked = dataclasses.replace(asked, transfers=(*asked.transfers, *copies))
-    bare = without_host_copies(asked)
-    limits = ScheduleLimits(peak=smallest_peak(bare))
+    graph = dataclasses.replace(graph, transfers=(*graph.transfers, *copies))
+    bare = without_host_copies(graph)
+    needed = smallest_peak(bare)
+    limits = ScheduleLimits(peak=needed)
     plain = find_schedule(bare, line, limits)
-    buckets = add_host_copies(asked, plain, line, limits)
+    buckets = add_host_copies(graph, plain, line, limits)
     assert [b for b in buckets if b.kind not in HOST_COPIES] == list(plain)
-    assert {i for b in buckets for i in b.transfers} == set(range(len(asked.transfers)))
-    assert max(alive_bytes(asked, buckets)) <= limits.peak  # type: ignore[operator]
+    assert {i for b in buckets for i in b.transfers} == set(range(len(graph.transfers)))
+    assert max(alive_bytes(graph, buckets)) <= needed

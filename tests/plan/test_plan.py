@@ -83,7 +83,19 @@ def test_counts_and_bytes_cover_all_buckets(plan: Plan) -> None:
     assert sum(map(plan.num_bytes, kinds)) == sum(b.num_bytes for b in plan.buckets)
 
 
-_TRANSFER = Transfer(0, TransferKind.ALL_GATHER, 168, "torch.float32", 84, False, "0", 2, 0, 0, 0)
+_TRANSFER = Transfer(
+    param=0,
+    kind=TransferKind.ALL_GATHER,
+    num_bytes=168,
+    dtype="torch.float32",
+    shard_bytes=84,
+    casts=False,
+    group="0",
+    world=2,
+    ready=0,
+    due=0,
+    last=0,
+)
 _PROBLEM = Problem(GraphKind.FORWARD, ("mm",), (3.0,), (40,), (_TRANSFER,))
 
 

@@ -1,5 +1,4 @@
-"""Schedules: what holds of every one, what the search finds, and how far from the best it may
-be."""
+"""Schedules: properties of all of them, and schedules that the search has to find."""
 
 from __future__ import annotations
 
@@ -24,9 +23,9 @@ from graphshard.planning.simulate import COLLECTIVE, clock, simulate
 from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction
 
 
-def _assert_sound(asked: Problem, buckets: tuple[Bucket, ...]) -> None:
+def _assert_sound(graph: Problem, buckets: tuple[Bucket, ...]) -> None:
     first = [b for b in buckets if b.kind != TransferKind.ALL_REDUCE_SHARDS]
-    assert sorted(i for b in first for i in b.transfers) == list(range(len(asked.transfers)))
+    assert sorted(i for b in first for i in b.transfers) == list(range(len(graph.transfers)))
     assert list(buckets) == sorted(buckets, key=lambda bucket: bucket.launch)
     averaged = {
         bucket.buffers: bucket
@@ -35,102 +34,102 @@ def _assert_sound(asked: Problem, buckets: tuple[Bucket, ...]) -> None:
     }
     assert len(first) + len(averaged) == len(buckets)
     for bucket in first:
-        then, found = replica_bucket(bucket, asked.transfers), averaged.get(bucket.buffers)
-        assert (then is None) == (found is None)
-        if then and found:
-            assert dataclasses.replace(found, wait=then.wait) == then
-            assert found.num_bytes == sum(
-                asked.transfers[i].num_bytes // WORLD for i in found.transfers
+        expected, average = replica_bucket(bucket, graph.transfers), averaged.get(bucket.buffers)
+        assert (expected is None) == (average is None)
+        if expected and average:
+            assert dataclasses.replace(average, wait=expected.wait) == expected
+            assert average.num_bytes == sum(
+                graph.transfers[i].num_bytes // WORLD for i in average.transfers
             )
-            assert found.launch <= found.wait <= asked.num_steps
-        transfers = [asked.transfers[i] for i in bucket.transfers]
+            assert average.launch <= average.wait <= graph.num_steps
+        transfers = [graph.transfers[i] for i in bucket.transfers]
         assert {(t.kind, t.group) for t in transfers} == {(bucket.kind, bucket.group)}
         assert bucket.num_bytes == sum(t.num_bytes for t in transfers)
         assert max(t.ready for t in transfers) <= bucket.launch <= bucket.wait
-        assert bucket.wait <= min(t.due for t in transfers) <= asked.num_steps
+        assert bucket.wait <= min(t.due for t in transfers) <= graph.num_steps
 
 
 @given(problems(), lines)
 def test_every_transfer_is_in_one_bucket_at_a_time_that_is_right(
-    asked: Problem, line: Line
+    graph: Problem, line: Line
 ) -> None:
-    _assert_sound(asked, find_schedule(asked, line, ScheduleLimits()))
+    _assert_sound(graph, find_schedule(graph, line, ScheduleLimits()))
 
 
 @given(problems(), lines)
-def test_the_same_problem_has_the_same_schedule(asked: Problem, line: Line) -> None:
-    assert find_schedule(asked, line, ScheduleLimits()) == find_schedule(
-        asked, line, ScheduleLimits()
+def test_the_same_problem_has_the_same_schedule(graph: Problem, line: Line) -> None:
+    assert find_schedule(graph, line, ScheduleLimits()) == find_schedule(
+        graph, line, ScheduleLimits()
     )
 
 
 @given(problems(), lines)
-def test_no_schedule_beats_the_lower_bound(asked: Problem, line: Line) -> None:
-    timeline = simulate(asked, find_schedule(asked, line, ScheduleLimits()), line)
-    shards = [t.num_bytes // WORLD for t in asked.transfers if t.replicas]
-    lane_us = (sum(t.num_bytes for t in asked.transfers) + sum(shards)) * line.us_per_byte
-    assert timeline.total_us >= max(sum(asked.compute_us), lane_us) - 1e-6
+def test_no_schedule_beats_the_lower_bound(graph: Problem, line: Line) -> None:
+    timeline = simulate(graph, find_schedule(graph, line, ScheduleLimits()), line)
+    shards = [t.num_bytes // WORLD for t in graph.transfers if t.replicas]
+    lane_us = (sum(t.num_bytes for t in graph.transfers) + sum(shards)) * line.us_per_byte
+    assert timeline.total_us >= max(sum(graph.compute_us), lane_us) - 1e-6
 
 
 @given(problems(), lines, st.integers(0, 300))
-def test_a_budget_is_kept_or_its_smallest_is_named(asked: Problem, line: Line, spare: int) -> None:
-    needed = smallest_peak(asked)
-    buckets = find_schedule(asked, line, ScheduleLimits(peak=needed + spare))
-    _assert_sound(asked, buckets)
-    assert max(alive_bytes(asked, buckets)) <= needed + spare
+def test_a_budget_is_kept_or_its_smallest_is_named(graph: Problem, line: Line, spare: int) -> None:
+    needed = smallest_peak(graph)
+    buckets = find_schedule(graph, line, ScheduleLimits(peak=needed + spare))
+    _assert_sound(graph, buckets)
+    assert max(alive_bytes(graph, buckets)) <= needed + spare
     assume(needed > 0)
     with pytest.raises(BudgetError, match="memory_budget_gb") as caught:
-        find_schedule(asked, line, ScheduleLimits(peak=needed - 1))
+        find_schedule(graph, line, ScheduleLimits(peak=needed - 1))
     assert caught.value.needed == needed
 
 
 @given(problems(), lines, st.integers(1, 300), st.integers(1, 300))
-def test_caps_are_kept(asked: Problem, line: Line, cap: int, in_flight: int) -> None:
-    buckets = find_schedule(asked, line, ScheduleLimits(cap=cap, in_flight=in_flight))
-    _assert_sound(asked, buckets)
+def test_caps_are_kept(graph: Problem, line: Line, cap: int, in_flight: int) -> None:
+    buckets = find_schedule(graph, line, ScheduleLimits(cap=cap, in_flight=in_flight))
+    _assert_sound(graph, buckets)
     assert all(bucket.num_bytes <= cap or len(bucket.transfers) == 1 for bucket in buckets)
     gathers = [bucket for bucket in buckets if bucket.kind == TransferKind.ALL_GATHER]
-    for step, alive in enumerate(in_flight_bytes(asked, gathers)):
+    for step, alive in enumerate(in_flight_bytes(graph, gathers)):
         # A gather that is due right away is never held back.
         ahead = sum(b.num_bytes for b in gathers if b.launch <= step < b.wait)
         assert alive == ahead <= in_flight
 
 
 @given(problems(), lines, st.data())
-def test_another_rank_can_follow(asked: Problem, line: Line, data: st.DataObject) -> None:
+def test_another_rank_can_follow(graph: Problem, line: Line, data: st.DataObject) -> None:
     """Whose compute takes another time, so that it would have decided otherwise."""
-    buckets = find_schedule(asked, line, ScheduleLimits())
-    times = st.lists(st.floats(0, 200), min_size=asked.num_steps, max_size=asked.num_steps)
-    other = dataclasses.replace(asked, compute_us=tuple(data.draw(times)))
-    followed = follow(other, Plan((), asked, buckets))
+    buckets = find_schedule(graph, line, ScheduleLimits())
+    times = st.lists(st.floats(0, 200), min_size=graph.num_steps, max_size=graph.num_steps)
+    other = dataclasses.replace(graph, compute_us=tuple(data.draw(times)))
+    followed = follow(other, Plan((), graph, buckets))
     _assert_sound(other, followed)
     assert [b.transfers for b in followed] == [b.transfers for b in buckets]
 
 
 @given(problems(), lines, st.data())
 def test_another_order_of_steps_can_be_followed(
-    asked: Problem, line: Line, data: st.DataObject
+    graph: Problem, line: Line, data: st.DataObject
 ) -> None:
     """Where gradients are ready later than on the rank that decided."""
-    buckets = find_schedule(asked, line, ScheduleLimits())
+    buckets = find_schedule(graph, line, ScheduleLimits())
     transfers = [
         t
         if t.kind == TransferKind.ALL_GATHER
-        else dataclasses.replace(t, ready=data.draw(st.integers(t.ready, asked.num_steps)))
-        for t in asked.transfers
+        else dataclasses.replace(t, ready=data.draw(st.integers(t.ready, graph.num_steps)))
+        for t in graph.transfers
     ]
-    other = dataclasses.replace(asked, transfers=tuple(transfers))
+    other = dataclasses.replace(graph, transfers=tuple(transfers))
     try:
-        followed = follow(other, Plan((), asked, buckets))
+        followed = follow(other, Plan((), graph, buckets))
     except BackendError:
         return  # a gather behind what is ready too late
     _assert_sound(other, followed)
 
 
 def test_averages_over_replicas_hide_too() -> None:
-    asked = problem([100.0] * 6, [reduction(i, 40, i + 1, 6, 2) for i in range(5)], [10_000] * 6)
-    buckets = find_schedule(asked, Line(1.0, 1.0, issue_us=0.0), ScheduleLimits())
-    timeline = simulate(asked, buckets, Line(1.0, 1.0))
+    graph = problem([100.0] * 6, [reduction(i, 40, i + 1, 6, 2) for i in range(5)], [10_000] * 6)
+    buckets = find_schedule(graph, Line(1.0, 1.0, issue_us=0.0), ScheduleLimits())
+    timeline = simulate(graph, buckets, Line(1.0, 1.0))
     averages = [
         i for i, bucket in enumerate(buckets) if bucket.kind == TransferKind.ALL_REDUCE_SHARDS
     ]
@@ -139,38 +138,38 @@ def test_averages_over_replicas_hide_too() -> None:
 
 
 def test_a_gather_hides_behind_the_compute_before_it() -> None:
-    asked = problem([100.0] * 4, [gather(i, 50, i) for i in range(4)])
-    buckets = find_schedule(asked, Line(1.0, 1.0), ScheduleLimits())
-    timeline = simulate(asked, buckets, Line(1.0, 1.0))
+    graph = problem([100.0] * 4, [gather(i, 50, i) for i in range(4)])
+    buckets = find_schedule(graph, Line(1.0, 1.0), ScheduleLimits())
+    timeline = simulate(graph, buckets, Line(1.0, 1.0))
     # The first has nothing to hide behind; one collective less may cost 30 us.
     assert 51.0 <= sum(timeline.exposed_us) <= 51.0 + 30.0
 
 
 def test_latency_makes_buckets_large_and_its_absence_small() -> None:
-    asked = problem([100.0] * 16, [gather(i, 50, i) for i in range(16)])
-    slow = find_schedule(asked, Line(latency_us=400.0, us_per_byte=0.1), ScheduleLimits())
+    graph = problem([100.0] * 16, [gather(i, 50, i) for i in range(16)])
+    slow = find_schedule(graph, Line(latency_us=400.0, us_per_byte=0.1), ScheduleLimits())
     assert len(slow) <= 4
 
 
 def test_the_ends_are_small_where_nothing_hides_them() -> None:
     """What is in between shares buckets: a launch has a price."""
-    asked = problem(
+    graph = problem(
         [1000.0] * 12,
         [gather(i, 100, i) for i in range(12)] + [reduction(i, 100, i + 1, 12) for i in range(12)],
         [100_000] * 12,
     )
-    buckets = find_schedule(asked, Line(1.0, 1.0), ScheduleLimits())
-    timeline = simulate(asked, buckets, Line(1.0, 1.0))
+    buckets = find_schedule(graph, Line(1.0, 1.0), ScheduleLimits())
+    timeline = simulate(graph, buckets, Line(1.0, 1.0))
     assert sum(timeline.exposed_us) == pytest.approx(2 * 101.0)
-    assert len(buckets) < len(asked.transfers)
+    assert len(buckets) < len(graph.transfers)
 
 
 def test_a_slow_wire_is_kept_busy_from_the_first_step_on() -> None:
     """Nothing hides the gathers: few of them, one behind the other."""
-    asked = problem([100.0] * 16, [gather(i, 400, i) for i in range(16)], [100_000] * 16)
+    graph = problem([100.0] * 16, [gather(i, 400, i) for i in range(16)], [100_000] * 16)
     line = Line(latency_us=1000.0, us_per_byte=1.0)
-    buckets = find_schedule(asked, line, ScheduleLimits())
-    timeline = simulate(asked, buckets, line)
+    buckets = find_schedule(graph, line, ScheduleLimits())
+    timeline = simulate(graph, buckets, line)
     assert len(buckets) <= 4
     wire = [slot for slot in timeline.slots if slot.kind == COLLECTIVE]
     assert all(one.end_us == other.start_us for one, other in itertools.pairwise(wire))
@@ -178,19 +177,19 @@ def test_a_slow_wire_is_kept_busy_from_the_first_step_on() -> None:
 
 def test_memory_is_free_up_to_a_few_buckets_only() -> None:
     """All of it at once would save 19 launches of 500, but not a budget's worth of memory."""
-    asked = problem([3000.0] * 20, [gather(i, 1000, i) for i in range(20)], [10_000] * 20)
+    graph = problem([3000.0] * 20, [gather(i, 1000, i) for i in range(20)], [10_000] * 20)
     line = Line(latency_us=100.0, us_per_byte=1.0)
-    modest = find_schedule(asked, line, ScheduleLimits())
-    assert max(alive_bytes(asked, modest)) <= smallest_peak(asked) + 2 * 1000
-    (all_at_once,) = find_schedule(asked, Line(latency_us=50_000.0), ScheduleLimits(peak=30_000))
+    modest = find_schedule(graph, line, ScheduleLimits())
+    assert max(alive_bytes(graph, modest)) <= smallest_peak(graph) + 2 * 1000
+    (all_at_once,) = find_schedule(graph, Line(latency_us=50_000.0), ScheduleLimits(peak=30_000))
     assert len(all_at_once.transfers) == 20
 
 
 def test_what_the_graph_uses_itself_does_not_wait_for_others() -> None:
     early = dataclasses.replace(reduction(0, 10, 1, 4), due=2)
-    asked = problem([10.0] * 4, [early, *(reduction(i, 10, i, 4) for i in range(1, 5))])
-    buckets = find_schedule(asked, Line(latency_us=1000.0), ScheduleLimits())
-    _assert_sound(asked, buckets)
+    graph = problem([10.0] * 4, [early, *(reduction(i, 10, i, 4) for i in range(1, 5))])
+    buckets = find_schedule(graph, Line(latency_us=1000.0), ScheduleLimits())
+    _assert_sound(graph, buckets)
     assert (0,) in {bucket.transfers for bucket in buckets}
 
 
@@ -199,28 +198,28 @@ def test_what_is_between_two_does_not_keep_them_from_sharing() -> None:
     reduced = [reduction(i, 10, i + 1, 8) for i in range(8)]
     all_reduced = {"kind": TransferKind.ALL_REDUCE, "shard_bytes": 10}
     mixed = [dataclasses.replace(t, **all_reduced) if t.param % 2 else t for t in reduced]
-    asked = problem([10.0] * 8, mixed)
-    buckets = find_schedule(asked, Line(latency_us=1000.0), ScheduleLimits())
-    _assert_sound(asked, buckets)
+    graph = problem([10.0] * 8, mixed)
+    buckets = find_schedule(graph, Line(latency_us=1000.0), ScheduleLimits())
+    _assert_sound(graph, buckets)
     assert len(buckets) == 2
 
 
 def test_a_tensor_is_copied_where_a_buffer_of_its_own_costs_more() -> None:
     sizes = [10, 10, 40, 40]
-    asked = problem([10.0], [gather(i, size, 0) for i, size in enumerate(sizes)])
+    graph = problem([10.0], [gather(i, size, 0) for i, size in enumerate(sizes)])
     (bucket,) = find_schedule(
-        asked, Line(latency_us=1000.0, copy_us_per_byte=1.0), ScheduleLimits()
+        graph, Line(latency_us=1000.0, copy_us_per_byte=1.0), ScheduleLimits()
     )
     assert bucket.buffers == ((0, 1), (2,), (3,))
 
 
 def test_a_reduction_does_not_delay_a_gather() -> None:
     """The gather that step 2 needs is on the wire before the reduction that step 0 sets free."""
-    asked = problem([100.0, 100.0, 100.0], [reduction(0, 150, 1, 3), gather(1, 90, 2)])
-    buckets = find_schedule(asked, Line(1.0, 1.0), ScheduleLimits())
-    exposed_us = clock(asked, buckets, Line(1.0, 1.0)).exposed_us
-    (at,) = (i for i, bucket in enumerate(buckets) if bucket.kind == TransferKind.ALL_GATHER)
-    assert exposed_us[at] == 0.0
+    graph = problem([100.0, 100.0, 100.0], [reduction(0, 150, 1, 3), gather(1, 90, 2)])
+    buckets = find_schedule(graph, Line(1.0, 1.0), ScheduleLimits())
+    exposed_us = clock(graph, buckets, Line(1.0, 1.0)).exposed_us
+    (index,) = (i for i, bucket in enumerate(buckets) if bucket.kind == TransferKind.ALL_GATHER)
+    assert exposed_us[index] == 0.0
 
 
 _SCRIPT = """
@@ -237,10 +236,10 @@ print(find_schedule(plan.problem, Line(), ScheduleLimits()))
 def test_another_process_decides_the_same() -> None:
     transfers = [gather(i, 30 + i, i // 2) for i in range(12)]
     transfers += [reduction(i, 40 + i, i // 2 + 1, 6) for i in range(12)]
-    asked = problem([50.0] * 6, transfers)
-    text = Plan((), asked, ()).to_json()
+    graph = problem([50.0] * 6, transfers)
+    text = Plan((), graph, ()).to_json()
     assert json.loads(text)["problem"]["steps"]
-    said = [
+    printed = [
         subprocess.run(
             [sys.executable, "-c", _SCRIPT],
             input=text,
@@ -251,4 +250,4 @@ def test_another_process_decides_the_same() -> None:
         ).stdout
         for seed in ("1", "2")
     ]
-    assert said[0] == said[1] == f"{find_schedule(asked, Line(), ScheduleLimits())}\n"
+    assert printed[0] == printed[1] == f"{find_schedule(graph, Line(), ScheduleLimits())}\n"

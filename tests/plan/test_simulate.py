@@ -47,21 +47,21 @@ def test_a_schedule_computed_by_hand() -> None:
 
 
 def test_another_tensor_in_a_collective_costs_the_host() -> None:
-    asked = problem([10.0], [gather(i, 8, 0) for i in range(3)])
+    graph = problem([10.0], [gather(i, 8, 0) for i in range(3)])
     bucket = Bucket(TransferKind.ALL_GATHER, ((0, 1), (2,)), 24, "g", WORLD, 0, 0)
     line = Line(10.0, 1.0, 0.5)
     # Packed: 16 / 4 bytes in, 16 out.
-    assert bucket_cost(asked, bucket, line)[:3] == (20.0 + 2.0, 34.0, 8.0)
-    assert clock(asked, [bucket], line).total_us == 20.0 + 2.0 + 34.0 + 8.0 + 10.0
+    assert bucket_cost(graph, bucket, line)[:3] == (20.0 + 2.0, 34.0, 8.0)
+    assert clock(graph, [bucket], line).total_us == 20.0 + 2.0 + 34.0 + 8.0 + 10.0
     alone = dataclasses.replace(bucket, buffers=((2,),))
-    assert bucket_cost(asked, alone, line)[:3] == (0.0, 34.0, 0.0)
+    assert bucket_cost(graph, alone, line)[:3] == (0.0, 34.0, 0.0)
 
 
 @given(problems(), lines)
-def test_the_clock_agrees_with_the_dag(asked: Problem, line: Line) -> None:
-    buckets = find_schedule(asked, line, ScheduleLimits())
-    timeline = simulate(asked, buckets, line)
-    times = clock(asked, buckets, line)
+def test_the_clock_agrees_with_the_dag(graph: Problem, line: Line) -> None:
+    buckets = find_schedule(graph, line, ScheduleLimits())
+    timeline = simulate(graph, buckets, line)
+    times = clock(graph, buckets, line)
     assert times.total_us == pytest.approx(timeline.total_us)
     assert times.exposed_us == pytest.approx(timeline.exposed_us)
     steps = [slot.start_us for slot in timeline.slots if slot.kind == STEP]
@@ -69,9 +69,9 @@ def test_the_clock_agrees_with_the_dag(asked: Problem, line: Line) -> None:
 
 
 @given(problems(), lines)
-def test_what_holds_of_every_timeline(asked: Problem, line: Line) -> None:
-    buckets = find_schedule(asked, line, ScheduleLimits())
-    timeline = simulate(asked, buckets, line)
+def test_what_holds_of_every_timeline(graph: Problem, line: Line) -> None:
+    buckets = find_schedule(graph, line, ScheduleLimits())
+    timeline = simulate(graph, buckets, line)
     for lane in (COMPUTE, COMMUNICATION):
         of_lane = [slot for slot in timeline.slots if slot.lane == lane]
         for one, other in itertools.pairwise(of_lane):
