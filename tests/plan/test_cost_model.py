@@ -1,87 +1,26 @@
-"""What nodes and collectives cost, against sums done by hand, for a machine that moves a byte, does
-1000 flops and computes a tenth of an exponential in a microsecond and has 4 ranks in a node."""
+"""Costs of nodes and collectives, against sums done by hand for the machine of ``machines``."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, fx
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphshard.ops.markers  # noqa: F401  registers the markers
 from graphshard.cost.devices import HARDWARE
 from graphshard.cost.flops import ATTENTION_BACKWARD, ATTENTION_FORWARD
-from graphshard.cost.hardware import COLLECTIVE_KINDS, Hardware, Interconnect, Rate
+from graphshard.cost.hardware import COLLECTIVE_KINDS
 from graphshard.cost.model import CostModel
 from graphshard.kinds import TransferKind
+from tests.plan.machines import COMPUTE, MACHINE, Graph, total_us
 
 aten = torch.ops.aten
-
-
-def _flat(per_s: float) -> Rate:
-    return Rate(per_s, ((1, 1.0),))
-
-
-def _link(latency_us: float, hop_us: float, bytes_per_s: float) -> Interconnect:
-    return Interconnect(
-        latency_us, hop_us, 20.0, dict.fromkeys(COLLECTIVE_KINDS, _flat(bytes_per_s))
-    )
-
-
-FLOPS = {"float32": _flat(1e9), "tf32": _flat(2e9), "bfloat16": _flat(4e9), "float8": _flat(8e9)}
-MACHINE = Hardware(
-    name="by hand",
-    flops=FLOPS,
-    memory=_flat(1e6),
-    host=_flat(1e4),
-    special_per_s=1e5,
-    launch_us=1.0,
-    issue_us=30.0,
-    contention=0.05,
-    ranks_per_node=4,
-    intra=_link(10.0, 1.0, 1e6),
-    inter=_link(100.0, 5.0, 1e5),
-)
-# Where only flops count.
-COMPUTE = dataclasses.replace(MACHINE, memory=_flat(1e15), special_per_s=1e15, launch_us=0.0)
-
-
-class Graph:
-    """Builds a graph of meta tensors, node by node."""
-
-    def __init__(self) -> None:
-        self.graph = fx.Graph()
-
-    def input(self, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
-        node = self.graph.placeholder("x")
-        node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
-        return node
-
-    def __call__(self, op: Any, *args: Any, out: Any = None, **kwargs: Any) -> fx.Node:
-        """``out``: the shape of the result, of what does not run on meta tensors."""
-        node = self.graph.call_function(op, args, kwargs)
-        if out is not None:
-            node.meta["val"] = torch.empty(out, dtype=args[0].meta["val"].dtype, device="meta")
-        else:
-            values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-            node.meta["val"] = op(*values[0], **values[1])
-        return node
-
-    def costs(self, *outputs: fx.Node, on: Hardware = MACHINE) -> dict[fx.Node, float]:
-        self.graph.output(outputs)
-        return CostModel(on).compute_us(self.graph)
-
-
-def _total(function: Callable[..., Any], *args: Any, mode: str = "fake") -> float:
-    graph = make_fx(function, tracing_mode=mode)(*args).graph
-    return sum(CostModel(MACHINE).compute_us(graph).values())
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -220,98 +159,6 @@ def test_what_is_free() -> None:
     assert set(costs.values()) == {0.0}
 
 
-# --- regions -------------------------------------------------------------------------------------
-
-
-def test_a_chain_of_pointwise_nodes_costs_once() -> None:
-    graph = Graph()
-    x, y = graph.input(100), graph.input(100)
-    first = graph(aten.relu.default, x)
-    second = graph(aten.add.Tensor, first, y)
-    last = graph(aten.mul.Tensor, second, x)
-    costs = graph.costs(last)
-    assert costs[last] == 3 * 400 + 1  # x and y read, the result written
-    assert costs[first] == costs[second] == 0
-
-
-def test_what_others_use_is_written_too() -> None:
-    graph = Graph()
-    first = graph(aten.relu.default, graph.input(100))
-    last = graph(aten.neg.default, first)
-    assert graph.costs(first, last)[last] == 3 * 400 + 1
-
-
-def test_a_product_parts_its_producer_from_its_consumer() -> None:
-    graph = Graph()
-    x = graph.input(10, 10)
-    first = graph(aten.relu.default, x)
-    product = graph(aten.mm.default, first, first)
-    last = graph(aten.add.Tensor, product, first)
-    costs = graph.costs(last)
-    assert costs[first] == 2 * 400 + 1
-    assert costs[product] == 2 * 400 + 1  # its two operands are one value
-    assert costs[last] == 3 * 400 + 1
-
-
-def test_views_are_free_and_read_in_part_or_once() -> None:
-    graph = Graph()
-    x, row = graph.input(10, 10), graph.input(1, 10)
-    half = graph(aten.slice.Tensor, x, 0, 0, 5)
-    wide = graph(aten.expand.default, row, [5, 10])
-    last = graph(aten.add.Tensor, half, wide)
-    flat = graph(aten.view.default, last, [50])
-    costs = graph.costs(flat)
-    assert costs[last] == 200 + 40 + 200 + 1
-    assert costs[half] == costs[wide] == costs[flat] == 0
-
-
-def test_a_reduction_over_rows_stays_in_its_region() -> None:
-    graph = Graph()
-    x = graph.input(10, 10)
-    total = graph(aten.sum.dim_IntList, x, [-1], True)
-    last = graph(aten.div.Tensor, x, total)
-    assert graph.costs(last)[last] == 400 + 400 + 1
-
-
-def test_a_reduction_over_columns_takes_in_what_serves_it_alone() -> None:
-    graph = Graph()
-    x = graph.input(10, 10)
-    squared = graph(aten.mul.Tensor, x, x)
-    total = graph(aten.sum.dim_IntList, squared, [0])
-    after = graph(aten.neg.default, total)
-    costs = graph.costs(after)
-    assert costs[squared] == 0
-    assert costs[total] == 400 + 40 + 1
-    assert costs[after] == 40 + 40 + 1
-
-
-def test_a_reduction_over_columns_reads_again_what_others_use() -> None:
-    graph = Graph()
-    doubled = graph(aten.add.Tensor, graph.input(10, 10), 1)
-    total = graph(aten.sum.dim_IntList, doubled, [0])
-    everything = graph(aten.sum.default, doubled)
-    costs = graph.costs(doubled, total, everything)
-    assert costs[doubled] == 400 + 400 + 1
-    assert costs[total] == 0  # with its sister, which reads the same
-    assert costs[everything] == 400 + 40 + 4 + 1
-
-
-def test_special_functions_may_take_longer_than_memory() -> None:
-    slow = dataclasses.replace(MACHINE, special_per_s=1e3)
-    graph = Graph()
-    exp, relu = (graph(op, graph.input(100)) for op in (aten.exp.default, aten.relu.default))
-    costs = graph.costs(exp, relu, on=slow)
-    assert (costs[exp], costs[relu]) == (100 / 1e3 * 1e6 + 1, 2 * 400 + 1)
-
-
-def test_layer_norm_is_one_kernel() -> None:
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        variance, mean = torch.var_mean(x, -1, keepdim=True)
-        return (x - mean) * torch.rsqrt(variance + 1e-5) * weight
-
-    assert _total(norm, torch.ones(10, 20), torch.ones(20)) == 800 + 80 + 800 + 1
-
-
 def _mlp(x: Tensor, w: Tensor) -> Tensor:
     return (x.view(-1, w.shape[0]) @ w).relu().sum(-1)
 
@@ -322,7 +169,7 @@ def test_symbolic_sizes_cost_what_they_were_traced_with() -> None:
     val = next(n.meta["val"] for n in dynamic.graph.nodes if n.op == "placeholder")
     assert isinstance(val.shape[0], torch.SymInt)
     guards = len(val.shape[0].node.shape_env.guards)
-    assert sum(CostModel(MACHINE).compute_us(dynamic.graph).values()) == _total(_mlp, *args)
+    assert sum(CostModel(MACHINE).compute_us(dynamic.graph).values()) == total_us(_mlp, *args)
     assert len(val.shape[0].node.shape_env.guards) == guards
 
 
@@ -331,7 +178,7 @@ def test_sizes_that_depend_on_data_cost_something() -> None:
         return torch.relu(x[x > 0])
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        assert _total(chosen, torch.ones(10), mode="symbolic") > 1e3
+        assert total_us(chosen, torch.ones(10), mode="symbolic") > 1e3
 
 
 def test_a_user_prices_single_nodes() -> None:

@@ -1,0 +1,42 @@
+"""The events that ranks post to each other, in every kind of store that torch has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from graphshard.consensus.event_store import AgreedEvent, CallEvent, EventStore
+
+PLAN = "forward\nall_gather 0\nall_gather 1"
+OTHER = "forward\nall_gather 0\nall_gather 7"
+
+STORES: dict[str, Callable[[Path], dist.Store]] = {
+    "hash": lambda folder: dist.HashStore(),
+    "file": lambda folder: dist.FileStore(str(folder / "store"), 2),
+    "tcp": lambda folder: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+    "prefix": lambda folder: dist.PrefixStore("a", dist.PrefixStore("b", dist.HashStore())),
+}
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_events_of_two_ranks_in_every_store(kind: str, tmp_path: Path) -> None:
+    store = STORES[kind](tmp_path)
+    for _ in range(2):  # two groups of the same name, one after the other
+        first, second = (EventStore(store, "graphshard/0", rank, 2) for rank in range(2))
+        assert first.read(0) is None and second.num_posted() == 0 and first.ranks_that_left() == []
+        first.post_call(3, "plan", 17, PLAN)
+        second.post_call(3, "other", 18, OTHER)  # a rank has posted about this call
+        post = second.read(0)
+        assert post == CallEvent(index=0, call=3, rank=0, plan="plan", history=17)
+        assert second.plan_text(post) == PLAN
+        first.agree(post)
+        assert (
+            first.has_agreed(post, 0) and not first.has_agreed(post, 1) and first.num_posted() == 1
+        )
+        second.agree(post)
+        assert first.read(1) == AgreedEvent(index=1, call=3, call_event=0)
+        second.leave()
+        assert first.ranks_that_left() == [1]
