@@ -1,4 +1,4 @@
-"""The model of the memory benchmark: a chain of linear layers of one size."""
+"""A chain of linear layers for the memory benchmark, and the bytes of any model's parameters."""
 
 from __future__ import annotations
 

@@ -14,7 +14,14 @@ class GraphKind(StrEnum):
 
 
 class TransferKind(StrEnum):
-    """The operation that a transfer needs, and that a bucket of such transfers performs."""
+    """The operation that a transfer needs, and that a bucket of such transfers performs.
+
+    A new kind needs a marker with a spec (``ops.marker_specs``, ``ops.markers``), its launch, wait
+    and copies (``ops.collectives``), a description (``passes.describe``), its bytes and its place
+    in a chain of buckets (``planning.live_bytes``, ``planning.plan``), a price (``cost.model``), a
+    line in the verifier (``pipeline.verify``) and in the displays (``show.table``,
+    ``show.trace``). ``tests/plan/test_kinds.py`` finds tables that lack a kind.
+    """
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"

@@ -226,8 +226,10 @@ def _plain_product(node: fx.Node, emit: Call) -> fx.Node:
 
 
 def _region(node: fx.Node) -> dict[str, Any]:
-    """Tags of activation checkpointing for the nodes that replace a product: where its policy
-    saves the product, it saves no others."""
+    """Return the tags of activation checkpointing for nodes that replace a product.
+
+    If the policy saves the product, the nodes beside it are tagged to be recomputed.
+    """
     region = {key: node.meta[key] for key in _REGION if key in node.meta}
     if region.get("recompute") in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
         region["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE

@@ -34,7 +34,7 @@ class CallComparison:
         self._posted[call % NUM_LOGGED] = call
 
     def post_call(self, call: int) -> None:
-        """Post about ``call`` unless a rank has: after all agreed, a second post counts anew."""
+        """Post about ``call`` unless a rank has: once all agreed, a post begins another round."""
         if self._posted[call % NUM_LOGGED] != call:
             plan_id, history = self._history.entry(call)
             self._events.post_call(call, plan_id, history, self._history.plan_text(plan_id))

@@ -118,7 +118,7 @@ class CallLog:
         return self._inbox.choices.pop(key)
 
     def explain(self, error: BaseException) -> None:
-        """Raise the fault that ``error``, from a collective, is a consequence of, if there is one.
+        """Raise the fault that caused ``error``, which a collective raised, if a fault did.
 
         A peer closes its connections after it posted the fault, but perhaps before this rank has
         read it.

@@ -150,7 +150,7 @@ class EventStore:
             self._delete(*events, f"agreed/{index}", f"text/{call}", f"claim/{call}")
 
     def has_agreed(self, event: CallEvent, rank: int) -> bool:
-        """Return whether ``rank`` has agreed to ``event``, which not all ranks have."""
+        """Return whether ``rank`` has agreed to ``event``; it tells until all ranks have."""
         return self._store.check([f"agrees/{event.index}/{rank}"])
 
     def forget(self, agreed: AgreedEvent) -> None:

@@ -25,7 +25,7 @@ from .gloo_abort import abort
 POLL_S, MIN_POLL_S = 0.25, 0.002
 """The longest and shortest pause between reads. A blocking wait would make torch log timeouts."""
 AUDIT_S = 30.0
-"""Time between posts of the first rank, which find differences after which nothing hangs."""
+"""Time between audit posts of the first rank, which find differences that make no rank hang."""
 STALL_S = 2.0
 """A rank without a call for so long may be blocked in another graph than its peers: it posts."""
 
@@ -87,7 +87,7 @@ class Watcher:
             self._stores[group] = store_of(group)
 
     def wait_until(self, done: Callable[[], bool], timeout_s: float) -> None:
-        """Return when ``done()``, or after a fault, or when no events come any more, or in time."""
+        """Wait for ``done()``, a fault, or the end of all events; at most for ``timeout_s``."""
         self._wake.set()
         inbox = self._inbox
         with inbox.changed:

@@ -112,7 +112,7 @@ class Hardware:
         flops: floating-point operations per second of matrix products, by dtype: float32, tf32,
             bfloat16, float16, float8.
         memory: bytes read and written per second.
-        host: bytes copied per second from the host's pinned memory, and as many to it.
+        host: bytes copied per second between pinned host memory and the device, each way.
         special_per_s: exponentials, error functions and the like per second.
         launch_us: time of a kernel that does nothing.
         issue_us: compute time that every collective costs, even a hidden one.

@@ -313,7 +313,8 @@ def fit_interconnect(
 ) -> Interconnect:
     """Return the interconnect that predicts the times of ``samples``.
 
-    The latency is the shortest time of all. One number of ranks does not tell it from hops.
+    The latency is the shortest time of all. With one number of ranks, latency and hops cannot be
+    told apart, so ``hop_us`` is 0.
 
     Args:
         samples: bytes of the full buffer, and times, by kind of collective.

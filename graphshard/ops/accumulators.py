@@ -33,7 +33,8 @@ class Accumulator:
 
     Attributes:
         stand_in: a tensor without memory of its own, whose ``.grad`` autograd adds gradients up in.
-        key: by which a graph finds the accumulator, whoever copies what is saved for backward.
+        key: its number as a tensor. A graph finds the accumulator by it, also where hooks have
+            copied the tensors that are saved for backward.
     """
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:

@@ -48,8 +48,9 @@ class CollectiveInput(NamedTuple):
         source: a padded shard, or a full gradient.
         rows: number of rows of the result: of the full parameter, or of the padded shard of a
             gradient; 0: replicated.
-        dtype: as which it travels; a gathered tensor comes out so.
-        result_dtype: as which a reduced tensor comes out; in it a source is scaled.
+        dtype: dtype in which it travels; a gathered tensor comes out in it.
+        result_dtype: dtype of a reduced result; a source with scales is converted to it before it
+            is scaled.
         scales: of several tensors, each ``[1, 1]`` or ``[1, rows of all ranks' padded shards]``.
             The source is multiplied by its own before it is cast to ``dtype``. None: it is not.
         scale_index: position of its own scale.
@@ -168,7 +169,9 @@ def _rows_per_rank(kind: TransferKind, sent: CollectiveInput) -> int:
 def launch_collective(
     call: Call, kind: TransferKind, buffers: Sequence[Value], group: str, world: int
 ) -> list[Any]:
-    """Launch one collective for all buffers, coalesced where they are several, but exchanges.
+    """Launch one collective for all buffers, coalesced if there are several.
+
+    Exchanges cannot be coalesced: each buffer has one.
 
     Returns:
         The results to wait for, one for each buffer.

@@ -5,9 +5,9 @@
                                        grad_w = float8_mm_grad_weight(g, w, x)
 
 ``w`` is a full weight in its own dtype: run for real, the ops cast it themselves. The pass moves
-that cast in front of the gather. (The gradient of ``w`` does not depend on it; it says whose
-gradient it is.) For that the pass inserts ``local_amax``, the largest absolute values of shards,
-and ``own_rows``, this rank's rows of the scales of all rows.
+that cast in front of the gather. (``float8_mm_grad_weight`` does not compute with ``w``; the
+argument tells which weight the gradient is for.) For that the pass inserts ``local_amax``, the
+largest absolute values of shards, and ``own_rows``, the scales of the rows that this rank owns.
 """
 
 from __future__ import annotations

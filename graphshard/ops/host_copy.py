@@ -41,7 +41,7 @@ def to_host_memory(tensor: torch.Tensor, host_memory: str | None) -> torch.Tenso
 
 class _HostCopy(dist.Work):
     """A launched copy: the compute stream waits for it, then its source may be freed. If the host
-    holds the target, the next wait for the target is the host's."""
+    holds the target, a second wait for the target makes the host wait."""
 
     def __init__(self, target: torch.Tensor, source: torch.Tensor, event: torch.Event) -> None:
         super().__init__()

@@ -84,7 +84,7 @@ class MarkerSpec:
         return tuple(getattr(self, name) for name in self.argument_names())
 
     def constants(self) -> tuple[Any, ...]:
-        """The arguments between the first tensor and the accumulators; hashable without scales."""
+        """The arguments between first tensor and accumulators; hashable if ``scales`` is None."""
         return self.arguments()[1 : len(self.argument_names()) - len(self.accumulators)]
 
     def call(self, call: Call) -> Any:

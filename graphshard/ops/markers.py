@@ -14,8 +14,8 @@ ranks. ``offload_activation`` and ``reload_activation`` copy activations to the 
 Gradients of microbatches add up in accumulators. A marker takes an accumulator's stand-in, which
 requires a gradient: the stand-in gets the gradient in place of the shard, not reduced
 (``unsynced``) or not averaged over replicas (``partial``). Or the marker takes an accumulator's
-key: its backward adds the total to the gradient before the reduction (``unsynced``), or between its
-two halves (``partial``). See ``graphshard.params.grad_accumulation``.
+key: its backward adds the total to the gradient before the reduction (``unsynced``), or between
+reduce-scatter and average over replicas (``partial``). See ``graphshard.params.grad_accumulation``.
 
 The ops are opaque to Dynamo, AOTAutograd and Inductor's joint passes; ``graphshard.passes`` lowers
 them to functional collectives. In eager parts of a model they run for real, by the same lowering.

@@ -33,8 +33,8 @@ class SchedulePolicy:
         memory_budget_gb: peak of a graph on one rank, in GB: inputs, activations, gathered
             parameters, gradients; None: no limit. On a GPU activations that do not fit wait for
             backward on the host, and more of them where that makes the schedule faster.
-        activation_memory_budget: the part, from 0 to 1, of the activations that a graph would save
-            for backward and may save. The others are recomputed, those first that cost least for
+        activation_memory_budget: the part, from 0 to 1, that is saved of the activations that a
+            graph would save otherwise. The others are recomputed, those first that cost least for
             their memory: 1 recomputes none, 0 all. None: as ``torch._functorch.config`` says, whose
             setting it is. A parameter is gathered once in backward, for recomputation and for
             gradients alike.

@@ -1,4 +1,7 @@
-"""The exchange in which ranks find out, before any is changed, whether all can shard alike."""
+"""Ranks agree on what to shard: one exchange before anything is changed, or one error for all.
+
+Agreement on plans and calls, from the first compile on, is in ``graphshard.consensus``.
+"""
 
 from __future__ import annotations
 

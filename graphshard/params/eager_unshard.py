@@ -34,7 +34,7 @@ from .sharded_param import ShardedParam, owned_by
 
 
 class _Read(NamedTuple):
-    """The key in a call's scope of the full parameters of one module.
+    """The key under which a call's scope holds the full parameters of one module.
 
     Attributes:
         versions: of the shards: a shard that was changed in between is gathered again.

@@ -2,8 +2,8 @@
 
 [Note: first forward] With a mixed-precision policy FSDP2 casts a model's inputs and outputs, by
 hooks that sharding adds to the module. A module calls the hooks that it has when its forward
-begins. Dynamo asks a backend for the first time after that, in the middle of the first forward,
-whose inputs then stay as they are. So graphshard has to meet the module before.
+begins. Dynamo first calls the backend after that, in the middle of the first forward: too late to
+cast its inputs. So graphshard has to meet the module before.
 
 ``torch.compile`` hands a backend nothing but graphs. While it is given a module, though, it reads
 the backend's ``__name__`` (``_TorchCompileWrapper`` in torch/__init__.py, 2.11 and 2.13), and the

@@ -41,7 +41,7 @@ class GradAccumulation:
 
     Attributes:
         syncs: gradients are reduced over shards.
-        all_reduces: and over the replicas of shards, too.
+        all_reduces: reduced shards are averaged over replicas.
 
     Args:
         on_accumulated: called when autograd has brought a gradient to an accumulator.

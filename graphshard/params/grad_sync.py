@@ -49,9 +49,9 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -
 def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool) -> None:
     """Set whether gradients of the forwards that follow are averaged over replicas, too.
 
-    As FSDP2's method does, for a mesh with replicas (HSDP). Where they are not, the shards that are
-    reduced within each replica accumulate, and the next backward that averages over replicas
-    averages the total once. A rank never holds full gradients for this.
+    As FSDP2's method does, for a mesh with replicas (HSDP). Without this all-reduce, the shards
+    that are reduced within each replica accumulate, and the next backward that averages over
+    replicas averages the total once. A rank never holds full gradients for this.
 
     Raises:
         ValueError: ``model`` is no module, or the flag no bool.

@@ -63,7 +63,7 @@ class MeshGroups:
         return _group_of(self.mesh.mesh.flatten().tolist())
 
     def neighbours(self, num_ranks: int) -> str:
-        """Return the group of ``num_ranks`` ranks in a row that hold shards of one replica.
+        """Return the group of ``num_ranks`` consecutive ranks of this rank's replica.
 
         This rank is among them; ``num_ranks`` divides ``num_shards``.
         """

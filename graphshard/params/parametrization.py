@@ -100,7 +100,7 @@ def _give_class(
     Args:
         plain: the module's own class.
         names: of the parameters, in the order of the accessors.
-        kept: markers of parameters that are there no more.
+        kept: the markers so far, for names that have no sharded parameter any more.
     """
     markers: dict[str, _MarkerCall] = {}
     for name in names:

@@ -59,7 +59,7 @@ class ShardedModel:
         _accumulating.setdefault(self)
 
     def reduce_leftovers(self) -> None:
-        """Reduce accumulated gradients that the backward that is over had no gradient to add to."""
+        """Reduce, after a backward, the totals of parameters for which it made no gradient."""
         done = [p for p in self.sharded_params if p.is_owned() and p.accumulates_in is None]
         done.sort(key=lambda sharded_param: sharded_param.fqn)
         self.accumulates = any(p.accumulates_in is not None for p in self.sharded_params)

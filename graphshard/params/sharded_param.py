@@ -181,7 +181,7 @@ class ShardedParam:
         )
 
     def _on_accumulated(self) -> None:
-        """Follow autograd, which may bring a gradient when further forwards are reduced again."""
+        """Have the next forward take the accumulator's key, if gradients are reduced again."""
         if self.accumulates_in is None:
             self.refresh_accessors()
 
@@ -267,7 +267,7 @@ def owned_by(module: nn.Module, name: str) -> ShardedParam | None:
 
 
 def in_sync(sharded_param: ShardedParam) -> bool:
-    """Return whether a compiled graph may take this shard: the guard of every graph for each shard.
+    """Return whether a graph may take this shard: a guard on each shard of every compiled graph.
 
     False makes Dynamo try another graph, or ask the backend for one. Where a ``requires_grad`` was
     flipped, all shards of the model get theirs here. Dynamo tries the graph of the last call first,

@@ -57,7 +57,8 @@ class TracedGraph:
         gm: the graph; passes change it.
         inputs: one example for each placeholder.
         fqns: by input, the name of the parameter whose shard it is; "" for others.
-        groups: names of the process groups of all ranks that compile this graph with this one.
+        groups: for each mesh of its parameters, the name of the group of all ranks; they compile
+            this graph, too.
         inductor_options: the user's options of ``torch.compile``.
     """
 

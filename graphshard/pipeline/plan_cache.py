@@ -1,7 +1,7 @@
 """Plans kept beside Inductor's cache, for graphs that it returns without running any pass.
 
-A warm cache of Inductor hands back compiled graphs, in which the schedule is baked in; which plan
-that was, only the process knew that compiled them. So each plan is written to a file whose name is
+A warm cache of Inductor hands back compiled graphs, in which the schedule is baked in. Only the
+process that compiled them knew the plan. So each plan is written to a file whose name is
 a key of the Dynamo graph and of everything that a plan depends on.
 """
 

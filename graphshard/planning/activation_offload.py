@@ -23,7 +23,8 @@ from .search import find_schedule
 from .simulate import TransferCostModel, clock
 
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
-"""Shares of the budget that are tried for the least memory of a graph; its schedule has the rest.
+"""Parts of the budget that a graph's least memory may take; the rest is for gathering earlier. All
+are tried.
 
 Judged: each share costs a search of both graphs without refinement, and times differ little between
 neighbours. Fewer shares would miss a good one; more take longer to plan.

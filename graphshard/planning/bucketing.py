@@ -45,7 +45,7 @@ class Queue:
 
     Only transfers that are alike may share a bucket. So the queue is sorted into runs of such
     transfers, and neighbours are those of one run: transfers of other runs may be between them in
-    ``order``. Positions below count within the runs, one run after the other.
+    ``order``. Below, a position is an index into the runs laid end to end.
 
     Args:
         cap: bytes of a candidate of more than one transfer; None: no limit.

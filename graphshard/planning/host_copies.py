@@ -2,7 +2,7 @@
 
 Buckets are first formed and placed as if all shards were on the device. Then each bucket that
 gathers shards of the host gets a copy to the device. It is waited for where the gather is launched,
-and launched as late as it can be to be done by then, all copies being carried one after the other.
+and launched as late as still arrives in time; the host link carries one copy after the other.
 Each bucket that reduces to shards of the host gets a copy to the host. It is launched where the
 reduction is waited for, and waited for when it is done; the host itself waits at the graph's end.
 Activations are copied one by one: to the host after their last use in forward, back like shards.

@@ -1,7 +1,7 @@
 """Decides which gathered parameters stay from forward to backward, instead of being gathered again.
 
-Nothing hides the gathers that backward needs first, and on a slow interconnect that goes on for a
-while: they are exposed in any schedule. They are left out as far as memory allows, in the order in
+Nothing hides the gathers that backward needs first, and on a slow interconnect these are many: they
+are exposed in any schedule. They are left out as far as memory allows, in the order in
 which backward needs them, since those are held for the shortest time. This is the selective
 unsharding of DeepCompile (arXiv 2504.09983), decided by exposed time.
 
@@ -20,7 +20,7 @@ from .plan import Problem, Transfer
 from .simulate import TransferCostModel, start_times_us
 
 LEAST_US = 1.0
-"""A gather that is exposed for less is not left out.
+"""A parameter is kept only if its gather would be exposed for longer.
 
 Judged: below the launch of a kernel. If it is larger, gathers stay exposed that memory could have
 saved; at 0 a parameter could be held for an error of rounding.
@@ -51,7 +51,7 @@ def choose_kept(
     memory = _graph_memory(forward, budget), _graph_memory(backward, budget)
     start_us = start_times_us(backward)
     late_us = 0.0  # of compute, by the gathers that are exposed
-    wire: Lane | None = None
+    communication: Lane | None = None
     kept: list[int] = []
     for i in _gathers_by_due(backward):
         transfer = backward.transfers[i]
@@ -62,14 +62,14 @@ def choose_kept(
             for num_bytes in (0, transfer.num_bytes)
         )
         # Gathers that follow each other closely can share buckets: only the first pays latency.
-        lane = Lane(free_us=latency_us) if wire is None else wire
+        lane = Lane(free_us=latency_us) if communication is None else communication
         end_us = lane.free_us + (lane_us - latency_us)
         exposed_us = end_us - start_us[transfer.due] - late_us
         if exposed_us > LEAST_US and i in gathered and _hold(memory, gathered[i], transfer):
             kept.append(i)
             continue
-        wire = lane
-        wire.run(lane_us - latency_us)
+        communication = lane
+        lane.run(lane_us - latency_us)
         late_us += max(0.0, exposed_us)
     return kept
 

@@ -25,7 +25,7 @@ from .plan import Bucket, Problem, in_launch_order
 from .simulate import TransferCostModel, start_times_us, sweep
 
 MEMORY_PRICE = 1.0
-"""Without a budget, a tenth more memory than a modest peak (see ``Placer``) has to save a tenth of
+"""Without a budget, each 10 % of memory above a modest peak (see ``Placer``) has to save 10 % of
 the time.
 
 Judged: memory and time count alike. If it is larger, gathers are launched late and stay exposed; at
@@ -115,12 +115,12 @@ class Draft(NamedTuple):
 class Placer:
     """Makes drafts of one problem.
 
-    With b buckets and s steps, a draft takes O(b log b + s), where s is a matter of copying lists.
+    With b buckets and s steps, a draft takes O(b log b + s); the part in s only copies lists.
     A limit of memory adds the steps in which each bucket is in flight.
 
     Args:
-        modest_bytes: a bucket that nobody minds. With the least peak of any schedule, one such
-            bucket is a modest peak, and has no price.
+        modest_bytes: size of a bucket that costs no memory. A modest peak is the least peak of any
+            schedule plus this, and has no price.
     """
 
     def __init__(

@@ -121,7 +121,7 @@ class Bucket:
         kind: kind of its transfers, or of what is done with their shards (``ALL_REDUCE_SHARDS``,
             ``HOST_COPIES``).
         buffers: positions in ``Problem.transfers``, by buffer. Transfers of one buffer are copied
-            into it and out again; a transfer alone in its buffer travels as it is.
+            into it and out again; one alone is copied only if it has to be cast or padded.
         num_bytes: bytes of all full tensors together.
         group, world, stride: as in ``Transfer``.
         launch: the step before which it is launched.
@@ -334,7 +334,10 @@ class Plan:
 
 
 def _rename_key(raw: dict[str, Any], old: str, new: str) -> dict[str, Any]:
-    """Return ``raw`` with a key renamed, in its place; in files buckets have ``parcels``."""
+    """Return ``raw`` with a key renamed, in its place.
+
+    Files call a bucket's buffers ``parcels``, as they did before the code had this word for them.
+    """
     return {new if key == old else key: value for key, value in raw.items()}
 
 

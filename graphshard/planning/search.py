@@ -171,7 +171,7 @@ def _modest_bytes(problem: Problem, cost_model: TransferCostModel) -> float:
 
     It is the size at which the fixed cost of a bucket (latency, and what compute loses to any
     collective) is half of its time: to merge two of that size saves a quarter of their time.
-    But it is no less than the largest transfer, whose rate stands for that of all.
+    It is never less than the largest transfer, whose rate is used for all.
     """
     if not problem.transfers:
         return 0

@@ -174,7 +174,7 @@ class _Run:
         return slot
 
     def critical_path(self) -> tuple[Slot, ...]:
-        """Return the way back from the slot that ends last, each time to the latest blocker."""
+        """Return, in order of time, the slots up to the last one, each the blocker of the next."""
         path = []
         slot = max(self.slots, key=lambda slot: slot.end_us, default=None)
         while slot is not None:

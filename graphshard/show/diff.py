@@ -79,7 +79,7 @@ def _shape(param: PlanParam) -> str:
 
 
 _Member = tuple[TransferKind, str | int]
-"""A kind of bucket, and a parameter, or the how manieth of its buckets that carry none."""
+"""A kind of bucket, and a parameter; for a bucket without parameters, its number in the kind."""
 
 
 @dataclass

@@ -6,9 +6,10 @@
     NN-forward.before.py, NN-forward.after.py                   FX code around the lowering
     NN-joint.before.py, NN-joint.after.py                       and around the joint passes
     NN-keep-forward.before.py, NN-keep-forward.after.py         and around what keeps parameters
+    NN-stow-forward.before.py, NN-stow-forward.after.py         and around activation offload
 
-and the same for ``backward``, or ``inference`` instead of all of them. Files of these names from an
-earlier run are replaced, so each backend needs a folder of its own.
+All but ``joint`` exist for ``backward``, too; an inference has ``NN-inference`` files alone. Files
+of these names from an earlier run are replaced, so each backend needs a folder of its own.
 """
 
 from __future__ import annotations

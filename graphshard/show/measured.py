@@ -5,8 +5,8 @@
         loss.backward()
 
 The profile says which graphs ran ("Torch-Compiled Region: 0/0", and the sequence number that links
-autograd's backward to it). The predicted timeline of each graph begins where its run was measured
-to.
+autograd's backward to it). The predicted timeline of each graph begins when its run was measured to
+begin.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A graph is normalised once, and reading it as a problem changes nothing."""
+"""Normalising a graph twice is as good as once, and reading it as a problem changes nothing."""
 
 from __future__ import annotations
 

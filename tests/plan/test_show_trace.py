@@ -1,4 +1,4 @@
-"""The predicted timeline as a trace: whole, in two lanes, with the overlap that was predicted."""
+"""The predicted timeline as a trace: whole, in its lanes, with the overlap that was predicted."""
 
 from __future__ import annotations
 

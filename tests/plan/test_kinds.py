@@ -1,0 +1,33 @@
+"""Every kind of transfer is in every table that knows kinds."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphshard.cost.devices import HARDWARE
+from graphshard.cost.model import CostModel
+from graphshard.kinds import HOST_COPIES, TransferKind
+from graphshard.ops.markers import KIND_OF_MARKER
+from graphshard.pipeline import verify
+from graphshard.planning import plan
+from graphshard.show.table import _KIND_ORDER
+from graphshard.show.trace import _KERNEL_NAMES
+
+
+@pytest.mark.parametrize("kind", TransferKind)
+def test_every_kind_is_known_everywhere(kind: TransferKind) -> None:
+    assert kind in _KIND_ORDER
+    assert kind in _KERNEL_NAMES
+    assert kind in plan._CHAIN
+    assert CostModel(HARDWARE["H100"]).collective_us(kind, 1 << 20, world=8) > 0
+
+
+def test_every_kind_is_launched_by_an_op_that_the_verifier_knows() -> None:
+    # An all-reduce is told from one of maxima by its arguments, from one of shards not at all.
+    variants = {TransferKind.ALL_REDUCE_MAX, TransferKind.ALL_REDUCE_SHARDS}
+    assert set(verify._KIND_OF_LAUNCH.values()) == set(TransferKind) - variants
+
+
+def test_every_kind_but_that_of_shards_has_a_marker() -> None:
+    assert set(KIND_OF_MARKER.values()) == set(TransferKind) - {TransferKind.ALL_REDUCE_SHARDS}
+    assert set(HOST_COPIES) < set(TransferKind)
