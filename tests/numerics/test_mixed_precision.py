@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import graphshard
 from graphshard.kinds import TransferKind
 from tests import ranks, recording
-from tests.models import GPT, MLP, Trainable
+from tests.models import GPT, MLP, DeepGPT, Trainable
 from tests.numerics.compare import compile_sharded, draw, relative_error, sgd, whole, world_mesh
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -115,7 +115,7 @@ def test_half_the_bytes_travel() -> None:
 _KINDS = (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER)
 
 
-class FloatLoss(GPT):
+class FloatLoss(DeepGPT):
     """Whose loss is not rounded to ``param_dtype``."""
 
     def forward(self, ids: Tensor) -> Tensor:
