@@ -50,6 +50,7 @@ class Backend:
     def __init__(self, options: Options) -> None:
         self.options = options
         self._graphs: list[CompiledGraph] = []
+        self._num_compiles = 0  # those that failed, too: their dumps keep their numbers
         self._consensus = PlanConsensus()
         on_compile_start(_shard_before_trace)
 
@@ -98,7 +99,9 @@ class Backend:
             device=layouts[0].groups.device if layouts else _device(inputs),
             offloads_shards=any(layout.host_memory for layout in layouts),
         )
-        compiled = compile_traced(traced, settings, self._consensus, self._dump_writer())
+        writer = self._dump_writer()
+        self._num_compiles += 1
+        compiled = compile_traced(traced, settings, self._consensus, writer)
         self._graphs.append(compiled)
         for model in {param.model for param in sharded}:
             model.gathered_bytes = max(model.gathered_bytes, compiled.max_gathered_bytes())
@@ -161,7 +164,7 @@ class Backend:
         mesh, rank = self.options.mesh, dist.get_rank() if dist.is_initialized() else 0
         first_rank = 0 if mesh is None else int(mesh.mesh.min())
         folder = self.options.dump if rank == first_rank else None
-        return DumpWriter(folder, number=len(self._graphs))
+        return DumpWriter(folder, number=self._num_compiles)
 
     def _shard_plain_inputs(
         self, trace: Trace, gm: fx.GraphModule, inputs: Sequence[Any], call: CompiledCall

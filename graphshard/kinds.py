@@ -5,7 +5,13 @@ from __future__ import annotations
 from enum import StrEnum
 
 
-class GraphKind(StrEnum):
+class _Kind(StrEnum):
+    """A kind that errors and tables show as its value."""
+
+    __repr__ = str.__repr__
+
+
+class GraphKind(_Kind):
     """The part of a training step, or of inference, that a compiled graph computes."""
 
     FORWARD = "forward"
@@ -13,7 +19,7 @@ class GraphKind(StrEnum):
     INFERENCE = "inference"
 
 
-class TransferKind(StrEnum):
+class TransferKind(_Kind):
     """The operation that a transfer needs, and that a bucket of such transfers performs.
 
     A new kind needs a marker with a spec (``ops.marker_specs``, ``ops.markers``), its launch, wait

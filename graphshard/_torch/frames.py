@@ -65,7 +65,8 @@ def compiled_call() -> CompiledCall:
     methods = [f for f in reversed(inside) if f.f_code.co_name not in _MODULE_CALL]
     running = tuple(m for m in map(module_of_method, methods) if m is not None)
     # torch.compile wraps its backend in a _TorchCompileWrapper (torch/__init__.py).
-    wrapper = innermost_backend(entry.f_locals["callback"])
+    callback: Any = entry.f_locals.get("callback")
+    wrapper = innermost_backend(callback)
     return CompiledCall(
         module=_called_module(outside[0]) if outside else None,
         running=running,

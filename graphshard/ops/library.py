@@ -5,6 +5,7 @@ Dynamo, AOTAutograd and Inductor see each operator as one call that they do not 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -23,6 +24,7 @@ def define(schema: str) -> OpOverload:
     return operator_named(schema.partition("(")[0])
 
 
+@functools.cache
 def operator_named(name: str) -> OpOverload:
     """The operator that ``define`` made under ``name``."""
     overload: OpOverload = getattr(torch.ops.graphshard, name).default

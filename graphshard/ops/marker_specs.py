@@ -14,6 +14,7 @@ Tensors in a spec are real ones, fake ones, or nodes of a graph. Process groups 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, get_type_hints
 
@@ -64,6 +65,7 @@ class MarkerSpec:
         return f"{cls.name}({', '.join(arguments)}) -> Tensor"
 
     @classmethod
+    @functools.cache  # asked for in every call
     def argument_names(cls) -> tuple[str, ...]:
         return tuple(field.name for field in dataclasses.fields(cls))
 

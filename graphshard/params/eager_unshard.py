@@ -26,6 +26,7 @@ from torch.autograd.function import FunctionCtx
 from .._torch.autograd import version_of
 from .._torch.call_scope import call_scope
 from .._torch.distributed import process_group
+from ..errors import BackendError
 from ..ops.accumulators import PARTIAL, UNSYNCED
 from ..ops.bucket_copy import add_accumulated
 from ..ops.markers import used_dtype
@@ -58,16 +59,27 @@ def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.
     scope = call_scope(lambda called: sharded_model_of(called) is model)
     if scope is None:
         return None
-    sharded_params = [param for name in names if (param := owned_by(module, name)) is not None]
+    sharded_params = [_sharded(module, name) for name in names]
     for sharded_param in sharded_params:
         sharded_param.sync()
         sharded_param.model.reads_eagerly = True
     shards = [sharded_param.shard for sharded_param in sharded_params]
     read = _Read(module, torch.is_grad_enabled(), tuple(map(version_of, shards)))
     if read not in scope:
-        scope[read] = dict(zip(names, _Unshard.apply(sharded_params, *shards)))
+        gathered = _Unshard.apply(sharded_params, *shards)
+        scope[read] = dict(zip(names, gathered, strict=True))
     full: dict[str, torch.Tensor] = scope[read]
     return full
+
+
+def _sharded(module: nn.Module, name: str) -> ShardedParam:
+    sharded_param = owned_by(module, name)
+    if sharded_param is None:
+        raise BackendError(
+            f"parameter {name!r} of a {type(module).__name__} has lost its shard: the module was "
+            "copied in a way that copy.deepcopy does not; copy it by copy.deepcopy"
+        )
+    return sharded_param
 
 
 class _Context(FunctionCtx):

@@ -8,19 +8,33 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .._torch.dtensor import dtensor_of
+from .._torch.tensors import OpOverload
 from ..ops.emitter import run
 from ..ops.host_copy import to_host_memory
 from ..ops.marker_specs import AllReduceGradSpec, ReduceGradSpec, ReplicateSpec, UnshardSpec
 from ..ops.markers import used_dtype
 from ..ops.shard_rows import padded_rows, rows_of_rank
 from .mesh_groups import MeshGroups
+
+
+class MarkerCall(NamedTuple):
+    """A call of a parameter's marker, without its tensors.
+
+    Attributes:
+        constants: the arguments between the shard and the accumulators.
+        accumulators: names of the last arguments; None for those without an accumulator.
+    """
+
+    op: OpOverload
+    constants: tuple[Any, ...]
+    accumulators: tuple[str | None, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +121,23 @@ class Layout:
             device=None if self.host_memory is None else self.groups.device,
             host_memory=self.host_memory,
         )
+
+    def marker_call(self, shard: torch.Tensor) -> MarkerCall:
+        """Return the marker's op and arguments but its tensors, which are the same for all shards.
+
+        They are made once, since accessors are refreshed at every begin and end of ``no_sync``;
+        but not where the host keeps the shard: its device is that which is current.
+        """
+        if self.host_memory is not None:
+            return self._marker_call(shard)
+        if "_known_marker_call" not in self.__dict__:
+            object.__setattr__(self, "_known_marker_call", self._marker_call(shard))
+        known: MarkerCall = self.__dict__["_known_marker_call"]
+        return known
+
+    def _marker_call(self, shard: torch.Tensor) -> MarkerCall:
+        spec = self.marker(shard)
+        return MarkerCall(spec.op(), spec.constants(), spec.accumulators)
 
     def unshard(self, shard: torch.Tensor) -> torch.Tensor:
         """Gather the full parameter now, from ``shard`` of ``padded_shape``."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -23,27 +23,13 @@ from torch.distributed.tensor import DTensor
 from .._torch.dynamo import run_as_python
 from .._torch.frames import compiled_call
 from .._torch.nn import FLAT_WEIGHTS, NoticesReplacement, flat_weights, parameters_of
-from .._torch.tensors import OpOverload
 from ..errors import BackendError
 from ..ops.accumulators import ACCUMULATOR_NAMES
 from .eager_unshard import full_parameters
 from .grad_accumulation import ALL_REDUCES, SYNCS, module_flag
-from .layout import Layout
+from .layout import Layout, MarkerCall
 from .sharded_model import ShardedModel, join_model, sharded_model_of
 from .sharded_param import ShardedParam, owned_by, shard_attribute, sharded_param_of
-
-
-class _MarkerCall(NamedTuple):
-    """The call of a marker by which a traced forward reads one parameter; equal for equal layers.
-
-    Attributes:
-        constants: its arguments between the shard and the accumulators.
-        accumulators: its last arguments, each one of ``ACCUMULATOR_NAMES``, or None.
-    """
-
-    op: OpOverload
-    constants: tuple[Any, ...]
-    accumulators: tuple[str | None, ...]
 
 
 class ShardedModule(NoticesReplacement):
@@ -55,7 +41,7 @@ class ShardedModule(NoticesReplacement):
     """
 
     _graphshard_plain_class: ClassVar[type]
-    _graphshard_markers: ClassVar[Mapping[str, _MarkerCall]]
+    _graphshard_markers: ClassVar[Mapping[str, MarkerCall]]
 
     def _graphshard_on_replacement(self) -> None:
         _reattach(self)
@@ -82,7 +68,7 @@ def install(
         sharded_params: by the names that they have in ``module``.
     """
     plain: type = type(module)
-    kept: Mapping[str, _MarkerCall] = {}
+    kept: Mapping[str, MarkerCall] = {}
     if isinstance(module, ShardedModule):
         plain, kept = type(module)._graphshard_plain_class, type(module)._graphshard_markers
     module.__dict__.pop(FLAT_WEIGHTS, None)  # nn.RNNBase: a property from now on
@@ -93,7 +79,7 @@ def install(
 
 
 def _give_class(
-    module: nn.Module, plain: type, names: Iterable[str], kept: Mapping[str, _MarkerCall]
+    module: nn.Module, plain: type, names: Iterable[str], kept: Mapping[str, MarkerCall]
 ) -> None:
     """Give ``module`` the class whose accessors fit its sharded parameters.
 
@@ -102,7 +88,7 @@ def _give_class(
         names: of the parameters, in the order of the accessors.
         kept: the markers so far, for names that have no sharded parameter any more.
     """
-    markers: dict[str, _MarkerCall] = {}
+    markers: dict[str, MarkerCall] = {}
     for name in names:
         sharded_param = owned_by(module, name)
         if sharded_param is None:
@@ -125,7 +111,7 @@ def had_sharded(module: nn.Module, name: str) -> bool:
 
 
 @functools.cache
-def _sharded_class(cls: type, markers: tuple[tuple[str, _MarkerCall], ...]) -> type[ShardedModule]:
+def _sharded_class(cls: type, markers: tuple[tuple[str, MarkerCall], ...]) -> type[ShardedModule]:
     """Return the subclass of ``cls`` that reads its parameters by these markers."""
     namespace: dict[str, object] = {name: _accessor(name, marker) for name, marker in markers}
     # Libraries look at a module's class name (transformers picks the loss by it).
@@ -143,13 +129,13 @@ def _accumulator_attribute(name: str, argument: str) -> str:
 
 def _marker_call(
     sharded_param: ShardedParam, accumulators: Mapping[str, torch.Tensor]
-) -> _MarkerCall:
-    spec = sharded_param.layout.marker(sharded_param.shard)
-    given = tuple(name if name in accumulators else None for name in spec.accumulators)
-    return _MarkerCall(spec.op(), spec.constants(), given)
+) -> MarkerCall:
+    call = sharded_param.layout.marker_call(sharded_param.shard)
+    given = tuple(name if name in accumulators else None for name in call.accumulators)
+    return call._replace(accumulators=given)
 
 
-def _accessor(name: str, marker: _MarkerCall) -> property:
+def _accessor(name: str, marker: MarkerCall) -> property:
     """Return the property of a sharded class that reads its parameter ``name``."""
     op, constants, shard = marker.op, marker.constants, shard_attribute(name)
     accumulators = [

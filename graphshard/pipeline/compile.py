@@ -91,9 +91,7 @@ class CompiledGraph:
 
     def dumps(self) -> list[Dump]:
         """Return the plans, each with what it was made for."""
-        hardware = self.settings.cost_model().hardware
-        limits = self.settings.schedule.limits()
-        return [Dump(plan, hardware, limits, self.compile_id) for plan in self.plans]
+        return [_dump_of(plan, self.settings, self.compile_id) for plan in self.plans]
 
 
 def compile_traced(
@@ -123,23 +121,60 @@ def _collectives(plans: Sequence[Plan]) -> list[str]:
 
 def _compile(traced: TracedGraph, settings: CompileSettings, writer: DumpWriter) -> CompiledGraph:
     """Compile by what ``settings`` decide, and write the dumps."""
-    cache = PlanCache(traced.gm, traced.inputs, settings)
-    run, plans = _compile_graphs(traced, settings, cache, writer, traced.inductor_options)
+    recorder = _PlanRecorder(traced, settings, writer)
+    run, plans = _compile_graphs(traced, settings, recorder, traced.inductor_options)
     if not plans:  # Inductor's cache had the graphs, but somebody deleted the plans
         uncached = {**traced.inductor_options, "force_disable_caches": True}
-        run, plans = _compile_graphs(traced, settings, cache, writer, uncached)
+        run, plans = _compile_graphs(traced, settings, recorder, uncached)
     named = tuple(plan.named(traced.fqns) for plan in plans)
-    compiled = CompiledGraph(run, named, settings, compile_id())
-    for dump in compiled.dumps():
-        writer.write_plan(dump)
-    return compiled
+    return CompiledGraph(run, named, settings, recorder.compile_id)
+
+
+class _PlanRecorder:
+    """Writes the plans of one compile: to the cache of plans, and to the dumps.
+
+    Attributes:
+        compile_id: Dynamo's name for the compilation.
+        writer: of the dumps.
+    """
+
+    def __init__(self, traced: TracedGraph, settings: CompileSettings, writer: DumpWriter) -> None:
+        self._fqns, self._settings = traced.fqns, settings
+        self._cache = PlanCache(traced.gm, traced.inputs, settings)
+        self.writer = writer
+        self.compile_id = compile_id()
+
+    def lowered(self, plan: Plan) -> None:
+        """Record the plan of a graph that was just lowered.
+
+        Now, and not when all is compiled: another process may find this graph in Inductor's cache
+        as soon as it is there, and then looks for its plan. And where the compiler fails, the dump
+        says by which plan.
+        """
+        self._cache.save(plan)
+        self._dump(plan)
+
+    def load(self, kind: GraphKind) -> Plan | None:
+        """Return the plan of a graph that Inductor's cache had; None if there is none."""
+        plan = self._cache.load(kind)
+        if plan is not None:
+            self._dump(plan)
+        return plan
+
+    def _dump(self, plan: Plan) -> None:
+        self.writer.write_plan(_dump_of(plan.named(self._fqns), self._settings, self.compile_id))
+
+
+def _dump_of(plan: Plan, settings: CompileSettings, compile_id: str) -> Dump:
+    """Return ``plan`` with what it was made for."""
+    hardware = settings.cost_model().hardware
+    return Dump(plan, hardware, settings.schedule.limits(), compile_id)
 
 
 def _compile_graphs(
     traced: TracedGraph,
     settings: CompileSettings,
-    cache: PlanCache,
-    writer: DumpWriter,
+    recorder: _PlanRecorder,
     inductor_options: Mapping[str, Any],
 ) -> tuple[Runnable, list[Plan]]:
     """Compile forward and backward now, so that all plans are known before anything is sent.
@@ -148,13 +183,14 @@ def _compile_graphs(
         What runs, and its plans: those that the passes made, or, where Inductor's cache had a graph
         and no pass ran, those of the cache of plans; none if that one does not have them.
     """
-    lowering, partition = Lowering(settings, writer, cache), Partitioner(settings, writer)
+    lowering = Lowering(settings, recorder)
+    partition = Partitioner(settings, recorder.writer)
     with eager_backward():
         if settings.compiler == "inductor":
             run = _by_inductor(traced, settings, lowering, partition, inductor_options)
         else:
             run = _by_aten(traced, lowering, partition)
-    known = (lowering.plans.get(kind) or cache.load(kind) for kind in GraphKind)
+    known = (lowering.plans.get(kind) or recorder.load(kind) for kind in GraphKind)
     return run, [plan for plan in known if plan is not None]
 
 
@@ -264,21 +300,19 @@ class Lowering(CustomGraphPass):
         plans: by kind of graph, the plan of each graph that was lowered; parameters not named yet.
     """
 
-    def __init__(self, settings: CompileSettings, writer: DumpWriter, cache: PlanCache) -> None:
-        self._settings, self._writer, self._cache = settings, writer, cache
+    def __init__(self, settings: CompileSettings, recorder: _PlanRecorder) -> None:
+        self._settings, self._recorder = settings, recorder
         self.plans: dict[GraphKind, Plan] = {}
 
     def __call__(self, graph: fx.Graph) -> None:
         kind = GraphKind(graph_kind(graph))
-        self._writer.write_code(kind, "before", graph)
-        settings = self._settings
+        settings, writer = self._settings, self._recorder.writer
+        writer.write_code(kind, "before", graph)
         plan = passes.lower(graph, kind, settings.cost_model(), settings.plan_buckets)
         verify_lowered(graph, plan)
-        self._writer.write_code(kind, "after", graph)
+        writer.write_code(kind, "after", graph)
         self.plans[kind] = plan
-        # Now, and not when all is compiled: another process may find this graph in Inductor's cache
-        # as soon as it is there, and then looks for its plan.
-        self._cache.save(plan)
+        self._recorder.lowered(plan)
         donate_nothing()
 
     def uuid(self) -> bytes | None:

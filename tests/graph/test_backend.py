@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from unittest import mock
+
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
 from graphshard.kinds import TransferKind
+from graphshard.pipeline import compile
 from graphshard.planning.plan import Plan
 from tests.graph.conftest import WORLD_SIZE
 from tests.models import GPT, MLP
@@ -114,3 +118,26 @@ def test_the_summary_says_what_travels(mesh: DeviceMesh) -> None:
         (row,) = (line.split() for line in text.splitlines() if line.startswith(kind))
         assert row[1:4] == [str(num_params), "->", str(plan.count(kind))]
         assert float(row[4]) == pytest.approx(num_bytes / 1e6, abs=1e-3)
+
+
+def test_a_failed_compile_keeps_its_number_and_its_dumps(mesh: DeviceMesh, tmp_path: Path) -> None:
+    model = MLP()
+    backend = graphshard.backend(mesh, compiler="aot_eager", dump=tmp_path)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    verify = compile.verify_lowered
+
+    def fail_in_backward(graph: fx.Graph, plan: Plan) -> None:
+        verify(graph, plan)
+        if plan.graph == "backward":
+            raise AssertionError("planted")
+
+    with (
+        mock.patch.object(compile, "verify_lowered", fail_in_backward),
+        pytest.raises(Exception, match="planted"),
+    ):
+        compiled(torch.ones(5, 7))
+    assert (tmp_path / "00-forward.json").exists() and (tmp_path / "00-forward.txt").exists()
+    assert not (tmp_path / "00-backward.json").exists()
+    with torch.no_grad():
+        compiled(torch.ones(5, 7))
+    assert (tmp_path / "01-inference.json").exists()

@@ -6,7 +6,7 @@ import pytest
 
 from graphshard.cost.devices import HARDWARE
 from graphshard.cost.model import CostModel
-from graphshard.kinds import HOST_COPIES, TransferKind
+from graphshard.kinds import HOST_COPIES, GraphKind, TransferKind
 from graphshard.ops.markers import KIND_OF_MARKER
 from graphshard.pipeline import verify
 from graphshard.planning import plan
@@ -31,3 +31,9 @@ def test_every_kind_is_launched_by_an_op_that_the_verifier_knows() -> None:
 def test_every_kind_but_that_of_shards_has_a_marker() -> None:
     assert set(KIND_OF_MARKER.values()) == set(TransferKind) - {TransferKind.ALL_REDUCE_SHARDS}
     assert set(HOST_COPIES) < set(TransferKind)
+
+
+def test_errors_show_a_kind_as_its_value() -> None:
+    assert (
+        f"{TransferKind.ALL_GATHER!r} of {(GraphKind.FORWARD,)}" == "'all_gather' of ('forward',)"
+    )
