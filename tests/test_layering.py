@@ -124,6 +124,24 @@ def test_rooms_import_each_other_in_one_direction() -> None:
     assert floors <= MAX_FLOORS
 
 
+def test_files_import_each_other_in_one_direction() -> None:
+    files = {_module(path, package): path for _, package, path in _files()}
+    imports = nx.DiGraph()
+    for _, package, path in _files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            for dotted in _imported(node, package):
+                other = dotted if dotted in files else dotted.rpartition(".")[0]
+                # A package's __init__ may hand on what its modules import from it.
+                if other in files and files[other].name != "__init__.py":
+                    imports.add_edge(_module(path, package), other)
+    assert nx.is_directed_acyclic_graph(imports), nx.find_cycle(imports)
+
+
+def _module(path: Path, package: str) -> str:
+    """The dotted name of a file's module."""
+    return package if path.stem == "__init__" else f"{package}.{path.stem}"
+
+
 def test_no_import_of_ours_hides_in_a_function() -> None:
     hidden = [
         f"{path.relative_to(ROOT)}:{node.lineno}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,14 +15,34 @@ from .._torch.autograd import at_end_of_backward
 from .._torch.distributed import process_group
 from .._torch.dynamo import graph_break_reasons
 from ..ops.accumulators import ACCUMULATOR_NAMES
-
-if TYPE_CHECKING:
-    from .sharded_param import ShardedParam
+from .grad_accumulation import GradAccumulation
+from .layout import Layout
 
 _MODEL = "_graphshard_model"
 
 _accumulating: weakref.WeakKeyDictionary[ShardedModel, None] = weakref.WeakKeyDictionary()
 """Models with unreduced gradients, in the order in which they began to accumulate."""
+
+
+class ModelParam(Protocol):
+    """The part of a ``ShardedParam`` that its model calls; that class has the docstrings."""
+
+    fqn: str
+    layout: Layout
+    accumulation: GradAccumulation
+
+    @property
+    def accumulates_in(self) -> str | None: ...
+
+    def is_owned(self) -> bool: ...
+
+    def is_lost(self) -> bool: ...
+
+    def sync(self) -> bool: ...
+
+    def reduce_accumulated(self, *, unsynced: bool) -> None: ...
+
+    def refresh_accessors(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -45,7 +65,7 @@ class ShardedModel:
     breaks: list[str] = field(default_factory=list)
     eager_classes: dict[str, None] = field(default_factory=dict)
     warned: bool = False
-    sharded_params: weakref.WeakSet[ShardedParam] = field(default_factory=weakref.WeakSet)
+    sharded_params: weakref.WeakSet[ModelParam] = field(default_factory=weakref.WeakSet)
     accumulates: bool = False
     reads_eagerly: bool = False
     gathered_bytes: int = 0
@@ -67,7 +87,7 @@ class ShardedModel:
             if unsynced or partial:
                 sharded_param.reduce_accumulated(unsynced=unsynced)
 
-    def _pending_on_any_rank(self, sharded_params: list[ShardedParam]) -> list[list[bool]]:
+    def _pending_on_any_rank(self, sharded_params: list[ModelParam]) -> list[list[bool]]:
         """Return, for each parameter, whether each of its two accumulators has to be reduced."""
         pending = [
             [sharded_param.accumulation.key(name) is not None for name in ACCUMULATOR_NAMES]
