@@ -24,9 +24,12 @@ class TransferKind(_Kind):
 
     A new kind needs a marker with a spec (``ops.marker_specs``, ``ops.markers``), its launch, wait
     and copies (``ops.collectives``), a description (``passes.describe``), its bytes and its place
-    in a chain of buckets (``planning.live_bytes``, ``planning.plan``), a price (``cost.model``), a
-    line in the verifier (``pipeline.verify``) and in the displays (``show.table``,
-    ``show.trace``). ``tests/plan/test_kinds.py`` finds tables that lack a kind.
+    in a chain of buckets (``planning.live_bytes``, ``planning.plan``), a price (``cost.model``, and
+    rates in ``cost.hardware`` and ``cost.devices`` if no other kind has the same), a line in the
+    verifier (``pipeline.verify``) and in the displays (``show.table``, ``show.trace``).
+    ``tests/plan/test_kinds.py`` finds tables that lack a kind. All of ``planning`` takes a
+    collective that is no all-gather for a reduction. The op ``all_to_all_single`` is taken: gloo's
+    reduce-scatter is such an exchange (``ops.collectives.EXCHANGE``).
     """
 
     ALL_GATHER = "all_gather"

@@ -1,6 +1,8 @@
 """Ranks agree on what to shard: one exchange before anything is changed, or one error for all.
 
-Agreement on plans and calls, from the first compile on, is in ``graphshard.consensus``.
+Agreement on plans and calls, from the first compile on, is in ``graphshard.consensus``. Around
+graph breaks ranks also agree on which gradients there are: ``eager_unshard._used_on_any_rank`` and
+``ShardedModel._pending_on_any_rank``.
 """
 
 from __future__ import annotations
