@@ -253,21 +253,20 @@ class Partitioner(CustomPartitionerFn):
             Names of the forward's nodes that hold a gathered parameter and are saved.
         """
         settings, kept, problems = self._settings, list[str](), None
-        graphs = forward.graph, backward.graph, num_outputs
+        graphs, cost_model = (forward.graph, backward.graph, num_outputs), settings.cost_model()
         passes.keep_secondary_shards(*graphs)
         for part in (forward, backward):
             _check(part)
         if settings.schedule.overlap:
             parts = {"keep-forward": forward, "keep-backward": backward}
             with self._rewriting(**parts):
-                cost_model = settings.cost_model()
                 problems = passes.read_partition(forward.graph, backward.graph, cost_model)
                 kept = passes.keep_gathered(*graphs, cost_model, settings.choose_kept, problems)
         if settings.may_offload_activations:
             parts = {"stow-forward": forward, "stow-backward": backward}
             with self._rewriting(**parts):
-                cost_model, choose = settings.cost_model(), settings.choose_offloaded
                 unchanged = None if kept else problems
+                choose = settings.choose_offloaded
                 passes.offload_activations(*graphs, cost_model, choose, unchanged)
         return kept
 

@@ -6,7 +6,8 @@ A violation is a bug of ours, never of the user's; it is raised before the graph
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -16,6 +17,7 @@ from ..kinds import HOST_COPIES, TransferKind
 from ..ops import collectives, host_copy, markers
 from ..ops.dtypes import dtype_named
 from ..ops.nodes import PLANNED, num_bytes
+from ..passes.saved import saved_nodes
 from ..planning.plan import Bucket, Plan, events_by_step
 
 _c10d = torch.ops._c10d_functional
@@ -32,18 +34,18 @@ _KIND_OF_LAUNCH: dict[object, TransferKind] = {
 }
 
 
-class Launch(NamedTuple):
+@dataclass(frozen=True)
+class Launch:
     """The launch of a collective or of a host copy; ``num_bytes`` of its full buffers."""
 
-    what: Literal["launch"]
     kind: TransferKind
     num_bytes: int
 
 
-class Wait(NamedTuple):
+@dataclass(frozen=True)
+class Wait:
     """The wait for one buffer of a launch; ``launch`` counts launches from the graph's begin."""
 
-    what: Literal["wait"]
     kind: TransferKind
     launch: int
 
@@ -58,8 +60,7 @@ def verify_partition(forward: fx.GraphModule, derived: Sequence[str], num_output
         derived: names of the joint graph's nodes that are computed from parameters alone.
         num_outputs: number of the forward's outputs that the user gets; the rest is saved.
     """
-    outputs: Any = forward.graph.output_node().args[0]
-    saved = {n.name for n in outputs[num_outputs:] if isinstance(n, fx.Node)}
+    saved = {node.name for node in saved_nodes(forward.graph, num_outputs)}
     wrongly_saved = sorted(saved.intersection(derived))
     if wrongly_saved:
         raise AssertionError(
@@ -94,10 +95,10 @@ def _planned_events(plan: Plan) -> list[Event]:
             kind = TransferKind.ALL_REDUCE if over_replicas else bucket.kind
             buffers = range(_num_waits(bucket))
             if is_wait:
-                events += [Wait("wait", kind, launch_of[i, buffer]) for buffer in buffers]
+                events += [Wait(kind, launch_of[i, buffer]) for buffer in buffers]
                 continue
             sizes = _launched_bytes(plan, bucket)
-            events += [Launch("launch", kind, size) for size in sizes]
+            events += [Launch(kind, size) for size in sizes]
             for buffer in buffers:
                 launch_of[i, buffer] = num_launched + min(buffer, len(sizes) - 1)
             num_launched += len(sizes)
@@ -127,11 +128,11 @@ def _graph_events(graph: fx.Graph) -> list[Event]:
             continue
         if node.target in _KIND_OF_LAUNCH:
             kind = _launch_kind(node)
-            events.append(Launch("launch", kind, _full_bytes(node)))
+            events.append(Launch(kind, _full_bytes(node)))
             buffers = list(node.users) if isinstance(node.meta["val"], list) else [node]
             for buffer in buffers:
                 _verify_one_wait(buffer)
-                launches[buffer] = Wait("wait", kind, num_launched)
+                launches[buffer] = Wait(kind, num_launched)
             num_launched += 1
         elif node.target is _c10d.wait_tensor.default and node.args[0] in launches:
             # Other waits are those of the host for what was copied to it.
