@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from ._torch.dynamo import Trace, on_compile_start, source_name, sources
-from ._torch.frames import CompiledCall, call_arguments, compiled_call
+from ._torch.frames import CompiledCall, call_arguments, compiled_call, to_compile
 from ._torch.inductor import mode_options
 from ._torch.nn import uncompiled
 from .consensus.plan_consensus import PlanConsensus
@@ -32,11 +32,12 @@ from .errors import BackendError
 from .options.float8_policy import Float8Policy
 from .options.options import Options, default_mesh
 from .options.schedule_policy import SchedulePolicy
-from .params.first_forward import shard_before_first_forward
+from .params.first_forward import forget_first_forward, shard_before_first_forward
 from .params.mixed_precision import crosses_border, has_border
 from .params.shard import shard_module
 from .params.sharded_model import sharded_model_of
 from .params.sharded_param import SHARDED_PARAM, ShardedParam, in_sync, sharded_param_of
+from .params.unsharded import is_plain, settle, watch, watch_idle
 from .pipeline.compile import CompiledGraph, Runnable, TracedGraph, compile_traced
 from .pipeline.settings import CompileSettings
 from .planning.plan import Plan
@@ -53,6 +54,7 @@ class Backend:
         self._num_compiles = 0  # those that failed, too: their dumps keep their numbers
         self._consensus = PlanConsensus()
         on_compile_start(_shard_before_trace)
+        watch_idle(self)
 
     def __call__(
         self,
@@ -103,7 +105,9 @@ class Backend:
         self._num_compiles += 1
         compiled = compile_traced(traced, settings, self._consensus, writer)
         self._graphs.append(compiled)
+        settle(self)
         for model in {param.model for param in sharded}:
+            model.compiled = True
             model.gathered_bytes = max(model.gathered_bytes, compiled.max_gathered_bytes())
         return compiled.run
 
@@ -111,17 +115,21 @@ class Backend:
     def __name__(self) -> str:
         """The name that ``torch.compile`` reads while it is given a module: see [Note: first
         forward] in graphshard/params/first_forward.py."""
-        shard_before_first_forward(self, self.options.mp_policy)
+        request = to_compile()
+        if request is not None:
+            shard_before_first_forward(self, request, self.options.mp_policy)
+            watch(self, request.given)
         return "graphshard"
 
     def shard_compiled(self, root: nn.Module, *, in_use: bool) -> None:
         """Shard a module that ``torch.compile`` was given, before Dynamo traces its first frame."""
+        forget_first_forward(root)
         if self.plain_parameters(root):
             self._shard(root, in_use)
 
     def plain_parameters(self, root: nn.Module) -> list[nn.Parameter]:
         """Return the parameters of ``root`` that are to be sharded and are not yet."""
-        plain = [p for p in root.parameters() if _is_plain_parameter(p)]
+        plain = [p for p in root.parameters() if is_plain(p)]
         return [p for p in plain if p not in self.options.ignored_params]
 
     def _shard(self, root: nn.Module, in_use: bool) -> None:
@@ -134,8 +142,9 @@ class Backend:
         if crosses_border(begun, policy) if begun else in_use and has_border(policy):
             raise BackendError(
                 f"mp_policy={policy}: the first forward of {type(root).__name__} has begun before "
-                "its inputs were cast: compile the module itself by torch.compile(model, ...), or "
-                "call graphshard.shard(model, ...) before"
+                "its inputs were cast: compile the module itself, by "
+                "torch.compile(model, backend=graphshard.backend(...)) and not by the backend's "
+                "name, or call graphshard.shard(model, ...) before"
             )
         self.shard_now(root, in_use)
 
@@ -149,6 +158,13 @@ class Backend:
             _device_type(self.plain_parameters(root), self.options)
         )
         shard_module(root, mesh, self.options, in_use=in_use, allow_meta=False)
+        settle(self)
+
+    def num_ranks(self) -> int:
+        """Return the size of the mesh; 1 where there is none yet."""
+        if self.options.mesh is not None:
+            return self.options.mesh.size()
+        return dist.get_world_size() if dist.is_initialized() else 1
 
     @property
     def plans(self) -> list[Plan]:
@@ -172,7 +188,7 @@ class Backend:
         """Shard the models whose full parameters are inputs; return whether there were any."""
         seen: set[int] = set()
         for source, value in zip(sources(gm), inputs, strict=True):
-            if not _is_plain_parameter(value) or value in self.options.ignored_params:
+            if not is_plain(value) or value in self.options.ignored_params:
                 continue
             if id(value) in seen:
                 continue
@@ -224,10 +240,6 @@ def _device_type(params: Iterable[nn.Parameter], options: Options) -> str:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return accelerator.type if accelerator is not None else "cpu"
     return kind
-
-
-def _is_plain_parameter(value: Any) -> bool:
-    return isinstance(value, nn.Parameter) and sharded_param_of(value) is None
 
 
 def _root_of(

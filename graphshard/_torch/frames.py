@@ -9,6 +9,7 @@ resume_execution.py.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -83,24 +84,44 @@ def _called_module(caller: FrameType | None) -> nn.Module | None:
     return module_of_method(caller) if caller is not None and called else None
 
 
-def module_to_compile() -> nn.Module | None:
-    """Return the module that the running call of ``torch.compile`` was given.
+@dataclass(frozen=True)
+class ToCompile:
+    """What the running call of ``torch.compile`` was given.
 
-    Or the one whose ``compile()`` calls it (torch/__init__.py, torch/nn/modules/module.py). None
-    where ``torch.compile`` is not running, or was given a function.
+    Attributes:
+        given: a module, also where its ``compile()`` calls ``torch.compile``; or a function.
+        is_off: the call returns ``given`` itself.
+    """
+
+    given: object
+    is_off: bool
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that was given; None: it was a function."""
+        return self.given if isinstance(self.given, nn.Module) else None
+
+
+def to_compile() -> ToCompile | None:
+    """Return what the running call of ``torch.compile`` was given; None where none is running.
+
+    Read in torch/__init__.py, torch/nn/modules/module.py and ``_optimize`` in eval_frame.py.
     """
     for frame in frames():
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) == ("torch", "compile"):
-            model = frame.f_locals.get("model")
-            model = getattr(model, "__self__", model)  # module.compile() passes a bound method
-            return model if isinstance(model, nn.Module) else None
+            given = frame.f_locals.get("model")
+            owner = getattr(given, "__self__", None)  # module.compile() passes a bound method
+            is_off = bool(frame.f_locals.get("disable"))
+            is_off = is_off or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+            return ToCompile(owner if isinstance(owner, nn.Module) else given, is_off)
     return None
 
 
 def call_arguments(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return the arguments of the innermost call of ``module`` that is under way in Python.
 
-    None where there is no such call, or Dynamo is tracing it.
+    None where there is no such call, or Dynamo is tracing it. The call of what ``torch.compile``
+    made of the module is none: it may have Dynamo trace the module's own.
     """
     for frame in frames():
         if frame.f_code.co_name == "_call_impl" and module_of_method(frame) is module:
@@ -135,6 +156,12 @@ def is_forward(frame: FrameType) -> bool:
 
 def module_of_method(frame: FrameType) -> nn.Module | None:
     """Return the frame's first argument, if it is a module; of a compiled one, the original."""
-    owner = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
+    owner = _first_argument(frame)
     owner = uncompiled(owner) if isinstance(owner, nn.Module) else None
     return owner if isinstance(owner, nn.Module) else None
+
+
+def _first_argument(frame: FrameType) -> object:
+    """Return the first positional argument of the frame's function; None: it has none."""
+    code = frame.f_code
+    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None

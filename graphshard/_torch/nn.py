@@ -1,4 +1,4 @@
-"""Modules: their tables of parameters, the calls that replace these, and containers of tensors.
+"""Modules: their parameters and hooks, the calls that replace parameters, containers of tensors.
 
 Read in torch/nn/modules/module.py and rnn.py, torch/distributed/utils.py and
 checkpoint/_nested_dict.py.
@@ -33,6 +33,16 @@ def parameters_if_initialised(module: nn.Module) -> dict[str, nn.Parameter | Non
 def flat_weights(module: nn.RNNBase) -> list[torch.Tensor | None]:
     """Return the parameters in the order of ``_flat_weights``, read as attributes of ``module``."""
     return [getattr(module, name, None) for name in module._flat_weights_names]
+
+
+def forward_pre_hooks(module: nn.Module) -> list[object]:
+    """Return the hooks that run before the forward of ``module``, in their order."""
+    return list(module._forward_pre_hooks.values())
+
+
+def reduced_by(ddp: nn.parallel.DistributedDataParallel) -> list[nn.Parameter]:
+    """Return the parameters whose gradients this DDP reduces (torch/nn/parallel/distributed.py)."""
+    return ddp._module_parameters
 
 
 def uncompiled(value: object) -> object:

@@ -4,7 +4,8 @@
 ``agree`` has all ranks raise together. A ``ShardedParam`` joins the DTensor that a user sees with
 the shard that graphs take; ``layout`` says how it is split, ``mesh_groups`` over which ranks.
 ``parametrization`` is how a forward comes to full parameters, ``eager_unshard`` how it does so
-outside of graphs. ``grad_accumulation`` and ``grad_sync`` are for microbatches. May import
+outside of graphs. ``first_forward`` has a compiled module sharded in time, ``unsharded`` notices
+where that did not happen. ``grad_accumulation`` and ``grad_sync`` are for microbatches. May import
 ``options`` and ``ops``.
 
 Global state
@@ -15,6 +16,10 @@ do so in attributes called ``_graphshard_*``. Only this is global:
 ``sharded_model._accumulating``
     Models with unreduced gradients, weakly. A backward may reach one of several models, and has to
     reduce what the others have accumulated, in an order that is the same on all ranks.
+``unsharded._watched``, ``_idle`` and ``_hook``
+    What ``torch.compile`` was given and is not sharded yet, and backends that it was not given,
+    weakly. Only the optimizer that steps a parameter tells that it is trained, and torch calls
+    hooks of all optimizers, or of one that has to be known.
 ``mesh_groups._created``
     Process groups by their ranks. Torch's process groups are global, too, and all mesh objects over
     the same ranks have to share one: creating a group is a collective.

@@ -19,6 +19,10 @@ from .grad_accumulation import GradAccumulation
 from .layout import Layout
 
 _MODEL = "_graphshard_model"
+_WHY_NOT_COMPILED = (
+    "call what torch.compile(model, backend=graphshard.backend(mesh)) returns; is compiling off "
+    "(disable=True, TORCH_COMPILE_DISABLE=1, set_stance)?"
+)
 
 _accumulating: weakref.WeakKeyDictionary[ShardedModel, None] = weakref.WeakKeyDictionary()
 """Models with unreduced gradients, in the order in which they began to accumulate."""
@@ -57,6 +61,7 @@ class ShardedModel:
         warned: whether the user was told of both.
         sharded_params: all sharded parameters that are alive.
         accumulates: gradients of some parameter accumulate, or did and may not be reduced yet.
+        compiled: some graph that takes its shards was compiled.
         reads_eagerly: some parameter was read outside of any graph.
         gathered_bytes: the most that any of its graphs holds gathered at once.
     """
@@ -67,6 +72,7 @@ class ShardedModel:
     warned: bool = False
     sharded_params: weakref.WeakSet[ModelParam] = field(default_factory=weakref.WeakSet)
     accumulates: bool = False
+    compiled: bool = False
     reads_eagerly: bool = False
     gathered_bytes: int = 0
 
@@ -103,18 +109,21 @@ class ShardedModel:
 
     def warn_of_breaks(self) -> None:
         """Warn once, when a backward starts: by then a forward has met all its breaks."""
-        if self.warned or not (self.breaks or self.eager_classes):
+        broken = bool(self.breaks or self.eager_classes)
+        if self.warned or (self.compiled and not broken):
             return
         self.warned = True
-        lines = self.breaks or [
-            f"forward of {', '.join(self.eager_classes)} runs outside of a graph",
-            *graph_break_reasons(),
-        ]
+        what, after = "is not compiled", f"\n  {_WHY_NOT_COMPILED}"
+        if broken:
+            lines = self.breaks or [
+                f"forward of {', '.join(self.eager_classes)} runs outside of a graph",
+                *graph_break_reasons(),
+            ]
+            what = "does not compile to one graph"
+            after = "\n  " + "\n  ".join(lines) + "\nTORCH_LOGS=graph_breaks tells more."
         warnings.warn(
-            f"graphshard: {self.name} does not compile to one graph. Training is right, but eager "
-            "parts gather their parameters unscheduled, not in fp8, and keep them for backward:\n  "
-            + "\n  ".join(lines)
-            + "\nTORCH_LOGS=graph_breaks tells more.",
+            f"graphshard: {self.name} {what}. Training is right, but eager parts gather their "
+            f"parameters unscheduled, not in fp8, and keep them for backward:{after}",
             stacklevel=2,
         )
 

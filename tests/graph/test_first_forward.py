@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from graphshard._torch.frames import module_to_compile
+from graphshard._torch.frames import to_compile
 
 
 class Named:
-    """A backend that notes which module torch.compile has when it reads the backend's name."""
+    """A backend that notes what torch.compile has when it reads the backend's name."""
 
     def __init__(self) -> None:
-        self.modules: list[nn.Module | None] = []
+        self.given: list[object] = []
+        self.off: list[bool] = []
 
     @property
     def __name__(self) -> str:
-        self.modules.append(module_to_compile())
+        request = to_compile()
+        assert request is not None
+        self.given.append(request.given)
+        self.off.append(request.is_off)
         return "named"
 
     def __call__(self, gm: Any, inputs: Any) -> Any:
@@ -28,17 +33,29 @@ class Named:
 def test_torch_compile_reads_the_name_while_it_has_the_module() -> None:
     backend, module = Named(), nn.Linear(2, 2)
     torch.compile(module, backend=backend)
-    assert backend.modules and all(found is module for found in backend.modules)
+    assert backend.given and all(given is module for given in backend.given)
 
 
 def test_compile_of_a_module_reads_the_name_too() -> None:
     backend, module = Named(), nn.Linear(2, 2)
     module.compile(backend=backend)
-    assert backend.modules and all(found is module for found in backend.modules)
+    assert backend.given and all(given is module for given in backend.given)
 
 
-def test_a_function_is_no_module() -> None:
+def test_it_reads_the_name_while_it_has_a_function() -> None:
     backend = Named()
-    torch.compile(lambda x: x + 1, backend=backend)
-    assert backend.modules and all(found is None for found in backend.modules)
-    assert module_to_compile() is None
+    function = lambda x: x + 1  # noqa: E731
+    torch.compile(function, backend=backend)
+    assert backend.given and all(given is function for given in backend.given)
+    assert to_compile() is None
+
+
+def test_it_reads_the_name_though_it_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, module = Named(), nn.Linear(2, 2)
+    torch.compile(module, backend=backend)
+    assert not any(backend.off)
+    backend.off.clear()
+    assert torch.compile(module, backend=backend, disable=True) is module
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    assert torch.compile(module, backend=backend) is module
+    assert backend.off and all(backend.off)

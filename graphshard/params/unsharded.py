@@ -1,0 +1,187 @@
+"""Notices parameters that were to be sharded, and that an optimizer is about to step unsharded.
+
+Nothing shards a model whose compiled code never runs: somebody calls the plain model, or Dynamo is
+switched off while a function is compiled. Every rank would then train a model of its own, and
+nobody would see it. What tells is an optimizer that steps with gradients of such parameters:
+
+    torch.compile is given a model, or a function that names it    watched until it is sharded
+    an optimizer steps plain parameters of it, with gradients      error
+    a backend was given to no torch.compile at all, and an
+    optimizer steps any plain parameters, with gradients           warning: they may be another's
+
+Parameters that ``DistributedDataParallel`` reduces are nobody's mistake, and one rank needs no one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+import warnings
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from .._torch.nn import reduced_by, uncompiled
+from ..errors import BackendError
+from .find import living
+from .sharded_param import sharded_param_of
+
+
+class Sharder(Protocol):
+    """The part of a backend that shards; that class has the docstrings."""
+
+    def plain_parameters(self, root: nn.Module) -> list[nn.Parameter]: ...
+
+    def shard_now(self, root: nn.Module) -> None: ...
+
+    def num_ranks(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """What ``torch.compile`` was given: a module, or a function or the owner of a method."""
+
+    sharder: Sharder
+    given: weakref.ref[Any]
+
+    def plain_modules(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+        """Yield each module with the parameters that are to be sharded and are not yet."""
+        for module in modules_named_by(self.given()):
+            plain = [p for p in self.sharder.plain_parameters(module) if not _is_split(p)]
+            if plain:
+                yield module, plain
+
+
+_watched: list[_Watched] = []
+_idle: weakref.WeakSet[Sharder] = weakref.WeakSet()
+"""Backends that no ``torch.compile`` was given."""
+_hook: list[RemovableHandle] = []
+"""The hook of all optimizers; empty while nothing is watched."""
+
+
+def is_plain(value: object) -> bool:
+    """Return whether ``value`` is a parameter that is not sharded."""
+    return isinstance(value, nn.Parameter) and sharded_param_of(value) is None
+
+
+def _is_split(param: nn.Parameter) -> bool:
+    """Return whether something else has sharded the parameter, such as FSDP2."""
+    return isinstance(param, DTensor)
+
+
+def watch_idle(sharder: Sharder) -> None:
+    """Watch a backend that was made."""
+    _idle.add(sharder)
+    _hook_optimizers()
+
+
+def watch(sharder: Sharder, given: object) -> None:
+    """Watch the models of what ``torch.compile`` was given, until they are sharded."""
+    _idle.discard(sharder)
+    _watched[:] = [w for w in _watched if w.given() is not None]
+    target = given.__self__ if isinstance(given, types.MethodType) else given
+    if not any(w.sharder is sharder and w.given() is target for w in _watched):
+        with contextlib.suppress(TypeError):  # an object of a class that takes no weak references
+            _watched.append(_Watched(sharder, weakref.ref(target)))
+    _hook_optimizers()
+
+
+def settle(sharder: Sharder) -> None:
+    """Stop watching what is sharded now; and functions for ``sharder``, which compiles."""
+    _idle.discard(sharder)
+    _watched[:] = [w for w in _watched if _is_unsettled(w, sharder)]
+    if not _watched and not _idle:
+        while _hook:
+            _hook.pop().remove()
+
+
+def _is_unsettled(watched: _Watched, sharder: Sharder) -> bool:
+    if isinstance(watched.given(), nn.Module):
+        return any(watched.plain_modules())
+    return watched.given() is not None and watched.sharder is not sharder
+
+
+def _hook_optimizers() -> None:
+    if not _hook:
+        _hook.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def modules_named_by(given: object) -> Iterator[nn.Module]:
+    """Yield the modules that compiled code names: a function's closure, globals and defaults.
+
+    Args:
+        given: a module, a function, or the object whose method is compiled; None: nothing.
+    """
+    if isinstance(given, nn.Module):
+        yield given
+        return
+    values: list[object] = list(getattr(given, "__dict__", {}).values())
+    if isinstance(given, types.FunctionType):
+        try:
+            names = inspect.getclosurevars(given)
+        except ValueError:  # a variable of the closure has no value yet
+            return
+        values += [*names.nonlocals.values(), *names.globals.values(), *(given.__defaults__ or ())]
+    for value in map(uncompiled, values):
+        if isinstance(value, nn.Module):
+            yield value
+
+
+def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Raise or warn if the optimizer steps what was to be sharded; a hook of every optimizer."""
+    if torch.compiler.is_compiling():
+        return
+    stepped = _stepped_plainly(optimizer) if _watched or _idle else set()
+    if not stepped:
+        return
+    for watched in _watched:
+        if watched.sharder.num_ranks() > 1:
+            for module, plain in watched.plain_modules():
+                _raise_if_stepped(optimizer, module, stepped.intersection(plain))
+    for sharder in list(_idle):
+        if sharder.num_ranks() > 1 and stepped - _reduced_by_ddp():
+            _idle.discard(sharder)
+            _warn_of_idle(optimizer)
+
+
+def _stepped_plainly(optimizer: Optimizer) -> set[nn.Parameter]:
+    """Return the plain parameters of the optimizer that have gradients."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return {p for p in params if is_plain(p) and not _is_split(p) and p.grad is not None}
+
+
+def _reduced_by_ddp() -> set[nn.Parameter]:
+    return {param for ddp in living(DistributedDataParallel) for param in reduced_by(ddp)}
+
+
+def _raise_if_stepped(optimizer: Optimizer, module: nn.Module, stepped: set[nn.Parameter]) -> None:
+    stepped = stepped and stepped - _reduced_by_ddp()
+    if not stepped:
+        return
+    name = next(name for name, param in module.named_parameters() if param in stepped)
+    raise BackendError(
+        f"{type(optimizer).__name__} steps {name!r} of {type(module).__name__}, which "
+        "torch.compile(..., backend=graphshard.backend(...)) was to shard: no compiled call of it "
+        "has run, so each rank trains a model of its own. Call what torch.compile returned, with "
+        "compiling on (no disable=True, TORCH_COMPILE_DISABLE=1, set_stance('force_eager') or "
+        "suppress_errors); or shard it by graphshard.shard(model, mesh), which trains uncompiled "
+        "as well"
+    )
+
+
+def _warn_of_idle(optimizer: Optimizer) -> None:
+    warnings.warn(
+        "graphshard: a backend was made, but given to no torch.compile yet, and "
+        f"{type(optimizer).__name__} steps parameters that are not sharded: if they are to be, "
+        "pass it: torch.compile(model, backend=graphshard.backend(mesh))",
+        stacklevel=4,
+    )
