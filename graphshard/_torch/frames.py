@@ -124,7 +124,7 @@ def call_arguments(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] 
     made of the module is none: it may have Dynamo trace the module's own.
     """
     for frame in frames():
-        if frame.f_code.co_name == "_call_impl" and module_of_method(frame) is module:
+        if frame.f_code.co_name == "_call_impl" and _first_argument(frame) is module:
             return frame.f_locals["args"], frame.f_locals["kwargs"]
     return None
 

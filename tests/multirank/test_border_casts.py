@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import graphshard
 from tests import ranks
 from tests.models import GPT, MLP, Trainable
-from tests.numerics.compare import world_mesh
+from tests.numerics.compare import assert_sharded, graphshard_warnings, world_mesh
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -178,3 +178,35 @@ def _by_name(kind: Trainable) -> None:
             compiled(batch)
     else:
         assert compiled(batch).dtype == BF16
+
+
+def _linear() -> nn.Module:
+    return nn.Linear(4, 3)
+
+
+def _sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+
+
+def _call_bare(make: Callable[[], nn.Module], compile: Callable[[nn.Module, Any], Any]) -> None:
+    model = make()
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager", mp_policy=BORDER)
+    called = compile(model, backend)
+    for _ in range(2):
+        with graphshard_warnings() as texts:
+            out = called(torch.ones(2, 4))
+            assert out.dtype == FP16
+            out.sum().backward()
+        assert not texts
+    assert_sharded(model)
+    assert len(backend.plans) == 2
+    # Nothing is left of what sharded it but the hook that casts.
+    assert len(model._forward_pre_hooks) == 1
+
+
+@pytest.mark.parametrize("compile", [_one_line, _in_place])
+@pytest.mark.parametrize("make", [_linear, _sequential])
+def test_a_bare_module_of_torch_nn(
+    make: Callable[[], nn.Module], compile: Callable[[nn.Module, Any], Any]
+) -> None:
+    ranks.run(2, _call_bare, make, compile)
