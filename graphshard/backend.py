@@ -23,7 +23,7 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from ._torch.dynamo import Trace, on_compile_start, source_name, sources
+from ._torch.dynamo import Trace, on_compile_error, on_compile_start, source_name, sources
 from ._torch.frames import CompiledCall, call_arguments, compiled_call, to_compile
 from ._torch.inductor import mode_options
 from ._torch.nn import uncompiled
@@ -32,8 +32,9 @@ from .errors import BackendError
 from .options.float8_policy import Float8Policy
 from .options.options import Options, default_mesh
 from .options.schedule_policy import SchedulePolicy
+from .params.dtype_advice import advise, advising
 from .params.first_forward import forget_first_forward, shard_before_first_forward
-from .params.mixed_precision import crosses_border, has_border
+from .params.mixed_precision import crosses_border, find_borders, has_border
 from .params.shard import shard_module
 from .params.sharded_model import sharded_model_of
 from .params.sharded_param import SHARDED_PARAM, ShardedParam, in_sync, sharded_param_of
@@ -109,7 +110,8 @@ class Backend:
         for model in {param.model for param in sharded}:
             model.compiled = True
             model.gathered_bytes = max(model.gathered_bytes, compiled.max_gathered_bytes())
-        return compiled.run
+        is_cast = any(layout.dtype is not None for layout in layouts)
+        return advising(compiled.run) if is_cast else compiled.run
 
     @property
     def __name__(self) -> str:
@@ -117,7 +119,8 @@ class Backend:
         forward] in graphshard/params/first_forward.py."""
         request = to_compile()
         if request is not None:
-            shard_before_first_forward(self, request, self.options.mp_policy)
+            policy = self.options.policy_of(self.options.policy_glob(""))
+            shard_before_first_forward(self, request, policy)
             watch(self, request.given)
         return "graphshard"
 
@@ -136,16 +139,17 @@ class Backend:
         """Shard ``root``, whose forward may have begun.
 
         Raises:
-            BackendError: it has, and the hooks that cast at its border come too late.
+            BackendError: it has, and the hooks that cast at a border come too late.
         """
-        policy, begun = self.options.mp_policy, call_arguments(root)
-        if crosses_border(begun, policy) if begun else in_use and has_border(policy):
-            raise BackendError(
-                f"mp_policy={policy}: the first forward of {type(root).__name__} has begun before "
-                "its inputs were cast: compile the module itself, by "
-                "torch.compile(model, backend=graphshard.backend(...)) and not by the backend's "
-                "name, or call graphshard.shard(model, ...) before"
-            )
+        for module, policy in find_borders(root, self.options):
+            begun, runs = call_arguments(module), in_use and module is root
+            if crosses_border(begun, policy) if begun else runs and has_border(policy):
+                raise BackendError(
+                    f"mp_policy={policy}: the first forward of {type(module).__name__} has begun "
+                    "before its inputs were cast: compile the module itself, by "
+                    "torch.compile(model, backend=graphshard.backend(...)) and not by the "
+                    "backend's name, or call graphshard.shard(model, ...) before"
+                )
         self.shard_now(root, in_use)
 
     def shard_now(self, root: nn.Module, in_use: bool = False) -> None:
@@ -297,8 +301,10 @@ def backend(
         ignored_params: parameters that stay as they are, neither sharded nor reduced.
         overrides: ``{fqn glob: {argument: value}}`` gives some parameters another ``mp_policy``,
             ``offload_policy``, ``fp8``, ``reshard_after_forward`` or ``shard``; of several globs
-            that match, the last one holds. ``"shard": False`` replicates a parameter and
-            all-reduces its gradient, as DDP does; it never travels in fp8.
+            that match, the last one holds. A glob that matches a module holds for all that is in
+            it, and an ``mp_policy`` casts inputs and outputs of the outermost modules it matches.
+            ``"shard": False`` replicates a parameter and all-reduces its gradient, as DDP does; it
+            never travels in fp8.
         fp8: the linears that compute in fp8, with their weights gathered in it; None: no linear.
         schedule: limits and options of the schedule; None: ``SchedulePolicy()``.
         compiler: "inductor", or "aot_eager": the same graphs, run op by op by ATen.
@@ -362,6 +368,7 @@ def from_string(
 
 def _shard_before_trace(_: object) -> None:
     """Shard the module that is about to be traced, where its backend is one of ours."""
+    on_compile_error(advise)
     call = compiled_call()
     its_backend = call.backend
     if its_backend is from_string:

@@ -7,7 +7,9 @@ utils.py. ``errors`` takes ``ShortenTraceback`` from here: an error of this clas
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -118,6 +120,28 @@ def on_compile_start(act: Callable[[object], None]) -> None:
     handler = torch._dynamo.callback_handler
     if act not in handler.start_callbacks:
         handler.register_start_callback(act)
+
+
+def on_compile_error(act: Callable[[BaseException], None]) -> None:
+    """Have ``act`` called with the error that ends a compilation; see ``on_compile_start``.
+
+    End callbacks run while the error passes through ``install_callbacks``.
+    """
+    handler, callback = torch._dynamo.callback_handler, _OnError(act)
+    if callback not in handler.end_callbacks:
+        handler.register_end_callback(callback)
+
+
+@dataclass(frozen=True)
+class _OnError:
+    """An end callback; equal ones are registered once."""
+
+    act: Callable[[BaseException], None]
+
+    def __call__(self, _: object) -> None:
+        error = sys.exc_info()[1]
+        if error is not None:
+            self.act(error)
 
 
 def run_as_python(function: Callable[..., object]) -> None:

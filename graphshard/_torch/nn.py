@@ -30,6 +30,11 @@ def parameters_if_initialised(module: nn.Module) -> dict[str, nn.Parameter | Non
     return parameters
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Return whether ``module`` can be called: containers such as ``nn.ModuleList`` cannot."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
 def flat_weights(module: nn.RNNBase) -> list[torch.Tensor | None]:
     """Return the parameters in the order of ``_flat_weights``, read as attributes of ``module``."""
     return [getattr(module, name, None) for name in module._flat_weights_names]

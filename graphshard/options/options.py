@@ -91,13 +91,31 @@ class Options:
             f.name: getattr(self, f.name) for f in fields(ParamOptions) if hasattr(self, f.name)
         }
         for glob, arguments in self.overrides.items():
-            if any(fnmatchcase(fqn, glob) for fqn in fqns):
+            if any(matches(glob, fqn) for fqn in fqns):
                 values.update(arguments)
         return ParamOptions(**values)
 
-    def unmatched_globs(self, fqns: Sequence[str]) -> list[str]:
-        """Return the globs of ``overrides`` that match none of these names."""
-        return [glob for glob in self.overrides if not any(fnmatchcase(f, glob) for f in fqns)]
+    def policy_glob(self, fqn: str) -> str | None:
+        """Return the glob of ``overrides`` whose ``mp_policy`` holds for the module ``fqn``.
+
+        None: the whole model's does. The model itself is the module "".
+        """
+        globs = [glob for glob, arguments in self.overrides.items() if "mp_policy" in arguments]
+        return next((glob for glob in reversed(globs) if matches(glob, fqn)), None)
+
+    def policy_of(self, glob: str | None) -> MixedPrecisionPolicy:
+        """Return the ``mp_policy`` of a glob of ``overrides``; None: that of the whole model."""
+        if glob is None:
+            return self.mp_policy
+        policy: MixedPrecisionPolicy = self.overrides[glob]["mp_policy"]
+        return policy
+
+
+def matches(glob: str, fqn: str) -> bool:
+    """Return whether ``glob`` matches a parameter or a module, or a module that it is part of."""
+    parts = fqn.split(".")
+    parents = (".".join(parts[:depth]) for depth in range(len(parts)))
+    return fnmatchcase(fqn, glob) or any(fnmatchcase(parent, glob) for parent in parents)
 
 
 def _check_overrides(overrides: object) -> None:

@@ -14,10 +14,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from .._torch.nn import has_forward
 from .._torch.tensors import is_traceable_wrapper_subclass
 from ..ops.float8_math import device_fault, is_of_torchao
 from ..options.float8_policy import check_fp8
-from ..options.options import Options
+from ..options.options import Options, matches
 from .find import PlainParam
 from .mesh_groups import MeshGroups
 from .parametrization import had_sharded
@@ -40,7 +41,7 @@ def find_fault(
     return (
         _fault_of_modules(root)
         or _fault_of_parameters(plain_params, allow_meta)
-        or _fault_of_overrides(plain_params, options)
+        or _fault_of_overrides(root, plain_params, options)
         or _resolve_options(plain_params, mesh, options)
         or _fault_of_fp8(root, plain_params, mesh.device_type)
     )
@@ -91,12 +92,23 @@ def _fault_of_tensor(param: nn.Parameter, all_meta: bool) -> str | None:
     return None
 
 
-def _fault_of_overrides(plain_params: Sequence[PlainParam], options: Options) -> str | None:
+def _fault_of_overrides(
+    root: nn.Module, plain_params: Sequence[PlainParam], options: Options
+) -> str | None:
     fqns = [fqn for plain in plain_params for fqn in plain.fqns]
-    globs = options.unmatched_globs(fqns)
-    if not globs:
-        return None
-    return f"overrides[{globs[0]!r}] matches no parameter: there are {', '.join(fqns)}"
+    callable_modules = [name for name, module in root.named_modules() if has_forward(module)]
+    for glob, arguments in options.overrides.items():
+        policy = arguments.get("mp_policy")
+        has_border = policy is not None and any(matches(glob, name) for name in callable_modules)
+        if not has_border and not any(matches(glob, fqn) for fqn in fqns):
+            return f"overrides[{glob!r}] matches no parameter: there are {', '.join(fqns)}"
+        if policy is not None and policy.output_dtype is not None and not has_border:
+            return (
+                f"overrides[{glob!r}] has an mp_policy with output_dtype={policy.output_dtype}, "
+                "but matches parameters alone, which have no output: name the module, which "
+                "stands for all that is in it"
+            )
+    return None
 
 
 def _resolve_options(

@@ -1,25 +1,52 @@
-"""The casts of FSDP2's ``MixedPrecisionPolicy`` at the border of a model.
+"""The casts of FSDP2's ``MixedPrecisionPolicy`` at the borders of a model and of its parts.
 
-    forward inputs ─► param_dtype ─► model ─► output_dtype
+    forward inputs ─► param_dtype ─► module ─► output_dtype
 
-The casts inside are part of the graphs: parameters before they are gathered, gradients before and
-after they are reduced (``graphshard.ops.markers``). Parameters and their gradients keep their own
-dtype.
+A border is where a policy begins: around the model, and around each outermost module that a glob of
+``overrides`` gives a policy (a module that FSDP2 wraps by itself). Parameters are cast by the
+graphs, before they are gathered, and gradients before and after they are reduced
+(``graphshard.ops.markers``). Parameters and their gradients keep their own dtype.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .._torch.dynamo import run_as_python
-from .._torch.nn import apply_to_tensors
+from .._torch.nn import apply_to_tensors, has_forward
+from ..options.options import Options
 
 _T = TypeVar("_T")
+
+
+class Border(NamedTuple):
+    """A module whose inputs and outputs are cast, and the policy that says to what."""
+
+    module: nn.Module
+    policy: MixedPrecisionPolicy
+
+
+def find_borders(root: nn.Module, options: Options) -> list[Border]:
+    """Return the borders of ``root``, its own first.
+
+    Inside of a module, those whose policy is of another glob than that of the module around them.
+    """
+    globs = {"": options.policy_glob("")}
+    borders = [Border(root, options.policy_of(globs[""]))]
+    for fqn, module in list(root.named_modules())[1:]:
+        if not has_forward(module):  # nn.ModuleList: nobody calls it
+            continue
+        parts = fqn.split(".")
+        around = (".".join(parts[:depth]) for depth in reversed(range(len(parts))))
+        globs[fqn] = options.policy_glob(fqn)
+        if globs[fqn] != next(globs[outer] for outer in around if outer in globs):
+            borders.append(Border(module, options.policy_of(globs[fqn])))
+    return borders
 
 
 def _input_dtype(policy: MixedPrecisionPolicy) -> torch.dtype | None:
@@ -27,14 +54,16 @@ def _input_dtype(policy: MixedPrecisionPolicy) -> torch.dtype | None:
     return policy.param_dtype if policy.cast_forward_inputs else None
 
 
-def cast_at_border(root: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    """Cast the inputs of every forward of ``root``, and its outputs, by hooks."""
+def cast_at_border(border: Border) -> None:
+    """Cast the inputs of every forward of the module, and its outputs, by hooks."""
+    module, policy = border
     if _input_dtype(policy) is not None:
-        hook = functools.partial(_before_forward, policy)
         # Behind the user's hooks: Dynamo of torch 2.11 cannot trace one that was prepended.
-        root.register_forward_pre_hook(hook, with_kwargs=True)
+        module.register_forward_pre_hook(
+            functools.partial(_before_forward, policy), with_kwargs=True
+        )
     if policy.output_dtype is not None:
-        root.register_forward_hook(functools.partial(_after_forward, policy.output_dtype))
+        module.register_forward_hook(functools.partial(_after_forward, policy.output_dtype))
 
 
 def has_border(policy: MixedPrecisionPolicy) -> bool:

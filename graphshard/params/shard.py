@@ -29,9 +29,9 @@ from .check import find_fault
 from .find import PlainParam, find_plain_params, living
 from .layout import Layout
 from .mesh_groups import MeshGroups
-from .mixed_precision import cast_at_border
+from .mixed_precision import cast_at_border, find_borders
 from .parametrization import install
-from .sharded_model import ShardedModel, join_model
+from .sharded_model import ShardedModel, join_model, sharded_model_of
 from .sharded_param import ShardedParam
 
 
@@ -64,6 +64,8 @@ def shard_module(
     raise_together(root, plain_params, groups, options, fault=fault)
     _warn_of_torchao(root)
     model = ShardedModel(type(root).__name__)
+    # A part that was sharded before keeps its policy.
+    borders = [b for b in find_borders(root, options) if sharded_model_of(b.module) is None]
     with torch.no_grad(), torch.inference_mode(False):
         if any(plain.host_memory is not None for plain in plain_params):
             _move_buffers(root, groups.device)
@@ -80,7 +82,8 @@ def shard_module(
             sharded_param = sharded_params[plain.param] = _shard_parameter(plain, groups, model)
             _free_full(plain.param, sharded_param, in_use)
         _install(root, plain_params, sharded_params, model)
-        cast_at_border(root, options.mp_policy)
+        for border in borders:
+            cast_at_border(border)
         _repoint_optimizers(sharded_params)
         if not in_use:
             for param in sharded_params:

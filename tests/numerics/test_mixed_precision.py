@@ -260,7 +260,7 @@ def _override() -> tuple[list[str], list[str]]:
     return sorted(forward.params[i].fqn for i in forward.kept), again
 
 
-@pytest.mark.parametrize("name", ["normal.*", "down"])
+@pytest.mark.parametrize("name", ["normal.*", "downs"])
 def test_an_override_that_matches_nothing(name: str) -> None:
     ranks.run(2, _override_nothing, name)
 

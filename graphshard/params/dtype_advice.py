@@ -1,0 +1,62 @@
+"""Advice behind torch's errors of dtypes that differ: with a policy, a border may be missing."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import nn
+
+from .._torch.frames import compiled_call
+from .._torch.nn import has_forward
+from ..errors import BackendError
+from .sharded_param import sharded_param_of
+
+_R = TypeVar("_R")
+
+_DTYPES_DIFFER = re.compile("dtype|scalar type|should be the same")
+"""Of linears, attention, norms and convolutions."""
+
+
+def advising(run: Callable[..., _R]) -> Callable[..., _R]:
+    """Return a compiled graph like ``run`` whose errors come with the advice."""
+
+    @functools.wraps(run)
+    def call(*args: object) -> _R:
+        try:
+            return run(*args)
+        except RuntimeError as error:
+            advise(error)
+            raise
+
+    return call
+
+
+def advise(error: BaseException) -> None:
+    """Add a note to an error of dtypes that a compiled model with a policy has raised."""
+    model = compiled_call().module
+    about_dtypes = _DTYPES_DIFFER.search(str(error)) and not isinstance(error, BackendError)
+    if about_dtypes and isinstance(error, RuntimeError) and model is not None and _is_cast(model):
+        error.add_note(
+            "graphshard: mp_policy casts the inputs of the model, not of its parts, so where a "
+            "float32 buffer or a norm makes a stream float32, it stays so. "
+            f"overrides={{{_repeated(model)!r}: {{'mp_policy': policy}}}} casts the inputs of each "
+            "of these modules, too, as FSDP2 does for every module that it wraps."
+        )
+
+
+def _is_cast(model: nn.Module) -> bool:
+    """Return whether any parameter of ``model`` is used in another dtype than its own."""
+    sharded_params = map(sharded_param_of, model.parameters())
+    return any(param is not None and param.layout.dtype is not None for param in sharded_params)
+
+
+def _repeated(model: nn.Module) -> str:
+    """Return the glob of the children of the largest outermost list; if none, a placeholder."""
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and n}
+    outermost = [n for n in lists if not any(n.startswith(f"{other}.") for other in lists)]
+    callable_lists = [n for n in outermost if any(map(has_forward, lists[n]))]
+    largest = max(callable_lists, key=lambda name: len(lists[name]), default=None)
+    return "NAME_OF_MODULE" if largest is None else f"{largest}.*"

@@ -1,0 +1,303 @@
+"""`mp_policy` of a module inside of a model, beside eager FSDP2 that wraps this module by itself:
+inputs and outputs are cast at its border. Bitwise, on two ranks."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import graphshard
+from tests import ranks
+from tests.numerics.compare import (
+    compile_sharded,
+    draw,
+    relative_error,
+    sgd,
+    whole,
+    world_mesh,
+)
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Block(nn.Module):
+    """Whose buffer, like tables of rotary embeddings, makes the stream a float32 one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("table", torch.randn(6))
+
+    def forward(self, x: Tensor, more: dict[str, Tensor]) -> Tensor:
+        y = F.gelu(self.linear(self.norm(x).to(self.linear.weight.dtype)))
+        return x + y * more["scale"] * self.table
+
+
+class Stack(nn.Module):
+    """Blocks; the first casts the float32 stream of the second, where they have borders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(7, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = self.run(block, x, {"scale": torch.full((), 0.5)})
+        return self.head(x.to(self.head.weight.dtype)).square().mean()
+
+    def run(self, block: nn.Module, x: Tensor, more: dict[str, Tensor]) -> Any:
+        return block(x, more)
+
+    @staticmethod
+    def batch(rng: torch.Generator) -> Tensor:
+        return torch.randn(5, 7, generator=rng)
+
+
+class Checkpointed(Stack):
+    """Recomputes its blocks, casts included."""
+
+    def run(self, block: nn.Module, x: Tensor, more: dict[str, Tensor]) -> Any:
+        return checkpoint(block, x, more, use_reentrant=False)
+
+
+class Breaking(Stack):
+    """Runs as eager code around its blocks."""
+
+    def run(self, block: nn.Module, x: Tensor, more: dict[str, Tensor]) -> Any:
+        torch._dynamo.graph_break()
+        return block(x, more)
+
+
+@dataclass
+class Case:
+    """Policies by FQN of what FSDP2 wraps by itself ("": the model), and ours that mean the same.
+
+    Attributes:
+        ours: by glob; None: the same FQNs.
+        kind: the model.
+    """
+
+    wrapped: dict[str, MixedPrecisionPolicy]
+    ours: dict[str, MixedPrecisionPolicy] | None = None
+    kind: type[Stack] = Stack
+
+
+HALF = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+OUT = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP32)
+KEEP_INPUTS = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
+ROUGH = MixedPrecisionPolicy(reduce_dtype=BF16, output_dtype=BF16)
+FLOAT_NORM = MixedPrecisionPolicy(param_dtype=FP32, output_dtype=BF16)
+BLOCKS = [f"blocks.{i}" for i in range(3)]
+NORMS = [f"{name}.norm" for name in BLOCKS]
+
+
+def _each(names: list[str], policy: MixedPrecisionPolicy) -> dict[str, MixedPrecisionPolicy]:
+    return dict.fromkeys(names, policy)
+
+
+CASES = {
+    "every block": Case({"": HALF, **_each(BLOCKS, HALF)}, {"": HALF, "blocks.*": HALF}),
+    "every block by its name": Case({"": HALF, **_each(BLOCKS, HALF)}),
+    "their list": Case({"": HALF, **_each(BLOCKS, HALF)}, {"": HALF, "blocks": HALF}),
+    "blocks alone": Case(_each(BLOCKS, HALF), {"blocks.?": HALF}),
+    "outputs are cast": Case({"": HALF, **_each(BLOCKS, OUT)}, {"": HALF, "blocks.*": OUT}),
+    "inputs are cast at one border": Case(
+        {"": HALF, "blocks.0": KEEP_INPUTS, "blocks.1": HALF, "blocks.2": HALF}
+    ),
+    "norms compute in float32": Case(
+        {"": HALF, **_each(BLOCKS, HALF), **_each(NORMS, FLOAT_NORM)},
+        {"": HALF, "blocks.*": HALF, "*norm": FLOAT_NORM},
+    ),
+    "another dtype in one block": Case(
+        {"": HALF, **_each(BLOCKS, HALF), "blocks.1": MixedPrecisionPolicy(FP16, FP32, FP32)},
+        {"": HALF, "*blocks.*": HALF, "blocks.1": MixedPrecisionPolicy(FP16, FP32, FP32)},
+    ),
+    "the model by a glob": Case({"": ROUGH}, {"*": ROUGH}),
+    "checkpointed": Case(
+        {"": HALF, **_each(BLOCKS, HALF)}, {"": HALF, "blocks.*": HALF}, Checkpointed
+    ),
+    "graph breaks": Case({"": HALF, **_each(BLOCKS, HALF)}, {"": HALF, "blocks.*": HALF}, Breaking),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_modules_policy_casts_at_its_border_as_fsdp2_does(name: str) -> None:
+    ranks.run(2, _train, CASES[name])
+
+
+def _train(case: Case) -> None:
+    torch.manual_seed(0)
+    ours, theirs = case.kind(), case.kind()
+    theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
+    for fqn in sorted(case.wrapped, key=len, reverse=True):  # inner ones first
+        fully_shard(theirs.get_submodule(fqn), mesh=world_mesh(), mp_policy=case.wrapped[fqn])
+    if "" not in case.wrapped:
+        fully_shard(theirs, mesh=world_mesh())
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager", **_arguments(case))
+    compiled = torch.compile(ours, backend=backend, fullgraph=case.kind is not Breaking)
+    optimizers = []
+    for step in range(4):
+        batch = draw(Stack.batch, step)[dist.get_rank()]
+        loss, expected = compiled(batch), theirs(batch)
+        assert loss.dtype == expected.dtype and torch.equal(loss, expected)
+        loss.backward()
+        expected.backward()
+        for (fqn, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert p.grad.dtype == q.grad.dtype == FP32
+            assert torch.equal(whole(p.grad), whole(q.grad)), fqn
+        optimizers = optimizers or [sgd(ours), sgd(theirs)]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _arguments(case: Case) -> dict[str, Any]:
+    policies = dict(case.ours or case.wrapped)
+    whole_model = policies.pop("", MixedPrecisionPolicy())
+    return {
+        "mp_policy": whole_model,
+        "overrides": {glob: {"mp_policy": policy} for glob, policy in policies.items()},
+    }
+
+
+def test_a_modules_policy_casts_by_inductor() -> None:
+    ranks.run(2, _train_by_inductor)
+
+
+def _train_by_inductor() -> None:
+    torch.manual_seed(0)
+    ours = Stack()
+    theirs = copy.deepcopy(ours)
+    for module in (*theirs.blocks, theirs):
+        fully_shard(module, mesh=world_mesh(), mp_policy=HALF)
+    overrides = {"blocks.*": {"mp_policy": HALF}}
+    compiled = compile_sharded(ours, compiler="inductor", mp_policy=HALF, overrides=overrides)
+    batch = draw(Stack.batch, 0)[dist.get_rank()]
+    losses = [compiled(batch), theirs(batch)]
+    for loss in losses:
+        loss.backward()
+    assert relative_error(*losses) <= 2e-2
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert relative_error(p.grad, q.grad) <= 5e-2
+
+
+class Embedder(nn.Module):
+    """A part without parameters, which may have a border all the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dtype == FP16
+        return x * 2
+
+
+class WithEmbedder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"embedder": Embedder()})
+        self.linear = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.parts["embedder"](x)
+        assert y.dtype == FP32
+        return self.linear(y).square().mean()
+
+
+def test_a_module_without_parameters_has_a_border() -> None:
+    ranks.run(2, _without_parameters)
+
+
+def _without_parameters() -> None:
+    overrides = {"parts": {"mp_policy": MixedPrecisionPolicy(FP16, output_dtype=FP32)}}
+    compiled = compile_sharded(WithEmbedder(), overrides=overrides)
+    for _ in range(2):
+        compiled(torch.ones(5, 7)).backward()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "match"),
+    [
+        ({"norms.*": {"mp_policy": HALF}}, r"overrides\['norms.\*'\] matches no parameter"),
+        ({"blocks.*.bias": {"mp_policy": OUT}}, "output_dtype=torch.float32, but matches"),
+        ({"blocks.*.dtypes": {"shard": False}}, "matches no parameter"),
+    ],
+)
+def test_a_glob_that_can_do_nothing_is_an_error(overrides: dict[str, Any], match: str) -> None:
+    ranks.run(2, _refuse, overrides, match)
+
+
+def _refuse(overrides: dict[str, Any], match: str) -> None:
+    model = Stack()
+    with pytest.raises(ValueError, match=match):
+        graphshard.shard(model, world_mesh(), overrides=overrides)
+    assert type(model.head.weight) is nn.Parameter
+
+
+def test_a_module_stands_for_all_that_is_in_it() -> None:
+    ranks.run(2, _subtree)
+
+
+def _subtree() -> None:
+    model = Stack()
+    graphshard.shard(model, world_mesh(), overrides={"blocks.1": {"shard": False}})
+    replicated = [n for n, p in model.named_parameters() if p.placements[0].is_replicate()]
+    assert replicated == [n for n, _ in model.named_parameters() if n.startswith("blocks.1.")]
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 7)
+        self.register_buffer("table", torch.randn(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * self.table).sum()
+
+
+class Attention(nn.Module):
+    """Whose dtypes Dynamo compares while it traces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
+        self.register_buffer("table", torch.randn(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.layers[0](x)[None]
+        return F.scaled_dot_product_attention(q * self.table, q, q).sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "glob"), [(Stack, "blocks.*"), (Attention, "layers.*"), (Mixing, "NAME_OF_MODULE")]
+)
+def test_an_error_of_dtypes_names_the_recipe(kind: type[nn.Module], glob: str) -> None:
+    ranks.run(2, _mix_dtypes, kind, glob)
+
+
+def _mix_dtypes(kind: type[nn.Module], glob: str) -> None:
+    with pytest.raises(RuntimeError, match="dtype") as raised:
+        compile_sharded(kind(), mp_policy=HALF)(torch.randn(5, 7))
+    (note,) = raised.value.__notes__
+    assert f"overrides={{{glob!r}: {{'mp_policy': policy}}}}" in note
+
+
+def test_an_error_without_a_policy_has_no_note() -> None:
+    ranks.run(2, _mix_without_policy)
+
+
+def _mix_without_policy() -> None:
+    for kind in (Attention, Mixing):
+        with pytest.raises(RuntimeError, match="dtype") as raised:
+            compile_sharded(kind())(torch.randn(5, 7, dtype=torch.float64))
+        assert not getattr(raised.value, "__notes__", [])
