@@ -40,7 +40,7 @@ class Accumulator:
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
         self.stand_in = torch.zeros((), dtype=dtype, device=device).expand(shape).requires_grad_()
         number = next(_numbers)
-        self.key = torch.tensor(number)
+        self.key = torch.tensor(number, device="cpu")  # whatever the default device is
         _accumulators[number] = self
         self._taken: list[torch.Tensor] = []
 

@@ -269,3 +269,22 @@ def test_what_is_no_module_and_no_flag() -> None:
         pass
     with pytest.raises(ValueError, match="the flag is 1: must be True or False"):
         graphshard.set_requires_all_reduce(MLP(), 1)  # type: ignore[arg-type]
+
+
+def _under_a_default_device() -> None:
+    """What is made for the accumulated gradients is where it has to be, whatever the default."""
+    twins = Twins(MLP())
+    torch.set_default_device("meta")
+    try:
+        with torch.device("cpu"):
+            batches = draw(MLP.batch, 0)
+        with graphshard.no_sync(twins.model):
+            twins.backward(batches)
+        twins.backward(batches)
+    finally:
+        torch.set_default_device(None)
+    twins.check()
+
+
+def test_accumulation_under_a_default_device() -> None:
+    ranks.run(2, _under_a_default_device)
