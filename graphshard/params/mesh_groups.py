@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch.distributed import is_registered
+from .._torch.distributed import group_timeout_s, is_registered, process_group
 
 _created: dict[tuple[int, ...], dist.ProcessGroup] = {}
 """Process groups that were created here, by their sorted ranks."""
@@ -60,7 +61,7 @@ class MeshGroups:
         """The group of all ranks of the mesh."""
         if self.mesh.ndim == 1:
             return self.shards
-        return _group_of(self.mesh.mesh.flatten().tolist())
+        return self._group_of(self.mesh.mesh.flatten().tolist())
 
     def neighbours(self, num_ranks: int) -> str:
         """Return the group of ``num_ranks`` consecutive ranks of this rank's replica.
@@ -70,16 +71,20 @@ class MeshGroups:
         if num_ranks == self.num_shards:
             return self.shards
         rows = self.mesh.mesh.reshape(-1, num_ranks).tolist()
-        return _group_of(next(ranks for ranks in rows if dist.get_rank() in ranks))
+        return self._group_of(next(ranks for ranks in rows if dist.get_rank() in ranks))
 
+    def _group_of(self, ranks: Sequence[int]) -> str:
+        """Return the group of these ranks; the first time, all of them have to call this.
 
-def _group_of(ranks: Sequence[int]) -> str:
-    """Return the group of these ranks; the first time, all of them have to call this."""
-    if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD.group_name  # type: ignore[union-attr]  # it is initialised
-    key = tuple(sorted(ranks))
-    group = _created.get(key)
-    if group is None or not is_registered(group):
-        # Ranks of other parts of a larger mesh may shard something else, or nothing.
-        group = _created[key] = dist.new_group(list(key), use_local_synchronization=True)
-    return group.group_name
+        Its collectives may take as long as those of the mesh.
+        """
+        if len(ranks) == dist.get_world_size():
+            return dist.group.WORLD.group_name  # type: ignore[union-attr]  # it is initialised
+        key = tuple(sorted(ranks))
+        group = _created.get(key)
+        if group is None or not is_registered(group):
+            timeout = timedelta(seconds=group_timeout_s(process_group(self.shards)))
+            # Ranks of other parts of a larger mesh may shard something else, or nothing.
+            group = dist.new_group(list(key), timeout=timeout, use_local_synchronization=True)
+            _created[key] = group
+        return group.group_name

@@ -1,0 +1,31 @@
+"""Process groups that sharding makes beside those of the mesh."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import graphshard
+from graphshard._torch.distributed import group_timeout_s, process_group
+from graphshard.params.sharded_param import sharded_param_of
+from tests import ranks
+from tests.models import MLP
+
+
+def _timeouts() -> tuple[float, float]:
+    """Return the timeout of the mesh's group, and of the one that backward gathers from."""
+    group = dist.new_group(list(range(4)), timeout=timedelta(seconds=77))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = graphshard.shard(MLP(), mesh, reshard_after_forward=2)
+    sharded_param = sharded_param_of(next(model.parameters()))
+    assert sharded_param is not None and sharded_param.layout.regather_group is not None
+    neighbours = process_group(sharded_param.layout.regather_group)
+    assert neighbours.size() == 2
+    return group_timeout_s(process_group(mesh.get_group().group_name)), group_timeout_s(neighbours)
+
+
+def test_a_group_that_sharding_makes_has_the_timeout_of_the_mesh() -> None:
+    # In fresh ranks: groups are made once, with the timeout of the first mesh.
+    assert ranks.run_fresh(4, _timeouts) == [(77.0, 77.0)] * 4
