@@ -47,7 +47,7 @@ def forward_pre_hooks(module: nn.Module) -> list[object]:
 
 def reduced_by(ddp: nn.parallel.DistributedDataParallel) -> list[nn.Parameter]:
     """Return the parameters whose gradients this DDP reduces (torch/nn/parallel/distributed.py)."""
-    return ddp._module_parameters
+    return getattr(ddp, "_module_parameters", [])  # not yet while it is made
 
 
 def uncompiled(value: object) -> object:

@@ -6,6 +6,7 @@ to raise together (``graphshard.params.agree``).
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 from torch import nn
@@ -19,7 +20,7 @@ from .._torch.tensors import is_traceable_wrapper_subclass
 from ..ops.float8_math import device_fault, is_of_torchao
 from ..options.float8_policy import check_fp8
 from ..options.options import Options, matches
-from .find import PlainParam
+from .find import PlainParam, find_reduced_by_ddp
 from .mesh_groups import MeshGroups
 from .parametrization import had_sharded
 
@@ -41,6 +42,7 @@ def find_fault(
     return (
         _fault_of_modules(root)
         or _fault_of_parameters(plain_params, allow_meta)
+        or _fault_of_ddp(plain_params)
         or _fault_of_overrides(root, plain_params, options)
         or _resolve_options(plain_params, mesh, options)
         or _fault_of_fp8(root, plain_params, mesh.device_type)
@@ -70,6 +72,26 @@ def _fault_of_parameters(plain_params: Sequence[PlainParam], allow_meta: bool) -
         if fault is not None:
             return f"parameter {plain.fqn!r} {fault}"
     return None
+
+
+def _fault_of_ddp(plain_params: Sequence[PlainParam]) -> str | None:
+    """Return the fault of a model inside of ``DistributedDataParallel``, or None."""
+    if _first_reduced_by_ddp(plain_params) is None:
+        return None
+    gc.collect()  # a wrapper that nobody uses any more may still be there
+    plain = _first_reduced_by_ddp(plain_params)
+    if plain is None:
+        return None
+    return (
+        f"parameter {plain.fqn!r} is reduced by DistributedDataParallel around the model: leave "
+        "that out, and call what torch.compile(model, backend=graphshard.backend(mesh)) returns; "
+        'to replicate parameters as it does, give overrides={"*": {"shard": False}}'
+    )
+
+
+def _first_reduced_by_ddp(plain_params: Sequence[PlainParam]) -> PlainParam | None:
+    reduced = find_reduced_by_ddp()
+    return next((plain for plain in plain_params if plain.param in reduced), None)
 
 
 def _fault_of_tensor(param: nn.Parameter, all_meta: bool) -> str | None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from .._torch.nn import parameters_if_initialised, parameters_of
+from .._torch.nn import parameters_if_initialised, parameters_of, reduced_by
 from ..options.param_options import ParamOptions
 from .sharded_param import sharded_param_of
 
@@ -71,3 +72,8 @@ def find_plain_params(root: nn.Module, ignored: frozenset[nn.Parameter]) -> list
 def living(kind: type[_T]) -> Iterator[_T]:
     """Yield all living objects of ``kind``; by type, as ``isinstance`` asks proxies for theirs."""
     return (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
+
+
+def find_reduced_by_ddp() -> set[nn.Parameter]:
+    """Return the parameters whose gradients some living ``DistributedDataParallel`` reduces."""
+    return {param for ddp in living(DistributedDataParallel) for param in reduced_by(ddp)}

@@ -26,13 +26,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from .._torch.nn import reduced_by, uncompiled
+from .._torch.nn import uncompiled
 from ..errors import BackendError
-from .find import living
+from .find import find_reduced_by_ddp
 from .sharded_param import sharded_param_of
 
 
@@ -148,7 +147,7 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
             for module, plain in watched.plain_modules():
                 _raise_if_stepped(optimizer, module, stepped.intersection(plain))
     for sharder in list(_idle):
-        if sharder.num_ranks() > 1 and stepped - _reduced_by_ddp():
+        if sharder.num_ranks() > 1 and stepped - find_reduced_by_ddp():
             _idle.discard(sharder)
             _warn_of_idle(optimizer)
 
@@ -159,12 +158,8 @@ def _stepped_plainly(optimizer: Optimizer) -> set[nn.Parameter]:
     return {p for p in params if is_plain(p) and not _is_split(p) and p.grad is not None}
 
 
-def _reduced_by_ddp() -> set[nn.Parameter]:
-    return {param for ddp in living(DistributedDataParallel) for param in reduced_by(ddp)}
-
-
 def _raise_if_stepped(optimizer: Optimizer, module: nn.Module, stepped: set[nn.Parameter]) -> None:
-    stepped = stepped and stepped - _reduced_by_ddp()
+    stepped = stepped and stepped - find_reduced_by_ddp()
     if not stepped:
         return
     name = next(name for name, param in module.named_parameters() if param in stepped)

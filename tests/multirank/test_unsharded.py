@@ -243,6 +243,25 @@ def test_a_model_that_ddp_reduces_may_stay_plain() -> None:
     ranks.run(2, _ddp_of_a_compiled_model)
 
 
+def _ddp_around(compile: Compile) -> None:
+    """DDP would reduce gradients of parameters that are no more, and keep them allocated."""
+    model = MLP()
+    ddp = DistributedDataParallel(compile(model, _backend()))
+    with pytest.raises(ValueError, match=r"'up\.weight' is reduced by Distributed.*leave that out"):
+        ddp(torch.ones(5, 7))
+    assert_plain(model)
+    with pytest.raises(ValueError, match=r"'up\.weight' is reduced by Distributed"):
+        graphshard.shard(model, world_mesh())
+    del ddp
+    graphshard.shard(model, world_mesh())
+    assert_sharded(model)
+
+
+@pytest.mark.parametrize("compile", [_compiled, _in_place, _disabled])
+def test_ddp_around_a_compiled_model(compile: Compile) -> None:
+    ranks.run(2, _ddp_around, compile)
+
+
 def _forget_the_backend() -> None:
     model = MLP()
     backend = _backend()
