@@ -95,20 +95,25 @@ class Trace:
         return f"{where.filename}:{where.lineno}: {first_line}" if where else first_line
 
     def guard(self, source: Source, attribute: str, holds: Callable[[Any], bool]) -> None:
-        """Guard the frame on ``holds(source.attribute)``, evaluated at every call.
+        """Guard the frame on ``holds(value of source)``, evaluated at every call.
 
-        On an attribute, because Dynamo may skip guards on a tensor itself while the dictionaries
-        that lead to it have not changed (``find_tag_safe_roots`` in torch/_dynamo/guards.py).
+        It is evaluated before Dynamo's own guards on the value, since guards on one source are in
+        the order of the lines that make them (``Guard.sort_key`` in torch/_guards.py); so it may
+        change what those look at.
 
         Args:
-            holds: takes the value of the attribute, of whatever type that is.
+            attribute: one that the value has. Dynamo may skip guards on a tensor while the
+                dictionaries that lead to it have not changed, but not where there is a guard on an
+                attribute of it (``find_tag_safe_roots`` in torch/_dynamo/guards.py).
         """
         text = f"graphshard: {source_name(source)} is in sync"
 
         def create(builder: GuardBuilder, guard: Guard) -> None:
             builder.get_guard_manager(guard).add_lambda_guard(holds, [text], guard.user_stack)
 
-        self._tx.output.guards.add(AttrSource(source, attribute).make_guard(create))
+        guards = self._tx.output.guards
+        guards.add(source.make_guard(create))
+        guards.add(AttrSource(source, attribute).make_guard(GuardBuilder.TYPE_MATCH))
 
 
 def on_compile_start(act: Callable[[object], None]) -> None:

@@ -261,27 +261,28 @@ def sharded_param_of(tensor: object) -> ShardedParam | None:
     return getattr(tensor, SHARDED_PARAM, None)
 
 
+def is_unattached(param: object) -> bool:
+    """Return whether ``param`` is a DTensor that no shard was made for, such as a user's own."""
+    return isinstance(param, DTensor) and sharded_param_of(param) is None
+
+
 def owned_by(module: nn.Module, name: str) -> ShardedParam | None:
     """Return the sharded parameter that ``module`` has the shard of as ``name``, or None."""
     return sharded_param_of(module.__dict__.get(shard_attribute(name)))
 
 
-def in_sync(sharded_param: ShardedParam) -> bool:
+def in_sync(shard: torch.Tensor) -> bool:
     """Return whether a graph may take this shard: a guard on each shard of every compiled graph.
 
-    False makes Dynamo try another graph, or ask the backend for one. Where a ``requires_grad`` was
-    flipped, all shards of the model get theirs here. Dynamo tries the graph of the last call first,
-    whose guards on shards would still hold; now they fail, and a graph that was compiled earlier
-    for the new flags is used.
+    False makes Dynamo try another graph, or ask the backend for one. A ``requires_grad`` that was
+    flipped since the last call is handed to the shard here, before Dynamo compares it with what
+    the graph was compiled for: graphs of earlier flips are found again.
     """
-    if sharded_param.is_lost():
+    sharded_param = sharded_param_of(shard)
+    if sharded_param is None or sharded_param.is_lost():
         return False
-    if sharded_param.sync():
-        return True
-    for other in sharded_param.model.sharded_params:
-        if not other.is_lost():
-            other.sync()
-    return False
+    sharded_param.sync()
+    return True
 
 
 def _on_shard_gradient(shard: torch.Tensor) -> None:

@@ -1,0 +1,97 @@
+"""Parameters that are frozen and unfrozen between steps, as those of a GAN's discriminator are: the
+numbers of an unsharded copy, and no more graphs than ``torch.compile`` makes without sharding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests import ranks
+from tests.models import MLP
+from tests.numerics.compare import Twins, assert_close, draw, num_graphs, sgd
+
+STEPS = 10
+
+
+def _generator() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 7))
+
+
+def _step_gan(nets: Any, real: Tensor, frozen: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return the losses of discriminator and generator, with gradients of both.
+
+    Args:
+        nets: what generates and what discriminates, to be called.
+        frozen: the module that is frozen while the generator learns.
+    """
+    generate, discriminate = nets
+    frozen.requires_grad_(True)
+    loss = discriminate(real) - discriminate(generate(real).detach())
+    loss.backward()
+    frozen.requires_grad_(False)
+    other = discriminate(generate(real))
+    other.backward()
+    return loss.detach(), other.detach()
+
+
+def _train_gan(fullgraph: bool) -> tuple[int, bool]:
+    """Return how many graphs there are after all steps, and after the first."""
+    g, d = Twins(_generator(), fullgraph=fullgraph), Twins(MLP(), fullgraph=fullgraph)
+    optimizers = [sgd(net) for net in (g.model, d.model, g.reference, d.reference)]
+    counts = []
+    for step in range(STEPS):
+        batches = draw(MLP.batch, step)
+        ours = _step_gan((g.compiled, d.compiled), batches[dist.get_rank()], d.model)
+        theirs = [_step_gan((g.reference, d.reference), x, d.reference) for x in batches]
+        for what, mine, plain in zip("dg", ours, theirs[dist.get_rank()]):
+            assert_close(what, mine, plain, 1e-3)  # a difference of losses that are nearly equal
+        for twins in (g, d):
+            for param in twins.reference.parameters():
+                param.grad /= dist.get_world_size()
+            twins.check()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        counts.append(num_graphs())
+    return counts[-1], len(set(counts)) == 1
+
+
+def _count_plainly() -> int:
+    torch._dynamo.utils.counters.clear()
+    g, d = _generator(), MLP()
+    nets = [torch.compile(net, backend="aot_eager") for net in (g, d)]
+    for step in range(3):
+        _step_gan(nets, draw(MLP.batch, step, 1)[0], d)
+    return num_graphs()
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_gan_that_freezes_its_discriminator(fullgraph: bool) -> None:
+    plain = ranks.run(1, _count_plainly)[0]
+    for num, settled in ranks.run(2, _train_gan, fullgraph):
+        assert settled and num == plain
+
+
+def _freeze_in_turns() -> list[int]:
+    """One layer after the other is frozen, twice around; the input always has a gradient."""
+    twins = Twins(MLP())
+    counts = []
+    for step in range(STEPS):
+        for model in (twins.model, twins.reference):
+            model.requires_grad_(True)
+            getattr(model, ("up", "mid", "down")[step % 3]).requires_grad_(False)
+        batches = [x.requires_grad_(step % 2 == 0) for x in draw(MLP.batch, step)]
+        twins.backward(batches)
+        twins.check()
+        twins.zero_grad()
+        counts.append(num_graphs())
+    return counts
+
+
+def test_layers_that_are_frozen_in_turns() -> None:
+    for counts in ranks.run(2, _freeze_in_turns):
+        assert counts[5:] == [6] * 5, counts  # three layers, and inputs with a gradient or without
