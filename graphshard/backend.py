@@ -11,9 +11,8 @@ Python (``nn.LSTM``, a graph break in a loop): then no graph with a parameter ev
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,12 @@ from ._torch.nn import uncompiled
 from .consensus.plan_consensus import PlanConsensus
 from .errors import BackendError
 from .options.float8_policy import Float8Policy
-from .options.options import Options, default_mesh
+from .options.options import Options, default_mesh, hashable
 from .options.schedule_policy import SchedulePolicy
 from .params.dtype_advice import advise, advising
 from .params.first_forward import forget_first_forward, shard_before_first_forward
 from .params.mixed_precision import crosses_border, find_borders, has_border
-from .params.shard import shard_module
+from .params.shard import shard_module, take_replacements
 from .params.sharded_model import sharded_model_of
 from .params.sharded_param import SHARDED_PARAM, ShardedParam, in_sync, sharded_param_of
 from .params.unsharded import is_plain, settle, watch, watch_idle
@@ -363,7 +362,7 @@ def from_string(
     ``options`` are the arguments of :func:`backend`; equal options share one backend.
     """
     on_compile_start(_shard_before_trace)
-    return _backend_for(tuple(sorted((options or {}).items())))(gm, inputs, mode=mode)
+    return _backend_for(options or {})(gm, inputs, mode=mode)
 
 
 def _shard_before_trace(_: object) -> None:
@@ -372,7 +371,7 @@ def _shard_before_trace(_: object) -> None:
     call = compiled_call()
     its_backend = call.backend
     if its_backend is from_string:
-        its_backend = _backend_for(tuple(sorted(call.options.items())))
+        its_backend = _backend_for(call.options)
     if isinstance(its_backend, Backend) and call.module is not None:
         its_backend.shard_compiled(call.module, in_use=call.runs(call.module))
 
@@ -380,10 +379,16 @@ def _shard_before_trace(_: object) -> None:
 on_compile_start(_shard_before_trace)
 
 
-@functools.cache
-def _backend_for(arguments: tuple[tuple[str, Any], ...]) -> Backend:
+_named: dict[Hashable, Backend] = {}
+"""Backends that were asked for by name, by their options."""
+
+
+def _backend_for(options: Mapping[str, Any]) -> Backend:
     known = inspect.signature(backend).parameters
-    for name, value in arguments:
+    for name, value in options.items():
         if name not in known:
             raise BackendError(f"options[{name!r}]={value!r}: must be one of {list(known)}")
-    return backend(**dict(arguments))
+    key = hashable(options)
+    if key not in _named:
+        _named[key] = backend(**options)
+    return _named[key]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -219,3 +219,15 @@ def default_mesh(device_type: str) -> DeviceMesh:
             "(and launch with torchrun) before the first step"
         )
     return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+def hashable(value: object) -> Hashable:
+    """Return what is equal for equal options, containers among them."""
+    if isinstance(value, Mapping):
+        # In their order: of several overrides that match, the last one holds.
+        return tuple((key, hashable(item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(hashable, value))
+    if isinstance(value, (set, frozenset)):
+        return frozenset(map(hashable, value))
+    return value if isinstance(value, Hashable) else id(value)
