@@ -69,7 +69,7 @@ class Backend:
         if self._shard_plain_inputs(trace, gm, inputs, call):
             raise trace.retrace("graphshard sharded the model")
         if not self._sync_params(trace, gm, inputs):
-            raise trace.retrace("requires_grad of a sharded parameter changed")
+            raise trace.retrace("a sharded parameter, or its requires_grad, changed")
         params = [sharded_param_of(value) for value in inputs]
         _note_breaks(trace, params, call)
         return self._compile(gm, inputs, params, {**mode_options(mode), **(options or {})})
@@ -201,15 +201,22 @@ class Backend:
         return bool(seen)
 
     def _sync_params(self, trace: Trace, gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-        """Guard every sharded parameter; return False if a ``requires_grad`` was not as traced."""
+        """Guard every sharded parameter; return False if one, or its flag, was not as traced."""
         synced = True
         for source, value in zip(sources(gm), inputs, strict=True):
             param = sharded_param_of(value)
             if param is None:
                 continue
+            if param.is_lost() and any(map(take_replacements, _modules(trace.owners(source)))):
+                synced = False
+                continue
             synced &= param.sync()
             trace.guard(source, SHARDED_PARAM, in_sync)
         return synced
+
+
+def _modules(owners: Iterable[object]) -> Iterator[nn.Module]:
+    return (owner for owner in map(uncompiled, owners) if isinstance(owner, nn.Module))
 
 
 def _note_breaks(trace: Trace, params: Sequence[ShardedParam | None], call: CompiledCall) -> None:

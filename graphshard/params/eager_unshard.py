@@ -16,7 +16,7 @@ Ranks still have to run the same modules. The full parameters of a call are kept
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,13 @@ from torch.autograd.function import FunctionCtx
 from .._torch.autograd import version_of
 from .._torch.call_scope import call_scope
 from .._torch.distributed import process_group
+from .._torch.nn import NoticesReplacement, parameters_of
 from ..errors import BackendError
 from ..ops.accumulators import PARTIAL, UNSYNCED
 from ..ops.bucket_copy import add_accumulated
 from ..ops.markers import used_dtype
 from .sharded_model import sharded_model_of
-from .sharded_param import ShardedParam, owned_by
+from .sharded_param import ShardedParam, is_unattached, owned_by
 
 
 class _Read(NamedTuple):
@@ -59,6 +60,8 @@ def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.
     scope = call_scope(lambda called: sharded_model_of(called) is model)
     if scope is None:
         return None
+    if any(is_unattached(parameters_of(module).get(name)) for name in names):
+        cast(NoticesReplacement, module)._graphshard_on_replacement()
     sharded_params = [_sharded(module, name) for name in names]
     for sharded_param in sharded_params:
         sharded_param.sync()

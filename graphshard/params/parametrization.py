@@ -105,6 +105,12 @@ def _give_class(
     module.__class__ = _sharded_class(plain, tuple(markers.items()))
 
 
+def reattach(module: nn.Module) -> None:
+    """Attach new shards to what has replaced DTensors of a module that owns sharded parameters."""
+    if isinstance(module, ShardedModule):
+        module._graphshard_on_replacement()
+
+
 def had_sharded(module: nn.Module, name: str) -> bool:
     """Return whether ``module`` had a sharded parameter ``name``, whatever it holds now."""
     return isinstance(module, ShardedModule) and name in type(module)._graphshard_markers

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch.autograd import share_hooks
 from .._torch.distributed import process_group
+from .._torch.nn import parameters_of
 from ..ops.float8_math import is_of_torchao
 from ..options.options import Options
 from .agree import raise_together
@@ -30,9 +31,9 @@ from .find import PlainParam, find_plain_params, living
 from .layout import Layout
 from .mesh_groups import MeshGroups
 from .mixed_precision import cast_at_border, find_borders
-from .parametrization import install
+from .parametrization import had_sharded, install, reattach
 from .sharded_model import ShardedModel, join_model, sharded_model_of
-from .sharded_param import ShardedParam
+from .sharded_param import ShardedParam, is_unattached
 
 
 class StaleParameter(nn.Parameter):
@@ -59,7 +60,10 @@ def shard_module(
     Raises:
         BackendError: on every rank, if any rank's module cannot be sharded or ranks differ.
     """
+    taken = take_replacements(root)
     groups, plain_params = MeshGroups(mesh), find_plain_params(root, options.ignored_params)
+    if taken and not plain_params:
+        return
     fault = find_fault(root, plain_params, mesh, options, allow_meta=allow_meta)
     raise_together(root, plain_params, groups, options, fault=fault)
     _warn_of_torchao(root)
@@ -99,6 +103,25 @@ def _warn_of_torchao(root: nn.Module) -> None:
             "wire give the plain module and fp8=graphshard.Float8Policy()",
             stacklevel=2,
         )
+
+
+def take_replacements(root: nn.Module) -> bool:
+    """Take DTensors that were assigned in place of sharded parameters; return whether there are.
+
+    Raises:
+        BackendError: one is laid out in another way than what it replaces.
+    """
+    replaced = [module for module in root.modules() if _holds_replacement(module)]
+    for module in replaced:
+        reattach(module)
+    return bool(replaced)
+
+
+def _holds_replacement(module: nn.Module) -> bool:
+    return any(
+        is_unattached(param) and had_sharded(module, name)
+        for name, param in parameters_of(module).items()
+    )
 
 
 def _move_buffers(root: nn.Module, device: torch.device) -> None:

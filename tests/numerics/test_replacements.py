@@ -1,0 +1,92 @@
+"""A sharded parameter that is replaced by another DTensor trains on, as under FSDP2; one that is
+replaced by something that cannot take its place raises an error that says so."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+
+import graphshard
+from tests import ranks
+from tests.models import MLP
+from tests.numerics.compare import Twins, world_mesh
+
+
+class _Scaled(nn.Module):
+    """A linear layer with a gain of each row, which may be set from its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(7, 5)
+        self.gain = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.gain * torch.tanh(self.lin(x))).square().mean()
+
+    def reset(self) -> None:
+        self.gain = nn.Parameter(torch.linalg.norm(self.lin.weight.detach(), dim=1))
+
+
+def _function(model: nn.Module) -> Any:
+    return lambda x: model(x)
+
+
+def _after_a_step(function: Any) -> None:
+    twins = Twins(_Scaled(), function=function)
+    twins.train(MLP.batch, steps=1)
+    for model in (twins.model, twins.reference):
+        assert isinstance(model, _Scaled)
+        model.reset()
+    twins.train(MLP.batch, steps=2)
+
+
+@pytest.mark.parametrize("function", [None, _function])
+def test_a_parameter_is_set_from_another_after_a_step(function: Any) -> None:
+    ranks.run(2, _after_a_step, function)
+
+
+def _before_the_first_step(compiled: bool) -> None:
+    model = _Scaled()
+    reference = copy.deepcopy(model)
+    twins = Twins(graphshard.shard(model, world_mesh()), reference)
+    model.reset()
+    reference.reset()
+    if not compiled:
+        twins.compiled = model
+    twins.train(MLP.batch)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_parameter_is_set_from_another_before_the_first_step(compiled: bool) -> None:
+    ranks.run(2, _before_the_first_step, compiled)
+
+
+def _replace_by(make: Any, compiled: bool, match: str) -> None:
+    model = _Scaled()
+    called = Twins(graphshard.shard(model, world_mesh()), model).compiled if compiled else model
+    graphshard.shard(model, world_mesh())
+    model.gain = nn.Parameter(make(model.gain.detach()))
+    with pytest.raises(ValueError, match=match):
+        called(torch.ones(5, 7))
+
+
+def _plain(gain: Any) -> Tensor:
+    return gain.full_tensor()
+
+
+def _replicated(gain: Any) -> Tensor:
+    return gain.redistribute(placements=[Replicate()])
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [(_plain, "'gain'.*replaced.*change it in place"), (_replicated, "'gain'.*Shard.*on Device")],
+)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_what_cannot_take_its_place(make: Any, compiled: bool, match: str) -> None:
+    ranks.run(2, _replace_by, make, compiled, match)
