@@ -93,6 +93,7 @@ class Backend:
             inputs,
             fqns=[param.fqn if param else "" for param in params],
             groups=list(dict.fromkeys(layout.groups.all_ranks for layout in layouts)),
+            marker_groups=sorted({name for layout in layouts for name in layout.group_names()}),
             inductor_options=inductor_options,
         )
         settings = CompileSettings(

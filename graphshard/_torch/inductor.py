@@ -13,7 +13,7 @@ have the same names and arguments. Re-exported as they are:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
+from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import (
     CustomGraphPass,
@@ -53,6 +54,14 @@ KEEP_COPIED = {"allow_buffer_reuse": False}
 To Inductor a buffer is dead when its copy is launched, and it would write over it. What is held
 until the wait for the copy is safe from the allocator alone.
 """
+
+_OTHER_PASSES = (
+    "pre_grad_custom_pass",
+    "joint_custom_pre_pass",
+    "joint_custom_post_pass",
+    "post_grad_custom_pre_pass",
+)
+"""Options of Inductor for passes of the user, which change the graphs that ours are given."""
 
 
 def eager_backward() -> AbstractContextManager[None]:
@@ -105,3 +114,23 @@ def mode_options(mode: str | None) -> dict[str, Any]:
     ``list_mode_options`` in torch/_inductor/__init__.py.
     """
     return torch._inductor.list_mode_options(mode) if mode else {}
+
+
+def settings_text(options: Mapping[str, Any]) -> str:
+    """Everything that Inductor and AOTAutograd are set to, as text; the same in each process.
+
+    What torch itself leaves out of its keys is left out (``save_config_portable`` in
+    torch/utils/_config_module.py).
+
+    Args:
+        options: of Inductor, in place of those of its config.
+    """
+    with inductor_config.patch(dict(options)):
+        configs = [
+            sorted(config.save_config_portable(ignore_private_configs=False).items())
+            for config in (inductor_config, functorch_config)
+        ]
+        passes = [getattr(inductor_config, name) for name in _OTHER_PASSES]
+    # Graphs of a pass without a key are not cached.
+    keys = [p.uuid() if isinstance(p, CustomGraphPass) else repr(p) for p in passes]
+    return f"{configs} {keys}"

@@ -76,6 +76,12 @@ class Layout:
         """The mesh over which the parameter is split or replicated."""
         return self.groups.mesh
 
+    def group_names(self) -> set[str]:
+        """Return the names of all groups that markers of this parameter may have."""
+        groups = self.groups
+        names = (groups.shards, groups.replicas, groups.all_ranks, self.regather_group)
+        return {name for name in names if name is not None}
+
     @functools.cached_property
     def placements(self) -> tuple[Placement, ...]:
         """The DTensor's placements, one for each axis of the mesh."""

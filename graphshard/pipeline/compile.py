@@ -41,6 +41,7 @@ from ..planning.live_bytes import gathered_bytes
 from ..planning.plan import Plan
 from ..show.dump import Dump
 from ..show.dump_folder import DumpWriter
+from .baked_in import baked_in
 from .plan_cache import PlanCache
 from .settings import CompileSettings
 from .verify import verify_lowered, verify_partition
@@ -59,6 +60,7 @@ class TracedGraph:
         fqns: by input, the name of the parameter whose shard it is; "" for others.
         groups: for each mesh of its parameters, the name of the group of all ranks; they compile
             this graph, too.
+        marker_groups: names of all groups that its markers may have.
         inductor_options: the user's options of ``torch.compile``.
     """
 
@@ -66,6 +68,7 @@ class TracedGraph:
     inputs: Sequence[Any]
     fqns: Sequence[str]
     groups: Sequence[str]
+    marker_groups: Sequence[str]
     inductor_options: Mapping[str, Any]
 
 
@@ -104,6 +107,7 @@ def compile_traced(
     Raises:
         BackendError: ranks compile graphs that communicate different things.
     """
+    settings = dataclasses.replace(settings, baked_in=_baked_in(traced, settings))
     for traced_pass in passes.TRACED:
         traced_pass(traced.gm)
     compiled = _compile(traced, settings, writer)
@@ -115,6 +119,11 @@ def compile_traced(
     return dataclasses.replace(compiled, run=run)
 
 
+def _baked_in(traced: TracedGraph, settings: CompileSettings) -> str:
+    options = traced.inductor_options if settings.compiler == "inductor" else {}
+    return baked_in(traced.inputs, traced.marker_groups, settings.device, options)
+
+
 def _collectives(plans: Sequence[Plan]) -> list[str]:
     return [plan.collectives_text() for plan in plans]
 
@@ -123,11 +132,17 @@ def _compile(traced: TracedGraph, settings: CompileSettings, writer: DumpWriter)
     """Compile by what ``settings`` decide, and write the dumps."""
     recorder = _PlanRecorder(traced, settings, writer)
     run, plans = _compile_graphs(traced, settings, recorder, traced.inductor_options)
-    if not plans:  # Inductor's cache had the graphs, but somebody deleted the plans
+    if not _is_complete(plans):  # a cache had the graphs, but somebody deleted plans of them
         uncached = {**traced.inductor_options, "force_disable_caches": True}
         run, plans = _compile_graphs(traced, settings, recorder, uncached)
     named = tuple(plan.named(traced.fqns) for plan in plans)
     return CompiledGraph(run, named, settings, recorder.compile_id)
+
+
+def _is_complete(plans: Sequence[Plan]) -> bool:
+    """Return whether there is a plan for inference, or for both graphs of training."""
+    kinds = {plan.graph for plan in plans}
+    return GraphKind.INFERENCE in kinds or {GraphKind.FORWARD, GraphKind.BACKWARD} <= kinds
 
 
 class _PlanRecorder:
@@ -140,7 +155,7 @@ class _PlanRecorder:
 
     def __init__(self, traced: TracedGraph, settings: CompileSettings, writer: DumpWriter) -> None:
         self._fqns, self._settings = traced.fqns, settings
-        self._cache = PlanCache(traced.gm, traced.inputs, settings)
+        self._cache = PlanCache(traced.gm, settings)
         self.writer = writer
         self.compile_id = compile_id()
 

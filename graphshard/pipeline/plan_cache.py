@@ -7,10 +7,8 @@ a key of the Dynamo graph and of everything that a plan depends on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import fx
 
 from .._torch.inductor import cache_dir
@@ -24,20 +22,12 @@ class PlanCache:
     """The files with the plans of one Dynamo graph.
 
     Args:
-        gm: the Dynamo graph; ``inputs`` are its example inputs.
+        gm: the Dynamo graph.
         settings: those by which it is compiled.
     """
 
-    def __init__(
-        self, gm: fx.GraphModule, inputs: Sequence[object], settings: CompileSettings
-    ) -> None:
-        # Not in the graph's text, but AOTAutograd makes other graphs where these differ.
-        requires_grad = [getattr(value, "requires_grad", None) for value in inputs]
-        self._key = settings.cache_key(
-            gm.print_readable(print_output=False),
-            torch.__version__,
-            f"{requires_grad} {torch.is_grad_enabled()}",
-        ).hex()
+    def __init__(self, gm: fx.GraphModule, settings: CompileSettings) -> None:
+        self._key = settings.cache_key(gm.print_readable(print_output=False)).hex()
 
     def save(self, plan: Plan) -> None:
         """Write the plan of one graph; parameters are not named yet."""

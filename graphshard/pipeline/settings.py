@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from .. import passes
 from .._torch.inductor import get_hash_for_files
@@ -46,6 +45,7 @@ class CompileSettings:
         schedule: the user's policy.
         device: the device that computes.
         offloads_shards: the host keeps shards of some parameters.
+        baked_in: what else graphs and plans depend on (``pipeline.baked_in``); ranks may differ.
         first_rank_plans: by kind of graph, the plan of the first rank, where this rank's own plan
             differed from it; empty while this rank decides for itself.
     """
@@ -54,6 +54,7 @@ class CompileSettings:
     schedule: SchedulePolicy
     device: torch.device
     offloads_shards: bool = False
+    baked_in: str = ""
     first_rank_plans: Mapping[GraphKind, Plan] = field(default_factory=dict)
 
     def following(self, plans: Sequence[Plan]) -> CompileSettings:
@@ -61,17 +62,15 @@ class CompileSettings:
         return dataclasses.replace(self, first_rank_plans={plan.graph: plan for plan in plans})
 
     def fingerprint(self) -> str:
-        """Return a text that differs where these settings give other graphs."""
+        """Return a text of what is chosen, for all ranks alike."""
         hardware = self.cost_model().hardware.to_json()
-        backend = dist.get_backend_config()
         where = f"{self.device.type} {self.offloads_shards}"
-        return (
-            f"{self.compiler} {self.schedule} {hardware} {backend} {where} {self.first_rank_plans}"
-        )
+        return f"{self.compiler} {self.schedule} {hardware} {where} {self.first_rank_plans}"
 
     def cache_key(self, *texts: str) -> bytes:
-        """Return a hash of our sources, of ``texts``, and of what these settings depend on."""
-        return get_hash_for_files(_SOURCES, "\n".join([*texts, self.fingerprint()]))
+        """Return a hash of our sources, of ``texts``, and of all that graphs and plans depend on
+        besides: the table in ``pipeline.baked_in`` says what that is."""
+        return get_hash_for_files(_SOURCES, "\n".join([*texts, self.fingerprint(), self.baked_in]))
 
     def pass_uuid(self) -> bytes | None:
         """Return the key of our passes in Inductor's caches; None: do not cache the graphs."""

@@ -1,0 +1,183 @@
+"""Training once more over warm caches of compiled graphs. Whatever changed in between, gradients
+are those of the unsharded model; if nothing did, nothing is compiled again."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import graphshard
+from tests import ranks
+from tests.numerics.compare import generator, relative_error
+
+REPLICATED = {"overrides": {"*": {"shard": False}}}
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+REDUCE_BF16 = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+
+
+class Tanh(nn.Module):
+    """Two layers of four rows: on two ranks and on three, a shard is padded to two."""
+
+    activation: Callable[[Tensor], Tensor] = staticmethod(torch.tanh)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(3, 4)
+        self.down = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the loss of ``x`` ``[rows, 3]``."""
+        return self.down(self.activation(self.up(x))).square().mean()
+
+
+class Relu(Tanh):
+    """The same, edited: another activation."""
+
+    activation = staticmethod(torch.relu)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: of what, on which mesh, and how.
+
+    Attributes:
+        options: of ``graphshard.backend``.
+        prepare: called first; sets torch's flags.
+        rows: of every batch; with more than five, sizes are traced as symbols.
+        tolerance: of relative errors of gradients.
+    """
+
+    mesh: tuple[int, ...] = (2,)
+    model: type[Tanh] = Tanh
+    options: Mapping[str, Any] = field(default_factory=dict)
+    prepare: Callable[[], object] = int
+    rows: int = 5
+    tolerance: float = 1e-5
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rank had to compile, what it found in the caches, and the plans of its graphs."""
+
+    misses: int
+    hits: int
+    plans: list[str]
+
+
+def _train(run: Run, caches: str) -> Found:
+    """Compare the gradients of one step with those of the unsharded model."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = caches
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    run.prepare()
+    model, reference = run.model(), run.model()
+    reference.load_state_dict(model.state_dict())
+    backend = graphshard.backend(init_device_mesh("cpu", run.mesh), **run.options)
+    dynamic = True if run.rows > 5 else None
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
+    batches = [
+        torch.randn(run.rows, 3, generator=generator(i)) for i in range(dist.get_world_size())
+    ]
+    compiled(batches[dist.get_rank()]).backward()
+    torch.stack([reference(batch) for batch in batches]).mean().backward()
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters()):
+        assert ours.grad is not None and theirs.grad is not None
+        error = relative_error(ours.grad, theirs.grad)
+        assert error < run.tolerance, f"{name}: {error:.2e}"
+    graphs, joint = (torch._dynamo.utils.counters[name] for name in ("inductor", "aot_autograd"))
+    return Found(
+        misses=graphs["fxgraph_cache_miss"],
+        hits=graphs["fxgraph_cache_hit"] + joint["autograd_cache_hit"],
+        plans=[plan.to_json() for plan in backend.plans],
+    )
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the caches that all tests here share, as restarts of one training do."""
+    return tmp_path_factory.mktemp("caches")
+
+
+def _restart(runs: Sequence[Run], caches: Path) -> list[list[Found]]:
+    """Train one after the other; the results of all ranks, by run."""
+    return [ranks.run_fresh(math.prod(run.mesh), _train, run, str(caches)) for run in runs]
+
+
+def _sum_of_misses(found: Sequence[Found]) -> int:
+    return sum(rank.misses for rank in found)
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [Run(), Run((3,))],
+        [Run(options=REPLICATED), Run((3,), options=REPLICATED)],
+        [Run((2, 1)), Run((3, 1))],
+    ],
+    ids=["sharded", "replicated", "replicas of shards"],
+)
+def test_on_another_number_of_ranks(runs: Sequence[Run], caches: Path) -> None:
+    """New processes name their process groups as those before did."""
+    assert _sum_of_misses(_restart(runs, caches)[-1]) > 0
+
+
+def _deterministic() -> None:
+    torch.use_deterministic_algorithms(True)
+
+
+def _tf32() -> None:
+    torch.set_float32_matmul_precision("high")
+
+
+CHANGES = {
+    "strategy": Run(options={"reshard_after_forward": False}),
+    "one replicated": Run(options={"overrides": {"up.*": {"shard": False}}}),
+    "mixed precision": Run(options={"mp_policy": BF16}, tolerance=3e-2),
+    "reduced in bf16": Run(options={"mp_policy": REDUCE_BF16}, tolerance=3e-2),
+    "schedule": Run(options={"schedule": graphshard.SchedulePolicy(overlap=False)}),
+    "hardware": Run(options={"schedule": graphshard.SchedulePolicy(hardware="H100")}),
+    "edited": Run(model=Relu),
+    "symbolic sizes": Run(rows=6),
+    "other sizes": Run(rows=60),
+    "deterministic": Run(prepare=_deterministic),
+    "tf32": Run(prepare=_tf32),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_after_a_change(name: str, caches: Path) -> None:
+    changed = CHANGES[name]
+    misses = [_misses(run, caches) for run in (Run(), changed, changed, Run())]
+    assert misses[1] > 0 and misses[2] == 0
+
+
+def _misses(run: Run, caches: Path) -> int:
+    """Train once more in the same processes, which is quicker than new ones."""
+    return _sum_of_misses(ranks.run(2, _train, run, str(caches)))
+
+
+def test_without_a_change_nothing_is_compiled_and_plans_are_the_same(caches: Path) -> None:
+    before, after = _restart([Run(), Run()], caches)
+    assert _sum_of_misses(after) == 0
+    for old, new in zip(before, after):
+        assert new.hits and new.plans == old.plans and len(new.plans) == 2
+
+
+def test_a_lost_plan_is_made_again(caches: Path) -> None:
+    (before,) = _restart([Run(rows=4)], caches)
+    for path in (caches / "graphshard").glob("*-backward.json"):
+        path.unlink()
+    (after,) = _restart([Run(rows=4)], caches)
+    for old, new in zip(before, after):
+        assert new.plans == old.plans and len(new.plans) == 2
