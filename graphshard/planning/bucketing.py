@@ -86,7 +86,8 @@ class Queue:
             else:
                 limit = min(size, 2 * max(limit, split[-1].bucket.num_bytes))
             end = bisect_right(self._bytes_before, self._bytes_before[begin] + limit) - 1
-            split.append(self.candidate(begin, max(begin + 1, min(end, self._run_end[begin]))))
+            end = max(begin + 1, min(end, self._run_end[begin]))
+            split.append(self.candidate(begin, self._last_end_in_time(begin, end)))
             begin = split[-1].end
         return self._in_queue_order(split)
 
@@ -114,7 +115,7 @@ class Queue:
                 yield from self._with_borders(split, begin, border, middle, last)
 
     def _with_borders(self, split: Split, *borders: int) -> Iterator[Split]:
-        """Yield ``split`` with new candidates between ``borders``, unless one is above the cap."""
+        """Yield ``split`` with new candidates between ``borders``, unless one of them cannot be."""
         ranges = [(begin, end) for begin, end in pairwise(borders) if begin < end]
         if all(self._fits(begin, end) for begin, end in ranges):
             kept = [c for c in split if not borders[0] <= c.begin < borders[-1]]
@@ -124,8 +125,26 @@ class Queue:
         return sorted(split, key=lambda candidate: self._rank[candidate.begin])
 
     def _fits(self, begin: int, end: int) -> bool:
+        """Return whether positions ``[begin, end)`` may be a candidate."""
         num_bytes = self._bytes_before[end] - self._bytes_before[begin]
-        return end - begin <= 1 or num_bytes <= self._cap
+        return end - begin <= 1 or (num_bytes <= self._cap and self._is_in_time(begin, end))
+
+    def _is_in_time(self, begin: int, end: int) -> bool:
+        """Return whether all of them are ready before the first one is due.
+
+        Gathers in fp8 are ready when their scales are: a graph may compute some of these late.
+        """
+        bucket = self.candidate(begin, end).bucket
+        return bucket.launch <= bucket.wait
+
+    def _last_end_in_time(self, begin: int, end: int) -> int:
+        """Return the last end, up to ``end``, with which candidates from ``begin`` are in time."""
+        if self._is_in_time(begin, end):
+            return end
+        late = bisect_left(
+            range(begin + 1, end), True, key=lambda e: not self._is_in_time(begin, e)
+        )
+        return begin + late
 
     def candidate(self, begin: int, end: int) -> Candidate:
         """Return the candidate of positions ``[begin, end)``, which is made only once."""

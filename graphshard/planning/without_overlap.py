@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..kinds import TransferKind
 from .plan import Bucket, Problem, Transfer, bucket_of, in_launch_order, replica_bucket
 
@@ -28,7 +30,7 @@ def schedule_without_overlap(problem: Problem) -> tuple[Bucket, ...]:
             members.append([i])
             continue
         bucket = filling.get(key)
-        if bucket and sum(problem.transfers[j].num_bytes for j in [*bucket, i]) <= SMALL_CAP_BYTES:
+        if bucket and _fits([*(problem.transfers[j] for j in bucket), transfer]):
             bucket.append(i)
         else:
             filling[key] = [i]
@@ -36,6 +38,12 @@ def schedule_without_overlap(problem: Problem) -> tuple[Bucket, ...]:
     buckets = [_bucket(problem, bucket) for bucket in members]
     averages = [replica_bucket(bucket, problem.transfers) for bucket in buckets]
     return in_launch_order([*buckets, *filter(None, averages)])
+
+
+def _fits(transfers: Sequence[Transfer]) -> bool:
+    """Return whether small transfers may share a bucket: all are ready before one is due."""
+    in_time = max(t.ready for t in transfers) <= min(t.due for t in transfers)
+    return in_time and sum(t.num_bytes for t in transfers) <= SMALL_CAP_BYTES
 
 
 def _key(problem: Problem, transfer: Transfer) -> tuple[str, ...] | None:

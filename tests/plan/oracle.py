@@ -55,7 +55,10 @@ def best(problem: Problem, cost_model: TransferCostModel) -> tuple[tuple[Bucket,
 
 
 def _all_splits(problem: Problem, cost_model: TransferCostModel) -> Iterator[Split]:
-    """Yield every way to split gathers, as they are due, and reductions, as they are ready."""
+    """Yield every way to split gathers, as they are due, and reductions, as they are ready.
+
+    No part has a transfer that is ready only after another one is due.
+    """
     positions = range(len(problem.transfers))
     gathers = [i for i in positions if problem.transfers[i].kind == TransferKind.ALL_GATHER]
     reductions = [i for i in positions if problem.transfers[i].kind != TransferKind.ALL_GATHER]
@@ -72,7 +75,8 @@ def _all_splits(problem: Problem, cost_model: TransferCostModel) -> Iterator[Spl
         for order in (gathers, reductions)
     ]
     for one, other in itertools.product(*choices):
-        yield [*one, *other]
+        if all(c.bucket.launch <= c.bucket.wait for c in (*one, *other)):
+            yield [*one, *other]
 
 
 def _all_borders(num: int) -> Iterator[list[int]]:

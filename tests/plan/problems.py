@@ -42,9 +42,17 @@ class Line:
 
 
 def gather(
-    param: int, num_bytes: int, due: int, last: int | None = None, host: bool = False
+    param: int,
+    num_bytes: int,
+    due: int,
+    last: int | None = None,
+    host: bool = False,
+    ready: int = 0,
 ) -> Transfer:
-    """Return an all-gather before step `due`, of a parameter that is freed after step `last`."""
+    """Return an all-gather before step `due`, of a parameter that is freed after step `last`.
+
+    Before step `ready` there is nothing to gather: the scale of a weight in fp8 is not known yet.
+    """
     last = due if last is None else last
     shard_bytes = num_bytes // WORLD
     return Transfer(
@@ -56,7 +64,7 @@ def gather(
         casts=False,
         group="g",
         world=WORLD,
-        ready=0,
+        ready=ready,
         due=due,
         last=last,
         host=host,
@@ -103,8 +111,8 @@ def problem(
 
 @st.composite
 def problems(draw: st.DrawFn, max_replicas: int = 2, on_host: bool = True) -> Problem:
-    """A backward graph: some steps use a gathered parameter, some complete a gradient, and reduced
-    shards of some are averaged over replicas, or kept on the host."""
+    """A backward graph: some steps use a gathered parameter, which may be ready late, some complete
+    a gradient, and reduced shards of some are averaged over replicas, or kept on the host."""
     num_steps = draw(st.integers(1, 8))
     times = st.floats(0, 200, allow_nan=False)
     transfers = []
@@ -114,7 +122,8 @@ def problems(draw: st.DrawFn, max_replicas: int = 2, on_host: bool = True) -> Pr
         host = on_host and draw(st.booleans())
         if draw(st.booleans()):
             last = draw(st.integers(due, num_steps - 1))
-            transfers.append(gather(param, num_bytes, due, last, host))
+            ready = draw(st.integers(0, due))
+            transfers.append(gather(param, num_bytes, due, last, host, ready))
         else:
             replicas = draw(st.integers(1, max_replicas))
             transfers.append(reduction(param, num_bytes, due + 1, num_steps, replicas, host))

@@ -20,6 +20,7 @@ from graphshard.planning.memory_budget import ScheduleLimits
 from graphshard.planning.plan import Bucket, Plan, Problem, replica_bucket
 from graphshard.planning.search import BudgetError, find_schedule
 from graphshard.planning.simulate import COLLECTIVE, clock, simulate
+from graphshard.planning.without_overlap import schedule_without_overlap
 from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction
 
 
@@ -54,6 +55,20 @@ def test_every_transfer_is_in_one_bucket_at_a_time_that_is_right(
     graph: Problem, line: Line
 ) -> None:
     _assert_sound(graph, find_schedule(graph, line, ScheduleLimits()))
+    _assert_sound(graph, schedule_without_overlap(graph))
+
+
+@pytest.mark.parametrize("line", [Line(latency_us=1e4), Line(latency_us=0.0, parcel_cost_us=0.0)])
+def test_a_gather_that_is_ready_after_another_is_due_travels_apart(line: Line) -> None:
+    """Scales of fp8 weights may be computed late in a graph."""
+    early, late = gather(0, 50, 1), gather(1, 50, 3, ready=2)
+    for graph in (problem([9.0] * 4, [early, late]), problem([9.0] * 4, [late, early])):
+        for buckets in (
+            find_schedule(graph, line, ScheduleLimits()),
+            schedule_without_overlap(graph),
+        ):
+            _assert_sound(graph, buckets)
+            assert len(buckets) == 2 and simulate(graph, buckets, line).total_us > 0
 
 
 @given(problems(), lines)
