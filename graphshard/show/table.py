@@ -20,6 +20,8 @@ _KIND_ORDER = (
     TransferKind.ALL_REDUCE_MAX,
     *HOST_COPIES,
 )
+_FETCHES = (TransferKind.ALL_GATHER, TransferKind.COPY_TO_DEVICE)
+"""Kinds that compute waits for, and that an earlier launch would hide; later waits hide others."""
 NUM_EXPOSED = 10  # collectives that are listed with a reason
 NUM_BUCKETS = 24  # more than so many are not all listed
 
@@ -89,21 +91,34 @@ def _kinds_table(dump: Dump) -> str:
 def _totals(dump: Dump) -> str:
     totals, alive_bytes = dump.totals, dump.timeline.alive_bytes
     total_ms, compute_ms = totals.total_us / 1e3, totals.compute_us / 1e3
-    communication_ms, exposed_ms = totals.communication_us / 1e3, totals.exposed_us / 1e3
-    hidden = ""
-    if communication_ms:
-        fraction = max(0.0, 1 - exposed_ms / communication_ms)  # -0% by rounding
-        hidden = f", {fraction:.0%} of it hidden"
+    copies = [bucket.kind in HOST_COPIES for bucket in dump.plan.buckets]
+    copies_us = sum(dump.timeline.busy_us(lane) for lane in HOST_COPIES)
+    traffic = f"communication {_hidden(dump, totals.communication_us, [not c for c in copies])}"
+    if copies_us:
+        traffic += f"; host copies {_hidden(dump, copies_us, copies)}"
     peak_step = ""
     if alive_bytes:
         peak_step = f" in step {dump.step_label(alive_bytes.index(max(alive_bytes)))}"
     return (
-        f"time    {total_ms:.3f} ms = {compute_ms:.3f} compute + {exposed_ms:.3f} exposed;"
-        f" communication {communication_ms:.3f}{hidden};"
+        f"time    {total_ms:.3f} ms = {compute_ms:.3f} compute"
+        f" + {totals.exposed_us / 1e3:.3f} exposed; {traffic};"
         f" compute loses {totals.lost_us / 1e3:.3f} to it\n"
         f"memory  peak {_size(totals.peak_bytes)}{peak_step};"
         f" at most {_size(totals.in_flight_bytes)} in flight"
     )
+
+
+def _hidden(dump: Dump, busy_us: float, counts: Sequence[bool]) -> str:
+    """Return how long lanes are busy, in ms, and which part of it hides behind compute.
+
+    Args:
+        counts: by bucket, whether it is one of those lanes.
+    """
+    if not busy_us:
+        return f"{busy_us:.3f}"
+    exposed_us = sum(us for us, counted in zip(dump.timeline.exposed_us, counts) if counted)
+    fraction = max(0.0, 1 - exposed_us / busy_us)  # -0% by rounding
+    return f"{busy_us / 1e3:.3f}, {fraction:.0%} of it hidden"
 
 
 def _kept_params(dump: Dump) -> str:
@@ -205,7 +220,7 @@ def _collective_ms(dump: Dump, i: int) -> float:
 def exposed_reason(dump: Dump, i: int) -> str:
     """Return why compute waits for bucket ``i``, as far as the timeline and the limits show."""
     bucket, problem = dump.plan.buckets[i], dump.plan.problem
-    gathers = bucket.kind in (TransferKind.ALL_GATHER, TransferKind.COPY_TO_DEVICE)
+    gathers = bucket.kind in _FETCHES
     if gathers and not sum(problem.compute_us[: bucket.wait]):
         return "first: nothing to hide behind"
     if not gathers and not sum(problem.compute_us[bucket.launch :]):
@@ -225,7 +240,7 @@ def exposed_reason(dump: Dump, i: int) -> str:
 def _limit_in_the_way(dump: Dump, bucket: Bucket) -> str | None:
     """Return the limit that keeps ``bucket`` from one more step in flight; None if none does."""
     timeline, limits = dump.timeline, dump.limits
-    step = bucket.launch - 1 if bucket.kind == TransferKind.ALL_GATHER else bucket.wait
+    step = bucket.launch - 1 if bucket.kind in _FETCHES else bucket.wait
     if not 0 <= step < dump.plan.problem.num_steps:
         return None
     if limits.peak is not None and timeline.alive_bytes[step] + bucket.num_bytes > limits.peak:

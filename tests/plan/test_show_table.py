@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from graphshard.kinds import TransferKind
 from graphshard.planning.memory_budget import ScheduleLimits
+from graphshard.planning.simulate import COLLECTIVE
 from graphshard.show import Dump, summary, table
 from graphshard.show.table import NUM_BUCKETS, NUM_EXPOSED, exposed_reason
 from tests.plan.dumps import bucket, by_hand, dump
@@ -49,10 +52,11 @@ def test_a_summary_has_all_tables() -> None:
 
 def _alone(kind: str, launch: int, wait: int, limits: ScheduleLimits | None = None) -> Dump:
     """Steps of 5, 5 and 5 us, 100 bytes alive in each, and 20 bytes that travel for 30 us."""
-    due = wait if kind == TransferKind.ALL_GATHER else 3
-    transfer = (
-        gather(0, 20, due) if kind == TransferKind.ALL_GATHER else reduction(0, 20, launch, 3)
-    )
+    if kind in (TransferKind.ALL_GATHER, TransferKind.COPY_TO_DEVICE):
+        transfer = gather(0, 20, wait)
+    else:
+        transfer = reduction(0, 20, launch, 3)
+    transfer = dataclasses.replace(transfer, kind=TransferKind(kind))
     asked = problem([5.0, 5.0, 5.0], [transfer], [100, 100, 100])
     return dump(asked, [bucket(kind, [(0,)], 20, (launch, wait))], limits=limits)
 
@@ -74,6 +78,11 @@ def _alone(kind: str, launch: int, wait: int, limits: ScheduleLimits | None = No
             _alone(TransferKind.ALL_GATHER, 1, 2, ScheduleLimits(in_flight=20)),
             "compute before it is too short",
         ),
+        (_alone(TransferKind.COPY_TO_DEVICE, 1, 1, ScheduleLimits(peak=119)), "memory budget"),
+        (
+            _alone(TransferKind.COPY_TO_DEVICE, 1, 1, ScheduleLimits(peak=120)),
+            "compute before it is too short",
+        ),
         (_alone(TransferKind.REDUCE_SCATTER, 1, 2, ScheduleLimits(peak=124)), "memory budget"),
         (
             _alone(TransferKind.REDUCE_SCATTER, 1, 2, ScheduleLimits(peak=125)),
@@ -84,6 +93,22 @@ def _alone(kind: str, launch: int, wait: int, limits: ScheduleLimits | None = No
 def test_why_a_collective_is_exposed(shown: Dump, because: str) -> None:
     assert shown.timeline.exposed_us[0] > 0
     assert exposed_reason(shown, 0) == because
+
+
+def test_host_copies_are_hidden_or_not_apart_from_communication() -> None:
+    """A copy of 20 us that compute waits for, behind it a gather that is wholly hidden."""
+    copied = dataclasses.replace(gather(1, 200, 0), kind=TransferKind.COPY_TO_DEVICE)
+    asked = problem([100.0, 5.0], [gather(0, 20, 1), copied])
+    buckets = [
+        bucket(TransferKind.COPY_TO_DEVICE, [(1,)], 200, (0, 0)),
+        bucket(TransferKind.ALL_GATHER, [(0,)], 20, (0, 1)),
+    ]
+    shown = dump(asked, buckets)
+    copy_ms, gather_ms = (shown.slots[COLLECTIVE, i].duration_us / 1e3 for i in range(2))
+    assert shown.timeline.exposed_us[0] > 0 and shown.timeline.exposed_us[1] == 0
+    text = table(shown)
+    assert f"communication {gather_ms:.3f}, 100% of it hidden" in text
+    assert f"host copies {copy_ms:.3f}, 0% of it hidden" in text
 
 
 def _many(num_layers: int) -> Dump:
