@@ -71,7 +71,7 @@ def _attention(node: fx.Node, *, backward: bool) -> Flops:
 
     Of a causal mask the kernels skip whole blocks: about half of them where there are many.
     """
-    arguments = _argument_values(node)
+    arguments = argument_values(node)
     query, key, value = (shape_of(arguments[name]) for name in ("query", "key", "value"))
     num_keys = key[-2]
     scores = 2.0 * math.prod(query[:-1]) * num_keys
@@ -89,7 +89,7 @@ def _convolution(node: fx.Node) -> Flops:
     Each element of the output (transposed: of the input) takes a product for each weight of a
     filter. Backward does so once for each of the gradients of input and weight that it computes.
     """
-    arguments = _argument_values(node)
+    arguments = argument_values(node)
     x, grad = arguments["input"], arguments.get("grad_output")
     output = node.meta["val"] if grad is None else grad
     elements = math.prod(shape_of(x if arguments["transposed"] else output))
@@ -115,7 +115,7 @@ def _called_op(node: fx.Node) -> _OpCall:
     return _OpCall(node.target, node.args)
 
 
-def _argument_values(node: fx.Node) -> Mapping[str, Any]:
+def argument_values(node: fx.Node) -> Mapping[str, Any]:
     """Return the arguments by name; of those that are nodes, their values."""
     op, args = _called_op(node)
     arguments = {**dict(zip(argument_names(op), args)), **node.kwargs}
@@ -131,10 +131,14 @@ def _dtype_name(value: torch.Tensor) -> str:
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """Return the shape of a tensor, or of the first of several; symbolic sizes as traced."""
+    """Return the shape of a tensor, or of the first of several; symbolic sizes as traced.
+
+    A number has that of a tensor without dimensions; so has None.
+    """
     while isinstance(value, (list, tuple)):
-        value = value[0]
-    return tuple(size if type(size) is int else size_hint(size) for size in value.shape)
+        value = next((item for item in value if item is not None), None)
+    sizes = value.shape if isinstance(value, torch.Tensor) else ()
+    return tuple(size if type(size) is int else size_hint(size) for size in sizes)
 
 
 def aten_name(target: Target) -> str:

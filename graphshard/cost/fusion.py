@@ -27,7 +27,8 @@ from torch import fx
 
 from .._torch.tensors import OpOverload
 from ..ops.float8_ops import local_amax
-from .flops import aten_name, op_names, shape_of
+from .fallback import read_or
+from .flops import argument_values, aten_name, op_names, shape_of
 
 
 class NodeKind(Enum):
@@ -75,7 +76,7 @@ def _node_kind(node: fx.Node) -> NodeKind:
         return kind
     if target is operator.getitem:
         return NodeKind.VIEW
-    if _num_bytes(node.meta.get("val")):
+    if read_or(0.0, _bytes_of_value, node):
         return NodeKind.KERNEL
     # No tensor: a size that is read off one, or arithmetic on sizes.
     return NodeKind.BARRIER if is_operator else NodeKind.VIEW
@@ -117,7 +118,7 @@ class GraphValues:
         self.roots: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
             kind = self.kinds[node] = _node_kind(node)
-            self.num_bytes[node] = _num_bytes(node.meta.get("val"))
+            self.num_bytes[node] = read_or(0.0, _bytes_of_value, node)
             inputs = node.all_input_nodes
             is_view = kind == NodeKind.VIEW and bool(inputs)
             self.roots[node] = self.roots[inputs[0]] if is_view else node
@@ -153,6 +154,10 @@ class GraphValues:
                 yield from self.users(user)
             else:
                 yield user
+
+
+def _bytes_of_value(node: fx.Node) -> float:
+    return _num_bytes(node.meta.get("val"))
 
 
 def _num_bytes(value: Any) -> float:
@@ -229,7 +234,7 @@ def _region_representatives(values: GraphValues) -> dict[fx.Node, fx.Node]:
                 regions.union(source, node)
             elif node in column_nodes:
                 # Loops over columns that read the same value become one.
-                key = (stage, source, shape_of(source.meta["val"]))
+                key = (stage, source, shape_of(source.meta.get("val")))
                 regions.union(first_reader.setdefault(key, node), node)
     return {node: regions[node] for node in fused}
 
@@ -253,7 +258,7 @@ def _column_nodes(values: GraphValues) -> set[fx.Node]:
     column_nodes: set[fx.Node] = set()
     for node in reversed(values.kinds):
         kind = values.kinds[node]
-        if kind == NodeKind.REDUCTION and not _reduces_last_dims(node):
+        if kind == NodeKind.REDUCTION and not read_or(False, _reduces_last_dims, node):
             column_nodes.add(node)
         elif kind == NodeKind.POINTWISE:
             users = list(values.users(node))
@@ -264,11 +269,13 @@ def _column_nodes(values: GraphValues) -> set[fx.Node]:
 
 def _reduces_last_dims(node: fx.Node) -> bool:
     """Return whether a reduction is over the last dimensions, and keeps at least the first."""
-    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    num_dims = node.all_input_nodes[0].meta["val"].dim()
+    arguments = argument_values(node)
+    # Not by position: ``linalg_vector_norm`` has its order there, others have nothing.
+    dims = next((arguments[name] for name in ("dim", "dims") if name in arguments), None)
     if isinstance(dims, int):
         dims = [dims]
-    if not isinstance(dims, (list, tuple)) or not dims:  # over all
+    if not dims:  # over all
         return False
+    num_dims = len(shape_of(next(iter(arguments.values()))))
     num_kept = num_dims - len(dims)
-    return num_kept > 0 and all(isinstance(dim, int) and dim % num_dims >= num_kept for dim in dims)
+    return num_kept > 0 and all(dim % num_dims >= num_kept for dim in dims)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..kinds import HOST_COPIES, TransferKind
-from .flops import flops
+from .fallback import read_or
+from .flops import Flops, flops
 from .fusion import GraphValues, NodeKind, Region, find_regions
 from .hardware import COLLECTIVE_KINDS, Hardware, Interconnect
 
@@ -123,7 +124,7 @@ class CostModel:
         return min(world, math.ceil(spanned / self.hardware.ranks_per_node))
 
     def _kernel_us(self, node: fx.Node, values: GraphValues) -> float:
-        num_flops, dtype, efficiency = flops(node)
+        num_flops, dtype, efficiency = read_or(Flops(0.0, "float32"), flops, node)
         if dtype == "float32" and self.tf32:
             dtype = "tf32"
         compute_us = self.hardware.flops_of(dtype).us(num_flops) / efficiency

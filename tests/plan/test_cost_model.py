@@ -163,6 +163,10 @@ def _mlp(x: Tensor, w: Tensor) -> Tensor:
     return (x.view(-1, w.shape[0]) @ w).relu().sum(-1)
 
 
+def _scaled_columns(x: Tensor) -> Tensor:
+    return (x * x.shape[0]).sum(0)
+
+
 def test_symbolic_sizes_cost_what_they_were_traced_with() -> None:
     args = torch.ones(6, 5, 8), torch.ones(8, 4)
     dynamic = make_fx(_mlp, tracing_mode="symbolic")(*args)
@@ -171,6 +175,8 @@ def test_symbolic_sizes_cost_what_they_were_traced_with() -> None:
     guards = len(val.shape[0].node.shape_env.guards)
     assert sum(CostModel(MACHINE).compute_us(dynamic.graph).values()) == total_us(_mlp, *args)
     assert len(val.shape[0].node.shape_env.guards) == guards
+    x = torch.ones(6, 5)
+    assert total_us(_scaled_columns, x, mode="symbolic") == total_us(_scaled_columns, x)
 
 
 def test_sizes_that_depend_on_data_cost_something() -> None:

@@ -1,0 +1,76 @@
+"""Ops that are not what their names or the places of their arguments suggest: `argmax` saved for
+backward is no input of the graph, and the second argument of a norm is no dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from tests import ranks
+from tests.numerics.compare import Twins, train
+
+
+class Chosen(nn.Module):
+    """Backward gathers by what `argmax`, `argmin` and `argsort` returned in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(7, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the loss of `x` `[5, 7]`."""
+        x = torch.tanh(self.up(x))
+        order = x.detach().argsort(1)
+        first, last = (pick(x.detach(), 1, keepdim=True) for pick in (torch.argmin, torch.argmax))
+        x = x.gather(1, order) * x.gather(1, last) + x.gather(1, first).exp()
+        return self.down(x).square().mean()
+
+    @staticmethod
+    def batch(rng: torch.Generator) -> Tensor:
+        """Return inputs `[5, 7]`."""
+        return torch.randn(5, 7, generator=rng)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_positions_that_are_saved_for_backward(compiler: str) -> None:
+    ranks.run(2, train, Chosen, 2, compiler=compiler)
+
+
+NORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "normalize": F.normalize,
+    "normalize by columns": lambda x: F.normalize(x, p=1.0, dim=0),
+    "pairwise_distance": lambda x: F.pairwise_distance(x, x.flip(0), p=3.0),
+    "vector_norm": lambda x: torch.linalg.vector_norm(x, 3, dim=0),
+    "vector_norm of all": lambda x: torch.linalg.vector_norm(x, float("inf")),
+    "vector_norm, ord of no dimension": lambda x: torch.linalg.vector_norm(x, 7.5, dim=(0, 1)),
+    "matrix_norm": lambda x: torch.linalg.matrix_norm(x, "fro"),
+    "var": lambda x: x.var(0),
+    "logsumexp": lambda x: x.logsumexp(-1),
+}
+
+
+class Normed(nn.Module):
+    """A norm behind a linear."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.linear, self.name = spectral_norm(nn.Linear(7, 5)), name
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the loss of `x` `[5, 7]`."""
+        return NORMS[self.name](self.linear(x)).square().mean()
+
+
+def _train_all(compiler: str) -> None:
+    for name in NORMS:
+        torch._dynamo.reset()
+        Twins(Normed(name).eval(), compiler=compiler).train(Chosen.batch, 1)
+
+
+def test_norms_of_any_order() -> None:
+    ranks.run(2, _train_all, "aot_eager")

@@ -1,0 +1,117 @@
+"""The cost model over all operators of torch that have samples, over all reductions, and with an
+operator that it fails on."""
+
+from __future__ import annotations
+
+import json
+import operator
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from graphshard.cost import fallback, fusion, model
+from tests.plan.machines import Graph
+
+aten = torch.ops.aten
+
+
+def test_every_operator_has_a_price() -> None:
+    """Finite; at least what is written, at most what all nodes move; torch's own flops."""
+    command = [sys.executable, "-m", "tests.plan.op_samples"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert not found["faults"], "\n".join(found["faults"])
+    assert found["graphs"] > 900
+
+
+OTHER_ARGUMENTS = {"p": 3.0, "ord": 3.0, "unbiased": True, "dtype": torch.float32, "keepdim": True}
+
+
+def _reductions() -> list[Any]:
+    """All reductions of one tensor over some of its dimensions."""
+    packets = [getattr(aten, name) for name in aten]
+    ops = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    return [op for op in ops if torch.Tag.reduction in op.tags and _takes_dims(op)]
+
+
+def _takes_dims(op: Any) -> bool:
+    arguments = op._schema.arguments
+    is_out = any(argument.is_out for argument in arguments)
+    return "dim" in [argument.name for argument in arguments] and not is_out
+
+
+def _call(graph: Graph, op: Any, dims: list[int]) -> Any:
+    """Add the reduction of ``[3, 4, 5]`` over ``dims``, arguments in their places."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for argument in op._schema.arguments:
+        if argument.name == "self":
+            args.append(graph.input(3, 4, 5))
+        elif argument.name == "dim":
+            value = dims if _lists(op) else dims[0]
+            kwargs |= {"dim": value} if argument.kwarg_only else {}
+            args += [] if argument.kwarg_only else [value]
+        elif not argument.kwarg_only:
+            args.append(OTHER_ARGUMENTS[argument.name])
+        elif not argument.has_default_value():
+            kwargs[argument.name] = OTHER_ARGUMENTS[argument.name]
+    return graph(op, *args, **kwargs)
+
+
+def _num_bytes(node: Any) -> int:
+    return sum(value.nbytes for value in tree_leaves(node.meta["val"]))
+
+
+def _cases() -> list[tuple[Any, list[int]]]:
+    """Reductions, and the dimensions of ``[3, 4, 5]`` that they are over; some take only one."""
+    one: list[list[int]] = [[2], [-1], [0], [1]]
+    several = [*one, [1, 2], [0, 1], [0, 1, 2]]
+    return [(op, dims) for op in _reductions() for dims in (several if _lists(op) else one)]
+
+
+def _lists(op: Any) -> bool:
+    return "int[" in str(op._schema)
+
+
+@pytest.mark.parametrize(("op", "dims"), _cases(), ids=str)
+def test_what_uses_a_reduction_shares_its_kernel_if_that_is_over_the_last_dimensions(
+    op: Any, dims: list[int]
+) -> None:
+    graph = Graph()
+    node = _call(graph, op, dims)
+    is_tuple = isinstance(node.meta["val"], (tuple, list))
+    result = graph(operator.getitem, node, 0) if is_tuple else node
+    used = graph(aten.logical_not.default, result)
+    fused_us = 3 * 4 * 5 * 4 + _num_bytes(used) + 1
+    is_fused = dims in ([2], [-1], [1, 2])
+    apart_us = fused_us + _num_bytes(node) + _num_bytes(result) + 1
+    assert sum(graph.costs(used).values()) == (fused_us if is_fused else apart_us)
+
+
+def test_an_op_that_cannot_be_priced_takes_the_time_of_its_bytes_and_is_named_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> bool:
+        raise IndexError("no such dimension")
+
+    monkeypatch.setattr(fallback, "_warned", set())
+    monkeypatch.setattr(fusion, "_reduces_last_dims", fail)
+    monkeypatch.setattr(model, "flops", fail)
+    graph = Graph()
+    x = graph.input(10, 10)
+    reduced = [graph(aten.sum.dim_IntList, x, [1]) for _ in range(2)]
+    product = graph(aten.mm.default, x, x)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        costs = graph.costs(*reduced, product)
+    assert costs[product] == 2 * 400 + 1  # x is read once
+    assert sum(costs[node] for node in reduced) == 400 + 2 * 40 + 1
+    named = [str(w.message) for w in caught]
+    assert len(named) == 2
+    assert "aten.sum.dim_IntList" in named[1] or "aten.sum.dim_IntList" in named[0]
+    assert all("no such dimension" in text for text in named)
