@@ -13,18 +13,16 @@ from typing import Literal
 
 from torch import fx
 
-_PRIMAL, _ARG = re.compile(r"primals_(\d+)"), re.compile(r"arg(\d+)")
+_PRIMAL, _ARG = re.compile(r"primals_(\d+)"), re.compile(r"arg(\d+)_\d+")
 
 
 def original_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
     """The position that each placeholder of an original input had in Dynamo's graph."""
-    positions = {}
-    for node in graph.find_nodes(op="placeholder"):
-        if match := _PRIMAL.match(node.target):
-            positions[node] = int(match[1]) - 1
-        elif match := _ARG.match(node.target):
-            positions[node] = int(match[1])
-    return positions
+    # What forward saves has any name: it may begin as an input of an inference graph does.
+    is_inference = graph_kind(graph) == "inference"
+    pattern, first = (_ARG, 0) if is_inference else (_PRIMAL, 1)
+    matches = ((n, pattern.fullmatch(n.target)) for n in graph.find_nodes(op="placeholder"))
+    return {node: int(match[1]) - first for node, match in matches if match}
 
 
 def graph_kind(graph: fx.Graph) -> Literal["forward", "backward", "inference"]:
