@@ -12,7 +12,7 @@ Python (``nn.LSTM``, a graph break in a loop): then no graph with a parameter ev
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,19 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from ._torch.dynamo import Trace, on_compile_error, on_compile_start, source_name, sources
+from ._torch.dynamo import Trace, on_compile_error, on_compile_start, sources
 from ._torch.frames import CompiledCall, call_arguments, compiled_call, to_compile
 from ._torch.inductor import mode_options
-from ._torch.nn import uncompiled
 from .consensus.plan_consensus import PlanConsensus
 from .errors import BackendError
 from .options.float8_policy import Float8Policy
 from .options.options import Options, default_mesh, hashable
 from .options.schedule_policy import SchedulePolicy
+from .params.compiled_root import find_root, modules_of, note_breaks
 from .params.dtype_advice import advise, advising
 from .params.first_forward import forget_first_forward, shard_before_first_forward
 from .params.mixed_precision import crosses_border, find_borders, has_border
 from .params.shard import shard_module, take_replacements
-from .params.sharded_model import sharded_model_of
 from .params.sharded_param import SHARDED_PARAM, ShardedParam, in_sync, sharded_param_of
 from .params.unsharded import is_plain, settle, watch, watch_idle
 from .pipeline.compile import CompiledGraph, Runnable, TracedGraph, compile_traced
@@ -71,7 +70,7 @@ class Backend:
         if not self._sync_params(trace, gm, inputs):
             raise trace.retrace("a sharded parameter, or its requires_grad, changed")
         params = [sharded_param_of(value) for value in inputs]
-        _note_breaks(trace, params, call)
+        note_breaks(trace, params, call)
         return self._compile(gm, inputs, params, {**mode_options(mode), **(options or {})})
 
     def _compile(
@@ -196,7 +195,7 @@ class Backend:
                 continue
             if id(value) in seen:
                 continue
-            root, in_use = _root_of(trace, source, value, call)
+            root, in_use = find_root(trace, source, value, call)
             seen.update(id(param) for param in root.parameters())
             self._shard(root, in_use)
         return bool(seen)
@@ -208,31 +207,12 @@ class Backend:
             param = sharded_param_of(value)
             if param is None:
                 continue
-            if param.is_lost() and any(map(take_replacements, _modules(trace.owners(source)))):
+            if param.is_lost() and any(map(take_replacements, modules_of(trace.owners(source)))):
                 synced = False
                 continue
             synced &= param.sync()
             trace.guard(source, SHARDED_PARAM, in_sync)
         return synced
-
-
-def _modules(owners: Iterable[object]) -> Iterator[nn.Module]:
-    return (owner for owner in map(uncompiled, owners) if isinstance(owner, nn.Module))
-
-
-def _note_breaks(trace: Trace, params: Sequence[ShardedParam | None], call: CompiledCall) -> None:
-    """Remember where a model's graphs end early, for the one warning about it."""
-    owner = trace.owner()
-    models = [param.model for param in params if param]
-    model = models[0] if models else sharded_model_of(owner) if owner is not None else None
-    if model is None:
-        return
-    where = trace.graph_break()
-    if where is not None and where not in model.breaks:
-        model.breaks.append(where)
-    for module in call.running:
-        if sharded_model_of(module) is model:
-            model.eager_classes.setdefault(type(module).__name__)
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:
@@ -251,24 +231,6 @@ def _device_type(params: Iterable[nn.Parameter], options: Options) -> str:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return accelerator.type if accelerator is not None else "cpu"
     return kind
-
-
-def _root_of(
-    trace: Trace, source: Any, param: nn.Parameter, call: CompiledCall
-) -> tuple[nn.Module, bool]:
-    """Find the outermost module that holds ``param``, and whether its forward runs already.
-
-    It is the compiled module; or an outer module whose forward Dynamo left to Python; or, where a
-    function is compiled, an object that the parameter's source passes through.
-    """
-    for candidate in [call.module, *call.running, *trace.owners(source)]:
-        candidate = uncompiled(candidate)
-        if isinstance(candidate, nn.Module) and any(p is param for p in candidate.parameters()):
-            return candidate, trace.is_resumed() or call.runs(candidate)
-    raise BackendError(
-        f"parameter {source_name(source)} belongs to no module that the compiled code names: "
-        "compile the module, or code that reads the parameter through its module"
-    )
 
 
 def backend(

@@ -4,9 +4,9 @@
 ``agree`` has all ranks raise together. A ``ShardedParam`` joins the DTensor that a user sees with
 the shard that graphs take; ``layout`` says how it is split, ``mesh_groups`` over which ranks.
 ``parametrization`` is how a forward comes to full parameters, ``eager_unshard`` how it does so
-outside of graphs. ``first_forward`` has a compiled module sharded in time, ``unsharded`` notices
-where that did not happen. ``grad_accumulation`` and ``grad_sync`` are for microbatches. May import
-``options`` and ``ops``.
+outside of graphs. ``compiled_root`` finds the module of a traced parameter; ``first_forward`` has
+it sharded in time, ``unsharded`` notices where that did not happen. ``grad_accumulation`` and
+``grad_sync`` are for microbatches. May import ``options`` and ``ops``.
 
 Global state
 ------------

@@ -1,0 +1,53 @@
+"""Which module a traced parameter belongs to, and where Dynamo left its forward to Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from .._torch.dynamo import Trace, source_name
+from .._torch.frames import CompiledCall
+from .._torch.nn import uncompiled
+from ..errors import BackendError
+from .sharded_model import sharded_model_of
+from .sharded_param import ShardedParam
+
+
+def modules_of(owners: Iterable[object]) -> Iterator[nn.Module]:
+    """Yield the modules among ``owners``; of compiled ones, the originals."""
+    return (owner for owner in map(uncompiled, owners) if isinstance(owner, nn.Module))
+
+
+def note_breaks(trace: Trace, params: Sequence[ShardedParam | None], call: CompiledCall) -> None:
+    """Remember where a model's graphs end early, for the one warning about it."""
+    owner = trace.owner()
+    models = [param.model for param in params if param]
+    model = models[0] if models else sharded_model_of(owner) if owner is not None else None
+    if model is None:
+        return
+    where = trace.graph_break()
+    if where is not None and where not in model.breaks:
+        model.breaks.append(where)
+    for module in call.running:
+        if sharded_model_of(module) is model:
+            model.eager_classes.setdefault(type(module).__name__)
+
+
+def find_root(
+    trace: Trace, source: Any, param: nn.Parameter, call: CompiledCall
+) -> tuple[nn.Module, bool]:
+    """Find the outermost module that holds ``param``, and whether its forward runs already.
+
+    It is the compiled module; or an outer module whose forward Dynamo left to Python; or, where a
+    function is compiled, an object that the parameter's source passes through.
+    """
+    for candidate in [call.module, *call.running, *trace.owners(source)]:
+        candidate = uncompiled(candidate)
+        if isinstance(candidate, nn.Module) and any(p is param for p in candidate.parameters()):
+            return candidate, trace.is_resumed() or call.runs(candidate)
+    raise BackendError(
+        f"parameter {source_name(source)} belongs to no module that the compiled code names: "
+        "compile the module, or code that reads the parameter through its module"
+    )
