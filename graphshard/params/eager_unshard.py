@@ -114,6 +114,7 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.sharded_params[0].model.trains_eagerly = True
         return None, *_gradients_of_shards(ctx, grads)
 
 

@@ -61,8 +61,9 @@ class ShardedModel:
         warned: whether the user was told of both.
         sharded_params: all sharded parameters that are alive.
         accumulates: gradients of some parameter accumulate, or did and may not be reduced yet.
-        compiled: some graph that takes its shards was compiled.
+        compiled: a graph was compiled for it; it may also use that of an equal model.
         reads_eagerly: some parameter was read outside of any graph.
+        trains_eagerly: some gradient came from outside of any graph.
         gathered_bytes: the most that any of its graphs holds gathered at once.
     """
 
@@ -74,6 +75,7 @@ class ShardedModel:
     accumulates: bool = False
     compiled: bool = False
     reads_eagerly: bool = False
+    trains_eagerly: bool = False
     gathered_bytes: int = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
@@ -110,7 +112,7 @@ class ShardedModel:
     def warn_of_breaks(self) -> None:
         """Warn once, when a backward starts: by then a forward has met all its breaks."""
         broken = bool(self.breaks or self.eager_classes)
-        if self.warned or (self.compiled and not broken):
+        if self.warned or not (broken or (self.trains_eagerly and not self.compiled)):
             return
         self.warned = True
         what, after = "is not compiled", f"\n  {_WHY_NOT_COMPILED}"

@@ -144,6 +144,20 @@ def test_a_sharded_model_that_is_never_compiled_warns_once() -> None:
     ranks.run(2, _train_sharded_uncompiled)
 
 
+def _share_a_graph() -> None:
+    """The second model runs the graph that was compiled for the first."""
+    backend, models = _backend(), [MLP(), MLP()]
+    with graphshard_warnings() as texts:
+        for model in models:
+            _step(model, torch.compile(model, backend=backend))
+            assert_sharded(model)
+    assert len(backend.plans) == 2 and not texts, texts
+
+
+def test_a_model_that_shares_the_graph_of_another_warns_of_nothing() -> None:
+    ranks.run(2, _share_a_graph)
+
+
 def _copy_before_the_first_call() -> None:
     """Copies know nothing of the backend, also where every call counts as a compiled one."""
     model = MLP()
