@@ -1,8 +1,10 @@
-"""A change in any source file of ours makes other keys for the caches of compiled graphs."""
+"""A change in any source file of ours, or in what else is read while a graph is made, makes other
+keys for the caches of compiled graphs."""
 
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import graphshard
 import graphshard.passes
 from graphshard.pipeline import settings
+from graphshard.pipeline.baked_in import baked_in
 from graphshard.pipeline.settings import CompileSettings
 
 FOLDERS = [os.path.dirname(os.path.realpath(p.__file__)) for p in (graphshard, graphshard.passes)]
@@ -47,3 +50,34 @@ def test_a_changed_file_changes_the_key(
     sources[position] = str(changed)
     monkeypatch.setattr(settings, "_SOURCES", tuple(sources))
     assert compile_settings.cache_key("graph") != before
+
+
+def _autocast() -> AbstractContextManager[object]:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def _half_autocast() -> AbstractContextManager[object]:
+    return torch.autocast("cpu", torch.float16)
+
+
+def _memory_budget() -> AbstractContextManager[object]:
+    return torch._functorch.config.patch(activation_memory_budget=0.5)
+
+
+def test_what_is_read_while_a_graph_is_made_changes_the_key(group: str) -> None:
+    cpu, x = torch.device("cpu"), torch.ones(4, 3)
+    text = baked_in([x, 5], [group], cpu, {})
+    assert f"group {group}: 8 ranks, stride 1" in text and "fake" in text
+    others = [
+        baked_in([x, 5], [], cpu, {}),
+        baked_in([x, 6], [group], cpu, {}),
+        baked_in([x[:2], 5], [group], cpu, {}),
+        baked_in([x.double(), 5], [group], cpu, {}),
+        baked_in([x.clone().requires_grad_(), 5], [group], cpu, {}),
+        baked_in([x, 5], [group], cpu, {"max_autotune": True}),
+    ]
+    for mode in (_autocast, _half_autocast, torch.no_grad, torch.inference_mode, _memory_budget):
+        with mode():
+            others.append(baked_in([x, 5], [group], cpu, {}))
+    assert len({text, *others}) == 1 + len(others)
+    assert baked_in([x, 5], [group], cpu, {}) == text
