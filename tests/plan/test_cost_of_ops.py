@@ -41,8 +41,8 @@ def _reductions() -> list[Any]:
 
 def _takes_dims(op: Any) -> bool:
     arguments = op._schema.arguments
-    is_out = any(argument.is_out for argument in arguments)
-    return "dim" in [argument.name for argument in arguments] and not is_out
+    is_other = any(a.is_out or "str" in str(a.type) for a in arguments)  # dims by name
+    return "dim" in [argument.name for argument in arguments] and not is_other
 
 
 def _call(graph: Graph, op: Any, dims: list[int]) -> Any:
