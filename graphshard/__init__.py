@@ -6,7 +6,9 @@ model = torch.compile(model, backend=graphshard.backend(mesh))
 from .backend import Backend, backend, shard
 from .options.float8_policy import Float8Policy
 from .options.schedule_policy import SchedulePolicy
+from .params.full_state_dict import full_state_dict
 from .params.grad_sync import no_sync, set_requires_all_reduce, set_requires_gradient_sync
+from .params.load_full_state_dict import load_full_state_dict
 from .params.memory_report import MemoryReport, memory_report
 
 __version__ = "0.1.0"
@@ -17,6 +19,8 @@ __all__ = [
     "SchedulePolicy",
     "__version__",
     "backend",
+    "full_state_dict",
+    "load_full_state_dict",
     "memory_report",
     "no_sync",
     "set_requires_all_reduce",

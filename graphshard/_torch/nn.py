@@ -6,6 +6,8 @@ checkpoint/_nested_dict.py.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +19,10 @@ __all__ = ["apply_to_tensors", "unflatten_state_dict"]
 
 FLAT_WEIGHTS = "_flat_weights"
 """The attribute of ``nn.RNNBase`` that lists its parameters once more."""
+
+
+COMPILED_PREFIX = "_orig_mod."
+"""What ``torch.compile`` puts into the names of a module that it wraps."""
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -58,6 +64,16 @@ def uncompiled(value: object) -> object:
     return getattr(value, "_orig_mod", value)
 
 
+def versions_of(state_dict: Mapping[str, object]) -> dict[str, Any]:
+    """Return the versions of modules that a state dict may carry, by module name."""
+    return dict(getattr(state_dict, "_metadata", {}))
+
+
+def set_versions(state_dict: OrderedDict[str, Any], versions: dict[str, Any]) -> None:
+    """Have a state dict carry them: modules read files of older versions in other ways."""
+    state_dict._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+
+
 class NoticesReplacement(nn.Module):
     """A module that is told after each call that may have replaced its parameters or storages.
 
@@ -68,15 +84,34 @@ class NoticesReplacement(nn.Module):
     def _graphshard_on_replacement(self) -> None:
         raise NotImplementedError
 
+    def _graphshard_before_loading(
+        self, state_dict: dict[str, Any], prefix: str, assigns: bool
+    ) -> None:
+        """Change what this module's parameters, ``prefix + name``, are about to be loaded from."""
+        raise NotImplementedError
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
         self._graphshard_on_replacement()
         return result
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+        # Registered last, it sees the names that other hooks, or a method of the class, put there.
+        hook = self.register_load_state_dict_pre_hook(_before_loading)
+        try:
+            super()._load_from_state_dict(*args, **kwargs)
+        finally:
+            hook.remove()
         self._graphshard_on_replacement()
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
         self._graphshard_on_replacement()
+
+
+def _before_loading(
+    module: NoticesReplacement, state_dict: Any, prefix: str, metadata: Any, *rest: object
+) -> None:
+    """Call ``_graphshard_before_loading``: a hook of ``load_state_dict``."""
+    assigns = metadata.get("assign_to_params_buffers", False)
+    module._graphshard_before_loading(state_dict, prefix, assigns)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from ..ops.accumulators import ACCUMULATOR_NAMES
 from .eager_unshard import full_parameters
 from .grad_accumulation import ALL_REDUCES, SYNCS, module_flag
 from .layout import Layout, MarkerCall
+from .loading import to_load
 from .sharded_model import ShardedModel, join_model, sharded_model_of
 from .sharded_param import ShardedParam, owned_by, shard_attribute, sharded_param_of
 
@@ -45,6 +46,14 @@ class ShardedModule(NoticesReplacement):
 
     def _graphshard_on_replacement(self) -> None:
         _reattach(self)
+
+    def _graphshard_before_loading(
+        self, state_dict: dict[str, Any], prefix: str, assigns: bool
+    ) -> None:
+        for name in type(self)._graphshard_markers:
+            sharded_param, key = owned_by(self, name), prefix + name
+            if sharded_param is not None and key in state_dict:
+                state_dict[key] = to_load(state_dict[key], sharded_param, key, assigns)
 
     def _graphshard_refresh_accessors(self) -> None:
         """Read parameters by markers that reduce or accumulate their gradients as asked for now."""
@@ -208,7 +217,7 @@ def _check_replacement(param: nn.Parameter, name: str, previous: ShardedParam | 
         fqn = previous.fqn if previous else name
         raise BackendError(
             f"parameter {fqn!r} is sharded, but was replaced by a plain "
-            f"{type(param).__name__}: load a state dict of DTensors, or load without assign"
+            f"{type(param).__name__}: change it in place (copy_, load_state_dict)"
         )
     on_device = param.device.type not in ("cpu", "meta")
     if previous is not None and previous.layout.host_memory is not None and on_device:

@@ -56,6 +56,17 @@ class _Owner(NamedTuple):
     name: str
 
 
+class Assigned(NamedTuple):
+    """What ``load_state_dict(assign=True)`` has put in a parameter's place.
+
+    Attributes:
+        source: the full tensor that it was made of.
+    """
+
+    source: weakref.ref[torch.Tensor]
+    parameter: nn.Parameter
+
+
 class ShardedParam:
     """Joins one DTensor parameter, its shard, and the modules that own it (several where tied).
 
@@ -64,6 +75,7 @@ class ShardedParam:
         dtensor: the parameter that users see; set by ``attach``.
         shard: the tensor that graphs take, of ``layout.padded_shape``; set by ``attach``.
         accumulation: its gradients of microbatches that are not reduced, or not all the way.
+        assigned: what took its place in a module; other owners, to whom it is tied, may follow.
     """
 
     dtensor: DTensor
@@ -74,6 +86,7 @@ class ShardedParam:
         self.fqn = fqn
         self.model = model
         self.accumulation = GradAccumulation(self._on_accumulated)
+        self.assigned: Assigned | None = None
         self._local: torch.Tensor | None = None
         self._owners: list[_Owner] = []
         model.sharded_params.add(self)

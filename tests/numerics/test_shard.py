@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import graphshard
 from tests import ranks
@@ -347,17 +347,13 @@ def _replace_in_dict(model: Any) -> None:
     model.up._parameters["weight"] = nn.Parameter(torch.zeros(13, 7))
 
 
-def _load_plain_with_assign(model: Any) -> None:
-    model.load_state_dict(MLP().state_dict(), assign=True)
-
-
 def _load_other_layout(model: Any) -> None:
     state = model.state_dict()
-    state["up.weight"] = state["up.weight"].redistribute(placements=[Replicate()])
+    state["up.weight"] = state["up.weight"].redistribute(placements=[Shard(1)])
     model.load_state_dict(state, assign=True)
 
 
-REPLACED = [_replace_parameter, _replace_in_dict, _load_plain_with_assign, _load_other_layout]
+REPLACED = [_replace_parameter, _replace_in_dict, _load_other_layout]
 
 
 def _train_replaced(replace: Callable[[Any], None], compiled_before: bool) -> None:

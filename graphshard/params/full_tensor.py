@@ -1,0 +1,110 @@
+"""One tensor between the first rank of a mesh, which has it in full, and the shards of all ranks.
+
+Rows travel as bytes, which every backend sends, and straight from or to where they are wanted. The
+other replicas of a 2D mesh take no part in a gather, and get from the first one what it scattered.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from .._torch.distributed import process_group
+from .._torch.dtensor import local_tensor
+from ..ops.shard_rows import rows_of_rank
+from .layout import Layout
+from .mesh_groups import MeshGroups
+
+
+def layout_of(dtensor: DTensor) -> Layout | None:
+    """Return the layout by which rows of ``dtensor`` are split; None: it is split otherwise."""
+    sharded = dtensor.placements[-1] == Shard(0)
+    layout = Layout(dtensor.shape, MeshGroups(dtensor.device_mesh), shard=sharded)
+    return layout if tuple(dtensor.placements) == layout.placements else None
+
+
+def gather(dtensor: DTensor) -> torch.Tensor | None:
+    """Return a copy in full on the first rank of the mesh, None or anything on the others."""
+    layout = layout_of(dtensor)
+    if layout is None:
+        return dtensor.full_tensor().detach()
+    if layout.rows is None:
+        return local_tensor(dtensor).detach().clone()
+    if not _is_of_first_replica(layout):
+        return None
+    own = layout.padded(local_tensor(dtensor).detach().to(layout.groups.device))
+    group = process_group(layout.groups.shards)
+    if layout.groups.shard_index != 0:
+        dist.gather(_bytes(own), group=group, group_dst=0)
+        return None
+    full = own.new_empty(layout.shape)
+    parts = _parts(full, layout)
+    dist.gather(_bytes(own), [_bytes(part.padded) for part in parts], group=group, group_dst=0)
+    for part in parts:
+        if part.padded is not part.rows:
+            part.rows.copy_(part.padded[: part.rows.shape[0]])
+    return full
+
+
+def scatter(full: torch.Tensor | None, dtype: torch.dtype, layout: Layout) -> DTensor:
+    """Return a tensor of which the first rank has all, on the mesh's device.
+
+    Args:
+        full: the tensor of ``layout.shape`` on the first rank, on any device; None elsewhere.
+        dtype: its dtype.
+    """
+    groups = layout.groups
+    shard = torch.empty(layout.padded_shape, dtype=dtype, device=groups.device)
+    if layout.rows is None:
+        return layout.dtensor(broadcast(full, shard, groups))
+    if _is_of_first_replica(layout):
+        parts = None
+        if full is not None:
+            full = full.detach().to(groups.device).contiguous()
+            parts = [_bytes(part.padded) for part in _parts(full, layout)]
+        dist.scatter(_bytes(shard), parts, group=process_group(groups.shards), group_src=0)
+    if groups.replicas is not None:
+        dist.broadcast(_bytes(shard), group=process_group(groups.replicas), group_src=0)
+    return layout.dtensor(shard)
+
+
+def broadcast(full: torch.Tensor | None, buffer: torch.Tensor, groups: MeshGroups) -> torch.Tensor:
+    """Return ``buffer`` with the values of the first rank's ``full``."""
+    if full is not None:
+        buffer.copy_(full.detach())
+    if buffer.numel():
+        dist.broadcast(_bytes(buffer), group=process_group(groups.all_ranks), group_src=0)
+    return buffer
+
+
+def _is_of_first_replica(layout: Layout) -> bool:
+    return layout.groups.replicas is None or layout.mesh.get_local_rank(0) == 0
+
+
+class _Part(NamedTuple):
+    """A rank's rows of a full tensor, and what of ``padded_shape`` travels for them.
+
+    Both are the same view of the full tensor where there is no padding.
+    """
+
+    rows: torch.Tensor
+    padded: torch.Tensor
+
+
+def _parts(full: torch.Tensor, layout: Layout) -> list[_Part]:
+    """Return the parts of ``full`` by rank."""
+    assert layout.rows is not None
+    size, parts = layout.groups.num_shards, []
+    for rank in range(size):
+        rows = full[rows_of_rank(layout.rows, size, rank)]
+        is_whole = rows.shape == layout.padded_shape
+        parts.append(_Part(rows, rows if is_whole else layout.padded(rows)))
+    return parts
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor as bytes."""
+    return tensor.view(-1).view(torch.uint8)

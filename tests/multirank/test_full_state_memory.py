@@ -1,0 +1,42 @@
+"""A full state dict is gathered and scattered by one parameter at a time: the most memory that a
+rank needs beside its shards, and beside the result on the first rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.memory import MB, Memory, give_back, peak_is_known, peak_of
+from benchmarks.models import DeepMLP, parameter_bytes
+from tests import ranks
+
+pytestmark = pytest.mark.skipif(
+    not peak_is_known(), reason="this kernel does not tell the peak memory of a process"
+)
+LINEARS, PARAMS = 50, 200e6
+
+
+def _full_and_back() -> tuple[Memory, Memory]:
+    import graphshard
+
+    give_back()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    small, model = DeepMLP(16, 2), DeepMLP.of_bytes(PARAMS, LINEARS)
+    graphshard.shard(small, mesh)
+    graphshard.load_full_state_dict(small, graphshard.full_state_dict(small))  # imports, connects
+    params = parameter_bytes(model)
+    graphshard.shard(model, mesh)
+    state = {}
+    gathering = peak_of(lambda: state.update(graphshard.full_state_dict(model)), params)
+    scattering = peak_of(lambda: graphshard.load_full_state_dict(model, state), params)
+    return gathering, scattering
+
+
+def test_one_parameter_at_a_time() -> None:
+    for rank, (gathering, scattering) in enumerate(ranks.run_fresh(2, _full_and_back)):
+        parameter = gathering.params / LINEARS
+        result = gathering.params if rank == 0 else 0
+        # Its own shard beside the full parameter, and what messages and Python objects need.
+        assert gathering.peak - gathering.before <= result + 2 * parameter + 2 * MB, gathering
+        assert scattering.peak - scattering.before <= 2 * parameter + 2 * MB, scattering

@@ -1,0 +1,347 @@
+"""`full_state_dict` and `load_full_state_dict`: what the first rank gets is what a plain model and
+its optimizer would have, bitwise; and what it loads, all ranks have."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+
+import graphshard
+from tests import ranks
+from tests.models import GPT, MLP, ConvNet, Trainable
+from tests.numerics.compare import draw, sgd, whole, world_mesh
+from tests.numerics.test_loading import Kinds
+
+State = dict[str, Any]
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), 1e-2)
+
+
+def _step(called: Any, optim: torch.optim.Optimizer, kind: Trainable, step: int) -> float:
+    """Train on a batch that is the same on all ranks."""
+    loss = called(draw(kind.batch, step, 1)[0])
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return float(loss.detach())
+
+
+def _trained(
+    kind: Trainable, shape: tuple[int, ...] = (2,), **options: Any
+) -> tuple[Any, Any, torch.optim.Optimizer]:
+    """A model after two steps, its compiled form, and its optimizer."""
+    model = kind()
+    backend = graphshard.backend(init_device_mesh("cpu", shape), compiler="aot_eager", **options)
+    compiled = torch.compile(model, backend=backend)
+    optim = _adamw(model)
+    for step in range(2):
+        _step(compiled, optim, kind, step)
+    return model, compiled, optim
+
+
+def _assert_equal(ours: Any, theirs: Any) -> None:
+    """Same structure, types and bits."""
+    if isinstance(theirs, Tensor):
+        assert type(ours) is type(theirs) is Tensor and ours.device.type == "cpu"
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    elif isinstance(theirs, dict):
+        assert list(ours) == list(theirs)
+        for key, value in theirs.items():
+            _assert_equal(ours[key], value)
+    elif isinstance(theirs, list):
+        for pair in zip(ours, theirs, strict=True):
+            _assert_equal(*pair)
+    else:
+        assert ours == theirs
+
+
+# To the first rank.
+
+
+def _save(kind: Trainable, shape: tuple[int, ...], options: State, folder: Path) -> None:
+    model, compiled, optim = _trained(kind, shape, **options)
+    expected = {name: whole(value) for name, value in model.state_dict().items()}
+    for source in (model, compiled):
+        state, optim_state = graphshard.full_state_dict(source, optim)
+        assert list(graphshard.full_state_dict(source)) == list(state)
+        if dist.get_rank() != 0:
+            assert state == {} and optim_state == {}
+            continue
+        _assert_equal(dict(state), expected)
+    torch_options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    theirs = get_optimizer_state_dict(model, optim, options=torch_options)
+    if dist.get_rank() == 0:
+        _assert_equal(optim_state["state"], theirs["state"])
+        torch.save((state, optim_state, _next_losses(compiled, optim, kind)), folder / "all.pt")
+    else:
+        _next_losses(compiled, optim, kind)
+
+
+def _next_losses(called: Any, optim: torch.optim.Optimizer, kind: Trainable) -> list[float]:
+    return [_step(called, optim, kind, step) for step in range(5, 8)]
+
+
+SETUPS: dict[str, tuple[Trainable, tuple[int, ...], State]] = {
+    "tied": (GPT, (2,), {}),
+    "buffers": (ConvNet, (2,), {}),
+    "three ranks": (MLP, (3,), {}),
+    "HSDP": (MLP, (2, 2), {}),
+    "offload": (MLP, (2,), {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "some are whole": (MLP, (2,), {"overrides": {"mid.*": {"shard": False}}}),
+}
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_plain_torch_loads_it_and_trains_on(setup: str, tmp_path: Path) -> None:
+    kind, shape, options = SETUPS[setup]
+    ranks.run(torch.Size(shape).numel(), _save, kind, shape, options, tmp_path)
+    state, optim_state, losses = torch.load(tmp_path / "all.pt")
+    plain = kind()
+    plain.load_state_dict(state, strict=True)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    optim = _adamw(plain)
+    set_optimizer_state_dict(plain, optim, optim_state)
+    assert _next_losses(plain, optim, kind) == pytest.approx(losses, rel=1e-4)
+
+
+def _keep_tied_and_versions() -> None:
+    model = graphshard.shard(GPT(), world_mesh())
+    state = graphshard.full_state_dict(model)
+    if dist.get_rank() == 0:
+        assert state["head.weight"] is state["tokens.weight"]
+        assert state._metadata == GPT().state_dict()._metadata
+
+
+def test_tied_weights_are_one_tensor_and_versions_of_modules_are_kept() -> None:
+    ranks.run(2, _keep_tied_and_versions)
+
+
+class Regional(nn.Module):
+    """A layer that is compiled by itself, and a state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head, self.epoch = nn.Linear(7, 7), nn.Linear(7, 3), 4
+
+    def get_extra_state(self) -> Any:
+        return {"epoch": self.epoch}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.epoch = state["epoch"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)).square().mean()
+
+    batch = staticmethod(MLP.batch)
+
+
+def _regional() -> None:
+    model = graphshard.shard(Regional(), world_mesh())
+    names = list(model.state_dict())
+    model.layer = torch.compile(model.layer, backend="eager")
+    optim = _adamw(model)
+    _step(model, optim, Regional, 0)
+    state, optim_state = graphshard.full_state_dict(model, optim)
+    other = graphshard.shard(Regional(), world_mesh())
+    other.head = torch.compile(other.head, backend="eager")
+    other.epoch = 0
+    graphshard.load_full_state_dict(other, state, _adamw(other), optim_state)
+    assert other.epoch == 4
+    again = graphshard.full_state_dict(other)
+    if dist.get_rank() == 0:
+        assert list(state) == names and not any("_orig_mod" in n for n in optim_state["state"])
+        _assert_equal(dict(again), dict(state))
+        Regional().load_state_dict(state)
+
+
+def test_names_are_those_without_compiled_parts() -> None:
+    ranks.run(2, _regional)
+
+
+def _save_unsharded() -> None:
+    model = ConvNet()
+    model.norm1.running_mean.fill_(dist.get_rank())
+    state = graphshard.full_state_dict(model)
+    assert (state == {}) == (dist.get_rank() > 0)
+    if state:
+        _assert_equal(dict(state), dict(model.state_dict()))
+        assert state["head.weight"].data_ptr() != model.head.weight.data_ptr()
+
+
+def test_a_model_before_its_first_step() -> None:
+    ranks.run(2, _save_unsharded)
+
+
+# From the first rank.
+
+
+def _load(kind: Trainable, shape: tuple[int, ...], options: State, folder: Path) -> None:
+    """All that matters is what the first rank gives; training goes on as it did."""
+    torch.manual_seed(77)
+    model = graphshard.shard(kind(), init_device_mesh("cpu", shape), **options)
+    optim = _adamw(model)
+    params = list(model.parameters())
+    given: Any = (None, None)
+    if dist.get_rank() == 0:
+        *given, _ = torch.load(folder / "all.pt")
+        before = copy.deepcopy(given)
+    missing = graphshard.load_full_state_dict(model, given[0], optim, given[1])
+    assert missing == ([], [])
+    assert all(a is b for a, b in zip(model.parameters(), params))
+    again = graphshard.full_state_dict(model, optim)
+    if dist.get_rank() == 0:
+        _assert_equal([dict(again[0]), again[1]], [dict(before[0]), before[1]])
+        _assert_equal([dict(given[0]), given[1]], [dict(before[0]), before[1]])
+    for value in (v for state in optim.state.values() for v in state.values()):
+        assert isinstance(value, DTensor) == (value.dim() > 0)
+    compiled = torch.compile(model, backend=graphshard.backend(compiler="aot_eager", **options))
+    losses = _next_losses(compiled, optim, kind)
+    assert losses == pytest.approx(torch.load(folder / "all.pt")[2], rel=1e-4)
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_the_first_rank_loads_it_for_all(setup: str, tmp_path: Path) -> None:
+    kind, shape, options = SETUPS[setup]
+    ranks.run(torch.Size(shape).numel(), _save, kind, shape, options, tmp_path)
+    ranks.run(torch.Size(shape).numel(), _load, kind, shape, options, tmp_path)
+    if setup == "HSDP":
+        ranks.run(2, _load, kind, (2,), options, tmp_path)
+
+
+def _every_kind() -> None:
+    model, expected = graphshard.shard(Kinds(), world_mesh()), None
+    if dist.get_rank() == 0:
+        torch.manual_seed(77)
+        expected = dict(Kinds().state_dict())
+    graphshard.load_full_state_dict(model, expected)
+    state = graphshard.full_state_dict(model)
+    if expected:
+        _assert_equal(dict(state), expected)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_parameters_of_every_kind(world_size: int) -> None:
+    ranks.run(world_size, _every_kind)
+
+
+def _some_have_no_state() -> None:
+    """Parameters without a gradient, and an optimizer that has not stepped, or keeps no state."""
+    model = graphshard.shard(Kinds(), world_mesh())
+    optim = torch.optim.AdamW([{"params": [model.row], "lr": 0.5}, {"params": [model.whole]}])
+    model.row.grad = torch.ones_like(model.row)
+    fresh = graphshard.full_state_dict(model, optim)
+    optim.step()
+    stepped = graphshard.full_state_dict(model, optim)
+    for state, expected in ((fresh, []), (stepped, ["row"])):
+        other = torch.optim.AdamW([{"params": [model.row]}, {"params": [model.whole]}])
+        graphshard.load_full_state_dict(model, state[0], other, state[1])
+        again = graphshard.full_state_dict(model, other)
+        assert other.param_groups[0]["lr"] == 0.5
+        if dist.get_rank() == 0:
+            assert list(state[1]["state"]) == expected
+            _assert_equal(again[1], state[1])
+    plain = sgd(model)
+    state = graphshard.full_state_dict(model, plain)
+    graphshard.load_full_state_dict(model, state[0], plain, state[1])
+
+
+def test_optimizers_without_a_state_keep_none() -> None:
+    ranks.run(2, _some_have_no_state)
+
+
+def _into_shards_of_every_rank() -> None:
+    """What `get_state_dict` of DCP returns in full, goes into the shards as well, and back."""
+    model, _, optim = _trained(GPT)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    theirs = get_state_dict(model, optim, options=options)
+    torch.manual_seed(77)
+    other = graphshard.shard(GPT(), world_mesh())
+    other_optim = _adamw(other)
+    graphshard.load_full_state_dict(other, theirs[0], other_optim, theirs[1])
+    ours = graphshard.full_state_dict(other, other_optim)
+    if dist.get_rank() == 0:
+        _assert_equal(dict(ours[0]), dict(theirs[0]))
+        _assert_equal(ours[1]["state"], theirs[1]["state"])
+
+
+def test_what_torch_gathers_is_loaded() -> None:
+    ranks.run(2, _into_shards_of_every_rank)
+
+
+# What cannot be: every rank says so.
+
+
+def _wrong_state() -> None:
+    model = graphshard.shard(MLP(), world_mesh())
+    optim = _adamw(model)
+    state, optim_state = graphshard.full_state_dict(model, optim)
+    numbered = {"state": {}, "param_groups": [{"params": [0, 1]}]}
+    fewer = {"state": {}, "param_groups": [{"params": ["up.weight"]}]}
+    halves = [{"params": ["up.weight"]}, {"params": list(state)[1:]}]
+    of_model: list[tuple[type[Exception], str, Any]] = [
+        (ValueError, "state_dict is a NoneType", None),
+        (ValueError, "'up.weight' is a DTensor", model.state_dict()),
+        (RuntimeError, "Missing key.*up.bias", {"up.weight": torch.ones(13, 7)}),
+        (RuntimeError, "Unexpected key.*more", {**state, "more": torch.ones(1)}),
+        (RuntimeError, "size mismatch for up.bias", {**state, "up.bias": torch.ones(2)}),
+    ]
+    of_optim: list[tuple[str, Any]] = [
+        ("no state dict of an optimizer", None),
+        ("no state dict of an optimizer", {}),
+        ("numbers for parameters", numbered),
+        ("'down.bias' is in optim alone", fewer),
+        ("group of 'up.weight'", {"state": {}, "param_groups": halves}),
+    ]
+    is_first = dist.get_rank() == 0
+    for kind, said, given in of_model:
+        with pytest.raises(kind, match=f"(?s){said}"):
+            graphshard.load_full_state_dict(model, given if is_first else None)
+    for said, given in of_optim:
+        with pytest.raises(ValueError, match=said):
+            graphshard.load_full_state_dict(model, state, optim, given if is_first else None)
+    again = graphshard.full_state_dict(model, optim)
+    _assert_equal([dict(again[0]), again[1]], [dict(state), optim_state])
+
+
+def test_every_rank_raises_what_the_first_one_gave_wrongly() -> None:
+    ranks.run(2, _wrong_state)
+
+
+def _wrong_arguments() -> None:
+    model = MLP()
+    with pytest.raises(ValueError, match="MLP is not sharded yet"):
+        graphshard.load_full_state_dict(model, model.state_dict())
+    graphshard.shard(model, world_mesh())
+    with pytest.raises(ValueError, match="none of the model's"):
+        graphshard.full_state_dict(model, sgd(MLP()))
+    for call in (graphshard.full_state_dict, graphshard.load_full_state_dict):
+        with pytest.raises(ValueError, match="model is a str"):
+            call("model", {})
+    with pytest.raises(ValueError, match="optim is a dict"):
+        graphshard.full_state_dict(model, {})
+    with torch.device("meta"):
+        empty = graphshard.shard(MLP(), world_mesh())
+    with pytest.raises(ValueError, match=r"'up.weight' is on the meta device"):
+        graphshard.full_state_dict(empty)
+
+
+def test_wrong_arguments() -> None:
+    ranks.run(2, _wrong_arguments)

@@ -1,0 +1,343 @@
+"""What `load_state_dict` of a sharded model takes: full tensors, its own shards, and what of other
+ranks or of another shape it refuses. Nothing of it communicates."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+import graphshard
+from tests import ranks, recording
+from tests.models import GPT, MLP, ConvNet, Trainable
+from tests.numerics.compare import Twins, assert_sharded, whole, world_mesh
+
+State = dict[str, Any]
+
+
+class Even(nn.Module):
+    """All ranks have shards of the same size, so that no size tells whose they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the loss of `x` `[5, 4]`."""
+        return self.down(torch.tanh(self.up(x))).square().mean()
+
+    @staticmethod
+    def batch(rng: torch.Generator) -> Tensor:
+        return torch.randn(5, 4, generator=rng)
+
+
+def _other(kind: Trainable) -> nn.Module:
+    """A model of other values; the same on all ranks, buffers included."""
+    torch.manual_seed(77)
+    model = kind()
+    for buffer in model.buffers():
+        buffer.add_(1)
+    return model
+
+
+def _assert_values(model: nn.Module, expected: State) -> None:
+    state = model.state_dict()
+    assert list(state) == list(expected)
+    for name, value in state.items():
+        assert torch.equal(whole(value), whole(expected[name])), name
+
+
+def _sharded(kind: Trainable, **options: Any) -> nn.Module:
+    return graphshard.shard(kind(), world_mesh(), **options)
+
+
+# Full tensors.
+
+
+def _load_full(kind: Trainable, assign: bool, compiled_before: bool) -> None:
+    """Loaded without communication, and trained on like the plain model."""
+    other = _other(kind)
+    model, reference = kind(), kind()
+    reference.load_state_dict(model.state_dict())
+    twins = Twins(model, reference)
+    if compiled_before:
+        twins.train(kind.batch, steps=1)
+    else:
+        graphshard.shard(model, world_mesh())
+    params = list(model.parameters())
+    for loaded in (twins.model, twins.reference):
+        loaded.load_state_dict(copy.deepcopy(other.state_dict()), assign=assign)
+    assert_sharded(model)
+    _assert_values(model, dict(other.state_dict()))
+    assert all((a is b) != assign for a, b in zip(model.parameters(), params))
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in params]
+    twins.train(kind.batch, steps=2)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(("kind", "compiled_before"), [(MLP, False), (MLP, True), (ConvNet, True)])
+def test_a_full_state_dict_is_split(kind: Trainable, assign: bool, compiled_before: bool) -> None:
+    ranks.run(2, _load_full, kind, assign, compiled_before)
+
+
+def _load_quietly(shape: tuple[int, ...]) -> None:
+    model = graphshard.shard(GPT(), init_device_mesh("cpu", shape))
+    state = _other(GPT).state_dict()
+    recording.clear()
+    for assign in (False, True):
+        model.load_state_dict(state, assign=assign)
+    assert recording.events() == []
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_loading_communicates_nothing(shape: tuple[int, ...]) -> None:
+    ranks.run(torch.Size(shape).numel(), _load_quietly, shape, backend="recording")
+
+
+class Kinds(nn.Module):
+    """A scalar, an empty parameter, fewer rows than ranks, a frozen and a replicated parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scalar = nn.Parameter(torch.tensor(1.0))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.row = nn.Parameter(torch.randn(1, 5))
+        self.frozen = nn.Parameter(torch.randn(5, 3).bfloat16(), requires_grad=False)
+        self.whole = nn.Parameter(torch.randn(6, 2))
+
+
+def _load_kinds() -> None:
+    for assign in (False, True):
+        model = _sharded(Kinds, overrides={"whole": {"shard": False}})
+        state = _other(Kinds).state_dict()
+        model.load_state_dict(state, assign=assign)
+        _assert_values(model, state)
+        model.load_state_dict({"scalar": torch.tensor([3.0])}, strict=False, assign=assign)
+        assert model.scalar.to_local().item() == 3.0
+        assert model.scalar.shape == ()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_parameters_of_every_kind(world_size: int) -> None:
+    ranks.run(world_size, _load_kinds)
+
+
+def _load_tied() -> None:
+    """Tied weights stay one parameter, though each of their names has an entry."""
+    with torch.device("meta"):
+        model: Any = GPT()
+    graphshard.shard(model, world_mesh())
+    file = io.BytesIO()
+    torch.save(_other(GPT).state_dict(), file)
+    file.seek(0)
+    model.load_state_dict(torch.load(file), assign=True)
+    assert model.head.weight is model.tokens.weight
+    assert_sharded(model)
+    _assert_values(model, _other(GPT).state_dict())
+    Twins(model, _other(GPT)).train(GPT.batch)
+
+
+def test_a_full_state_dict_makes_a_meta_model_real_and_keeps_it_tied() -> None:
+    ranks.run(2, _load_tied)
+
+
+def _load_other_dtype() -> None:
+    model = _sharded(MLP)
+    state = {name: value.double() for name, value in _other(MLP).state_dict().items()}
+    model.load_state_dict(state)
+    assert all(param.dtype == torch.float32 for param in model.parameters())
+    model.load_state_dict(state, assign=True)
+    assert all(param.dtype == torch.float64 for param in model.parameters())
+    _assert_values(model, state)
+
+
+def test_assigning_takes_the_dtype_of_the_file() -> None:
+    ranks.run(2, _load_other_dtype)
+
+
+def _load_replicated() -> None:
+    """What every rank has in full, as a DTensor, is split like a plain tensor."""
+    model = _sharded(MLP)
+    full = {n: v.redistribute(placements=[Replicate()]) for n, v in model.state_dict().items()}
+    for assign in (False, True):
+        model.load_state_dict({n: v * 2 for n, v in full.items()}, assign=assign)
+        assert_sharded(model)
+        _assert_values(model, {n: v * 2 for n, v in full.items()})
+
+
+def test_replicated_tensors_are_split() -> None:
+    ranks.run(2, _load_replicated)
+
+
+class Renamed(nn.Module):
+    """Reads files in which its layer had another name, by a hook and by a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gain = nn.Linear(4, 6), nn.Parameter(torch.ones(6))
+        self.register_load_state_dict_pre_hook(self._from_old)
+
+    @staticmethod
+    def _from_old(module: Any, state: State, prefix: str, *rest: Any) -> None:
+        for name in [name for name in state if name.startswith(f"{prefix}old.")]:
+            state[name.replace("old.", "layer.")] = state.pop(name)
+
+    def _load_from_state_dict(self, state_dict: State, prefix: str, *rest: Any) -> None:
+        if f"{prefix}scale" in state_dict:
+            state_dict[f"{prefix}gain"] = state_dict.pop(f"{prefix}scale")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _load_renamed() -> None:
+    model, other = _sharded(Renamed), _other(Renamed)
+    state = {
+        name.replace("layer.", "old.").replace("gain", "scale"): value
+        for name, value in other.state_dict().items()
+    }
+    model.load_state_dict(state)
+    _assert_values(model, other.state_dict())
+
+
+def test_a_model_that_renames_what_it_loads() -> None:
+    ranks.run(2, _load_renamed)
+
+
+# What does not fit: torch's own errors, with the names of the parameters.
+
+
+def _changed(name: str, value: Tensor | None) -> State:
+    state = dict(_other(MLP).state_dict())
+    state.pop(name, None)
+    return state if value is None else state | {name: value}
+
+
+WRONG = {
+    "missing": (("mid.weight", None), "Missing key.*mid.weight"),
+    "unexpected": (("extra.weight", torch.ones(2)), "Unexpected key.*extra.weight"),
+    "size": (("mid.weight", torch.ones(12, 13)), r"size mismatch for mid.weight.*12, 13.*11, 13"),
+    "no tensor": (("mid.weight", "text"), 'named "mid.weight", expected torch.Tensor'),
+}
+
+
+def _load_wrong(change: tuple[str, Tensor | None], said: str) -> None:
+    model = _sharded(MLP)
+    for assign in (False, True):
+        with pytest.raises(RuntimeError, match=f"(?s){said}"):
+            model.load_state_dict(_changed(*change), assign=assign)
+        assert_sharded(model)
+    missing, unexpected = model.load_state_dict({"no": torch.ones(1)}, strict=False)
+    assert unexpected == ["no"] and len(missing) == 5
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_does_not_fit_is_named(what: str) -> None:
+    ranks.run(2, _load_wrong, *WRONG[what])
+
+
+# Shards.
+
+
+def _save_alone(path: Path, shape: tuple[int, ...]) -> None:
+    model = graphshard.shard(Even(), init_device_mesh("cpu", shape))
+    if dist.get_rank() == 0:
+        torch.save(model.state_dict(), path)
+
+
+def _load_alone(path: Path, shape: tuple[int, ...], refused: str | None, assign: bool) -> None:
+    torch.manual_seed(77)
+    model = graphshard.shard(Even(), init_device_mesh("cpu", shape))
+    before = {name: whole(value) for name, value in model.state_dict().items()}
+    state = torch.load(path)
+    if refused is None:
+        model.load_state_dict(state, assign=assign)
+        return
+    with pytest.raises(ValueError, match=refused) as caught:
+        model.load_state_dict(state, assign=assign)
+    assert "up.weight" in str(caught.value) and "full_state_dict" in str(caught.value)
+    for name, value in model.state_dict().items():
+        local = before[name]  # not gathered: other ranks are not here
+        assert value.shape == local.shape
+        assert torch.equal(value.to_local(), _rows(local, model.state_dict()[name])), name
+
+
+def _rows(full: Tensor, like: DTensor) -> Tensor:
+    index = like.device_mesh.get_local_rank(like.device_mesh.ndim - 1)
+    size = like.device_mesh.size(like.device_mesh.ndim - 1)
+    return full.chunk(size)[index]
+
+
+def _save_and_load_alone(path: Path, shape: tuple[int, ...], assign: bool) -> None:
+    _save_alone(path, shape)
+    dist.barrier()
+    is_own = dist.get_rank() % shape[-1] == 0  # a replica of the rank that saved
+    refused = None if is_own else "was saved by that rank alone"
+    _load_alone(path, shape, refused, assign)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_shards_saved_by_the_first_rank_alone_are_refused_by_others(
+    shape: tuple[int, ...], assign: bool, tmp_path: Path
+) -> None:
+    world_size = torch.Size(shape).numel()
+    ranks.run(world_size, _save_and_load_alone, tmp_path / "model.pt", shape, assign)
+
+
+def test_shards_of_another_number_of_ranks_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    ranks.run(2, _save_alone, path, (2,))
+    ranks.run(4, _load_alone, path, (4,), "over the ranks .0, 1.*over .0, 1, 2, 3", False)
+
+
+def _save_everywhere(folder: Path) -> None:
+    model = _other(MLP)
+    graphshard.shard(model, world_mesh())
+    torch.save(model.state_dict(), folder / f"{dist.get_rank()}.pt")
+
+
+def _load_everywhere(folder: Path, assign: bool) -> None:
+    """Each rank's own file; the mesh in it is none of this process's."""
+    twins = Twins(_sharded(MLP), _other(MLP))
+    state = torch.load(folder / f"{dist.get_rank()}.pt")
+    twins.model.load_state_dict(state, assign=assign)
+    _assert_values(twins.model, twins.reference.state_dict())
+    twins.train(MLP.batch, steps=1)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_file_of_its_own_on_every_rank_is_loaded(assign: bool, tmp_path: Path) -> None:
+    ranks.run(2, _save_everywhere, tmp_path)
+    ranks.run(2, _load_everywhere, tmp_path, assign)
+
+
+def _load_offloaded(make: Callable[[DTensor], Tensor]) -> None:
+    """CPU offload: part by part, while the rest is still on the meta device, as FSDP2 tests it."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    with torch.device("meta"):
+        model = MLP()
+    graphshard.shard(model, world_mesh(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    other = _other(MLP)
+    sharded = graphshard.shard(copy.deepcopy(other), world_mesh())
+    for name, value in sharded.state_dict().items():
+        model.load_state_dict({name: make(value)}, assign=True, strict=False)
+    _assert_values(model, other.state_dict())
+    Twins(model, other).train(MLP.batch, steps=1)
+
+
+def _itself(value: DTensor) -> Tensor:
+    return value
+
+
+@pytest.mark.parametrize("make", [_itself, whole])
+def test_a_meta_model_under_offload_is_loaded_part_by_part(make: Callable[..., Tensor]) -> None:
+    ranks.run(2, _load_offloaded, make)
