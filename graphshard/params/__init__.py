@@ -6,8 +6,9 @@ the shard that graphs take; ``layout`` says how it is split, ``mesh_groups`` ove
 ``parametrization`` is how a forward comes to full parameters, ``eager_unshard`` how it does so
 outside of graphs. ``compiled_root`` finds the module of a traced parameter; ``first_forward`` has
 it sharded in time, ``unsharded`` notices where that did not happen. ``loading`` has
-``load_state_dict`` take full tensors; ``full_state_dict`` and ``load_full_state_dict`` are of the
-first rank. ``grad_accumulation`` and ``grad_sync`` are for microbatches. May import ``options`` and
+``load_state_dict`` take full tensors; ``full_state_dict`` and ``load_full_state_dict`` move them
+from and to the first rank; ``no_pickle`` refuses what cannot be saved. ``grad_accumulation`` and
+``grad_sync`` are for microbatches. May import ``options`` and
 ``ops``.
 
 Global state

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, SupportsIndex, cast
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from .eager_unshard import full_parameters
 from .grad_accumulation import ALL_REDUCES, SYNCS, module_flag
 from .layout import Layout, MarkerCall
 from .loading import to_load
+from .no_pickle import Reduced, for_copies_alone
 from .sharded_model import ShardedModel, join_model, sharded_model_of
 from .sharded_param import ShardedParam, owned_by, shard_attribute, sharded_param_of
 
@@ -43,6 +44,10 @@ class ShardedModule(NoticesReplacement):
 
     _graphshard_plain_class: ClassVar[type]
     _graphshard_markers: ClassVar[Mapping[str, MarkerCall]]
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Reduced:
+        what = f"a module {type(self).__name__}"
+        return for_copies_alone(what, cast(Reduced, super().__reduce_ex__(protocol)))
 
     def _graphshard_on_replacement(self) -> None:
         _reattach(self)

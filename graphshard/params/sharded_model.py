@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from .._torch.dynamo import graph_break_reasons
 from ..ops.accumulators import ACCUMULATOR_NAMES
 from .grad_accumulation import GradAccumulation
 from .layout import Layout
+from .no_pickle import refuse
 
 _MODEL = "_graphshard_model"
 _WHY_NOT_COMPILED = (
@@ -80,6 +81,9 @@ class ShardedModel:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
         return ShardedModel(self.name)  # the copied parameters add themselves
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse(f"a module of {self.name}")
 
     def start_accumulating(self) -> None:
         """Note that gradients of some parameter are about to accumulate unreduced."""

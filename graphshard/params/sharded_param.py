@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, NoReturn, Protocol, SupportsIndex, cast
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from ..ops.host_copy import to_host_memory
 from ..ops.markers import used_dtype
 from .grad_accumulation import GradAccumulation
 from .layout import Layout
+from .no_pickle import refuse
 from .sharded_model import ShardedModel, any_model_accumulates, reduce_leftovers_after_backward
 
 SHARDED_PARAM = "_graphshard_sharded_param"
@@ -94,6 +95,9 @@ class ShardedParam:
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
         # The copied modules attach and own it again, in their __setstate__.
         return ShardedParam(self.layout, self.fqn, copy.deepcopy(self.model, memo))
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse(f"parameter {self.fqn!r}")
 
     def attach(self, dtensor: DTensor) -> None:
         """Make a shard for ``dtensor``, whose local tensor becomes a view of it."""

@@ -1,0 +1,193 @@
+"""What is copied of a sharded model works on; what is pickled is an error that says what to do. And
+copies and optimizers that were made before the model was sharded."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import graphshard
+from tests import ranks
+from tests.models import GPT, MLP
+from tests.numerics.compare import (
+    Twins,
+    assert_same,
+    assert_sharded,
+    compile_sharded,
+    draw,
+    sgd,
+    whole,
+    world_mesh,
+)
+
+# Pickling.
+
+
+def _save(value: Any) -> None:
+    torch.save(value, io.BytesIO())
+
+
+class WithActivation(nn.Module):
+    """Has a module without parameters, and one that reduces itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.GELU(), OwnReduce())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss of `x` `[5, 4]`."""
+        return self.layers(x).square().mean()
+
+    @staticmethod
+    def batch(rng: torch.Generator) -> torch.Tensor:
+        return torch.randn(5, 4, generator=rng)
+
+
+class OwnReduce(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+
+    def __reduce__(self) -> Any:
+        return _own_reduce, (type(self),), self.__dict__
+
+
+def _own_reduce(kind: type) -> Any:
+    return kind.__new__(kind)
+
+
+def _pickle_all() -> None:
+    model = graphshard.shard(WithActivation(), world_mesh())
+    compiled = compile_sharded(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled(draw(WithActivation.batch, 0)[0]).backward()
+    optimizer.step()
+    parts = [model, compiled, *model.layers, model.layers[0].weight, optimizer]
+    for part in [*parts, model.state_dict(keep_vars=True)]:
+        for save in (_save, pickle.dumps, ForkingPickler.dumps):
+            with pytest.raises(
+                ValueError, match="sharded by graphshard and cannot be pickled"
+            ) as e:
+                save(part)
+            assert "full_state_dict" in str(e.value)
+    for state in (model.state_dict(), optimizer.state_dict()):
+        _save(state)
+        copy.deepcopy(state)
+
+
+def test_pickling_is_an_error_that_says_what_to_do() -> None:
+    ranks.run(2, _pickle_all)
+
+
+def _load_optimizer_state() -> None:
+    model = graphshard.shard(MLP(), world_mesh())
+    optimizer = torch.optim.AdamW(model.parameters())
+    compile_sharded(model)(draw(MLP.batch, 0)[0]).backward()
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    other = torch.optim.AdamW(model.parameters())
+    other.load_state_dict(torch.load(file))
+    for param in model.parameters():
+        ours, theirs = other.state[param]["exp_avg"], optimizer.state[param]["exp_avg"]
+        assert isinstance(ours, DTensor)
+        assert torch.equal(ours.to_local(), theirs.to_local())
+
+
+def test_the_state_of_an_optimizer_is_saved_by_each_rank() -> None:
+    ranks.run(2, _load_optimizer_state)
+
+
+# Copies of a sharded model.
+
+
+def _train_copy(make: Callable[[Any], Any]) -> None:
+    model, plain = WithActivation(), None
+    plain = copy.deepcopy(model)
+    graphshard.shard(model, world_mesh())
+    copied = make(model)
+    assert_sharded(copied)
+    Twins(copied, plain).train(WithActivation.batch)
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy])
+def test_a_copy_of_a_sharded_model_is_trained(make: Callable[[Any], Any]) -> None:
+    ranks.run(2, _train_copy, make)
+
+
+def _copy_parameter() -> None:
+    """A copy of a parameter is a tensor of its own; the model is as it was."""
+    model = graphshard.shard(MLP(), world_mesh())
+    twins = Twins(model, _plain_of(model))
+    for make in (copy.copy, copy.deepcopy):
+        copied = make(model.up.weight)
+        assert isinstance(copied, DTensor) and copied is not model.up.weight
+    twins.train(MLP.batch, steps=1)
+
+
+def _plain_of(model: nn.Module) -> nn.Module:
+    plain = MLP()
+    plain.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
+    return plain
+
+
+def test_a_copy_of_a_parameter() -> None:
+    ranks.run(2, _copy_parameter)
+
+
+# Averages of weights, and optimizers, from before the first step.
+
+
+def _average(before: bool, shard_first: bool) -> None:
+    """An average of what was sharded follows it; a plain one says that it cannot."""
+    model, plain = GPT(), GPT()
+    plain.load_state_dict(model.state_dict())
+    twins = Twins(model, plain)
+    if shard_first:
+        graphshard.shard(model, world_mesh())
+    if not before:
+        twins.train(GPT.batch, steps=1)
+    averages = [AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for m in (model, plain)]
+    optimizers = [sgd(model), sgd(plain)]
+    for step in range(2):
+        twins.backward(draw(GPT.batch, step))
+        for optimizer, average, of in zip(optimizers, averages, (model, plain)):
+            optimizer.step()
+            optimizer.zero_grad()
+            if average is averages[0] and before and not shard_first:
+                with pytest.raises(RuntimeError, match="DTensor"):
+                    average.update_parameters(of)
+                return
+            average.update_parameters(of)
+    assert_same(*averages)
+
+
+@pytest.mark.parametrize(("before", "shard_first"), [(True, True), (False, False), (True, False)])
+def test_an_average_of_weights(before: bool, shard_first: bool) -> None:
+    ranks.run(2, _average, before, shard_first)
+
+
+def _stale_list(in_function: bool) -> None:
+    """A list from before the first step, given to an optimizer after it, is an error."""
+    model = MLP()
+    stale = list(model.parameters())
+    called = (lambda x: model(x)) if in_function else model
+    compile_sharded(called)(draw(MLP.batch, 0)[dist.get_rank()]).backward()
+    with pytest.raises(RuntimeError, match=r"take model.parameters\(\) again"):
+        torch.optim.AdamW(stale).step()
+
+
+@pytest.mark.parametrize("in_function", [False, True])
+def test_an_optimizer_of_parameters_from_before_is_an_error(in_function: bool) -> None:
+    ranks.run(2, _stale_list, in_function)
