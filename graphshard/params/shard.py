@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from .._torch.autograd import share_hooks
 from .._torch.distributed import process_group
 from .._torch.nn import parameters_of
+from ..errors import BackendError
 from ..ops.float8_math import is_of_torchao
 from ..options.options import Options
 from .agree import raise_together
@@ -71,10 +72,12 @@ def shard_module(
     # A part that was sharded before keeps its policy.
     borders = [b for b in find_borders(root, options) if sharded_model_of(b.module) is None]
     with torch.no_grad(), torch.inference_mode(False):
-        if any(plain.host_memory is not None for plain in plain_params):
-            _move_buffers(root, groups.device)
         on_meta = any(plain.param.is_meta for plain in plain_params)
         broadcasts = options.sync_module_states and not on_meta
+        if broadcasts and in_use:
+            _raise_if_used_unequal(root, plain_params, groups)
+        if any(plain.host_memory is not None for plain in plain_params):
+            _move_buffers(root, groups.device)
         if broadcasts:
             for _, buffer in sorted(root.named_buffers()):
                 _broadcast(buffer, groups)
@@ -92,6 +95,36 @@ def shard_module(
         if not in_use:
             for param in sharded_params:
                 param.__class__ = StaleParameter
+
+
+def _raise_if_used_unequal(
+    root: nn.Module, plain_params: Sequence[PlainParam], groups: MeshGroups
+) -> None:
+    """Check that ranks have equal values, with which a forward that has begun may have computed.
+
+    Raises:
+        BackendError: on all ranks, if a rank's parameter or buffer is not the first rank's.
+    """
+    tensors = {plain.fqn: plain.param for plain in plain_params} | dict(root.named_buffers())
+    unequal = [name for name in sorted(tensors) if _is_unequal(tensors[name], groups)]
+    by_rank = [unequal] * groups.mesh.size()
+    dist.all_gather_object(by_rank, unequal, group=process_group(groups.all_ranks))
+    for rank, names in enumerate(by_rank):
+        if names:
+            raise BackendError(
+                f"{names[0]!r} of rank {rank} of the mesh is not equal to the first rank's, and "
+                f"the first forward of {type(root).__name__} may have computed with it before "
+                "sync_module_states made them equal: call graphshard.shard(model, ...) before "
+                "the first step, or begin with equal values, from one seed"
+            )
+
+
+def _is_unequal(tensor: torch.Tensor, groups: MeshGroups) -> bool:
+    """Return whether a value differs from the first rank's, bit by bit."""
+    own = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
+    first = own.clone()
+    _broadcast(first, groups)
+    return not torch.equal(own.view(torch.uint8), first.view(torch.uint8))
 
 
 def _warn_of_torchao(root: nn.Module) -> None:

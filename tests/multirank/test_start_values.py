@@ -107,6 +107,29 @@ def test_without_sync_each_rank_keeps_its_rows(shard: Shard) -> None:
     ranks.run(2, _keep_apart, shard)
 
 
+def _read_before_the_first_graph(seed_by_rank: bool) -> None:
+    """An eager part computes before anything tells that there is a model to shard."""
+    torch.manual_seed(dist.get_rank() if seed_by_rank else 0)
+    model = MLP()
+    before = _tensors(model)
+    eager = torch.compiler.disable(lambda x: torch.tanh(model.mid(model.up(x))))
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager")
+    compiled = torch.compile(lambda x: model.down(eager(x)).sum(), backend=backend)
+    if not seed_by_rank:
+        compiled(torch.ones(5, 7)).backward()
+        return
+    with pytest.raises(ValueError, match=r"'.*' of rank 1 .*equal values, from one seed"):
+        compiled(torch.ones(5, 7))
+    assert_plain(model)
+    after = _tensors(model)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("seed_by_rank", [False, True])
+def test_values_that_were_used_before_they_are_made_equal(seed_by_rank: bool) -> None:
+    ranks.run(2, _read_before_the_first_graph, seed_by_rank)
+
+
 def _broadcast_an_expanded_buffer() -> None:
     model = MLP()
     model.register_buffer("expanded", torch.full((1,), float(dist.get_rank())).expand(6))
