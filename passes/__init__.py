@@ -70,7 +70,7 @@ def lower(
         cast_before_gather(graph)
         scale_before_gather(graph)
     params = describe_params(graph)
-    unique = tuple(dict.fromkeys(params.values()))
+    unique = tuple(sorted(dict.fromkeys(params.values()), key=lambda param: param.input))
     number = {param: i for i, param in enumerate(unique)}
     param_of = {marker: number[param] for marker, param in params.items()}
     normalise(graph)

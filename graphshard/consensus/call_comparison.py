@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from .call_history import NUM_LOGGED, CallHistory, LoggedCall
+from .difference import describe_difference
 from .event_store import CallEvent, EventStore, FaultEvent
-
-ADVICE = (
-    "All ranks must run the same graphs in the same order; a guard on a value or a shape that "
-    "differs between ranks makes them compile, or choose, different ones"
-)
 
 
 class CallComparison:
@@ -47,9 +42,8 @@ class CallComparison:
             return True
         texts = [self._events.plan_text(event), self._history.plan_text(ours.plan_id)]
         ranks = (event.rank, self._rank)
-        difference = _difference(texts, [self.rank_names(rank) for rank in ranks])
-        who = self.rank_names(*ranks)
-        self.post_fault(f"{who} differ in call {event.call}: {difference}. {ADVICE}")
+        difference = describe_difference(texts, [self.rank_names(rank) for rank in ranks])
+        self.post_fault(f"{self.rank_names(*ranks)} differ in call {event.call}: {difference}")
         return False
 
     def post_fault(self, text: str) -> None:
@@ -64,15 +58,5 @@ class CallComparison:
     def position(self) -> str:
         """Describe where this rank waits: in its last call."""
         call = self._history.num_calls - 1
-        plan_id = self._history.entry(call).plan_id
-        return f"{self.rank_names(self._rank)} waits in call {call} ({plan_id})"
-
-
-def _difference(texts: Sequence[str], names: Sequence[str]) -> str:
-    """Describe the first line in which two plans differ, each with the name of its rank."""
-    lines = itertools.zip_longest(*(text.splitlines() for text in texts), fillvalue="nothing")
-    for number, pair in enumerate(lines, 1):
-        if pair[0] != pair[1]:
-            both = [f"{line.strip()} ({name})" for line, name in zip(pair, names)]
-            return f"line {number} of the plan is {' and '.join(both)}"
-    return "in an earlier call they ran different plans"
+        text = self._history.plan_text(self._history.entry(call).plan_id)
+        return f"{self.rank_names(self._rank)} waits in call {call} ({text.splitlines()[0]})"

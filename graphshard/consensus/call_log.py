@@ -107,7 +107,7 @@ class CallLog:
         key = f"{key} ({self._num_choices})"
         self._num_choices += 1
         call, plan_id = self._history.num_calls, f"choice {key!r}"
-        self._history.remember_text(plan_id, f"choice about {text or key}")
+        self._history.remember_text(plan_id, text or plan_id)
         self.run(plan_id)
         self._post_call(self._watcher, call)
         if self._rank == 0:

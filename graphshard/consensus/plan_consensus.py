@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -25,10 +25,18 @@ from typing import NamedTuple, TypeVar
 
 from .._torch.distributed import process_group
 from ..errors import BackendError
-from ..kinds import HOST_COPIES, GraphKind, TransferKind
+from ..kinds import HOST_COPIES, TransferKind
 from ..planning.host_copies import without_host_copies
 from ..planning.plan import Bucket, Plan, Problem, Transfer
 from .call_log import CallLog, call_log_of
+from .common_form import (
+    collectives_text,
+    communication_text,
+    group_numbers,
+    with_group_names,
+    with_inputs_of,
+    without_steps,
+)
 
 R = TypeVar("R")
 
@@ -65,9 +73,9 @@ class PlanConsensus:
         Raises:
             BackendError: other ranks ask about graphs that communicate something else.
         """
-        numbers = _group_numbers(plans)
-        common = [_with_group_names(plan, numbers) for plan in plans]
-        key = _GraphKey(f"{_communication_text(common)}\n{context}", tuple(groups))
+        numbers = group_numbers(plans)
+        common = [with_group_names(plan, numbers) for plan in plans]
+        key = _GraphKey(f"{communication_text(common)}\n{context}", tuple(groups))
         if key not in self._plans:
             for call_log in _call_logs(common, groups):
                 text = call_log.choose_on_first_rank(
@@ -76,28 +84,7 @@ class PlanConsensus:
                 common = [Plan.from_json(plan_json) for plan_json in json.loads(text)]
             self._plans[key] = common
         names = {number: name for name, number in numbers.items()}
-        return [_with_group_names(plan, names) for plan in self._plans[key]]
-
-
-def _group_numbers(plans: Sequence[Plan]) -> dict[str, str]:
-    """Return "#0", "#1", ... for the names of the groups in which ``plans`` communicate.
-
-    All ranks give the same number to their groups along one axis of the mesh, whose names differ.
-    """
-    transfers = [transfer for plan in plans for transfer in plan.problem.transfers]
-    names = [name for transfer in transfers for name in (transfer.group, transfer.replicas)]
-    return {name: f"#{i}" for i, name in enumerate(filter(None, dict.fromkeys(names)))}
-
-
-def _with_group_names(plan: Plan, names: Mapping[str, str]) -> Plan:
-    """Replace every group name in ``plan`` by what ``names`` has for it."""
-    transfers = tuple(
-        dataclasses.replace(t, group=names.get(t.group, ""), replicas=names.get(t.replicas, ""))
-        for t in plan.problem.transfers
-    )
-    buckets = tuple(dataclasses.replace(b, group=names.get(b.group, "")) for b in plan.buckets)
-    problem = dataclasses.replace(plan.problem, transfers=transfers)
-    return dataclasses.replace(plan, problem=problem, buckets=buckets)
+        return [with_inputs_of(with_group_names(plan, names), plans) for plan in self._plans[key]]
 
 
 class _LaunchRange(NamedTuple):
@@ -114,17 +101,13 @@ def follow(problem: Problem, plan: Plan) -> tuple[Bucket, ...]:
 
     Args:
         problem: this rank's graph.
-        plan: the first rank's plan for the same transfers, perhaps with other steps.
+        plan: the first rank's plan for the same transfers, perhaps in another order and with other
+            steps; its parameters are numbered as those of ``problem``.
 
     Raises:
         BackendError: this problem has other transfers, or does not allow their order.
     """
-    end, buckets = problem.num_steps, [b for b in plan.buckets if b.kind not in HOST_COPIES]
-    ours = [_without_steps(t) for t in problem.transfers]
-    if ours != [_without_steps(t) for t in without_host_copies(plan.problem).transfers]:
-        raise BackendError(
-            f"the {problem.graph} graph gathers or reduces other parameters than the first rank's"
-        )
+    end, buckets = problem.num_steps, _buckets_for(problem, plan)
     bucket_transfers = [[problem.transfers[i] for i in bucket.transfers] for bucket in buckets]
     due = [min([end, *(t.due for t in transfers)]) for transfers in bucket_transfers]
     ranges = _launch_ranges(bucket_transfers, due)
@@ -140,6 +123,35 @@ def follow(problem: Problem, plan: Plan) -> tuple[Bucket, ...]:
         wait = wait if wait < end else min(max(bucket.wait, launch), end)
         placed.append(dataclasses.replace(bucket, launch=launch, wait=wait))
     return tuple(_waited_before_replicas(bucket, placed) for bucket in placed)
+
+
+def _buckets_for(problem: Problem, plan: Plan) -> list[Bucket]:
+    """Return the buckets of ``plan`` with the positions that their transfers have in ``problem``.
+
+    Raises:
+        BackendError: the problem has other transfers.
+    """
+    ours, theirs = map(_positions, (problem, without_host_copies(plan.problem)))
+    if {t: len(positions) for t, positions in ours.items()} != {
+        t: len(positions) for t, positions in theirs.items()
+    }:
+        raise BackendError(
+            f"the {problem.graph} graph gathers or reduces other parameters than the first rank's"
+        )
+    moved = {i: j for t, positions in theirs.items() for i, j in zip(positions, ours[t])}
+    return [
+        dataclasses.replace(b, buffers=tuple(tuple(moved[i] for i in buf) for buf in b.buffers))
+        for b in plan.buckets
+        if b.kind not in HOST_COPIES
+    ]
+
+
+def _positions(problem: Problem) -> dict[Transfer, list[int]]:
+    """Return the positions of every transfer; several of those that are alike but for steps."""
+    positions: dict[Transfer, list[int]] = {}
+    for i, transfer in enumerate(problem.transfers):
+        positions.setdefault(without_steps(transfer), []).append(i)
+    return positions
 
 
 def _launch_ranges(
@@ -164,48 +176,6 @@ def _waited_before_replicas(bucket: Bucket, buckets: Sequence[Bucket]) -> Bucket
     return dataclasses.replace(bucket, wait=averages[0].launch) if averages else bucket
 
 
-def kept_inputs(plan: Plan, forward: Problem) -> set[int]:
-    """Return the graph inputs of the parameters that ``plan`` keeps unsharded for backward.
-
-    Args:
-        plan: of a graph with the same parameters; symbolic sizes, which are inputs too, may have
-            moved them.
-        forward: the problem of the graph; its ``Transfer.param`` is a graph input.
-    """
-    plan_inputs = [param.input for param in plan.params]
-    theirs = sorted(plan_inputs[t.param] for t in plan.problem.transfers if t.param is not None)
-    ours = sorted(t.param for t in forward.transfers if t.param is not None)
-    moved = dict(zip(theirs, ours, strict=True))
-    return {moved[plan_inputs[i]] for i in plan.kept}
-
-
-def _communication_text(plans: Sequence[Plan]) -> str:
-    """Describe what graphs need to have in common to follow one plan: what they gather and reduce.
-
-    Left out are which parameters stay unsharded and at which steps a transfer is ready or due: they
-    may depend on the sizes of a rank's batch.
-    """
-    lines: list[str] = []
-    kept: list[str] = []
-    for plan in plans:
-        # Symbolic sizes are inputs, too: not every rank's graph has a parameter at the same place.
-        params = [f"{dataclasses.replace(param, input=0)}" for param in plan.params]
-        transfer_lines: dict[Transfer, str] = {}
-        for transfer in without_host_copies(plan.problem).transfers:
-            param = "" if transfer.param is None else params[transfer.param]
-            common = dataclasses.replace(_without_steps(transfer), param=0)
-            transfer_lines[transfer] = f"{param} {common}"
-        title = plan.graph if plan.graph == GraphKind.BACKWARD else plan.title()
-        lines += [title, *sorted([*transfer_lines.values(), *kept])]
-        kept = [line for transfer, line in transfer_lines.items() if transfer.param in plan.kept]
-    return "\n".join(lines)
-
-
-def _without_steps(transfer: Transfer) -> Transfer:
-    """Set to constants what may differ between ranks: steps, and distances between ranks."""
-    return dataclasses.replace(transfer, ready=0, due=0, last=0, stride=1, replica_stride=1)
-
-
 def log_every_call(
     compiled: Callable[..., R], plans: Sequence[Plan], groups: Sequence[str]
 ) -> Callable[..., R]:
@@ -215,8 +185,9 @@ def log_every_call(
         plans: what the graph runs; without collectives, ``compiled`` itself is returned.
         groups: names of the process groups of all ranks that have this graph.
     """
-    numbers = _group_numbers(plans)
-    text = "\n".join(_with_group_names(plan, numbers).collectives_text() for plan in plans)
+    numbers = group_numbers(plans)
+    common = [with_group_names(plan, numbers) for plan in plans]
+    text = f"{communication_text(common)}\n{collectives_text(common)}"
     for call_log in _call_logs(plans, groups):
         for name in numbers:
             call_log.involve(process_group(name))

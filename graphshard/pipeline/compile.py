@@ -35,6 +35,7 @@ from .._torch.inductor import (
     min_cut_rematerialization_partition,
     saving_activations,
 )
+from ..consensus.common_form import collectives_text
 from ..consensus.plan_consensus import PlanConsensus, log_every_call
 from ..kinds import GraphKind
 from ..planning.live_bytes import gathered_bytes
@@ -111,10 +112,9 @@ def compile_traced(
     for traced_pass in passes.TRACED:
         traced_pass(traced.gm)
     compiled = _compile(traced, settings, writer)
-    if settings.schedule.overlap:
-        plans = consensus.common_plans(compiled.plans, settings.fingerprint(), traced.groups)
-        if _collectives(plans) != _collectives(compiled.plans):
-            compiled = _compile(traced, settings.following(plans), writer)
+    plans = consensus.common_plans(compiled.plans, settings.fingerprint(), traced.groups)
+    if collectives_text(plans) != collectives_text(compiled.plans):
+        compiled = _compile(traced, settings.following(plans), writer)
     run = log_every_call(compiled.run, compiled.plans, traced.groups)
     return dataclasses.replace(compiled, run=run)
 
@@ -122,10 +122,6 @@ def compile_traced(
 def _baked_in(traced: TracedGraph, settings: CompileSettings) -> str:
     options = traced.inductor_options if settings.compiler == "inductor" else {}
     return baked_in(traced.inputs, traced.marker_groups, settings.device, options)
-
-
-def _collectives(plans: Sequence[Plan]) -> list[str]:
-    return [plan.collectives_text() for plan in plans]
 
 
 def _compile(traced: TracedGraph, settings: CompileSettings, writer: DumpWriter) -> CompiledGraph:

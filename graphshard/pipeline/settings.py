@@ -16,7 +16,8 @@ import torch
 
 from .. import passes
 from .._torch.inductor import get_hash_for_files
-from ..consensus.plan_consensus import follow, kept_inputs
+from ..consensus.common_form import kept_inputs
+from ..consensus.plan_consensus import follow
 from ..cost.model import CostModel
 from ..kinds import GraphKind
 from ..options.schedule_policy import SchedulePolicy
@@ -91,7 +92,7 @@ class CompileSettings:
     ) -> Sequence[int]:
         """Return which transfers of ``backward`` to leave out: see ``planning.keep_unsharded``."""
         if GraphKind.FORWARD in self.first_rank_plans:
-            kept = kept_inputs(self.first_rank_plans[GraphKind.FORWARD], forward)
+            kept = kept_inputs(self.first_rank_plans[GraphKind.FORWARD])
             return [i for i, t in gathered_in_forward.items() if t.param in kept]
         peak_bytes = self.schedule.limits().peak
         return choose_kept(forward, backward, gathered_in_forward, cost_model, peak_bytes)

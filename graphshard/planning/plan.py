@@ -289,10 +289,7 @@ class Plan:
     def collectives_text(self) -> str:
         """Return the collectives as text, a line for each, in launch order."""
         collectives = [bucket for bucket in self.buckets if bucket.kind not in HOST_COPIES]
-        return "\n".join([self.title(), *map(self._bucket_text, collectives)])
-
-    def title(self) -> str:
-        return f"{self.graph} of {', '.join(param.fqn for param in self.params)}"
+        return "\n".join([f"{self.graph} graph", *map(self._bucket_text, collectives)])
 
     def _bucket_text(self, bucket: Bucket) -> str:
         def names(buffer: Sequence[int]) -> str:

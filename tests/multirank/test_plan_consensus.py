@@ -90,4 +90,4 @@ def _fork(group: dist.ProcessGroup, _: CallLog, overlap: bool) -> str:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_another_graph_on_one_rank_is_an_error_on_all(overlap: bool) -> None:
-    assert_same(run(2, _fork, overlap), "forward of first.", "forward of second.")
+    assert_same(run(2, _fork, overlap), "all_gather of first.", "all_gather of second.")

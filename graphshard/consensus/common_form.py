@@ -1,0 +1,142 @@
+"""Plans in a form that all ranks share, and the texts by which they compare them.
+
+Ranks need not trace a model alike: a batch of one sample, say, may turn two tensors around, and a
+parameter that one rank meets first is another rank's second. So ranks share nothing that rests on
+the order of a trace. A parameter is known by its name, a process group by a number, a transfer by
+what travels. Each rank puts its own graph inputs and groups in the place of names and numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from ..kinds import GraphKind, TransferKind
+from ..planning.host_copies import without_host_copies
+from ..planning.plan import Plan, PlanParam, Transfer
+from .difference import INFERENCE, TRAINING
+
+_NOT_COMMON = {"param", "kind", "ready", "due", "last", "stride", "replica_stride"}
+"""Fields of a transfer that its text begins with, or that may differ between ranks."""
+
+
+def group_numbers(plans: Sequence[Plan]) -> dict[str, str]:
+    """Return "#0", "#1", ... for the names of the groups in which ``plans`` communicate.
+
+    All ranks give the same number to their groups along one axis of the mesh, whose names differ.
+    """
+    described = [
+        (plan.fqn_of(t), t.kind, t.dtype, t.num_bytes, t.group, t.replicas)
+        for plan in plans
+        for t in plan.problem.transfers
+    ]
+    # Sorted without the names of groups, which differ between ranks.
+    described.sort(key=lambda facts: facts[:-2])
+    names = [name for *_, group, replicas in described for name in (group, replicas)]
+    return {name: f"#{i}" for i, name in enumerate(filter(None, dict.fromkeys(names)))}
+
+
+def with_group_names(plan: Plan, names: Mapping[str, str]) -> Plan:
+    """Replace every group name in ``plan`` by what ``names`` has for it."""
+    transfers = tuple(
+        dataclasses.replace(t, group=names.get(t.group, ""), replicas=names.get(t.replicas, ""))
+        for t in plan.problem.transfers
+    )
+    buckets = tuple(dataclasses.replace(b, group=names.get(b.group, "")) for b in plan.buckets)
+    problem = dataclasses.replace(plan.problem, transfers=transfers)
+    return dataclasses.replace(plan, problem=problem, buckets=buckets)
+
+
+def with_inputs_of(plan: Plan, own_plans: Sequence[Plan]) -> Plan:
+    """Return another rank's plan with the graph inputs of this rank, parameters in their order.
+
+    Args:
+        own_plans: this rank's plans for the same Dynamo graph.
+    """
+    own = _inputs_by_fqn([param for own_plan in own_plans for param in own_plan.params])
+    theirs = _inputs_by_fqn(plan.params)
+    inputs = {i: own[fqn][k] for fqn, of_fqn in theirs.items() for k, i in enumerate(of_fqn)}
+    params = [dataclasses.replace(param, input=inputs[param.input]) for param in plan.params]
+    order = sorted(range(len(params)), key=lambda i: params[i].input)
+    moved = {old: new for new, old in enumerate(order)}
+    transfers = tuple(
+        t if t.param is None else dataclasses.replace(t, param=moved[t.param])
+        for t in plan.problem.transfers
+    )
+    return dataclasses.replace(
+        plan,
+        params=tuple(params[i] for i in order),
+        problem=dataclasses.replace(plan.problem, transfers=transfers),
+        kept=tuple(moved[i] for i in plan.kept),
+        reasons=tuple((moved[i], reason) for i, reason in plan.reasons),
+    )
+
+
+def _inputs_by_fqn(params: Sequence[PlanParam]) -> dict[str, list[int]]:
+    """Return the inputs of the parameters of each name, of which two models may have one each."""
+    inputs: dict[str, list[int]] = {}
+    for param in sorted(params, key=lambda param: param.input):
+        of_fqn = inputs.setdefault(param.fqn, [])
+        if param.input not in of_fqn:
+            of_fqn.append(param.input)
+    return inputs
+
+
+def communication_text(plans: Sequence[Plan]) -> str:
+    """Describe what graphs need to have in common to follow one plan: what they gather and reduce.
+
+    Left out are which parameters stay unsharded, in which order transfers come, and at which steps
+    they are ready or due: these may depend on the sizes of a rank's batch.
+    """
+    kinds = {plan.graph for plan in plans}
+    lines = [INFERENCE if kinds == {GraphKind.INFERENCE} else TRAINING]
+    kept: list[str] = []
+    for plan in plans:
+        transfers = without_host_copies(plan.problem).transfers
+        described = {transfer: _transfer_text(plan, transfer) for transfer in transfers}
+        lines += [f"{plan.graph} graph", *sorted([*described.values(), *kept])]
+        kept = [line for transfer, line in described.items() if transfer.param in plan.kept]
+    return "\n".join(lines)
+
+
+def collectives_text(plans: Sequence[Plan]) -> str:
+    """Describe the collectives that graphs run, in their order."""
+    return "\n".join(plan.collectives_text() for plan in plans)
+
+
+def without_steps(transfer: Transfer) -> Transfer:
+    """Set to constants what may differ between ranks: steps, and distances between ranks."""
+    return dataclasses.replace(transfer, ready=0, due=0, last=0, stride=1, replica_stride=1)
+
+
+def _transfer_text(plan: Plan, transfer: Transfer) -> str:
+    """Describe all that ranks need to have in common of a transfer, its parameter first."""
+    names = (field.name for field in dataclasses.fields(transfer))
+    facts = {name: getattr(transfer, name) for name in names if name not in _NOT_COMMON}
+    param = None if transfer.param is None else plan.params[transfer.param]
+    if param is not None:
+        facts |= {"shape": param.shape, "stored": param.dtype, "padded_rows": param.padded_rows}
+    elif transfer.kind == TransferKind.ALL_REDUCE_MAX:
+        facts["of"] = " ".join(_float8_names(plan))
+    name = "scales" if param is None else param.fqn
+    return f"{transfer.kind} of {name}: " + ", ".join(f"{k} {v}" for k, v in facts.items())
+
+
+def _float8_names(plan: Plan) -> list[str]:
+    """Return the parameters that are gathered by scales, in the order of their scales.
+
+    That is the order of a rank's trace, and ranks have to have the same.
+    """
+    gathered = {
+        transfer.param
+        for transfer in plan.problem.transfers
+        if transfer.kind == TransferKind.ALL_GATHER and "float8" in transfer.dtype
+    }
+    params = [plan.params[i] for i in gathered if i is not None]
+    return [param.fqn for param in sorted(params, key=lambda param: param.input)]
+
+
+def kept_inputs(plan: Plan) -> set[int]:
+    """Return the graph inputs of the parameters that ``plan`` keeps unsharded for backward."""
+    assert plan.graph == GraphKind.FORWARD
+    return {plan.params[i].input for i in plan.kept}

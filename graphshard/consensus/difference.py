@@ -1,0 +1,74 @@
+"""What two ranks do in one call, as text that ranks post, and the difference as a user reads it.
+
+A text begins with a line that says what is called: graphs for training, a graph for inference, an
+eager gather. Lines with what is gathered and reduced follow. Errors show the first difference, and
+the one cause that most likely made it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+TRAINING, INFERENCE = "graphs for training", "a graph for inference"
+EAGER = "outside of a graph"
+
+MAX_SHOWN = 160
+"""Characters of a line that an error shows: around its first difference."""
+
+ADVICE = (
+    "All ranks must run the same graphs in the same order; a guard on a value or a shape that "
+    "differs between ranks makes them compile, or choose, different ones"
+)
+_TOGETHER = (
+    "All ranks must call the model together and in one mode: evaluation on some ranks alone, or "
+    "torch.no_grad() on some?"
+)
+
+
+def describe_difference(texts: Sequence[str], names: Sequence[str]) -> str:
+    """Describe in what the calls of two ranks differ, and the likely cause.
+
+    Args:
+        texts: what each of them calls.
+        names: of the two ranks, as "rank 3".
+    """
+    ours, theirs = (text.splitlines() or ["nothing"] for text in texts)
+    heads = f"{names[0]} calls {ours[0]}, {names[1]} calls {theirs[0]}"
+    if ours == theirs:
+        return f"in an earlier call they ran different plans. {ADVICE}"
+    return f"{heads}{_first_difference(ours[1:], theirs[1:], names)}. {_cause(ours[0], theirs[0])}"
+
+
+def _cause(ours: str, theirs: str) -> str:
+    """Return the likely cause of a difference, by what two ranks call."""
+    heads = (ours, theirs)
+    if any(INFERENCE in head for head in heads) and any(TRAINING in head for head in heads):
+        return _TOGETHER
+    return ADVICE
+
+
+def _first_difference(ours: Sequence[str], theirs: Sequence[str], names: Sequence[str]) -> str:
+    """Describe the first line that only one of them has, or the first that comes earlier."""
+    only = [[line for line in a if line not in set(b)] for a, b in ((ours, theirs), (theirs, ours))]
+    if not any(only):
+        pairs = itertools.zip_longest(ours, theirs, fillvalue="nothing")
+        only = [list(side) for side in zip(*(pair for pair in pairs if pair[0] != pair[1]))]
+    if not any(only):
+        return ""
+    shown = _excerpts(*(side[0].strip() if side else "nothing more" for side in only))
+    return f": first, {shown[0]} ({names[0]}) and {shown[1]} ({names[1]})"
+
+
+def _excerpts(ours: str, theirs: str) -> list[str]:
+    """Return both lines, cut to the part where they differ first if they are long."""
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs)))
+    start = max(0, same - MAX_SHOWN // 2)
+    return [_excerpt(line, start) for line in (ours, theirs)]
+
+
+def _excerpt(line: str, start: int) -> str:
+    if len(line) <= MAX_SHOWN:
+        return line
+    end = start + MAX_SHOWN
+    return ("..." if start else "") + line[start:end] + ("..." if end < len(line) else "")

@@ -1,0 +1,82 @@
+"""Ranks whose batches differ so much that they trace other graphs: the last batch of an epoch, of
+one sample on one rank; lists of other lengths. Numbers are those of the unsharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphshard
+from tests import ranks
+from tests.numerics.compare import Twins, generator, num_graphs
+
+DIM = 16
+
+
+class Encoder(nn.Module):
+    """Its attention turns a batch of one sample around, and reads its weights in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(DIM, 2, 2 * DIM, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.encoder(x) - x).square().mean()
+
+
+def _sequences(step: int, sizes: Sequence[int]) -> list[Tensor]:
+    """A batch of so many samples for each rank."""
+    return [torch.randn(n, 5, DIM, generator=generator(step, r)) for r, n in enumerate(sizes)]
+
+
+def _train_encoder(sizes: Sequence[Sequence[int]], overlap: bool) -> int:
+    twins = Twins(Encoder(), schedule=graphshard.SchedulePolicy(overlap=overlap))
+    for step, batch_sizes in enumerate(sizes):
+        twins.backward(_sequences(step, batch_sizes))
+        twins.check()
+        twins.zero_grad()
+    return num_graphs()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "overlap"),
+    [([(4, 4), (1, 4), (4, 1)], True), ([(1, 4), (4, 4)], True), ([(4, 4), (4, 1)], False)],
+)
+def test_a_last_batch_of_one_sample_on_one_rank(sizes: Any, overlap: bool) -> None:
+    assert max(ranks.run(2, _train_encoder, sizes, overlap)) > 1
+
+
+class Lists(nn.Module):
+    """Meets its second layer first where a list is short."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, inputs: Sequence[Tensor]) -> Tensor:
+        layers = [self.first, self.second]
+        if len(inputs) < 2:
+            layers.reverse()
+        return torch.stack([layer(x).square().mean() for x in inputs for layer in layers]).sum()
+
+
+def _train_lists() -> None:
+    twins = Twins(Lists(), compiler="inductor", reshard_after_forward=False)
+    for step, lengths in enumerate([(3, 1), (1, 2), (2, 2)]):
+        twins.backward(
+            [
+                [torch.randn(3, DIM, generator=generator(step, rank, i)) for i in range(length)]
+                for rank, length in enumerate(lengths)
+            ]
+        )
+        twins.check()
+        twins.zero_grad()
+
+
+def test_lists_of_other_lengths_on_every_rank() -> None:
+    ranks.run(2, _train_lists)
