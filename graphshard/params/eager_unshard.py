@@ -98,19 +98,33 @@ class _Context(FunctionCtx):
 
 
 class _Unshard(torch.autograd.Function):
-    """``shards -> full parameters`` of one module."""
+    """``shards -> full parameters`` of one module.
+
+    Dynamo compiles nothing inside of ``torch.func.jvp`` and its like, so they come here; hence the
+    context apart, and the rule for vmap.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, sharded_params: Sequence[ShardedParam], *shards: torch.Tensor
+        sharded_params: Sequence[ShardedParam], *shards: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
+        return tuple(param.layout.unshard(shard) for param, shard in zip(sharded_params, shards))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        sharded_params, *shards = inputs
         ctx.sharded_params = sharded_params
         ctx.destinations = [param.accumulates_in for param in sharded_params]
         ctx.set_materialize_grads(False)
-        full = [param.layout.unshard(shard) for param, shard in zip(sharded_params, shards)]
-        frozen = [f for f, shard in zip(full, shards) if not shard.requires_grad]
+        frozen = [full for full, shard in zip(output, shards) if not shard.requires_grad]
         ctx.mark_non_differentiable(*frozen)
-        return tuple(full)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, sharded_params: Sequence[ShardedParam], *shards: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[None, ...]]:
+        """Gather once for the whole batch: shards have no batch dim."""
+        return _Unshard.apply(sharded_params, *shards), (None,) * len(shards)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

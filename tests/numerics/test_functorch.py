@@ -1,0 +1,60 @@
+"""`torch.func` transforms of a sharded model's forward: values and gradients as unsharded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphshard
+from tests import ranks
+
+Forward = Callable[[Tensor], Tensor]
+
+
+def _jvp(forward: Forward, x: Tensor) -> Tensor:
+    return torch.func.jvp(forward, (x,), (torch.ones_like(x),))[1]
+
+
+def _grad(forward: Forward, x: Tensor) -> Tensor:
+    return torch.func.grad(lambda value: forward(value).square().sum())(x)
+
+
+def _per_sample(forward: Forward, x: Tensor) -> Tensor:
+    return torch.func.vmap(forward)(x)
+
+
+def _forward_mode_jacobian(forward: Forward, x: Tensor) -> Tensor:
+    return torch.func.jacfwd(forward)(x)
+
+
+def _transformed(transform: Callable[[Forward, Tensor], Tensor], compiled: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+    model[0].bias.requires_grad_(False)
+    reference = copy.deepcopy(model)
+    graphshard.shard(model, compiler="aot_eager")
+    backend = graphshard.backend(compiler="aot_eager")
+    forward = torch.compile(model, backend=backend) if compiled else model
+    x = torch.randn(4, 7)
+    expected, actual = transform(reference, x), transform(forward, x)
+    torch.testing.assert_close(actual, expected)
+    if expected.requires_grad:
+        expected.sum().backward()
+        actual.sum().backward()
+    for param, full in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (param.grad is None) == (full.grad is None)
+        if full.grad is not None:
+            torch.testing.assert_close(param.grad.full_tensor(), full.grad)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("transform", [_jvp, _grad, _per_sample, _forward_mode_jacobian])
+def test_a_sharded_model_inside_of_a_transform(
+    transform: Callable[[Forward, Tensor], Tensor], compiled: bool
+) -> None:
+    """With jvp, vmap and others around a forward, Dynamo leaves it to Python."""
+    ranks.run(2, _transformed, transform, compiled)
