@@ -30,6 +30,7 @@ from .errors import BackendError
 from .options.float8_policy import Float8Policy
 from .options.options import Options, default_mesh, hashable
 from .options.schedule_policy import SchedulePolicy
+from .params.check_reads import check_reads
 from .params.compiled_root import find_root, modules_of, note_breaks
 from .params.dtype_advice import advise, advising
 from .params.first_forward import forget_first_forward, shard_before_first_forward
@@ -69,6 +70,7 @@ class Backend:
             raise trace.retrace("graphshard sharded the model")
         if not self._sync_params(trace, gm, inputs):
             raise trace.retrace("a sharded parameter, or its requires_grad, changed")
+        check_reads(gm, inputs)
         params = [sharded_param_of(value) for value in inputs]
         note_breaks(trace, params, call)
         return self._compile(gm, inputs, params, {**mode_options(mode), **(options or {})})

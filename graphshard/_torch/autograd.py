@@ -29,8 +29,11 @@ def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor],
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return a number that grows with every change of ``tensor`` in place."""
-    return tensor._version
+    """Return a number that grows with every change of ``tensor`` in place.
+
+    0 where there is none, under ``torch.inference_mode``.
+    """
+    return 0 if tensor.is_inference() else tensor._version
 
 
 _last_backward: dict[Callable[[], None], int] = {}

@@ -178,6 +178,14 @@ def source_name(source: Source) -> str:
     return source.name
 
 
+def is_functional_call(node: fx.Node) -> bool:
+    """Return whether a node was traced in a forward that ``torch.func.functional_call`` runs.
+
+    ``_functional_call`` in torch/nn/utils/stateless.py is then among the traced frames.
+    """
+    return "in _functional_call\n" in (node.stack_trace or "")
+
+
 def compile_id() -> str:
     """Return Dynamo's name for the compilation that is under way, as in "0/0"; "" without one.
 

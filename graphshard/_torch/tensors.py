@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import symbolic_shapes
@@ -44,6 +45,15 @@ def quiet_fake_mode(value: torch.Tensor) -> Iterator[None]:
 
 def _reject(record: logging.LogRecord) -> bool:
     return False
+
+
+def traced_storage(node: fx.Node) -> int | None:
+    """Return a number for the memory of a node's value while Dynamo traced; equal for aliases.
+
+    None: the value is no tensor. Dynamo keeps it as ``example_value``.
+    """
+    value = node.meta.get("example_value")
+    return value.untyped_storage()._cdata if isinstance(value, FakeTensor) else None
 
 
 def argument_names(op: object) -> list[str]:

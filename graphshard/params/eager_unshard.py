@@ -70,9 +70,43 @@ def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.
     read = _Read(module, torch.is_grad_enabled(), tuple(map(version_of, shards)))
     if read not in scope:
         gathered = _Unshard.apply(sharded_params, *shards)
-        scope[read] = dict(zip(names, gathered, strict=True))
-    full: dict[str, torch.Tensor] = scope[read]
+        scope[read] = _Gathered(sharded_params, dict(zip(names, gathered, strict=True)))
+    for reads in scope.values():
+        if isinstance(reads, _Gathered):
+            reads.note_changes()
+    model.raise_if_changed()
+    full: dict[str, torch.Tensor] = scope[read].full
     return full
+
+
+class _Gathered:
+    """The full parameters of one module in one call, which nobody may change in place.
+
+    A change of ``tensor.data`` in place is not seen: it leaves no trace on the tensor.
+
+    Attributes:
+        full: the tensors by the names that they have in the module.
+    """
+
+    def __init__(
+        self, sharded_params: Sequence[ShardedParam], full: dict[str, torch.Tensor]
+    ) -> None:
+        self.full = full
+        self._sharded_params = sharded_params
+        self._states = self._read_states()
+
+    def _read_states(self) -> list[tuple[int, int]]:
+        return [(version_of(tensor), tensor.data_ptr()) for tensor in self.full.values()]
+
+    def note_changes(self) -> None:
+        """Tell the model which parameter was changed, if one was."""
+        now = self._read_states()
+        for sharded_param, before, after in zip(self._sharded_params, self._states, now):
+            if before != after:
+                sharded_param.model.changed_in_place = sharded_param.fqn
+
+    def __del__(self) -> None:
+        self.note_changes()  # with the call: the next read, or backward, raises the error
 
 
 def _sharded(module: nn.Module, name: str) -> ShardedParam:

@@ -14,6 +14,7 @@ from torch import nn
 from .._torch.autograd import at_end_of_backward
 from .._torch.distributed import process_group
 from .._torch.dynamo import graph_break_reasons
+from ..errors import BackendError
 from ..ops.accumulators import ACCUMULATOR_NAMES
 from .grad_accumulation import GradAccumulation
 from .layout import Layout
@@ -50,6 +51,15 @@ class ModelParam(Protocol):
     def refresh_accessors(self) -> None: ...
 
 
+def changed_in_place(fqn: str) -> str:
+    """Return the text of the error about a forward that changes a full parameter in place."""
+    return (
+        f"forward changes parameter {fqn!r} in place, which would be lost, since forward has a "
+        "gathered copy: change model.get_parameter(name) between steps under torch.no_grad(), or "
+        "compute another tensor from it"
+    )
+
+
 @dataclass(eq=False)
 class ShardedModel:
     """One sharded module tree.
@@ -66,6 +76,7 @@ class ShardedModel:
         reads_eagerly: some parameter was read outside of any graph.
         trains_eagerly: some gradient came from outside of any graph.
         gathered_bytes: the most that any of its graphs holds gathered at once.
+        changed_in_place: a parameter whose gathered copy an eager part of a forward has changed.
     """
 
     name: str
@@ -78,12 +89,22 @@ class ShardedModel:
     reads_eagerly: bool = False
     trains_eagerly: bool = False
     gathered_bytes: int = 0
+    changed_in_place: str | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
         return ShardedModel(self.name)  # the copied parameters add themselves
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse(f"a module of {self.name}")
+
+    def raise_if_changed(self) -> None:
+        """
+        Raises:
+            BackendError: a forward has changed a parameter in place.
+        """
+        fqn, self.changed_in_place = self.changed_in_place, None
+        if fqn is not None:
+            raise BackendError(changed_in_place(fqn))
 
     def start_accumulating(self) -> None:
         """Note that gradients of some parameter are about to accumulate unreduced."""

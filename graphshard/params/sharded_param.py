@@ -309,6 +309,7 @@ def _on_shard_gradient(shard: torch.Tensor) -> None:
     if grad is None:  # autograd came by without a gradient
         return
     shard.grad = None
+    sharded_param.model.raise_if_changed()
     sharded_param.model.warn_of_breaks()
     sharded_param.accumulate_grad(grad)
     if any_model_accumulates():

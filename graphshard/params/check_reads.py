@@ -1,0 +1,76 @@
+"""What a traced forward may not do with full parameters: change them, or be given others instead.
+
+Both would be lost in silence. A full parameter is a copy that is gathered for each forward, and
+graphs read it through its shard, whatever stands in the module's table of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import fx
+from torch.distributed.tensor import DTensor
+
+from .._torch.autograd import version_of
+from .._torch.dynamo import is_functional_call
+from .._torch.tensors import traced_storage
+from ..errors import BackendError
+from ..ops import markers
+from .sharded_model import changed_in_place
+from .sharded_param import ShardedParam, sharded_param_of
+
+
+def check_reads(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
+    """Check a graph that Dynamo traced, and the graphs in it.
+
+    Args:
+        inputs: one value for each placeholder of ``gm``.
+
+    Raises:
+        BackendError: it changes a full parameter in place, reads one under ``functional_call``,
+            or takes one as a DTensor.
+    """
+    params = [sharded_param_of(value) for value in inputs]
+    for value, param in zip(inputs, params):
+        if param is not None and isinstance(value, DTensor):
+            raise BackendError(
+                f"forward reads parameter {param.fqn!r} by parameters() or by a reference of its "
+                "own, and would compute with a shard: read it through its module"
+            )
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    shards = {
+        traced_storage(node): param
+        for node, param in zip(placeholders, params)
+        if param is not None
+    }
+    for graph_module in gm.modules():
+        if isinstance(graph_module, fx.GraphModule):
+            _check_graph(graph_module.graph, shards)
+
+
+def _check_graph(graph: fx.Graph, shards: Mapping[int | None, ShardedParam]) -> None:
+    """
+    Args:
+        shards: the parameters by the storages that their shards had while Dynamo traced.
+    """
+    fqns: dict[int | None, str] = {}
+    for node in _reads(graph):
+        shard = node.args[0]
+        assert isinstance(shard, fx.Node)
+        param = shards.get(traced_storage(shard))
+        fqns[traced_storage(node)] = fqn = param.fqn if param else str(shard)
+        if is_functional_call(node):
+            raise BackendError(
+                f"torch.func.functional_call does not reach parameter {fqn!r}, which is sharded: "
+                "forward would compute with the module's own; give it as ignored_params, or call "
+                "a copy of the module that is not sharded"
+            )
+    for node in graph.nodes:
+        storage = traced_storage(node)
+        if storage in fqns and version_of(node.meta["example_value"]):
+            raise BackendError(changed_in_place(fqns[storage]))
+
+
+def _reads(graph: fx.Graph) -> Iterator[fx.Node]:
+    for op in (markers.unshard, markers.replicate):
+        yield from graph.find_nodes(op="call_function", target=op)

@@ -1,0 +1,238 @@
+"""A forward that changes its parameters, or is given others: an error before a number is wrong.
+
+Forwards compute with gathered copies of the parameters, so changes would be lost (as under FSDP2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.checkpoint import checkpoint
+
+import graphshard
+from tests import ranks
+from tests.numerics.compare import Twins, world_mesh
+
+
+class Changing(nn.Module):
+    """Changes its weight as it is told to."""
+
+    def __init__(self, change: Callable[[Any], None], breaks: bool) -> None:
+        super().__init__()
+        self.part = nn.Linear(7, 5)
+        self.change, self.breaks = change, breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.breaks:
+            torch._dynamo.graph_break()
+        y = self.part(x).square().mean()
+        self.change(self.part)
+        return y + self.part.weight.mean()
+
+
+def _clamp(part: Any) -> None:
+    with torch.no_grad():
+        part.weight.clamp_(-0.1, 0.1)
+
+
+def _zero_row(part: Any) -> None:
+    with torch.no_grad():
+        part.weight[1].zero_()
+
+
+def _copy(part: Any) -> None:
+    with torch.no_grad():
+        part.bias.copy_(part.bias * 2)
+
+
+def _renorm(part: Any) -> None:
+    part.weight.detach().renorm_(2, 0, 0.1)
+
+
+def _scale_data(part: Any) -> None:
+    part.weight.data.mul_(0.5)
+
+
+def _assign_data(part: Any) -> None:
+    part.weight.data = part.weight.data * 0.5
+
+
+TRACED = [_clamp, _zero_row, _copy, _renorm, _scale_data]
+
+
+@pytest.mark.parametrize("change", TRACED)
+def test_a_forward_that_changes_a_parameter_raises(change: Callable[[Any], None]) -> None:
+    ranks.run(2, _refuse, Changing, change, False)
+
+
+@pytest.mark.parametrize("change", [_clamp, _zero_row, _copy, _renorm, _assign_data])
+def test_an_eager_part_that_changes_a_parameter_raises(change: Callable[[Any], None]) -> None:
+    ranks.run(2, _refuse_eagerly, change)
+
+
+def _refuse(kind: Callable[..., nn.Module], *args: Any) -> None:
+    model = kind(*args)
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager")
+    compiled = torch.compile(model, backend=backend)
+    name = "part.bias" if _copy in args else "part.weight"
+    with pytest.raises(RuntimeError, match=f"forward changes parameter '{name}' in place"):
+        compiled(torch.ones(3, 7))
+
+
+def _refuse_eagerly(change: Callable[[Any], None]) -> None:
+    """At the next read of a parameter, or in backward, if there is none."""
+    name = "part.bias" if change is _copy else "part.weight"
+    match = f"forward changes parameter '{name}' in place"
+    for last in (False, True):
+        model = Changing(torch.compiler.disable(change), breaks=True)
+        if last:
+            model.forward = lambda x, model=model: _change_last(model, x)
+        graphshard.shard(model, world_mesh())
+        with pytest.raises(RuntimeError, match=match):
+            model(torch.ones(3, 7)).backward()
+
+
+def _change_last(model: Changing, x: Tensor) -> Tensor:
+    y = model.part(x).square().mean()
+    model.change(model.part)
+    return y
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Changing(_clamp, breaks=False)
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class MaxNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Embedding(9, 5, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x.long()).square().mean()
+
+
+@pytest.mark.parametrize("kind", [Checkpointed, MaxNorm])
+def test_what_changes_a_parameter_by_itself_raises(kind: type[nn.Module]) -> None:
+    ranks.run(2, _refuse_module, kind)
+
+
+def _refuse_module(kind: type[nn.Module]) -> None:
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager")
+    with pytest.raises(RuntimeError, match=r"changes parameter '.*part.weight' in place"):
+        torch.compile(kind(), backend=backend)(torch.ones(3, 7))
+
+
+class Copying(nn.Module):
+    """Changes copies of its parameters, which is fine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear.weight.clone()
+        weight[0] = 0.0
+        return (F.linear(x, weight) + (self.linear.bias * 2).clamp_(-0.1, 0.1)).square().mean()
+
+    @staticmethod
+    def batch(rng: torch.Generator) -> Tensor:
+        return torch.randn(3, 7, generator=rng)
+
+
+class Clamped(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.clamp(-0.1, 0.1)
+
+
+REPARAMETRIZED: dict[str, Callable[[nn.Linear], object]] = {
+    "parametrize": lambda part: parametrize.register_parametrization(part, "weight", Clamped()),
+    "spectral_norm": parametrizations.spectral_norm,
+    "weight_norm": parametrizations.weight_norm,
+    "old spectral_norm": nn.utils.spectral_norm,
+    "old weight_norm": nn.utils.weight_norm,
+    "prune": lambda part: prune.random_unstructured(part, "weight", amount=0.3),
+}
+
+
+class Reparametrized(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 5)
+        REPARAMETRIZED[how](self.linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().mean()
+
+
+def test_a_forward_may_change_copies() -> None:
+    ranks.run(2, _train, Copying)
+
+
+@pytest.mark.parametrize("how", REPARAMETRIZED)
+def test_parameters_that_others_are_computed_from(how: str) -> None:
+    ranks.run(2, _train, Reparametrized, how)
+
+
+def _train(kind: Callable[..., nn.Module], *args: Any) -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(kind(*args).eval())  # or spectral_norm changes its vectors in each forward
+    Twins(*models).train(Copying.batch)
+
+
+class Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.inner = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = {"weight": torch.eye(5, 7) * self.scale, "bias": torch.zeros(5)}
+        y: Tensor = torch.func.functional_call(self.inner, given, (x,))
+        return y.square().mean()
+
+
+def test_a_functional_call_does_not_ignore_what_it_is_given() -> None:
+    ranks.run(2, _call_functionally)
+
+
+def _call_functionally() -> None:
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager")
+    with pytest.raises(RuntimeError, match=r"functional_call does not reach .*'inner.weight'"):
+        torch.compile(Functional(), backend=backend)(torch.ones(3, 7))
+    model = Functional()
+    backend = graphshard.backend(
+        world_mesh(), compiler="aot_eager", ignored_params=set(model.inner.parameters())
+    )
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(2):
+        assert compiled(torch.ones(3, 7)) == 1.0
+
+
+class Penalty(Functional):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).mean() + sum(p.square().sum() for p in self.parameters())
+
+
+def test_a_forward_that_lists_its_parameters_raises() -> None:
+    ranks.run(2, _list_parameters)
+
+
+def _list_parameters() -> None:
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager")
+    with pytest.raises(RuntimeError, match="reads parameter 'scale' by parameters"):
+        torch.compile(Penalty(), backend=backend)(torch.ones(3, 7))
