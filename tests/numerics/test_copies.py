@@ -146,6 +146,54 @@ def test_a_copy_of_a_parameter() -> None:
     ranks.run(2, _copy_parameter)
 
 
+def _copy_with_gradients(what: str) -> None:
+    """Gradients are copied, too, and both models train on as the first one would."""
+    model = MLP()
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager")
+    compiled = torch.compile(model, backend=backend)
+    batches = [draw(MLP.batch, step)[dist.get_rank()] for step in range(4)]
+    compiled(batches[0]).backward()
+    if what == "compiled":
+        copied = copy.deepcopy(compiled)
+        twin = copied._orig_mod
+    else:
+        averaged = AveragedModel(model) if what == "average" else None
+        twin = copy.deepcopy(model) if averaged is None else averaged.module
+        copied = torch.compile(twin, backend=backend)
+    assert_same(twin, model, tolerance=0.0)
+    assert all(p.grad is not q.grad for p, q in zip(twin.parameters(), model.parameters()))
+    optimizers = [sgd(model), sgd(twin)]
+    for batch in batches[1:]:
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses = [compiled(batch), copied(batch)]
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(*losses)
+        assert_same(twin, model, tolerance=0.0)
+    optimizers[0].step()
+    assert not torch.equal(whole(model.up.weight), whole(twin.up.weight))
+
+
+@pytest.mark.parametrize("what", ["model", "compiled", "average"])
+def test_a_copy_of_a_model_with_gradients(what: str) -> None:
+    ranks.run(2, _copy_with_gradients, what)
+
+
+def _copy_gradients() -> None:
+    model = MLP()
+    compile_sharded(model)(draw(MLP.batch, 0)[dist.get_rank()]).backward()
+    for param in model.parameters():
+        copied = copy.deepcopy(param.grad)
+        assert torch.equal(whole(copied), whole(param.grad)) and copied is not param.grad
+        assert torch.equal(whole(copy.deepcopy(param).grad), whole(param.grad))
+
+
+def test_a_copy_of_a_gradient() -> None:
+    ranks.run(2, _copy_gradients)
+
+
 # Averages of weights, and optimizers, from before the first step.
 
 
