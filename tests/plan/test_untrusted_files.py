@@ -1,0 +1,357 @@
+"""`consolidate` of damaged files and of files of strangers: always a ValueError that names the
+file, never code of theirs, never a file beside the target, and no target if it failed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from graphshard.tools.consolidate import consolidate
+
+FORMS = ["folder", "model.safetensors", "model.pt"]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+EXAMPLES = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same tensors in all forms; the folder has a text, too."""
+    folder = tmp_path_factory.mktemp("good")
+    tensors = {"a": torch.arange(6.0).view(2, 3), "b": {"c": torch.ones(3, dtype=torch.bfloat16)}}
+    dcp.save({"model": tensors}, checkpoint_id=folder / "tensors", no_dist=True)
+    consolidate(folder / "tensors", folder / "model.safetensors", key="model")
+    dcp.save({"model": tensors, "note": "text"}, checkpoint_id=folder / "folder", no_dist=True)
+    consolidate(folder / "folder", folder / "model.pt")
+    return folder
+
+
+@pytest.fixture
+def place(good: Path, tmp_path: Path) -> Path:
+    """A folder of one's own with copies of all forms, and nothing else."""
+    shutil.copytree(good, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def _try(place: Path, form: str) -> ValueError | None:
+    """Consolidate; return the error. All files but the target are as they were."""
+    before, error = _files(place), None
+    target = place / "out" / ("made" if "." in form else "made.pt")
+    try:
+        consolidate(place / form, target)
+    except ValueError as raised:
+        error = raised
+        assert str(place / form) in str(error)
+        assert not target.exists()
+    made = _files(place / "out") if (place / "out").exists() else {}
+    shutil.rmtree(place / "out", ignore_errors=True)
+    assert _files(place) == before
+    assert error is not None or made
+    return error
+
+
+def _parts(place: Path, form: str) -> list[Path]:
+    return sorted(path for path in [place / form, *(place / form).rglob("*")] if path.is_file())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_good_file_is_read(place: Path, form: str) -> None:
+    assert _try(place, form) is None
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(data=st.data())
+@EXAMPLES
+def test_a_truncated_file_is_an_error(place: Path, form: str, data: st.DataObject) -> None:
+    path = data.draw(st.sampled_from(_parts(place, form)))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
+    try:
+        assert _try(place, form) is not None
+    finally:
+        path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(data=st.data())
+@EXAMPLES
+def test_changed_bytes_are_an_error_or_other_values(
+    place: Path, form: str, data: st.DataObject
+) -> None:
+    path = data.draw(st.sampled_from(_parts(place, form)))
+    whole = path.read_bytes()
+    changed = bytearray(whole)
+    for _ in range(data.draw(st.integers(1, 3))):
+        changed[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(changed)
+    try:
+        _try(place, form)
+    finally:
+        path.write_bytes(whole)
+
+
+# Metadata of a checkpoint that lie.
+
+
+def _metadata(folder: Path) -> Any:
+    return pickle.loads((folder / ".metadata").read_bytes())
+
+
+def _write(folder: Path, metadata: Any) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _of_a(metadata: Any) -> Any:
+    return metadata.state_dict_metadata["model.a"]
+
+
+def _place_of_a(metadata: Any) -> Any:
+    return metadata.storage_data[MetadataIndex("model.a", torch.Size([0, 0]))]
+
+
+def _negative_offset(metadata: Any) -> None:
+    _place_of_a(metadata).offset = -4
+
+
+def _huge_offset(metadata: Any) -> None:
+    _place_of_a(metadata).offset = 1 << 70
+
+
+def _negative_length(metadata: Any) -> None:
+    _place_of_a(metadata).length = -1
+
+
+def _huge_length(metadata: Any) -> None:
+    _place_of_a(metadata).length = 1 << 62
+
+
+def _no_number(metadata: Any) -> None:
+    _place_of_a(metadata).offset = "0"
+
+
+def _shared_bytes(metadata: Any) -> None:
+    other = next(p for i, p in metadata.storage_data.items() if i.fqn == "model.b.c")
+    other.offset = _place_of_a(metadata).offset + 8
+
+
+def _path(path: Any) -> Callable[[Any], None]:
+    def change(metadata: Any) -> None:
+        _place_of_a(metadata).relative_path = path
+
+    return change
+
+
+def _huge_tensor(metadata: Any) -> None:
+    _of_a(metadata).size = torch.Size([1 << 40, 3])
+    _of_a(metadata).chunks[0].sizes = torch.Size([1 << 40, 3])
+
+
+def _hole(metadata: Any) -> None:
+    _of_a(metadata).size = torch.Size([4, 3])
+
+
+def _chunk(offsets: list[int], sizes: list[int]) -> Callable[[Any], None]:
+    """A second chunk, which has the place of the first one."""
+
+    def change(metadata: Any) -> None:
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        _of_a(metadata).chunks.append(chunk)
+        place = copy.copy(_place_of_a(metadata))
+        metadata.storage_data.setdefault(MetadataIndex("model.a", torch.Size(offsets)), place)
+
+    return change
+
+
+def _long_list(metadata: Any) -> None:
+    metadata.planner_data["note"] = ("model", 1 << 40)
+
+
+def _two_in_one_path(metadata: Any) -> None:
+    metadata.planner_data["note"] = ("model", "a", "b")
+
+
+def _path_twice(metadata: Any) -> None:
+    metadata.planner_data["note"] = ("model", "a")
+
+
+def _no_path(metadata: Any) -> None:
+    metadata.planner_data["note"] = ()
+
+
+def _missing_value(metadata: Any) -> None:
+    del metadata.storage_data[MetadataIndex("note")]
+
+
+def _other_dtype(metadata: Any) -> None:
+    _of_a(metadata).properties.dtype = "float32"
+
+
+LIES: dict[str, Callable[[Any], None]] = {
+    "negative offset": _negative_offset,
+    "huge offset": _huge_offset,
+    "negative length": _negative_length,
+    "huge length": _huge_length,
+    "no number": _no_number,
+    "shared bytes": _shared_bytes,
+    "absolute path": _path("/etc/hostname"),
+    "path upwards": _path("../folder/__0_0.distcp"),
+    "path inside upwards": _path("x/../../model.pt"),
+    "missing file": _path("nothing"),
+    "the folder itself": _path("."),
+    "a zero in a path": _path("a\0b"),
+    "no path": _path(3),
+    "huge tensor": _huge_tensor,
+    "hole": _hole,
+    "overlapping chunks": _chunk([1, 0], [1, 3]),
+    "the same chunk twice": _chunk([0, 0], [2, 3]),
+    "chunk outside": _chunk([2, 0], [1, 3]),
+    "chunk of other dims": _chunk([0], [0]),
+    "endless list": _long_list,
+    "two values in one path": _two_in_one_path,
+    "one path twice": _path_twice,
+    "value without a path": _no_path,
+    "value in no file": _missing_value,
+    "dtype that is none": _other_dtype,
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_metadata_that_lie_are_an_error(place: Path, lie: str) -> None:
+    metadata = _metadata(place / "folder")
+    LIES[lie](metadata)
+    _write(place / "folder", metadata)
+    assert _try(place, "folder") is not None
+
+
+@pytest.mark.parametrize("value", [None, {}, torch.Size([1]), [1, 2]])
+def test_another_pickle_in_place_of_metadata(place: Path, value: Any) -> None:
+    _write(place / "folder", value)
+    assert _try(place, "folder") is not None
+
+
+# Code.
+
+
+class _Code:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def _code_in_metadata(place: Path, code: _Code) -> str:
+    metadata = _metadata(place / "folder")
+    metadata.planner_data = code
+    _write(place / "folder", metadata)
+    return "folder"
+
+
+def _code_as_metadata(place: Path, code: _Code) -> str:
+    _write(place / "folder", code)
+    return "folder"
+
+
+def _code_in_a_value(place: Path, code: _Code) -> str:
+    shutil.rmtree(place / "folder")
+    state = {"model": torch.ones(2), "note": code}
+    dcp.save(state, checkpoint_id=place / "folder", no_dist=True)
+    return "folder"
+
+
+def _code_in_a_file(place: Path, code: _Code) -> str:
+    torch.save({"model": torch.ones(2), "note": code}, place / "model.pt")
+    return "model.pt"
+
+
+@pytest.mark.parametrize(
+    "hide", [_code_in_metadata, _code_as_metadata, _code_in_a_value, _code_in_a_file]
+)
+def test_code_in_a_file_is_not_run(place: Path, hide: Callable[[Path, _Code], str]) -> None:
+    made = place / "made by code"
+    form = hide(place, _Code(made))
+    assert _try(place, form) is not None
+    assert not made.exists()
+
+
+def test_what_is_left_out_need_not_be_read(place: Path) -> None:
+    form = _code_in_a_value(place, _Code(place / "made by code"))
+    consolidate(place / form, place / "model.pt.pt", key="model")
+
+
+# Headers of safetensors files.
+
+
+def _safetensors(header: bytes, length: int | None = None, data: bytes = bytes(24)) -> bytes:
+    return struct.pack("<Q", len(header) if length is None else length) + header + data
+
+
+def _entry(**change: Any) -> bytes:
+    entry: dict[str, Any] = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+    return json.dumps({"a": entry | change}).encode()
+
+
+def _headers() -> Iterator[bytes]:
+    yield from (b"", b"\1" * 5, _safetensors(b"{}", 1 << 63), _safetensors(b"{}", 1000))
+    yield from (_safetensors(text) for text in (b"{", b"[]", b"3", b"\xff", b"[" * 100_000))
+    yield from (_safetensors(b'{"a": %s}' % text) for text in (b"3", b"{}", b"null"))
+    yield _safetensors(_entry()[:-1] + b"," + _entry()[1:])  # twice
+    for offsets in ([-24, 0], [24, 0], [8, 32], [0, 25], [0], [0, 12], [0, 1 << 70], ["0", 24]):
+        yield _safetensors(_entry(data_offsets=offsets))
+    for shape in ([-2, -3], [2, 3, 1.0], [1 << 40, 1 << 40], "6", [True, 6], None):
+        yield _safetensors(_entry(shape=shape))
+    for dtype in ("F128", 3, None, ["F32"]):
+        yield _safetensors(_entry(dtype=dtype))
+    yield _safetensors(_entry(), data=bytes(25))
+    two = {n: {"dtype": "F32", "shape": [6], "data_offsets": [0, 24]} for n in ("a", "b")}
+    yield _safetensors(json.dumps(two).encode())
+
+
+@pytest.mark.parametrize("number", range(len(list(_headers()))))
+def test_a_header_that_lies_is_an_error(place: Path, number: int) -> None:
+    (place / "model.safetensors").write_bytes(list(_headers())[number])
+    assert _try(place, "model.safetensors") is not None
+
+
+NUMBERS = st.integers(-(1 << 65), 1 << 65) | st.integers(-1, 30)
+JSON = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(max_size=5) | st.floats(),
+    lambda of: st.lists(of, max_size=3) | st.dictionaries(st.text(max_size=5), of, max_size=3),
+    max_leaves=5,
+)
+ENTRIES = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["F32", "BOOL", "U8", "BF16"]) | JSON,
+        "shape": st.lists(NUMBERS, max_size=3) | JSON,
+        "data_offsets": st.lists(NUMBERS, min_size=2, max_size=2) | JSON,
+    }
+)
+
+
+@given(header=st.dictionaries(st.text(max_size=5), ENTRIES | JSON, max_size=3) | JSON)
+@EXAMPLES
+def test_any_header_is_read_or_an_error(place: Path, header: Any) -> None:
+    (place / "model.safetensors").write_bytes(_safetensors(json.dumps(header).encode()))
+    _try(place, "model.safetensors")
