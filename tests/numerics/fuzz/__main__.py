@@ -1,0 +1,60 @@
+"""``python -m tests.numerics.fuzz --seed 123``, or ``--seeds 0:500``: runs cases, and prints those
+that fail, each in one line and, with ``--shrink``, as the least case that fails in the same way."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+
+from tests import ranks
+from tests.numerics.fuzz.case import Case, draw
+from tests.numerics.fuzz.shrink import failure, headline, shrink
+
+
+def main() -> int:
+    """Return 1 if a case failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.numerics.fuzz", description=__doc__)
+    parser.add_argument("--seeds", "--seed", required=True, help="such as 123, or 1,7,100:500")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after that")
+    parser.add_argument("--shrink", action="store_true", help="drop what a failure does not need")
+    parser.add_argument("--verbose", action="store_true", help="tracebacks, and times of cases")
+    arguments = parser.parse_args()
+    seeds = [seed for part in arguments.seeds.split(",") for seed in _range(part)]
+    failed = num_run = 0
+    end = time.monotonic() + arguments.seconds
+    for case in _by_world_size(seeds):
+        if time.monotonic() > end:
+            break
+        num_run += 1
+        start = time.monotonic()
+        text = failure(case)
+        if arguments.verbose:
+            print(f"{time.monotonic() - start:.1f} s: seed {case.seed}", flush=True)
+        if text is None:
+            continue
+        failed += 1
+        print(f"FAILED {case}\n    {headline(text)}", flush=True)
+        if arguments.verbose:
+            print(text)
+        if arguments.shrink:
+            print(f"    shrunk: {shrink(case, headline(text))}", flush=True)
+    print(f"{num_run} cases, {failed} failed")
+    ranks.close_pools()
+    return int(failed > 0)
+
+
+def _range(text: str) -> range:
+    """Return the numbers of "7", or of "100:500"."""
+    first, _, end = text.partition(":")
+    return range(int(first), int(end or int(first) + 1))
+
+
+def _by_world_size(seeds: list[int]) -> Iterator[Case]:
+    """Yield cases so that ranks stay alive: a hundred at a time, by the number of ranks."""
+    for start in range(0, len(seeds), 100):
+        yield from sorted(map(draw, seeds[start : start + 100]), key=lambda case: case.world_size)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

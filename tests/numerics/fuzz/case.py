@@ -1,0 +1,271 @@
+"""A case of the fuzz tests: one model, what is asked of graphshard, and how it is trained, as plain
+data. `draw(seed)` makes the same case of the same number, whatever machine it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from random import Random
+from typing import Any
+
+from tests.numerics.fuzz.formulas import FORMULAS
+from tests.numerics.fuzz.modules import BREAKS, MODULES, WRAPPERS, WRITES
+
+UNEQUAL_RECOMPUTATION = False
+"""Draw an activation budget with batches that differ between ranks. Open: ranks may then recompute
+other activations, so that backward gathers other parameters. Delete this with its cause."""
+
+Block = tuple[Any, ...]
+"""(kind,), (kind, number), or (wrapper, block, ..)."""
+
+PRECISIONS = ("float64", "float32", "bf16", "bf16_reduced_in_float32", "autocast", "fp8")
+EXACT = ("float64", "float32")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Every field but the first two has a default that asks for nothing special.
+
+    Attributes:
+        seed: of parameters and batches.
+        blocks: of the model, in order.
+        entry: what the model is given: "floats", or "tokens", whose embedding is tied to a head.
+        output: the form of the result; "loss" is a scalar.
+        frozen: by parameter of the blocks, in turn.
+        mesh: sizes of its axes; two are replicas and shards.
+        reshard: ``reshard_after_forward``.
+        overrides: glob, option and value, in order; a block's name stands for its parameters.
+        ignored: numbers of parameters that stay plain.
+        precision: one of `PRECISIONS`.
+        schedule: fields of ``SchedulePolicy`` and their values.
+        offload: "shards" on the host, or "" for none.
+        entrance: what is compiled: "module", "in_place", "function"; "shard": sharded before.
+        sync: ranks begin with other values, which the first rank's replace.
+        steps: of the optimizer.
+        micros: microbatches of a step, all but the last one under ``no_sync``, or "reduced" ones.
+        rows: how sizes of batches differ: "same", "by_step", "by_rank", "by_both".
+        thaw: parameters that are frozen train from the second step on, and the first is frozen.
+        evaluation: between steps: "", "no_grad" or "inference_mode".
+        forwards: of one backward.
+        optimizer: "sgd", "momentum" or "adamw".
+        early: the optimizer is built before the first step.
+        zeroes: gradients become zeros, not None, between steps.
+    """
+
+    seed: int
+    blocks: tuple[Block, ...]
+    dim: int = 4
+    entry: str = "floats"
+    output: str = "loss"
+    frozen: tuple[bool, ...] = ()
+    mesh: tuple[int, ...] = (2,)
+    reshard: bool | int = True
+    overrides: tuple[tuple[str, str, Any], ...] = ()
+    ignored: tuple[int, ...] = ()
+    precision: str = "float64"
+    schedule: tuple[tuple[str, Any], ...] = ()
+    offload: str = ""
+    compiler: str = "aot_eager"
+    entrance: str = "module"
+    dynamic: bool | None = None
+    sync: bool = False
+    steps: int = 2
+    micros: int = 1
+    reduces_micros: bool = False
+    rows: str = "same"
+    thaw: bool = False
+    evaluation: str = ""
+    forwards: int = 1
+    optimizer: str = "sgd"
+    early: bool = False
+    zeroes: bool = False
+
+    def __str__(self) -> str:
+        """One line: what differs from the defaults."""
+        special = [f"{self.blocks}"]
+        for field in fields(self)[2:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                special.append(f"{field.name}={value!r}")
+        return f"seed {self.seed}: {', '.join(special)}"
+
+    def kinds(self) -> set[str]:
+        """Return the names of all blocks."""
+        return {block[0] for block in walk(self.blocks)}
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        size = 1
+        for axis in self.mesh:
+            size *= axis
+        return size
+
+
+def walk(blocks: tuple[Block, ...]) -> Iterator[Block]:
+    """Yield blocks and those inside of them."""
+    for block in blocks:
+        yield block
+        if block[0] in WRAPPERS:
+            yield from walk(block[1:])
+
+
+def draw(seed: int) -> Case:
+    """Return the case of a seed."""
+    rng = Random(seed)
+    values: dict[str, Any] = {"seed": seed, **_training(rng), **_strategy(rng), **_pipeline(rng)}
+    values["precision"] = _rarely(rng, rng.choice(PRECISIONS), "float64", 0.6)
+    values["dim"] = 16 if values["precision"] == "fp8" else rng.randint(2, 7)
+    values["blocks"] = tuple(_block(rng, 0) for _ in range(rng.randint(1, 5)))
+    values["overrides"] = _overrides(rng, len(values["blocks"]), values["mesh"][-1])
+    return _allowed(Case(**values))
+
+
+def _rarely(rng: Random, special: Any, usual: Any, share: float) -> Any:
+    return special if rng.random() < share else usual
+
+
+def _block(rng: Random, depth: int) -> Block:
+    """Return a leaf, or a wrapper of one to three blocks."""
+    if depth < 2 and rng.random() < 0.3:
+        kind = rng.choice(tuple(WRAPPERS))
+        return (kind, *(_block(rng, depth + 1) for _ in range(rng.choice((1, 1, 2, 3)))))
+    special = rng.random()
+    if special < 0.25:
+        return ("linear",)
+    if special < 0.4:  # a block that was built before, or a linear with the weight of one
+        return (rng.choice(("again", "tied")), rng.randint(0, 20))
+    return (rng.choice((*MODULES, *FORMULAS)),)
+
+
+def _strategy(rng: Random) -> dict[str, Any]:
+    shapes = ((2,),) * 6 + ((1,), (3,), (4,), (2, 2), (1, 2), (2, 1))
+    mesh = rng.choice(shapes)
+    divisors = [k for k in (1, 2, 4) if mesh[-1] % k == 0]
+    return {
+        "mesh": mesh,
+        "reshard": rng.choice((True, True, True, False, rng.choice(divisors))),
+        "frozen": _rarely(
+            rng, tuple(rng.random() < 0.5 for _ in range(rng.randint(1, 4))), (), 0.3
+        ),
+        "ignored": _rarely(rng, tuple({rng.randint(0, 9), rng.randint(0, 9)}), (), 0.1),
+        "offload": _rarely(rng, "shards", "", 0.15),
+        "sync": rng.random() < 0.3,
+    }
+
+
+def _overrides(rng: Random, num_blocks: int, num_shards: int) -> tuple[tuple[str, str, Any], ...]:
+    """Return up to three overrides, of blocks or of all biases, say."""
+    choices: tuple[tuple[str, Any], ...] = (
+        ("shard", False),
+        ("shard", False),
+        ("reshard_after_forward", False),
+        ("reshard_after_forward", num_shards),
+        ("offload_policy", "shards"),
+        ("mp_policy", "wide_sums"),
+    )
+    globs = ("*weight*", "*bias*", "*p0", *(f"blocks.{i}.*" for i in range(num_blocks)))
+    count = rng.choice((0, 0, 0, 1, 1, 2, 3))
+    return tuple((rng.choice(globs), *rng.choice(choices)) for _ in range(count))
+
+
+def _pipeline(rng: Random) -> dict[str, Any]:
+    """Return how the model is compiled and scheduled."""
+    fields = (
+        ("overlap", False),
+        ("bucket_cap_mb", rng.choice((1e-5, 1e-4, 1e-3))),
+        ("max_in_flight_gb", rng.choice((1e-8, 1e-6))),
+        ("memory_budget_gb", 1.0),
+        ("activation_memory_budget", rng.choice((0, 0.2, 0.5, 1))),
+        ("hardware", rng.choice(("H100", "A100-40GB", "A10G"))),
+    )
+    schedule = dict(rng.sample(fields, rng.choice((0, 0, 1, 2, 3))))
+    if "overlap" in schedule:
+        for name in ("bucket_cap_mb", "max_in_flight_gb", "memory_budget_gb"):
+            schedule.pop(name, None)
+    return {
+        "schedule": tuple(schedule.items()),
+        "compiler": _rarely(rng, "inductor", "aot_eager", 0.02),
+        "entrance": rng.choice(("module",) * 4 + ("in_place", "function", "shard")),
+        "dynamic": rng.choice((None, None, None, True, False)),
+    }
+
+
+def _training(rng: Random) -> dict[str, Any]:
+    return {
+        "entry": _rarely(rng, "tokens", "floats", 0.3),
+        "output": rng.choice(("loss", "loss", "tensor", "tuple", "dict", "parameter")),
+        "steps": rng.choice((2, 2, 3)),
+        "micros": rng.choice((1, 1, 1, 2, 3)),
+        "reduces_micros": rng.random() < 0.3,
+        "rows": rng.choice(("same", "same", "by_step", "by_rank", "by_both")),
+        "thaw": rng.random() < 0.15,
+        "evaluation": rng.choice(("", "", "", "no_grad", "inference_mode")),
+        "forwards": rng.choice((1, 1, 1, 1, 2)),
+        "optimizer": rng.choice(("sgd", "sgd", "momentum", "adamw")),
+        "early": rng.random() < 0.5,
+        "zeroes": rng.random() < 0.2,
+    }
+
+
+def _allowed(case: Case) -> Case:
+    """Return the case without what README or torch refuse."""
+    changes: dict[str, Any] = {}
+    if case.precision not in EXACT:
+        steady = tuple(_steady(block) for block in case.blocks)
+        changes["blocks"] = steady
+        changes["compiler"] = "aot_eager"
+        changes["entrance"] = "shard" if case.entrance == "shard" else "module"
+        changes["ignored"] = ()
+    if case.precision == "fp8":
+        changes["overrides"] = tuple(o for o in case.overrides if o[1] != "shard")
+        changes["blocks"] = (("linear",), *changes["blocks"])
+        if case.precision == "fp8":  # eager parts compute without
+            changes["blocks"] = tuple(map(_without_breaks, changes["blocks"]))
+    differ = case.rows in ("by_rank", "by_both") and not UNEQUAL_RECOMPUTATION
+    if differ or case.kinds() & WRITES:  # which torch's own partitioner would compute twice
+        budget = "activation_memory_budget"
+        changes["schedule"] = tuple(item for item in case.schedule if item[0] != budget)
+    if "buffers" in case.kinds():
+        changes["forwards"] = 1  # torch's partitioner may save a buffer that the next one writes
+    if changes.get("ignored", case.ignored):
+        changes["sync"] = False  # what is ignored is not made equal
+    if case.entrance == "function" and case.kinds() & BREAKS:
+        changes["sync"] = False  # an eager part may have used a value before
+    if changes.get("compiler", case.compiler) == "inductor":  # of which every kernel costs a second
+        changes |= {"blocks": case.blocks[:2], "micros": 1, "rows": "same", "forwards": 1}
+    blocks = tuple(_without_writes(block) for block in changes.get("blocks", case.blocks))
+    return replace(case, **{**changes, "blocks": blocks})
+
+
+UNSTEADY = frozenset(name for name, formula in FORMULAS.items() if formula.jumps) | {
+    "fourier",
+    "orthogonal",
+    "complex",
+    "multihead",
+    "weight_norm",
+    "batch_norm",
+    "fixed_norm",
+}
+"""What half precision changes too much to be compared, or does not compute on a CPU."""
+
+
+def _steady(block: Block) -> Block:
+    if block[0] in WRAPPERS:
+        return (block[0], *map(_steady, block[1:]))
+    return ("linear",) if block[0] in UNSTEADY else block
+
+
+def _without_breaks(block: Block) -> Block:
+    kind, *rest = block
+    if kind not in WRAPPERS:
+        return block
+    return ("chain" if kind in BREAKS else kind, *map(_without_breaks, rest))
+
+
+def _without_writes(block: Block, inside: bool = False) -> Block:
+    """Return the block; what would write buffers twice in a checkpoint is a linear."""
+    kind, *rest = block
+    if kind in WRAPPERS:
+        return (kind, *(_without_writes(b, inside or kind == "checkpoint") for b in rest))
+    return ("linear",) if inside and kind in (*WRITES, "again") else block

@@ -1,0 +1,81 @@
+"""Runs a case, and finds the least case that fails in the same way."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, replace
+
+from tests import ranks
+from tests.numerics.fuzz.case import Block, Case
+from tests.numerics.fuzz.modules import WRAPPERS
+from tests.numerics.fuzz.trial import run_trial
+
+TIMEOUT_S = 100.0
+MAX_TRIES = 60
+
+
+def failure(case: Case) -> str | None:
+    """Return the text of a case's failure, whatever it is; None: it passed."""
+    try:
+        ranks.run(case.world_size, run_trial, case, timeout_s=TIMEOUT_S)
+    except ranks.RankError as error:
+        return error.failures[0].text
+    return None
+
+
+def headline(text: str) -> str:
+    """Return the line of a failure's text that says what is wrong."""
+    lines = [line for line in text.strip().splitlines() if line and not line.startswith(" ")]
+    errors = [
+        line for line in lines if re.match(r"[\w.]*(Error|Exception|Failed|Unsupported)", line)
+    ]
+    return (errors or lines or [text])[0][:300]
+
+
+def _alike(one: str, other: str) -> bool:
+    """Return whether two headlines are of one cause, as far as that can be read from them."""
+    words = [re.sub(r"[\d.e+-]+|rank|blocks\S*", "", line)[:40] for line in (one, other)]
+    return words[0] == words[1]
+
+
+def shrink(case: Case, line: str) -> Case:
+    """Drop what the failure does not need, until nothing can be dropped."""
+    tries = 0
+    smaller = True
+    while smaller:
+        smaller = False
+        for candidate in _smaller(case):
+            tries += 1
+            if tries > MAX_TRIES:
+                return case
+            text = failure(candidate)
+            if text is not None and _alike(headline(text), line):
+                case, smaller = candidate, True
+                break
+    return case
+
+
+def _smaller(case: Case) -> Iterator[Case]:
+    """Yield cases with one thing less."""
+    for blocks in _fewer(case.blocks):
+        yield replace(case, blocks=blocks)
+    for field in fields(case):
+        value = getattr(case, field.name)
+        if field.default is not MISSING and value != field.default:
+            yield replace(case, **{field.name: field.default})
+            if isinstance(value, tuple):
+                for i in range(len(value)):
+                    if len(value) > 1 and field.name != "mesh":
+                        yield replace(case, **{field.name: value[:i] + value[i + 1 :]})
+
+
+def _fewer(blocks: tuple[Block, ...]) -> Iterator[tuple[Block, ...]]:
+    """Yield the blocks without one of them, or with what one holds in its place."""
+    for i, block in enumerate(blocks):
+        yield (*blocks[:i], *blocks[i + 1 :])
+        if block[0] in WRAPPERS:
+            yield (*blocks[:i], *block[1:], *blocks[i + 1 :])
+            for inner in _fewer(block[1:]):
+                if inner:
+                    yield (*blocks[:i], (block[0], *inner), *blocks[i + 1 :])
