@@ -1,11 +1,12 @@
-"""Hooks and versions of tensors, and the end of a backward.
+"""Hooks and versions of tensors; the end of a backward, and its errors.
 
 Read in torch/_tensor.py and torch/autograd/variable.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -50,3 +51,38 @@ def at_end_of_backward(act: Callable[[], None]) -> None:
     if current >= 0 and _last_backward.get(act) != current:
         _last_backward[act] = current
         torch.autograd.Variable._execution_engine.queue_callback(act)
+
+
+def on_backward_error(outputs: Iterable[object], explain: Callable[[RuntimeError], None]) -> bool:
+    """Have ``explain`` called with what the backward of a compiled graph raises, before it goes on.
+
+    AOTAutograd makes a class of ``autograd.Function`` for every graph that it compiles, whose
+    ``backward`` runs the backward graph (torch/_functorch/_aot_autograd/runtime_wrappers.py).
+
+    Args:
+        outputs: of the forward graph.
+
+    Returns:
+        Whether the outputs lead to such a class.
+    """
+    nodes = [value.grad_fn for value in outputs if isinstance(value, torch.Tensor)]
+    nodes += [node for view in nodes if view is not None for node, _ in view.next_functions]
+    functions = {getattr(type(node), "_forward_cls", None) for node in nodes}
+    compiled = [f for f in functions if f is not None and f.__name__ == "CompiledFunction"]
+    for function in compiled:
+        function.backward = staticmethod(_explained(function.backward, explain))
+    return bool(compiled)
+
+
+def _explained(
+    backward: Callable[..., object], explain: Callable[[RuntimeError], None]
+) -> Callable[..., object]:
+    @functools.wraps(backward)
+    def run(*args: object) -> object:
+        try:
+            return backward(*args)
+        except RuntimeError as error:
+            explain(error)
+            raise
+
+    return run

@@ -38,6 +38,14 @@ def device_types(group: dist.ProcessGroup) -> list[str]:
     return [device.type for device in group._device_types]
 
 
+def device_for(group: dist.ProcessGroup) -> torch.device:
+    """Return a device whose tensors ``group`` communicates; the CPU if it can be that."""
+    types = device_types(group)
+    if "cpu" in types or not types:
+        return torch.device("cpu")
+    return torch.device(types[0], torch.get_device_module(types[0]).current_device())
+
+
 def group_timeout_s(group: dist.ProcessGroup) -> float:
     """Return how long a collective of ``group`` may take, torch's default if no backend tells.
 
@@ -48,6 +56,14 @@ def group_timeout_s(group: dist.ProcessGroup) -> float:
     timeouts = [getattr(backend_options, "_timeout", None) for backend_options in options]
     default = dist.distributed_c10d.default_pg_timeout
     return max(filter(None, timeouts), default=default).total_seconds()
+
+
+def is_lost_peer(error: RuntimeError) -> bool:
+    """Return whether a collective failed since a peer closed its connection, or was too late.
+
+    Errors of gloo are of no class of their own; they name its source files.
+    """
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def register_work(tensor: torch.Tensor, work: dist.Work) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .call_history import NUM_LOGGED, CallHistory, LoggedCall
 from .difference import describe_difference
@@ -40,15 +40,19 @@ class CallComparison:
         if ours == LoggedCall(event.plan, event.history):
             self._events.agree(event)
             return True
+        self.post_fault(lambda: self._difference(event, ours))
+        return False
+
+    def _difference(self, event: CallEvent, ours: LoggedCall) -> str:
         texts = [self._events.plan_text(event), self._history.plan_text(ours.plan_id)]
         ranks = (event.rank, self._rank)
         difference = describe_difference(texts, [self.rank_names(rank) for rank in ranks])
-        self.post_fault(f"{self.rank_names(*ranks)} differ in call {event.call}: {difference}")
-        return False
+        return f"{self.rank_names(*ranks)} differ in call {event.call}: {difference}"
 
-    def post_fault(self, text: str) -> None:
-        """Have all ranks raise an error that says ``text``."""
-        self._events.post(FaultEvent(text=text))
+    def post_fault(self, describe: Callable[[], str]) -> None:
+        """Have all ranks raise an error that says ``describe()``, unless a rank has posted one."""
+        if self._events.claim_fault():
+            self._events.post(FaultEvent(text=describe()))
 
     def rank_names(self, *ranks: int) -> str:
         """Return "rank 4" or "ranks 4, 6"."""
@@ -58,5 +62,7 @@ class CallComparison:
     def position(self) -> str:
         """Describe where this rank waits: in its last call."""
         call = self._history.num_calls - 1
+        if call < 0:
+            return f"{self.rank_names(self._rank)} has made no call"
         text = self._history.plan_text(self._history.entry(call).plan_id)
         return f"{self.rank_names(self._rank)} waits in call {call} ({text.splitlines()[0]})"

@@ -54,6 +54,10 @@ class CallHistory:
         """Have errors show ``text`` for the plan."""
         self._plan_texts[plan_id] = text
 
+    def knows(self, plan_id: str) -> bool:
+        """Return whether this rank has a text for the plan."""
+        return plan_id in self._plan_texts
+
     def plan_text(self, plan_id: str) -> str:
         """Return the text of a plan; its id if this rank has none."""
         return self._plan_texts.get(plan_id, plan_id)

@@ -4,14 +4,15 @@ Each rank compiles by itself, and a guard that fails on one rank's data may give
 graph than its peers. Graphs whose collectives differ hang, or mix up data. So each rank numbers its
 calls of compiled graphs and logs their plans, and ranks compare through the store of the group:
 
-    a rank      runs a graph for the first time, takes over a choice of the first rank, or has made
-                no call for seconds (and the first rank now and then) ─► posts "call 7 runs plan P"
+    a rank      runs a graph, or an eager gather, for the first time, takes over a choice of the
+                first rank, or has made no call for seconds (and the first rank now and then)
+                ─► posts "call 7 runs plan P"
     the others  compare with their own call 7, logged or to come ─► agree, or post a fault
     a fault     ends it on all ranks: a rank that waits raises, a rank that is blocked in a
                 collective is aborted
 
-A thread of each rank (``watcher``) reads what is posted. No verdict rests on time: ranks may come
-to a compile minutes apart. A run that no rank has posted about does not touch the store.
+A thread of each rank (``watcher``) waits for what is posted. No verdict rests on time: ranks may
+come to a compile minutes apart. A run that no rank has posted about does not touch the store.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from .._torch.distributed import group_timeout_s
+from .._torch.distributed import is_lost_peer
 from ..errors import BackendError
 from .call_history import CallHistory
-from .event_store import ChoiceEvent
+from .difference import TOGETHER
+from .event_store import digest
+from .members import Members
 from .watcher import Inbox, Watcher
 
 READ_S = 10.0
@@ -36,22 +39,18 @@ READ_S = 10.0
 class CallLog:
     """One rank's side of the log of all calls of a group; :func:`call_log_of` makes it.
 
-    A call is a run of a graph with collectives, or a choice that the first rank makes for all.
-    Every rank makes the same calls in the same order, one at a time. After a fault every further
-    call raises it again.
+    A call is a run of a graph with collectives, a gather or reduction outside of any graph, or a
+    choice that the first rank makes for all. Every rank makes the same calls in the same order, one
+    at a time. After a fault every further call raises it again.
 
     Raises:
         BackendError: from every method: ranks differ. The text is the same on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = weakref.ref(group)
-        self._name, self._rank = group.group_name, group.rank()
-        self._num_choices = 0
+    def __init__(self, members: Members, *, is_alone: bool) -> None:
+        self._members, self._num_choices = members, 0
         self._history, self._inbox = CallHistory(), Inbox()
-        # The other ranks of the backend "fake" do not exist.
-        is_alone = group.size() == 1 or dist.get_backend(group) == "fake"
-        self._watcher = None if is_alone else Watcher(group, self._history, self._inbox)
+        self._watcher = None if is_alone else Watcher(members, self._history, self._inbox)
 
     def involve(self, group: dist.ProcessGroup) -> None:
         """After a fault, release ranks that are blocked in ``group``, too.
@@ -59,8 +58,7 @@ class CallLog:
         Args:
             group: some of the ranks of this log's group.
         """
-        if self._watcher is not None:
-            self._watcher.involve(group)
+        self._members.involve(group)
 
     def run(self, plan_id: str) -> None:
         """Log a run of a graph, just before it, unless it is the graph's first."""
@@ -81,14 +79,26 @@ class CallLog:
         Raises:
             BackendError: also if a rank does not come within the group's timeout, or has left.
         """
+        self._history.remember_text(plan_id, text)
         if self._watcher is None:
             return
-        self._history.remember_text(plan_id, text)
         self._inbox.awaited_event = None
         call = self._inbox.awaited = self._history.num_calls
         self.run(plan_id)
         self._post_call(self._watcher, call)
         self._wait(self._watcher)
+
+    def announce(self, plan_id: str, text: str) -> None:
+        """Log a call of something that is no graph: as :meth:`first_run` when it is new.
+
+        Args:
+            plan_id: equal on all ranks that do the same.
+            text: as of :meth:`first_run`.
+        """
+        if self._history.knows(plan_id):
+            self.run(plan_id)
+        else:
+            self.first_run(plan_id, text)
 
     def choose_on_first_rank(self, key: str, choose: Callable[[], str], text: str = "") -> str:
         """Return on every rank what ``choose()`` returns on the group's first rank.
@@ -96,6 +106,8 @@ class CallLog:
         It is a call: all ranks have to make it, for the same ``key``.
 
         Args:
+            choose: on other ranks, what they would choose: if it is the same, its text, which may
+                be long, does not travel.
             text: what the choice is about; an error shows the first line of it that differs.
 
         Raises:
@@ -110,18 +122,20 @@ class CallLog:
         self._history.remember_text(plan_id, text or plan_id)
         self.run(plan_id)
         self._post_call(self._watcher, call)
-        if self._rank == 0:
-            return self._post_choice(self._watcher, key, choose)
+        if self._members.rank == 0:
+            return self._post_choice(self._watcher, key, choose, call)
         with self._inbox.changed:
             self._inbox.awaited = None if key in self._inbox.choices else key
         self._wait(self._watcher)
-        return self._inbox.choices.pop(key)
+        chosen, own = self._inbox.choices.pop(key), choose()
+        same = digest(own) == chosen.digest
+        return own if same else self._watcher.events.choice_text(chosen)
 
     def explain(self, error: BaseException) -> None:
         """Raise the fault that caused ``error``, which a collective raised, if a fault did.
 
         A peer closes its connections after it posted the fault, but perhaps before this rank has
-        read it.
+        read it. A peer that is gone, or does not answer, posts nothing: then this rank does.
         """
         watcher = self._watcher
         if watcher is None or not isinstance(error, RuntimeError):
@@ -131,8 +145,21 @@ class CallLog:
         with contextlib.suppress(RuntimeError):
             num_posted = watcher.events.num_posted()
             watcher.wait_until(lambda: self._inbox.num_read >= num_posted, READ_S)
+        if self._inbox.fault is None and is_lost_peer(error):
+            self._post_lost_peer(watcher, error)
         if self._inbox.fault is not None:
             raise self._error() from error
+
+    def _post_lost_peer(self, watcher: Watcher, error: RuntimeError) -> NoReturn:
+        """Have all ranks raise that a peer is gone; this rank alone if the store is gone, too."""
+        text = (
+            f"a rank has ended, or does not answer: its own output says why. "
+            f"{watcher.comparison.position()}: {str(error).splitlines()[0]}"
+        )
+        with contextlib.suppress(RuntimeError):
+            watcher.comparison.post_fault(lambda: text)
+            watcher.wait_until(lambda: False, READ_S)
+        raise self._error(text) from error
 
     def _answer(self, call: int) -> None:
         """Raise a fault, or compare this call with what a rank has posted about it before."""
@@ -149,34 +176,37 @@ class CallLog:
             raise self._error(f"{self._inbox.lost}; {watcher.comparison.position()}")
         watcher.comparison.post_call(call)
 
-    def _post_choice(self, watcher: Watcher, key: str, choose: Callable[[], str]) -> str:
+    def _post_choice(self, watcher: Watcher, key: str, choose: Callable[[], str], call: int) -> str:
         """Choose for all ranks; an error of ``choose`` becomes a fault on the other ranks."""
         try:
             text = choose()
         except BaseException as error:
-            name = watcher.comparison.rank_names(self._rank)
-            watcher.comparison.post_fault(f"{name} cannot choose {key!r}: {error!r}")
+            name = watcher.comparison.rank_names(self._members.rank)
+            text = f"{name} cannot choose {key!r}: {error!r}"
+            watcher.comparison.post_fault(lambda: text)
             raise
-        watcher.events.post(ChoiceEvent(key=key, text=text))
+        watcher.events.post_choice(key, text, call)
         return text
 
     def _wait(self, watcher: Watcher) -> None:
         """Wait until what is awaited has come, at most for the timeout of the group."""
-        inbox, group = self._inbox, self._group()
-        timeout_s = group_timeout_s(group) if group is not None else 0.0
+        inbox, timeout_s = self._inbox, self._members.timeout_s()
         try:
             watcher.wait_until(lambda: inbox.awaited is None, timeout_s)
             if inbox.awaited is None:
                 return
-            position = watcher.comparison.position()
             if inbox.fault is not None or inbox.lost is not None:
-                raise self._error(f"{inbox.lost}; {position}")
-            names = watcher.comparison.rank_names(*watcher.missing_ranks())
-            text = f"{names} did not come within {timeout_s:g} s, the timeout of the group"
-            watcher.comparison.post_fault(f"{text}; {position}")
+                raise self._error(f"{inbox.lost}; {watcher.comparison.position()}")
+            watcher.comparison.post_fault(lambda: self._late(watcher, timeout_s))
             self._raise_fault(watcher)
         finally:
             inbox.awaited = None
+
+    def _late(self, watcher: Watcher, timeout_s: float) -> str:
+        """Describe who did not come in time."""
+        names = watcher.comparison.rank_names(*watcher.missing_ranks())
+        text = f"{names} did not come within {timeout_s:g} s, the timeout of the group"
+        return f"{text}; {watcher.comparison.position()}. {TOGETHER}"
 
     def _raise_fault(self, watcher: Watcher) -> NoReturn:
         """Raise the fault that was posted first, as every rank does; one has been posted."""
@@ -185,7 +215,7 @@ class CallLog:
 
     def _error(self, text: str = "ranks differ") -> BackendError:
         """Make the error for the fault that was read, or with ``text`` if there is none."""
-        return BackendError(f"process group {self._name!r}: {self._inbox.fault or text}")
+        return BackendError(f"process group {self._members.name!r}: {self._inbox.fault or text}")
 
 
 _call_logs: weakref.WeakKeyDictionary[dist.ProcessGroup, CallLog] = weakref.WeakKeyDictionary()
@@ -194,5 +224,7 @@ _call_logs: weakref.WeakKeyDictionary[dist.ProcessGroup, CallLog] = weakref.Weak
 def call_log_of(group: dist.ProcessGroup) -> CallLog:
     """Return the call log of ``group``. Every rank of it has to ask for it, at any time."""
     if group not in _call_logs:
-        _call_logs[group] = CallLog(group)
+        # The other ranks of the backend "fake" do not exist.
+        is_alone = group.size() == 1 or dist.get_backend(group) == "fake"
+        _call_logs[group] = CallLog(Members(group), is_alone=is_alone)
     return _call_logs[group]

@@ -11,7 +11,8 @@ import itertools
 from collections.abc import Sequence
 
 TRAINING, INFERENCE = "graphs for training", "a graph for inference"
-EAGER = "outside of a graph"
+LIMIT = "the recompile limit is reached"
+"""Part of the first line of an eager gather where Dynamo has given up to compile."""
 
 MAX_SHOWN = 160
 """Characters of a line that an error shows: around its first difference."""
@@ -20,9 +21,16 @@ ADVICE = (
     "All ranks must run the same graphs in the same order; a guard on a value or a shape that "
     "differs between ranks makes them compile, or choose, different ones"
 )
-_TOGETHER = (
+TOGETHER = (
     "All ranks must call the model together and in one mode: evaluation on some ranks alone, or "
     "torch.no_grad() on some?"
+)
+
+
+_RECOMPILE = (
+    "Where Dynamo meets more shapes or values than torch._dynamo.config.recompile_limit allows, a "
+    "rank stops compiling, and its gathers are other ones than those of its peers: compile with "
+    "dynamic=True, pad batches to a few sizes, or raise the limit on all ranks"
 )
 
 
@@ -34,17 +42,22 @@ def describe_difference(texts: Sequence[str], names: Sequence[str]) -> str:
         names: of the two ranks, as "rank 3".
     """
     ours, theirs = (text.splitlines() or ["nothing"] for text in texts)
-    heads = f"{names[0]} calls {ours[0]}, {names[1]} calls {theirs[0]}"
     if ours == theirs:
         return f"in an earlier call they ran different plans. {ADVICE}"
-    return f"{heads}{_first_difference(ours[1:], theirs[1:], names)}. {_cause(ours[0], theirs[0])}"
+    if ours[0] == theirs[0]:
+        what = f"both call {ours[0]}: first, {_first_difference(ours, theirs, names)}"
+    else:
+        what = f"{names[0]} calls {ours[0]}, {names[1]} calls {theirs[0]}"
+    return f"{what}. {_cause(ours[0], theirs[0])}"
 
 
 def _cause(ours: str, theirs: str) -> str:
     """Return the likely cause of a difference, by what two ranks call."""
     heads = (ours, theirs)
+    if any(LIMIT in head for head in heads):
+        return _RECOMPILE
     if any(INFERENCE in head for head in heads) and any(TRAINING in head for head in heads):
-        return _TOGETHER
+        return TOGETHER
     return ADVICE
 
 
@@ -54,10 +67,8 @@ def _first_difference(ours: Sequence[str], theirs: Sequence[str], names: Sequenc
     if not any(only):
         pairs = itertools.zip_longest(ours, theirs, fillvalue="nothing")
         only = [list(side) for side in zip(*(pair for pair in pairs if pair[0] != pair[1]))]
-    if not any(only):
-        return ""
     shown = _excerpts(*(side[0].strip() if side else "nothing more" for side in only))
-    return f": first, {shown[0]} ({names[0]}) and {shown[1]} ({names[1]})"
+    return f"{shown[0]} ({names[0]}) and {shown[1]} ({names[1]})"
 
 
 def _excerpts(ours: str, theirs: str) -> list[str]:

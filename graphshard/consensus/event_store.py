@@ -7,8 +7,12 @@ the JSON form of an event; others handle :class:`Event` and its subclasses.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from enum import StrEnum
 from typing import ClassVar
 
@@ -22,6 +26,7 @@ class EventKind(StrEnum):
     AGREED = "agreed"
     CHOICE = "decided"
     FAULT = "fault"
+    LEAVE = "leave"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +75,18 @@ class AgreedEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceEvent(Event):
-    """The first rank has chosen ``text`` under the name ``key``."""
+    """The first rank has chosen something, which ``EventStore.choice_text`` reads.
+
+    Attributes:
+        key: the name of the choice.
+        digest: hash of what was chosen; ranks that would choose the same need not read it.
+        call: number of the call.
+    """
 
     kind = EventKind.CHOICE
     key: str
-    text: str
+    digest: str
+    call: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,25 +97,49 @@ class FaultEvent(Event):
     text: str
 
 
-_EVENT_TYPES: dict[str, type[Event]] = {
-    event_type.kind: event_type for event_type in (CallEvent, AgreedEvent, ChoiceEvent, FaultEvent)
-}
+@dataclass(frozen=True, kw_only=True)
+class LeaveEvent(Event):
+    """The first of all ranks takes no further part; those that leave later post nothing."""
+
+    kind = EventKind.LEAVE
+
+
+_TYPES = (CallEvent, AgreedEvent, ChoiceEvent, FaultEvent, LeaveEvent)
+_EVENT_TYPES: dict[str, type[Event]] = {event_type.kind: event_type for event_type in _TYPES}
+_FOREVER = timedelta(days=20)
+"""Of a blocking wait; its milliseconds have 32 bits. Torch logs each wait that times out."""
+
+
+def digest(text: str) -> str:
+    """Return a hash of ``text``."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class EventStore:
     """The events of one process group. An event is deleted when all ranks have read it.
 
+    What one rank does here takes a constant number of operations of the store, but for the names
+    of ranks that did not come, which one rank finds out for all.
+
     Args:
+        connect: returns a connection to the store of the group. One is blocked by ``wait``.
         prefix: of all keys; another for every group that shares the store.
         rank: this rank, as the group numbers its ranks.
     """
 
-    def __init__(self, store: dist.Store, prefix: str, rank: int, num_ranks: int) -> None:
+    def __init__(
+        self, connect: Callable[[], dist.Store], prefix: str, rank: int, num_ranks: int
+    ) -> None:
         self._rank, self._num_ranks = rank, num_ranks
+        store = connect()
         # The store may have held a group of this name before; every rank has counted it.
         generation = dist.PrefixStore(prefix, store).add(f"generation/{rank}", 1)
         self._store = dist.PrefixStore(f"{prefix}/{generation}", store)
+        self._reader = dist.PrefixStore(f"{prefix}/{generation}", connect())
         self._first = 0  # events before it are deleted
+        self._progress = -1  # the last call that this rank has agreed to
+        self._choices: deque[int] = deque()  # calls of this rank whose choices the store has
+        self._left: list[int] = []  # ranks that are known to have left
 
     def post(self, event: Event) -> None:
         """Append ``event`` to the events that all ranks read."""
@@ -121,6 +157,16 @@ class EventStore:
             self._store.set(f"text/{call}", text)
             self.post(CallEvent(call=call, rank=self._rank, plan=plan, history=history))
 
+    def post_choice(self, key: str, text: str, call: int) -> None:
+        """Post that the first rank, this one, has chosen ``text`` in a call."""
+        self._choices.append(call)
+        self._store.set(f"choice/{call}", text)
+        self.post(ChoiceEvent(key=key, digest=digest(text), call=call))
+
+    def choice_text(self, event: ChoiceEvent) -> str:
+        """Return what the first rank has chosen, until all ranks have made a later call."""
+        return self._store.get(f"choice/{event.call}").decode()
+
     def read(self, index: int) -> Event | None:
         """Return the event at position ``index``, or None if it is not posted yet."""
         key = f"event/{index}"
@@ -128,6 +174,11 @@ class EventStore:
             return None
         fields = json.loads(self._store.get(key))
         return _EVENT_TYPES[fields.pop("kind")](**fields)
+
+    def wait(self, index: int) -> None:
+        """Wait, without end, until the event at position ``index`` is posted."""
+        with contextlib.suppress(dist.DistStoreError):  # the caller reads in vain, and waits again
+            self._reader.wait([f"event/{index}"], _FOREVER)
 
     def num_posted(self) -> int:
         """Return how many events all ranks together have posted."""
@@ -143,30 +194,42 @@ class EventStore:
         The last rank to agree posts an :class:`AgreedEvent` and deletes what all have read.
         """
         call, index = event.call, event.index
-        self._store.set(f"agrees/{index}/{self._rank}", "")
+        self._progress = max(self._progress, call)
+        self._store.set(f"progress/{self._rank}", str(self._progress))
         if self._store.add(f"agreed/{index}", 1) == self._num_ranks:
             self.post(AgreedEvent(call=call, call_event=index))
             events = [f"event/{i}" for i in range(self._first, index + 1)]
             self._delete(*events, f"agreed/{index}", f"text/{call}", f"claim/{call}")
 
     def has_agreed(self, event: CallEvent, rank: int) -> bool:
-        """Return whether ``rank`` has agreed to ``event``; it tells until all ranks have."""
-        return self._store.check([f"agrees/{event.index}/{rank}"])
+        """Return whether ``rank`` has agreed to ``event``, or to one about a later call."""
+        key = f"progress/{rank}"
+        return self._store.check([key]) and int(self._store.get(key)) >= event.call
 
     def forget(self, agreed: AgreedEvent) -> None:
-        """Delete this rank's consent to a call, as all ranks have read the events up to it."""
+        """Note that all ranks have read the events up to the call that they agreed to."""
         self._first = max(self._first, agreed.call_event + 1)
-        self._delete(f"agrees/{agreed.call_event}/{self._rank}")
+        while self._choices and self._choices[0] < agreed.call:
+            self._delete(f"choice/{self._choices.popleft()}")
+
+    def claim_fault(self) -> bool:
+        """Return True on the one rank that is to post a fault."""
+        return self._store.add("faults", 1) == 1
 
     def leave(self) -> None:
         """Note that this rank takes no further part."""
-        self._store.set(f"left/{self._rank}", "")
-        self._store.add("left", 1)
+        number = self._store.add("left", 1) - 1
+        self._store.set(f"left/{number}", str(self._rank))
+        if number == 0:
+            self.post(LeaveEvent())
 
     def ranks_that_left(self) -> list[int]:
         """Return the ranks that take no further part."""
-        ranks = range(self._num_ranks) if self._store.add("left", 0) else ()
-        return [rank for rank in ranks if self._store.check([f"left/{rank}"])]
+        for number in range(len(self._left), self._store.add("left", 0)):
+            if not self._store.check([f"left/{number}"]):  # it is about to be set
+                break
+            self._left.append(int(self._store.get(f"left/{number}")))
+        return self._left
 
     def _delete(self, *keys: str) -> None:
         with contextlib.suppress(RuntimeError):  # not every store can

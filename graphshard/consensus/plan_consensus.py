@@ -15,7 +15,6 @@ for another batch size, while its peers do not.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from functools import partial
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
+from .._torch.autograd import on_backward_error
 from .._torch.distributed import process_group
 from ..errors import BackendError
 from ..kinds import HOST_COPIES, TransferKind
@@ -37,6 +37,7 @@ from .common_form import (
     with_inputs_of,
     without_steps,
 )
+from .event_store import digest
 
 R = TypeVar("R")
 
@@ -79,7 +80,7 @@ class PlanConsensus:
         if key not in self._plans:
             for call_log in _call_logs(common, groups):
                 text = call_log.choose_on_first_rank(
-                    key=_digest(key.text), choose=partial(_to_json, common), text=key.text
+                    key=digest(key.text), choose=partial(_to_json, common), text=key.text
                 )
                 common = [Plan.from_json(plan_json) for plan_json in json.loads(text)]
             self._plans[key] = common
@@ -191,7 +192,7 @@ def log_every_call(
     for call_log in _call_logs(plans, groups):
         for name in numbers:
             call_log.involve(process_group(name))
-        compiled = _logged(compiled, call_log, _digest(text), text)
+        compiled = _logged(compiled, call_log, digest(text), text)
     return compiled
 
 
@@ -204,14 +205,17 @@ def _logged(
         nonlocal is_first
         if is_first:
             call_log.first_run(plan_id, text)
-            is_first = False
         else:
             call_log.run(plan_id)
         try:
-            return compiled(*args)
+            outputs = compiled(*args)
         except RuntimeError as error:
             call_log.explain(error)
             raise
+        if is_first and isinstance(outputs, Sequence):
+            on_backward_error(outputs, call_log.explain)
+        is_first = False
+        return outputs
 
     return call
 
@@ -224,7 +228,3 @@ def _call_logs(plans: Sequence[Plan], groups: Sequence[str]) -> list[CallLog]:
 
 def _to_json(plans: Sequence[Plan]) -> str:
     return json.dumps([plan.to_json() for plan in plans])
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

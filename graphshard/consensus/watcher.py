@@ -8,22 +8,30 @@ what the watcher has read.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
-
-from .._torch.distributed import is_registered, store_of
 from .call_comparison import CallComparison
 from .call_history import CallHistory
-from .event_store import AgreedEvent, CallEvent, ChoiceEvent, Event, EventStore, FaultEvent
-from .gloo_abort import abort
+from .event_store import (
+    AgreedEvent,
+    CallEvent,
+    ChoiceEvent,
+    Event,
+    EventStore,
+    FaultEvent,
+    LeaveEvent,
+)
+from .members import Members
 
-POLL_S, MIN_POLL_S = 0.25, 0.002
-"""The longest and shortest pause between reads. A blocking wait would make torch log timeouts."""
+TICK_S = 0.25
+"""Time between looks at what this rank does; they do not touch the store."""
+POLL_S = 0.5
+"""Time between reads of the store once a rank has left; before, reads wait for what is posted."""
 AUDIT_S = 30.0
 """Time between audit posts of the first rank, which find differences that make no rank hang."""
 STALL_S = 2.0
@@ -36,7 +44,7 @@ class Inbox:
 
     Attributes:
         early_calls: events about calls that this rank has not made yet, by call.
-        choices: what the first rank has chosen, by key, until it is taken out.
+        choices: events about what the first rank has chosen, by key, until they are taken out.
         awaited: the number of a call that all ranks must agree to, or the key of a choice: the
             rank's thread sets it and waits until the watcher sets it to None.
         awaited_event: the event about the awaited call, None until a rank posts one.
@@ -47,7 +55,7 @@ class Inbox:
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     early_calls: dict[int, CallEvent] = field(default_factory=dict)
-    choices: dict[str, str] = field(default_factory=dict)
+    choices: dict[str, ChoiceEvent] = field(default_factory=dict)
     awaited: int | str | None = None
     awaited_event: CallEvent | None = None
     num_read: int = 0
@@ -58,37 +66,31 @@ class Inbox:
 class Watcher:
     """Reads the events of one group in a thread of its own, from when it is made.
 
-    The thread ends with the group, after a fault, or when the store is lost. The rank's thread
-    calls the public methods; it writes ``history``, and reads ``inbox``.
+    The thread waits in the store, which costs nothing while nobody posts. It ends with the group,
+    after a fault, or when the store is lost. The rank's thread calls the public methods; it writes
+    ``history``, and reads ``inbox``. A second thread looks after all watchers: ``_look_after_all``.
     """
 
-    def __init__(self, group: dist.ProcessGroup, history: CallHistory, inbox: Inbox) -> None:
-        self._group = weakref.ref(group)
-        self._rank, self._num_ranks = group.rank(), group.size()
-        self._history, self._inbox = history, inbox
-        self._stores = weakref.WeakKeyDictionary({group: store_of(group)})
-        prefix = f"graphshard/{group.group_name}"
-        self.events = EventStore(self._stores[group], prefix, self._rank, self._num_ranks)
-        ranks = dist.get_process_group_ranks(group)
+    def __init__(self, members: Members, history: CallHistory, inbox: Inbox) -> None:
+        self._members, self._history, self._inbox = members, history, inbox
+        self._rank, self._num_ranks = members.rank, len(members.global_ranks)
+        prefix = f"graphshard/{members.name}"
+        self.events = EventStore(members.connect, prefix, self._rank, self._num_ranks)
+        ranks = members.global_ranks
         self.comparison = CallComparison(history, self.events, self._rank, ranks)
         self._num_seen = 0  # calls of this rank
         self._stalls_at = self._audit_at = time.monotonic() + AUDIT_S
-        self._wake = threading.Event()
-        self._stopped = False
+        self._some_left = False
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="graphshard", daemon=True)
         self._thread.start()
         _watchers.add(self)
+        _start_looking()
 
     # --- called by the rank's thread ---------------------------------------------------------
 
-    def involve(self, group: dist.ProcessGroup) -> None:
-        """After a fault, abort collectives of ``group``, too, some of those that are watched."""
-        if group not in self._stores:
-            self._stores[group] = store_of(group)
-
     def wait_until(self, done: Callable[[], bool], timeout_s: float) -> None:
         """Wait for ``done()``, a fault, or the end of all events; at most for ``timeout_s``."""
-        self._wake.set()
         inbox = self._inbox
         with inbox.changed:
             inbox.changed.wait_for(
@@ -102,23 +104,47 @@ class Watcher:
         event, ranks = self._inbox.awaited_event, range(self._num_ranks)
         return [rank for rank in ranks if event is None or not self.events.has_agreed(event, rank)]
 
+    # --- called by the thread that looks after all watchers, and when the process ends --------
+
+    def tick(self) -> None:
+        """Post what is due by time, and end the thread with the group."""
+        if not self._thread.is_alive() or self._stopped.is_set():
+            return
+        with contextlib.suppress(RuntimeError):  # the thread meets the same and says so
+            self._post_last_call() if self._members.exist() else self.leave()
+
+    def leave(self) -> None:
+        """Tell the other ranks that this one takes no further part, which ends the thread, too."""
+        self._stopped.set()
+        with contextlib.suppress(RuntimeError):
+            if self._thread.is_alive() and self._inbox.fault is None:
+                self.events.leave()
+
     def stop(self) -> None:
         """End the thread, and wait for that, at most two seconds."""
-        self._stopped = True
-        self._wake.set()
+        if not self._stopped.is_set():
+            self.leave()
         self._thread.join(2.0)
+
+    def _post_last_call(self) -> None:
+        """Post this rank's last call if it made it a while ago, or if an audit is due."""
+        now, num_calls = time.monotonic(), self._history.num_calls
+        if num_calls != self._num_seen:
+            self._num_seen, self._stalls_at = num_calls, now + STALL_S
+        is_audit = self._rank == 0 and now > self._audit_at
+        if num_calls and (is_audit or now > self._stalls_at):
+            self._audit_at = now + AUDIT_S
+            self.comparison.post_call(num_calls - 1)
 
     # --- the watcher's thread ----------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Read events until there is a reason to end, leave or abort, and tell the rank why."""
+        """Read events until there is a reason to end or abort, and tell the rank why."""
         lost = "the group was destroyed"
         try:
             self._read_all()
-            if self._inbox.fault is None:
-                self.events.leave()
-            for group, store in list(self._stores.items()) if self._inbox.fault else ():
-                abort(group, store)
+            if self._inbox.fault is not None:
+                self._members.abort()
         except RuntimeError as error:
             lost = f"the store of the group is lost: {error}"
         with self._inbox.changed:
@@ -127,18 +153,15 @@ class Watcher:
 
     def _read_all(self) -> None:
         """Read all events in order, until a fault or the end of the group."""
-        pause_s = POLL_S
-        while not self._stopped and self._inbox.fault is None and is_registered(self._group()):
+        while not self._stopped.is_set() and self._inbox.fault is None:
+            if not self._some_left:
+                self.events.wait(self._inbox.num_read)
             event = self.events.read(self._inbox.num_read)
             if event is not None:
                 self._take_in(event)
-                continue
-            self._post_last_call()
-            self._post_missing()
-            if self._wake.wait(pause_s):  # this rank waits
-                self._wake.clear()
-                pause_s = MIN_POLL_S
-            pause_s = min(1.1 * pause_s, POLL_S)
+            elif self._some_left:
+                self._post_missing()
+                self._stopped.wait(POLL_S)
 
     def _take_in(self, event: Event) -> None:
         """Put ``event`` into the inbox, and compare it if this rank has made the call."""
@@ -151,10 +174,12 @@ class Watcher:
                     self.events.forget(event)
                     self._end_wait_for(event.call)
                 case ChoiceEvent() if self._rank != 0:
-                    inbox.choices[event.key] = event.text
+                    inbox.choices[event.key] = event
                     self._end_wait_for(event.key)
                 case FaultEvent():
                     inbox.fault = event.text
+                case LeaveEvent():
+                    self._some_left = True
             inbox.num_read += 1
             inbox.changed.notify_all()
         if due is not None:
@@ -173,31 +198,36 @@ class Watcher:
         if self._inbox.awaited == call_or_key:
             self._inbox.awaited = None
 
-    def _post_last_call(self) -> None:
-        """Post this rank's last call if it made it a while ago, or if an audit is due."""
-        now, num_calls = time.monotonic(), self._history.num_calls
-        if num_calls != self._num_seen:
-            self._num_seen, self._stalls_at = num_calls, now + STALL_S
-        is_audit = self._rank == 0 and now > self._audit_at
-        if num_calls and (is_audit or now > self._stalls_at):
-            self._audit_at = now + AUDIT_S
-            self.comparison.post_call(num_calls - 1)
-
     def _post_missing(self) -> None:
         """Post a fault if this rank waits for one that has left."""
         if self._inbox.awaited is None or not (left := self.events.ranks_that_left()):
             return
-        gone = [rank for rank in self.missing_ranks() if rank in left]
+        gone = sorted(set(self.missing_ranks()) & set(left))
         if gone and self.events.num_posted() == self._inbox.num_read:  # all they posted is read
             names = self.comparison.rank_names(*gone)
-            self.comparison.post_fault(f"{names} left; {self.comparison.position()}")
+            self.comparison.post_fault(lambda: f"{names} left; {self.comparison.position()}")
 
 
 _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+_looking = threading.Lock()
+_ended = threading.Event()
+
+
+def _start_looking() -> None:
+    """Start the one thread that looks after the watchers of all groups, unless it runs."""
+    if _looking.acquire(blocking=False):
+        threading.Thread(target=_look_after_all, name="graphshard ticks", daemon=True).start()
+
+
+def _look_after_all() -> None:
+    while not _ended.wait(TICK_S):
+        for watcher in list(_watchers):
+            watcher.tick()
 
 
 @atexit.register
 def _stop_all() -> None:
     # A thread that comes back from C++ while the interpreter ends would crash the process.
+    _ended.set()
     for watcher in list(_watchers):
         watcher.stop()

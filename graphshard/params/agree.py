@@ -1,4 +1,4 @@
-"""Ranks agree on what to shard: one exchange before anything is changed, or one error for all.
+"""Ranks agree on what to shard: one reduction before anything is changed, or one error for all.
 
 Agreement on plans and calls, from the first compile on, is in ``graphshard.consensus``. Around
 graph breaks ranks also agree on which gradients there are: ``eager_unshard._used_on_any_rank`` and
@@ -7,30 +7,21 @@ graph breaks ranks also agree on which gradients there are: ``eager_unshard._use
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from .._torch.distributed import process_group
+from .._torch.distributed import device_for, process_group
 from ..errors import BackendError
 from ..options.options import Options
 from .find import PlainParam
 from .mesh_groups import MeshGroups
 
-
-class _Intent(NamedTuple):
-    """A rank's message to the others before anything is sharded.
-
-    Attributes:
-        fault: the reason why it cannot shard; None: it can.
-        descriptions: the options, and each parameter and buffer by FQN, as text to be compared.
-    """
-
-    fault: str | None
-    descriptions: Mapping[str, str]
+T = TypeVar("T")
 
 
 def raise_together(
@@ -41,7 +32,10 @@ def raise_together(
     *,
     fault: str | None,
 ) -> None:
-    """Exchange what every rank is about to shard.
+    """Compare what every rank is about to shard, by one reduction of a hash.
+
+    Only where ranks differ they exchange what in: what the first rank of the mesh is about to
+    shard, with which each rank compares, and the text of the first that found a fault.
 
     Args:
         fault: the reason why this rank cannot; None: it can.
@@ -53,25 +47,53 @@ def raise_together(
     if fault is None:
         descriptions |= {p.fqn: _describe(p.param) + (p.float8 or "") for p in plain_params}
         descriptions |= {name: _describe(buffer) for name, buffer in root.named_buffers()}
-    intents: list[_Intent] = [_Intent(None, {})] * groups.mesh.size()
-    intent = _Intent(fault, descriptions)
-    dist.all_gather_object(intents, intent, group=process_group(groups.all_ranks))
-    for rank, intent in enumerate(intents):
-        if intent.fault is not None:
-            raise BackendError(f"rank {rank} of the mesh: {intent.fault}")
-    first = intents[0].descriptions
-    for rank, intent in enumerate(intents):
-        _raise_if_different(first, intent.descriptions, rank)
+    if _all_agree(descriptions, fault, groups):
+        return
+    rank, num_ranks = dist.get_rank(process_group(groups.all_ranks)), groups.mesh.size()
+    first = _broadcast(descriptions, 0, groups)
+    difference = None if fault is not None else _difference(first, descriptions, rank)
+    if fault is not None:
+        difference = f"rank {rank} of the mesh: {fault}"
+    # Faults come first: a rank that has one describes nothing, and so differs from all.
+    turn = rank if fault is not None else num_ranks + rank
+    earliest = -_max_over_ranks([-(2 * num_ranks if difference is None else turn)], groups)[0]
+    raise BackendError(_broadcast(difference, earliest % num_ranks, groups) or "ranks differ")
 
 
-def _raise_if_different(first: Mapping[str, str], other: Mapping[str, str], rank: int) -> None:
+def _all_agree(descriptions: Mapping[str, str], fault: str | None, groups: MeshGroups) -> bool:
+    """Return, on all ranks alike, whether all have these descriptions and none has a fault."""
+    text = "\n".join(f"{name} {value}" for name, value in sorted(descriptions.items()))
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    most, least, faults = _max_over_ranks([digest, -digest, fault is not None], groups)
+    return most == -least and not faults
+
+
+def _max_over_ranks(values: Sequence[int], groups: MeshGroups) -> list[int]:
+    """Return the largest of each value on any rank."""
+    group = process_group(groups.all_ranks)  # perhaps the fault is that the mesh has no device
+    largest = torch.tensor(values, dtype=torch.int64, device=device_for(group))
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    result: list[int] = largest.tolist()
+    return result
+
+
+def _broadcast(value: T, rank: int, groups: MeshGroups) -> T:
+    """Return the value of one rank of the mesh."""
+    group, box = process_group(groups.all_ranks), [value]
+    source = dist.get_global_rank(group, rank)
+    dist.broadcast_object_list(box, source, group=group)
+    return box[0]
+
+
+def _difference(first: Mapping[str, str], other: Mapping[str, str], rank: int) -> str | None:
     """Compare the descriptions of the mesh's first rank with those of ``rank``."""
     for name in [*first, *other]:
         if first.get(name) != other.get(name):
-            raise BackendError(
+            return (
                 f"{name!r} differs between ranks: {first.get(name, 'missing')} on rank 0 of "
                 f"the mesh, {other.get(name, 'missing')} on rank {rank}"
             )
+    return None
 
 
 def _describe(tensor: torch.Tensor) -> str:

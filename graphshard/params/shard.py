@@ -1,8 +1,8 @@
 """Turns a module's parameters into shards, in place.
 
-Nothing is changed before all ranks have said, in one exchange, what they are about to shard and
-that they found no fault with it. Then one parameter after the other is made equal on all ranks,
-split, and its full copy freed, so that the peak is the full model plus one parameter.
+Nothing is changed before all ranks have compared, in one reduction, what they are about to shard
+and whether one found a fault with it. Then one parameter after the other is made equal on all
+ranks, split, and its full copy freed, so that the peak is the full model plus one parameter.
 
     full parameter ─► Layout.padded_shard (this rank's rows, padded) ─► ShardedParam.attach
                       (the shard that graphs take) and a DTensor whose local tensor is a view of it

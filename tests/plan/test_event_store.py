@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from graphshard.consensus.event_store import AgreedEvent, CallEvent, EventStore
+from graphshard.consensus.event_store import AgreedEvent, CallEvent, EventStore, LeaveEvent
 
 PLAN = "forward\nall_gather 0\nall_gather 1"
 OTHER = "forward\nall_gather 0\nall_gather 7"
@@ -25,7 +25,7 @@ STORES: dict[str, Callable[[Path], dist.Store]] = {
 def test_events_of_two_ranks_in_every_store(kind: str, tmp_path: Path) -> None:
     store = STORES[kind](tmp_path)
     for _ in range(2):  # two groups of the same name, one after the other
-        first, second = (EventStore(store, "graphshard/0", rank, 2) for rank in range(2))
+        first, second = (EventStore(lambda: store, "graphshard/0", rank, 2) for rank in range(2))
         assert first.read(0) is None and second.num_posted() == 0 and first.ranks_that_left() == []
         first.post_call(3, "plan", 17, PLAN)
         second.post_call(3, "other", 18, OTHER)  # a rank has posted about this call
@@ -39,4 +39,8 @@ def test_events_of_two_ranks_in_every_store(kind: str, tmp_path: Path) -> None:
         second.agree(post)
         assert first.read(1) == AgreedEvent(index=1, call=3, call_event=0)
         second.leave()
+        first.wait(2)
+        assert first.read(2) == LeaveEvent(index=2)
         assert first.ranks_that_left() == [1]
+        first.leave()
+        assert first.read(3) is None and second.ranks_that_left() == [1, 0]

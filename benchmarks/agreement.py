@@ -1,0 +1,209 @@
+"""What it costs ranks to agree on their calls, by simulated ranks at one real TCPStore.
+
+    python -m benchmarks.agreement --ranks 64 256 1024 --out benchmarks/results/agreement.md
+
+Every rank is a thread of this process, with connections of its own and the watcher of a real
+rank; nothing is gathered. Phases: all ranks compile graphs for the first time; they run them; one
+compiles again; one runs another graph than the rest. Times are of threads that share a few cores
+and one interpreter: for a real job they are upper bounds. Operations of the store are exact.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from graphshard.consensus.call_log import CallLog
+from graphshard.consensus.members import Members
+from graphshard.errors import BackendError
+
+NUM_GRAPHS = 4
+PLAN = "graphs for training\n" + "\n".join(f"all_gather of layers.{i}.weight" for i in range(1000))
+OTHER = PLAN.replace("layers.700.", "head.")
+IDLE_S = 3.0
+"""Time without any call: longer than the time after which a rank posts its last call."""
+
+
+class SimulatedMembers(Members):
+    """One rank of a group without a process group."""
+
+    def __init__(self, rank: int, num_ranks: int, port: int) -> None:
+        self.name, self.rank = "simulated", rank
+        self.global_ranks = list(range(num_ranks))
+        self._port = port
+
+    def connect(self) -> dist.Store:
+        timeout = timedelta(seconds=300)
+        return dist.TCPStore("127.0.0.1", self._port, is_master=False, timeout=timeout)
+
+    def exist(self) -> bool:
+        return True
+
+    def timeout_s(self) -> float:
+        return 300.0
+
+    def involve(self, group: dist.ProcessGroup) -> None:
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        pass
+
+
+class _Counting:
+    """A store that counts its operations."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.num_operations = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.num_operations += 1
+        return getattr(self._store, name)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What one phase took.
+
+    Attributes:
+        seconds: until the last rank was done.
+        operations: of the store, of all ranks.
+        most: those of the rank that made most of them.
+        keys: in the store afterwards.
+        num_bytes: of these keys and their values, in the memory of the first rank.
+    """
+
+    name: str
+    seconds: float
+    operations: int
+    most: int
+    keys: int
+    num_bytes: int
+
+
+class Simulation:
+    """A TCPStore and the logs of all ranks at it."""
+
+    def __init__(self, num_ranks: int) -> None:
+        timeout = timedelta(seconds=300)
+        self._server = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout
+        )
+        self._pool = ThreadPoolExecutor(num_ranks)
+        self.num_ranks = num_ranks
+        port = self._server.port
+        self._logs = self._on_all(
+            lambda rank: CallLog(SimulatedMembers(rank, num_ranks, port), is_alone=False)
+        )
+        self._stores: list[list[_Counting]] = []
+        for call_log in self._logs:
+            assert call_log._watcher is not None
+            events: Any = call_log._watcher.events
+            events._store, events._reader = _Counting(events._store), _Counting(events._reader)
+            self._stores.append([events._store, events._reader])
+
+    def _on_all(self, act: Callable[[int], Any]) -> list[Any]:
+        return list(self._pool.map(act, range(self.num_ranks)))
+
+    def phase(self, name: str, act: Callable[[int, CallLog], object], idle_s: float = 0.0) -> Phase:
+        """Run ``act`` on all ranks, and count what it takes, and what ``idle_s`` after it do."""
+        before, start = self._counts(), time.monotonic()
+        self._on_all(lambda rank: act(rank, self._logs[rank]))
+        seconds = time.monotonic() - start
+        time.sleep(idle_s or 0.5)  # the watchers are done
+        counts = [after - was for after, was in zip(self._counts(), before)]
+        keys = self._server.list_keys()
+        num_bytes = sum(len(key) + len(self._server.get(key)) for key in keys)
+        return Phase(name, seconds, sum(counts), max(counts), len(keys), num_bytes)
+
+    def _counts(self) -> list[int]:
+        return [sum(store.num_operations for store in stores) for stores in self._stores]
+
+    def close(self) -> None:
+        """End the watchers."""
+        self._on_all(lambda rank: self._logs[rank]._watcher.leave())
+        self._pool.shutdown()
+
+
+def _compile_all(rank: int, call_log: CallLog) -> None:
+    for number in range(NUM_GRAPHS):
+        call_log.choose_on_first_rank(f"plans of {number}", lambda: PLAN)
+        call_log.first_run(f"graph {number}", PLAN)
+
+
+def _run_all(rank: int, call_log: CallLog) -> None:
+    for number in range(1000):
+        call_log.run(f"graph {number % NUM_GRAPHS}")
+
+
+def _compile_alone(rank: int, call_log: CallLog) -> None:
+    call_log.first_run("graph 0", PLAN) if rank == 1 else call_log.run("graph 0")
+
+
+def _differ(rank: int, call_log: CallLog) -> str:
+    """Return the error of a rank."""
+    try:
+        call_log.first_run(*(("other", OTHER) if rank == 1 else ("new", PLAN)))
+    except BackendError as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
+def measure(num_ranks: int) -> tuple[list[Phase], set[str]]:
+    """Return what each phase took, and the different errors of the last one."""
+    simulation, errors = Simulation(num_ranks), list[str]()
+    try:
+        phases = [
+            simulation.phase(f"first compile of {NUM_GRAPHS} graphs", _compile_all),
+            simulation.phase("1000 steps, and idle for 3 s", _run_all, IDLE_S),
+            simulation.phase("one rank compiles again", _compile_alone),
+            simulation.phase("one rank differs", lambda *each: errors.append(_differ(*each))),
+        ]
+    finally:
+        simulation.close()
+    return phases, set(errors)
+
+
+def _report(num_ranks: int) -> list[str]:
+    phases, errors = measure(num_ranks)
+    assert len(errors) == 1, errors
+    return [
+        f"| {num_ranks} | {p.name} | {p.seconds:.2f} | {p.operations / num_ranks:.1f} | {p.most} | "
+        f"{p.operations / max(p.seconds, IDLE_S if 'idle' in p.name else 0.0):.0f} | {p.keys} | "
+        f"{p.num_bytes / 1024:.0f} |"
+        for p in phases
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    threading.stack_size(1 << 20)  # of two thousand threads
+    rows = [row for num_ranks in arguments.ranks for row in _report(num_ranks)]
+    lines = [
+        "# What it costs ranks to agree on their calls",
+        "",
+        "`python -m benchmarks.agreement`: simulated ranks at one real TCPStore, all of them",
+        "threads of one process on two cores, so that times are upper bounds. Runs of graphs touch no",
+        "store; what the second phase counts is one post, by a rank that was idle for seconds.",
+        "",
+        "| ranks | phase | seconds | operations a rank | at most | a second, all | keys | KiB |",
+        "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        *rows,
+    ]
+    text = "\n".join(lines) + "\n"
+    arguments.out.write_text(text) if arguments.out else print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The ranks that keep one log of calls: a process group, as far as the log needs one."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch.distributed as dist
+
+from .._torch.distributed import group_timeout_s, is_registered, store_of
+from .gloo_abort import abort
+
+
+class Members:
+    """The ranks of a process group, which may be destroyed meanwhile.
+
+    Attributes:
+        name: of the group.
+        rank: this rank, as the group numbers its ranks.
+        global_ranks: all of them, as the default group numbers them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.name, self.rank = group.group_name, group.rank()
+        self.global_ranks = dist.get_process_group_ranks(group)
+        self._group = weakref.ref(group)
+        self._stores = weakref.WeakKeyDictionary({group: store_of(group)})
+
+    def connect(self) -> dist.Store:
+        """Return a new connection to the store that all members share."""
+        group = self._group()
+        assert group is not None
+        return store_of(group)
+
+    def exist(self) -> bool:
+        """Return whether the group has not been destroyed."""
+        return is_registered(self._group())
+
+    def timeout_s(self) -> float:
+        """Return how long a collective of the group may take."""
+        group = self._group()
+        return 0.0 if group is None else group_timeout_s(group)
+
+    def involve(self, group: dist.ProcessGroup) -> None:
+        """Abort collectives of ``group``, too, some of the members."""
+        if group not in self._stores:
+            self._stores[group] = store_of(group)
+
+    def abort(self) -> None:
+        """Make collectives raise that are blocked on this rank, and all later ones."""
+        for group, store in list(self._stores.items()):
+            abort(group, store)

@@ -1,0 +1,21 @@
+"""Many simulated ranks at one real store: what each does there does not grow with their number."""
+
+from __future__ import annotations
+
+from benchmarks.agreement import NUM_GRAPHS, measure
+
+
+def test_operations_of_the_store_for_each_rank() -> None:
+    few, _ = measure(4)
+    many, errors = measure(64)
+    for phase, same in zip(many, few):
+        assert phase.most <= 2 * same.most + 10
+    compile_all, idle, again, differ = many
+    # A choice and a first run: two calls, each of which is posted, agreed to and read.
+    assert compile_all.most <= 60 * NUM_GRAPHS
+    # All ranks were idle for so long that one posted its last call.
+    assert idle.most <= 30 and again.most <= 30 and differ.most <= 30
+    text = errors.pop()
+    assert not errors and "layers.700." in text and "head." in text and len(text) < 800
+    # A few numbers for each rank, and the texts of the last calls.
+    assert idle.keys <= 4 * 64 + 30 and idle.num_bytes < 64 * 1000 + 10 * 40_000
