@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "show": {"_torch", "cost", "kinds", "planning"},
     "options": {"cost", "ops", "planning"},
     "passes": {"_torch", "cost", "kinds", "ops", "planning"},
-    "params": {"_torch", "errors", "ops", "options"},
+    "params": {"_torch", "consensus", "errors", "ops", "options"},
     "pipeline": {
         "_torch",
         "consensus",

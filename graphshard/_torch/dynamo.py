@@ -10,11 +10,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list, skip_code
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import AttrSource
@@ -155,6 +156,15 @@ def run_as_python(function: Callable[..., object]) -> None:
     ``skip_code`` in torch/_dynamo/eval_frame.py.
     """
     skip_code(function.__code__)
+
+
+def at_recompile_limit(code: CodeType) -> bool:
+    """Return whether Dynamo has compiled ``code`` as often as it may: it runs the rest eagerly.
+
+    ``recompile_limit`` in torch/_dynamo/config.py.
+    """
+    limit: int = torch._dynamo.config.recompile_limit
+    return len(_debug_get_cache_entry_list(code)) >= limit
 
 
 def graph_break_reasons() -> list[str]:

@@ -42,12 +42,14 @@ class CompiledCall:
     Attributes:
         module: the module that is compiled; None where a function is.
         running: modules with a method that Dynamo left to Python, outermost first.
+        codes: of all functions that run inside of it, innermost first.
         backend: the ``backend`` argument of ``torch.compile``, resolved if it was a name.
         options: the ``options`` argument of ``torch.compile``.
     """
 
     module: nn.Module | None = None
     running: tuple[nn.Module, ...] = ()
+    codes: tuple[CodeType, ...] = ()
     backend: object = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -71,6 +73,7 @@ def compiled_call() -> CompiledCall:
     return CompiledCall(
         module=_called_module(outside[0]) if outside else None,
         running=running,
+        codes=tuple(frame.f_code for frame in inside),
         backend=getattr(wrapper, "compiler_fn", wrapper),
         options=getattr(wrapper, "kwargs", {}).get("options", {}),
     )
@@ -133,6 +136,11 @@ def is_dynamo_entry(frame: FrameType) -> bool:
     """Return whether ``frame`` is where ``torch.compile`` hands over to Dynamo (eval_frame.py)."""
     names = (frame.f_globals.get("__name__"), frame.f_code.co_name)
     return names == ("torch._dynamo.eval_frame", "compile_wrapper")
+
+
+def describe_code(code: CodeType) -> str:
+    """Return a function's name and where it is."""
+    return f"{code.co_name!r} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def is_recomputation(frame: FrameType) -> bool:

@@ -31,6 +31,7 @@ from ..errors import BackendError
 from ..ops.accumulators import PARTIAL, UNSYNCED
 from ..ops.bucket_copy import add_accumulated
 from ..ops.markers import used_dtype
+from .eager_calls import eager_gather, eager_reduction
 from .sharded_model import sharded_model_of
 from .sharded_param import ShardedParam, is_unattached, owned_by
 
@@ -142,7 +143,11 @@ class _Unshard(torch.autograd.Function):
     def forward(
         sharded_params: Sequence[ShardedParam], *shards: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        return tuple(param.layout.unshard(shard) for param, shard in zip(sharded_params, shards))
+        groups, fqns = sharded_params[0].layout.groups, [param.fqn for param in sharded_params]
+        with eager_gather(groups, fqns):
+            return tuple(
+                param.layout.unshard(shard) for param, shard in zip(sharded_params, shards)
+            )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -162,8 +167,11 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.sharded_params[0].model.trains_eagerly = True
-        return None, *_gradients_of_shards(ctx, grads)
+        sharded_params = ctx.sharded_params
+        sharded_params[0].model.trains_eagerly = True
+        groups = sharded_params[0].layout.groups
+        with eager_reduction(groups, [param.fqn for param in sharded_params]):
+            return None, *_gradients_of_shards(ctx, grads)
 
 
 def _gradients_of_shards(

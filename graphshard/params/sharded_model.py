@@ -16,6 +16,7 @@ from .._torch.distributed import process_group
 from .._torch.dynamo import graph_break_reasons
 from ..errors import BackendError
 from ..ops.accumulators import ACCUMULATOR_NAMES
+from .eager_calls import eager_reduction
 from .grad_accumulation import GradAccumulation
 from .layout import Layout
 from .no_pickle import refuse
@@ -116,7 +117,13 @@ class ShardedModel:
         done = [p for p in self.sharded_params if p.is_owned() and p.accumulates_in is None]
         done.sort(key=lambda sharded_param: sharded_param.fqn)
         self.accumulates = any(p.accumulates_in is not None for p in self.sharded_params)
-        for sharded_param, (unsynced, partial) in zip(done, self._pending_on_any_rank(done)):
+        if done:
+            with eager_reduction(done[0].layout.groups, [param.fqn for param in done]):
+                self._reduce_pending(done)
+
+    def _reduce_pending(self, sharded_params: list[ModelParam]) -> None:
+        pending = self._pending_on_any_rank(sharded_params)
+        for sharded_param, (unsynced, partial) in zip(sharded_params, pending):
             if unsynced or partial:
                 sharded_param.reduce_accumulated(unsynced=unsynced)
 

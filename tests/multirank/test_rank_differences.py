@@ -1,0 +1,114 @@
+"""What users do on some ranks alone, and the error that every rank then raises: the first
+difference, its likely cause, no list of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import graphshard
+from graphshard.consensus.call_log import CallLog
+from tests.multirank.test_call_log import assert_same, message, run
+
+DIM = 8
+MAX_CHARACTERS = 800
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def _compiled(group: dist.ProcessGroup, dynamic: bool | None = None) -> Any:
+    backend = graphshard.backend(DeviceMesh.from_group(group, "cpu"), compiler="aot_eager")
+    return torch.compile(Net(), backend=backend, dynamic=dynamic)
+
+
+def _first_line(act: Callable[[], object]) -> str:
+    return message(act).splitlines()[0]  # Dynamo adds lines to an error in a compile
+
+
+def _assert_told(messages: list[str], *parts: str) -> None:
+    assert_same(messages, *parts)
+    assert len(messages[0]) < MAX_CHARACTERS
+    assert "layers.11" not in messages[0]
+
+
+def _meet_ever_new_shapes(group: dist.ProcessGroup, _: CallLog, everywhere: bool) -> str:
+    torch._dynamo.config.recompile_limit = 3
+    model = _compiled(group, dynamic=False)
+
+    def train(steps: range) -> None:
+        for step in steps:
+            model(torch.ones(4 + step * (everywhere or group.rank() == 1), DIM)).backward()
+
+    train(range(3))
+    if not everywhere:
+        return _first_line(lambda: train(range(3, 5)))
+    train(range(3, 5))
+    return ""
+
+
+def test_one_rank_at_the_recompile_limit() -> None:
+    messages = run(2, _meet_ever_new_shapes, False)
+    _assert_told(messages, "rank 1 calls a gather", "recompile limit", "dynamic=True", "pad")
+
+
+def test_all_ranks_at_the_recompile_limit_train_on() -> None:
+    assert run(2, _meet_ever_new_shapes, True) == [""] * 2
+
+
+def _evaluate_alone(group: dist.ProcessGroup, _: CallLog) -> str:
+    model, x = _compiled(group), torch.ones(4, DIM)
+    model(x).backward()
+
+    def step() -> None:
+        with torch.set_grad_enabled(group.rank() == 1):
+            loss = model(x)
+        if group.rank() == 1:
+            loss.backward()
+        model(x)
+
+    return _first_line(step)
+
+
+def test_evaluation_on_one_rank_alone() -> None:
+    parts = ("calls a graph for inference", "calls graphs for training", "torch.no_grad()")
+    _assert_told(run(2, _evaluate_alone), *parts)
+
+
+def _step_alone(group: dist.ProcessGroup, _: CallLog) -> str:
+    model, x = _compiled(group), torch.ones(4, DIM)
+    model(x).backward()
+    return _first_line(lambda: model(x[:2]).backward()) if group.rank() == 0 else ""
+
+
+def test_a_step_on_one_rank_alone() -> None:
+    text, _ = run(2, _step_alone, timeout_s=3.0)
+    assert "rank 1 did not come" in text and "must call the model together" in text
+
+
+def _fail_in_backward(group: dist.ProcessGroup, call_log: CallLog) -> str:
+    model, x = _compiled(group), torch.ones(4, DIM)
+    model(x).backward()
+    loss = model(x)
+    if group.rank() == 0:
+        return _first_line(loss.backward)
+    assert call_log._watcher is not None
+    call_log._watcher.comparison.post_fault(lambda: "something went wrong")
+    return message(call_log.explain, RuntimeError("of a collective"))
+
+
+def test_a_rank_that_is_blocked_in_its_backward_raises_the_same() -> None:
+    _assert_told(run(2, _fail_in_backward), "something went wrong")
