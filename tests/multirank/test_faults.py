@@ -1,0 +1,198 @@
+"""One rank raises, exits, is killed or stops answering, at every kind of point of a training: the
+others end with one named error in time, and nothing hangs. Training resumes from what was saved.
+
+`GRAPHSHARD_FAULTS=all` tests every fault at every point; without it some of each are tested."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import graphshard
+from graphshard.consensus.call_log import CallLog
+from tests import ranks
+from tests.numerics.compare import generator, relative_error, sgd
+
+DIM, GLOBAL_BATCH, STEPS, FAULTY_STEP = 8, 6, 4, 2
+TIMEOUT_S = 6.0  # shorter than ranks.GRACE_S, in which the others have to end
+STOP_S = 3.0
+VICTIM = 1
+
+POINTS = ["before", "in a collective", "between", "after", "compile", "plans", "save"]
+FAULTS = ["raise", "exit", "kill"]
+SOME = [("kill", "in a collective"), ("raise", "compile"), ("exit", "plans"), ("kill", "save")]
+ALL = [
+    (fault, point)
+    for fault, point in itertools.product(FAULTS, POINTS)
+    if (fault, point) != ("raise", "in a collective")  # a thread that waits cannot raise
+]
+SOME_STOPS = ["in a collective", "compile"]
+IS_LONG = os.environ.get("GRAPHSHARD_FAULTS") == "all"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x))).square().mean()
+
+
+def _net() -> Net:
+    torch.manual_seed(7)
+    return Net()
+
+
+def _batch(step: int) -> Tensor:
+    """The batch of all ranks together; of another length at the faulty step, to be compiled for."""
+    length = 3 if step == FAULTY_STEP else 2
+    return torch.randn(GLOBAL_BATCH, length, DIM, generator=generator(step))
+
+
+def _strike(fault: str) -> None:
+    """Do it to this process."""
+    if fault == "raise":
+        raise ZeroDivisionError("the victim's own error")
+    if fault == "exit":
+        os._exit(3)
+    if fault == "stop":
+        subprocess.Popen(["sh", "-c", f"sleep {STOP_S}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
+
+
+class _Faulty:
+    """Strikes when the victim comes to the point."""
+
+    def __init__(self, fault: str, point: str) -> None:
+        self._fault, self._point = fault, point
+        self._is_due = dist.get_rank() == VICTIM
+
+    def at(self, point: str) -> None:
+        """Strike here if this is the victim's point.
+
+        In a collective the victim waits for the others, which come later, and is struck meanwhile.
+        """
+        if point != self._point:
+            return
+        waits = point == "in a collective"
+        if self._is_due and waits:
+            threading.Timer(0.5, _strike, [self._fault]).start()
+        elif self._is_due:
+            _strike(self._fault)
+        elif waits and dist.get_rank() != VICTIM:
+            time.sleep(1.0)
+        self._is_due = False
+
+    def watch(self, patch: pytest.MonkeyPatch) -> None:
+        """Meet the points that are in graphshard and in torch."""
+        targets: list[tuple[Any, str, str]] = [
+            (sys.modules["graphshard.backend"], "compile_traced", "compile"),
+            (CallLog, "choose_on_first_rank", "plans"),
+            (dcp.FileSystemWriter, "write_data", "save"),
+        ]
+        for owner, name, point in targets:
+            patch.setattr(owner, name, self._striking(getattr(owner, name), point))
+
+    def _striking(self, function: Callable[..., Any], point: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.at(point)
+            return function(*args, **kwargs)
+
+        return call
+
+
+def _train(fault: str, point: str, folder: Path, steps: range) -> list[Tensor]:
+    """Train, and save some steps; a range that does not begin at 0 resumes."""
+    faulty = _Faulty(fault, point)
+    with pytest.MonkeyPatch.context() as patch:
+        faulty.watch(patch)
+        return _train_by(faulty, fault == "none", folder, steps)
+
+
+def _train_by(faulty: _Faulty, saves_all: bool, folder: Path, steps: range) -> list[Tensor]:
+    group: Any = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh, model = DeviceMesh.from_group(group, "cpu"), _net()
+    graphshard.shard(model, mesh, compiler="aot_eager")
+    backend = graphshard.backend(mesh, compiler="aot_eager")
+    compiled, optimizer = torch.compile(model, backend=backend, dynamic=False), sgd(model)
+    if steps[0] > 0:
+        checkpoint = {"model": model.state_dict()}
+        dcp.load(checkpoint, checkpoint_id=folder / str(steps[0] - 1), process_group=group)
+    for step in steps:
+        at = faulty.at if step == FAULTY_STEP else _nowhere
+        at("before")
+        at("in a collective")
+        loss = compiled(_batch(step).chunk(world)[rank])
+        at("between")
+        loss.backward()
+        at("after")
+        optimizer.step()
+        optimizer.zero_grad()
+        if saves_all or step == FAULTY_STEP:
+            saved = folder / str(step)
+            dcp.save({"model": model.state_dict()}, checkpoint_id=saved, process_group=group)
+    return [param.full_tensor() for param in model.parameters()]  # type: ignore[attr-defined]
+
+
+def _nowhere(point: str) -> None:
+    pass
+
+
+def _expected(steps: int) -> list[Tensor]:
+    model = _net()
+    optimizer = sgd(model)
+    for step in range(steps):
+        model(_batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.parameters())
+
+
+def _assert_trained(trained: list[list[Tensor]]) -> None:
+    for ours, expected in zip(trained[0], _expected(STEPS), strict=True):
+        assert relative_error(ours, expected) < 1e-5
+
+
+@pytest.mark.parametrize(("fault", "point"), ALL if IS_LONG else SOME)
+def test_the_others_end_with_a_named_error(fault: str, point: str, tmp_path: Path) -> None:
+    with pytest.raises(ranks.RankError) as raised:
+        ranks.run_fresh(3, _train, fault, point, tmp_path, range(STEPS), timeout_s=60)
+    others = [failure for failure in raised.value.failures if failure.rank != VICTIM]
+    assert len(others) == 2
+    errors = {failure.text.strip().splitlines()[-1] for failure in others}
+    for failure in others:
+        assert "still running" not in failure.text and "died" not in failure.text, failure.text
+        assert point == "save" or "BackendError: process group" in failure.text, failure.text
+    assert point == "save" or len(errors) == 1, errors
+
+
+@pytest.mark.parametrize("point", POINTS if IS_LONG else SOME_STOPS)
+def test_a_rank_that_goes_on_in_time_trains_on(point: str, tmp_path: Path) -> None:
+    _assert_trained(ranks.run_fresh(2, _train, "stop", point, tmp_path, range(STEPS)))
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_training_resumes_with_another_number_of_ranks(world: int, tmp_path: Path) -> None:
+    ranks.run_fresh(2, _train, "none", "", tmp_path, range(FAULTY_STEP))
+    with pytest.raises(ranks.RankError):
+        ranks.run_fresh(2, _train, "kill", "save", tmp_path, range(FAULTY_STEP, STEPS))
+    rest = range(FAULTY_STEP, STEPS)
+    _assert_trained(ranks.run_fresh(world, _train, "none", "", tmp_path, rest))
