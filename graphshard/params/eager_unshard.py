@@ -75,7 +75,7 @@ def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.
     for reads in scope.values():
         if isinstance(reads, _Gathered):
             reads.note_changes()
-    model.raise_if_changed()
+    sharded_params[0].model.raise_if_changed()
     full: dict[str, torch.Tensor] = scope[read].full
     return full
 
