@@ -111,7 +111,7 @@ def peak_of(work: Callable[[], object], params: int) -> Memory:
     return Memory(params, before, _resident("VmHWM"))
 
 
-def give_back() -> None:
+def give_memory_back() -> None:
     """Set glibc's threshold: see [Note: memory that is given back]."""
     ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1_000_000)
 
@@ -125,7 +125,7 @@ def step_memory(kind: str, num_bytes: float, linears: int, give_back: bool) -> M
         give_back: see [Note: memory that is given back].
     """
     if give_back:
-        give_back()
+        give_memory_back()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = DeepMLP.of_bytes(num_bytes, linears)
     params = parameter_bytes(model)
@@ -148,7 +148,7 @@ def strategies_memory(compiler: str, num_bytes: float, linears: int) -> list[int
     """Return the peak of a step, model included, for each strategy, one after the other."""
     peaks = []
     for strategy in STRATEGIES:
-        give_back()
+        give_memory_back()
         before = peak_of(lambda: None, 0).before
         memory = step_memory(kind_name(compiler, strategy), num_bytes, linears, give_back=True)
         peaks.append(memory.peak - before)
@@ -158,7 +158,7 @@ def strategies_memory(compiler: str, num_bytes: float, linears: int) -> list[int
 
 def resident_by_step(kind: str, num_bytes: float, linears: int, steps: int) -> list[int]:
     """Return the resident bytes after each training step behind a warm-up of two."""
-    give_back()
+    give_memory_back()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = DeepMLP.of_bytes(num_bytes, linears)
     x, called = torch.randn(ROWS, model.dim), KINDS[kind](model, mesh)
@@ -179,7 +179,7 @@ def sharding_memory(at_first_call: bool, num_bytes: float, linears: int) -> Memo
     """
     import graphshard
 
-    give_back()
+    give_memory_back()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     small, model = DeepMLP(16, 2), DeepMLP.of_bytes(num_bytes, linears)
     one_line(small, mesh, compiler="aot_eager")(torch.randn(ROWS, small.dim))  # imports, connects

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.memory import MB, Memory, give_back, peak_is_known, peak_of
+from benchmarks.memory import MB, Memory, give_memory_back, peak_is_known, peak_of
 from benchmarks.models import DeepMLP, parameter_bytes
 from tests import ranks
 
@@ -20,7 +20,7 @@ LINEARS, PARAMS = 50, 200e6
 def _full_and_back() -> tuple[Memory, Memory]:
     import graphshard
 
-    give_back()
+    give_memory_back()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     small, model = DeepMLP(16, 2), DeepMLP.of_bytes(PARAMS, LINEARS)
     graphshard.shard(small, mesh)
