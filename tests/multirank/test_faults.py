@@ -42,7 +42,9 @@ ALL = [
     for fault, point in itertools.product(FAULTS, POINTS)
     if (fault, point) != ("raise", "in a collective")  # a thread that waits cannot raise
 ]
-SOME_STOPS = ["in a collective", "compile"]
+IN_A_CHECKPOINT = ["after", "save"]
+"""Points where the others come to the collectives of a checkpoint, whose errors are torch's."""
+SOME_STOPS = ["in a collective"]
 IS_LONG = os.environ.get("GRAPHSHARD_FAULTS") == "all"
 
 
@@ -177,11 +179,12 @@ def test_the_others_end_with_a_named_error(fault: str, point: str, tmp_path: Pat
         ranks.run_fresh(3, _train, fault, point, tmp_path, range(STEPS), timeout_s=60)
     others = [failure for failure in raised.value.failures if failure.rank != VICTIM]
     assert len(others) == 2
-    errors = {failure.text.strip().splitlines()[-1] for failure in others}
     for failure in others:
         assert "still running" not in failure.text and "died" not in failure.text, failure.text
-        assert point == "save" or "BackendError: process group" in failure.text, failure.text
-    assert point == "save" or len(errors) == 1, errors
+        named = "BackendError: process group" in failure.text
+        assert named or point in IN_A_CHECKPOINT, failure.text
+    errors = {failure.text.strip().splitlines()[-1] for failure in others}
+    assert len(errors) == 1 or point in IN_A_CHECKPOINT, errors
 
 
 @pytest.mark.parametrize("point", POINTS if IS_LONG else SOME_STOPS)
@@ -189,7 +192,7 @@ def test_a_rank_that_goes_on_in_time_trains_on(point: str, tmp_path: Path) -> No
     _assert_trained(ranks.run_fresh(2, _train, "stop", point, tmp_path, range(STEPS)))
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [1, 3] if IS_LONG else [3])
 def test_training_resumes_with_another_number_of_ranks(world: int, tmp_path: Path) -> None:
     ranks.run_fresh(2, _train, "none", "", tmp_path, range(FAULTY_STEP))
     with pytest.raises(ranks.RankError):
