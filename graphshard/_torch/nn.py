@@ -74,6 +74,10 @@ def set_versions(state_dict: OrderedDict[str, Any], versions: dict[str, Any]) ->
     state_dict._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
 
 
+_EMPTIES = "Module.to_empty.<locals>.<lambda>"
+"""The name of what ``to_empty`` applies to every parameter."""
+
+
 class NoticesReplacement(nn.Module):
     """A module that is told after each call that may have replaced its parameters or storages.
 
@@ -81,7 +85,11 @@ class NoticesReplacement(nn.Module):
     and unpickling or copying.
     """
 
-    def _graphshard_on_replacement(self) -> None:
+    def _graphshard_on_replacement(self, *, empty: bool = False) -> None:
+        """
+        Args:
+            empty: nobody has written the new storages yet.
+        """
         raise NotImplementedError
 
     def _graphshard_before_loading(
@@ -92,7 +100,7 @@ class NoticesReplacement(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
-        self._graphshard_on_replacement()
+        self._graphshard_on_replacement(empty=getattr(fn, "__qualname__", "") == _EMPTIES)
         return result
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

@@ -49,8 +49,8 @@ class ShardedModule(NoticesReplacement):
         what = f"a module {type(self).__name__}"
         return for_copies_alone(what, cast(Reduced, super().__reduce_ex__(protocol)))
 
-    def _graphshard_on_replacement(self) -> None:
-        _reattach(self)
+    def _graphshard_on_replacement(self, *, empty: bool = False) -> None:
+        _reattach(self, empty)
 
     def _graphshard_before_loading(
         self, state_dict: dict[str, Any], prefix: str, assigns: bool
@@ -195,8 +195,12 @@ def _eager_value(module: ShardedModule, name: str) -> torch.Tensor | None:
     return full[name]
 
 
-def _reattach(module: ShardedModule) -> None:
-    """Attach new shards where this module's DTensors, or their storages, were replaced."""
+def _reattach(module: ShardedModule, empty: bool) -> None:
+    """Attach new shards where this module's DTensors, or their storages, were replaced.
+
+    Args:
+        empty: nobody has written the new storages yet.
+    """
     for name in type(module)._graphshard_markers:
         param = parameters_of(module).get(name)
         if param is None:
@@ -207,7 +211,7 @@ def _reattach(module: ShardedModule) -> None:
         if previous is not None and previous is not sharded_param:
             previous.remove_owner(module, name)
         if not sharded_param.is_attached_to(dtensor):
-            sharded_param.attach(dtensor)
+            sharded_param.attach(dtensor, empty=empty)
         sharded_param.add_owner(module, name)
     module._graphshard_refresh_accessors()
 

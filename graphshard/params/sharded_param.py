@@ -34,6 +34,7 @@ from .grad_accumulation import GradAccumulation
 from .layout import Layout
 from .no_pickle import refuse
 from .sharded_model import ShardedModel, any_model_accumulates, reduce_leftovers_after_backward
+from .unfilled import mark_unfilled, num_unfilled
 
 SHARDED_PARAM = "_graphshard_sharded_param"
 """The attribute of a DTensor and of a shard that holds their ``ShardedParam``."""
@@ -89,6 +90,7 @@ class ShardedParam:
         self.accumulation = GradAccumulation(self._on_accumulated)
         self.assigned: Assigned | None = None
         self._local: torch.Tensor | None = None
+        self._unfilled = False
         self._owners: list[_Owner] = []
         model.sharded_params.add(self)
 
@@ -99,8 +101,12 @@ class ShardedParam:
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse(f"parameter {self.fqn!r}")
 
-    def attach(self, dtensor: DTensor) -> None:
-        """Make a shard for ``dtensor``, whose local tensor becomes a view of it."""
+    def attach(self, dtensor: DTensor, *, empty: bool = False) -> None:
+        """Make a shard for ``dtensor``, whose local tensor becomes a view of it.
+
+        Args:
+            empty: nobody has written ``dtensor`` yet; a forward will raise if that stays so.
+        """
         local = local_tensor(dtensor).detach()
         if local.shape == self.layout.padded_shape and local.is_contiguous():
             padded = local
@@ -109,6 +115,7 @@ class ShardedParam:
         padded = to_host_memory(padded, self.layout.host_memory)
         self.shard = nn.Parameter(padded, requires_grad=dtensor.requires_grad)
         self._local = self.layout.local_view(self.shard.detach())
+        self._unfilled = empty and mark_unfilled(self._local)
         set_local_tensor(dtensor, self._local)
         self.dtensor = dtensor
         setattr(dtensor, SHARDED_PARAM, self)
@@ -243,19 +250,37 @@ class ShardedParam:
         """Give the shard the DTensor's ``requires_grad``; return False if that changed anything.
 
         Raises:
-            BackendError: the DTensor, or its storage, was replaced unnoticed.
+            BackendError: the DTensor, or its storage, was replaced unnoticed, or nobody has
+                initialised all of it.
         """
         if self.is_lost():
             raise BackendError(
                 f"parameter {self.fqn!r} was replaced after it was sharded, so training would not "
                 "reach it: change it in place (copy_, load_state_dict), or assign before sharding"
             )
+        if self._unfilled:
+            self._check_filled()
         if self.dtensor.requires_grad == self.shard.requires_grad:
             return True
         self.shard.requires_grad_(self.dtensor.requires_grad)
         if self.model.accumulates:
             self.refresh_accessors()
         return False
+
+    def _check_filled(self) -> None:
+        """
+        Raises:
+            BackendError: elements have been as ``to_empty`` left them.
+        """
+        num_elements = 0 if self._local is None else num_unfilled(self._local)
+        if num_elements:
+            raise BackendError(
+                f"{num_elements} elements of parameter {self.fqn!r} were not initialised after "
+                "to_empty(). What is assigned to p.data, or written to some rows (p.data[i] = x, "
+                "p[1:3].fill_(x)), does not reach a DTensor: fill the whole parameter, by "
+                "nn.init.normal_(p) or p.copy_(distribute_tensor(x, p.device_mesh, p.placements))"
+            )
+        self._unfilled = False
 
     def accumulate_grad(self, padded_grad: torch.Tensor) -> None:
         """Accumulate this rank's padded gradient into the DTensor and run the DTensor's hooks."""
