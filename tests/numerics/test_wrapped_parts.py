@@ -1,0 +1,275 @@
+"""What FSDP2's own tests ask of mixed precision in wrapped parts, asked of `overrides` that name
+the same modules: bitwise beside FSDP2, on two ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from graphshard.kinds import TransferKind
+from tests import ranks, recording
+from tests.numerics.compare import (
+    assert_same,
+    compile_sharded,
+    draw,
+    relative_error,
+    sgd,
+    world_mesh,
+)
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@dataclass
+class Pair:
+    x: Tensor
+    y: Tensor
+
+
+@dataclass
+class Nested:
+    pair: Pair
+    z: list[Tensor]
+
+
+class Tupled(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+class Containers(nn.Module):
+    """Whose parts hand each other tensors in containers."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.second = InContainer(kind), InContainer(kind)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "nested":
+            nested = self.second(self.first(Nested(Pair(x, x * 2), [x * 3])))
+            return nested.pair.x.sum() + nested.pair.y.sum() + nested.z[0].sum()
+        kind = Pair if self.kind == "dataclass" else Tupled
+        pair = self.second(self.first(kind(x, x * 2)))
+        return pair.x.sum() + pair.y.sum()
+
+
+class InContainer(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 7)
+        self.kind = kind
+
+    def forward(self, given: Any) -> Any:
+        if self.kind == "nested":
+            pair = Pair(self.linear(given.pair.x), self.linear(given.pair.y))
+            return Nested(pair, [self.linear(given.z[0])])
+        return type(given)(self.linear(given.x), self.linear(given.y))
+
+
+class TwoInputs(nn.Module):
+    """Whose part takes a second, float32 input that no layer made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 7), AddsInput()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x), torch.ones(7)).sum()
+
+
+class AddsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.linear(x) + y.sum() + y.element_size()
+
+
+class Sizes(nn.Module):
+    """Says by its loss in which dtypes its parts get their inputs.
+
+    Args:
+        dtype: that the model itself casts inputs of the second part to.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.first, self.second = AddsInput(), AddsInput()
+        self.widen = nn.Linear(5, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.widen(self.first(x, x)).to(self.dtype)
+        return self.second(y, x).sum() + x.element_size()
+
+
+class Recomputed(nn.Module):
+    """Recomputes a part, whose casts have to be made again."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first, self.dtype = nn.Linear(7, 7), dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.part, x.to(self.dtype), use_reentrant=False)
+        return y.float().sum()
+
+    def part(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return y * y.element_size()
+
+
+def _layer_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 6), nn.LayerNorm(6), nn.Linear(6, 5))
+
+
+def _batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))
+
+
+HALF = MixedPrecisionPolicy(BF16, FP32)
+AS_THEY_ARE = MixedPrecisionPolicy(FP16, cast_forward_inputs=False)
+PARTS = {"first": HALF, "second": HALF}
+LAYERS = {"0": HALF, "1": HALF, "2": HALF}
+
+Policies = dict[str, MixedPrecisionPolicy]
+"""By FQN of a module that FSDP2 wraps; "" is the model."""
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Policies]] = {
+    "dataclasses": (lambda: Containers("dataclass"), {"": HALF, **PARTS}),
+    "nested dataclasses": (lambda: Containers("nested"), {"": HALF, **PARTS}),
+    "named tuples": (lambda: Containers("named tuple"), {"": HALF, **PARTS}),
+    "no casts": (lambda: Containers("nested"), {"": MixedPrecisionPolicy()}),
+    "another input, cast": (TwoInputs, {"": HALF, "second": HALF}),
+    "another input, as it is": (
+        TwoInputs,
+        {"": HALF, "second": MixedPrecisionPolicy(BF16, FP32, cast_forward_inputs=False)},
+    ),
+    "a part in float16": (lambda: Sizes(FP32), {"second": MixedPrecisionPolicy(FP16)}),
+    "a part that the model casts for": (lambda: Sizes(FP16), {"second": AS_THEY_ARE}),
+    "a part whose outputs are cast": (
+        lambda: Sizes(FP32),
+        {"first": MixedPrecisionPolicy(FP16, output_dtype=FP32)},
+    ),
+    "inputs cast again": (lambda: Recomputed(FP32), {"": HALF, "first": HALF}),
+    "outputs cast again": (
+        lambda: Recomputed(BF16),
+        {"": HALF, "first": MixedPrecisionPolicy(BF16, BF16, FP32, False)},
+    ),
+    "layer norm": (_layer_norm, {"": HALF, **LAYERS}),
+    "batch norm in float32": (
+        _batch_norm,
+        {"": HALF, **LAYERS, "1": MixedPrecisionPolicy(output_dtype=BF16)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parts_compute_as_those_that_fsdp2_wraps(name: str) -> None:
+    ranks.run(2, _train, name)
+
+
+def _train(name: str) -> None:
+    make, policies = CASES[name]
+    torch.manual_seed(0)
+    ours = make()
+    theirs = copy.deepcopy(ours)
+    for fqn in sorted(policies, key=len, reverse=True):
+        fully_shard(theirs.get_submodule(fqn), mesh=world_mesh(), mp_policy=policies[fqn])
+    if "" not in policies:
+        fully_shard(theirs, mesh=world_mesh())
+    parts = {fqn: {"mp_policy": policy} for fqn, policy in policies.items() if fqn}
+    whole_model = policies.get("", MixedPrecisionPolicy())
+    compiled = compile_sharded(ours, mp_policy=whole_model, overrides=parts)
+    # FSDP2 divides float16 before it reduces, and again behind it.
+    tolerance = 1e-3 if FP16 in [policy.param_dtype for policy in policies.values()] else 0.0
+    optimizers = []
+    for step in range(3):
+        batch = draw(_batch, step)[dist.get_rank()]
+        losses = [model(batch).sum() for model in (compiled, theirs)]
+        assert relative_error(*losses) <= tolerance
+        for loss in losses:
+            loss.backward()
+        assert_same(ours, theirs, tolerance)
+        optimizers = optimizers or [sgd(ours, 0.001), sgd(theirs, 0.001)]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _batch(rng: torch.Generator) -> Tensor:
+    return torch.randn(4, 7, generator=rng)
+
+
+def test_batch_norm_with_float32_buffers() -> None:
+    """By Inductor: ATen refuses them on CPUs with bfloat16 weights, without sharding, too."""
+    ranks.run(2, _normalise)
+
+
+def _normalise() -> None:
+    policy = {"mp_policy": HALF}
+    overrides = dict.fromkeys("012", policy)
+    model = _batch_norm()
+    compiled = compile_sharded(model, compiler="inductor", overrides=overrides, **policy)
+    for _ in range(2):
+        y = compiled(torch.randn(4, 7))
+        y.sum().backward()
+        assert y.dtype == BF16 and y.isfinite().all()
+    assert model[1].running_mean.dtype == FP32 and model[1].weight.grad.dtype == FP32
+
+
+def test_a_model_that_was_frozen_in_its_first_forward_reduces_in_reduce_dtype() -> None:
+    for dtypes in ranks.run(2, _thaw, backend="recording"):
+        assert dtypes == {FP32}
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 5))
+        self.counts = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).sum()
+
+
+def _thaw() -> set[torch.dtype | None]:
+    model = Frozen().requires_grad_(False)
+    compiled = compile_sharded(model, mp_policy=HALF)
+    with torch.no_grad():
+        compiled(torch.ones(4, 7))
+    model.layers.requires_grad_(True)
+    recording.clear()
+    compiled(torch.ones(4, 7)).backward()
+    assert {p.grad.dtype for p in model.layers.parameters()} == {FP32}
+    events = recording.collectives()
+    return {event.dtype for event in events if event.kind == TransferKind.REDUCE_SCATTER}
+
+
+def test_a_model_that_is_widened_after_sharding_reduces_in_reduce_dtype() -> None:
+    for dtypes in ranks.run(2, _widen, backend="recording"):
+        assert dtypes == {BF16}
+
+
+def _widen() -> set[torch.dtype | None]:
+    model = nn.Sequential(nn.Linear(7, 6, dtype=BF16), nn.Linear(6, 5, dtype=BF16))
+    compiled = compile_sharded(model, mp_policy=MixedPrecisionPolicy(BF16, BF16))
+    compiled(torch.ones(4, 7)).sum().backward()
+    model.zero_grad()
+    model.to(FP32)
+    recording.clear()
+    compiled(torch.ones(4, 7)).sum().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {FP32}
+    events = recording.collectives()
+    return {event.dtype for event in events if event.kind == TransferKind.REDUCE_SCATTER}
