@@ -6,6 +6,7 @@ Read in torch/_tensor.py and torch/autograd/variable.py.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
@@ -37,20 +38,67 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-_last_backward: dict[Callable[[], None], int] = {}
-"""For each function that was queued, the number of the last backward that it was queued for."""
+class _BackwardEnd:
+    """What is to happen when one backward is over.
+
+    Autograd calls it if the backward has succeeded, and drops it in any case.
+    """
+
+    def __init__(self) -> None:
+        self.acts: list[Callable[[], None]] = []
+        self.acts_of_success: dict[Callable[[], None], None] = {}
+
+    def __call__(self) -> None:
+        self._act()
+        for act in self.acts_of_success:
+            act()
+
+    def __del__(self) -> None:
+        self._act()
+
+    def _act(self) -> None:
+        while self.acts:
+            self.acts.pop(0)()
 
 
-def at_end_of_backward(act: Callable[[], None]) -> None:
-    """Have ``act`` called once when the backward that is under way is over, if there is one.
+_ends: weakref.WeakValueDictionary[int, _BackwardEnd] = weakref.WeakValueDictionary()
+"""By number, the ends of backwards that are under way; autograd's queue keeps them alive."""
+
+
+def current_backward() -> int:
+    """Return the number of the backward that is under way in this thread; -1: there is none."""
+    return torch._C._current_graph_task_id()
+
+
+def _current_end() -> _BackwardEnd | None:
+    number = current_backward()
+    if number < 0:
+        return None
+    end = _ends.get(number)
+    if end is None:
+        end = _ends[number] = _BackwardEnd()
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+    return end
+
+
+def after_backward(act: Callable[[], None]) -> None:
+    """Have ``act`` called when the backward that is under way is over, or has failed.
+
+    It must not communicate: ranks fail alone. Without a backward under way it is not called.
+    """
+    if (end := _current_end()) is not None:
+        end.acts.append(act)
+
+
+def at_success_of_backward(act: Callable[[], None]) -> None:
+    """Have ``act`` called once when the backward that is under way has succeeded, if there is one,
+    behind all that was given to ``after_backward``.
 
     Args:
         act: a function of a module, so that all calls pass the same object.
     """
-    current = torch._C._current_graph_task_id()
-    if current >= 0 and _last_backward.get(act) != current:
-        _last_backward[act] = current
-        torch.autograd.Variable._execution_engine.queue_callback(act)
+    if (end := _current_end()) is not None:
+        end.acts_of_success.setdefault(act)
 
 
 def on_backward_error(outputs: Iterable[object], explain: Callable[[RuntimeError], None]) -> bool:

@@ -72,3 +72,8 @@ def register_work(tensor: torch.Tensor, work: dist.Work) -> None:
     Functional collectives do this in C++ (torch/csrc/distributed/c10d/Functional.cpp).
     """
     torch._C._distributed_c10d._register_work(tensor, work)
+
+
+def num_registered_works() -> int:
+    """Return how many operations of this process are registered, and not waited for yet."""
+    return torch._C._distributed_c10d._get_work_registry_size()

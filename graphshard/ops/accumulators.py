@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 
 import torch
 
-from .._torch.autograd import at_end_of_backward
+from .._torch.autograd import after_backward, current_backward
 
 UNSYNCED, PARTIAL = ACCUMULATOR_NAMES = ("unsynced", "partial")
 """Arguments of markers that take an accumulator's stand-in, or its key."""
@@ -42,7 +43,7 @@ class Accumulator:
         number = next(_numbers)
         self.key = torch.tensor(number, device="cpu")  # whatever the default device is
         _accumulators[number] = self
-        self._taken: list[torch.Tensor] = []
+        self._taken: dict[int, list[torch.Tensor]] = {}  # by number of the backward that has them
 
     @property
     def total(self) -> torch.Tensor | None:
@@ -54,30 +55,23 @@ class Accumulator:
         self.stand_in.grad = grad if self.total is None else self.total + grad
 
     def take(self) -> torch.Tensor | None:
-        """Take the total away; it comes back at the end of this backward unless it is delivered."""
+        """Take the total away; it comes back at the end of this backward unless it is delivered.
+
+        Also where the backward fails.
+        """
         total = self.total
         if total is not None:
-            self._taken.append(total)
             self.stand_in.grad = None
-            _undelivered.append(self)
-            at_end_of_backward(_put_back_undelivered)
+            backward = current_backward()
+            self._taken.setdefault(backward, []).append(total)
+            after_backward(functools.partial(self._put_back, backward))
         return total
 
     def delivered(self) -> None:
-        """Forget what was taken: it has come to its parameter."""
-        self._taken.clear()
+        """Forget what this backward has taken: it has come to its parameter."""
+        self._taken.pop(current_backward(), None)
 
-    def put_back(self) -> None:
-        """Add what was taken again."""
-        for total in self._taken:
+    def _put_back(self, backward: int) -> None:
+        """Add what that backward has taken again."""
+        for total in self._taken.pop(backward, []):
             self.add(total)
-        self._taken.clear()
-
-
-_undelivered: list[Accumulator] = []
-
-
-def _put_back_undelivered() -> None:
-    for accumulator in _undelivered:
-        accumulator.put_back()
-    _undelivered.clear()

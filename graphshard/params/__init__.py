@@ -31,9 +31,7 @@ do so in attributes called ``_graphshard_*``. Only this is global:
 ``ops.accumulators._accumulators`` and the counter of their keys
     Accumulators by number, weakly. A compiled graph may be cached and copied; it can hold a number
     but no object.
-``ops.accumulators._undelivered``
-    Accumulators whose totals a backward that is under way has taken; empty between backwards.
-``_torch.autograd._last_backward``
-    For each of two functions, the number of the last backward that calls it at its end: autograd
-    has one queue for a backward and does not tell what is in it.
+``_torch.autograd._ends``
+    For each backward that is under way, what is to happen at its end, weakly: autograd has one
+    queue for a backward and does not tell what is in it.
 """

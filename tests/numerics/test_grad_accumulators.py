@@ -5,7 +5,9 @@ frozen."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.nn.parameter import Parameter
 
 import graphshard
 from tests import ranks
+from tests.fallible import Fallible, fails_in
 from tests.models import MLP
 from tests.numerics.compare import Twins, compile_sharded, draw, whole, world_mesh
 
@@ -93,6 +96,67 @@ def _an_error() -> None:
     assert all(param.grad is not None for param in twins.model.parameters())
 
 
+def _retried() -> None:
+    """A backward that fails in its graph, and in a hook, and is tried again."""
+    twins = Twins(Fallible())
+    make, rank = Fallible.batch, dist.get_rank()
+    batches = [draw(make, step) for step in range(3)]
+    for fail in (_in_the_graph, _in_a_hook):
+        with graphshard.no_sync(twins.model):
+            twins.backward(batches[0])
+        for _ in range(2):
+            loss = twins.compiled(batches[1][rank])
+            with fail(twins.model), pytest.raises((MemoryError, ZeroDivisionError)):
+                loss.backward()
+        twins.backward(batches[2])
+        twins.check()
+        twins.zero_grad()
+
+
+@contextmanager
+def _in_the_graph(_: nn.Module) -> Iterator[None]:
+    fails_in.add("backward")
+    yield
+    fails_in.clear()
+
+
+@contextmanager
+def _in_a_hook(model: nn.Module) -> Iterator[None]:
+    """Before any gradient has come to its parameter."""
+    handles = [param.register_hook(lambda grad: 1 / 0) for param in model.parameters()]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def _in_two_threads() -> None:
+    """The backward of another model ends while gradients are on their way to their parameters."""
+    slow, quick = Twins(MLP()), Twins(MLP())
+    batches, rank = [draw(MLP.batch, step) for step in range(3)], dist.get_rank()
+    for twins in (slow, quick):
+        with graphshard.no_sync(twins.model):
+            twins.backward(batches[0])
+    loss, entered, goes_on = slow.compiled(batches[1][rank]), Event(), Event()
+
+    def wait(_: Tensor) -> None:
+        entered.set()
+        assert goes_on.wait(30)
+
+    handles = [param.register_hook(wait) for param in slow.model.parameters()]
+    thread = Thread(target=loss.backward)
+    thread.start()
+    assert entered.wait(30)
+    quick.backward(batches[1])
+    goes_on.set()
+    thread.join()
+    for handle in handles:
+        handle.remove()
+    _plain(slow, batches[1])
+    slow.backward(batches[2])
+    for twins in (slow, quick):
+        twins.check()
+
+
 def _frozen_and_back() -> None:
     twins = Twins(MLP())
     batches = [draw(MLP.batch, step) for step in range(6)]
@@ -127,7 +191,16 @@ def _on_a_slice() -> None:
 
 
 @pytest.mark.parametrize(
-    "run", [_of_an_input, _copying_hooks, _an_error, _frozen_and_back, _on_a_slice]
+    "run",
+    [
+        _of_an_input,
+        _copying_hooks,
+        _an_error,
+        _retried,
+        _in_two_threads,
+        _frozen_and_back,
+        _on_a_slice,
+    ],
 )
 def test_no_gradient_is_lost_or_added_twice(run: Callable[[], None]) -> None:
     ranks.run(4 if run is _on_a_slice else 2, run)

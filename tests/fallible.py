@@ -1,0 +1,62 @@
+"""A model that fails in the middle of its graphs when it is told to, as if memory had run out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from graphshard._torch.distributed import num_registered_works
+
+DIM, ROWS = 64, 4
+
+fails_in: set[str] = set()
+"""Where the next runs raise: "forward", "backward"."""
+
+passes_left: list[int] = []
+"""How often nothing fails before."""
+
+in_flight_then: list[int] = []
+"""How many collectives were in flight whenever something was raised."""
+
+
+@torch.library.custom_op("graphshard_test::may_fail", mutates_args=())
+def may_fail(x: Tensor, where: str) -> Tensor:
+    """Return a copy of `x`, or run out of memory."""
+    if where in fails_in and not _pass_once():
+        in_flight_then.append(num_registered_works())
+        raise MemoryError(where)
+    return x.clone()
+
+
+def _pass_once() -> bool:
+    if not passes_left or not passes_left[0]:
+        return False
+    passes_left[0] -= 1
+    return True
+
+
+@may_fail.register_fake
+def _(x: Tensor, where: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+may_fail.register_autograd(lambda ctx, grad: (may_fail(grad, "backward"), None))
+
+
+class Fallible(nn.Module):
+    """Layers, between which something may fail while others are gathered or reduced."""
+
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the loss of `x` `[4, 64]`."""
+        for layer in self.layers:
+            x = may_fail(torch.tanh(layer(x)), "forward")
+        return x.square().mean()
+
+    @staticmethod
+    def batch(rng: torch.Generator) -> Tensor:
+        """Return inputs `[4, 64]`."""
+        return torch.randn(ROWS, DIM, generator=rng)
