@@ -95,8 +95,7 @@ class _BucketWriter:
             return
         for marker, result in zip(itertools.chain(*nodes), results, strict=True):
             marker.replace_all_uses_with(result)
-            is_offload = marker.target is markers.offload_activation
-            if bucket.kind == TransferKind.COPY_TO_HOST and not is_offload:
+            if bucket.kind == TransferKind.COPY_TO_HOST and _host_reads(marker):
                 _make_host_wait(emit, result)
 
     def _markers_of(self, position: int) -> list[BufferMarkers]:
@@ -105,6 +104,11 @@ class _BucketWriter:
 
     def _emitter(self, nodes: Sequence[BufferMarkers]) -> Emitter:
         return Emitter(self._graph, nodes[0][0].meta, **{PLANNED: True})
+
+
+def _host_reads(marker: fx.Node) -> bool:
+    """Return whether the host reads what a marker copies to it: gradients, but no activations."""
+    return marker.target is not markers.offload_activation
 
 
 def _make_host_wait(emit: Emitter, copied: fx.Node) -> None:
@@ -130,10 +134,12 @@ def _launch(
     """
     if bucket.kind == TransferKind.COPY_TO_DEVICE:
         sources = [source_of(marker) for marker in itertools.chain(*nodes)]
-        return collectives.launch_host_copies(emit, sources, _device_of(nodes[0][0]))
+        device = _device_of(nodes[0][0])
+        return collectives.launch_host_copies(emit, sources, device, host_reads=False)
     if bucket.kind == TransferKind.COPY_TO_HOST:
         sources = [source_of(marker) for marker in nodes[0]] if received is None else received
-        return collectives.launch_host_copies(emit, sources, _host_memory_of(nodes[0][0]))
+        memory, host_reads = _host_memory_of(nodes[0][0]), _host_reads(nodes[0][0])
+        return collectives.launch_host_copies(emit, sources, memory, host_reads=host_reads)
     buffers = _inputs_of(nodes)
     if bucket.kind == TransferKind.ALL_REDUCE_SHARDS:
         assert received is not None

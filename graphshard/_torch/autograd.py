@@ -101,8 +101,9 @@ def at_success_of_backward(act: Callable[[], None]) -> None:
         end.acts_of_success.setdefault(act)
 
 
-def on_backward_error(outputs: Iterable[object], explain: Callable[[RuntimeError], None]) -> bool:
-    """Have ``explain`` called with what the backward of a compiled graph raises, before it goes on.
+def on_backward_error(outputs: Iterable[object], act: Callable[[BaseException], None]) -> bool:
+    """Have ``act`` called with what the backward of a compiled graph raises, before it goes on;
+    what was given earlier is called earlier.
 
     AOTAutograd makes a class of ``autograd.Function`` for every graph that it compiles, whose
     ``backward`` runs the backward graph (torch/_functorch/_aot_autograd/runtime_wrappers.py).
@@ -118,19 +119,19 @@ def on_backward_error(outputs: Iterable[object], explain: Callable[[RuntimeError
     functions = {getattr(type(node), "_forward_cls", None) for node in nodes}
     compiled = [f for f in functions if f is not None and f.__name__ == "CompiledFunction"]
     for function in compiled:
-        function.backward = staticmethod(_explained(function.backward, explain))
+        function.backward = staticmethod(_acting_on_errors(function.backward, act))
     return bool(compiled)
 
 
-def _explained(
-    backward: Callable[..., object], explain: Callable[[RuntimeError], None]
+def _acting_on_errors(
+    backward: Callable[..., object], act: Callable[[BaseException], None]
 ) -> Callable[..., object]:
     @functools.wraps(backward)
     def run(*args: object) -> object:
         try:
             return backward(*args)
-        except RuntimeError as error:
-            explain(error)
+        except BaseException as error:
+            act(error)
             raise
 
     return run

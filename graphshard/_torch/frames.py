@@ -35,6 +35,14 @@ def frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def locals_at(error: BaseException) -> Iterator[object]:
+    """Yield the values of local variables in all frames that ``error`` has left so far."""
+    step = error.__traceback__
+    while step is not None:
+        yield from step.tb_frame.f_locals.values()
+        step = step.tb_next
+
+
 @dataclass(frozen=True)
 class CompiledCall:
     """The call of compiled code that is under way; all fields are empty where there is none.

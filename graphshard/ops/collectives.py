@@ -215,22 +215,24 @@ def wait_tensor(call: Call, launched: Value) -> Any:
 
 
 def launch_host_copies(
-    call: Call, tensors: Sequence[Value], target: torch.device | str
+    call: Call, tensors: Sequence[Value], target: torch.device | str, *, host_reads: bool
 ) -> list[Any]:
     """Launch copies to a device, or to that memory of the host.
 
     Returns:
-        The copies to wait for, one for each tensor; twice where the host reads them
+        The copies to wait for, one for each tensor; twice if ``host_reads`` them there
         (``graphshard.ops.host_copy``).
     """
-    op = copy_to_host if isinstance(target, str) else copy_to_device
-    copies = call(op, list(tensors), target)
+    if isinstance(target, str):
+        copies = call(copy_to_host, list(tensors), target, host_reads)
+    else:
+        copies = call(copy_to_device, list(tensors), target)
     return [call(operator.getitem, copies, i) for i in range(len(tensors))]
 
 
 def copy_and_wait(call: Call, tensors: Sequence[Value], target: torch.device | str) -> list[Any]:
     """Copy tensors to a device, or to that memory of the host, until the host may read them."""
-    copies = launch_host_copies(call, tensors, target)
+    copies = launch_host_copies(call, tensors, target, host_reads=isinstance(target, str))
     return [wait_tensor(call, wait_tensor(call, copy)) for copy in copies]
 
 

@@ -24,7 +24,9 @@ PINNED, PAGEABLE = "pinned", "pageable"
 """Kinds of the host's memory, as operators are told of them."""
 
 copy_to_device = define("copy_to_device(Tensor[] host_tensors, Device device) -> Tensor[]")
-copy_to_host = define("copy_to_host(Tensor[] tensors, str host_memory) -> Tensor[]")
+copy_to_host = define(
+    "copy_to_host(Tensor[] tensors, str host_memory, bool host_reads) -> Tensor[]"
+)
 
 
 def to_host_memory(tensor: torch.Tensor, host_memory: str | None) -> torch.Tensor:
@@ -41,16 +43,19 @@ def to_host_memory(tensor: torch.Tensor, host_memory: str | None) -> torch.Tenso
 
 class _HostCopy(dist.Work):
     """A launched copy: the compute stream waits for it, then its source may be freed. If the host
-    holds the target, a second wait for the target makes the host wait."""
+    reads the target, a second wait for the target makes the host wait."""
 
-    def __init__(self, target: torch.Tensor, source: torch.Tensor, event: torch.Event) -> None:
+    def __init__(
+        self, target: torch.Tensor, source: torch.Tensor, event: torch.Event, host_reads: bool
+    ) -> None:
         super().__init__()
         self._target, self._source, self._event = target, source, event
+        self._host_reads = host_reads
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         device = (self._target if self._source.device.type == "cpu" else self._source).device
         torch.accelerator.current_stream(device).wait_event(self._event)
-        if self._target.device.type == "cpu":
+        if self._host_reads:
             register_work(self._target, _HostWait(self._event))
         del self._target, self._source
         return True
@@ -77,7 +82,7 @@ def _copy_stream(device: torch.device, target_type: str) -> torch.Stream:
 @implement(copy_to_device)
 def _copy_to_device(host_tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     copies = _copy_to_device_fake(host_tensors, device)
-    _launch_copies(copies, host_tensors, device)
+    _launch_copies(copies, host_tensors, device, host_reads=False)
     return copies
 
 
@@ -89,20 +94,27 @@ def _copy_to_device_fake(
 
 
 @implement(copy_to_host)
-def _copy_to_host(tensors: list[torch.Tensor], host_memory: str) -> list[torch.Tensor]:
+def _copy_to_host(
+    tensors: list[torch.Tensor], host_memory: str, host_reads: bool
+) -> list[torch.Tensor]:
     pinned = host_memory == PINNED and tensors[0].device.type != "cpu"
     copies = [torch.empty_like(tensor, device="cpu", pin_memory=pinned) for tensor in tensors]
-    _launch_copies(copies, tensors, tensors[0].device)
+    _launch_copies(copies, tensors, tensors[0].device, host_reads)
     return copies
 
 
 @fake(copy_to_host)
-def _copy_to_host_fake(tensors: list[torch.Tensor], host_memory: str) -> list[torch.Tensor]:
+def _copy_to_host_fake(
+    tensors: list[torch.Tensor], host_memory: str, host_reads: bool
+) -> list[torch.Tensor]:
     return [torch.empty_like(tensor, device="cpu") for tensor in tensors]
 
 
 def _launch_copies(
-    targets: list[torch.Tensor], sources: list[torch.Tensor], device: torch.device
+    targets: list[torch.Tensor],
+    sources: list[torch.Tensor],
+    device: torch.device,
+    host_reads: bool,
 ) -> None:
     if device.type == "cpu":
         for target, source in zip(targets, sources, strict=True):
@@ -116,4 +128,4 @@ def _launch_copies(
             target.copy_(source, non_blocking=True)
     event = stream.record_event()
     for target, source in zip(targets, sources, strict=True):
-        register_work(target, _HostCopy(target, source, event))
+        register_work(target, _HostCopy(target, source, event, host_reads))

@@ -38,6 +38,7 @@ from .._torch.inductor import (
 from ..consensus.common_form import collectives_text
 from ..consensus.plan_consensus import PlanConsensus, log_every_call
 from ..kinds import GraphKind
+from ..ops.in_flight import waiting_at_errors
 from ..planning.live_bytes import gathered_bytes
 from ..planning.plan import Plan
 from ..show.dump import Dump
@@ -115,7 +116,8 @@ def compile_traced(
     plans = consensus.common_plans(compiled.plans, settings.fingerprint(), traced.groups)
     if collectives_text(plans) != collectives_text(compiled.plans):
         compiled = _compile(traced, settings.following(plans), writer)
-    run = log_every_call(compiled.run, compiled.plans, traced.groups)
+    run = waiting_at_errors(compiled.run)
+    run = log_every_call(run, compiled.plans, traced.groups)
     return dataclasses.replace(compiled, run=run)
 
 
@@ -228,7 +230,8 @@ def _by_aten(traced: TracedGraph, lowering: Lowering, partition: Partitioner) ->
     def lower_and_run(gm: fx.GraphModule, _: Sequence[object]) -> Runnable:
         lowering(gm.graph)
         gm.recompile()
-        return make_boxed_func(gm)
+        # Not the module itself: its call drops the tracebacks of errors, with all local variables.
+        return make_boxed_func(gm.forward)
 
     compiler = aot_autograd(fw_compiler=lower_and_run, partition_fn=partition)
     run: Runnable = compiler(traced.gm, traced.inputs)

@@ -1,0 +1,107 @@
+"""An error inside of a graph, which the user catches to go on with something smaller: nothing that
+was in flight stays there, and what has added up is not lost."""
+
+from __future__ import annotations
+
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import graphshard
+from graphshard._torch.distributed import num_registered_works, register_work
+from graphshard.ops import in_flight
+from graphshard.ops.host_copy import _HostCopy
+from tests import ranks
+from tests.fallible import Fallible, fails_in, in_flight_then, passes_left
+from tests.numerics.compare import compile_sharded
+
+SMALL_BUCKETS = graphshard.SchedulePolicy(bucket_cap_mb=0.01)
+
+
+def _batch() -> Tensor:
+    return Fallible.batch(torch.Generator())
+
+
+def _fail_often(where: str, compiler: str) -> None:
+    model = Fallible()
+    compiled = compile_sharded(model, compiler=compiler, schedule=SMALL_BUCKETS)
+    x = _batch()
+    for _ in range(2):
+        model.zero_grad()
+        compiled(x).backward()
+    expected = [param.grad.to_local() for param in model.parameters()]
+    before = num_registered_works()
+    for _ in range(3):
+        fails_in.add(where)
+        with pytest.raises(MemoryError):
+            compiled(x).backward()
+        fails_in.clear()
+        assert num_registered_works() == before
+    assert max(in_flight_then) > before
+    model.zero_grad()
+    compiled(x).backward()
+    for param, grad in zip(model.parameters(), expected):
+        assert torch.equal(param.grad.to_local(), grad)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_nothing_stays_in_flight(where: str, compiler: str) -> None:
+    ranks.run(2, _fail_often, where, compiler)
+
+
+def _fail_earlier_on_one_rank() -> tuple[float, int]:
+    """Seconds until an error is there, and what is then in flight; one rank launches more."""
+    compiled, x = compile_sharded(Fallible(), schedule=SMALL_BUCKETS), _batch()
+    compiled(x).backward()
+    before = num_registered_works()
+    fails_in.add("forward")
+    passes_left.append(0 if dist.get_rank() == 1 else 1)
+    start = time.monotonic()
+    with mock.patch.object(in_flight, "LIMIT_S", 0.5), pytest.raises(MemoryError):
+        compiled(x)
+    seconds, stays = time.monotonic() - start, num_registered_works() - before
+    dist.destroy_process_group()
+    return seconds, stays
+
+
+def test_an_error_is_not_held_up_by_a_rank_that_failed_earlier() -> None:
+    (held_up, _), (at_once, stays_there) = ranks.run_fresh(2, _fail_earlier_on_one_rank)
+    assert 0.5 <= held_up < 30 and at_once < 30
+    assert stays_there == 0
+
+
+class _Event:
+    """An event of a device that this machine does not have."""
+
+    def __init__(self) -> None:
+        self.waits: list[str] = []
+
+    def wait_event(self, event: object) -> None:
+        """As the compute stream."""
+        assert event is self
+        self.waits.append("stream")
+
+    def synchronize(self) -> None:
+        """As the host."""
+        self.waits.append("host")
+
+
+def _copy(host_reads: bool, num_waits: int) -> list[str]:
+    before, event = num_registered_works(), _Event()
+    target = torch.ones(3)
+    with mock.patch.object(torch.accelerator, "current_stream", lambda device: event):
+        register_work(target, _HostCopy(target, torch.ones(3), event, host_reads))  # type: ignore[arg-type]
+        for _ in range(num_waits):
+            torch.ops._c10d_functional.wait_tensor.default(target)
+    assert num_registered_works() == before
+    return event.waits
+
+
+def test_a_copy_that_the_host_does_not_read_is_waited_for_once() -> None:
+    assert _copy(host_reads=False, num_waits=1) == ["stream"]
+    assert _copy(host_reads=True, num_waits=2) == ["stream", "host"]
