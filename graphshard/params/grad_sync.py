@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
 
-from .grad_accumulation import ALL_REDUCES, SYNCS, module_flag, set_module_flag
-from .parametrization import refresh_accessors
+from .grad_accumulation import ALL_REDUCES, SYNCS, module_flag
+from .parametrization import set_flags
 
 
 @contextmanager
@@ -28,10 +28,10 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     _check(model, True)
     before = {module: module_flag(module, SYNCS) for module in model.modules()}
     try:
-        _set_flags(dict.fromkeys(before, False), SYNCS)
+        set_flags(dict.fromkeys(before, False), SYNCS)
         yield
     finally:
-        _set_flags(before, SYNCS)
+        set_flags(before, SYNCS)
 
 
 def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -> None:
@@ -43,7 +43,7 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -
         ValueError: ``model`` is no module, or the flag no bool.
     """
     _check(model, requires_gradient_sync)
-    _set_flags(dict.fromkeys(model.modules(), requires_gradient_sync), SYNCS)
+    set_flags(dict.fromkeys(model.modules(), requires_gradient_sync), SYNCS)
 
 
 def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool) -> None:
@@ -57,7 +57,7 @@ def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool) -> None
         ValueError: ``model`` is no module, or the flag no bool.
     """
     _check(model, requires_all_reduce)
-    _set_flags(dict.fromkeys(model.modules(), requires_all_reduce), ALL_REDUCES)
+    set_flags(dict.fromkeys(model.modules(), requires_all_reduce), ALL_REDUCES)
 
 
 def _check(model: object, flag: object) -> None:
@@ -65,10 +65,3 @@ def _check(model: object, flag: object) -> None:
         raise ValueError(f"model is a {type(model).__name__}: give the module that is trained")
     if not isinstance(flag, bool):
         raise ValueError(f"the flag is {flag!r}: must be True or False")
-
-
-def _set_flags(flags: Mapping[nn.Module, bool], name: str) -> None:
-    for module, flag in flags.items():
-        set_module_flag(module, name, flag)
-    for module in flags:
-        refresh_accessors(module)

@@ -26,7 +26,7 @@ from .._torch.nn import FLAT_WEIGHTS, NoticesReplacement, flat_weights, paramete
 from ..errors import BackendError
 from ..ops.accumulators import ACCUMULATOR_NAMES
 from .eager_unshard import full_parameters
-from .grad_accumulation import ALL_REDUCES, SYNCS, module_flag
+from .grad_accumulation import ALL_REDUCES, SYNCS, module_flag, set_module_flag
 from .layout import Layout, MarkerCall
 from .loading import to_load
 from .no_pickle import Reduced, for_copies_alone
@@ -49,6 +49,17 @@ class ShardedModule(NoticesReplacement):
         what = f"a module {type(self).__name__}"
         return for_copies_alone(what, cast(Reduced, super().__reduce_ex__(protocol)))
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """DDP's name for what ``graphshard.set_requires_gradient_sync`` sets: code that was written
+        for DDP assigns it."""
+        return module_flag(self, SYNCS)
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        # As DDP does, whatever is true is True.
+        set_flags(dict.fromkeys(self.modules(), bool(value)), SYNCS)
+
     def _graphshard_on_replacement(self, *, empty: bool = False) -> None:
         _reattach(self, empty)
 
@@ -67,10 +78,14 @@ class ShardedModule(NoticesReplacement):
         _give_class(self, cls._graphshard_plain_class, kept, kept)
 
 
-def refresh_accessors(module: nn.Module) -> None:
-    """Have a module whose flags changed read its parameters accordingly."""
-    if isinstance(module, ShardedModule):
-        module._graphshard_refresh_accessors()
+def set_flags(flags: Mapping[nn.Module, bool], name: str) -> None:
+    """Set the flag ``SYNCS`` or ``ALL_REDUCES`` of modules, and have them read their parameters
+    accordingly."""
+    for module, flag in flags.items():
+        set_module_flag(module, name, flag)
+    for module in flags:
+        if isinstance(module, ShardedModule):
+            module._graphshard_refresh_accessors()
 
 
 def install(

@@ -239,14 +239,18 @@ def _install(
     model: ShardedModel,
 ) -> None:
     """Have all modules that hold a parameter read it through its sharded parameter."""
-    by_module: dict[nn.Module, dict[str, ShardedParam]] = {}
+    by_module: dict[nn.Module, dict[str, ShardedParam]] = {root: {}}
     for plain in plain_params:
         for module, name in plain.holders:
             by_module.setdefault(module, {})[name] = sharded_params[plain.param]
     for module in root.modules():
         join_model(module, model)
+    # An attribute of a plain module; of a sharded one a property.
+    ddp_flag = root.__dict__.pop("require_backward_grad_sync", None)
     for module, by_name in by_module.items():
         install(module, by_name, model)
+    if ddp_flag is not None:
+        root.require_backward_grad_sync = ddp_flag
 
 
 def _repoint_optimizers(sharded_params: Mapping[nn.Parameter, ShardedParam]) -> None:

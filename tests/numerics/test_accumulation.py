@@ -264,6 +264,27 @@ def test_a_part_of_the_model() -> None:
     ranks.run(2, _part)
 
 
+def _ddp_attribute() -> None:
+    """DDP's own name for the flag, on what ``torch.compile`` returned and on the model, before the
+    first step and behind it."""
+    twins = Twins(MLP())
+    batches = [draw(MLP.batch, step) for step in range(4)]
+    twins.model.require_backward_grad_sync = False
+    for holder, micros in ((twins.compiled, batches[:2]), (twins.model, batches[2:])):
+        holder.require_backward_grad_sync = False
+        twins.backward(micros[0])
+        assert all(param.grad is None for param in twins.model.parameters())
+        assert not holder.require_backward_grad_sync
+        holder.require_backward_grad_sync = True
+        twins.backward(micros[1])
+        twins.check()
+        twins.zero_grad()
+
+
+def test_the_attribute_of_ddp() -> None:
+    ranks.run(2, _ddp_attribute)
+
+
 def test_what_is_no_module_and_no_flag() -> None:
     with pytest.raises(ValueError, match="model is a function"), graphshard.no_sync(_gpt):  # type: ignore[arg-type]
         pass
