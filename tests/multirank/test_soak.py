@@ -1,0 +1,140 @@
+"""Nothing grows over many steps of changing batch sizes, frozen layers, evaluation, microbatches,
+caught errors and saves: memory, Python objects, threads, files, collectives in flight, keys of the
+store. GRAPHSHARD_SOAK_STEPS=5000 makes it long."""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import graphshard
+from graphshard._torch.distributed import num_registered_works
+from tests import ranks
+from tests.fallible import DIM, Fallible, fails_in
+from tests.numerics.compare import generator, world_mesh
+
+PERIOD = 20
+"""Steps after which the same things happen again."""
+
+STEPS = int(os.environ.get("GRAPHSHARD_SOAK_STEPS", str(8 * PERIOD)))
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a process holds.
+
+    Attributes:
+        resident_mb: memory that it has in RAM.
+        objects: Python objects that the garbage collector knows, behind a collection.
+        works: collectives that nobody has waited for.
+        keys: of the store, those of all ranks.
+    """
+
+    resident_mb: float
+    objects: int
+    threads: int
+    files: int
+    works: int
+    keys: int
+
+
+def _usage() -> Usage:
+    gc.collect()
+    process = Path("/proc/self")
+    pages = int((process / "statm").read_text().split()[1])
+    return Usage(
+        resident_mb=pages * os.sysconf("SC_PAGE_SIZE") / 1e6,
+        objects=len(gc.get_objects()),
+        threads=len(list((process / "task").iterdir())),
+        files=len(list((process / "fd").iterdir())),
+        works=num_registered_works(),
+        keys=_store().num_keys(),
+    )
+
+
+def _store() -> dist.Store:
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+class _Training:
+    """A model with an optimizer, and steps that are all a little different."""
+
+    def __init__(self, compiler: str) -> None:
+        torch._dynamo.config.recompile_limit = 64
+        self.model = Fallible(layers=3)
+        schedule = graphshard.SchedulePolicy(bucket_cap_mb=0.01)
+        backend = graphshard.backend(world_mesh(), compiler=compiler, schedule=schedule)
+        self.compiled: Any = torch.compile(self.model, backend=backend, fullgraph=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def step(self, number: int) -> None:
+        """Train on one batch, and do what else belongs to this step of a period."""
+        turn = number % PERIOD
+        self.model.layers[0].requires_grad_(turn < 15)
+        if turn % 5 == 1:
+            self._micro(turn, graphshard.no_sync(self.model))
+        if turn % 4 == 2:
+            self._micro(turn, _failing("forward" if turn < 10 else "backward"))
+        self._micro(turn, nullcontext())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if turn % 10 == 3:
+            with torch.no_grad():
+                self.compiled(_batch(turn))
+        if turn == 7:
+            torch.save(self.model.state_dict(), io.BytesIO())
+
+    def _micro(self, turn: int, context: Any) -> None:
+        with context:
+            self.compiled(_batch(turn)).backward()
+
+
+def _batch(turn: int) -> Tensor:
+    return torch.randn(2 + turn % 3, DIM, generator=generator(turn))
+
+
+@contextmanager
+def _failing(where: str) -> Iterator[None]:
+    fails_in.add(where)
+    try:
+        yield
+        raise AssertionError("it did not fail")
+    except MemoryError:
+        pass
+    finally:
+        fails_in.clear()
+
+
+def _soak(steps: int, compiler: str) -> list[Usage]:
+    """What is in use at the end of each quarter."""
+    training, usages = _Training(compiler), []
+    for number in range(steps):
+        training.step(number)
+        if (number + 1) % (steps // 4) == 0:
+            usages.append(_usage())
+            dist.barrier()
+    return usages
+
+
+def test_nothing_grows() -> None:
+    for usages in ranks.run_fresh(2, _soak, STEPS, "aot_eager", timeout_s=200 + STEPS):
+        text = "\n".join(str(asdict(usage)) for usage in usages)
+        print(text)
+        _, half, _, end = usages
+        assert end.resident_mb - half.resident_mb < 8, text
+        assert end.objects - half.objects < 50, text
+        assert (end.threads, end.files, end.works) == (half.threads, half.files, half.works), text
+        assert end.keys - half.keys < 5, text
