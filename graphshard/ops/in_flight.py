@@ -58,11 +58,11 @@ def _wait_at(error: BaseException) -> None:
 
 
 def _tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among ``values``, and in the lists among them: coalesced collectives."""
     for value in values:
-        if isinstance(value, list | tuple):
-            yield from _tensors_in(value)
-        elif type(value) is torch.Tensor:  # a subclass is never what a graph launched
-            yield value
+        for part in value if isinstance(value, list | tuple) else [value]:
+            if type(part) is torch.Tensor:  # a subclass is never what a graph launched
+                yield part
 
 
 def _wait_for(tensors: list[torch.Tensor]) -> None:

@@ -304,3 +304,25 @@ def _ignore() -> None:
 
 def test_ignored_parameters_stay_plain() -> None:
     ranks.run(2, _ignore)
+
+
+class _TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(7, 3), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.used(x), self.unused(x)
+
+
+def _unused_output() -> None:
+    twins, x = Twins(_TwoHeads()), torch.ones(2, 7)
+    for called in (twins.compiled, torch.compile(twins.reference, backend="aot_eager")):
+        called(x)[0].sum().backward()
+    twins.check()
+    assert twins.model.unused.weight.grad is not None
+    assert not whole(twins.model.unused.weight.grad).any()
+
+
+def test_an_output_that_the_loss_does_not_use_has_zeros_as_under_torch_compile() -> None:
+    ranks.run(2, _unused_output)
