@@ -152,13 +152,17 @@ def trace(sizes: LlamaSizes, world: int = WORLD, tokens: int = TOKENS) -> list[P
 def _fake_ranks(world: int) -> Iterator[DeviceMesh]:
     """Make a mesh of ranks that do not exist but for this one."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    yield init_device_mesh("cpu", (world,))
-    dist.destroy_process_group()
+    try:
+        yield init_device_mesh("cpu", (world,))
+    finally:
+        dist.destroy_process_group()
 
 
 @contextlib.contextmanager
 def _bfloat16() -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
-    yield
-    torch.set_default_dtype(before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -38,6 +38,11 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    """Return where the tensor's memory is; 0 where a ``torch.func`` transform hides it."""
+    return 0 if torch._C._functorch.is_functorch_wrapped_tensor(tensor) else tensor.data_ptr()
+
+
 class _BackwardEnd:
     """What is to happen when one backward is over.
 

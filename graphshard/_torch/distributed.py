@@ -24,6 +24,11 @@ def is_registered(group: dist.ProcessGroup | None) -> bool:
     return group in dist.distributed_c10d._world.pg_map
 
 
+def has_fake_ranks(group: dist.ProcessGroup) -> bool:
+    """Return whether the other ranks of the group do not exist, as of the backend "fake"."""
+    return dist.get_backend(group) == "fake"
+
+
 def store_of(group: dist.ProcessGroup) -> dist.Store:
     """Return a second connection to the group's store, which ``_world`` keeps.
 

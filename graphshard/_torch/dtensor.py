@@ -22,15 +22,8 @@ def set_local_tensor(dtensor: DTensor, local: torch.Tensor) -> None:
 
 
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
-    """Make a DTensor of ``local`` with the shape, strides and placements of ``like``.
-
-    It begins with the local tensor of ``like``: ``copy.deepcopy`` fails on a DTensor that was made
-    with one that is a part of a storage (``Tensor.__deepcopy__`` in torch/_tensor.py looks at the
-    ``data_ptr()`` of the DTensor, which is the offset of that part).
-    """
-    made = DTensor(local_tensor(like), like._spec, requires_grad=False)
-    set_local_tensor(made, local)
-    return made
+    """Make a DTensor of ``local`` with the shape and placements of ``like``."""
+    return DTensor(local, like._spec, requires_grad=False)
 
 
 def dtensor_of(

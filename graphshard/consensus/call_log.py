@@ -24,7 +24,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from .._torch.distributed import is_lost_peer
+from .._torch.distributed import has_fake_ranks, is_lost_peer
 from ..errors import BackendError
 from .call_history import CallHistory
 from .difference import TOGETHER
@@ -224,7 +224,6 @@ _call_logs: weakref.WeakKeyDictionary[dist.ProcessGroup, CallLog] = weakref.Weak
 def call_log_of(group: dist.ProcessGroup) -> CallLog:
     """Return the call log of ``group``. Every rank of it has to ask for it, at any time."""
     if group not in _call_logs:
-        # The other ranks of the backend "fake" do not exist.
-        is_alone = group.size() == 1 or dist.get_backend(group) == "fake"
+        is_alone = group.size() == 1 or has_fake_ranks(group)
         _call_logs[group] = CallLog(Members(group), is_alone=is_alone)
     return _call_logs[group]

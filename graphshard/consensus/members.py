@@ -6,7 +6,7 @@ import weakref
 
 import torch.distributed as dist
 
-from .._torch.distributed import group_timeout_s, is_registered, store_of
+from .._torch.distributed import group_timeout_s, has_fake_ranks, is_registered, store_of
 from .gloo_abort import abort
 
 
@@ -44,8 +44,8 @@ class Members:
 
     def involve(self, group: dist.ProcessGroup) -> None:
         """Abort collectives of ``group``, too, some of the members."""
-        # Nobody is blocked in groups of the backend "fake", and their store makes no connections.
-        if group not in self._stores and dist.get_backend(group) != "fake":
+        # Nobody is blocked in groups with fake ranks, and their store makes no connections.
+        if group not in self._stores and not has_fake_ranks(group):
             self._stores[group] = store_of(group)
 
     def abort(self) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .._torch.distributed import device_for, process_group
+from .._torch.distributed import device_for, has_fake_ranks, process_group
 from ..errors import BackendError
 from ..options.options import Options
 from .find import PlainParam
@@ -71,6 +71,8 @@ def _all_agree(descriptions: Mapping[str, str], fault: str | None, groups: MeshG
 def _max_over_ranks(values: Sequence[int], groups: MeshGroups) -> list[int]:
     """Return the largest of each value on any rank."""
     group = process_group(groups.all_ranks)  # perhaps the fault is that the mesh has no device
+    if has_fake_ranks(group):
+        return list(values)  # also where a tensor has no values, in a FakeTensorMode
     largest = torch.tensor(values, dtype=torch.int64, device=device_for(group))
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     result: list[int] = largest.tolist()

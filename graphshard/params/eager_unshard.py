@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
-from .._torch.autograd import version_of
+from .._torch.autograd import address_of, version_of
 from .._torch.call_scope import call_scope
 from .._torch.distributed import process_group
 from .._torch.nn import NoticesReplacement, parameters_of
@@ -97,7 +97,7 @@ class _Gathered:
         self._states = self._read_states()
 
     def _read_states(self) -> list[tuple[int, int]]:
-        return [(version_of(tensor), tensor.data_ptr()) for tensor in self.full.values()]
+        return [(version_of(tensor), address_of(tensor)) for tensor in self.full.values()]
 
     def note_changes(self) -> None:
         """Tell the model which parameter was changed, if one was."""

@@ -7,8 +7,10 @@ So that only the second fails, what a module is made of is in an object that may
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, SupportsIndex
+
+import torch
 
 from ..errors import BackendError
 
@@ -34,12 +36,18 @@ class _Recipe:
     Args:
         what: names the object, for the error.
         make: makes it, without its state.
+        gradients: of its parameters. ``Tensor.__deepcopy__`` fails on a DTensor whose local tensor
+            is a part of a storage, as gradients are, of a buffer that several were reduced in.
     """
 
-    def __init__(self, what: str, make: Callable[[], object]) -> None:
-        self.what, self.make = what, make
+    def __init__(
+        self, what: str, make: Callable[[], object], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        self.what, self.make, self.gradients = what, make, gradients
 
-    def __deepcopy__(self, memo: object) -> _Recipe:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Recipe:
+        for grad in self.gradients:
+            memo.setdefault(id(grad), grad.detach().clone())  # copied before the state
         return self
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -50,11 +58,12 @@ def _make(recipe: _Recipe) -> object:
     return recipe.make()
 
 
-def for_copies_alone(what: str, reduced: Reduced) -> Reduced:
+def for_copies_alone(what: str, reduced: Reduced, gradients: Sequence[torch.Tensor]) -> Reduced:
     """Return ``reduced`` so that ``copy`` makes the same of it, and ``pickle`` an error.
 
     Args:
         what: names the object, for the error.
+        gradients: of the object's parameters.
     """
     make, arguments, *rest = reduced
-    return (_make, (_Recipe(what, lambda: make(*arguments)),), *rest)
+    return (_make, (_Recipe(what, lambda: make(*arguments), gradients),), *rest)

@@ -47,7 +47,9 @@ class ShardedModule(NoticesReplacement):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Reduced:
         what = f"a module {type(self).__name__}"
-        return for_copies_alone(what, cast(Reduced, super().__reduce_ex__(protocol)))
+        params = parameters_of(self).values()
+        gradients = [p.grad for p in params if p is not None and p.grad is not None]
+        return for_copies_alone(what, cast(Reduced, super().__reduce_ex__(protocol)), gradients)
 
     @property
     def require_backward_grad_sync(self) -> bool:

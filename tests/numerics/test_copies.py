@@ -181,19 +181,6 @@ def test_a_copy_of_a_model_with_gradients(what: str) -> None:
     ranks.run(2, _copy_with_gradients, what)
 
 
-def _copy_gradients() -> None:
-    model = MLP()
-    compile_sharded(model)(draw(MLP.batch, 0)[dist.get_rank()]).backward()
-    for param in model.parameters():
-        copied = copy.deepcopy(param.grad)
-        assert torch.equal(whole(copied), whole(param.grad)) and copied is not param.grad
-        assert torch.equal(whole(copy.deepcopy(param).grad), whole(param.grad))
-
-
-def test_a_copy_of_a_gradient() -> None:
-    ranks.run(2, _copy_gradients)
-
-
 # Averages of weights, and optimizers, from before the first step.
 
 

@@ -3,6 +3,7 @@ built after it, schedulers, gradient clipping and accumulation work as on a plai
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -48,12 +49,11 @@ def _step_both(twins: Twins, optimizers: list[Optimizer], step: int) -> None:
         optimizer.zero_grad()
 
 
-def _plain_step(twins: Twins, optimizers: list[Optimizer]) -> None:
-    """One unsharded step on the same batch on every rank, which gives the optimizers state."""
-    for model, optimizer in zip((twins.model, twins.reference), optimizers):
-        model(torch.ones(5, 7)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def _plain_step(model: nn.Module, optimizer: Optimizer) -> None:
+    """One unsharded step on the same batch on every rank, which gives the optimizer state."""
+    model(torch.ones(5, 7)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _assert_state_is_sharded(optimizer: Optimizer, model: nn.Module) -> None:
@@ -69,10 +69,13 @@ def _assert_state_is_sharded(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def _optimizer_before(build: Build, with_state: bool) -> None:
-    twins = Twins(MLP())
-    optimizers = [build(twins.model), build(twins.reference)]
-    if with_state:
-        _plain_step(twins, optimizers)
+    model = MLP()
+    models = model, copy.deepcopy(model)
+    optimizers = [build(model) for model in models]
+    if with_state:  # from before torch.compile, which has optimizers watched
+        for each, optimizer in zip(models, optimizers):
+            _plain_step(each, optimizer)
+    twins = Twins(*models)
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizers[0].param_groups]
     for step in range(3):
         _step_both(twins, optimizers, step)
