@@ -22,6 +22,7 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from ._torch.aot_graphs import num_constants
 from ._torch.dynamo import Trace, on_compile_error, on_compile_start, sources
 from ._torch.frames import CompiledCall, call_arguments, compiled_call, to_compile
 from ._torch.inductor import mode_options
@@ -92,7 +93,7 @@ class Backend:
         traced = TracedGraph(
             gm,
             inputs,
-            fqns=[param.fqn if param else "" for param in params],
+            fqns=[""] * num_constants(gm) + [param.fqn if param else "" for param in params],
             groups=list(dict.fromkeys(layout.groups.all_ranks for layout in layouts)),
             marker_groups=sorted({name for layout in layouts for name in layout.group_names()}),
             inductor_options=inductor_options,

@@ -21,9 +21,18 @@ from graphshard.ops.nodes import root_of
 
 def normalise(graph: fx.Graph) -> None:
     """Bring a graph into the form that ``build_problem`` reads, in place."""
+    _raise_inputs(graph)
     _raise_scales(graph)
     _sink_gathered(graph)
     _fill_values(graph)
+
+
+def _raise_inputs(graph: fx.Graph) -> None:
+    """Move all inputs to the front; Inductor makes tokens of effects before them."""
+    first = next(iter(graph.nodes))
+    if first.op != "placeholder":
+        for node in graph.find_nodes(op="placeholder"):
+            first.prepend(node)
 
 
 def _raise_scales(graph: fx.Graph) -> None:

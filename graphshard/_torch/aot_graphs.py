@@ -3,7 +3,14 @@
 AOTAutograd names the inputs of forward and backward graphs ``primals_1``, ``primals_2``, ..., the
 gradients of outputs ``tangents_1``, ..., and the inputs of an inference graph ``arg0_1``,
 ``arg1_1``, ...: torch/_functorch/_aot_autograd/graph_capture_wrappers.py and
-torch/fx/experimental/proxy_tensor.py.
+torch/fx/experimental/proxy_tensor.py. In front of Dynamo's inputs come
+
+- a token for each kind of effect that operators have (an error that one may raise, a print). A
+  backward graph has none, but counts it in its names: after ``primals_1``, a token, ``primals_2``
+  is Dynamo's first input, whose gradient is the first output of backward. Inductor removes tokens
+  and leaves the names: torch/_functorch/_aot_autograd/graph_compile.py;
+- constants that Dynamo keeps as attributes of its graph, which count as its inputs do:
+  ``prepare_aot_module_simplified`` in torch/_functorch/aot_autograd.py.
 """
 
 from __future__ import annotations
@@ -11,18 +18,43 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+import torch
 from torch import fx
 
 _PRIMAL, _ARG = re.compile(r"primals_(\d+)"), re.compile(r"arg(\d+)_\d+")
 
+_INPUT = "graphshard_input"
+"""In ``meta`` of a placeholder of a backward graph: its number as an input of forward."""
+
+
+def num_constants(gm: fx.GraphModule) -> int:
+    """Return how many constants of Dynamo's graph come before its inputs."""
+    parameters = gm.named_parameters(remove_duplicate=False)
+    return len([*parameters, *gm.named_buffers(remove_duplicate=False)])
+
 
 def original_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The position that each placeholder of an original input had in Dynamo's graph."""
+    """Return the number that each placeholder of an original input has, constants counted.
+
+    A backward graph has to be known to :func:`number_inputs` if its forward graph has tokens.
+    """
+    kind = graph_kind(graph)
     # What forward saves has any name: it may begin as an input of an inference graph does.
-    is_inference = graph_kind(graph) == "inference"
-    pattern, first = (_ARG, 0) if is_inference else (_PRIMAL, 1)
-    matches = ((n, pattern.fullmatch(n.target)) for n in graph.find_nodes(op="placeholder"))
-    return {node: int(match[1]) - first for node, match in matches if match}
+    pattern = _ARG if kind == "inference" else _PRIMAL
+    matches = {n: pattern.fullmatch(n.target) for n in graph.find_nodes(op="placeholder")}
+    names = {node: match for node, match in matches.items() if match}
+    if kind == "backward":
+        return {node: node.meta.get(_INPUT, int(match[1]) - 1) for node, match in names.items()}
+    effects = graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects)
+    tokens = {effect.args[0] for effect in effects}
+    return {node: i for i, node in enumerate(node for node in names if node not in tokens)}
+
+
+def number_inputs(forward: fx.Graph, backward: fx.Graph) -> None:
+    """Give a backward graph the numbers that the inputs have in its forward graph."""
+    numbers = {node.target: number for node, number in original_inputs(forward).items()}
+    for node in original_inputs(backward):
+        node.meta[_INPUT] = numbers[node.target]
 
 
 def graph_kind(graph: fx.Graph) -> Literal["forward", "backward", "inference"]:

@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx
 
 from .. import passes
-from .._torch.aot_graphs import graph_kind
+from .._torch.aot_graphs import graph_kind, number_inputs
 from .._torch.dynamo import compile_id
 from .._torch.inductor import (
     KEEP_COPIED,
@@ -59,7 +59,8 @@ class TracedGraph:
     Attributes:
         gm: the graph; passes change it.
         inputs: one example for each placeholder.
-        fqns: by input, the name of the parameter whose shard it is; "" for others.
+        fqns: by input of the graph that AOTAutograd makes of it, the name of the parameter whose
+            shard it is; "" for others.
         groups: for each mesh of its parameters, the name of the group of all ranks; they compile
             this graph, too.
         marker_groups: names of all groups that its markers may have.
@@ -253,6 +254,7 @@ class Partitioner(CustomPartitionerFn):
         derived = {node.name for node in passes.parameter_derived(gm.graph)}
         with saving_activations(self._settings.schedule.activation_memory_budget):
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        number_inputs(forward.graph, backward.graph)
         num_outputs = kwargs["num_fwd_outputs"]
         kept = self._choose_what_is_saved(forward, backward, num_outputs)
         verify_partition(forward, sorted(derived.difference(kept)), num_outputs)
