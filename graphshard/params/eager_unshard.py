@@ -106,6 +106,7 @@ class _Gathered:
             if before != after:
                 sharded_param.model.changed_in_place = sharded_param.fqn
 
+    @torch.compiler.disable  # Python may run it while a function of the user is traced
     def __del__(self) -> None:
         self.note_changes()  # with the call: the next read, or backward, raises the error
 

@@ -24,10 +24,7 @@ FOUND: dict[str, Case] = {
         offload="shards",
         entrance="function",
     ),
-}
-"""Cases that failed once."""
-OPEN: dict[str, Case] = {
-    # The partitioner weighs activations by their sizes. Delete `UNEQUAL_RECOMPUTATION` with it.
+    # The partitioner weighs activations by their sizes, and backward gathered other parameters.
     "ranks with other batches recompute other activations": Case(
         48,
         (("tied", 5), ("sometimes", ("tied", 18)), ("linear",)),
@@ -44,7 +41,7 @@ OPEN: dict[str, Case] = {
         evaluation="no_grad",
     ),
 }
-"""Cases that fail still."""
+"""Cases that failed once."""
 
 
 def _run(case: Case) -> None:
@@ -62,12 +59,6 @@ def test_a_random_case(seed: int) -> None:
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_found_before(name: str) -> None:
     _run(FOUND[name])
-
-
-@pytest.mark.parametrize("name", OPEN)
-@pytest.mark.xfail(raises=ranks.RankError, strict=True)
-def test_what_is_open(name: str) -> None:
-    _run(OPEN[name])
 
 
 def test_a_seed_is_a_case() -> None:

@@ -11,10 +11,6 @@ from typing import Any
 from tests.numerics.fuzz.formulas import FORMULAS
 from tests.numerics.fuzz.modules import BREAKS, MODULES, WRAPPERS, WRITES
 
-UNEQUAL_RECOMPUTATION = False
-"""Draw an activation budget with batches that differ between ranks. Open: ranks may then recompute
-other activations, so that backward gathers other parameters. Delete this with its cause."""
-
 Block = tuple[Any, ...]
 """(kind,), (kind, number), or (wrapper, block, ..)."""
 
@@ -222,8 +218,7 @@ def _allowed(case: Case) -> Case:
         changes["blocks"] = (("linear",), *changes["blocks"])
         if case.precision == "fp8":  # eager parts compute without
             changes["blocks"] = tuple(map(_without_breaks, changes["blocks"]))
-    differ = case.rows in ("by_rank", "by_both") and not UNEQUAL_RECOMPUTATION
-    if differ or case.kinds() & WRITES:  # which torch's own partitioner would compute twice
+    if case.kinds() & WRITES:  # which torch's own partitioner would compute twice
         budget = "activation_memory_budget"
         changes["schedule"] = tuple(item for item in case.schedule if item[0] != budget)
     if "buffers" in case.kinds():
