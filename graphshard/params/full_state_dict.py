@@ -103,7 +103,7 @@ def plain_name(name: str) -> str:
 
 def plain_versions(state_dict: Mapping[str, object]) -> dict[str, Any]:
     """Return the versions of modules in a state dict, by their names without ``torch.compile``."""
-    return {plain_name(f"{n}.").removesuffix("."): of for n, of in versions_of(state_dict).items()}
+    return {plain_name(f"{n}.").removesuffix("."): v for n, v in versions_of(state_dict).items()}
 
 
 def names_of(root: nn.Module, optim: torch.optim.Optimizer) -> list[list[str]]:

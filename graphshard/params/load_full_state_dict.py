@@ -155,7 +155,7 @@ def _fault_of_optim(state: object, names: list[list[str]]) -> str | None:
 def _on_meta(value: Any) -> Any:
     """Return ``value`` with all tensors in its dicts on the meta device."""
     if isinstance(value, Mapping):
-        return {key: _on_meta(of) for key, of in value.items()}
+        return {key: _on_meta(entry) for key, entry in value.items()}
     return value.detach().to("meta") if isinstance(value, torch.Tensor) else value
 
 
@@ -177,7 +177,7 @@ def _incoming(root: nn.Module, sent: _Sent, outline: _Sent, groups: MeshGroups) 
         else:
             state[name] = Incoming.of(value, functools.partial(scatter, full, value.dtype))
     names = {plain_name(f"{name}.").removesuffix("."): name for name in versions_of(own)}
-    set_versions(state, {names.get(name, name): of for name, of in outline.versions.items()})
+    set_versions(state, {names.get(name, name): v for name, v in outline.versions.items()})
     return state
 
 
