@@ -175,9 +175,9 @@ def test_without_a_change_nothing_is_compiled_and_plans_are_the_same(caches: Pat
 
 
 def test_a_lost_plan_is_made_again(caches: Path) -> None:
-    (before,) = _restart([Run(rows=4)], caches)
+    (before,) = _restart([Run()], caches)
     for path in (caches / "graphshard").glob("*-backward.json"):
         path.unlink()
-    (after,) = _restart([Run(rows=4)], caches)
+    (after,) = _restart([Run()], caches)
     for old, new in zip(before, after):
         assert new.plans == old.plans and len(new.plans) == 2
