@@ -170,13 +170,15 @@ def list_tests(path: Path, reference: bool) -> list[tuple[str, str]]:
     return [(kind.__name__, name) for kind in own for name in vars(kind) if name[:5] == "test_"]
 
 
-def run_test(path: Path, reference: bool, kind: str, name: str) -> str:
+def run_test(path: Path, reference: bool, kind: str, name: str, float64: bool) -> str:
     """Run one test on this rank; return its result, or raise what it raises."""
     shim.sharded.clear()
     shim.notes.clear()
     shim.backends.clear()
     torch._dynamo.config.recompile_limit = 64  # each fully_shard compiles one function of ours
     case = getattr(_load(path, reference), kind)(name)
+    if float64:
+        torch.set_default_dtype(torch.float64)
     try:
         if case.world_size != dist.get_world_size():
             raise unittest.SkipTest(f"needs {case.world_size} ranks")
@@ -187,7 +189,7 @@ def run_test(path: Path, reference: bool, kind: str, name: str) -> str:
     except shim.NoCounterpartError as error:
         return f"no counterpart: {error}"
     if shim.notes and not shim.backends and not reference:  # no subtest got further
-        return f"no counterpart: {shim.notes[0]}"
+        return "no counterpart: " + shim.notes[0].removeprefix("without ")
     graphs = sum(len(backend.plans) for backend in shim.backends)
     return ", ".join([f"passes: {graphs} graphs", *sorted(set(shim.notes))])
 
@@ -205,6 +207,7 @@ def main() -> None:
     parser.add_argument("--torch", type=Path, required=True, help="a checkout of PyTorch")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", default="", help="a part of a test's name")
+    parser.add_argument("--float64", action="store_true", help="tells bugs from rounding")
     parser.add_argument("--reference", action="store_true", help="run them with FSDP2 itself")
     parser.add_argument(
         "files", nargs="*", default=[f"test_fully_shard_{name}.py" for name in NAMES]
@@ -215,7 +218,7 @@ def main() -> None:
         for kind, name in ranks.run(args.ranks, list_tests, path, args.reference)[0]:
             if args.only not in name:
                 continue
-            test = (path, args.reference, kind, name)
+            test = (path, args.reference, kind, name, args.float64)
             try:
                 result = ranks.run(args.ranks, run_test, *test, timeout_s=TIMEOUT_S)[0]
             except ranks.RankError as error:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import graphshard
 from tests import ranks
@@ -48,7 +49,8 @@ def _transformed(transform: Callable[[Forward, Tensor], Tensor], compiled: bool)
     for param, full in zip(model.parameters(), reference.parameters(), strict=True):
         assert (param.grad is None) == (full.grad is None)
         if full.grad is not None:
-            torch.testing.assert_close(param.grad.full_tensor(), full.grad)  # type: ignore[union-attr]
+            assert isinstance(param.grad, DTensor)
+            torch.testing.assert_close(param.grad.full_tensor(), full.grad)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
