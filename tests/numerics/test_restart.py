@@ -118,18 +118,26 @@ def _sum_of_misses(found: Sequence[Found]) -> int:
     return sum(rank.misses for rank in found)
 
 
-@pytest.mark.parametrize(
-    "runs",
-    [
-        [Run(), Run((3,))],
-        [Run(options=REPLICATED), Run((3,), options=REPLICATED)],
-        [Run((2, 1)), Run((3, 1))],
-    ],
-    ids=["sharded", "replicated", "replicas of shards"],
-)
-def test_on_another_number_of_ranks(runs: Sequence[Run], caches: Path) -> None:
+RUNS_ON_RANKS: Mapping[str, Callable[[int], Run]] = {
+    "sharded": lambda num_ranks: Run((num_ranks,)),
+    "replicated": lambda num_ranks: Run((num_ranks,), options=REPLICATED),
+    "replicas of shards": lambda num_ranks: Run((num_ranks, 1)),
+}
+
+
+def _train_each(num_ranks: int, caches: str) -> list[Found]:
+    found = []
+    for run in RUNS_ON_RANKS.values():
+        found.append(_train(run(num_ranks), caches))
+        torch._dynamo.reset()
+    return found
+
+
+def test_on_another_number_of_ranks(caches: Path) -> None:
     """New processes name their process groups as those before did."""
-    assert _sum_of_misses(_restart(runs, caches)[-1]) > 0
+    _, after = (ranks.run_fresh(n, _train_each, n, str(caches)) for n in (2, 3))
+    for name, found in zip(RUNS_ON_RANKS, zip(*after)):
+        assert _sum_of_misses(found) > 0, name
 
 
 def _deterministic() -> None:
