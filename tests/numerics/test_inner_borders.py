@@ -133,7 +133,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+FSDP2_DOES_NOT_CAST_AGAIN = pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="FSDP2 computes again without casting there, and raises"
+)
+MARKS = {"checkpointed": [FSDP2_DOES_NOT_CAST_AGAIN]}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, [])) for name in CASES])
 def test_a_modules_policy_casts_at_its_border_as_fsdp2_does(name: str) -> None:
     ranks.run(2, _train, CASES[name])
 
