@@ -175,7 +175,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Policies]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+FSDP2_RAISES = pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="FSDP2 looks into no dataclass there, nor casts again"
+)
+NOT_WITH_2_11 = ("dataclasses", "nested dataclasses", "inputs cast again")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[FSDP2_RAISES] if name in NOT_WITH_2_11 else []) for name in CASES],
+)
 def test_parts_compute_as_those_that_fsdp2_wraps(name: str) -> None:
     ranks.run(2, _train, name)
 
