@@ -1,7 +1,8 @@
 """Forward, backward and inference graph: nodes move to where they matter, and all have a value.
 
-Gathered parameters, and views of them, move to their first use; tracing left them higher up. Scales
-of fp8 weights that are inputs move to the front, as a gather can begin behind its scale:
+Inputs come first. Gathered parameters, and views of them, move to their first use; tracing left
+them higher up. Scales of fp8 weights that are inputs move to the front, as a gather can begin
+behind its scale:
 
     before   w = unshard(..)   v = unshard(..)   t = v.t()   a = x @ w   b = a.relu()   c = b @ t
     after    w = unshard(..)   a = x @ w   b = a.relu()   v = unshard(..)   t = v.t()   c = b @ t

@@ -44,7 +44,7 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 class _BackwardEnd:
-    """What is to happen when one backward is over.
+    """Calls functions when one backward is over.
 
     Autograd calls it if the backward has succeeded, and drops it in any case.
     """

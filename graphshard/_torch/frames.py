@@ -97,7 +97,7 @@ def _called_module(caller: FrameType | None) -> nn.Module | None:
 
 @dataclass(frozen=True)
 class ToCompile:
-    """What the running call of ``torch.compile`` was given.
+    """Holds the arguments of the running call of ``torch.compile``.
 
     Attributes:
         given: a module, also where its ``compile()`` calls ``torch.compile``; or a function.

@@ -1,4 +1,4 @@
-"""What two ranks do in one call, as text that ranks post, and the difference as a user reads it.
+"""Describes a rank's call as text that it posts, and the difference of two ranks for a user.
 
 A text begins with a line that says what is called: graphs for training, a graph for inference, an
 eager gather. Lines with what is gathered and reduced follow. Errors show the first difference, and

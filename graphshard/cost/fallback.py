@@ -1,4 +1,4 @@
-"""What becomes of an op that the cost model fails on: a warning, and never a failed compile."""
+"""Prices an op that the cost model fails on, with a warning: no compile fails by its price."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a graph had launched, and not waited for, when an error ended it.
+"""Waits for the collectives that a graph had launched when an error ended it.
 
     launched = all_gather_into_tensor(..)    error!    (wait_tensor(launched))
 

@@ -1,4 +1,4 @@
-"""What a traced forward may not do with full parameters: change them, or be given others instead.
+"""Raises where a traced forward changes full parameters, or is given others instead.
 
 Both would be lost in silence. A full parameter is a copy that is gathered for each forward, and
 graphs read it through its shard, whatever stands in the module's table of parameters.

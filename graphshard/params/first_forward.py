@@ -58,7 +58,7 @@ def forget_first_forward(root: nn.Module) -> None:
 
 
 class _Copied:
-    """What a copy of a hooked module, or a pickled one, has in place of the hook."""
+    """Stands in for the hook in a copy of a hooked module, or a pickled one, and does nothing."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         return None

@@ -85,7 +85,7 @@ def load_full_state_dict(
 
 
 class _Sent(NamedTuple):
-    """What the first rank loads from; an outline has its tensors on the meta device.
+    """State dicts that the first rank loads from; an outline has its tensors on the meta device.
 
     Attributes:
         versions: of the modules, by name.

@@ -1,4 +1,4 @@
-"""What ``load_state_dict`` is given for a sharded parameter, as a shard; nothing is communicated.
+"""Makes shards of tensors that ``load_state_dict`` is given; nothing is communicated.
 
     a full tensor              this rank's rows of it
     a DTensor of this layout   itself; where it was unpickled, it gets this model's mesh

@@ -59,7 +59,7 @@ class _Owner(NamedTuple):
 
 
 class Assigned(NamedTuple):
-    """What ``load_state_dict(assign=True)`` has put in a parameter's place.
+    """A parameter that ``load_state_dict(assign=True)`` has put in another one's place.
 
     Attributes:
         source: the full tensor that it was made of.

@@ -47,7 +47,7 @@ class Sharder(Protocol):
 
 @dataclass(frozen=True)
 class _Watched:
-    """What ``torch.compile`` was given: a module, or a function or the owner of a method."""
+    """A module, a function or the owner of a method that ``torch.compile`` was given."""
 
     sharder: Sharder
     given: weakref.ref[Any]

@@ -1,4 +1,4 @@
-"""What is fixed in a compiled graph, or in its plan, and is not in the text of the Dynamo graph.
+"""Lists the facts that a compiled graph depends on, and that its Dynamo graph does not show.
 
 A graph out of a cache runs no pass and asks nothing again. So whatever a pass, the planner, or
 torch itself reads while a graph is made is in the one key that every cache has of us:

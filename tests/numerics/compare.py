@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,6 +24,17 @@ TOLERANCE = 1e-5
 
 Loss = Callable[[Any, Any], Tensor]
 """``loss(model, batch)``."""
+
+NEEDS_NEWER_FSDP2 = pytest.mark.skipif(
+    torch.__version__ < (2, 13),
+    reason="FSDP2 of torch 2.11 raises: it looks into no dataclass, and recomputes without casts",
+)
+
+
+def beside_fsdp2(names: Iterable[str], not_on_2_11: Collection[str]) -> list[Any]:
+    """Return the names as parameters of a test; FSDP2 of torch 2.11 cannot run some of them."""
+    marks = {name: [NEEDS_NEWER_FSDP2] for name in not_on_2_11}
+    return [pytest.param(name, marks=marks.get(name, [])) for name in names]
 
 
 def call_model(model: Any, batch: Any) -> Tensor:

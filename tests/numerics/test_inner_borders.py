@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import graphshard
 from tests import ranks
 from tests.numerics.compare import (
+    beside_fsdp2,
     compile_sharded,
     draw,
     relative_error,
@@ -133,13 +134,7 @@ CASES = {
 }
 
 
-FSDP2_DOES_NOT_CAST_AGAIN = pytest.mark.skipif(
-    torch.__version__ < (2, 13), reason="FSDP2 computes again without casting there, and raises"
-)
-MARKS = {"checkpointed": [FSDP2_DOES_NOT_CAST_AGAIN]}
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, [])) for name in CASES])
+@pytest.mark.parametrize("name", beside_fsdp2(CASES, ("checkpointed",)))
 def test_a_modules_policy_casts_at_its_border_as_fsdp2_does(name: str) -> None:
     ranks.run(2, _train, CASES[name])
 

@@ -19,6 +19,7 @@ from graphshard.kinds import TransferKind
 from tests import ranks, recording
 from tests.numerics.compare import (
     assert_same,
+    beside_fsdp2,
     compile_sharded,
     draw,
     relative_error,
@@ -175,16 +176,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Policies]] = {
 }
 
 
-FSDP2_RAISES = pytest.mark.skipif(
-    torch.__version__ < (2, 13), reason="FSDP2 looks into no dataclass there, nor casts again"
-)
-NOT_WITH_2_11 = ("dataclasses", "nested dataclasses", "inputs cast again")
+NOT_ON_2_11 = ("dataclasses", "nested dataclasses", "inputs cast again")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[FSDP2_RAISES] if name in NOT_WITH_2_11 else []) for name in CASES],
-)
+@pytest.mark.parametrize("name", beside_fsdp2(CASES, NOT_ON_2_11))
 def test_parts_compute_as_those_that_fsdp2_wraps(name: str) -> None:
     ranks.run(2, _train, name)
 
