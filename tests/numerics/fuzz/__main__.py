@@ -17,13 +17,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.numerics.fuzz", description=__doc__)
     parser.add_argument("--seeds", "--seed", required=True, help="such as 123, or 1,7,100:500")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after that")
+    parser.add_argument("--blocks", type=int, default=5, help="of a model at most")
     parser.add_argument("--shrink", action="store_true", help="drop what a failure does not need")
     parser.add_argument("--verbose", action="store_true", help="tracebacks, and times of cases")
     arguments = parser.parse_args()
     seeds = [seed for part in arguments.seeds.split(",") for seed in _range(part)]
     failed = num_run = 0
     end = time.monotonic() + arguments.seconds
-    for case in _by_world_size(seeds):
+    for case in _by_world_size([draw(seed, arguments.blocks) for seed in seeds]):
         if time.monotonic() > end:
             break
         num_run += 1
@@ -50,10 +51,10 @@ def _range(text: str) -> range:
     return range(int(first), int(end or int(first) + 1))
 
 
-def _by_world_size(seeds: list[int]) -> Iterator[Case]:
+def _by_world_size(cases: list[Case]) -> Iterator[Case]:
     """Yield cases so that ranks stay alive: a hundred at a time, by the number of ranks."""
-    for start in range(0, len(seeds), 100):
-        yield from sorted(map(draw, seeds[start : start + 100]), key=lambda case: case.world_size)
+    for start in range(0, len(cases), 100):
+        yield from sorted(cases[start : start + 100], key=lambda case: case.world_size)
 
 
 if __name__ == "__main__":

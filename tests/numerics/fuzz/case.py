@@ -106,13 +106,17 @@ def walk(blocks: tuple[Block, ...]) -> Iterator[Block]:
             yield from walk(block[1:])
 
 
-def draw(seed: int) -> Case:
-    """Return the case of a seed."""
+def draw(seed: int, max_blocks: int = 5) -> Case:
+    """Return the case of a seed.
+
+    Args:
+        max_blocks: of the model. With fewer, more cases run in the same time.
+    """
     rng = Random(seed)
     values: dict[str, Any] = {"seed": seed, **_training(rng), **_strategy(rng), **_pipeline(rng)}
     values["precision"] = _rarely(rng, rng.choice(PRECISIONS), "float64", 0.6)
     values["dim"] = 16 if values["precision"] == "fp8" else rng.randint(2, 7)
-    values["blocks"] = tuple(_block(rng, 0) for _ in range(rng.randint(1, 5)))
+    values["blocks"] = tuple(_block(rng, 0) for _ in range(rng.randint(1, max_blocks)))
     values["overrides"] = _overrides(rng, len(values["blocks"]), values["mesh"][-1])
     return _allowed(Case(**values))
 
