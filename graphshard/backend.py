@@ -108,7 +108,8 @@ class Backend:
         self._num_compiles += 1
         compiled = compile_traced(traced, settings, self._consensus, writer)
         self._graphs.append(compiled)
-        settle(self)
+        if sharded:
+            settle(self)
         for model in {param.model for param in sharded}:
             model.compiled = True
             model.gathered_bytes = max(model.gathered_bytes, compiled.max_gathered_bytes())
@@ -339,14 +340,19 @@ def from_string(
 
 
 def _shard_before_trace(_: object) -> None:
-    """Shard the module that is about to be traced, where its backend is one of ours."""
+    """Shard the module that is about to be traced, where its backend is one of ours.
+
+    Where a function is compiled, and Dynamo left the call of a module to Python, that is the module
+    that the function calls. Dynamo may find no parameter in what it can compile of that call.
+    """
     on_compile_error(advise)
     call = compiled_call()
     its_backend = call.backend
     if its_backend is from_string:
         its_backend = _backend_for(call.options)
-    if isinstance(its_backend, Backend) and call.module is not None:
-        its_backend.shard_compiled(call.module, in_use=call.runs(call.module))
+    root = call.module or next(iter(call.called), None)
+    if isinstance(its_backend, Backend) and root is not None:
+        its_backend.shard_compiled(root, in_use=call.runs(root))
 
 
 on_compile_start(_shard_before_trace)

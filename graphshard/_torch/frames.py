@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
@@ -49,6 +49,8 @@ class CompiledCall:
 
     Attributes:
         module: the module that is compiled; None where a function is.
+        called: modules whose call Dynamo left to Python, outermost first. It may be about to trace
+            the forward of the innermost one.
         running: modules with a method that Dynamo left to Python, outermost first.
         codes: of all functions that run inside of it, innermost first.
         backend: the ``backend`` argument of ``torch.compile``, resolved if it was a name.
@@ -56,6 +58,7 @@ class CompiledCall:
     """
 
     module: nn.Module | None = None
+    called: tuple[nn.Module, ...] = ()
     running: tuple[nn.Module, ...] = ()
     codes: tuple[CodeType, ...] = ()
     backend: object = None
@@ -73,18 +76,25 @@ def compiled_call() -> CompiledCall:
     if not entries:
         return CompiledCall()
     entry, inside, outside = stack[entries[-1]], stack[: entries[-1]], stack[entries[-1] + 1 :]
-    methods = [f for f in reversed(inside) if f.f_code.co_name not in _MODULE_CALL]
-    running = tuple(m for m in map(module_of_method, methods) if m is not None)
+    calls = [f for f in inside if f.f_code.co_name in _MODULE_CALL]
+    methods = [f for f in inside if f.f_code.co_name not in _MODULE_CALL]
     # torch.compile wraps its backend in a _TorchCompileWrapper (torch/__init__.py).
     callback: Any = entry.f_locals.get("callback")
     wrapper = innermost_backend(callback)
     return CompiledCall(
         module=_called_module(outside[0]) if outside else None,
-        running=running,
+        called=_owners(calls),
+        running=_owners(methods),
         codes=tuple(frame.f_code for frame in inside),
         backend=getattr(wrapper, "compiler_fn", wrapper),
         options=getattr(wrapper, "kwargs", {}).get("options", {}),
     )
+
+
+def _owners(methods: Iterable[FrameType]) -> tuple[nn.Module, ...]:
+    """Return the modules whose methods run in these frames, given innermost first, in reverse."""
+    owners = [m for m in map(module_of_method, methods) if m is not None]
+    return tuple(reversed(owners))
 
 
 def _called_module(caller: FrameType | None) -> nn.Module | None:

@@ -6,8 +6,8 @@ nobody would see it. What tells is an optimizer that steps with gradients of suc
 
     torch.compile is given a model, or a function that names it    watched until it is sharded
     an optimizer steps plain parameters of it, with gradients      error
-    a backend was given to no torch.compile at all, and an
-    optimizer steps any plain parameters, with gradients           warning: they may be another's
+    a backend sharded nothing, and none of its models is known;
+    an optimizer steps any plain parameters, with gradients        warning: they may be another's
 
 Parameters that ``DistributedDataParallel`` reduces are nobody's mistake, and one rank needs no one.
 """
@@ -62,7 +62,7 @@ class _Watched:
 
 _watched: list[_Watched] = []
 _idle: weakref.WeakSet[Sharder] = weakref.WeakSet()
-"""Backends that no ``torch.compile`` was given."""
+"""Backends that sharded nothing, and that no ``torch.compile`` was given with a known model."""
 _hook: list[RemovableHandle] = []
 """The hook of all optimizers; empty while nothing is watched."""
 
@@ -85,28 +85,23 @@ def watch_idle(sharder: Sharder) -> None:
 
 def watch(sharder: Sharder, given: object) -> None:
     """Watch the models of what ``torch.compile`` was given, until they are sharded."""
-    _idle.discard(sharder)
     _watched[:] = [w for w in _watched if w.given() is not None]
     target = given.__self__ if isinstance(given, types.MethodType) else given
     if not any(w.sharder is sharder and w.given() is target for w in _watched):
         with contextlib.suppress(TypeError):  # an object of a class that takes no weak references
             _watched.append(_Watched(sharder, weakref.ref(target)))
+    if any(modules_named_by(target)):
+        _idle.discard(sharder)
     _hook_optimizers()
 
 
 def settle(sharder: Sharder) -> None:
-    """Stop watching what is sharded now; and functions for ``sharder``, which compiles."""
+    """Stop watching ``sharder``, which has sharded something, and all models that are sharded."""
     _idle.discard(sharder)
-    _watched[:] = [w for w in _watched if _is_unsettled(w, sharder)]
+    _watched[:] = [w for w in _watched if any(w.plain_modules())]
     if not _watched and not _idle:
         while _hook:
             _hook.pop().remove()
-
-
-def _is_unsettled(watched: _Watched, sharder: Sharder) -> bool:
-    if isinstance(watched.given(), nn.Module):
-        return any(watched.plain_modules())
-    return watched.given() is not None and watched.sharder is not sharder
 
 
 def _hook_optimizers() -> None:
@@ -169,14 +164,14 @@ def _raise_if_stepped(optimizer: Optimizer, module: nn.Module, stepped: set[nn.P
         "has run, so each rank trains a model of its own. Call what torch.compile returned, with "
         "compiling on (no disable=True, TORCH_COMPILE_DISABLE=1, set_stance('force_eager') or "
         "suppress_errors); or shard it by graphshard.shard(model, mesh), which trains uncompiled "
-        "as well"
+        "as well; or list its parameters in ignored_params if you reduce their gradients yourself"
     )
 
 
 def _warn_of_idle(optimizer: Optimizer) -> None:
     warnings.warn(
-        "graphshard: a backend was made, but given to no torch.compile yet, and "
+        "graphshard: a backend was made and has sharded nothing yet, and "
         f"{type(optimizer).__name__} steps parameters that are not sharded: if they are to be, "
-        "pass it: torch.compile(model, backend=graphshard.backend(mesh))",
+        "compile the model itself: torch.compile(model, backend=graphshard.backend(mesh))",
         stacklevel=4,
     )

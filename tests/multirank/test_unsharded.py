@@ -144,6 +144,40 @@ def test_a_sharded_model_that_is_never_compiled_warns_once() -> None:
     ranks.run(2, _train_sharded_uncompiled)
 
 
+@torch.compiler.disable
+def _in_python(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x)
+
+
+class _Loop(nn.Module):
+    """Dynamo leaves its forward to Python, and finds no parameter in what it compiles of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(_in_python(layer, x))
+        return x
+
+
+def _train_a_loop(by_argument: bool) -> None:
+    twins = Twins(_Loop())
+    if by_argument:
+        step = torch.compile(lambda model, x: model(x), backend=twins.backend)
+        twins.compiled = lambda x: step(twins.model, x)
+    else:
+        twins.compiled = torch.compile(lambda x: twins.model(x), backend=twins.backend)
+    twins.train(MLP.batch, loss=lambda model, x: model(x).square().mean())
+    assert_sharded(twins.model)
+
+
+@pytest.mark.parametrize("by_argument", [False, True])
+def test_a_function_calls_a_model_whose_loop_is_left_to_python(by_argument: bool) -> None:
+    ranks.run(2, _train_a_loop, by_argument)
+
+
 def _share_a_graph() -> None:
     """The second model runs the graph that was compiled for the first."""
     backend, models = _backend(), [MLP(), MLP()]
@@ -221,6 +255,46 @@ def test_a_single_rank_may_train_unsharded() -> None:
     ranks.run(1, _one_rank)
 
 
+class _Disabled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 5)
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def _refuse_to_step_beside() -> None:
+    """A function compiles one model, and leaves the other one to Python."""
+    model, other = MLP(), _Disabled()
+    compiled = torch.compile(lambda x: model(x) + other(x).sum(), backend=_backend())
+    compiled(torch.ones(5, 7)).sum().backward()
+    assert_sharded(model)
+    sgd(model).step()
+    with pytest.raises(RuntimeError, match=r"SGD steps 'linear\.weight' of _Disabled"):
+        sgd(other).step()
+    dist.barrier()
+
+
+def test_a_function_shards_one_of_its_models_alone() -> None:
+    ranks.run(2, _refuse_to_step_beside)
+
+
+def _warn_of_an_argument() -> None:
+    """What a function is given is named nowhere."""
+    model = _Disabled()
+    compiled = torch.compile(lambda model, x: model(x).tanh(), backend=_backend())
+    with graphshard_warnings() as texts:
+        compiled(model, torch.ones(5, 7)).sum().backward()
+        sgd(model).step()
+    assert len(texts) == 1 and "sharded nothing" in texts[0], texts
+
+
+def test_a_function_that_shards_nothing_warns() -> None:
+    ranks.run(2, _warn_of_an_argument)
+
+
 # Optimizers of other models.
 
 
@@ -283,7 +357,7 @@ def _forget_the_backend() -> None:
     with graphshard_warnings() as texts:
         for _ in range(2):
             _step(model, compiled)
-    assert len(texts) == 1 and "given to no torch.compile" in texts[0], texts
+    assert len(texts) == 1 and "sharded nothing" in texts[0], texts
     del backend
 
 
