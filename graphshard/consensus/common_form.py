@@ -47,17 +47,31 @@ def with_group_names(plan: Plan, names: Mapping[str, str]) -> Plan:
     return dataclasses.replace(plan, problem=problem, buckets=buckets)
 
 
-def with_inputs_of(plan: Plan, own_plans: Sequence[Plan]) -> Plan:
-    """Return another rank's plan with the graph inputs of this rank, parameters in their order.
+def with_inputs_of(plans: Sequence[Plan], own_plans: Sequence[Plan]) -> list[Plan]:
+    """Return another rank's plans with the graph inputs of this rank, parameters in their order.
+
+    Parameters that never travel are left out: graphs that differ in nothing else share one plan.
 
     Args:
-        own_plans: this rank's plans for the same Dynamo graph.
+        plans: of all graphs of one Dynamo graph.
+        own_plans: this rank's plans for the same.
     """
-    own = _inputs_by_fqn([param for own_plan in own_plans for param in own_plan.params])
-    theirs = _inputs_by_fqn(plan.params)
+    own, theirs = (
+        _inputs_by_fqn([param for plan in some for param in _travelling(plan)])
+        for some in (own_plans, plans)
+    )
     inputs = {i: own[fqn][k] for fqn, of_fqn in theirs.items() for k, i in enumerate(of_fqn)}
-    params = [dataclasses.replace(param, input=inputs[param.input]) for param in plan.params]
-    order = sorted(range(len(params)), key=lambda i: params[i].input)
+    return [_with_inputs(plan, inputs) for plan in plans]
+
+
+def _with_inputs(plan: Plan, inputs: Mapping[int, int]) -> Plan:
+    """Replace the graph inputs of parameters; leave out parameters whose inputs are not given."""
+    params = {
+        i: dataclasses.replace(param, input=inputs[param.input])
+        for i, param in enumerate(plan.params)
+        if param.input in inputs
+    }
+    order = sorted(params, key=lambda i: params[i].input)
     moved = {old: new for new, old in enumerate(order)}
     transfers = tuple(
         t if t.param is None else dataclasses.replace(t, param=moved[t.param])
@@ -68,8 +82,14 @@ def with_inputs_of(plan: Plan, own_plans: Sequence[Plan]) -> Plan:
         params=tuple(params[i] for i in order),
         problem=dataclasses.replace(plan.problem, transfers=transfers),
         kept=tuple(moved[i] for i in plan.kept),
-        reasons=tuple((moved[i], reason) for i, reason in plan.reasons),
+        reasons=tuple((moved[i], reason) for i, reason in plan.reasons if i in moved),
     )
+
+
+def _travelling(plan: Plan) -> list[PlanParam]:
+    """Return the parameters that the plan's graph gathers, reduces or keeps gathered."""
+    travelling = {transfer.param for transfer in plan.problem.transfers} | set(plan.kept)
+    return [param for i, param in enumerate(plan.params) if i in travelling]
 
 
 def _inputs_by_fqn(params: Sequence[PlanParam]) -> dict[str, list[int]]:

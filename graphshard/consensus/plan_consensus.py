@@ -85,7 +85,7 @@ class PlanConsensus:
                 common = [Plan.from_json(plan_json) for plan_json in json.loads(text)]
             self._plans[key] = common
         names = {number: name for name, number in numbers.items()}
-        return [with_inputs_of(with_group_names(plan, names), plans) for plan in self._plans[key]]
+        return with_inputs_of([with_group_names(p, names) for p in self._plans[key]], plans)
 
 
 class _LaunchRange(NamedTuple):

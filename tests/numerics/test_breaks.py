@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests import ranks
 from tests.models import MLP, Trainable
-from tests.numerics.compare import Twins, graphshard_warnings
+from tests.numerics.compare import Twins, assert_close, graphshard_warnings
 
 DIM = 7
 
@@ -212,6 +212,18 @@ def test_a_model_with_graph_breaks(kind: Trainable) -> None:
 @pytest.mark.parametrize("kind", [DisabledFirst, Held])
 def test_a_model_with_graph_breaks_and_inductor(kind: Trainable) -> None:
     ranks.run(2, _train, kind, "inductor")
+
+
+def _evaluate_replicated() -> None:
+    """Evaluates by two graphs that communicate nothing, and so the same, of other parameters."""
+    twins = Twins(Middle(), fullgraph=False, overrides={"*": {"shard": False}})
+    x = torch.ones(5, DIM)
+    with graphshard_warnings(), torch.no_grad():
+        assert_close("loss", twins.compiled(x), twins.reference(x))
+
+
+def test_a_replicated_model_with_graph_breaks_is_evaluated() -> None:
+    ranks.run(2, _evaluate_replicated)
 
 
 # Functions with breaks: parts of the model may have run before graphshard sees its parameters.
