@@ -37,7 +37,7 @@ from graphshard.passes.lower import apply_buckets, apply_replicate
 from graphshard.passes.normalise import normalise
 from graphshard.passes.reshard import parameter_derived, reshard
 from graphshard.planning.activation_offload import SavedActivation
-from graphshard.planning.plan import Bucket, Plan, Problem, Transfer
+from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem, Transfer
 
 TRACED = (use_float8,)
 """Passes on the graph that Dynamo traced."""
@@ -62,7 +62,7 @@ def lower(
     graph: fx.Graph,
     kind: GraphKind,
     cost_model: CostModel,
-    plan_buckets: Callable[[Problem, CostModel], tuple[Bucket, ...]],
+    plan_buckets: Callable[[Problem, Sequence[PlanParam], CostModel], tuple[Bucket, ...]],
 ) -> Plan:
     """Read ``graph`` as a problem, plan it, and rewrite it by the plan, in place."""
     merge_unshards(graph)
@@ -75,7 +75,7 @@ def lower(
     param_of = {marker: number[param] for marker, param in params.items()}
     normalise(graph)
     problem, marker_nodes, steps, _ = build_problem(graph, kind, cost_model, param_of)
-    buckets = plan_buckets(problem, cost_model)
+    buckets = plan_buckets(problem, unique, cost_model)
     gathered = [node for node in marker_nodes if node.target is markers.unshard]
     plan = Plan(
         params=unique,

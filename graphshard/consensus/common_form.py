@@ -48,7 +48,7 @@ def with_group_names(plan: Plan, names: Mapping[str, str]) -> Plan:
 
 
 def with_inputs_of(plans: Sequence[Plan], own_plans: Sequence[Plan]) -> list[Plan]:
-    """Return another rank's plans with the graph inputs of this rank, parameters in their order.
+    """Return another rank's plans with the graph inputs of this rank.
 
     Parameters that never travel are left out: graphs that differ in nothing else share one plan.
 
@@ -66,20 +66,16 @@ def with_inputs_of(plans: Sequence[Plan], own_plans: Sequence[Plan]) -> list[Pla
 
 def _with_inputs(plan: Plan, inputs: Mapping[int, int]) -> Plan:
     """Replace the graph inputs of parameters; leave out parameters whose inputs are not given."""
-    params = {
-        i: dataclasses.replace(param, input=inputs[param.input])
-        for i, param in enumerate(plan.params)
-        if param.input in inputs
-    }
-    order = sorted(params, key=lambda i: params[i].input)
-    moved = {old: new for new, old in enumerate(order)}
+    given = [i for i, param in enumerate(plan.params) if param.input in inputs]
+    moved = {old: new for new, old in enumerate(given)}
     transfers = tuple(
         t if t.param is None else dataclasses.replace(t, param=moved[t.param])
         for t in plan.problem.transfers
     )
+    params = (plan.params[i] for i in given)
     return dataclasses.replace(
         plan,
-        params=tuple(params[i] for i in order),
+        params=tuple(dataclasses.replace(param, input=inputs[param.input]) for param in params),
         problem=dataclasses.replace(plan.problem, transfers=transfers),
         kept=tuple(moved[i] for i in plan.kept),
         reasons=tuple((moved[i], reason) for i, reason in plan.reasons if i in moved),

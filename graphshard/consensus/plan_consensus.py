@@ -27,7 +27,7 @@ from .._torch.distributed import process_group
 from ..errors import BackendError
 from ..kinds import HOST_COPIES, TransferKind
 from ..planning.host_copies import without_host_copies
-from ..planning.plan import Bucket, Plan, Problem, Transfer
+from ..planning.plan import Bucket, Plan, PlanParam, Problem, Transfer
 from .call_log import CallLog, call_log_of
 from .common_form import (
     collectives_text,
@@ -95,20 +95,21 @@ class _LaunchRange(NamedTuple):
     latest: int
 
 
-def follow(problem: Problem, plan: Plan) -> tuple[Bucket, ...]:
+def follow(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> tuple[Bucket, ...]:
     """Return the buckets of ``plan``, in their order, launched and waited for in ``problem``.
 
     A bucket stays at its steps as far as ``problem`` has the transfers ready and not yet due there.
 
     Args:
         problem: this rank's graph.
+        params: of ``problem``.
         plan: the first rank's plan for the same transfers, perhaps in another order and with other
-            steps; its parameters are numbered as those of ``problem``.
+            steps; its parameters are known by the graph inputs of this rank.
 
     Raises:
         BackendError: this problem has other transfers, or does not allow their order.
     """
-    end, buckets = problem.num_steps, _buckets_for(problem, plan)
+    end, buckets = problem.num_steps, _buckets_for(problem, params, plan)
     bucket_transfers = [[problem.transfers[i] for i in bucket.transfers] for bucket in buckets]
     due = [min([end, *(t.due for t in transfers)]) for transfers in bucket_transfers]
     ranges = _launch_ranges(bucket_transfers, due)
@@ -126,13 +127,15 @@ def follow(problem: Problem, plan: Plan) -> tuple[Bucket, ...]:
     return tuple(_waited_before_replicas(bucket, placed) for bucket in placed)
 
 
-def _buckets_for(problem: Problem, plan: Plan) -> list[Bucket]:
+def _buckets_for(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> list[Bucket]:
     """Return the buckets of ``plan`` with the positions that their transfers have in ``problem``.
 
     Raises:
         BackendError: the problem has other transfers.
     """
-    ours, theirs = map(_positions, (problem, without_host_copies(plan.problem)))
+    collectives = without_host_copies(plan.problem).transfers
+    ours = _positions(problem.transfers)
+    theirs = _positions(_numbered(collectives, plan.params, params))
     if {t: len(positions) for t, positions in ours.items()} != {
         t: len(positions) for t, positions in theirs.items()
     }:
@@ -147,10 +150,23 @@ def _buckets_for(problem: Problem, plan: Plan) -> list[Bucket]:
     ]
 
 
-def _positions(problem: Problem) -> dict[Transfer, list[int]]:
+def _numbered(
+    transfers: Sequence[Transfer], theirs: Sequence[PlanParam], ours: Sequence[PlanParam]
+) -> list[Transfer]:
+    """Number the parameters of ``transfers`` by their positions in ``ours``; -1 if not there."""
+    numbers = {param.input: i for i, param in enumerate(ours)}
+    return [
+        t
+        if t.param is None
+        else dataclasses.replace(t, param=numbers.get(theirs[t.param].input, -1))
+        for t in transfers
+    ]
+
+
+def _positions(transfers: Sequence[Transfer]) -> dict[Transfer, list[int]]:
     """Return the positions of every transfer; several of those that are alike but for steps."""
     positions: dict[Transfer, list[int]] = {}
-    for i, transfer in enumerate(problem.transfers):
+    for i, transfer in enumerate(transfers):
         positions.setdefault(without_steps(transfer), []).append(i)
     return positions
 

@@ -24,7 +24,7 @@ from ..options.schedule_policy import SchedulePolicy
 from ..planning.activation_offload import SavedActivation, choose_offloaded
 from ..planning.host_copies import add_host_copies, without_host_copies
 from ..planning.keep_unsharded import choose_kept
-from ..planning.plan import Bucket, Plan, Problem, Transfer
+from ..planning.plan import Bucket, Plan, PlanParam, Problem, Transfer
 
 _FOLDERS = (Path(__file__).parents[1], Path(passes.__file__).parent)
 
@@ -113,11 +113,17 @@ class CompileSettings:
         """Return which of ``saved`` leave the device: see ``planning.activation_offload``."""
         return choose_offloaded(forward, backward, saved, self.schedule.limits(), cost_model)
 
-    def plan_buckets(self, problem: Problem, cost_model: CostModel) -> tuple[Bucket, ...]:
-        """Return the buckets of a graph, host copies included, in launch order."""
+    def plan_buckets(
+        self, problem: Problem, params: Sequence[PlanParam], cost_model: CostModel
+    ) -> tuple[Bucket, ...]:
+        """Return the buckets of a graph, host copies included, in launch order.
+
+        Args:
+            params: of ``problem``.
+        """
         collectives = without_host_copies(problem)
         if problem.graph in self.first_rank_plans:
-            buckets = follow(collectives, self.first_rank_plans[problem.graph])
+            buckets = follow(collectives, params, self.first_rank_plans[problem.graph])
         else:
             buckets = self.schedule.plan_buckets(collectives, cost_model)
         hides_copies = cost_model if self.schedule.overlap else None

@@ -127,7 +127,7 @@ def lowered(
         gm.graph,
         kind,
         cost_model,
-        lambda p, _: add_host_copies(p, plan_buckets(p), cost_model, ScheduleLimits()),
+        lambda p, *_: add_host_copies(p, plan_buckets(p), cost_model, ScheduleLimits()),
     )
     verify_lowered(gm.graph, plan)
     return plan

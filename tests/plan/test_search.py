@@ -17,7 +17,7 @@ from graphshard.errors import BackendError
 from graphshard.kinds import TransferKind
 from graphshard.planning.live_bytes import alive_bytes, in_flight_bytes, smallest_peak
 from graphshard.planning.memory_budget import ScheduleLimits
-from graphshard.planning.plan import Bucket, Plan, Problem, replica_bucket
+from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem, replica_bucket
 from graphshard.planning.search import BudgetError, find_schedule
 from graphshard.planning.simulate import COLLECTIVE, clock, simulate
 from graphshard.planning.without_overlap import schedule_without_overlap
@@ -110,13 +110,27 @@ def test_caps_are_kept(graph: Problem, line: Line, cap: int, in_flight: int) -> 
         assert alive == ahead <= in_flight
 
 
+def _follow(problem: Problem, plan: Plan, num_others: int = 0) -> tuple[Bucket, ...]:
+    """Follow `plan` in a graph that has `num_others` parameters more, and so other numbers."""
+    numbers = sorted({t.param for t in plan.problem.transfers if t.param is not None})
+    params = [PlanParam(i, (), "", 1, "") for i in range(max([0, *numbers]) + 1)]
+    plan = dataclasses.replace(plan, params=tuple(params))
+    others = [PlanParam(-1 - i, (), "", 1, "") for i in range(num_others)]
+    moved = [
+        t if t.param is None else dataclasses.replace(t, param=t.param + num_others)
+        for t in problem.transfers
+    ]
+    problem = dataclasses.replace(problem, transfers=tuple(moved))
+    return follow(problem, [*others, *plan.params], plan)
+
+
 @given(problems(), lines, st.data())
 def test_another_rank_can_follow(graph: Problem, line: Line, data: st.DataObject) -> None:
     """Whose compute takes another time, so that it would have decided otherwise."""
     buckets = find_schedule(graph, line, ScheduleLimits())
     times = st.lists(st.floats(0, 200), min_size=graph.num_steps, max_size=graph.num_steps)
     other = dataclasses.replace(graph, compute_us=tuple(data.draw(times)))
-    followed = follow(other, Plan((), graph, buckets))
+    followed = _follow(other, Plan((), graph, buckets), data.draw(st.integers(0, 3)))
     _assert_sound(other, followed)
     assert [b.transfers for b in followed] == [b.transfers for b in buckets]
 
@@ -135,7 +149,7 @@ def test_another_order_of_steps_can_be_followed(
     ]
     other = dataclasses.replace(graph, transfers=tuple(transfers))
     try:
-        followed = follow(other, Plan((), graph, buckets))
+        followed = _follow(other, Plan((), graph, buckets))
     except BackendError:
         return  # a gather behind what is ready too late
     _assert_sound(other, followed)
