@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from tests import ranks
 from tests.numerics.fuzz.case import Case, draw
-from tests.numerics.fuzz.shrink import failure, headline, shrink
+from tests.numerics.fuzz.shrink import fails_unsharded, failure, headline, shrink
 
 
 def main() -> int:
@@ -33,6 +33,9 @@ def main() -> int:
         if arguments.verbose:
             print(f"{time.monotonic() - start:.1f} s: seed {case.seed}", flush=True)
         if text is None:
+            continue
+        if fails_unsharded(case, text):
+            print(f"fails by plain torch.compile, too: {case}\n    {headline(text)}", flush=True)
             continue
         failed += 1
         print(f"FAILED {case}\n    {headline(text)}", flush=True)

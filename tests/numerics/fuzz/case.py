@@ -245,6 +245,7 @@ UNSTEADY = frozenset(name for name, formula in FORMULAS.items() if formula.jumps
     "weight_norm",
     "batch_norm",
     "fixed_norm",
+    "pair",
 }
 """What half precision changes too much to be compared, or does not compute on a CPU."""
 

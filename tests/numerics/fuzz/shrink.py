@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, replace
 
 from tests import ranks
 from tests.numerics.fuzz.case import Block, Case
 from tests.numerics.fuzz.modules import WRAPPERS
+from tests.numerics.fuzz.plain import run_unsharded
 from tests.numerics.fuzz.trial import run_trial
 
 TIMEOUT_S = 100.0
 MAX_TRIES = 60
 
 
-def failure(case: Case) -> str | None:
+def failure(case: Case, trial: Callable[[Case], object] = run_trial) -> str | None:
     """Return the text of a case's failure, whatever it is; None: it passed."""
     try:
-        ranks.run(case.world_size, run_trial, case, timeout_s=TIMEOUT_S)
+        ranks.run(case.world_size, trial, case, timeout_s=TIMEOUT_S)
     except ranks.RankError as error:
         return error.failures[0].text
     return None
+
+
+def fails_unsharded(case: Case, text: str) -> bool:
+    """Return whether plain ``torch.compile`` fails at the case in the same way."""
+    unsharded = failure(case, run_unsharded)
+    return unsharded is not None and _alike(headline(unsharded), headline(text))
 
 
 def headline(text: str) -> str:

@@ -4,12 +4,10 @@ averaged as DDP does. `run_trial` is what every rank calls."""
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -20,20 +18,25 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import graphshard
 from tests.numerics.compare import whole
-from tests.numerics.fuzz.case import Case
-from tests.numerics.fuzz.model import Model, batch, loss
+from tests.numerics.fuzz.case import EXACT, Case
+from tests.numerics.fuzz.model import batch
 from tests.numerics.fuzz.modules import BREAKS
+from tests.numerics.fuzz.plain import (
+    POLICIES,
+    Plain,
+    compute_loss,
+    fits_fp8,
+    ignored_params,
+    prepared,
+)
 
 TOLERANCE = {"float64": 1e-7, "float32": 1e-4}
-"""Relative errors, by precision; others: `ROUGH`."""
+"""Relative errors, by precision; others: `ROUGH`, or twice the plain copy's own rounding error."""
 ROUGH = 0.06
 FLOOR = 1e-2
 """A tensor smaller than this part of the largest gradient is compared as if it was so large."""
-POLICIES = {
-    "bf16": MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32),
-    "bf16_reduced_in_float32": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-    "fp8": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-}
+LOSS = 10.0
+"""Stands for the largest gradient where losses are compared, which are sums that may cancel."""
 WIDE_SUMS = {
     "float64": MixedPrecisionPolicy(reduce_dtype=torch.float64),
     "float32": MixedPrecisionPolicy(reduce_dtype=torch.float64),
@@ -54,62 +57,6 @@ def run_trial(case: Case) -> int:
         return _Trial(case).train()
 
 
-class Plain:
-    """The unsharded copy of one rank. In mixed precision its values and its gradients are kept
-    beside a model that computes."""
-
-    def __init__(self, case: Case) -> None:
-        self.values = _prepared(case, case.seed)
-        self.computes = copy.deepcopy(self.values)
-        policy = POLICIES.get(case.precision, MixedPrecisionPolicy())
-        self.dtype, self.output_dtype = policy.param_dtype, policy.output_dtype
-        self.ignored = set(map(id, _ignored(case, self.values)))
-        for param in self.computes.parameters():
-            if self.dtype and param.dtype == torch.float32:
-                param.data = param.data.to(self.dtype)
-        if case.precision == "fp8":
-            self.computes = _by_torchao(self.computes)
-
-    def __call__(self, x: Tensor, flag: bool) -> Any:
-        """Return the outputs."""
-        if self.dtype and x.is_floating_point():
-            x = x.to(self.dtype)
-        return _cast(self.computes(x, flag), self.output_dtype)
-
-    def _pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        return zip(self.values.parameters(), self.computes.parameters(), strict=True)
-
-    def begin_step(self) -> None:
-        """Compute with the values of now."""
-        with torch.no_grad():
-            for value, param in self._pairs():
-                param.copy_(value)
-                param.requires_grad_(value.requires_grad)
-
-    def collect(self) -> None:
-        """Add the gradients of a backward to those of the step."""
-        for value, param in self._pairs():
-            if param.grad is not None:
-                grad = param.grad.to(value.dtype)
-                value.grad = grad.clone() if value.grad is None else value.grad + grad
-                param.grad = None
-
-    def reduce(self, before: dict[str, Tensor]) -> None:
-        """Average over all ranks what this step has added to gradients.
-
-        Args:
-            before: gradients, averaged already.
-        """
-        for name, value in self.values.named_parameters():
-            if value.grad is None or id(value) in self.ignored:
-                continue
-            old = before.get(name, torch.zeros_like(value))
-            new = torch.view_as_real(value.grad - old) if value.is_complex() else value.grad - old
-            dist.all_reduce(new)
-            new = torch.view_as_complex(new) if value.is_complex() else new
-            value.grad = old + new / dist.get_world_size()
-
-
 class _Trial:
     """A case's two models and what they have to agree on."""
 
@@ -118,7 +65,10 @@ class _Trial:
         self.rank = dist.get_rank()
         self.faults: list[str] = []
         self.plain = Plain(case)
-        self.model = _prepared(case, case.seed + (self.rank if case.sync else 0))
+        # Says how much rounding there is to be expected.
+        exact = replace(case, precision="float32")
+        self.exact = None if case.precision in EXACT else Plain(exact)
+        self.model = prepared(case, case.seed + (self.rank if case.sync else 0))
         self.optimizer = _optimizer(case, self.model) if case.early else None
         self.options = _options(case, self.model)
         torch._dynamo.utils.counters.clear()
@@ -143,15 +93,15 @@ class _Trial:
 
     def train(self) -> int:
         """All steps."""
-        theirs = _optimizer(self.case, self.plain.values)
+        theirs = [_optimizer(self.case, plain.values) for plain in self._plains()]
         for step in range(self.case.steps):
             if self.case.thaw and step == 1:
-                _thaw(self.model)
-                _thaw(self.plain.values)
+                for model in (self.model, *(plain.values for plain in self._plains())):
+                    _thaw(model)
             self._backward(step)
             self._compare(f"step {step}", grads=True)
             self.optimizer = self.optimizer or _optimizer(self.case, self.model)
-            for optimizer in (self.optimizer, theirs):
+            for optimizer in (self.optimizer, *theirs):
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=not self.case.zeroes)
             self._compare(f"after step {step}", grads=False)
@@ -159,64 +109,74 @@ class _Trial:
                 self._evaluate(step)
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
+    def _plains(self) -> list[Plain]:
+        return [self.plain, *([self.exact] if self.exact else [])]
+
     def _backward(self, step: int) -> None:
         """Forwards and backwards of a step's microbatches."""
-        self.plain.begin_step()
-        before = {n: p.grad for n, p in self.plain.values.named_parameters() if p.grad is not None}
+        before = [plain.begin_step() for plain in self._plains()]
         for micro in range(self.case.micros):
             last = micro == self.case.micros - 1 or self.case.reduces_micros
             flag = (self.case.seed + step + micro) % 2 == 0
             x = batch(self.case, step, micro, self.rank)
             with contextlib.nullcontext() if last else graphshard.no_sync(self.model):
-                ours = self._loss(self.compiled, x, flag)
+                ours = compute_loss(self.case, self.compiled, x, flag)
                 ours.backward()
-            theirs = self._loss(self.plain, x, flag)
-            theirs.backward()
-            self.plain.collect()
-            self._note(f"loss of step {step}, microbatch {micro}", ours, theirs)
-        self.plain.reduce(before)
-
-    def _loss(self, model: Callable[..., Any], x: Tensor, flag: bool) -> Tensor:
-        with _autocast(self.case):
-            total = loss(model(x, flag))
-            if self.case.forwards == 2:
-                total = total + loss(model(x.flip(0), flag))
-        return total
+            theirs = []
+            for plain in self._plains():
+                theirs.append(plain.loss(x, flag))
+                theirs[-1].backward()
+                plain.collect()
+            self._note(f"loss of step {step}, microbatch {micro}", ours, *theirs, scale=LOSS)
+        for plain, grads in zip(self._plains(), before):
+            plain.reduce(grads)
 
     def _evaluate(self, step: int) -> None:
         x = batch(self.case, step, 100, self.rank)
         mode = torch.no_grad if self.case.evaluation == "no_grad" else torch.inference_mode
-        self.plain.begin_step()
+        models = [(self.model, self.compiled), *((p.computes, p) for p in self._plains())]
         results = []
-        for module, run in ((self.model, self.compiled), (self.plain.computes, self.plain)):
+        for plain in self._plains():
+            plain.begin_step()
+        for module, run in models:
+            case = run.case if isinstance(run, Plain) else self.case
             module.eval()
             with mode():
-                results.append(self._loss(run, x, True))
+                results.append(compute_loss(case, run, x, True))
             module.train()
-        self._note(f"evaluation after step {step}", *results)
+        self._note(f"evaluation after step {step}", *results, scale=LOSS)
         self._raise_together()
 
     def _compare(self, when: str, *, grads: bool) -> None:
         """Parameters and buffers, or gradients."""
-        theirs = dict(self.plain.values.named_parameters())
+        theirs = [dict(plain.values.named_parameters()) for plain in self._plains()]
         largest = max(
-            (float(p.grad.norm()) for p in theirs.values() if p.grad is not None), default=0.0
+            (float(p.grad.norm()) for p in theirs[0].values() if p.grad is not None), default=0.0
         )
         ours = dict(self.model.named_parameters())
-        assert list(ours) == list(theirs)
-        for name, param in theirs.items():
+        assert list(ours) == list(theirs[0])
+        for name, param in theirs[0].items():
+            params = [named[name] for named in theirs]
             if ours[name].requires_grad != param.requires_grad:
                 self.faults.append(f"{name}.requires_grad is {ours[name].requires_grad}")
             if grads:
-                self._note(f"{name}.grad, {when}", ours[name].grad, param.grad, largest)
+                expected = [p.grad for p in params]
+                self._note(f"{name}.grad, {when}", ours[name].grad, *expected, scale=largest)
             else:
-                self._note(f"{name}, {when}", ours[name], param, 1.0)
+                self._note(f"{name}, {when}", ours[name], *params, scale=1.0)
         for name, buffer in self.model.named_buffers():
-            self._note(f"{name}, {when}", buffer, self.plain.computes.get_buffer(name), 1.0)
+            buffers = [plain.computes.get_buffer(name) for plain in self._plains()]
+            self._note(f"{name}, {when}", buffer, *buffers, scale=1.0)
         self._raise_together()
 
     def _note(
-        self, what: str, ours: Tensor | None, theirs: Tensor | None, scale: float = 0.0
+        self,
+        what: str,
+        ours: Tensor | None,
+        theirs: Tensor | None,
+        exact: Tensor | None = None,
+        *,
+        scale: float = 0.0,
     ) -> None:
         """Remember that two tensors differ by more than is allowed."""
         if ours is None or theirs is None:
@@ -229,11 +189,14 @@ class _Trial:
         if facts != expected:
             self.faults.append(f"{what}: {facts} instead of {expected}")
             return
-        kind = torch.complex128 if theirs.is_complex() else torch.float64
-        difference = float((full.to(kind) - theirs.detach().to(kind)).norm())
-        size = max(float(theirs.detach().to(kind).norm()), FLOOR * scale, 1e-12)
-        if not difference <= TOLERANCE.get(self.case.precision, ROUGH) * size:
-            self.faults.append(f"{what}: relative error {difference / size:.1e}")
+        size = max(_norm(theirs), FLOOR * scale, 1e-12)
+        difference = _distance(full, theirs)
+        allowed = TOLERANCE.get(self.case.precision, ROUGH) * size
+        if exact is not None:
+            allowed = max(allowed, 2 * _distance(theirs, exact))
+        if not difference <= allowed:
+            values = f", {full.item()} instead of {theirs.item()}" if full.numel() == 1 else ""
+            self.faults.append(f"{what}: relative error {difference / size:.1e}{values}")
 
     def _raise_together(self) -> None:
         """
@@ -247,13 +210,14 @@ class _Trial:
             raise AssertionError("; ".join(texts))
 
 
-def _prepared(case: Case, seed: int) -> Model:
-    torch.manual_seed(seed)
-    model = Model(case)
-    floats = (p for p in model.blocks.parameters() if p.is_floating_point())
-    for param, frozen in zip(floats, cycle(case.frozen or (False,))):
-        param.requires_grad_(not frozen)
-    return model
+def _norm(tensor: Tensor) -> float:
+    kind = torch.complex128 if tensor.is_complex() else torch.float64
+    return float(tensor.detach().to(kind).norm())
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    kind = torch.complex128 if other.is_complex() else torch.float64
+    return _norm(one.detach().to(kind) - other.detach().to(kind))
 
 
 def _thaw(model: nn.Module) -> None:
@@ -279,11 +243,6 @@ def _mesh(case: Case) -> Any:
     )
 
 
-def _ignored(case: Case, model: nn.Module) -> list[nn.Parameter]:
-    params = [p for p in model.parameters() if p.is_floating_point()]
-    return [params[i] for i in case.ignored if i < len(params) - 1]
-
-
 def _options(case: Case, model: nn.Module) -> dict[str, Any]:
     """Return the arguments of ``graphshard.backend``."""
     options: dict[str, Any] = {
@@ -291,13 +250,13 @@ def _options(case: Case, model: nn.Module) -> dict[str, Any]:
         "compiler": case.compiler,
         "schedule": graphshard.SchedulePolicy(**dict(case.schedule)),
         "sync_module_states": case.sync,
-        "ignored_params": _ignored(case, model),
+        "ignored_params": ignored_params(case, model),
         "overrides": _overrides(case, model),
     }
     if case.precision in POLICIES:
         options["mp_policy"] = POLICIES[case.precision]
     if case.precision == "fp8":
-        options["fp8"] = graphshard.Float8Policy(filter_fn=_fits_fp8)
+        options["fp8"] = graphshard.Float8Policy(filter_fn=fits_fp8)
     if case.offload == "shards":
         options["offload_policy"] = CPUOffloadPolicy()
     return options
@@ -305,7 +264,7 @@ def _options(case: Case, model: nn.Module) -> dict[str, Any]:
 
 def _overrides(case: Case, model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return those that match a parameter, in words of ``graphshard.backend``."""
-    ignored = set(map(id, _ignored(case, model)))
+    ignored = set(map(id, ignored_params(case, model)))
     names = [
         f"{prefix}.{name}"
         for prefix, module in model.named_modules()
@@ -321,33 +280,3 @@ def _overrides(case: Case, model: nn.Module) -> dict[str, dict[str, Any]]:
                 value = WIDE_SUMS.get(case.precision, POLICIES["bf16_reduced_in_float32"])
             found.setdefault(glob, {})[option] = value
     return found
-
-
-def _autocast(case: Case) -> AbstractContextManager[Any]:
-    if case.precision == "autocast":
-        return torch.autocast("cpu", torch.bfloat16)
-    return contextlib.nullcontext()
-
-
-def _cast(output: Any, dtype: torch.dtype | None) -> Any:
-    """Return an output of a model with its floating-point tensors in another dtype."""
-    if isinstance(output, Tensor):
-        return output.to(dtype) if dtype and output.is_floating_point() else output
-    if isinstance(output, dict):
-        return {key: _cast(value, dtype) for key, value in output.items()}
-    if isinstance(output, (tuple, list)):
-        return type(output)(_cast(value, dtype) for value in output)
-    return output
-
-
-def _fits_fp8(fqn: str, shape: tuple[int, ...]) -> bool:
-    return fqn.startswith("blocks.") and all(size % 16 == 0 for size in shape)
-
-
-def _by_torchao(model: nn.Module) -> nn.Module:
-    from torchao.float8 import convert_to_float8_training
-
-    def chosen(module: nn.Module, fqn: str) -> bool:
-        return type(module) is nn.Linear and _fits_fp8(f"{fqn}.weight", tuple(module.weight.shape))
-
-    return convert_to_float8_training(model, module_filter_fn=chosen)
