@@ -1,7 +1,7 @@
 """What holds for all tests: the root of the repository is importable, so that rank processes find
 test modules under the names that pytest gives them; tests marked `gpu` are skipped without CUDA;
 hypothesis is deterministic and without deadlines; the garbage collector does not look at what was
-imported; idle ranks end with the session."""
+imported, and compiling is quick; idle ranks end with the session."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt everything that was imported from garbage collection."""
+    """Exempt everything that was imported from garbage collection, and compile quickly."""
+    from tests.quick import compile_quicker  # not found before
+
+    compile_quicker()
     gc.freeze()  # torch alone is some 400,000 objects, which every full collection would look at
 
 

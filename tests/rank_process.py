@@ -33,6 +33,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .quick import compile_quicker
+
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 # Global settings of torch that are put back after each call: how to read and how to set one.
 SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
@@ -118,7 +120,8 @@ def main(pipe: Connection, spec: Spec) -> None:
     faulthandler.register(signal.SIGUSR1, stacks)
     _redirect_output(spec.output)
     _reply(pipe, spec, lambda: _join_group(spec, 0))
-    defaults = _Defaults()
+    defaults = _Defaults()  # imports torch._dynamo
+    compile_quicker()
     with contextlib.suppress(EOFError, OSError):  # the parent has closed the pipe
         for num_calls in itertools.count(1):
             pipe.recv_bytes()
