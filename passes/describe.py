@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from graphshard._torch.aot_graphs import original_inputs
+from graphshard._torch.tensors import size_hint
 from graphshard.kinds import HOST_COPIES, TransferKind
 from graphshard.ops import markers
 from graphshard.ops.collectives import GroupSpan, span_of
@@ -60,11 +61,12 @@ def _describe_param(marker: fx.Node, position: int) -> PlanParam:
     full, shard = (marker, source_of(marker)) if gathers else (source_of(marker), marker)
     split = marker.target in (markers.unshard, markers.reduce_grad)
     shard_value = value_of(shard)
+    # A gradient may have the size of an input's dimension, a symbol: it is the parameter's, too.
     return PlanParam(
         input=position,
-        shape=tuple(value_of(full).shape),
+        shape=tuple(map(size_hint, value_of(full).shape)),
         dtype=str(shard_value.dtype),
-        padded_rows=shard_value.shape[0] if split else None,
+        padded_rows=size_hint(shard_value.shape[0]) if split else None,
     )
 
 
@@ -99,9 +101,9 @@ def _describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
     return Transfer(
         param=param,
         kind=kind,
-        num_bytes=shard.numel() * (span.world if is_split else 1) * sent.dtype.itemsize,
+        num_bytes=size_hint(shard.numel()) * (span.world if is_split else 1) * sent.dtype.itemsize,
         dtype=str(sent.dtype),
-        shard_bytes=shard.nbytes,
+        shard_bytes=num_bytes(shard),
         casts=sent.tensor.dtype != sent.dtype,
         group=group,
         world=span.world,

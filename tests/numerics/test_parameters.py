@@ -326,3 +326,35 @@ def _unused_output() -> None:
 
 def test_an_output_that_the_loss_does_not_use_has_zeros_as_under_torch_compile() -> None:
     ranks.run(2, _unused_output)
+
+
+class Sliced(nn.Module):
+    """Knows how wide its input is only when it meets the second layer; the first one's gradient is
+    traced with a symbol."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.Parameter(torch.randn(12))
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        x = x * self.halves[: x.shape[1]] + self.halves[x.shape[1] :]
+        return self.second(self.first(x).relu()).square().mean()
+
+    batch = staticmethod(_rows)
+
+
+@pytest.mark.parametrize("overrides", [{}, {"*": {"shard": False}}])
+def test_a_gradient_of_symbolic_size(overrides: Any) -> None:
+    ranks.run(2, _train_symbolic, overrides)
+
+
+def _train_symbolic(overrides: Any) -> None:
+    twins = Twins(Sliced(), dynamic=True, fullgraph=False, overrides=overrides)
+    for step in range(2):
+        twins.backward(draw(_rows, step, 2))
+        for name, param in twins.model.named_parameters():
+            assert param.grad is not None
+            assert_close(name, whole(param.grad), twins.reference.get_parameter(name).grad)
+        twins.zero_grad()
