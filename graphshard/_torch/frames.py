@@ -50,7 +50,8 @@ class CompiledCall:
     Attributes:
         module: the module that is compiled; None where a function is.
         called: modules whose call Dynamo left to Python, outermost first. It may be about to trace
-            the forward of the innermost one.
+            the forward of the innermost one. None where that is for another call of compiled code
+            inside of this one, which may have another backend.
         running: modules with a method that Dynamo left to Python, outermost first.
         codes: of all functions that run inside of it, innermost first.
         backend: the ``backend`` argument of ``torch.compile``, resolved if it was a name.
@@ -83,7 +84,7 @@ def compiled_call() -> CompiledCall:
     wrapper = innermost_backend(callback)
     return CompiledCall(
         module=_called_module(outside[0]) if outside else None,
-        called=_owners(calls),
+        called=_owners(calls) if len(entries) == 1 else (),
         running=_owners(methods),
         codes=tuple(frame.f_code for frame in inside),
         backend=getattr(wrapper, "compiler_fn", wrapper),

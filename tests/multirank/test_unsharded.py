@@ -255,6 +255,20 @@ def test_a_single_rank_may_train_unsharded() -> None:
     ranks.run(1, _one_rank)
 
 
+def _call_another_backend() -> None:
+    """A function calls, from Python, what was compiled by another backend."""
+    model, other = MLP(), torch.compile(MLP(), backend="aot_eager")
+    outside = torch.compiler.disable(lambda x: other(x), recursive=False)
+    compiled = torch.compile(lambda x: model(x) + outside(x), backend=_backend())
+    compiled(torch.ones(5, 7)).backward()
+    assert_sharded(model)
+    assert_plain(other)
+
+
+def test_a_function_leaves_models_of_other_backends_alone() -> None:
+    ranks.run(2, _call_another_backend)
+
+
 class _Disabled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
