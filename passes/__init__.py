@@ -35,6 +35,7 @@ from graphshard.passes.float8 import gather_float8, scale_before_gather, use_flo
 from graphshard.passes.keep_unsharded import keep, keep_secondary_shards, keepable
 from graphshard.passes.lower import apply_buckets, apply_replicate
 from graphshard.passes.normalise import normalise
+from graphshard.passes.recompute import settle_gathers
 from graphshard.passes.reshard import parameter_derived, reshard
 from graphshard.planning.activation_offload import SavedActivation
 from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem, Transfer
@@ -45,8 +46,12 @@ TRACED = (use_float8,)
 JOINT = (merge, cast_early, gather_float8, reshard)
 """Passes on the joint graph, before it is partitioned."""
 
+JOINT_WITH_BUDGET = (merge, cast_early, gather_float8, settle_gathers, reshard)
+"""The same, where the partitioner has an activation budget."""
+
 __all__ = [
     "JOINT",
+    "JOINT_WITH_BUDGET",
     "TRACED",
     "PartitionProblems",
     "keep_gathered",

@@ -59,7 +59,12 @@ def number_inputs(forward: fx.Graph, backward: fx.Graph) -> None:
 
 def graph_kind(graph: fx.Graph) -> Literal["forward", "backward", "inference"]:
     """Which graph of AOTAutograd's it is."""
-    names = [node.target for node in graph.find_nodes(op="placeholder")]
-    if any(name.startswith("tangents_") for name in names):
+    inputs = graph.find_nodes(op="placeholder")
+    if any(map(is_tangent, inputs)):
         return "backward"
-    return "forward" if any(name.startswith("primals_") for name in names) else "inference"
+    return "forward" if any(node.target.startswith("primals_") for node in inputs) else "inference"
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Return whether a node is the gradient of an output, as an input."""
+    return node.op == "placeholder" and node.target.startswith("tangents_")

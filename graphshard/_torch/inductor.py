@@ -86,6 +86,11 @@ def saving_activations(budget: float | None) -> AbstractContextManager[None]:
     return functorch_config.patch(activation_memory_budget=max(budget, 1e-9))
 
 
+def has_activation_budget() -> bool:
+    """Return whether the partitioner may save less than all activations that are cheap to save."""
+    return bool(functorch_config.activation_memory_budget < 1)
+
+
 def donate_nothing() -> None:
     """Have the backward graph under compilation not write over activations that were saved for it.
 

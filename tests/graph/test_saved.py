@@ -202,7 +202,8 @@ def test_a_budget_of_activations(compiler: str, mesh: DeviceMesh) -> None:
         tensors = _saved_by_forward(Deep(), mesh, schedule=policy, compiler=compiler)
         saved[budget] = sum(tensor.numel() for tensor in tensors)
     assert saved[None] == saved[1] > saved[0.5] > saved[0]
-    assert saved[0] < 2 * FULL  # the batch, shards and biases
+    # The batch, shards and biases, and what the first layer returns: backward does not gather it.
+    assert saved[0] < 2 * FULL + (Deep.ROWS + len(_x())) * DIM
 
 
 def test_what_is_recomputed_is_gathered_once(mesh: DeviceMesh) -> None:
@@ -213,7 +214,7 @@ def test_what_is_recomputed_is_gathered_once(mesh: DeviceMesh) -> None:
     gathered = [
         t.param for t in backend.plans[1].problem.transfers if t.kind == TransferKind.ALL_GATHER
     ]
-    assert len(gathered) == len({*gathered}) >= 2 * Deep.LAYERS - 1
+    assert len(gathered) == len({*gathered}) == Deep.LAYERS - 1
 
 
 @pytest.mark.parametrize("kind", [Plain, Cast, Attention])

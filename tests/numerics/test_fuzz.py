@@ -40,6 +40,63 @@ FOUND: dict[str, Case] = {
         rows="by_both",
         evaluation="no_grad",
     ),
+    "ranks with other batches recompute what used a bias": Case(
+        4141,
+        (
+            ("without_grad", ("without_grad", ("joined",))),
+            (
+                "break",
+                ("twice", ("linear",)),
+                ("checkpoint", ("linear",), ("linear",), ("experts",)),
+            ),
+        ),
+        dim=7,
+        entry="tokens",
+        output="tensor",
+        mesh=(1, 2),
+        overrides=(("*weight*", "shard", False),),
+        schedule=(("bucket_cap_mb", 0.001), ("activation_memory_budget", 0)),
+        sync=True,
+        steps=3,
+        micros=2,
+        rows="by_both",
+        early=True,
+    ),
+    # A second compile, by the first rank's plan, has other parameters than the first one had.
+    "a plan is followed by graph inputs": Case(
+        4244,
+        (
+            (
+                "residual",
+                ("sometimes", ("attention",), ("attended",), ("looked_up",)),
+                ("row",),
+                ("linear",),
+            ),
+            ("pair",),
+        ),
+        dim=2,
+        entry="tokens",
+        output="tensor",
+        mesh=(4,),
+        overrides=(
+            ("blocks.0.*", "shard", False),
+            ("blocks.0.*", "reshard_after_forward", 4),
+        ),
+        precision="float32",
+        schedule=(
+            ("activation_memory_budget", 0.2),
+            ("max_in_flight_gb", 1e-08),
+            ("bucket_cap_mb", 0.0001),
+        ),
+        offload="shards",
+        dynamic=False,
+        sync=True,
+        micros=2,
+        rows="by_step",
+        evaluation="no_grad",
+        optimizer="adamw",
+        zeroes=True,
+    ),
 }
 """Cases that failed once."""
 

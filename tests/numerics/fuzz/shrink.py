@@ -25,13 +25,6 @@ def failure(case: Case, trial: Callable[[Case], object] = run_trial) -> str | No
     return None
 
 
-def is_documented(case: Case, text: str) -> bool:
-    """Return whether the README says that a case may fail so: it is an error, with names."""
-    sizes_differ = case.rows in ("by_rank", "by_both")
-    recomputes = "activation_memory_budget" in dict(case.schedule)
-    return sizes_differ and recomputes and "both call graphs for training" in headline(text)
-
-
 def fails_unsharded(case: Case, text: str) -> bool:
     """Return whether plain ``torch.compile`` fails at the case in the same way."""
     unsharded = failure(case, run_unsharded)

@@ -1,0 +1,59 @@
+"""Joint graph: which parameters backward gathers does not rest on the sizes of a batch.
+
+With an activation budget the partitioner chooses by sizes what is recomputed, and batches of ranks
+may differ in size. Were ``y`` recomputed on one rank alone, that rank alone would gather the bias
+in backward. So a parameter that backward needs for nothing else is not gathered there at all: a
+vector is kept, and of a larger one, such as an embedding or the first layer's, all users are saved.
+What a checkpointed region recomputes is the user's choice, the same on all ranks.
+
+    y = addmm(unshard(bias), x, w); z = gelu(y)
+    saved before   x, or y                    saved after   x, unshard(bias), or y
+"""
+
+from __future__ import annotations
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from graphshard._torch.aot_graphs import is_tangent
+from graphshard.ops.markers import change, unshard
+from graphshard.ops.nodes import value_of
+from graphshard.passes.reshard import parameter_derived
+
+
+def settle_gathers(gm: fx.GraphModule) -> None:
+    """Change markers of a joint graph, and tag it for the partitioner, in place."""
+    sources, backward = _sources(gm.graph), _backward(gm.graph)
+    needed = {
+        marker for node in backward for n in node.all_input_nodes for marker in sources.get(n, ())
+    }
+    markers = {node for node in sources if node.target is unshard} - needed
+    vectors = {marker for marker in markers if value_of(marker).dim() < 2}
+    for marker in vectors:
+        change(marker, regather_group=None)
+    for node in gm.graph.nodes:
+        read = {marker for n in node.all_input_nodes for marker in sources.get(n, ())}
+        forward = node.op == "call_function" and node not in sources and node not in backward
+        if forward and read & (markers - vectors) and "recompute" not in node.meta:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _sources(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
+    """Return, by node that parameters alone determine, the markers of these parameters."""
+    sources: dict[fx.Node, set[fx.Node]] = {}
+    for node in parameter_derived(graph):
+        sources[node] = {marker for n in node.all_input_nodes for marker in sources.get(n, ())}
+        if node.target is unshard:
+            sources[node].add(node)
+    return sources
+
+
+def _backward(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes that depend on a gradient of an output."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "call_function" and any(
+            n in found or is_tangent(n) for n in node.all_input_nodes
+        ):
+            found.add(node)
+    return found
