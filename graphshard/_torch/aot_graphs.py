@@ -62,9 +62,10 @@ def graph_kind(graph: fx.Graph) -> Literal["forward", "backward", "inference"]:
     inputs = graph.find_nodes(op="placeholder")
     if any(map(is_tangent, inputs)):
         return "backward"
-    return "forward" if any(node.target.startswith("primals_") for node in inputs) else "inference"
+    forward = any(str(node.target).startswith("primals_") for node in inputs)
+    return "forward" if forward else "inference"
 
 
 def is_tangent(node: fx.Node) -> bool:
     """Return whether a node is the gradient of an output, as an input."""
-    return node.op == "placeholder" and node.target.startswith("tangents_")
+    return node.op == "placeholder" and str(node.target).startswith("tangents_")
