@@ -161,7 +161,7 @@ class Twins:
 
     def backward(self, batches: Sequence[Any], loss: Loss = call_model) -> Tensor:
         """Forward and backward of both; the losses agree."""
-        rank = self.mesh.get_local_rank()
+        rank = self.mesh.get_local_rank() if self.mesh.ndim == 1 else dist.get_rank()
         ours = loss(self.compiled, batches[rank])
         ours.backward()
         theirs = [loss(self.plain, batch) for batch in batches]

@@ -19,6 +19,7 @@ from tests import ranks, recording
 from tests.models import GPT, MLP
 from tests.numerics.compare import (
     Twins,
+    assert_same,
     compile_sharded,
     draw,
     num_graphs,
@@ -217,6 +218,36 @@ def _eager_part() -> None:
 
 def test_parts_outside_of_graphs() -> None:
     ranks.run(2, _eager_part)
+
+
+def _average_over_replicas_later(kind: Any, function: Any, last_is_used: bool) -> None:
+    """Within a replica gradients are reduced for each microbatch, between replicas for the last."""
+    mesh = _mesh((2, 2))
+    twins = Twins(kind(), function=function, fullgraph=False, mesh=mesh)
+    for step in range(2):
+        graphshard.set_requires_all_reduce(twins.model, False)
+        for micro in range(2):
+            twins.backward(draw(kind.batch, 3 * step + micro, 4))
+        graphshard.set_requires_all_reduce(twins.model, True)
+        last = draw(kind.batch, 3 * step + 2, 4)
+        twins.backward(last if last_is_used else [(x, False) for x, _ in last])
+        assert_same(twins.model, twins.reference)
+        twins.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("kind", "function", "last_is_used"),
+    [
+        (DisabledFirst, None, True),
+        (MLP, _plainly, True),
+        (_Sometimes, None, False),
+        (_Sometimes, _plainly, False),
+    ],
+)
+def test_replicas_average_later_what_is_computed_outside_of_graphs(
+    kind: Any, function: Any, last_is_used: bool
+) -> None:
+    ranks.run(4, _average_over_replicas_later, kind, function, last_is_used)
 
 
 def _orders() -> None:

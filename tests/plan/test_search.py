@@ -155,6 +155,17 @@ def test_another_order_of_steps_can_be_followed(
     _assert_sound(other, followed)
 
 
+def test_other_transfers_cannot_be_followed() -> None:
+    graph = problem([100.0] * 3, [gather(0, 40, 1), gather(1, 40, 2)])
+    plan = Plan((), graph, find_schedule(graph, Line(1.0, 0.01), ScheduleLimits()))
+    other = dataclasses.replace(graph, transfers=graph.transfers[:1])
+    with pytest.raises(BackendError, match="gathers or reduces other parameters"):
+        _follow(other, plan)
+    early = dataclasses.replace(graph.transfers[1], ready=2, due=1)
+    with pytest.raises(BackendError, match="cannot follow the first rank's plan"):
+        _follow(dataclasses.replace(graph, transfers=(graph.transfers[0], early)), plan)
+
+
 def test_averages_over_replicas_hide_too() -> None:
     graph = problem([100.0] * 6, [reduction(i, 40, i + 1, 6, 2) for i in range(5)], [10_000] * 6)
     buckets = find_schedule(graph, Line(1.0, 1.0, issue_us=0.0), ScheduleLimits())

@@ -1,0 +1,34 @@
+"""A schedule that cannot be is an error when it is made, and names the field, the value and what it
+may be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from graphshard import SchedulePolicy
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"overlap": 1}, r"overlap=1: must be True or False"),
+    ({"bucket_cap_mb": 0}, r"bucket_cap_mb=0: must be a positive number"),
+    ({"bucket_cap_mb": "large"}, r"bucket_cap_mb='large': must be a positive number"),
+    ({"max_in_flight_gb": -1.0}, r"max_in_flight_gb=-1\.0: must be a positive number"),
+    ({"memory_budget_gb": True}, r"memory_budget_gb=True: must be a positive number"),
+    ({"activation_memory_budget": 1.5}, r"=1\.5: must be a number from 0 \(recompute all"),
+    ({"activation_memory_budget": "half"}, r"='half': must be a number from 0"),
+    ({"overlap": False, "memory_budget_gb": 1}, r"limit what overlaps: set schedule\.overlap=True"),
+    ({"node_cost": 3.0}, r"node_cost=3\.0: must be a function of a node, or None"),
+    ({"hardware": "abacus"}, r"abacus"),
+]
+
+
+@pytest.mark.parametrize(("fields", "match"), WRONG)
+def test_a_wrong_field(fields: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        SchedulePolicy(**fields)
+
+
+def test_fields_that_can_be() -> None:
+    for budget in (None, 0, 0.5, 1):
+        SchedulePolicy(activation_memory_budget=budget, bucket_cap_mb=1, memory_budget_gb=0.5)
