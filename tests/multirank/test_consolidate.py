@@ -105,6 +105,9 @@ def test_what_cannot_be(
     empty, text = tmp_path / "empty", tmp_path / "text.pt"
     empty.mkdir()
     text.write_text("no zip")
+    tensors, quaternions = tmp_path / "tensors.pt", tmp_path / "quaternions"
+    torch.save([torch.ones(2)], tensors)
+    dcp.save({"q": torch.ones(2, dtype=torch.complex128)}, checkpoint_id=quaternions, no_dist=True)
     bad = [
         ((folder, tmp_path / "x.bin"), "must end in one of .pt"),
         ((folder, tmp_path / "x.safetensors"), "tensors alone"),
@@ -113,10 +116,17 @@ def test_what_cannot_be(
         ((tmp_path / "missing", tmp_path / "x.pt"), "no such checkpoint"),
         ((empty, tmp_path / "x.pt"), "is no checkpoint"),
         ((text, tmp_path / "x"), "cannot be read: "),
+        ((tensors, tmp_path / "x"), "holds a list, not a state dict"),
+        ((quaternions, tmp_path / "x.safetensors"), "'q' is torch.complex128: a safetensors file"),
     ]
     for arguments, said in bad:
         with pytest.raises(SystemExit) as stopped:
             _run(*arguments)
         assert stopped.value.code == 2
         assert said in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "text.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "empty",
+        "quaternions",
+        "tensors.pt",
+        "text.pt",
+    ]
