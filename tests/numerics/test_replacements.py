@@ -90,3 +90,16 @@ def _replicated(gain: Any) -> Tensor:
 @pytest.mark.parametrize("compiled", [True, False])
 def test_what_cannot_take_its_place(make: Any, compiled: bool, match: str) -> None:
     ranks.run(2, _replace_by, make, compiled, match)
+
+
+def _replace_and_cast() -> None:
+    model = graphshard.shard(_Scaled(), world_mesh())
+    model.gain = nn.Parameter(torch.ones(5))
+    with pytest.raises(
+        ValueError, match="'gain' is sharded, but was replaced by a plain Parameter"
+    ):
+        model.double()
+
+
+def test_a_plain_parameter_among_shards_is_named_when_the_model_is_cast() -> None:
+    ranks.run(2, _replace_and_cast)
