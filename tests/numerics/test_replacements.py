@@ -95,9 +95,7 @@ def test_what_cannot_take_its_place(make: Any, compiled: bool, match: str) -> No
 def _replace_and_cast() -> None:
     model = graphshard.shard(_Scaled(), world_mesh())
     model.gain = nn.Parameter(torch.ones(5))
-    with pytest.raises(
-        ValueError, match=r"'gain' is sharded, but was replaced by a plain"
-    ):
+    with pytest.raises(ValueError, match=r"'gain' is sharded, but was replaced by a plain"):
         model.double()
 
 
