@@ -43,15 +43,11 @@ from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem, Transfer
 TRACED = (use_float8,)
 """Passes on the graph that Dynamo traced."""
 
-JOINT = (merge, cast_early, gather_float8, reshard)
+JOINT = (merge, cast_early, gather_float8, settle_gathers, reshard)
 """Passes on the joint graph, before it is partitioned."""
-
-JOINT_WITH_BUDGET = (merge, cast_early, gather_float8, settle_gathers, reshard)
-"""The same, where the partitioner has an activation budget."""
 
 __all__ = [
     "JOINT",
-    "JOINT_WITH_BUDGET",
     "TRACED",
     "PartitionProblems",
     "keep_gathered",

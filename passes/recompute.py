@@ -16,25 +16,26 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graphshard._torch.aot_graphs import is_tangent
+from graphshard._torch.inductor import has_activation_budget
 from graphshard.ops.markers import change, unshard
 from graphshard.ops.nodes import value_of
 from graphshard.passes.reshard import parameter_derived
 
 
 def settle_gathers(gm: fx.GraphModule) -> None:
-    """Change markers of a joint graph, and tag it for the partitioner, in place."""
+    """Change markers of a joint graph, and tag it for the partitioner, if that has a budget."""
+    if not has_activation_budget():
+        return
     sources, backward = _sources(gm.graph), _backward(gm.graph)
-    needed = {
-        marker for node in backward for n in node.all_input_nodes for marker in sources.get(n, ())
-    }
+    needed = {marker for node in backward for marker in _read(node, sources)}
     markers = {node for node in sources if node.target is unshard} - needed
     vectors = {marker for marker in markers if value_of(marker).dim() < 2}
     for marker in vectors:
         change(marker, regather_group=None)
     for node in gm.graph.nodes:
-        read = {marker for n in node.all_input_nodes for marker in sources.get(n, ())}
         forward = node.op == "call_function" and node not in sources and node not in backward
-        if forward and read & (markers - vectors) and "recompute" not in node.meta:
+        reads = _read(node, sources) & (markers - vectors)
+        if forward and reads and "recompute" not in node.meta:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
@@ -42,10 +43,13 @@ def _sources(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
     """Return, by node that parameters alone determine, the markers of these parameters."""
     sources: dict[fx.Node, set[fx.Node]] = {}
     for node in parameter_derived(graph):
-        sources[node] = {marker for n in node.all_input_nodes for marker in sources.get(n, ())}
-        if node.target is unshard:
-            sources[node].add(node)
+        sources[node] = {node} if node.target is unshard else _read(node, sources)
     return sources
+
+
+def _read(node: fx.Node, sources: dict[fx.Node, set[fx.Node]]) -> set[fx.Node]:
+    """Return the markers of the parameters that a node reads."""
+    return {marker for n in node.all_input_nodes for marker in sources.get(n, ())}
 
 
 def _backward(graph: fx.Graph) -> set[fx.Node]:

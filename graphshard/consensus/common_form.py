@@ -50,7 +50,8 @@ def with_group_names(plan: Plan, names: Mapping[str, str]) -> Plan:
 def with_inputs_of(plans: Sequence[Plan], own_plans: Sequence[Plan]) -> list[Plan]:
     """Return another rank's plans with the graph inputs of this rank.
 
-    Parameters that never travel are left out: graphs that differ in nothing else share one plan.
+    Parameters that never travel need not be the same: graphs that differ in nothing else share
+    plans. These get the input -1.
 
     Args:
         plans: of all graphs of one Dynamo graph.
@@ -61,25 +62,16 @@ def with_inputs_of(plans: Sequence[Plan], own_plans: Sequence[Plan]) -> list[Pla
         for some in (own_plans, plans)
     )
     inputs = {i: own[fqn][k] for fqn, of_fqn in theirs.items() for k, i in enumerate(of_fqn)}
-    return [_with_inputs(plan, inputs) for plan in plans]
-
-
-def _with_inputs(plan: Plan, inputs: Mapping[int, int]) -> Plan:
-    """Replace the graph inputs of parameters; leave out parameters whose inputs are not given."""
-    given = [i for i, param in enumerate(plan.params) if param.input in inputs]
-    moved = {old: new for new, old in enumerate(given)}
-    transfers = tuple(
-        t if t.param is None else dataclasses.replace(t, param=moved[t.param])
-        for t in plan.problem.transfers
-    )
-    params = (plan.params[i] for i in given)
-    return dataclasses.replace(
-        plan,
-        params=tuple(dataclasses.replace(param, input=inputs[param.input]) for param in params),
-        problem=dataclasses.replace(plan.problem, transfers=transfers),
-        kept=tuple(moved[i] for i in plan.kept),
-        reasons=tuple((moved[i], reason) for i, reason in plan.reasons if i in moved),
-    )
+    return [
+        dataclasses.replace(
+            plan,
+            params=tuple(
+                dataclasses.replace(param, input=inputs.get(param.input, -1))
+                for param in plan.params
+            ),
+        )
+        for plan in plans
+    ]
 
 
 def _travelling(plan: Plan) -> list[PlanParam]:

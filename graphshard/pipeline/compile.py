@@ -31,7 +31,6 @@ from .._torch.inductor import (
     compile_fx,
     donate_nothing,
     eager_backward,
-    has_activation_budget,
     make_boxed_func,
     min_cut_rematerialization_partition,
     saving_activations,
@@ -250,9 +249,8 @@ class Partitioner(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         with saving_activations(self._settings.schedule.activation_memory_budget):
-            joint_passes = passes.JOINT_WITH_BUDGET if has_activation_budget() else passes.JOINT
             with self._rewriting(joint=gm):
-                for joint_pass in joint_passes:
+                for joint_pass in passes.JOINT:
                     joint_pass(gm)
             derived = {node.name for node in passes.parameter_derived(gm.graph)}
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.numerics.fuzz.case import Case
-from tests.numerics.fuzz.model import Model, batch, loss
+from tests.numerics.fuzz.model import Model, batch, flag, loss
 
 POLICIES = {
     "bf16": MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32),
@@ -34,7 +34,7 @@ def run_unsharded(case: Case) -> None:
         plain.begin_step()
         for micro in range(case.micros):
             x = batch(case, step, micro, dist.get_rank())
-            plain.loss(x, (case.seed + step + micro) % 2 == 0).backward()
+            plain.loss(x, flag(case, step, micro)).backward()
         plain.collect()
         if case.evaluation:
             with torch.no_grad():
@@ -58,15 +58,15 @@ class Plain:
         if case.precision == "fp8":
             self.computes = _by_torchao(self.computes)
 
-    def __call__(self, x: Tensor, flag: bool) -> Any:
+    def __call__(self, x: Tensor, given: bool) -> Any:
         """Return the outputs."""
         if self.dtype and x.is_floating_point():
             x = x.to(self.dtype)
-        return _cast(self.computes(x, flag), self.output_dtype)
+        return _cast(self.computes(x, given), self.output_dtype)
 
-    def loss(self, x: Tensor, flag: bool) -> Tensor:
+    def loss(self, x: Tensor, given: bool) -> Tensor:
         """Return the loss of all forwards of a microbatch."""
-        return compute_loss(self.case, self, x, flag)
+        return compute_loss(self.case, self, x, given)
 
     def _pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         return zip(self.values.parameters(), self.computes.parameters(), strict=True)
@@ -107,16 +107,17 @@ class Plain:
             value.grad = old + new / dist.get_world_size()
 
 
-def compute_loss(case: Case, model: Callable[..., Any], x: Tensor, flag: bool) -> Tensor:
+def compute_loss(case: Case, model: Callable[..., Any], x: Tensor, given: bool) -> Tensor:
     """Return the loss of all forwards of a microbatch."""
     with _autocast(case):
-        total = loss(model(x, flag))
+        total = loss(model(x, given))
         if case.forwards == 2:
-            total = total + loss(model(x.flip(0), flag))
+            total = total + loss(model(x.flip(0), given))
     return total
 
 
 def prepared(case: Case, seed: int) -> Model:
+    """Return a case's model with values of `seed`, and with what the case freezes frozen."""
     torch.manual_seed(seed)
     model = Model(case)
     floats = (p for p in model.blocks.parameters() if p.is_floating_point())
@@ -126,6 +127,7 @@ def prepared(case: Case, seed: int) -> Model:
 
 
 def ignored_params(case: Case, model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of `model` that stay plain."""
     params = [p for p in model.parameters() if p.is_floating_point()]
     return [params[i] for i in case.ignored if i < len(params) - 1]
 
@@ -148,6 +150,7 @@ def _cast(output: Any, dtype: torch.dtype | None) -> Any:
 
 
 def fits_fp8(fqn: str, shape: tuple[int, ...]) -> bool:
+    """Return whether the linears of a parameter compute in fp8."""
     return fqn.startswith("blocks.") and all(size % 16 == 0 for size in shape)
 
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 import graphshard
 from tests.numerics.compare import whole
 from tests.numerics.fuzz.case import EXACT, Case
-from tests.numerics.fuzz.model import batch
+from tests.numerics.fuzz.model import batch, flag
 from tests.numerics.fuzz.modules import BREAKS
 from tests.numerics.fuzz.plain import (
     POLICIES,
@@ -118,14 +118,13 @@ class _Trial:
         before = [plain.begin_step() for plain in self._plains()]
         for micro in range(self.case.micros):
             last = micro == self.case.micros - 1 or self.case.reduces_micros
-            flag = (self.case.seed + step + micro) % 2 == 0
-            x = batch(self.case, step, micro, self.rank)
+            x, given = batch(self.case, step, micro, self.rank), flag(self.case, step, micro)
             with contextlib.nullcontext() if last else graphshard.no_sync(self.model):
-                ours = compute_loss(self.case, self.compiled, x, flag)
+                ours = compute_loss(self.case, self.compiled, x, given)
                 ours.backward()
             theirs = []
             for plain in self._plains():
-                theirs.append(plain.loss(x, flag))
+                theirs.append(plain.loss(x, given))
                 theirs[-1].backward()
                 plain.collect()
             self._note(f"loss of step {step}, microbatch {micro}", ours, *theirs, scale=LOSS)
