@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -137,6 +138,7 @@ class EventStore:
         self._store = dist.PrefixStore(f"{prefix}/{generation}", store)
         self._reader = dist.PrefixStore(f"{prefix}/{generation}", connect())
         self._first = 0  # events before it are deleted
+        self._agreeing = threading.Lock()  # both threads of a rank agree
         self._progress = -1  # the last call that this rank has agreed to
         self._choices: deque[int] = deque()  # calls of this rank whose choices the store has
         self._left: list[int] = []  # ranks that are known to have left
@@ -194,11 +196,13 @@ class EventStore:
         The last rank to agree posts an :class:`AgreedEvent` and deletes what all have read.
         """
         call, index = event.call, event.index
-        self._progress = max(self._progress, call)
-        self._store.set(f"progress/{self._rank}", str(self._progress))
+        with self._agreeing:
+            self._progress = max(self._progress, call)
+            self._store.set(f"progress/{self._rank}", str(self._progress))
         if self._store.add(f"agreed/{index}", 1) == self._num_ranks:
-            self.post(AgreedEvent(call=call, call_event=index))
+            # Before the post: this rank's other thread reads it at once, and moves ``_first``.
             events = [f"event/{i}" for i in range(self._first, index + 1)]
+            self.post(AgreedEvent(call=call, call_event=index))
             self._delete(*events, f"agreed/{index}", f"text/{call}", f"claim/{call}")
 
     def has_agreed(self, event: CallEvent, rank: int) -> bool:

@@ -298,16 +298,23 @@ def test_a_run_touches_no_store() -> None:
 
 def _num_keys(group: Group, call_log: CallLog) -> None:
     store = dist.distributed_c10d._get_default_store()
-    counts = []
-    for number in range(8):
+    first = 0
+    for number in range(20):
         call_log.first_run(f"plan {number}", PLAN)
         call_log.choose_on_first_rank("key", str)
         dist.barrier()
-        time.sleep(0.5)  # for the watchers to delete
-        counts.append(sum("graphshard" in key for key in store.list_keys()))
+        first = first or _count_keys(store)
         dist.barrier()
     # Not one key a round; groups of other tests may be leaving meanwhile.
-    assert 0 < min(counts[-3:]) <= min(counts[:4]) + 2
+    end = time.monotonic() + 20
+    while _count_keys(store) > first + 10 and time.monotonic() < end:
+        time.sleep(0.1)  # watchers delete
+    assert 0 < _count_keys(store) <= first + 10
+    dist.barrier()
+
+
+def _count_keys(store: Any) -> int:
+    return sum("graphshard" in key for key in store.list_keys())
 
 
 def test_the_store_does_not_grow() -> None:

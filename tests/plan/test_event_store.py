@@ -44,3 +44,17 @@ def test_events_of_two_ranks_in_every_store(kind: str, tmp_path: Path) -> None:
         assert first.ranks_that_left() == [1]
         first.leave()
         assert first.read(3) is None and second.ranks_that_left() == [1, 0]
+
+
+def test_an_agreement_that_the_other_thread_of_its_rank_reads_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = dist.HashStore()
+    events = EventStore(lambda: store, "graphshard/0", 0, 1)
+    events.post_call(0, "plan", 0, PLAN)
+    post, agreed = events.post, AgreedEvent(call=0, call_event=0)
+    monkeypatch.setattr(events, "post", lambda event: (post(event), events.forget(agreed)))
+    event = events.read(0)
+    assert isinstance(event, CallEvent)
+    events.agree(event)
+    assert events.read(0) is None and events.read(1) is not None
