@@ -7,20 +7,17 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 TYPECHECK := .cache/typecheck/graphshard
 
-.PHONY: demo test coverage lint clean
+.PHONY: demo test lint clean
 
 demo: $(STAMP)
 	$(BIN)/python -m graphshard demo
 
 # The ranks of a test share the cores, so each gets one thread. Inductor's cache is kept between
 # tests and runs: most of a test's time would otherwise go to compiling the same kernels again.
-test coverage: export OMP_NUM_THREADS ?= 1
-test coverage: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
+test: export OMP_NUM_THREADS ?= 1
+test: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
+# At the end: which lines of ours none of the tests ran.
 test: lint
-	$(BIN)/pytest
-
-# The same tests, a tenth slower, and then which lines of ours none of them ran.
-coverage: $(STAMP)
 	rm -rf .cache/coverage
 	mkdir -p .cache/coverage
 	$(BIN)/coverage run -m pytest

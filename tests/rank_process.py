@@ -134,7 +134,7 @@ def main(pipe: Connection, spec: Spec) -> None:
 
 
 def _save_coverage() -> None:
-    """Write which lines ran, under ``make coverage``."""
+    """Write which lines ran, under coverage.py."""
     coverage: Any = sys.modules.get("coverage")
     if coverage is not None and (current := coverage.Coverage.current()) is not None:
         current.save()

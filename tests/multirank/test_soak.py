@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -122,6 +123,7 @@ def _failing(where: str) -> Iterator[None]:
 
 def _soak(steps: int, compiler: str) -> list[Usage]:
     """What is in use at the end of each quarter."""
+    threading.settrace(None)  # coverage keeps a tracer for each thread that there ever was
     training, usages = _Training(compiler), []
     for number in range(steps):
         training.step(number)
