@@ -102,7 +102,6 @@ class Backend:
             self.options.compiler,
             self.options.schedule,
             device=layouts[0].groups.device if layouts else _device(inputs),
-            offloads_shards=any(layout.host_memory for layout in layouts),
         )
         writer = self._dump_writer()
         self._num_compiles += 1

@@ -24,6 +24,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
+from torch._inductor import ir, lowering
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import (
     CustomGraphPass,
@@ -32,6 +33,7 @@ from torch._inductor.custom_graph_pass import (
 )
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._logging import trace_structured
+from torch._ops import OpOverload
 
 __all__ = [
     "CustomGraphPass",
@@ -48,13 +50,6 @@ __all__ = [
 KEEP_ORDER = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
 """Options of Inductor (torch/_inductor/config.py) that keep collectives in their written order."""
 
-KEEP_COPIED = {"allow_buffer_reuse": False}
-"""Options of Inductor for graphs that copy buffers to the host.
-
-To Inductor a buffer is dead when its copy is launched, and it would write over it. What is held
-until the wait for the copy is safe from the allocator alone.
-"""
-
 _OTHER_PASSES = (
     "pre_grad_custom_pass",
     "joint_custom_pre_pass",
@@ -62,6 +57,24 @@ _OTHER_PASSES = (
     "post_grad_custom_pre_pass",
 )
 """Options of Inductor for passes of the user, which change the graphs that ours are given."""
+
+
+def lower_as_collective(op: OpOverload) -> None:
+    """Have Inductor take an operator for a launch: ``wait_tensor`` of a result ends it.
+
+    To Inductor a buffer is dead behind the last operator that reads it, and is written over or
+    handed on. What a collective reads stays as it is until the wait (``get_volatile_reads`` in
+    torch/_inductor/ir.py, ``register_comm_lowerings`` in torch/_inductor/comm_lowering.py).
+
+    Args:
+        op: takes a list of tensors first, and returns a result for each.
+    """
+
+    def lower(tensors: list[Any], *args: Any) -> list[Any]:
+        launched: Any = ir._CollectiveKernel.create_out_of_place(op, tensors, *args)
+        return [ir.TensorBox.create(result) for result in launched]
+
+    lowering.register_lowering(op, type_promotion_kind=None)(lower)
 
 
 def eager_backward() -> AbstractContextManager[None]:

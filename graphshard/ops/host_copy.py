@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .._torch.distributed import register_work
+from .._torch.inductor import lower_as_collective
 from .library import define, fake, implement
 
 PINNED, PAGEABLE = "pinned", "pageable"
@@ -27,6 +28,8 @@ copy_to_device = define("copy_to_device(Tensor[] host_tensors, Device device) ->
 copy_to_host = define(
     "copy_to_host(Tensor[] tensors, str host_memory, bool host_reads) -> Tensor[]"
 )
+lower_as_collective(copy_to_device)
+lower_as_collective(copy_to_host)
 
 
 def to_host_memory(tensor: torch.Tensor, host_memory: str | None) -> torch.Tensor:

@@ -23,7 +23,6 @@ from .. import passes
 from .._torch.aot_graphs import graph_kind, number_inputs
 from .._torch.dynamo import compile_id
 from .._torch.inductor import (
-    KEEP_COPIED,
     KEEP_ORDER,
     CustomGraphPass,
     CustomPartitionerFn,
@@ -201,7 +200,7 @@ def _compile_graphs(
     partition = Partitioner(settings, recorder.writer)
     with eager_backward():
         if settings.compiler == "inductor":
-            run = _by_inductor(traced, settings, lowering, partition, inductor_options)
+            run = _by_inductor(traced, lowering, partition, inductor_options)
         else:
             run = _by_aten(traced, lowering, partition)
     known = (lowering.plans.get(kind) or recorder.load(kind) for kind in GraphKind)
@@ -210,15 +209,12 @@ def _compile_graphs(
 
 def _by_inductor(
     traced: TracedGraph,
-    settings: CompileSettings,
     lowering: Lowering,
     partition: Partitioner,
     inductor_options: Mapping[str, Any],
 ) -> Runnable:
-    copies = settings.offloads_shards or settings.may_offload_activations
     patches = {
         **KEEP_ORDER,
-        **(KEEP_COPIED if copies else {}),
         **inductor_options,
         "post_grad_custom_post_pass": lowering,
         "custom_partitioner_fn": partition,

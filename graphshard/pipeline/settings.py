@@ -45,7 +45,6 @@ class CompileSettings:
         compiler: "inductor" or "aot_eager".
         schedule: the user's policy.
         device: the device that computes.
-        offloads_shards: the host keeps shards of some parameters.
         baked_in: what else graphs and plans depend on (``pipeline.baked_in``); ranks may differ.
         first_rank_plans: by kind of graph, the plan of the first rank, where this rank's own plan
             differed from it; empty while this rank decides for itself.
@@ -54,7 +53,6 @@ class CompileSettings:
     compiler: str
     schedule: SchedulePolicy
     device: torch.device
-    offloads_shards: bool = False
     baked_in: str = ""
     first_rank_plans: Mapping[GraphKind, Plan] = field(default_factory=dict)
 
@@ -65,7 +63,7 @@ class CompileSettings:
     def fingerprint(self) -> str:
         """Return a text of what is chosen, for all ranks alike."""
         hardware = self.cost_model().hardware.to_json()
-        where = f"{self.device.type} {self.offloads_shards}"
+        where = self.device.type
         return f"{self.compiler} {self.schedule} {hardware} {where} {self.first_rank_plans}"
 
     def cache_key(self, *texts: str) -> bytes:
