@@ -2,9 +2,10 @@
 
 With an activation budget the partitioner chooses by sizes what is recomputed, and batches of ranks
 may differ in size. Were ``y`` recomputed on one rank alone, that rank alone would gather the bias
-in backward. So a parameter that backward needs for nothing else is not gathered there at all: a
-vector is kept, and of a larger one, such as an embedding or the first layer's, all users are saved.
-What a checkpointed region recomputes is the user's choice, the same on all ranks.
+in backward. So vectors are kept, also where backward needs them by itself, which may depend on
+sizes, too; and a larger parameter that backward needs for nothing else, such as an embedding or the
+first layer's, is not gathered there at all: all its users are saved. What a checkpointed region
+recomputes is the user's choice, the same on all ranks.
 
     y = addmm(unshard(bias), x, w); z = gelu(y)
     saved before   x, or y                    saved after   x, unshard(bias), or y
@@ -28,13 +29,13 @@ def settle_gathers(gm: fx.GraphModule) -> None:
         return
     sources, backward = _sources(gm.graph), _backward(gm.graph)
     needed = {marker for node in backward for marker in _read(node, sources)}
-    markers = {node for node in sources if node.target is unshard} - needed
+    markers = {node for node in sources if node.target is unshard}
     vectors = {marker for marker in markers if value_of(marker).dim() < 2}
     for marker in vectors:
         change(marker, regather_group=None)
     for node in gm.graph.nodes:
         forward = node.op == "call_function" and node not in sources and node not in backward
-        reads = _read(node, sources) & (markers - vectors)
+        reads = _read(node, sources) & (markers - vectors - needed)
         if forward and reads and "recompute" not in node.meta:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 

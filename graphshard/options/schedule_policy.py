@@ -37,7 +37,8 @@ class SchedulePolicy:
             graph would save otherwise. The others are recomputed, those first that cost least for
             their memory: 1 recomputes none, 0 all. None: as ``torch._functorch.config`` says, whose
             setting it is. A parameter is gathered once in backward, for recomputation and for
-            gradients alike, and none for recomputation alone: what uses such a parameter is saved.
+            gradients alike, and none for recomputation alone: vectors are kept, and what
+            uses another such parameter is saved.
         hardware: a name of ``graphshard.cost.devices.HARDWARE``, or a file that ``python -m
             graphshard calibrate`` wrote; "auto": by the name of the device. Equal on all ranks.
         node_cost: called with every node of a graph; a number, in microseconds, replaces the cost

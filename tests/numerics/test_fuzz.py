@@ -40,6 +40,24 @@ FOUND: dict[str, Case] = {
         rows="by_both",
         evaluation="no_grad",
     ),
+    # Whether backward itself needed a bias depended on the sizes, and so whether it was kept.
+    "graphs of other sizes need another bias in backward": Case(
+        5791,
+        (("linear",), ("cell",)),
+        dim=7,
+        output="tensor",
+        overrides=(("*bias*", "reshard_after_forward", 2),),
+        precision="bf16",
+        schedule=(
+            ("max_in_flight_gb", 1e-8),
+            ("hardware", "A100-40GB"),
+            ("activation_memory_budget", 0.2),
+        ),
+        micros=3,
+        rows="by_step",
+        optimizer="momentum",
+        early=True,
+    ),
     "ranks with other batches recompute what used a bias": Case(
         4141,
         (
