@@ -44,22 +44,47 @@ def to_host_memory(tensor: torch.Tensor, host_memory: str | None) -> torch.Tenso
     return tensor if host_memory != PINNED or tensor.is_pinned() else tensor.pin_memory()
 
 
+class _Launch:
+    """Copies that were launched together, and who has waited for them.
+
+    Args:
+        event: reached when all of them are done.
+    """
+
+    def __init__(self, event: torch.Event, device: torch.device) -> None:
+        self._event, self._device = event, device
+        self._streams: set[torch.Stream] = set()
+        self._host_has_waited = False
+
+    def wait_on_stream(self) -> None:
+        """Make the current stream wait, once."""
+        stream = torch.accelerator.current_stream(self._device)
+        if stream not in self._streams:
+            stream.wait_event(self._event)
+            self._streams.add(stream)
+
+    def wait_on_host(self) -> None:
+        """Make the host wait, once."""
+        if not self._host_has_waited:
+            self._event.synchronize()
+            self._host_has_waited = True
+
+
 class _HostCopy(dist.Work):
     """A launched copy: the compute stream waits for it, then its source may be freed. If the host
     reads the target, a second wait for the target makes the host wait."""
 
     def __init__(
-        self, target: torch.Tensor, source: torch.Tensor, event: torch.Event, host_reads: bool
+        self, launch: _Launch, target: torch.Tensor, source: torch.Tensor, host_reads: bool
     ) -> None:
         super().__init__()
-        self._target, self._source, self._event = target, source, event
+        self._launch, self._target, self._source = launch, target, source
         self._host_reads = host_reads
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        device = (self._target if self._source.device.type == "cpu" else self._source).device
-        torch.accelerator.current_stream(device).wait_event(self._event)
+        self._launch.wait_on_stream()
         if self._host_reads:
-            register_work(self._target, _HostWait(self._event))
+            register_work(self._target, _HostWait(self._launch))
         del self._target, self._source
         return True
 
@@ -67,12 +92,12 @@ class _HostCopy(dist.Work):
 class _HostWait(dist.Work):
     """A copy whose target the host is about to read."""
 
-    def __init__(self, event: torch.Event) -> None:
+    def __init__(self, launch: _Launch) -> None:
         super().__init__()
-        self._event = event
+        self._launch = launch
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._event.synchronize()
+        self._launch.wait_on_host()
         return True
 
 
@@ -129,6 +154,6 @@ def _launch_copies(
     with stream:
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking=True)
-    event = stream.record_event()
+    launch = _Launch(stream.record_event(), device)
     for target, source in zip(targets, sources, strict=True):
-        register_work(target, _HostCopy(target, source, event, host_reads))
+        register_work(target, _HostCopy(launch, target, source, host_reads))

@@ -14,7 +14,7 @@ from torch import Tensor
 import graphshard
 from graphshard._torch.distributed import num_registered_works, register_work
 from graphshard.ops import in_flight
-from graphshard.ops.host_copy import _HostCopy
+from graphshard.ops.host_copy import _HostCopy, _Launch
 from tests import ranks
 from tests.fallible import Fallible, fails_in, in_flight_then, passes_left
 from tests.numerics.compare import compile_sharded
@@ -91,13 +91,16 @@ class _Event:
         self.waits.append("host")
 
 
-def _copy(host_reads: bool, num_waits: int) -> list[str]:
+def _copy(host_reads: bool, num_waits: int, num_tensors: int = 1) -> list[str]:
     before, event = num_registered_works(), _Event()
-    target = torch.ones(3)
+    launch = _Launch(event, torch.device("cpu"))  # type: ignore[arg-type]
+    targets = [torch.ones(3) for _ in range(num_tensors)]
     with mock.patch.object(torch.accelerator, "current_stream", lambda device: event):
-        register_work(target, _HostCopy(target, torch.ones(3), event, host_reads))  # type: ignore[arg-type]
+        for target in targets:
+            register_work(target, _HostCopy(launch, target, torch.ones(3), host_reads))
         for _ in range(num_waits):
-            torch.ops._c10d_functional.wait_tensor.default(target)
+            for target in targets:
+                torch.ops._c10d_functional.wait_tensor.default(target)
     assert num_registered_works() == before
     return event.waits
 
@@ -105,3 +108,7 @@ def _copy(host_reads: bool, num_waits: int) -> list[str]:
 def test_a_copy_that_the_host_does_not_read_is_waited_for_once() -> None:
     assert _copy(host_reads=False, num_waits=1) == ["stream"]
     assert _copy(host_reads=True, num_waits=2) == ["stream", "host"]
+
+
+def test_copies_that_were_launched_together_are_waited_for_together() -> None:
+    assert _copy(host_reads=True, num_waits=2, num_tensors=3) == ["stream", "host"]
