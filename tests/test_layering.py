@@ -52,6 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "__init__": {"backend", "options", "params"},
     "tools": {"_torch", "backend", "files", "kinds", "options", "params"},
+    "check": {"_torch", "backend", "kinds", "ops", "params", "planning"},
     "__main__": {"__init__", "cost", "show", "tools"},
 }
 """By room, the rooms that it may import."""

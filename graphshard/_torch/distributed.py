@@ -29,6 +29,13 @@ def has_fake_ranks(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) == "fake"
 
 
+def fake_store() -> dist.Store:
+    """Return a store for the backend "fake", which is known from then on."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
 def store_of(group: dist.ProcessGroup) -> dist.Store:
     """Return a second connection to the group's store, which ``_world`` keeps.
 

@@ -31,6 +31,11 @@ def fake_mode_of(values: Iterable[object]) -> FakeTensorMode:
     return next(leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor))
 
 
+def new_fake_mode() -> FakeTensorMode:
+    """Return a mode in which operators may also take tensors that are real."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 @contextmanager
 def quiet_fake_mode(value: torch.Tensor) -> Iterator[None]:
     """Run calls in the mode of the fake tensor ``value``, and log no errors that they raise."""

@@ -1,0 +1,58 @@
+"""Operators, and the memory of tensors, as generated code uses them.
+
+Read in torch/utils/_python_dispatch.py, torch/_ops.py and torch/multiprocessing/reductions.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["DispatchMode"]
+
+
+class WeakStorage:
+    """A tensor's memory, as long as somebody else refers to it.
+
+    Attributes:
+        address: a number of its own while this object lives.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.address, self.num_bytes = storage._cdata, storage.nbytes()
+        self._weak = StorageWeakRef(storage)
+
+    def is_gone(self) -> bool:
+        """Return whether nothing refers to it any more."""
+        return bool(self._weak.expired())
+
+
+def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among ``values``, and in containers among them."""
+    leaves = (leaf for value in values for leaf in tree_leaves(value))
+    return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def is_view(op: object) -> bool:
+    """Return whether the outputs of an operator are its inputs' memory, or no tensors."""
+    if not isinstance(op, OpOverload):  # of a higher order: it runs another one
+        return False
+    return op.is_view or op.namespace == "prim" or not op._schema.returns
+
+
+def written_in(
+    op: object, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an operator writes, by its schema."""
+    if not isinstance(op, OpOverload):
+        return
+    for position, described in enumerate(op._schema.arguments):
+        if described.alias_info is not None and described.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(described.name)
+            yield from tensors_in([given])

@@ -1,0 +1,63 @@
+"""Runs functions in a process that has a stand-in for a GPU.
+
+    this process                        child
+    call("module:function", device, ..) ──► no_gpu.so, torch, stand-ins ──► function(recorder, ..)
+                                        ◄── what it returns, or the traceback of what it raises
+
+The stand-ins change torch for good, and C++ has to be loaded before torch: hence a process of its
+own. Arguments and results are pickled.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from .._torch.no_gpu.build import build, torch_library
+
+_BOOT = """
+import ctypes, sys
+for path in sys.argv[1:3]:
+    ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+from graphshard.check.child import main
+main(sys.argv[2], sys.argv[3])
+"""
+
+
+class CheckError(RuntimeError):
+    """What was called in the child raised; the message is its traceback."""
+
+
+def call(function: str, device: str, *args: Any, timeout_s: float = 600.0) -> Any:
+    """Return ``function(recorder, *args)``, called in a new process.
+
+    Args:
+        function: "module:name", at the top level of the module.
+        device: one of ``graphshard.check.gpus.GPUS``.
+
+    Raises:
+        CheckError: the function raised, or the process ended.
+        RuntimeError: there is no C++ compiler.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        exchange = Path(folder) / "exchange"
+        exchange.write_bytes(pickle.dumps((sys.path, function, device, args)))
+        libraries = [str(torch_library()), str(build())]
+        command = [sys.executable, "-c", _BOOT, *libraries, str(exchange)]
+        done = subprocess.run(
+            command, stderr=subprocess.PIPE, text=True, timeout=timeout_s, env=_environment()
+        )
+        if done.returncode:
+            raise CheckError(done.stderr[-8000:] or f"exit status {done.returncode}")
+        return pickle.loads(exchange.read_bytes())
+
+
+def _environment() -> dict[str, str]:
+    # Where this process found modules, the child finds them; its own folder comes last, where a
+    # folder may have a module's name.
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

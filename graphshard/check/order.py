@@ -1,0 +1,70 @@
+"""Whether a graph that ran has launched and waited as its plan says: `order_faults`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, groupby
+
+from ..kinds import TransferKind
+from ..planning.plan import Bucket, Plan, events_by_step
+from .recorder import GraphRun
+
+_OPS = {
+    TransferKind.ALL_GATHER: "all_gather_into_tensor",
+    TransferKind.REDUCE_SCATTER: "reduce_scatter_tensor",
+    TransferKind.ALL_REDUCE: "all_reduce",
+    TransferKind.ALL_REDUCE_MAX: "all_reduce",
+    TransferKind.ALL_REDUCE_SHARDS: "all_reduce",
+    TransferKind.COPY_TO_DEVICE: "copy_to_device",
+    TransferKind.COPY_TO_HOST: "copy_to_host",
+}
+
+
+def order_faults(plans: Sequence[Plan], run: GraphRun) -> list[str]:
+    """Return how a run differs from its plan, a sentence each; none if it does not.
+
+    Args:
+        plans: of all graphs; a run's own is the one from which it differs least.
+    """
+    return min((_differences(plan, run) for plan in plans), key=len)
+
+
+def _differences(plan: Plan, run: GraphRun) -> list[str]:
+    events = list(chain.from_iterable(events_by_step(plan.problem.num_steps, plan.buckets)))
+    launched = [event.bucket for event in events if not event.is_wait]
+    if len(launched) != len(run.launches):
+        return [f"{plan.graph}: {len(run.launches)} launches instead of {len(launched)}"]
+    number_of = {bucket: number for number, bucket in enumerate(launched)}
+    found = []
+    for number, launch in enumerate(run.launches):
+        bucket = plan.buckets[launched[number]]
+        if not _is(launch.op, launch.group, bucket):
+            found.append(
+                f"{plan.graph}: launch {number} is {launch.op} in group {launch.group!r} instead "
+                f"of {bucket.kind} in {bucket.group!r}"
+            )
+    expected = [~number_of[b] if is_wait else number_of[b] for b, is_wait in events]
+    found += [
+        f"{plan.graph}: {_words(ours)} comes where the plan has {_words(planned)}"
+        for ours, planned in zip(_settled(run.order), _settled(expected))
+        if ours != planned
+    ]
+    return found
+
+
+def _settled(order: Sequence[int]) -> list[int]:
+    """Return an order in which waits that follow each other do so by number.
+
+    Inductor may exchange them where nothing else lies between.
+    """
+    by_kind = groupby(order, key=lambda number: number < 0)
+    return [number for is_wait, run in by_kind for number in (sorted(run) if is_wait else run)]
+
+
+def _is(op: str, group: str, bucket: Bucket) -> bool:
+    name = op.split(".")[1].removesuffix("_").removesuffix("_coalesced")
+    return name == _OPS[bucket.kind] and (group == bucket.group or not group)
+
+
+def _words(number: int) -> str:
+    return f"launch {number}" if number >= 0 else f"the wait for launch {~number}"

@@ -1,0 +1,143 @@
+"""Accesses of one block that nothing keeps in order: `find_races`.
+
+Each stream has a vector clock: of every stream, how many pieces of work are done before its own
+next one begins (Lamport 1978; Fidge, Mattern 1988). Recording an event copies the clock of a
+stream, waiting for it joins the copy into another one's. The host issues all work, so what the host
+has waited for is done before anything that it issues later.
+
+    compute   mm(a) ── record e          a is freed; compute may hand it out at once
+    nccl               wait e ── all_gather(a)          unordered: reported
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .actions import HOST, Action, Allocate, Free, Record, RecordStream, WaitEvent, Work
+
+
+class Access(NamedTuple):
+    """The ``number``-th piece of work on ``stream``, and its name."""
+
+    name: str
+    stream: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two accesses of a block in no order.
+
+    Attributes:
+        block: number of the allocation.
+        first: the one that is issued first.
+        second: the other one; None: the block's memory may be handed out again while ``first``
+            still runs.
+        stream: on which ``second`` runs, or that may get the memory.
+    """
+
+    block: int
+    first: Access
+    second: Access | None
+    stream: str
+
+    def __str__(self) -> str:
+        """One sentence."""
+        if self.second is None:
+            return (
+                f"block {self.block} is freed while {self.first.name} on stream "
+                f"{self.first.stream} may still use it: stream {self.stream} does not wait for that"
+            )
+        return (
+            f"block {self.block}: {self.second.name} on stream {self.stream} does not wait for "
+            f"{self.first.name} on stream {self.first.stream}"
+        )
+
+
+@dataclass
+class _Block:
+    """What has happened to a block since its last write."""
+
+    stream: str
+    write: Access | None = None
+    reads: list[Access] = field(default_factory=list)
+    recorded: set[str] = field(default_factory=set)
+
+    def accesses(self) -> list[Access]:
+        """The last write, and what has read since."""
+        return [*([self.write] if self.write else []), *self.reads]
+
+
+Clock = Counter[str]
+
+
+class _Checker:
+    def __init__(self) -> None:
+        self.races: list[Race] = []
+        self._clocks: defaultdict[str, Clock] = defaultdict(Counter)
+        self._events: dict[int, Clock] = {}
+        self._blocks: dict[int, _Block] = {}
+
+    def take(self, action: Action) -> None:
+        match action:
+            case Work():
+                self._work(action)
+            case Allocate(block, _, stream):
+                self._blocks[block] = _Block(stream)
+            case Free(block):
+                self._free(block)
+            case Record(event, stream):
+                self._events[event] = self._known(stream)
+            case WaitEvent(event, stream):
+                self._clocks[stream] |= self._events[event]
+            case RecordStream(block, stream):
+                self._blocks[block].recorded.add(stream)
+
+    def _known(self, stream: str) -> Clock:
+        """What is done before the next work on ``stream`` begins, which the host has yet to issue.
+
+        Joining is the elementwise maximum, which is what ``|`` of counters is.
+        """
+        return self._clocks[stream] | self._clocks[HOST]
+
+    def _work(self, work: Work) -> None:
+        done = self._known(work.stream)
+        access = Access(work.name, work.stream, done[work.stream] + 1)
+        for number in dict.fromkeys((*work.reads, *work.writes)):
+            block = self._blocks[number]
+            earlier = block.accesses() if number in work.writes else [block.write]
+            for other in earlier:
+                if other is not None and done[other.stream] < other.number:
+                    self.races.append(Race(number, other, access, work.stream))
+            if number in work.writes:
+                block.write, block.reads = access, []
+            else:
+                block.reads.append(access)
+        self._clocks[work.stream][work.stream] = access.number
+
+    def _free(self, number: int) -> None:
+        """Check what the next owner of the memory would have to wait for.
+
+        Memory of the host is left out: its allocator waits for copies (``CachingHostAllocator``).
+        """
+        block = self._blocks.pop(number)
+        done = self._known(block.stream)
+        for other in block.accesses():
+            in_order = done[other.stream] >= other.number or other.stream in block.recorded
+            if not in_order and block.stream != HOST:
+                self.races.append(Race(number, other, None, block.stream))
+
+
+def find_races(actions: Iterable[Action]) -> list[Race]:
+    """Return the races of a step, in order.
+
+    A block that is freed counts as handed out again at once, to work of its own stream: what one
+    run of an allocator does not show, another one may.
+    """
+    checker = _Checker()
+    for action in actions:
+        checker.take(action)
+    return checker.races

@@ -1,0 +1,137 @@
+"""The cases of this tier: models x strategies x ranks, and what one of them does on a GPU that is
+not there. `run` is called in a process that has the stand-ins (``graphshard.check.launch``)."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+import graphshard
+from graphshard.check.gpus import GPUS, has_float8
+from graphshard.check.kernels import CompiledKernel, compile_kernels
+from graphshard.check.recorder import Recorder
+from graphshard.check.step import Cluster, Recording, Step, forward_backward, record_steps
+from tests.cuda import models
+
+DEVICE = "H100"
+TARGETS = ("A100-80GB", "H100", "B200")
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How a model is trained.
+
+    Attributes:
+        options: of ``graphshard.backend``, beside a bf16 policy.
+        replicas: number of the mesh's replicas.
+        model: arguments of the GPT; only a GPT takes them.
+        step: what a step does, instead of one forward and backward.
+        dynamic: argument of ``torch.compile``.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    replicas: int = 1
+    model: dict[str, Any] = field(default_factory=dict)
+    step: Step = forward_backward
+    dynamic: bool | None = None
+
+
+def _accumulates(model: nn.Module, compiled: Callable[..., Tensor], inputs: Any) -> None:
+    with graphshard.no_sync(model):
+        compiled(*inputs).backward()
+    compiled(*inputs).backward()
+
+
+def _autocasts(model: nn.Module, compiled: Callable[..., Tensor], inputs: Any) -> None:
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = compiled(*inputs)
+    loss.backward()
+
+
+def _changes_sizes(model: nn.Module, compiled: Callable[..., Tensor], inputs: Any) -> None:
+    compiled(*(x[:, : x.shape[1] // 2] for x in inputs)).backward()
+    compiled(*inputs).backward()
+
+
+STRATEGIES = {
+    "ZeRO-3": Strategy(),
+    "float32": Strategy({"mp_policy": MixedPrecisionPolicy()}),
+    "ZeRO-2": Strategy({"reshard_after_forward": False}),
+    "HSDP": Strategy(replicas=2),
+    "hpZ": Strategy({"reshard_after_forward": 4}),
+    "replicated": Strategy({"overrides": {"*": {"shard": False}}}),
+    "autocast": Strategy({"mp_policy": MixedPrecisionPolicy()}, step=_autocasts),
+    "fp8 tensorwise": Strategy({"fp8": graphshard.Float8Policy()}),
+    "fp8 rowwise": Strategy({"fp8": graphshard.Float8Policy("rowwise")}),
+    "CPU offload": Strategy({"offload_policy": CPUOffloadPolicy()}),
+    "stowed activations": Strategy({"memory_budget_gb": 0.05}),
+    "no_sync": Strategy(step=_accumulates),
+    "dynamic shapes": Strategy(step=_changes_sizes, dynamic=True),
+    "LoRA": Strategy(model={"linear": models.LoRALinear}),
+    "checkpointing": Strategy(model={"recompute": True}),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rank's step."""
+
+    model: str
+    strategy: str
+    world: int = 8
+    rank: int = 0
+
+    def __str__(self) -> str:
+        """Name the case as a test's parameter."""
+        return f"{self.model}, {self.strategy}, rank {self.rank} of {self.world}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a case came to.
+
+    Attributes:
+        recording: None if it raised.
+        error: the traceback; "" if it did not raise.
+        kernels: by GPU.
+    """
+
+    recording: Recording | None
+    error: str = ""
+    kernels: dict[str, list[CompiledKernel]] = field(default_factory=dict)
+
+
+def run(recorder: Recorder, cases: Sequence[Case]) -> list[Outcome]:
+    """Return what each case came to."""
+    return [_run(recorder, case) for case in cases]
+
+
+def _run(recorder: Recorder, case: Case) -> Outcome:
+    strategy = STRATEGIES[case.strategy]
+    shards = case.world // strategy.replicas
+    mesh = (shards,) if strategy.replicas == 1 else (strategy.replicas, shards)
+    options = {"mp_policy": BF16, **strategy.options}
+    budget = options.pop("memory_budget_gb", None)
+    schedule = graphshard.SchedulePolicy(hardware=DEVICE, memory_budget_gb=budget)
+    make = getattr(models, case.model)
+    try:
+        recording = record_steps(
+            recorder,
+            lambda: make(**strategy.model),
+            Cluster(mesh, case.rank),
+            {**options, "schedule": schedule},
+            step=strategy.step,
+            dynamic=strategy.dynamic,
+        )
+    except Exception:
+        return Outcome(None, traceback.format_exc())
+    targets = [name for name in TARGETS if "fp8" not in options or has_float8(GPUS[name])]
+    kernels = {name: compile_kernels(recording.kernels, GPUS[name]) for name in targets}
+    return Outcome(recording, kernels=kernels)

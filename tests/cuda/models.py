@@ -1,0 +1,146 @@
+"""Small models of the kinds that users train, with a batch each, for GPUs that are not there."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.llama import Llama, LlamaSizes
+
+Made = tuple[nn.Module, tuple[Tensor, ...]]
+
+
+class GPT(nn.Module):
+    """A GPT that returns its loss.
+
+    Args:
+        linear: class of the linears of its blocks.
+        recompute: the activations of each block.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int = 4,
+        dim: int = 512,
+        vocab: int = 1024,
+        linear: type[nn.Linear] = nn.Linear,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.embedding = nn.Embedding(vocab, dim)
+        self.blocks = nn.ModuleList(_Block(dim, linear) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocab, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the mean cross entropy of ``[batch, length]`` tokens."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        logits = self.head(self.norm(x)).flatten(0, 1).float()
+        return F.cross_entropy(logits, tokens.flatten())
+
+
+class _Block(nn.Module):
+    heads = 8
+
+    def __init__(self, dim: int, linear: type[nn.Linear]) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = linear(dim, 3 * dim), linear(dim, dim)
+        self.up, self.down = linear(dim, 4 * dim), linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, dim = x.shape
+        shape = (batch, length, 3, self.heads, dim // self.heads)
+        q, k, v = self.qkv(self.norm1(x)).view(shape).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class LoRALinear(nn.Linear):
+    """A frozen linear with a trained addition of rank 8 (arXiv 2106.09685)."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.requires_grad_(False)
+        self.lora_a = nn.Linear(inputs, 8, bias=False)
+        self.lora_b = nn.Linear(8, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.lora_b(self.lora_a(x))
+
+
+class ConvNet(nn.Module):
+    """Convolutions with batch norms, and a linear."""
+
+    def __init__(self, channels: int = 64) -> None:
+        super().__init__()
+        sizes = [3, *[channels] * 4]
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(*pair, 3, padding=1, bias=False) for pair in pairwise(sizes)
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in self.convolutions)
+        self.head = nn.Linear(channels, 16)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the mean of the squared outputs."""
+        x = images
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            x = F.relu(norm(convolution(x)))
+        return self.head(x.mean((2, 3))).square().mean()
+
+
+class MoE(nn.Module):
+    """Layers of experts, each token to one of them; all are computed, and one is taken."""
+
+    def __init__(self, *, layers: int = 2, dim: int = 256, experts: int = 4) -> None:
+        super().__init__()
+        self.routers = nn.ModuleList(nn.Linear(dim, experts, bias=False) for _ in range(layers))
+        scale = dim**-0.5
+        self.up = nn.ParameterList(
+            nn.Parameter(torch.randn(experts, dim, 2 * dim) * scale) for _ in range(layers)
+        )
+        self.down = nn.ParameterList(
+            nn.Parameter(torch.randn(experts, 2 * dim, dim) * scale) for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the mean of the squared outputs; ``x`` is ``[tokens, dim]``."""
+        for router, up, down in zip(self.routers, self.up, self.down, strict=True):
+            weight, chosen = router(x).softmax(-1).max(-1)
+            every = F.silu(x @ up) @ down  # [experts, tokens, dim]
+            own = every.gather(0, chosen[None, :, None].expand(1, *x.shape))[0]
+            x = x + weight[:, None] * own
+        return x.float().square().mean()
+
+
+def gpt(**arguments: object) -> Made:
+    """A GPT of four layers."""
+    return GPT(**arguments), (_tokens(256),)  # type: ignore[arg-type]
+
+
+def llama() -> Made:
+    """A Llama of three layers: grouped-query attention, rotary positions, SwiGLU."""
+    sizes = LlamaSizes(512, 3, 8, 2, 1024, recompute=False, vocab=1024)
+    return Llama(sizes), (_tokens(256), _tokens(256))
+
+
+def convnet() -> Made:
+    """Four convolutions with batch norms."""
+    return ConvNet(), (torch.randn(8, 3, 32, 32),)
+
+
+def moe() -> Made:
+    """Two layers of four experts."""
+    return MoE(), (torch.randn(512, 256),)
+
+
+def _tokens(length: int) -> Tensor:
+    return torch.zeros((2, length), dtype=torch.int64)

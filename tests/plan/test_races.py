@@ -1,0 +1,169 @@
+"""Accesses in no order are found: planted ones by name, and random programs beside a search for
+paths in the graph of what waits for what."""
+
+from __future__ import annotations
+
+import networkx as nx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphshard.check.actions import (
+    HOST,
+    Action,
+    Allocate,
+    Free,
+    Record,
+    RecordStream,
+    WaitEvent,
+    Work,
+)
+from graphshard.check.races import find_races
+
+COMPUTE, NCCL = "compute", "nccl"
+
+GATHER: list[Action] = [
+    Allocate(0, 64, COMPUTE),
+    Work("copy_in", COMPUTE, writes=(0,)),
+    Allocate(1, 512, COMPUTE),
+    Record(0, COMPUTE),
+    WaitEvent(0, NCCL),
+    Work("all_gather", NCCL, reads=(0,), writes=(1,)),
+    Record(1, NCCL),
+    WaitEvent(1, COMPUTE),
+    Free(0),
+    Work("mm", COMPUTE, reads=(1,)),
+    Free(1),
+]
+"""A gather as functional collectives make it."""
+
+
+def test_a_gather_that_is_waited_for() -> None:
+    assert find_races(GATHER) == []
+
+
+@pytest.mark.parametrize(
+    ("dropped", "expected"),
+    [
+        (WaitEvent(0, NCCL), "block 0: all_gather on stream nccl does not wait for copy_in"),
+        (WaitEvent(1, COMPUTE), "block 1: mm on stream compute does not wait for all_gather"),
+    ],
+)
+def test_a_dropped_wait(dropped: Action, expected: str) -> None:
+    races = find_races([action for action in GATHER if action != dropped])
+    assert any(expected in str(race) for race in races)
+
+
+def test_a_buffer_that_is_freed_before_the_wait() -> None:
+    early = [action for action in GATHER if action != Free(0)]
+    early.insert(6, Free(0))
+    (race,) = find_races(early)
+    assert "block 0 is freed while all_gather on stream nccl may still use it" in str(race)
+    assert find_races([*early[:6], RecordStream(0, NCCL), *early[6:]]) == []
+
+
+def test_a_buffer_that_is_written_again_while_it_travels() -> None:
+    reused = [*GATHER[:7], Work("relu", COMPUTE, writes=(0,)), *GATHER[7:]]
+    (race,) = find_races(reused)
+    assert "block 0: relu on stream compute does not wait for all_gather" in str(race)
+
+
+def _copy_to_host(*waits: Action) -> list[Action]:
+    """A gradient goes to the host, which an optimizer reads there."""
+    return [
+        Allocate(0, 64, COMPUTE),
+        Work("grad", COMPUTE, writes=(0,)),
+        Allocate(1, 64, HOST),
+        Record(0, COMPUTE),
+        WaitEvent(0, "copies"),
+        Work("copy", "copies", reads=(0,), writes=(1,)),
+        Record(1, "copies"),
+        *waits,
+        Work("adam", HOST, reads=(1,), writes=(1,)),
+    ]
+
+
+def test_the_host_reads_what_is_still_on_its_way() -> None:
+    assert find_races(_copy_to_host(WaitEvent(1, HOST))) == []
+    (race,) = find_races(_copy_to_host(WaitEvent(1, COMPUTE)))
+    assert "block 1: adam on stream host does not wait for copy on stream copies" in str(race)
+
+
+def test_what_the_host_has_waited_for_is_done_for_all_that_it_issues() -> None:
+    actions = _copy_to_host(WaitEvent(1, HOST))
+    assert find_races([*actions, Free(0), Work("again", NCCL, reads=(1,))]) == []
+
+
+STREAMS = ("a", "b", HOST)
+NUM_BLOCKS = 3
+
+
+@st.composite
+def _programs(draw: st.DrawFn) -> list[Action]:
+    """Random work on blocks that are there, with events, and frees at the end."""
+    streams, blocks = st.sampled_from(STREAMS), st.integers(0, NUM_BLOCKS - 1)
+    homes = draw(st.lists(streams, min_size=NUM_BLOCKS, max_size=NUM_BLOCKS))
+    actions: list[Action] = [Allocate(i, 8, home) for i, home in enumerate(homes)]
+    num_events = 0
+    for i in range(draw(st.integers(1, 14))):
+        match draw(st.sampled_from(("work", "work", "record", "wait", "use"))):
+            case "work":
+                accesses = draw(st.tuples(st.sets(blocks, max_size=2), st.sets(blocks, max_size=1)))
+                actions.append(Work(f"w{i}", draw(streams), *map(tuple, accesses)))
+            case "record":
+                actions.append(Record(num_events, draw(streams)))
+                num_events += 1
+            case "wait" if num_events:
+                actions.append(WaitEvent(draw(st.integers(0, num_events - 1)), draw(streams)))
+            case "use":
+                actions.append(RecordStream(draw(blocks), draw(streams)))
+    return actions + [Free(block) for block in draw(st.sets(blocks))]
+
+
+def _has_race(actions: list[Action]) -> bool:
+    """Search for a path between any two accesses of a block."""
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    last: dict[str, int] = {}
+    records: dict[int, int] = {}
+    accesses: dict[int, list[tuple[int, str, bool]]] = {i: [] for i in range(NUM_BLOCKS)}
+    homes: dict[int, str] = {}
+    recorded: set[tuple[int, str]] = set()
+
+    def put(node: int, stream: str) -> None:
+        graph.add_node(node)
+        graph.add_edges_from((last[s], node) for s in (stream, HOST) if s in last)
+
+    for node, action in enumerate(actions):
+        match action:
+            case Allocate(block, _, stream):
+                homes[block] = stream
+            case Work(_, stream, reads, writes):
+                put(node, stream)
+                last[stream] = node
+                for block in {*reads, *writes}:
+                    for other, _, wrote in accesses[block]:
+                        if (wrote or block in writes) and not nx.has_path(graph, other, node):
+                            return True
+                    accesses[block].append((node, stream, block in writes))
+            case Record(event, stream):
+                put(node, stream)
+                records[event] = node
+            case WaitEvent(event, stream):
+                put(node, stream)
+                graph.add_edge(records[event], node)
+                last[stream] = node
+            case RecordStream(block, stream):
+                recorded.add((block, stream))
+            case Free(block):
+                put(node, homes[block])
+                for other, stream, _ in accesses[block]:
+                    safe = (block, stream) in recorded or homes[block] == HOST
+                    if not safe and not nx.has_path(graph, other, node):
+                        return True
+    return False
+
+
+@settings(max_examples=500)
+@given(_programs())
+def test_races_are_those_of_a_search_for_paths(actions: list[Action]) -> None:
+    assert bool(find_races(actions)) == _has_race(actions)
