@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
+from graphshard._torch.distributed import fake_store
+from graphshard._torch.tensors import new_fake_mode
 from graphshard.planning.plan import Plan
 
 WORLD = 8
@@ -136,7 +136,7 @@ def trace(sizes: LlamaSizes, world: int = WORLD, tokens: int = TOKENS) -> list[P
     The model is in bfloat16.
     """
     policy = graphshard.SchedulePolicy(hardware=DEVICE, overlap=False)  # nothing is kept
-    fake = FakeTensorMode(allow_non_fake_inputs=True)  # the state of the random generator is real
+    fake = new_fake_mode()  # the state of the random generator is real
     with _fake_ranks(world) as mesh, _bfloat16(), fake:
         model = Llama(sizes)
         backend = graphshard.backend(
@@ -151,7 +151,7 @@ def trace(sizes: LlamaSizes, world: int = WORLD, tokens: int = TOKENS) -> list[P
 @contextlib.contextmanager
 def _fake_ranks(world: int) -> Iterator[DeviceMesh]:
     """Make a mesh of ranks that do not exist but for this one."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world)
     try:
         yield init_device_mesh("cpu", (world,))
     finally:

@@ -1,2 +1,2 @@
-"""What a step would do on a GPU that is not there: the order of its kernels, collectives and copies
-on their streams, the memory that it takes, and which accesses nothing keeps in order."""
+"""Checks of a training step for a GPU that is not there: its kernels, the order of its collectives
+and copies on their streams, and accesses that nothing keeps in order."""

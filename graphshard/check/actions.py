@@ -1,4 +1,4 @@
-"""What a training step asks of a device, in the order in which the host asks for it.
+"""Actions that a training step asks of a device, in the order in which the host asks for them.
 
 A *block* is one allocation. Work on one stream is done in order; work on two streams is in no order
 unless one of them waits for an event that the other has recorded. What the host itself reads and

@@ -30,7 +30,7 @@ main(sys.argv[2], sys.argv[3])
 
 
 class CheckError(RuntimeError):
-    """What was called in the child raised; the message is its traceback."""
+    """Error of a function that raised in the child; the message is its traceback."""
 
 
 def call(function: str, device: str, *args: Any, timeout_s: float = 600.0) -> Any:

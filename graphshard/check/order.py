@@ -1,9 +1,9 @@
-"""Whether a graph that ran has launched and waited as its plan says: `order_faults`."""
+"""Compares the launches and waits of a graph that ran with those of its plan: `order_faults`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, groupby
+from itertools import chain, groupby, zip_longest
 
 from ..kinds import TransferKind
 from ..planning.plan import Bucket, Plan, events_by_step
@@ -46,7 +46,7 @@ def _differences(plan: Plan, run: GraphRun) -> list[str]:
     expected = [~number_of[b] if is_wait else number_of[b] for b, is_wait in events]
     found += [
         f"{plan.graph}: {_words(ours)} comes where the plan has {_words(planned)}"
-        for ours, planned in zip(_settled(run.order), _settled(expected))
+        for ours, planned in zip_longest(_settled(run.order), _settled(expected))
         if ours != planned
     ]
     return found
@@ -66,5 +66,7 @@ def _is(op: str, group: str, bucket: Bucket) -> bool:
     return name == _OPS[bucket.kind] and (group == bucket.group or not group)
 
 
-def _words(number: int) -> str:
+def _words(number: int | None) -> str:
+    if number is None:
+        return "the end"
     return f"launch {number}" if number >= 0 else f"the wait for launch {~number}"

@@ -59,7 +59,7 @@ class Race:
 
 @dataclass
 class _Block:
-    """What has happened to a block since its last write."""
+    """Last write of a block, and the reads since."""
 
     stream: str
     write: Access | None = None
@@ -97,7 +97,7 @@ class _Checker:
                 self._blocks[block].recorded.add(stream)
 
     def _known(self, stream: str) -> Clock:
-        """What is done before the next work on ``stream`` begins, which the host has yet to issue.
+        """Return the clock of the next work on ``stream``, which the host has yet to issue.
 
         Joining is the elementwise maximum, which is what ``|`` of counters is.
         """

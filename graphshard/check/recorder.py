@@ -36,12 +36,10 @@ class Launch:
     Attributes:
         op: name of the operator.
         group: name of the process group; "" of a host copy.
-        num_bytes: of its inputs or of its outputs, whichever are more.
     """
 
     op: str
     group: str
-    num_bytes: int
 
 
 @dataclass
@@ -49,13 +47,11 @@ class GraphRun:
     """One call of a graph.
 
     Attributes:
-        code: position among the recorder's.
         launches: in order.
         order: a number in ``launches`` where one is launched; its complement (``~``) where the
             current stream first waits for it.
     """
 
-    code: int
     launches: list[Launch] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
 
@@ -107,17 +103,17 @@ class Recorder(Hooks):
     def graph_made(self, source: str) -> None:
         self.codes.append(source)
 
-    def graph_runs(self, source: str, call: Callable[..., Any], arguments: Any) -> Any:
+    def graph_runs(self, call: Callable[..., Any], arguments: Any) -> Any:
         self._is_recording = True
-        self.runs.append(GraphRun(self.codes.index(source)))
+        self.runs.append(GraphRun())
         try:
             with _Operators(self):
                 return call(arguments)
         finally:
             self._is_recording = False
 
-    def kernel_runs(self, name: str, arguments: tuple[Any, ...]) -> None:
-        names = _parameters(dict(self.kernels)[name])
+    def kernel_runs(self, name: str, source: str, arguments: tuple[Any, ...]) -> None:
+        names = _parameters(source)
         pairs = [(n, a) for n, a in zip(names, arguments) if isinstance(a, torch.Tensor)]
         reads = [a for n, a in pairs if not n.startswith("out_ptr")]
         writes = [a for n, a in pairs if "out_ptr" in n]
@@ -193,7 +189,7 @@ class Recorder(Hooks):
         for tensor in (*inputs, *results):
             self._block(tensor)
         group = str(args[-1])
-        number = self.runs[-1].launch(Launch(name, group, _num_bytes(inputs, results)))
+        number = self.runs[-1].launch(Launch(name, group))
         stream = f"nccl {group}"
         self._order(current_stream(), stream)
         self.work(name, inputs, results, stream)
@@ -211,7 +207,7 @@ class Recorder(Hooks):
 
     def _copy(self, op: Any, tensors: list[torch.Tensor], *args: Any) -> list[torch.Tensor]:
         """Copies to and from the host as this project launches them on a device."""
-        self.runs[-1].launch(Launch(str(op), "", _num_bytes(tensors, [])))
+        self.runs[-1].launch(Launch(str(op), ""))
         name = str(op).split(".")[1]
         with _Operators(self):
             copies: list[torch.Tensor] = getattr(host_copy, f"_{name}")(tensors, *args)
@@ -281,10 +277,6 @@ class _Operators(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._recorder.operator(func, args, kwargs or {})
-
-
-def _num_bytes(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
-    return max(sum(t.numel() * t.itemsize for t in side) for side in (inputs, outputs))
 
 
 def stream_name(number: int) -> str:

@@ -6,6 +6,7 @@ first step compiles; the second one is what is recorded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,15 +53,12 @@ class Cluster:
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        size = 1
-        for axis in self.mesh:
-            size *= axis
-        return size
+        return math.prod(self.mesh)
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What one step does.
+    """Plans, code and actions of one step.
 
     Attributes:
         plans: of all graphs.

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from graphshard._torch.distributed import fake_store
 
 WORLD_SIZE = 8
 
@@ -17,7 +18,7 @@ WORLD_SIZE = 8
 @pytest.fixture(scope="package")
 def _group() -> Iterator[None]:
     """Initialise a fake process group for the tests of this folder."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=WORLD_SIZE)
     yield
     dist.destroy_process_group()
 

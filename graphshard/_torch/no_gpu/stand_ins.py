@@ -1,5 +1,5 @@
-"""What this process puts in the place of a CUDA device, its driver and its allocator, so that
-Inductor and Triton compile for it and the generated code runs over fake tensors.
+"""Replace a CUDA device, its driver and its allocator in this process, so that Inductor and Triton
+compile for the device and the generated code runs over fake tensors.
 
 ``no_gpu.cpp`` was loaded before torch: autograd, streams and events of ``cuda`` work, and do
 nothing. `install` puts the rest in place, for good: this process can do nothing else afterwards.
@@ -32,7 +32,7 @@ TRITON_VERSIONS = ("3.7",)
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """What ``torch.cuda.get_device_properties`` returns: the fields that Inductor reads.
+    """Properties of a device that Inductor reads, as of ``torch.cuda.get_device_properties``.
 
     Attributes:
         shared_memory_per_block_optin: bytes of shared memory that a kernel may ask for.
@@ -100,13 +100,13 @@ class Hooks:
     def kernel_made(self, name: str, source: str) -> None:
         """Inductor has written a Triton kernel."""
 
-    def kernel_runs(self, name: str, arguments: tuple[Any, ...]) -> None:
+    def kernel_runs(self, name: str, source: str, arguments: tuple[Any, ...]) -> None:
         """The generated code launches a kernel."""
 
     def graph_made(self, source: str) -> None:
         """Inductor has written the code of a graph."""
 
-    def graph_runs(self, source: str, call: Callable[..., Any], arguments: Any) -> Any:
+    def graph_runs(self, call: Callable[..., Any], arguments: Any) -> Any:
         """The generated code of a graph is called."""
         return call(arguments)
 
@@ -244,24 +244,23 @@ def _stand_in_for_running(hooks: Hooks) -> None:
     """Kernels are kept as text, and their launches are told; so are the calls of graphs."""
 
     class Kernel:
-        def __init__(self, name: str) -> None:
-            self._name = name
+        def __init__(self, name: str, source: str) -> None:
+            self._name, self._source = name, source
 
         def run(self, *arguments: Any, **options: Any) -> None:
-            hooks.kernel_runs(self._name, arguments)
+            hooks.kernel_runs(self._name, self._source, arguments)
 
     def triton(self: Any, name: str, source: str, device_str: str = "cuda") -> Kernel:
         hooks.kernel_made(name, source)
-        return Kernel(name)
+        return Kernel(name, source)
 
     compile_to_module = GraphLowering.compile_to_module
 
     def recorded(self: GraphLowering) -> Any:
         module: Any = compile_to_module(self)
-        source = Path(module.__file__).read_text()
-        hooks.graph_made(source)
+        hooks.graph_made(Path(module.__file__).read_text())
         call = module.call
-        module.call = lambda arguments: hooks.graph_runs(source, call, arguments)
+        module.call = lambda arguments: hooks.graph_runs(call, arguments)
         return module
 
     replace(async_compile.AsyncCompile, triton=triton)

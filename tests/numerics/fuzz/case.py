@@ -3,6 +3,7 @@ data. `draw(seed)` makes the same case of the same number, whatever machine it i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from random import Random
@@ -92,10 +93,7 @@ class Case:
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        size = 1
-        for axis in self.mesh:
-            size *= axis
-        return size
+        return math.prod(self.mesh)
 
 
 def walk(blocks: tuple[Block, ...]) -> Iterator[Block]:
