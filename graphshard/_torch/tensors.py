@@ -7,7 +7,7 @@ torch/_ops.py.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -78,9 +78,36 @@ def size_hint(size: int | torch.SymInt, fallback: int = 4096) -> int:
     return int(ask(size, fallback))
 
 
-def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy and cast each source into its target, on a GPU in as few kernels as possible."""
-    torch._foreach_copy_(targets, sources)
+def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy and cast each source into its target: on a GPU by one kernel for each pair of dtypes,
+    if all are dense (aten/src/ATen/native/cuda/ForeachBinaryOpList.cu)."""
+    by_dtypes: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]]
+    by_dtypes = {}
+    for target, source in zip(targets, sources, strict=True):
+        alike = by_dtypes.setdefault((target.dtype, source.dtype), ([], []))
+        alike[0].append(target)
+        alike[1].append(source)
+    for lists in by_dtypes.values():
+        torch._foreach_copy_(*lists)
+
+
+def chunk_cat_is_one_kernel(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> bool:
+    """Return whether `chunk_cat_` is one kernel for these dtypes and devices.
+
+    Read in aten/src/ATen/native/cuda/TensorShape.cu; a CPU makes padded copies first.
+    """
+    dtypes = {source.dtype for source in sources}
+    casts = dtypes == {torch.bfloat16} and target.dtype == torch.float32
+    return target.device.type == "cuda" and (dtypes == {target.dtype} or casts)
+
+
+def chunk_cat_(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+    """Pad the rows of each source to a multiple of the rows of ``target``, and pack them.
+
+    Row ``i`` of ``target`` gets the ``i``-th part of every source, one behind the other.
+    """
+    # The kernel takes what is dense for contiguous.
+    torch._chunk_cat([s.contiguous() for s in sources], 0, target.shape[0], out=target)
 
 
 def foreach_max_abs(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -47,12 +47,17 @@ class Work:
         name: of the kernel or operator.
         reads: blocks.
         writes: blocks.
+        kernels: that it is on a device; 0 of a collective, of a copy to or from the host, and of
+            what the host does.
+        blocks_host: whether the host stands still until it is done.
     """
 
     name: str
     stream: str
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
+    kernels: int = 0
+    blocks_host: bool = False
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,27 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .._torch.no_gpu.operators import DispatchMode, WeakStorage, is_view, tensors_in, written_in
+from .._torch.no_gpu.kernels import num_kernels
+from .._torch.no_gpu.operators import (
+    DispatchMode,
+    WeakStorage,
+    is_allocation,
+    is_view,
+    tensors_in,
+    written_in,
+)
 from .._torch.no_gpu.stand_ins import Hooks
+from .._torch.tensors import OpOverload, argument_names, is_traceable_wrapper_subclass
 from ..ops import host_copy
+from ..ops.library import implementation_of
 from .actions import HOST, Action, Allocate, Free, Record, RecordStream, WaitEvent, Work
 
 COMPUTE = "compute"
@@ -50,10 +61,14 @@ class GraphRun:
         launches: in order.
         order: a number in ``launches`` where one is launched; its complement (``~``) where the
             current stream first waits for it.
+        arguments: blocks that it is given.
+        actions: positions of its first action, and behind its last one.
     """
 
     launches: list[Launch] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
+    arguments: tuple[int, ...] = ()
+    actions: tuple[int, int] = (0, 0)
 
     def launch(self, launch: Launch) -> int:
         """Append a launch and return its number."""
@@ -68,13 +83,13 @@ class GraphRun:
 
 
 class Recorder(Hooks):
-    """Actions and texts of a process. Graphs are recorded while they run; kernels when made.
+    """Kernels and graphs of a process, as they are made; and actions, while it records.
 
     Attributes:
         actions: in the order in which the host asked for them.
         kernels: name and source of each.
         codes: of each graph.
-        runs: of graphs, since ``begin_step``.
+        runs: of graphs.
     """
 
     def __init__(self) -> None:
@@ -90,10 +105,17 @@ class Recorder(Hooks):
         self._blocks: dict[int, tuple[int, WeakStorage]] = {}
         self._num_blocks = self._num_events = 0
         self._launched: dict[int, list[_Launched | _Registered]] = {}
+        self._pinned: dict[int, WeakStorage] = {}
 
-    def begin_step(self) -> None:
-        """Forget the runs of the step before."""
-        self.runs = []
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what is asked of the device meanwhile, in graphs and between them."""
+        self._is_recording = True
+        try:
+            with _Operators(self):
+                yield
+        finally:
+            self._is_recording = False
 
     # --- what the generated code tells ---------------------------------------------------------
 
@@ -104,20 +126,29 @@ class Recorder(Hooks):
         self.codes.append(source)
 
     def graph_runs(self, call: Callable[..., Any], arguments: Any) -> Any:
-        self._is_recording = True
-        self.runs.append(GraphRun())
-        try:
-            with _Operators(self):
-                return call(arguments)
-        finally:
-            self._is_recording = False
+        if not self._is_recording:
+            return call(arguments)
+        self._free()
+        given = tuple({self._block(tensor) for tensor in tensors_in([arguments])})
+        run, start = GraphRun(arguments=given), len(self.actions)
+        self.runs.append(run)
+        outputs = call(arguments)
+        self._free()
+        run.actions = (start, len(self.actions))
+        return outputs
 
     def kernel_runs(self, name: str, source: str, arguments: tuple[Any, ...]) -> None:
+        if not self._is_recording:
+            return
         names = _parameters(source)
         pairs = [(n, a) for n, a in zip(names, arguments) if isinstance(a, torch.Tensor)]
         reads = [a for n, a in pairs if not n.startswith("out_ptr")]
         writes = [a for n, a in pairs if "out_ptr" in n]
-        self.work(name, reads, writes)
+        self.work(name, reads, writes, kernels=1)
+
+    def pinned(self, tensor: torch.Tensor) -> None:
+        storage = WeakStorage(tensor)
+        self._pinned[storage.address] = storage
 
     def stream_asked(self, what: str, event: int, stream: int) -> None:
         """Take in what ``no_gpu.cpp`` tells."""
@@ -131,7 +162,7 @@ class Recorder(Hooks):
             case "synchronize_event":
                 self.actions.append(WaitEvent(event, HOST))
             case _:
-                self.actions.append(Work(what, HOST))
+                self.actions.append(Work(what, HOST, blocks_host=True))
 
     # --- actions -------------------------------------------------------------------------------
 
@@ -141,11 +172,14 @@ class Recorder(Hooks):
         reads: Iterable[torch.Tensor],
         writes: Iterable[torch.Tensor],
         stream: str | None = None,
+        kernels: int = 0,
+        blocks_host: bool = False,
     ) -> None:
         """Note that ``name`` runs on a stream, the current one by default."""
         self._free()
-        numbers = [tuple(dict.fromkeys(map(self._block, side))) for side in (reads, writes)]
-        self.actions.append(Work(name, stream or current_stream(), *numbers))
+        read, written = (tuple(dict.fromkeys(map(self._block, side))) for side in (reads, writes))
+        stream = stream or current_stream()
+        self.actions.append(Work(name, stream, read, written, kernels, blocks_host))
 
     def _block(self, tensor: torch.Tensor) -> int:
         """Return the number of a tensor's memory, which is new if it was never seen."""
@@ -171,17 +205,48 @@ class Recorder(Hooks):
         special = _SPECIAL.get(str(op))
         if special is not None:
             return special(self, op, *args, **kwargs)
+        if str(op).startswith("graphshard."):
+            return self._own(op, args, kwargs)
         outputs = op(*args, **kwargs)
         if str(op).startswith("_c10d_functional."):
             self._launch(str(op), args, outputs)
+            return outputs
+        if is_allocation(op):
+            self._free()
+            for tensor in tensors_in([outputs]):
+                self._block(tensor)
+                if kwargs.get("pin_memory"):
+                    self.pinned(tensor)
             return outputs
         inputs = list(tensors_in([args, kwargs]))
         written = list(written_in(op, args, kwargs))
         made = [] if is_view(op) else list(tensors_in([outputs]))
         if made or written:
-            on_host = all(t.device.type == "cpu" for t in (*inputs, *made))
-            self.work(str(op), inputs, [*written, *made], HOST if on_host else None)
+            self._compute(op, args, kwargs, inputs, [*written, *made])
         return outputs
+
+    def _compute(
+        self,
+        op: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+    ) -> None:
+        """Note an operator that is no view, of the host, of the device, or a copy between both."""
+        on_host = [t for t in (*inputs, *outputs) if t.device.type == "cpu" and t.dim()]
+        on_device = [t for t in (*inputs, *outputs) if t.device.type != "cpu"]
+        if not on_device:
+            self.work(str(op), inputs, outputs, HOST)
+        elif on_host and isinstance(op, OpOverload):  # others only keep states of generators there
+            is_async = _is_non_blocking(op, args, kwargs) and all(map(self._is_pinned, on_host))
+            self.work(str(op), inputs, outputs, blocks_host=not is_async)
+        else:
+            self.work(str(op), inputs, outputs, kernels=num_kernels(op, args, kwargs))
+
+    def _is_pinned(self, tensor: torch.Tensor) -> bool:
+        pinned = self._pinned.get(WeakStorage(tensor).address)
+        return pinned is not None and not pinned.is_gone()
 
     def _launch(self, name: str, args: Sequence[Any], outputs: Any) -> None:
         """Note a collective: on the stream of its group, from where the current stream is."""
@@ -205,13 +270,12 @@ class Recorder(Hooks):
             launched.wait(self)
         return tensor
 
-    def _copy(self, op: Any, tensors: list[torch.Tensor], *args: Any) -> list[torch.Tensor]:
-        """Copies to and from the host as this project launches them on a device."""
-        self.runs[-1].launch(Launch(str(op), ""))
-        name = str(op).split(".")[1]
+    def _own(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run one of this project's operators as on a device: what it calls is noted."""
+        if op in (host_copy.copy_to_device, host_copy.copy_to_host):
+            self.runs[-1].launch(Launch(str(op), ""))
         with _Operators(self):
-            copies: list[torch.Tensor] = getattr(host_copy, f"_{name}")(tensors, *args)
-        return copies
+            return implementation_of(op)(*args, **kwargs)
 
     def register(self, tensor: torch.Tensor, work: dist.Work) -> None:
         """Have the next wait for ``tensor`` wait for ``work``, which was launched last."""
@@ -220,11 +284,6 @@ class Recorder(Hooks):
 
     def _record_stream(self, op: Any, tensor: torch.Tensor, stream: torch.Stream) -> None:
         self.actions.append(RecordStream(self._block(tensor), stream_name(stream.stream_id)))
-
-    def _scaled_mm(self, op: Any, *args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """A product in fp8, whose variant with ``out`` does not take fake tensors."""
-        self.work(str(op), tensors_in([args, kwargs]), [out])
-        return out
 
     def _record(self, stream: str) -> int:
         """Record an event; those of this class have numbers below 0."""
@@ -238,10 +297,7 @@ class Recorder(Hooks):
 
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "_c10d_functional.wait_tensor.default": Recorder._wait,
-    "graphshard.copy_to_device.default": Recorder._copy,
-    "graphshard.copy_to_host.default": Recorder._copy,
     "aten.record_stream.default": Recorder._record_stream,
-    "aten._scaled_mm.out": Recorder._scaled_mm,
 }
 
 
@@ -275,7 +331,13 @@ class _Operators(DispatchMode):
         super().__init__()
         self._recorder = recorder
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_traceable_wrapper_subclass, tensors_in([args, kwargs]))):
+            return NotImplemented  # a DTensor runs the operator again, on its shard
         return self._recorder.operator(func, args, kwargs or {})
 
 
@@ -287,6 +349,15 @@ def stream_name(number: int) -> str:
 def current_stream() -> str:
     """Return the name of the stream that is current on this thread."""
     return stream_name(torch.accelerator.current_stream("cuda:0").stream_id)
+
+
+def _is_non_blocking(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return the value of an operator's argument ``non_blocking``; False if it has none."""
+    names = argument_names(op)
+    if "non_blocking" not in names:
+        return False
+    position = names.index("non_blocking")
+    return bool(args[position] if position < len(args) else kwargs.get("non_blocking"))
 
 
 @functools.cache

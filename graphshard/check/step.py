@@ -7,7 +7,8 @@ first step compiles; the second one is what is recorded.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +65,7 @@ class Recording:
         plans: of all graphs.
         codes: that Inductor wrote, by graph.
         kernels: name and source of each.
-        actions: of the step, and of those before.
+        actions: of the last step, the optimizer's among them.
         runs: calls of graphs in the last step.
     """
 
@@ -91,7 +92,6 @@ def record_steps(
         options: of ``graphshard.backend``.
         dynamic: argument of ``torch.compile``.
     """
-    torch.compiler.reset()
     recorder.clear()
     dist.init_process_group(
         "fake", store=fake_store(), rank=cluster.rank, world_size=cluster.world_size
@@ -119,14 +119,58 @@ def _record(
     options = {**options, "sync_module_states": False}
     shard(model, mesh, **options)
     ours = backend(mesh, **options)
-    compiled = torch.compile(model, backend=ours, dynamic=dynamic)
-    for _ in range(NUM_STEPS):
-        recorder.begin_step()
-        with fake:
+    _train(recorder, fake, model, inputs, step, backend=ours, dynamic=dynamic)
+    return _recording(recorder, ours.plans)
+
+
+def record_unsharded(
+    recorder: Recorder,
+    make_model: MakeModel,
+    dtype: torch.dtype,
+    *,
+    step: Step = forward_backward,
+    dynamic: bool | None = None,
+) -> Recording:
+    """Train a model with ``torch.compile`` alone, and return what its last step does.
+
+    Args:
+        dtype: default dtype while ``make_model`` is called.
+    """
+    recorder.clear()
+    fake, before = new_fake_mode(), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with fake, torch.device("cuda:0"):
+            model, inputs = make_model()
+    finally:
+        torch.set_default_dtype(before)
+    _train(recorder, fake, model, inputs, step, backend="inductor", dynamic=dynamic)
+    return _recording(recorder, [])
+
+
+def _train(
+    recorder: Recorder,
+    fake: AbstractContextManager[Any],
+    model: nn.Module,
+    inputs: Any,
+    step: Step,
+    **arguments: Any,
+) -> None:
+    """Train for ``NUM_STEPS``, and record the last one."""
+    torch.compiler.reset()
+    compiled = torch.compile(model, **arguments)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+    for number in range(NUM_STEPS):
+        is_last = number == NUM_STEPS - 1
+        with fake, recorder.recording() if is_last else nullcontext():
             step(model, compiled, inputs)
-        model.zero_grad(set_to_none=True)
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _recording(recorder: Recorder, plans: Sequence[Plan]) -> Recording:
     return Recording(
-        plans=tuple(ours.plans),
+        plans=tuple(plans),
         codes=tuple(recorder.codes),
         kernels=tuple(recorder.kernels),
         actions=tuple(recorder.actions),

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 
-from .._torch.tensors import foreach_copy_
+from .._torch.tensors import chunk_cat_, chunk_cat_is_one_kernel, foreach_copy_
 from .accumulators import take
 from .dtypes import dtype_named
 from .library import define, fake, implement
@@ -42,28 +44,46 @@ def _copy_in(
         world: number of ranks that each get a part of a buffer; 1 for a gather.
     """
     buffers = _copy_in_fake(tensors, rows, dtypes, counts, wire_dtypes, world)
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
     transfers = zip(tensors, rows, dtypes, strict=True)
     for buffer, count in zip(buffers, counts):
-        start = 0
-        for tensor, num_rows, dtype in itertools.islice(transfers, count):
-            flat = _flattened(tensor, dtype_named(dtype), buffer.dtype)
-            stop = start + _num_sent_per_rank(flat, tensor, num_rows)
-            part = buffer.view(world, buffer.numel() // world)[:, start:stop]
-            start = stop
-            if not flat.numel():
-                continue
-            num_full, rest = divmod(flat.numel(), part.shape[1])
-            targets.append(part[:num_full])
-            sources.append(flat[: flat.numel() - rest].view(num_full, -1))
-            if num_full < world:
-                part[num_full:].zero_()
-                targets.append(part[num_full, :rest])
-                sources.append(flat[flat.numel() - rest :])
-    if targets:
-        foreach_copy_(targets, sources)
+        own = [sent for sent in itertools.islice(transfers, count) if sent[0].numel()]
+        if _is_chunk_cat(buffer, own, world):
+            chunk_cat_(buffer.view(world, -1), [tensor for tensor, _, _ in own])
+        else:
+            parts += _parts(buffer, own, world)
+    if parts:
+        foreach_copy_(*zip(*parts))
     return buffers
+
+
+_Sent: TypeAlias = tuple[torch.Tensor, int, str]
+"""A tensor, how many of its rows each rank is sent, and as which dtype."""
+
+
+def _is_chunk_cat(buffer: torch.Tensor, sent: Sequence[_Sent], world: int) -> bool:
+    """Return whether one kernel packs ``sent`` for several ranks, each of them its own rows."""
+    if world == 1 or not sent:
+        return False
+    evenly = all(rows and rows == -(-tensor.shape[0] // world) for tensor, rows, _ in sent)
+    return evenly and chunk_cat_is_one_kernel(buffer, [tensor for tensor, _, _ in sent])
+
+
+def _parts(
+    buffer: torch.Tensor, sent: Sequence[_Sent], world: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield parts of a buffer with what to copy there; set the padding to zero."""
+    start = 0
+    for tensor, num_rows, dtype in sent:
+        flat = _flattened(tensor, dtype_named(dtype), buffer.dtype)
+        stop = start + _num_sent_per_rank(flat, tensor, num_rows)
+        part = buffer.view(world, buffer.numel() // world)[:, start:stop]
+        start = stop
+        num_full, rest = divmod(flat.numel(), part.shape[1])
+        yield part[:num_full], flat[: flat.numel() - rest].view(num_full, -1)
+        if num_full < world:
+            part[num_full:].zero_()
+            yield part[num_full, :rest], flat[flat.numel() - rest :]
 
 
 def _flattened(tensor: torch.Tensor, dtype: torch.dtype, wire_dtype: torch.dtype) -> torch.Tensor:
@@ -106,7 +126,10 @@ def _copy_in_fake(
 @implement(copy_out)
 def _copy_out(buffer: torch.Tensor, sizes: list[int], world: int) -> list[torch.Tensor]:
     """Split a buffer of all ranks' parts into one contiguous ``[world, size]`` for each size."""
-    return list(torch.ops.aten.split_with_sizes_copy.default(buffer.view(world, -1), sizes, 1))
+    parts = _copy_out_fake(buffer, sizes, world)
+    # Without outputs given, CUDA would have a kernel for each.
+    torch.split_with_sizes_copy(buffer.view(world, -1), sizes, 1, out=parts)
+    return parts
 
 
 @fake(copy_out)

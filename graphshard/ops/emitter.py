@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import torch
 from torch import fx
 
 from .._torch.tensors import fake_mode_of
@@ -41,4 +42,8 @@ class Emitter:
         with self._mode:
             value = op(*fake_args, **fake_kwargs)
         node.meta = {**self._meta, "val": value}
+        if torch.Tag.needs_exact_strides in getattr(op, "tags", ()):
+            # As in torch/fx/experimental/proxy_tensor.py; without it Inductor lays out arguments of
+            # ``_scaled_mm`` as it likes, and cuBLASLt refuses them.
+            node.meta["eager_input_vals"] = fake_args, fake_kwargs
         return node

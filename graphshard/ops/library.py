@@ -16,6 +16,7 @@ from .._torch.tensors import OpOverload
 _NAMESPACE = "graphshard"
 _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 _Function = TypeVar("_Function", bound=Callable[..., object])
+_implementations: dict[OpOverload, Callable[..., Any]] = {}
 
 
 def define(schema: str) -> OpOverload:
@@ -36,7 +37,18 @@ def implement(
 ) -> Callable[[_Function], _Function]:
     """Decorate the function that runs ``op`` on real tensors."""
     decorate: Any = torch.library.impl(_library, _name(op), dispatch_key)
-    return cast(Callable[[_Function], _Function], decorate)
+
+    def register(function: _Function) -> _Function:
+        if dispatch_key == "CompositeExplicitAutograd":
+            _implementations[op] = function
+        return cast(_Function, decorate(function))
+
+    return register
+
+
+def implementation_of(op: OpOverload) -> Callable[..., Any]:
+    """Return the function that runs ``op`` on real tensors, whatever their device."""
+    return _implementations[op]
 
 
 def fake(op: OpOverload) -> Callable[[_Function], _Function]:

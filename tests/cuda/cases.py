@@ -16,7 +16,14 @@ import graphshard
 from graphshard.check.gpus import GPUS, has_float8
 from graphshard.check.kernels import CompiledKernel, compile_kernels
 from graphshard.check.recorder import Recorder
-from graphshard.check.step import Cluster, Recording, Step, forward_backward, record_steps
+from graphshard.check.step import (
+    Cluster,
+    Recording,
+    Step,
+    forward_backward,
+    record_steps,
+    record_unsharded,
+)
 from tests.cuda import models
 
 DEVICE = "H100"
@@ -34,6 +41,8 @@ class Strategy:
         model: arguments of the GPT; only a GPT takes them.
         step: what a step does, instead of one forward and backward.
         dynamic: argument of ``torch.compile``.
+        dtype: of the model that ``torch.compile`` alone trains, to compare with; None: there is
+            none that computes the same.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -41,6 +50,7 @@ class Strategy:
     model: dict[str, Any] = field(default_factory=dict)
     step: Step = forward_backward
     dynamic: bool | None = None
+    dtype: torch.dtype | None = torch.bfloat16
 
 
 def _accumulates(model: nn.Module, compiled: Callable[..., Tensor], inputs: Any) -> None:
@@ -62,17 +72,19 @@ def _changes_sizes(model: nn.Module, compiled: Callable[..., Tensor], inputs: An
 
 STRATEGIES = {
     "ZeRO-3": Strategy(),
-    "float32": Strategy({"mp_policy": MixedPrecisionPolicy()}),
+    "float32": Strategy({"mp_policy": MixedPrecisionPolicy()}, dtype=torch.float32),
     "ZeRO-2": Strategy({"reshard_after_forward": False}),
     "HSDP": Strategy(replicas=2),
     "hpZ": Strategy({"reshard_after_forward": 4}),
     "replicated": Strategy({"overrides": {"*": {"shard": False}}}),
-    "autocast": Strategy({"mp_policy": MixedPrecisionPolicy()}, step=_autocasts),
-    "fp8 tensorwise": Strategy({"fp8": graphshard.Float8Policy()}),
-    "fp8 rowwise": Strategy({"fp8": graphshard.Float8Policy("rowwise")}),
+    "autocast": Strategy(
+        {"mp_policy": MixedPrecisionPolicy()}, step=_autocasts, dtype=torch.float32
+    ),
+    "fp8 tensorwise": Strategy({"fp8": graphshard.Float8Policy()}, dtype=None),
+    "fp8 rowwise": Strategy({"fp8": graphshard.Float8Policy("rowwise")}, dtype=None),
     "CPU offload": Strategy({"offload_policy": CPUOffloadPolicy()}),
     "stowed activations": Strategy({"memory_budget_gb": 0.05}),
-    "no_sync": Strategy(step=_accumulates),
+    "no_sync": Strategy(step=_accumulates, dtype=None),
     "dynamic shapes": Strategy(step=_changes_sizes, dynamic=True),
     "LoRA": Strategy(model={"linear": models.LoRALinear}),
     "checkpointing": Strategy(model={"recompute": True}),
@@ -101,10 +113,12 @@ class Outcome:
         recording: None if it raised.
         error: the traceback; "" if it did not raise.
         kernels: by GPU.
+        unsharded: of ``torch.compile`` alone; None of a case that computes something else.
     """
 
     recording: Recording | None
     error: str = ""
+    unsharded: Recording | None = None
     kernels: dict[str, list[CompiledKernel]] = field(default_factory=dict)
 
 
@@ -121,17 +135,20 @@ def _run(recorder: Recorder, case: Case) -> Outcome:
     budget = options.pop("memory_budget_gb", None)
     schedule = graphshard.SchedulePolicy(hardware=DEVICE, memory_budget_gb=budget)
     make = getattr(models, case.model)
+
+    def make_model() -> models.Made:
+        made: models.Made = make(**strategy.model)
+        return made
+
+    how: Any = {"step": strategy.step, "dynamic": strategy.dynamic}
+    unsharded = None
     try:
-        recording = record_steps(
-            recorder,
-            lambda: make(**strategy.model),
-            Cluster(mesh, case.rank),
-            {**options, "schedule": schedule},
-            step=strategy.step,
-            dynamic=strategy.dynamic,
-        )
+        options["schedule"] = schedule
+        recording = record_steps(recorder, make_model, Cluster(mesh, case.rank), options, **how)
+        if strategy.dtype is not None:
+            unsharded = record_unsharded(recorder, make_model, strategy.dtype, **how)
     except Exception:
         return Outcome(None, traceback.format_exc())
     targets = [name for name in TARGETS if "fp8" not in options or has_float8(GPUS[name])]
     kernels = {name: compile_kernels(recording.kernels, GPUS[name]) for name in targets}
-    return Outcome(recording, kernels=kernels)
+    return Outcome(recording, unsharded=unsharded, kernels=kernels)

@@ -6,13 +6,17 @@ from __future__ import annotations
 import ast
 import re
 
+import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
+from graphshard._torch.no_gpu.kernels import num_kernels
+from graphshard._torch.tensors import chunk_cat_
 from graphshard.kinds import TransferKind
+from graphshard.ops import bucket_copy
 from tests.graph.test_inductor_order import DIM, Deep, _train
 
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -53,3 +57,36 @@ def test_a_bucket_is_copied_in_by_one_call(mesh: DeviceMesh) -> None:
         # Nothing else is done to a shard: no kernel reads one.
         kernels = re.findall(r"cpp_fused\w*\((.*?)\)", body)
         assert kernels and not [args for args in kernels if shards & set(args.split(", "))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_kernel_packs_gradients_as_copies_do(dtype: torch.dtype) -> None:
+    """On CUDA one kernel packs all of a bucket; it runs on a CPU, too, where copies are used."""
+    world = 4
+    shapes = [(8, 3), (5,), (1, 2, 2), (9, 2), (3, 0)]
+    grads = [torch.randn(shape).to(dtype) for shape in shapes]
+    grads.append(torch.randn(6, 7).to(dtype).t())  # dense, and not contiguous
+    rows = [-(-grad.shape[0] // world) for grad in grads]
+    dtypes = ["float32"] * len(grads)
+    (expected,) = bucket_copy.copy_in(grads, rows, dtypes, [len(grads)], ["float32"], world)
+    packed = torch.full_like(expected, torch.nan).view(world, -1)
+    chunk_cat_(packed, [grad for grad in grads if grad.numel()])
+    assert torch.equal(packed.view(-1), expected)
+
+
+def test_kernels_of_copies_are_counted_by_the_rules_of_cuda() -> None:
+    aten = torch.ops.aten
+    ours, theirs = [torch.zeros(4, 3) for _ in range(3)], [torch.ones(4, 3) for _ in range(3)]
+    copy = aten._foreach_copy_.default
+    assert num_kernels(copy, (ours, theirs), {}) == 1
+    assert num_kernels(copy, (ours, [t.bfloat16() for t in theirs]), {}) == 1
+    assert num_kernels(copy, (ours, [*theirs[1:], theirs[0].bfloat16()]), {}) == 3
+    assert num_kernels(copy, (ours, [t.t().contiguous().t() for t in theirs]), {}) == 3
+    gaps = list(torch.zeros(4, 9).split(3, 1))
+    assert num_kernels(copy, (gaps, theirs), {}) == 3
+    split = aten.split_with_sizes_copy
+    assert num_kernels(split.out, (torch.zeros(4, 9), [3] * 3, 1), {"out": ours}) == 1
+    assert num_kernels(split.default, (torch.zeros(4, 9), [3] * 3, 1), {}) == 3
+    cat = aten._chunk_cat.out
+    assert num_kernels(cat, (theirs, 0, 2), {"out": torch.zeros(2, 18)}) == 1
+    assert num_kernels(cat, (gaps, 0, 2), {"out": torch.zeros(2, 18)}) == 6

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
@@ -249,3 +250,32 @@ def test_what_is_done_to_shards_is_one_kernel(mesh: DeviceMesh) -> None:
         )
         for call in re.findall(r"copy_in\.default\(\[(.*?)\]", body):
             assert not shards & set(call.split(", "))
+
+
+class _Layouts(TorchDispatchMode):
+    """Notes how both matrices of each fp8 product are laid out, from torch.compile's code, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten._scaled_mm:
+            self.found.append((args[0].stride(), args[1].stride()))
+        return func(*args, **kwargs or {})
+
+
+def test_inductor_lays_out_products_as_cublaslt_takes_them(mesh: DeviceMesh) -> None:
+    if float8_math.device_fault("cpu", TENSORWISE):
+        pytest.skip("this CPU has no such product")
+    backend = graphshard.backend(mesh, mp_policy=BF16, fp8=graphshard.Float8Policy())
+    model = torch.compile(Net(), backend=backend, fullgraph=True)
+    with _Layouts() as layouts:
+        model(ones()).backward()
+    assert len(layouts.found) == 3 * len(WEIGHTS)
+    for left, right in layouts.found:
+        assert left[1] == 1 and right[0] == 1, (left, right)

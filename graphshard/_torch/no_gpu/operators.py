@@ -15,6 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = ["DispatchMode"]
 
+_ALLOCATIONS = frozenset(
+    ["empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"]
+)
+
 
 class WeakStorage:
     """A tensor's memory, as long as somebody else refers to it.
@@ -44,6 +48,16 @@ def is_view(op: object) -> bool:
     if not isinstance(op, OpOverload):  # of a higher order: it runs another one
         return False
     return op.is_view or op.namespace == "prim" or not op._schema.returns
+
+
+def base_name(op: object) -> str:
+    """Return the name of an operator: "mm" of ``aten.mm.out``; "" of one of a higher order."""
+    return op.name().partition("::")[2].partition(".")[0] if isinstance(op, OpOverload) else ""
+
+
+def is_allocation(op: object) -> bool:
+    """Return whether an operator makes tensors and writes nothing into them."""
+    return base_name(op) in _ALLOCATIONS
 
 
 def written_in(

@@ -26,6 +26,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import hints, triton_helpers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+_library = torch.library.Library("aten", "IMPL")
 TORCH_VERSIONS = ("2.13",)
 TRITON_VERSIONS = ("3.7",)
 
@@ -103,6 +104,10 @@ class Hooks:
     def kernel_runs(self, name: str, source: str, arguments: tuple[Any, ...]) -> None:
         """The generated code launches a kernel."""
 
+    def pinned(self, tensor: torch.Tensor) -> None:
+        """A tensor's memory on the host is locked, as copies that the host does not wait for need
+        it."""
+
     def graph_made(self, source: str) -> None:
         """Inductor has written the code of a graph."""
 
@@ -117,7 +122,8 @@ def install(device: DeviceProperties, hooks: Hooks) -> None:
     _stand_in_for_torch_cuda(device)
     _stand_in_for_dynamo(device)
     _stand_in_for_triton(device)
-    _stand_in_for_allocation()
+    _stand_in_for_allocation(hooks)
+    _stand_in_for_scaled_mm()
     _stand_in_for_running(hooks)
 
 
@@ -226,7 +232,7 @@ def _stand_in_for_triton(device: DeviceProperties) -> None:
     inductor_config.use_static_triton_launcher = False
 
 
-def _stand_in_for_allocation() -> None:
+def _stand_in_for_allocation(hooks: Hooks) -> None:
     """Inductor's allocations and views, which are C++ that fake tensors do not pass."""
 
     def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -235,9 +241,25 @@ def _stand_in_for_allocation() -> None:
     def view(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
         return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
 
-    # Pinning copies into memory that the driver has locked.
-    replace(torch.Tensor, pin_memory=lambda tensor, device=None: tensor.clone())
+    def pin_memory(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
+        copy = tensor.clone()
+        hooks.pinned(copy)
+        return copy
+
+    replace(torch.Tensor, pin_memory=pin_memory)
     replace(torch._C._dynamo.guards, _empty_strided_cuda=empty, _reinterpret_tensor=view)
+
+
+def _stand_in_for_scaled_mm() -> None:
+    """``_scaled_mm`` into a given tensor takes no fake tensors. The variant without one does, and
+    raises where cuBLASLt would refuse layouts or sizes (torch/_meta_registrations.py)."""
+
+    def scaled_mm(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        made = torch.ops.aten._scaled_mm.default(*args, **kwargs)
+        assert made.shape == out.shape and made.dtype == out.dtype
+        return out
+
+    _library.impl("_scaled_mm.out", scaled_mm, "Meta")
 
 
 def _stand_in_for_running(hooks: Hooks) -> None:

@@ -1,0 +1,63 @@
+"""How many kernels an operator is on CUDA, where it may be one for each of its tensors.
+
+    _foreach_copy_([a, b], [c, d])      1, or 2 where a tensor has gaps or another dtype
+
+Read in aten/src/ATen/native/ForeachUtils.h, and in ForeachBinaryOpList.cu and TensorShape.cu of
+aten/src/ATen/native/cuda.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
+
+from .operators import base_name, tensors_in
+
+
+def num_kernels(op: object, args: Sequence[object], kwargs: Mapping[str, object]) -> int:
+    """Return the number; 1 of an operator that is not known to be several."""
+    name = base_name(op)
+    if name.startswith("_foreach_"):
+        return _num_of_foreach(args, casts=name == "_foreach_copy_")
+    if name == "split_with_sizes_copy":
+        whole, *parts = tensors_in([args, kwargs])
+        # Without outputs given there is one for each of them.
+        one = parts and all(is_dense(t) and t.dtype == whole.dtype for t in (whole, *parts))
+        sizes = args[1]
+        assert isinstance(sizes, Sequence)
+        return 1 if one else len(sizes)
+    if name == "_chunk_cat":
+        *sources, target = tensors_in([args, kwargs])
+        dtypes = {source.dtype for source in sources}
+        casts = dtypes == {torch.bfloat16} and target.dtype == torch.float32
+        one = all(map(is_dense, sources)) and (casts or dtypes == {target.dtype})
+        return 1 if one else 2 * len(sources)
+    return 1
+
+
+def _num_of_foreach(args: Sequence[object], *, casts: bool) -> int:
+    """Return 1 if all tensors are dense, those of a list of one dtype, and those that belong
+    together of one layout; else as many as there are.
+
+    Args:
+        casts: whether lists may differ in dtype.
+    """
+    lists = [list(tensors_in(arg)) for arg in args if isinstance(arg, (list, tuple))]
+    lists = [tensors for tensors in lists if tensors]
+    dtypes = [{tensor.dtype for tensor in tensors} for tensors in lists]
+    alike = all(len(own) == 1 and (casts or own == dtypes[0]) for own in dtypes)
+    together = zip(*lists, strict=True)
+    one = alike and all(
+        is_dense(tensor) and _layout(tensor) == _layout(first)
+        for first, *others in together
+        for tensor in (first, *others)
+    )
+    return 1 if one else len(lists[0])
+
+
+def _layout(tensor: torch.Tensor) -> tuple[torch.Size, list[int]]:
+    """Return the shape, and the strides of dimensions that have more than one element."""
+    strides = [stride for size, stride in zip(tensor.shape, tensor.stride()) if size != 1]
+    return tensor.shape, strides

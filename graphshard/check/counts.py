@@ -1,0 +1,50 @@
+"""Counts of what a step asks of a device: `count`, from the actions of its graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .actions import HOST, Action, WaitEvent, Work
+from .recorder import GraphRun
+
+_BUCKET_COPIES = ("aten._foreach_copy_", "aten._chunk_cat", "aten.split_with_sizes_copy")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the graphs of a step ask for.
+
+    Attributes:
+        kernels: all kernels, those of ``bucket_copies`` among them.
+        bucket_copies: kernels that copy into packed buffers and out of them.
+        collectives: launches.
+        host_copies: tensors that are copied between host and device.
+        host_waits: events that the host waits for, as where it reads gradients.
+        blocking: names of work for which the host stands still besides.
+    """
+
+    kernels: int
+    bucket_copies: int
+    collectives: int
+    host_copies: int
+    host_waits: int
+    blocking: tuple[str, ...]
+
+
+def count(actions: Sequence[Action], runs: Iterable[GraphRun]) -> Counts:
+    """Count what the graphs of ``runs`` ask for.
+
+    Args:
+        actions: of a recording, in which those of ``runs`` lie.
+    """
+    own = [action for run in runs for action in actions[slice(*run.actions)]]
+    work = [action for action in own if isinstance(action, Work)]
+    return Counts(
+        kernels=sum(action.kernels for action in work),
+        bucket_copies=sum(w.kernels for w in work if w.name.startswith(_BUCKET_COPIES)),
+        collectives=sum(w.name.startswith("_c10d_functional.") for w in work),
+        host_copies=sum(w.name.startswith("aten.copy_") and not w.kernels for w in work),
+        host_waits=sum(isinstance(a, WaitEvent) and a.stream == HOST for a in own),
+        blocking=tuple(w.name for w in work if w.blocks_host),
+    )
