@@ -175,16 +175,26 @@ class Queue:
 
     def _buffers(self, members: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Return small transfers in shared buffers, and then the others each in its own."""
+        transfers = self._problem.transfers
+        small = [i for i in members if _is_small(transfers[i], self._cost_model)]
+        alone = [(i,) for i in members if i not in set(small)]
         # The kernel that casts to fp8 packs as well, so fp8 has a shared buffer of its own.
-        shared: dict[bool, list[int]] = {}
-        alone = []
-        for i in members:
-            transfer = self._problem.transfers[i]
-            if _is_small(transfer, self._cost_model):
-                shared.setdefault("float8" in transfer.dtype, []).append(i)
-            else:
-                alone.append((i,))
-        return (*map(tuple, shared.values()), *alone)
+        float8 = [i for i in small if "float8" in transfers[i].dtype]
+        others = [i for i in small if "float8" not in transfers[i].dtype]
+        return (*filter(None, (tuple(float8), *self._packed(others))), *alone)
+
+    def _packed(self, members: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return one buffer, or two: one kernel packs gradients for all ranks if they are alike in
+        dtype (``chunk_cat_`` in ``graphshard._torch.tensors``), and one for each if not."""
+        transfers = [self._problem.transfers[i] for i in members]
+        cast = tuple(i for i, t in zip(members, transfers) if t.casts)
+        as_it_is = tuple(i for i, t in zip(members, transfers) if not t.casts)
+        if transfers and transfers[0].kind == TransferKind.REDUCE_SCATTER and cast and as_it_is:
+            first = transfers[0]
+            launches_us = self._cost_model.copy_us(0) * len(members)
+            if launches_us > self._cost_model.buffer_us(first.world, first.stride):
+                return [cast, as_it_is]
+        return [tuple(members)]
 
 
 def _powers_of_two(stop: int) -> list[int]:

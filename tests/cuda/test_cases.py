@@ -8,10 +8,12 @@ from importlib.util import find_spec
 
 import pytest
 
+from graphshard.check.counts import count
 from graphshard.check.launch import call
 from graphshard.check.order import order_faults
 from graphshard.check.races import find_races
 from graphshard.check.step import Recording
+from graphshard.kinds import TransferKind
 from tests.cuda.cases import DEVICE, STRATEGIES, Case, Outcome
 
 pytestmark = [
@@ -70,6 +72,37 @@ def test_launches_and_waits_are_those_of_the_plan(case: Case) -> None:
     assert recording.runs
     for run in recording.runs:
         assert not order_faults(recording.plans, run)
+
+
+@cases
+def test_the_host_waits_for_gradients_alone(case: Case) -> None:
+    """It waits once for each copy of gradients, whose home is the host; nothing else stops it."""
+    recording = _recording(case)
+    copies = [
+        bucket
+        for plan in recording.plans
+        for bucket in plan.buckets
+        if bucket.kind == TransferKind.COPY_TO_HOST and plan.params_of(bucket)
+    ]
+    counts = count(recording.actions, recording.runs)
+    assert counts.host_waits == len(copies) and not counts.blocking
+    assert bool(copies) == (case.strategy == "CPU offload")
+
+
+@cases
+def test_kernels_are_those_of_an_unsharded_model_and_one_for_each_copy(case: Case) -> None:
+    unsharded, recording = _outcome(case).unsharded, _recording(case)
+    if unsharded is None:
+        pytest.skip("torch.compile alone computes something else")
+    theirs = count(unsharded.actions, unsharded.runs)
+    ours = count(recording.actions, recording.runs)
+    shards = 0
+    if case.strategy == "hpZ":  # one for each parameter, whose part of it stays for backward
+        shards = len(recording.plans[0].params)
+    assert ours.kernels - ours.bucket_copies - shards <= 1.01 * theirs.kernels
+    if case.strategy != "autocast":  # whose small buckets mix dtypes
+        # In, out, and in once more where a buffer has others beside it.
+        assert 0 < ours.bucket_copies <= 3 * ours.collectives
 
 
 def test_all_ranks_run_the_same_text() -> None:
