@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from graphshard._torch.tensors import tree_leaves
+from graphshard.cost.memory import WithoutMemory
 from graphshard.cost.model import CostModel
 from graphshard.kinds import GraphKind
 from graphshard.ops import markers
@@ -73,7 +74,7 @@ def build_problem(
     bounds = {p for reach in reaches for p in (reach.ready, reach.due) if p < len(nodes)}
     starts = sorted({0, *bounds}) if nodes else []
     ends = [*starts[1:], len(nodes)]
-    alive = _alive_bytes(graph, kind, position)
+    alive = _alive_bytes(graph, kind, position, cost_model.without_memory(graph))
     problem = Problem(
         graph=kind,
         steps=tuple(nodes[start].name for start in starts),
@@ -145,22 +146,29 @@ def _last_use(node: fx.Node, position: Mapping[fx.Node, int]) -> int:
     return max(users, default=position.get(node, end))
 
 
-def _alive_bytes(graph: fx.Graph, kind: GraphKind, position: Mapping[fx.Node, int]) -> list[int]:
+def _alive_bytes(
+    graph: fx.Graph,
+    kind: GraphKind,
+    position: Mapping[fx.Node, int],
+    without_memory: WithoutMemory,
+) -> list[int]:
     """Return the bytes alive at each position, without gathered parameters and full gradients."""
     end = len(position)
-    holder: dict[fx.Node, fx.Node | None] = {}  # the node whose memory a node's value is in
+    holders: dict[fx.Node, set[fx.Node]] = {}  # the nodes whose memory a node's value is read from
     last_use: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        for used in node.all_input_nodes:
-            if not markers.is_marker(node) and (owner := holder[used]) is not None:
-                last_use[owner] = position.get(node, end - 1)
-        if markers.is_marker(node) or _waits_on_host(node):
-            holder[node] = None
+        read = set().union(*(holders[used] for used in node.all_input_nodes))
+        if not markers.is_marker(node):
+            last_use |= dict.fromkeys(read, position.get(node, end - 1))
+        if markers.is_marker(node) or _waits_on_host(node) or node in without_memory.inside:
+            holders[node] = set()
+        elif node in without_memory.inlined:
+            holders[node] = read
         else:
-            holder[node] = holder[node.args[0]] if is_view(node) else node
+            holders[node] = holders[node.args[0]] if is_view(node) else {node}
         if node.op == "placeholder":
             last_use[node] = 0 if _is_freed(node, kind) else end - 1
-    owners = [n for n, owner in holder.items() if n is owner and n.op != "output"]
+    owners = [n for n, own in holders.items() if n in own and n.op != "output"]
     spans = []
     for node in owners:
         begin = position.get(node, 0)

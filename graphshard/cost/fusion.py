@@ -46,7 +46,7 @@ class NodeKind(Enum):
     """A kernel of its own."""
 
 
-_FUSED = (NodeKind.POINTWISE, NodeKind.REDUCTION)
+FUSED = (NodeKind.POINTWISE, NodeKind.REDUCTION)
 
 # Pointwise in Inductor's eyes, though without the tag.
 _POINTWISE = op_names(
@@ -86,6 +86,8 @@ def _node_kind(node: fx.Node) -> NodeKind:
 def _op_kind(op: OpOverload[..., Any]) -> NodeKind:
     if op is local_amax:
         return NodeKind.KERNEL
+    if aten_name(op) == "prepare_softmax_online":  # the largest value, and the sum of exponentials
+        return NodeKind.REDUCTION
     if op.namespace in ("_c10d_functional", "c10d_functional", "graphshard"):
         return NodeKind.BARRIER
     if op.is_view or aten_name(op) == "_unsafe_view":
@@ -220,7 +222,7 @@ def _region_representatives(values: GraphValues) -> dict[fx.Node, fx.Node]:
     first_reader: dict[tuple[int, fx.Node, tuple[int, ...]], fx.Node] = {}
     for node, kind in values.kinds.items():
         sources = [values.roots[source] for source in node.all_input_nodes]
-        if kind not in _FUSED:
+        if kind not in FUSED:
             latest = max((stages[source] for source in sources), default=0)
             stages[node] = latest if kind == NodeKind.VIEW else latest + 1
             continue
@@ -243,7 +245,7 @@ def _needs_new_kernel(
     source: fx.Node, node: fx.Node, values: GraphValues, column_nodes: Container[fx.Node]
 ) -> bool:
     """Return whether ``node`` cannot be in the region of ``source``, from which it reads."""
-    if values.kinds[source] not in _FUSED:
+    if values.kinds[source] not in FUSED:
         return False  # its stage counts its own kernel already
     ends_loop = values.kinds[source] == NodeKind.REDUCTION and source in column_nodes
     return ends_loop or (source in column_nodes) != (node in column_nodes)

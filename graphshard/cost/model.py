@@ -19,6 +19,7 @@ from .fallback import read_or
 from .flops import Flops, flops
 from .fusion import GraphValues, NodeKind, Region, find_regions
 from .hardware import COLLECTIVE_KINDS, Hardware, Interconnect
+from .memory import WithoutMemory, values_without_memory
 
 _PREDICTED_AS = {
     TransferKind.ALL_REDUCE_MAX: TransferKind.ALL_REDUCE,
@@ -37,11 +38,17 @@ class CostModel:
             replaces the prediction, or None. None: all nodes are predicted.
         tf32: matrix products of float32 run in tf32, as ``torch.set_float32_matmul_precision`` can
             ask for.
+        fuses: whether what fused kernels do not write needs no memory.
     """
 
     hardware: Hardware
     node_cost: Callable[[fx.Node], float | None] | None = None
     tf32: bool = False
+    fuses: bool = True
+
+    def without_memory(self, graph: fx.Graph) -> WithoutMemory:
+        """Return the nodes whose values are never in memory (``cost.memory``)."""
+        return values_without_memory(GraphValues(graph)) if self.fuses else WithoutMemory()
 
     def compute_us(self, graph: fx.Graph) -> dict[fx.Node, float]:
         """Return the time of every node of a functional ATen graph; all have ``meta["val"]``.

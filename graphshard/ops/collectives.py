@@ -97,6 +97,16 @@ def exchanges(group: str, dtype: torch.dtype) -> bool:
     return all(backend.endswith(":gloo") for backend in backends)
 
 
+def averages(group: str, value: Value) -> bool:
+    """Return whether an all-reduce of ``value`` averages; gloo only sums, and others may, too.
+
+    A fake group stands for NCCL.
+    """
+    backends = dist.get_backend_config(process_group(group)).split(",")
+    of_device = dict(backend.split(":") for backend in backends)
+    return of_device.get(value_of(value).device.type) in ("nccl", "fake")
+
+
 def launch_bucket(
     call: Call, kind: TransferKind, buffers: Sequence[BufferInputs], group: str, world: int
 ) -> list[Any]:
@@ -180,6 +190,7 @@ def launch_collective(
         sizes = [[value_of(buffer).shape[0] // world] * world for buffer in buffers]
         return [call(EXCHANGE, buffer, size, size, group) for buffer, size in zip(buffers, sizes)]
     kind = TransferKind.ALL_REDUCE if kind == TransferKind.ALL_REDUCE_SHARDS else kind
+    mean = "avg" if averages(group, buffers[0]) else "sum"
     one, coalesced, args = {
         TransferKind.ALL_GATHER: (
             _c10d.all_gather_into_tensor.default,
@@ -191,11 +202,10 @@ def launch_collective(
             _c10d.reduce_scatter_tensor_coalesced.default,
             ("avg", world, group),
         ),
-        # gloo has no "avg" for all-reduce.
         TransferKind.ALL_REDUCE: (
             _c10d.all_reduce.default,
             _c10d.all_reduce_coalesced.default,
-            ("sum", group),
+            (mean, group),
         ),
         TransferKind.ALL_REDUCE_MAX: (
             _c10d.all_reduce.default,
@@ -246,11 +256,15 @@ def launch_replica_reduce(
     """
     shards = [_with_partials(call, *pair) for pair in zip(buffers, reduced, strict=True)]
     shards = [
-        # The sum may be too large for float16.
-        call(_aten.div.Scalar, shard, world) if value_of(shard).dtype == torch.float16 else shard
+        call(_aten.div.Scalar, shard, world) if _divides_first(group, shard) else shard
         for shard in shards
     ]
     return launch_collective(call, TransferKind.ALL_REDUCE_SHARDS, shards, group, world)
+
+
+def _divides_first(group: str, shard: Value) -> bool:
+    """Return whether the sum of shards may be too large for their dtype, float16."""
+    return value_of(shard).dtype == torch.float16 and not averages(group, shard)
 
 
 def _with_partials(call: Call, inputs: BufferInputs, shards: Value) -> Any:
@@ -267,10 +281,9 @@ def _with_partials(call: Call, inputs: BufferInputs, shards: Value) -> Any:
 def wait_buffer(call: Call, kind: TransferKind, buffer: Value, group: str, world: int) -> Any:
     """Wait for one buffer of a launched bucket, and turn sums into means."""
     done = wait_tensor(call, buffer)
-    if kind == TransferKind.ALL_REDUCE or (
-        kind == TransferKind.ALL_REDUCE_SHARDS and value_of(buffer).dtype != torch.float16
-    ):
-        return call(_aten.div.Scalar, done, world)
+    divided = kind == TransferKind.ALL_REDUCE_SHARDS and _divides_first(group, buffer)
+    if kind in (TransferKind.ALL_REDUCE, TransferKind.ALL_REDUCE_SHARDS) and not divided:
+        return done if averages(group, buffer) else call(_aten.div.Scalar, done, world)
     if kind == TransferKind.REDUCE_SCATTER and exchanges(group, value_of(buffer).dtype):
         return call(_aten.mean.dim, call(_aten.view.default, done, [world, -1]), [0])
     return done

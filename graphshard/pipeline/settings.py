@@ -79,7 +79,8 @@ class CompileSettings:
 
     def cost_model(self) -> CostModel:
         """Return the cost model for graphs on the device."""
-        return self.schedule.cost_model(self.device)
+        model = self.schedule.cost_model(self.device)
+        return dataclasses.replace(model, fuses=self.compiler == "inductor")
 
     def choose_kept(
         self,

@@ -83,7 +83,7 @@ STRATEGIES = {
     "fp8 tensorwise": Strategy({"fp8": graphshard.Float8Policy()}, dtype=None),
     "fp8 rowwise": Strategy({"fp8": graphshard.Float8Policy("rowwise")}, dtype=None),
     "CPU offload": Strategy({"offload_policy": CPUOffloadPolicy()}),
-    "stowed activations": Strategy({"memory_budget_gb": 0.05}),
+    "stowed activations": Strategy({"memory_budget_gb": 1.2}),
     "no_sync": Strategy(step=_accumulates, dtype=None),
     "dynamic shapes": Strategy(step=_changes_sizes, dynamic=True),
     "LoRA": Strategy(model={"linear": models.LoRALinear}),
@@ -105,6 +105,15 @@ class Case:
         return f"{self.model}, {self.strategy}, rank {self.rank} of {self.world}"
 
 
+NUM_CASES = 4  # of one process, which needs seconds to start
+ALL = [
+    *(Case("gpt", strategy) for strategy in STRATEGIES),
+    *(Case(model, "ZeRO-3") for model in ("llama", "convnet", "moe")),
+    *(Case("gpt", "ZeRO-3", rank=rank) for rank in (4, 7)),
+    *(Case("gpt", "HSDP", world=1024, rank=rank) for rank in (0, 512, 1023)),
+]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a case came to.
@@ -122,12 +131,18 @@ class Outcome:
     kernels: dict[str, list[CompiledKernel]] = field(default_factory=dict)
 
 
-def run(recorder: Recorder, cases: Sequence[Case]) -> list[Outcome]:
-    """Return what each case came to."""
-    return [_run(recorder, case) for case in cases]
+def run(
+    recorder: Recorder, cases: Sequence[Case], targets: Sequence[str] = TARGETS
+) -> list[Outcome]:
+    """Return what each case came to.
+
+    Args:
+        targets: GPUs for which kernels are compiled.
+    """
+    return [_run(recorder, case, targets) for case in cases]
 
 
-def _run(recorder: Recorder, case: Case) -> Outcome:
+def _run(recorder: Recorder, case: Case, targets: Sequence[str]) -> Outcome:
     strategy = STRATEGIES[case.strategy]
     shards = case.world // strategy.replicas
     mesh = (shards,) if strategy.replicas == 1 else (strategy.replicas, shards)
@@ -149,6 +164,6 @@ def _run(recorder: Recorder, case: Case) -> Outcome:
             unsharded = record_unsharded(recorder, make_model, strategy.dtype, **how)
     except Exception:
         return Outcome(None, traceback.format_exc())
-    targets = [name for name in TARGETS if "fp8" not in options or has_float8(GPUS[name])]
-    kernels = {name: compile_kernels(recording.kernels, GPUS[name]) for name in targets}
+    able = [name for name in targets if "fp8" not in options or has_float8(GPUS[name])]
+    kernels = {name: compile_kernels(recording.kernels, GPUS[name]) for name in able}
     return Outcome(recording, unsharded=unsharded, kernels=kernels)

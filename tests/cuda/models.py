@@ -26,8 +26,8 @@ class GPT(nn.Module):
         self,
         *,
         layers: int = 4,
-        dim: int = 512,
-        vocab: int = 1024,
+        dim: int = 2048,
+        vocab: int = 32000,
         linear: type[nn.Linear] = nn.Linear,
         recompute: bool = False,
     ) -> None:
@@ -47,7 +47,7 @@ class GPT(nn.Module):
 
 
 class _Block(nn.Module):
-    heads = 8
+    heads = 16
 
     def __init__(self, dim: int, linear: type[nn.Linear]) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class ConvNet(nn.Module):
 class MoE(nn.Module):
     """Layers of experts, each token to one of them; all are computed, and one is taken."""
 
-    def __init__(self, *, layers: int = 2, dim: int = 256, experts: int = 4) -> None:
+    def __init__(self, *, layers: int = 2, dim: int = 1024, experts: int = 4) -> None:
         super().__init__()
         self.routers = nn.ModuleList(nn.Linear(dim, experts, bias=False) for _ in range(layers))
         scale = dim**-0.5
@@ -123,13 +123,13 @@ class MoE(nn.Module):
 
 def gpt(**arguments: object) -> Made:
     """A GPT of four layers."""
-    return GPT(**arguments), (_tokens(256),)  # type: ignore[arg-type]
+    return GPT(**arguments), (_tokens(1024),)  # type: ignore[arg-type]
 
 
 def llama() -> Made:
     """A Llama of three layers: grouped-query attention, rotary positions, SwiGLU."""
-    sizes = LlamaSizes(512, 3, 8, 2, 1024, recompute=False, vocab=1024)
-    return Llama(sizes), (_tokens(256), _tokens(256))
+    sizes = LlamaSizes(2048, 3, 16, 4, 5632, recompute=False, vocab=32000)
+    return Llama(sizes), (_tokens(1024), _tokens(1024))
 
 
 def convnet() -> Made:
@@ -139,7 +139,7 @@ def convnet() -> Made:
 
 def moe() -> Made:
     """Two layers of four experts."""
-    return MoE(), (torch.randn(512, 256),)
+    return MoE(), (torch.randn(2048, 1024),)
 
 
 def _tokens(length: int) -> Tensor:

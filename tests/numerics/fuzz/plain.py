@@ -160,4 +160,10 @@ def _by_torchao(model: nn.Module) -> nn.Module:
     def chosen(module: nn.Module, fqn: str) -> bool:
         return type(module) is nn.Linear and fits_fp8(f"{fqn}.weight", tuple(module.weight.shape))
 
-    return convert_to_float8_training(model, module_filter_fn=chosen)
+    # It converts a module where it finds it first, and leaves it where it stands a second time.
+    names = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    model = convert_to_float8_training(model, module_filter_fn=chosen)
+    converted = {id(module): model.get_submodule(name) for name, module in reversed(names.items())}
+    for name, module in names.items():
+        model.set_submodule(name, converted[id(module)])
+    return model

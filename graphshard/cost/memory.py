@@ -1,0 +1,95 @@
+"""Which values of a graph need no memory where kernels are fused: a guess at what Inductor does.
+
+    m = mm(..)   a = m + 1   b = exp(a)   c = b.sum(-1)   d = b / c      m, c and d are in memory
+
+A pointwise value is computed anew in every kernel that reads it, unless something else than a fused
+kernel reads it, or it is read more than once and takes much to compute (``should_realize_on_reuse``
+in torch/_inductor/ir.py). Any other value needs no memory if its own kernel alone reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from .flops import aten_name, op_names
+from .fusion import FUSED, GraphValues, NodeKind, find_regions
+
+_MAX_READS, _MAX_OPS = 4, 30
+"""``realize_reads_threshold`` and ``realize_opcount_threshold`` in torch/_inductor/config.py."""
+_HEAVY_ON_CPU = op_names("exp log log10 log1p log2 sigmoid tanh")
+
+
+@dataclass(frozen=True)
+class _Expression:
+    """A pointwise value that is not in memory.
+
+    Attributes:
+        reads: what is in memory that it is computed of.
+        num_ops: that it takes.
+        is_heavy: whether a CPU computes it once where it is read more than once.
+    """
+
+    reads: frozenset[fx.Node]
+    num_ops: int
+    is_heavy: bool
+
+    @property
+    def takes_much(self) -> bool:
+        return len(self.reads) > _MAX_READS or self.num_ops > _MAX_OPS or self.is_heavy
+
+
+class WithoutMemory(NamedTuple):
+    """Nodes whose values are never in memory.
+
+    Attributes:
+        inside: read by their own kernel alone.
+        inlined: computed anew in every kernel that reads them, of which there are others.
+    """
+
+    inside: frozenset[fx.Node] = frozenset()
+    inlined: frozenset[fx.Node] = frozenset()
+
+
+def values_without_memory(values: GraphValues) -> WithoutMemory:
+    """Return the nodes whose values are never in memory."""
+    inside = frozenset(
+        node
+        for region in find_regions(values)
+        for node in region.nodes
+        if all(user in region.nodes for user in values.users(node))
+    )
+    return WithoutMemory(inside, _inlined(values) - inside)
+
+
+def _inlined(values: GraphValues) -> frozenset[fx.Node]:
+    """Return the nodes that are computed anew in every kernel that reads them."""
+    inlined: dict[fx.Node, _Expression] = {}
+    for node, kind in values.kinds.items():
+        if kind != NodeKind.POINTWISE:
+            continue
+        users = list(values.users(node))
+        expression = _expression(node, values, inlined)
+        if all(values.kinds[user] in FUSED for user in users) and not (
+            len(users) > 1 and expression.takes_much
+        ):
+            inlined[node] = expression
+    return frozenset(inlined)
+
+
+def _expression(
+    node: fx.Node, values: GraphValues, inlined: dict[fx.Node, _Expression]
+) -> _Expression:
+    roots = {values.roots[source] for source in node.all_input_nodes}
+    parts = [inlined[root] for root in roots if root in inlined]
+    value = node.meta.get("val")
+    is_on_cpu = isinstance(value, torch.Tensor) and value.device.type == "cpu"
+    is_heavy = is_on_cpu and aten_name(node.target) in _HEAVY_ON_CPU
+    return _Expression(
+        frozenset(root for root in roots if root not in inlined).union(*(p.reads for p in parts)),
+        1 + sum(part.num_ops for part in parts),
+        is_heavy or any(part.is_heavy for part in parts),
+    )

@@ -1,0 +1,71 @@
+"""``python -m tests.cuda``: runs all cases and prints a table of what they came to, as in
+``benchmarks/results/cuda.md``. Some ten minutes on two cores."""
+
+from __future__ import annotations
+
+import torch
+from tabulate import tabulate
+
+from graphshard.check.counts import Counts, count
+from graphshard.check.launch import call
+from graphshard.check.memory import peak_bytes
+from graphshard.check.order import order_faults
+from graphshard.check.races import find_races
+from graphshard.check.step import Recording
+from graphshard.planning.live_bytes import alive_bytes
+from tests.cuda.cases import ALL, DEVICE, NUM_CASES, TARGETS, Case, Outcome
+
+HEADERS = (
+    "case", "kernels", "unsharded", "bucket copies", "collectives", "host copies", "host waits",
+    "peak MB, forward", "planned", "peak MB, backward", "planned", "refused", "order, races",
+)  # fmt: skip
+
+
+def main() -> None:
+    """Print the table."""
+    rows: list[list[object]] = []
+    for start in range(0, len(ALL), NUM_CASES):
+        chunk = ALL[start : start + NUM_CASES]
+        outcomes = call("tests.cuda.cases:run", DEVICE, chunk, timeout_s=1200)
+        rows += [_row(case, outcome) for case, outcome in zip(chunk, outcomes, strict=True)]
+    print(f"`python -m tests.cuda`, torch {torch.__version__}, {DEVICE} that is not there\n")
+    print(tabulate(rows, HEADERS, tablefmt="github"))
+    print(f"\nrefused: kernels of {', '.join(TARGETS)} (fp8: the latter two) that do not compile.")
+
+
+def _row(case: Case, outcome: Outcome) -> list[object]:
+    recording = outcome.recording
+    if recording is None:
+        return [str(case), outcome.error.splitlines()[-1]]
+    counts, theirs = _counts(recording), outcome.unsharded and _counts(outcome.unsharded)
+    refused = [k for kernels in outcome.kernels.values() for k in kernels if k.error]
+    faults = [fault for run in recording.runs for fault in order_faults(recording.plans, run)]
+    return [
+        str(case),
+        counts.kernels,
+        theirs.kernels if theirs else "",
+        counts.bucket_copies,
+        counts.collectives,
+        counts.host_copies,
+        counts.host_waits,
+        *_peaks(recording),
+        f"{len(refused)} of {sum(map(len, outcome.kernels.values()))}",
+        len(faults) + len(find_races(recording.actions)),
+    ]
+
+
+def _counts(recording: Recording) -> Counts:
+    return count(recording.actions, recording.runs)
+
+
+def _peaks(recording: Recording) -> list[str]:
+    """Return what the last forward and backward graphs needed, and what their plans say."""
+    texts = []
+    for plan, run in zip(recording.plans[-2:], recording.runs[-2:], strict=True):
+        planned = max(alive_bytes(plan.problem, plan.buckets))
+        texts += [f"{n / 1e6:.0f}" for n in (peak_bytes(recording.actions, run), planned)]
+    return texts
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Which values of fused kernels are never in memory."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import fx
+
+from graphshard.cost.fusion import GraphValues
+from graphshard.cost.memory import WithoutMemory, values_without_memory
+from tests.plan.machines import Graph
+
+aten = torch.ops.aten
+
+
+def _without_memory(graph: Graph, *outputs: fx.Node) -> WithoutMemory:
+    graph.graph.output(outputs)
+    return values_without_memory(GraphValues(graph.graph))
+
+
+def test_the_values_inside_a_kernel_are_not_in_memory() -> None:
+    graph = Graph()
+    first = graph(aten.relu.default, graph.input(10, 10))
+    total = graph(aten.sum.dim_IntList, first, [-1], True)
+    last = graph(aten.div.Tensor, first, total)
+    found = _without_memory(graph, last)
+    assert found.inside == {first, total} and not found.inlined
+
+
+def test_what_products_and_outputs_read_is_in_memory() -> None:
+    graph = Graph()
+    first = graph(aten.relu.default, graph.input(10, 10))
+    second = graph(aten.neg.default, first)
+    product = graph(aten.mm.default, second, second)
+    last = graph(aten.add.Tensor, product, second)
+    found = _without_memory(graph, last)
+    assert found.inside == {first} and not found.inlined
+
+
+def test_what_several_kernels_read_is_computed_in_each_of_them() -> None:
+    """Logits in float32, say: cross entropy needs their sums, and then few of them again."""
+    graph = Graph()
+    logits = graph(aten.mm.default, *(graph.input(8, 8, dtype=torch.bfloat16) for _ in range(2)))
+    wide = graph(aten._to_copy.default, logits, dtype=torch.float32)
+    rows = graph(aten.amax.default, wide, [-1], True)
+    shifted = graph(aten.sub.Tensor, wide, rows)
+    columns = graph(aten.sum.dim_IntList, shifted, [0])
+    found = _without_memory(graph, rows, columns)
+    assert wide in found.inlined and shifted in found.inside | found.inlined
+
+
+@pytest.mark.parametrize("num_reads", [4, 5])
+def test_what_reads_much_is_computed_once(num_reads: int) -> None:
+    graph = Graph()
+    inputs = [graph.input(8, 8) for _ in range(num_reads)]
+    total = functools.reduce(functools.partial(graph, aten.add.Tensor), inputs)
+    rows = graph(aten.amax.default, total, [-1])
+    columns = graph(aten.amax.default, total, [0])
+    found = _without_memory(graph, rows, columns)
+    assert (total in found.inlined) == (num_reads <= 4)
+    assert total not in found.inside
