@@ -10,11 +10,12 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
+from .check import cli as check
 from .cost import calibrate
 from .show import cli as show
 from .tools import consolidate, demo, strategies
 
-COMMANDS = (demo, show, strategies, consolidate, calibrate)
+COMMANDS = (demo, show, strategies, consolidate, calibrate, check)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -53,7 +54,9 @@ def call(function: str, device: str, *args: Any, timeout_s: float = 600.0) -> An
             command, stderr=subprocess.PIPE, text=True, timeout=timeout_s, env=_environment()
         )
         if done.returncode:
-            raise CheckError(done.stderr[-8000:] or f"exit status {done.returncode}")
+            # torch writes the rank in front of each line.
+            text = re.sub(r"^\[rank\d+\]: ", "", done.stderr[-8000:], flags=re.MULTILINE)
+            raise CheckError(text or f"exit status {done.returncode}")
         return pickle.loads(exchange.read_bytes())
 
 

@@ -6,6 +6,7 @@ first step compiles; the second one is what is recorded.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -67,6 +68,7 @@ class Recording:
         kernels: name and source of each.
         actions: of the last step, the optimizer's among them.
         runs: calls of graphs in the last step.
+        summary: ``Backend.summary()``; "" of an unsharded model.
     """
 
     plans: tuple[Plan, ...]
@@ -74,6 +76,7 @@ class Recording:
     kernels: tuple[tuple[str, str], ...]
     actions: tuple[Action, ...]
     runs: tuple[GraphRun, ...]
+    summary: str = ""
 
 
 def record_steps(
@@ -89,7 +92,7 @@ def record_steps(
 
     Args:
         make_model: called with the GPU as the default device.
-        options: of ``graphshard.backend``.
+        options: of ``graphshard.backend``, read behind the call of ``make_model``.
         dynamic: argument of ``torch.compile``.
     """
     recorder.clear()
@@ -120,7 +123,7 @@ def _record(
     shard(model, mesh, **options)
     ours = backend(mesh, **options)
     _train(recorder, fake, model, inputs, step, backend=ours, dynamic=dynamic)
-    return _recording(recorder, ours.plans)
+    return dataclasses.replace(_recording(recorder, ours.plans), summary=ours.summary())
 
 
 def record_unsharded(

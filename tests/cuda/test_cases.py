@@ -38,8 +38,9 @@ def _reason_to_skip() -> str:
     return ""
 
 
+skip_without_stand_ins = pytest.mark.skipif(bool(_reason_to_skip()), reason=_reason_to_skip())
 pytestmark = [
-    pytest.mark.skipif(bool(_reason_to_skip()), reason=_reason_to_skip()),
+    skip_without_stand_ins,
     pytest.mark.timeout(600),  # the first test of a process waits for all its cases
 ]
 CASES = [

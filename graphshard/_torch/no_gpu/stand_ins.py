@@ -24,7 +24,9 @@ from torch._inductor import async_compile, codecache
 from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import hints, triton_helpers
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+__all__ = ["DataDependentOutputException"]
 
 _library = torch.library.Library("aten", "IMPL")
 TORCH_VERSIONS = ("2.13",)

@@ -1,0 +1,84 @@
+"""``python -m graphshard check script.py:make_model --device H100 --world 64``."""
+
+from __future__ import annotations
+
+import argparse
+
+_EXAMPLE = """
+A script for it:
+
+    def make_model():
+        model = Llama(sizes)                      # on the default device, which is the GPU
+        tokens = torch.zeros(2, 4096, dtype=torch.int64)
+        return model, (tokens,), {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
+
+Nothing is allocated and no other rank is there: a laptop can check a model of any size.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of ``python -m graphshard``."""
+    text = "compile a training step for a GPU that is not there, and say what would fail on it"
+    parser = commands.add_parser(
+        "check",
+        help=text,
+        description=text,
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model",
+        metavar="SCRIPT:FUNCTION",
+        help="a function that returns a model, the inputs of a step and, if it likes, options of "
+        "graphshard.backend",
+    )
+    parser.add_argument("--device", default="H100", metavar="GPU", help="default: %(default)s")
+    parser.add_argument("--world", type=int, default=8, help="number of ranks (%(default)s)")
+    parser.add_argument(
+        "--replicas", type=int, default=1, help="groups of ranks with the same shards (%(default)s)"
+    )
+    parser.add_argument("--rank", type=int, default=0, help="whose step it is (%(default)s)")
+    parser.set_defaults(run=_check, parser=parser)
+
+
+def _check(args: argparse.Namespace) -> int:
+    # Not before it is asked for: they import the compiler.
+    from .launch import CheckError, call
+    from .report import Report, Target
+
+    script, function = _checked(args)
+    target = Target(script, function, args.device, args.world, args.replicas, args.rank)
+    try:
+        report: Report = call("graphshard.check.report:check", args.device, target)
+    except CheckError as error:
+        *traceback, last = str(error).strip().splitlines()
+        print("\n".join(traceback))
+        print(f"\nwould fail  {last}")
+        return 1
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    print(report.text)
+    return int(bool(report.faults))
+
+
+def _checked(args: argparse.Namespace) -> tuple[str, str]:
+    """Return script and function.
+
+    Raises:
+        argparse.ArgumentTypeError: an argument is wrong.
+    """
+    from .gpus import GPUS
+
+    script, colon, function = args.model.rpartition(":")
+    if not colon or not script:
+        raise argparse.ArgumentTypeError(f"{args.model!r}: must be SCRIPT:FUNCTION")
+    if args.device not in GPUS:
+        known = ", ".join(GPUS)
+        raise argparse.ArgumentTypeError(f"--device {args.device}: must be one of {known}")
+    if args.replicas < 1 or args.world < 1 or args.world % args.replicas:
+        raise argparse.ArgumentTypeError(
+            f"--world {args.world} --replicas {args.replicas}: ranks must divide into replicas"
+        )
+    if not 0 <= args.rank < args.world:
+        raise argparse.ArgumentTypeError(f"--rank {args.rank}: must be from 0 to {args.world - 1}")
+    return script, function

@@ -1,0 +1,171 @@
+"""A user's model, checked in a process with the stand-ins, and what to tell the user: `check`.
+
+script.py:make_model ─► two steps over fake tensors ─► kernels, order, races, memory ─► text
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .._torch.no_gpu.stand_ins import DataDependentOutputException
+from ..options.schedule_policy import SchedulePolicy
+from ..planning.live_bytes import alive_bytes
+from .counts import count
+from .gpus import GPUS
+from .kernels import compile_kernels
+from .memory import peak_bytes
+from .order import order_faults
+from .races import find_races
+from .recorder import Recorder
+from .step import Cluster, Recording, record_steps
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is checked, for which machine.
+
+    Attributes:
+        script: path of a file of Python.
+        function: name of a function in it; see ``check``.
+        device: one of ``gpus.GPUS``.
+        world: number of ranks.
+        replicas: number of groups of ranks that hold the same shards.
+        rank: the rank whose step is checked.
+    """
+
+    script: str
+    function: str
+    device: str
+    world: int
+    replicas: int = 1
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a check found.
+
+    Attributes:
+        faults: what would fail on the device, a sentence each.
+        text: all of it, to be read.
+    """
+
+    faults: tuple[str, ...]
+    text: str
+
+
+def check(recorder: Recorder, target: Target) -> Report:
+    """Train two steps of a user's model on one rank of a GPU that is not there.
+
+    The function takes nothing and is called with the GPU as the default device. It returns a model,
+    the inputs of a step (a tuple, or a dictionary of keywords) and, if it likes, a dictionary of
+    options of ``graphshard.backend``.
+
+    Raises:
+        ValueError: there is no such function, or it returns something else.
+        RuntimeError: the model depends on values of tensors.
+    """
+    make = _load(target)
+    options: dict[str, Any] = {}
+
+    def make_model() -> tuple[nn.Module, Any]:
+        made = make()
+        is_right = isinstance(made, tuple) and len(made) in (2, 3)
+        if not is_right or not isinstance(made[0], nn.Module):
+            raise ValueError(
+                f"{target.function} returned {type(made).__name__}: must be (model, inputs) or "
+                "(model, inputs, options of graphshard.backend)"
+            )
+        options.update({"schedule": SchedulePolicy(hardware=target.device)})
+        options.update(made[2] if len(made) == 3 else {})
+        return made[0], made[1]
+
+    shards = target.world // target.replicas
+    mesh = (shards,) if target.replicas == 1 else (target.replicas, shards)
+    try:
+        recording = record_steps(recorder, make_model, Cluster(mesh, target.rank), options)
+    except DataDependentOutputException as error:
+        raise RuntimeError(
+            f"the model reads a value of a tensor ({error}), as .item() and `if tensor:` do: on a "
+            "GPU the host would wait there, and here tensors have no values. Compute with the "
+            "tensor instead"
+        ) from error
+    faults = tuple(_faults(recording, target.device))
+    return Report(faults, _text(recording, target, faults))
+
+
+def _load(target: Target) -> Any:
+    """Return the function of a script."""
+    path = Path(target.script).resolve()
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ValueError(f"{target.script} is no file of Python")
+    sys.path.insert(0, str(path.parent))  # as `python script.py` has it
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    function = getattr(module, target.function, None)
+    if not callable(function):
+        names = sorted(name for name, value in vars(module).items() if callable(value))
+        raise ValueError(f"{target.script} has no function {target.function!r}, but {names}")
+    return function
+
+
+def _faults(recording: Recording, device: str) -> Iterator[str]:
+    """Yield what would fail, or compute something wrong, on the device."""
+    for kernel in compile_kernels(recording.kernels, GPUS[device]):
+        if kernel.error:
+            yield f"kernel {kernel.name} does not compile: {kernel.error}"
+    yield from map(str, find_races(recording.actions))
+    memory = GPUS[device].total_memory
+    peak = max((peak_bytes(recording.actions, run) for run in recording.runs), default=0)
+    if peak > memory:
+        yield (
+            f"out of memory: a graph needs {peak / GB:.1f} GB, {device} has {memory / GB:.1f} GB; "
+            "try a smaller batch, SchedulePolicy(activation_memory_budget=...) or more ranks"
+        )
+
+
+def _text(recording: Recording, target: Target, faults: tuple[str, ...]) -> str:
+    counts = count(recording.actions, recording.runs)
+    rows: Mapping[str, object] = {
+        "would fail": "; ".join(faults) or "nothing",
+        "kernels": f"{counts.kernels} in a step, {len(set(recording.kernels))} distinct; "
+        f"{counts.bucket_copies} of them copy into buckets and out of them",
+        "collectives": counts.collectives,
+        "host": f"{counts.host_copies} tensors copied, waits {counts.host_waits} times"
+        + (f", and for {', '.join(sorted(set(counts.blocking)))}" if counts.blocking else ""),
+        "memory": "; ".join(_memory(recording)),
+        "order": "; ".join(_order(recording)) or "as planned",
+    }
+    width = max(map(len, rows))
+    title = f"{target.script}:{target.function}, rank {target.rank} of {target.world}, "
+    lines = [f"{title}{target.device} that is not there", ""]
+    lines += [f"{name:{width}}  {value}" for name, value in rows.items()]
+    return "\n".join([*lines, "", recording.summary])
+
+
+def _memory(recording: Recording) -> Iterator[str]:
+    """Yield what each graph needs at its peak, and what its plan says."""
+    for number, run in enumerate(recording.runs):
+        text = f"graph {number} needs {peak_bytes(recording.actions, run) / GB:.2f} GB"
+        if len(recording.plans) == len(recording.runs):
+            plan = recording.plans[number]
+            planned = max(alive_bytes(plan.problem, plan.buckets), default=0)
+            text = text.replace(f"graph {number}", plan.graph)
+            text += f" (planned {planned / GB:.2f})"
+        yield text
+
+
+def _order(recording: Recording) -> Iterator[str]:
+    for run in recording.runs:
+        yield from order_faults(recording.plans, run)

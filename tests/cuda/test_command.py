@@ -1,0 +1,90 @@
+"""``python -m graphshard check``: what a user is told about a script of his own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from graphshard.__main__ import main
+from tests.cuda.test_cases import skip_without_stand_ins
+
+pytestmark = [skip_without_stand_ins, pytest.mark.timeout(300)]
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+def make_model(rows=64):
+    model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))
+    options = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+    return model, (torch.randn(rows, 1024),), options
+
+def too_large():
+    return make_model(rows=2**25)
+
+def reads_a_value():
+    class Model(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * x.sum().item()
+    return Model(16, 16), (torch.randn(4, 16),)
+
+def no_model():
+    return 3
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def test_a_model_that_runs(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{script}:make_model", "--world", "64", "--replicas", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "would fail   nothing" in text and "rank 0 of 64" in text
+    assert "forward needs" in text and "backward needs" in text
+    assert "order        as planned" in text and "reduce_scatter" in text
+
+
+def test_a_model_that_needs_too_much_memory(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", f"{script}:too_large", "--device", "A100-40GB"]) == 1
+    assert "out of memory: a graph needs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        ("no_model", "no_model returned int: must be (model, inputs)"),
+        ("reads_a_value", "the model reads a value of a tensor (aten._local_scalar_dense.default)"),
+        ("nothing", "has no function 'nothing', but ["),
+    ],
+)
+def test_a_script_without_a_model(
+    script: str, capsys: pytest.CaptureFixture[str], function: str, error: str
+) -> None:
+    assert main(["check", f"{script}:{function}"]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("would fail") and error in last
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["script.py"], "'script.py': must be SCRIPT:FUNCTION"),
+        (["a.py:f", "--device", "H1"], "--device H1: must be one of A100-40GB"),
+        (["a.py:f", "--world", "6", "--replicas", "4"], "ranks must divide into replicas"),
+        (["a.py:f", "--rank", "8"], "--rank 8: must be from 0 to 7"),
+    ],
+)
+def test_bad_arguments(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["check", *arguments])
+    assert error in capsys.readouterr().err
