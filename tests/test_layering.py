@@ -52,8 +52,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "__init__": {"backend", "options", "params"},
     "tools": {"_torch", "backend", "files", "kinds", "options", "params"},
-    "check": {"_torch", "backend", "kinds", "ops", "params", "planning"},
-    "__main__": {"__init__", "cost", "show", "tools"},
+    "check": {"_torch", "backend", "kinds", "ops", "options", "params", "planning"},
+    "__main__": {"__init__", "check", "cost", "show", "tools"},
 }
 """By room, the rooms that it may import."""
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+from .gpus import GPUS
+from .launch import CheckError, call
+from .report import Report, Target
+
 _EXAMPLE = """
 A script for it:
 
@@ -42,10 +46,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _check(args: argparse.Namespace) -> int:
-    # Not before it is asked for: they import the compiler.
-    from .launch import CheckError, call
-    from .report import Report, Target
-
     script, function = _checked(args)
     target = Target(script, function, args.device, args.world, args.replicas, args.rank)
     try:
@@ -67,8 +67,6 @@ def _checked(args: argparse.Namespace) -> tuple[str, str]:
     Raises:
         argparse.ArgumentTypeError: an argument is wrong.
     """
-    from .gpus import GPUS
-
     script, colon, function = args.model.rpartition(":")
     if not colon or not script:
         raise argparse.ArgumentTypeError(f"{args.model!r}: must be SCRIPT:FUNCTION")

@@ -16,10 +16,14 @@ import re
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .._torch.no_gpu.build import build, torch_library
+from .._torch.no_gpu.stand_ins import check_versions
 
 _BOOT = """
 import ctypes, sys
@@ -34,6 +38,19 @@ class CheckError(RuntimeError):
     """Error of a function that raised in the child; the message is its traceback."""
 
 
+def obstacle() -> str:
+    """Return why no GPU can be stood in for on this machine; "" if one can."""
+    if find_spec("triton") is None:
+        return "needs triton: pip install triton==3.7.1"
+    if torch.version.cuda is not None:
+        return "needs a CPU build of torch, in an environment of its own"
+    try:
+        check_versions()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def call(function: str, device: str, *args: Any, timeout_s: float = 600.0) -> Any:
     """Return ``function(recorder, *args)``, called in a new process.
 
@@ -43,8 +60,10 @@ def call(function: str, device: str, *args: Any, timeout_s: float = 600.0) -> An
 
     Raises:
         CheckError: the function raised, or the process ended.
-        RuntimeError: there is no C++ compiler.
+        RuntimeError: there is no C++ compiler, or another ``obstacle``.
     """
+    if fault := obstacle():
+        raise RuntimeError(fault)
     with tempfile.TemporaryDirectory() as folder:
         exchange = Path(folder) / "exchange"
         exchange.write_bytes(pickle.dumps((sys.path, function, device, args)))

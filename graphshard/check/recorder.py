@@ -9,13 +9,14 @@ before every action. Collectives run as in ``torch/csrc/distributed/c10d``: a st
 waits for the current one, and inputs and outputs are kept until somebody waits.
 
 [Note: lifetimes] What keeps the memory of a collective while it runs, in torch 2.11 and 2.13. A
-functional collective registers its work for each output (torch/csrc/distributed/c10d/Functional.cpp).
-``ProcessGroupNCCL::collective`` has the group's stream wait for the current one, and stashes inputs and
-outputs in the work (``stashed_for_allocator_safety_``; no ``record_stream``, as
-``TORCH_NCCL_AVOID_RECORD_STREAMS`` asked for before it was the default). ``wait_tensor`` has the stream
-that is current then wait for the work's end, and the work lets go of them. So the allocator may hand
-out their memory behind the wait, and on that stream alone is it safe to use the result. A host copy of
-this project keeps its tensors in the same way (``graphshard.ops.host_copy``).
+functional collective registers its work for each output (Functional.cpp in
+torch/csrc/distributed/c10d). ``ProcessGroupNCCL::collective`` has the group's stream wait for the
+current one, and stashes inputs and outputs in the work (``stashed_for_allocator_safety_``; no
+``record_stream``, as ``TORCH_NCCL_AVOID_RECORD_STREAMS`` asked for before it was the default).
+``wait_tensor`` has the stream that is then current wait for the work's end, and the work lets go of
+them. So the allocator may hand out their memory behind the wait, and the result is safe to use on
+that stream alone. A host copy of this project keeps its tensors in the same way
+(``graphshard.ops.host_copy``).
 """
 
 from __future__ import annotations

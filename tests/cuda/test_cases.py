@@ -6,14 +6,11 @@ from __future__ import annotations
 
 import functools
 import os
-from importlib.util import find_spec
 
 import pytest
-import torch
 
-from graphshard._torch.no_gpu.stand_ins import check_versions
 from graphshard.check.counts import count
-from graphshard.check.launch import call
+from graphshard.check.launch import call, obstacle
 from graphshard.check.memory import peak_bytes
 from graphshard.check.order import order_faults
 from graphshard.check.races import find_races
@@ -22,23 +19,9 @@ from graphshard.kinds import GraphKind, TransferKind
 from graphshard.planning.live_bytes import alive_bytes
 from tests.cuda.cases import DEVICE, NUM_CASES, Case, Outcome
 
-
-def _reason_to_skip() -> str:
-    """Return why there can be no stand-in for a GPU here; "" if there can, and in CI."""
-    if os.environ.get("CI"):
-        return ""
-    if find_spec("triton") is None:
-        return "needs triton"
-    if torch.version.cuda is not None:
-        return "needs a CPU build of torch"
-    try:
-        check_versions()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-skip_without_stand_ins = pytest.mark.skipif(bool(_reason_to_skip()), reason=_reason_to_skip())
+skip_without_stand_ins = pytest.mark.skipif(
+    bool(obstacle()) and not os.environ.get("CI"), reason=obstacle()
+)
 pytestmark = [
     skip_without_stand_ins,
     pytest.mark.timeout(600),  # the first test of a process waits for all its cases
