@@ -20,8 +20,8 @@ class Counts:
         bucket_copies: kernels that copy into packed buffers and out of them.
         collectives: launches.
         host_copies: tensors that are copied between host and device.
-        host_waits: events that the host waits for, as where it reads gradients.
-        blocking: names of work for which the host stands still besides.
+        host_waits: how often the host waits for the device, as where it reads gradients.
+        blocking: names of copies and the like that make it wait.
     """
 
     kernels: int

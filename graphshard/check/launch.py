@@ -75,7 +75,9 @@ def call(function: str, device: str, *args: Any, timeout_s: float = 600.0) -> An
         if done.returncode:
             # torch writes the rank in front of each line.
             text = re.sub(r"^\[rank\d+\]: ", "", done.stderr[-8000:], flags=re.MULTILINE)
-            raise CheckError(text or f"exit status {done.returncode}")
+            if done.returncode < 0:
+                text += f"\nthe process was ended by signal {-done.returncode}"
+            raise CheckError(text.strip() or f"exit status {done.returncode}")
         return pickle.loads(exchange.read_bytes())
 
 

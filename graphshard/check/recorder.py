@@ -35,6 +35,7 @@ from .._torch.no_gpu.kernels import num_kernels
 from .._torch.no_gpu.operators import (
     DispatchMode,
     WeakStorage,
+    base_name,
     is_allocation,
     is_view,
     tensors_in,
@@ -156,6 +157,13 @@ class Recorder(Hooks):
         writes = [a for n, a in pairs if "out_ptr" in n]
         self.work(name, reads, writes, kernels=1)
 
+    def host_kernel_runs(self, types: list[str], arguments: tuple[Any, ...]) -> None:
+        if not self._is_recording:
+            return
+        pairs = [(t, a) for t, a in zip(types, arguments) if isinstance(a, torch.Tensor)]
+        written = [tensor for kind, tensor in pairs if not kind.startswith("const")]
+        self.work("a kernel of the host", [tensor for _, tensor in pairs], written, HOST)
+
     def pinned(self, tensor: torch.Tensor) -> None:
         storage = WeakStorage(tensor)
         self._pinned[storage.address] = storage
@@ -244,13 +252,18 @@ class Recorder(Hooks):
         outputs: list[torch.Tensor],
     ) -> None:
         """Note an operator that is no view, of the host, of the device, or a copy between both."""
-        on_host = [t for t in (*inputs, *outputs) if t.device.type == "cpu" and t.dim()]
+        is_copy = base_name(op) in ("copy_", "_to_copy")  # others take numbers from the host
+        on_host = [
+            t for t in (*inputs, *outputs) if t.device.type == "cpu" and (t.dim() or is_copy)
+        ]
         on_device = [t for t in (*inputs, *outputs) if t.device.type != "cpu"]
         if not on_device:
             self.work(str(op), inputs, outputs, HOST)
         elif on_host and isinstance(op, OpOverload):  # others only keep states of generators there
             is_async = _is_non_blocking(op, args, kwargs) and all(map(self._is_pinned, on_host))
             self.work(str(op), inputs, outputs, blocks_host=not is_async)
+            if not is_async:
+                self._order(current_stream(), HOST)
         else:
             self.work(str(op), inputs, outputs, kernels=num_kernels(op, args, kwargs))
 

@@ -143,7 +143,7 @@ def _text(recording: Recording, target: Target, faults: tuple[str, ...]) -> str:
         f"{counts.bucket_copies} of them copy into buckets and out of them",
         "collectives": counts.collectives,
         "host": f"{counts.host_copies} tensors copied, waits {counts.host_waits} times"
-        + (f", and for {', '.join(sorted(set(counts.blocking)))}" if counts.blocking else ""),
+        + (f", for {', '.join(sorted(set(counts.blocking)))}" if counts.blocking else ""),
         "memory": "; ".join(_memory(recording)),
         "order": "; ".join(_order(recording)) or "as planned",
     }

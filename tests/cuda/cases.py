@@ -3,6 +3,7 @@ not there. `run` is called in a process that has the stand-ins (``graphshard.che
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -167,3 +168,12 @@ def _run(recorder: Recorder, case: Case, targets: Sequence[str]) -> Outcome:
     able = [name for name in targets if "fp8" not in options or has_float8(GPUS[name])]
     kernels = {name: compile_kernels(recording.kernels, GPUS[name]) for name in able}
     return Outcome(recording, unsharded=unsharded, kernels=kernels)
+
+
+def compile_planted(recorder: Recorder, name: str, source: str) -> list[str]:
+    """Return errors of a kernel: as it is, with a wrong name, and with no shared memory."""
+    gpu = GPUS[DEVICE]
+    poor = dataclasses.replace(gpu, shared_memory_per_block_optin=-1)
+    wrong = source.replace("tl.load(", "tl.lode(")
+    tried = ((source, gpu), (wrong, gpu), (source, poor))
+    return [compile_kernels([(name, text)], where)[0].error for text, where in tried]

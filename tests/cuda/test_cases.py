@@ -46,7 +46,7 @@ def _outcome(case: Case) -> Outcome:
     return _outcomes(chunk)[number]
 
 
-def _recording(case: Case) -> Recording:
+def recording_of(case: Case) -> Recording:
     outcome = _outcome(case)
     assert outcome.recording is not None, outcome.error
     return outcome.recording
@@ -57,7 +57,7 @@ cases = pytest.mark.parametrize("case", CASES, ids=str)
 
 @cases
 def test_kernels_compile(case: Case) -> None:
-    assert _recording(case).kernels
+    assert recording_of(case).kernels
     kernels = _outcome(case).kernels[DEVICE]
     errors = [f"{kernel.name}: {kernel.error}" for kernel in kernels if kernel.error]
     assert kernels and not errors, "\n".join(errors)
@@ -65,13 +65,13 @@ def test_kernels_compile(case: Case) -> None:
 
 @cases
 def test_nothing_races(case: Case) -> None:
-    races = find_races(_recording(case).actions)
+    races = find_races(recording_of(case).actions)
     assert not races, "\n".join(map(str, races))
 
 
 @cases
 def test_launches_and_waits_are_those_of_the_plan(case: Case) -> None:
-    recording = _recording(case)
+    recording = recording_of(case)
     assert recording.runs
     for run in recording.runs:
         assert not order_faults(recording.plans, run)
@@ -80,7 +80,7 @@ def test_launches_and_waits_are_those_of_the_plan(case: Case) -> None:
 @cases
 def test_the_host_waits_for_gradients_alone(case: Case) -> None:
     """It waits once for each copy of gradients, whose home is the host; nothing else stops it."""
-    recording = _recording(case)
+    recording = recording_of(case)
     copies = [
         bucket
         for plan in recording.plans
@@ -94,7 +94,7 @@ def test_the_host_waits_for_gradients_alone(case: Case) -> None:
 
 @cases
 def test_kernels_are_those_of_an_unsharded_model_and_one_for_each_copy(case: Case) -> None:
-    unsharded, recording = _outcome(case).unsharded, _recording(case)
+    unsharded, recording = _outcome(case).unsharded, recording_of(case)
     if unsharded is None:
         pytest.skip("torch.compile alone computes something else")
     theirs = count(unsharded.actions, unsharded.runs)
@@ -106,7 +106,7 @@ def test_kernels_are_those_of_an_unsharded_model_and_one_for_each_copy(case: Cas
 
 @cases
 def test_forward_needs_the_memory_that_its_plan_says(case: Case) -> None:
-    recording = _recording(case)
+    recording = recording_of(case)
     plan, run = recording.plans[0], recording.runs[0]
     assert plan.graph == GraphKind.FORWARD
     planned = max(alive_bytes(plan.problem, plan.buckets))
@@ -114,7 +114,7 @@ def test_forward_needs_the_memory_that_its_plan_says(case: Case) -> None:
 
 
 def test_all_ranks_run_the_same_text() -> None:
-    first, last = (_recording(Case("gpt", "ZeRO-3", rank=rank)) for rank in (0, 7))
+    first, last = (recording_of(Case("gpt", "ZeRO-3", rank=rank)) for rank in (0, 7))
     assert list(map(_text, first.codes)) == list(map(_text, last.codes))
 
 

@@ -30,6 +30,12 @@ def reads_a_value():
             return super().forward(x) * x.sum().item()
     return Model(16, 16), (torch.randn(4, 16),)
 
+def copies_to_the_host():
+    class Model(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).sum().cpu() * torch.ones((), device="cpu")
+    return Model(16, 16), (torch.randn(4, 16),)
+
 def no_model():
     return 3
 """
@@ -55,6 +61,11 @@ def test_a_model_that_needs_too_much_memory(
 ) -> None:
     assert main(["check", f"{script}:too_large", "--device", "A100-40GB"]) == 1
     assert "out of memory: a graph needs" in capsys.readouterr().out
+
+
+def test_a_model_for_which_the_host_waits(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{script}:copies_to_the_host"]) == 0
+    assert "waits 2 times, for aten.copy_" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

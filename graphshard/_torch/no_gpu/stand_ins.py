@@ -106,6 +106,9 @@ class Hooks:
     def kernel_runs(self, name: str, source: str, arguments: tuple[Any, ...]) -> None:
         """The generated code launches a kernel."""
 
+    def host_kernel_runs(self, types: list[str], arguments: tuple[Any, ...]) -> None:
+        """The generated code calls a kernel of the host; ``types`` are C++ types of arguments."""
+
     def pinned(self, tensor: torch.Tensor) -> None:
         """A tensor's memory on the host is locked, as copies that the host does not wait for need
         it."""
@@ -265,7 +268,8 @@ def _stand_in_for_scaled_mm() -> None:
 
 
 def _stand_in_for_running(hooks: Hooks) -> None:
-    """Kernels are kept as text, and their launches are told; so are the calls of graphs."""
+    """Kernels are kept as text, and their launches are told; so are the calls of graphs. Kernels
+    of the host, for values that are on it, would read memory that fake tensors do not have."""
 
     class Kernel:
         def __init__(self, name: str, source: str) -> None:
@@ -278,6 +282,9 @@ def _stand_in_for_running(hooks: Hooks) -> None:
         hooks.kernel_made(name, source)
         return Kernel(name, source)
 
+    def cpp(self: Any, argtypes: list[str], source_code: str) -> Callable[..., None]:
+        return lambda *arguments: hooks.host_kernel_runs(argtypes, arguments)
+
     compile_to_module = GraphLowering.compile_to_module
 
     def recorded(self: GraphLowering) -> Any:
@@ -287,7 +294,7 @@ def _stand_in_for_running(hooks: Hooks) -> None:
         module.call = lambda arguments: hooks.graph_runs(call, arguments)
         return module
 
-    replace(async_compile.AsyncCompile, triton=triton)
+    replace(async_compile.AsyncCompile, triton=triton, cpp_pybinding=cpp)
     replace(GraphLowering, compile_to_module=recorded)
 
 
