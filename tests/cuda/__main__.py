@@ -1,5 +1,5 @@
-"""``python -m tests.cuda``: runs all cases and prints a table of what they came to; some ten minutes
-on two cores."""
+"""``python -m tests.cuda``: runs all cases and prints a table of what they came to, in some ten
+minutes on two cores."""
 
 from __future__ import annotations
 
