@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from graphshard._torch.tensors import tree_leaves
+from graphshard.cost.fusion import GraphValues
 from graphshard.cost.memory import WithoutMemory
 from graphshard.cost.model import CostModel
 from graphshard.kinds import GraphKind
@@ -67,14 +68,15 @@ def build_problem(
         param_of: by marker, the number of its parameter.
     """
     transfers = describe_transfers(graph, param_of)
-    compute_us = cost_model.compute_us(graph)
+    values = GraphValues(graph)
+    compute_us = cost_model.compute_us(graph, values)
     nodes = _compute_nodes(graph)
     position = {node: i for i, node in enumerate(nodes)}
     reaches = [_reach(marker, position) for marker in transfers]
     bounds = {p for reach in reaches for p in (reach.ready, reach.due) if p < len(nodes)}
     starts = sorted({0, *bounds}) if nodes else []
     ends = [*starts[1:], len(nodes)]
-    alive = _alive_bytes(graph, kind, position, cost_model.without_memory(graph))
+    alive = _alive_bytes(graph, kind, position, cost_model.without_memory(values))
     problem = Problem(
         graph=kind,
         steps=tuple(nodes[start].name for start in starts),

@@ -61,6 +61,11 @@ def traced_storage(node: fx.Node) -> int | None:
     return value.untyped_storage()._cdata if isinstance(value, FakeTensor) else None
 
 
+def base_name(op: object) -> str:
+    """Return the name of an operator: "mm" of ``aten.mm.out``; "" of one of a higher order."""
+    return op.name().partition("::")[2].partition(".")[0] if isinstance(op, OpOverload) else ""
+
+
 def argument_names(op: object) -> list[str]:
     """Return the names of an operator's arguments, in the order of its schema."""
     assert isinstance(op, OpOverload), f"{op} has no schema"

@@ -13,7 +13,7 @@ _BUCKET_COPIES = ("aten._foreach_copy_", "aten._chunk_cat", "aten.split_with_siz
 
 @dataclass(frozen=True)
 class Counts:
-    """What the graphs of a step ask for.
+    """Numbers of kernels, copies and waits in the graphs of a step.
 
     Attributes:
         kernels: all kernels, those of ``bucket_copies`` among them.

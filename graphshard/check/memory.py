@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ..planning import live_bytes
+from ..planning.plan import Plan
 from .actions import HOST, Action, Allocate, Free
 from .recorder import GraphRun
 
@@ -18,6 +20,11 @@ def peak_bytes(actions: Sequence[Action], run: GraphRun) -> int:
         actions: of all steps, in which those of ``run`` lie.
     """
     return max(alive_bytes(actions, run))
+
+
+def planned_peak_bytes(plan: Plan) -> int:
+    """Return the most bytes of the device that are alive in a graph by its plan."""
+    return max(live_bytes.alive_bytes(plan.problem, plan.buckets), default=0)
 
 
 def alive_bytes(actions: Sequence[Action], run: GraphRun) -> Iterator[int]:

@@ -35,14 +35,13 @@ from .._torch.no_gpu.kernels import num_kernels
 from .._torch.no_gpu.operators import (
     DispatchMode,
     WeakStorage,
-    base_name,
     is_allocation,
     is_view,
     tensors_in,
     written_in,
 )
 from .._torch.no_gpu.stand_ins import Hooks
-from .._torch.tensors import OpOverload, argument_names, is_traceable_wrapper_subclass
+from .._torch.tensors import OpOverload, argument_names, base_name, is_traceable_wrapper_subclass
 from ..ops import host_copy
 from ..ops.library import implementation_of
 from .actions import HOST, Action, Allocate, Free, Record, RecordStream, WaitEvent, Work

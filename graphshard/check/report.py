@@ -16,11 +16,10 @@ from torch import nn
 
 from .._torch.no_gpu.stand_ins import DataDependentOutputException
 from ..options.schedule_policy import SchedulePolicy
-from ..planning.live_bytes import alive_bytes
 from .counts import count
 from .gpus import GPUS
 from .kernels import compile_kernels
-from .memory import peak_bytes
+from .memory import peak_bytes, planned_peak_bytes
 from .order import order_faults
 from .races import find_races
 from .recorder import Recorder
@@ -31,7 +30,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Target:
-    """What is checked, for which machine.
+    """Model and machine of a check.
 
     Attributes:
         script: path of a file of Python.
@@ -52,7 +51,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Report:
-    """What a check found.
+    """Findings of a check.
 
     Attributes:
         faults: what would fail on the device, a sentence each.
@@ -160,9 +159,8 @@ def _memory(recording: Recording) -> Iterator[str]:
         text = f"graph {number} needs {peak_bytes(recording.actions, run) / GB:.2f} GB"
         if len(recording.plans) == len(recording.runs):
             plan = recording.plans[number]
-            planned = max(alive_bytes(plan.problem, plan.buckets), default=0)
             text = text.replace(f"graph {number}", plan.graph)
-            text += f" (planned {planned / GB:.2f})"
+            text += f" (planned {planned_peak_bytes(plan) / GB:.2f})"
         yield text
 
 

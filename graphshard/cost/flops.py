@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx.node import Argument, Target
 
-from .._torch.tensors import OpOverload, argument_names, size_hint
+from .._torch.tensors import OpOverload, argument_names, base_name, size_hint
 from ..ops.dtypes import dtype_name
 
 # Fractions of the rate of matrix products that attention reaches. FlashAttention-2 (arXiv
@@ -145,4 +145,4 @@ def aten_name(target: Target) -> str:
     """Return ``add`` for ``aten.add.Tensor``; "" for what is not an operator of ATen."""
     if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
         return ""
-    return target.name().partition("::")[2].partition(".")[0]
+    return base_name(target)

@@ -125,6 +125,11 @@ class GraphValues:
             is_view = kind == NodeKind.VIEW and bool(inputs)
             self.roots[node] = self.roots[inputs[0]] if is_view else node
 
+    @functools.cached_property
+    def regions(self) -> list[Region]:
+        """All regions of the graph, in the order of their first nodes."""
+        return _find_regions(self)
+
     def read_bytes(
         self, node: fx.Node, reads: ReadBytes, computed_inside: Container[fx.Node] = ()
     ) -> float:
@@ -193,8 +198,7 @@ class Region:
         return next(reversed(self.nodes))
 
 
-def find_regions(values: GraphValues) -> list[Region]:
-    """Return all regions of a graph, in the order of their first nodes."""
+def _find_regions(values: GraphValues) -> list[Region]:
     regions: dict[fx.Node, Region] = {}
     for node, representative in _region_representatives(values).items():
         regions.setdefault(representative, Region()).nodes[node] = None

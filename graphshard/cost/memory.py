@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from .flops import aten_name, op_names
-from .fusion import FUSED, GraphValues, NodeKind, find_regions
+from .fusion import FUSED, GraphValues, NodeKind
 
 _MAX_READS, _MAX_OPS = 4, 30
 """``realize_reads_threshold`` and ``realize_opcount_threshold`` in torch/_inductor/config.py."""
@@ -58,7 +58,7 @@ def values_without_memory(values: GraphValues) -> WithoutMemory:
     """Return the nodes whose values are never in memory."""
     inside = frozenset(
         node
-        for region in find_regions(values)
+        for region in values.regions
         for node in region.nodes
         if all(user in region.nodes for user in values.users(node))
     )

@@ -17,7 +17,7 @@ from torch import fx
 from ..kinds import HOST_COPIES, TransferKind
 from .fallback import read_or
 from .flops import Flops, flops
-from .fusion import GraphValues, NodeKind, Region, find_regions
+from .fusion import GraphValues, NodeKind, Region
 from .hardware import COLLECTIVE_KINDS, Hardware, Interconnect
 from .memory import WithoutMemory, values_without_memory
 
@@ -46,11 +46,13 @@ class CostModel:
     tf32: bool = False
     fuses: bool = True
 
-    def without_memory(self, graph: fx.Graph) -> WithoutMemory:
+    def without_memory(self, values: GraphValues) -> WithoutMemory:
         """Return the nodes whose values are never in memory (``cost.memory``)."""
-        return values_without_memory(GraphValues(graph)) if self.fuses else WithoutMemory()
+        return values_without_memory(values) if self.fuses else WithoutMemory()
 
-    def compute_us(self, graph: fx.Graph) -> dict[fx.Node, float]:
+    def compute_us(
+        self, graph: fx.Graph, values: GraphValues | None = None
+    ) -> dict[fx.Node, float]:
         """Return the time of every node of a functional ATen graph; all have ``meta["val"]``.
 
         The last node of a region (see [Note: regions] in ``fusion``) has the region's time, its
@@ -58,15 +60,18 @@ class CostModel:
         Symbolic sizes count as they were when the graph was traced; sizes that depend on data count
         as the fallback of ``size_hint``.
 
+        Args:
+            values: of the graph; None: they are read here.
+
         Raises:
             ValueError: ``node_cost`` returned something that is not a time.
         """
-        values = GraphValues(graph)
+        values = values or GraphValues(graph)
         times = dict.fromkeys(graph.nodes, 0.0)
         for node, kind in values.kinds.items():
             if kind == NodeKind.KERNEL:
                 times[node] = self._kernel_us(node, values)
-        for region in find_regions(values):
+        for region in values.regions:
             times[region.last] = self._region_us(region)
         if self.node_cost is not None:
             times.update(_overrides(graph, self.node_cost))

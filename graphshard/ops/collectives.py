@@ -93,8 +93,7 @@ def exchanges(group: str, dtype: torch.dtype) -> bool:
     """
     if dtype.is_complex:
         return False
-    backends = dist.get_backend_config(process_group(group)).split(",")
-    return all(backend.endswith(":gloo") for backend in backends)
+    return set(_backends(group).values()) == {"gloo"}
 
 
 def averages(group: str, value: Value) -> bool:
@@ -102,9 +101,13 @@ def averages(group: str, value: Value) -> bool:
 
     A fake group stands for NCCL.
     """
-    backends = dist.get_backend_config(process_group(group)).split(",")
-    of_device = dict(backend.split(":") for backend in backends)
-    return of_device.get(value_of(value).device.type) in ("nccl", "fake")
+    return _backends(group).get(value_of(value).device.type) in ("nccl", "fake")
+
+
+def _backends(group: str) -> dict[str, str]:
+    """Return the backend of each type of device."""
+    pairs = dist.get_backend_config(process_group(group)).split(",")
+    return dict(pair.split(":") for pair in pairs)
 
 
 def launch_bucket(
@@ -190,7 +193,7 @@ def launch_collective(
         sizes = [[value_of(buffer).shape[0] // world] * world for buffer in buffers]
         return [call(EXCHANGE, buffer, size, size, group) for buffer, size in zip(buffers, sizes)]
     kind = TransferKind.ALL_REDUCE if kind == TransferKind.ALL_REDUCE_SHARDS else kind
-    mean = "avg" if averages(group, buffers[0]) else "sum"
+    mean = "avg" if kind == TransferKind.ALL_REDUCE and averages(group, buffers[0]) else "sum"
     one, coalesced, args = {
         TransferKind.ALL_GATHER: (
             _c10d.all_gather_into_tensor.default,

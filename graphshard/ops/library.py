@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from .._torch.tensors import OpOverload
+from .._torch.tensors import OpOverload, base_name
 
 _NAMESPACE = "graphshard"
 _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
@@ -36,7 +36,7 @@ def implement(
     op: OpOverload, dispatch_key: str = "CompositeExplicitAutograd"
 ) -> Callable[[_Function], _Function]:
     """Decorate the function that runs ``op`` on real tensors."""
-    decorate: Any = torch.library.impl(_library, _name(op), dispatch_key)
+    decorate: Any = torch.library.impl(_library, base_name(op), dispatch_key)
 
     def register(function: _Function) -> _Function:
         if dispatch_key == "CompositeExplicitAutograd":
@@ -53,7 +53,7 @@ def implementation_of(op: OpOverload) -> Callable[..., Any]:
 
 def fake(op: OpOverload) -> Callable[[_Function], _Function]:
     """Decorate the function that makes results of ``op`` without data, from fake tensors."""
-    decorate: Any = torch.library.register_fake(f"{_NAMESPACE}::{_name(op)}", lib=_library)
+    decorate: Any = torch.library.register_fake(f"{_NAMESPACE}::{base_name(op)}", lib=_library)
     return cast(Callable[[_Function], _Function], decorate)
 
 
@@ -63,9 +63,5 @@ def differentiate(
     backward: Callable[[Any, torch.Tensor], tuple[torch.Tensor | None, ...]],
 ) -> None:
     """Register the backward of ``op``, and what it saves for it."""
-    name = f"{_NAMESPACE}::{_name(op)}"
+    name = f"{_NAMESPACE}::{base_name(op)}"
     torch.library.register_autograd(name, backward, setup_context=setup_context, lib=_library)
-
-
-def _name(op: OpOverload) -> str:
-    return op.name().partition("::")[2].partition(".")[0]

@@ -176,11 +176,15 @@ class Queue:
     def _buffers(self, members: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Return small transfers in shared buffers, and then the others each in its own."""
         transfers = self._problem.transfers
-        small = [i for i in members if _is_small(transfers[i], self._cost_model)]
-        alone = [(i,) for i in members if i not in set(small)]
-        # The kernel that casts to fp8 packs as well, so fp8 has a shared buffer of its own.
-        float8 = [i for i in small if "float8" in transfers[i].dtype]
-        others = [i for i in small if "float8" not in transfers[i].dtype]
+        float8: list[int] = []
+        others: list[int] = []
+        alone: list[tuple[int, ...]] = []
+        for i in members:
+            if not _is_small(transfers[i], self._cost_model):
+                alone.append((i,))
+            else:
+                # The kernel that casts to fp8 packs as well: fp8 has a shared buffer of its own.
+                (float8 if "float8" in transfers[i].dtype else others).append(i)
         return (*filter(None, (tuple(float8), *self._packed(others))), *alone)
 
     def _packed(self, members: Sequence[int]) -> list[tuple[int, ...]]:

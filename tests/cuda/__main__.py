@@ -8,11 +8,10 @@ from tabulate import tabulate
 
 from graphshard.check.counts import Counts, count
 from graphshard.check.launch import call
-from graphshard.check.memory import peak_bytes
+from graphshard.check.memory import peak_bytes, planned_peak_bytes
 from graphshard.check.order import order_faults
 from graphshard.check.races import find_races
 from graphshard.check.step import Recording
-from graphshard.planning.live_bytes import alive_bytes
 from tests.cuda.cases import ALL, DEVICE, NUM_CASES, TARGETS, Case, Outcome
 
 HEADERS = (
@@ -62,8 +61,8 @@ def _peaks(recording: Recording) -> list[str]:
     """Return what the last forward and backward graphs needed, and what their plans say."""
     texts = []
     for plan, run in zip(recording.plans[-2:], recording.runs[-2:], strict=True):
-        planned = max(alive_bytes(plan.problem, plan.buckets))
-        texts += [f"{n / 1e6:.0f}" for n in (peak_bytes(recording.actions, run), planned)]
+        needed = peak_bytes(recording.actions, run)
+        texts += [f"{n / 1e6:.0f}" for n in (needed, planned_peak_bytes(plan))]
     return texts
 
 

@@ -11,12 +11,11 @@ import pytest
 
 from graphshard.check.counts import count
 from graphshard.check.launch import call, obstacle
-from graphshard.check.memory import peak_bytes
+from graphshard.check.memory import peak_bytes, planned_peak_bytes
 from graphshard.check.order import order_faults
 from graphshard.check.races import find_races
 from graphshard.check.step import Recording
 from graphshard.kinds import GraphKind, TransferKind
-from graphshard.planning.live_bytes import alive_bytes
 from tests.cuda.cases import DEVICE, NUM_CASES, Case, Outcome
 
 skip_without_stand_ins = pytest.mark.skipif(
@@ -109,8 +108,7 @@ def test_forward_needs_the_memory_that_its_plan_says(case: Case) -> None:
     recording = recording_of(case)
     plan, run = recording.plans[0], recording.runs[0]
     assert plan.graph == GraphKind.FORWARD
-    planned = max(alive_bytes(plan.problem, plan.buckets))
-    assert planned == pytest.approx(peak_bytes(recording.actions, run), rel=0.02)
+    assert planned_peak_bytes(plan) == pytest.approx(peak_bytes(recording.actions, run), rel=0.02)
 
 
 def test_all_ranks_run_the_same_text() -> None:

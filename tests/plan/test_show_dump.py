@@ -202,4 +202,5 @@ def test_calibrate_reads_its_own_arguments(capsys: pytest.CaptureFixture[str]) -
         "strategies",
         "consolidate",
         "calibrate",
+        "check",
     ]

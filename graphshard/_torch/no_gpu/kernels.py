@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 
-from .operators import base_name, tensors_in
+from ..tensors import base_name
+from .operators import tensors_in
 
 
 def num_kernels(op: object, args: Sequence[object], kwargs: Mapping[str, object]) -> int:

@@ -13,6 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..tensors import base_name
+
 __all__ = ["DispatchMode"]
 
 _ALLOCATIONS = frozenset(
@@ -48,11 +50,6 @@ def is_view(op: object) -> bool:
     if not isinstance(op, OpOverload):  # of a higher order: it runs another one
         return False
     return op.is_view or op.namespace == "prim" or not op._schema.returns
-
-
-def base_name(op: object) -> str:
-    """Return the name of an operator: "mm" of ``aten.mm.out``; "" of one of a higher order."""
-    return op.name().partition("::")[2].partition(".")[0] if isinstance(op, OpOverload) else ""
 
 
 def is_allocation(op: object) -> bool:

@@ -28,7 +28,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 __all__ = ["DataDependentOutputException"]
 
-_library = torch.library.Library("aten", "IMPL")
 TORCH_VERSIONS = ("2.13",)
 TRITON_VERSIONS = ("3.7",)
 
@@ -264,7 +263,7 @@ def _stand_in_for_scaled_mm() -> None:
         assert made.shape == out.shape and made.dtype == out.dtype
         return out
 
-    _library.impl("_scaled_mm.out", scaled_mm, "Meta")
+    torch.library.impl("aten::_scaled_mm.out", "Meta")(scaled_mm)
 
 
 def _stand_in_for_running(hooks: Hooks) -> None:
