@@ -256,13 +256,19 @@ def launch_replica_reduce(
 
     Args:
         reduced: the buffers of shards.
+
+    Returns:
+        The results to wait for, each with one more dimension in front. Without that Inductor would
+        take the wait for one for the reduction, and keep what that sent until then
+        (``_WaitKernel.get_volatile_reads`` in torch/_inductor/ir.py).
     """
     shards = [_with_partials(call, *pair) for pair in zip(buffers, reduced, strict=True)]
     shards = [
         call(_aten.div.Scalar, shard, world) if _divides_first(group, shard) else shard
         for shard in shards
     ]
-    return launch_collective(call, TransferKind.ALL_REDUCE_SHARDS, shards, group, world)
+    views = [_viewed(call, shard, torch.Size([1, *value_of(shard).shape])) for shard in shards]
+    return launch_collective(call, TransferKind.ALL_REDUCE_SHARDS, views, group, world)
 
 
 def _divides_first(group: str, shard: Value) -> bool:
@@ -284,8 +290,11 @@ def _with_partials(call: Call, inputs: BufferInputs, shards: Value) -> Any:
 def wait_buffer(call: Call, kind: TransferKind, buffer: Value, group: str, world: int) -> Any:
     """Wait for one buffer of a launched bucket, and turn sums into means."""
     done = wait_tensor(call, buffer)
-    divided = kind == TransferKind.ALL_REDUCE_SHARDS and _divides_first(group, buffer)
-    if kind in (TransferKind.ALL_REDUCE, TransferKind.ALL_REDUCE_SHARDS) and not divided:
+    if kind == TransferKind.ALL_REDUCE_SHARDS:
+        done = _viewed(call, done, value_of(done).shape[1:])
+        if _divides_first(group, buffer):
+            return done
+    if kind in (TransferKind.ALL_REDUCE, TransferKind.ALL_REDUCE_SHARDS):
         return done if averages(group, buffer) else call(_aten.div.Scalar, done, world)
     if kind == TransferKind.REDUCE_SCATTER and exchanges(group, value_of(buffer).dtype):
         return call(_aten.mean.dim, call(_aten.view.default, done, [world, -1]), [0])
