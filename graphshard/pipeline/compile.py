@@ -17,13 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from .. import passes
 from .._torch.aot_graphs import graph_kind, number_inputs
 from .._torch.dynamo import compile_id
 from .._torch.inductor import (
-    KEEP_ORDER,
     CustomGraphPass,
     CustomPartitionerFn,
     aot_autograd,
@@ -32,6 +32,7 @@ from .._torch.inductor import (
     eager_backward,
     make_boxed_func,
     min_cut_rematerialization_partition,
+    options_of_plans,
     saving_activations,
 )
 from ..consensus.common_form import collectives_text
@@ -200,7 +201,7 @@ def _compile_graphs(
     partition = Partitioner(settings, recorder.writer)
     with eager_backward():
         if settings.compiler == "inductor":
-            run = _by_inductor(traced, lowering, partition, inductor_options)
+            run = _by_inductor(traced, lowering, partition, settings.device, inductor_options)
         else:
             run = _by_aten(traced, lowering, partition)
     known = (lowering.plans.get(kind) or recorder.load(kind) for kind in GraphKind)
@@ -211,10 +212,11 @@ def _by_inductor(
     traced: TracedGraph,
     lowering: Lowering,
     partition: Partitioner,
+    device: torch.device,
     inductor_options: Mapping[str, Any],
 ) -> Runnable:
     patches = {
-        **KEEP_ORDER,
+        **options_of_plans(device),
         **inductor_options,
         "post_grad_custom_post_pass": lowering,
         "custom_partitioner_fn": partition,
