@@ -51,6 +51,7 @@ def apply_buckets(
         with graph.inserting_before(node):
             for i, is_wait in step_events:
                 writer.wait(i) if is_wait else writer.launch(i)
+    writer.make_host_wait()
     for marker in marker_nodes:
         graph.erase_node(marker)
 
@@ -70,6 +71,7 @@ class _BucketWriter:
         self._marker_nodes = marker_nodes
         self._next = next_in_chain(buckets)
         self._launched: dict[int, list[fx.Node]] = {}  # by bucket, the results to wait for
+        self._copied: list[fx.Node] = []  # what the host reads
         self._handed_on: dict[
             int, list[fx.Node]
         ] = {}  # by bucket, the results that it goes on with
@@ -96,7 +98,22 @@ class _BucketWriter:
         for marker, result in zip(itertools.chain(*nodes), results, strict=True):
             marker.replace_all_uses_with(result)
             if bucket.kind == TransferKind.COPY_TO_HOST and _host_reads(marker):
-                _make_host_wait(emit, result)
+                self._copied.append(result)
+
+    def make_host_wait(self) -> None:
+        """Have the host wait for copies where they are used first: mostly at the graph's end.
+
+        To be called last, since nothing is launched while the host waits.
+        """
+        if not self._copied:
+            return
+        emit = Emitter(self._graph, self._copied[0].meta, **{PLANNED: True})
+        for copied in self._copied:
+            users = list(copied.users)
+            with self._graph.inserting_before(min(users)):
+                arrived = collectives.wait_tensor(emit, copied)
+            for user in users:
+                user.replace_input_with(copied, arrived)
 
     def _markers_of(self, position: int) -> list[BufferMarkers]:
         buffers = self._buckets[position].buffers
@@ -109,15 +126,6 @@ class _BucketWriter:
 def _host_reads(marker: fx.Node) -> bool:
     """Return whether the host reads what a marker copies to it: gradients, but no activations."""
     return marker.target is not markers.offload_activation
-
-
-def _make_host_wait(emit: Emitter, copied: fx.Node) -> None:
-    """Wait for a copy to the host in front of its first use: mostly at the end of the graph."""
-    users = list(copied.users)
-    with copied.graph.inserting_before(min(users)):
-        arrived = collectives.wait_tensor(emit, copied)
-    for user in users:
-        user.replace_input_with(copied, arrived)
 
 
 def _launch(
