@@ -24,16 +24,19 @@ def order_faults(plans: Sequence[Plan], run: GraphRun) -> list[str]:
     """Return how a run differs from its plan, a sentence each; none if it does not.
 
     Args:
-        plans: of all graphs; a run's own is the one from which it differs least.
+        plans: of all graphs; a run's own is the one from which it differs least, among those with
+            as many launches.
     """
-    return min((_differences(plan, run) for plan in plans), key=len)
+    same = [plan for plan in plans if len(plan.buckets) == len(run.launches)]
+    if not same:
+        counts = " or ".join(f"{len(plan.buckets)} ({plan.graph})" for plan in plans)
+        return [f"{len(run.launches)} launches instead of {counts}"]
+    return min((_differences(plan, run) for plan in same), key=len)
 
 
 def _differences(plan: Plan, run: GraphRun) -> list[str]:
     events = list(chain.from_iterable(events_by_step(plan.problem.num_steps, plan.buckets)))
     launched = [event.bucket for event in events if not event.is_wait]
-    if len(launched) != len(run.launches):
-        return [f"{plan.graph}: {len(run.launches)} launches instead of {len(launched)}"]
     number_of = {bucket: number for number, bucket in enumerate(launched)}
     found = []
     for number, launch in enumerate(run.launches):

@@ -219,6 +219,7 @@ class Recorder(Hooks):
 
     def operator(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an operator and note what it does."""
+        self._free()
         special = _SPECIAL.get(str(op))
         if special is not None:
             return special(self, op, *args, **kwargs)
@@ -229,7 +230,6 @@ class Recorder(Hooks):
             self._launch(str(op), args, outputs)
             return outputs
         if is_allocation(op):
-            self._free()
             for tensor in tensors_in([outputs]):
                 self._block(tensor)
                 if kwargs.get("pin_memory"):
@@ -286,7 +286,6 @@ class Recorder(Hooks):
 
     def _wait(self, op: Any, tensor: torch.Tensor) -> torch.Tensor:
         """The current stream waits; then nothing keeps the tensors of the collective."""
-        self._free()
         for launched in self._launched.pop(self._block(tensor), ()):
             self.runs[-1].wait(launched.number)
             launched.wait(self)
