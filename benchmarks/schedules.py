@@ -37,7 +37,7 @@ from benchmarks.llama import DEVICE, LLAMA3, TOKENS, trace
 from graphshard.cost.devices import HARDWARE
 from graphshard.cost.model import CostModel
 from graphshard.kinds import GraphKind, TransferKind
-from graphshard.planning.live_bytes import smallest_peak
+from graphshard.planning.live_bytes import other_by_moment, smallest_peak, with_other_bytes
 from graphshard.planning.memory_budget import ScheduleLimits
 from graphshard.planning.plan import Bucket, Plan, Problem, Transfer
 from graphshard.planning.search import find_schedule
@@ -57,8 +57,13 @@ def at_world(plan: Plan, world: int) -> Problem:
         for new, old in zip(transfers, before.transfers)
         if new.kind == TransferKind.ALL_GATHER
     )
-    other = tuple(num_bytes + grown for num_bytes in before.other_bytes)
-    return dataclasses.replace(before, transfers=transfers, other_bytes=other)
+    return _with_more_bytes(dataclasses.replace(before, transfers=transfers), grown)
+
+
+def _with_more_bytes(problem: Problem, num_bytes: int) -> Problem:
+    """Return ``problem`` with more bytes alive all the time."""
+    other = [alive + num_bytes for alive in other_by_moment(problem)]
+    return with_other_bytes(problem, other)
 
 
 def _resized(plan: Plan, transfer: Transfer, world: int) -> Transfer:
@@ -160,8 +165,7 @@ def root_kept(plan: Plan, problem: Problem) -> Problem:
         if not root or t.kind != TransferKind.ALL_GATHER
     ]
     num_bytes = sum(t.num_bytes for t in problem.transfers) - sum(t.num_bytes for t in kept)
-    other = tuple(alive + num_bytes for alive in problem.other_bytes)
-    return dataclasses.replace(problem, transfers=tuple(kept), other_bytes=other)
+    return _with_more_bytes(dataclasses.replace(problem, transfers=tuple(kept)), num_bytes)
 
 
 # --- judging -------------------------------------------------------------------------------------

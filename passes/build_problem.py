@@ -24,9 +24,9 @@ from graphshard.cost.model import CostModel
 from graphshard.kinds import GraphKind
 from graphshard.ops import markers
 from graphshard.ops.marker_specs import ReloadSpec, UnshardSpec
-from graphshard.ops.nodes import is_view, num_bytes, root_of, uses
+from graphshard.ops.nodes import is_view, num_bytes, root_of, uses, value_of
 from graphshard.passes.describe import describe_transfers, source_of
-from graphshard.planning.live_bytes import Span, bytes_by_step
+from graphshard.planning.moments import Span, sum_spans
 from graphshard.planning.plan import Problem, Transfer
 
 
@@ -76,7 +76,9 @@ def build_problem(
     bounds = {p for reach in reaches for p in (reach.ready, reach.due) if p < len(nodes)}
     starts = sorted({0, *bounds}) if nodes else []
     ends = [*starts[1:], len(nodes)]
-    alive = _alive_bytes(graph, kind, position, cost_model.without_memory(values))
+    runs_at = _positions_of_kernels(position, values) if cost_model.fuses else position
+    alive = _alive_bytes(graph, kind, runs_at, cost_model.without_memory(values))
+    borders = [*starts, len(nodes)]
     problem = Problem(
         graph=kind,
         steps=tuple(nodes[start].name for start in starts),
@@ -84,7 +86,8 @@ def build_problem(
             sum(compute_us.get(node, 0.0) for node in nodes[start:end])
             for start, end in zip(starts, ends)
         ),
-        other_bytes=tuple(max(alive[start:end]) for start, end in zip(starts, ends)),
+        other_bytes=tuple(max(alive.at[start:end]) for start, end in zip(starts, ends)),
+        between_bytes=tuple(alive.before[border] for border in borders),
         transfers=tuple(
             _placed(transfer, reach, starts) for transfer, reach in zip(transfers.values(), reaches)
         ),
@@ -148,12 +151,39 @@ def _last_use(node: fx.Node, position: Mapping[fx.Node, int]) -> int:
     return max(users, default=position.get(node, end))
 
 
+def _positions_of_kernels(
+    position: Mapping[fx.Node, int], values: GraphValues
+) -> dict[fx.Node, int]:
+    """Return where each node runs: fused ones with the first of their kernel, once it has all that
+    the kernel reads (``min_order`` in torch/_inductor/scheduler.py)."""
+    runs_at = dict(position)
+    for region in values.regions:
+        nodes = [node for node in region.nodes if node in position]
+        sources = {values.roots[used] for node in nodes for used in node.all_input_nodes}
+        computed = [runs_at[source] for source in sources - set(nodes) if source in runs_at]
+        first = min((position[node] for node in nodes), default=0)
+        runs_at |= dict.fromkeys(nodes, max([first, *(p + 1 for p in computed)]))
+    return runs_at
+
+
+class _AliveBytes(NamedTuple):
+    """Bytes alive while the node at each position runs, and before it.
+
+    Attributes:
+        at: by position.
+        before: by position; the last one is the graph's end.
+    """
+
+    at: list[int]
+    before: list[int]
+
+
 def _alive_bytes(
     graph: fx.Graph,
     kind: GraphKind,
     position: Mapping[fx.Node, int],
     without_memory: WithoutMemory,
-) -> list[int]:
+) -> _AliveBytes:
     """Return the bytes alive at each position, without gathered parameters and full gradients."""
     end = len(position)
     holders: dict[fx.Node, set[fx.Node]] = {}  # the nodes whose memory a node's value is read from
@@ -161,22 +191,35 @@ def _alive_bytes(
     for node in graph.nodes:
         read = set().union(*(holders[used] for used in node.all_input_nodes))
         if not markers.is_marker(node):
-            last_use |= dict.fromkeys(read, position.get(node, end - 1))
-        if markers.is_marker(node) or _waits_on_host(node) or node in without_memory.inside:
+            used = position.get(node, end)
+            last_use |= {holder: max(last_use.get(holder, -1), used) for holder in read}
+        if _is_cast_copy(node):
+            holders[node] = {node}
+        elif markers.is_marker(node) or _waits_on_host(node) or node in without_memory.inside:
             holders[node] = set()
         elif node in without_memory.inlined:
             holders[node] = read
         else:
             holders[node] = holders[node.args[0]] if is_view(node) else {node}
         if node.op == "placeholder":
-            last_use[node] = 0 if _is_freed(node, kind) else end - 1
+            last_use[node] = -1 if _is_freed(node, kind) else end
     owners = [n for n, own in holders.items() if n in own and n.op != "output"]
-    spans = []
+    at, before = [], []
     for node in owners:
-        begin = position.get(node, 0)
+        begin = position.get(node, -1)
+        if _is_cast_copy(node):  # in front of its first use
+            begin = min(position.get(user, end) for user in node.users)
         last = max(last_use.get(node, begin), begin)
-        spans.append(Span(begin, min(last + 1, end), _num_bytes(node)))
-    return bytes_by_step(spans, end)
+        at.append(Span(max(begin, 0), min(last + 1, end), _num_bytes(node)))
+        before.append(Span(begin + 1, last + 1, _num_bytes(node)))
+    return _AliveBytes(sum_spans(at, end), sum_spans(before, end + 1))
+
+
+def _is_cast_copy(node: fx.Node) -> bool:
+    """Return whether a node is a replicated parameter in another dtype, which is a copy of it."""
+    if node.target is not markers.replicate or not node.users:
+        return False
+    return value_of(node).dtype != value_of(source_of(node)).dtype
 
 
 def _is_freed(placeholder: fx.Node, kind: GraphKind) -> bool:

@@ -96,7 +96,8 @@ def _describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
     span = span_of(group)
     replicas = GroupSpan(1, 1) if replica_group is None else span_of(replica_group)
     sent = markers.collective_input(spec)
-    shard = value_of(source_of(marker) if kind == TransferKind.ALL_GATHER else marker)
+    gathers, source = kind == TransferKind.ALL_GATHER, value_of(source_of(marker))
+    shard = source if gathers else value_of(marker)
     is_split = kind in (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER)
     return Transfer(
         param=param,
@@ -115,6 +116,7 @@ def _describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
         num_replicas=replicas.world,
         replica_stride=replicas.stride,
         host=_is_on_host(spec),
+        grad_bytes=0 if gathers else num_bytes(source),
     )
 
 

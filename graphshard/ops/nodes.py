@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -36,8 +37,14 @@ def is_view(node: fx.Node) -> bool:
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor; symbolic sizes count as what they were when they were traced."""
-    return size_hint(tensor.numel()) * tensor.element_size()
+    """Bytes of a tensor's memory: an expanded dimension has that of one element.
+
+    Symbolic sizes count as what they were when they were traced.
+    """
+    # A symbolic stride is not asked whether it is 0: that could add a guard.
+    strides = [stride if isinstance(stride, int) else 1 for stride in tensor.stride()]
+    sizes = [size if stride else 1 for size, stride in zip(tensor.shape, strides)]
+    return size_hint(math.prod(sizes)) * tensor.element_size()
 
 
 def root_of(node: fx.Node) -> fx.Node:

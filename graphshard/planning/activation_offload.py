@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from ..kinds import TransferKind
 from .host_copies import add_host_copies, without_host_copies
-from .live_bytes import LiveBytes, Span, least_bytes, smallest_peak
+from .live_bytes import least_by_moment, other_by_moment, smallest_peak, with_other_bytes
 from .memory_budget import ScheduleLimits
+from .moments import LiveBytes, Span, launches, num_moments
 from .plan import Problem, Transfer
 from .search import find_schedule
 from .simulate import TransferCostModel, clock
@@ -83,7 +84,7 @@ def choose_offloaded(
 
 
 class _Absence(NamedTuple):
-    """The steps of both graphs in which an activation need not be on the device."""
+    """The moments of both graphs in which an activation need not be on the device."""
 
     forward: Span
     backward: Span
@@ -91,8 +92,8 @@ class _Absence(NamedTuple):
 
 def _absence(activation: SavedActivation, forward_steps: int) -> _Absence:
     return _Absence(
-        Span(activation.last + 1, forward_steps, activation.num_bytes),
-        Span(0, activation.first, activation.num_bytes),
+        Span(launches(activation.last + 1), num_moments(forward_steps), activation.num_bytes),
+        Span(0, launches(activation.first), activation.num_bytes),
     )
 
 
@@ -103,7 +104,7 @@ def _offload_enough(
 
     Activations that backward needs last come first, since the most time hides their copies.
     """
-    in_forward, in_backward = LiveBytes(least_bytes(forward)), LiveBytes(least_bytes(backward))
+    in_forward, in_backward = map(LiveBytes, map(least_by_moment, (forward, backward)))
     chosen = []
     for i in sorted(range(len(saved)), key=lambda i: (-saved[i].first, saved[i].last)):
         absence = _absence(saved[i], forward.num_steps)
@@ -142,10 +143,9 @@ def _offloaded(
         for activation in chosen
     ]
     # Their transfers account for them from the last use in forward to the last one in backward.
-    return (
-        _with_transfers(forward, offloads, [Span(a.last + 1, end, a.num_bytes) for a in chosen]),
-        _with_transfers(backward, reloads, [Span(0, a.until + 1, a.num_bytes) for a in chosen]),
-    )
+    saved = [Span(launches(a.last + 1), num_moments(end), a.num_bytes) for a in chosen]
+    taken = [Span(0, launches(a.until + 1), a.num_bytes) for a in chosen]
+    return _with_transfers(forward, offloads, saved), _with_transfers(backward, reloads, taken)
 
 
 def _host_copy(kind: TransferKind, num_bytes: int, *, ready: int, due: int, last: int) -> Transfer:
@@ -168,14 +168,11 @@ def _with_transfers(
     problem: Problem, transfers: Sequence[Transfer], replaced: Sequence[Span]
 ) -> Problem:
     """Return ``problem`` with ``transfers`` in place of the bytes of ``replaced``."""
-    other_bytes = LiveBytes(problem.other_bytes)
+    other = LiveBytes(other_by_moment(problem))
     for span in replaced:
-        other_bytes.remove(span)
-    return dataclasses.replace(
-        problem,
-        transfers=(*problem.transfers, *transfers),
-        other_bytes=tuple(other_bytes.by_step),
-    )
+        other.remove(span)
+    problem = with_other_bytes(problem, other.by_moment)
+    return dataclasses.replace(problem, transfers=(*problem.transfers, *transfers))
 
 
 def _predicted_us(problem: Problem, limits: ScheduleLimits, cost_model: TransferCostModel) -> float:

@@ -14,10 +14,11 @@ from .simulate import BucketCost, TransferCostModel, bucket_cost
 
 
 class CostedBucket(NamedTuple):
-    """A bucket and its cost."""
+    """A bucket, its cost and its memory."""
 
     bucket: Bucket
     cost: BucketCost
+    footprint: Footprint
 
 
 class Candidate(NamedTuple):
@@ -163,15 +164,12 @@ class Queue:
         )
         average = replica_bucket(bucket, self._problem.transfers)
         return Candidate(
-            begin=begin,
-            end=end,
-            bucket=bucket,
-            cost=bucket_cost(self._problem, bucket, self._cost_model),
-            footprint=footprint(transfers),
-            replica_average=None
-            if average is None
-            else CostedBucket(average, bucket_cost(self._problem, average, self._cost_model)),
+            begin, end, *self._costed(bucket), None if average is None else self._costed(average)
         )
+
+    def _costed(self, bucket: Bucket) -> CostedBucket:
+        cost = bucket_cost(self._problem, bucket, self._cost_model)
+        return CostedBucket(bucket, cost, footprint(self._problem, bucket))
 
     def _buffers(self, members: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Return small transfers in shared buffers, and then the others each in its own."""

@@ -18,31 +18,32 @@ import dataclasses
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from operator import add
 
 from ..kinds import HOST_COPIES, TransferKind
 from .lanes import MARGIN, Lane
-from .live_bytes import Footprint, Span, alive_bytes, bytes_by_step
+from .live_bytes import alive_by_moment, footprint, other_by_moment, with_other_bytes
 from .memory_budget import FreeMemory, ScheduleLimits
+from .moments import LiveBytes, Span, launches, running
 from .plan import Bucket, Problem, bucket_of, in_launch_order, next_in_chain
 from .simulate import TransferCostModel, bucket_cost, clock
 
 
 def without_host_copies(problem: Problem) -> Problem:
-    """Return the problem of collectives alone, as if reloads took no time and began where due."""
+    """Return the problem of collectives alone, as if host copies took no time.
+
+    They take place where an activation is due, or ready.
+    """
     if not any(t.kind in HOST_COPIES for t in problem.transfers):
         return problem
-    reloaded = [
-        Span(t.due, t.last + 1, t.num_bytes)
-        for t in problem.transfers
-        if t.kind == TransferKind.COPY_TO_DEVICE
-    ]
-    reloaded_bytes = bytes_by_step(reloaded, problem.num_steps)
-    return dataclasses.replace(
-        problem,
-        transfers=tuple(t for t in problem.transfers if t.kind not in HOST_COPIES),
-        other_bytes=tuple(map(add, problem.other_bytes, reloaded_bytes)),
-    )
+    other = LiveBytes(other_by_moment(problem))
+    for t in problem.transfers:
+        if t.kind == TransferKind.COPY_TO_DEVICE:
+            other.add(Span(launches(t.due), launches(t.last + 1), t.num_bytes))
+        elif t.kind == TransferKind.COPY_TO_HOST:
+            other.add(Span(launches(t.ready), running(t.ready), t.num_bytes))
+    problem = with_other_bytes(problem, other.by_moment)
+    collectives = tuple(t for t in problem.transfers if t.kind not in HOST_COPIES)
+    return dataclasses.replace(problem, transfers=collectives)
 
 
 def add_host_copies(
@@ -62,7 +63,7 @@ def add_host_copies(
     to_host = _copies_to_host(problem, buckets)
     if cost_model is not None:
         placed = [*to_device, *buckets, *to_host]
-        memory = FreeMemory(alive_bytes(problem, placed), limits)
+        memory = FreeMemory(alive_by_moment(problem, placed), limits)
         step_us = clock(problem, buckets, cost_model).step_us
         to_device = _launch_early(problem, to_device, cost_model, memory, step_us)
         to_host = _wait_late(problem, to_host, cost_model, memory, step_us)
@@ -135,7 +136,7 @@ def _launch_early(
         cost = bucket_cost(problem, copy, cost_model)
         launch_us = -lane.run(MARGIN * cost.lane_us, -step_us[copy.wait])
         wish = max(0, bisect_right(step_us, launch_us, hi=copy.wait + 1) - 1)
-        launch = memory.take_earliest(_footprint(copy), wish, copy.wait)
+        launch = memory.take_earliest(footprint(problem, copy), wish, copy.wait)
         placed.append(dataclasses.replace(copy, launch=launch))
     return placed[::-1]
 
@@ -158,10 +159,6 @@ def _wait_late(
         end_us = lane.run(MARGIN * cost.lane_us, step_us[copy.launch])
         due = min(problem.transfers[i].due for i in copy.transfers)
         wish = max(copy.launch, min(bisect_left(step_us, end_us, lo=copy.launch), due))
-        wait = memory.take_latest(_footprint(copy), copy.launch, wish)
+        wait = memory.take_latest(footprint(problem, copy), copy.launch, wish)
         placed.append(dataclasses.replace(copy, wait=wait))
     return placed
-
-
-def _footprint(copy: Bucket) -> Footprint:
-    return Footprint(in_flight_bytes=copy.num_bytes, held_bytes=copy.num_bytes)

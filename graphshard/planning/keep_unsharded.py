@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from ..kinds import TransferKind
 from .lanes import Lane
-from .live_bytes import LiveBytes, Span, least_bytes
+from .live_bytes import least_by_moment
+from .moments import LiveBytes, Span, launches
 from .plan import Problem, Transfer
 from .simulate import TransferCostModel, start_times_us
 
@@ -28,7 +29,7 @@ saved; at 0 a parameter could be held for an error of rounding.
 
 
 class _GraphMemory(NamedTuple):
-    """Bytes alive in a graph so far, and the budget of each step."""
+    """Bytes alive in a graph so far, and the budget of each moment."""
 
     alive: LiveBytes
     budget: int
@@ -75,7 +76,7 @@ def choose_kept(
 
 
 def _graph_memory(problem: Problem, budget: int | None) -> _GraphMemory:
-    alive = least_bytes(problem)
+    alive = least_by_moment(problem)
     return _GraphMemory(LiveBytes(alive), max(alive, default=0) if budget is None else budget)
 
 
@@ -89,10 +90,9 @@ def _hold(
 ) -> bool:
     """Hold a parameter from its last use in forward to its first in backward; False: no memory."""
     forward, backward = memory
-    end = len(backward.alive.by_step)
     num_bytes = in_backward.num_bytes
-    after_use = Span(in_forward.last + 1, len(forward.alive.by_step), num_bytes)
-    before_use = Span(0, min(in_backward.due, end), num_bytes)
+    after_use = Span(launches(in_forward.last + 1), len(forward.alive.by_moment), num_bytes)
+    before_use = Span(0, launches(in_backward.due), num_bytes)
     if not forward.alive.has_room(after_use, forward.budget):
         return False
     if not backward.alive.has_room(before_use, backward.budget):

@@ -1,181 +1,231 @@
-"""The bytes that are alive in each step of a graph: spans of steps, and what sums and changes them.
+"""The bytes that are alive at each moment of a graph with its buckets.
 
-All accounting of memory in this room goes through ``Span``: functions of a schedule
-(``alive_bytes``, ``gathered_bytes``, ``in_flight_bytes``) sum spans, ``LiveBytes`` changes a sum in
-place while something is being placed, and ``ByteChanges`` holds one in the form in which adding a
-span takes constant time.
+A bucket of parameters takes memory for what it sends and receives when it is launched, and for
+copies out of shared buffers when it is waited for. A bucket of gradients packs them when it is
+launched: they are free from then on, and what it sends is free when it is waited for. A tensor that
+travels as it is, in a buffer of its own, is neither packed nor copied.
+
+    parameters   shards ──► packed ~~~► full ──► copies    gradients   grads ──► packed ~~~► shards
+                     launch ┴─────┴ wait                           launch ┴──────────┴ wait
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, islice
+import dataclasses
+from collections.abc import Iterable, Sequence
 from operator import add
 from typing import NamedTuple
 
 from ..kinds import HOST_COPIES, TransferKind
-from .plan import Bucket, Problem, Transfer, bucket_of
-
-
-class Span(NamedTuple):
-    """Bytes that are alive in steps ``[begin, end)``; an empty range holds none."""
-
-    begin: int
-    end: int
-    num_bytes: int
+from .moments import (
+    ByteChanges,
+    Span,
+    launches,
+    most_by_step,
+    num_moments,
+    running,
+    sum_spans,
+    waits,
+)
+from .plan import Bucket, Problem, Transfer, bucket_of, is_copied_in, replica_bucket
 
 
 class Footprint(NamedTuple):
-    """The memory that a bucket takes in each step between its launch and its wait.
+    """How a bucket changes the memory in use; a negative number frees bytes.
 
     Attributes:
-        in_flight_bytes: full tensors that travel.
-        held_bytes: bytes that are alive then, and would not be if the bucket took no time. These
-            exclude reduced shards on the device, since they replace a part of the gradients.
+        in_flight_bytes: full tensors that travel, between launch and wait.
+        at_launch: what it sends, if that is packed, and receives.
+        after_launch: gradients, and shards from the host, that were packed.
+        at_wait: copies out of what it received, less what it sent.
+        after_wait: what was copied.
     """
 
     in_flight_bytes: int
-    held_bytes: int
+    at_launch: int = 0
+    after_launch: int = 0
+    at_wait: int = 0
+    after_wait: int = 0
+
+    @property
+    def held_before_wait(self) -> int:
+        """The most bytes that an earlier launch takes in the moments up to the later one."""
+        return self.at_launch
+
+    @property
+    def held_after_launch(self) -> int:
+        """The most bytes that a later wait takes in the moments behind the earlier one."""
+        return -self.at_wait - self.after_wait
+
+    def launch(self, changes: ByteChanges, step: int) -> None:
+        """Count the launch before ``step``."""
+        changes.add(launches(step), self.at_launch)
+        changes.add(waits(step), self.after_launch)
+
+    def wait(self, changes: ByteChanges, step: int) -> None:
+        """Count the wait before ``step``."""
+        changes.add(waits(step), self.at_wait)
+        changes.add(running(step), self.after_wait)
 
 
-class ByteChanges:
-    """Live bytes as differences from each step to the next; their running sum is the bytes."""
+def footprint(problem: Problem, bucket: Bucket) -> Footprint:
+    """Return the footprint of ``bucket``; ``count_transfers`` has what any schedule takes.
 
-    __slots__ = ("_changes",)
-
-    def __init__(self, num_steps: int) -> None:
-        self._changes = [0] * (num_steps + 1)
-
-    def copy(self) -> ByteChanges:
-        other = ByteChanges(0)
-        other._changes = self._changes.copy()
-        return other
-
-    def begin(self, step: int, num_bytes: int) -> None:
-        """Add bytes from ``step`` on."""
-        self._changes[step] += num_bytes
-
-    def end(self, step: int, num_bytes: int) -> None:
-        """Take bytes away from ``step`` on."""
-        self._changes[step] -= num_bytes
-
-    def by_step(self) -> Iterator[int]:
-        """Yield the bytes of each step."""
-        return islice(accumulate(self._changes), len(self._changes) - 1)
-
-
-class LiveBytes:
-    """Bytes alive in each step, changed span by span.
-
-    Attributes:
-        by_step: the bytes of each step.
+    In that of a collective, shards that come from the host, or go there, do so in no time.
     """
-
-    def __init__(self, by_step: Iterable[int]) -> None:
-        self.by_step = list(by_step)
-
-    def add(self, span: Span) -> None:
-        for step in range(span.begin, span.end):
-            self.by_step[step] += span.num_bytes
-
-    def remove(self, span: Span) -> None:
-        self.add(span._replace(num_bytes=-span.num_bytes))
-
-    def has_room(self, span: Span, budget: float) -> bool:
-        """Return whether ``span`` could be added with no step in it above ``budget`` bytes."""
-        return not self.exceeds(budget - span.num_bytes, span)
-
-    def exceeds(self, budget: float, span: Span) -> bool:
-        """Return whether a step in the range of ``span`` holds more than ``budget`` bytes."""
-        return any(num_bytes > budget for num_bytes in self.by_step[span.begin : span.end])
+    if bucket.kind == TransferKind.COPY_TO_DEVICE:
+        return Footprint(bucket.num_bytes, at_launch=bucket.num_bytes)
+    if bucket.kind == TransferKind.COPY_TO_HOST:
+        return Footprint(bucket.num_bytes, after_wait=-bucket.num_bytes)
+    part_of = {
+        TransferKind.ALL_GATHER: _gather_footprint,
+        TransferKind.ALL_REDUCE_SHARDS: _average_footprint,
+    }.get(bucket.kind, _reduction_footprint)
+    buffers = [[problem.transfers[i] for i in buffer] for buffer in bucket.buffers]
+    return Footprint(*map(sum, zip(*map(part_of, buffers))))
 
 
-def bytes_by_step(spans: Iterable[Span], num_steps: int) -> list[int]:
-    """Return, for each of ``num_steps`` steps, the bytes of all spans that include it."""
-    changes = ByteChanges(num_steps)
-    for begin, end, num_bytes in spans:
-        if begin < end:
-            changes.begin(begin, num_bytes)
-            changes.end(end, num_bytes)
-    return list(changes.by_step())
+def _gather_footprint(buffer: Sequence[Transfer]) -> Footprint:
+    full = sum(t.num_bytes for t in buffer)
+    copies = full if len(buffer) > 1 else 0
+    from_host = sum(t.shard_bytes for t in buffer if t.host)
+    is_packed = is_copied_in(buffer)
+    packed = full // buffer[0].world if is_packed else 0
+    return Footprint(
+        in_flight_bytes=full,
+        # Shards that were packed are free before full parameters take memory.
+        at_launch=packed + full + (0 if is_packed else from_host),
+        at_wait=copies - packed - (0 if is_packed else from_host),
+        after_wait=-copies,
+    )
+
+
+def _reduction_footprint(buffer: Sequence[Transfer]) -> Footprint:
+    sent, grads = sum(t.num_bytes for t in buffer), sum(t.grad_bytes for t in buffer)
+    packed, unpacked = (sent, 0) if is_copied_in(buffer) else (0, grads)
+    is_split = buffer[0].kind == TransferKind.REDUCE_SCATTER  # others reduce in place
+    received = sent // buffer[0].world if is_split else 0
+    averaged = bool(buffer[0].replicas)
+    results = Footprint(0) if averaged else _results_footprint(buffer, received or sent)
+    return Footprint(
+        in_flight_bytes=sent,
+        at_launch=packed or received,  # what is packed is free before it is received
+        after_launch=received - grads if packed else 0,
+        at_wait=results.at_wait - (packed + unpacked if is_split else 0),
+        after_wait=results.after_wait,
+    )
+
+
+def _average_footprint(buffer: Sequence[Transfer]) -> Footprint:
+    """An average over replicas is computed in place."""
+    shards = sum(t.num_bytes // t.world for t in buffer)
+    return _results_footprint(buffer, shards)._replace(in_flight_bytes=shards)
+
+
+def _results_footprint(buffer: Sequence[Transfer], received: int) -> Footprint:
+    """What becomes of a buffer of reduced shards: they may be cast, and may leave for the host."""
+    shards = sum(t.shard_bytes for t in buffer)
+    cast = shards if shards != received else 0
+    to_host = shards if buffer[0].host else 0
+    return Footprint(0, at_wait=cast, after_wait=-(received if cast else 0) - to_host)
+
+
+def count_transfers(changes: ByteChanges, transfers: Iterable[Transfer]) -> None:
+    """Count what any schedule takes and frees at the same time.
+
+    A gradient takes memory from when it is ready, and a full parameter frees its own behind its
+    last use.
+    """
+    for t in transfers:
+        if t.kind in (TransferKind.ALL_GATHER, TransferKind.COPY_TO_DEVICE):
+            changes.add(launches(t.last + 1), -t.num_bytes)
+        elif t.kind == TransferKind.COPY_TO_HOST:
+            changes.add(launches(t.ready), t.num_bytes)
+        else:
+            changes.add(launches(t.ready), t.grad_bytes)
+
+
+def other_by_moment(problem: Problem) -> list[int]:
+    """Return the bytes alive in each moment whatever the schedule."""
+    by_moment = [0] * num_moments(problem.num_steps)
+    by_moment[0::3] = by_moment[1::3] = problem.between_bytes
+    by_moment[2::3] = problem.other_bytes
+    return by_moment
+
+
+def with_other_bytes(problem: Problem, by_moment: Sequence[int]) -> Problem:
+    """Return ``problem`` with other bytes than those of ``other_by_moment``."""
+    return dataclasses.replace(
+        problem, other_bytes=tuple(by_moment[2::3]), between_bytes=tuple(by_moment[0::3])
+    )
 
 
 def alive_bytes(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
-    """Return the bytes alive in each step, ``Problem.other_bytes`` included.
+    """Return the most bytes alive in each step and at its border, ``other_bytes`` included."""
+    return most_by_step(alive_by_moment(problem, buckets))
 
-    Gathered parameters live from launch to last use, gradients from their completion to the end of
-    their reduction, reduced shards from then on. Shards whose home is the host are on the device
-    only until they are gathered, or until their host copy is done.
+
+def alive_by_moment(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
+    """Return the bytes alive in each moment.
+
+    Shards whose home is the host are on the device only until they are gathered, or until their
+    host copy is done.
     """
-    spans = (span for bucket in buckets for span in _alive_spans(problem, bucket))
-    return list(map(add, problem.other_bytes, bytes_by_step(spans, problem.num_steps)))
+    changes = ByteChanges(num_moments(problem.num_steps))
+    for bucket in buckets:
+        transfers = [problem.transfers[i] for i in bucket.transfers]
+        if bucket.kind in HOST_COPIES:
+            _count_host_copy(changes, bucket, transfers)
+            continue
+        if bucket.kind != TransferKind.ALL_REDUCE_SHARDS:  # it goes on with those of another bucket
+            count_transfers(changes, transfers)
+        taken = footprint(problem, bucket)
+        taken.launch(changes, bucket.launch)
+        taken.wait(changes, bucket.wait)
+    return list(map(add, other_by_moment(problem), changes.by_moment()))
 
 
-def _alive_spans(problem: Problem, bucket: Bucket) -> Iterator[Span]:
-    transfers = [problem.transfers[i] for i in bucket.transfers]
-    launch, wait = bucket.launch, bucket.wait
-    if bucket.kind == TransferKind.ALL_REDUCE_SHARDS:
-        return  # in place, in the buffers of the reduce-scatter
-    if bucket.kind in HOST_COPIES and any(t.kind != bucket.kind for t in transfers):
-        yield Span(launch, wait, bucket.num_bytes)  # shards; transfers are those of the collective
-        return
-    for t in transfers:
-        if bucket.kind == TransferKind.COPY_TO_DEVICE:
-            yield Span(launch, t.last + 1, t.num_bytes)
-        elif bucket.kind == TransferKind.COPY_TO_HOST:
-            yield Span(t.ready, wait, t.num_bytes)
-        elif bucket.kind == TransferKind.ALL_GATHER:
-            yield Span(launch, t.last + 1, t.num_bytes)
-            if t.host:
-                yield Span(launch, wait, t.shard_bytes)
-        else:
-            yield Span(t.ready, wait, t.num_bytes)
-            if not t.host:
-                yield Span(wait, problem.num_steps, t.shard_bytes)
+def _count_host_copy(changes: ByteChanges, copy: Bucket, transfers: Sequence[Transfer]) -> None:
+    of_shards = transfers[0].kind != copy.kind
+    if not of_shards:
+        count_transfers(changes, transfers)
+    if copy.kind == TransferKind.COPY_TO_DEVICE:
+        changes.add(launches(copy.launch), copy.num_bytes)
+        if of_shards:  # from the wait on, the gather counts them
+            changes.add(launches(copy.wait), -copy.num_bytes)
+    else:
+        if of_shards:  # up to then, the reduction counts them
+            changes.add(running(copy.launch), copy.num_bytes)
+        changes.add(running(copy.wait), -copy.num_bytes)
 
 
 def gathered_bytes(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
     """Return the bytes of full parameters in each step, from the launch of a gather to last use."""
     spans = (
-        Span(bucket.launch, problem.transfers[i].last + 1, problem.transfers[i].num_bytes)
+        Span(launches(bucket.launch), launches(transfer.last + 1), transfer.num_bytes)
         for bucket in buckets
         if bucket.kind == TransferKind.ALL_GATHER
-        for i in bucket.transfers
+        for transfer in (problem.transfers[i] for i in bucket.transfers)
     )
-    return bytes_by_step(spans, problem.num_steps)
+    return most_by_step(sum_spans(spans, num_moments(problem.num_steps)))
 
 
 def in_flight_bytes(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
     """Return the bytes of all buckets between launch and wait, in each step."""
-    spans = (Span(bucket.launch, bucket.wait, bucket.num_bytes) for bucket in buckets)
-    return bytes_by_step(spans, problem.num_steps)
+    spans = (Span(launches(b.launch), launches(b.wait), b.num_bytes) for b in buckets)
+    return most_by_step(sum_spans(spans, num_moments(problem.num_steps)))
 
 
-def least_bytes(problem: Problem) -> list[int]:
-    """Return the bytes of each step where every transfer is alone, as late and short as can be."""
+def least_by_moment(problem: Problem) -> list[int]:
+    """Return the bytes of each moment if every transfer is alone, as late and short as can be."""
     buckets = []
     for i, t in enumerate(problem.transfers):
         step = t.due if t.kind == TransferKind.ALL_GATHER else t.ready
         buckets.append(bucket_of(problem, ((i,),), launch=step, wait=step))
-    return alive_bytes(problem, buckets)
+    averages = filter(None, (replica_bucket(bucket, problem.transfers) for bucket in buckets))
+    return alive_by_moment(problem, [*buckets, *averages])
 
 
 def smallest_peak(problem: Problem) -> int:
     """Return the least peak of any schedule of ``problem``, in bytes."""
-    return max(least_bytes(problem), default=0)
-
-
-def held_bytes(transfer: Transfer) -> int:
-    """Return the bytes that ``transfer`` holds while it is under way; see ``Footprint``.
-
-    A gather holds its full parameter, and the shard if that came from the host. A reduction holds
-    the full gradient, of which the shard stays unless its home is the host.
-    """
-    if transfer.kind == TransferKind.ALL_GATHER:
-        return transfer.num_bytes + transfer.host * transfer.shard_bytes
-    return transfer.num_bytes - (not transfer.host) * transfer.shard_bytes
-
-
-def footprint(transfers: Sequence[Transfer]) -> Footprint:
-    """Return the footprint of a collective that carries ``transfers``."""
-    return Footprint(sum(t.num_bytes for t in transfers), sum(map(held_bytes, transfers)))
+    return max(least_by_moment(problem), default=0)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .live_bytes import Footprint, LiveBytes, Span
+from .live_bytes import Footprint
+from .moments import LiveBytes, Span, launches, running, waits
+
+MEMORY_BUDGET, IN_FLIGHT_LIMIT = "memory budget", "in-flight limit"
+"""The limits, as tables call them."""
 
 
 @dataclass(frozen=True)
@@ -24,40 +29,55 @@ class ScheduleLimits:
 
 
 class FreeMemory:
-    """The memory left in every step, while buckets are placed one after the other.
+    """The memory left in every moment, while buckets are placed one after the other.
 
     Args:
-        alive: bytes alive in each step before any of those buckets takes time.
+        alive: bytes alive in each moment before any of those buckets takes time.
+        in_flight: bytes between launch and wait in each step; None: none.
     """
 
-    def __init__(self, alive: list[int], limits: ScheduleLimits) -> None:
-        self._alive, self._in_flight = LiveBytes(alive), LiveBytes([0] * len(alive))
+    def __init__(
+        self, alive: Sequence[int], limits: ScheduleLimits, in_flight: Sequence[int] | None = None
+    ) -> None:
+        self._alive = LiveBytes(alive)
+        self._in_flight = LiveBytes([0] * (len(alive) // 3) if in_flight is None else in_flight)
         self._peak = math.inf if limits.peak is None else limits.peak
         self._limit = math.inf if limits.in_flight is None else limits.in_flight
 
     def take_earliest(self, footprint: Footprint, wish: int, wait: int) -> int:
         """Return the first launch, from step ``wish`` on, with memory until ``wait``; take that."""
         launch = wait
-        while launch > wish and self._fits(footprint, launch - 1):
+        while launch > wish and not self.limit_before(footprint, launch):
             launch -= 1
-        self._take(footprint, launch, wait)
+        self._alive.add(Span(launches(launch), launches(wait), footprint.held_before_wait))
+        self._in_flight.add(Span(launch, wait, footprint.in_flight_bytes))
         return launch
 
     def take_latest(self, footprint: Footprint, launch: int, wish: int) -> int:
         """Return the last wait, up to step ``wish``, with memory from ``launch`` on; take that."""
         wait = launch
-        while wait < wish and self._fits(footprint, wait):
+        while wait < wish and not self.limit_behind(footprint, wait):
             wait += 1
-        self._take(footprint, launch, wait)
+        if wait > launch:
+            held = Span(waits(launch), running(wait), footprint.held_after_launch)
+            self._alive.add(held)
+        self._in_flight.add(Span(launch, wait, footprint.in_flight_bytes))
         return wait
 
-    def _fits(self, footprint: Footprint, step: int) -> bool:
-        in_flight_bytes, held_bytes = footprint
-        return (
-            self._in_flight.by_step[step] + in_flight_bytes <= self._limit
-            and self._alive.by_step[step] + held_bytes <= self._peak
-        )
+    def limit_before(self, footprint: Footprint, launch: int) -> str | None:
+        """Return the limit that keeps a bucket from being launched a step earlier, if any does."""
+        step = launch - 1
+        held = Span(launches(step), launches(launch), footprint.held_before_wait)
+        return self._limit_of(step, footprint, held)
 
-    def _take(self, footprint: Footprint, launch: int, wait: int) -> None:
-        self._in_flight.add(Span(launch, wait, footprint.in_flight_bytes))
-        self._alive.add(Span(launch, wait, footprint.held_bytes))
+    def limit_behind(self, footprint: Footprint, wait: int) -> str | None:
+        """Return the limit that keeps a bucket from being waited for a step later, if any does."""
+        held = Span(waits(wait), running(wait + 1), footprint.held_after_launch)
+        return self._limit_of(wait, footprint, held)
+
+    def _limit_of(self, step: int, footprint: Footprint, held: Span) -> str | None:
+        """Return the limit that a bucket would exceed in flight in ``step``; None if none."""
+        if not self._alive.has_room(held, self._peak):
+            return MEMORY_BUDGET
+        in_flight = Span(step, step + 1, footprint.in_flight_bytes)
+        return None if self._in_flight.has_room(in_flight, self._limit) else IN_FLIGHT_LIMIT

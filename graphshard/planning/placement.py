@@ -11,16 +11,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
-from ..kinds import TransferKind
 from .bucketing import Candidate, CostedBucket, Split
 from .lanes import MARGIN, Lane
-from .live_bytes import ByteChanges, held_bytes, least_bytes
+from .live_bytes import Footprint, count_transfers, least_by_moment, other_by_moment
 from .memory_budget import FreeMemory, ScheduleLimits
+from .moments import ByteChanges, num_moments, running
 from .plan import Bucket, Problem, in_launch_order
 from .simulate import TransferCostModel, start_times_us, sweep
 
@@ -116,7 +116,7 @@ class Placer:
     """Makes drafts of one problem.
 
     With b buckets and s steps, a draft takes O(b log b + s); the part in s only copies lists.
-    A limit of memory adds the steps in which each bucket is in flight.
+    A limit of memory adds the moments in which each bucket is in flight.
 
     Args:
         modest_bytes: size of a bucket that costs no memory. A modest peak is the least peak of any
@@ -132,16 +132,12 @@ class Placer:
     ) -> None:
         self._num_steps, self._cost_model, self._limits = problem.num_steps, cost_model, limits
         self._start_us = start_times_us(problem)
-        self._least_bytes = least_bytes(problem)
-        self._modest_peak = max(1, max(self._least_bytes, default=0) + modest_bytes)
-        # The least bytes hold a gather from when it is due, and a gradient until it is ready. A
-        # draft adds an earlier launch, and a later wait, to these changes: O(b), not O(transfers).
-        self._least_changes = ByteChanges(problem.num_steps)
-        for t in problem.transfers:
-            if t.kind == TransferKind.ALL_GATHER:
-                self._least_changes.end(t.due, held_bytes(t))
-            else:
-                self._least_changes.begin(t.ready, held_bytes(t))
+        least_peak = max(least_by_moment(problem), default=0)
+        self._modest_peak = max(1, least_peak + modest_bytes)
+        # A draft adds what its buckets take and free: O(b), not O(transfers).
+        self._other_bytes = other_by_moment(problem)
+        self._changes = ByteChanges(num_moments(problem.num_steps))
+        count_transfers(self._changes, problem.transfers)
 
     @property
     def has_limits(self) -> bool:
@@ -155,7 +151,7 @@ class Placer:
         # gather that finds no memory is only launched later.
         waits = self._place_reductions(splits.reductions[::-1], sizes.in_flight, memory)[::-1]
         launches = self._place_gathers(splits.gathers, sizes.in_flight, memory)
-        average_waits = self._place_averages(splits.reductions[::-1], waits[::-1])[::-1]
+        average_waits = self._place_averages(splits.reductions[::-1], waits[::-1], memory)[::-1]
         score = self._score(splits, launches, waits, average_waits)
         return Draft(score, sizes, splits, launches, waits, average_waits)
 
@@ -165,7 +161,8 @@ class Placer:
             return None
         due = [candidate.bucket.wait for candidate in splits.gathers]
         ready = [candidate.bucket.launch for candidate in splits.reductions]
-        return FreeMemory(self._alive(splits, due, ready), self._limits)
+        averaged = _average_launches(splits.reductions, ready)
+        return FreeMemory(self._alive(splits, due, ready, averaged), self._limits)
 
     def _place_reductions(
         self, reductions: Split, in_flight: int, memory: FreeMemory | None
@@ -187,7 +184,7 @@ class Placer:
             limit = reductions[over].bucket.launch if over < len(reductions) else math.inf
             wait = int(min(wait, limit, candidate.bucket.wait))
             if memory is not None:
-                wait = memory.take_latest(candidate.footprint, launch, wait)
+                wait = memory.take_latest(_with_average(candidate), launch, wait)
             waits.append(wait)
         return waits
 
@@ -212,8 +209,10 @@ class Placer:
             launches.append(launch)
         return launches
 
-    def _place_averages(self, reductions: Split, reduction_waits: Sequence[int]) -> list[int]:
-        """Return waits of the averages over replicas: when they are done.
+    def _place_averages(
+        self, reductions: Split, reduction_waits: Sequence[int], memory: FreeMemory | None
+    ) -> list[int]:
+        """Return waits of the averages over replicas: when they are done, as far as memory allows.
 
         Args:
             reductions: in the order of their launches; some have an average.
@@ -225,7 +224,10 @@ class Placer:
             lane_us = average.cost.lane_us
             end_us = lane.run(lane_us, self._start_us[launch]) + (MARGIN - 1) * lane_us
             wait = bisect_left(self._start_us, end_us, lo=launch)
-            waits.append(min(wait, max(launch, average.bucket.wait)))
+            wait = min(wait, max(launch, average.bucket.wait))
+            if memory is not None:
+                wait = memory.take_latest(average.footprint, launch, wait)
+            waits.append(wait)
         return waits
 
     def _score(
@@ -236,14 +238,14 @@ class Placer:
         average_waits: Sequence[int],
     ) -> Score:
         gathers, reductions = splits
-        alive = self._alive(splits, gather_launches, reduction_waits)
+        alive = self._alive(splits, gather_launches, reduction_waits, average_waits)
         peak = max(alive, default=0)
         launches = [*gather_launches, *(c.bucket.launch for c in reductions)]
         waits = [*(c.bucket.wait for c in gathers), *reduction_waits]
         if self._limits.peak is None:
             # Bytes in flight may be there twice: backends copy, allocators keep them to the wait.
             in_flight = self._in_flight([*gathers, *reductions], launches, waits)
-            held = max(map(add, alive, in_flight), default=0)
+            held = max(map(add, alive[running(0) :: 3], in_flight), default=0)
             over_budget, excess = 0, max(0.0, held / self._modest_peak - 1)
         else:
             over_budget, excess = max(0, peak - self._limits.peak), 0.0
@@ -265,34 +267,52 @@ class Placer:
         return Score(over_budget, price_us, peak)
 
     def _alive(
-        self, splits: Splits, gather_launches: Sequence[int], reduction_waits: Sequence[int]
+        self,
+        splits: Splits,
+        gather_launches: Sequence[int],
+        reduction_waits: Sequence[int],
+        average_waits: Sequence[int],
     ) -> list[int]:
-        """Return ``live_bytes.alive_bytes`` of the buckets of ``splits``."""
-        changes = self._least_changes.copy()
+        """Return ``live_bytes.alive_by_moment`` of the buckets of ``splits``."""
+        changes = self._changes.copy()
         for candidate, launch in zip(splits.gathers, gather_launches):
-            changes.begin(launch, candidate.footprint.held_bytes)
+            candidate.footprint.launch(changes, launch)
+            candidate.footprint.wait(changes, candidate.bucket.wait)
         for candidate, wait in zip(splits.reductions, reduction_waits):
-            changes.end(wait, candidate.footprint.held_bytes)
-        return list(map(add, self._least_bytes, changes.by_step()))
+            candidate.footprint.launch(changes, candidate.bucket.launch)
+            candidate.footprint.wait(changes, wait)
+        launches = _average_launches(splits.reductions, reduction_waits)
+        for average, launch, wait in zip(splits.averages, launches, average_waits):
+            average.footprint.launch(changes, launch)
+            average.footprint.wait(changes, wait)
+        return list(map(add, self._other_bytes, changes.by_moment()))
 
     def _in_flight(
         self, candidates: Split, launches: Sequence[int], waits: Sequence[int]
-    ) -> Iterator[int]:
-        """Yield the bytes in flight in each step.
+    ) -> list[int]:
+        """Return the bytes in flight in each step.
 
         A bucket that is waited for at once counts in the step behind it, or in the last one.
         """
-        changes = ByteChanges(self._num_steps)
+        changes = [0] * (self._num_steps + 1)
         for candidate, launch, wait in zip(candidates, launches, waits):
             begin = min(launch, self._num_steps - 1)
-            changes.begin(begin, candidate.bucket.num_bytes)
-            changes.end(max(wait, begin + 1), candidate.bucket.num_bytes)
-        return changes.by_step()
+            changes[begin] += candidate.bucket.num_bytes
+            changes[max(wait, begin + 1)] -= candidate.bucket.num_bytes
+        return list(accumulate(changes[:-1]))
 
 
 def _bytes_before(split: Split) -> list[int]:
     """Return the bytes of the candidates before each one, and of all of them."""
     return [0, *accumulate(candidate.bucket.num_bytes for candidate in split)]
+
+
+def _with_average(candidate: Candidate) -> Footprint:
+    """Return the footprint of a reduction that holds what its average takes at its launch, too."""
+    taken, average = candidate.footprint, candidate.replica_average
+    if average is None:
+        return taken
+    return taken._replace(after_wait=taken.after_wait - average.footprint.at_launch)
 
 
 def _average_launches(reductions: Sequence[Candidate], reduction_waits: Sequence[int]) -> list[int]:

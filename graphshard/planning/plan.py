@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from ..kinds import HOST_COPIES, GraphKind, TransferKind
 
 _Record = TypeVar("_Record")
-VERSION = 6
+VERSION = 7
 """Version of the JSON form."""
 
 
@@ -69,6 +69,7 @@ class Transfer:
         num_replicas: number of ranks in ``replicas``.
         replica_stride: like ``stride``, of ``replicas``.
         host: whether the home of the shard, and of the reduced gradient, is host memory.
+        grad_bytes: bytes of the full gradient, before it is cast and padded; 0 of what is gathered.
     """
 
     param: int | None
@@ -87,6 +88,7 @@ class Transfer:
     num_replicas: int = 1
     replica_stride: int = 1
     host: bool = False
+    grad_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class Problem:
         compute_us: predicted time of every step.
         other_bytes: bytes alive in every step whatever the schedule: activations, inputs (the
             shards among them), results.
+        between_bytes: those that are alive in front of every step, and at the graph's end.
         transfers: everything that travels, in graph order.
     """
 
@@ -106,6 +109,7 @@ class Problem:
     steps: tuple[str, ...]
     compute_us: tuple[float, ...]
     other_bytes: tuple[int, ...]
+    between_bytes: tuple[int, ...]
     transfers: tuple[Transfer, ...]
 
     @property
@@ -157,6 +161,13 @@ def bucket_of(
         wait=wait,
         stride=first.stride,
     )
+
+
+def is_copied_in(buffer: Sequence[Transfer]) -> bool:
+    """Return whether what a buffer sends is packed, cast or padded before; fp8 is always cast."""
+    first, *others = buffer
+    is_padded = first.kind != TransferKind.ALL_GATHER and first.grad_bytes != first.num_bytes
+    return bool(others) or first.casts or is_padded
 
 
 def replica_bucket(bucket: Bucket, transfers: Sequence[Transfer]) -> Bucket | None:

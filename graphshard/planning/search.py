@@ -40,7 +40,7 @@ WORK, WORK_WITH_LIMITS = 3_000_000, 1_000_000
 """Drafts of the local search times transfers, without and with limits of memory.
 
 Measured: about two seconds for a thousand transfers, and three with limits, for which memory is
-counted step by step. Time to plan is proportional to it; the last drafts gain the least.
+counted moment by moment. Time to plan is proportional to it; the last drafts gain the least.
 """
 
 

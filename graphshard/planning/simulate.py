@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 from ..kinds import HOST_COPIES, TransferKind
 from .lanes import Lane
 from .live_bytes import alive_bytes, in_flight_bytes
-from .plan import Bucket, Problem, events_by_step, next_in_chain
+from .plan import Bucket, Problem, events_by_step, is_copied_in, next_in_chain
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 LANES = (COMPUTE, COMMUNICATION, *HOST_COPIES)
@@ -264,8 +264,8 @@ def bucket_cost(problem: Problem, bucket: Bucket, cost_model: TransferCostModel)
     """Return the time of ``bucket`` and of the copies around it.
 
     Before a gather the shards of a shared buffer are packed, before a reduction full gradients;
-    tensors that are cast are written once more in any case. After a gather full parameters are
-    copied out of shared buffers, while reduced shards are slices of theirs.
+    tensors that are cast or padded are written once more in any case. After a gather full
+    parameters are copied out of shared buffers, while reduced shards are slices of theirs.
     """
     lane_us = cost_model.collective_us(bucket.kind, bucket.num_bytes, bucket.world, bucket.stride)
     if bucket.kind in HOST_COPIES:
@@ -274,16 +274,13 @@ def bucket_cost(problem: Problem, bucket: Bucket, cost_model: TransferCostModel)
     if bucket.kind == TransferKind.ALL_REDUCE_SHARDS:
         return BucketCost(buffers_us, lane_us, 0.0)  # in place: nothing to copy
     gathers = bucket.kind == TransferKind.ALL_GATHER
-    packed, cast = [], []
-    for buffer in bucket.buffers:
-        num_bytes = sum(problem.transfers[i].num_bytes for i in buffer)
-        if len(buffer) > 1:
-            packed.append(num_bytes)
-        elif problem.transfers[buffer[0]].casts:
-            cast.append(num_bytes)
     num_shards = bucket.world if gathers else 1  # a rank writes one shard of what it gathers
-    return BucketCost(
-        copy_in_us=buffers_us + sum(cost_model.copy_us(n // num_shards) for n in [*packed, *cast]),
-        lane_us=lane_us,
-        copy_out_us=sum(cost_model.copy_us(n) for n in packed) if gathers else 0.0,
-    )
+    copy_in_us, copy_out_us = buffers_us, 0.0
+    for buffer in bucket.buffers:
+        transfers = [problem.transfers[i] for i in buffer]
+        num_bytes = sum(t.num_bytes for t in transfers)
+        if is_copied_in(transfers):
+            copy_in_us += cost_model.copy_us(num_bytes // num_shards)
+        if gathers and len(buffer) > 1:
+            copy_out_us += cost_model.copy_us(num_bytes)
+    return BucketCost(copy_in_us, lane_us, copy_out_us)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from tabulate import tabulate
 
 from ..kinds import HOST_COPIES, TransferKind
+from ..planning.live_bytes import alive_by_moment, footprint
+from ..planning.memory_budget import FreeMemory
 from ..planning.plan import Bucket
 from ..planning.simulate import COLLECTIVE, COPY_IN
 from .dump import Dump, param_name
@@ -239,13 +241,10 @@ def exposed_reason(dump: Dump, i: int) -> str:
 
 def _limit_in_the_way(dump: Dump, bucket: Bucket) -> str | None:
     """Return the limit that keeps ``bucket`` from one more step in flight; None if none does."""
-    timeline, limits = dump.timeline, dump.limits
-    step = bucket.launch - 1 if bucket.kind in _FETCHES else bucket.wait
-    if not 0 <= step < dump.plan.problem.num_steps:
-        return None
-    if limits.peak is not None and timeline.alive_bytes[step] + bucket.num_bytes > limits.peak:
-        return "memory budget"
-    in_flight = timeline.in_flight_bytes[step] + bucket.num_bytes
-    if limits.in_flight is not None and in_flight > limits.in_flight:
-        return "in-flight limit"
-    return None
+    problem, buckets = dump.plan.problem, dump.plan.buckets
+    alive = alive_by_moment(problem, buckets)
+    memory = FreeMemory(alive, dump.limits, dump.timeline.in_flight_bytes)
+    taken = footprint(problem, bucket)
+    if bucket.kind in _FETCHES:
+        return memory.limit_before(taken, bucket.launch) if bucket.launch > 0 else None
+    return memory.limit_behind(taken, bucket.wait) if bucket.wait < problem.num_steps else None

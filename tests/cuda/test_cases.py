@@ -16,7 +16,7 @@ from graphshard.check.order import order_faults
 from graphshard.check.races import find_races
 from graphshard.check.step import Recording
 from graphshard.kinds import GraphKind, TransferKind
-from tests.cuda.cases import DEVICE, NUM_CASES, Case, Outcome
+from tests.cuda.cases import DEVICE, NUM_CASES, STRATEGIES, Case, Outcome
 
 skip_without_stand_ins = pytest.mark.skipif(
     bool(obstacle()) and not os.environ.get("CI"), reason=obstacle()
@@ -28,6 +28,7 @@ pytestmark = [
 CASES = [
     *(Case("gpt", s) for s in ("ZeRO-3", "fp8 rowwise", "CPU offload", "stowed activations")),
     Case("gpt", "ZeRO-3", rank=7),
+    Case("gpt", "HSDP", world=1024),
     Case("llama", "ZeRO-3"),
 ]
 """Few of ``cases.ALL``: `python -m tests.cuda` runs those."""
@@ -104,11 +105,14 @@ def test_kernels_are_those_of_an_unsharded_model_and_one_for_each_copy(case: Cas
 
 
 @cases
-def test_forward_needs_the_memory_that_its_plan_says(case: Case) -> None:
+def test_graphs_need_the_memory_that_their_plans_say(case: Case) -> None:
     recording = recording_of(case)
-    plan, run = recording.plans[0], recording.runs[0]
-    assert plan.graph == GraphKind.FORWARD
-    assert planned_peak_bytes(plan) == pytest.approx(peak_bytes(recording.actions, run), rel=0.02)
+    assert [plan.graph for plan in recording.plans] == [GraphKind.FORWARD, GraphKind.BACKWARD]
+    for plan, run in zip(recording.plans, recording.runs, strict=True):
+        needed = peak_bytes(recording.actions, run)
+        assert planned_peak_bytes(plan) == pytest.approx(needed, rel=0.02)
+        if (budget_gb := STRATEGIES[case.strategy].options.get("memory_budget_gb")) is not None:
+            assert needed <= budget_gb * 1e9
 
 
 def test_all_ranks_run_the_same_text() -> None:

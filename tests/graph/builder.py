@@ -91,9 +91,9 @@ class Builder:
             )
         )
 
-    def replicate(self, param: fx.Node) -> fx.Node:
+    def replicate(self, param: fx.Node, dtype: torch.dtype | None = None) -> fx.Node:
         """Add the marker of a parameter that every rank holds in full."""
-        return self.marker(ReplicateSpec(param=param, group=self.group))
+        return self.marker(ReplicateSpec(param=param, group=self.group, dtype=dtype))
 
     def reduce(self, grad: fx.Node, **fields: Any) -> fx.Node:
         """

@@ -1,7 +1,9 @@
-"""Normalising a graph twice is as good as once, and reading it as a problem changes nothing."""
+"""Normalising a graph twice is as good as once; reading it as a problem changes nothing, and counts
+the memory of what kernels write."""
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from graphshard.cost.devices import HARDWARE
@@ -11,6 +13,7 @@ from graphshard.ops.markers import unshard
 from graphshard.passes.activation_offload import raise_saved_views
 from graphshard.passes.build_problem import build_problem
 from graphshard.passes.normalise import normalise
+from graphshard.planning.plan import Problem
 from tests.graph.builder import Builder, mul, t, targets
 
 
@@ -53,3 +56,58 @@ def test_saved_views_move_to_their_sources(group: str) -> None:
     build.module(view)
     assert raise_saved_views([view]) and product.next is view
     assert not raise_saved_views([view])
+
+
+MM, RELU = torch.ops.aten.mm.default, torch.ops.aten.relu.default
+SIZE = 64 * 64 * 4
+"""Of a matrix of 64 rows and columns, as all here are."""
+
+
+def _problem(build: Builder) -> Problem:
+    normalise(build.graph)
+    return build_problem(build.graph, GraphKind.FORWARD, CostModel(HARDWARE["cpu"]), {}).problem
+
+
+def test_between_steps_only_what_is_used_later_is_alive(group: str) -> None:
+    build = Builder(group)
+    x = build.primal(64, 64)
+    first = build.call(MM, x, x)
+    second = build.call(MM, first, first)
+    gathered = build.unshard(build.primal(8, 64), 64)
+    build.module(build.call(MM, second, gathered))
+    graph = _problem(build)
+    shard = SIZE // 8
+    assert list(graph.other_bytes) == [3 * SIZE + shard, 3 * SIZE + shard]
+    # x; x and what is multiplied by the parameter; x and the result.
+    assert list(graph.between_bytes) == [SIZE + shard, 2 * SIZE + shard, 2 * SIZE + shard]
+
+
+def test_a_fused_kernel_has_all_that_it_reads_and_writes(group: str) -> None:
+    """Its first node reads the product, its last one writes the result: both are there at once."""
+    build = Builder(group)
+    x = build.primal(64, 64)
+    inside = build.call(RELU, build.call(MM, x, x))
+    build.module(build.call(mul, inside, inside))
+    assert _problem(build).other_bytes == (3 * SIZE,)
+
+
+def test_a_replicated_parameter_in_another_dtype_is_a_copy(group: str) -> None:
+    build = Builder(group)
+    x = build.primal(64, 64, dtype=torch.bfloat16)
+    weight = build.primal(64, 64)
+    copied = build.replicate(weight, dtype=torch.bfloat16)
+    build.module(build.call(MM, x, copied))
+    graph = _problem(build)
+    # x, the parameter, its copy in half the bytes, and the result.
+    assert list(graph.other_bytes) == [SIZE // 2 + SIZE + SIZE // 2 + SIZE // 2]
+    assert list(graph.between_bytes) == [SIZE // 2 + SIZE, SIZE // 2 + SIZE + SIZE // 2]
+
+
+def test_an_expanded_tensor_has_the_memory_of_one_element(group: str) -> None:
+    build = Builder(group)
+    x = build.primal(64, 64)
+    key = build.primal(64, 64)
+    key.meta["val"] = key.meta["val"][:1, :1].expand(64, 64)
+    build.module(build.call(mul, x, key))
+    graph = _problem(build)
+    assert graph.other_bytes == (2 * SIZE + 4,)

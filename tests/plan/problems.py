@@ -97,16 +97,33 @@ def reduction(
         num_replicas=num_replicas,
         replica_stride=WORLD,
         host=host,
+        grad_bytes=num_bytes,
     )
 
 
 def problem(
-    compute_us: list[float], transfers: list[Transfer], other_bytes: list[int] | None = None
+    compute_us: list[float],
+    transfers: list[Transfer],
+    other_bytes: list[int] | None = None,
+    between_bytes: list[int] | None = None,
 ) -> Problem:
-    """Return a backward problem; `other_bytes` are what each step needs besides transfers."""
+    """Return a backward problem; `other_bytes` are what each step needs besides transfers.
+
+    If `between_bytes` are not given, there is between two steps what both need.
+    """
     steps = tuple(f"step{i}" for i in range(len(compute_us)))
-    other = tuple(other_bytes or [0] * len(steps))
-    return Problem(GraphKind.BACKWARD, steps, tuple(compute_us), other, tuple(transfers))
+    other = other_bytes or [0] * len(steps)
+    if between_bytes is None:
+        around = zip([*other[:1], *other], [*other, *other[-1:]])
+        between_bytes = [min(pair) for pair in around] or [0]
+    return Problem(
+        GraphKind.BACKWARD,
+        steps,
+        tuple(compute_us),
+        tuple(other),
+        tuple(between_bytes),
+        tuple(transfers),
+    )
 
 
 @st.composite

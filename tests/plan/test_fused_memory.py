@@ -61,3 +61,13 @@ def test_what_reads_much_is_computed_once(num_reads: int) -> None:
     found = _without_memory(graph, rows, columns)
     assert (total in found.inlined) == (num_reads <= 4)
     assert total not in found.inside
+
+
+def test_an_update_of_zeros_is_one_value() -> None:
+    """The gradient of an embedding: its zeros are written where rows are added up then."""
+    graph = Graph()
+    index, rows = graph.input(4, dtype=torch.int64), graph.input(4, 8)
+    zeros = graph(aten.full.default, [16, 8], 0.0)
+    added = graph(aten.index_put.default, zeros, [index], rows, True)
+    found = _without_memory(graph, added)
+    assert zeros in found.inlined and added not in found.inlined | found.inside

@@ -3,13 +3,16 @@ allows."""
 
 from __future__ import annotations
 
+import dataclasses
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from graphshard.kinds import TransferKind
 from graphshard.planning.keep_unsharded import LEAST_US, choose_kept
-from graphshard.planning.live_bytes import smallest_peak
+from graphshard.planning.live_bytes import other_by_moment, smallest_peak, with_other_bytes
 from graphshard.planning.memory_budget import ScheduleLimits
+from graphshard.planning.moments import LiveBytes, Span, launches
 from graphshard.planning.plan import Problem, Transfer
 from graphshard.planning.search import find_schedule
 from graphshard.planning.simulate import simulate
@@ -67,14 +70,11 @@ def test_a_budget_is_kept_and_what_can_be_hidden_is_gathered(
     forward, gathered = _mirrored(backward)
     budget = max(smallest_peak(forward), smallest_peak(backward)) + spare
     kept = choose_kept(forward, backward, gathered, line, budget)
-    left = [t for i, t in enumerate(backward.transfers) if i not in kept]
-    held = [0] * backward.num_steps
-    for i in kept:
-        transfer = backward.transfers[i]
-        for step in range(transfer.last + 1):
-            held[step] += transfer.num_bytes
-    other = [a + b for a, b in zip(backward.other_bytes, held)]
-    after = problem(list(backward.compute_us), left, other)
+    left = tuple(t for i, t in enumerate(backward.transfers) if i not in kept)
+    alive = LiveBytes(other_by_moment(backward))
+    for transfer in (backward.transfers[i] for i in kept):
+        alive.add(Span(0, launches(transfer.last + 1), transfer.num_bytes))
+    after = with_other_bytes(dataclasses.replace(backward, transfers=left), alive.by_moment)
     assert smallest_peak(after) <= budget
     timeline = simulate(backward, find_schedule(backward, line, ScheduleLimits()), line)
     assert not kept or timeline.total_us > sum(backward.compute_us) + LEAST_US

@@ -1,39 +1,127 @@
-"""Sums of spans by step, in the forms in which they are computed."""
+"""The memory of buckets by hand, moment by moment, and what holds of every schedule."""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
+import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
-from graphshard.planning.live_bytes import ByteChanges, LiveBytes, Span, bytes_by_step
+from graphshard.kinds import TransferKind
+from graphshard.planning.bucketing import Queue
+from graphshard.planning.live_bytes import (
+    alive_by_moment,
+    alive_bytes,
+    least_by_moment,
+    other_by_moment,
+    with_other_bytes,
+)
+from graphshard.planning.memory_budget import ScheduleLimits
+from graphshard.planning.moments import launches, most_by_step, running, waits
+from graphshard.planning.placement import BucketSizes, Placer, Splits
+from graphshard.planning.plan import Bucket, Problem, Transfer
+from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction
 
-NUM_STEPS = 6
-_steps = st.integers(0, NUM_STEPS)
-_spans = st.lists(st.builds(Span, begin=_steps, end=_steps, num_bytes=st.integers(0, 100)))
-
-
-@given(_spans)
-def test_all_forms_agree(spans: list[Span]) -> None:
-    expected = [
-        sum(span.num_bytes for span in spans if span.begin <= step < span.end)
-        for step in range(NUM_STEPS)
-    ]
-    assert bytes_by_step(spans, NUM_STEPS) == expected
-    live, changes = LiveBytes([0] * NUM_STEPS), ByteChanges(NUM_STEPS)
-    for span in spans:
-        live.add(span)
-        if span.begin < span.end:
-            changes.begin(span.begin, span.num_bytes)
-            changes.end(span.end, span.num_bytes)
-    assert live.by_step == list(changes.copy().by_step()) == expected
-    for span in spans:
-        live.remove(span)
-    assert live.by_step == [0] * NUM_STEPS
+SIZE = 8 * WORLD
 
 
-def test_room_is_counted_in_the_steps_of_the_span_alone() -> None:
-    live = LiveBytes([10, 50, 10])
-    assert live.has_room(Span(0, 1, 40), budget=50)
-    assert not live.has_room(Span(0, 2, 40), budget=50)
-    assert live.has_room(Span(1, 1, 40), budget=50)
-    assert live.exceeds(49, Span(0, 2, 0)) and not live.exceeds(50, Span(0, 2, 0))
+def _alive(transfers: list[Transfer], *buckets: Bucket) -> list[int]:
+    """Return the bytes of three steps that need nothing else."""
+    return alive_by_moment(problem([1.0] * 3, transfers), buckets)
+
+
+def _bucket(kind: TransferKind, *buffers: tuple[int, ...], at: tuple[int, int]) -> Bucket:
+    num_bytes = SIZE * sum(map(len, buffers))
+    return Bucket(kind, buffers, num_bytes, "g", WORLD, *at)
+
+
+def test_parameters_alone_are_received_in_their_place() -> None:
+    one = gather(0, SIZE, 1)
+    alive = _alive([one], _bucket(TransferKind.ALL_GATHER, (0,), at=(0, 1)))
+    assert alive == [SIZE] * 6 + [0] * 5  # from the launch before step 0 to the end of step 1
+    cast = dataclasses.replace(one, casts=True)
+    packed = SIZE // WORLD
+    alive = _alive([cast], _bucket(TransferKind.ALL_GATHER, (0,), at=(0, 1)))
+    assert alive == [SIZE + packed] * 4 + [SIZE] * 2 + [0] * 5
+
+
+def test_parameters_of_a_shared_buffer_are_there_twice_while_they_are_copied_out() -> None:
+    transfers = [gather(0, SIZE, 1), gather(1, SIZE, 1, 2)]
+    alive = _alive(transfers, _bucket(TransferKind.ALL_GATHER, (0, 1), at=(0, 1)))
+    received, packed = 2 * SIZE, 2 * SIZE // WORLD
+    flying = [received + packed] * 4
+    assert alive == [*flying, 2 * received, received, *[SIZE] * 3, 0, 0]
+    assert alive_bytes(problem([1.0] * 3, transfers), []) == [0, 0, 0]
+
+
+def test_gradients_are_there_twice_while_they_are_packed() -> None:
+    transfers = [reduction(0, SIZE, 1, 3), reduction(1, SIZE, 2, 3)]
+    alive = _alive(transfers, _bucket(TransferKind.REDUCE_SCATTER, (0, 1), at=(2, 3)))
+    shards = 2 * SIZE // WORLD
+    ready = [0, 0, 0, SIZE, SIZE, SIZE]  # the first of them, before step 1
+    sent = 2 * SIZE
+    assert alive == [*ready, 2 * sent, *[sent + shards] * 3, shards]
+
+
+@pytest.mark.parametrize(
+    ("changes", "at_launch", "sent"),
+    [
+        pytest.param({}, SIZE + SIZE // WORLD, SIZE, id="as it is"),
+        pytest.param({"casts": True, "grad_bytes": SIZE // 2}, SIZE // 2 + SIZE, SIZE, id="cast"),
+        pytest.param({"grad_bytes": SIZE - 4}, 2 * SIZE - 4, SIZE, id="padded"),
+    ],
+)
+def test_a_gradient_alone_is_packed_where_it_is_cast_or_padded(
+    changes: dict[str, Any], at_launch: int, sent: int
+) -> None:
+    one = dataclasses.replace(reduction(0, SIZE, 1, 3), **changes)
+    alive = _alive([one], _bucket(TransferKind.REDUCE_SCATTER, (0,), at=(1, 2)))
+    assert alive[launches(1)] == at_launch
+    assert alive[waits(1)] == alive[launches(2)] == sent + SIZE // WORLD
+    assert alive[waits(2)] == alive[-1] == SIZE // WORLD
+
+
+def test_shards_in_another_dtype_are_there_twice_while_they_are_cast() -> None:
+    one = dataclasses.replace(reduction(0, SIZE, 1, 3), shard_bytes=SIZE // WORLD // 2)
+    alive = _alive([one], _bucket(TransferKind.REDUCE_SCATTER, (0,), at=(1, 2)))
+    assert alive[waits(2)] == SIZE // WORLD + one.shard_bytes
+    assert alive[running(2)] == one.shard_bytes
+
+
+def test_averages_are_computed_in_place() -> None:
+    one = reduction(0, SIZE, 1, 3, num_replicas=2)
+    shards = _bucket(TransferKind.REDUCE_SCATTER, (0,), at=(1, 2))
+    average = dataclasses.replace(
+        shards, kind=TransferKind.ALL_REDUCE_SHARDS, num_bytes=SIZE // WORLD, launch=2, wait=3
+    )
+    assert _alive([one], shards, average) == _alive(
+        [dataclasses.replace(one, replicas="", num_replicas=1)], shards
+    )
+    whole = dataclasses.replace(one, kind=TransferKind.ALL_REDUCE, shard_bytes=SIZE, replicas="")
+    alive = _alive([whole], _bucket(TransferKind.ALL_REDUCE, (0,), at=(1, 2)))
+    assert alive == [0, 0, 0, *[SIZE] * 8]
+
+
+def test_steps_have_the_most_of_their_moments() -> None:
+    between = [7, 8, 1]
+    graph = problem([1.0] * 2, [], [5, 9], between)
+    assert other_by_moment(graph) == [7, 7, 5, 8, 8, 9, 1, 1]
+    assert most_by_step(other_by_moment(graph)) == alive_bytes(graph, []) == [7, 9]
+    doubled = with_other_bytes(graph, [2 * n for n in other_by_moment(graph)])
+    assert doubled.other_bytes == (10, 18) and doubled.between_bytes == (14, 16, 2)
+
+
+@given(problems(), lines)
+def test_the_placer_counts_as_alive_by_moment_does(graph: Problem, line: Line) -> None:
+    kinds = [t.kind == TransferKind.ALL_GATHER for t in graph.transfers]
+    gathers = sorted(
+        (i for i, is_gather in enumerate(kinds) if is_gather), key=lambda i: graph.transfers[i].due
+    )
+    reductions = [i for i, is_gather in enumerate(kinds) if not is_gather]
+    reductions.sort(key=lambda i: -graph.transfers[i].ready)
+    sizes = BucketSizes(60, 60, 60, 60, 100)
+    queues = [Queue(graph, line, None, order) for order in (gathers, reductions)]
+    placer = Placer(graph, line, ScheduleLimits(peak=max(least_by_moment(graph)) + 50), 50)
+    draft = placer.draft(Splits(*(queue.split(60, 60) for queue in queues)), sizes)
+    assert draft.score.peak_bytes == max(alive_by_moment(graph, draft.buckets()))

@@ -37,6 +37,7 @@ _transfers = st.builds(
     ready=_steps,
     due=_steps,
     last=_steps,
+    grad_bytes=_sizes,
 )
 _problems = st.builds(
     Problem,
@@ -44,6 +45,7 @@ _problems = st.builds(
     steps=st.lists(st.text(max_size=5), max_size=4).map(tuple),
     compute_us=st.lists(st.floats(0, 1e9), max_size=4).map(tuple),
     other_bytes=st.lists(_sizes, max_size=4).map(tuple),
+    between_bytes=st.lists(_sizes, max_size=4).map(tuple),
     transfers=st.lists(_transfers, max_size=4).map(tuple),
 )
 _buckets = st.builds(
@@ -96,7 +98,7 @@ _TRANSFER = Transfer(
     due=0,
     last=0,
 )
-_PROBLEM = Problem(GraphKind.FORWARD, ("mm",), (3.0,), (40,), (_TRANSFER,))
+_PROBLEM = Problem(GraphKind.FORWARD, ("mm",), (3.0,), (40,), (30, 30), (_TRANSFER,))
 
 
 def test_json_is_for_people_too() -> None:

@@ -156,7 +156,7 @@ def test_memory_is_counted_at_every_step() -> None:
         ("in flight", 30.0, 20),
         ("alive", 60.0, 220),
         ("in flight", 60.0, 0),
-        ("alive", 104.0, 160),
+        ("alive", 104.0, 200),
         ("in flight", 104.0, 40),
     ]
 

@@ -33,7 +33,8 @@ def test_a_schedule_computed_by_hand() -> None:
     assert timeline.exposed_us == (30.0, 10.0, 40.0)
     assert timeline.total_us == 154.0
     assert timeline.busy_us(COMPUTE) == 74.0 and timeline.busy_us(COMMUNICATION) == 110.0
-    assert timeline.alive_bytes == (100 + 20 + 20, 200 + 20, 100 + 20 + 24 + 16)
+    # In front of step 2 the gradients are packed.
+    assert timeline.alive_bytes == (100 + 20 + 20, 200 + 20, 100 + 20 + 40 + 40)
     assert timeline.in_flight_bytes == (20, 0, 40)
     assert timeline.peak_bytes == 220
     path = [(slot.kind, slot.index) for slot in timeline.critical_path if slot.duration_us]

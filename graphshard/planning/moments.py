@@ -1,0 +1,107 @@
+"""The moments of a graph, spans of bytes between them, and what sums and changes such spans.
+
+A step has three moments: buckets are launched before it, which packs what they send; buckets are
+waited for, which copies out of what they received; and its nodes run. The graph's end has the first
+two:
+
+    moment   0 launches  1 waits  2 step 0   3 launches  4 waits  5 step 1   6 launches  7 waits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, islice
+from typing import NamedTuple
+
+
+def launches(step: int) -> int:
+    """Return the moment in which buckets are launched before ``step``."""
+    return 3 * step
+
+
+def waits(step: int) -> int:
+    """Return the moment in which buckets are waited for before ``step``."""
+    return 3 * step + 1
+
+
+def running(step: int) -> int:
+    """Return the moment in which the nodes of ``step`` run."""
+    return 3 * step + 2
+
+
+def num_moments(num_steps: int) -> int:
+    """Return the number of moments of a graph of ``num_steps`` steps."""
+    return running(num_steps)
+
+
+class Span(NamedTuple):
+    """Bytes that are alive in moments ``[begin, end)``; an empty range holds none."""
+
+    begin: int
+    end: int
+    num_bytes: int
+
+
+class ByteChanges:
+    """Live bytes as differences from each moment to the next; their running sum is the bytes."""
+
+    __slots__ = ("_changes",)
+
+    def __init__(self, num_moments: int) -> None:
+        self._changes = [0] * (num_moments + 1)
+
+    def copy(self) -> ByteChanges:
+        other = ByteChanges(0)
+        other._changes = self._changes.copy()
+        return other
+
+    def add(self, moment: int, num_bytes: int) -> None:
+        """Add bytes from ``moment`` on; a negative number takes them away."""
+        self._changes[moment] += num_bytes
+
+    def by_moment(self) -> Iterator[int]:
+        """Yield the bytes of each moment."""
+        return islice(accumulate(self._changes), len(self._changes) - 1)
+
+
+class LiveBytes:
+    """Bytes alive in each moment, changed span by span.
+
+    Attributes:
+        by_moment: the bytes of each moment.
+    """
+
+    def __init__(self, by_moment: Iterable[int]) -> None:
+        self.by_moment = list(by_moment)
+
+    def add(self, span: Span) -> None:
+        for moment in range(span.begin, span.end):
+            self.by_moment[moment] += span.num_bytes
+
+    def remove(self, span: Span) -> None:
+        self.add(span._replace(num_bytes=-span.num_bytes))
+
+    def has_room(self, span: Span, budget: float) -> bool:
+        """Return whether ``span`` could be added with no moment in it above ``budget`` bytes."""
+        return not self.exceeds(budget - span.num_bytes, span)
+
+    def exceeds(self, budget: float, span: Span) -> bool:
+        """Return whether a moment in the range of ``span`` holds more than ``budget`` bytes."""
+        return any(num_bytes > budget for num_bytes in self.by_moment[span.begin : span.end])
+
+
+def sum_spans(spans: Iterable[Span], num_moments: int) -> list[int]:
+    """Return, for each moment, the bytes of all spans that include it."""
+    changes = ByteChanges(num_moments)
+    for begin, end, num_bytes in spans:
+        if begin < end:
+            changes.add(begin, num_bytes)
+            changes.add(end, -num_bytes)
+    return list(changes.by_moment())
+
+
+def most_by_step(by_moment: Sequence[int]) -> list[int]:
+    """Return, for each step, the most of its moments; the last step includes the graph's end."""
+    num_steps = len(by_moment) // 3
+    ends = [launches(step + 1) for step in range(num_steps - 1)] + [len(by_moment)]
+    return [max(by_moment[launches(step) : end]) for step, end in zip(range(num_steps), ends)]

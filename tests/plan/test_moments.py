@@ -1,0 +1,39 @@
+"""Sums of spans by moment, in the forms in which they are computed."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphshard.planning.moments import ByteChanges, LiveBytes, Span, sum_spans
+
+NUM_MOMENTS = 6
+_moments = st.integers(0, NUM_MOMENTS)
+_spans = st.lists(st.builds(Span, begin=_moments, end=_moments, num_bytes=st.integers(0, 100)))
+
+
+@given(_spans)
+def test_all_forms_agree(spans: list[Span]) -> None:
+    expected = [
+        sum(span.num_bytes for span in spans if span.begin <= moment < span.end)
+        for moment in range(NUM_MOMENTS)
+    ]
+    assert sum_spans(spans, NUM_MOMENTS) == expected
+    live, changes = LiveBytes([0] * NUM_MOMENTS), ByteChanges(NUM_MOMENTS)
+    for span in spans:
+        live.add(span)
+        if span.begin < span.end:
+            changes.add(span.begin, span.num_bytes)
+            changes.add(span.end, -span.num_bytes)
+    assert live.by_moment == list(changes.copy().by_moment()) == expected
+    for span in spans:
+        live.remove(span)
+    assert live.by_moment == [0] * NUM_MOMENTS
+
+
+def test_room_is_counted_in_the_moments_of_the_span_alone() -> None:
+    live = LiveBytes([10, 50, 10])
+    assert live.has_room(Span(0, 1, 40), budget=50)
+    assert not live.has_room(Span(0, 2, 40), budget=50)
+    assert live.has_room(Span(1, 1, 40), budget=50)
+    assert live.exceeds(49, Span(0, 2, 0)) and not live.exceeds(50, Span(0, 2, 0))
