@@ -57,6 +57,12 @@ part() {
     rows+=("| $name | ${result//|/ } | $((SECONDS - start)) |")
 }
 
+# tests NAME SECONDS FILE: a file of tests/gpu as a part.
+tests() {
+    fence='```' part "$1" "$2" "$python" -m pytest "tests/gpu/$3" -q -p no:cacheprovider \
+        --disable-warnings --durations=5
+}
+
 run_all() {
     printf '# GPU run\n\n`benchmarks/gpu.sh%s`, commit %s, %s\n' "${1:+ $1}" "$commit" "$(date -u +%F)"
     "$python" - "$device" <<'EOF' || return 1
@@ -66,12 +72,15 @@ nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available(
 print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}, {name}")
 sys.exit(sys.argv[1] == "cuda" and not torch.cuda.is_available())
 EOF
-    local marked=gpu small=(--layers 2) tiny=()
+    # In the order of what they teach: without one rank nothing else is worth the time.
+    local small=(--layers 2) tiny=()
     if [[ $device == cpu ]]; then
-        marked='not gpu' small=(--dim 32 --layers 1) tiny=(--layers 1 --steps 3)
+        small=(--dim 32 --layers 1) tiny=(--layers 1 --steps 3)
+        tests numbers 260 test_training.py
+    else
+        tests 'one NCCL rank' 140 test_one_rank.py
+        tests 'NCCL ranks that share the GPU' 160 test_shared_gpu.py
     fi
-    fence='```' part tests 260 "$python" -m pytest -m "$marked" tests/gpu -q -p no:cacheprovider \
-        --disable-warnings --durations=5
     part overhead 150 "$python" -m benchmarks.overhead --device "$device" "${tiny[@]}"
     part throughput 80 "$python" -m benchmarks.throughput --device "$device" "${tiny[@]}"
     # Other parts have compiled just now.

@@ -24,7 +24,7 @@ from graphshard.cost.model import CostModel
 from graphshard.kinds import GraphKind
 from graphshard.ops import markers
 from graphshard.ops.marker_specs import ReloadSpec, UnshardSpec
-from graphshard.ops.nodes import is_view, num_bytes, root_of, uses, value_of
+from graphshard.ops.nodes import is_view, memory_bytes, root_of, uses, value_of
 from graphshard.passes.describe import describe_transfers, source_of
 from graphshard.planning.moments import Span, sum_spans
 from graphshard.planning.plan import Problem, Transfer
@@ -210,8 +210,8 @@ def _alive_bytes(
         if _is_cast_copy(node):  # in front of its first use
             begin = min(position.get(user, end) for user in node.users)
         last = max(last_use.get(node, begin), begin)
-        at.append(Span(max(begin, 0), min(last + 1, end), _num_bytes(node)))
-        before.append(Span(begin + 1, last + 1, _num_bytes(node)))
+        at.append(Span(max(begin, 0), min(last + 1, end), _memory_bytes(node)))
+        before.append(Span(begin + 1, last + 1, _memory_bytes(node)))
     return _AliveBytes(sum_spans(at, end), sum_spans(before, end + 1))
 
 
@@ -240,6 +240,6 @@ def _waits_on_host(node: fx.Node) -> bool:
     return False
 
 
-def _num_bytes(node: fx.Node) -> int:
+def _memory_bytes(node: fx.Node) -> int:
     tensors = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
-    return sum(map(num_bytes, tensors))
+    return sum(map(memory_bytes, tensors))

@@ -18,7 +18,7 @@ from graphshard.ops.marker_specs import (
     ReduceGradSpec,
     UnshardSpec,
 )
-from graphshard.ops.nodes import num_bytes, outputs_of, value_of
+from graphshard.ops.nodes import memory_bytes, num_bytes, outputs_of, value_of
 from graphshard.planning.plan import PlanParam, Transfer
 
 
@@ -116,7 +116,7 @@ def _describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
         num_replicas=replicas.world,
         replica_stride=replicas.stride,
         host=_is_on_host(spec),
-        grad_bytes=0 if gathers else num_bytes(source),
+        grad_bytes=0 if gathers else memory_bytes(source),
     )
 
 

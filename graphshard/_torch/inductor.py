@@ -13,6 +13,7 @@ have the same names and arguments. Re-exported as they are:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -66,6 +67,27 @@ def options_of_plans(device: torch.device) -> dict[str, Any]:
         "_post_fusion_custom_pass": KeepWaits(),
         "allow_buffer_reuse": device.type == "cpu",
     }
+
+
+def without_cuda_graphs(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of Inductor with its CUDA graphs off, and warn if they were on.
+
+    They cannot hold NCCL's collectives, whose buffers live until they are waited for on another
+    stream (pytorch/torchtitan#2444, pytorch/pytorch#187565). Where the user has set a
+    ``cudagraph_policy`` (torch 2.13), he captures graphs as a whole, and they stay on.
+    """
+    with inductor_config.patch(dict(options)):
+        policy = getattr(inductor_config, "cudagraph_policy", None)
+        if not inductor_config.triton.cudagraphs or policy is not None:
+            return dict(options)
+    warnings.warn(
+        "graphs of this backend run without CUDA graphs: those of torch.compile cannot hold NCCL's "
+        'collectives. Leave out mode="reduce-overhead", or take "max-autotune-no-cudagraphs" in '
+        'place of "max-autotune"; torch._inductor.config.cudagraph_policy (torch 2.13) is the way '
+        "to capture graphs yourself.",
+        stacklevel=2,
+    )
+    return {**options, "triton.cudagraphs": False}
 
 
 _OTHER_PASSES = (

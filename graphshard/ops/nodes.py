@@ -37,13 +37,19 @@ def is_view(node: fx.Node) -> bool:
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's memory: an expanded dimension has that of one element.
+    """Bytes of a tensor; symbolic sizes count as what they were when they were traced."""
+    return size_hint(tensor.numel()) * tensor.element_size()
 
-    Symbolic sizes count as what they were when they were traced.
-    """
-    # A symbolic stride is not asked whether it is 0: that could add a guard.
-    strides = [stride if isinstance(stride, int) else 1 for stride in tensor.stride()]
-    sizes = [size if stride else 1 for size, stride in zip(tensor.shape, strides)]
+
+def memory_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the memory that a tensor reads: an expanded dimension has one element's."""
+    if tensor.layout is not torch.strided:
+        return num_bytes(tensor)
+    # A symbolic size or stride is not asked for its value: that could add a guard.
+    sizes = [
+        min(size, 1) if isinstance(size, int) and isinstance(stride, int) and not stride else size
+        for size, stride in zip(tensor.shape, tensor.stride())
+    ]
     return size_hint(math.prod(sizes)) * tensor.element_size()
 
 

@@ -34,6 +34,7 @@ from .._torch.inductor import (
     min_cut_rematerialization_partition,
     options_of_plans,
     saving_activations,
+    without_cuda_graphs,
 )
 from ..consensus.common_form import collectives_text
 from ..consensus.plan_consensus import PlanConsensus, log_every_call
@@ -221,6 +222,8 @@ def _by_inductor(
         "post_grad_custom_post_pass": lowering,
         "custom_partitioner_fn": partition,
     }
+    if device.type == "cuda":
+        patches = without_cuda_graphs(patches)
     run: Any = compile_fx(traced.gm, traced.inputs, config_patches=patches)
     return run
 

@@ -110,6 +110,11 @@ NUM_CASES = 4  # of one process, which needs seconds to start
 ALL = [
     *(Case("gpt", strategy) for strategy in STRATEGIES),
     *(Case(model, "ZeRO-3") for model in ("llama", "convnet", "moe")),
+    *(
+        Case(model, f"fp8 {recipe}")
+        for model in ("llama_8b", "llama_70b")
+        for recipe in ("tensorwise", "rowwise")
+    ),
     *(Case("gpt", "ZeRO-3", rank=rank) for rank in (4, 7)),
     *(Case("gpt", "HSDP", world=1024, rank=rank) for rank in (0, 512, 1023)),
 ]

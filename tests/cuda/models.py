@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.llama import Llama, LlamaSizes
+from benchmarks.llama import LLAMA3, Llama, LlamaSizes
 
 Made = tuple[nn.Module, tuple[Tensor, ...]]
 
@@ -129,6 +130,21 @@ def gpt(**arguments: object) -> Made:
 def llama() -> Made:
     """A Llama of three layers: grouped-query attention, rotary positions, SwiGLU."""
     sizes = LlamaSizes(2048, 3, 16, 4, 5632, recompute=False, vocab=32000)
+    return Llama(sizes), (_tokens(1024), _tokens(1024))
+
+
+def llama_8b() -> Made:
+    """One layer of Llama-3 8B."""
+    return _layer_of("8B")
+
+
+def llama_70b() -> Made:
+    """One layer of Llama-3 70B."""
+    return _layer_of("70B")
+
+
+def _layer_of(name: str) -> Made:
+    sizes = dataclasses.replace(LLAMA3[name], layers=1, recompute=False)
     return Llama(sizes), (_tokens(1024), _tokens(1024))
 
 

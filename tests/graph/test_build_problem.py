@@ -10,6 +10,7 @@ from graphshard.cost.devices import HARDWARE
 from graphshard.cost.model import CostModel
 from graphshard.kinds import GraphKind
 from graphshard.ops.markers import unshard
+from graphshard.ops.nodes import memory_bytes
 from graphshard.passes.activation_offload import raise_saved_views
 from graphshard.passes.build_problem import build_problem
 from graphshard.passes.normalise import normalise
@@ -111,3 +112,5 @@ def test_an_expanded_tensor_has_the_memory_of_one_element(group: str) -> None:
     build.module(build.call(mul, x, key))
     graph = _problem(build)
     assert graph.other_bytes == (2 * SIZE + 4,)
+    assert memory_bytes(torch.empty(3).expand(0, 3)) == memory_bytes(torch.empty(3, 0)) == 0
+    assert memory_bytes(torch.empty(3).expand(2, 3)) == 12

@@ -52,7 +52,7 @@ def test_strategies_need_more_and_more() -> None:
     """With P of parameters on 4 ranks: P / 2 of shards and gradients; when backward begins and
     gradients are not there yet, P / 2 more for what hpZ keeps for it, P more for ZeRO-2; P more and
     no P / 4 of shards, but P of gradients for DDP."""
-    params = 100e6
+    params = 200e6
     for peaks in ranks.run_fresh(4, strategies_memory, "aot_eager", params, 20):
         for less, more in itertools.pairwise(peaks):
             assert less <= more - 0.1 * params, peaks

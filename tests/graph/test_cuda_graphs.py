@@ -1,0 +1,31 @@
+"""CUDA graphs of Inductor cannot hold collectives: they are off, and who asks for them is told."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+from torch._inductor import config
+
+from graphshard._torch.inductor import mode_options, without_cuda_graphs
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_a_mode_with_cuda_graphs_is_kept_but_for_them(mode: str) -> None:
+    asked = mode_options(mode)
+    with pytest.warns(UserWarning, match="run without CUDA graphs.*max-autotune-no-cudagraphs"):
+        assert without_cuda_graphs(asked) == {**asked, "triton.cudagraphs": False}
+
+
+@pytest.mark.parametrize("mode", [None, "default", "max-autotune-no-cudagraphs"])
+def test_other_modes_are_kept_without_a_word(mode: str | None) -> None:
+    asked = mode_options(mode)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert without_cuda_graphs(asked) == asked
+
+
+@pytest.mark.skipif(not hasattr(config, "cudagraph_policy"), reason="torch 2.11 has no policies")
+def test_who_captures_in_his_own_way_does_so() -> None:
+    asked = {"triton.cudagraphs": True, "cudagraph_policy": object()}
+    assert without_cuda_graphs(asked) == asked
