@@ -154,15 +154,15 @@ def _last_use(node: fx.Node, position: Mapping[fx.Node, int]) -> int:
 def _positions_of_kernels(
     position: Mapping[fx.Node, int], values: GraphValues
 ) -> dict[fx.Node, int]:
-    """Return where each node runs: fused ones with the first of their kernel, once it has all that
-    the kernel reads (``min_order`` in torch/_inductor/scheduler.py)."""
-    runs_at = dict(position)
+    """Return where each node runs: fused ones with the first of their kernel (``min_order`` in
+    torch/_inductor/scheduler.py), or behind what the kernel reads where that is computed later."""
+    runs_at, last = dict(position), len(position) - 1
     for region in values.regions:
         nodes = [node for node in region.nodes if node in position]
         sources = {values.roots[used] for node in nodes for used in node.all_input_nodes}
         computed = [runs_at[source] for source in sources - set(nodes) if source in runs_at]
         first = min((position[node] for node in nodes), default=0)
-        runs_at |= dict.fromkeys(nodes, max([first, *(p + 1 for p in computed)]))
+        runs_at |= dict.fromkeys(nodes, min(last, max([first, *(p + 1 for p in computed)])))
     return runs_at
 
 

@@ -55,25 +55,22 @@ KEEP_ORDER = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
 
 
 def options_of_plans(device: torch.device) -> dict[str, Any]:
-    """Return options of Inductor with which graphs take the order and the memory of their plans.
+    """Return options of Inductor that keep the planned order, and free dead buffers.
 
     Inductor keeps dead buffers for later ones of the same size as long as the peak is not larger,
     by an estimate that does not count what collectives hold: a GPT's backward had 1491 MB in place
     of 1358, since the gradient of its head waited for that of its embedding. Allocators of GPUs
     find memory as quickly; that of a CPU does not.
     """
-    return {
-        **KEEP_ORDER,
-        "_post_fusion_custom_pass": KeepWaits(),
-        "allow_buffer_reuse": device.type == "cpu",
-    }
+    frees_at_once = {} if device.type == "cpu" else {"allow_buffer_reuse": False}
+    return {**KEEP_ORDER, **frees_at_once, "_post_fusion_custom_pass": KeepWaits()}
 
 
 def without_cuda_graphs(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options of Inductor with its CUDA graphs off, and warn if they were on.
 
-    They cannot hold NCCL's collectives, whose buffers live until they are waited for on another
-    stream (pytorch/torchtitan#2444, pytorch/pytorch#187565). Where the user has set a
+    They cannot replay NCCL's collectives: these keep buffers that CUDA graphs take for free
+    (pytorch/torchtitan#2444, pytorch/pytorch#187565). Where the user has set a
     ``cudagraph_policy`` (torch 2.13), he captures graphs as a whole, and they stay on.
     """
     with inductor_config.patch(dict(options)):

@@ -1,8 +1,8 @@
 """Keeps launches and waits in their written order while Inductor fuses kernels around them.
 
 Inductor runs a fused kernel where its first node stood, and all that its nodes need before it. If
-a later node needs what is waited for later, that wait comes too early, before launches that were
-written between. So a fused kernel moves behind the waits that it needs:
+a later node needs what is waited for later, that wait comes too early: before launches that were
+written between the two. So a fused kernel moves behind the waits that it needs:
 
     written   embedding   launch b   wait a   norm     embedding and norm are one kernel
     Inductor  wait a   kernel   launch b
@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch._inductor import custom_graph_pass
-from torch._inductor.custom_graph_pass import get_hash_for_files
 from torch._inductor.utils import contains_wait
 
 if TYPE_CHECKING:
@@ -31,8 +30,8 @@ class KeepWaits(_Pass):
         return _ordered(nodes)
 
     def uuid(self) -> bytes:
-        """Return what tells this pass from others in keys of caches."""
-        return get_hash_for_files((__file__,))
+        """Return the same always: the key of our other pass changes with all sources."""
+        return b"graphshard"
 
 
 def _ordered(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
@@ -40,7 +39,7 @@ def _ordered(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
     last_wait: dict[BaseSchedulerNode, int] = {}
     for node in nodes:  # those that it needs come before it
         own = node.min_order if contains_wait(node) else -1
-        last_wait[node] = max([own, *(last_wait[other] for other in needed[node])])
+        last_wait[node] = max([own, *(last_wait.get(other, -1) for other in needed[node])])
     # Among equals the wait comes first.
     by_order = sorted(nodes, key=lambda n: (max(n.min_order, last_wait[n]), not contains_wait(n)))
     ordered: dict[BaseSchedulerNode, None] = {}
@@ -50,13 +49,16 @@ def _ordered(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
 
 
 def _needed(nodes: list[BaseSchedulerNode]) -> dict[BaseSchedulerNode, list[BaseSchedulerNode]]:
-    """Return the nodes that each one has to come after."""
+    """Return the nodes that each one has to come after.
+
+    A fused node may name its own buffers, too.
+    """
     writer = {name: node for node in nodes for name in node.get_buffer_names()}
     return {
         node: [
             writer[dep.name]
             for dep in sorted(node.unmet_dependencies, key=lambda dep: dep.name)
-            if dep.name in writer
+            if writer.get(dep.name, node) is not node
         ]
         for node in nodes
     }

@@ -16,8 +16,9 @@ from ..planning.host_copies import without_host_copies
 from ..planning.plan import Plan, PlanParam, Transfer
 from .difference import INFERENCE, TRAINING
 
-_NOT_COMMON = {"param", "kind", "ready", "due", "last", "stride", "replica_stride"}
-"""Fields of a transfer that its text begins with, or that may differ between ranks."""
+_NOT_COMMON = {"param", "kind", "ready", "due", "last", "stride", "replica_stride", "grad_bytes"}
+"""Fields of a transfer that its text begins with, or that may differ between ranks: the gradient of
+a batch of one sample may be an expanded tensor."""
 
 
 def group_numbers(plans: Sequence[Plan]) -> dict[str, str]:
@@ -113,8 +114,10 @@ def collectives_text(plans: Sequence[Plan]) -> str:
 
 
 def without_steps(transfer: Transfer) -> Transfer:
-    """Set to constants what may differ between ranks: steps, and distances between ranks."""
-    return dataclasses.replace(transfer, ready=0, due=0, last=0, stride=1, replica_stride=1)
+    """Set to constants what may differ between ranks: steps, distances, and memory of gradients."""
+    return dataclasses.replace(
+        transfer, ready=0, due=0, last=0, stride=1, replica_stride=1, grad_bytes=0
+    )
 
 
 def _transfer_text(plan: Plan, transfer: Transfer) -> str:

@@ -35,9 +35,9 @@ class Footprint(NamedTuple):
 
     Attributes:
         in_flight_bytes: full tensors that travel, between launch and wait.
-        at_launch: what it sends, if that is packed, and receives.
-        after_launch: gradients, and shards from the host, that were packed.
-        at_wait: copies out of what it received, less what it sent.
+        at_launch: what it packs, and receives; of packed gradients the former alone.
+        after_launch: what it receives in place of gradients that were packed.
+        at_wait: copies out of what it received, and casts of that, less what it sent.
         after_wait: what was copied.
     """
 
@@ -46,16 +46,6 @@ class Footprint(NamedTuple):
     after_launch: int = 0
     at_wait: int = 0
     after_wait: int = 0
-
-    @property
-    def held_before_wait(self) -> int:
-        """The most bytes that an earlier launch takes in the moments up to the later one."""
-        return self.at_launch
-
-    @property
-    def held_after_launch(self) -> int:
-        """The most bytes that a later wait takes in the moments behind the earlier one."""
-        return -self.at_wait - self.after_wait
 
     def launch(self, changes: ByteChanges, step: int) -> None:
         """Count the launch before ``step``."""
@@ -69,9 +59,9 @@ class Footprint(NamedTuple):
 
 
 def footprint(problem: Problem, bucket: Bucket) -> Footprint:
-    """Return the footprint of ``bucket``; ``count_transfers`` has what any schedule takes.
+    """Return the footprint of ``bucket``, without the memory that ``count_transfers`` counts.
 
-    In that of a collective, shards that come from the host, or go there, do so in no time.
+    A collective of shards whose home is the host is as if their host copies took no time.
     """
     if bucket.kind == TransferKind.COPY_TO_DEVICE:
         return Footprint(bucket.num_bytes, at_launch=bucket.num_bytes)
@@ -109,7 +99,7 @@ def _reduction_footprint(buffer: Sequence[Transfer]) -> Footprint:
     results = Footprint(0) if averaged else _results_footprint(buffer, received or sent)
     return Footprint(
         in_flight_bytes=sent,
-        at_launch=packed or received,  # what is packed is free before it is received
+        at_launch=packed or received,  # packed gradients are freed before results take memory
         after_launch=received - grads if packed else 0,
         at_wait=results.at_wait - (packed + unpacked if is_split else 0),
         after_wait=results.after_wait,

@@ -20,7 +20,7 @@ class ScheduleLimits:
     Attributes:
         cap: bytes of a bucket; a larger tensor travels alone. None: the search finds a size.
         in_flight: bytes of all buckets between launch and wait; one alone may be larger.
-        peak: bytes alive in a step, everything included.
+        peak: bytes alive at any moment, everything included.
     """
 
     cap: int | None = None
@@ -49,7 +49,7 @@ class FreeMemory:
         launch = wait
         while launch > wish and not self.limit_before(footprint, launch):
             launch -= 1
-        self._alive.add(Span(launches(launch), launches(wait), footprint.held_before_wait))
+        self._alive.add(Span(launches(launch), launches(wait), footprint.at_launch))
         self._in_flight.add(Span(launch, wait, footprint.in_flight_bytes))
         return launch
 
@@ -57,27 +57,35 @@ class FreeMemory:
         """Return the last wait, up to step ``wish``, with memory from ``launch`` on; take that."""
         wait = launch
         while wait < wish and not self.limit_behind(footprint, wait):
+            for span in _of_a_later_wait(footprint, wait):
+                self._alive.add(span)
             wait += 1
-        if wait > launch:
-            held = Span(waits(launch), running(wait), footprint.held_after_launch)
-            self._alive.add(held)
         self._in_flight.add(Span(launch, wait, footprint.in_flight_bytes))
         return wait
 
     def limit_before(self, footprint: Footprint, launch: int) -> str | None:
         """Return the limit that keeps a bucket from being launched a step earlier, if any does."""
         step = launch - 1
-        held = Span(launches(step), launches(launch), footprint.held_before_wait)
-        return self._limit_of(step, footprint, held)
+        held = Span(launches(step), launches(launch), footprint.at_launch)
+        return self._limit_of(step, footprint, [held])
 
     def limit_behind(self, footprint: Footprint, wait: int) -> str | None:
         """Return the limit that keeps a bucket from being waited for a step later, if any does."""
-        held = Span(waits(wait), running(wait + 1), footprint.held_after_launch)
-        return self._limit_of(wait, footprint, held)
+        return self._limit_of(wait, footprint, _of_a_later_wait(footprint, wait))
 
-    def _limit_of(self, step: int, footprint: Footprint, held: Span) -> str | None:
+    def _limit_of(self, step: int, footprint: Footprint, held: Sequence[Span]) -> str | None:
         """Return the limit that a bucket would exceed in flight in ``step``; None if none."""
-        if not self._alive.has_room(held, self._peak):
+        if not all(self._alive.has_room(span, self._peak) for span in held):
             return MEMORY_BUDGET
         in_flight = Span(step, step + 1, footprint.in_flight_bytes)
         return None if self._in_flight.has_room(in_flight, self._limit) else IN_FLIGHT_LIMIT
+
+
+def _of_a_later_wait(footprint: Footprint, wait: int) -> list[Span]:
+    """Return what is alive longer if a bucket is waited for one step later than ``wait``."""
+    at_wait, after_wait = -footprint.at_wait, -footprint.after_wait
+    return [
+        Span(waits(wait), running(wait), at_wait),
+        Span(running(wait), waits(wait + 1), at_wait + after_wait),
+        Span(waits(wait + 1), running(wait + 1), after_wait),
+    ]

@@ -308,11 +308,14 @@ def _bytes_before(split: Split) -> list[int]:
 
 
 def _with_average(candidate: Candidate) -> Footprint:
-    """Return the footprint of a reduction that holds what its average takes at its launch, too."""
+    """Return the footprint of a reduction, and of its average, which is waited for with it."""
     taken, average = candidate.footprint, candidate.replica_average
     if average is None:
         return taken
-    return taken._replace(after_wait=taken.after_wait - average.footprint.at_launch)
+    return taken._replace(
+        at_wait=taken.at_wait + average.footprint.at_wait,
+        after_wait=taken.after_wait + average.footprint.after_wait,
+    )
 
 
 def _average_launches(reductions: Sequence[Candidate], reduction_waits: Sequence[int]) -> list[int]:

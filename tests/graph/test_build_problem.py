@@ -15,7 +15,7 @@ from graphshard.passes.activation_offload import raise_saved_views
 from graphshard.passes.build_problem import build_problem
 from graphshard.passes.normalise import normalise
 from graphshard.planning.plan import Problem
-from tests.graph.builder import Builder, mul, t, targets
+from tests.graph.builder import Builder, add, mul, t, targets
 
 
 def _two_layers(group: str) -> fx.Graph:
@@ -90,6 +90,19 @@ def test_a_fused_kernel_has_all_that_it_reads_and_writes(group: str) -> None:
     inside = build.call(RELU, build.call(MM, x, x))
     build.module(build.call(mul, inside, inside))
     assert _problem(build).other_bytes == (3 * SIZE,)
+
+
+def test_kernels_that_wait_for_a_late_product_run_within_the_graph(group: str) -> None:
+    """The second product is computed late, and two more kernels read what needs it."""
+    build = Builder(group)
+    x = build.primal(64, 64)
+    first = build.call(RELU, build.call(MM, x, x))
+    mean = build.call(torch.ops.aten.mean.dim, first, [0])
+    doubled = build.call(mul, mean, 2.0)
+    both = build.call(add, first, build.call(MM, x, x))
+    build.module(doubled, both)
+    graph = _problem(build)
+    assert graph.other_bytes[0] >= 3 * SIZE and graph.between_bytes[-1] == 2 * SIZE + 64 * 4
 
 
 def test_a_replicated_parameter_in_another_dtype_is_a_copy(group: str) -> None:

@@ -21,6 +21,7 @@ from graphshard.planning.memory_budget import ScheduleLimits
 from graphshard.planning.moments import launches, most_by_step, running, waits
 from graphshard.planning.placement import BucketSizes, Placer, Splits
 from graphshard.planning.plan import Bucket, Problem, Transfer
+from graphshard.planning.search import find_schedule
 from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction
 
 SIZE = 8 * WORLD
@@ -125,3 +126,13 @@ def test_the_placer_counts_as_alive_by_moment_does(graph: Problem, line: Line) -
     placer = Placer(graph, line, ScheduleLimits(peak=max(least_by_moment(graph)) + 50), 50)
     draft = placer.draft(Splits(*(queue.split(60, 60) for queue in queues)), sizes)
     assert draft.score.peak_bytes == max(alive_by_moment(graph, draft.buckets()))
+
+
+def test_a_budget_counts_what_averages_take() -> None:
+    """Waited for before the last step, the shards would be there beside ten bytes of it."""
+    shards = reduction(0, 100, 1, 3, num_replicas=2, host=True)
+    graph = problem([100.0] * 3, [shards], [0, 0, 10])
+    budget = max(least_by_moment(graph))
+    assert (
+        max(alive_bytes(graph, find_schedule(graph, Line(), ScheduleLimits(peak=budget)))) <= budget
+    )

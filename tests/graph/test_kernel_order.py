@@ -1,0 +1,54 @@
+"""The order of fused kernels, launches and waits: waits do not come earlier than written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch._inductor import ir
+
+from graphshard._torch.kernel_order import KeepWaits
+
+
+@dataclass(frozen=True)
+class _Dep:
+    name: str
+
+
+@dataclass(eq=False)
+class _Node:
+    """What the pass reads of a node of Inductor's scheduler; it writes the buffer of its name."""
+
+    name: str
+    min_order: int
+    needs: str = ""
+    node: Any = None
+    unmet_dependencies: set[_Dep] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.unmet_dependencies = {_Dep(name) for name in self.needs.split()}
+
+    def get_buffer_names(self) -> list[str]:
+        return [self.name]
+
+
+def _wait(name: str, min_order: int, needs: str) -> _Node:
+    return _Node(name, min_order, needs, ir._WaitKernel.__new__(ir._WaitKernel))
+
+
+def _ordered(*nodes: _Node) -> str:
+    order: Any = KeepWaits()
+    return " ".join(node.name for node in order(list(nodes)))
+
+
+def test_a_fused_kernel_moves_behind_the_wait_that_it_needs() -> None:
+    """Written: embedding, launch b, wait a, norm; Inductor runs the norm with the embedding."""
+    launch_a, launch_b = _Node("launch_a", 0), _Node("launch_b", 2)
+    wait_a, kernel = _wait("wait_a", 3, "launch_a"), _Node("kernel", 1, "wait_a kernel")
+    ours = _ordered(launch_a, wait_a, kernel, launch_b, _Node("product", 5, "kernel"))
+    assert ours == "launch_a launch_b wait_a kernel product"
+
+
+def test_what_needs_no_later_wait_stays() -> None:
+    nodes = [_Node("a", 0), _Node("launch", 1, "a"), _Node("b", 2, "a elsewhere"), _Node("c", 3)]
+    assert _ordered(*nodes, _wait("wait", 4, "launch")) == "a launch b c wait"
