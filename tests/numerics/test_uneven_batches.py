@@ -51,6 +51,29 @@ def test_a_last_batch_of_one_sample_on_one_rank(sizes: Any, overlap: bool) -> No
     assert max(ranks.run(2, _train_encoder, sizes, overlap)) == len(sizes)
 
 
+class Positions(nn.Module):
+    """With one sample the gradient of its parameter is an expanded tensor, with two it is a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(1, 5, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.positions).mean()
+
+
+def _train_positions() -> None:
+    twins = Twins(Positions())
+    for step, batch_sizes in enumerate([(1, 2), (2, 1)]):
+        twins.backward(_sequences(step, batch_sizes))
+        twins.check()
+        twins.zero_grad()
+
+
+def test_a_gradient_that_is_expanded_on_one_rank() -> None:
+    ranks.run(2, _train_positions)
+
+
 class Lists(nn.Module):
     """Meets its second layer first where a list is short."""
 
