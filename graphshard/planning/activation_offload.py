@@ -143,7 +143,7 @@ def _offloaded(
         for activation in chosen
     ]
     # Their transfers account for them from the last use in forward to the last one in backward.
-    saved = [Span(launches(a.last + 1), num_moments(end), a.num_bytes) for a in chosen]
+    saved = [_absence(activation, end).forward for activation in chosen]
     taken = [Span(0, launches(a.until + 1), a.num_bytes) for a in chosen]
     return _with_transfers(forward, offloads, saved), _with_transfers(backward, reloads, taken)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from operator import add
 from typing import NamedTuple
 
-from ..kinds import HOST_COPIES, TransferKind
+from ..kinds import TransferKind
 from .moments import (
     ByteChanges,
     Span,
@@ -92,16 +92,17 @@ def _gather_footprint(buffer: Sequence[Transfer]) -> Footprint:
 
 def _reduction_footprint(buffer: Sequence[Transfer]) -> Footprint:
     sent, grads = sum(t.num_bytes for t in buffer), sum(t.grad_bytes for t in buffer)
-    packed, unpacked = (sent, 0) if is_copied_in(buffer) else (0, grads)
+    is_packed = is_copied_in(buffer)  # if not, the gradient itself is what is sent
     is_split = buffer[0].kind == TransferKind.REDUCE_SCATTER  # others reduce in place
     received = sent // buffer[0].world if is_split else 0
     averaged = bool(buffer[0].replicas)
     results = Footprint(0) if averaged else _results_footprint(buffer, received or sent)
     return Footprint(
         in_flight_bytes=sent,
-        at_launch=packed or received,  # packed gradients are freed before results take memory
-        after_launch=received - grads if packed else 0,
-        at_wait=results.at_wait - (packed + unpacked if is_split else 0),
+        at_launch=sent if is_packed else received,
+        # Packed gradients are freed before results take memory.
+        after_launch=received - grads if is_packed else 0,
+        at_wait=results.at_wait - (sent if is_split else 0),
         after_wait=results.after_wait,
     )
 
@@ -113,7 +114,7 @@ def _average_footprint(buffer: Sequence[Transfer]) -> Footprint:
 
 
 def _results_footprint(buffer: Sequence[Transfer], received: int) -> Footprint:
-    """What becomes of a buffer of reduced shards: they may be cast, and may leave for the host."""
+    """Count casts of a buffer of reduced shards, and shards that leave for the host."""
     shards = sum(t.shard_bytes for t in buffer)
     cast = shards if shards != received else 0
     to_host = shards if buffer[0].host else 0
@@ -163,47 +164,34 @@ def alive_by_moment(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
     """
     changes = ByteChanges(num_moments(problem.num_steps))
     for bucket in buckets:
-        transfers = [problem.transfers[i] for i in bucket.transfers]
-        if bucket.kind in HOST_COPIES:
-            _count_host_copy(changes, bucket, transfers)
-            continue
-        if bucket.kind != TransferKind.ALL_REDUCE_SHARDS:  # it goes on with those of another bucket
-            count_transfers(changes, transfers)
         taken = footprint(problem, bucket)
         taken.launch(changes, bucket.launch)
         taken.wait(changes, bucket.wait)
+        transfers = [problem.transfers[i] for i in bucket.transfers]
+        if transfers[0].kind == bucket.kind:
+            count_transfers(changes, transfers)
+        elif bucket.kind == TransferKind.COPY_TO_DEVICE:  # from the wait on, the gather counts them
+            changes.add(launches(bucket.wait), -bucket.num_bytes)
+        elif bucket.kind == TransferKind.COPY_TO_HOST:  # up to then, the reduction counts them
+            changes.add(running(bucket.launch), bucket.num_bytes)
     return list(map(add, other_by_moment(problem), changes.by_moment()))
-
-
-def _count_host_copy(changes: ByteChanges, copy: Bucket, transfers: Sequence[Transfer]) -> None:
-    of_shards = transfers[0].kind != copy.kind
-    if not of_shards:
-        count_transfers(changes, transfers)
-    if copy.kind == TransferKind.COPY_TO_DEVICE:
-        changes.add(launches(copy.launch), copy.num_bytes)
-        if of_shards:  # from the wait on, the gather counts them
-            changes.add(launches(copy.wait), -copy.num_bytes)
-    else:
-        if of_shards:  # up to then, the reduction counts them
-            changes.add(running(copy.launch), copy.num_bytes)
-        changes.add(running(copy.wait), -copy.num_bytes)
 
 
 def gathered_bytes(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
     """Return the bytes of full parameters in each step, from the launch of a gather to last use."""
     spans = (
-        Span(launches(bucket.launch), launches(transfer.last + 1), transfer.num_bytes)
+        Span(bucket.launch, problem.transfers[i].last + 1, problem.transfers[i].num_bytes)
         for bucket in buckets
         if bucket.kind == TransferKind.ALL_GATHER
-        for transfer in (problem.transfers[i] for i in bucket.transfers)
+        for i in bucket.transfers
     )
-    return most_by_step(sum_spans(spans, num_moments(problem.num_steps)))
+    return sum_spans(spans, problem.num_steps)
 
 
 def in_flight_bytes(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
     """Return the bytes of all buckets between launch and wait, in each step."""
-    spans = (Span(launches(b.launch), launches(b.wait), b.num_bytes) for b in buckets)
-    return most_by_step(sum_spans(spans, num_moments(problem.num_steps)))
+    spans = (Span(bucket.launch, bucket.wait, bucket.num_bytes) for bucket in buckets)
+    return sum_spans(spans, problem.num_steps)
 
 
 def least_by_moment(problem: Problem) -> list[int]:

@@ -35,7 +35,7 @@ def num_moments(num_steps: int) -> int:
 
 
 class Span(NamedTuple):
-    """Bytes that are alive in moments ``[begin, end)``; an empty range holds none."""
+    """Bytes that are alive in moments ``[begin, end)``, or in steps; an empty range holds none."""
 
     begin: int
     end: int
@@ -90,9 +90,9 @@ class LiveBytes:
         return any(num_bytes > budget for num_bytes in self.by_moment[span.begin : span.end])
 
 
-def sum_spans(spans: Iterable[Span], num_moments: int) -> list[int]:
-    """Return, for each moment, the bytes of all spans that include it."""
-    changes = ByteChanges(num_moments)
+def sum_spans(spans: Iterable[Span], length: int) -> list[int]:
+    """Return, for each of ``length`` moments or steps, the bytes of all spans that include it."""
+    changes = ByteChanges(length)
     for begin, end, num_bytes in spans:
         if begin < end:
             changes.add(begin, num_bytes)

@@ -20,7 +20,7 @@ from .bucketing import Candidate, CostedBucket, Split
 from .lanes import MARGIN, Lane
 from .live_bytes import Footprint, count_transfers, least_by_moment, other_by_moment
 from .memory_budget import FreeMemory, ScheduleLimits
-from .moments import ByteChanges, num_moments, running
+from .moments import ByteChanges, Span, num_moments, running, sum_spans
 from .plan import Bucket, Problem, in_launch_order
 from .simulate import TransferCostModel, start_times_us, sweep
 
@@ -294,12 +294,12 @@ class Placer:
 
         A bucket that is waited for at once counts in the step behind it, or in the last one.
         """
-        changes = [0] * (self._num_steps + 1)
-        for candidate, launch, wait in zip(candidates, launches, waits):
-            begin = min(launch, self._num_steps - 1)
-            changes[begin] += candidate.bucket.num_bytes
-            changes[max(wait, begin + 1)] -= candidate.bucket.num_bytes
-        return list(accumulate(changes[:-1]))
+        begins = [min(launch, self._num_steps - 1) for launch in launches]
+        spans = (
+            Span(begin, max(wait, begin + 1), candidate.bucket.num_bytes)
+            for candidate, begin, wait in zip(candidates, begins, waits)
+        )
+        return sum_spans(spans, self._num_steps)
 
 
 def _bytes_before(split: Split) -> list[int]:
