@@ -77,6 +77,7 @@ class Phase:
         seconds: until the last rank was done.
         operations: of the store, of all ranks.
         most: those of the rank that made most of them.
+        events: that ranks posted: two for each call that they compare, its post and its agreement.
         keys: in the store afterwards.
         num_bytes: of these keys and their values, in the memory of the first rank.
     """
@@ -85,6 +86,7 @@ class Phase:
     seconds: float
     operations: int
     most: int
+    events: int
     keys: int
     num_bytes: int
 
@@ -115,17 +117,28 @@ class Simulation:
 
     def phase(self, name: str, act: Callable[[int, CallLog], object], idle_s: float = 0.0) -> Phase:
         """Run ``act`` on all ranks, and count what it takes, and what ``idle_s`` after it do."""
-        before, start = self._counts(), time.monotonic()
+        before, old, start = self._counts(), self._num_events(), time.monotonic()
         self._on_all(lambda rank: act(rank, self._logs[rank]))
         seconds = time.monotonic() - start
-        time.sleep(idle_s or 0.5)  # the watchers are done
-        counts = [after - was for after, was in zip(self._counts(), before)]
+        time.sleep(idle_s)
+        counts = [after - was for after, was in zip(self._settled_counts(), before)]
+        events = self._num_events() - old
         keys = self._server.list_keys()
         num_bytes = sum(len(key) + len(self._server.get(key)) for key in keys)
-        return Phase(name, seconds, sum(counts), max(counts), len(keys), num_bytes)
+        return Phase(name, seconds, sum(counts), max(counts), events, len(keys), num_bytes)
 
     def _counts(self) -> list[int]:
         return [sum(store.num_operations for store in stores) for stores in self._stores]
+
+    def _settled_counts(self) -> list[int]:
+        """Return the operations of each rank once the watchers have made all of theirs."""
+        counts: list[int] = []
+        while counts != (counts := self._counts()):
+            time.sleep(0.5)
+        return counts
+
+    def _num_events(self) -> int:
+        return max(call_log._inbox.num_read for call_log in self._logs)
 
     def close(self) -> None:
         """End the watchers."""
