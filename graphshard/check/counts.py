@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .actions import HOST, Action, WaitEvent, Work
-from .recorder import GraphRun
+from .runs import GraphRun
 
 _BUCKET_COPIES = ("aten._foreach_copy_", "aten._chunk_cat", "aten.split_with_sizes_copy")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ..planning import live_bytes
 from ..planning.plan import Plan
 from .actions import HOST, Action, Allocate, Free
-from .recorder import GraphRun
+from .runs import GraphRun
 
 ROUNDING = 512
 """The caching allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.cpp)."""

@@ -7,7 +7,7 @@ from itertools import chain, groupby, zip_longest
 
 from ..kinds import TransferKind
 from ..planning.plan import Bucket, Plan, events_by_step
-from .recorder import GraphRun
+from .runs import GraphRun
 
 _OPS = {
     TransferKind.ALL_GATHER: "all_gather_into_tensor",

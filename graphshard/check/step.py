@@ -23,7 +23,8 @@ from .._torch.tensors import new_fake_mode, tree_leaves
 from ..backend import backend, shard
 from ..planning.plan import Plan
 from .actions import Action
-from .recorder import GraphRun, Recorder
+from .recorder import Recorder
+from .runs import GraphRun
 
 NUM_STEPS = 2
 MakeModel = Callable[[], tuple[nn.Module, Any]]
