@@ -25,6 +25,7 @@ import ast
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,6 +51,15 @@ COMPUTE = "compute"
 """The stream that is current when training begins."""
 
 
+@dataclass(frozen=True)
+class _Block:
+    """Memory that something refers to."""
+
+    number: int
+    storage: WeakStorage
+    home: str
+
+
 class Recorder(Hooks):
     """Kernels and graphs of a process, as they are made; and actions, while it records.
 
@@ -70,7 +80,7 @@ class Recorder(Hooks):
         self.kernels: list[tuple[str, str]] = []
         self.codes: list[str] = []
         self.runs: list[GraphRun] = []
-        self._blocks: dict[int, tuple[int, WeakStorage]] = {}
+        self._blocks: dict[int, _Block] = {}
         self._num_blocks = self._num_events = 0
         self._launched: dict[int, list[_Launched | _Registered]] = {}
         self._pinned: dict[int, WeakStorage] = {}
@@ -84,6 +94,11 @@ class Recorder(Hooks):
                 yield
         finally:
             self._is_recording = False
+
+    def see(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note the memory of tensors that there are when recording begins."""
+        for tensor in tensors:
+            self._block(tensor)
 
     # --- what the generated code tells ---------------------------------------------------------
 
@@ -161,17 +176,24 @@ class Recorder(Hooks):
         storage = WeakStorage(tensor)
         known = self._blocks.get(storage.address)
         if known is None:
-            known = self._blocks[storage.address] = (self._num_blocks, storage)
-            self._num_blocks += 1
             home = HOST if tensor.device.type == "cpu" else current_stream()
-            self.actions.append(Allocate(known[0], storage.num_bytes, home))
-        return known[0]
+            return self._new_block(storage, home)
+        return known.number
+
+    def _new_block(self, storage: WeakStorage, home: str) -> int:
+        self._blocks[storage.address] = _Block(self._num_blocks, storage, home)
+        self.actions.append(Allocate(self._num_blocks, storage.num_bytes, home))
+        self._num_blocks += 1
+        return self._num_blocks - 1
 
     def _free(self) -> None:
-        """Note what nothing refers to any more."""
-        gone = [address for address, (_, storage) in self._blocks.items() if storage.is_gone()]
-        for address in gone:
-            self.actions.append(Free(self._blocks.pop(address)[0]))
+        """Note what nothing refers to any more, and what has another size."""
+        for address, block in list(self._blocks.items()):
+            if block.storage.is_gone():
+                self.actions.append(Free(self._blocks.pop(address).number))
+            elif block.storage.size_has_changed():
+                self.actions.append(Free(block.number))
+                self._new_block(block.storage, block.home)
 
     # --- operators -----------------------------------------------------------------------------
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from .._torch.distributed import fake_store
 from .._torch.tensors import new_fake_mode, tree_leaves
@@ -97,34 +98,30 @@ def record_steps(
         dynamic: argument of ``torch.compile``.
     """
     recorder.clear()
+    with group_of(cluster) as mesh:
+        fake = new_fake_mode()
+        with fake, torch.device("cuda:0"):
+            model, inputs = make_model()
+        # There is no rank to take values from; and ranks exchange names outside of the mode.
+        options = {**options, "sync_module_states": False}
+        shard(model, mesh, **options)
+        ours = backend(mesh, **options)
+        compiled = torch.compile(model, backend=ours, dynamic=dynamic)
+        train(recorder, fake, model, compiled, inputs, step)
+        return dataclasses.replace(recording_of(recorder, ours.plans), summary=ours.summary())
+
+
+@contextmanager
+def group_of(cluster: Cluster) -> Iterator[DeviceMesh]:
+    """Have a process group without the other ranks meanwhile."""
+    names = ("replicate", "shard")[-len(cluster.mesh) :]
     dist.init_process_group(
         "fake", store=fake_store(), rank=cluster.rank, world_size=cluster.world_size
     )
     try:
-        return _record(recorder, make_model, cluster, options, step, dynamic)
+        yield init_device_mesh("cuda", cluster.mesh, mesh_dim_names=names)
     finally:
         dist.destroy_process_group()
-
-
-def _record(
-    recorder: Recorder,
-    make_model: MakeModel,
-    cluster: Cluster,
-    options: Mapping[str, Any],
-    step: Step,
-    dynamic: bool | None,
-) -> Recording:
-    names = ("replicate", "shard")[-len(cluster.mesh) :]
-    mesh = init_device_mesh("cuda", cluster.mesh, mesh_dim_names=names)
-    fake = new_fake_mode()
-    with fake, torch.device("cuda:0"):
-        model, inputs = make_model()
-    # There is no rank to take values from; and ranks exchange names outside of the mode.
-    options = {**options, "sync_module_states": False}
-    shard(model, mesh, **options)
-    ours = backend(mesh, **options)
-    _train(recorder, fake, model, inputs, step, backend=ours, dynamic=dynamic)
-    return dataclasses.replace(_recording(recorder, ours.plans), summary=ours.summary())
 
 
 def record_unsharded(
@@ -148,31 +145,41 @@ def record_unsharded(
             model, inputs = make_model()
     finally:
         torch.set_default_dtype(before)
-    _train(recorder, fake, model, inputs, step, backend="inductor", dynamic=dynamic)
-    return _recording(recorder, [])
+    train(recorder, fake, model, torch.compile(model, dynamic=dynamic), inputs, step)
+    return recording_of(recorder)
 
 
-def _train(
+def train(
     recorder: Recorder,
     fake: AbstractContextManager[Any],
     model: nn.Module,
+    compiled: Callable[..., Any],
     inputs: Any,
-    step: Step,
-    **arguments: Any,
+    step: Step = forward_backward,
 ) -> None:
-    """Train for ``NUM_STEPS``, and record the last one."""
+    """Train for ``NUM_STEPS`` under a fake mode, and record the last one."""
     torch.compiler.reset()
-    compiled = torch.compile(model, **arguments)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
     for number in range(NUM_STEPS):
         is_last = number == NUM_STEPS - 1
         with fake, recorder.recording() if is_last else nullcontext():
+            if is_last:
+                recorder.see(_kept(model, inputs, optimizer))
             step(model, compiled, inputs)
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
 
-def _recording(recorder: Recorder, plans: Sequence[Plan]) -> Recording:
+def _kept(model: nn.Module, inputs: Any, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield the tensors that there are between two steps."""
+    held = [*model.parameters(), *model.buffers(), *tree_leaves([inputs, optimizer.state_dict()])]
+    for tensor in held:
+        if isinstance(tensor, Tensor):
+            yield tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def recording_of(recorder: Recorder, plans: Sequence[Plan] = ()) -> Recording:
+    """Return what a recorder has taken in."""
     return Recording(
         plans=tuple(plans),
         codes=tuple(recorder.codes),

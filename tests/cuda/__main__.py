@@ -8,7 +8,7 @@ from tabulate import tabulate
 
 from graphshard.check.counts import Counts, count
 from graphshard.check.launch import call
-from graphshard.check.memory import peak_bytes, planned_peak_bytes
+from graphshard.check.memory import peak_bytes, peak_bytes_of_step, planned_peak_bytes
 from graphshard.check.order import order_faults
 from graphshard.check.races import find_races
 from graphshard.check.step import Recording
@@ -16,7 +16,8 @@ from tests.cuda.cases import ALL, DEVICE, NUM_CASES, TARGETS, Case, Outcome
 
 HEADERS = (
     "case", "kernels", "unsharded", "bucket copies", "collectives", "host copies", "host waits",
-    "peak MB, forward", "planned", "peak MB, backward", "planned", "refused", "order, races",
+    "peak MB, forward", "planned", "peak MB, backward", "planned", "peak MB, step", "FSDP2",
+    "refused", "order, races",
 )  # fmt: skip
 
 
@@ -48,6 +49,8 @@ def _row(case: Case, outcome: Outcome) -> list[object]:
         counts.host_copies,
         counts.host_waits,
         *_peaks(recording),
+        _megabytes(peak_bytes_of_step(recording.actions)),
+        _megabytes(peak_bytes_of_step(outcome.fsdp2.actions)) if outcome.fsdp2 else "",
         f"{len(refused)} of {sum(map(len, outcome.kernels.values()))}",
         len(faults) + len(find_races(recording.actions)),
     ]
@@ -62,8 +65,12 @@ def _peaks(recording: Recording) -> list[str]:
     texts = []
     for plan, run in zip(recording.plans[-2:], recording.runs[-2:], strict=True):
         needed = peak_bytes(recording.actions, run)
-        texts += [f"{n / 1e6:.0f}" for n in (needed, planned_peak_bytes(plan))]
+        texts += [_megabytes(n) for n in (needed, planned_peak_bytes(plan))]
     return texts
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.0f}"
 
 
 if __name__ == "__main__":

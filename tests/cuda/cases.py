@@ -26,9 +26,12 @@ from graphshard.check.step import (
     record_unsharded,
 )
 from tests.cuda import models
+from tests.cuda.fsdp2 import record_fsdp2
 
 DEVICE = "H100"
 TARGETS = ("A100-80GB", "H100", "B200")
+OF_FSDP2 = {"mp_policy", "offload_policy", "reshard_after_forward"}
+"""Options that eager FSDP2 has, too."""
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
@@ -129,11 +132,13 @@ class Outcome:
         error: the traceback; "" if it did not raise.
         kernels: by GPU.
         unsharded: of ``torch.compile`` alone; None of a case that computes something else.
+        fsdp2: of eager FSDP2; None of a case that it does not have.
     """
 
     recording: Recording | None
     error: str = ""
     unsharded: Recording | None = None
+    fsdp2: Recording | None = None
     kernels: dict[str, list[CompiledKernel]] = field(default_factory=dict)
 
 
@@ -162,17 +167,20 @@ def _run(recorder: Recorder, case: Case, targets: Sequence[str]) -> Outcome:
         return made
 
     how: Any = {"step": strategy.step, "dynamic": strategy.dynamic}
-    unsharded = None
+    unsharded = fsdp2 = None
+    cluster = Cluster(mesh, case.rank)
     try:
+        if strategy.step is not _accumulates and options.keys() <= OF_FSDP2 and budget is None:
+            fsdp2 = record_fsdp2(recorder, make_model, cluster, options, strategy.step)
         options["schedule"] = schedule
-        recording = record_steps(recorder, make_model, Cluster(mesh, case.rank), options, **how)
+        recording = record_steps(recorder, make_model, cluster, options, **how)
         if strategy.dtype is not None:
             unsharded = record_unsharded(recorder, make_model, strategy.dtype, **how)
     except Exception:
         return Outcome(None, traceback.format_exc())
     able = [name for name in targets if "fp8" not in options or has_float8(GPUS[name])]
     kernels = {name: compile_kernels(recording.kernels, GPUS[name]) for name in able}
-    return Outcome(recording, unsharded=unsharded, kernels=kernels)
+    return Outcome(recording, unsharded=unsharded, fsdp2=fsdp2, kernels=kernels)
 
 
 def compile_planted(recorder: Recorder, name: str, source: str) -> list[str]:

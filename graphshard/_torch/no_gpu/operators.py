@@ -34,6 +34,15 @@ class WeakStorage:
         self.address, self.num_bytes = storage._cdata, storage.nbytes()
         self._weak = StorageWeakRef(storage)
 
+    def size_has_changed(self) -> bool:
+        """Take in the size as it is now, which ``resize_`` may have set: FSDP2 frees so. Return
+        whether it is another one."""
+        before = self.num_bytes
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
+        if storage is not None:
+            self.num_bytes = storage.nbytes()
+        return self.num_bytes != before
+
     def is_gone(self) -> bool:
         """Return whether nothing refers to it any more."""
         return bool(self._weak.expired())

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -154,11 +155,30 @@ def _stand_in_for_torch_cuda(device: DeviceProperties) -> None:
     }
     replace(torch.cuda, **{name: _returns(answer) for name, answer in answers.items()})
     replace(torch.cuda, get_rng_state=lambda *args: torch.zeros(16, dtype=torch.uint8))
+    replace(torch.cuda, Stream=_Stream, Event=_Event, stream=_in_stream)
+    replace(torch.cuda, current_stream=lambda *args: torch.accelerator.current_stream("cuda:0"))
     # A fake tensor would make a context on its device first.
     replace(FakeTensorMode, avoid_device_init=property(lambda mode: True))
     # The generated code asks for the stream, and that a tensor's address is a multiple of 16.
     replace(torch._C, _cuda_getCurrentRawStream=_returns(0))
     replace(torch._C._dynamo.guards, assert_alignment=_returns(None))
+
+
+class _Stream(torch.Stream):
+    """A stream as eager FSDP2 makes them; its number is of ``no_gpu.cpp``."""
+
+    def __new__(cls, device: object = None, priority: int = 0) -> _Stream:
+        return super().__new__(cls, "cuda:0")
+
+
+class _Event(torch.Event):
+    def __new__(cls, *args: object, **kwargs: object) -> _Event:
+        return super().__new__(cls, "cuda:0")
+
+
+def _in_stream(stream: torch.Stream | None) -> AbstractContextManager[object]:
+    """Return a context in which ``stream`` is the current one, if it is not None."""
+    return nullcontext() if stream is None else stream
 
 
 def replace(owner: Any, **values: Any) -> None:
