@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from benchmarks import common
 from benchmarks.common import DDP, GRAPHSHARD
 from benchmarks.compare_report import Job, Prediction, Report, Result, Sent, publish
-from benchmarks.links import behind_wire, between_namespaces, parse_wire, positive
+from benchmarks.links import between_namespaces, parse_wire, positive, write_behind_wire
 from benchmarks.memory import peak_is_known, peak_of
 from benchmarks.ways import Build, add_hooks, ddp, mp_policy, sharded, sharding
 from graphshard.cost.devices import HARDWARE
@@ -164,8 +164,7 @@ def on_this_machine(job: Job, world: int, with_sent: bool) -> Report:
                 sent[name] = max(each, key=lambda of_rank: of_rank.peak_bytes)
     setting = f"{world} gloo ranks"
     if job.wire:
-        alpha_ms, gb_per_s = job.wire.alpha_s * 1e3, job.wire.bytes_per_s / 1e9
-        setting += f" on a modelled wire of {alpha_ms:g} ms and {gb_per_s:g} GB/s"
+        setting += f" on a modelled wire of {job.wire}"
     return Report(results, sent, setting)
 
 
@@ -184,9 +183,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             if args.wire:
                 base = Hardware.load(args.calibrated) if args.calibrated else HARDWARE["cpu"]
-                path = Path(folder, "wire.json")
-                path.write_text(behind_wire(base, args.wire, args.ranks).to_json())
-                hardware = str(path)
+                hardware = write_behind_wire(base, args.wire, args.ranks, folder)
             job = _job(args, hardware)
             report = on_this_machine(job, args.ranks, args.sent)
         publish(job, report, args.out)

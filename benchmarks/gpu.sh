@@ -81,6 +81,8 @@ EOF
         tests 'one NCCL rank' 140 test_one_rank.py
         tests 'NCCL ranks that share the GPU' 160 test_shared_gpu.py
     fi
+    part 'modelled links' 90 "$python" -m benchmarks.throughput --device "$device" \
+        --wire 0.02,100 "${tiny[@]}"
     part overhead 150 "$python" -m benchmarks.overhead --device "$device" "${tiny[@]}"
     part throughput 80 "$python" -m benchmarks.throughput --device "$device" "${tiny[@]}"
     # Other parts have compiled just now.

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from graphshard.cost.hardware import COLLECTIVE_KINDS, Hardware, Interconnect, Rate
@@ -23,6 +24,10 @@ class Wire(NamedTuple):
 
     alpha_s: float
     bytes_per_s: float
+
+    def __str__(self) -> str:
+        """Return both, to be read."""
+        return f"{self.alpha_s * 1e3:g} ms and {self.bytes_per_s / 1e9:g} GB/s"
 
 
 def behind_wire(base: Hardware, wire: Wire, world: int) -> Hardware:
@@ -42,6 +47,13 @@ def behind_wire(base: Hardware, wire: Wire, world: int) -> Hardware:
     }
     link = Interconnect(wire.alpha_s * 1e6, 0.0, base.intra.buffer_us, bus)
     return dataclasses.replace(base, name="wire", intra=link, inter=link)
+
+
+def write_behind_wire(base: Hardware, wire: Wire, world: int, folder: str) -> str:
+    """Write :func:`behind_wire` to a file in ``folder`` for ``SchedulePolicy(hardware=...)``."""
+    path = Path(folder, "wire.json")
+    path.write_text(behind_wire(base, wire, world).to_json())
+    return str(path)
 
 
 def between_namespaces(command: Sequence[str], gbit: float, timeout_s: float = 900.0) -> None:

@@ -1,0 +1,178 @@
+"""A process group whose links are modelled: one process stands for the first of many ranks.
+
+The other ranks do not exist. A collective runs behind what the current stream was asked for, on a
+stream of the group (on a CPU: a thread). There it writes as many bytes as it would receive, and
+takes up the link until ``alpha + bytes (n - 1) / n / bus bandwidth`` has passed, an all-reduce with
+twice the bytes; collectives follow each other. So the times of a step are those behind such links,
+whatever makes the schedule. Numbers are not: nobody sends anything, and what is gathered is the
+first rank's shard again and again. On a GPU one block spins; NCCL takes more of the processors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from benchmarks.links import Wire
+
+Tensors = list[Tensor]
+
+
+class _Link:
+    """What a device's collectives run on, one after the other."""
+
+    def __init__(self, wire: Wire, num_ranks: int) -> None:
+        self._wire, self._share = wire, (num_ranks - 1) / num_ranks
+
+    def seconds(self, num_bytes: int) -> float:
+        """Return how long a collective takes up the link."""
+        return self._wire.alpha_s + num_bytes * self._share / self._wire.bytes_per_s
+
+
+class _GpuLink(_Link):
+    """A stream; a collective's kernels are a copy and one that spins."""
+
+    def __init__(self, wire: Wire, num_ranks: int) -> None:
+        super().__init__(wire, num_ranks)
+        self._stream = torch.cuda.Stream()
+        self._cycles_per_s = _cycles_per_s()
+
+    def launch(self, copy: Callable[[], None], num_bytes: int, kept: Tensors) -> dist.Work:
+        """Run ``copy`` behind the current stream."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            copy()
+            torch.cuda._sleep(int(self.seconds(num_bytes) * self._cycles_per_s))
+            done = torch.cuda.Event()
+            done.record()
+        return _Work(lambda: torch.cuda.current_stream().wait_event(done), kept)
+
+
+def _cycles_per_s() -> float:
+    """Return the cycles that ``torch.cuda._sleep`` waits for in a second."""
+    cycles = 50_000_000
+    for _ in range(2):  # the first one is slow
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        torch.cuda._sleep(cycles)
+        stop.record()
+        stop.synchronize()
+    return cycles / start.elapsed_time(stop) * 1e3
+
+
+class _CpuLink(_Link):
+    """The host copies; a link is a time until which it is taken."""
+
+    free_at = 0.0
+
+    def launch(self, copy: Callable[[], None], num_bytes: int, kept: Tensors) -> dist.Work:
+        """Run ``copy`` now; the link is taken from then on."""
+        copy()
+        self.free_at = done_at = max(self.free_at, time.perf_counter()) + self.seconds(num_bytes)
+        return _Work(lambda: time.sleep(max(0.0, done_at - time.perf_counter())), kept)
+
+
+class _Work(dist.Work):
+    """A collective; it keeps its tensors until somebody waits."""
+
+    def __init__(self, wait: Callable[[], object], kept: Tensors) -> None:
+        super().__init__()
+        self._wait, self._kept = wait, kept
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Have the current stream, or the host, wait."""
+        self._wait()
+        self._kept = []
+        return True
+
+
+class ModelledLinks(dist.ProcessGroup):
+    """The methods are those that c10d calls on a Python process group."""
+
+    def __init__(self, rank: int, num_ranks: int, device: torch.device, wire: Wire) -> None:
+        super().__init__(rank, num_ranks)
+        fake: Any = FakeProcessGroup._create_internal(rank, num_ranks)
+        self._register_backend(device, self.BackendType.CUSTOM, fake)
+        self._set_default_backend(self.BackendType.CUSTOM)
+        kind = _GpuLink if device.type == "cuda" else _CpuLink
+        self._link = kind(wire, num_ranks)
+
+    def _run(self, outputs: Tensors, inputs: Tensors, passes: int = 1) -> dist.Work:
+        """Fill outputs from inputs; the larger side is what travels, ``passes`` times."""
+        num_bytes = max(sum(t.nbytes for t in side) for side in (outputs, inputs))
+
+        def copy() -> None:
+            for output, sent in zip(outputs, inputs):
+                _fill(output.view(-1), sent.reshape(-1))
+
+        return self._link.launch(copy, passes * num_bytes, [*outputs, *inputs])
+
+    # The names of torch 2.13.
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        return self._run([output], [input])
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> dist.Work:
+        return self._run(outputs, inputs)
+
+    reduce_scatter_single = all_gather_single
+    reduce_scatter_single_coalesced = all_gather_single_coalesced
+
+    # The names of torch 2.11.
+
+    _allgather_base = _reduce_scatter_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = all_gather_single_coalesced
+
+    # The same on both.
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        return self._run(tensors, tensors, passes=2)
+
+    allreduce_coalesced = allreduce
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        return self._run(tensors, tensors)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return self._run([], [])
+
+    def getBackendName(self) -> str:
+        return dist.Backend.FAKE
+
+
+def _fill(output: Tensor, sent: Tensor) -> None:
+    """Read and write all bytes: of a gather the shard many times, of a reduction the mean."""
+    if output.data_ptr() == sent.data_ptr() and output.numel() == sent.numel():
+        return
+    if output.numel() >= sent.numel():
+        output.view(-1, sent.numel()).copy_(sent.expand(output.numel() // sent.numel(), -1))
+    else:
+        torch.mean(sent.view(-1, output.numel()), 0, out=output)
+
+
+@contextmanager
+def group_behind(wire: Wire, num_ranks: int, device: torch.device) -> Iterator[DeviceMesh]:
+    """Make a process group of ``num_ranks`` behind modelled links, and the mesh over it.
+
+    It is called "fake", which tells graphshard that there are no ranks to agree with.
+    """
+
+    def make(options: Any, _: Any) -> ModelledLinks:
+        return ModelledLinks(options.group_rank, options.group_size, device, wire)
+
+    dist.Backend.register_backend(dist.Backend.FAKE, make, extended_api=True, devices=[device.type])
+    dist.init_process_group(dist.Backend.FAKE, store=dist.HashStore(), rank=0, world_size=num_ranks)
+    yield init_device_mesh(device.type, (num_ranks,))
+    dist.destroy_process_group()
