@@ -16,13 +16,14 @@ demo: $(STAMP)
 # tests and runs: most of a test's time would otherwise go to compiling the same kernels again.
 test: export OMP_NUM_THREADS ?= 1
 test: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
-# Tests that need one core run two at a time; those with ranks take both. At the end: which lines of
-# ours none of them ran.
+# Two at a time, but for those that look at times, memory or the death of ranks. At the end: which
+# lines of ours none of them ran.
+TWO_AT_A_TIME := tests/plan tests/graph tests/cuda tests/numerics tests/zoo
 test: lint
 	rm -rf .cache/coverage
 	mkdir -p .cache/coverage
-	$(BIN)/coverage run -m pytest -n 2 --dist loadfile tests/plan tests/graph tests/cuda
-	$(BIN)/coverage run -m pytest --ignore tests/plan --ignore tests/graph --ignore tests/cuda
+	$(BIN)/coverage run -m pytest -n 2 --dist loadfile $(TWO_AT_A_TIME)
+	$(BIN)/coverage run -m pytest $(TWO_AT_A_TIME:%=--ignore %)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --show-missing
 

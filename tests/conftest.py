@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,16 @@ def pytest_sessionfinish() -> None:
     """End the ranks, if any were started."""
     if ranks := sys.modules.get("tests.ranks"):
         ranks.close_pools()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Call each test on a large stack."""
+    from tests.quick import on_large_stack
+
+    test = pyfuncitem.obj
+    pyfuncitem.obj = lambda **fixtures: on_large_stack(lambda: test(**fixtures))
+    try:
+        return (yield)
+    finally:
+        pyfuncitem.obj = test

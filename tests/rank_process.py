@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .quick import compile_quicker
+from .quick import compile_quicker, on_large_stack
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 # Global settings of torch that are put back after each call: how to read and how to set one.
@@ -119,25 +119,27 @@ def main(pipe: Connection, spec: Spec) -> None:
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
     _redirect_output(spec.output)
+    if spec.rank != 0 and (coverage := _coverage()):
+        coverage.stop()  # ranks run the same lines, and to count them takes half as long again
     _reply(pipe, spec, lambda: _join_group(spec, 0))
     defaults = _Defaults()  # imports torch._dynamo
     compile_quicker()
     with contextlib.suppress(EOFError, OSError):  # the parent has closed the pipe
         for num_calls in itertools.count(1):
             pipe.recv_bytes()
-            _reply(pipe, spec, lambda: _call(spec.task))
+            _reply(pipe, spec, lambda: on_large_stack(lambda: _call(spec.task)))
             defaults.restore()
             if not dist.is_initialized():  # fn has destroyed it
                 _join_group(spec, num_calls)
-    _save_coverage()  # before what may hang
+    if coverage := _coverage():
+        coverage.save()  # before what may hang
     dist.destroy_process_group()
 
 
-def _save_coverage() -> None:
-    """Write which lines ran, under coverage.py."""
-    coverage: Any = sys.modules.get("coverage")
-    if coverage is not None and (current := coverage.Coverage.current()) is not None:
-        current.save()
+def _coverage() -> Any:
+    """Return what counts the lines that run in this process, None if nothing does."""
+    module: Any = sys.modules.get("coverage")
+    return module and module.Coverage.current()
 
 
 def _end_with_parent(folder: Path) -> None:

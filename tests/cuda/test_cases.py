@@ -11,7 +11,7 @@ import pytest
 
 from graphshard.check.counts import count
 from graphshard.check.launch import call, obstacle
-from graphshard.check.memory import peak_bytes, planned_peak_bytes
+from graphshard.check.memory import peak_bytes, peak_bytes_of_step, planned_peak_bytes
 from graphshard.check.order import order_faults
 from graphshard.check.races import find_races
 from graphshard.check.step import Recording
@@ -113,6 +113,14 @@ def test_graphs_need_the_memory_that_their_plans_say(case: Case) -> None:
         assert planned_peak_bytes(plan) == pytest.approx(needed, rel=0.02)
         if (budget_gb := STRATEGIES[case.strategy].options.get("memory_budget_gb")) is not None:
             assert needed <= budget_gb * 1e9
+
+
+@cases
+def test_a_step_needs_no_more_memory_than_eager_fsdp2_needs(case: Case) -> None:
+    recording, theirs = recording_of(case), _outcome(case).fsdp2
+    if theirs is None:
+        pytest.skip("eager FSDP2 does not train so")
+    assert peak_bytes_of_step(recording.actions) <= peak_bytes_of_step(theirs.actions)
 
 
 def test_all_ranks_run_the_same_text() -> None:
