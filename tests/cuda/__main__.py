@@ -1,7 +1,14 @@
-"""``python -m tests.cuda``: runs all cases and prints a table of what they came to, in some ten
-minutes on two cores."""
+"""Runs all cases of the CUDA tier, and makes a table of them.
+
+    python -m tests.cuda [--out benchmarks/results/cuda.md]
+
+This takes some fifteen minutes on one core.
+"""
 
 from __future__ import annotations
+
+import argparse
+from pathlib import Path
 
 import torch
 from tabulate import tabulate
@@ -17,20 +24,35 @@ from tests.cuda.cases import ALL, DEVICE, NUM_CASES, TARGETS, Case, Outcome
 HEADERS = (
     "case", "kernels", "unsharded", "bucket copies", "collectives", "host copies", "host waits",
     "peak MB, forward", "planned", "peak MB, backward", "planned", "peak MB, step", "FSDP2",
-    "refused", "order, races",
+    "refused", "faults",
 )  # fmt: skip
 
 
+NOTE = f"""{DEVICE}, bf16 (but for float32 and autocast), SGD with momentum. Nothing ran on a GPU.
+"kernels": of a step but for the optimizer's; "unsharded": of torch.compile alone. "planned": by the
+plan of the graph. "peak MB, step": all that is alive, the optimizer's state among it; "FSDP2": that
+of eager FSDP2, a group for each layer, where it trains so. "refused": kernels of
+{", ".join(TARGETS)} (fp8: the latter two) that do not compile. "faults": launches and waits that
+are not in the plan's order, and races."""
+
+
 def main() -> None:
-    """Print the table."""
+    """Print or write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    out: Path | None = parser.parse_args().out
     rows: list[list[object]] = []
     for start in range(0, len(ALL), NUM_CASES):
         chunk = ALL[start : start + NUM_CASES]
         outcomes = call("tests.cuda.cases:run", DEVICE, chunk, timeout_s=1200)
         rows += [_row(case, outcome) for case, outcome in zip(chunk, outcomes, strict=True)]
-    print(f"`python -m tests.cuda`, torch {torch.__version__}, {DEVICE} that is not there\n")
-    print(tabulate(rows, HEADERS, tablefmt="github"))
-    print(f"\nrefused: kernels of {', '.join(TARGETS)} (fp8: the latter two) that do not compile.")
+    paragraphs = [
+        f"# Steps on a GPU that is not there\n\n`python -m tests.cuda`, torch {torch.__version__}",
+        NOTE,
+        tabulate(rows, HEADERS, tablefmt="github"),
+    ]
+    text = "\n\n".join(paragraphs) + "\n"
+    out.write_text(text) if out else print(text)
 
 
 def _row(case: Case, outcome: Outcome) -> list[object]:
