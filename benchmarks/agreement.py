@@ -77,7 +77,7 @@ class Phase:
         seconds: until the last rank was done.
         operations: of the store, of all ranks.
         most: those of the rank that made most of them.
-        events: that ranks posted: two for each call that they compare, its post and its agreement.
+        events: that ranks posted: a call that they compare and its agreement, choices, faults.
         keys: in the store afterwards.
         num_bytes: of these keys and their values, in the memory of the first rank.
     """

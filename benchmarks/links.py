@@ -26,12 +26,12 @@ class Wire(NamedTuple):
     bytes_per_s: float
 
     def __str__(self) -> str:
-        """Return both, to be read."""
+        """Return the latency and the rate, with units."""
         return f"{self.alpha_s * 1e3:g} ms and {self.bytes_per_s / 1e9:g} GB/s"
 
 
 def behind_wire(base: Hardware, wire: Wire, world: int) -> Hardware:
-    """Return ``base`` with the wire that ``tests.recording.wire`` models between all ranks.
+    """Return ``base`` with a modelled wire between all ranks.
 
     A collective takes the latency of the wire, and the time of all bytes of its full buffer.
 

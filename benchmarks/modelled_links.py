@@ -1,11 +1,12 @@
 """A process group whose links are modelled: one process stands for the first of many ranks.
 
-The other ranks do not exist. A collective runs behind what the current stream was asked for, on a
-stream of the group (on a CPU: a thread). There it writes as many bytes as it would receive, and
-takes up the link until ``alpha + bytes (n - 1) / n / bus bandwidth`` has passed, an all-reduce with
-twice the bytes; collectives follow each other. So the times of a step are those behind such links,
-whatever makes the schedule. Numbers are not: nobody sends anything, and what is gathered is the
-first rank's shard again and again. On a GPU one block spins; NCCL takes more of the processors.
+The other ranks do not exist. A collective copies as many bytes as it would write, and then takes up
+the link for ``alpha + bytes of its full buffers / rate``, as on ``tests.recording.wire``; one after
+the other. On a GPU both are kernels on a stream of the group, behind what the current stream was
+asked for; one block spins, NCCL takes more of the processors. On a CPU the host copies at once, and
+whoever waits sleeps. So the times of a step are those behind such links, whatever makes the
+schedule. Numbers are not: nobody sends anything, and what is gathered is the first rank's shard
+again and again.
 """
 
 from __future__ import annotations
@@ -28,26 +29,30 @@ Tensors = list[Tensor]
 
 
 class _Link:
-    """What a device's collectives run on, one after the other."""
+    """Runs a device's collectives, one after the other."""
 
-    def __init__(self, wire: Wire, num_ranks: int) -> None:
-        self._wire, self._share = wire, (num_ranks - 1) / num_ranks
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
 
     def seconds(self, num_bytes: int) -> float:
         """Return how long a collective takes up the link."""
-        return self._wire.alpha_s + num_bytes * self._share / self._wire.bytes_per_s
+        return self._wire.alpha_s + num_bytes / self._wire.bytes_per_s
+
+    def launch(self, copy: Callable[[], None], num_bytes: int, kept: Tensors) -> dist.Work:
+        """Launch a collective; ``kept`` is not freed before somebody waits."""
+        raise NotImplementedError
 
 
 class _GpuLink(_Link):
     """A stream; a collective's kernels are a copy and one that spins."""
 
-    def __init__(self, wire: Wire, num_ranks: int) -> None:
-        super().__init__(wire, num_ranks)
+    def __init__(self, wire: Wire) -> None:
+        super().__init__(wire)
         self._stream = torch.cuda.Stream()
         self._cycles_per_s = _cycles_per_s()
 
     def launch(self, copy: Callable[[], None], num_bytes: int, kept: Tensors) -> dist.Work:
-        """Run ``copy`` behind the current stream."""
+        """Run ``copy`` behind the current stream, then spin."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             copy()
@@ -58,14 +63,18 @@ class _GpuLink(_Link):
 
 
 def _cycles_per_s() -> float:
-    """Return the cycles that ``torch.cuda._sleep`` waits for in a second."""
-    cycles = 50_000_000
-    for _ in range(2):  # the first one is slow
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        torch.cuda._sleep(cycles)
-        stop.record()
-        stop.synchronize()
+    """Return the cycles that ``torch.cuda._sleep`` waits for in a second.
+
+    They are those of a processor that computes, whose clock may be lower than that of an idle one.
+    """
+    cycles, x = 50_000_000, torch.ones(4096, 4096, device="cuda")
+    for _ in range(100):
+        x @ x
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    torch.cuda._sleep(cycles)
+    stop.record()
+    stop.synchronize()
     return cycles / start.elapsed_time(stop) * 1e3
 
 
@@ -96,25 +105,25 @@ class _Work(dist.Work):
 
 
 class ModelledLinks(dist.ProcessGroup):
-    """The methods are those that c10d calls on a Python process group."""
+    """The methods are those that FSDP2, graphshard and ``init_device_mesh`` call, by c10d; others
+    take no time."""
 
-    def __init__(self, rank: int, num_ranks: int, device: torch.device, wire: Wire) -> None:
+    def __init__(self, rank: int, num_ranks: int, device: torch.device, link: _Link) -> None:
         super().__init__(rank, num_ranks)
         fake: Any = FakeProcessGroup._create_internal(rank, num_ranks)
         self._register_backend(device, self.BackendType.CUSTOM, fake)
         self._set_default_backend(self.BackendType.CUSTOM)
-        kind = _GpuLink if device.type == "cuda" else _CpuLink
-        self._link = kind(wire, num_ranks)
+        self._link = link
 
-    def _run(self, outputs: Tensors, inputs: Tensors, passes: int = 1) -> dist.Work:
-        """Fill outputs from inputs; the larger side is what travels, ``passes`` times."""
+    def _run(self, outputs: Tensors, inputs: Tensors) -> dist.Work:
+        """Fill outputs from inputs; the larger side are the full buffers."""
         num_bytes = max(sum(t.nbytes for t in side) for side in (outputs, inputs))
 
         def copy() -> None:
             for output, sent in zip(outputs, inputs):
                 _fill(output.view(-1), sent.reshape(-1))
 
-        return self._link.launch(copy, passes * num_bytes, [*outputs, *inputs])
+        return self._link.launch(copy, num_bytes, [*outputs, *inputs])
 
     # The names of torch 2.13.
 
@@ -138,12 +147,12 @@ class ModelledLinks(dist.ProcessGroup):
     # The same on both.
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        return self._run(tensors, tensors, passes=2)
-
-    allreduce_coalesced = allreduce
-
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         return self._run(tensors, tensors)
+
+    allreduce_coalesced = broadcast = allreduce
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        return self._run([t for each in outputs for t in each], inputs * len(outputs[0]))
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._run([], [])
@@ -169,8 +178,12 @@ def group_behind(wire: Wire, num_ranks: int, device: torch.device) -> Iterator[D
     It is called "fake", which tells graphshard that there are no ranks to agree with.
     """
 
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    link = _GpuLink(wire) if device.type == "cuda" else _CpuLink(wire)
+
     def make(options: Any, _: Any) -> ModelledLinks:
-        return ModelledLinks(options.group_rank, options.group_size, device, wire)
+        return ModelledLinks(options.group_rank, options.group_size, device, link)
 
     dist.Backend.register_backend(dist.Backend.FAKE, make, extended_api=True, devices=[device.type])
     dist.init_process_group(dist.Backend.FAKE, store=dist.HashStore(), rank=0, world_size=num_ranks)

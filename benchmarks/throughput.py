@@ -7,7 +7,8 @@
 
 One rank, fp32 (TF32 on a GPU) unless --mixed, whole steps with AdamW, interleaved. On one rank
 every gather and every reduction is a copy: this is the cost of sharding without a network. Behind
-modelled links, what a way takes longer than torch.compile alone is that, and exposed communication.
+modelled links a way takes longer than torch.compile alone by that and by exposed communication; its
+optimizer has fewer parameters.
 """
 
 from __future__ import annotations
@@ -98,8 +99,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--wire", type=parse_wire, metavar="ALPHA_MS,GB_PER_S", help="modelled links"
     )
-    parser.add_argument("--world", type=common.count, default=8, help="behind them; default: 8")
-    return parser.parse_args()
+    parser.add_argument(
+        "--world", type=common.count, default=8, help="ranks, with --wire; default: 8"
+    )
+    args = parser.parse_args()
+    if args.wire and (args.mixed or args.world < 2):
+        parser.error("--wire takes --world of 2 or more, and no --mixed")
+    return args
 
 
 def _group(device: torch.device, args: argparse.Namespace) -> AbstractContextManager[DeviceMesh]:
@@ -160,8 +166,8 @@ def _table(seconds: Mapping[str, Sequence[float]], tokens: int) -> str:
 def _ratio(seconds: Mapping[str, Sequence[float]]) -> str:
     """Return the line that ``gpu.sh`` puts into its summary."""
     base = median(seconds[PLAIN])
-    ours = [name for name in (GRAPHSHARD, GRAPHSHARD_FP8) if name in seconds]
-    ratios = [f"{name} {base / median(seconds[name]):.3f} × {PLAIN}" for name in ours]
+    shown = [name for name in (FSDP2, GRAPHSHARD, GRAPHSHARD_FP8) if name in seconds]
+    ratios = [f"{name} {base / median(seconds[name]):.3f} × {PLAIN}" for name in shown]
     return f"throughput: {'; '.join(ratios)}"
 
 

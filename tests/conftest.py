@@ -1,7 +1,7 @@
 """What holds for all tests: the root of the repository is importable, so that rank processes find
 test modules under the names that pytest gives them; tests marked `gpu` are skipped without CUDA;
 hypothesis is deterministic and without deadlines; the garbage collector does not look at what was
-imported, and compiling is quick; idle ranks end with the session."""
+imported, compiling is quick, and deep calls find a large stack; idle ranks end with the session."""
 
 from __future__ import annotations
 

@@ -119,8 +119,10 @@ def main(pipe: Connection, spec: Spec) -> None:
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
     _redirect_output(spec.output)
-    if spec.rank != 0 and (coverage := _coverage()):
-        coverage.stop()  # ranks run the same lines, and to count them takes half as long again
+    # Most lines run on all ranks, and to count them takes half as long again.
+    counts_lines = spec.rank == (0 if spec.world_size <= 2 else spec.world_size - 1)
+    if not counts_lines:
+        _stop_coverage()
     _reply(pipe, spec, lambda: _join_group(spec, 0))
     defaults = _Defaults()  # imports torch._dynamo
     compile_quicker()
@@ -131,7 +133,7 @@ def main(pipe: Connection, spec: Spec) -> None:
             defaults.restore()
             if not dist.is_initialized():  # fn has destroyed it
                 _join_group(spec, num_calls)
-    if coverage := _coverage():
+    if counts_lines and (coverage := _coverage()):
         coverage.save()  # before what may hang
     dist.destroy_process_group()
 
@@ -140,6 +142,15 @@ def _coverage() -> Any:
     """Return what counts the lines that run in this process, None if nothing does."""
     module: Any = sys.modules.get("coverage")
     return module and module.Coverage.current()
+
+
+def _stop_coverage() -> None:
+    """End what counts lines, which are two in a process that imports torch itself."""
+    for _ in range(2):
+        if coverage := _coverage():
+            # One that the server of a forked process has started counts nothing here.
+            with contextlib.suppress(AssertionError):
+                coverage.stop()
 
 
 def _end_with_parent(folder: Path) -> None:
@@ -190,9 +201,10 @@ def _reply(pipe: Connection, spec: Spec, work: Callable[[], Any]) -> None:
 
 
 def _describe(error: BaseException) -> str:
-    """Return the traceback of an error, without the frames of this file."""
+    """Return the traceback of an error, without the frames that lead to the call."""
     frames = error.__traceback__
-    while frames and frames.tb_next and frames.tb_frame.f_code.co_filename == __file__:
+    own = (__file__, on_large_stack.__code__.co_filename)
+    while frames and frames.tb_next and frames.tb_frame.f_code.co_filename in own:
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
     if isinstance(error, AssertionError) and not error.args:

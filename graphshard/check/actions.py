@@ -34,7 +34,8 @@ class Allocate:
 
 @dataclass(frozen=True)
 class Free:
-    """Nobody refers to a block any more: the next allocation of its stream may get it."""
+    """Nobody refers to a block any more, or its size changes: the next allocation of its stream may
+    get the memory."""
 
     block: int
 

@@ -55,7 +55,7 @@ def _sizes(actions: Sequence[Action]) -> dict[int, int]:
 
 
 def _alive_bytes(actions: Sequence[Action], total: int, sizes: Mapping[int, int]) -> Iterator[int]:
-    """Yield the bytes of the blocks in ``sizes`` behind each change; ``total`` at first."""
+    """Yield the bytes of the blocks in ``sizes`` behind each action, from ``total`` on."""
     for action in actions:
         if isinstance(action, Allocate):
             total += sizes.get(action.block, 0)

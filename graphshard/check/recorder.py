@@ -4,9 +4,9 @@
                        streams, events (``no_gpu.cpp``) ──►
 
 A kernel reads its ``in_ptr`` and writes its ``out_ptr`` arguments; an operator tells by its schema.
-A block is a tensor's storage; it is freed when nothing refers to it any more, which is looked up
-before every action. Collectives run as in ``torch/csrc/distributed/c10d``: a stream of the group
-waits for the current one, and inputs and outputs are kept until somebody waits.
+A block is a tensor's storage; it is freed when nothing refers to it any more, or its size changes,
+which is looked up before every action. Collectives run as in ``torch/csrc/distributed/c10d``: a
+stream of the group waits for the current one, and inputs and outputs are kept until somebody waits.
 
 [Note: lifetimes] What keeps the memory of a collective while it runs, in torch 2.11 and 2.13. A
 functional collective registers its work for each output (Functional.cpp in
@@ -187,13 +187,16 @@ class Recorder(Hooks):
         return self._num_blocks - 1
 
     def _free(self) -> None:
-        """Note what nothing refers to any more, and what has another size."""
+        """Note what nothing refers to any more, and what ``resize_`` has given another size."""
+        resized = []
         for address, block in list(self._blocks.items()):
-            if block.storage.is_gone():
+            is_gone = block.storage.is_gone()
+            if is_gone or block.storage.take_in_size():
                 self.actions.append(Free(self._blocks.pop(address).number))
-            elif block.storage.size_has_changed():
-                self.actions.append(Free(block.number))
-                self._new_block(block.storage, block.home)
+                resized += [] if is_gone else [block]
+        for block in resized:
+            home = block.home if block.home == HOST else current_stream()
+            self._new_block(block.storage, home)
 
     # --- operators -----------------------------------------------------------------------------
 

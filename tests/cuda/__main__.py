@@ -7,12 +7,12 @@ This takes some fifteen minutes on one core.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import torch
 from tabulate import tabulate
 
+from benchmarks import common
 from graphshard.check.counts import Counts, count
 from graphshard.check.launch import call
 from graphshard.check.memory import peak_bytes, peak_bytes_of_step, planned_peak_bytes
@@ -38,7 +38,7 @@ are not in the plan's order, and races."""
 
 def main() -> None:
     """Print or write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = common.new_parser(__doc__)
     parser.add_argument("--out", type=Path)
     out: Path | None = parser.parse_args().out
     rows: list[list[object]] = []

@@ -34,9 +34,12 @@ class WeakStorage:
         self.address, self.num_bytes = storage._cdata, storage.nbytes()
         self._weak = StorageWeakRef(storage)
 
-    def size_has_changed(self) -> bool:
-        """Take in the size as it is now, which ``resize_`` may have set: FSDP2 frees so. Return
-        whether it is another one."""
+    def take_in_size(self) -> bool:
+        """Update ``num_bytes``, which ``resize_`` may have changed, as FSDP2 frees memory.
+
+        Returns:
+            Whether it has changed.
+        """
         before = self.num_bytes
         storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
         if storage is not None:
