@@ -170,7 +170,7 @@ def _run(recorder: Recorder, case: Case, targets: Sequence[str]) -> Outcome:
     unsharded = fsdp2 = None
     cluster = Cluster(mesh, case.rank)
     try:
-        if strategy.step is not _accumulates and options.keys() <= OF_FSDP2 and budget is None:
+        if _is_of_fsdp2(strategy):
             fsdp2 = record_fsdp2(recorder, make_model, cluster, options, strategy.step)
         options["schedule"] = schedule
         recording = record_steps(recorder, make_model, cluster, options, **how)
@@ -181,6 +181,14 @@ def _run(recorder: Recorder, case: Case, targets: Sequence[str]) -> Outcome:
     able = [name for name in targets if "fp8" not in options or has_float8(GPUS[name])]
     kernels = {name: compile_kernels(recording.kernels, GPUS[name]) for name in able}
     return Outcome(recording, unsharded=unsharded, fsdp2=fsdp2, kernels=kernels)
+
+
+def _is_of_fsdp2(strategy: Strategy) -> bool:
+    """Return whether eager FSDP2 trains so. Its ``reshard_after_forward=4`` reads numbers of
+    tensors, which fake ones do not have."""
+    options, step = strategy.options, strategy.step
+    has_number = type(options.get("reshard_after_forward")) is int
+    return options.keys() <= OF_FSDP2 and not has_number and step is not _accumulates
 
 
 def compile_planted(recorder: Recorder, name: str, source: str) -> list[str]:
