@@ -25,6 +25,10 @@ class Wire(NamedTuple):
     alpha_s: float
     bytes_per_s: float
 
+    def seconds(self, num_bytes: int) -> float:
+        """Return how long a collective whose full buffers have ``num_bytes`` takes."""
+        return self.alpha_s + num_bytes / self.bytes_per_s
+
     def __str__(self) -> str:
         """Return the latency and the rate, with units."""
         return f"{self.alpha_s * 1e3:g} ms and {self.bytes_per_s / 1e9:g} GB/s"

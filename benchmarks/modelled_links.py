@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,35 +28,21 @@ from benchmarks.links import Wire
 Tensors = list[Tensor]
 
 
-class _Link:
-    """Runs a device's collectives, one after the other."""
-
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
-
-    def seconds(self, num_bytes: int) -> float:
-        """Return how long a collective takes up the link."""
-        return self._wire.alpha_s + num_bytes / self._wire.bytes_per_s
-
-    def launch(self, copy: Callable[[], None], num_bytes: int, kept: Tensors) -> dist.Work:
-        """Launch a collective; ``kept`` is not freed before somebody waits."""
-        raise NotImplementedError
-
-
-class _GpuLink(_Link):
+class _GpuLink:
     """A stream; a collective's kernels are a copy and one that spins."""
 
     def __init__(self, wire: Wire) -> None:
-        super().__init__(wire)
+        self._wire = wire
         self._stream = torch.cuda.Stream()
         self._cycles_per_s = _cycles_per_s()
 
     def launch(self, copy: Callable[[], None], num_bytes: int, kept: Tensors) -> dist.Work:
-        """Run ``copy`` behind the current stream, then spin."""
+        """Run ``copy`` behind the current stream, then spin; ``kept`` is not freed before somebody
+        waits."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             copy()
-            torch.cuda._sleep(int(self.seconds(num_bytes) * self._cycles_per_s))
+            torch.cuda._sleep(int(self._wire.seconds(num_bytes) * self._cycles_per_s))
             done = torch.cuda.Event()
             done.record()
         return _Work(lambda: torch.cuda.current_stream().wait_event(done), kept)
@@ -78,15 +64,17 @@ def _cycles_per_s() -> float:
     return cycles / start.elapsed_time(stop) * 1e3
 
 
-class _CpuLink(_Link):
+class _CpuLink:
     """The host copies; a link is a time until which it is taken."""
 
-    free_at = 0.0
+    def __init__(self, wire: Wire) -> None:
+        self._wire, self._free_at = wire, 0.0
 
     def launch(self, copy: Callable[[], None], num_bytes: int, kept: Tensors) -> dist.Work:
         """Run ``copy`` now; the link is taken from then on."""
         copy()
-        self.free_at = done_at = max(self.free_at, time.perf_counter()) + self.seconds(num_bytes)
+        start = max(self._free_at, time.perf_counter())
+        self._free_at = done_at = start + self._wire.seconds(num_bytes)
         return _Work(lambda: time.sleep(max(0.0, done_at - time.perf_counter())), kept)
 
 
@@ -104,11 +92,15 @@ class _Work(dist.Work):
         return True
 
 
+Link: TypeAlias = _GpuLink | _CpuLink
+"""Runs a device's collectives, one after the other."""
+
+
 class ModelledLinks(dist.ProcessGroup):
     """The methods are those that FSDP2, graphshard and ``init_device_mesh`` call, by c10d; others
     take no time."""
 
-    def __init__(self, rank: int, num_ranks: int, device: torch.device, link: _Link) -> None:
+    def __init__(self, rank: int, num_ranks: int, device: torch.device, link: Link) -> None:
         super().__init__(rank, num_ranks)
         fake: Any = FakeProcessGroup._create_internal(rank, num_ranks)
         self._register_backend(device, self.BackendType.CUSTOM, fake)
@@ -180,7 +172,7 @@ def group_behind(wire: Wire, num_ranks: int, device: torch.device) -> Iterator[D
 
     if device.type == "cpu":
         torch.set_num_threads(1)
-    link = _GpuLink(wire) if device.type == "cuda" else _CpuLink(wire)
+    link: Link = _GpuLink(wire) if device.type == "cuda" else _CpuLink(wire)
 
     def make(options: Any, _: Any) -> ModelledLinks:
         return ModelledLinks(options.group_rank, options.group_size, device, link)

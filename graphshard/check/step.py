@@ -7,7 +7,6 @@ first step compiles; the second one is what is recorded.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -163,9 +162,6 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
     for number in range(NUM_STEPS):
         is_last = number == NUM_STEPS - 1
-        # So that it does not depend on earlier steps when the collector frees cycles.
-        gc.collect()
-        gc.freeze()
         with fake, recorder.recording() if is_last else nullcontext():
             if is_last:
                 recorder.see(_kept(model, inputs, optimizer))
