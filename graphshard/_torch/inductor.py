@@ -50,7 +50,11 @@ __all__ = [
 ]
 
 
-KEEP_ORDER = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
+KEEP_ORDER = {
+    "combo_kernels": False,  # these are sorted anew behind `KeepWaits`
+    "reorder_for_peak_memory": False,
+    "reorder_for_locality": False,
+}
 """Options of Inductor (torch/_inductor/config.py) that keep collectives in their written order."""
 
 
@@ -66,22 +70,30 @@ def options_of_plans(device: torch.device) -> dict[str, Any]:
     return {**KEEP_ORDER, **frees_at_once, "_post_fusion_custom_pass": KeepWaits()}
 
 
-def without_cuda_graphs(options: Mapping[str, Any]) -> dict[str, Any]:
+def without_cuda_graphs(options: Mapping[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
     """Return options of Inductor with its CUDA graphs off, and warn if they were on.
 
     They cannot replay NCCL's collectives: these keep buffers that CUDA graphs take for free
     (pytorch/torchtitan#2444, pytorch/pytorch#187565). Where the user has set a
     ``cudagraph_policy`` (torch 2.13), he captures graphs as a whole, and they stay on.
+
+    Args:
+        asked: ``meta`` of the graph module, where Dynamo notes ``override_cudagraphs`` (torch 2.13)
+            of the user's code; the note is dropped where it would turn them on again.
     """
+    override = asked.get("cudagraph_annotation")
     with inductor_config.patch(dict(options)):
         policy = getattr(inductor_config, "cudagraph_policy", None)
-        if not inductor_config.triton.cudagraphs or policy is not None:
+        is_on = inductor_config.triton.cudagraphs or (override and (override.fwd or override.bwd))
+        if not is_on or policy is not None:
             return dict(options)
+    asked.pop("cudagraph_annotation", None)
     warnings.warn(
         "graphs of this backend run without CUDA graphs: those of torch.compile cannot hold NCCL's "
-        'collectives. Leave out mode="reduce-overhead", or take "max-autotune-no-cudagraphs" in '
-        'place of "max-autotune"; torch._inductor.config.cudagraph_policy (torch 2.13) is the way '
-        "to capture graphs yourself.",
+        'collectives. Leave out mode="reduce-overhead" and override_cudagraphs, or take '
+        '"max-autotune-no-cudagraphs" in place of "max-autotune"; '
+        "torch._inductor.config.cudagraph_policy (torch 2.13) is the way to capture graphs "
+        "yourself.",
         stacklevel=2,
     )
     return {**options, "triton.cudagraphs": False}

@@ -223,7 +223,7 @@ def _by_inductor(
         "custom_partitioner_fn": partition,
     }
     if device.type == "cuda":
-        patches = without_cuda_graphs(patches)
+        patches = without_cuda_graphs(patches, traced.gm.meta)
     run: Any = compile_fx(traced.gm, traced.inputs, config_patches=patches)
     return run
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
+from torch import _inductor as inductor
 from torch._inductor import config
 
 from graphshard._torch.inductor import mode_options, without_cuda_graphs
@@ -14,7 +16,7 @@ from graphshard._torch.inductor import mode_options, without_cuda_graphs
 def test_a_mode_with_cuda_graphs_is_kept_but_for_them(mode: str) -> None:
     asked = mode_options(mode)
     with pytest.warns(UserWarning, match="run without CUDA graphs.*max-autotune-no-cudagraphs"):
-        assert without_cuda_graphs(asked) == {**asked, "triton.cudagraphs": False}
+        assert without_cuda_graphs(asked, {}) == {**asked, "triton.cudagraphs": False}
 
 
 @pytest.mark.parametrize("mode", [None, "default", "max-autotune-no-cudagraphs"])
@@ -22,10 +24,22 @@ def test_other_modes_are_kept_without_a_word(mode: str | None) -> None:
     asked = mode_options(mode)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert without_cuda_graphs(asked) == asked
+        assert without_cuda_graphs(asked, {}) == asked
 
 
 @pytest.mark.skipif(not hasattr(config, "cudagraph_policy"), reason="torch 2.11 has no policies")
 def test_who_captures_in_his_own_way_does_so() -> None:
     asked = {"triton.cudagraphs": True, "cudagraph_policy": object()}
-    assert without_cuda_graphs(asked) == asked
+    assert without_cuda_graphs(asked, {}) == asked
+
+
+@pytest.mark.skipif(not hasattr(inductor, "_CudagraphAnnotation"), reason="torch 2.11 has none")
+def test_a_part_of_the_model_that_asks_for_them_is_told() -> None:
+    override: Any = inductor._CudagraphAnnotation  # type: ignore[attr-defined]
+    for fwd, bwd in [(True, True), (True, False), (None, True)]:
+        meta = {"cudagraph_annotation": override(fwd=fwd, bwd=bwd)}
+        with pytest.warns(UserWarning, match="override_cudagraphs"):
+            assert without_cuda_graphs({}, meta) == {"triton.cudagraphs": False}
+        assert not meta
+    meta = {"cudagraph_annotation": override(fwd=False, bwd=False)}
+    assert without_cuda_graphs({}, meta) == {} and meta
