@@ -73,9 +73,9 @@ print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}, {name
 sys.exit(sys.argv[1] == "cuda" and not torch.cuda.is_available())
 EOF
     # In the order of what they teach: without one rank nothing else is worth the time.
-    local small=(--layers 2) tiny=()
+    local small=(--layers 2) tiny=() flat=()
     if [[ $device == cpu ]]; then
-        small=(--dim 32 --layers 1) tiny=(--layers 1 --steps 3)
+        small=(--dim 32 --layers 1) tiny=(--layers 1 --steps 3) flat=(--layers 1 --dim 64)
         tests numbers 260 test_training.py
     else
         tests 'one NCCL rank' 140 test_one_rank.py
@@ -83,6 +83,7 @@ EOF
     fi
     part 'modelled links' 90 "$python" -m benchmarks.throughput --device "$device" \
         --wire 0.02,100 "${tiny[@]}"
+    part 'offload streams' 60 "$python" -m benchmarks.offload_streams --device "$device" "${flat[@]}"
     part overhead 150 "$python" -m benchmarks.overhead --device "$device" "${tiny[@]}"
     part throughput 80 "$python" -m benchmarks.throughput --device "$device" "${tiny[@]}"
     # Other parts have compiled just now.

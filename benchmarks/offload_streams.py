@@ -1,0 +1,196 @@
+"""Do host copies of offloaded parameters run beside kernels, and in the order that they need?
+
+    python -m benchmarks.offload_streams [--layers 4] [--dim 1024] [--device cpu|cuda]
+
+One rank trains a GPT whose parameters' home is the host. Torch's profiler tells when each copy and
+each collective ran on the GPU, and on which stream. Behind the profile stands what the model of
+streams says (graphshard/check/races.py), which no GPU has made:
+
+    copy to the device ──► gather         a gather begins when the copies that it reads are done
+    reduction ──► copy to the host        a copy begins when the reduction of its gradients is done
+
+Without a GPU the times are those of the host's calls.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.profiler import ProfilerActivity
+
+import graphshard
+from benchmarks import common
+from benchmarks.gpt import GPT
+from graphshard.kinds import GraphKind, TransferKind
+from graphshard.planning.plan import Plan, next_in_chain
+from graphshard.show.trace import Trace, TraceEvent
+
+OPS = {
+    "graphshard::copy_to_device": TransferKind.COPY_TO_DEVICE,
+    "graphshard::copy_to_host": TransferKind.COPY_TO_HOST,
+    "_c10d_functional::all_gather_into_tensor": TransferKind.ALL_GATHER,
+    "_c10d_functional::all_gather_into_tensor_coalesced": TransferKind.ALL_GATHER,
+    "_c10d_functional::reduce_scatter_tensor": TransferKind.REDUCE_SCATTER,
+    "_c10d_functional::reduce_scatter_tensor_coalesced": TransferKind.REDUCE_SCATTER,
+    "_c10d_functional::all_to_all_single": TransferKind.REDUCE_SCATTER,  # by gloo
+}
+"""Operators that launch, as a profile names them."""
+_COPIES = (TransferKind.COPY_TO_DEVICE, TransferKind.COPY_TO_HOST)
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+_RUNTIME = ("cuda_runtime", "cuda_driver")
+
+
+@dataclass
+class Launched:
+    """What a launch did, in microseconds of a profile.
+
+    Attributes:
+        kind: of the bucket.
+        spans: when its work ran, on which stream; a stream is "host" without a GPU.
+    """
+
+    kind: TransferKind
+    spans: list[tuple[float, float, str]] = field(default_factory=list)
+
+    @property
+    def start_us(self) -> float:
+        return min(start for start, _, _ in self.spans)
+
+    @property
+    def end_us(self) -> float:
+        return max(end for _, end, _ in self.spans)
+
+
+def launches_of(trace: Trace) -> list[Launched]:
+    """Return all launches of a profile, as torch.profiler exports it, in the host's order."""
+    on_gpu = defaultdict(list)
+    for event in _complete(trace, _ON_GPU):
+        on_gpu[event["args"].get("correlation")].append(event)
+    calls = [call for call in _complete(trace, ("cpu_op",)) if call["name"] in OPS]
+    found = []
+    for call in sorted(calls, key=lambda event: event["ts"]):
+        inside = [e for e in _complete(trace, _RUNTIME) if _is_inside(e, call)]
+        work = [w for e in inside for w in on_gpu[e["args"].get("correlation")]]
+        spans = [_span(w, str(w["args"].get("stream"))) for w in work] or [_span(call, "host")]
+        found.append(Launched(OPS[call["name"]], spans))
+    return found
+
+
+def _complete(trace: Trace, categories: Sequence[str]) -> list[TraceEvent]:
+    """Return the events with a duration in one of the categories."""
+    events = (event for event in trace["traceEvents"] if event.get("ph") == "X")
+    return [event for event in events if event.get("cat") in categories]
+
+
+def _is_inside(event: TraceEvent, call: TraceEvent) -> bool:
+    end_us = call["ts"] + call["dur"]
+    return bool(event["tid"] == call["tid"] and call["ts"] <= event["ts"] <= end_us)
+
+
+def _span(event: TraceEvent, stream: str) -> tuple[float, float, str]:
+    return event["ts"], event["ts"] + event["dur"], stream
+
+
+def faults(plans: Sequence[Plan], launches: Sequence[Launched]) -> tuple[int, list[str]]:
+    """Return how many orders the plans ask for, and a sentence for each that is not kept.
+
+    Args:
+        plans: of the graphs, in the order in which they ran.
+        launches: of those graphs.
+
+    Raises:
+        RuntimeError: there are other launches than those of the plans.
+    """
+    kinds = [bucket.kind for plan in plans for bucket in plan.buckets]
+    if kinds != [launched.kind for launched in launches]:
+        raise RuntimeError(
+            f"the profile has {len(launches)} launches, {[str(one.kind) for one in launches]}, "
+            f"where the plans have {len(kinds)}, {list(map(str, kinds))}"
+        )
+    num_orders, found, rest = 0, list[str](), iter(launches)
+    for plan in plans:
+        ran = list(islice(rest, len(plan.buckets)))
+        for first, second in next_in_chain(plan.buckets).items():
+            num_orders += 1
+            early_us = ran[first].end_us - ran[second].start_us
+            if early_us > 0:
+                found.append(
+                    f"{plan.graph}: {ran[second].kind} (bucket {second}) begins {early_us:.0f} us "
+                    f"before {ran[first].kind} (bucket {first}) is done"
+                )
+    return num_orders, found
+
+
+def hidden_part(launched: Sequence[Launched], trace: Trace) -> float:
+    """Return the part of the time of launches in which kernels ran on other streams."""
+    kernels = [_span(e, str(e["args"].get("stream"))) for e in _complete(trace, ("kernel",))]
+    total = hidden = 0.0
+    for start, end, stream in (span for one in launched for span in one.spans):
+        total += end - start
+        covered_to = start
+        for k_start, k_end, k_stream in sorted(kernels):
+            if k_stream != stream and k_end > covered_to and k_start < end:
+                hidden += min(k_end, end) - max(k_start, covered_to)
+                covered_to = min(k_end, end)
+    return hidden / total if total else 0.0
+
+
+def main() -> None:
+    """Profile a step, and print what it launched."""
+    parser = common.new_parser(__doc__, with_device=True)
+    parser.add_argument("--layers", type=common.count, default=4, help="default: %(default)s")
+    parser.add_argument("--dim", type=common.count, default=1024, help="default: %(default)s")
+    args = parser.parse_args()
+    device = common.pick_device(args.device)
+    common.show(common.heading("benchmarks.offload_streams", device))
+    trace, plans = _profiled(args.layers, args.dim, device)
+    launches = launches_of(trace)
+    rows = []
+    for kind in dict.fromkeys(OPS.values()):
+        some = [one for one in launches if one.kind == kind]
+        streams = sorted({stream for one in some for _, _, stream in one.spans})
+        ms = sum(end - start for one in some for start, end, _ in one.spans) / 1e3
+        rows.append([kind, len(some), ", ".join(streams), f"{ms:.2f}", hidden_part(some, trace)])
+    num_orders, broken = faults(plans, launches)
+    copies = [one for one in launches if one.kind in _COPIES]
+    common.show(
+        common.table(["launched", "number", "streams", "ms", "beside kernels"], rows),
+        *broken,
+        f"offload streams: {num_orders - len(broken)} of {num_orders} orders kept; "
+        f"{hidden_part(copies, trace):.0%} of the copies' time beside kernels",
+    )
+
+
+def _profiled(layers: int, dim: int, device: torch.device) -> tuple[Trace, Sequence[Plan]]:
+    """Return the profile of a training step, and the plans of its graphs."""
+    with common.group_of_one(device) as mesh:
+        model = GPT.seeded(device, dim=dim, layers=layers, head_dim=64, vocab=8192, context=512)
+        batch = model.batch(4, device)
+        backend = graphshard.backend(mesh, offload_policy=CPUOffloadPolicy())
+        compiled = torch.compile(model, backend=backend)
+        for _ in range(3):
+            compiled(batch).backward()
+        activities = [ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities) as profiler:
+            compiled(batch).backward()
+            common.synchronize(device)
+        with tempfile.TemporaryDirectory() as scratch:
+            path = Path(scratch, "trace.json")
+            profiler.export_chrome_trace(str(path))
+            trace: Trace = json.loads(path.read_text())
+    order = [GraphKind.FORWARD, GraphKind.BACKWARD]
+    return trace, sorted(backend.plans, key=lambda plan: order.index(plan.graph))
+
+
+if __name__ == "__main__":
+    main()
