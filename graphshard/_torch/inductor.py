@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import make_boxed_func
@@ -33,6 +34,7 @@ from torch._inductor.custom_graph_pass import (
     get_hash_for_files,
 )
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.virtualized import V
 from torch._logging import trace_structured
 from torch._ops import OpOverload
 
@@ -114,16 +116,29 @@ def lower_as_collective(op: OpOverload) -> None:
     To Inductor a buffer is dead behind the last operator that reads it, and is written over or
     handed on. What a collective reads stays as it is until the wait (``get_volatile_reads`` in
     torch/_inductor/ir.py, ``register_comm_lowerings`` in torch/_inductor/comm_lowering.py).
+    Its tensors are laid out as traced, and so are its results: Inductor has ``wait_tensor`` take
+    what is laid out as traced, and would wait for a copy that it makes before.
 
     Args:
         op: takes a list of tensors first, and returns a result for each.
     """
 
     def lower(tensors: list[Any], *args: Any) -> list[Any]:
-        launched: Any = ir._CollectiveKernel.create_out_of_place(op, tensors, *args)
+        ordered = list(map(_laid_out_as, tensors, V.graph.current_node.args[0]))
+        launched: Any = ir._CollectiveKernel.create_out_of_place(op, ordered, *args)
         return [ir.TensorBox.create(result) for result in launched]
 
     lowering.register_lowering(op, type_promotion_kind=None)(lower)
+
+
+def _laid_out_as(tensor: Any, traced: fx.Node) -> Any:
+    """Return Inductor's value of a node with strides in the order of those that were traced.
+
+    ``constrain_to_fx_strides`` in torch/_inductor/lowering.py, which leaves lists as they are in
+    torch 2.11.
+    """
+    order = ir.get_stride_order(traced.meta["val"].stride(), V.graph.sizevars.shape_env)
+    return ir.ExternKernel.require_stride_order(tensor, order)
 
 
 def eager_backward() -> AbstractContextManager[None]:

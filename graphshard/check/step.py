@@ -27,7 +27,9 @@ from .actions import Action
 from .recorder import Recorder
 from .runs import GraphRun
 
-NUM_STEPS = 2
+NUM_STEPS = 3
+"""DTensor tries each new operator on fake tensors of full size, which would pass for memory. The
+optimizer's are new in the first step, and others in the second one, which finds its state."""
 MakeModel = Callable[[], tuple[nn.Module, Any]]
 """Returns a model, and the inputs of a step: a tuple, or a dictionary of keywords."""
 

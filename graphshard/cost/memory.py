@@ -51,8 +51,8 @@ class WithoutMemory(NamedTuple):
     """Nodes whose values are never in memory.
 
     Attributes:
-        inside: read by their own kernel alone.
-        inlined: computed anew in every kernel that reads them, of which there are others.
+        inside: read by their own kernel alone, which cannot compute them anew.
+        inlined: computed anew wherever they are read.
     """
 
     inside: frozenset[fx.Node] = frozenset()
@@ -67,7 +67,8 @@ def values_without_memory(values: GraphValues) -> WithoutMemory:
         for node in region.nodes
         if all(user in region.nodes for user in values.users(node))
     )
-    return WithoutMemory(inside, _inlined(values) - inside)
+    inlined = _inlined(values)
+    return WithoutMemory(inside - inlined, inlined)
 
 
 def _inlined(values: GraphValues) -> frozenset[fx.Node]:

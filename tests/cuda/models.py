@@ -18,24 +18,16 @@ Made = tuple[nn.Module, tuple[Tensor, ...]]
 class GPT(nn.Module):
     """A GPT that returns its loss.
 
-    Args:
-        linear: class of the linears of its blocks.
+    Attributes:
         recompute: the activations of each block.
     """
 
-    def __init__(
-        self,
-        *,
-        layers: int = 4,
-        dim: int = 2048,
-        vocab: int = 32000,
-        linear: type[nn.Linear] = nn.Linear,
-        recompute: bool = False,
-    ) -> None:
+    recompute = False
+
+    def __init__(self, *, layers: int = 4, dim: int = 2048, vocab: int = 32000) -> None:
         super().__init__()
-        self.recompute = recompute
         self.embedding = nn.Embedding(vocab, dim)
-        self.blocks = nn.ModuleList(_Block(dim, linear) for _ in range(layers))
+        self.blocks = nn.ModuleList(_Block(dim) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocab, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -50,11 +42,11 @@ class GPT(nn.Module):
 class _Block(nn.Module):
     heads = 16
 
-    def __init__(self, dim: int, linear: type[nn.Linear]) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.out = linear(dim, 3 * dim), linear(dim, dim)
-        self.up, self.down = linear(dim, 4 * dim), linear(4 * dim, dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, dim = x.shape
@@ -68,14 +60,28 @@ class _Block(nn.Module):
 class LoRALinear(nn.Linear):
     """A frozen linear with a trained addition of rank 8 (arXiv 2106.09685)."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs)
+    def __init__(self, of: nn.Linear) -> None:
+        super().__init__(of.in_features, of.out_features, of.bias is not None)
         self.requires_grad_(False)
-        self.lora_a = nn.Linear(inputs, 8, bias=False)
-        self.lora_b = nn.Linear(8, outputs, bias=False)
+        self.lora_a = nn.Linear(of.in_features, 8, bias=False)
+        self.lora_b = nn.Linear(8, of.out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.lora_b(self.lora_a(x))
+
+
+def add_lora(model: nn.Module) -> None:
+    """Replace the linears of a model's blocks."""
+    for parent in list(model.get_submodule("blocks").modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(parent, name, LoRALinear(child))
+
+
+def recompute_blocks(model: nn.Module) -> None:
+    """Have a model checkpoint its blocks."""
+    assert isinstance(model, GPT | Llama)
+    model.recompute = True
 
 
 class ConvNet(nn.Module):
@@ -122,9 +128,9 @@ class MoE(nn.Module):
         return x.float().square().mean()
 
 
-def gpt(**arguments: object) -> Made:
+def gpt() -> Made:
     """A GPT of four layers."""
-    return GPT(**arguments), (_tokens(1024),)  # type: ignore[arg-type]
+    return GPT(), (_tokens(1024),)
 
 
 def llama() -> Made:

@@ -53,11 +53,21 @@ def _reused(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.ops._c10d_functional.wait_tensor(launched), result
 
 
-@pytest.mark.parametrize("fn", [_in_place, _reused])
+def _permuted(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies what Inductor would lay out as ``heads``, and torch by rows."""
+    heads = torch.mm(x, x).view(8, 8, 4, 16).transpose(1, 2)
+    copied = torch.sin(heads.contiguous())
+    (launched,) = torch.ops.graphshard.copy_to_host([copied], host_copy.PAGEABLE, False)
+    return torch.ops._c10d_functional.wait_tensor(launched), copied.sum()
+
+
+@pytest.mark.parametrize("fn", [_in_place, _reused, _permuted])
 def test_nothing_is_written_over_what_is_being_copied(
     fn: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_copy, "_launch_copies", _launch_late)
     x = torch.randn(64, 64, dtype=torch.float64)
-    results = torch.compile(fn, fullgraph=True, options=dict(KEEP_ORDER))(x)  # type: ignore[call-overload]
+    compiled = torch.compile(fn, fullgraph=True, options=dict(KEEP_ORDER))  # type: ignore[call-overload]
+    with torch.compiler.config.patch(force_disable_caches=True):  # they do not know our lowerings
+        results = compiled(x)
     torch.testing.assert_close(results, fn(x))  # type: ignore[operator]

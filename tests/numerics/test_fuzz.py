@@ -12,7 +12,7 @@ from tests.numerics.fuzz.case import Case, draw
 from tests.numerics.fuzz.shrink import TIMEOUT_S
 from tests.numerics.fuzz.trial import run_trial
 
-SEEDS = range(22)
+SEEDS = range(16)
 FOUND: dict[str, Case] = {
     # An eager part of the function used values that the first rank's replaced. Ranks that begin
     # with unequal ones raise an error now (multirank/test_start_values.py); equal ones train.

@@ -26,7 +26,7 @@ def test_the_values_inside_a_kernel_are_not_in_memory() -> None:
     total = graph(aten.sum.dim_IntList, first, [-1], True)
     last = graph(aten.div.Tensor, first, total)
     found = _without_memory(graph, last)
-    assert found.inside == {first, total} and not found.inlined
+    assert found.inside == {total} and found.inlined == {first}
 
 
 def test_what_products_and_outputs_read_is_in_memory() -> None:
@@ -36,7 +36,7 @@ def test_what_products_and_outputs_read_is_in_memory() -> None:
     product = graph(aten.mm.default, second, second)
     last = graph(aten.add.Tensor, product, second)
     found = _without_memory(graph, last)
-    assert found.inside == {first} and not found.inlined
+    assert found.inlined == {first} and not found.inside
 
 
 def test_what_several_kernels_read_is_computed_in_each_of_them() -> None:
@@ -48,7 +48,19 @@ def test_what_several_kernels_read_is_computed_in_each_of_them() -> None:
     shifted = graph(aten.sub.Tensor, wide, rows)
     columns = graph(aten.sum.dim_IntList, shifted, [0])
     found = _without_memory(graph, rows, columns)
-    assert wide in found.inlined and shifted in found.inside | found.inlined
+    assert found.inlined == {wide, shifted}
+
+
+def test_what_is_computed_anew_is_so_with_what_it_reads() -> None:
+    """A batch norm's backward subtracts the mean, in float32, in both of its kernels."""
+    graph = Graph()
+    wide = graph(
+        aten._to_copy.default, graph.input(8, 8, dtype=torch.bfloat16), dtype=torch.float32
+    )
+    centred = graph(aten.sub.Tensor, wide, graph.input(8, 8))
+    columns = graph(aten.sum.dim_IntList, centred, [0])
+    result = graph(aten.mul.Tensor, centred, columns)
+    assert _without_memory(graph, columns, result).inlined == {wide, centred}
 
 
 @pytest.mark.parametrize("num_reads", [4, 5])
