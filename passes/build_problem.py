@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -72,12 +72,13 @@ def build_problem(
     compute_us = cost_model.compute_us(graph, values)
     nodes = _compute_nodes(graph)
     position = {node: i for i, node in enumerate(nodes)}
-    reaches = [_reach(marker, position) for marker in transfers]
+    without_memory = cost_model.without_memory(values)
+    reaches = [_reach(marker, position, without_memory.inlined) for marker in transfers]
     bounds = {p for reach in reaches for p in (reach.ready, reach.due) if p < len(nodes)}
     starts = sorted({0, *bounds}) if nodes else []
     ends = [*starts[1:], len(nodes)]
     runs_at = _positions_of_kernels(position, values) if cost_model.fuses else position
-    alive = _alive_bytes(graph, kind, runs_at, cost_model.without_memory(values))
+    alive = _alive_bytes(graph, kind, runs_at, without_memory)
     borders = [*starts, len(nodes)]
     problem = Problem(
         graph=kind,
@@ -123,15 +124,15 @@ def _placed(transfer: Transfer, reach: _Reach, starts: list[int]) -> Transfer:
     )
 
 
-def _reach(marker: fx.Node, position: Mapping[fx.Node, int]) -> _Reach:
+def _reach(marker: fx.Node, position: Mapping[fx.Node, int], inlined: Container[fx.Node]) -> _Reach:
     end = len(position)
     due = min((position.get(user, end) for user in marker.users), default=end)
     if marker.target is markers.unshard:
         scales = UnshardSpec.of_node(marker).scales
         ready = position.get(scales, -1) + 1 if isinstance(scales, fx.Node) else 0
-        return _Reach(ready, due, _last_use(marker, position))
+        return _Reach(ready, due, _last_use(marker, position, inlined))
     if marker.target is markers.reload_activation:
-        return _Reach(0, due, _last_use(marker, position))
+        return _Reach(0, due, _last_use(marker, position, inlined))
     source = source_of(marker)
     if marker.target is markers.offload_activation:
         # The memory of an activation that is still used is not free.
@@ -141,11 +142,14 @@ def _reach(marker: fx.Node, position: Mapping[fx.Node, int]) -> _Reach:
     return _Reach(ready, max(ready, due), end - 1)
 
 
-def _last_use(node: fx.Node, position: Mapping[fx.Node, int]) -> int:
-    """Position of the last use of a node or of a view of it; the end where the graph returns it."""
+def _last_use(node: fx.Node, position: Mapping[fx.Node, int], inlined: Container[fx.Node]) -> int:
+    """Position of the last use of a node, of a view of it, or of what kernels compute anew of it;
+    the end where the graph returns it."""
     end = len(position) - 1
     users = [
-        _last_use(user, position) if is_view(user) else position.get(user, end)
+        _last_use(user, position, inlined)
+        if is_view(user) or user in inlined
+        else position.get(user, end)
         for user in node.users
     ]
     return max(users, default=position.get(node, end))

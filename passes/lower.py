@@ -19,13 +19,14 @@ from typing import TypeAlias
 import torch
 from torch import fx
 
+from graphshard._torch.inductor import keep_in_memory
 from graphshard.kinds import HOST_COPIES, TransferKind
 from graphshard.ops import collectives, markers
 from graphshard.ops.collectives import CollectiveInput
 from graphshard.ops.emitter import Emitter
 from graphshard.ops.float8_math import convert
 from graphshard.ops.marker_specs import OffloadSpec, ReduceGradSpec, ReloadSpec, UnshardSpec
-from graphshard.ops.nodes import PLANNED, is_view, value_of
+from graphshard.ops.nodes import PLANNED, is_view, root_of, value_of
 from graphshard.passes.describe import source_of
 from graphshard.planning.plan import Bucket, events_by_step, next_in_chain
 
@@ -147,6 +148,10 @@ def _launch(
     if bucket.kind == TransferKind.COPY_TO_HOST:
         sources = [source_of(marker) for marker in nodes[0]] if received is None else received
         memory, host_reads = _host_memory_of(nodes[0][0]), _host_reads(nodes[0][0])
+        if not host_reads:
+            # Or else an activation would be computed when its copy is launched, which may be late.
+            for source in sources:
+                keep_in_memory(root_of(source))
         return collectives.launch_host_copies(emit, sources, memory, host_reads=host_reads)
     buffers = _inputs_of(nodes)
     if bucket.kind == TransferKind.ALL_REDUCE_SHARDS:

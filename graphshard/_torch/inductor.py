@@ -124,7 +124,8 @@ def lower_as_collective(op: OpOverload) -> None:
     """
 
     def lower(tensors: list[Any], *args: Any) -> list[Any]:
-        ordered = list(map(_laid_out_as, tensors, V.graph.current_node.args[0]))
+        traced: Any = V.graph.current_node.args[0]
+        ordered = list(map(_laid_out_as, tensors, traced))
         launched: Any = ir._CollectiveKernel.create_out_of_place(op, ordered, *args)
         return [ir.TensorBox.create(result) for result in launched]
 
@@ -139,6 +140,14 @@ def _laid_out_as(tensor: Any, traced: fx.Node) -> Any:
     """
     order = ir.get_stride_order(traced.meta["val"].stride(), V.graph.sizevars.shape_env)
     return ir.ExternKernel.require_stride_order(tensor, order)
+
+
+def keep_in_memory(node: fx.Node) -> None:
+    """Have Inductor write a node's value when it is computed, and nobody compute it anew.
+
+    ``run_node`` in torch/_inductor/graph.py.
+    """
+    node.meta["inductor_realize_to_strides"] = True
 
 
 def eager_backward() -> AbstractContextManager[None]:

@@ -49,7 +49,7 @@ def test_an_optimizer_that_reads_gradients_before_they_are_copied() -> None:
 
 
 def test_an_activation_that_is_read_before_it_is_back() -> None:
-    actions = recording_of(Case("gpt", "stowed activations")).actions
+    actions = recording_of(Case("llama", "stowed activations")).actions
     races = _races_without(actions, _last_wait(actions, COMPUTE, "stream"))
     assert any(race.first.name.startswith("aten.copy_") for race in races)
 
