@@ -33,7 +33,12 @@ NOTE = f"""{DEVICE}, bf16 (but for float32 and autocast), SGD with momentum. Not
 plan of the graph. "peak MB, step": all that is alive, the optimizer's state among it; "FSDP2": that
 of eager FSDP2, a group for each layer, where it trains so. "refused": kernels of
 {", ".join(TARGETS)} (fp8: the latter two) that do not compile. "faults": launches and waits that
-are not in the plan's order, and races."""
+are not in the plan's order, and races.
+
+Where a graph needs more than planned, Inductor writes a value twice, as a product reads it and as
+it is saved (moe), or has in one kernel what the plan has on two sides of a launch (llama_8b, fp8
+rowwise: the gradient of the embedding, beside casts of others). Where it needs less, it computes
+later, or not at all, what the plan counts (checkpointing, no_sync, hpZ)."""
 
 
 def main() -> None:
