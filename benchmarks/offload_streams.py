@@ -70,7 +70,11 @@ class Launched:
 
 
 def launches_of(trace: Trace) -> list[Launched]:
-    """Return all launches of a profile, as torch.profiler exports it, in the host's order."""
+    """Return all launches of a profile, as torch.profiler exports it, in the host's order.
+
+    Raises:
+        RuntimeError: the profile of a GPU does not tell what a launch did there.
+    """
     on_gpu = defaultdict(list)
     for event in _complete(trace, _ON_GPU):
         on_gpu[event["args"].get("correlation")].append(event)
@@ -79,6 +83,8 @@ def launches_of(trace: Trace) -> list[Launched]:
     for call in sorted(calls, key=lambda event: event["ts"]):
         inside = [e for e in _complete(trace, _RUNTIME) if _is_inside(e, call)]
         work = [w for e in inside for w in on_gpu[e["args"].get("correlation")]]
+        if on_gpu and not work:
+            raise RuntimeError(f"{call['name']}: the profile has no work of it on the GPU")
         spans = [_span(w, str(w["args"].get("stream"))) for w in work] or [_span(call, "host")]
         found.append(Launched(OPS[call["name"]], spans))
     return found
@@ -158,7 +164,9 @@ def main() -> None:
         some = [one for one in launches if one.kind == kind]
         streams = sorted({stream for one in some for _, _, stream in one.spans})
         ms = sum(end - start for one in some for start, end, _ in one.spans) / 1e3
-        rows.append([kind, len(some), ", ".join(streams), f"{ms:.2f}", hidden_part(some, trace)])
+        rows.append(
+            [kind, len(some), ", ".join(streams), f"{ms:.2f}", f"{hidden_part(some, trace):.0%}"]
+        )
     num_orders, broken = faults(plans, launches)
     copies = [one for one in launches if one.kind in _COPIES]
     common.show(

@@ -73,7 +73,8 @@ def build_problem(
     nodes = _compute_nodes(graph)
     position = {node: i for i, node in enumerate(nodes)}
     without_memory = cost_model.without_memory(values)
-    reaches = [_reach(marker, position, without_memory.inlined) for marker in transfers]
+    last_uses = _last_uses(graph, position, without_memory.inlined)
+    reaches = [_reach(marker, position, last_uses[marker]) for marker in transfers]
     bounds = {p for reach in reaches for p in (reach.ready, reach.due) if p < len(nodes)}
     starts = sorted({0, *bounds}) if nodes else []
     ends = [*starts[1:], len(nodes)]
@@ -124,15 +125,15 @@ def _placed(transfer: Transfer, reach: _Reach, starts: list[int]) -> Transfer:
     )
 
 
-def _reach(marker: fx.Node, position: Mapping[fx.Node, int], inlined: Container[fx.Node]) -> _Reach:
+def _reach(marker: fx.Node, position: Mapping[fx.Node, int], last_use: int) -> _Reach:
     end = len(position)
     due = min((position.get(user, end) for user in marker.users), default=end)
     if marker.target is markers.unshard:
         scales = UnshardSpec.of_node(marker).scales
         ready = position.get(scales, -1) + 1 if isinstance(scales, fx.Node) else 0
-        return _Reach(ready, due, _last_use(marker, position, inlined))
+        return _Reach(ready, due, last_use)
     if marker.target is markers.reload_activation:
-        return _Reach(0, due, _last_use(marker, position, inlined))
+        return _Reach(0, due, last_use)
     source = source_of(marker)
     if marker.target is markers.offload_activation:
         # The memory of an activation that is still used is not free.
@@ -142,17 +143,19 @@ def _reach(marker: fx.Node, position: Mapping[fx.Node, int], inlined: Container[
     return _Reach(ready, max(ready, due), end - 1)
 
 
-def _last_use(node: fx.Node, position: Mapping[fx.Node, int], inlined: Container[fx.Node]) -> int:
-    """Position of the last use of a node, of a view of it, or of what kernels compute anew of it;
-    the end where the graph returns it."""
-    end = len(position) - 1
-    users = [
-        _last_use(user, position, inlined)
-        if is_view(user) or user in inlined
-        else position.get(user, end)
-        for user in node.users
-    ]
-    return max(users, default=position.get(node, end))
+def _last_uses(
+    graph: fx.Graph, position: Mapping[fx.Node, int], inlined: Container[fx.Node]
+) -> dict[fx.Node, int]:
+    """Return where each node is used last, also by way of views, and of what kernels compute anew
+    of it; the end where the graph returns it."""
+    end, last = len(position) - 1, dict[fx.Node, int]()
+    for node in reversed(graph.nodes):
+        users = (
+            last[user] if is_view(user) or user in inlined else position.get(user, end)
+            for user in node.users
+        )
+        last[node] = max(users, default=position.get(node, end))
+    return last
 
 
 def _positions_of_kernels(

@@ -60,16 +60,25 @@ KEEP_ORDER = {
 """Options of Inductor (torch/_inductor/config.py) that keep collectives in their written order."""
 
 
-def options_of_plans(device: torch.device) -> dict[str, Any]:
+def options_of_plans(device: torch.device, stows: bool) -> dict[str, Any]:
     """Return options of Inductor that keep the planned order, and free dead buffers.
 
     Inductor keeps dead buffers for later ones of the same size as long as the peak is not larger,
     by an estimate that does not count what collectives hold: a GPT's backward had 1491 MB in place
     of 1358, since the gradient of its head waited for that of its embedding. Allocators of GPUs
     find memory as quickly; that of a CPU does not.
+
+    Args:
+        stows: whether activations may be copied to the host. Inductor would have saved ones behind
+            convolutions in channels-last order, and lay out the host's copies anew, on the host,
+            which does not wait for them.
     """
-    frees_at_once = {} if device.type == "cpu" else {"allow_buffer_reuse": False}
-    return {**KEEP_ORDER, **frees_at_once, "_post_fusion_custom_pass": KeepWaits()}
+    options: dict[str, Any] = {**KEEP_ORDER, "_post_fusion_custom_pass": KeepWaits()}
+    if device.type != "cpu":
+        options["allow_buffer_reuse"] = False
+    if stows:
+        options["layout_optimization"] = False
+    return options
 
 
 def without_cuda_graphs(options: Mapping[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
@@ -83,10 +92,12 @@ def without_cuda_graphs(options: Mapping[str, Any], asked: dict[str, Any]) -> di
         asked: ``meta`` of the graph module, where Dynamo notes ``override_cudagraphs`` (torch 2.13)
             of the user's code; the note is dropped where it would turn them on again.
     """
-    override = asked.get("cudagraph_annotation")
+    # What it says of backward can only turn them off (``create_compiler_config_extra`` in
+    # torch/_inductor/compile_fx.py).
+    override = getattr(asked.get("cudagraph_annotation"), "fwd", None)
     with inductor_config.patch(dict(options)):
         policy = getattr(inductor_config, "cudagraph_policy", None)
-        is_on = inductor_config.triton.cudagraphs or (override and (override.fwd or override.bwd))
+        is_on = inductor_config.triton.cudagraphs if override is None else override
         if not is_on or policy is not None:
             return dict(options)
     asked.pop("cudagraph_annotation", None)

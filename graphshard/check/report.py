@@ -1,6 +1,6 @@
 """A user's model, checked in a process with the stand-ins, and what to tell the user: `check`.
 
-script.py:make_model ─► two steps over fake tensors ─► kernels, order, races, memory ─► text
+script.py:make_model ─► steps over fake tensors ─► kernels, order, races, memory ─► text
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Report:
 
 
 def check(recorder: Recorder, target: Target) -> Report:
-    """Train two steps of a user's model on one rank of a GPU that is not there.
+    """Train a few steps of a user's model on one rank of a GPU that is not there.
 
     The function takes nothing and is called with the GPU as the default device. It returns a model,
     the inputs of a step (a tuple, or a dictionary of keywords) and, if it likes, a dictionary of

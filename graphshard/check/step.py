@@ -1,7 +1,7 @@
-"""Two steps of training on one of many ranks, on a GPU that is not there: `record_steps`.
+"""Steps of training on one of many ranks, on a GPU that is not there: `record_steps`.
 
 The process group has the other ranks' places and no ranks; parameters and batches are fake. The
-first step compiles; the second one is what is recorded.
+first step compiles; the last one is what is recorded.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from .. import passes
@@ -202,7 +201,7 @@ def _compile_graphs(
     partition = Partitioner(settings, recorder.writer)
     with eager_backward():
         if settings.compiler == "inductor":
-            run = _by_inductor(traced, lowering, partition, settings.device, inductor_options)
+            run = _by_inductor(traced, lowering, partition, settings, inductor_options)
         else:
             run = _by_aten(traced, lowering, partition)
     known = (lowering.plans.get(kind) or recorder.load(kind) for kind in GraphKind)
@@ -213,16 +212,16 @@ def _by_inductor(
     traced: TracedGraph,
     lowering: Lowering,
     partition: Partitioner,
-    device: torch.device,
+    settings: CompileSettings,
     inductor_options: Mapping[str, Any],
 ) -> Runnable:
     patches = {
-        **options_of_plans(device),
+        **options_of_plans(settings.device, settings.may_offload_activations),
         **inductor_options,
         "post_grad_custom_post_pass": lowering,
         "custom_partitioner_fn": partition,
     }
-    if device.type == "cuda":
+    if settings.device.type == "cuda":
         patches = without_cuda_graphs(patches, traced.gm.meta)
     run: Any = compile_fx(traced.gm, traced.inputs, config_patches=patches)
     return run

@@ -102,7 +102,7 @@ STRATEGIES = {
 }
 
 
-BUDGET_GB = {"gpt": 1.2, "llama": 1.0, "convnet": 0.008, "moe": 0.28}
+BUDGET_GB = {"gpt": 1.2, "llama": 1.0, "convnet": 0.008, "wide_convnet": 0.016, "moe": 0.28}
 """Of device memory, by model, where activations are stowed."""
 
 
@@ -139,6 +139,7 @@ ALL = [
         for model in ("llama_8b", "llama_70b")
         for recipe in ("tensorwise", "rowwise")
     ),
+    *(Case("wide_convnet", strategy) for strategy in ("ZeRO-3", STOWED)),
     *(Case("gpt", "ZeRO-3", rank=rank) for rank in (4, 7)),
     *(Case("gpt", name, 1024, rank) for name in ("ZeRO-3", "HSDP") for rank in (0, 512, 1023)),
 ]

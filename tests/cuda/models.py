@@ -159,6 +159,11 @@ def convnet() -> Made:
     return ConvNet(), (torch.randn(8, 3, 32, 32),)
 
 
+def wide_convnet() -> Made:
+    """As wide as convolutions have to be for Inductor to lay them out with channels last."""
+    return ConvNet(128), (torch.randn(8, 3, 32, 32),)
+
+
 def moe() -> Made:
     """Two layers of four experts."""
     return MoE(), (torch.randn(2048, 1024),)

@@ -27,7 +27,7 @@ pytestmark = [
 ]
 CASES = [
     *(Case("gpt", strategy) for strategy in ("ZeRO-3", "fp8 rowwise", "CPU offload")),
-    Case("llama", "stowed activations"),
+    *(Case(model, "stowed activations") for model in ("llama", "wide_convnet")),
     Case("gpt", "ZeRO-3", rank=7),
     Case("gpt", "HSDP", world=1024),
     Case("llama", "ZeRO-3"),

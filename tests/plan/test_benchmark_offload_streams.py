@@ -18,17 +18,20 @@ def _event(cat: str, name: str, ts: float, dur: float, **args: int) -> dict[str,
 
 
 def _profile(gather_us: float) -> Any:
-    """Copy from 20 to 40 us, beside a kernel from 30 to 60; then a gather."""
+    """Copy from 20 to 40 us, beside a kernel from 30 to 60, and another one that another thread has
+    launched; then a gather."""
     return {
         "traceEvents": [
             _event("cpu_op", "graphshard::copy_to_device", 0, 4),
             _event("cpu_op", "aten::copy_", 1, 2),
             _event("cuda_runtime", "cudaMemcpyAsync", 2, 1, correlation=1),
+            {**_event("cuda_runtime", "cudaLaunchKernel", 2, 1, correlation=4), "tid": 2},
             _event("cuda_runtime", "cudaLaunchKernel", 5, 1, correlation=2),
             _event("cpu_op", "_c10d_functional::all_gather_into_tensor", 7, 3),
             _event("cuda_runtime", "cudaLaunchKernelExC", 8, 1, correlation=3),
             _event("gpu_memcpy", "Memcpy HtoD", 20, 20, correlation=1, stream=COPY),
             _event("kernel", "gemm", 30, 30, correlation=2, stream=COMPUTE),
+            _event("kernel", "gelu", 30, 10, correlation=4, stream=COMPUTE + 1),
             _event("kernel", "ncclDevKernel_AllGather", gather_us, 5, correlation=3, stream=NCCL),
             {"ph": "M", "name": "process_name", "args": {"name": "python"}},
         ]
@@ -54,6 +57,13 @@ def test_a_gather_that_begins_before_its_copy_is_done() -> None:
     assert faults([_plan()], launches_of(_profile(gather_us=41))) == (1, [])
     _, [fault] = faults([_plan()], launches_of(_profile(gather_us=38)))
     assert "all_gather (bucket 1) begins 2 us before copy_to_device (bucket 0) is done" in fault
+
+
+def test_a_launch_of_which_the_profile_knows_nothing() -> None:
+    profile = _profile(gather_us=41)
+    profile["traceEvents"] = [e for e in profile["traceEvents"] if e["name"] != "Memcpy HtoD"]
+    with pytest.raises(RuntimeError, match="graphshard::copy_to_device: the profile has no work"):
+        launches_of(profile)
 
 
 def test_other_launches_than_those_of_the_plan() -> None:
