@@ -83,7 +83,7 @@ EOF
     fi
     part 'modelled links' 90 "$python" -m benchmarks.throughput --device "$device" \
         --wire 0.02,100 "${tiny[@]}"
-    part 'offload streams' 60 "$python" -m benchmarks.offload_streams --device "$device" "${flat[@]}"
+    part 'offload streams' 90 "$python" -m benchmarks.offload_streams --device "$device" "${flat[@]}"
     part overhead 150 "$python" -m benchmarks.overhead --device "$device" "${tiny[@]}"
     part throughput 80 "$python" -m benchmarks.throughput --device "$device" "${tiny[@]}"
     # Other parts have compiled just now.
