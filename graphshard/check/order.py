@@ -20,18 +20,25 @@ _OPS = {
 }
 
 
+def plan_of(plans: Sequence[Plan], run: GraphRun) -> Plan | None:
+    """Return the plan of a run: of those with as many launches, that from which it differs least.
+
+    None if none has as many launches.
+    """
+    same = [plan for plan in plans if len(plan.buckets) == len(run.launches)]
+    return min(same, key=lambda plan: len(_differences(plan, run)), default=None)
+
+
 def order_faults(plans: Sequence[Plan], run: GraphRun) -> list[str]:
     """Return how a run differs from its plan, a sentence each; none if it does not.
 
     Args:
-        plans: of all graphs; a run's own is the one from which it differs least, among those with
-            as many launches.
+        plans: of all graphs.
     """
-    same = [plan for plan in plans if len(plan.buckets) == len(run.launches)]
-    if not same:
-        counts = " or ".join(f"{len(plan.buckets)} ({plan.graph})" for plan in plans)
-        return [f"{len(run.launches)} launches instead of {counts}"]
-    return min((_differences(plan, run) for plan in same), key=len)
+    if plan := plan_of(plans, run):
+        return _differences(plan, run)
+    counts = " or ".join(f"{len(plan.buckets)} ({plan.graph})" for plan in plans)
+    return [f"{len(run.launches)} launches instead of {counts}"]
 
 
 def _differences(plan: Plan, run: GraphRun) -> list[str]:

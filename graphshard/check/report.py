@@ -20,7 +20,7 @@ from .counts import count
 from .gpus import GPUS
 from .kernels import compile_kernels
 from .memory import peak_bytes, planned_peak_bytes
-from .order import order_faults
+from .order import order_faults, plan_of
 from .races import find_races
 from .recorder import Recorder
 from .step import Cluster, Recording, record_steps
@@ -155,13 +155,14 @@ def _text(recording: Recording, target: Target, faults: tuple[str, ...]) -> str:
 
 def _memory(recording: Recording) -> Iterator[str]:
     """Yield what each graph needs at its peak, and what its plan says."""
+    plans = list(recording.plans)
     for number, run in enumerate(recording.runs):
-        text = f"graph {number} needs {peak_bytes(recording.actions, run) / GB:.2f} GB"
-        if len(recording.plans) == len(recording.runs):
-            plan = recording.plans[number]
-            text = text.replace(f"graph {number}", plan.graph)
-            text += f" (planned {planned_peak_bytes(plan) / GB:.2f})"
-        yield text
+        needed = f"needs {peak_bytes(recording.actions, run) / GB:.2f} GB"
+        if plan := plan_of(plans, run):
+            plans.sort(key=lambda other: other is plan)  # it comes last where the next run fits two
+            yield f"{plan.graph} {needed} (planned {planned_peak_bytes(plan) / GB:.2f})"
+        else:
+            yield f"graph {number} {needed}"
 
 
 def _order(recording: Recording) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,21 @@ def copies_to_the_host():
             return super().forward(x).sum().cpu() * torch.ones((), device="cpu")
     return Model(16, 16), (torch.randn(4, 16),)
 
+def makes_a_constant():
+    class Model(nn.Linear):
+        def forward(self, x):
+            keys = torch.tensor([], device=x.device)  # a cache that is empty yet
+            return torch.cat([keys, super().forward(x).flatten()])
+    return Model(16, 16), (torch.randn(4, 16),)
+
+def breaks():
+    class Model(nn.Sequential):
+        def forward(self, x):
+            x = self[0](x)
+            torch._dynamo.graph_break()
+            return self[1](x).square().mean()
+    return Model(nn.Linear(2048, 1024), nn.Linear(1024, 4096)), (torch.randn(65536, 2048),)
+
 def no_model():
     return 3
 """
@@ -66,6 +82,21 @@ def test_a_model_that_needs_too_much_memory(
 def test_a_model_for_which_the_host_waits(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", f"{script}:copies_to_the_host"]) == 0
     assert "waits 2 times, for aten.copy_" in capsys.readouterr().out
+
+
+def test_two_graphs_each_beside_its_own_plan(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", f"{script}:breaks"]) == 0
+    found = re.findall(r"(\w+) needs (\S+) GB \(planned (\S+)\)", capsys.readouterr().out)
+    assert [graph for graph, *_ in found] == ["forward", "forward", "backward", "backward"]
+    for _, needed, planned in found:
+        assert float(needed) == pytest.approx(float(planned), rel=0.02, abs=0.01)
+
+
+def test_a_model_that_makes_a_constant(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{script}:makes_a_constant"]) == 0
+    assert "would fail   nothing" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import hints, triton_helpers
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.fx.experimental import proxy_tensor
 
 __all__ = ["DataDependentOutputException"]
 
@@ -159,6 +160,8 @@ def _stand_in_for_torch_cuda(device: DeviceProperties) -> None:
     replace(torch.cuda, current_stream=lambda *args: torch.accelerator.current_stream("cuda:0"))
     # A fake tensor would make a context on its device first.
     replace(FakeTensorMode, avoid_device_init=property(lambda mode: True))
+    # A trace computes what it makes of constants, on the device, if they are no larger than this.
+    replace(proxy_tensor, CONSTANT_NUMEL_LIMIT=-1)
     # The generated code asks for the stream, and that a tensor's address is a multiple of 16.
     replace(torch._C, _cuda_getCurrentRawStream=_returns(0))
     replace(torch._C._dynamo.guards, assert_alignment=_returns(None))
