@@ -24,13 +24,13 @@ from pathlib import Path
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.profiler import ProfilerActivity
 
 import graphshard
 from benchmarks import common
 from benchmarks.gpt import GPT
-from graphshard.kinds import GraphKind, TransferKind
+from graphshard.kinds import TransferKind
 from graphshard.planning.plan import Plan, next_in_chain
+from graphshard.show import profile
 from graphshard.show.trace import Trace, TraceEvent
 
 OPS = {
@@ -186,18 +186,13 @@ def _profiled(layers: int, dim: int, device: torch.device) -> tuple[Trace, Seque
         compiled = torch.compile(model, backend=backend)
         for _ in range(3):
             compiled(batch).backward()
-        activities = [ProfilerActivity.CPU]
-        if device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=activities) as profiler:
-            compiled(batch).backward()
-            common.synchronize(device)
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch, "trace.json")
-            profiler.export_chrome_trace(str(path))
+            with profile(path):
+                compiled(batch).backward()
+                common.synchronize(device)
             trace: Trace = json.loads(path.read_text())
-    order = [GraphKind.FORWARD, GraphKind.BACKWARD]
-    return trace, sorted(backend.plans, key=lambda plan: order.index(plan.graph))
+    return trace, backend.plans
 
 
 if __name__ == "__main__":
