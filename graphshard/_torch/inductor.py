@@ -59,26 +59,22 @@ KEEP_ORDER = {
 }
 """Options of Inductor (torch/_inductor/config.py) that keep collectives in their written order."""
 
+KEEP_HOST_COPIES = {"layout_optimization": False}
+"""Options of Inductor for graphs that may copy activations to the host. It would have saved ones
+behind convolutions in channels-last order, and lay out the host's copies anew, on the host, which
+does not wait for them."""
 
-def options_of_plans(device: torch.device, stows: bool) -> dict[str, Any]:
+
+def options_of_plans(device: torch.device) -> dict[str, Any]:
     """Return options of Inductor that keep the planned order, and free dead buffers.
 
     Inductor keeps dead buffers for later ones of the same size as long as the peak is not larger,
     by an estimate that does not count what collectives hold: a GPT's backward had 1491 MB in place
     of 1358, since the gradient of its head waited for that of its embedding. Allocators of GPUs
     find memory as quickly; that of a CPU does not.
-
-    Args:
-        stows: whether activations may be copied to the host. Inductor would have saved ones behind
-            convolutions in channels-last order, and lay out the host's copies anew, on the host,
-            which does not wait for them.
     """
-    options: dict[str, Any] = {**KEEP_ORDER, "_post_fusion_custom_pass": KeepWaits()}
-    if device.type != "cpu":
-        options["allow_buffer_reuse"] = False
-    if stows:
-        options["layout_optimization"] = False
-    return options
+    frees_at_once = {} if device.type == "cpu" else {"allow_buffer_reuse": False}
+    return {**KEEP_ORDER, **frees_at_once, "_post_fusion_custom_pass": KeepWaits()}
 
 
 def without_cuda_graphs(options: Mapping[str, Any], asked: dict[str, Any]) -> dict[str, Any]:

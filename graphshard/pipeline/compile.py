@@ -23,6 +23,7 @@ from .. import passes
 from .._torch.aot_graphs import graph_kind, number_inputs
 from .._torch.dynamo import compile_id
 from .._torch.inductor import (
+    KEEP_HOST_COPIES,
     CustomGraphPass,
     CustomPartitionerFn,
     aot_autograd,
@@ -216,8 +217,9 @@ def _by_inductor(
     inductor_options: Mapping[str, Any],
 ) -> Runnable:
     patches = {
-        **options_of_plans(settings.device, settings.may_offload_activations),
+        **options_of_plans(settings.device),
         **inductor_options,
+        **(KEEP_HOST_COPIES if settings.may_offload_activations else {}),
         "post_grad_custom_post_pass": lowering,
         "custom_partitioner_fn": partition,
     }
