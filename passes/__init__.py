@@ -5,6 +5,7 @@ a problem, scheduled, and lowered by the plan, after Inductor's own passes.
     traced graph ─► float8 ─► [AOTAutograd]
     joint graph ─► dedup ─► casts ─► float8 ─► reshard ─► [partitioner] ─► forward, backward
     forward, backward ─► keep secondary shards ─► keep gathered ─► offload activations
+    forward ─► save written inputs as they were
     [Inductor] ─► each graph ─► normalise ─► read the problem ─► plan ─► lower
 """
 
@@ -37,6 +38,7 @@ from graphshard.passes.lower import apply_buckets, apply_replicate
 from graphshard.passes.normalise import normalise
 from graphshard.passes.recompute import settle_gathers
 from graphshard.passes.reshard import parameter_derived, reshard
+from graphshard.passes.written_inputs import save_as_it_was
 from graphshard.planning.activation_offload import SavedActivation
 from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem, Transfer
 
@@ -56,6 +58,7 @@ __all__ = [
     "offload_activations",
     "parameter_derived",
     "read_partition",
+    "save_as_it_was",
 ]
 
 

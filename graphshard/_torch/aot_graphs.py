@@ -20,6 +20,7 @@ from typing import Literal
 
 import torch
 from torch import fx
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
 _PRIMAL, _ARG = re.compile(r"primals_(\d+)"), re.compile(r"arg(\d+)_\d+")
 
@@ -69,3 +70,18 @@ def graph_kind(graph: fx.Graph) -> Literal["forward", "backward", "inference"]:
 def is_tangent(node: fx.Node) -> bool:
     """Return whether a node is the gradient of an output, as an input."""
     return node.op == "placeholder" and str(node.target).startswith("tangents_")
+
+
+def written_inputs(forward: fx.Graph) -> set[fx.Node]:
+    """Return the inputs that a forward graph writes, by itself or when it is done.
+
+    Inductor's graph copies the new value into the input; where the graph cannot, it returns the
+    value, and AOTAutograd copies it behind the graph.
+    """
+    copies = forward.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    descriptions = forward.output_node().meta.get("desc", ())
+    returned = {d.mutated_input for d in descriptions if isinstance(d, InputMutationAOTOutput)}
+    inputs = forward.find_nodes(op="placeholder")
+    return {copy.args[0] for copy in copies}.intersection(inputs) | {
+        node for node in inputs if node.meta.get("desc") in returned
+    }

@@ -259,6 +259,8 @@ class Partitioner(CustomPartitionerFn):
         number_inputs(forward.graph, backward.graph)
         num_outputs = kwargs["num_fwd_outputs"]
         kept = self._choose_what_is_saved(forward, backward, num_outputs)
+        passes.save_as_it_was(forward.graph, num_outputs)
+        _check(forward)
         verify_partition(forward, sorted(derived.difference(kept)), num_outputs)
         return forward, backward
 

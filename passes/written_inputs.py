@@ -1,0 +1,39 @@
+"""Forward graph: what backward computes anew reads inputs as they were before forward wrote them.
+
+The partitioner saves an input for what backward computes from it a second time, and does not ask
+whether forward writes it in between, as it does an average that is kept in a buffer. Backward would
+read the new value: a wrong gradient, without a word where Inductor's graph writes the input, and an
+error of autograd where AOTAutograd does (torch 2.11 to 2.13, pytorch/pytorch#197039).
+
+    y = x + average; average.copy_(new)
+    saved before   x, average                saved after   x, clone(average)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from graphshard._torch.aot_graphs import written_inputs
+from graphshard.ops.emitter import Emitter
+from graphshard.ops.nodes import root_of
+from graphshard.passes.saved import replace_saved, saved_nodes
+
+
+def save_as_it_was(forward: fx.Graph, num_outputs: int) -> None:
+    """Save copies of the inputs that a forward graph writes, and of their views, in place.
+
+    Args:
+        num_outputs: how many of the graph's outputs are the user's.
+    """
+    written = written_inputs(forward)
+    saved = [node for node in saved_nodes(forward, num_outputs) if root_of(node) in written]
+    replace_saved(forward, {node: _copied(node) for node in saved}, num_outputs)
+
+
+def _copied(node: fx.Node) -> fx.Node:
+    """Return a copy of a node's value, made before anything is written."""
+    inputs = node.graph.find_nodes(op="placeholder")
+    with node.graph.inserting_after(inputs[-1] if node in inputs else node):
+        emit = Emitter(node.graph, node.meta)
+        return emit(torch.ops.aten.clone.default, node)

@@ -1,0 +1,68 @@
+"""A forward that reads a buffer and then writes it: what backward computes anew reads the buffer as
+it was. ``torch.compile`` itself reads it as it became, and says nothing (2.11 to 2.13)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphshard
+from tests import ranks
+from tests.numerics.compare import assert_close, assert_same, world_mesh
+
+DIM = 16
+
+
+class Averaging(nn.Module):
+    """Adds an average of its inputs, whose sine is so cheap that backward computes the sum anew."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.view = view
+        self.register_buffer("average", torch.randn(DIM))
+        self.gain = nn.Parameter(torch.randn(DIM))
+        self.head = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.gain + self.view(self.average)
+        with torch.no_grad():
+            self.average.mul_(0.5).add_(x.mean((0, 1)))
+        return self.head(y.sin().cos()).square().mean()
+
+
+def _as_it_is(average: Tensor) -> Tensor:
+    return average
+
+
+def _by_a_view(average: Tensor) -> Tensor:
+    return average.view(2, -1).t()[:, 1:].reshape(-1).repeat(2)
+
+
+def _by_rows(average: Tensor) -> Tensor:
+    return average.expand(3, DIM)
+
+
+def _train(compiler: str, view: Callable[[Tensor], Tensor], forwards: int) -> None:
+    torch.manual_seed(0)
+    model = Averaging(view)
+    reference = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=graphshard.backend(world_mesh(), compiler=compiler))
+    for _ in range(2):
+        batches = [torch.randn(4, 3, DIM) for _ in range(forwards)]
+        for module in (compiled, reference):
+            torch.stack([module(x) for x in batches]).sum().backward()
+        assert_same(model, reference)
+        assert_close("average", model.average, reference.average)
+
+
+@pytest.mark.parametrize("forwards", [1, 2])
+@pytest.mark.parametrize("view", [_as_it_is, _by_a_view, _by_rows])
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_backward_reads_a_buffer_as_it_was(
+    compiler: str, view: Callable[[Tensor], Tensor], forwards: int
+) -> None:
+    ranks.run(2, _train, compiler, view, forwards)
