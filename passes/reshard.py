@@ -18,11 +18,16 @@ from graphshard.ops.markers import UNSHARD_MARKERS, replicate, unshard
 
 
 def parameter_derived(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that parameters and constants alone determine and that are not kept, in order."""
+    """The nodes that parameters, sizes and constants alone determine and that are not kept.
+
+    A size of the batch, to which a parameter may be expanded, is a number that backward has, too.
+    """
     derived: dict[fx.Node, None] = {}
     constant: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op != "call_function" or _is_random(node):
+        if isinstance(node.meta.get("val"), torch.SymInt):
+            constant.add(node)
+        if node in constant or node.op != "call_function" or _is_random(node):
             continue
         if node.target in UNSHARD_MARKERS:
             if node.target is replicate or not _is_kept(node):

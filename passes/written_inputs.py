@@ -11,6 +11,8 @@ error of autograd where AOTAutograd does (torch 2.11 to 2.13, pytorch/pytorch#19
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -21,19 +23,30 @@ from graphshard.passes.saved import replace_saved, saved_nodes
 
 
 def save_as_it_was(forward: fx.Graph, num_outputs: int) -> None:
-    """Save copies of the inputs that a forward graph writes, and of their views, in place.
+    """Save copies of the inputs that a forward graph writes, and views of these copies, in place.
 
     Args:
         num_outputs: how many of the graph's outputs are the user's.
     """
     written = written_inputs(forward)
     saved = [node for node in saved_nodes(forward, num_outputs) if root_of(node) in written]
-    replace_saved(forward, {node: _copied(node) for node in saved}, num_outputs)
+    copies = {root: _copied(root) for root in dict.fromkeys(map(root_of, saved))}
+    replace_saved(forward, {node: _as_view(node, copies) for node in saved}, num_outputs)
 
 
 def _copied(node: fx.Node) -> fx.Node:
-    """Return a copy of a node's value, made before anything is written."""
+    """Return a copy of an input's value, made before anything is written."""
     inputs = node.graph.find_nodes(op="placeholder")
-    with node.graph.inserting_after(inputs[-1] if node in inputs else node):
+    with node.graph.inserting_after(inputs[-1]):
+        return Emitter(node.graph, node.meta)(torch.ops.aten.clone.default, node)
+
+
+def _as_view(node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Return what ``node`` is of its root, of the root's copy: backward knows a view's strides."""
+    if node in copies:
+        return copies[node]
+    view: Any = node.target
+    source: Any = node.args[0]
+    with node.graph.inserting_after(node):
         emit = Emitter(node.graph, node.meta)
-        return emit(torch.ops.aten.clone.default, node)
+        return emit(view, _as_view(source, copies), *node.args[1:], **node.kwargs)

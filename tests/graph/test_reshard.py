@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graphshard.passes.reshard import parameter_derived, reshard
@@ -41,6 +42,16 @@ def test_constants_do_not_matter(group: str) -> None:
     gm = build.module(build.call(mul, full, ones), ones)
     assert len(_recomputed(gm)) == 2
     assert ones not in parameter_derived(gm.graph)
+
+
+def test_a_parameter_that_is_expanded_to_the_size_of_a_batch(group: str) -> None:
+    build = Builder(group)
+    full = build.unshard(build.primal(1, 8), 1)
+    rows = build.graph.placeholder("primals_2")
+    rows.meta["val"] = ShapeEnv().create_unbacked_symint()
+    expanded = build.graph.call_function(torch.ops.aten.expand.default, (full, [rows, -1]))
+    gm = build.module(expanded, rows)
+    assert _recomputed(gm) == [full, expanded]
 
 
 def test_activations_are_left_to_the_partitioner(group: str) -> None:

@@ -44,6 +44,18 @@ FOUND: dict[str, Case] = {
         rows="by_both",
         evaluation="no_grad",
     ),
+    # One rank computed a sum anew whose summand is a parameter, expanded to the size of the batch.
+    "a parameter is expanded to the size of a batch": Case(
+        9356,
+        (("linear",), ("expanded",)),
+        dim=16,
+        mesh=(2, 2),
+        precision="fp8",
+        schedule=(("activation_memory_budget", 0.5),),
+        dynamic=True,
+        micros=2,
+        rows="by_both",
+    ),
     # Whether backward itself needed a bias depended on the sizes, and so whether it was kept.
     "graphs of other sizes need another bias in backward": Case(
         5791,
