@@ -32,10 +32,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from .quick import compile_quicker, on_large_stack
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+_make_group = ProcessGroupGloo.__init__
 # Global settings of torch that are put back after each call: how to read and how to set one.
 SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (torch.is_grad_enabled, torch.set_grad_enabled),
@@ -171,8 +173,23 @@ def _redirect_output(path: Path) -> None:
         stream.reconfigure(line_buffering=True)
 
 
+def _make_gloo(
+    group: ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: timedelta
+) -> None:
+    """Make a group whose collectives one thread runs, in order.
+
+    From its usual two threads gloo writes one string without a lock, and once in some thousands of
+    tests a rank dies of it: `lastCompletedWorkName` in `ProcessGroupGloo::runLoop`, 2.11 to 2.13.
+    """
+    options = ProcessGroupGloo._Options()
+    options._devices = [ProcessGroupGloo.create_device(interface="lo")]
+    options._timeout, options._threads = timeout, 1
+    _make_group(group, store, rank, size, options)
+
+
 def _join_group(spec: Spec, num_calls: int) -> None:
     """Initialise the default process group; `num_calls` tells apart repeated joins."""
+    ProcessGroupGloo.__init__ = _make_gloo
     if spec.backend == "recording":
         from . import recording  # noqa: F401 (registers the backend)
     store = dist.TCPStore("127.0.0.1", spec.port, is_master=False, timeout=COLLECTIVE_TIMEOUT)
