@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from ._torch.aot_graphs import num_constants
-from ._torch.dynamo import Trace, on_compile_error, on_compile_start, sources
-from ._torch.frames import CompiledCall, call_arguments, compiled_call, to_compile
+from ._torch.dynamo import Trace, on_compile_error, on_compile_start, on_lookup, sources
+from ._torch.frames import CompiledCall, ToCompile, call_arguments, compiled_call, to_compile
 from ._torch.inductor import mode_options
 from .consensus.plan_consensus import PlanConsensus
 from .errors import BackendError
@@ -121,10 +121,18 @@ class Backend:
         forward] in graphshard/params/first_forward.py."""
         request = to_compile()
         if request is not None:
-            policy = self.options.policy_of(self.options.policy_glob(""))
-            shard_before_first_forward(self, request, policy)
-            watch(self, request.given)
+            self.given_to_compile(request)
         return "graphshard"
+
+    def given_to_compile(self, request: ToCompile) -> None:
+        """Prepare for the first forward of what ``torch.compile`` is being given."""
+        policy = self.options.policy_of(self.options.policy_glob(""))
+        shard_before_first_forward(self, request, policy)
+        watch(self, request.given)
+
+    def compiles(self, call: CompiledCall) -> bool:
+        """Return whether the compiled code that is being called has this backend."""
+        return _backend_of(call) is self
 
     def shard_compiled(self, root: nn.Module, *, in_use: bool) -> None:
         """Shard a module that ``torch.compile`` was given, before Dynamo traces its first frame."""
@@ -149,8 +157,8 @@ class Backend:
                 raise BackendError(
                     f"mp_policy={policy}: the first forward of {type(module).__name__} has begun "
                     "before its inputs were cast: compile the module itself, by "
-                    "torch.compile(model, backend=graphshard.backend(...)) and not by the "
-                    "backend's name, or call graphshard.shard(model, ...) before"
+                    "torch.compile(model, backend=graphshard.backend(...)), or call "
+                    "graphshard.shard(model, ...) before"
                 )
         self.shard_now(root, in_use)
 
@@ -346,15 +354,28 @@ def _shard_before_trace(_: object) -> None:
     """
     on_compile_error(advise)
     call = compiled_call()
-    its_backend = call.backend
-    if its_backend is from_string:
-        its_backend = _backend_for(call.options)
     root = call.module or next(iter(call.called), None)
-    if isinstance(its_backend, Backend) and root is not None:
+    its_backend = _backend_of(call)
+    if its_backend is not None and root is not None:
         its_backend.shard_compiled(root, in_use=call.runs(root))
 
 
+def _backend_of(call: CompiledCall) -> Backend | None:
+    """Return the backend of a call of compiled code, if it is one of ours."""
+    if call.backend is from_string:
+        return _backend_for(call.options)
+    return call.backend if isinstance(call.backend, Backend) else None
+
+
+def _given_by_name() -> None:
+    """Prepare for the first forward of what ``torch.compile`` is given with our name."""
+    request = to_compile()
+    if request is not None:
+        _backend_for(request.options).given_to_compile(request)
+
+
 on_compile_start(_shard_before_trace)
+on_lookup("graphshard", _given_by_name)
 
 
 _named: dict[Hashable, Backend] = {}

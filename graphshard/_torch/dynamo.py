@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo.backends import registry
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, skip_code
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.guards import GuardBuilder
@@ -148,6 +149,30 @@ class _OnError:
         error = sys.exc_info()[1]
         if error is not None:
             self.act(error)
+
+
+class _Noticing(dict[str, Any]):
+    """The functions that torch knows by name, which tells when one of them is asked for."""
+
+    def __init__(self, functions: dict[str, Any]) -> None:
+        super().__init__(functions)
+        self.actions: dict[str, Callable[[], None]] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.actions:
+            self.actions[name]()
+        return super().__getitem__(name)
+
+
+def on_lookup(name: str, act: Callable[[], None]) -> None:
+    """Call ``act()`` whenever ``torch.compile`` looks up the backend ``name``.
+
+    It reads nothing of a backend that has a name before the first compile, which may never come:
+    ``lookup_backend`` in backends/registry.py.
+    """
+    if not isinstance(registry._COMPILER_FNS, _Noticing):
+        registry._COMPILER_FNS = _Noticing(registry._COMPILER_FNS)
+    registry._COMPILER_FNS.actions[name] = act
 
 
 def run_as_python(function: Callable[..., object]) -> None:

@@ -113,10 +113,12 @@ class ToCompile:
     Attributes:
         given: a module, also where its ``compile()`` calls ``torch.compile``; or a function.
         is_off: the call returns ``given`` itself.
+        options: the argument of that name.
     """
 
     given: object
     is_off: bool
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def module(self) -> nn.Module | None:
@@ -135,7 +137,8 @@ def to_compile() -> ToCompile | None:
             owner = getattr(given, "__self__", None)  # module.compile() passes a bound method
             is_off = bool(frame.f_locals.get("disable"))
             is_off = is_off or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
-            return ToCompile(owner if isinstance(owner, nn.Module) else given, is_off)
+            options = frame.f_locals.get("options") or {}
+            return ToCompile(owner if isinstance(owner, nn.Module) else given, is_off, options)
     return None
 
 

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from .._torch.frames import CompiledCall
 from .._torch.nn import uncompiled
 from ..errors import BackendError
 from .find import find_reduced_by_ddp
@@ -43,6 +44,8 @@ class Sharder(Protocol):
     def shard_now(self, root: nn.Module) -> None: ...
 
     def num_ranks(self) -> int: ...
+
+    def compiles(self, call: CompiledCall) -> bool: ...
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
@@ -16,8 +17,8 @@ from tests.numerics.compare import world_mesh
 
 def _train_by_name(folder: Path) -> list[str]:
     """Two models, each with options of its own that are equal; return the files dumped."""
-    for _ in range(2):
-        model: Any = MLP()
+    for dtype in (torch.float32, torch.float64):  # they share no graph
+        model: Any = MLP().to(dtype)
         options = {
             "compiler": "aot_eager",
             "dump": str(folder),
@@ -29,7 +30,7 @@ def _train_by_name(folder: Path) -> list[str]:
             },
         }
         compiled = torch.compile(model, backend="graphshard", options=options)
-        compiled(torch.ones(5, 7)).backward()
+        compiled(torch.ones(5, 7, dtype=dtype)).backward()
         assert model.up.bias.placements == (Replicate(),)
         assert model.up.weight.placements == (Shard(0),)
     return sorted(path.name for path in folder.iterdir() if path.suffix == ".json")
@@ -39,3 +40,12 @@ def test_equal_options_share_a_backend(tmp_path: Path) -> None:
     files = ranks.run(2, _train_by_name, tmp_path)[0]
     numbers = {name.split("-")[0] for name in files if "forward" in name}
     assert numbers == {"00", "01"}  # of one backend, which numbers its graphs
+
+
+def _refuse_options() -> None:
+    with pytest.raises(ValueError, match="options\\['shards'\\]=4: must be one of"):
+        torch.compile(MLP(), backend="graphshard", options={"shards": 4})
+
+
+def test_wrong_options_are_an_error_before_the_first_call() -> None:
+    ranks.run(1, _refuse_options)

@@ -14,7 +14,8 @@ from tests import ranks
 pytestmark = pytest.mark.skipif(
     not peak_is_known(), reason="this kernel does not tell the peak memory of a process"
 )
-LINEARS, PARAMS = 50, 200e6
+LINEARS, PARAMS = 20, 200e6
+SLACK = 5 * MB  # messages, Python objects, and pages of 2 MB that are not full
 
 
 def _full_and_back() -> tuple[Memory, Memory]:
@@ -37,6 +38,6 @@ def test_one_parameter_at_a_time() -> None:
     for rank, (gathering, scattering) in enumerate(ranks.run_fresh(2, _full_and_back)):
         parameter = gathering.params / LINEARS
         result = gathering.params if rank == 0 else 0
-        # Its own shard beside the full parameter, and what messages and Python objects need.
-        assert gathering.peak - gathering.before <= result + 2 * parameter + 2 * MB, gathering
-        assert scattering.peak - scattering.before <= 2 * parameter + 2 * MB, scattering
+        # Its own shard beside the full parameter, and what SLACK is for.
+        assert gathering.peak - gathering.before <= result + 2 * parameter + SLACK, gathering
+        assert scattering.peak - scattering.before <= 2 * parameter + SLACK, scattering

@@ -53,6 +53,23 @@ def _compiled(model: nn.Module, backend: graphshard.Backend) -> Any:
     return torch.compile(model, backend=backend)
 
 
+def _options() -> dict[str, Any]:
+    return {"compiler": "aot_eager", "mesh": world_mesh()}
+
+
+def _by_name(model: nn.Module, backend: graphshard.Backend) -> Any:
+    return torch.compile(model, backend="graphshard", options=_options())
+
+
+def _by_name_in_place(model: nn.Module, backend: graphshard.Backend) -> nn.Module:
+    model.compile(backend="graphshard", options=_options())
+    return model
+
+
+def _by_name_disabled(model: nn.Module, backend: graphshard.Backend) -> Any:
+    return torch.compile(model, backend="graphshard", options=_options(), disable=True)
+
+
 def _function(model: nn.Module, backend: graphshard.Backend) -> Any:
     return torch.compile(lambda x: model(x), backend=backend)
 
@@ -63,6 +80,10 @@ class _Trainer:
 
     def loss(self, x: Tensor) -> Tensor:
         return self.model(x)
+
+
+def _function_by_name(model: nn.Module, backend: graphshard.Backend) -> Any:
+    return torch.compile(lambda x: model(x), backend="graphshard", options=_options())
 
 
 def _method(model: nn.Module, backend: graphshard.Backend) -> Any:
@@ -119,6 +140,10 @@ UNCOMPILED = [
     (MLP, _disabled, nullcontext),
     (_sequential, _in_place, nullcontext),
     (_linear, _in_place, nullcontext),
+    (MLP, _by_name, force_eager),
+    (MLP, _by_name, config_disable),
+    (MLP, _by_name_disabled, nullcontext),
+    (_sequential, _by_name_in_place, nullcontext),
 ]
 
 
@@ -223,6 +248,7 @@ def _refuse_step(compile: Compile, off: Any) -> None:
 UNSHARDED = [
     (_plain_model, nullcontext),
     (_function, force_eager),
+    (_function_by_name, force_eager),
     (_function, config_disable),
     (_disabled_function, nullcontext),
     (_method, force_eager),
