@@ -10,10 +10,10 @@ module before.
 ``torch.compile`` hands a backend nothing but graphs. While it is given a module, though, it reads
 the backend's ``__name__`` (``_TorchCompileWrapper`` in torch/__init__.py, 2.11 and 2.13), and the
 module is the argument ``model`` of the call that does. ``Backend.__name__`` is a property for that
-reason alone. Of a backend that it is given by name it reads nothing, but looks it up: ``on_lookup`` in
-_torch/dynamo.py. All that hangs on either is in this file and in ``unsharded``: a hook that shards the
-module when its first compiled forward begins, casts the inputs of that one, and removes itself. If
-torch stops reading or looking up, the first forward raises an error with advice where inputs are cast,
+reason alone. Of a backend that is given by name it reads nothing, but looks it up: ``on_lookup`` in
+_torch/dynamo.py. All that hangs on either is in this file and in ``unsharded``: a hook that shards
+the module when its first compiled forward begins, casts the inputs of that one, and removes itself.
+If torch stops doing either, the first forward raises an error with advice where inputs are cast,
 and tests/graph/test_first_forward.py fails.
 """
 

@@ -1,0 +1,195 @@
+"""Hugging Face Accelerate: ``prepare`` for a model that graphshard shards, in place of its own.
+
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)               # DDP
+    model, optimizer, loader = prepare(accelerator, model, optimizer, loader)              # this
+
+Accelerate puts DDP around a model, or refuses one of DTensors, unless it holds it for prepared:
+so ``Accelerator.prepare_model`` does to the model what it does for evaluation (device, autocast by
+``mixed_precision``), then the model is sharded and compiled in place, and counts as prepared.
+The accelerator becomes an instance of a subclass of its class, since what it would save are the
+first rank's shards. Read of Accelerate 1.15: ``accelerator.py``, ``checkpointing.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.optim import Optimizer
+
+from ..params.full_state_dict import full_state_dict
+from .compiled_in_place import is_sharded, shard_and_compile
+from .sharded_checkpoint import load_sharded, save_sharded
+
+FOLDER = "graphshard"
+"""The checkpoint of the first sharded model in the folder of ``save_state``. Those of others have a
+number behind the name."""
+
+_PLAIN = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+
+
+def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options: Any) -> Any:
+    """Shard and compile ``model``, and have Accelerate prepare the others.
+
+    ``accumulate``, ``no_sync``, ``backward``, ``clip_grad_norm_``, ``autocast`` and
+    ``unwrap_model`` then work as ever. With ``save_state`` and ``load_state`` all ranks write and
+    read one folder; another number of ranks can load it. ``get_state_dict`` and ``save_model``
+    gather full tensors, which only the first rank gets; all ranks have to call them, as under FSDP.
+
+    Args:
+        model: of any device, ``meta`` too; :func:`graphshard.shard` may have sharded it before.
+            Several models are prepared by a call each.
+        others: its optimizers, made before or after, schedulers and data loaders.
+        options: the arguments of :func:`graphshard.backend`.
+
+    Returns:
+        What ``Accelerator.prepare`` returns for all of them, in the same order. The model is the
+        same object.
+
+    Raises:
+        ValueError: the accelerator has a strategy, a compiler or fp8 of its own, an argument among
+            ``others`` is a module, or :func:`graphshard.backend` refuses an option.
+    """
+    _check(accelerator, model, others)
+    if not isinstance(accelerator, ShardedAccelerator):
+        kind = type(accelerator)
+        accelerator.__class__ = type(kind.__name__, (ShardedAccelerator, kind), {})
+        accelerator.register_save_state_pre_hook(_drop_sharded_weights)
+        accelerator.register_load_state_pre_hook(_drop_sharded_models)
+    stays = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
+    is_meta = any(param.is_meta for param in model.parameters())
+    placed = False if stays or is_meta else None
+    accelerator.prepare_model(model, device_placement=placed, evaluation_mode=True)
+    shard_and_compile(model, **options)
+    # By this mark ranks of transformers' generate() go on until all of them are done: every call of
+    # the model gathers, so all ranks have to make it.
+    model._is_fsdp_managed_module = True  # type: ignore[assignment]
+    return accelerator.prepare(model, *others)
+
+
+def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) -> None:
+    """
+    Raises:
+        ValueError: something is in the way of sharding ``model``.
+    """
+    kind, how = accelerator.distributed_type, "leave it to graphshard.backend's arguments"
+    if kind not in _PLAIN:
+        raise ValueError(f"the accelerator is set to {kind}, which shards models itself: {how}")
+    compiler = accelerator.state.dynamo_plugin.backend
+    if compiler.value != "NO":
+        raise ValueError(
+            f"the accelerator has dynamo_backend={compiler.value}: graphshard compiles"
+        )
+    if accelerator.parallelism_config is not None:
+        raise ValueError(f"the accelerator has a parallelism_config: {how}")
+    if accelerator.mixed_precision == "fp8":
+        raise ValueError(
+            "the accelerator has mixed_precision='fp8': use 'bf16' and, for graphshard, "
+            "fp8=graphshard.Float8Policy()"
+        )
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}: give the module first")
+    for other in others:
+        if isinstance(other, nn.Module):
+            raise ValueError(f"one model for each call: prepare {type(other).__name__} by another")
+
+
+class ShardedAccelerator(Accelerator):
+    """An accelerator some of whose models are sharded; made of an ``Accelerator`` by `prepare`."""
+
+    _models: list[Any]
+    _optimizers: list[Any]
+    _saves_state = False
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Return a model's state dict; a sharded one's is full on the first rank, else empty."""
+        if not is_sharded(model):
+            return super().get_state_dict(model, unwrap)
+        return {} if self._saves_state else full_state_dict(model)
+
+    def save_state(self, *args: Any, **kwargs: Any) -> str:
+        """Save all there is; the sharded models, with their optimizers, by all ranks."""
+        optimizers = self._optimizers_by_model()
+        self._saves_state = True
+        try:
+            with self._plain_optimizers():
+                folder: str = super().save_state(*args, **kwargs)
+        finally:
+            self._saves_state = False
+        for path, model in self._folders(Path(folder)):
+            save_sharded(path, model, optimizers[model])
+        self.wait_for_everyone()
+        return folder
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Load what `save_state` has saved, by any number of ranks."""
+        optimizers = self._optimizers_by_model()
+        folder = Path(input_dir) if input_dir is not None else self._newest_folder()
+        for path, model in self._folders(folder):
+            load_sharded(path, model, optimizers[model])
+        with self._plain_optimizers():
+            super().load_state(str(folder), *args, **kwargs)
+
+    def _newest_folder(self) -> Path:
+        """Return the last of the folders that Accelerate numbers."""
+        root = Path(self.project_dir) / "checkpoints"
+        if not self.project_configuration.automatic_checkpoint_naming or not root.is_dir():
+            raise ValueError("give load_state the folder that save_state wrote")
+        return max(root.glob("checkpoint_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+
+    def _folders(self, folder: Path) -> Iterator[tuple[Path, nn.Module]]:
+        """Yield each sharded model with its folder."""
+        for number, model in enumerate(filter(is_sharded, self._models)):
+            yield folder / (f"{FOLDER}_{number}" if number else FOLDER), model
+
+    def _optimizers_by_model(self) -> dict[nn.Module, list[Optimizer]]:
+        """Return the optimizers of each sharded model.
+
+        Raises:
+            ValueError: an optimizer has parameters of several models.
+        """
+        found: dict[nn.Module, list[Optimizer]] = {m: [] for m in self._models if is_sharded(m)}
+        owner = {param: model for model in found for param in model.parameters()}
+        for optimizer in map(_unwrapped, self._optimizers):
+            groups = optimizer.param_groups
+            models = {owner.get(param) for group in groups for param in group["params"]}
+            if len(models) > 1 and any(models):
+                raise ValueError(
+                    f"{type(optimizer).__name__} has parameters of several models: to save its "
+                    "state, give each sharded model an optimizer of its own"
+                )
+            for model in models - {None}:
+                found[model].append(optimizer)  # type: ignore[index]
+        return found
+
+    @contextmanager
+    def _plain_optimizers(self) -> Iterator[None]:
+        """Have Accelerate save and load the optimizers of models that are not sharded alone."""
+        every = self._optimizers
+        sharded = {id(o) for of_model in self._optimizers_by_model().values() for o in of_model}
+        self._optimizers = [o for o in every if id(_unwrapped(o)) not in sharded]
+        try:
+            yield
+        finally:
+            self._optimizers = every
+
+
+def _unwrapped(optimizer: Optimizer) -> Optimizer:
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def _drop_sharded_weights(models: list[nn.Module], weights: list[Any], folder: str) -> None:
+    """Leave to Accelerate what to save of models that are not sharded; a hook of ``save_state``."""
+    weights[:] = [state for model, state in zip(models, weights) if not is_sharded(model)]
+
+
+def _drop_sharded_models(models: list[nn.Module], folder: str) -> None:
+    """Leave to Accelerate the models to load that are not sharded; a hook of ``load_state``."""
+    models[:] = [model for model in models if not is_sharded(model)]

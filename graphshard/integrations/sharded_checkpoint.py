@@ -1,0 +1,59 @@
+"""The state of a sharded model and its optimizers in a folder, each rank writing its shards.
+
+It is a checkpoint of ``torch.distributed.checkpoint`` with two keys, ``model`` and ``optim``. Any
+number of ranks loads it, and ``python -m graphshard consolidate FOLDER model.safetensors --key
+model`` makes a plain file of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+
+def save_sharded(
+    folder: Path, model: nn.Module, optimizers: Iterable[Optimizer], *, weights: bool = True
+) -> None:
+    """Write the state of ``model`` and of its optimizers; all ranks have to call it.
+
+    Args:
+        weights: False: the optimizers alone.
+    """
+    dcp.save(_state(model, optimizers, weights), checkpoint_id=folder)
+
+
+def load_sharded(
+    folder: Path, model: nn.Module, optimizers: Iterable[Optimizer], *, weights: bool = True
+) -> None:
+    """Load in place what :func:`save_sharded` wrote; all ranks have to call it.
+
+    Raises:
+        ValueError: there is no such checkpoint.
+    """
+    if not (folder / ".metadata").is_file():
+        raise ValueError(
+            f"{folder} is no checkpoint of a sharded model: it was saved by other means than this "
+            "integration, or the save was interrupted"
+        )
+    optimizers = list(optimizers)
+    state = _state(model, optimizers, weights)
+    dcp.load(state, checkpoint_id=folder)
+    if weights:
+        set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizers, state["optim"])
+
+
+def _state(model: nn.Module, optimizers: Iterable[Optimizer], weights: bool) -> dict[str, Any]:
+    state = {"optim": get_optimizer_state_dict(model, list(optimizers))}
+    return {"model": get_model_state_dict(model), **state} if weights else state

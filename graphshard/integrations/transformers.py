@@ -1,0 +1,100 @@
+"""Hugging Face Trainer: a mixin that has it train a model sharded and compiled.
+
+    trainer = Trainer(model=model, args=args, ...)               # DDP
+    trainer = ShardedTrainer(model=model, args=args, ...)        # this
+
+    class ShardedSFTTrainer(ShardedTrainerMixin, SFTTrainer):    # any other trainer
+        pass
+
+The Trainer wraps and prepares its model once, when training begins: there the mixin shards it, by
+``graphshard.integrations.accelerate``, whose accelerator the Trainer uses. The Trainer saves on its
+first process alone, where only that rank's shards are: so all ranks gather the model, one parameter
+at a time, and the first writes it, as a plain checkpoint; all ranks write the optimizer. Read of
+transformers 5.23: ``trainer.py``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+
+from ..params.full_state_dict import full_state_dict
+from .accelerate import prepare
+from .compiled_in_place import is_sharded
+from .sharded_checkpoint import load_sharded, save_sharded
+
+FOLDER = "graphshard_optimizer"
+"""In a checkpoint's folder: the optimizer's state, by ``torch.distributed.checkpoint``."""
+
+
+class ShardedTrainerMixin(Trainer):
+    """What a ``Trainer`` does otherwise for a sharded model; stands before it among the bases.
+
+    Args:
+        sharding: the arguments of :func:`graphshard.backend`, as a dictionary.
+        args, kwargs: those of the trainer. The model is sharded when training begins; an optimizer
+            may be given. ``gradient_checkpointing``, ``bf16`` and peft models work as ever.
+
+    Raises:
+        ValueError: when training begins: ``args`` sets another strategy or compiler (``fsdp``,
+            ``deepspeed``, ``torch_compile``), or ``save_on_each_node``.
+    """
+
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(self, *args: Any, sharding: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self.sharding = sharding or {}
+        super().__init__(*args, **kwargs)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
+        """Shard the model when training begins."""
+        if training and not is_sharded(model):
+            if self.args.save_on_each_node:
+                raise ValueError(
+                    "save_on_each_node=True: set it to False, only one rank has the full model"
+                )
+            prepare(self.accelerator, model, **self.sharding)
+        return super()._wrap_model(model, training, dataloader)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write the full model on the first rank; all ranks have to call it."""
+        if state_dict is None and is_sharded(self.model):
+            state_dict = full_state_dict(self.model)
+        super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write the optimizer's shards on all ranks, and the schedule on the first."""
+        if not is_sharded(self.model):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        save_sharded(
+            Path(output_dir, FOLDER), self.model, [self.optimizer.optimizer], weights=False
+        )
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load what :meth:`_save_optimizer_and_scheduler` wrote, on any number of ranks.
+
+        Raises:
+            ValueError: the checkpoint was saved unsharded.
+        """
+        if checkpoint is None or not is_sharded(self.model):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        elif Path(checkpoint, TRAINER_STATE_NAME).exists():
+            load_sharded(
+                Path(checkpoint, FOLDER), self.model, [self.optimizer.optimizer], weights=False
+            )
+            schedule = torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True)
+            self.lr_scheduler.load_state_dict(schedule)
+
+
+class ShardedTrainer(ShardedTrainerMixin, Trainer):
+    """A ``transformers.Trainer`` whose model is sharded and compiled."""

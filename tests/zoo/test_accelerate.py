@@ -1,0 +1,114 @@
+"""Accelerate trains a model that `graphshard.integrations.accelerate.prepare` sharded as it trains
+one by DDP; what it saves is whole, and training goes on from it bitwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from torch import nn
+
+from graphshard.integrations.accelerate import prepare
+from tests import ranks
+from tests.numerics.compare import relative_error, whole
+
+from .launched import Texts, as_by_torchrun
+from .models import ZOO
+
+OPTIMIZERS: dict[str, Any] = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
+STEPS, MICROBATCHES = 6, 2
+
+
+class Training:
+    """A usual loop: two microbatches a step, clipped, with a schedule."""
+
+    def __init__(self, by: str, optimizer: str = "AdamW", **kwargs: Any) -> None:
+        as_by_torchrun()
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=MICROBATCHES, **kwargs)
+        torch.manual_seed(0)
+        model: nn.Module = ZOO["llama"].build()
+        optim = OPTIMIZERS[optimizer](model.parameters(), 1e-2)
+        schedule = torch.optim.lr_scheduler.LinearLR(optim, 1.0, 0.1, total_iters=STEPS)
+        loader = torch.utils.data.DataLoader(Texts(2 * STEPS * MICROBATCHES * 2), 2)
+        if by == "graphshard":
+            prepared = prepare(
+                self.accelerator, model, optim, loader, schedule, compiler="aot_eager"
+            )
+        else:
+            prepared = self.accelerator.prepare(model, optim, loader, schedule)
+        self.model, self.optim, self.loader, self.schedule = prepared
+
+    def train(self, start: int = 0, end: int = STEPS) -> tuple[list[float], list[float]]:
+        """Losses of microbatches, and norms of gradients of steps."""
+        losses, norms = [], []
+        accelerator = self.accelerator
+        loader = accelerator.skip_first_batches(self.loader, start * MICROBATCHES)
+        for number, batch in enumerate(loader, start * MICROBATCHES):
+            if number == end * MICROBATCHES:
+                break
+            with accelerator.accumulate(self.model):
+                loss = self.model(**batch).loss
+                accelerator.backward(loss)
+                losses.append(loss.item())
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                    norms.append(float(whole(norm)))
+                self.optim.step()
+                self.schedule.step()
+                self.optim.zero_grad()
+        return losses, norms
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        model = self.accelerator.unwrap_model(self.model)
+        return {name: whole(param.detach()).clone() for name, param in model.named_parameters()}
+
+
+def _beside_ddp(mixed_precision: str) -> tuple[float, float, float]:
+    """Largest relative errors of losses, of norms and of trained weights."""
+    ours = Training("graphshard", "SGD", mixed_precision=mixed_precision)
+    got = ours.train()
+    weights = ours.weights()
+    theirs = Training("ddp", "SGD", mixed_precision=mixed_precision)
+    expected = theirs.train()
+    errors = [
+        max(abs(a - b) / abs(b) for a, b in zip(mine, other, strict=True))
+        for mine, other in zip(got, expected, strict=True)
+    ]
+    worst = max(relative_error(weights[name], value) for name, value in theirs.weights().items())
+    return errors[0], errors[1], worst
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_trains_as_by_ddp(mixed_precision: str) -> None:
+    tolerance = 1e-5 if mixed_precision == "no" else 2e-2
+    for errors in ranks.run(2, _beside_ddp, mixed_precision):
+        assert max(errors) <= tolerance
+
+
+def _save_and_resume(folder: str) -> None:
+    path = Path(folder)
+    first = Training("graphshard")
+    first.train(0, 3)
+    first.accelerator.save_state(str(path / "state"))
+    before = first.weights()
+    first.accelerator.save_model(first.model, str(path / "model"))
+    rest = first.train(3)
+    again = Training("graphshard")
+    again.accelerator.load_state(str(path / "state"))
+    assert again.train(3) == rest
+    trained = first.weights()
+    assert all(torch.equal(value, trained[name]) for name, value in again.weights().items())
+    if dist.get_rank() == 0:
+        plain = ZOO["llama"].build()
+        plain.load_state_dict(load_file(path / "model" / "model.safetensors"), strict=False)
+        loaded = dict(plain.named_parameters())
+        assert all(torch.equal(value, loaded[name]) for name, value in before.items())
+
+
+def test_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+    ranks.run(2, _save_and_resume, str(tmp_path))

@@ -1,0 +1,156 @@
+"""`graphshard.integrations.transformers.ShardedTrainer` trains as `Trainer` does by DDP; what it
+saves are plain checkpoints, and training goes on from them bitwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.utils import logging
+
+from graphshard.integrations.transformers import ShardedTrainer
+from graphshard.params.sharded_param import sharded_param_of
+from tests import ranks
+from tests.numerics.compare import relative_error, whole
+
+from .launched import Texts, as_by_torchrun
+from .models import ZOO
+
+STEPS = 6
+SHARDING: dict[str, Any] = {"compiler": "aot_eager"}
+
+
+def _trainer(
+    folder: str, model: nn.Module | None = None, *, plain: bool = False, **kwargs: Any
+) -> Trainer:
+    as_by_torchrun()
+    logging.set_verbosity_error()
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {
+        "output_dir": folder,
+        "use_cpu": True,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 1.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    } | kwargs
+    arguments = TrainingArguments(**settings)
+    model = ZOO["llama"].build() if model is None else model
+    data = {"train_dataset": Texts(64), "eval_dataset": Texts(9)}
+    if plain:
+        return Trainer(model, arguments, **data)
+    return ShardedTrainer(model, arguments, sharding=SHARDING, **data)
+
+
+def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    params = trainer.model.named_parameters()
+    return {name: whole(param.detach()).clone() for name, param in params}
+
+
+def _history(trainer: Trainer, key: str) -> list[float]:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def _beside_ddp(folder: str, bf16: bool) -> dict[str, float]:
+    """Largest relative errors."""
+    found = []
+    for plain in (False, True):
+        trainer = _trainer(folder, plain=plain, optim="sgd", bf16=bf16)
+        trainer.train()
+        assert any(map(sharded_param_of, trainer.model.parameters())) != plain
+        numbers = {key: _history(trainer, key) for key in ("loss", "grad_norm")}
+        numbers["eval_loss"] = [trainer.evaluate()["eval_loss"]]
+        found.append((numbers, _weights(trainer)))
+    (ours, weights), (theirs, expected) = found
+    errors = {
+        key: max(abs(a - b) / abs(b) for a, b in zip(ours[key], theirs[key], strict=True))
+        for key in theirs
+    }
+    worst = max(relative_error(weights[name], value) for name, value in expected.items())
+    return errors | {"weights": worst}
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_trains_and_evaluates_as_by_ddp(tmp_path: Path, bf16: bool) -> None:
+    for errors in ranks.run(2, _beside_ddp, str(tmp_path), bf16):
+        assert max(errors.values()) <= (2e-2 if bf16 else 1e-5), errors
+
+
+def _save_and_resume(folder: str) -> None:
+    saving = {
+        "save_strategy": "steps",
+        "eval_strategy": "steps",
+        "save_steps": 2,
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+    }
+    first = _trainer(folder, **saving)
+    first.train()
+    best = str(first.state.best_model_checkpoint)
+    assert _equal(_weights(first), AutoModelForCausalLM.from_pretrained(best))
+    last = f"{folder}/checkpoint-{STEPS}"
+    again = _trainer(folder, **saving)
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    dist.barrier()
+    assert _history(again, "loss") == _history(first, "loss")
+    assert _equal(_weights(again), AutoModelForCausalLM.from_pretrained(best))
+    again.save_model(f"{folder}/end")
+    dist.barrier()
+    assert _equal(_weights(again), AutoModelForCausalLM.from_pretrained(f"{folder}/end"))
+    assert Path(last, "graphshard_optimizer", ".metadata").exists()
+
+
+def _equal(weights: dict[str, torch.Tensor], plain: nn.Module) -> bool:
+    loaded = dict(plain.named_parameters())
+    return all(torch.equal(value, loaded[name]) for name, value in weights.items())
+
+
+def test_goes_on_where_it_was_saved_and_loads_the_best(tmp_path: Path) -> None:
+    ranks.run(2, _save_and_resume, str(tmp_path))
+
+
+def _adapters(folder: str) -> None:
+    def adapted() -> Any:
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        torch.manual_seed(1)
+        return peft.get_peft_model(ZOO["llama"].build(), config)
+
+    saving = {"save_strategy": "steps", "save_steps": 3, "gradient_checkpointing": True}
+    first = _trainer(folder, adapted(), **saving)
+    first.train()
+    again = _trainer(folder, adapted(), **saving)
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    weights = _weights(first)
+    assert all(torch.equal(value, weights[name]) for name, value in _weights(again).items())
+    dist.barrier()
+    torch.manual_seed(1)
+    plain = peft.PeftModel.from_pretrained(ZOO["llama"].build(), f"{folder}/checkpoint-{STEPS}")
+    loaded = dict(plain.named_parameters())
+    adapters = [name for name in weights if "lora_" in name]
+    assert adapters and all(torch.equal(weights[name], loaded[name]) for name in adapters)
+
+
+def test_adapters_with_checkpointing_are_saved_and_resumed(tmp_path: Path) -> None:
+    ranks.run(2, _adapters, str(tmp_path))
+
+
+def _refuse(folder: str) -> None:
+    with pytest.raises(ValueError, match="dynamo_backend=INDUCTOR: graphshard compiles"):
+        _trainer(folder, torch_compile=True).train()
+    with pytest.raises(ValueError, match="save_on_each_node=True"):
+        _trainer(folder, save_on_each_node=True).train()
+
+
+def test_what_shards_or_compiles_by_itself_is_refused(tmp_path: Path) -> None:
+    ranks.run(1, _refuse, str(tmp_path))
