@@ -11,16 +11,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.utils import logging
 
-from graphshard.integrations.transformers import ShardedTrainer
+from graphshard.integrations.transformers import ShardedTrainer, ShardedTrainerMixin
 from graphshard.params.sharded_param import sharded_param_of
 from tests import ranks
 from tests.numerics.compare import relative_error, whole
 
 from .launched import Texts, as_by_torchrun
-from .models import ZOO
+from .models import VOCAB, ZOO
 
 STEPS = 6
 SHARDING: dict[str, Any] = {"compiler": "aot_eager"}
@@ -154,3 +160,53 @@ def _refuse(folder: str) -> None:
 
 def test_what_shards_or_compiles_by_itself_is_refused(tmp_path: Path) -> None:
     ranks.run(1, _refuse, str(tmp_path))
+
+
+class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Pairs of sentences for a sequence-to-sequence model."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(3, VOCAB, (7,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids[:4]}
+
+
+def _generate(folder: str) -> list[list[int]]:
+    """Return what a sharded model generates, after it has said the same as a plain one."""
+    answers = []
+    for plain in (False, True):
+        as_by_torchrun()
+        torch.manual_seed(0)
+        model = ZOO["t5"].build()
+        kind = Seq2SeqTrainer if plain else ShardedSeq2SeqTrainer
+        arguments = Seq2SeqTrainingArguments(
+            folder,
+            use_cpu=True,
+            max_steps=1,
+            optim="sgd",
+            per_device_train_batch_size=1,
+            per_device_eval_batch_size=1,
+            predict_with_generate=True,
+            generation_max_length=6,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        more: dict[str, Any] = {} if plain else {"sharding": SHARDING}
+        trainer = kind(model, arguments, train_dataset=Sentences(), **more)
+        trainer.train()
+        answers.append(trainer.predict(Sentences()).predictions)
+    ours, theirs = answers
+    assert ours.shape == theirs.shape and (ours == theirs).all(), (ours, theirs)
+    return ours.tolist()
+
+
+class ShardedSeq2SeqTrainer(ShardedTrainerMixin, Seq2SeqTrainer):
+    """The mixin before another trainer."""
+
+
+def test_generates_while_it_evaluates(tmp_path: Path) -> None:
+    ours, other = ranks.run(2, _generate, str(tmp_path))
+    assert ours == other

@@ -1,0 +1,90 @@
+"""TRL's `SFTTrainer` with `ShardedTrainerMixin` before it trains as it does by DDP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
+from trl import SFTConfig, SFTTrainer
+
+from graphshard.integrations.transformers import ShardedTrainerMixin
+from tests import ranks
+from tests.numerics.compare import relative_error, whole
+
+from .launched import as_by_torchrun
+from .models import ZOO
+
+STEPS = 4
+WORDS = ["the", "rank", "gathers", "what", "it", "needs", "and", "frees", "again", "."]
+
+
+class ShardedSFTTrainer(ShardedTrainerMixin, SFTTrainer):
+    """The mixin before another trainer."""
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def _train(folder: str, kind: Any, **more: Any) -> tuple[SFTTrainer, list[list[float]]]:
+    """Return the trainer with its losses and token accuracies."""
+    as_by_torchrun()
+    logging.set_verbosity_error()
+    torch.manual_seed(0)
+    lines = [{"text": " ".join(WORDS[i % 7 :] + WORDS[: i % 5])} for i in range(32)]
+    arguments = SFTConfig(
+        folder,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        max_steps=STEPS,
+        optim="sgd",
+        learning_rate=1e-2,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = kind(
+        ZOO["llama"].build(),
+        arguments,
+        train_dataset=datasets.Dataset.from_list(lines),
+        processing_class=_tokenizer(),
+        **more,
+    )
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return trainer, [[e["loss"] for e in logs], [e["mean_token_accuracy"] for e in logs]]
+
+
+def _beside_ddp(folder: str) -> None:
+    ours, numbers = _train(folder, ShardedSFTTrainer, sharding={"compiler": "aot_eager"})
+    theirs, expected = _train(folder, SFTTrainer)
+    for mine, other in zip(numbers, expected, strict=True):
+        assert len(other) == STEPS and mine == pytest.approx(other, rel=1e-4)
+    trained = {n: whole(p.detach()) for n, p in ours.model.named_parameters()}
+    for name, value in theirs.model.named_parameters():
+        name = name.removeprefix("module.")
+        assert relative_error(trained[name], value.detach()) <= 1e-5, name
+    ours.save_model(folder)
+    dist.barrier()
+    loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    assert all(torch.equal(value, loaded[name]) for name, value in trained.items())
+
+
+def test_sft_trains_as_by_ddp(tmp_path: Path) -> None:
+    ranks.run(2, _beside_ddp, str(tmp_path))
