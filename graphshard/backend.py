@@ -115,6 +115,10 @@ class Backend:
         is_cast = any(layout.dtype is not None for layout in layouts)
         return advising(compiled.run) if is_cast else compiled.run
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
+        # Lightning copies the arguments of torch.compile; plans and parameters to ignore are these.
+        return self
+
     @property
     def __name__(self) -> str:
         """The name that ``torch.compile`` reads while it is given a module: see [Note: first

@@ -1,0 +1,125 @@
+"""Lightning: strategies for its Trainer and for Fabric, and ``configure`` for a LightningModule.
+
+    class Model(LightningModule):
+        def configure_model(self):                        # Lightning calls it before it trains
+            configure(self, self.net, mp_policy=policy)   # shards self.net over all ranks
+
+    Trainer(strategy=ShardedStrategy(), accelerator="auto", devices=8)
+    Fabric(strategy=ShardedFabricStrategy(mp_policy=policy), devices=8)
+
+Both are Lightning's ``ModelParallelStrategy``, which saves DTensors (a folder by all ranks, or one
+file) and leaves sharding to others. They differ in two things: all ranks share the data, where its
+sizes "auto" shard nothing on one node; and microbatches that are accumulated communicate nothing,
+which it knows of DDP and FSDP2 alone. Read of Lightning 2.6: ``pytorch/strategies/parallel.py``,
+``pytorch/strategies/model_parallel.py`` and ``fabric/strategies/model_parallel.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning import LightningModule
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from ..params.grad_sync import no_sync
+from .compiled_in_place import is_sharded, shard_and_compile
+
+
+def configure(owner: LightningModule, model: nn.Module, **options: Any) -> None:
+    """Shard and compile a module of ``owner``; call it in ``configure_model``.
+
+    Lightning calls that again for validation and for every further ``fit``: the module stays as it
+    is then.
+
+    Args:
+        model: what ``training_step`` calls; not ``owner``, whose forward Lightning does not call.
+        options: the arguments of :func:`graphshard.backend`; the mesh is the strategy's by default.
+
+    Raises:
+        ValueError: ``model`` is ``owner``, or :func:`graphshard.backend` refuses an option.
+    """
+    if model is owner:
+        raise ValueError(
+            "Lightning calls training_step and not the LightningModule's forward: give configure() "
+            "the module that training_step calls, such as self.net"
+        )
+    if not is_sharded(model):
+        device: torch.device = owner.trainer.strategy.root_device
+        assert owner.device_mesh is not None
+        _shard_on(device, model, owner.device_mesh, options)
+
+
+class _AllShareTheData:
+    """Gives Lightning's strategies a mesh of all ranks; stands before one among the bases."""
+
+    _data_parallel_size: Any
+    num_processes: int
+    num_nodes: int
+
+    def setup_environment(self) -> None:
+        if self._data_parallel_size == "auto":
+            self._data_parallel_size = self.num_processes * self.num_nodes
+        super().setup_environment()  # type: ignore[misc]
+
+
+class ShardedStrategy(_AllShareTheData, ModelParallelStrategy):
+    """For ``lightning.Trainer``: all ranks share the data, and accumulation communicates nothing.
+
+    Args:
+        kwargs: those of ``ModelParallelStrategy``, such as ``save_distributed_checkpoint``.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(tensor_parallel_size=1, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Communicate no gradients, as for microbatches before the last."""
+        assert self.model is not None
+        with no_sync(self.model):
+            yield
+
+
+class ShardedFabricStrategy(_AllShareTheData, FabricStrategy):
+    """For ``lightning.Fabric``: ``fabric.setup(model)`` shards the model and compiles it in place.
+
+    Args:
+        save_distributed_checkpoint: False: ``fabric.save`` writes one file with full tensors.
+        options: the arguments of :func:`graphshard.backend`.
+    """
+
+    def __init__(self, *, save_distributed_checkpoint: bool = True, **options: Any) -> None:
+        super().__init__(
+            self._shard,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+        )
+        self._options = options
+        self._backward_sync_control = _NoSync()
+
+    def _shard(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        _shard_on(self.root_device, model, mesh, self._options)
+        return model
+
+
+class _NoSync(BackwardSyncControl):
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+        return no_sync(module) if enabled else nullcontext()
+
+
+def _shard_on(
+    device: torch.device, model: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any]
+) -> None:
+    """Shard and compile a model; Lightning itself makes one of the meta device real afterwards."""
+    stays = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
+    if not stays and not any(param.is_meta for param in model.parameters()):
+        model.to(device)
+    shard_and_compile(model, **{"mesh": mesh["data_parallel"], **options})

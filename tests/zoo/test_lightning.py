@@ -1,0 +1,187 @@
+"""Lightning's Trainer and Fabric train a model that graphshard sharded as they train one by DDP,
+communicate nothing for microbatches before the last, and go on bitwise from what they saved."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from torch.utils.data import DataLoader, DistributedSampler
+
+import graphshard
+from graphshard.integrations.lightning import ShardedFabricStrategy, ShardedStrategy, configure
+from graphshard.kinds import TransferKind
+from tests import ranks, recording
+from tests.numerics.compare import relative_error, whole
+
+from .launched import Texts, as_by_torchrun
+from .models import ZOO
+
+STEPS, MICROBATCHES = 4, 2
+SHARDING: dict[str, Any] = {"compiler": "aot_eager"}
+
+
+class Model(lightning.LightningModule):
+    """A causal language model; ``sharded`` says whether graphshard is to shard it."""
+
+    def __init__(self, sharded: bool, optimizer: str = "SGD") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.sharded, self.optimizer_name = ZOO["llama"].build(), sharded, optimizer
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.sharded:
+            configure(self, self.net, **SHARDING)
+
+    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        loss = self.net(**batch).loss
+        self.log("loss", loss)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: dict[str, torch.Tensor], index: int) -> None:
+        self.log("val_loss", self.net(**batch).loss)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return getattr(torch.optim, self.optimizer_name)(self.parameters(), 1e-2)
+
+
+def _fit(
+    folder: str, model: Model, steps: int, start: str | None = None, **strategy: Any
+) -> lightning.Trainer:
+    as_by_torchrun()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=ShardedStrategy(**strategy) if model.sharded else "ddp",
+        plugins=[TorchElasticEnvironment()],
+        max_steps=steps,
+        accumulate_grad_batches=MICROBATCHES,
+        gradient_clip_val=1.0,
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=2,
+        use_distributed_sampler=False,
+    )
+    # Two steps an epoch, and the same in each: resumed, Lightning counts epochs otherwise.
+    texts = Texts(2 * 2 * MICROBATCHES * dist.get_world_size())
+    batches = DataLoader(texts, 2, sampler=DistributedSampler(texts, shuffle=False))
+    trainer.fit(model, batches, DataLoader(Texts(8), 2), ckpt_path=start)
+    return trainer
+
+
+def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(param.detach()).clone() for name, param in model.named_parameters()}
+
+
+def _beside_ddp(folder: str) -> None:
+    recording.clear()
+    ours, theirs = Model(True), Model(False)
+    trainer = _fit(folder, ours, STEPS)
+    reduced = [e for e in recording.collectives() if e.kind == TransferKind.REDUCE_SCATTER]
+    other = _fit(folder, theirs, STEPS)
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
+    assert len(ours.losses) == STEPS * MICROBATCHES
+    expected = _weights(theirs)
+    assert all(relative_error(v, expected[n]) <= 1e-5 for n, v in _weights(ours).items())
+    losses = [float(t.callback_metrics["val_loss"]) for t in (trainer, other)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert len(reduced) % STEPS == 0 and len(reduced) < STEPS * MICROBATCHES
+
+
+def test_fits_as_by_ddp_and_reduces_once_a_step(tmp_path: Path) -> None:
+    ranks.run(2, _beside_ddp, str(tmp_path), backend="recording")
+
+
+def _resume(folder: str, distributed: bool) -> None:
+    saving = {"save_distributed_checkpoint": distributed}
+    path = f"{folder}/saved.ckpt"
+    first = Model(True, "AdamW")
+    _fit(folder, first, 2, **saving).save_checkpoint(path)
+    dist.barrier()
+    through, again = Model(True, "AdamW"), Model(True, "AdamW")
+    _fit(folder, through, STEPS, **saving)
+    _fit(folder, again, STEPS, start=path, **saving)
+    assert again.losses == through.losses[2 * MICROBATCHES :]
+    expected = _weights(through)
+    assert all(torch.equal(value, expected[name]) for name, value in _weights(again).items())
+    if not distributed:
+        plain = ZOO["llama"].build()
+        state = torch.load(path, weights_only=False)["state_dict"]
+        plain.load_state_dict({n.removeprefix("net."): v for n, v in state.items()}, strict=False)
+        saved = _weights(first.net)
+        assert all(torch.equal(saved[n], value) for n, value in plain.named_parameters())
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_fit_goes_on_where_it_was_saved(tmp_path: Path, distributed: bool) -> None:
+    ranks.run(2, _resume, str(tmp_path), distributed)
+
+
+def _fabric(strategy: Any) -> lightning.Fabric:
+    as_by_torchrun()
+    return lightning.Fabric(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=strategy,
+        plugins=[TorchElasticEnvironment()],
+    )
+
+
+def _train_by_fabric(strategy: Any, folder: str = "") -> tuple[list[float], Any]:
+    """Losses and weights; a sharded model is saved in the middle, and loaded by another."""
+    fabric = _fabric(strategy)
+    fabric.launch()
+    torch.manual_seed(0)
+    net = ZOO["llama"].build()
+    model, optim = fabric.setup(net, torch.optim.SGD(net.parameters(), 1e-2))
+    loader = fabric.setup_dataloaders(DataLoader(Texts(2 * 2 * STEPS * MICROBATCHES), 2))
+    losses = []
+    for number, batch in enumerate(loader):
+        last = number % MICROBATCHES == MICROBATCHES - 1
+        with fabric.no_backward_sync(model, enabled=not last):
+            loss = model(**batch).loss
+            fabric.backward(loss)
+        losses.append(loss.item())
+        if last:
+            fabric.clip_gradients(model, optim, max_norm=1.0)
+            optim.step()
+            optim.zero_grad()
+    if folder:
+        fabric.save(folder, {"model": model, "optim": optim, "step": STEPS})
+        before = _weights(net)
+        with torch.no_grad():
+            for param in net.parameters():
+                param.zero_()
+        assert fabric.load(folder, {"model": model, "optim": optim}) == {"step": STEPS}
+        assert all(torch.equal(value, before[name]) for name, value in _weights(net).items())
+    return losses, _weights(net)
+
+
+def _fabric_beside_ddp(folder: str) -> None:
+    recording.clear()
+    losses, weights = _train_by_fabric(ShardedFabricStrategy(**SHARDING), folder)
+    reduced = [e for e in recording.collectives() if e.kind == TransferKind.REDUCE_SCATTER]
+    expected, values = _train_by_fabric("ddp")
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert all(relative_error(weights[name], value) <= 1e-5 for name, value in values.items())
+    assert len(reduced) % STEPS == 0 and 0 < len(reduced) < STEPS * MICROBATCHES
+
+
+def test_fabric_trains_as_by_ddp_and_reduces_once_a_step(tmp_path: Path) -> None:
+    ranks.run(2, _fabric_beside_ddp, str(tmp_path / "saved"), backend="recording")
+
+
+def test_a_copied_backend_is_the_same() -> None:
+    backend = graphshard.backend(compiler="aot_eager")
+    assert copy.deepcopy({"backend": backend})["backend"] is backend
