@@ -9,6 +9,7 @@ from .options.schedule_policy import SchedulePolicy
 from .params.full_state_dict import full_state_dict
 from .params.grad_sync import no_sync, set_requires_all_reduce, set_requires_gradient_sync
 from .params.load_full_state_dict import load_full_state_dict
+from .params.materialize import materialize
 from .params.memory_report import MemoryReport, memory_report
 
 __version__ = "0.1.0"
@@ -21,6 +22,7 @@ __all__ = [
     "backend",
     "full_state_dict",
     "load_full_state_dict",
+    "materialize",
     "memory_report",
     "no_sync",
     "set_requires_all_reduce",

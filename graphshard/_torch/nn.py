@@ -7,7 +7,7 @@ checkpoint/_nested_dict.py.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,6 +34,16 @@ def parameters_if_initialised(module: nn.Module) -> dict[str, nn.Parameter | Non
     """Return the same; empty where ``nn.Module.__init__`` of ``module`` did not run."""
     parameters: dict[str, nn.Parameter | None] = module.__dict__.get("_parameters", {})
     return parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the registered buffers of this module alone; writable."""
+    return module._buffers
+
+
+def replace_parameters(module: nn.Module, change: Callable[[nn.Parameter], torch.Tensor]) -> None:
+    """Put other storages into all parameters of ``module``, as ``to_empty`` does."""
+    module._apply(lambda t: change(t) if isinstance(t, nn.Parameter) else t)
 
 
 def has_forward(module: nn.Module) -> bool:

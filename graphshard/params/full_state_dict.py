@@ -68,7 +68,9 @@ def full_state_dict(
     return full if optim is None else (full, _gathered_optimizer(root, optim, is_first))
 
 
-def checked_module(model: nn.Module, optim: torch.optim.Optimizer | None) -> nn.Module:
+def checked_module(
+    model: nn.Module, optim: torch.optim.Optimizer | None, *, allow_meta: bool = False
+) -> nn.Module:
     """Return the module itself, where ``torch.compile`` wrapped it."""
     root = uncompiled(model)
     if not isinstance(root, nn.Module):
@@ -76,7 +78,7 @@ def checked_module(model: nn.Module, optim: torch.optim.Optimizer | None) -> nn.
     if optim is not None and not isinstance(optim, torch.optim.Optimizer):
         raise ValueError(f"optim is a {type(optim).__name__}: give a torch.optim.Optimizer")
     for name, param in root.named_parameters():
-        if param.is_meta:
+        if param.is_meta and not allow_meta:
             raise ValueError(
                 f"parameter {name!r} is on the meta device: call model.to_empty(device=...) before"
             )

@@ -142,6 +142,13 @@ def reattach(module: nn.Module) -> None:
         module._graphshard_on_replacement()
 
 
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that ``module`` has when it is not sharded."""
+    if isinstance(module, ShardedModule):
+        return type(module)._graphshard_plain_class
+    return type(module)
+
+
 def had_sharded(module: nn.Module, name: str) -> bool:
     """Return whether ``module`` had a sharded parameter ``name``, whatever it holds now."""
     return isinstance(module, ShardedModule) and name in type(module)._graphshard_markers

@@ -1,9 +1,11 @@
-"""A full state dict is gathered and scattered by one parameter at a time: the most memory that a
-rank needs beside its shards, and beside the result on the first rank."""
+"""A full state dict is gathered and scattered by one parameter at a time, and a model of the meta
+device is initialised by one module at a time: the most memory that a rank needs beside its shards,
+and beside the result on the first rank."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -32,6 +34,25 @@ def _full_and_back() -> tuple[Memory, Memory]:
     gathering = peak_of(lambda: state.update(graphshard.full_state_dict(model)), params)
     scattering = peak_of(lambda: graphshard.load_full_state_dict(model, state), params)
     return gathering, scattering
+
+
+def _initialise() -> Memory:
+    import graphshard
+
+    give_memory_back()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with torch.device("meta"):
+        small, model = DeepMLP(16, 2), DeepMLP.of_bytes(PARAMS, LINEARS)
+    graphshard.materialize(graphshard.shard(small, mesh))
+    graphshard.shard(model, mesh)
+    return peak_of(lambda: graphshard.materialize(model), parameter_bytes(model))
+
+
+def test_one_module_at_a_time() -> None:
+    for memory in ranks.run_fresh(2, _initialise):
+        module, shards = memory.params / LINEARS, memory.params / 2
+        # The module, what drawing and checking its values takes, and what SLACK is for.
+        assert memory.peak - memory.before <= shards + 3 * module + SLACK, memory
 
 
 def test_one_parameter_at_a_time() -> None:

@@ -1,0 +1,283 @@
+"""Gives a sharded model of the meta device its values, a few parameters at a time.
+
+    shard(model)             DTensors of the meta device
+    init(model), pass 1      the first parameters are plain, full and real, the others on the meta
+                             device ─► this rank's rows of the first are kept
+    init(model), pass 2      the next ones are real ...
+
+So what an initialisation does to plain parameters counts (rows that it writes, ``p.data``, its
+random numbers), and not what DTensors make of it. [Note: passes] All parameters of a pass are whole
+at once, and every pass runs ``init`` over the whole model. It has at most the size of the largest
+module, which has to fit anyway, or where that is more, a sixteenth of the model up to 1 GiB: a
+deep model of small modules would take a pass for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .._torch.distributed import process_group
+from .._torch.dtensor import local_tensor
+from .._torch.nn import buffers_of, parameters_of, replace_parameters
+from ..errors import BackendError
+from .full_state_dict import checked_module, mesh_groups_of
+from .mesh_groups import MeshGroups
+from .parametrization import plain_class
+from .sharded_param import SHARDED_PARAM, sharded_param_of
+from .unfilled import mark_unfilled, num_unfilled
+
+Init = Callable[[nn.Module], object]
+T = TypeVar("T")
+
+
+def materialize(model: nn.Module, init: Init | None = None) -> None:
+    """Allocate what a sharded model has on the meta device, and initialise it.
+
+    All ranks of its mesh have to call it. Each computes whole parameters and keeps its rows: values
+    do not depend on the number of ranks, but on ``torch.manual_seed`` of the mesh's first rank.
+    Buffers that are not on the meta device stay as they are, if ``init`` leaves them.
+
+    Args:
+        model: a model that :func:`graphshard.shard` has sharded.
+        init: initialises the model that it is given. It is called some times, in each of which some
+            parameters are plain and real ones, and all others on the meta device, so it cannot
+            make one parameter of the values of another. None: ``model.init_weights()`` if there is
+            such a method, or else ``reset_parameters()`` of every module.
+
+    Raises:
+        ValueError: the model is not sharded, or ``init`` does not write a parameter or a buffer, or
+            reads one that is on the meta device. The model is on the meta device as before.
+    """
+    root = checked_module(model, None, allow_meta=True)
+    groups = mesh_groups_of(root)
+    if groups is None:
+        raise BackendError(f"{type(root).__name__} is not sharded: call graphshard.shard before")
+    names = [name for name, param in root.named_parameters() if param.is_meta]
+    seed = _common_seed(groups)
+    replace_parameters(root, lambda p: torch.empty_like(p, device=_device_of(p, groups)))
+    shells = [_Shell.of(module) for module in root.modules()]
+    try:
+        for number, part in enumerate(_passes(root, names)):
+            with _seeded(seed + number, groups.device):
+                _init_some(root, part, shells, init or _own_init, groups.device)
+        _check_buffers(shells)
+    except BaseException:
+        for shell in shells:
+            shell.restore_attributes()
+        replace_parameters(root, lambda p: torch.empty_like(p, device="meta"))
+        raise
+
+
+def _common_seed(groups: MeshGroups) -> int:
+    """Return a number that the first rank draws; every rank draws one, to stay in step."""
+    seed = torch.randint(2**48, (), dtype=torch.int64).to(groups.device)
+    dist.broadcast(seed, group=process_group(groups.all_ranks), group_src=0)
+    return int(seed)
+
+
+def _device_of(param: nn.Parameter, groups: MeshGroups) -> torch.device:
+    """Return where a shard is to be: on the host, where a policy keeps it."""
+    sharded = sharded_param_of(param)
+    kept = sharded is not None and sharded.layout.host_memory is not None
+    return torch.device("cpu") if kept else groups.device
+
+
+def _passes(root: nn.Module, names: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the names of parameters that are made in one pass: see [Note: passes]."""
+    sizes = {name: root.get_parameter(name).nbytes for name in names}
+    largest = max(sum(p.nbytes for p in m.parameters(recurse=False)) for m in root.modules())
+    limit = max(largest, min(sum(sizes.values()) // 16, 1 << 30))
+    part: list[str] = []
+    for name in names:
+        if part and sum(sizes[n] for n in part) + sizes[name] > limit:
+            yield part
+            part = []
+        part.append(name)
+    yield part
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the generators of the host and of ``device``, which are as before afterwards."""
+    devices = [] if device.type == "cpu" else [device]
+    kind = device.type if devices else "cuda"
+    with torch.random.fork_rng(devices, device_type=kind), torch.no_grad():
+        torch.manual_seed(seed)
+        yield
+
+
+@dataclass(frozen=True)
+class _Shell:
+    """What a module was before it was initialised.
+
+    Attributes:
+        attributes: all that its ``__dict__`` has.
+    """
+
+    module: nn.Module
+    kind: type[nn.Module]
+    attributes: dict[str, Any]
+    parameters: dict[str, nn.Parameter | None]
+    buffers: dict[str, torch.Tensor | None]
+
+    @staticmethod
+    def of(module: nn.Module) -> _Shell:
+        parameters, buffers = parameters_of(module), buffers_of(module)
+        return _Shell(module, type(module), dict(vars(module)), dict(parameters), dict(buffers))
+
+    def make_plain(self, twins: Mapping[nn.Parameter, nn.Parameter], device: torch.device) -> None:
+        """Give the module its own class, plain parameters, and new buffers in place of meta's."""
+        self.restore_attributes()
+        self.module.__class__ = plain_class(self.module)
+        parameters_of(self.module).update(
+            {name: p if p is None else twins[p] for name, p in self.parameters.items()}
+        )
+        buffers_of(self.module).update(
+            {name: _marked(b, device) for name, b in self.buffers.items() if _is_meta(b)}
+        )
+
+    def restore_parameters(self) -> None:
+        """Give the module its sharded class and parameters again."""
+        self.module.__class__ = self.kind
+        _refill(parameters_of(self.module), self.parameters)
+
+    def restore_attributes(self) -> None:
+        """Undo what an initialisation has left in the module."""
+        _refill(vars(self.module), self.attributes)
+        _refill(buffers_of(self.module), self.buffers)
+
+
+def _refill(values: dict[str, T], before: Mapping[str, T]) -> None:
+    values.clear()
+    values.update(before)
+
+
+def _init_some(
+    root: nn.Module,
+    names: Sequence[str],
+    shells: Sequence[_Shell],
+    init: Init,
+    device: torch.device,
+) -> None:
+    """Initialise the model with some real parameters, and keep this rank's rows of these."""
+    shards = {name: root.get_parameter(name) for name in names}
+    real = set(shards.values())
+    twins = {p: _plain_twin(p, device if p in real else None) for p in root.parameters()}
+    for shell in shells:
+        shell.make_plain(twins, device)
+    try:
+        _run(init, root)
+        full = {name: root.get_parameter(name).detach() for name in names}
+    finally:
+        for shell in shells:
+            shell.restore_parameters()
+    for name, shard in shards.items():
+        _check_written(name, full[name], shard)
+        _keep_rows(full.pop(name), shard)
+
+
+def _plain_twin(param: nn.Parameter, device: torch.device | None) -> nn.Parameter:
+    """Return a full parameter with the attributes that users gave it; None: of the meta device."""
+    place = torch.device("meta") if device is None else device
+    empty = torch.empty(param.shape, dtype=param.dtype, device=place)
+    mark_unfilled(empty)
+    twin = nn.Parameter(empty, requires_grad=False).requires_grad_(param.requires_grad)
+    vars(twin).update({name: v for name, v in vars(param).items() if name != SHARDED_PARAM})
+    return twin
+
+
+def _run(init: Init, root: nn.Module) -> None:
+    """
+    Raises:
+        BackendError: ``init`` reads what is on the meta device.
+    """
+    try:
+        init(root)
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta" not in str(error):
+            raise
+        raise BackendError(
+            "init reads a parameter, or makes one of the values of another: while some parameters "
+            f"are initialised, all others are on the meta device and have none ({error})"
+        ) from error
+
+
+def _own_init(root: nn.Module) -> None:
+    """Initialise a model by its own methods."""
+    if callable(init_weights := getattr(root, "init_weights", None)):
+        init_weights()
+        return
+    for module in root.modules():
+        names = ("reset_parameters", "_reset_parameters")
+        resets = [getattr(module, name) for name in names if hasattr(module, name)]
+        if resets:
+            resets[0]()
+
+
+def _check_written(name: str, full: torch.Tensor, param: nn.Parameter) -> None:
+    """
+    Raises:
+        BackendError: a parameter has other sizes now, or not all of its elements were written.
+    """
+    if full.is_meta or full.shape != param.shape:
+        raise BackendError(
+            f"init replaced {name!r}, {tuple(param.shape)}, by a parameter of {tuple(full.shape)} "
+            f"on {full.device}: write its values in place"
+        )
+    if unwritten := num_unfilled(full.contiguous()):
+        raise BackendError(
+            f"init does not write {unwritten} of the {full.numel()} elements of {name!r}: "
+            "give graphshard.materialize a function init(model) that writes all parameters"
+        )
+
+
+def _keep_rows(full: torch.Tensor, param: nn.Parameter) -> None:
+    """Write this rank's rows of a full parameter into its shard."""
+    sharded = sharded_param_of(param)
+    if sharded is None:
+        param.detach().copy_(full)
+        return
+    rows = sharded.layout.rows
+    local_tensor(param).copy_(full if rows is None else full[sharded.layout.own_rows])
+
+
+def _is_meta(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.is_meta
+
+
+def _marked(meta: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    """Return a real buffer, filled with what tells that nobody has written it."""
+    if meta is None:
+        return None
+    buffer = torch.zeros_like(meta, device=device)
+    if not mark_unfilled(buffer) and not buffer.is_floating_point() and buffer.dtype != torch.bool:
+        buffer.fill_(torch.iinfo(buffer.dtype).min)
+    return buffer
+
+
+def _is_unwritten(buffer: torch.Tensor) -> bool:
+    if buffer.is_meta or num_unfilled(buffer.contiguous()):
+        return True
+    integer = not (buffer.is_floating_point() or buffer.is_complex() or buffer.dtype == torch.bool)
+    return integer and bool((buffer == torch.iinfo(buffer.dtype).min).any())
+
+
+def _check_buffers(shells: Sequence[_Shell]) -> None:
+    """
+    Raises:
+        BackendError: a buffer of the meta device was not written.
+    """
+    for shell in shells:
+        for name, buffer in buffers_of(shell.module).items():
+            if _is_meta(shell.buffers.get(name)) and buffer is not None and _is_unwritten(buffer):
+                raise BackendError(
+                    f"init does not write the buffer {name!r} of {type(shell.module).__name__}: "
+                    "write it there, or make what is constant outside of torch.device('meta')"
+                )

@@ -1,0 +1,171 @@
+"""`graphshard.materialize`: shards of a model of the meta device get the values that its own
+initialisation gives to plain parameters, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+import graphshard
+from tests import ranks
+from tests.models import GPT
+from tests.numerics.compare import compile_sharded, whole, world_mesh
+
+
+class Tricky(nn.Module):
+    """Writes rows, draws for a part of a parameter, ties, and has buffers of many kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6, padding_idx=3)
+        self.lin = nn.Linear(6, 11)
+        self.tied = nn.Linear(6, 11, bias=False)
+        self.tied.weight = self.embed.weight
+        self.norm = nn.BatchNorm1d(11)
+        self.register_buffer("angles", torch.arange(5.0))
+        self.register_buffer("twice", torch.zeros(5), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out = self.lin(self.embed(ids).mean(1)) + self.tied(self.embed(ids).mean(1))
+        return (self.norm(out) * self.angles.sum()).square().mean()
+
+    def init_weights(self) -> None:
+        nn.init.trunc_normal_(self.embed.weight, std=0.02)
+        self.embed.weight.data[3] = 0
+        bound = 1 / math.sqrt(self.lin.weight.shape[1])
+        for row in self.lin.weight.data:
+            row.uniform_(-bound, bound)
+        self.lin.weight.data[5:].mul_(2)
+        self.lin.bias.data = torch.full_like(self.lin.bias, 0.5)
+        self.norm.reset_parameters()
+        self.angles = 1.0 / 10 ** torch.arange(5, device=self.angles.device)
+        self.twice.copy_(self.angles).mul_(2)
+
+
+def _materialized(kind: Callable[[], nn.Module], init: Any = None, **options: Any) -> nn.Module:
+    torch.manual_seed(7 + dist.get_rank())  # the first rank's counts
+    with torch.device("meta"):
+        model = kind()
+    graphshard.shard(model, world_mesh(), **options)
+    graphshard.materialize(model, init)
+    return model
+
+
+def _values(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: whole(value.detach()).cpu().clone() for name, value in named}
+
+
+def _by_ranks(kind: Callable[[], nn.Module], init: Any = None, **options: Any) -> Any:
+    model = _materialized(kind, init, **options)
+    assert not any(value.is_meta for value in (*model.parameters(), *model.buffers()))
+    return _values(model)
+
+
+KINDS: list[Any] = [Tricky, GPT, lambda: nn.LSTM(5, 7), lambda: nn.MultiheadAttention(6, 2)]
+
+
+@pytest.mark.parametrize("number", range(len(KINDS)))
+def test_values_do_not_depend_on_the_number_of_ranks(number: int) -> None:
+    found = [ranks.run(world, _numbered, number)[0] for world in (1, 2)]
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def _numbered(number: int) -> Any:
+    return _by_ranks(KINDS[number])
+
+
+def _tricky() -> None:
+    model = _materialized(Tricky)
+    values = _values(model)
+    embed, weight = values["embed.weight"], values["lin.weight"]
+    assert model.get_parameter("tied.weight") is model.get_parameter("embed.weight")
+    assert (embed[3] == 0).all() and (embed[[0, 1, 2, 4]] != 0).all()
+    assert 0.005 < embed.std() < 0.05
+    assert weight[5:].abs().max() > 1 / math.sqrt(6) > weight[:5].abs().max()
+    assert weight.unique().numel() == weight.numel()
+    assert (values["lin.bias"] == 0.5).all()
+    assert torch.equal(values["angles"], 1.0 / 10 ** torch.arange(5))
+    assert torch.equal(values["twice"], 2 * values["angles"])
+    assert values["norm.running_var"].eq(1).all() and values["norm.num_batches_tracked"] == 0
+    compiled = compile_sharded(model)
+    for _ in range(2):
+        compiled(torch.randint(11, (4, 5))).backward()
+
+
+def test_writes_to_rows_and_to_data_count() -> None:
+    ranks.run(2, _tricky)
+
+
+def _normal(model: nn.Module) -> None:
+    for param in model.parameters():
+        nn.init.normal_(param, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"offload_policy": CPUOffloadPolicy()}, {"overrides": {"*bias": {"shard": False}}}],
+)
+def test_an_init_of_your_own(options: dict[str, Any]) -> None:
+    one, two = ranks.run(2, _by_ranks, GPT, _normal, **options)
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
+    assert all(value.std() > 0.5 for value in one.values() if value.numel() > 8)
+
+
+def _half(model: nn.Module) -> None:
+    nn.init.zeros_(model.lin.weight)
+
+
+def _reads(model: nn.Module) -> None:
+    if model.lin.weight.sum() > 0:
+        nn.init.zeros_(model.lin.weight)
+
+
+def _forgets_buffers(model: nn.Module) -> None:
+    for param in model.parameters():
+        nn.init.zeros_(param)
+
+
+def _refuse() -> None:
+    with torch.device("meta"):
+        model = Tricky()
+    with pytest.raises(ValueError, match="Tricky is not sharded"):
+        graphshard.materialize(model)
+    graphshard.shard(model, world_mesh())
+    before = dict(model.named_buffers())
+    with pytest.raises(ValueError, match=r"does not write 66 of the 66 elements of 'embed.weight'"):
+        graphshard.materialize(model, _half)
+    with pytest.raises(ValueError, match="init reads a parameter"):
+        graphshard.materialize(model, _reads)
+    assert all(param.is_meta for param in model.parameters())
+    assert all(value is before[name] for name, value in model.named_buffers())
+    with pytest.raises(ValueError, match="does not write the buffer 'angles' of Tricky"):
+        graphshard.materialize(model, _forgets_buffers)
+    graphshard.materialize(model)
+    assert compile_sharded(model)(torch.randint(11, (4, 5))).isfinite()
+
+
+def test_what_is_not_written_or_read_is_an_error_and_changes_nothing() -> None:
+    ranks.run(2, _refuse)
+
+
+def _partly() -> None:
+    """A buffer that has values already keeps them."""
+    with torch.device("meta"):
+        model = nn.Linear(4, 6)
+    model.register_buffer("kept", torch.ones(3))
+    graphshard.shard(model, world_mesh())
+    graphshard.materialize(model)
+    assert torch.equal(model.kept, torch.ones(3))
+
+
+def test_what_has_values_keeps_them() -> None:
+    ranks.run(2, _partly)
