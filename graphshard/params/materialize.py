@@ -188,7 +188,7 @@ def _plain_twin(param: nn.Parameter, device: torch.device | None) -> nn.Paramete
     place = torch.device("meta") if device is None else device
     empty = torch.empty(param.shape, dtype=param.dtype, device=place)
     mark_unfilled(empty)
-    twin = nn.Parameter(empty, requires_grad=False).requires_grad_(param.requires_grad)
+    twin = nn.Parameter(empty, requires_grad=param.requires_grad)
     vars(twin).update({name: v for name, v in vars(param).items() if name != SHARDED_PARAM})
     return twin
 
@@ -245,7 +245,8 @@ def _keep_rows(full: torch.Tensor, param: nn.Parameter) -> None:
         param.detach().copy_(full)
         return
     rows = sharded.layout.rows
-    local_tensor(param).copy_(full if rows is None else full[sharded.layout.own_rows])
+    local = local_tensor(sharded.dtensor)
+    local.copy_(full if rows is None else full[sharded.layout.own_rows])
 
 
 def _is_meta(tensor: torch.Tensor | None) -> bool:
