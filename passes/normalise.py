@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from graphshard._torch.tensors import fake_mode_of
+from graphshard._torch.tensors import fake_mode_of, returns_nothing
 from graphshard.ops import markers
 from graphshard.ops.bucket_copy import copy_out
 from graphshard.ops.nodes import root_of
@@ -63,11 +63,18 @@ def _is_gathered(node: fx.Node) -> bool:
 def _fill_values(graph: fx.Graph) -> None:
     """Give a fake value to nodes without one, so that their time and bytes are counted.
 
-    AOTAutograd leaves it out where it wraps an operator in the state of a random generator.
+    AOTAutograd leaves it out where it wraps an operator in the state of a random generator, and of
+    operators that return nothing (``torch.cuda.synchronize()`` is one in a graph).
     """
     for node in graph.nodes:
         if node.op == "call_function" and "val" not in node.meta:
-            arguments: Any = (node.args, node.kwargs)
-            args, kwargs = fx.map_arg(arguments, lambda n: n.meta.get("val"))
-            with fake_mode_of((args, kwargs)):
-                node.meta["val"] = node.target(*args, **kwargs)
+            node.meta["val"] = None if returns_nothing(node.target) else _value(node)
+
+
+def _value(node: fx.Node) -> Any:
+    """Compute the fake value of a node, which may have no tensors among its arguments."""
+    arguments: Any = (node.args, node.kwargs)
+    args, kwargs = fx.map_arg(arguments, lambda n: n.meta.get("val"))
+    target: Any = node.target
+    with fake_mode_of(other.meta.get("val") for other in node.graph.nodes):
+        return target(*args, **kwargs)

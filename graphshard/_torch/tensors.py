@@ -25,10 +25,16 @@ def fake_mode_of(values: Iterable[object]) -> FakeTensorMode:
     """Return the mode of the first fake tensor in ``values``, or in containers among them.
 
     Raises:
-        StopIteration: there is none.
+        ValueError: there is none.
     """
     leaves = (leaf for value in values for leaf in tree_leaves(value))
-    return next(leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor))
+    for leaf in leaves:
+        if isinstance(leaf, FakeTensor):
+            return leaf.fake_mode
+    raise ValueError(
+        "no node of a graph has a fake tensor for its value, as AOTAutograd leaves it in "
+        'meta["val"]: nothing tells how the graph was traced. Hand over the graph as it was traced'
+    )
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -64,6 +70,11 @@ def traced_storage(node: fx.Node) -> int | None:
 def base_name(op: object) -> str:
     """Return the name of an operator: "mm" of ``aten.mm.out``; "" of one of a higher order."""
     return op.name().partition("::")[2].partition(".")[0] if isinstance(op, OpOverload) else ""
+
+
+def returns_nothing(op: object) -> bool:
+    """Return whether an operator has no outputs; False of one of a higher order."""
+    return isinstance(op, OpOverload) and not op._schema.returns
 
 
 def argument_names(op: object) -> list[str]:

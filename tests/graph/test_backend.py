@@ -141,3 +141,37 @@ def test_a_failed_compile_keeps_its_number_and_its_dumps(mesh: DeviceMesh, tmp_p
     with torch.no_grad():
         compiled(torch.ones(5, 7))
     assert (tmp_path / "01-inference.json").exists()
+
+
+_calls: list[str] = []
+
+
+@torch.library.custom_op("graphshard_tests::call", mutates_args=())
+def _call(name: str) -> None:
+    _calls.append(name)
+
+
+@_call.register_fake
+def _(name: str) -> None:
+    pass
+
+
+fx.node.has_side_effect(torch.ops.graphshard_tests.call.default)
+
+
+class _Calls(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _call("forward")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_an_operator_without_tensors(mesh: DeviceMesh, compiler: str) -> None:
+    """As `torch.cuda.synchronize` is in a graph."""
+    _calls.clear()
+    model = torch.compile(_Calls(), backend=_backend(mesh, compiler), fullgraph=True)
+    model(torch.ones(5, 7)).backward()
+    assert _calls == ["forward"]
+    with torch.no_grad():
+        model(torch.ones(5, 7))
+    assert _calls == ["forward"] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from graphshard.cost.devices import HARDWARE
 from graphshard.cost.model import CostModel
@@ -33,6 +34,20 @@ def test_parameters_are_gathered_where_they_are_used_first(group: str) -> None:
     for _ in range(2):
         normalise(graph)
         assert targets(graph) == [unshard, mul, unshard, t, mul]
+
+
+def test_an_operator_that_takes_no_tensor(group: str) -> None:
+    """AOTAutograd notes no value of one that is wrapped in the state of a random generator."""
+    build = Builder(group)
+    x = build.primal(8, 8)
+    save_state = torch.ops.higher_order.run_and_save_rng_state
+    arguments = (torch.ops.aten.rand.default, [4])
+    noise = build.graph.call_function(save_state, arguments, {"device": torch.device("cpu")})
+    build.module(build.call(mul, x, x))
+    normalise(build.graph)
+    _, values = noise.meta["val"]
+    assert isinstance(values, FakeTensor) and values.shape == (4,)
+    build_problem(build.graph, GraphKind.FORWARD, CostModel(HARDWARE["cpu"]), {})
 
 
 def test_a_reading_leaves_the_graph_as_it_is(group: str) -> None:
