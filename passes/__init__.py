@@ -3,7 +3,7 @@ joint graph before it is partitioned; each of the forward, backward and inferenc
 a problem, scheduled, and lowered by the plan, after Inductor's own passes.
 
     traced graph ─► float8 ─► [AOTAutograd]
-    joint graph ─► dedup ─► casts ─► float8 ─► reshard ─► [partitioner] ─► forward, backward
+    joint graph ─► host waits ─► dedup ─► casts ─► float8 ─► reshard ─► [partitioner] ─► forward, backward
     forward, backward ─► keep secondary shards ─► keep gathered ─► offload activations
     forward ─► save written inputs as they were
     [Inductor] ─► each graph ─► normalise ─► read the problem ─► plan ─► lower
@@ -33,6 +33,7 @@ from graphshard.passes.casts import cast_before_gather, cast_early
 from graphshard.passes.dedup import merge, merge_unshards
 from graphshard.passes.describe import describe_params
 from graphshard.passes.float8 import gather_float8, scale_before_gather, use_float8
+from graphshard.passes.host_waits import lead_parameters_past
 from graphshard.passes.keep_unsharded import keep, keep_secondary_shards, keepable
 from graphshard.passes.lower import apply_buckets, apply_replicate
 from graphshard.passes.normalise import normalise
@@ -45,7 +46,7 @@ from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem, Transfer
 TRACED = (use_float8,)
 """Passes on the graph that Dynamo traced."""
 
-JOINT = (merge, cast_early, gather_float8, settle_gathers, reshard)
+JOINT = (lead_parameters_past, merge, cast_early, gather_float8, settle_gathers, reshard)
 """Passes on the joint graph, before it is partitioned."""
 
 __all__ = [

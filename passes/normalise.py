@@ -10,6 +10,7 @@ behind its scale:
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from torch import fx
@@ -74,7 +75,12 @@ def _fill_values(graph: fx.Graph) -> None:
 def _value(node: fx.Node) -> Any:
     """Compute the fake value of a node, which may have no tensors among its arguments."""
     arguments: Any = (node.args, node.kwargs)
-    args, kwargs = fx.map_arg(arguments, lambda n: n.meta.get("val"))
+    args, kwargs = fx.map_arg(arguments, _value_or_subgraph)
     target: Any = node.target
     with fake_mode_of(other.meta.get("val") for other in node.graph.nodes):
         return target(*args, **kwargs)
+
+
+def _value_or_subgraph(node: fx.Node) -> Any:
+    module = node.graph.owning_module
+    return attrgetter(node.target)(module) if node.op == "get_attr" else node.meta.get("val")

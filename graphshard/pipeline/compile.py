@@ -205,8 +205,10 @@ def _compile_graphs(
             run = _by_inductor(traced, lowering, partition, settings, inductor_options)
         else:
             run = _by_aten(traced, lowering, partition)
-    known = (lowering.plans.get(kind) or recorder.load(kind) for kind in GraphKind)
-    return run, [plan for plan in known if plan is not None]
+    known = {kind: lowering.plans.get(kind) or recorder.load(kind) for kind in GraphKind}
+    if known[GraphKind.FORWARD]:
+        known.pop(GraphKind.INFERENCE)  # of a part of it: Inductor lowers subgraphs, too
+    return run, [plan for plan in known.values() if plan is not None]
 
 
 def _by_inductor(

@@ -1,0 +1,48 @@
+"""Waits of the host that are nodes of a graph: ``torch.cuda.synchronize()`` in torch 2.13.
+
+AOTAutograd has all values from before a wait pass through it, so that nothing moves across
+(``wrap_all_sync_nodes_with_control_deps`` in torch/_functorch/_aot_autograd/streams.py):
+
+    control_deps((a, w), wait, a, w)      a, w = its items 1 and 2; ``wait`` is a submodule
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+from torch import fx
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Return whether values pass through a node that waits."""
+    return node.op == "call_function" and str(node.target) == "control_deps"
+
+
+def lead_past(wait: fx.Node, values: Container[fx.Node]) -> None:
+    """Have those of the values that pass through ``wait`` not do so, and none of them wait."""
+    arguments: Any = wait.args
+    before, subgraph, *passing = arguments
+    kept = [i for i, value in enumerate(passing) if value not in values]
+    _keep(getattr(wait.graph.owning_module, subgraph.target), kept)
+    wait.args = (tuple(n for n in before if n not in values), subgraph, *(passing[i] for i in kept))
+    for item in list(wait.users):
+        position: Any = item.args[1]
+        if position and position - 1 not in kept:
+            item.replace_all_uses_with(passing[position - 1])
+            wait.graph.erase_node(item)
+        elif position:
+            item.args = (wait, 1 + kept.index(position - 1))
+
+
+def _keep(wait: fx.GraphModule, kept: list[int]) -> None:
+    """Have a submodule take and return fewer values: those of the positions ``kept``."""
+    taken = list(wait.graph.find_nodes(op="placeholder"))
+    output = wait.graph.output_node()
+    results: Any = output.args[0]
+    first, *others = results if isinstance(results, (tuple, list)) else [results]
+    output.args = ((first, *(others[i] for i in kept)),)
+    for i, node in enumerate(taken):
+        if i not in kept:
+            wait.graph.erase_node(node)
+    wait.recompile()
