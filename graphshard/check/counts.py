@@ -13,15 +13,16 @@ _BUCKET_COPIES = ("aten._foreach_copy_", "aten._chunk_cat", "aten.split_with_siz
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of kernels, copies and waits in the graphs of a step.
+    """Numbers of kernels, copies and waits of a step: waits of all of it, the rest of its graphs.
 
     Attributes:
         kernels: all kernels, those of ``bucket_copies`` among them.
         bucket_copies: kernels that copy into packed buffers and out of them.
         collectives: launches.
         host_copies: tensors that are copied between host and device.
-        host_waits: how often the host waits for the device, as where it reads gradients.
-        blocking: names of copies and the like that make it wait.
+        host_waits: how often the host waits for the device: where it reads gradients, and for
+            what is in ``blocking``.
+        blocking: names of copies and synchronisations that make it wait.
     """
 
     kernels: int
@@ -33,10 +34,10 @@ class Counts:
 
 
 def count(actions: Sequence[Action], runs: Iterable[GraphRun]) -> Counts:
-    """Count what the graphs of ``runs`` ask for.
+    """Count what a step asks for.
 
     Args:
-        actions: of a recording, in which those of ``runs`` lie.
+        actions: of the step, in which those of ``runs`` lie.
     """
     own = [action for run in runs for action in actions[slice(*run.actions)]]
     work = [action for action in own if isinstance(action, Work)]
@@ -45,6 +46,6 @@ def count(actions: Sequence[Action], runs: Iterable[GraphRun]) -> Counts:
         bucket_copies=sum(w.kernels for w in work if w.name.startswith(_BUCKET_COPIES)),
         collectives=sum(w.name.startswith("_c10d_functional.") for w in work),
         host_copies=sum(w.name.startswith("aten.copy_") and not w.kernels for w in work),
-        host_waits=sum(isinstance(a, WaitEvent) and a.stream == HOST for a in own),
-        blocking=tuple(w.name for w in work if w.blocks_host),
+        host_waits=sum(isinstance(a, WaitEvent) and a.stream == HOST for a in actions),
+        blocking=tuple(a.name for a in actions if isinstance(a, Work) and a.blocks_host),
     )

@@ -37,6 +37,7 @@ from .._torch.no_gpu.operators import (
     WeakStorage,
     is_allocation,
     is_view,
+    run_on_streams,
     tensors_in,
     written_in,
 )
@@ -45,6 +46,7 @@ from .._torch.tensors import OpOverload, argument_names, base_name, is_traceable
 from ..ops import host_copy
 from ..ops.library import implementation_of
 from .actions import HOST, Action, Allocate, Free, Record, RecordStream, WaitEvent, Work
+from .in_flight import Launched, Registered
 from .runs import GraphRun, Launch
 
 COMPUTE = "compute"
@@ -82,7 +84,8 @@ class Recorder(Hooks):
         self.runs: list[GraphRun] = []
         self._blocks: dict[int, _Block] = {}
         self._num_blocks = self._num_events = 0
-        self._launched: dict[int, list[_Launched | _Registered]] = {}
+        self._launched: dict[int, list[Launched | Registered]] = {}
+        self._run = GraphRun()  # of what is launched outside of graphs: it is not among the runs
         self._pinned: dict[int, WeakStorage] = {}
 
     @contextmanager
@@ -113,11 +116,12 @@ class Recorder(Hooks):
             return call(arguments)
         self._free()
         given = tuple({self._block(tensor) for tensor in tensors_in([arguments])})
-        run, start = GraphRun(arguments=given), len(self.actions)
-        self.runs.append(run)
+        self._run, start = GraphRun(arguments=given), len(self.actions)
+        self.runs.append(self._run)
         outputs = call(arguments)
         self._free()
-        run.actions = (start, len(self.actions))
+        self._run.actions = (start, len(self.actions))
+        self._run = GraphRun()
         return outputs
 
     def kernel_runs(self, name: str, source: str, arguments: tuple[Any, ...]) -> None:
@@ -151,8 +155,22 @@ class Recorder(Hooks):
                 self.actions.append(WaitEvent(event, stream_name(stream)))
             case "synchronize_event":
                 self.actions.append(WaitEvent(event, HOST))
+            case "synchronize_stream":
+                self._host_waits(what, [stream_name(stream)])
             case _:
-                self.actions.append(Work(what, HOST, blocks_host=True))
+                self.synchronized()
+
+    def synchronized(self) -> None:
+        if self._is_recording:
+            streams = {action.stream for action in self.actions if isinstance(action, Work)}
+            self._host_waits("synchronize_device", sorted(streams - {HOST}))
+
+    def _host_waits(self, name: str, streams: Iterable[str]) -> None:
+        """Note that the host waits, once, for all work so far on ``streams``."""
+        for stream in streams:
+            self._order(stream, name)
+        self._order(name, HOST)
+        self.actions.append(Work(name, HOST, blocks_host=True))
 
     # --- actions -------------------------------------------------------------------------------
 
@@ -206,6 +224,8 @@ class Recorder(Hooks):
         special = _SPECIAL.get(str(op))
         if special is not None:
             return special(self, op, *args, **kwargs)
+        if str(op).startswith("streams."):  # of the user's, in a graph
+            return run_on_streams(op, args, kwargs)
         if str(op).startswith("graphshard."):
             return self._own(op, args, kwargs)
         outputs = op(*args, **kwargs)
@@ -242,12 +262,22 @@ class Recorder(Hooks):
         if not on_device:
             self.work(str(op), inputs, outputs, HOST)
         elif on_host and isinstance(op, OpOverload):  # others only keep states of generators there
-            is_async = _is_non_blocking(op, args, kwargs) and all(map(self._is_pinned, on_host))
+            is_async = _is_non_blocking(op, args, kwargs)
+            if is_async and base_name(op) == "_to_copy":
+                self._pin_copies(outputs)
+            is_async = is_async and all(map(self._is_pinned, on_host))
             self.work(str(op), inputs, outputs, blocks_host=not is_async)
             if not is_async:
                 self._order(current_stream(), HOST)
         else:
             self.work(str(op), inputs, outputs, kernels=num_kernels(op, args, kwargs))
+
+    def _pin_copies(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Note that the host's memory of a copy for which it is not to wait is made locked
+        (``_to_copy`` in aten/src/ATen/native/TensorConversions.cpp)."""
+        for tensor in outputs:
+            if tensor.device.type == "cpu":
+                self.pinned(tensor)
 
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
         pinned = self._pinned.get(WeakStorage(tensor).address)
@@ -259,35 +289,39 @@ class Recorder(Hooks):
         for tensor in (*inputs, *results):
             self._block(tensor)
         group = str(args[-1])
-        number = self.runs[-1].launch(Launch(name, group))
+        number = self._run.launch(Launch(name, group))
         stream = f"nccl {group}"
         self._order(current_stream(), stream)
         self.work(name, inputs, results, stream)
-        launched = _Launched(number, self._record(stream), [*inputs, *results])
+        launched = Launched(self._run, number, self._record(stream), [*inputs, *results])
         for result in results:
             self._launched.setdefault(self._block(result), []).append(launched)
 
     def _wait(self, op: Any, tensor: torch.Tensor) -> torch.Tensor:
         """The current stream waits; then nothing keeps the tensors of the collective."""
         for launched in self._launched.pop(self._block(tensor), ()):
-            self.runs[-1].wait(launched.number)
-            launched.wait(self)
+            launched.run.wait(launched.number)
+            if action := launched.wait(current_stream()):
+                self.actions.append(action)
         return tensor
 
     def _own(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run one of this project's operators as on a device: what it calls is noted."""
         if op in (host_copy.copy_to_device, host_copy.copy_to_host):
-            self.runs[-1].launch(Launch(str(op), ""))
+            self._run.launch(Launch(str(op), ""))
         with _Operators(self):
             return implementation_of(op)(*args, **kwargs)
 
     def register(self, tensor: torch.Tensor, work: dist.Work) -> None:
         """Have the next wait for ``tensor`` wait for ``work``, which was launched last."""
-        launched = _Registered(len(self.runs[-1].launches) - 1, work)
+        launched = Registered(self._run, len(self._run.launches) - 1, work)
         self._launched.setdefault(self._block(tensor), []).append(launched)
 
     def _record_stream(self, op: Any, tensor: torch.Tensor, stream: torch.Stream) -> None:
         self.actions.append(RecordStream(self._block(tensor), stream_name(stream.stream_id)))
+
+    def _synchronize(self, op: Any, *device: Any) -> None:
+        self.synchronized()
 
     def _record(self, stream: str) -> int:
         """Record an event; those of this class have numbers below 0."""
@@ -302,28 +336,8 @@ class Recorder(Hooks):
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "_c10d_functional.wait_tensor.default": Recorder._wait,
     "aten.record_stream.default": Recorder._record_stream,
+    "streams.synchronize_device.default": Recorder._synchronize,
 }
-
-
-class _Launched:
-    """A collective in flight, and what it keeps."""
-
-    def __init__(self, number: int, event: int, kept: list[torch.Tensor]) -> None:
-        self.number, self._event, self._kept = number, event, kept
-
-    def wait(self, recorder: Recorder) -> None:
-        recorder.actions.append(WaitEvent(self._event, current_stream()))
-        self._kept.clear()
-
-
-class _Registered:
-    """A ``Work`` of this project's own."""
-
-    def __init__(self, number: int, work: dist.Work) -> None:
-        self.number, self._work = number, work
-
-    def wait(self, recorder: Recorder) -> None:
-        self._work.wait()
 
 
 class _Operators(DispatchMode):

@@ -14,6 +14,8 @@ pytestmark = [skip_without_stand_ins, pytest.mark.timeout(300)]
 
 SCRIPT = """
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -36,6 +38,59 @@ def copies_to_the_host():
         def forward(self, x):
             return super().forward(x).sum().cpu() * torch.ones((), device="cpu")
     return Model(16, 16), (torch.randn(4, 16),)
+
+class ToHost(nn.Linear):
+    def forward(self, x):
+        value = super().forward(x).sum().to("cpu", non_blocking=True)
+        self.wait(x)
+        return value * torch.ones((), device="cpu")
+
+    def wait(self, x):
+        pass
+
+def copies_in_a_graph():
+    return ToHost(16, 16), (torch.randn(4, 16),)
+
+def waits_in_a_graph():
+    class Model(ToHost):
+        def wait(self, x):
+            torch.cuda.synchronize()
+    return Model(16, 16), (torch.randn(4, 16),)
+
+class Logs(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        self.log(x)
+        return y.sum()
+
+    @torch.compiler.disable
+    def log(self, x):
+        mean = funcol.wait_tensor(funcol.all_reduce(x, "avg", dist.group.WORLD))
+        value = mean.to("cpu", non_blocking=True)
+        self.wait()
+        value * 2
+
+    def wait(self):
+        pass
+
+def reads_too_early():
+    return Logs(16, 16), (torch.randn(4, 16),)
+
+def waits_between_graphs():
+    class Model(Logs):
+        def wait(self):
+            torch.cuda.current_stream().synchronize()
+    return Model(16, 16), (torch.randn(4, 16),)
+
+def waits_between_layers():
+    class Model(nn.Sequential):
+        def forward(self, x):
+            for number, layer in enumerate(self):
+                x = layer(x).relu()
+                if number == 2:
+                    torch.cuda.synchronize()
+            return x.sum()
+    return Model(*[nn.Linear(512, 512) for _ in range(4)]), (torch.randn(8, 512),)
 
 def makes_a_constant():
     class Model(nn.Linear):
@@ -82,6 +137,35 @@ def test_a_model_that_needs_too_much_memory(
 def test_a_model_for_which_the_host_waits(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", f"{script}:copies_to_the_host"]) == 0
     assert "waits 2 times, for aten.copy_" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("copies_in_a_graph", "waits 2 times, for aten.copy_.default\n"),  # one is Inductor's own
+        ("waits_in_a_graph", "waits 3 times, for aten.copy_.default, synchronize_device\n"),
+        ("reads_too_early", "aten.mul.Tensor on stream host does not wait for aten._to_copy"),
+        ("waits_between_graphs", "waits 1 times, for synchronize_stream\n"),
+    ],
+)
+def test_a_copy_for_which_the_host_waits_or_does_not(
+    script: str, capsys: pytest.CaptureFixture[str], function: str, expected: str
+) -> None:
+    status = main(["check", f"{script}:{function}"])
+    text = capsys.readouterr().out
+    assert expected in text
+    assert status == int(function == "reads_too_early"), text
+
+
+def test_parameters_are_not_kept_for_a_wait_of_the_host(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", f"{script}:waits_between_layers"]) == 0
+    text = capsys.readouterr().out
+    assert "waits 1 times, for synchronize_device" in text
+    forward, backward = text.split("forward 0/0")[1].split("backward 0/0")
+    assert "kept for backward: 3.weight\n" in forward
+    assert "all_gather      2 -> " in backward and "inference 0/0" not in backward
 
 
 def test_two_graphs_each_beside_its_own_plan(

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._pytree import tree_leaves
@@ -67,6 +68,17 @@ def is_view(op: object) -> bool:
 def is_allocation(op: object) -> bool:
     """Return whether an operator makes tensors and writes nothing into them."""
     return base_name(op) in _ALLOCATIONS
+
+
+def run_on_streams(op: object, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    """Run an operator on streams and events; its variant for fake tensors does nothing.
+
+    Those that take tensors (``streams.record_stream``, ``streams.sync_dealloc``) do nothing here,
+    too.
+    """
+    assert isinstance(op, OpOverload)
+    with unset_fake_temporarily():
+        return op(*args, **kwargs)
 
 
 def written_in(

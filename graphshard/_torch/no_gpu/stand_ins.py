@@ -114,6 +114,9 @@ class Hooks:
         """A tensor's memory on the host is locked, as copies that the host does not wait for need
         it."""
 
+    def synchronized(self) -> None:
+        """The host waits for all that the device has been asked for."""
+
     def graph_made(self, source: str) -> None:
         """Inductor has written the code of a graph."""
 
@@ -126,6 +129,7 @@ def install(device: DeviceProperties, hooks: Hooks) -> None:
     """Put all stand-ins in place."""
     check_versions()
     _stand_in_for_torch_cuda(device)
+    _stand_in_for_waiting(hooks)
     _stand_in_for_dynamo(device)
     _stand_in_for_triton(device)
     _stand_in_for_allocation(hooks)
@@ -147,10 +151,9 @@ def _stand_in_for_torch_cuda(device: DeviceProperties) -> None:
         "get_device_properties": properties,
         "get_device_capability": (device.major, device.minor),
         "memory_allocated": 0,
-        # Nothing is initialised, moved or waited for.
+        # Nothing is initialised or moved.
         "_lazy_init": None,
         "set_device": None,
-        "synchronize": None,
         "manual_seed": None,
         "set_rng_state": None,
     }
@@ -165,6 +168,14 @@ def _stand_in_for_torch_cuda(device: DeviceProperties) -> None:
     # The generated code asks for the stream, and that a tensor's address is a multiple of 16.
     replace(torch._C, _cuda_getCurrentRawStream=_returns(0))
     replace(torch._C._dynamo.guards, assert_alignment=_returns(None))
+
+
+def _stand_in_for_waiting(hooks: Hooks) -> None:
+    """The host's waits for the whole device: there is nothing to wait for, but it is told."""
+
+    for module in (torch.cuda, torch.accelerator):
+        # A function for each: Dynamo looks up by it what to trace.
+        replace(module, synchronize=lambda device=None: hooks.synchronized())
 
 
 class _Stream(torch.Stream):
@@ -265,6 +276,11 @@ def _stand_in_for_allocation(hooks: Hooks) -> None:
     def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device="cuda:0")
 
+    def empty_pinned(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        made = torch.empty_strided(size, stride, dtype=dtype)
+        hooks.pinned(made)
+        return made
+
     def view(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
         return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
 
@@ -274,7 +290,9 @@ def _stand_in_for_allocation(hooks: Hooks) -> None:
         return copy
 
     replace(torch.Tensor, pin_memory=pin_memory)
-    replace(torch._C._dynamo.guards, _empty_strided_cuda=empty, _reinterpret_tensor=view)
+    guards = torch._C._dynamo.guards
+    replace(guards, _empty_strided_cuda=empty, _reinterpret_tensor=view)
+    replace(guards, _empty_strided_cpu_pinned=empty_pinned)
 
 
 def _stand_in_for_scaled_mm() -> None:
