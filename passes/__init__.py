@@ -3,7 +3,8 @@ joint graph before it is partitioned; each of the forward, backward and inferenc
 a problem, scheduled, and lowered by the plan, after Inductor's own passes.
 
     traced graph ─► float8 ─► [AOTAutograd]
-    joint graph ─► host waits ─► dedup ─► casts ─► float8 ─► reshard ─► [partitioner] ─► forward, backward
+    joint graph ─► host waits ─► dedup ─► casts ─► float8 ─► reshard ─► [partitioner]
+    [partitioner] ─► forward, backward
     forward, backward ─► keep secondary shards ─► keep gathered ─► offload activations
     forward ─► save written inputs as they were
     [Inductor] ─► each graph ─► normalise ─► read the problem ─► plan ─► lower

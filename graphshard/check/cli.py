@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from .failure import Failure
 from .gpus import GPUS
 from .launch import CheckError, call
 from .report import Report, Target
@@ -42,6 +43,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--replicas", type=int, default=1, help="groups of ranks with the same shards (%(default)s)"
     )
     parser.add_argument("--rank", type=int, default=0, help="whose step it is (%(default)s)")
+    parser.add_argument(
+        "--timeout", type=float, default=600, metavar="SECONDS", help="give up (%(default)s)"
+    )
+    parser.add_argument("--verbose", action="store_true", help="print tracebacks of errors")
     parser.set_defaults(run=_check, parser=parser)
 
 
@@ -49,16 +54,25 @@ def _check(args: argparse.Namespace) -> int:
     script, function = _checked(args)
     target = Target(script, function, args.device, args.world, args.replicas, args.rank)
     try:
-        report: Report = call("graphshard.check.report:check", args.device, target)
+        report: Report = call(
+            "graphshard.check.report:check", args.device, target, timeout_s=args.timeout
+        )
     except CheckError as error:
-        *traceback, last = str(error).strip().splitlines()
-        print("\n".join(traceback))
-        print(f"\nwould fail  {last}")
+        print(_words(error.failure, args.verbose))
         return 1
     except RuntimeError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     print(report.text)
     return int(bool(report.faults))
+
+
+def _words(failure: Failure, verbose: bool) -> str:
+    """Return what has happened, where, and all of it if the user wants it."""
+    lines = [f"would fail  {failure.cause}"]
+    lines += [f"at          {failure.where}"] if failure.where else []
+    if failure.details:
+        lines = [failure.details, *lines] if verbose else [*lines, "more        with --verbose"]
+    return "\n".join(lines)
 
 
 def _checked(args: argparse.Namespace) -> tuple[str, str]:

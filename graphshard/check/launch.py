@@ -2,10 +2,11 @@
 
     this process                        child
     call("module:function", device, ..) ──► no_gpu.so, torch, stand-ins ──► function(recorder, ..)
-                                        ◄── what it returns, or the traceback of what it raises
+                                        ◄── Result: what it returns; Failure: what it raises
 
 The stand-ins change torch for good, and C++ has to be loaded before torch: hence a process of its
-own. Arguments and results are pickled.
+own. Arguments and results are pickled. What the child writes to stderr, warnings among it, this
+process writes, too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,18 +26,27 @@ import torch
 
 from .._torch.no_gpu.build import build, torch_library
 from .._torch.no_gpu.stand_ins import check_versions
+from .failure import Failure
 
 _BOOT = """
 import ctypes, sys
 for path in sys.argv[1:3]:
     ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
 from graphshard.check.child import main
-main(sys.argv[2], sys.argv[3])
+main(*sys.argv[2:5])
 """
 
 
 class CheckError(RuntimeError):
-    """Error of a function that raised in the child; the message is its traceback."""
+    """Error of a function that raised in the child, or of a child that ended without an answer.
+
+    Attributes:
+        failure: what has happened.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(f"{failure.details}\n{failure.cause}".strip())
+        self.failure = failure
 
 
 def obstacle() -> str:
@@ -59,26 +70,59 @@ def call(function: str, device: str, *args: Any, timeout_s: float = 600.0) -> An
         device: one of ``graphshard.check.gpus.GPUS``.
 
     Raises:
-        CheckError: the function raised, or the process ended.
+        CheckError: the function raised, the process ended, or it took longer than ``timeout_s``.
         RuntimeError: there is no C++ compiler, or another ``obstacle``.
     """
     if fault := obstacle():
         raise RuntimeError(fault)
     with tempfile.TemporaryDirectory() as folder:
-        exchange = Path(folder) / "exchange"
-        exchange.write_bytes(pickle.dumps((sys.path, function, device, args)))
+        request, answer = Path(folder) / "request", Path(folder) / "answer"
+        request.write_bytes(pickle.dumps((sys.path, function, device, args)))
         libraries = [str(torch_library()), str(build())]
-        command = [sys.executable, "-c", _BOOT, *libraries, str(exchange)]
-        done = subprocess.run(
+        command = [sys.executable, "-c", _BOOT, *libraries, str(request), str(answer)]
+        done = _run(command, timeout_s)
+        if not answer.exists():
+            raise CheckError(_death(done))
+        answered = pickle.loads(answer.read_bytes())
+    _forward(done.stderr)
+    if isinstance(answered, Failure):
+        raise CheckError(answered)
+    return answered.value
+
+
+def _run(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a command, and keep what it writes to stderr."""
+    try:
+        return subprocess.run(
             command, stderr=subprocess.PIPE, text=True, timeout=timeout_s, env=_environment()
         )
-        if done.returncode:
-            # torch writes the rank in front of each line.
-            text = re.sub(r"^\[rank\d+\]: ", "", done.stderr[-8000:], flags=re.MULTILINE)
-            if done.returncode < 0:
-                text += f"\nthe process was ended by signal {-done.returncode}"
-            raise CheckError(text.strip() or f"exit status {done.returncode}")
-        return pickle.loads(exchange.read_bytes())
+    except subprocess.TimeoutExpired as error:
+        raise CheckError(
+            Failure(
+                f"no result after {timeout_s:.0f} s: try a model with fewer layers of the same "
+                "kind, or allow more time"
+            )
+        ) from error
+
+
+def _death(done: subprocess.CompletedProcess[str]) -> Failure:
+    """Return what is known about a process that has ended without an answer."""
+    status = done.returncode
+    cause = f"exit status {status}" if status >= 0 else f"signal {-status}"
+    text = _without_ranks(done.stderr[-8000:]).strip()
+    lines = text.splitlines()[-1:]
+    return Failure(": ".join([f"the process was ended by {cause}", *lines]), details=text)
+
+
+def _forward(text: str) -> None:
+    """Write what the child has written."""
+    if text.strip():
+        print(_without_ranks(text).rstrip(), file=sys.stderr)
+
+
+def _without_ranks(text: str) -> str:
+    """Remove the rank that torch writes in front of each line."""
+    return re.sub(r"^\[rank\d+\]: ", "", text, flags=re.MULTILINE)
 
 
 def _environment() -> dict[str, str]:

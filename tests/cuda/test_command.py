@@ -13,6 +13,9 @@ from tests.cuda.test_cases import skip_without_stand_ins
 pytestmark = [skip_without_stand_ins, pytest.mark.timeout(300)]
 
 SCRIPT = """
+import os
+import sys
+import time
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -109,6 +112,31 @@ def breaks():
 
 def no_model():
     return 3
+
+def shapes_do_not_fit():
+    class Model(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) @ x
+    return Model(16, 16), (torch.randn(4, 16),)
+
+def options_are_wrong():
+    return *make_model()[:2], {"reshard_after_forward": 3}
+
+def file_is_missing():
+    open("no such file")
+
+def leaves():
+    sys.exit(0)
+
+def dies():
+    os._exit(0)
+
+def hangs():
+    time.sleep(100)
+
+def wants_cuda_graphs():
+    torch._inductor.config.triton.cudagraphs = True
+    return make_model()
 """
 
 
@@ -186,17 +214,49 @@ def test_a_model_that_makes_a_constant(script: str, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("function", "error"),
     [
-        ("no_model", "no_model returned int: must be (model, inputs)"),
+        ("no_model", "ValueError: no_model returned int: must be (model, inputs)"),
         ("reads_a_value", "the model reads a value of a tensor (aten._local_scalar_dense.default)"),
         ("nothing", "has no function 'nothing', but ["),
+        ("shapes_do_not_fit", "RuntimeError: a and b must have same reduction dim"),
+        ("options_are_wrong", "ValueError: reshard_after_forward"),
+        ("file_is_missing", "FileNotFoundError: [Errno 2] No such file or directory"),
+        ("leaves", "the script ended the process: sys.exit(0)"),
+        ("dies", "the process was ended by exit status 0"),
     ],
 )
-def test_a_script_without_a_model(
+def test_a_script_that_fails(
     script: str, capsys: pytest.CaptureFixture[str], function: str, error: str
 ) -> None:
     assert main(["check", f"{script}:{function}"]) == 1
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("would fail") and error in last
+    text = capsys.readouterr().out
+    assert text.startswith("would fail  ") and error in text.splitlines()[0], text
+    assert "TORCHDYNAMO_VERBOSE" not in text and "Traceback" not in text
+    lines = {
+        "shapes_do_not_fit": "return super().forward(x) @ x",
+        "file_is_missing": 'open("no such file")',
+        "leaves": "sys.exit(0)",
+    }
+    if function in lines:
+        assert re.search(rf"^at +{script}:\d+: {re.escape(lines[function])}$", text, re.MULTILINE)
+
+
+def test_a_script_that_is_no_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("def f(:\n")
+    assert main(["check", f"{script}:f", "--verbose"]) == 1
+    text = capsys.readouterr().out
+    assert "would fail  SyntaxError: invalid syntax" in text and "Traceback" in text
+    assert f"{script}:1: def f(:" in text
+
+
+def test_a_script_that_does_not_end(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{script}:hangs", "--timeout", "12"]) == 1
+    assert "would fail  no result after 12 s" in capsys.readouterr().out
+
+
+def test_warnings(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{script}:wants_cuda_graphs"]) == 0
+    assert "graphs of this backend run without CUDA graphs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
