@@ -19,7 +19,7 @@ from ..options.schedule_policy import SchedulePolicy
 from .counts import count
 from .gpus import GPUS
 from .kernels import compile_kernels
-from .memory import peak_bytes, planned_peak_bytes
+from .memory import peak_bytes, peak_bytes_of_step, planned_peak_bytes
 from .order import order_faults, plan_of
 from .races import find_races
 from .recorder import Recorder
@@ -125,11 +125,12 @@ def _faults(recording: Recording, device: str) -> Iterator[str]:
         if kernel.error:
             yield f"kernel {kernel.name} does not compile: {kernel.error}"
     yield from map(str, find_races(recording.actions))
+    # Of all graphs and what stays between them: by graph, two that fit would be taken for a step.
     memory = GPUS[device].total_memory
-    peak = max((peak_bytes(recording.actions, run) for run in recording.runs), default=0)
+    peak = peak_bytes_of_step(recording.actions)
     if peak > memory:
         yield (
-            f"out of memory: a graph needs {peak / GB:.1f} GB, {device} has {memory / GB:.1f} GB; "
+            f"out of memory: a step needs {peak / GB:.1f} GB, {device} has {memory / GB:.1f} GB; "
             "try a smaller batch, SchedulePolicy(activation_memory_budget=...) or more ranks"
         )
 
@@ -154,10 +155,13 @@ def _text(recording: Recording, target: Target, faults: tuple[str, ...]) -> str:
 
 
 def _memory(recording: Recording) -> Iterator[str]:
-    """Yield what each graph needs at its peak, and what its plan says."""
+    """Yield what a step and each of its graphs need at their peaks, and what the plans say."""
+    step = peak_bytes_of_step(recording.actions)
+    adam = (step + recording.trained_bytes) / GB  # it has two states of each parameter
+    yield f"a step needs {step / GB:.2f} GB with SGD and momentum, {adam:.2f} with Adam"
     plans = list(recording.plans)
     for number, run in enumerate(recording.runs):
-        needed = f"needs {peak_bytes(recording.actions, run) / GB:.2f} GB"
+        needed = f"alone needs {peak_bytes(recording.actions, run) / GB:.2f} GB"
         if plan := plan_of(plans, run):
             plans.sort(key=lambda other: other is plan)  # it comes last where the next run fits two
             yield f"{plan.graph} {needed} (planned {planned_peak_bytes(plan) / GB:.2f})"

@@ -73,6 +73,7 @@ class Recording:
         actions: of the last step, the optimizer's among them.
         runs: calls of graphs in the last step.
         summary: ``Backend.summary()``; "" of an unsharded model.
+        trained_bytes: of the device, of the shards that are trained; 0 of an unsharded model.
     """
 
     plans: tuple[Plan, ...]
@@ -81,6 +82,7 @@ class Recording:
     actions: tuple[Action, ...]
     runs: tuple[GraphRun, ...]
     summary: str = ""
+    trained_bytes: int = 0
 
 
 def record_steps(
@@ -110,7 +112,11 @@ def record_steps(
         ours = backend(mesh, **options)
         compiled = torch.compile(model, backend=ours, dynamic=dynamic)
         train(recorder, fake, model, compiled, inputs, step)
-        return dataclasses.replace(recording_of(recorder, ours.plans), summary=ours.summary())
+        return dataclasses.replace(
+            recording_of(recorder, ours.plans),
+            summary=ours.summary(),
+            trained_bytes=_trained_bytes(model),
+        )
 
 
 @contextmanager
@@ -177,7 +183,16 @@ def _kept(model: nn.Module, inputs: Any, optimizer: torch.optim.Optimizer) -> It
     held = [*model.parameters(), *model.buffers(), *tree_leaves([inputs, optimizer.state_dict()])]
     for tensor in held:
         if isinstance(tensor, Tensor):
-            yield tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            yield _local(tensor)
+
+
+def _trained_bytes(model: nn.Module) -> int:
+    trained = [_local(param) for param in model.parameters() if param.requires_grad]
+    return sum(shard.nbytes for shard in trained if shard.device.type == "cuda")
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def recording_of(recorder: Recorder, plans: Sequence[Plan] = ()) -> Recording:

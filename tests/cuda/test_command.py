@@ -62,9 +62,8 @@ def waits_in_a_graph():
 
 class Logs(nn.Linear):
     def forward(self, x):
-        y = super().forward(x)
         self.log(x)
-        return y.sum()
+        return super().forward(x).sum()
 
     @torch.compiler.disable
     def log(self, x):
@@ -151,7 +150,11 @@ def test_a_model_that_runs(script: str, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["check", f"{script}:make_model", "--world", "64", "--replicas", "2"]) == 0
     text = capsys.readouterr().out
     assert "would fail   nothing" in text and "rank 0 of 64" in text
-    assert "forward needs" in text and "backward needs" in text
+    assert "forward alone needs" in text and "backward alone needs" in text
+    step, adam = map(
+        float, re.findall(r"needs (\S+) GB with SGD and momentum, (\S+) with", text)[0]
+    )
+    assert 0 < step <= adam
     assert "order        as planned" in text and "reduce_scatter" in text
 
 
@@ -159,7 +162,7 @@ def test_a_model_that_needs_too_much_memory(
     script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", f"{script}:too_large", "--device", "A100-40GB"]) == 1
-    assert "out of memory: a graph needs" in capsys.readouterr().out
+    assert "out of memory: a step needs" in capsys.readouterr().out
 
 
 def test_a_model_for_which_the_host_waits(script: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,8 +203,11 @@ def test_two_graphs_each_beside_its_own_plan(
     script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", f"{script}:breaks"]) == 0
-    found = re.findall(r"(\w+) needs (\S+) GB \(planned (\S+)\)", capsys.readouterr().out)
+    text = capsys.readouterr().out
+    found = re.findall(r"(\w+) alone needs (\S+) GB \(planned (\S+)\)", text)
     assert [graph for graph, *_ in found] == ["forward", "forward", "backward", "backward"]
+    step = re.search(r"a step needs (\S+) GB", text)
+    assert step and float(step[1]) > max(float(needed) for _, needed, _ in found)
     for _, needed, planned in found:
         assert float(needed) == pytest.approx(float(planned), rel=0.02, abs=0.01)
 

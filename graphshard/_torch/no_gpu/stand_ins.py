@@ -10,6 +10,7 @@ torch 2.13 and Triton 3.7.
 from __future__ import annotations
 
 import ctypes
+import logging
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -128,6 +129,8 @@ class Hooks:
 def install(device: DeviceProperties, hooks: Hooks) -> None:
     """Put all stand-ins in place."""
     check_versions()
+    # It writes tracebacks of errors that are raised, too.
+    logging.getLogger(FakeTensorMode.__module__).setLevel(logging.CRITICAL)
     _stand_in_for_torch_cuda(device)
     _stand_in_for_waiting(hooks)
     _stand_in_for_dynamo(device)
