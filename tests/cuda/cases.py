@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import graphshard
+from graphshard._torch.tensors import new_fake_mode
 from graphshard.check.gpus import GPUS, has_float8
 from graphshard.check.kernels import CompiledKernel, compile_kernels
 from graphshard.check.recorder import Recorder
@@ -222,3 +223,26 @@ def compile_planted(recorder: Recorder, name: str, source: str) -> list[str]:
     wrong = source.replace("tl.load(", "tl.lode(")
     tried = ((source, gpu), (wrong, gpu), (source, poor))
     return [compile_kernels([(name, text)], where)[0].error for text, where in tried]
+
+
+def multiply_planted(recorder: Recorder) -> list[str]:
+    """Return errors of products in fp8: one as cuBLASLt takes it, one whose second matrix is
+    row-major, and one of sizes that are no multiples of 16."""
+    return [
+        _error_of_product(inner, turned) for inner, turned in ((32, True), (32, False), (24, True))
+    ]
+
+
+def _error_of_product(inner: int, turned: bool) -> str:
+    with new_fake_mode(), torch.device("cuda:0"):
+        left = torch.empty(16, inner).to(torch.float8_e4m3fn)
+        right = torch.empty((16, inner) if turned else (inner, 16)).to(torch.float8_e4m3fn)
+        one = torch.ones(())
+        out = torch.empty(16, 16, dtype=torch.bfloat16)
+        try:
+            torch.ops.aten._scaled_mm.out(
+                left, right.t() if turned else right, one, one, out_dtype=torch.bfloat16, out=out
+            )
+        except (RuntimeError, ValueError) as error:
+            return str(error)
+    return ""

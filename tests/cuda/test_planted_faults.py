@@ -5,8 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from graphshard.check.actions import HOST, Action, Record, WaitEvent
-from graphshard.check.launch import call
+import pytest
+
+from graphshard._torch.no_gpu import stand_ins
+from graphshard.check.actions import HOST, Action, Allocate, Record, WaitEvent, Work
+from graphshard.check.counts import count
+from graphshard.check.launch import call, obstacle
+from graphshard.check.memory import peak_bytes
 from graphshard.check.order import order_faults
 from graphshard.check.races import Race, find_races
 from graphshard.check.recorder import COMPUTE
@@ -69,3 +74,62 @@ def test_kernels_that_a_gpu_refuses() -> None:
     kernel = recording_of(Case("gpt", "ZeRO-3")).kernels[0]
     fine, wrong, poor = call("tests.cuda.cases:compile_planted", DEVICE, *kernel)
     assert not fine and "lode" in wrong and "bytes of shared memory" in poor
+
+
+def test_products_in_fp8_that_cublaslt_refuses() -> None:
+    fine, row_major, odd = call("tests.cuda.cases:multiply_planted", DEVICE)
+    assert not fine
+    assert "mat2 must be col_major" in row_major
+    assert "16" in odd, odd
+
+
+def _fallen_apart(action: Action) -> Action:
+    """Return a copy of a bucket as one kernel for each tensor, as dtypes that differ make it."""
+    if isinstance(action, Work) and action.name.startswith("aten._foreach_copy_"):
+        return dataclasses.replace(action, kernels=len(action.writes) * 10)
+    return action
+
+
+def test_a_copy_that_falls_apart() -> None:
+    recording = recording_of(Case("gpt", "ZeRO-3"))
+    outcome = test_cases._outcome(Case("gpt", "ZeRO-3"))
+    assert outcome.unsharded
+    theirs = count(outcome.unsharded.actions, outcome.unsharded.runs)
+    ours = count(recording.actions, recording.runs)
+    planted = count([_fallen_apart(action) for action in recording.actions], recording.runs)
+    assert not test_cases.too_many(ours, theirs)
+    assert "copies for" in test_cases.too_many(planted, theirs)
+    cast = dataclasses.replace(ours, kernels=ours.kernels + 10)
+    assert "beside copies" in test_cases.too_many(cast, theirs)
+
+
+def test_memory_that_no_plan_knows() -> None:
+    recording = recording_of(Case("gpt", "ZeRO-3"))
+    plan, run = recording.plans[0], recording.runs[0]
+    needed = peak_bytes(recording.actions, run)
+    start, stop = run.actions
+    forgotten = Allocate(-1, needed // 20, COMPUTE)
+    actions = [*recording.actions[:start], forgotten, *recording.actions[start:]]
+    planted = dataclasses.replace(run, actions=(start, stop + 1))
+    assert test_cases.is_planned(plan, needed)
+    assert not test_cases.is_planned(plan, peak_bytes(actions, planted))
+
+
+def test_ranks_that_run_other_code() -> None:
+    codes = recording_of(Case("gpt", "ZeRO-3")).codes
+    launch = "torch.ops._c10d_functional.all_gather_into_tensor"
+    assert launch in codes[0]
+    planted = [codes[0].replace(launch, f"{launch}_out", 1), *codes[1:]]
+    commented = [f"# of rank 1\n{codes[0]}", *codes[1:]]
+    assert test_cases.is_same_text(codes, commented)
+    assert not test_cases.is_same_text(codes, planted)
+
+
+def test_a_torch_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a skip with a reason; in CI it is none, and each test fails with the reason."""
+    monkeypatch.setattr(stand_ins, "TORCH_VERSIONS", ("1.0",))
+    reason = obstacle()
+    assert "can be stood in for with torch 1.0 alone" in reason
+    assert test_cases.is_skipped(reason, {}) and not test_cases.is_skipped(reason, {"CI": "1"})
+    with pytest.raises(RuntimeError, match=r"with torch 1\.0 alone"):
+        call("tests.cuda.cases:multiply_planted", DEVICE)
