@@ -82,5 +82,6 @@ def _value(node: fx.Node) -> Any:
 
 
 def _value_or_subgraph(node: fx.Node) -> Any:
-    module = node.graph.owning_module
-    return attrgetter(node.target)(module) if node.op == "get_attr" else node.meta.get("val")
+    if node.op == "get_attr":
+        return attrgetter(str(node.target))(node.graph.owning_module)
+    return node.meta.get("val")

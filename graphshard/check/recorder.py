@@ -8,15 +8,20 @@ A block is a tensor's storage; it is freed when nothing refers to it any more, o
 which is looked up before every action. Collectives run as in ``torch/csrc/distributed/c10d``: a
 stream of the group waits for the current one, and inputs and outputs are kept until somebody waits.
 
-[Note: lifetimes] What keeps the memory of a collective while it runs, in torch 2.11 and 2.13. A
-functional collective registers its work for each output (Functional.cpp in
-torch/csrc/distributed/c10d). ``ProcessGroupNCCL::collective`` has the group's stream wait for the
-current one, and stashes inputs and outputs in the work (``stashed_for_allocator_safety_``; no
-``record_stream``, as ``TORCH_NCCL_AVOID_RECORD_STREAMS`` asked for before it was the default).
-``wait_tensor`` has the stream that is then current wait for the work's end, and the work lets go of
-them. So the allocator may hand out their memory behind the wait, and the result is safe to use on
-that stream alone. A host copy of this project keeps its tensors in the same way
-(``graphshard.ops.host_copy``).
+[Note: lifetimes] What keeps the memory of a collective while it runs. Lines are of
+ProcessGroupNCCL.hpp in torch 2.13 (in brackets 2.11); Functional.cpp and ProcessGroupNCCL.cpp are
+in no wheel, and were read on the main branch. ``all_gather_into_tensor`` and
+``reduce_scatter_tensor`` of one tensor are coalesced ones of a list (Functional.cpp), so they go
+through ``collectiveCoalesced``, 1173 (1180), and not ``collective``. The group's stream waits for
+the current one; inputs are stashed in the work, ``stashed_for_allocator_safety_``, 486-495
+(491-500), and there is no ``record_stream``: ``TORCH_NCCL_AVOID_RECORD_STREAMS`` asked for that
+before it was the default, 182-189 (181-188). The work is registered for each output.
+``wait_tensor`` has the stream that is then current wait for the work's end, and empties the stash.
+So the allocator may hand out the memory behind the wait, and the result is safe to use on that
+stream alone. Of works that nobody has waited for, the watchdog moves the stash of those that are
+done to a shelf, which the next call of the group empties: ``shelvesToUnstash_``, 1426-1432
+(1430-1436). That is memory freed later than here, and never earlier than the work's end. A host
+copy of this project keeps its tensors in the same way (``graphshard.ops.host_copy``).
 """
 
 from __future__ import annotations
