@@ -34,7 +34,8 @@ def test_nccl_takes_several_ranks_on_one_gpu() -> None:
 
 # Three ranks: no size of the model is a multiple of it, so shards differ in size.
 @pytest.mark.parametrize(
-    ("world_size", "compiler"), [(2, "aot_eager"), (2, "inductor"), (3, "aot_eager")]
+    ("world_size", "compiler"),
+    [(2, "aot_eager"), (2, "inductor"), (3, "aot_eager"), (4, "inductor")],
 )
 def test_agrees_with_ddp(backend: str, world_size: int, compiler: str) -> None:
     losses = shared.run(world_size, backend, agree, by_ddp, "cuda", compiler)

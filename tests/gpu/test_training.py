@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch._inductor import config as inductor_config
 
 from benchmarks.models import DeepMLP
 from tests import ranks
+from tests.gpu import claims
 from tests.gpu.shared import collectives
 from tests.gpu.training import Trainer, agree, by_ddp, by_torch_compile, cosines_in_fp8
 from tests.numerics.compare import whole
@@ -36,6 +38,19 @@ def _trainer() -> None:
 
 def test_trainer_trains() -> None:
     ranks.run(2, _trainer)
+
+
+def _claims() -> None:
+    ours, theirs = (claims.profiled("cpu", sharded) for sharded in (True, False))
+    assert ours.plans and not theirs.plans and ours.kernels == 0
+    assert all(planned for _, planned in claims.peaks("cpu"))
+    assert claims.warnings_about_cuda_graphs("cpu") == []  # a CPU has none
+    if hasattr(inductor_config, "cudagraph_policy"):
+        assert claims.graphs_that_a_policy_captures("cpu") == 0
+
+
+def test_claims() -> None:
+    ranks.run(1, _claims)
 
 
 def test_collectives_work() -> None:
