@@ -15,8 +15,13 @@ from torch import fx
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Return whether values pass through a node that waits."""
-    return node.op == "call_function" and str(node.target) == "control_deps"
+    """Return whether values pass through a node that waits, or that has a stream wait."""
+    if node.op != "call_function" or str(node.target) != "control_deps":
+        return False
+    subgraph: Any = node.args[1]
+    inside = getattr(node.graph.owning_module, subgraph.target).graph.nodes
+    # Others of that name only keep an operator behind others.
+    return any(str(other.target).startswith("streams.") for other in inside)
 
 
 def lead_past(wait: fx.Node, values: Container[fx.Node]) -> None:
