@@ -9,8 +9,8 @@ which is looked up before every action. Collectives run as in ``torch/csrc/distr
 stream of the group waits for the current one, and inputs and outputs are kept until somebody waits.
 
 [Note: lifetimes] What keeps the memory of a collective while it runs. Lines are of
-ProcessGroupNCCL.hpp in torch 2.13 (in brackets 2.11); Functional.cpp and ProcessGroupNCCL.cpp are
-in no wheel, and were read on the main branch. ``all_gather_into_tensor`` and
+ProcessGroupNCCL.hpp in torch 2.13 (in brackets 2.11), whose comments tell what is said here of
+ProcessGroupNCCL.cpp; Functional.cpp was read on the main branch. ``all_gather_into_tensor`` and
 ``reduce_scatter_tensor`` of one tensor are coalesced ones of a list (Functional.cpp), so they go
 through ``collectiveCoalesced``, 1173 (1180), and not ``collective``. The group's stream waits for
 the current one; inputs are stashed in the work, ``stashed_for_allocator_safety_``, 486-495
