@@ -9,8 +9,7 @@ import datasets
 import pytest
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 from trl import SFTConfig, SFTTrainer
 
@@ -20,22 +19,13 @@ from tests.numerics.compare import relative_error, whole
 
 from .launched import as_by_torchrun
 from .models import ZOO
+from .words import WORDS, tokenizer
 
 STEPS = 4
-WORDS = ["the", "rank", "gathers", "what", "it", "needs", "and", "frees", "again", "."]
 
 
 class ShardedSFTTrainer(ShardedTrainerMixin, SFTTrainer):
     """The mixin before another trainer."""
-
-
-def _tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
 
 
 def _train(folder: str, kind: Any, **more: Any) -> tuple[SFTTrainer, list[list[float]]]:
@@ -63,7 +53,7 @@ def _train(folder: str, kind: Any, **more: Any) -> tuple[SFTTrainer, list[list[f
         ZOO["llama"].build(),
         arguments,
         train_dataset=datasets.Dataset.from_list(lines),
-        processing_class=_tokenizer(),
+        processing_class=tokenizer(),
         **more,
     )
     trainer.train()
