@@ -5,9 +5,10 @@ Read in torch/distributed/checkpoint/metadata.py and filesystem.py.
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
@@ -34,8 +35,27 @@ _CLASSES: dict[str, tuple[str, ...]] = {
 """Names by module; none of them does more than to build a value."""
 
 
-class _Unpickler(pickle.Unpickler):
-    """Builds what a checkpoint's metadata consists of, and nothing else."""
+def _set_attributes(unpickler: Any) -> None:
+    """Set attributes of an object, which has to be one that the pickle has made.
+
+    Those that it names, such as a class, a function or a member of an enum, are torch's.
+
+    Raises:
+        UnpicklingError: it is one of those.
+    """
+    made = unpickler.stack[-2]
+    if isinstance(made, type) or not dataclasses.is_dataclass(made):
+        raise pickle.UnpicklingError(f"changes {made!r}, which no metadata does")
+    pickle._Unpickler.dispatch[pickle.BUILD[0]](unpickler)
+
+
+class _Unpickler(pickle._Unpickler):
+    """Builds what a checkpoint's metadata consists of, and nothing else.
+
+    The one that is written in Python: the other lets nobody look at what is about to be changed.
+    """
+
+    dispatch: ClassVar = pickle._Unpickler.dispatch | {pickle.BUILD[0]: _set_attributes}
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):

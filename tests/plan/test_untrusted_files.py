@@ -296,6 +296,24 @@ def test_code_in_a_file_is_not_run(place: Path, hide: Callable[[Path, _Code], st
     assert not made.exists()
 
 
+_METADATA = "torch.distributed.checkpoint.metadata"
+SHARED = {
+    "a class": f"c{_METADATA}\nMetadataIndex\n",
+    "a member of an enum": f"c{_METADATA}\n_MEM_FORMAT_ENCODING\n(I0\ntR",
+    "a function": "ctorch.serialization\n_get_layout\n",
+}
+
+
+@pytest.mark.parametrize("what", SHARED)
+def test_metadata_change_nothing_that_torch_has(place: Path, what: str) -> None:
+    has = SHARED[what].encode()
+    changes = has + b"(N(S'planted'\nI1\ndtb"  # as by setattr
+    (place / "folder" / ".metadata").write_bytes(changes + b".")
+    error = _try(place, "folder")
+    assert not hasattr(pickle.loads(has + b"."), "planted")
+    assert error is not None and "changes" in str(error)
+
+
 def test_what_is_left_out_need_not_be_read(place: Path) -> None:
     form = _code_in_a_value(place, _Code(place / "made by code"))
     consolidate(place / form, place / "model.pt.pt", key="model")
