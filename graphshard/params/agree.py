@@ -49,15 +49,29 @@ def raise_together(
         descriptions |= {name: _describe(buffer) for name, buffer in root.named_buffers()}
     if _all_agree(descriptions, fault, groups):
         return
-    rank, num_ranks = dist.get_rank(process_group(groups.all_ranks)), groups.mesh.size()
+    rank = dist.get_rank(process_group(groups.all_ranks))
     first = _broadcast(descriptions, 0, groups)
     difference = None if fault is not None else _difference(first, descriptions, rank)
     if fault is not None:
         difference = f"rank {rank} of the mesh: {fault}"
     # Faults come first: a rank that has one describes nothing, and so differs from all.
-    turn = rank if fault is not None else num_ranks + rank
-    earliest = -_max_over_ranks([-(2 * num_ranks if difference is None else turn)], groups)[0]
-    raise BackendError(_broadcast(difference, earliest % num_ranks, groups) or "ranks differ")
+    turn = 0 if fault is not None else 1
+    raise BackendError(first_text(difference, groups, turn=turn) or "ranks differ")
+
+
+def first_text(text: str | None, groups: MeshGroups, *, turn: int = 0) -> str | None:
+    """Return, on all ranks, the text of the first rank that has one; if none has, None.
+
+    One reduction, and one broadcast if there is a text.
+
+    Args:
+        turn: 0 or 1; ranks that give 1 come after those that give 0.
+    """
+    rank, num_ranks = dist.get_rank(process_group(groups.all_ranks)), groups.mesh.size()
+    nobody = 2 * num_ranks
+    own = nobody if text is None else turn * num_ranks + rank
+    first = -_max_over_ranks([-own], groups)[0]
+    return None if first == nobody else _broadcast(text, first % num_ranks, groups)
 
 
 def _all_agree(descriptions: Mapping[str, str], fault: str | None, groups: MeshGroups) -> bool:

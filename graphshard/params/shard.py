@@ -26,7 +26,7 @@ from .._torch.nn import parameters_of
 from ..errors import BackendError
 from ..ops.float8_math import is_of_torchao
 from ..options.options import Options
-from .agree import raise_together
+from .agree import first_text, raise_together
 from .check import find_fault
 from .find import PlainParam, find_plain_params, living
 from .layout import Layout
@@ -107,16 +107,15 @@ def _raise_if_used_unequal(
     """
     tensors = {plain.fqn: plain.param for plain in plain_params} | dict(root.named_buffers())
     unequal = [name for name in sorted(tensors) if _is_unequal(tensors[name], groups)]
-    by_rank = [unequal] * groups.mesh.size()
-    dist.all_gather_object(by_rank, unequal, group=process_group(groups.all_ranks))
-    for rank, names in enumerate(by_rank):
-        if names:
-            raise BackendError(
-                f"{names[0]!r} of rank {rank} of the mesh is not equal to the first rank's, and "
-                f"the first forward of {type(root).__name__} may have computed with it before "
-                "sync_module_states made them equal: call graphshard.shard(model, ...) before "
-                "the first step, or begin with equal values, from one seed"
-            )
+    rank = dist.get_rank(process_group(groups.all_ranks))
+    what = f"{unequal[0]!r} of rank {rank} of the mesh" if unequal else None
+    if (what := first_text(what, groups)) is not None:
+        raise BackendError(
+            f"{what} is not equal to the first rank's, and the first forward of "
+            f"{type(root).__name__} may have computed with it before sync_module_states made them "
+            "equal: call graphshard.shard(model, ...) before the first step, or begin with equal "
+            "values, from one seed"
+        )
 
 
 def _is_unequal(tensor: torch.Tensor, groups: MeshGroups) -> bool:
