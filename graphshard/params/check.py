@@ -23,6 +23,7 @@ from ..options.options import Options, matches
 from .find import PlainParam, find_reduced_by_ddp
 from .mesh_groups import MeshGroups
 from .parametrization import had_sharded
+from .sharded_param import FUNCTIONAL_CALL
 
 _OTHER_WRAPPERS = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel, DataParallel)
 
@@ -65,7 +66,8 @@ def _fault_of_parameters(plain_params: Sequence[PlainParam], allow_meta: bool) -
     for plain in plain_params:
         if any(had_sharded(*holder) for holder in plain.holders):
             fault: str | None = (
-                "was replaced by a plain parameter after it was sharded: change it in place"
+                "was replaced by a plain parameter after it was sharded: change it in place; "
+                + FUNCTIONAL_CALL
             )
         else:
             fault = _fault_of_tensor(plain.param, all_meta)

@@ -39,6 +39,12 @@ from .unfilled import mark_unfilled, num_unfilled
 SHARDED_PARAM = "_graphshard_sharded_param"
 """The attribute of a DTensor and of a shard that holds their ``ShardedParam``."""
 
+FUNCTIONAL_CALL = (
+    "torch.func.functional_call replaces it, too: give it a copy of the module that is not "
+    "sharded, or name what it replaces in ignored_params"
+)
+"""What errors of a replaced parameter say of a likely cause that no code shows."""
+
 
 def shard_attribute(name: str) -> str:
     """Return the attribute of a module that holds the shard of its parameter ``name``."""
@@ -256,7 +262,8 @@ class ShardedParam:
         if self.is_lost():
             raise BackendError(
                 f"parameter {self.fqn!r} was replaced after it was sharded, so training would not "
-                "reach it: change it in place (copy_, load_state_dict), or assign before sharding"
+                "reach it: change it in place (copy_, load_state_dict), or assign before sharding; "
+                + FUNCTIONAL_CALL
             )
         if self._unfilled:
             self._check_filled()

@@ -223,6 +223,42 @@ def _call_functionally() -> None:
         assert compiled(torch.ones(3, 7)) == 1.0
 
 
+class EagerlyFunctional(Functional):
+    """Gives the parameters to a part that is not compiled."""
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def _within(x: Tensor) -> None:
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager")
+    torch.compile(nn.Sequential(EagerlyFunctional()), backend=backend)(x)
+
+
+def _around(x: Tensor) -> None:
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager")
+    compiled = torch.compile(nn.Linear(7, 5), backend=backend)
+    compiled(x)
+    torch.func.functional_call(compiled, {"bias": nn.Parameter(torch.zeros(5))}, (x,))
+
+
+def _around_an_eager_one(x: Tensor) -> None:
+    model = nn.Sequential(nn.Linear(7, 5))
+    graphshard.shard(model, world_mesh())
+    torch.func.functional_call(model, {"0.bias": torch.zeros(5)}, (x,))
+
+
+@pytest.mark.parametrize("call", [_within, _around, _around_an_eager_one])
+def test_an_error_of_parameters_given_outside_of_graphs_names_the_call(call: Any) -> None:
+    ranks.run(2, _give_outside_of_graphs, call)
+
+
+def _give_outside_of_graphs(call: Callable[[Tensor], None]) -> None:
+    with pytest.raises(RuntimeError, match="replaced .*functional_call.*ignored_params"):
+        call(torch.ones(3, 7))
+
+
 class Penalty(Functional):
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x).mean() + sum(p.square().sum() for p in self.parameters())
