@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..kinds import HOST_COPIES, TransferKind
-from .fallback import read_or
+from .fallback import find_or, read_or
 from .flops import Flops, flops
 from .fusion import GraphValues, NodeKind, Region
 from .hardware import COLLECTIVE_KINDS, Hardware, Interconnect
@@ -48,7 +48,10 @@ class CostModel:
 
     def without_memory(self, values: GraphValues) -> WithoutMemory:
         """Return the nodes whose values are never in memory (``cost.memory``)."""
-        return values_without_memory(values) if self.fuses else WithoutMemory()
+        if not self.fuses:
+            return WithoutMemory()
+        what = "which values of a graph need no memory"
+        return find_or(WithoutMemory(), lambda: values_without_memory(values), what)
 
     def compute_us(
         self, graph: fx.Graph, values: GraphValues | None = None

@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 from graphshard.cost.flops import flops
-from graphshard.cost.fusion import GraphValues, NodeKind
+from graphshard.cost.fusion import FUSED, GraphValues, NodeKind
+from graphshard.cost.memory import WithoutMemory
 from graphshard.cost.model import CostModel
 from tests.plan.machines import MACHINE, flat_rate
 
@@ -74,6 +75,7 @@ def _faults(graph: fx.Graph) -> Iterator[str]:
     # A microsecond for a byte; what computes takes next to none.
     if not least <= total <= most + 1e-3:
         yield f"{graph}: {total} us, not from {least} to {most}"
+    yield from _faults_of_memory(values, CostModel(MOVES).without_memory(values))
     for node in kernels:
         counts = flop_registry.get(getattr(node.target, "overloadpacket", None))
         if counts is not None and "attention" not in str(node.target):
@@ -81,6 +83,16 @@ def _faults(graph: fx.Graph) -> Iterator[str]:
             expected = counts(*args, **kwargs, out_val=node.meta["val"])
             if flops(node).num_flops != expected:
                 yield f"{node.format_node()}: {flops(node).num_flops} flops, not {expected}"
+
+
+def _faults_of_memory(values: GraphValues, without: WithoutMemory) -> Iterator[str]:
+    """Yield what is said to be never in memory, and is: what nothing fused computes, or reads."""
+    for node in without.inside | without.inlined:
+        read_by = {values.kinds[user] for user in values.users(node)}
+        if values.kinds[node] not in FUSED or NodeKind.BARRIER in read_by:
+            yield f"{node.format_node()} is in memory"
+    if without.inside & without.inlined:
+        yield f"{without.inside & without.inlined} are twice without memory"
 
 
 def _written(graph: fx.Graph, values: GraphValues, kernels: list[fx.Node]) -> float:

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from graphshard.cost import fallback, fusion, model
-from tests.plan.machines import Graph
+from graphshard.cost import fallback, fusion, memory, model
+from tests.plan.machines import MACHINE, Graph
 
 aten = torch.ops.aten
 
@@ -115,3 +115,16 @@ def test_an_op_that_cannot_be_priced_takes_the_time_of_its_bytes_and_is_named_on
     assert len(named) == 2
     assert "aten.sum.dim_IntList" in named[1] or "aten.sum.dim_IntList" in named[0]
     assert all("no such dimension" in text for text in named)
+
+
+def test_what_is_in_memory_cannot_stop_a_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Any:
+        raise IndexError("no such dimension")
+
+    monkeypatch.setattr(fallback, "_warned", set())
+    monkeypatch.setattr(memory, "_expression", fail)
+    graph = Graph()
+    graph.graph.output(graph(aten.exp.default, graph(aten.exp.default, graph.input(10))))
+    values = fusion.GraphValues(graph.graph)
+    with pytest.warns(UserWarning, match="which values .* no such dimension"):
+        assert model.CostModel(MACHINE).without_memory(values) == memory.WithoutMemory()
