@@ -6,12 +6,13 @@ to raise together (``graphshard.params.agree``).
 
 from __future__ import annotations
 
+import difflib
 import gc
 from collections.abc import Sequence
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -125,14 +126,29 @@ def _fault_of_overrides(
         policy = arguments.get("mp_policy")
         has_border = policy is not None and any(matches(glob, name) for name in callable_modules)
         if not has_border and not any(matches(glob, fqn) for fqn in fqns):
-            return f"overrides[{glob!r}] matches no parameter: there are {', '.join(fqns)}"
-        if policy is not None and policy.output_dtype is not None and not has_border:
+            return f"overrides[{glob!r}] matches no parameter: {_nearest(glob, fqns)}"
+        if policy is not None and not has_border and (field := _field_of_modules(policy)):
             return (
-                f"overrides[{glob!r}] has an mp_policy with output_dtype={policy.output_dtype}, "
-                "but matches parameters alone, which have no output: name the module, which "
-                "stands for all that is in it"
+                f"overrides[{glob!r}] has an mp_policy with {field}, but matches parameters alone, "
+                "which have no inputs and outputs: name the module, which stands for all that is "
+                "in it"
             )
     return None
+
+
+def _nearest(glob: str, fqns: Sequence[str]) -> str:
+    """Return what a glob that matches none of ``fqns`` may have meant, as text."""
+    if not fqns:
+        return "there is none"
+    nearest = difflib.get_close_matches(glob, fqns, n=3, cutoff=0.0)
+    return f"of {len(fqns)} the nearest are {', '.join(map(repr, nearest))}"
+
+
+def _field_of_modules(policy: MixedPrecisionPolicy) -> str | None:
+    """Return a field of ``policy``, as text, that does something to modules alone, or None."""
+    if policy.output_dtype is not None:
+        return f"output_dtype={policy.output_dtype}"
+    return None if policy.cast_forward_inputs else "cast_forward_inputs=False"
 
 
 def _resolve_options(

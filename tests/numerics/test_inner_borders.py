@@ -99,6 +99,7 @@ class Case:
 HALF = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
 OUT = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP32)
 KEEP_INPUTS = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
+UNCAST = MixedPrecisionPolicy(BF16, cast_forward_inputs=False)
 ROUGH = MixedPrecisionPolicy(reduce_dtype=BF16, output_dtype=BF16)
 FLOAT_NORM = MixedPrecisionPolicy(param_dtype=FP32, output_dtype=BF16)
 BLOCKS = [f"blocks.{i}" for i in range(3)]
@@ -231,6 +232,8 @@ def _without_parameters() -> None:
     [
         ({"norms.*": {"mp_policy": HALF}}, r"overrides\['norms.\*'\] matches no parameter"),
         ({"blocks.*.bias": {"mp_policy": OUT}}, "output_dtype=torch.float32, but matches"),
+        ({"blocks.*.bias": {"mp_policy": UNCAST}}, "cast_forward_inputs=False, but .* the module"),
+        ({"block.0.up": {"shard": False}}, r"no parameter: .* \d+ .* 'blocks\.0\..*'.{,99}$"),
         ({"blocks.*.dtypes": {"shard": False}}, "matches no parameter"),
     ],
 )
