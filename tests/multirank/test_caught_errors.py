@@ -110,5 +110,16 @@ def test_a_copy_that_the_host_does_not_read_is_waited_for_once() -> None:
     assert _copy(host_reads=True, num_waits=2) == ["stream", "host"]
 
 
+def test_an_error_waits_as_often_as_a_copy_has_to_be_waited_for() -> None:
+    before, event = num_registered_works(), _Event()
+    launch = _Launch(event, torch.device("cpu"))  # type: ignore[arg-type]
+    target = torch.ones(3)
+    with mock.patch.object(torch.accelerator, "current_stream", lambda device: event):
+        register_work(target, _HostCopy(launch, target, torch.ones(3), host_reads=True))
+        in_flight._wait_for([target])
+    assert num_registered_works() == before
+    assert event.waits == ["stream", "host"]
+
+
 def test_copies_that_were_launched_together_are_waited_for_together() -> None:
     assert _copy(host_reads=True, num_waits=2, num_tensors=3) == ["stream", "host"]

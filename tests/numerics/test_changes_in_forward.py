@@ -255,7 +255,7 @@ def test_an_error_of_parameters_given_outside_of_graphs_names_the_call(call: Any
 
 
 def _give_outside_of_graphs(call: Callable[[Tensor], None]) -> None:
-    with pytest.raises(RuntimeError, match="replaced .*functional_call.*ignored_params"):
+    with pytest.raises(RuntimeError, match=r"replaced .*functional_call.*ignored_params"):
         call(torch.ones(3, 7))
 
 
