@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,30 @@ def test_two_writers_do_not_see_each_other(tmp_path: Path) -> None:
         second.write_text("second")
         assert not path.exists()
     assert path.read_text() == "first"  # which is renamed last
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def _write(path: Path, text: str, barrier: Barrier) -> None:
+    with whole(path) as scratch:
+        barrier.wait()
+        scratch.write_text(text)
+        barrier.wait()
+        assert scratch.read_text() == text
+        barrier.wait()
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_forked_writers_do_not_see_each_other(tmp_path: Path) -> None:
+    """Objects have the same `id()` in both, and the state of the random generator is the same."""
+    fork, path = multiprocessing.get_context("fork"), tmp_path / "plan.json"
+    barrier = fork.Barrier(2, timeout=20)
+    writers = [fork.Process(target=_write, args=(path, text, barrier)) for text in ("a", "b")]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0, 0]
+    assert path.read_text() in ("a", "b")
     assert list(tmp_path.iterdir()) == [path]
 
 
