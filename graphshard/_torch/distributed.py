@@ -50,6 +50,11 @@ def device_types(group: dist.ProcessGroup) -> list[str]:
     return [device.type for device in group._device_types]
 
 
+def is_of_gloo(group: dist.ProcessGroup) -> bool:
+    """Return whether gloo runs all collectives of the group."""
+    return all(group._get_backend(device).name() == "gloo" for device in group._device_types)
+
+
 def device_for(group: dist.ProcessGroup) -> torch.device:
     """Return a device whose tensors ``group`` communicates; the CPU if it can be that."""
     types = device_types(group)

@@ -48,7 +48,7 @@ class CallLog:
     """
 
     def __init__(self, members: Members, *, is_alone: bool) -> None:
-        self._members, self._num_choices = members, 0
+        self._members, self._num_choices, self._grad_enabled = members, 0, True
         self._history, self._inbox = CallHistory(), Inbox()
         self._watcher = None if is_alone else Watcher(members, self._history, self._inbox)
 
@@ -66,8 +66,17 @@ class CallLog:
         if self._inbox.early_calls or self._inbox.fault is not None:  # after the count is written
             self._answer(call)
 
+    def enters_mode(self, grad_enabled: bool) -> bool:
+        """Note the mode of the next run; return whether ranks have to agree to it, known or not.
+
+        Where one rank alone evaluates, it comes to a run in another mode than its last one. Others
+        find out when they hang; by then gloo would have ended a process.
+        """
+        enters, self._grad_enabled = grad_enabled != self._grad_enabled, grad_enabled
+        return enters and self._watcher is not None and self._members.mix_up_fatally()
+
     def first_run(self, plan_id: str, text: str) -> None:
-        """Log a graph's first run, in place of :meth:`run`, when all ranks agree to it.
+        """Log a graph's first run, or another, in place of :meth:`run`, when all ranks agree to it.
 
         This waits until every rank has come to this call and runs the same plan, for the first
         time or not: until the slowest rank has compiled.

@@ -6,7 +6,13 @@ import weakref
 
 import torch.distributed as dist
 
-from .._torch.distributed import group_timeout_s, has_fake_ranks, is_registered, store_of
+from .._torch.distributed import (
+    group_timeout_s,
+    has_fake_ranks,
+    is_of_gloo,
+    is_registered,
+    store_of,
+)
 from .gloo_abort import abort
 
 
@@ -41,6 +47,14 @@ class Members:
         """Return how long a collective of the group may take."""
         group = self._group()
         return 0.0 if group is None else group_timeout_s(group)
+
+    def mix_up_fatally(self) -> bool:
+        """Return whether a process ends where ranks call collectives of different sizes.
+
+        Gloo ends it in a thread of its own, which nobody can catch; others hang.
+        """
+        group = self._group()
+        return group is not None and is_of_gloo(group)
 
     def involve(self, group: dist.ProcessGroup) -> None:
         """Abort collectives of ``group``, too, some of the members."""

@@ -22,6 +22,8 @@ from functools import partial
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
+import torch
+
 from .._torch.autograd import on_backward_error
 from .._torch.distributed import process_group
 from ..errors import BackendError
@@ -219,7 +221,8 @@ def _logged(
 
     def call(*args: object) -> R:
         nonlocal is_first
-        if is_first:
+        # First what it notes: each run has a mode.
+        if call_log.enters_mode(torch.is_grad_enabled()) or is_first:
             call_log.first_run(plan_id, text)
         else:
             call_log.run(plan_id)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -86,6 +87,33 @@ def _evaluate_alone(group: dist.ProcessGroup, _: CallLog) -> str:
 def test_evaluation_on_one_rank_alone() -> None:
     parts = ("calls a graph for inference", "calls graphs for training", "torch.no_grad()")
     _assert_told(run(2, _evaluate_alone), *parts)
+
+
+def _evaluate_known_graphs_alone(group: dist.ProcessGroup, _: CallLog, alone: int) -> str:
+    model, x = _compiled(group), torch.ones(4, DIM)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(x)
+
+    for _ in range(2):
+        model(x).backward()
+        evaluate()
+    model(x).backward()
+
+    def go_on() -> None:
+        if group.rank() == alone:
+            evaluate()
+        for _ in range(2):
+            model(x).backward()
+
+    return _first_line(go_on)
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_evaluation_on_one_rank_alone_of_a_model_that_all_have_evaluated(alone: int) -> None:
+    parts = ("calls a graph for inference", "calls graphs for training", "torch.no_grad()")
+    _assert_told(run(3, _evaluate_known_graphs_alone, alone), *parts)
 
 
 def _step_alone(group: dist.ProcessGroup, _: CallLog) -> str:
