@@ -23,6 +23,13 @@ from .mesh_groups import MeshGroups
 
 T = TypeVar("T")
 
+ARGUMENTS, REQUIRES_GRAD, WITH_GRADIENT = (
+    "arguments of graphshard",
+    " requires_grad",
+    " with a gradient",
+)
+"""Parts of the text of a difference by which its likely cause is told."""
+
 
 def raise_together(
     root: nn.Module,
@@ -43,7 +50,7 @@ def raise_together(
     Raises:
         BackendError: on all ranks, if one has a fault or is about to shard something else.
     """
-    descriptions = {"arguments of graphshard": options.fingerprint()}
+    descriptions = {ARGUMENTS: options.fingerprint()}
     if fault is None:
         descriptions |= {p.fqn: _describe(p.param) + (p.float8 or "") for p in plain_params}
         descriptions |= {name: _describe(buffer) for name, buffer in root.named_buffers()}
@@ -104,17 +111,29 @@ def _broadcast(value: T, rank: int, groups: MeshGroups) -> T:
 def _difference(first: Mapping[str, str], other: Mapping[str, str], rank: int) -> str | None:
     """Compare the descriptions of the mesh's first rank with those of ``rank``."""
     for name in [*first, *other]:
-        if first.get(name) != other.get(name):
+        ours, theirs = first.get(name, "missing"), other.get(name, "missing")
+        if ours != theirs:
             return (
-                f"{name!r} differs between ranks: {first.get(name, 'missing')} on rank 0 of "
-                f"the mesh, {other.get(name, 'missing')} on rank {rank}"
+                f"{name!r} differs between ranks: {ours} on rank 0 of the mesh, {theirs} on rank "
+                f"{rank}. {_cause(name, ours, theirs)}"
             )
     return None
+
+
+def _cause(name: str, ours: str, theirs: str) -> str:
+    """Return the likely cause of a difference, as advice."""
+    if name == ARGUMENTS:
+        return "All ranks have to give the same ones: is one read from a file or a rank?"
+    if ours.removesuffix(WITH_GRADIENT) == theirs.removesuffix(WITH_GRADIENT):
+        return "All ranks have to call zero_grad() before, or none: has one made a step alone?"
+    if ours.removesuffix(REQUIRES_GRAD) == theirs.removesuffix(REQUIRES_GRAD):
+        return "All ranks have to freeze the same parameters: does one load or freeze by itself?"
+    return "All ranks have to build the same model: is its code, or its config, chosen by rank?"
 
 
 def _describe(tensor: torch.Tensor) -> str:
     """Return the facts of a parameter or buffer that have to be equal on all ranks."""
     text = f"{tensor.dtype} {tuple(tensor.shape)}"
     if tensor.requires_grad:
-        text += " requires_grad"
-    return text + " with a gradient" if tensor.grad is not None else text
+        text += REQUIRES_GRAD
+    return text + WITH_GRADIENT if tensor.grad is not None else text
