@@ -31,21 +31,47 @@ from tests.numerics.compare import generator, relative_error, sgd
 
 DIM, GLOBAL_BATCH, STEPS, FAULTY_STEP = 8, 6, 4, 2
 TIMEOUT_S = 6.0  # shorter than ranks.GRACE_S, in which the others have to end
-STOP_S = 3.0
-VICTIM = 1
+IS_LONG = os.environ.get("GRAPHSHARD_FAULTS") == "all"
+STOPS_S = {"stop": 3.0, "stop for too long": 20.0 if IS_LONG else 9.0}
 
-POINTS = ["before", "in a collective", "between", "after", "compile", "plans", "save"]
-FAULTS = ["raise", "exit", "kill"]
-SOME = [("kill", "in a collective"), ("raise", "compile"), ("exit", "plans"), ("kill", "save")]
+IN_GRAPHS = ["in forward", "in backward"]
+POINTS = ["before", "in a collective", "between", "after", "compile", "plans", "save", *IN_GRAPHS]
+FAULTS = ["raise", "exit", "kill", "stop for too long"]
+SOME = [
+    ("kill", "in a collective", 1),
+    ("raise", "compile", 1),
+    ("exit", "plans", 0),
+    ("kill", "save", 1),
+    ("stop for too long", "in backward", 0),
+]
 ALL = [
-    (fault, point)
-    for fault, point in itertools.product(FAULTS, POINTS)
+    (fault, point, number % 2)
+    for number, (fault, point) in enumerate(itertools.product(FAULTS, POINTS))
     if (fault, point) != ("raise", "in a collective")  # a thread that waits cannot raise
 ]
+"""Fault, point, and the rank that is the victim."""
 IN_A_CHECKPOINT = ["after", "save"]
 """Points where the others come to the collectives of a checkpoint, whose errors are torch's."""
 SOME_STOPS = ["in a collective"]
-IS_LONG = os.environ.get("GRAPHSHARD_FAULTS") == "all"
+
+meets: list[Callable[[str], None]] = []
+"""What is called at the points in graphs."""
+
+
+@torch.library.custom_op("graphshard_test::meet", mutates_args=())
+def meet(x: Tensor, point: str) -> Tensor:
+    """Return a copy of `x` after what happens there."""
+    for at in meets:
+        at(point)
+    return x.clone()
+
+
+@meet.register_fake
+def _(x: Tensor, point: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+meet.register_autograd(lambda ctx, grad: (meet(grad, "in backward"), None))
 
 
 class Net(nn.Module):
@@ -54,7 +80,7 @@ class Net(nn.Module):
         self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x))).square().mean()
+        return self.second(meet(torch.tanh(self.first(x)), "in forward")).square().mean()
 
 
 def _net() -> Net:
@@ -74,17 +100,17 @@ def _strike(fault: str) -> None:
         raise ZeroDivisionError("the victim's own error")
     if fault == "exit":
         os._exit(3)
-    if fault == "stop":
-        subprocess.Popen(["sh", "-c", f"sleep {STOP_S}; kill -CONT {os.getpid()}"])
-    os.kill(os.getpid(), signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
+    if fault in STOPS_S:
+        subprocess.Popen(["sh", "-c", f"sleep {STOPS_S[fault]}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP if fault in STOPS_S else signal.SIGKILL)
 
 
 class _Faulty:
     """Strikes when the victim comes to the point."""
 
-    def __init__(self, fault: str, point: str) -> None:
+    def __init__(self, fault: str, point: str, victim: int) -> None:
         self._fault, self._point = fault, point
-        self._is_due = dist.get_rank() == VICTIM
+        self._is_due = self._is_victim = dist.get_rank() == victim
 
     def at(self, point: str) -> None:
         """Strike here if this is the victim's point.
@@ -98,7 +124,7 @@ class _Faulty:
             threading.Timer(0.5, _strike, [self._fault]).start()
         elif self._is_due:
             _strike(self._fault)
-        elif waits and dist.get_rank() != VICTIM:
+        elif waits and not self._is_victim:
             time.sleep(1.0)
         self._is_due = False
 
@@ -120,9 +146,9 @@ class _Faulty:
         return call
 
 
-def _train(fault: str, point: str, folder: Path, steps: range) -> list[Tensor]:
+def _train(fault: str, point: str, folder: Path, steps: range, victim: int = 1) -> list[Tensor]:
     """Train, and save some steps; a range that does not begin at 0 resumes."""
-    faulty = _Faulty(fault, point)
+    faulty = _Faulty(fault, point, victim)
     with pytest.MonkeyPatch.context() as patch:
         faulty.watch(patch)
         return _train_by(faulty, fault == "none", folder, steps)
@@ -140,6 +166,7 @@ def _train_by(faulty: _Faulty, saves_all: bool, folder: Path, steps: range) -> l
         dcp.load(checkpoint, checkpoint_id=folder / str(steps[0] - 1), process_group=group)
     for step in steps:
         at = faulty.at if step == FAULTY_STEP else _nowhere
+        meets[:] = [at]
         at("before")
         at("in a collective")
         loss = compiled(_batch(step).chunk(world)[rank])
@@ -173,11 +200,13 @@ def _assert_trained(trained: list[list[Tensor]]) -> None:
         assert relative_error(ours, expected) < 1e-5
 
 
-@pytest.mark.parametrize(("fault", "point"), ALL if IS_LONG else SOME)
-def test_the_others_end_with_a_named_error(fault: str, point: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fault", "point", "victim"), ALL if IS_LONG else SOME)
+def test_the_others_end_with_a_named_error(
+    fault: str, point: str, victim: int, tmp_path: Path
+) -> None:
     with pytest.raises(ranks.RankError) as raised:
-        ranks.run_fresh(3, _train, fault, point, tmp_path, range(STEPS), timeout_s=60)
-    others = [failure for failure in raised.value.failures if failure.rank != VICTIM]
+        ranks.run_fresh(3, _train, fault, point, tmp_path, range(STEPS), victim, timeout_s=60)
+    others = [failure for failure in raised.value.failures if failure.rank != victim]
     assert len(others) == 2
     for failure in others:
         assert "still running" not in failure.text and "died" not in failure.text, failure.text
