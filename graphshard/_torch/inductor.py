@@ -14,7 +14,7 @@ have the same names and arguments. Re-exported as they are:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -33,6 +33,7 @@ from torch._inductor.custom_graph_pass import (
     CustomPartitionerFn,
     get_hash_for_files,
 )
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.virtualized import V
 from torch._logging import trace_structured
@@ -63,6 +64,19 @@ KEEP_HOST_COPIES = {"layout_optimization": False}
 """Options of Inductor for graphs that may copy activations to the host. It would have saved ones
 behind convolutions in channels-last order, and lay out the host's copies anew, on the host, which
 does not wait for them."""
+
+
+def decompositions_for(inputs: Sequence[object]) -> dict[Any, Any] | None:
+    """Return what Inductor decomposes in a graph with these inputs; None: what it always does.
+
+    A sum of complex numbers becomes views and a sum of real ones, which no pass knows as the sum
+    of two gradients of one parameter. Where there are complex inputs, it stays as it is.
+    """
+    if not any(isinstance(value, torch.Tensor) and value.is_complex() for value in inputs):
+        return None
+    table = dict(select_decomp_table())
+    table.pop(torch.ops.aten.add.Tensor, None)
+    return table
 
 
 def options_of_plans(device: torch.device) -> dict[str, Any]:

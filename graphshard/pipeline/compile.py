@@ -28,6 +28,7 @@ from .._torch.inductor import (
     CustomPartitionerFn,
     aot_autograd,
     compile_fx,
+    decompositions_for,
     donate_nothing,
     eager_backward,
     make_boxed_func,
@@ -227,7 +228,12 @@ def _by_inductor(
     }
     if settings.device.type == "cuda":
         patches = without_cuda_graphs(patches, traced.gm.meta)
-    run: Any = compile_fx(traced.gm, traced.inputs, config_patches=patches)
+    run: Any = compile_fx(
+        traced.gm,
+        traced.inputs,
+        config_patches=patches,
+        decompositions=decompositions_for(traced.inputs),
+    )
     return run
 
 

@@ -207,11 +207,16 @@ def test_what_is_not_cast(backend: str) -> None:
         ranks.run(2, _train_kinds, policy, backend=backend)
 
 
-def _train_kinds(policy: MixedPrecisionPolicy) -> None:
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+def test_complex_parameters_by_inductor() -> None:
+    ranks.run(2, _train_kinds, MixedPrecisionPolicy(), "inductor")
+
+
+def _train_kinds(policy: MixedPrecisionPolicy, compiler: str = "aot_eager") -> None:
     torch.manual_seed(0)
     model = Kinds()
     reference = copy.deepcopy(model)
-    compiled = compile_sharded(model, mp_policy=policy)
+    compiled = compile_sharded(model, mp_policy=policy, compiler=compiler)
     batches = draw(Kinds.batch, 0)
     (compiled(batches[dist.get_rank()]) * 3e4).backward()
     cast = policy.param_dtype or FP32
