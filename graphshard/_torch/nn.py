@@ -61,6 +61,13 @@ def forward_pre_hooks(module: nn.Module) -> list[object]:
     return list(module._forward_pre_hooks.values())
 
 
+def remove_forward_hooks(module: nn.Module, name: str) -> None:
+    """Remove the hooks behind the forward of ``module`` that are functions of this name."""
+    hooks = module._forward_hooks
+    for key in [k for k, hook in hooks.items() if getattr(hook, "__name__", "") == name]:
+        del hooks[key]
+
+
 def reduced_by(ddp: nn.parallel.DistributedDataParallel) -> list[nn.Parameter]:
     """Return the parameters whose gradients this DDP reduces (torch/nn/parallel/distributed.py)."""
     return getattr(ddp, "_module_parameters", [])  # not yet while it is made

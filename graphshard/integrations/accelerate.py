@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from ..params.full_state_dict import full_state_dict
 from .compiled_in_place import is_sharded, shard_and_compile
+from .generation import generate_together
 from .sharded_checkpoint import load_sharded, save_sharded
 
 FOLDER = "graphshard"
@@ -68,9 +69,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
     placed = False if stays or is_meta else None
     accelerator.prepare_model(model, device_placement=placed, evaluation_mode=True)
     shard_and_compile(model, **options)
-    # By this mark ranks of transformers' generate() go on until all of them are done: every call of
-    # the model gathers, so all ranks have to make it.
-    model._is_fsdp_managed_module = True  # type: ignore[assignment]
+    generate_together(model)
     return accelerator.prepare(model, *others)
 
 

@@ -43,8 +43,9 @@ def load_sharded(
     """
     if not (folder / ".metadata").is_file():
         raise ValueError(
-            f"{folder} is no checkpoint of a sharded model: it was saved by other means than this "
-            "integration, or the save was interrupted"
+            f"{folder} is no checkpoint of a sharded model: it was saved unsharded, or without its "
+            "optimizer (save_only_model), or the save was interrupted. To begin with its weights "
+            "alone, load them into the plain model"
         )
     optimizers = list(optimizers)
     state = _state(model, optimizers, weights)

@@ -20,11 +20,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
+from .._torch.nn import remove_forward_hooks
 from ..params.full_state_dict import full_state_dict
-from .accelerate import prepare
+from .accelerate import ShardedAccelerator, prepare
 from .compiled_in_place import is_sharded
 from .sharded_checkpoint import load_sharded, save_sharded
 
@@ -53,13 +55,23 @@ class ShardedTrainerMixin(Trainer):
         self.sharding = sharding or {}
         super().__init__(*args, **kwargs)
 
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave a model where it is that has no values yet, or whose shards are kept somewhere."""
+        stays = isinstance(self.sharding.get("offload_policy"), CPUOffloadPolicy)
+        if not (stays or is_sharded(model) or any(p.is_meta for p in model.parameters())):
+            super()._move_model_to_device(model, device)
+
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         """Shard the model when training begins."""
-        if training and not is_sharded(model):
+        known = isinstance(self.accelerator, ShardedAccelerator) and is_sharded(model)
+        if training and not known:
             if self.args.save_on_each_node:
                 raise ValueError(
                     "save_on_each_node=True: set it to False, only one rank has the full model"
                 )
+            checkpointing: Any = self.args.activation_checkpointing_kwargs or {}
+            if not checkpointing.get("use_reentrant"):
+                _remove_input_hooks(model)
             prepare(self.accelerator, model, **self.sharding)
         return super()._wrap_model(model, training, dataloader)
 
@@ -94,6 +106,17 @@ class ShardedTrainerMixin(Trainer):
             )
             schedule = torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True)
             self.lr_scheduler.load_state_dict(schedule)
+
+
+def _remove_input_hooks(model: nn.Module) -> None:
+    """Remove what has embeddings return tensors that require gradients.
+
+    The hooks are there for reentrant checkpointing of a frozen base. Other checkpointing does not
+    need them, and Dynamo cannot trace them: the graph would break in every layer.
+    """
+    for module in model.modules():
+        for name in ("make_inputs_require_grads", "make_inputs_require_grad"):  # of peft
+            remove_forward_hooks(module, name)
 
 
 class ShardedTrainer(ShardedTrainerMixin, Trainer):

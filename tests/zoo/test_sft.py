@@ -1,4 +1,6 @@
-"""TRL's `SFTTrainer` with `ShardedTrainerMixin` before it trains as it does by DDP."""
+"""TRL's `SFTTrainer` with `ShardedTrainerMixin` before it trains as it does by DDP, by its
+defaults: bfloat16 and checkpointing. Dynamo leaves its head, which reads another module's weight,
+to Python."""
 
 from __future__ import annotations
 
@@ -37,8 +39,6 @@ def _train(folder: str, kind: Any, **more: Any) -> tuple[SFTTrainer, list[list[f
     arguments = SFTConfig(
         folder,
         use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
         max_steps=STEPS,
         optim="sgd",
         learning_rate=1e-2,
@@ -65,11 +65,11 @@ def _beside_ddp(folder: str) -> None:
     ours, numbers = _train(folder, ShardedSFTTrainer, sharding={"compiler": "aot_eager"})
     theirs, expected = _train(folder, SFTTrainer)
     for mine, other in zip(numbers, expected, strict=True):
-        assert len(other) == STEPS and mine == pytest.approx(other, rel=1e-4)
+        assert len(other) == STEPS and mine == pytest.approx(other, rel=1e-2)
     trained = {n: whole(p.detach()) for n, p in ours.model.named_parameters()}
     for name, value in theirs.model.named_parameters():
         name = name.removeprefix("module.")
-        assert relative_error(trained[name], value.detach()) <= 1e-5, name
+        assert relative_error(trained[name], value.detach()) <= 1e-2, name
     ours.save_model(folder)
     dist.barrier()
     loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
