@@ -43,13 +43,13 @@ class Training:
             prepared = self.accelerator.prepare(model, optim, loader, schedule)
         self.model, self.optim, self.loader, self.schedule = prepared
 
-    def train(self, start: int = 0, end: int = STEPS) -> tuple[list[float], list[float]]:
+    def train(self, start: int = 0, end: int | None = None) -> tuple[list[float], list[float]]:
         """Losses of microbatches, and norms of gradients of steps."""
         losses, norms = [], []
         accelerator = self.accelerator
         loader = accelerator.skip_first_batches(self.loader, start * MICROBATCHES)
         for number, batch in enumerate(loader, start * MICROBATCHES):
-            if number == end * MICROBATCHES:
+            if number == (end or STEPS) * MICROBATCHES:
                 break
             with accelerator.accumulate(self.model):
                 loss = self.model(**batch).loss
@@ -68,7 +68,7 @@ class Training:
         return {name: whole(param.detach()).clone() for name, param in model.named_parameters()}
 
 
-def _beside_ddp(mixed_precision: str) -> tuple[float, float, float]:
+def beside_ddp(mixed_precision: str) -> tuple[float, float, float]:
     """Largest relative errors of losses, of norms and of trained weights."""
     ours = Training("graphshard", "SGD", mixed_precision=mixed_precision)
     got = ours.train()
@@ -86,11 +86,11 @@ def _beside_ddp(mixed_precision: str) -> tuple[float, float, float]:
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 def test_trains_as_by_ddp(mixed_precision: str) -> None:
     tolerance = 1e-5 if mixed_precision == "no" else 2e-2
-    for errors in ranks.run(2, _beside_ddp, mixed_precision):
+    for errors in ranks.run(2, beside_ddp, mixed_precision):
         assert max(errors) <= tolerance
 
 
-def _save_and_resume(folder: str) -> None:
+def save_and_resume(folder: str) -> None:
     path = Path(folder)
     first = Training("graphshard")
     first.train(0, 3)
@@ -111,4 +111,4 @@ def _save_and_resume(folder: str) -> None:
 
 
 def test_goes_on_where_it_was_saved(tmp_path: Path) -> None:
-    ranks.run(2, _save_and_resume, str(tmp_path))
+    ranks.run(2, save_and_resume, str(tmp_path))

@@ -72,7 +72,7 @@ def _history(trainer: Trainer, key: str) -> list[float]:
     return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
-def _beside_ddp(folder: str, bf16: bool) -> dict[str, float]:
+def beside_ddp(folder: str, bf16: bool) -> dict[str, float]:
     """Largest relative errors."""
     found = []
     for plain in (False, True):
@@ -95,11 +95,11 @@ def _beside_ddp(folder: str, bf16: bool) -> dict[str, float]:
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_trains_and_evaluates_as_by_ddp(tmp_path: Path, bf16: bool) -> None:
-    for errors in ranks.run(2, _beside_ddp, str(tmp_path), bf16):
+    for errors in ranks.run(2, beside_ddp, str(tmp_path), bf16):
         assert max(errors.values()) <= (2e-2 if bf16 else 1e-5), errors
 
 
-def _save_and_resume(folder: str) -> None:
+def save_and_resume(folder: str) -> None:
     saving = {
         "save_strategy": "steps",
         "eval_strategy": "steps",
@@ -129,7 +129,7 @@ def _equal(weights: dict[str, torch.Tensor], plain: nn.Module) -> bool:
 
 
 def test_goes_on_where_it_was_saved_and_loads_the_best(tmp_path: Path) -> None:
-    ranks.run(2, _save_and_resume, str(tmp_path))
+    ranks.run(2, save_and_resume, str(tmp_path))
 
 
 def _adapters(folder: str) -> None:
