@@ -7,7 +7,12 @@ from .backend import Backend, backend, shard
 from .options.float8_policy import Float8Policy
 from .options.schedule_policy import SchedulePolicy
 from .params.full_state_dict import full_state_dict
-from .params.grad_sync import no_sync, set_requires_all_reduce, set_requires_gradient_sync
+from .params.grad_sync import (
+    no_sync,
+    set_gradient_divide_factor,
+    set_requires_all_reduce,
+    set_requires_gradient_sync,
+)
 from .params.load_full_state_dict import load_full_state_dict
 from .params.materialize import materialize
 from .params.memory_report import MemoryReport, memory_report
@@ -25,6 +30,7 @@ __all__ = [
     "materialize",
     "memory_report",
     "no_sync",
+    "set_gradient_divide_factor",
     "set_requires_all_reduce",
     "set_requires_gradient_sync",
     "shard",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,6 +10,7 @@ from torch import nn
 
 from .grad_accumulation import ALL_REDUCES, SYNCS, module_flag
 from .parametrization import set_flags
+from .sharded_model import sharded_model_of
 
 
 @contextmanager
@@ -58,6 +60,32 @@ def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool) -> None
     """
     _check(model, requires_all_reduce)
     set_flags(dict.fromkeys(model.modules(), requires_all_reduce), ALL_REDUCES)
+
+
+def set_gradient_divide_factor(model: nn.Module, factor: float) -> None:
+    """Divide the sums of gradients over all ranks by ``factor``, and not by the number of ranks.
+
+    As FSDP2's method does, for a whole model: 1.0 is for losses that are divided by what all ranks
+    have together, such as the number of their tokens.
+
+    Args:
+        model: a module that graphshard has sharded, or a part of it.
+
+    Raises:
+        ValueError: ``model`` is not sharded, or ``factor`` is not a positive number.
+    """
+    sharded = sharded_model_of(model) if isinstance(model, nn.Module) else None
+    if sharded is None:
+        raise ValueError(
+            f"{type(model).__name__} is not sharded yet: call graphshard.shard(model, mesh) before"
+        )
+    if (
+        isinstance(factor, bool)
+        or not isinstance(factor, (int, float))
+        or not 0 < factor < math.inf
+    ):
+        raise ValueError(f"factor={factor!r}: must be a positive number")
+    sharded.gradient_divide_factor = float(factor)
 
 
 def _check(model: object, flag: object) -> None:

@@ -78,6 +78,7 @@ class ShardedModel:
         trains_eagerly: some gradient came from outside of any graph.
         gathered_bytes: the most that any of its graphs holds gathered at once.
         changed_in_place: a parameter whose gathered copy an eager part of a forward has changed.
+        gradient_divide_factor: what sums of gradients are divided by; None: the number of ranks.
     """
 
     name: str
@@ -91,9 +92,11 @@ class ShardedModel:
     trains_eagerly: bool = False
     gathered_bytes: int = 0
     changed_in_place: str | None = None
+    gradient_divide_factor: float | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
-        return ShardedModel(self.name)  # the copied parameters add themselves
+        # The copied parameters add themselves.
+        return ShardedModel(self.name, gradient_divide_factor=self.gradient_divide_factor)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse(f"a module of {self.name}")

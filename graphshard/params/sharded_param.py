@@ -291,7 +291,9 @@ class ShardedParam:
 
     def accumulate_grad(self, padded_grad: torch.Tensor) -> None:
         """Accumulate this rank's padded gradient into the DTensor and run the DTensor's hooks."""
-        param = self.dtensor
+        param, factor = self.dtensor, self.model.gradient_divide_factor
+        if factor is not None:  # it is averaged over all ranks
+            padded_grad.mul_(self.layout.mesh.size() / factor)
         grad: torch.Tensor = dtensor_like(self.layout.local_view(padded_grad), param)
         for hook in gradient_hooks(param):
             replaced = hook(grad)

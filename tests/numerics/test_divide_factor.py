@@ -1,0 +1,67 @@
+"""`graphshard.set_gradient_divide_factor`: gradients beside FSDP2's method of that name."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import graphshard
+from tests import ranks
+from tests.models import MLP
+from tests.numerics.compare import compile_sharded, relative_error, whole, world_mesh
+
+
+def _beside_fsdp2(shape: tuple[int, ...], factor: float) -> None:
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    torch.manual_seed(0)
+    model = MLP()
+    theirs: Any = fully_shard(copy.deepcopy(model), mesh=mesh)
+    theirs.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+    theirs.set_gradient_divide_factor(factor)
+    graphshard.shard(model, mesh)
+    graphshard.set_gradient_divide_factor(model, factor)
+    ours = copy.deepcopy(model)
+    rng = torch.Generator().manual_seed(dist.get_rank())
+    batches = [MLP.batch(rng) for _ in range(2)]
+    for called in (compile_sharded(model), theirs):
+        called(batches[0]).backward()
+    for name, param in theirs.named_parameters():
+        mine = whole(model.get_parameter(name).grad)
+        assert relative_error(mine, whole(param.grad)) <= 1e-6, name
+    model.zero_grad()
+    compiled = compile_sharded(model)
+    with graphshard.no_sync(model):
+        compiled(batches[0]).backward()
+    compiled(batches[1]).backward()
+    again = compile_sharded(ours)
+    for batch in batches:
+        again(batch).backward()
+    for name, param in ours.named_parameters():
+        assert relative_error(whole(model.get_parameter(name).grad), whole(param.grad)) <= 1e-6
+
+
+@pytest.mark.parametrize(("shape", "factor"), [((2,), 1.0), ((2,), 5.0), ((2, 2), 1.0)])
+def test_gradients_are_those_of_fsdp2(shape: tuple[int, ...], factor: float) -> None:
+    ranks.run(math.prod(shape), _beside_fsdp2, shape, factor)
+
+
+def _refuse() -> None:
+    model = MLP()
+    with pytest.raises(ValueError, match="MLP is not sharded yet"):
+        graphshard.set_gradient_divide_factor(model, 1.0)
+    graphshard.shard(model, world_mesh())
+    for factor in (0, -1.0, math.inf, math.nan, True, "1"):
+        with pytest.raises(ValueError, match="must be a positive number"):
+            graphshard.set_gradient_divide_factor(model, factor)  # type: ignore[arg-type]
+
+
+def test_what_is_no_factor_is_refused() -> None:
+    ranks.run(1, _refuse)
