@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim import Optimizer
 
+from ..backend import backend
 from ..params.full_state_dict import full_state_dict
 from .compiled_in_place import is_sharded, shard_and_compile
 from .generation import generate_together
@@ -59,6 +60,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
             ``others`` is a module, or :func:`graphshard.backend` refuses an option.
     """
     _check(accelerator, model, others)
+    made = backend(**options)
     if not isinstance(accelerator, ShardedAccelerator):
         kind = type(accelerator)
         accelerator.__class__ = type(kind.__name__, (ShardedAccelerator, kind), {})
@@ -68,7 +70,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
     is_meta = any(param.is_meta for param in model.parameters())
     placed = False if stays or is_meta else None
     accelerator.prepare_model(model, device_placement=placed, evaluation_mode=True)
-    shard_and_compile(model, **options)
+    shard_and_compile(model, made, options)
     generate_together(model)
     return accelerator.prepare(model, *others)
 
@@ -137,11 +139,17 @@ class ShardedAccelerator(Accelerator):
             super().load_state(str(folder), *args, **kwargs)
 
     def _newest_folder(self) -> Path:
-        """Return the last of the folders that Accelerate numbers."""
-        root = Path(self.project_dir) / "checkpoints"
-        if not self.project_configuration.automatic_checkpoint_naming or not root.is_dir():
+        """Return the last of the folders that Accelerate numbers.
+
+        Raises:
+            ValueError: it numbers none, or there is none yet.
+        """
+        numbered = self.project_configuration.automatic_checkpoint_naming
+        root = Path(self.project_dir or ".", "checkpoints")
+        folders = list(root.glob("checkpoint_*")) if numbered else []
+        if not folders:
             raise ValueError("give load_state the folder that save_state wrote")
-        return max(root.glob("checkpoint_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+        return max(folders, key=lambda path: int(path.name.rpartition("_")[2]))
 
     def _folders(self, folder: Path) -> Iterator[tuple[Path, nn.Module]]:
         """Yield each sharded model with its folder."""

@@ -6,12 +6,13 @@ what ``torch.compile`` returns is another object, whose names start with ``_orig
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
 from torch import nn
 
-from ..backend import Backend, backend, shard
+from ..backend import Backend, shard
 from ..params.grad_sync import no_sync
 from ..params.sharded_model import sharded_model_of
 
@@ -21,19 +22,17 @@ def is_sharded(model: object) -> bool:
     return isinstance(model, nn.Module) and sharded_model_of(model) is not None
 
 
-def shard_and_compile(model: nn.Module, **options: Any) -> Backend:
-    """Shard ``model`` and compile it in place; return its backend.
+def shard_and_compile(model: nn.Module, made: Backend, options: Mapping[str, Any]) -> None:
+    """Shard ``model`` and compile it in place.
 
     It gets a method ``no_sync``, by which frameworks accumulate gradients, as they know it of DDP.
 
     Args:
-        options: the arguments of :func:`graphshard.backend`.
+        made: ``graphshard.backend(**options)``, which the caller makes before it changes anything.
 
     Raises:
-        ValueError: an option is wrong, or ``model`` cannot be sharded; nothing is changed then.
+        ValueError: ``model`` cannot be sharded; nothing is changed then.
     """
-    made = backend(**options)
     shard(model, **options)
     model.compile(backend=made)
     model.no_sync = MethodType(no_sync, model)  # type: ignore[assignment]
-    return made

@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from ..backend import backend
 from ..params.grad_sync import no_sync
 from .compiled_in_place import is_sharded, shard_and_compile
 
@@ -119,7 +120,9 @@ def _shard_on(
     device: torch.device, model: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any]
 ) -> None:
     """Shard and compile a model; Lightning itself makes one of the meta device real afterwards."""
+    options = {"mesh": mesh["data_parallel"], **options}
+    made = backend(**options)
     stays = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
     if not stays and not any(param.is_meta for param in model.parameters()):
         model.to(device)
-    shard_and_compile(model, **{"mesh": mesh["data_parallel"], **options})
+    shard_and_compile(model, made, options)

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
 
-from graphshard.integrations.accelerate import prepare
+from graphshard.integrations.accelerate import ShardedAccelerator, prepare
 from tests import ranks
 from tests.numerics.compare import relative_error, whole
 
@@ -112,3 +112,29 @@ def save_and_resume(folder: str) -> None:
 
 def test_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     ranks.run(2, save_and_resume, str(tmp_path))
+
+
+def _refuse(folder: str) -> None:
+    model: nn.Module = nn.Linear(3, 4)
+    as_by_torchrun()
+    with pytest.raises(ValueError, match="one model for each call: prepare ReLU by another"):
+        prepare(Accelerator(cpu=True), model, nn.ReLU())
+    with pytest.raises(ValueError, match="model is a SGD: give the module first"):
+        prepare(Accelerator(cpu=True), torch.optim.SGD(model.parameters()))
+    as_by_torchrun()
+    with pytest.raises(ValueError, match="dynamo_backend=INDUCTOR: graphshard compiles"):
+        prepare(Accelerator(cpu=True, dynamo_backend="inductor"), model)
+    as_by_torchrun()
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ValueError, match="compiler='gcc'"):
+        prepare(accelerator, model, compiler="gcc")
+    assert not isinstance(accelerator, ShardedAccelerator) and not accelerator._models
+    prepare(accelerator, model, compiler="aot_eager")
+    with pytest.raises(ValueError, match="give load_state the folder"):
+        accelerator.load_state()
+    with pytest.raises(ValueError, match="is no checkpoint of a sharded model"):
+        accelerator.load_state(folder)
+
+
+def test_bad_input_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    ranks.run(2, _refuse, str(tmp_path))
