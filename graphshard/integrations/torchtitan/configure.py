@@ -1,0 +1,145 @@
+"""A configuration of torchtitan's trainer, changed to have graphshard shard and compile its model.
+
+    Trainer.__init__                      parallelize()
+    a model on the meta device      ───►  activation checkpointing, as torchtitan does it
+                                          sharded over the mesh of "fsdp" (and "dp_replicate")
+    to_empty, init_weights          ◄───  compiled in place; gradients are summed
+    each step                             losses are sums over the number of all ranks' tokens
+
+The loss has to be one that takes logits: by ``ChunkedLossWrapper`` torchtitan calls the last layer
+in pieces, outside of the model's forward, and so outside of its graph. Read of torchtitan 0.3:
+``trainer.py``, ``distributed/fsdp.py``, ``models/llama3/parallelize.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
+from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
+from torchtitan.trainer import Trainer
+
+from ...params.grad_sync import set_gradient_divide_factor
+from ..compiled_in_place import shard_and_compile
+
+_SPMD = "partial_dtensor"
+"""How torchtitan is told that it need not make DTensors of a step's inputs, nor check their types.
+"""
+
+
+def configure(config: Trainer.Config, **options: Any) -> Trainer.Config:
+    """Change ``config`` to train its model by graphshard, and return it.
+
+    All else stays: optimizer, data, activation checkpointing, checkpoints, and what the command
+    line says. ``--compile.backend`` is graphshard's ``compiler``; ``--compile.enable`` has
+    torchtitan compile the loss, too. CUDA graphs over a step are turned off.
+
+    Args:
+        options: further arguments of :func:`graphshard.backend`. ``mesh``, ``mp_policy``,
+            ``offload_policy``, ``reshard_after_forward`` and ``compiler`` are settings of
+            torchtitan's.
+
+    Raises:
+        ValueError: ``config`` has no model, or an option is one of torchtitan's settings. When the
+            trainer is made: it sets another parallelism, or graphshard refuses an option.
+    """
+    given = {"mesh", "mp_policy", "offload_policy", "reshard_after_forward", "compiler"}
+    if taken := sorted(given & options.keys()):
+        raise ValueError(f"{', '.join(taken)}: set what torchtitan has for it")
+    if config.model_spec is None:
+        raise ValueError("config.model_spec is None: set the model first")
+    shards = partial(parallelize, options=options)
+    config.model_spec = replace(config.model_spec, parallelize_fn=shards)
+    config.parallelism.spmd_backend = _SPMD
+    config.training.disable_cuda_graphs = True
+    if isinstance(config.loss, ChunkedLossWrapper.Config):
+        config.loss = config.loss.loss_fn
+    return config
+
+
+def configs_of(registry: ModuleType) -> dict[str, Callable[[], Trainer.Config]]:
+    """Return the functions of a ``config_registry`` of torchtitan's, each of which `configure`s."""
+
+    def configured(make: Callable[[], Trainer.Config]) -> Callable[[], Trainer.Config]:
+        return lambda: configure(make())
+
+    return {
+        name: configured(make)
+        for name, make in vars(registry).items()
+        if callable(make) and getattr(make, "__module__", "") == registry.__name__
+    }
+
+
+def parallelize(
+    model: nn.Module,
+    *,
+    parallel_dims: ParallelDims,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    compile_config: CompileConfig,
+    ac_config: ActivationCheckpointingConfig,
+    dump_folder: str,
+    options: dict[str, Any],
+) -> nn.Module:
+    """Shard and compile ``model`` in place; a ``parallelize_fn`` of torchtitan's.
+
+    Raises:
+        ValueError: a setting is in the way, or graphshard refuses an option.
+    """
+    _check(parallel_dims, parallelism)
+    if ac_config is not None:
+        ac_config.build(dump_folder=dump_folder).apply(model)
+    shard_and_compile(
+        model,
+        mesh=parallel_dims.get_mesh(
+            ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+        ),
+        reshard_after_forward=get_fsdp_reshard_after_forward_policy(
+            parallelism.fsdp_reshard_after_forward, pp_enabled=False
+        ),
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+            reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+            cast_forward_inputs=False,
+        ),
+        offload_policy=CPUOffloadPolicy() if training.enable_cpu_offload else None,
+        compiler=compile_config.backend,
+        **options,
+    )
+    set_gradient_divide_factor(model, 1.0)
+    return model
+
+
+def _check(dims: ParallelDims, parallelism: ParallelismConfig) -> None:
+    """
+    Raises:
+        ValueError: a setting asks for what graphshard does not do.
+    """
+    others = {
+        "tensor": dims.tp_enabled,
+        "context": dims.cp_enabled,
+        "pipeline": dims.pp_enabled,
+        "expert": dims.ep_enabled,
+    }
+    for name, enabled in others.items():
+        if enabled:
+            raise ValueError(
+                f"parallelism.{name}_parallel_degree is more than 1: graphshard shards over data "
+                "parallel ranks only, set it to 1"
+            )
+    if parallelism.spmd_backend != _SPMD:
+        raise ValueError(
+            f"parallelism.spmd_backend={parallelism.spmd_backend!r}: graphshard makes its own "
+            f"shards of plain parameters, set it to {_SPMD!r}"
+        )
+    if parallelism.enable_fsdp_symm_mem:
+        raise ValueError("parallelism.enable_fsdp_symm_mem is for FSDP2: set it to False")

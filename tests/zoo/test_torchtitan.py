@@ -1,0 +1,135 @@
+"""torchtitan's trainer trains a model that graphshard sharded as it trains one by its FSDP2, and
+goes on bitwise from what it saved. Its trainer runs by `torchrun`, as users run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .words import tokenizer
+
+pytest.importorskip(
+    "torchtitan.trainer",
+    reason='needs torchtitan 0.3 and torch 2.13: pip install "graphshard[torchtitan]"',
+    exc_type=ImportError,
+)
+
+from torch import nn
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+from graphshard.integrations.torchtitan import llama3
+from graphshard.integrations.torchtitan.configure import configure, parallelize
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, SAVED = 5, 3
+FSDP2 = ("--parallelism.spmd_backend=partial_dtensor", "--training.disable_cuda_graphs")
+OURS = ("--compile.backend=aot_eager",)
+SETTINGS = (
+    "--debug.seed=1",
+    "--metrics.log_freq=1",
+    f"--training.steps={STEPS}",
+    "--training.seq_len=32",
+    "--training.local_batch_size=2",
+)
+
+Logged = list[tuple[int, float, float]]
+
+
+def _train(folder: Path, module: str, config: str, *arguments: str) -> Logged:
+    """Return what the first of two ranks logs: steps, losses and norms of gradients."""
+    assets, losses = folder / "assets", folder / "losses.json"
+    tokenizer().save_pretrained(assets)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["-m", "tests.zoo.torchtitan_on_cpu", str(losses), "--module", module]
+    command += ["--config", config, "--hf_assets_path", str(assets), "--dump_folder", str(folder)]
+    done = subprocess.run(
+        [*command, *SETTINGS, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=ROOT,
+        env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [tuple(entry) for entry in json.loads(losses.read_text())]
+
+
+def _beside_fsdp2(folder: Path, model: str, *arguments: str) -> None:
+    name = f"{model}_debugmodel"
+    theirs = _train(folder, model, name, *FSDP2, *arguments)
+    module = f"graphshard.integrations.torchtitan.{model}"
+    logged = _train(folder, module, name, *OURS, *arguments)
+    assert len(logged) >= STEPS and logged[0][1] > logged[-1][1]
+    assert [step for step, _, _ in logged] == [step for step, _, _ in theirs]
+    for (_, loss, norm), (_, expected, expected_norm) in zip(logged, theirs):
+        assert (loss, norm) == pytest.approx((expected, expected_norm), rel=1e-5)
+
+
+FLOAT32 = "--training.mixed_precision_param=float32"
+
+
+def test_llama_trains_as_by_fsdp2_with_microbatches_and_validation(tmp_path: Path) -> None:
+    validation = ("--validator.enable", "--validator.freq=2", "--validator.steps=2")
+    _beside_fsdp2(tmp_path, "llama3", FLOAT32, "--training.global_batch_size=8", *validation)
+
+
+def test_qwen_with_tied_embeddings_trains_as_by_fsdp2(tmp_path: Path) -> None:
+    _beside_fsdp2(tmp_path, "qwen3", FLOAT32)
+
+
+def test_training_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+    module, name = "graphshard.integrations.torchtitan.llama3", "llama3_debugmodel"
+    saves = ("--checkpoint.enable", f"--checkpoint.interval={SAVED}")
+    through = _train(tmp_path, module, name, *OURS, *saves)
+    again = _train(tmp_path, module, name, *OURS, *saves, f"--checkpoint.load_step={SAVED}")
+    assert again == through[SAVED:]
+
+
+def test_a_configuration_keeps_all_but_what_is_in_the_way() -> None:
+    theirs, ours = llama3_debugmodel(), llama3.llama3_debugmodel()
+    assert ours.loss == theirs.loss.loss_fn
+    assert ours.parallelism.spmd_backend == "partial_dtensor"
+    assert ours.training.disable_cuda_graphs
+    assert ours.optimizer == theirs.optimizer and ours.dataloader == theirs.dataloader
+    assert "llama3_8b" in dir(llama3) and not hasattr(llama3, "llama4")
+
+
+def test_what_torchtitan_sets_is_no_option() -> None:
+    with pytest.raises(ValueError, match="compiler, mesh: set what torchtitan has for it"):
+        configure(llama3_debugmodel(), mesh=None, compiler="inductor")
+
+
+@pytest.mark.parametrize(
+    "degrees, settings, message",
+    [
+        ({"tp": 2}, {}, "parallelism.tensor_parallel_degree is more than 1"),
+        ({"cp": 2}, {}, "parallelism.context_parallel_degree is more than 1"),
+        ({"pp": 2}, {}, "parallelism.pipeline_parallel_degree is more than 1"),
+        ({"dp_shard": 2, "ep": 2}, {}, "parallelism.expert_parallel_degree is more than 1"),
+        ({"dp_shard": 2}, {"spmd_backend": "full_dtensor"}, "parallelism.spmd_backend="),
+        ({"dp_shard": 2}, {"spmd_backend": "spmd_types"}, "parallelism.spmd_backend="),
+    ],
+)
+def test_other_parallelisms_are_refused(
+    degrees: dict[str, int], settings: dict[str, Any], message: str
+) -> None:
+    of_one = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"), 1)
+    with pytest.raises(ValueError, match=message):
+        parallelize(
+            nn.Linear(2, 2),
+            parallel_dims=ParallelDims(**{**of_one, **degrees}, world_size=2),
+            training=TrainingConfig(),
+            parallelism=ParallelismConfig(**{"spmd_backend": "partial_dtensor", **settings}),
+            compile_config=CompileConfig(),
+            ac_config=None,
+            dump_folder="",
+            options={},
+        )

@@ -1,0 +1,118 @@
+"""torchtitan's own trainer on CPU ranks: `torchrun -m tests.zoo.torchtitan_on_cpu LOSSES ...`.
+
+The arguments behind the first are those of `torchtitan.train`; the first rank writes what it logs
+to the file LOSSES: steps, losses and norms of gradients. torchtitan 0.3 is made for GPUs, so before
+its main() runs, what it asks of a GPU is answered here:
+
+- its device is the CPU, whose memory nobody counts, and the timeouts of process groups stay;
+- FSDP2 does not divide gradients while it sums them, which gloo cannot;
+- attention is SDPA (FlexAttention has no backward on a CPU), which knows of no documents' borders;
+- its debug models have two layers, and Qwen's ties its embeddings, as the small ones do;
+- its data sets are a text made here: the wheel has none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.tools import utils
+
+# First of all: other modules of torchtitan copy these names.
+utils.device_type, utils.device_module = "cpu", torch.cpu
+
+from torchtitan import train  # noqa: E402
+from torchtitan.components import metrics  # noqa: E402
+from torchtitan.distributed import fsdp  # noqa: E402
+from torchtitan.distributed import utils as distributed  # noqa: E402
+from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
+from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
+from torchtitan.models.common.param_init import skip_param_init  # noqa: E402
+from torchtitan.models.llama3 import llama3_configs  # noqa: E402
+from torchtitan.models.qwen3 import qwen3_configs  # noqa: E402
+
+from .words import WORDS  # noqa: E402
+
+LAYERS = 2
+
+
+class NoMonitor:
+    """In place of the monitor of a GPU's memory."""
+
+    device_name = "CPU"
+
+    def get_peak_stats(self) -> metrics.DeviceMemStats:
+        return metrics.DeviceMemStats(0.0, 0.0, 0.0, 0.0, 0, 0)
+
+    def reset_peak_stats(self) -> None:
+        pass
+
+
+def _texts(_: str) -> Dataset:
+    """Documents of different lengths."""
+    return Dataset.from_dict(
+        {"text": [" ".join(WORDS[i * j % len(WORDS)] for j in range(i)) for i in range(5, 200)]}
+    )
+
+
+def _small(make: Callable[..., Any], tied: bool) -> Callable[..., Any]:
+    """Wrap what makes a model's config: one that a CPU can train."""
+
+    def made(**kwargs: Any) -> Any:
+        config = make(**kwargs)
+        config.layers = config.layers[:LAYERS]
+        for layer in config.layers:
+            layer.attention.inner_attention = ScaledDotProductAttention.Config()
+        if tied:
+            config.enable_weight_tying = True
+            config.tok_embeddings.param_init = {"weight": skip_param_init}
+        return config
+
+    return made
+
+
+def _sum_gradients(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _replace_what_needs_a_gpu(logged: list[tuple[int, float, float]]) -> None:
+    def log(self: Any, step: int, loss: float, largest: float, norm: float, **_: Any) -> None:
+        logged.append((step, loss, norm))
+
+    def log_validation(self: Any, loss: float, step: int, **_: Any) -> None:
+        logged.append((step, loss, 0.0))
+
+    metrics.MetricsProcessor.log = log
+    metrics.MetricsProcessor.log_validation = log_validation
+    metrics.build_device_memory_monitor = NoMonitor
+    fsdp.disable_fsdp_gradient_division = _sum_gradients
+    distributed.set_pg_timeouts = lambda **_: None
+    for name in ("c4_test", "c4_validation"):
+        DATASETS[name].loader = _texts
+    for configs in (llama3_configs, qwen3_configs):
+        for flavor, make in configs.items():
+            configs[flavor] = _small(make, tied=configs is qwen3_configs)
+
+
+def main(losses: Path) -> None:
+    """Train as the command line says, and write the losses."""
+    logged: list[tuple[int, float, float]] = []
+    _replace_what_needs_a_gpu(logged)
+    train.main()
+    if os.environ["RANK"] == "0":
+        losses.write_text(json.dumps(logged))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv.pop(1)))
