@@ -28,6 +28,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 from torchtitan.trainer import Trainer
 
+from ...backend import backend
 from ...params.grad_sync import set_gradient_divide_factor
 from ..compiled_in_place import shard_and_compile
 
@@ -96,25 +97,25 @@ def parallelize(
         ValueError: a setting is in the way, or graphshard refuses an option.
     """
     _check(parallel_dims, parallelism)
-    if ac_config is not None:
-        ac_config.build(dump_folder=dump_folder).apply(model)
-    shard_and_compile(
-        model,
-        mesh=parallel_dims.get_mesh(
-            ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
-        ),
-        reshard_after_forward=get_fsdp_reshard_after_forward_policy(
+    names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+    options = {
+        "mesh": parallel_dims.get_mesh(names),
+        "reshard_after_forward": get_fsdp_reshard_after_forward_policy(
             parallelism.fsdp_reshard_after_forward, pp_enabled=False
         ),
-        mp_policy=MixedPrecisionPolicy(
+        "mp_policy": MixedPrecisionPolicy(
             param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
             reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
             cast_forward_inputs=False,
         ),
-        offload_policy=CPUOffloadPolicy() if training.enable_cpu_offload else None,
-        compiler=compile_config.backend,
+        "offload_policy": CPUOffloadPolicy() if training.enable_cpu_offload else None,
+        "compiler": compile_config.backend,
         **options,
-    )
+    }
+    made = backend(**options)
+    if ac_config is not None:
+        ac_config.build(dump_folder=dump_folder).apply(model)
+    shard_and_compile(model, made, options)
     set_gradient_divide_factor(model, 1.0)
     return model
 
