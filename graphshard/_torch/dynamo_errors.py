@@ -1,4 +1,4 @@
-"""What Dynamo's errors say, without its advice to those who develop torch.
+"""Reads the cause and the user's lines out of Dynamo's errors, without advice on torch itself.
 
 Read in torch/_dynamo/exc.py: ``BackendCompilerFailed`` has the error as ``inner_exception``, and an
 error of tracing has the user's frames as ``real_stack``.

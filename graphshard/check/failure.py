@@ -30,7 +30,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Result:
-    """What a function returned."""
+    """Holds the value that a function returned."""
 
     value: Any
 

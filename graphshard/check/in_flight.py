@@ -1,4 +1,4 @@
-"""What somebody may wait for: collectives and host copies that are launched."""
+"""Keeps track of launched collectives and host copies until somebody waits for them."""
 
 from __future__ import annotations
 

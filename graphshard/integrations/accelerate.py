@@ -12,7 +12,7 @@ first rank's shards. Read of Accelerate 1.15: ``accelerator.py``, ``checkpointin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,11 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim import Optimizer
 
 from ..backend import backend
 from ..params.full_state_dict import full_state_dict
-from .compiled_in_place import is_sharded, shard_and_compile
+from .compiled_in_place import is_sharded, may_be_moved, shard_and_compile
 from .generation import generate_together
 from .sharded_checkpoint import load_sharded, save_sharded
 
@@ -66,9 +65,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
         accelerator.__class__ = type(kind.__name__, (ShardedAccelerator, kind), {})
         accelerator.register_save_state_pre_hook(_drop_sharded_weights)
         accelerator.register_load_state_pre_hook(_drop_sharded_models)
-    stays = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
-    is_meta = any(param.is_meta for param in model.parameters())
-    placed = False if stays or is_meta else None
+    placed = None if may_be_moved(model, options) else False
     accelerator.prepare_model(model, device_placement=placed, evaluation_mode=True)
     shard_and_compile(model, made, options)
     generate_together(model)
@@ -86,7 +83,8 @@ def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) 
     compiler = accelerator.state.dynamo_plugin.backend
     if compiler.value != "NO":
         raise ValueError(
-            f"the accelerator has dynamo_backend={compiler.value}: graphshard compiles"
+            f"the accelerator has dynamo_backend={compiler.value}: graphshard compiles "
+            "the model; leave dynamo_backend unset (in a Trainer: torch_compile)"
         )
     if accelerator.parallelism_config is not None:
         raise ValueError(f"the accelerator has a parallelism_config: {how}")
@@ -120,7 +118,7 @@ class ShardedAccelerator(Accelerator):
         optimizers = self._optimizers_by_model()
         self._saves_state = True
         try:
-            with self._plain_optimizers():
+            with self._plain_optimizers(optimizers):
                 folder: str = super().save_state(*args, **kwargs)
         finally:
             self._saves_state = False
@@ -135,7 +133,7 @@ class ShardedAccelerator(Accelerator):
         folder = Path(input_dir) if input_dir is not None else self._newest_folder()
         for path, model in self._folders(folder):
             load_sharded(path, model, optimizers[model])
-        with self._plain_optimizers():
+        with self._plain_optimizers(optimizers):
             super().load_state(str(folder), *args, **kwargs)
 
     def _newest_folder(self) -> Path:
@@ -177,10 +175,14 @@ class ShardedAccelerator(Accelerator):
         return found
 
     @contextmanager
-    def _plain_optimizers(self) -> Iterator[None]:
-        """Have Accelerate save and load the optimizers of models that are not sharded alone."""
+    def _plain_optimizers(self, by_model: Mapping[nn.Module, list[Optimizer]]) -> Iterator[None]:
+        """Have Accelerate save and load the optimizers of models that are not sharded alone.
+
+        Args:
+            by_model: the optimizers of those that are.
+        """
         every = self._optimizers
-        sharded = {id(o) for of_model in self._optimizers_by_model().values() for o in of_model}
+        sharded = {id(optimizer) for of_model in by_model.values() for optimizer in of_model}
         self._optimizers = [o for o in every if id(_unwrapped(o)) not in sharded]
         try:
             yield

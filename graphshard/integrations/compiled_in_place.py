@@ -11,6 +11,7 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from ..backend import Backend, shard
 from ..params.grad_sync import no_sync
@@ -20,6 +21,18 @@ from ..params.sharded_model import sharded_model_of
 def is_sharded(model: object) -> bool:
     """Return whether graphshard has sharded ``model``, or the module in which it is."""
     return isinstance(model, nn.Module) and sharded_model_of(model) is not None
+
+
+def may_be_moved(model: nn.Module, options: Mapping[str, Any]) -> bool:
+    """Return whether a framework may move ``model`` to its device before it is sharded.
+
+    It may not where the host is to keep the shards, or where the model has no values yet.
+
+    Args:
+        options: the arguments of :func:`graphshard.backend`.
+    """
+    stays = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
+    return not stays and not any(param.is_meta for param in model.parameters())
 
 
 def shard_and_compile(model: nn.Module, made: Backend, options: Mapping[str, Any]) -> None:

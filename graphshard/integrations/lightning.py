@@ -27,11 +27,10 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl as Backwar
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 from ..backend import backend
 from ..params.grad_sync import no_sync
-from .compiled_in_place import is_sharded, shard_and_compile
+from .compiled_in_place import is_sharded, may_be_moved, shard_and_compile
 
 
 def configure(owner: LightningModule, model: nn.Module, **options: Any) -> None:
@@ -122,7 +121,6 @@ def _shard_on(
     """Shard and compile a model; Lightning itself makes one of the meta device real afterwards."""
     options = {"mesh": mesh["data_parallel"], **options}
     made = backend(**options)
-    stays = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
-    if not stays and not any(param.is_meta for param in model.parameters()):
+    if may_be_moved(model, options):
         model.to(device)
     shard_and_compile(model, made, options)

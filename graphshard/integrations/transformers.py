@@ -20,14 +20,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from .._torch.nn import remove_forward_hooks
 from ..params.full_state_dict import full_state_dict
 from .accelerate import ShardedAccelerator, prepare
-from .compiled_in_place import is_sharded
+from .compiled_in_place import is_sharded, may_be_moved
 from .sharded_checkpoint import load_sharded, save_sharded
 
 FOLDER = "graphshard_optimizer"
@@ -35,7 +34,7 @@ FOLDER = "graphshard_optimizer"
 
 
 class ShardedTrainerMixin(Trainer):
-    """What a ``Trainer`` does otherwise for a sharded model; stands before it among the bases.
+    """Makes a ``Trainer`` shard, save and resume its model; stands before it among the bases.
 
     Args:
         sharding: the arguments of :func:`graphshard.backend`, as a dictionary.
@@ -57,8 +56,7 @@ class ShardedTrainerMixin(Trainer):
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave a model where it is that has no values yet, or whose shards are kept somewhere."""
-        stays = isinstance(self.sharding.get("offload_policy"), CPUOffloadPolicy)
-        if not (stays or is_sharded(model) or any(p.is_meta for p in model.parameters())):
+        if may_be_moved(model, self.sharding) and not is_sharded(model):
             super()._move_model_to_device(model, device)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:

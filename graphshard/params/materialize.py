@@ -115,7 +115,7 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Shell:
-    """What a module was before it was initialised.
+    """Remembers what a module was before it was initialised, and restores it.
 
     Attributes:
         attributes: all that its ``__dict__`` has.

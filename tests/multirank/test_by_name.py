@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 
 from tests import ranks
 from tests.models import MLP
 from tests.numerics.compare import world_mesh
+
+from .test_unsharded import config_disable, force_eager, refuse_step, sequential, train_uncompiled
 
 
 def _train_by_name(folder: Path) -> list[str]:
@@ -49,3 +53,45 @@ def _refuse_options() -> None:
 
 def test_wrong_options_are_an_error_before_the_first_call() -> None:
     ranks.run(1, _refuse_options)
+
+
+# As by object: tests/multirank/test_unsharded.py.
+
+
+def _named() -> dict[str, Any]:
+    options = {"compiler": "aot_eager", "mesh": world_mesh()}
+    return {"backend": "graphshard", "options": options}
+
+
+def _compiled(model: nn.Module, backend: object) -> Any:
+    return torch.compile(model, **_named())
+
+
+def _in_place(model: nn.Module, backend: object) -> nn.Module:
+    model.compile(**_named())
+    return model
+
+
+def _disabled(model: nn.Module, backend: object) -> Any:
+    return torch.compile(model, **_named(), disable=True)
+
+
+def _function(model: nn.Module, backend: object) -> Any:
+    return torch.compile(lambda x: model(x), **_named())
+
+
+UNCOMPILED = [
+    (MLP, _compiled, force_eager),
+    (MLP, _compiled, config_disable),
+    (MLP, _disabled, nullcontext),
+    (sequential, _in_place, nullcontext),
+]
+
+
+@pytest.mark.parametrize(("kind", "compile", "off"), UNCOMPILED)
+def test_a_model_trains_right_though_nothing_is_compiled(kind: Any, compile: Any, off: Any) -> None:
+    ranks.run(2, train_uncompiled, kind, compile, off)
+
+
+def test_an_optimizer_that_steps_what_was_to_be_sharded() -> None:
+    ranks.run(2, refuse_step, _function, force_eager)

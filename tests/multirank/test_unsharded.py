@@ -53,23 +53,6 @@ def _compiled(model: nn.Module, backend: graphshard.Backend) -> Any:
     return torch.compile(model, backend=backend)
 
 
-def _options() -> dict[str, Any]:
-    return {"compiler": "aot_eager", "mesh": world_mesh()}
-
-
-def _by_name(model: nn.Module, backend: graphshard.Backend) -> Any:
-    return torch.compile(model, backend="graphshard", options=_options())
-
-
-def _by_name_in_place(model: nn.Module, backend: graphshard.Backend) -> nn.Module:
-    model.compile(backend="graphshard", options=_options())
-    return model
-
-
-def _by_name_disabled(model: nn.Module, backend: graphshard.Backend) -> Any:
-    return torch.compile(model, backend="graphshard", options=_options(), disable=True)
-
-
 def _function(model: nn.Module, backend: graphshard.Backend) -> Any:
     return torch.compile(lambda x: model(x), backend=backend)
 
@@ -80,10 +63,6 @@ class _Trainer:
 
     def loss(self, x: Tensor) -> Tensor:
         return self.model(x)
-
-
-def _function_by_name(model: nn.Module, backend: graphshard.Backend) -> Any:
-    return torch.compile(lambda x: model(x), backend="graphshard", options=_options())
 
 
 def _method(model: nn.Module, backend: graphshard.Backend) -> Any:
@@ -115,7 +94,7 @@ def suppress_errors() -> AbstractContextManager[object]:
 # Sharded, though nothing is compiled.
 
 
-def _train_uncompiled(kind: Any, compile: Compile, off: Any) -> None:
+def train_uncompiled(kind: Any, compile: Compile, off: Any) -> None:
     twins = Twins(kind())
     with off():
         twins.compiled = compile(twins.model, twins.backend)
@@ -126,7 +105,7 @@ def _train_uncompiled(kind: Any, compile: Compile, off: Any) -> None:
     assert "compile" in texts[0]
 
 
-def _sequential() -> nn.Module:
+def sequential() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
@@ -138,12 +117,8 @@ UNCOMPILED = [
     (MLP, _compiled, force_eager),
     (MLP, _compiled, config_disable),
     (MLP, _disabled, nullcontext),
-    (_sequential, _in_place, nullcontext),
+    (sequential, _in_place, nullcontext),
     (_linear, _in_place, nullcontext),
-    (MLP, _by_name, force_eager),
-    (MLP, _by_name, config_disable),
-    (MLP, _by_name_disabled, nullcontext),
-    (_sequential, _by_name_in_place, nullcontext),
 ]
 
 
@@ -151,7 +126,7 @@ UNCOMPILED = [
 def test_a_model_trains_right_though_nothing_is_compiled(
     kind: Any, compile: Compile, off: Any
 ) -> None:
-    ranks.run(2, _train_uncompiled, kind, compile, off)
+    ranks.run(2, train_uncompiled, kind, compile, off)
 
 
 def _train_sharded_uncompiled() -> None:
@@ -236,7 +211,7 @@ def test_a_copy_made_before_the_first_call_stays_plain() -> None:
 # Not sharded: an error at the first step.
 
 
-def _refuse_step(compile: Compile, off: Any) -> None:
+def refuse_step(compile: Compile, off: Any) -> None:
     model = MLP()
     with off():
         called = compile(model, _backend())
@@ -248,7 +223,6 @@ def _refuse_step(compile: Compile, off: Any) -> None:
 UNSHARDED = [
     (_plain_model, nullcontext),
     (_function, force_eager),
-    (_function_by_name, force_eager),
     (_function, config_disable),
     (_disabled_function, nullcontext),
     (_method, force_eager),
@@ -257,7 +231,7 @@ UNSHARDED = [
 
 @pytest.mark.parametrize(("compile", "off"), UNSHARDED)
 def test_an_optimizer_that_steps_what_was_to_be_sharded(compile: Compile, off: Any) -> None:
-    ranks.run(2, _refuse_step, compile, off)
+    ranks.run(2, refuse_step, compile, off)
 
 
 def _refuse_suppressed() -> None:

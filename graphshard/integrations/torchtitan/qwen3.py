@@ -6,22 +6,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torchtitan.models.qwen3 import config_registry
-from torchtitan.trainer import Trainer
 
 from .configure import configs_of
 
-_CONFIGS = configs_of(config_registry)
-
-
-def __getattr__(name: str) -> Callable[[], Trainer.Config]:
-    """Return the configuration of that name; torchtitan's ``--config``."""
-    if name not in _CONFIGS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _CONFIGS[name]
-
-
-def __dir__() -> list[str]:
-    return sorted(_CONFIGS)
+# torchtitan's --config is the name of a function of this module.
+globals().update(configs_of(config_registry))
