@@ -150,7 +150,7 @@ def test_install(kind: str, source: Path, archives: dict[str, Path], tmp_path: P
     assert seen["entry_loads"]
 
 
-def test_the_readme_has_the_table_of_strategies() -> None:
-    readme = (ROOT / "README.md").read_text().replace("`", "")
+def test_the_documentation_has_the_table_of_strategies() -> None:
+    page = (ROOT / "docs/strategies.md").read_text().replace("`", "")
     for row in (HEADERS, *map(astuple, (*STRATEGIES, *HABITS))):
-        assert f"| {' | '.join(row)} |" in readme
+        assert f"| {' | '.join(row)} |" in page
