@@ -7,7 +7,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 TYPECHECK := .cache/typecheck/graphshard
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 
 demo: $(STAMP)
 	$(BIN)/python -m graphshard demo
@@ -22,7 +22,7 @@ test: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 # lines of ours none of them ran. To count lines takes half as long again, and the zoo runs none
 # that others do not.
 TWO_AT_A_TIME := tests/plan tests/graph tests/cuda tests/numerics
-test: lint
+test: lint docs
 	rm -rf .cache/coverage
 	mkdir -p .cache/coverage
 	$(BIN)/coverage run -m pytest -n 2 --dist loadfile $(TWO_AT_A_TIME)
@@ -39,6 +39,11 @@ lint: $(STAMP)
 	mkdir -p $(TYPECHECK)
 	ln -s $(CURDIR)/graphshard/* $(CURDIR)/passes $(TYPECHECK)
 	$(BIN)/mypy
+
+# The site is at .cache/site/index.html; every warning is an error. -E reads all pages again, since
+# they show docstrings, of which Sphinx does not know that they changed.
+docs: $(STAMP)
+	$(BIN)/sphinx-build -E -W --keep-going -q docs .cache/site
 
 # -c and not PIP_CONSTRAINT: that would also bind the isolated build, which needs no pins.
 $(STAMP): pyproject.toml constraints.txt

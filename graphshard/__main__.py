@@ -18,18 +18,23 @@ from .tools import consolidate, demo, strategies
 COMMANDS = (demo, show, strategies, consolidate, calibrate, check)
 
 
+def arguments() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser = argparse.ArgumentParser("python -m graphshard", description="Tools of graphshard.")
+    parser.add_argument("--version", action="version", version=f"graphshard {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(commands)
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that ``argv`` names and return its exit status.
 
     Args:
         argv: the arguments; None: those of this process.
     """
-    parser = argparse.ArgumentParser("python -m graphshard", description="Tools of graphshard.")
-    parser.add_argument("--version", action="version", version=f"graphshard {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        command.add_parser(commands)
-    args = parser.parse_args(argv)
+    args = arguments().parse_args(argv)
     try:
         return int(args.run(args))
     except argparse.ArgumentTypeError as error:  # arguments that do not go together
