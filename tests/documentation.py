@@ -1,0 +1,191 @@
+"""The code blocks of README.md and docs/, and how they are run on ranks.
+
+Blocks of a page run in order, in one folder and with the same names. What they may use without
+making it is in `common_names`. Before each block `model` is a new one; behind it a step is trained.
+An HTML comment in front of a fence says that a block is a file, or why it is not run:
+
+    <!-- file: train.py -->
+    <!-- not run: needs a GPU -->
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import graphshard
+from graphshard.__main__ import main as graphshard_command
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+# What is written for GPUs runs on CPUs, by op-by-op graphs: the scripts of README by Inductor.
+ON_CPU = {
+    '"cuda"': '"cpu"',
+    "graphshard.backend(mesh": 'graphshard.backend(mesh, compiler="aot_eager"',
+    '{"mp_policy": policy})': '{"mp_policy": policy, "compiler": "aot_eager"})',
+    "mp_policy=policy)  # what": 'mp_policy=policy, compiler="aot_eager")  # what',
+    "ShardedFabricStrategy(": 'ShardedFabricStrategy(compiler="aot_eager", ',
+    "loader, mp_policy": 'loader, compiler="aot_eager", mp_policy',
+    "lightning.Trainer(": "lightning.Trainer(**LIGHTNING, max_steps=1, ",
+    "lightning.Fabric(": "lightning.Fabric(**LIGHTNING, ",
+}
+FILES = {"train.py", "my_task.py", "passes/count_linears.py", "passes/__init__.py"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page.
+
+    Attributes:
+        language: "" for a diagram; braces for a directive of the site.
+        mark: of the comment in front: "file", "not run", or "".
+        text: behind the mark.
+    """
+
+    page: str
+    line: int
+    language: str
+    mark: str
+    text: str
+    code: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks(page: str) -> list[Block]:
+    """Return the fenced blocks of a page, in order."""
+    fence = re.compile(
+        r"(?:^<!-- (?P<mark>file|not run): (?P<text>.+) -->\n)?"
+        r"^```(?P<language>.*)\n(?P<code>(?:.*\n)*?)^```$",
+        re.MULTILINE,
+    )
+    content = (ROOT / page).read_text()
+    return [
+        Block(
+            page,
+            content[: found.start("code")].count("\n"),
+            found["language"],
+            found["mark"] or "",
+            found["text"] or "",
+            found["code"],
+        )
+        for found in fence.finditer(content)
+    ]
+
+
+def file_of(name: str) -> str:
+    """Return the code of the block that is a file."""
+    (code,) = (b.code for page in PAGES for b in blocks(page) if (b.mark, b.text) == ("file", name))
+    return code
+
+
+def commands(block: Block) -> list[list[str]]:
+    """Return the words of each line of a shell block."""
+    return [shlex.split(line, comments=True) for line in block.code.splitlines()]
+
+
+class Model(nn.Module):
+    """What a page calls `Model`; its forward returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return (self.norm(x) - 1).square().mean()
+
+
+def common_names() -> dict[str, Any]:
+    """Return what blocks may use without making it."""
+    loader = [torch.randn(16, 32) for _ in range(3)]
+    return {
+        "Model": Model,
+        "batches": itertools.cycle(loader),
+        "contextlib": contextlib,
+        "dist": dist,
+        "graphshard": graphshard,
+        "loader": loader,
+        "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
+        "rank": dist.get_rank(),
+        "torch": torch,
+    }
+
+
+def renew_model(names: dict[str, Any]) -> None:
+    names["model"] = Model()
+    backend = graphshard.backend(names["mesh"], compiler="aot_eager")
+    names["compiled"] = torch.compile(names["model"], backend=backend)
+
+
+def train_model(names: dict[str, Any]) -> None:
+    """Train a step of the model that a block has left."""
+    model = names["model"]
+    loss = model(next(names["batches"]))
+    loss.backward()
+    assert loss.isfinite() and all(param.grad is not None for param in model.parameters())
+
+
+def run_page(
+    page: str,
+    folder: Path,
+    names: dict[str, Any],
+    before: Callable[[dict[str, Any]], None] = renew_model,
+    after: Callable[[dict[str, Any]], None] = train_model,
+) -> int:
+    """Run the blocks of a page in `folder`; return how many were run."""
+    number = 0
+    with _inside(folder):
+        for block in blocks(page):
+            if block.mark or block.language not in ("python", "sh"):
+                continue
+            number += 1
+            if block.language == "python":
+                before(names)
+                exec(compile(_on_cpu(block.code), block.place, "exec"), names)
+                after(names)
+            elif dist.get_rank() == 0:
+                _run_shell(block)
+            dist.barrier()
+    return number
+
+
+@contextlib.contextmanager
+def _inside(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def _on_cpu(code: str) -> str:
+    for on_gpu, on_cpu in ON_CPU.items():
+        code = code.replace(on_gpu, on_cpu)
+    return code
+
+
+def _run_shell(block: Block) -> None:
+    for words in commands(block):
+        if words[:3] == ["python", "-m", "graphshard"]:
+            assert graphshard_command(words[3:]) == 0, f"{block.place}: {shlex.join(words)}"
+        elif words[0] != "make" and words[0] != "torchrun":
+            subprocess.run(words, check=True)

@@ -1,0 +1,104 @@
+"""Every code block of README.md and of docs/ is run, but for those that say why not.
+
+`tests/documentation.py` says how; `tests/zoo/test_documentation.py` has what needs frameworks.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shlex
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import graphshard
+import graphshard.passes
+import graphshard.show
+from graphshard.__main__ import COMMANDS, arguments
+
+from . import ranks
+from .documentation import (
+    FILES,
+    PAGES,
+    ROOT,
+    blocks,
+    commands,
+    common_names,
+    file_of,
+    renew_model,
+    run_page,
+)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_are_of_kinds_that_are_run(page: str) -> None:
+    for block in blocks(page):
+        assert block.mark != "file" or block.text in FILES, block.place
+        assert block.language in ("", "python", "sh") or block.language[0] == "{", block.place
+        if block.language == "sh" and block.mark != "not run":
+            for command in commands(block):
+                check_command(command, block.place)
+
+
+def check_command(words: list[str], place: str) -> None:
+    """Fail for a command that does not exist, or that nothing here runs."""
+    match words:
+        case ["make", target]:
+            assert f"\n{target}: " in (ROOT / "Makefile").read_text(), f"{place}: {target}"
+        case ["python", "-m", "graphshard", *rest]:
+            arguments().parse_args(rest)
+        case ["torchrun", "--nproc_per_node=2", "train.py"] | ["cp", "-r", "folder", "old"]:
+            pass
+        case _:
+            pytest.fail(f"{place}: {shlex.join(words)} is not run; say why, in a comment before it")
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page not in ("docs/frameworks.md", "docs/how_it_works.md")]
+)
+def test_blocks_run(page: str, tmp_path: Path) -> None:
+    if any(block.language in ("python", "sh") for block in blocks(page)):
+        ranks.run(2, _run_page_on_rank, page, tmp_path)
+
+
+def _run_page_on_rank(page: str, folder: Path) -> int:
+    return run_page(page, folder, common_names())
+
+
+def test_a_pass_is_added(tmp_path: Path) -> None:
+    assert ranks.run(1, _add_pass) == [["2 linears"]]
+
+
+def _add_pass() -> list[str]:
+    """Compile a model with the pass of docs/how_it_works.md; return what it logs."""
+    name = "graphshard.passes.count_linears"
+    sys.modules[name] = module = types.ModuleType(name)
+    exec(file_of("passes/count_linears.py"), vars(module))
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    before = graphshard.passes.TRACED
+    try:
+        exec(file_of("passes/__init__.py"), vars(graphshard.passes))
+        names = common_names()
+        renew_model(names)
+        names["compiled"](names["loader"][0]).backward()
+    finally:
+        graphshard.passes.TRACED = before
+        del sys.modules[name]
+    return messages
+
+
+def test_the_reference_has_every_public_name_and_command() -> None:
+    api, pages = (ROOT / "docs/api.md").read_text(), (ROOT / "docs/commands.md").read_text()
+    names = {*graphshard.__all__, *graphshard.show.__all__} - {"__version__"}
+    missing = [name for name in names if not re.search(rf":: {name}(\(\))?$", api, re.MULTILINE)]
+    assert not missing
+    help_text = arguments().format_help()
+    known = re.findall(r"^    (\w+)\b", help_text, re.MULTILINE)
+    assert len(known) >= len(COMMANDS)
+    assert not [name for name in known if f"{{command-help}} {name}\n" not in pages]
