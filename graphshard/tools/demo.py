@@ -13,26 +13,31 @@ import argparse
 import json
 import os
 import signal
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..backend import Backend, backend
-from ..kinds import TransferKind
+from ..backend import backend
 from ..options.options import COMPILERS
 from ..params.memory_report import memory_report
-from .demo_model import GPT, SIZES, Size, batches, load_text
+from .demo_model import SIZES, batches, load_text
+from .demo_report import (
+    NOTE,
+    NUM_FINAL_STEPS,
+    collectives,
+    comparison,
+    headline,
+    name_ranks,
+    tokens_per_second,
+)
 from .demo_training import (
     SEED,
-    HeldMemory,
+    Settings,
     Training,
     gather,
     new_model,
@@ -40,38 +45,6 @@ from .demo_training import (
     with_fsdp2,
     with_graphshard,
 )
-
-NUM_FINAL_STEPS = 10
-"""The final loss is the mean of so many steps."""
-NUM_UNTIMED_STEPS = 10
-"""First steps that no median counts."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of the command, checked and with defaults filled in, for every rank.
-
-    Attributes:
-        device: "cpu" or "cuda".
-        num_steps: steps of each training.
-        compiler: the option of ``backend``.
-    """
-
-    device: str
-    num_ranks: int
-    num_steps: int
-    compiler: str
-
-    @property
-    def size(self) -> Size:
-        """Sizes of model and batch on this device."""
-        return SIZES[self.device]
-
-    @property
-    def num_untimed(self) -> int:
-        """First steps that no median counts; no more than half of all."""
-        return min(NUM_UNTIMED_STEPS, self.num_steps // 2)
-
 
 # --- the launcher -------------------------------------------------------------------------------
 
@@ -139,7 +112,7 @@ def launch(args: argparse.Namespace) -> int:
 
     settings, start = _settings(args), time.perf_counter()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
-    print(f"starting {_ranks(settings)} on {settings.device}", flush=True)
+    print(f"starting {name_ranks(settings)} on {settings.device}", flush=True)
     options = ["--standalone", "--nproc-per-node", str(settings.num_ranks), "--module", __name__]
     try:
         torchrun.run(torchrun.parse_args([*options, json.dumps(vars(settings))]))
@@ -171,91 +144,13 @@ class Progress:
     def print_step(self, training: Training) -> None:
         """Print the step, its loss, and the speed of ``training`` in the last few steps."""
         step, steps = len(training.losses), self._settings.num_steps
-        rate = _tokens_per_second(self._settings, training.seconds[1:][-NUM_FINAL_STEPS:])
+        rate = tokens_per_second(self._settings, training.seconds[1:][-NUM_FINAL_STEPS:])
         text = f"step {step}/{steps}  loss {training.losses[-1]:.4f}  {rate} tokens/s"
         if not self._is_terminal:
             if step % max(1, steps // 10) == 0:
                 self.print(text)
         elif self._is_first:
             print(f"\r\x1b[K{text}", end="\n" if step == steps else "", flush=True)
-
-
-def _tokens_per_second(settings: Settings, seconds: Sequence[float]) -> str:
-    """Return the median over steps, of all ranks together; a dash where there is no step."""
-    if not seconds:
-        return "–"
-    return f"{settings.num_ranks * settings.size.tokens / statistics.median(seconds):,.0f}"
-
-
-_NOTE = """
-Inductor's kernels round differently than the eager ones; with --compiler aot_eager the eager
-kernels run between the same kinds of collectives.
-"""
-
-
-def _ranks(settings: Settings) -> str:
-    return f"{settings.num_ranks} rank{'s' if settings.num_ranks > 1 else ''}"
-
-
-def _headline(settings: Settings, model: GPT, text: torch.Tensor) -> str:
-    """Describe the machine, the model and the batches."""
-    ranks = _ranks(settings)
-    if settings.device == "cuda":
-        machine = f"{ranks} over NCCL on {torch.cuda.get_device_name()}"
-    else:
-        machine = f"{ranks} over gloo on CPU, {torch.get_num_threads()} thread(s) each"
-    size = settings.size
-    millions = sum(param.numel() for param in model.parameters()) / 1e6
-    alone = "" if settings.num_ranks > 1 else "; with one rank nothing is split"
-    return (
-        f"{machine}; torch {torch.__version__}{alone}\n"
-        f"a GPT of {millions:.1f} M parameters, float32, learns {len(text) / 1e6:.1f} MB of "
-        f"Python's standard library; {size.batch} × {size.context} bytes per rank and step"
-    )
-
-
-def _comparison(trainings: Sequence[Training], settings: Settings) -> str:
-    """Return the table: a row for each measurement, a column for each training."""
-    first, last = settings.num_untimed, min(NUM_FINAL_STEPS, settings.num_steps)
-    rows = [
-        ["loss, first step", *(f"{t.losses[0]:.6f}" for t in trainings)],
-        [
-            f"loss, mean of last {last} of {settings.num_steps} steps",
-            *(f"{statistics.mean(t.losses[-last:]):.6f}" for t in trainings),
-        ],
-    ]
-    for other in trainings[1:]:
-        cells = ["–" if t is other else f"{t.largest_difference(other):.1e}" for t in trainings]
-        rows.append([f"largest loss difference from {other.name.split(',')[0]}", *cells])
-    rows.append(
-        ["first step, s (graphshard compiles)", *(f"{t.seconds[0]:.1f}" for t in trainings)]
-    )
-    rates = [_tokens_per_second(settings, t.seconds[first:]) for t in trainings]
-    rows.append([f"tokens/s, median of steps {first + 1} to {settings.num_steps}", *rates])
-    held = [_largest(t.held_memory()) for t in trainings]
-    for name, by_training in zip(("parameters", "gradients", "AdamW state"), zip(*held)):
-        cells = [f"{num_bytes / 1e6:.3f}" for num_bytes in by_training]
-        rows.append([f"{name}, MB per rank", *cells])
-    headers = ["", *(t.name for t in trainings)]
-    align = ("left", *("right" for _ in trainings))
-    return tabulate(rows, headers, disable_numparse=True, colalign=align)
-
-
-def _largest(held: HeldMemory) -> HeldMemory:
-    """Return for each kind of tensor the bytes of the rank that holds most."""
-    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
-    return HeldMemory(*gather(held, device).max(dim=0).values.tolist())
-
-
-def _collectives(sharding: Backend) -> str:
-    """Return the table of what graphshard's graphs send in every step."""
-    rows = []
-    for plan in sharding.plans:
-        for kind in (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER, TransferKind.ALL_REDUCE):
-            if plan.count(kind):
-                rows.append([plan.graph, kind, plan.count(kind), plan.num_bytes(kind) / 1e6])
-    headers = ["graphshard, every step", "collective", "count", "MB, full size"]
-    return tabulate(rows, headers, floatfmt=".3f")
 
 
 # --- the program of a rank ----------------------------------------------------------------------
@@ -317,7 +212,7 @@ def run_rank(settings: Settings) -> None:
     sharding = backend(mesh, compiler=settings.compiler)
     models = [new_model(settings.size, device) for _ in range(3)]
     text, progress = load_text(), Progress(settings)
-    progress.print(_headline(settings, models[0], text))
+    progress.print(headline(settings, models[0], text))
     progress.print(f"compiling with {settings.compiler}: can take a minute where nothing is cached")
     trainings = [
         with_graphshard(models[0], sharding),
@@ -326,9 +221,9 @@ def run_rank(settings: Settings) -> None:
     ]
     stream = batches(text, settings.size, SEED + 1 + dist.get_rank())
     _train(trainings, settings, (batch.to(device) for batch in stream), progress)
-    progress.print("\n" + _comparison(trainings, settings))
-    progress.print(_NOTE if settings.compiler == "inductor" else "")
-    progress.print(_collectives(sharding))
+    progress.print("\n" + comparison(trainings, settings))
+    progress.print(NOTE if settings.compiler == "inductor" else "")
+    progress.print(collectives(sharding))
     report = memory_report(trainings[0].model, trainings[0].optimizer)
     progress.print(f"\ngraphshard, on this rank\n{report}")
     dist.destroy_process_group()

@@ -1,4 +1,5 @@
-"""The demo's three trainings: the same GPT and AdamW under graphshard, DDP and FSDP2."""
+"""The demo's three trainings: the same GPT and AdamW under graphshard, DDP and FSDP2; and their
+settings."""
 
 from __future__ import annotations
 
@@ -16,12 +17,42 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
 from ..backend import Backend
-from .demo_model import GPT, Size
+from .demo_model import GPT, SIZES, Size
 
 SEED = 0
 LEARNING_RATE = 1e-3
 RAMP_STEPS = 20
 """Steps in which the learning rate rises; without a ramp the loss is unsteady at first."""
+
+
+NUM_UNTIMED_STEPS = 10
+"""First steps that no median counts."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of the command, checked and with defaults filled in, for every rank.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        num_steps: steps of each training.
+        compiler: the option of ``backend``.
+    """
+
+    device: str
+    num_ranks: int
+    num_steps: int
+    compiler: str
+
+    @property
+    def size(self) -> Size:
+        """Sizes of model and batch on this device."""
+        return SIZES[self.device]
+
+    @property
+    def num_untimed(self) -> int:
+        """First steps that no median counts; no more than half of all."""
+        return min(NUM_UNTIMED_STEPS, self.num_steps // 2)
 
 
 class HeldMemory(NamedTuple):
