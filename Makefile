@@ -5,6 +5,7 @@ CONSTRAINTS ?= constraints.txt
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+TEST_STAMP := .venv/.installed-for-tests
 TYPECHECK := .cache/typecheck/graphshard
 
 .PHONY: demo test lint docs clean
@@ -42,13 +43,18 @@ lint: $(STAMP)
 
 # The site is at .cache/site/index.html; every warning is an error. -E reads all pages again, since
 # they show docstrings, of which Sphinx does not know that they changed.
-docs: $(STAMP)
+docs: $(TEST_STAMP)
 	$(BIN)/sphinx-build -E -W --keep-going -q docs .cache/site
 
 # -c and not PIP_CONSTRAINT: that would also bind the isolated build, which needs no pins.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -c $(CONSTRAINTS) -e ".[dev]"
+	touch $@
+
+# What the demo, which has to start soon, does not need.
+$(TEST_STAMP): $(STAMP)
+	$(BIN)/pip install -c $(CONSTRAINTS) -e ".[bench,docs]"
 	touch $@
 
 clean:

@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -26,13 +27,17 @@ from ..backend import backend
 from ..options.options import COMPILERS
 from ..params.memory_report import memory_report
 from .demo_model import SIZES, batches, load_text
+from .demo_plot import check_plot, plot
 from .demo_report import (
-    NOTE,
     NUM_FINAL_STEPS,
     collectives,
     comparison,
+    explain_speed,
+    explain_words,
     headline,
+    largest,
     name_ranks,
+    next_steps,
     tokens_per_second,
 )
 from .demo_training import (
@@ -65,6 +70,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--device", choices=list(SIZES), help="default: cuda where there is a GPU, else cpu"
     )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="write loss curves and bars; needs matplotlib"
+    )
     parser.set_defaults(run=launch, parser=parser)
 
 
@@ -87,7 +95,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     """Fill in defaults.
 
     Raises:
-        argparse.ArgumentTypeError: there are fewer GPUs than ranks.
+        argparse.ArgumentTypeError: there are fewer GPUs than ranks, or no chart can be written.
     """
     gpus = torch.cuda.device_count()
     device = args.device or ("cuda" if gpus else "cpu")
@@ -96,11 +104,17 @@ def _settings(args: argparse.Namespace) -> Settings:
             f"{args.ranks or 1} rank(s) on cuda: PyTorch sees {gpus} GPU(s), and each rank takes "
             "one; --device cpu runs any number of ranks"
         )
+    if args.plot:
+        try:
+            check_plot(args.plot)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
     return Settings(
         device=device,
         num_ranks=args.ranks or (gpus if device == "cuda" else 2),
         num_steps=args.steps or SIZES[device].steps,
         compiler=args.compiler,
+        plot=str(args.plot) if args.plot else None,
     )
 
 
@@ -221,11 +235,21 @@ def run_rank(settings: Settings) -> None:
     ]
     stream = batches(text, settings.size, SEED + 1 + dist.get_rank())
     _train(trainings, settings, (batch.to(device) for batch in stream), progress)
-    progress.print("\n" + comparison(trainings, settings))
-    progress.print(NOTE if settings.compiler == "inductor" else "")
-    progress.print(collectives(sharding))
+    held = [largest(training.held_memory()) for training in trainings]
     report = memory_report(trainings[0].model, trainings[0].optimizer)
-    progress.print(f"\ngraphshard, on this rank\n{report}")
+    paragraphs = [
+        comparison(trainings, held, settings),
+        explain_speed(trainings, settings),
+        collectives(sharding),
+        f"graphshard, on this rank\n{report}",
+        explain_words(),
+        next_steps(settings),
+    ]
+    for paragraph in paragraphs:
+        progress.print("\n" + paragraph)
+    if settings.plot and dist.get_rank() == 0:
+        plot(Path(settings.plot), trainings, held, settings)
+        progress.print(f"\nwrote {settings.plot}")
     dist.destroy_process_group()
 
 

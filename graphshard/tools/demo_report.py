@@ -18,17 +18,14 @@ NUM_FINAL_STEPS = 10
 """The final loss is the mean of so many steps."""
 
 
+def rate(settings: Settings, seconds: Sequence[float]) -> float:
+    """Return the tokens a second of all ranks together, the median over steps."""
+    return settings.num_ranks * settings.size.tokens / statistics.median(seconds)
+
+
 def tokens_per_second(settings: Settings, seconds: Sequence[float]) -> str:
-    """Return the median over steps, of all ranks together; a dash where there is no step."""
-    if not seconds:
-        return "–"
-    return f"{settings.num_ranks * settings.size.tokens / statistics.median(seconds):,.0f}"
-
-
-NOTE = """
-Inductor's kernels round differently than the eager ones; with --compiler aot_eager the eager
-kernels run between the same kinds of collectives.
-"""
+    """Return :func:`rate` as text; a dash where there is no step."""
+    return f"{rate(settings, seconds):,.0f}" if seconds else "–"
 
 
 def name_ranks(settings: Settings) -> str:
@@ -52,8 +49,14 @@ def headline(settings: Settings, model: GPT, text: torch.Tensor) -> str:
     )
 
 
-def comparison(trainings: Sequence[Training], settings: Settings) -> str:
-    """Return the table: a row for each measurement, a column for each training."""
+def comparison(
+    trainings: Sequence[Training], held: Sequence[HeldMemory], settings: Settings
+) -> str:
+    """Return the table: a row for each measurement, a column for each training.
+
+    Args:
+        held: the memory of each training.
+    """
     first, last = settings.num_untimed, min(NUM_FINAL_STEPS, settings.num_steps)
     rows = [
         ["loss, first step", *(f"{t.losses[0]:.6f}" for t in trainings)],
@@ -70,7 +73,6 @@ def comparison(trainings: Sequence[Training], settings: Settings) -> str:
     )
     rates = [tokens_per_second(settings, t.seconds[first:]) for t in trainings]
     rows.append([f"tokens/s, median of steps {first + 1} to {settings.num_steps}", *rates])
-    held = [_largest(t.held_memory()) for t in trainings]
     for name, by_training in zip(("parameters", "gradients", "AdamW state"), zip(*held)):
         cells = [f"{num_bytes / 1e6:.3f}" for num_bytes in by_training]
         rows.append([f"{name}, MB per rank", *cells])
@@ -79,7 +81,7 @@ def comparison(trainings: Sequence[Training], settings: Settings) -> str:
     return tabulate(rows, headers, disable_numparse=True, colalign=align)
 
 
-def _largest(held: HeldMemory) -> HeldMemory:
+def largest(held: HeldMemory) -> HeldMemory:
     """Return for each kind of tensor the bytes of the rank that holds most."""
     device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
     return HeldMemory(*gather(held, device).max(dim=0).values.tolist())
@@ -94,3 +96,66 @@ def collectives(sharding: Backend) -> str:
                 rows.append([plan.graph, kind, plan.count(kind), plan.num_bytes(kind) / 1e6])
     headers = ["graphshard, every step", "collective", "count", "MB, full size"]
     return tabulate(rows, headers, floatfmt=".3f")
+
+
+_ON_CPU = """\
+On a CPU nothing hides: the cores that compute also carry gloo's messages, so every byte costs time.
+Sharded training (graphshard, FSDP2) has to send up to half as much again as DDP: it gathers
+parameters in forward, and again in backward, and reduces gradients; DDP reduces gradients alone.
+That is the price of the smaller numbers in the last rows. GPUs send while they compute."""
+_ON_GPU = """\
+Sharded training (graphshard, FSDP2) has to send up to half as much again as DDP: it gathers
+parameters in forward, and again in backward, and reduces gradients; DDP reduces gradients alone.
+That is the price of the smaller numbers in the last rows. So small a model leaves little compute to
+hide it behind."""
+_COMPILED = """\
+Inductor makes one kernel of several operations, which saves time in every step. Its kernels round
+differently than the eager ones: hence the loss differences. It compiles in the first step, once."""
+_OP_BY_OP = """\
+With aot_eager the eager kernels run, between the same kinds of collectives: nothing is fused."""
+
+
+def explain_speed(trainings: Sequence[Training], settings: Settings) -> str:
+    """Say how fast graphshard was beside the others in this run, and why one is slower."""
+    ours, *rates = (rate(settings, t.seconds[settings.num_untimed :]) for t in trainings)
+    others = [f"{ours / r:.2f} times those of {t.name}" for r, t in zip(rates, trainings[1:])]
+    lines = [f"Why? graphshard's tokens/s are {', and '.join(others)}."]
+    if settings.num_ranks > 1:
+        lines.append(_ON_CPU if settings.device == "cpu" else _ON_GPU)
+    lines.append(_COMPILED if settings.compiler == "inductor" else _OP_BY_OP)
+    return "\n".join(lines)
+
+
+_WORDS = (
+    ("eager", "run by Python, one operation after the other; not compiled"),
+    ("tokens/s", "bytes of text that all ranks together train on in a second"),
+    ("MB per rank", "of the rank that holds most, from step to step, in million bytes"),
+    ("AdamW state", "the optimizer's two averages for each parameter"),
+    (
+        "all_gather",
+        "ranks send each other their shares of parameters; each has them whole for a while",
+    ),
+    ("reduce_scatter", "gradients are averaged over the ranks, and each rank keeps its share"),
+    ("unsharded", "what a rank would hold if nothing were split"),
+    ("sums", "gradients of microbatches that wait to be reduced: graphshard.no_sync"),
+    ("gathered", "the most of whole parameters that are there at once"),
+)
+
+
+def explain_words() -> str:
+    """Return the words of the tables, each with its meaning."""
+    return "Words\n" + tabulate(_WORDS, tablefmt="plain")
+
+
+def next_steps(settings: Settings) -> str:
+    """Return what to try next, each with its command."""
+    command = "python -m graphshard demo"
+    rows = [
+        ("train a model of yours", 'the script in README.md, "Use"'),
+        ("see curves and bars", f"{command} --plot demo.svg"),
+        ("compare losses without the rounding", f"{command} --compiler aot_eager"),
+        ("check a step for a GPU that is not there", "python -m graphshard check --help"),
+    ]
+    if settings.device == "cpu":
+        rows.append(("see shares get smaller", f"{command} --ranks {2 * settings.num_ranks}"))
+    return "Next\n" + tabulate(rows, tablefmt="plain")

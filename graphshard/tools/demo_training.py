@@ -37,12 +37,14 @@ class Settings:
         device: "cpu" or "cuda".
         num_steps: steps of each training.
         compiler: the option of ``backend``.
+        plot: the file of a chart, or None.
     """
 
     device: str
     num_ranks: int
     num_steps: int
     compiler: str
+    plot: str | None = None
 
     @property
     def size(self) -> Size:

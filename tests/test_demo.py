@@ -1,0 +1,53 @@
+"""`python -m graphshard demo`, and what it says of a chart that it cannot write."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from graphshard.__main__ import main
+
+
+def test_the_demo_compares_explains_and_draws(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "graphshard", "demo", "--steps", "4"]
+    command += ["--compiler", "aot_eager"]
+    chart = tmp_path / "demo.svg"
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        pass
+    else:
+        command += ["--plot", str(chart)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for text in ("loss, first step", "tokens/s", "Why?", "all_gather", "Words", "Next"):
+        assert text in done.stdout
+    # Op by op, the first step of all three is the same to the bit.
+    (losses,) = (line for line in done.stdout.splitlines() if line.startswith("loss, first step"))
+    assert len(set(losses.split()[3:])) == 1
+    assert "--plot" not in command or "<svg" in chart.read_text()
+
+
+@pytest.mark.parametrize(
+    ("path", "message"), [("nowhere/demo.svg", "no folder nowhere"), ("demo.doc", "end in one of")]
+)
+def test_a_chart_that_cannot_be_written_is_refused(
+    path: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit):
+        main(["demo", "--plot", path])
+    assert message in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_chart_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SystemExit):
+        main(["demo", "--plot", "demo.svg"])
+    assert "pip install matplotlib" in capsys.readouterr().err
