@@ -66,7 +66,7 @@ def _run_frameworks(folder: Path) -> int:
 
 # What is smaller than in README: the training, and a model that is there without a download.
 SMALLER = {
-    "train.py": ("= 1000, 4, 8, 100 ", "= 4, 2, 2, 2 "),
+    "train.py": ("= 1000, 4, 8, 100\n", "= 4, 2, 2, 2\n"),
     "my_task.py": ('"Qwen/Qwen3-0.6B", 512', '"base", 12'),
 }
 
