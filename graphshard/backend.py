@@ -172,9 +172,7 @@ class Backend:
         Args:
             in_use: its forward runs already, and may hold full parameters.
         """
-        mesh = self.options.mesh or default_mesh(
-            _device_type(self.plain_parameters(root), self.options)
-        )
+        mesh = mesh_for(self.options, self.plain_parameters(root))
         shard_module(root, mesh, self.options, in_use=in_use, allow_meta=False)
         settle(self)
 
@@ -234,6 +232,11 @@ def _device(inputs: Sequence[Any]) -> torch.device:
     """Return the device of the first tensor among ``inputs``."""
     tensors = (value for value in inputs if isinstance(value, torch.Tensor))
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def mesh_for(options: Options, params: Iterable[nn.Parameter]) -> DeviceMesh:
+    """Return the mesh that is given, or that of all ranks on the device of these parameters."""
+    return options.mesh or default_mesh(_device_type(params, options))
 
 
 def _device_type(params: Iterable[nn.Parameter], options: Options) -> str:
@@ -330,7 +333,7 @@ def shard(
     arguments = dict(locals())
     root = arguments.pop("model")
     options = Options.from_arguments(arguments)
-    mesh = options.mesh or default_mesh(_device_type(root.parameters(), options))
+    mesh = mesh_for(options, root.parameters())
     shard_module(root, mesh, options, in_use=False, allow_meta=True)
     return root
 

@@ -54,6 +54,21 @@ def raise_together(
     if fault is None:
         descriptions |= {p.fqn: _describe(p.param) + (p.float8 or "") for p in plain_params}
         descriptions |= {name: _describe(buffer) for name, buffer in root.named_buffers()}
+    raise_if_different(descriptions, groups, fault=fault)
+
+
+def raise_if_different(
+    descriptions: Mapping[str, str], groups: MeshGroups, *, fault: str | None = None
+) -> None:
+    """Compare what every rank has, by one reduction of a hash; texts travel only if they differ.
+
+    Args:
+        descriptions: texts that have to be equal on all ranks, by name.
+        fault: the reason why this rank cannot go on; None: it can.
+
+    Raises:
+        BackendError: on all ranks, if one has a fault or another description.
+    """
     if _all_agree(descriptions, fault, groups):
         return
     rank = dist.get_rank(process_group(groups.all_ranks))
@@ -64,6 +79,22 @@ def raise_together(
     # Faults come first: a rank that has one describes nothing, and so differs from all.
     turn = 0 if fault is not None else 1
     raise BackendError(first_text(difference, groups, turn=turn) or "ranks differ")
+
+
+def raise_if_any(error: Exception | None, groups: MeshGroups) -> None:
+    """Raise on all ranks if one has caught an error: there its own, which tells the others'.
+
+    Raises:
+        Exception: ``error``, if this rank has one.
+        BackendError: another rank has one.
+    """
+    rank = dist.get_rank(process_group(groups.all_ranks))
+    text = None if error is None else f"rank {rank} of the mesh: {type(error).__name__}: {error}"
+    first = first_text(text, groups)
+    if error is not None:
+        raise error
+    if first is not None:
+        raise BackendError(first)
 
 
 def first_text(text: str | None, groups: MeshGroups, *, turn: int = 0) -> str | None:

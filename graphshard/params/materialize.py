@@ -61,7 +61,7 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
         raise BackendError(f"{type(root).__name__} is not sharded: call graphshard.shard before")
     names = [name for name, param in root.named_parameters() if param.is_meta]
     seed = _common_seed(groups)
-    replace_parameters(root, lambda p: torch.empty_like(p, device=_device_of(p, groups)))
+    allocate(root, groups)
     shells = [_Shell.of(module) for module in root.modules()]
     try:
         for number, part in enumerate(_passes(root, names)):
@@ -80,6 +80,11 @@ def _common_seed(groups: MeshGroups) -> int:
     seed = torch.randint(2**48, (), dtype=torch.int64).to(groups.device)
     dist.broadcast(seed, group=process_group(groups.all_ranks), group_src=0)
     return int(seed)
+
+
+def allocate(root: nn.Module, groups: MeshGroups) -> None:
+    """Give all parameters memory, with any values; shards where they are to be kept."""
+    replace_parameters(root, lambda p: torch.empty_like(p, device=_device_of(p, groups)))
 
 
 def _device_of(param: nn.Parameter, groups: MeshGroups) -> torch.device:
@@ -169,7 +174,7 @@ def _init_some(
     """Initialise the model with some real parameters, and keep this rank's rows of these."""
     shards = {name: root.get_parameter(name) for name in names}
     real = set(shards.values())
-    twins = {p: _plain_twin(p, device if p in real else None) for p in root.parameters()}
+    twins = {p: plain_twin(p, device if p in real else None) for p in root.parameters()}
     for shell in shells:
         shell.make_plain(twins, device)
     try:
@@ -180,10 +185,10 @@ def _init_some(
             shell.restore_parameters()
     for name, shard in shards.items():
         _check_written(name, full[name], shard)
-        _keep_rows(full.pop(name), shard)
+        keep_rows(full.pop(name), shard)
 
 
-def _plain_twin(param: nn.Parameter, device: torch.device | None) -> nn.Parameter:
+def plain_twin(param: nn.Parameter, device: torch.device | None) -> nn.Parameter:
     """Return a full parameter with the attributes that users gave it; None: of the meta device."""
     place = torch.device("meta") if device is None else device
     empty = torch.empty(param.shape, dtype=param.dtype, device=place)
@@ -238,7 +243,7 @@ def _check_written(name: str, full: torch.Tensor, param: nn.Parameter) -> None:
         )
 
 
-def _keep_rows(full: torch.Tensor, param: nn.Parameter) -> None:
+def keep_rows(full: torch.Tensor, param: nn.Parameter) -> None:
     """Write this rank's rows of a full parameter into its shard."""
     sharded = sharded_param_of(param)
     if sharded is None:

@@ -77,15 +77,15 @@ def shard_module(
         if broadcasts and in_use:
             _raise_if_used_unequal(root, plain_params, groups)
         if any(plain.host_memory is not None for plain in plain_params):
-            _move_buffers(root, groups.device)
+            move_buffers(root, groups.device)
         if broadcasts:
             for _, buffer in sorted(root.named_buffers()):
-                _broadcast(buffer, groups)
+                make_equal(buffer, groups)
         sharded_params = {}
         # By name: ranks may have registered them in another order.
         for plain in sorted(plain_params, key=lambda plain: plain.fqn):
             if broadcasts:
-                _broadcast(plain.param, groups)
+                make_equal(plain.param, groups)
             sharded_param = sharded_params[plain.param] = _shard_parameter(plain, groups, model)
             _free_full(plain.param, sharded_param, in_use)
         _install(root, plain_params, sharded_params, model)
@@ -122,7 +122,7 @@ def _is_unequal(tensor: torch.Tensor, groups: MeshGroups) -> bool:
     """Return whether a value differs from the first rank's, bit by bit."""
     own = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
     first = own.clone()
-    _broadcast(first, groups)
+    make_equal(first, groups)
     return not torch.equal(own.view(torch.uint8), first.view(torch.uint8))
 
 
@@ -156,14 +156,14 @@ def _holds_replacement(module: nn.Module) -> bool:
     )
 
 
-def _move_buffers(root: nn.Module, device: torch.device) -> None:
+def move_buffers(root: nn.Module, device: torch.device) -> None:
     """Move buffers to the device, as FSDP2 does: with offload a whole model may be on the host."""
     for buffer in root.buffers():
         if not buffer.is_meta:
             buffer.data = buffer.to(device)
 
 
-def _broadcast(tensor: torch.Tensor, groups: MeshGroups) -> None:
+def make_equal(tensor: torch.Tensor, groups: MeshGroups) -> None:
     """Make ``tensor`` equal to the first rank's, in place; as bytes, which every backend takes."""
     if tensor.numel() == 0:
         return
