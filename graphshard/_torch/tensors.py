@@ -16,9 +16,9 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import symbolic_shapes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["OpOverload", "is_traceable_wrapper_subclass", "tree_leaves"]
+__all__ = ["OpOverload", "is_traceable_wrapper_subclass", "tree_leaves", "tree_map"]
 
 
 def fake_mode_of(values: Iterable[object]) -> FakeTensorMode:
@@ -75,6 +75,11 @@ def base_name(op: object) -> str:
 def returns_nothing(op: object) -> bool:
     """Return whether an operator has no outputs; False of one of a higher order."""
     return isinstance(op, OpOverload) and not op._schema.returns
+
+
+def writes_arguments(op: object) -> bool:
+    """Return whether an operator changes one of its arguments in place."""
+    return isinstance(op, OpOverload) and op._schema.is_mutable
 
 
 def argument_names(op: object) -> list[str]:

@@ -27,6 +27,7 @@ from .._torch.nn import remove_forward_hooks
 from ..params.full_state_dict import full_state_dict
 from .accelerate import ShardedAccelerator, prepare
 from .compiled_in_place import is_sharded, may_be_moved
+from .pretrained import from_pretrained as from_pretrained
 from .sharded_checkpoint import load_sharded, save_sharded
 
 FOLDER = "graphshard_optimizer"

@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 
 from ..files import whole
 from .checkpoint import Checkpoint, reading
-from .safetensors import read_safetensors, write_safetensors
+from .safetensors import SafetensorsFile, write_safetensors
 
 
 def consolidate(source: str | Path, target: str | Path, key: str | None = None) -> None:
@@ -91,7 +91,7 @@ def _read(path: Path) -> dict[str, object]:
     """
     with reading(path):
         if path.suffix == ".safetensors":
-            return dict(read_safetensors(path))
+            return dict(SafetensorsFile(path).mapped())
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         if not isinstance(state, dict):
             raise ValueError(f"{path}: holds a {type(state).__name__}, not a state dict")

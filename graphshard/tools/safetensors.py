@@ -9,6 +9,7 @@ import ctypes
 import json
 import math
 from collections.abc import Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,8 +74,8 @@ def _header(checkpoint: Checkpoint) -> dict[str, object]:
     return header
 
 
-class _Stored(NamedTuple):
-    """A tensor, and where it is behind the header."""
+class Place(NamedTuple):
+    """A tensor, and the bytes behind the header that it has."""
 
     start: int
     stop: int
@@ -82,26 +83,68 @@ class _Stored(NamedTuple):
     shape: list[int]
 
 
-def read_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and tensor, mapped from the file unless it is not aligned there.
+class SafetensorsFile:
+    """A file whose header was read and checked; its tensors are read when they are asked for.
+
+    Attributes:
+        tensors: what its tensors are, by name.
 
     Raises:
         Exception: of any kind, if the file is damaged; a ``ValueError`` where its header is wrong.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        begin = 8 + length
-        require(length <= _MAX_HEADER and begin <= size, f"has no header of {length} bytes")
-        header = json.loads(file.read(length), object_pairs_hook=_distinct)
-    require(isinstance(header, dict), "its header is no JSON object")
-    entries = {name: _stored(name, of) for name, of in header.items() if name != _NOTES}
-    _check_ranges(entries, size - begin)
-    data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-    for name, entry in entries.items():
-        stored = data[begin + entry.start : begin + entry.stop]
-        aligned = (begin + entry.start) % entry.dtype.itemsize == 0
-        yield name, (stored if aligned else stored.clone()).view(entry.dtype).view(entry.shape)
+
+    def __init__(self, path: Path) -> None:
+        self._path, size = path, path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            self._begin = 8 + length
+            fits = length <= _MAX_HEADER and self._begin <= size
+            require(fits, f"has no header of {length} bytes")
+            header = json.loads(file.read(length), object_pairs_hook=_distinct)
+        require(isinstance(header, dict), "its header is no JSON object")
+        self.tensors = {name: _place(name, of) for name, of in header.items() if name != _NOTES}
+        _check_ranges(self.tensors, size - self._begin)
+
+    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """Return a tensor, or some of its rows, in new memory; nothing else is read.
+
+        Args:
+            rows: of the first dim, with a step of 1; None: all of the tensor.
+
+        Raises:
+            ValueError: the file has become shorter.
+        """
+        place = self.tensors[name]
+        shape, start = list(place.shape), self._begin + place.start
+        if rows is not None:
+            first, last, _ = rows.indices(shape[0])
+            shape[0] = max(last - first, 0)
+            start += first * math.prod(shape[1:]) * place.dtype.itemsize
+        data = torch.empty(math.prod(shape) * place.dtype.itemsize, dtype=torch.uint8)
+        with self._path.open("rb", buffering=0) as file:
+            file.seek(start)
+            _fill(file, data, self._path)
+        return data.view(place.dtype).view(shape)
+
+    def mapped(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and tensor, mapped from the file unless it is not aligned there."""
+        size, begin = self._path.stat().st_size, self._begin
+        data = torch.from_file(str(self._path), shared=False, size=size, dtype=torch.uint8)
+        for name, place in self.tensors.items():
+            stored = data[begin + place.start : begin + place.stop]
+            aligned = (begin + place.start) % place.dtype.itemsize == 0
+            yield name, (stored if aligned else stored.clone()).view(place.dtype).view(place.shape)
+
+
+def _fill(file: FileIO, data: torch.Tensor, path: Path) -> None:
+    """Read bytes into memory; one call of the system returns at most 2 GB."""
+    done = 0
+    while done < data.numel():
+        # numpy, which could lend its memory, need not be installed.
+        rest = (ctypes.c_char * (data.numel() - done)).from_address(data.data_ptr() + done)
+        count = file.readinto(rest)
+        require(bool(count), f"{path} ends early: it became shorter while it was read")
+        done += count or 0
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -111,7 +154,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return names
 
 
-def _stored(name: str, entry: Any) -> _Stored:
+def _place(name: str, entry: Any) -> Place:
     """Return what the header says of one tensor."""
     dtypes = {of: dtype for dtype, of in DTYPES.items()}
     require(isinstance(entry, Mapping), f"{name!r} is {entry!r}")
@@ -122,10 +165,10 @@ def _stored(name: str, entry: Any) -> _Stored:
         _are_sizes(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1],
         f"{name!r} has the offsets {offsets!r}",
     )
-    stored = _Stored(offsets[0], offsets[1], dtypes[dtype], shape)
-    size = math.prod(shape) * stored.dtype.itemsize
-    require(stored.stop - stored.start == size, f"{name!r} needs {size} bytes, not {offsets}")
-    return stored
+    place = Place(offsets[0], offsets[1], dtypes[dtype], shape)
+    size = math.prod(shape) * place.dtype.itemsize
+    require(place.stop - place.start == size, f"{name!r} needs {size} bytes, not {offsets}")
+    return place
 
 
 def _are_sizes(values: object) -> bool:
@@ -133,7 +176,7 @@ def _are_sizes(values: object) -> bool:
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
-def _check_ranges(entries: Mapping[str, _Stored], size: int) -> None:
+def _check_ranges(entries: Mapping[str, Place], size: int) -> None:
     """Check that the tensors have all ``size`` bytes behind the header, and share none."""
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1][:2]):

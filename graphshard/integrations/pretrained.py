@@ -1,0 +1,325 @@
+"""A pretrained model of Hugging Face, read from its files straight into shards.
+
+    cls.from_pretrained      on the meta device, from what the files say of names, shapes and dtypes:
+                             renames, casts, fuses, ties, reports; makes real what no file has
+    graphshard.shard         on the meta device
+    fill                     each rank reads its rows, one parameter after the other
+
+transformers' own code decides what becomes of the tensors of a checkpoint. Here it meets tensors
+that are still in their files (``graphshard.params.stored``) and remember what is done to them.
+Read of transformers 5.23: ``modeling_utils.py``, ``core_model_loading.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeAlias
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+from transformers.modeling_utils import load_state_dict
+
+from .._torch.nn import buffers_of, parameters_of
+from ..backend import backend, mesh_for, shard
+from ..params.agree import raise_if_any, raise_if_different
+from ..params.fill import fill
+from ..params.materialize import plain_twin
+from ..params.mesh_groups import MeshGroups
+from ..params.shard import make_equal, move_buffers
+from ..params.stored import Read, StoredTensor, read_stored
+from ..tools.checkpoint import reading
+from ..tools.safetensors import SafetensorsFile
+
+logger = logging.getLogger(__name__)
+Values: TypeAlias = dict[str, torch.Tensor]
+"""Full tensors, some of which are still in files, by a parameter's name."""
+
+_REFUSED = {
+    "device_map": "the mesh says where shards are",
+    "max_memory": "the mesh says where shards are",
+    "offload_folder": 'to keep shards on the host give sharding={"offload_policy": ...}',
+    "distributed_config": "graphshard shards the model",
+    "device_mesh": "give it as mesh",
+    "tp_plan": "graphshard shards the model",
+    "tp_size": "graphshard shards the model",
+    "quantization_config": "quantized parameters cannot be sharded",
+    "gguf_file": "quantized parameters cannot be sharded",
+}
+"""Arguments of ``from_pretrained`` that contradict sharding, and what to do instead."""
+_COMPARED_BYTES = 64 << 20
+"""Bytes of each of two tensors that are in memory while they are compared."""
+
+
+def from_pretrained(
+    cls: Any,
+    name_or_path: str | PathLike[str] | None,
+    mesh: DeviceMesh | None = None,
+    *,
+    sharding: Mapping[str, Any] | None = None,
+    strict: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Return what ``cls.from_pretrained`` and :func:`graphshard.shard` return, bitwise.
+
+    All ranks of the mesh have to call it. Each reads its rows of the tensors in safetensors files
+    (of a tensor that transformers rebuilds in a way that mixes rows, all, one at a time), and holds
+    its shards and one parameter's rows. Parameters that no file has are initialised as the model
+    does it, in full, and are those of the mesh's first rank.
+
+    Args:
+        cls: a model class of transformers, or one of its ``AutoModelFor...``.
+        name_or_path: a folder, or a name of the Hub, which every node downloads.
+        mesh: as in :func:`graphshard.backend`.
+        sharding: further arguments of :func:`graphshard.backend`, as a dictionary.
+        strict: parameters that no file has, and tensors of files that the model has not, are errors
+            and not a report.
+        kwargs: those of ``cls.from_pretrained``: ``dtype``, ``config``, ``attn_implementation``,
+            ``output_loading_info``, ``ignore_mismatched_sizes`` and so on.
+
+    Returns:
+        The model, sharded, in evaluation mode; with ``output_loading_info=True`` also its report.
+
+    Raises:
+        ValueError: on all ranks, if an argument contradicts sharding, a rank cannot load the model,
+            ranks find different checkpoints, or for ``strict``.
+        Exception: on a rank that cannot load the model, what ``cls.from_pretrained`` raises there,
+            such as ``RuntimeError`` for a tensor of another shape.
+    """
+    options = dict(sharding or {})
+    _check_arguments(cls, options, kwargs)
+    made = backend(mesh, **options)
+    mesh = mesh_for(made.options, ())
+    groups = MeshGroups(mesh)
+    outline, error = _Outline(), None
+    try:
+        model, report = outline.build(cls, name_or_path, kwargs)
+        if strict:
+            _check_complete(report)
+    except Exception as caught:
+        error = caught
+    raise_if_any(error, groups)
+    values = _take_values(model, outline.stored)
+    raise_if_different({f"checkpoint: {n}": _describe(v) for n, v in values.items()}, groups)
+    if made.options.sync_module_states:
+        new = {name: value for name, value in values.items() if _is_new(value)}
+        for _, tensor in sorted([*new.items(), *model.named_buffers()]):
+            make_equal(tensor, groups)
+    move_buffers(model, groups.device)
+    shard(model, mesh, **options)
+    try:
+        fill(model, values, groups)
+    except Exception as caught:
+        error = caught
+    raise_if_any(error, groups)
+    return (model, report) if kwargs.get("output_loading_info") else model
+
+
+def _check_arguments(cls: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: an argument contradicts sharding, or ``cls`` loads no models.
+    """
+    if not callable(getattr(cls, "from_pretrained", None)):
+        raise ValueError(
+            f"cls={cls!r} has no from_pretrained: give a model class of transformers, or an "
+            "AutoModelFor... class"
+        )
+    for name, advice in _REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name}={kwargs[name]!r}: leave it out: {advice}")
+    if options.get("ignored_params") is not None:
+        raise ValueError(
+            "ignored_params: the model has no parameters yet; to replicate some give "
+            'overrides={glob: {"shard": False}}'
+        )
+
+
+def _check_complete(report: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: parameters are in no file, or tensors in no model.
+    """
+    faults = []
+    for key, what in (("missing_keys", "no file has"), ("unexpected_keys", "the model has not")):
+        if names := sorted(report[key]):
+            more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+            faults.append(f"{what} {', '.join(map(repr, names[:10]))}{more}")
+    if faults:
+        raise ValueError(
+            f"strict=True, and {'; '.join(faults)}: give the class that was saved, or strict=False"
+        )
+
+
+# --- on the meta device --------------------------------------------------------------------------
+
+
+class _Outline:
+    """Builds a pretrained model whose parameters are on the meta device where a file has them.
+
+    Attributes:
+        stored: what these are to be read from.
+    """
+
+    def __init__(self) -> None:
+        self.stored: dict[nn.Parameter, StoredTensor] = {}
+        self._load: Callable[..., Any] = PreTrainedModel._load_pretrained_model
+        self._thread, self._has_loaded = threading.get_ident(), False
+
+    def build(self, cls: Any, name_or_path: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Return the model and the report of ``cls.from_pretrained``."""
+        arguments = {**kwargs, "output_loading_info": True}
+        loads = staticmethod(self._load_outline)
+        with mock.patch.object(PreTrainedModel, "_load_pretrained_model", loads):
+            model, report = cls.from_pretrained(name_or_path, **arguments)
+        if not self._has_loaded:
+            raise ValueError(
+                f"{name_or_path} was loaded by other code than PreTrainedModel's: call "
+                "from_pretrained of the class, then graphshard.shard"
+            )
+        return model, report
+
+    def _load_outline(
+        self,
+        model: PreTrainedModel,
+        state_dict: Mapping[str, torch.Tensor] | None,
+        checkpoint_files: Sequence[str] | None,
+        load_config: Any,
+        expected_keys: list[str] | None = None,
+    ) -> tuple[Any, Any]:
+        """Stand for ``PreTrainedModel._load_pretrained_model``, which gives a model its values."""
+        if threading.get_ident() != self._thread:
+            return self._load(model, state_dict, checkpoint_files, load_config, expected_keys)
+        if load_config.is_quantized:
+            raise ValueError(f"{type(model).__name__}: quantized parameters cannot be sharded")
+        if self._has_loaded:
+            raise ValueError(
+                "the checkpoint has adapters, or a model in the model: load the base model, then "
+                "what goes on top of it (peft.PeftModel.from_pretrained), then graphshard.shard"
+            )
+        self._has_loaded = True
+        found = _stored_state(state_dict, checkpoint_files or (), load_config)
+        on_meta = dataclasses.replace(load_config, device_map={"": "meta"})
+        info, offload_index = self._load(model, found, None, on_meta, expected_keys)
+        by_name = self._take_stored(model)
+        _settle_ties(model, by_name, info)
+        return info, offload_index
+
+    def _take_stored(self, model: nn.Module) -> dict[str, StoredTensor]:
+        """Put plain parameters of the meta device in the place of stored ones; read buffers.
+
+        transformers then initialises what is not marked as initialised.
+        """
+        by_name = {}
+        for prefix, module in model.named_modules():
+            for name, param in parameters_of(module).items():
+                if isinstance(param, StoredTensor):
+                    plain = nn.Parameter(torch.empty_like(param.meta), param.requires_grad)
+                    plain._is_hf_initialized = True  # type: ignore[attr-defined]
+                    parameters_of(module)[name] = plain
+                    self.stored[plain] = by_name[f"{prefix}.{name}".lstrip(".")] = param
+            for name, buffer in buffers_of(module).items():
+                if isinstance(buffer, StoredTensor):
+                    buffers_of(module)[name] = value = read_stored(buffer)
+                    value._is_hf_initialized = True  # type: ignore[attr-defined]
+        return by_name
+
+
+def _stored_state(
+    state_dict: Mapping[str, torch.Tensor] | None, files: Sequence[str], load_config: Any
+) -> dict[str, StoredTensor]:
+    """Return the tensors of a checkpoint, which are still in its files."""
+    stored = {name: _of_tensor(tensor) for name, tensor in (state_dict or {}).items()}
+    for path in map(Path, files):
+        if path.suffix == ".safetensors":
+            stored |= _of_file(path)
+            continue
+        loaded = load_state_dict(
+            path, weights_only=load_config.weights_only, disable_mmap=load_config.disable_mmap
+        )
+        stored |= {name: _of_tensor(tensor) for name, tensor in loaded.items()}
+    if extra := [name for name in stored if name.endswith("_extra_state")]:
+        raise ValueError(f"{extra[0]!r} is no parameter or buffer, and cannot be read in rows")
+    return stored
+
+
+def _of_file(path: Path) -> dict[str, StoredTensor]:
+    with reading(path):
+        file = SafetensorsFile(path)
+
+    def reader(name: str) -> Read:
+        return lambda rows: file.read(name, rows)
+
+    return {
+        name: StoredTensor.of(
+            torch.empty(place.shape, dtype=place.dtype, device="meta"), reader(name)
+        )
+        for name, place in file.tensors.items()
+    }
+
+
+def _of_tensor(tensor: torch.Tensor) -> StoredTensor:
+    """Return a tensor that is in memory, or mapped from a file, as one that is to be read."""
+    meta = torch.empty_like(tensor, device="meta")
+    return StoredTensor.of(meta, lambda rows: tensor if rows is None else tensor[rows])
+
+
+def _settle_ties(model: Any, stored: Mapping[str, StoredTensor], info: Any) -> None:
+    """Decide about parameters that are to be tied and are both in the checkpoint.
+
+    transformers ties them if they are equal, or else keeps both and warns. It cannot tell on the
+    meta device: here one of two equal ones counts as missing, and others are tied no more.
+    """
+    ties = getattr(model, "all_tied_weights_keys", {})
+    for target, source in list(ties.items()):
+        if target not in stored or source not in stored:
+            continue
+        if _are_equal(stored[target], stored[source]):
+            info.missing_keys.add(target)
+            continue
+        logger.warning(
+            "%s: the config ties %r to %r, but the checkpoint has different values for them: they "
+            "are not tied. tie_word_embeddings=False in the config says so",
+            *(type(model).__name__, target, source),
+        )
+        del ties[target]
+
+
+def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    if one.dim() == 0 or one.numel() == 0:
+        return torch.equal(read_stored(one), read_stored(other))
+    step = max(1, _COMPARED_BYTES * one.shape[0] // max(one.nbytes, 1))
+    parts = [slice(start, start + step) for start in range(0, one.shape[0], step)]
+    return all(torch.equal(read_stored(one, part), read_stored(other, part)) for part in parts)
+
+
+def _take_values(model: nn.Module, stored: Mapping[nn.Parameter, StoredTensor]) -> Values:
+    """Return the value of every parameter by its first name, and leave all on the meta device."""
+    values: Values = {}
+    for name, param in model.named_parameters():
+        values[name] = stored[param] if param in stored else param.detach()
+        assert not _is_new(values[name]) or not values[name].is_meta, f"{name} has no values"
+    twins = {param: plain_twin(param, None) for param in model.parameters()}
+    for module in model.modules():
+        parameters = parameters_of(module)
+        parameters.update({n: p if p is None else twins[p] for n, p in parameters.items()})
+    return values
+
+
+def _is_new(value: torch.Tensor) -> bool:
+    """Return whether no file has a value, and the model has initialised it."""
+    return not isinstance(value, StoredTensor)
+
+
+def _describe(value: torch.Tensor) -> str:
+    """Return what ranks compare."""
+    return f"{value.dtype} {tuple(value.shape)}, {'initialised' if _is_new(value) else 'stored'}"

@@ -1,0 +1,39 @@
+"""Gives a sharded model of the meta device values that are known, each rank its rows of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from .._torch.dtensor import local_tensor
+from .materialize import allocate
+from .mesh_groups import MeshGroups
+from .sharded_param import sharded_param_of
+from .stored import StoredTensor, read_stored
+
+
+def fill(root: nn.Module, values: Mapping[str, torch.Tensor], groups: MeshGroups) -> None:
+    """Allocate the parameters of a sharded model, and write this rank's rows into its shards.
+
+    Nothing is communicated. Beside the shards there are at most one parameter's rows, and of a
+    tensor whose rows cannot be read alone all of it.
+
+    Args:
+        values: full tensors by first name of every parameter, or tensors that are still in files.
+    """
+    allocate(root, groups)
+    with torch.no_grad():
+        for name, param in root.named_parameters():
+            sharded = sharded_param_of(param)
+            assert sharded is not None, f"{name} is not sharded"
+            layout = sharded.layout
+            rows = None if layout.rows is None else layout.own_rows
+            local_tensor(sharded.dtensor).copy_(_rows_of(values[name], rows))
+
+
+def _rows_of(full: torch.Tensor, rows: slice | None) -> torch.Tensor:
+    if isinstance(full, StoredTensor):
+        return read_stored(full, rows)
+    return full if rows is None else full[rows]

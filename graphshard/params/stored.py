@@ -1,0 +1,218 @@
+"""Tensors that are still in a file: what they are is known, and how to read some of their rows.
+
+    StoredTensor.of(meta, read)    shape and dtype, and a function that reads rows
+    torch.cat([a, b], 1)           computes nothing: the result remembers operator and arguments
+    read_stored(c, slice(2, 4))    reads rows 2 and 3 of a and of b, and runs the operator on these
+
+So code that casts, fuses or splits the tensors of a checkpoint runs unchanged, and of its results a
+rank reads what its rows need. [Note: rows] Operators that keep rows apart are in ``_BY_ROWS``: they
+run on the rows alone. Of all others the arguments are read whole, and the result is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from .._torch.tensors import OpOverload, tree_map, writes_arguments
+
+aten = torch.ops.aten
+Read: TypeAlias = Callable[[slice | None], torch.Tensor]
+"""Reads some rows of a tensor, or for None all of it; the host has the result."""
+
+
+class StoredTensor(torch.Tensor):
+    """A tensor of the meta device that can be read from somewhere.
+
+    Operators on it return such tensors again; those that write one raise an error.
+
+    Attributes:
+        meta: the plain tensor of the meta device.
+        origin: how it is read.
+    """
+
+    meta: torch.Tensor
+    origin: Read | _Call
+
+    @staticmethod
+    def of(meta: torch.Tensor, read: Read) -> StoredTensor:
+        """Return a tensor of the shape and dtype of ``meta``, of which ``read`` reads rows."""
+        return _stored(meta, read)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, op: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if writes_arguments(op):
+            raise NotImplementedError(f"{op} would write a tensor that is still in its file")
+        call = _Call(op, args, kwargs or {}, 0)
+        result = op(*tree_map(_meta_of, args), **tree_map(_meta_of, call.kwargs))
+        if isinstance(result, torch.Tensor):
+            return _stored(result, call)
+        return type(result)(
+            _stored(one, _Call(op, args, call.kwargs, number)) for number, one in enumerate(result)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A call of an operator that made a tensor.
+
+    Attributes:
+        output: which of its results it is, where it returns several.
+    """
+
+    op: OpOverload
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    output: int
+
+    def run(self, read: Callable[[StoredTensor], torch.Tensor]) -> torch.Tensor:
+        """Run it on what ``read`` returns for its tensors; on the host, where that is."""
+        kwargs = {k: v for k, v in self.kwargs.items() if v != torch.device("meta")}
+        result = self.op(*_with(read, self.args), **_with(read, kwargs))
+        tensor: torch.Tensor = result if isinstance(result, torch.Tensor) else result[self.output]
+        return tensor
+
+    def argument(self, position: int, name: str, default: Any) -> Any:
+        """Return an argument that may be given by position or by name."""
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+    def dim(self, position: int, name: str, ndim: int) -> int:
+        """Return an argument that is a dim, from 0 to ``ndim - 1``; 0 where it is not given."""
+        return int(self.argument(position, name, 0)) % ndim
+
+
+def _stored(meta: torch.Tensor, origin: Read | _Call) -> StoredTensor:
+    stored = meta.as_subclass(StoredTensor)
+    stored.meta, stored.origin = meta, origin
+    return stored
+
+
+def _meta_of(value: object) -> object:
+    return value.meta if isinstance(value, StoredTensor) else value
+
+
+def _with(read: Callable[[StoredTensor], torch.Tensor], values: Any) -> Any:
+    return tree_map(lambda value: read(value) if isinstance(value, StoredTensor) else value, values)
+
+
+def read_stored(stored: StoredTensor, rows: slice | None = None) -> torch.Tensor:
+    """Return some rows of a stored tensor, or all of it, on the host: see [Note: rows].
+
+    Args:
+        rows: of the first dim, with a step of 1.
+    """
+    if rows is not None:
+        start, stop, _ = rows.indices(stored.shape[0])
+        rows = slice(start, max(start, stop))
+        if stop <= start:
+            return torch.empty((0, *stored.shape[1:]), dtype=stored.dtype)
+    origin = stored.origin
+    if not isinstance(origin, _Call):
+        return origin(rows)
+    if rows is not None and (by_rows := _BY_ROWS.get(origin.op)) is not None:
+        result = by_rows(origin, rows)
+        if result is not None:
+            return result
+    full = origin.run(read_stored)
+    return full if rows is None else full[rows]
+
+
+# --- operators of which rows can be computed from rows -------------------------------------------
+# Each returns the rows of a call's result, or None where that needs more than rows.
+
+
+def _same_rows(call: _Call, rows: slice) -> torch.Tensor:
+    """Run a call whose results have the rows of its arguments."""
+    return call.run(lambda stored: read_stored(stored, rows))
+
+
+def _rows_of_stack(call: _Call, rows: slice) -> torch.Tensor:
+    tensors = call.args[0]
+    if call.dim(1, "dim", tensors[0].dim() + 1) > 0:
+        return _same_rows(call, rows)
+    return torch.stack([read_stored(tensor) for tensor in tensors[rows]])
+
+
+def _rows_of_cat(call: _Call, rows: slice) -> torch.Tensor:
+    tensors = call.args[0]
+    if call.dim(1, "dim", tensors[0].dim()) > 0:
+        return _same_rows(call, rows)
+    parts, start = [], 0
+    for tensor in tensors:
+        stop = start + tensor.shape[0]
+        if start < rows.stop and rows.start < stop:
+            own = slice(max(rows.start - start, 0), min(rows.stop, stop) - start)
+            parts.append(read_stored(tensor, own))
+        start = stop
+    return torch.cat(parts)
+
+
+def _rows_of_split(call: _Call, rows: slice) -> torch.Tensor:
+    """Rows of one part; sizes are those of all parts, or one for each."""
+    tensor, sizes = call.args[0], call.args[1]
+    if call.dim(2, "dim", tensor.dim()) > 0:
+        return _same_rows(call, rows)
+    start = sizes * call.output if isinstance(sizes, int) else sum(sizes[: call.output])
+    return read_stored(tensor, slice(start + rows.start, start + rows.stop))
+
+
+def _rows_of_slice(call: _Call, rows: slice) -> torch.Tensor | None:
+    tensor = call.args[0]
+    if call.dim(1, "dim", tensor.dim()) > 0:
+        return _same_rows(call, rows)
+    if call.argument(4, "step", 1) != 1:
+        return None
+    given = slice(call.argument(2, "start", None), call.argument(3, "end", None))
+    start, _, _ = given.indices(tensor.shape[0])
+    return read_stored(tensor, slice(start + rows.start, start + rows.stop))
+
+
+def _rows_of_select(call: _Call, rows: slice) -> torch.Tensor:
+    tensor, index = call.args[0], call.args[2]
+    if call.dim(1, "dim", tensor.dim()) > 0:
+        return _same_rows(call, rows)
+    index %= tensor.shape[0]
+    return read_stored(tensor, slice(index, index + 1))[0][rows]
+
+
+def _rows_of_transpose(call: _Call, rows: slice) -> torch.Tensor | None:
+    ndim = call.args[0].dim()
+    moved = {call.dim(1, "dim0", ndim), call.dim(2, "dim1", ndim)}
+    return None if moved != {0} and 0 in moved else _same_rows(call, rows)
+
+
+def _rows_of_permute(call: _Call, rows: slice) -> torch.Tensor | None:
+    return _same_rows(call, rows) if call.args[1][0] % call.args[0].dim() == 0 else None
+
+
+def _rows_of_view(call: _Call, rows: slice) -> torch.Tensor | None:
+    tensor, shape = call.args[0], call.args[1]
+    if tensor.dim() == 0 or not shape or tensor.shape[0] != shape[0]:
+        return None
+    own = read_stored(tensor, rows)
+    return own.reshape(own.shape[0], *shape[1:])
+
+
+_BY_ROWS: dict[OpOverload, Callable[[_Call, slice], torch.Tensor | None]] = {
+    aten.alias.default: _same_rows,
+    aten.detach.default: _same_rows,
+    aten.clone.default: _same_rows,
+    aten._to_copy.default: _same_rows,
+    aten.stack.default: _rows_of_stack,
+    aten.cat.default: _rows_of_cat,
+    aten.split.Tensor: _rows_of_split,
+    aten.split_with_sizes.default: _rows_of_split,
+    aten.slice.Tensor: _rows_of_slice,
+    aten.select.int: _rows_of_select,
+    aten.transpose.int: _rows_of_transpose,
+    aten.permute.default: _rows_of_permute,
+    aten.view.default: _rows_of_view,
+    aten._unsafe_view.default: _rows_of_view,
+}
