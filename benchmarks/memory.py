@@ -85,12 +85,12 @@ def peak_is_known() -> bool:
     """Whether this kernel tells the peak of a process and forgets it when asked to."""
     try:
         _forget_peak()
-        return _resident("VmHWM") > 0
+        return resident("VmHWM") > 0
     except (OSError, LookupError):
         return False
 
 
-def _resident(key: str) -> int:
+def resident(key: str) -> int:
     """Return VmRSS, the bytes that are resident now, or VmHWM, the most since `_forget_peak`."""
     status = Path("/proc/self/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())
@@ -105,10 +105,10 @@ def peak_of(work: Callable[[], object], params: int) -> Memory:
     """Run ``work``, and return its memory; ``params`` is passed on."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     _forget_peak()
     work()
-    return Memory(params, before, _resident("VmHWM"))
+    return Memory(params, before, resident("VmHWM"))
 
 
 def give_memory_back() -> None:
@@ -167,7 +167,7 @@ def resident_by_step(kind: str, num_bytes: float, linears: int, steps: int) -> l
         called(x).backward()
         torch.optim.SGD(model.parameters(), lr=1e-3).step()
         model.zero_grad()
-        resident.append(_resident("VmRSS"))
+        resident.append(resident("VmRSS"))
     return resident[2:]
 
 

@@ -2,8 +2,9 @@
 
     torchrun --nproc_per_node 8 examples/finetune_lora.py --model FOLDER_OR_NAME --text notes.txt
 
-The base is gathered in its own dtype and stays as it is; only adapters are trained, reduced and
-saved, as ``peft.PeftModel.from_pretrained(base, OUT)`` loads them. Needs transformers and peft.
+The base is read straight into shards, is gathered in its own dtype, and stays as it is; only
+adapters are trained, reduced and saved, as ``peft.PeftModel.from_pretrained(base, OUT)`` loads
+them. Needs transformers and peft.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import graphshard
+from graphshard.integrations.transformers import from_pretrained
 
 
 def blocks_of(args: argparse.Namespace) -> Tensor:
@@ -64,7 +66,8 @@ def main() -> None:
     blocks = blocks_of(args)
     training, held_out = blocks.split([len(blocks) * 9 // 10, len(blocks) - len(blocks) * 9 // 10])
 
-    base = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype)
+    # Each rank reads its rows of the base; adapters are sharded when they are first compiled.
+    base = from_pretrained(AutoModelForCausalLM, args.model, mesh, dtype=args.dtype)
     config = peft.LoraConfig(r=args.rank, target_modules="all-linear", task_type="CAUSAL_LM")
     torch.manual_seed(0)
     model = peft.get_peft_model(base, config).to(args.device)

@@ -1,9 +1,9 @@
 """A pretrained model of Hugging Face, read from its files straight into shards.
 
-    cls.from_pretrained      on the meta device, from what the files say of names, shapes and dtypes:
-                             renames, casts, fuses, ties, reports; makes real what no file has
-    graphshard.shard         on the meta device
-    fill                     each rank reads its rows, one parameter after the other
+    cls.from_pretrained   on the meta device, by the names, shapes and dtypes that files tell:
+                          renames, casts, fuses, ties, reports; initialises what no file has
+    graphshard.shard      on the meta device
+    fill                  each rank reads its rows, one parameter after the other
 
 transformers' own code decides what becomes of the tensors of a checkpoint. Here it meets tensors
 that are still in their files (``graphshard.params.stored``) and remember what is done to them.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -54,6 +54,9 @@ _REFUSED = {
     "gguf_file": "quantized parameters cannot be sharded",
 }
 """Arguments of ``from_pretrained`` that contradict sharding, and what to do instead."""
+_INITIALISED = "_is_hf_initialized"
+"""The attribute of a parameter or buffer that transformers does not initialise."""
+_SAME_FILES = "All ranks have to load the same checkpoint: is the folder of one node another one?"
 _COMPARED_BYTES = 64 << 20
 """Bytes of each of two tensors that are in memory while they are compared."""
 
@@ -94,12 +97,12 @@ def from_pretrained(
             such as ``RuntimeError`` for a tensor of another shape.
     """
     options = dict(sharding or {})
-    _check_arguments(cls, options, kwargs)
     made = backend(mesh, **options)
     mesh = mesh_for(made.options, ())
     groups = MeshGroups(mesh)
     outline, error = _Outline(), None
     try:
+        _check_arguments(cls, options, kwargs)
         model, report = outline.build(cls, name_or_path, kwargs)
         if strict:
             _check_complete(report)
@@ -107,7 +110,7 @@ def from_pretrained(
         error = caught
     raise_if_any(error, groups)
     values = _take_values(model, outline.stored)
-    raise_if_different({f"checkpoint: {n}": _describe(v) for n, v in values.items()}, groups)
+    raise_if_different({n: _describe(v) for n, v in values.items()}, groups, advice=_SAME_FILES)
     if made.options.sync_module_states:
         new = {name: value for name, value in values.items() if _is_new(value)}
         for _, tensor in sorted([*new.items(), *model.named_buffers()]):
@@ -208,6 +211,8 @@ class _Outline:
         found = _stored_state(state_dict, checkpoint_files or (), load_config)
         on_meta = dataclasses.replace(load_config, device_map={"": "meta"})
         info, offload_index = self._load(model, found, None, on_meta, expected_keys)
+        if info.mismatched_keys and not load_config.ignore_mismatched_sizes:
+            raise RuntimeError(_of_other_shapes(model, info.mismatched_keys))
         by_name = self._take_stored(model)
         _settle_ties(model, by_name, info)
         return info, offload_index
@@ -217,19 +222,29 @@ class _Outline:
 
         transformers then initialises what is not marked as initialised.
         """
-        by_name = {}
+        by_name: dict[str, StoredTensor] = {}
         for prefix, module in model.named_modules():
             for name, param in parameters_of(module).items():
                 if isinstance(param, StoredTensor):
                     plain = nn.Parameter(torch.empty_like(param.meta), param.requires_grad)
-                    plain._is_hf_initialized = True  # type: ignore[attr-defined]
+                    setattr(plain, _INITIALISED, True)
                     parameters_of(module)[name] = plain
                     self.stored[plain] = by_name[f"{prefix}.{name}".lstrip(".")] = param
             for name, buffer in buffers_of(module).items():
                 if isinstance(buffer, StoredTensor):
                     buffers_of(module)[name] = value = read_stored(buffer)
-                    value._is_hf_initialized = True  # type: ignore[attr-defined]
+                    setattr(value, _INITIALISED, True)
         return by_name
+
+
+def _of_other_shapes(model: nn.Module, keys: Iterable[tuple[str, Any, Any]]) -> str:
+    """Return the text of the error about tensors that do not fit."""
+    found = [f"{name!r} {tuple(stored)}, not {tuple(own)}" for name, stored, own in sorted(keys)]
+    more = f" and {len(found) - 10} more" if len(found) > 10 else ""
+    return (
+        f"the checkpoint has other shapes than {type(model).__name__}: {'; '.join(found[:10])}"
+        f"{more}: change the config, or give ignore_mismatched_sizes=True for new values"
+    )
 
 
 def _stored_state(
@@ -322,4 +337,4 @@ def _is_new(value: torch.Tensor) -> bool:
 
 def _describe(value: torch.Tensor) -> str:
     """Return what ranks compare."""
-    return f"{value.dtype} {tuple(value.shape)}, {'initialised' if _is_new(value) else 'stored'}"
+    return f"{value.dtype} {tuple(value.shape)}, {'new' if _is_new(value) else 'of the checkpoint'}"

@@ -58,13 +58,18 @@ def raise_together(
 
 
 def raise_if_different(
-    descriptions: Mapping[str, str], groups: MeshGroups, *, fault: str | None = None
+    descriptions: Mapping[str, str],
+    groups: MeshGroups,
+    *,
+    fault: str | None = None,
+    advice: str | None = None,
 ) -> None:
     """Compare what every rank has, by one reduction of a hash; texts travel only if they differ.
 
     Args:
         descriptions: texts that have to be equal on all ranks, by name.
         fault: the reason why this rank cannot go on; None: it can.
+        advice: what to do where texts differ; None: the likely cause is told by what does.
 
     Raises:
         BackendError: on all ranks, if one has a fault or another description.
@@ -73,7 +78,7 @@ def raise_if_different(
         return
     rank = dist.get_rank(process_group(groups.all_ranks))
     first = _broadcast(descriptions, 0, groups)
-    difference = None if fault is not None else _difference(first, descriptions, rank)
+    difference = None if fault is not None else _difference(first, descriptions, rank, advice)
     if fault is not None:
         difference = f"rank {rank} of the mesh: {fault}"
     # Faults come first: a rank that has one describes nothing, and so differs from all.
@@ -139,14 +144,16 @@ def _broadcast(value: T, rank: int, groups: MeshGroups) -> T:
     return box[0]
 
 
-def _difference(first: Mapping[str, str], other: Mapping[str, str], rank: int) -> str | None:
+def _difference(
+    first: Mapping[str, str], other: Mapping[str, str], rank: int, advice: str | None
+) -> str | None:
     """Compare the descriptions of the mesh's first rank with those of ``rank``."""
     for name in [*first, *other]:
         ours, theirs = first.get(name, "missing"), other.get(name, "missing")
         if ours != theirs:
             return (
                 f"{name!r} differs between ranks: {ours} on rank 0 of the mesh, {theirs} on rank "
-                f"{rank}. {_cause(name, ours, theirs)}"
+                f"{rank}. {advice or _cause(name, ours, theirs)}"
             )
     return None
 

@@ -43,7 +43,7 @@ class StoredTensor(torch.Tensor):
         return _stored(meta, read)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares no classmethod
         cls, op: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if writes_arguments(op):

@@ -1,0 +1,178 @@
+"""How long does a pretrained model take to become shards, and how much memory?
+
+    python -m benchmarks.from_pretrained [--layers 14] [--ranks 2] [--rounds 3] [--out FILE]
+
+A Llama of 2 GB in float32 is made, with random values, and saved by ``save_pretrained`` into a
+temporary folder. Ranks then load it over gloo on the CPU, each time in new processes: by
+``graphshard.integrations.transformers.from_pretrained``, and by ``from_pretrained`` on every rank,
+``graphshard.shard`` after. The file is in the page cache for both. transformers maps files into
+memory: what a rank has read of a mapped file counts as resident, but ranks of a node share it and
+the kernel may take it back; what a rank holds for itself (``RssAnon``) is listed beside, sampled
+each five milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from benchmarks import common
+from benchmarks.memory import MB, peak_of, resident
+from tests import ranks
+
+WIDTH, FEED_FORWARD, VOCABULARY, HEADS = 1536, 4096, 32000, 12
+SAMPLE_S = 0.005
+
+
+class Cost(NamedTuple):
+    """What loading cost a rank.
+
+    Attributes:
+        seconds: until all ranks had loaded.
+        resident: bytes at the peak, beyond those before.
+        own: the same of memory that is no file's.
+        shards: bytes of the shards.
+    """
+
+    seconds: float
+    resident: int
+    own: int
+    shards: int
+
+
+def make(folder: Path, layers: int, scale: int = 1) -> None:
+    """Save a Llama with random values; ``scale`` divides its sizes."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY // scale,
+        hidden_size=WIDTH // scale,
+        intermediate_size=FEED_FORWARD // scale,
+        num_hidden_layers=layers,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+# --- on a rank -----------------------------------------------------------------------------------
+
+
+def _straight(folder: Path, mesh: DeviceMesh) -> Any:
+    import transformers
+
+    from graphshard.integrations.transformers import from_pretrained
+
+    return from_pretrained(transformers.LlamaForCausalLM, folder, mesh)
+
+
+def _whole(folder: Path, mesh: DeviceMesh) -> Any:
+    import transformers
+
+    import graphshard
+
+    return graphshard.shard(transformers.LlamaForCausalLM.from_pretrained(folder), mesh)
+
+
+WAYS = {"straight into shards": _straight, "all on every rank, then shard": _whole}
+
+
+@contextlib.contextmanager
+def _sampled_peak() -> Iterator[list[int]]:
+    """Yield a list that gets the most memory of its own that the process has in the block."""
+    peak, ends = [resident("RssAnon")], threading.Event()
+
+    def sample() -> None:
+        while not ends.wait(SAMPLE_S):
+            peak[0] = max(peak[0], resident("RssAnon"))
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        ends.set()
+        thread.join()
+
+
+def load(way: str, folder: Path, small: Path) -> Cost:
+    """Return what loading by one of ``WAYS`` costs, after a small model was loaded alike."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    WAYS[way](small, mesh)  # imports, and connects ranks
+    models, seconds = [], []
+
+    def work() -> None:
+        dist.barrier()
+        start = time.perf_counter()
+        models.append(WAYS[way](folder, mesh))
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+
+    peak_of(lambda: None, 0)  # gives back what is free
+    before = resident("RssAnon")
+    with _sampled_peak() as own:
+        memory = peak_of(work, 0)
+    shards = sum(param.to_local().nbytes for param in models[0].parameters())
+    return Cost(seconds[0], memory.peak - memory.before, own[0] - before, shards)
+
+
+# --- in the parent -------------------------------------------------------------------------------
+
+
+def measure(way: str, world: int, folder: Path, small: Path) -> Cost:
+    """Return the cost of the slowest rank, and of the one that needs most memory."""
+    costs = ranks.run_fresh(world, load, way, folder, small, env={}, timeout_s=600)
+    return Cost(*map(max, zip(*costs)))
+
+
+def main() -> None:
+    """Measure, print a table, and write it if asked to."""
+    args = _arguments()
+    heading = common.heading("benchmarks.from_pretrained", torch.device("cpu"))
+    with tempfile.TemporaryDirectory() as folder:
+        large, small = Path(folder, "large"), Path(folder, "small")
+        make(small, 1, scale=32)
+        make(large, args.layers)
+        size = sum(file.stat().st_size for file in large.glob("*.safetensors"))
+        runs = {way: functools.partial(measure, way, args.ranks, large, small) for way in WAYS}
+        costs = common.interleave(runs, args.rounds, 0)
+    rows = []
+    for way, of_way in costs.items():
+        halves = Cost(*(statistics.median(values) for values in zip(*of_way)))
+        numbers = [f"{bytes_ / MB:.0f}" for bytes_ in (halves.shards, halves.resident, halves.own)]
+        spread = f"{min(c.seconds for c in of_way):.1f} to {max(c.seconds for c in of_way):.1f}"
+        rows.append([way, f"{halves.seconds:.1f}", spread, *numbers])
+    headers = ["", "seconds", "from, to", "MB of shards", "peak resident MB", "of its own"]
+    note = (
+        f"Llama of {args.layers} layers, {size / MB:.0f} MB of float32, on {args.ranks} ranks; the "
+        f"rank that needs most; medians of {args.rounds} rounds, each in new processes, after a "
+        "small model was loaded in the same way; peaks beyond what was resident before"
+    )
+    paragraphs = [heading, common.table(headers, rows), note]
+    common.show(*paragraphs)
+    if args.out:
+        common.write_report(args.out, paragraphs)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = common.new_parser(__doc__)
+    common.add_counts(parser, layers=14, ranks=2, rounds=3)
+    parser.add_argument("--out", type=Path, help="a Markdown file to write")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Pretrained models that ranks read straight into shards, beside `from_pretrained` of everything on
+every rank and `graphshard.shard`: the same bits of parameters, buffers and random numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+
+import graphshard
+from graphshard.tools.safetensors import SafetensorsFile
+from tests import ranks
+
+from .models import ZOO, causal_batch, gpt2, llama
+
+
+def _resnet() -> Any:
+    import transformers
+
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], num_labels=3)
+    model = transformers.ResNetForImageClassification(config)
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.normal_()
+    return model
+
+
+def _untied() -> Any:
+    """A GPT-2 whose embedding and output layer differ, which its config does not tell."""
+    model = gpt2(tie_word_embeddings=False)
+    model.config.tie_word_embeddings = True
+    return model
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint, and how it is loaded.
+
+    Attributes:
+        build: makes the model that is saved, in files of at most ``file_size``.
+        cls: loads it.
+        mesh: its shape.
+        options: of ``graphshard.shard``; ``kwargs``: of ``from_pretrained``.
+    """
+
+    build: Callable[[], Any]
+    cls: str
+    mesh: tuple[int, ...] = (2,)
+    options: dict[str, Any] = field(default_factory=dict)
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    file_size: str = "1GB"
+
+
+CASES: dict[str, Case] = {
+    "GPT-2, tied": Case(lambda: gpt2(), "GPT2LMHeadModel"),
+    "tied in the config alone": Case(_untied, "GPT2LMHeadModel"),
+    "tied Llama on the host": Case(
+        lambda: llama(tie_word_embeddings=True),
+        "AutoModelForCausalLM",
+        options={"offload_policy": CPUOffloadPolicy()},
+    ),
+    "cast, in several files": Case(
+        lambda: llama(), "LlamaForCausalLM", kwargs={"dtype": "bfloat16"}, file_size="20KB"
+    ),
+    "experts that are fused": Case(
+        lambda: ZOO["mixtral"].build(),
+        "MixtralForCausalLM",
+        options={"overrides": {"*embed_tokens*": {"shard": False}}},
+    ),
+    "base of a model with a head": Case(lambda: ZOO["bert"].build(), "BertModel"),
+    "head on a base": Case(
+        lambda: ZOO["bert"].build().bert,
+        "BertForSequenceClassification",
+        mesh=(4,),
+        kwargs={"num_labels": 3},
+    ),
+    "new values for other shapes": Case(
+        lambda: gpt2(),
+        "GPT2LMHeadModel",
+        kwargs={"n_positions": 16, "ignore_mismatched_sizes": True},
+    ),
+    "replicas, some float32 in float16": Case(
+        lambda: ZOO["t5"].build(),
+        "T5ForConditionalGeneration",
+        mesh=(2, 2),
+        kwargs={"dtype": torch.float16},
+    ),
+    "buffers, fewer rows than ranks": Case(_resnet, "ResNetForImageClassification", mesh=(4,)),
+}
+
+
+def _state(model: Any) -> dict[str, Tensor]:
+    """This rank's part of all there is, buffers that no file has included."""
+    state = dict(model.named_buffers()) | dict(model.state_dict())
+    return {
+        name: value.to_local() if isinstance(value, DTensor) else value
+        for name, value in state.items()
+    }
+
+
+def _facts(model: Any) -> list[Any]:
+    return [
+        (name, type(p), p.dtype, p.requires_grad, p.shape, p.placements)
+        for name, p in model.named_parameters()
+    ]
+
+
+def _loaded_both_ways(name: str, folder: Path) -> None:
+    import transformers
+
+    from graphshard.integrations.transformers import from_pretrained
+
+    case, seed = CASES[name], 7 + dist.get_rank()
+    cls, mesh = getattr(transformers, case.cls), init_device_mesh("cpu", case.mesh)
+    torch.manual_seed(seed)
+    theirs = cls.from_pretrained(folder, **case.kwargs)
+    after = torch.get_rng_state()
+    graphshard.shard(theirs, mesh, **case.options)
+    torch.manual_seed(seed)
+    ours = from_pretrained(cls, folder, mesh, sharding=case.options, **case.kwargs)
+    assert torch.equal(torch.get_rng_state(), after)
+    expected, found = _state(theirs), _state(ours)
+    assert list(found) == list(expected)
+    assert _facts(ours) == _facts(theirs)
+    for key, value in expected.items():
+        assert found[key].dtype == value.dtype and torch.equal(found[key], value), key
+    assert not ours.training and type(ours).__name__ == type(theirs).__name__
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shards_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    torch.manual_seed(0)
+    case.build().save_pretrained(tmp_path, max_shard_size=case.file_size)
+    assert (case.file_size == "1GB") == (tmp_path / "model.safetensors").exists()
+    ranks.run(math.prod(case.mesh), _loaded_both_ways, name, tmp_path)
+
+
+def _bytes_read(folder: Path) -> tuple[int, int, int]:
+    """By this rank; of its shards; of what the files have."""
+    import transformers
+
+    from graphshard.integrations.transformers import from_pretrained
+
+    read, num_bytes = SafetensorsFile.read, 0
+
+    def counted(file: SafetensorsFile, name: str, rows: slice | None = None) -> Tensor:
+        nonlocal num_bytes
+        tensor = read(file, name, rows)
+        num_bytes += tensor.nbytes
+        return tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with mock.patch.object(SafetensorsFile, "read", counted):
+        model = from_pretrained(transformers.MixtralForCausalLM, folder, mesh)
+    loss = torch.compile(model, backend=graphshard.backend(mesh, compiler="aot_eager"))(
+        **causal_batch(torch.Generator())
+    ).loss
+    loss.backward()
+    shards = sum(tensor.nbytes for tensor in _state(model).values())
+    return num_bytes, shards, sum(p.nbytes for p in model.parameters())
+
+
+def test_a_rank_reads_its_rows_and_its_experts(tmp_path: Path) -> None:
+    """A Mixtral's four experts are tensors of their own in a file, and one in the model."""
+    ZOO["mixtral"].build().save_pretrained(tmp_path)
+    for read, shards, whole in ranks.run(2, _bytes_read, tmp_path):
+        assert read <= shards < 0.6 * whole
+
+
+def _files_of_pickles(folder: Path) -> None:
+    import transformers
+
+    from graphshard.integrations.transformers import from_pretrained
+
+    model = from_pretrained(transformers.GPT2LMHeadModel, folder)
+    assert model.lm_head.weight is model.transformer.wte.weight  # both are in the file
+    expected = torch.load(folder / "pytorch_model.bin")
+    state = graphshard.full_state_dict(model)
+    assert dist.get_rank() or all(torch.equal(state[n], v) for n, v in expected.items())
+
+
+def test_a_file_of_torch_save_is_loaded(tmp_path: Path) -> None:
+    model = gpt2()
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    ranks.run(2, _files_of_pickles, tmp_path)
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+def _error(folder: Path, cls: str, arguments: dict[str, Any], elsewhere: Path | None) -> str:
+    """What loading raises on this rank, where the last rank may load from ``elsewhere``."""
+    import transformers
+
+    from graphshard.integrations.transformers import from_pretrained
+
+    if elsewhere is not None and dist.get_rank() == dist.get_world_size() - 1:
+        folder = elsewhere
+    with pytest.raises((ValueError, RuntimeError, OSError)) as raised:
+        from_pretrained(getattr(transformers, cls), folder, **arguments)
+    return str(raised.value)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "strict": (
+        "GPT2ForSequenceClassification",
+        {"strict": True},
+        "no file has 'score.weight'",
+    ),
+    "other shapes": (
+        "GPT2LMHeadModel",
+        {"n_positions": 16},
+        "'transformer.wpe.weight' (32, 32), not (16, 32)",
+    ),
+    "device_map": ("GPT2LMHeadModel", {"device_map": "auto"}, "device_map='auto': leave it out"),
+    "ignored_params": (
+        "GPT2LMHeadModel",
+        {"sharding": {"ignored_params": []}},
+        '{"shard": False}',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_an_error(name: str, tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path)
+    cls, arguments, text = REFUSED[name]
+    for error in ranks.run(2, _error, tmp_path, cls, arguments, None):
+        assert text in error
+
+
+def test_an_error_of_one_rank_is_raised_by_all(tmp_path: Path) -> None:
+    whole, broken, other = tmp_path / "whole", tmp_path / "broken", tmp_path / "other"
+    model = gpt2()
+    for folder in (whole, broken):
+        model.save_pretrained(folder)
+    state = {name: v for name, v in model.state_dict().items() if "ln_f" not in name}
+    model.save_pretrained(other, state_dict=state)
+    file = broken / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    for folder, text in (
+        (broken, "model.safetensors: cannot be read"),
+        (other, "'transformer.ln_"),
+    ):
+        first, last = ranks.run(2, _error, whole, "GPT2LMHeadModel", {}, folder)
+        assert text in first and text in last
+        assert "rank 1" in first
