@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.modeling_utils import load_state_dict
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from .._torch.nn import buffers_of, parameters_of
 from ..backend import backend, mesh_for, shard
@@ -130,10 +131,10 @@ def _check_arguments(cls: Any, options: Mapping[str, Any], kwargs: Mapping[str, 
     Raises:
         ValueError: an argument contradicts sharding, or ``cls`` loads no models.
     """
-    if not callable(getattr(cls, "from_pretrained", None)):
+    if not (isinstance(cls, type) and issubclass(cls, (PreTrainedModel, _BaseAutoModelClass))):
         raise ValueError(
-            f"cls={cls!r} has no from_pretrained: give a model class of transformers, or an "
-            "AutoModelFor... class"
+            f"cls={cls!r}: give a model class of transformers, or one of its AutoModelFor... "
+            "classes; others load the whole model, which graphshard.shard then takes"
         )
     for name, advice in _REFUSED.items():
         if kwargs.get(name) is not None:
@@ -204,8 +205,8 @@ class _Outline:
             raise ValueError(f"{type(model).__name__}: quantized parameters cannot be sharded")
         if self._has_loaded:
             raise ValueError(
-                "the checkpoint has adapters, or a model in the model: load the base model, then "
-                "what goes on top of it (peft.PeftModel.from_pretrained), then graphshard.shard"
+                "the checkpoint has adapters, or a model in the model: load the base model so, and "
+                "give it to peft, whose adapters are sharded when the model is compiled"
             )
         self._has_loaded = True
         found = _stored_state(state_dict, checkpoint_files or (), load_config)

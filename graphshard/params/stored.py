@@ -112,7 +112,7 @@ def read_stored(stored: StoredTensor, rows: slice | None = None) -> torch.Tensor
         start, stop, _ = rows.indices(stored.shape[0])
         rows = slice(start, max(start, stop))
         if stop <= start:
-            return torch.empty((0, *stored.shape[1:]), dtype=stored.dtype)
+            return torch.empty((0, *stored.shape[1:]), dtype=stored.dtype, device="cpu")
     origin = stored.origin
     if not isinstance(origin, _Call):
         return origin(rows)

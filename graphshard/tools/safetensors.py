@@ -106,7 +106,7 @@ class SafetensorsFile:
         _check_ranges(self.tensors, size - self._begin)
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """Return a tensor, or some of its rows, in new memory; nothing else is read.
+        """Return a tensor, or some of its rows, in new memory of the host; nothing else is read.
 
         Args:
             rows: of the first dim, with a step of 1; None: all of the tensor.
@@ -120,7 +120,8 @@ class SafetensorsFile:
             first, last, _ = rows.indices(shape[0])
             shape[0] = max(last - first, 0)
             start += first * math.prod(shape[1:]) * place.dtype.itemsize
-        data = torch.empty(math.prod(shape) * place.dtype.itemsize, dtype=torch.uint8)
+        num_bytes = math.prod(shape) * place.dtype.itemsize
+        data = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")  # whatever the default is
         with self._path.open("rb", buffering=0) as file:
             file.seek(start)
             _fill(file, data, self._path)

@@ -24,7 +24,11 @@ from transformers.utils import logging
 
 import graphshard
 from graphshard.integrations.accelerate import prepare
-from graphshard.integrations.transformers import ShardedTrainer, ShardedTrainerMixin
+from graphshard.integrations.transformers import (
+    ShardedTrainer,
+    ShardedTrainerMixin,
+    from_pretrained,
+)
 from graphshard.params.sharded_param import sharded_param_of
 from tests import ranks
 from tests.numerics.compare import graphshard_warnings, relative_error, whole
@@ -97,6 +101,27 @@ def beside_ddp(folder: str, bf16: bool) -> dict[str, float]:
 def test_trains_and_evaluates_as_by_ddp(tmp_path: Path, bf16: bool) -> None:
     for errors in ranks.run(2, beside_ddp, str(tmp_path), bf16):
         assert max(errors.values()) <= (2e-2 if bf16 else 1e-5), errors
+
+
+def pretrained_both_ways(folder: str) -> bool:
+    """Whether training is the same bit by bit where the Trainer is given shards."""
+    found = []
+    for model in (
+        AutoModelForCausalLM.from_pretrained(folder),
+        from_pretrained(AutoModelForCausalLM, folder),
+    ):
+        trainer = _trainer(f"{folder}/out", model, max_steps=2)
+        trainer.train()
+        found.append((_history(trainer, "loss"), _weights(trainer)))
+    (losses, weights), (expected_losses, expected) = found
+    return losses == expected_losses and all(
+        torch.equal(value, expected[name]) for name, value in weights.items()
+    )
+
+
+def test_a_pretrained_model_comes_as_shards(tmp_path: Path) -> None:
+    ZOO["llama"].build().save_pretrained(tmp_path)
+    assert all(ranks.run(2, pretrained_both_ways, str(tmp_path)))
 
 
 def save_and_resume(folder: str) -> None:
