@@ -288,6 +288,21 @@ class Plan:
         positions = [self.problem.transfers[i].param for i in bucket.transfers]
         return [self.params[i] for i in positions if i is not None]
 
+    def wire_dtypes(self, bucket: Bucket) -> tuple[str, ...]:
+        """Return the dtypes in which the transfers of ``bucket`` travel, each once: "bfloat16".
+
+        Transfers of a gather may differ. What differs, or what a backend may refuse, such as fp8,
+        is sent as its bytes. Host copies of shards have the dtype of the shards.
+        """
+        transfers = (self.problem.transfers[i] for i in bucket.transfers)
+        dtypes = (
+            self.params[t.param].dtype
+            if bucket.kind in HOST_COPIES and t.param is not None
+            else t.dtype
+            for t in transfers
+        )
+        return tuple(dict.fromkeys(dtype.removeprefix("torch.") for dtype in dtypes))
+
     def fqn_of(self, transfer: Transfer) -> str:
         """Return the name of the parameter of ``transfer``; "" where it has none."""
         return "" if transfer.param is None else self.params[transfer.param].fqn

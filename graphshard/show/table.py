@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -64,10 +65,14 @@ def _title(dump: Dump) -> str:
     )
 
 
+_KIND_HEADERS = ["collective", "count", "MB", "wire dtype", "predicted ms", "exposed ms"]
+
+
 class _KindRow(NamedTuple):
     kind: TransferKind
     counts: str
     mb: float
+    dtypes: str
     ms: float
     exposed_ms: float
 
@@ -83,11 +88,19 @@ def _kinds_table(dump: Dump) -> str:
                 kind=kind,
                 counts=f"{num_transfers} -> {len(positions)}",
                 mb=plan.num_bytes(kind) / 1e6,
+                dtypes=_dtypes(dump, positions),
                 ms=sum(_collective_ms(dump, i) for i in positions),
                 exposed_ms=sum(dump.timeline.exposed_us[i] for i in positions) / 1e3,
             )
             rows.append(row)
-    return _tabulate(rows, ["collective", "count", "MB", "ms", "exposed ms"]) if rows else ""
+    return _tabulate(rows, _KIND_HEADERS) if rows else ""
+
+
+def _dtypes(dump: Dump, positions: Sequence[int]) -> str:
+    """Return the dtypes that buckets have on the wire."""
+    plan = dump.plan
+    dtypes = (plan.wire_dtypes(plan.buckets[i]) for i in positions)
+    return ", ".join(dict.fromkeys(itertools.chain.from_iterable(dtypes)))
 
 
 def _totals(dump: Dump) -> str:
@@ -102,6 +115,7 @@ def _totals(dump: Dump) -> str:
     if alive_bytes:
         peak_step = f" in step {dump.step_label(alive_bytes.index(max(alive_bytes)))}"
     return (
+        "predicted\n"
         f"time    {total_ms:.3f} ms = {compute_ms:.3f} compute"
         f" + {totals.exposed_us / 1e3:.3f} exposed; {traffic};"
         f" compute loses {totals.lost_us / 1e3:.3f} to it\n"
@@ -160,8 +174,18 @@ def _exposed_table(dump: Dump) -> str:
         for i in worst
         if exposed_us[i] >= 0.5
     ]
-    headers = ["bucket", "collective", "ms", "exposed ms", "because"]
-    return f"most exposed\n{_tabulate(rows, headers)}" if rows else "nothing is exposed"
+    headers = ["bucket", "collective", "predicted ms", "exposed ms", "because"]
+    return (
+        f"predicted to be exposed most\n{_tabulate(rows, headers)}"
+        if rows
+        else "nothing is predicted to be exposed"
+    )
+
+
+_BUCKET_HEADERS = [
+    *("bucket", "collective", "parameters", "MB", "wire dtype", "predicted ms"),
+    *("launch before", "wait before"),
+]
 
 
 class _BucketRow(NamedTuple):
@@ -171,6 +195,7 @@ class _BucketRow(NamedTuple):
     kind: TransferKind | None
     label: str
     mb: float
+    dtypes: str
     ms: float
     launch: str | None
     wait: str | None
@@ -181,8 +206,7 @@ def _buckets_table(dump: Dump, all_buckets: bool) -> str:
     if len(rows) > NUM_BUCKETS and not all_buckets:
         half = NUM_BUCKETS // 2
         rows = [*rows[:half], _left_out_row(rows[half:-half]), *rows[-half:]]
-    headers = ["bucket", "collective", "parameters", "MB", "ms", "launch before", "wait before"]
-    return f"buckets, in order of launch\n{_tabulate(rows, headers)}"
+    return f"buckets, in order of launch\n{_tabulate(rows, _BUCKET_HEADERS)}"
 
 
 def _bucket_row(dump: Dump, i: int) -> _BucketRow:
@@ -192,6 +216,7 @@ def _bucket_row(dump: Dump, i: int) -> _BucketRow:
         kind=bucket.kind,
         label=dump.bucket_label(bucket),
         mb=bucket.num_bytes / 1e6,
+        dtypes=_dtypes(dump, [i]),
         ms=_collective_ms(dump, i),
         launch=dump.step_label(bucket.launch),
         wait=dump.step_label(bucket.wait),
@@ -204,6 +229,7 @@ def _left_out_row(rows: Sequence[_BucketRow]) -> _BucketRow:
         kind=None,
         label=f"... {len(rows)} buckets more",
         mb=sum(row.mb for row in rows),
+        dtypes="",
         ms=sum(row.ms for row in rows),
         launch=None,
         wait=None,

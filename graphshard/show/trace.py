@@ -157,6 +157,7 @@ def _slice_args(dump: Dump, slot: Slot) -> dict[str, object]:
         "bucket": slot.index,
         "parameters": ", ".join(dump.param_names(bucket)),
         "bytes": bucket.num_bytes,
+        "wire dtype": ", ".join(plan.wire_dtypes(bucket)),
         "ranks": bucket.world,
         "exposed us": round(dump.timeline.exposed_us[slot.index], 3),
         "launched before": dump.step_label(bucket.launch),

@@ -12,6 +12,7 @@ from torch import fx
 from graphshard.kinds import GraphKind, TransferKind
 from graphshard.ops import collectives, host_copy
 from graphshard.ops.host_copy import PAGEABLE
+from graphshard.ops.marker_specs import UnshardSpec
 from graphshard.planning.memory_budget import ScheduleLimits
 from tests.graph.builder import Builder, lowered, mul, output, overlapped, targets, to_copy
 
@@ -162,8 +163,10 @@ def test_dtypes_share_a_buffer_as_bytes(group: str) -> None:
     dtypes = [torch.float32, torch.bfloat16, torch.bool, torch.complex64]
     markers = [build.unshard(build.primal(1, 4, dtype=dtype), 7) for dtype in dtypes]
     gm = build.module(*markers)
-    (bucket,) = lowered(gm, GraphKind.FORWARD, overlapped(ScheduleLimits())).buckets
+    plan = lowered(gm, GraphKind.FORWARD, overlapped(ScheduleLimits()))
+    (bucket,) = plan.buckets
     assert bucket.buffers == ((0, 1, 2, 3),)
+    assert plan.wire_dtypes(bucket) == ("float32", "bfloat16", "bool", "complex64")
     assert bucket.num_bytes == 8 * 4 * (4 + 2 + 1 + 8)
     values = [output(gm.graph, i).meta["val"] for i in range(4)]
     assert [(v.dtype, tuple(v.shape)) for v in values] == [(dtype, (7, 4)) for dtype in dtypes]
@@ -209,6 +212,23 @@ def test_shards_of_the_host_are_copied_to_the_device_and_back(group: str) -> Non
         assert (value.device.type, value.shape) == ("cpu", (rows,))
     on_device = [node for node in gm.graph.nodes if node.target in (GATHER, SCATTER, mul)]
     assert on_device and all(node.meta["val"].device == device for node in on_device)
+
+
+def test_a_plan_knows_the_dtype_on_every_wire(group: str) -> None:
+    device, half = torch.device("cuda", 0), torch.bfloat16
+    build = Builder(group, device="cuda:0")
+    shard = build.primal(2, device="cpu")
+    gather = UnshardSpec(shard, 16, group, group, dtype=half, device=device, host_memory=PAGEABLE)
+    grad = build.call(to_copy, build.marker(gather), dtype=F32)
+    reduced = build.reduce(grad, reduce_dtype=half, result_dtype=F32, host_memory=PAGEABLE)
+    gm = build.module(reduced)
+    plan = lowered(gm, GraphKind.BACKWARD)
+    travel = (host_copy.copy_to_device, GATHER, SCATTER, host_copy.copy_to_host)
+    sent = [node.args[0] for node in gm.graph.nodes if node.target in travel]
+    nodes = [arg[0] if isinstance(arg, list) else arg for arg in sent]
+    dtypes = [str(node.meta["val"].dtype).removeprefix("torch.") for node in nodes]
+    assert dtypes == ["float32", "bfloat16", "bfloat16", "float32"]
+    assert [name for bucket in plan.buckets for name in plan.wire_dtypes(bucket)] == dtypes
 
 
 def test_what_the_host_keeps_is_not_in_the_memory_of_the_device(group: str) -> None:

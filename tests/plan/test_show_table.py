@@ -17,28 +17,34 @@ from tests.plan.problems import gather, problem, reduction
 BY_HAND = """\
 backward 0/0: 4 parameters, 3 steps, ranks: 4; predicted for wire
 
-collective      count       MB     ms    exposed ms
---------------  -------  -----  -----  ------------
-all_gather      2 -> 2   0.000  0.060         0.040
-reduce_scatter  2 -> 1   0.000  0.050         0.040
+collective      count       MB  wire dtype      predicted ms    exposed ms
+--------------  -------  -----  ------------  --------------  ------------
+all_gather      2 -> 2   0.000  float32                0.060         0.040
+reduce_scatter  2 -> 1   0.000  float32                0.050         0.040
 
+predicted
 time    0.154 ms = 0.074 compute + 0.080 exposed; communication 0.110, 27% of it hidden; \
 compute loses 0.091 to it
 memory  peak 0.000 MB in step 1 step1; at most 0.000 MB in flight
 
-most exposed
-  bucket  collective         ms    exposed ms  because
---------  --------------  -----  ------------  -----------------------------
-       2  reduce_scatter  0.050         0.040  compute after it is too short
-       0  all_gather      0.030         0.030  first: nothing to hide behind
-       1  all_gather      0.030         0.010  wire is busy with bucket 0
+predicted to be exposed most
+  bucket  collective        predicted ms    exposed ms  because
+--------  --------------  --------------  ------------  -----------------------------
+       2  reduce_scatter           0.050         0.040  compute after it is too short
+       0  all_gather               0.030         0.030  first: nothing to hide behind
+       1  all_gather               0.030         0.010  wire is busy with bucket 0
 
 buckets, in order of launch
-  bucket  collective      parameters                       MB     ms  launch before    wait before
---------  --------------  ----------------------------  -----  -----  ---------------  -------------
-       0  all_gather      up.weight                     0.000  0.030  0 step0          0 step0
-       1  all_gather      down.weight                   0.000  0.030  0 step0          1 step1
-       2  reduce_scatter  norm.weight .. norm.bias (2)  0.000  0.050  2 step2          end"""
+  bucket  collective      parameters                       MB  wire dtype      predicted ms  \
+launch before    wait before
+--------  --------------  ----------------------------  -----  ------------  --------------  \
+---------------  -------------
+       0  all_gather      up.weight                     0.000  float32                0.030  \
+0 step0          0 step0
+       1  all_gather      down.weight                   0.000  float32                0.030  \
+0 step0          1 step1
+       2  reduce_scatter  norm.weight .. norm.bias (2)  0.000  float32                0.050  \
+2 step2          end"""
 
 
 def test_the_table_of_a_plan_computed_by_hand() -> None:
@@ -123,7 +129,7 @@ def _many(num_layers: int) -> Dump:
 def test_the_table_of_many_layers_is_short() -> None:
     shown = _many(100)
     lines = table(shown).splitlines()
-    assert len(lines) == 9 + (3 + NUM_EXPOSED) + 1 + (3 + NUM_BUCKETS + 1)
+    assert len(lines) == 10 + (3 + NUM_EXPOSED) + 1 + (3 + NUM_BUCKETS + 1)
     (left_out,) = (line for line in lines if "more" in line)
     num_left_out = 100 - NUM_BUCKETS
     assert left_out.split()[:4] == ["...", str(num_left_out), "buckets", "more"]
