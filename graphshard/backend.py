@@ -295,8 +295,9 @@ def backend(
         fp8: the linears that compute in fp8, with their weights gathered in it; None: no linear.
         schedule: limits and options of the schedule; None: ``SchedulePolicy()``.
         compiler: "inductor", or "aot_eager": the same graphs, run op by op by ATen.
-        dump: a folder for plans, traces, tables and FX code of every compiled graph, made if it is
-            missing: see ``graphshard.show.dump_folder``. Every backend needs one of its own.
+        dump: a folder for plans, traces, tables and FX code of every compiled graph, and a page of
+            all, ``index.html``. It is made if it is missing: see ``graphshard.show.dump_folder``.
+            Every backend needs one of its own.
         sync_module_states: make parameters and buffers equal to those of the mesh's first rank
             before sharding.
 

@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "planning": {"errors", "kinds"},
     "cost": {"_torch", "files", "kinds", "ops"},
     "consensus": {"_torch", "errors", "kinds", "planning"},
-    "show": {"_torch", "cost", "kinds", "planning"},
+    "show": {"_torch", "cost", "files", "kinds", "planning"},
     "options": {"cost", "ops", "planning"},
     "passes": {"_torch", "cost", "kinds", "ops", "planning"},
     "params": {"_torch", "consensus", "errors", "ops", "options"},

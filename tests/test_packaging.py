@@ -25,6 +25,12 @@ ROOT = Path(__file__).resolve().parents[1]
 FILES = ("pyproject.toml", "README.md", "LICENSE")
 # Folder in the source tree -> folder when installed.
 FOLDERS = {"graphshard": "graphshard", "passes": "graphshard/passes"}
+# Files that are read, and not imported.
+DATA = {
+    "graphshard/py.typed",
+    "graphshard/_torch/no_gpu/no_gpu.cpp",
+    "graphshard/show/page.html",
+}
 
 # Run inside an environment: prints what it has of graphshard.
 LOOK = """
@@ -116,14 +122,14 @@ def test_sdist_holds_all_that_the_build_needs(archives: dict[str, Path]) -> None
         for name in FOLDERS
         for path in (ROOT / name).rglob("*.py")
     }
-    assert {*FILES, "graphshard/py.typed", *sources} <= names
+    assert {*FILES, *DATA, *sources} <= names
 
 
 def test_wheel_holds_every_module_and_one_package(archives: dict[str, Path]) -> None:
     with zipfile.ZipFile(archives["wheel"]) as archive:
         names = set(archive.namelist())
     assert {name for name in names if name.endswith(".py")} == modules()
-    assert "graphshard/py.typed" in names
+    assert names >= DATA
     tops = {name.partition("/")[0] for name in names}
     assert len(tops) == 2, tops
     assert all(top == "graphshard" or top.endswith(".dist-info") for top in tops), tops

@@ -1,8 +1,9 @@
-"""Schedules for people to read: tables, traces, files, differences.
+"""Schedules for people to read: tables, traces, a page, files, differences.
 
 ``dump`` is a plan in a file, with what it was made for, and ``dump_folder`` where such files go.
-``table``, ``trace`` and ``diff`` present dumps; ``measured`` puts predictions beside a profile;
-``cli`` has the commands. May import ``cost`` and ``planning``.
+``table``, ``trace``, ``page`` and ``diff`` present dumps; ``measured`` puts predictions beside a
+profile, in which ``graph_runs`` finds graphs; ``cli`` has the commands. May import ``cost`` and
+``planning``.
 """
 
 from .diff import diff

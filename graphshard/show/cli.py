@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from ..files import write_whole
 from .diff import diff
 from .dump import Dump
-from .dump_folder import dump_paths
+from .dump_folder import dump_paths, folder_page
 from .table import summary
 
 Command = Callable[[argparse.Namespace], int]
@@ -23,6 +24,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "files", nargs="+", type=Path, metavar="FILE", help="a dump, or a folder of dumps"
     )
     parser.add_argument("--all", action="store_true", help="list all buckets, however many")
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="OUT",
+        help="write the page of a folder, which a browser opens, to this file; print no table",
+    )
     parser.set_defaults(run=_refusing_bad_files(_show), parser=parser)
     text = (
         "show what changed from one plan to another; exit status as of diff: 0 nothing, 1 something"
@@ -46,8 +53,22 @@ def _refusing_bad_files(command: Command) -> Command:
 
 
 def _show(args: argparse.Namespace) -> int:
+    if args.html is not None:
+        return _write_page(args)
     dumps = [Dump.load(path) for argument in args.files for path in _files(argument)]
     print(summary(dumps, all_buckets=args.all))
+    return 0
+
+
+def _write_page(args: argparse.Namespace) -> int:
+    folder, *others = args.files
+    if others or not folder.is_dir():
+        raise ValueError("--html: give one folder of dumps")
+    _files(folder)
+    try:
+        write_whole(args.html, folder_page(folder))
+    except OSError as error:
+        raise ValueError(f"--html: {error}") from error
     return 0
 
 

@@ -23,7 +23,8 @@ from typing import Any
 from ..cost.hardware import Hardware
 from ..cost.model import CostModel
 from ..kinds import HOST_COPIES
-from ..planning.memory_budget import ScheduleLimits
+from ..planning.live_bytes import alive_by_moment
+from ..planning.memory_budget import FreeMemory, ScheduleLimits
 from ..planning.plan import Bucket, Plan, PlanParam
 from ..planning.simulate import COMMUNICATION, COMPUTE, Slot, Timeline, simulate
 
@@ -80,6 +81,12 @@ class Dump:
         """The timeline's slots by kind, and index of the step or of the bucket."""
         return {(slot.kind, slot.index): slot for slot in self.timeline.slots}
 
+    @functools.cached_property
+    def free_memory(self) -> FreeMemory:
+        """The memory that the limits leave in every moment; to be read only."""
+        alive = alive_by_moment(self.plan.problem, self.plan.buckets)
+        return FreeMemory(alive, self.limits, self.timeline.in_flight_bytes)
+
     @property
     def totals(self) -> Totals:
         """The totals of the timeline."""
@@ -92,6 +99,12 @@ class Dump:
             peak_bytes=self.timeline.peak_bytes,
             in_flight_bytes=max(self.timeline.in_flight_bytes, default=0),
         )
+
+    @property
+    def worlds(self) -> list[int]:
+        """The numbers of ranks that collectives have, ascending."""
+        buckets = (b for b in self.plan.buckets if b.kind not in HOST_COPIES)
+        return sorted({bucket.world for bucket in buckets})
 
     def param_names(self, bucket: Bucket) -> list[str]:
         """Return the names of the parameters in ``bucket``, each once, in graph order."""

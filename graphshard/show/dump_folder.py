@@ -8,25 +8,37 @@
     NN-keep-forward.before.py, NN-keep-forward.after.py         and around what keeps parameters
     NN-stow-forward.before.py, NN-stow-forward.after.py         and around activation offload
 
+    index.html                                                  the page of all graphs
+
 All but ``joint`` exist for ``backward``, too; an inference has ``NN-inference`` files alone. Files
-of these names from an earlier run are replaced, so each backend needs a folder of its own.
+of these names from an earlier run are replaced, so each backend needs a folder of its own. The page
+shows all dumps that lie in the folder, and beside them what profiles there have measured.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import re
+import statistics
 import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 from torch import fx
 
 from .._torch.inductor import trace_artifact
+from ..files import write_whole
 from ..kinds import GraphKind
 from .dump import Dump
+from .graph_runs import measured_us
+from .page import Measured, graph_data, page, page_data
 from .table import table
-from .trace import trace
+from .trace import MEASURED, Trace, trace
+
+PAGE = "index.html"
 
 NO_CODE = "No FX code was written: the graph came from a compiler's cache, so that no pass ran."
 
@@ -40,6 +52,61 @@ def dump_paths(folder: Path) -> list[Path]:
         (int(match[1]), kinds.index(GraphKind(match[2])), path) for path, match in matches if match
     )
     return [path for _, _, path in ordered]
+
+
+def folder_page(folder: Path) -> str:
+    """Return the page of the dumps in ``folder``, with what the profiles there have measured.
+
+    It names the files that cannot be read.
+    """
+    dumps: list[tuple[str, Dump]] = []
+    notes: list[str] = []
+    for path in dump_paths(folder):
+        try:
+            dumps.append((path.stem, _load(path, path.stat().st_mtime_ns)))
+        except (OSError, ValueError) as error:
+            notes.append(f"not shown: {error}")
+    measured = _measured(folder, [dump for _, dump in dumps])
+    graphs = [graph_data(dump, name, runs) for (name, dump), runs in zip(dumps, measured)]
+    return page(page_data(f"graphshard: {folder.absolute().name}", graphs, notes))
+
+
+@functools.lru_cache(maxsize=256)
+def _load(path: Path, mtime_ns: int) -> Dump:
+    """Read a dump; once, since the page is written anew whenever a graph is added to it."""
+    return Dump.load(path)
+
+
+def _measured(folder: Path, dumps: Sequence[Dump]) -> list[Measured | None]:
+    """Return by dump how long its graph took in the latest profile that has it."""
+    found: list[Measured | None] = [None] * len(dumps)
+    for profile in _profiles(folder):
+        for i, durations in enumerate(measured_us(profile, dumps)):
+            if durations:
+                found[i] = Measured(runs=len(durations), median_us=statistics.median(durations))
+    return found
+
+
+def _profiles(folder: Path) -> Iterator[Trace]:
+    """Yield what ``measured.profile`` wrote to ``folder``, from the oldest to the latest."""
+    ours = re.compile(r"\d+-\w+(\.trace)?\.json")
+    paths = [path for path in folder.glob("*.json") if not ours.fullmatch(path.name)]
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns):
+        text = path.read_text(errors="replace")
+        if f'"{MEASURED}: ' in text:  # before anything is parsed: it may be any file, and large
+            with contextlib.suppress(ValueError):  # it is being written
+                yield json.loads(text)
+
+
+def write_page(folder: Path) -> None:
+    """Write the page of a folder into it; a failure is a warning.
+
+    One rank must not fail in the middle of a training for it.
+    """
+    try:
+        write_whole(folder / PAGE, folder_page(folder))
+    except (OSError, ValueError) as error:
+        warnings.warn(f"graphshard: {PAGE} cannot be written: {error}", stacklevel=2)
 
 
 class DumpWriter:
@@ -72,6 +139,7 @@ class DumpWriter:
             self._write(self._folder, f"{kind}.json", dump.to_json())
             self._write(self._folder, f"{kind}.trace.json", json.dumps(trace(dump)))
             self._write(self._folder, f"{kind}.txt", f"{table(dump)}{note}\n")
+            write_page(self._folder)
 
     def _write(self, folder: Path, name: str, text: str) -> None:
         try:

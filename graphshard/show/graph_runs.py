@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..kinds import GraphKind
 from .dump import Dump
-from .trace import TraceEvent
+from .trace import PID, Trace, TraceEvent
 
 _REGION = "Torch-Compiled Region: "
 _FORWARD, _BACKWARD = "CompiledFunction", "CompiledFunctionBackward"
@@ -20,8 +20,25 @@ _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 
 
 class GraphRun(NamedTuple):
+    """A run of the graph of ``dump``, as it was measured.
+
+    Attributes:
+        start_us: when its first kernel on a GPU began, or else its call.
+        us: until its last kernel on a GPU ended, or else its call.
+    """
+
     start_us: float
+    us: float
     dump: Dump
+
+
+def measured_us(trace: Trace, dumps: Sequence[Dump]) -> list[list[float]]:
+    """Return by dump how long each run of its graph took in a trace of ``measured.profile``."""
+    events = [event for event in trace["traceEvents"] if event.get("pid") != PID]
+    durations: dict[int, list[float]] = {id(dump): [] for dump in dumps}
+    for run in graph_runs(events, dumps):
+        durations[id(run.dump)].append(run.us)
+    return [durations[id(dump)] for dump in dumps]
 
 
 def graph_runs(events: Sequence[TraceEvent], dumps: Sequence[Dump]) -> Iterator[GraphRun]:
@@ -45,19 +62,26 @@ def graph_runs(events: Sequence[TraceEvent], dumps: Sequence[Dump]) -> Iterator[
             graphs = [(region, GraphKind.BACKWARD)]
         for graph in graphs:
             if graph in dump_of_graph:
-                yield GraphRun(_start_us(call, events), dump_of_graph[graph])
+                start_us, end_us = _span_us(call, events)
+                yield GraphRun(start_us, end_us - start_us, dump_of_graph[graph])
 
 
-def _start_us(call: TraceEvent, events: Sequence[TraceEvent]) -> float:
-    """Return when the first kernel that ``call`` launched on a GPU began, or else the call."""
-    end_us = call["ts"] + call["dur"]
+def _span_us(call: TraceEvent, events: Sequence[TraceEvent]) -> tuple[float, float]:
+    """Return begin and end of the kernels that ``call`` launched on a GPU, or else of the call."""
+    start_us, end_us = call["ts"], call["ts"] + call["dur"]
     launched = {
         event["args"].get("correlation")
         for event in events
         if event.get("cat") in _LAUNCH_CATEGORIES
         and event["tid"] == call["tid"]
-        and call["ts"] <= event["ts"] <= end_us
+        and start_us <= event["ts"] <= end_us
     }
-    kernels = (event for event in events if event.get("cat") == "kernel")
-    starts_us = [k["ts"] for k in kernels if k["args"].get("correlation") in launched]
-    return float(min(starts_us, default=call["ts"]))
+    kernels = [
+        event
+        for event in events
+        if event.get("cat") == "kernel" and event["args"].get("correlation") in launched
+    ]
+    return (
+        min((kernel["ts"] for kernel in kernels), default=start_us),
+        max((kernel["ts"] + kernel["dur"] for kernel in kernels), default=end_us),
+    )

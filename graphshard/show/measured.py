@@ -20,11 +20,9 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
 from .dump import Dump
-from .dump_folder import dump_paths
+from .dump_folder import dump_paths, write_page
 from .graph_runs import graph_runs
-from .trace import PREDICTED, Trace, TraceEvent, process_events, run_events
-
-MEASURED = "measured"
+from .trace import MEASURED, PREDICTED, Trace, TraceEvent, process_events, run_events
 
 
 @contextlib.contextmanager
@@ -32,6 +30,7 @@ def profile(path: str | Path, dump: str | Path | None = None) -> Iterator[torch.
     """Profile a block on CPU and GPU, and write a trace of it, measured and predicted.
 
     Every rank may enter it; the first rank writes. HolisticTraceAnalysis sees what was measured.
+    If the trace lies in the backend's folder, the page there has measured times beside predicted.
 
     Args:
         path: of the trace, ``.json``; its folder exists.
@@ -53,6 +52,8 @@ def profile(path: str | Path, dump: str | Path | None = None) -> Iterator[torch.
     if not dist.is_initialized() or dist.get_rank() == 0:
         dumps = [Dump.load(dump_path) for dump_path in dump_paths(folder)]
         path.write_text(json.dumps(with_predictions(_measured_trace(profiler), dumps)))
+        if dumps:
+            write_page(folder)
 
 
 def _measured_trace(profiler: torch.profiler.profile) -> Trace:

@@ -9,8 +9,7 @@ from typing import NamedTuple
 from tabulate import tabulate
 
 from ..kinds import HOST_COPIES, TransferKind
-from ..planning.live_bytes import alive_by_moment, footprint
-from ..planning.memory_budget import FreeMemory
+from ..planning.live_bytes import footprint
 from ..planning.plan import Bucket
 from ..planning.simulate import COLLECTIVE, COPY_IN
 from .dump import Dump, param_name
@@ -57,8 +56,7 @@ def table(dump: Dump, *, all_buckets: bool = False) -> str:
 def _title(dump: Dump) -> str:
     plan = dump.plan
     name = f"{plan.graph} {dump.compiled}".rstrip()
-    worlds = sorted({bucket.world for bucket in plan.buckets})
-    ranks = f", ranks: {', '.join(map(str, worlds))}" if worlds else ""
+    ranks = f", ranks: {', '.join(map(str, dump.worlds))}" if dump.worlds else ""
     return (
         f"{name}: {len(plan.params)} parameters, {plan.problem.num_steps} steps{ranks}; "
         f"predicted for {dump.hardware.name}"
@@ -151,6 +149,11 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.3f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3f} MB"
 
 
+def is_notable(exposed_us: float) -> bool:
+    """Return whether a time would not show as 0.000 ms."""
+    return exposed_us >= 0.5
+
+
 class _ExposedRow(NamedTuple):
     bucket: int
     kind: TransferKind
@@ -160,7 +163,7 @@ class _ExposedRow(NamedTuple):
 
 
 def _exposed_table(dump: Dump) -> str:
-    """Return a table of the most exposed collectives, without those that would show 0.000 ms."""
+    """Return a table of the most exposed collectives, without those that are not notable."""
     exposed_us = dump.timeline.exposed_us
     worst = sorted(range(len(exposed_us)), key=lambda i: -exposed_us[i])[:NUM_EXPOSED]
     rows = [
@@ -172,7 +175,7 @@ def _exposed_table(dump: Dump) -> str:
             reason=exposed_reason(dump, i),
         )
         for i in worst
-        if exposed_us[i] >= 0.5
+        if is_notable(exposed_us[i])
     ]
     headers = ["bucket", "collective", "predicted ms", "exposed ms", "because"]
     return (
@@ -267,9 +270,7 @@ def exposed_reason(dump: Dump, i: int) -> str:
 
 def _limit_in_the_way(dump: Dump, bucket: Bucket) -> str | None:
     """Return the limit that keeps ``bucket`` from one more step in flight; None if none does."""
-    problem, buckets = dump.plan.problem, dump.plan.buckets
-    alive = alive_by_moment(problem, buckets)
-    memory = FreeMemory(alive, dump.limits, dump.timeline.in_flight_bytes)
+    problem, memory = dump.plan.problem, dump.free_memory
     taken = footprint(problem, bucket)
     if bucket.kind in _FETCHES:
         return memory.limit_before(taken, bucket.launch) if bucket.launch > 0 else None

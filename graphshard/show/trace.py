@@ -20,7 +20,7 @@ from ..kinds import HOST_COPIES, TransferKind
 from ..planning.simulate import COLLECTIVE, COMPUTE, COPY_IN, COPY_OUT, LANES, STEP, Slot
 from .dump import Dump, param_name
 
-PREDICTED = "predicted"
+PREDICTED, MEASURED = "predicted", "measured"
 PID = 1 << 30
 """Process of the predicted events; no process of a measured trace has this number."""
 THREADS = {lane: number for number, lane in enumerate(LANES, 1)}

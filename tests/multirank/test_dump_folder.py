@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import graphshard
 from graphshard.kinds import TransferKind
 from graphshard.show import Dump, profile, table
+from graphshard.show.dump_folder import PAGE
 from graphshard.show.trace import PID
 from tests import ranks
 from tests.models import MLP
@@ -25,7 +26,7 @@ PLANS = [
 ]
 STAGES = ("joint", "keep-forward", "keep-backward", "forward", "backward")
 CODE = [f"{name}.{when}.py" for name in STAGES for when in ("before", "after")]
-STEP = sorted(f"00-{name}" for name in [*PLANS, *CODE])
+STEP = sorted([*(f"00-{name}" for name in [*PLANS, *CODE]), PAGE])
 INFERENCE = [
     f"01-inference.{end}" for end in ("json", "trace.json", "txt", "before.py", "after.py")
 ]
@@ -120,6 +121,8 @@ def test_a_profile_has_predictions_beside_it(tmp_path: Path) -> None:
     assert len(counters) == 2 * sum(steps.values())
     first = min(e["ts"] for e in events if e["pid"] == PID and e["ph"] == "X")
     assert len(measured) == 2 and first == pytest.approx(min(measured), abs=1e-2)
+    page = (tmp_path / "dump" / PAGE).read_text()
+    assert page.count('"measured":{"runs":2,"median_us":') == 2
     unknown = json.loads((tmp_path / "dump" / "none.json").read_text())["traceEvents"]
     assert unknown and all(event["pid"] != PID for event in unknown)
 

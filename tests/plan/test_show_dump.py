@@ -15,7 +15,7 @@ from torch import fx
 from graphshard.__main__ import main
 from graphshard.kinds import GraphKind
 from graphshard.show import Dump, DumpWriter, diff, table
-from graphshard.show.dump_folder import NO_CODE, dump_paths
+from graphshard.show.dump_folder import NO_CODE, PAGE, dump_paths
 from tests.plan.dumps import by_hand, dumps
 
 
@@ -76,7 +76,7 @@ def test_files(tmp_path: Path) -> None:
     trace = json.loads((tmp_path / "03-backward.trace.json").read_text())
     assert len(trace["traceEvents"]) > 10
     assert (tmp_path / "03-backward.txt").read_text() == f"{table(shown)}\n\n{NO_CODE}\n"
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 4 and (tmp_path / PAGE).exists()
 
 
 def test_code_goes_with_the_plan(tmp_path: Path) -> None:

@@ -105,14 +105,16 @@ def test_host_copies_are_hidden_or_not_apart_from_communication() -> None:
     """A copy of 20 us that compute waits for, behind it a gather that is wholly hidden."""
     copied = dataclasses.replace(gather(1, 200, 0), kind=TransferKind.COPY_TO_DEVICE)
     asked = problem([100.0, 5.0], [gather(0, 20, 1), copied])
+    copy = dataclasses.replace(bucket(TransferKind.COPY_TO_DEVICE, [(1,)], 200, (0, 0)), world=1)
     buckets = [
-        bucket(TransferKind.COPY_TO_DEVICE, [(1,)], 200, (0, 0)),
+        copy,
         bucket(TransferKind.ALL_GATHER, [(0,)], 20, (0, 1)),
     ]
     shown = dump(asked, buckets)
     copy_ms, gather_ms = (shown.slots[COLLECTIVE, i].duration_us / 1e3 for i in range(2))
     assert shown.timeline.exposed_us[0] > 0 and shown.timeline.exposed_us[1] == 0
     text = table(shown)
+    assert ", ranks: 4; " in text
     assert f"communication {gather_ms:.3f}, 100% of it hidden" in text
     assert f"host copies {copy_ms:.3f}, 0% of it hidden" in text
 

@@ -1,0 +1,318 @@
+"""The page of some graphs: one HTML file, which needs no other, that draws a JSON document.
+
+    dumps ─► page_data ─► PageData, as JSON in the page ─► page.html draws it
+
+``page.html`` knows nothing but ``PageData``. Whatever else can say in it what a graph does, when
+and in how much memory, has the same page. Times are in microseconds; what is not known is null.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypedDict
+
+from ..kinds import HOST_COPIES, GraphKind, TransferKind
+from ..planning.live_bytes import gathered_bytes
+from ..planning.plan import Bucket
+from ..planning.simulate import COLLECTIVE, COPY_IN, COPY_OUT, LANES, STEP
+from .dump import Dump, param_name
+from .table import exposed_reason, is_notable
+
+TEMPLATE = Path(__file__).with_name("page.html")
+"""The page, with comments where its title and its data go."""
+
+
+class Predicted(TypedDict):
+    """Totals as of ``dump.Totals``; host copies are apart from communication."""
+
+    total_us: float
+    compute_us: float
+    communication_us: float
+    host_copies_us: float
+    exposed_us: float
+    lost_us: float
+    peak_bytes: int
+    in_flight_bytes: int
+
+
+class Measured(TypedDict):
+    """Runs that a profile has of a graph."""
+
+    runs: int
+    median_us: float
+
+
+class SummaryData(TypedDict):
+    """Sums over graphs, and the highest peaks among them.
+
+    Attributes:
+        name: what is summed up.
+        graphs: positions in ``PageData.graphs``.
+        measured_us: the sum of medians; None unless all of them were measured.
+    """
+
+    name: str
+    graphs: list[int]
+    predicted: Predicted
+    measured_us: float | None
+
+
+class ParamData(TypedDict):
+    """A parameter; ``used``: the first step that uses it gathered, if there is one."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    used: int | None
+
+
+class StepsData(TypedDict):
+    """The steps of a graph: by column, since there may be thousands."""
+
+    name: list[str]
+    start_us: list[float]
+    us: list[float]
+
+
+class BucketData(TypedDict):
+    """A bucket in launch order.
+
+    Attributes:
+        params: positions in ``GraphData.params``.
+        lane: one of ``GraphData.lanes``.
+        copy_in, copy_out: start and duration, on the compute lane.
+        reason: why it is exposed; None if it is not.
+        launch, wait: numbers of the steps in front of which they are; the number of steps: the end.
+    """
+
+    kind: str
+    label: str
+    params: list[int]
+    bytes: int
+    wire_dtypes: list[str]
+    ranks: int
+    lane: str
+    start_us: float
+    us: float
+    copy_in: tuple[float, float]
+    copy_out: tuple[float, float]
+    exposed_us: float
+    reason: str | None
+    launch: int
+    wait: int
+
+
+class BytesData(TypedDict):
+    """Bytes by step."""
+
+    name: str
+    bytes: list[int]
+
+
+class LimitData(TypedDict):
+    """Bytes that a schedule had to keep below."""
+
+    name: str
+    bytes: int
+
+
+class MemoryData(TypedDict):
+    """Memory over time; what is alive is the sum of the areas.
+
+    Attributes:
+        until_us: when each step ends; it begins where the one before ends.
+    """
+
+    until_us: list[float]
+    areas: list[BytesData]
+    lines: list[BytesData]
+    limits: list[LimitData]
+
+
+class GraphData(TypedDict):
+    """A graph; ``source`` names its file, ``lanes`` are those that anything happens in."""
+
+    name: str
+    source: str
+    kind: str
+    hardware: str
+    ranks: list[int]
+    predicted: Predicted
+    measured: Measured | None
+    lanes: list[str]
+    params: list[ParamData]
+    kept: list[int]
+    reasons: list[tuple[int, str]]
+    steps: StepsData
+    buckets: list[BucketData]
+    memory: MemoryData
+
+
+class PageData(TypedDict):
+    """Everything that a page shows; ``notes`` say what is missing in it, and why."""
+
+    title: str
+    notes: list[str]
+    summary: list[SummaryData]
+    graphs: list[GraphData]
+
+
+def page(data: PageData) -> str:
+    """Return the HTML file that shows ``data``.
+
+    Names in it may be anything: the page makes text of them and never HTML.
+    """
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    parts = {"title": html.escape(data["title"]), "data": text}
+    return re.sub("<!--(title|data)-->", lambda found: parts[found[1]], TEMPLATE.read_text())
+
+
+def page_data(title: str, graphs: Sequence[GraphData], notes: Sequence[str] = ()) -> PageData:
+    """Return the document of some graphs, with sums over those of training and of inference."""
+    summary = []
+    for name, is_inference in (("training", False), ("inference", True)):
+        members = [
+            i for i, g in enumerate(graphs) if (g["kind"] == GraphKind.INFERENCE) == is_inference
+        ]
+        if members:
+            summary.append(_summary(name, members, graphs))
+    return PageData(title=title, notes=list(notes), summary=summary, graphs=list(graphs))
+
+
+def _summary(name: str, members: list[int], graphs: Sequence[GraphData]) -> SummaryData:
+    predicted = [graphs[i]["predicted"] for i in members]
+    measured = [m["median_us"] for i in members if (m := graphs[i]["measured"]) is not None]
+    return SummaryData(
+        name=name,
+        graphs=members,
+        predicted=Predicted(
+            total_us=sum(p["total_us"] for p in predicted),
+            compute_us=sum(p["compute_us"] for p in predicted),
+            communication_us=sum(p["communication_us"] for p in predicted),
+            host_copies_us=sum(p["host_copies_us"] for p in predicted),
+            exposed_us=sum(p["exposed_us"] for p in predicted),
+            lost_us=sum(p["lost_us"] for p in predicted),
+            peak_bytes=max(p["peak_bytes"] for p in predicted),
+            in_flight_bytes=max(p["in_flight_bytes"] for p in predicted),
+        ),
+        measured_us=sum(measured) if len(measured) == len(members) else None,
+    )
+
+
+def graph_data(dump: Dump, source: str = "", measured: Measured | None = None) -> GraphData:
+    """Return what the page shows of one graph.
+
+    Args:
+        source: name of its file.
+    """
+    plan = dump.plan
+    return GraphData(
+        name=f"{plan.graph} {dump.compiled}".rstrip(),
+        source=source,
+        kind=plan.graph,
+        hardware=dump.hardware.name,
+        ranks=dump.worlds,
+        predicted=_predicted(dump),
+        measured=measured,
+        lanes=[lane for lane in LANES if any(slot.lane == lane for slot in dump.timeline.slots)],
+        params=_params(dump),
+        kept=list(plan.kept),
+        reasons=list(plan.reasons),
+        steps=_steps(dump),
+        buckets=[_bucket(dump, i) for i in range(len(plan.buckets))],
+        memory=_memory(dump),
+    )
+
+
+def _predicted(dump: Dump) -> Predicted:
+    totals = dump.totals
+    return Predicted(
+        total_us=totals.total_us,
+        compute_us=totals.compute_us,
+        communication_us=totals.communication_us,
+        host_copies_us=sum(dump.timeline.busy_us(lane) for lane in HOST_COPIES),
+        exposed_us=totals.exposed_us,
+        lost_us=totals.lost_us,
+        peak_bytes=totals.peak_bytes,
+        in_flight_bytes=totals.in_flight_bytes,
+    )
+
+
+def _params(dump: Dump) -> list[ParamData]:
+    gathers = (t for t in dump.plan.problem.transfers if t.kind == TransferKind.ALL_GATHER)
+    used: Mapping[int | None, int] = {t.param: t.due for t in gathers}
+    return [
+        ParamData(
+            name=param_name(param),
+            shape=list(param.shape),
+            dtype=param.dtype.removeprefix("torch."),
+            used=used.get(i),
+        )
+        for i, param in enumerate(dump.plan.params)
+    ]
+
+
+def _steps(dump: Dump) -> StepsData:
+    names = dump.plan.problem.steps
+    slots = [dump.slots[STEP, i] for i in range(len(names))]
+    return StepsData(
+        name=list(names),
+        start_us=[_rounded(slot.start_us) for slot in slots],
+        us=[_rounded(slot.duration_us) for slot in slots],
+    )
+
+
+def _bucket(dump: Dump, i: int) -> BucketData:
+    bucket, travels = dump.plan.buckets[i], dump.slots[COLLECTIVE, i]
+    return BucketData(
+        kind=bucket.kind,
+        label=dump.bucket_label(bucket),
+        params=_param_positions(dump, bucket),
+        bytes=bucket.num_bytes,
+        wire_dtypes=list(dump.plan.wire_dtypes(bucket)),
+        ranks=bucket.world,
+        lane=travels.lane,
+        start_us=_rounded(travels.start_us),
+        us=_rounded(travels.duration_us),
+        copy_in=_copy(dump, COPY_IN, i),
+        copy_out=_copy(dump, COPY_OUT, i),
+        exposed_us=_rounded(dump.timeline.exposed_us[i]),
+        reason=exposed_reason(dump, i) if is_notable(dump.timeline.exposed_us[i]) else None,
+        launch=bucket.launch,
+        wait=bucket.wait,
+    )
+
+
+def _param_positions(dump: Dump, bucket: Bucket) -> list[int]:
+    transfers = (dump.plan.problem.transfers[i] for i in sorted(bucket.transfers))
+    return list(dict.fromkeys(t.param for t in transfers if t.param is not None))
+
+
+def _copy(dump: Dump, kind: str, i: int) -> tuple[float, float]:
+    slot = dump.slots[kind, i]
+    return _rounded(slot.start_us), _rounded(slot.duration_us)
+
+
+def _memory(dump: Dump) -> MemoryData:
+    timeline, problem = dump.timeline, dump.plan.problem
+    gathered = gathered_bytes(problem, dump.plan.buckets)
+    others = [alive - part for alive, part in zip(timeline.alive_bytes, gathered)]
+    limits = {"memory budget": dump.limits.peak, "in-flight limit": dump.limits.in_flight}
+    ends = (dump.slots[STEP, i].end_us for i in range(problem.num_steps))
+    return MemoryData(
+        until_us=[_rounded(us) for us in ends],
+        areas=[
+            BytesData(name="all else", bytes=others),
+            BytesData(name="gathered parameters", bytes=gathered),
+        ],
+        lines=[BytesData(name="in flight", bytes=list(timeline.in_flight_bytes))],
+        limits=[LimitData(name=n, bytes=b) for n, b in limits.items() if b is not None],
+    )
+
+
+def _rounded(us: float) -> float:
+    return round(us, 3)

@@ -1,0 +1,304 @@
+"""The page of a folder: its numbers are those of the dumps, any name is only text in it. A browser,
+if there is one, opens it."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from graphshard.__main__ import main
+from graphshard.kinds import GraphKind
+from graphshard.planning.memory_budget import ScheduleLimits
+from graphshard.planning.simulate import COMMUNICATION, COMPUTE
+from graphshard.show import Dump, DumpWriter
+from graphshard.show.dump_folder import PAGE, folder_page
+from graphshard.show.page import TEMPLATE, Measured, graph_data, page, page_data
+from graphshard.show.table import exposed_reason, is_notable
+from graphshard.show.trace import PID
+from tests.plan.dumps import by_hand, dump, dumps
+from tests.plan.problems import problem
+from tests.plan.test_show_measured import NAME, STEP
+
+EVIL = "</script><img src=x onerror=\"console.error('ran')\"><!--data-->.weight"
+
+
+def _data(text: str) -> dict[str, Any]:
+    """The document in a page."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    assert found
+    data: dict[str, Any] = json.loads(found[1])
+    return data
+
+
+def _as(shown: Dump, graph: GraphKind, **changes: Any) -> Dump:
+    asked = dataclasses.replace(shown.plan.problem, graph=graph)
+    plan = dataclasses.replace(shown.plan, problem=asked, **changes)
+    return dataclasses.replace(shown, plan=plan)
+
+
+# --- the data ------------------------------------------------------------------------------------
+
+
+@given(dumps())
+def test_numbers_are_those_of_the_dump(shown: Dump) -> None:
+    data, plan = graph_data(shown), shown.plan
+    assert json.loads(json.dumps(data, allow_nan=False))
+    totals = dataclasses.asdict(shown.totals)
+    assert data["predicted"] == {**totals, "host_copies_us": data["predicted"]["host_copies_us"]}
+    assert [b["exposed_us"] for b in data["buckets"]] == pytest.approx(
+        shown.timeline.exposed_us, abs=1e-3
+    )
+    for i, (bucket, found) in enumerate(zip(plan.buckets, data["buckets"], strict=True)):
+        names = [data["params"][k]["name"] for k in found["params"]]
+        assert names == shown.param_names(bucket)
+        notable = is_notable(shown.timeline.exposed_us[i])
+        assert found["reason"] == (exposed_reason(shown, i) if notable else None)
+    areas = [area["bytes"] for area in data["memory"]["areas"]]
+    assert all(num_bytes >= 0 for area in areas for num_bytes in area)
+    alive = tuple(map(sum, zip(*areas)))
+    assert alive == shown.timeline.alive_bytes
+
+
+def test_a_graph_computed_by_hand() -> None:
+    shown = dataclasses.replace(by_hand(), limits=ScheduleLimits(peak=300, in_flight=50))
+    plan = dataclasses.replace(shown.plan, kept=(1,), reasons=((0, "travels as float32"),))
+    data = graph_data(dataclasses.replace(shown, plan=plan), "00-backward")
+    assert (data["name"], data["kind"]) == ("backward 0/0", "backward")
+    assert data["lanes"] == [COMPUTE, COMMUNICATION] and data["ranks"] == [4]
+    assert data["kept"] == [1] and data["reasons"] == [(0, "travels as float32")]
+    assert data["steps"]["start_us"] == [30.0, 60.0, 104.0]
+    assert data["memory"]["until_us"] == [50.0, 100.0, 114.0]
+    limits = [(limit["name"], limit["bytes"]) for limit in data["memory"]["limits"]]
+    assert limits == [("memory budget", 300), ("in-flight limit", 50)]
+    assert [param["used"] for param in data["params"]] == [0, 1, None, None]
+    last = data["buckets"][2]
+    assert last == {
+        "kind": "reduce_scatter",
+        "label": "norm.weight .. norm.bias (2)",
+        "params": [2, 3],
+        "bytes": 40,
+        "wire_dtypes": ["float32"],
+        "ranks": 4,
+        "lane": "communication",
+        "start_us": 104.0,
+        "us": 50.0,
+        "copy_in": (100.0, 4.0),
+        "copy_out": (154.0, 0.0),
+        "exposed_us": 40.0,
+        "reason": "compute after it is too short",
+        "launch": 2,
+        "wait": 3,
+    }
+
+
+def test_sums_over_graphs() -> None:
+    shown = by_hand()
+    runs = Measured(runs=2, median_us=100.0)
+    forward = graph_data(_as(shown, GraphKind.FORWARD), measured=runs)
+    evaluation = graph_data(_as(shown, GraphKind.INFERENCE), measured=runs)
+    graphs = [forward, graph_data(shown), evaluation]
+    training, inference = page_data("", graphs)["summary"]
+    assert (training["graphs"], inference["graphs"]) == ([0, 1], [2])
+    assert training["predicted"]["total_us"] == 2 * 154.0
+    assert training["predicted"]["peak_bytes"] == 220
+    assert training["measured_us"] is None and inference["measured_us"] == 100.0
+    assert page_data("", [])["summary"] == []
+
+
+# --- the file ------------------------------------------------------------------------------------
+
+
+def test_names_are_only_text() -> None:
+    shown = by_hand()
+    params = (dataclasses.replace(shown.plan.params[0], fqn=EVIL), *shown.plan.params[1:])
+    data = page_data(EVIL, [graph_data(_as(shown, GraphKind.BACKWARD, params=params))])
+    text = page(data)
+    assert _data(text) == json.loads(json.dumps(data))
+    assert text.count("</script>") == TEMPLATE.read_text().count("</script>")
+    assert "<img" not in text
+    assert f"<title>{html.escape(EVIL)}</title>" in text
+
+
+def test_the_file_needs_no_other() -> None:
+    text = page(page_data("x", [graph_data(by_hand())]))
+    assert not re.search(r"https?://|//\w+\.|src=|<link|@import|url\(|fetch\(|import ", text)
+    assert "default-src 'none'" in text
+
+
+def test_a_folder_has_a_page_of_all_its_graphs(tmp_path: Path) -> None:
+    shown = by_hand()
+    DumpWriter(tmp_path, 0).write_plan(_as(shown, GraphKind.FORWARD))
+    DumpWriter(tmp_path, 0).write_plan(shown)
+    (tmp_path / "notes.json").write_text("{}")
+    (tmp_path / "01-forward.json").write_text("half of a")
+    DumpWriter(tmp_path, 2).write_plan(_as(shown, GraphKind.INFERENCE))
+    data = _data((tmp_path / PAGE).read_text())
+    assert data["title"] == f"graphshard: {tmp_path.name}"
+    names = ["00-forward", "00-backward", "02-inference"]
+    assert [graph["source"] for graph in data["graphs"]] == names
+    (note,) = data["notes"]
+    assert note.startswith(f"not shown: {tmp_path / '01-forward.json'}: ")
+
+
+def test_measured_times_stand_beside_predicted_ones(tmp_path: Path) -> None:
+    shown = dataclasses.replace(by_hand(), compiled="1/0")
+    DumpWriter(tmp_path).write_plan(_as(shown, GraphKind.FORWARD))
+    DumpWriter(tmp_path).write_plan(shown)
+    measured = {**NAME, "args": {"name": "measured: python"}}
+    predicted = {**STEP[0], "pid": PID}
+    again = [{**event, "ts": event["ts"] + 9000.0, "dur": 300.0} for event in STEP[2:4]]
+    events = [measured, predicted, *STEP, *again]
+    (tmp_path / "step.trace.json").write_text(json.dumps({"traceEvents": events}))
+    (tmp_path / "half.json").write_text('{"traceEvents": [{"name": "measured: ')
+    forward, backward = _data(folder_page(tmp_path))["graphs"]
+    assert forward["measured"] == {"runs": 2, "median_us": 400.0}
+    assert backward["measured"] == {"runs": 1, "median_us": 500.0}
+
+
+def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    DumpWriter(tmp_path).write_plan(by_hand())
+    out, text = tmp_path / "out.html", (tmp_path / PAGE).read_text()
+    assert main(["show", str(tmp_path), "--html", str(out)]) == 0
+    assert out.read_text() == text and capsys.readouterr().out == ""
+    for wrong, message in (
+        ([tmp_path, "--html", tmp_path / "gone" / "out.html"], "--html: .*No such file"),
+        ([tmp_path / "00-backward.json", "--html", out], "--html: give one folder of dumps"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(["show", *map(str, wrong)])
+        assert caught.value.code == 2
+        assert re.search(message, capsys.readouterr().err)
+
+
+# --- in a browser --------------------------------------------------------------------------------
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), "")
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *("--enable-logging=stderr", "--virtual-time-budget=3000", "--window-size=1200,900"),
+    "--dump-dom",
+)
+
+LOOK = """
+<pre id="seen"></pre>
+<script>
+const all = (selector, within = document) => [...within.querySelectorAll(selector)];
+const texts = (selector, within) => all(selector, within).map(node => node.textContent);
+const shown = within => all("tbody tr", within).filter(row => !row.hidden);
+const press = (node, key) => node.dispatchEvent(new KeyboardEvent("keydown", {key}));
+const type = text => { field.value = text; field.dispatchEvent(new Event("input")); };
+setTimeout(() => {
+  const [section, other] = all("section"), canvas = section.querySelector("canvas"), seen = {};
+  const tip = section.querySelector(".tip");
+  const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  seen.title = document.title;
+  seen.images = all("img").length;
+  seen.tiles = all(".tiles div").map(tile => [tile.firstChild, tile.lastChild.firstChild]);
+  seen.tiles = seen.tiles.map(nodes => nodes.map(node => node.textContent));
+  seen.graphs = all("#graphs tbody tr").map(row => texts("th, td", row));
+  seen.headers = texts(".buckets thead th", section);
+  seen.rows = shown(section.querySelector(".buckets")).map(row => texts("td", row));
+  seen.lists = texts("details", section);
+  seen.red = pixels.reduce((n, _, i) =>
+    n + (i % 4 === 0 && pixels[i] > 180 && pixels[i + 1] < 60 && pixels[i + 2] < 80), 0);
+  type("NORM.");
+  seen.found = shown(section.querySelector(".buckets")).map(row => texts("td", row)[2]);
+  seen.count = document.getElementById("found").textContent;
+  type("*.bias");
+  seen.pattern = document.getElementById("found").textContent;
+  type("");
+  all(".buckets thead button", section)[6].click();
+  seen.sorted = shown(section.querySelector(".buckets")).map(row => texts("td", row)[0]);
+  seen.sort = all(".buckets thead th", section)[6].getAttribute("aria-sort");
+  press(canvas, "ArrowRight");
+  press(canvas, "ArrowDown");
+  seen.focused = tip.textContent;
+  const box = canvas.getBoundingClientRect(), at = views[0].chart.x(130);
+  const [clientX, clientY] = [box.left + at, box.top + 75];
+  canvas.dispatchEvent(new PointerEvent("pointermove", {clientX, clientY}));
+  seen.hovered = tip.textContent;
+  other.querySelector(".pick").click();
+  seen.picked = other.querySelector(".tip").textContent;
+  seen.chosen = texts("tr.chosen td:first-child", other);
+  console.warn("looked");
+  document.getElementById("seen").textContent = JSON.stringify(seen);
+}, 500);
+</script>
+"""
+
+
+def _look(path: Path, profile: Path) -> tuple[dict[str, Any], list[str]]:
+    """What is seen of a page after some typing and clicking, and what its console says."""
+    command = [BROWSER, *FLAGS, f"--user-data-dir={profile}", path.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    seen = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.S)
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert seen and seen[1], f"{console}\n{done.stdout[-2000:]}"
+    found: dict[str, Any] = json.loads(html.unescape(seen[1]))
+    return found, console
+
+
+@pytest.mark.skipif(not BROWSER, reason="there is no Chromium (Debian: apt-get install chromium)")
+def test_in_a_browser(tmp_path: Path) -> None:
+    shown = by_hand()
+    params = (dataclasses.replace(shown.plan.params[0], fqn=EVIL), *shown.plan.params[1:])
+    reasons = ((1, "travels as float32: used as bfloat16 and float32"),)
+    evil = _as(shown, GraphKind.BACKWARD, params=params, kept=(0,), reasons=reasons)
+    graphs = [
+        graph_data(evil, "00-backward", Measured(runs=3, median_us=1234.0)),
+        graph_data(_as(shown, GraphKind.INFERENCE), "01-inference"),
+        graph_data(_as(dump(problem([], []), []), GraphKind.INFERENCE)),
+    ]
+    path = tmp_path / "page.html"
+    path.write_text(page(page_data(EVIL, graphs)).replace("</body>", f"{LOOK}</body>"))
+    seen, console = _look(path, tmp_path / "profile")
+    (looked,) = console  # nothing but the one that shows that we would see others
+    assert '"looked"' in looked
+    assert seen["images"] == 0 and seen["title"] == EVIL
+    tiles = [
+        ["predicted total", "0.154"],
+        ["predicted compute", "0.074"],
+        ["predicted communication", "0.110"],
+        ["predicted exposed", "0.080"],
+        ["predicted peak memory", "220"],
+    ]
+    assert seen["tiles"] == 2 * tiles
+    numbers = ["0.074", "0.110", "0.080", "0.092", "220 B", "40 B", "3"]
+    assert seen["graphs"] == [
+        ["backward 0/0", "0.154", "1.234", *numbers],
+        ["inference 0/0", "0.154", "–", *numbers],
+        ["inference 0/0", "0.000", "–", *["0.000"] * 4, "0 B", "0 B", "0"],
+    ]
+    assert seen["headers"][3:7] == ["B", "wire dtype", "predicted ms", "exposed ms"]
+    assert seen["rows"] == [
+        [
+            *(str(i), b["kind"], b["label"], str(b["bytes"]), "float32"),
+            *(f"{b['us'] / 1e3:.3f}", f"{b['exposed_us'] / 1e3:.3f}", b["reason"]),
+            *(evil.step_label(b["launch"]), evil.step_label(b["wait"])),
+        ]
+        for i, b in enumerate(graphs[0]["buckets"])
+    ]
+    assert seen["lists"] == [
+        f"Parameters that stay gathered for backward (1){EVIL}",
+        f"Not in a smaller dtype because (1)down.weight {reasons[0][1]}",
+    ]
+    assert seen["red"] > 1000
+    assert seen["found"] == ["norm.weight .. norm.bias (2)norm.weight, norm.bias"]
+    assert (seen["count"], seen["pattern"]) == ("2 of 6 buckets", "2 of 6 buckets")
+    assert (seen["sorted"], seen["sort"]) == (["2", "0", "1"], "descending")
+    assert seen["focused"].startswith("bucket 0: all_gather") and EVIL in seen["focused"]
+    assert seen["hovered"].startswith("bucket 2: reduce_scatterparametersnorm.weight, norm.bias")
+    assert "0.040 ms, because: compute after it is too short" in seen["hovered"]
+    assert seen["picked"].startswith("bucket 0: all_gatherparametersup.weight")
+    assert seen["chosen"] == ["0"]
