@@ -5,7 +5,8 @@ a problem, scheduled, and lowered by the plan, after Inductor's own passes.
     traced graph ─► float8 ─► [AOTAutograd]
     joint graph ─► host waits ─► dedup ─► casts ─► float8 ─► reshard ─► [partitioner]
     [partitioner] ─► forward, backward
-    forward, backward ─► keep secondary shards ─► keep gathered ─► offload activations
+    forward, backward ─► keep secondary shards ─► note held bytes ─► keep gathered
+                      ─► offload activations
     forward ─► save written inputs as they were
     [Inductor] ─► each graph ─► normalise ─► read the problem ─► plan ─► lower
 """
@@ -23,19 +24,19 @@ from graphshard.ops import markers
 from graphshard.ops.host_copy import PINNED
 from graphshard.ops.marker_specs import UnshardSpec
 from graphshard.ops.nodes import REASON
-from graphshard.passes.activation_offload import (
-    describe_saved,
-    offload,
-    offloadable,
-    raise_saved_views,
-)
+from graphshard.passes.activation_offload import describe_saved, offload, offloadable
 from graphshard.passes.build_problem import GraphProblem, build_problem
 from graphshard.passes.casts import cast_before_gather, cast_early
 from graphshard.passes.dedup import merge, merge_unshards
 from graphshard.passes.describe import describe_params
 from graphshard.passes.float8 import gather_float8, scale_before_gather, use_float8
 from graphshard.passes.host_waits import lead_parameters_past
-from graphshard.passes.keep_unsharded import keep, keep_secondary_shards, keepable
+from graphshard.passes.keep_unsharded import (
+    keep,
+    keep_secondary_shards,
+    keepable,
+    note_held_bytes,
+)
 from graphshard.passes.lower import apply_buckets, apply_replicate
 from graphshard.passes.normalise import normalise
 from graphshard.passes.recompute import settle_gathers
@@ -57,6 +58,7 @@ __all__ = [
     "keep_gathered",
     "keep_secondary_shards",
     "lower",
+    "note_held_bytes",
     "offload_activations",
     "parameter_derived",
     "read_partition",
@@ -163,9 +165,7 @@ def offload_activations(
         problems: of both graphs as they are; None: they are read here.
     """
     pairs = offloadable(forward, backward, num_outputs)
-    if raise_saved_views(pairs.values()) or problems is None:
-        problems = read_partition(forward, backward, cost_model)
-    before, after = problems
+    before, after = problems or read_partition(forward, backward, cost_model)
     saved = describe_saved(pairs, before.step_of, after.step_of)
     chosen = choose(before.problem, after.problem, saved, cost_model)
     placeholders = list(pairs)

@@ -12,7 +12,7 @@ The planner chooses them, by the steps between which each is not used.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import fx
@@ -20,7 +20,7 @@ from torch import fx
 from graphshard.ops import markers
 from graphshard.ops.emitter import Emitter
 from graphshard.ops.marker_specs import OffloadSpec, ReloadSpec
-from graphshard.ops.nodes import is_view, num_bytes, outputs_of, root_of, uses, value_of
+from graphshard.ops.nodes import num_bytes, outputs_of, root_of, uses, value_of
 from graphshard.passes.saved import replace_saved, saved_nodes
 from graphshard.planning.activation_offload import SavedActivation
 
@@ -61,22 +61,6 @@ def _is_large(node: fx.Node) -> bool:
         return False
     is_expanded = 0 in value.stride()  # it has less memory than its size says
     return not is_expanded and num_bytes(value) >= MIN_BYTES
-
-
-def raise_saved_views(saved: Iterable[fx.Node]) -> bool:
-    """Move saved views behind what they are views of, in place; return whether any was moved."""
-    return any([_raise_view(node) for node in saved])
-
-
-def _raise_view(node: fx.Node) -> bool:
-    if not is_view(node) or len(node.all_input_nodes) != 1:
-        return False
-    (source,) = node.all_input_nodes
-    is_moved = _raise_view(source)
-    if source.next is node:
-        return is_moved
-    source.append(node)
-    return True
 
 
 def describe_saved(

@@ -10,6 +10,7 @@ or is ready to leave, are one step:
 from __future__ import annotations
 
 import dataclasses
+import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
@@ -21,10 +22,10 @@ from graphshard._torch.tensors import tree_leaves
 from graphshard.cost.fusion import GraphValues
 from graphshard.cost.memory import WithoutMemory
 from graphshard.cost.model import CostModel
-from graphshard.kinds import GraphKind
+from graphshard.kinds import GraphKind, TransferKind
 from graphshard.ops import markers
 from graphshard.ops.marker_specs import ReloadSpec, UnshardSpec
-from graphshard.ops.nodes import is_view, memory_bytes, root_of, uses, value_of
+from graphshard.ops.nodes import HELD_BYTES, is_view, memory_bytes, root_of, uses, value_of
 from graphshard.passes.describe import describe_transfers, source_of
 from graphshard.planning.moments import Span, sum_spans
 from graphshard.planning.plan import Problem, Transfer
@@ -79,8 +80,11 @@ def build_problem(
     starts = sorted({0, *bounds}) if nodes else []
     ends = [*starts[1:], len(nodes)]
     runs_at = _positions_of_kernels(position, values) if cost_model.fuses else position
-    alive = _alive_bytes(graph, kind, runs_at, without_memory)
+    alive = _alive_bytes(graph, kind, runs_at, without_memory, position)
+    last_runs = _last_uses(graph, runs_at, without_memory.inlined)
     borders = [*starts, len(nodes)]
+    placed = [_placed(t, reach, starts) for t, reach in zip(transfers.values(), reaches)]
+    early = _freed_early(placed, [last_runs[marker] for marker in transfers], borders)
     problem = Problem(
         graph=kind,
         steps=tuple(nodes[start].name for start in starts),
@@ -88,11 +92,12 @@ def build_problem(
             sum(compute_us.get(node, 0.0) for node in nodes[start:end])
             for start, end in zip(starts, ends)
         ),
-        other_bytes=tuple(max(alive.at[start:end]) for start, end in zip(starts, ends)),
-        between_bytes=tuple(alive.before[border] for border in borders),
-        transfers=tuple(
-            _placed(transfer, reach, starts) for transfer, reach in zip(transfers.values(), reaches)
+        other_bytes=tuple(
+            max(map(operator.sub, alive.at[start:end], early[start:end]))
+            for start, end in zip(starts, ends)
         ),
+        between_bytes=tuple(alive.before[border] for border in borders),
+        transfers=tuple(placed),
     )
     steps = [nodes[start] for start in starts]
     return GraphProblem(problem, list(transfers), steps, _step_of(graph, steps))
@@ -143,6 +148,24 @@ def _reach(marker: fx.Node, position: Mapping[fx.Node, int], last_use: int) -> _
     return _Reach(ready, max(ready, due), end - 1)
 
 
+def _freed_early(
+    transfers: Sequence[Transfer], last_runs: Sequence[int], borders: Sequence[int]
+) -> list[int]:
+    """Return the bytes of full parameters, by position, that have been freed since their last step
+    began: to a schedule they are there until it ends.
+
+    Args:
+        last_runs: by transfer, the position where its result is used last.
+        borders: the position of each step, and the graph's end.
+    """
+    spans = (
+        Span(max(last_run, borders[t.last]) + 1, borders[t.last + 1], t.num_bytes)
+        for t, last_run in zip(transfers, last_runs)
+        if t.kind in (TransferKind.ALL_GATHER, TransferKind.COPY_TO_DEVICE)
+    )
+    return sum_spans(spans, borders[-1])
+
+
 def _last_uses(
     graph: fx.Graph, position: Mapping[fx.Node, int], inlined: Container[fx.Node]
 ) -> dict[fx.Node, int]:
@@ -190,22 +213,31 @@ def _alive_bytes(
     kind: GraphKind,
     position: Mapping[fx.Node, int],
     without_memory: WithoutMemory,
+    written: Mapping[fx.Node, int],
 ) -> _AliveBytes:
-    """Return the bytes alive at each position, without gathered parameters and full gradients."""
+    """Return the bytes alive at each position, without gathered parameters and full gradients.
+
+    Args:
+        position: where each node runs.
+        written: where each node stands.
+    """
     end = len(position)
     holders: dict[fx.Node, set[fx.Node]] = {}  # the nodes whose memory a node's value is read from
     last_use: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        read = set().union(*(holders[used] for used in node.all_input_nodes))
-        if not markers.is_marker(node):
-            used = position.get(node, end)
-            last_use |= {holder: max(last_use.get(holder, -1), used) for holder in read}
+        results = _results_of(node)
+        read = set().union(*(holders[used] for used in node.all_input_nodes if not results))
+        is_marker = markers.is_marker(node)
+        used = _needed_until(node, written) if is_marker else position.get(node, end)
+        last_use |= {holder: max(last_use.get(holder, -1), used) for holder in read}
         if _is_cast_copy(node):
             holders[node] = {node}
-        elif markers.is_marker(node) or _waits_on_host(node) or node in without_memory.inside:
+        elif is_marker or _waits_on_host(node) or node in without_memory.inside:
             holders[node] = set()
         elif node in without_memory.inlined:
             holders[node] = read
+        elif results is not None and isinstance(node.meta.get("val"), torch.Tensor):
+            holders[node] = {node} if holders[results] else set()
         else:
             holders[node] = holders[node.args[0]] if is_view(node) else {node}
         if node.op == "placeholder":
@@ -213,13 +245,31 @@ def _alive_bytes(
     owners = [n for n, own in holders.items() if n in own and n.op != "output"]
     at, before = [], []
     for node in owners:
-        begin = position.get(node, -1)
+        results = _results_of(node)
+        begin = position.get(results or node, -1)
         if _is_cast_copy(node):  # in front of its first use
             begin = min(position.get(user, end) for user in node.users)
         last = max(last_use.get(node, begin), begin)
-        at.append(Span(max(begin, 0), min(last + 1, end), _memory_bytes(node)))
+        counted = begin + 1 if results else max(begin, 0)  # at first, all results are counted
+        at.append(Span(counted, min(last + 1, end), _memory_bytes(node)))
         before.append(Span(begin + 1, last + 1, _memory_bytes(node)))
     return _AliveBytes(sum_spans(at, end), sum_spans(before, end + 1))
+
+
+def _results_of(node: fx.Node) -> fx.Node | None:
+    """Return the operator with several results of which a node takes one; None if it does not."""
+    root = root_of(node) if node.target is operator.getitem else None
+    return None if root is None or isinstance(root.meta.get("val"), torch.Tensor) else root
+
+
+def _needed_until(marker: fx.Node, written: Mapping[fx.Node, int]) -> int:
+    """Return the last position in which the memory of a marker's source is not the transfer's: a
+    gradient's may run before it is ready, and a part of a parameter is there until it is gathered.
+    """
+    source = source_of(marker)
+    if HELD_BYTES in source.meta:
+        return min((written.get(user, -1) for user in marker.users), default=-1)
+    return written.get(source, -1)
 
 
 def _is_cast_copy(node: fx.Node) -> bool:
@@ -232,6 +282,7 @@ def _is_cast_copy(node: fx.Node) -> bool:
 def _is_freed(placeholder: fx.Node, kind: GraphKind) -> bool:
     """Return whether an input's memory is free after its last use, as activations' in backward."""
     is_shard = any(user.target in markers.UNSHARD_MARKERS for user in placeholder.users)
+    is_shard &= HELD_BYTES not in placeholder.meta
     return kind == GraphKind.BACKWARD and not is_shard
 
 
@@ -248,5 +299,8 @@ def _waits_on_host(node: fx.Node) -> bool:
 
 
 def _memory_bytes(node: fx.Node) -> int:
+    if HELD_BYTES in node.meta:
+        held: int = node.meta[HELD_BYTES]
+        return held
     tensors = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
     return sum(map(memory_bytes, tensors))

@@ -16,11 +16,13 @@ from collections.abc import Mapping
 
 from torch import fx
 
+from graphshard._torch.tensors import size_hint
 from graphshard.ops.bucket_copy import copy_out
+from graphshard.ops.collectives import span_of
 from graphshard.ops.emitter import Emitter
 from graphshard.ops.marker_specs import UnshardSpec
 from graphshard.ops.markers import change, secondary_shard, unshard
-from graphshard.ops.nodes import uses
+from graphshard.ops.nodes import HELD_BYTES, num_bytes, outputs_of, root_of, uses, value_of
 from graphshard.passes.describe import source_of
 from graphshard.passes.saved import replace_saved, saved_nodes
 
@@ -57,10 +59,30 @@ def keep(
     for marker, gathered in pairs.items():
         change(gathered, regather_group=None)
         shard = source_of(marker)
-        shard.meta = {**shard.meta, "val": marker.meta["val"]}
+        held = {HELD_BYTES: _gathered_bytes(gathered)}
+        shard.meta = {**shard.meta, **held, "val": marker.meta["val"]}
         marker.replace_all_uses_with(shard)
         marker.graph.erase_node(marker)
     _drop_unused_scales(backward)
+
+
+def note_held_bytes(forward: fx.Graph, backward: fx.Graph) -> None:
+    """Note how much memory the gathered parameters have that forward saves already.
+
+    Saved is a view without the padding, of which the planner of the backward graph would not know.
+    """
+    saved = {node.name: node for node in outputs_of(forward) if isinstance(node, fx.Node)}
+    for placeholder in backward.find_nodes(op="placeholder"):
+        node = saved.get(placeholder.name)
+        if node is not None and (gathered := root_of(node)).target is unshard:
+            placeholder.meta[HELD_BYTES] = _gathered_bytes(gathered)
+
+
+def _gathered_bytes(gathered: fx.Node) -> int:
+    """Return the bytes of a gathered parameter, padding included."""
+    spec, full = UnshardSpec.of_node(gathered), value_of(gathered)
+    rows = span_of(spec.group).world * size_hint(value_of(source_of(gathered)).shape[0])
+    return num_bytes(full) // max(size_hint(full.shape[0]), 1) * rows
 
 
 def keep_secondary_shards(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> None:
@@ -81,7 +103,8 @@ def keep_secondary_shards(forward: fx.Graph, backward: fx.Graph, num_outputs: in
             secondary = emit(secondary_shard, gathered, spec.regather_group)
         saved[source_of(gathered)] = secondary
         shard = source_of(marker)
-        shard.meta = {**shard.meta, "val": secondary.meta["val"]}
+        held = {HELD_BYTES: num_bytes(value_of(secondary))}
+        shard.meta = {**shard.meta, **held, "val": secondary.meta["val"]}
         change(
             marker, group=spec.regather_group, dtype=None, scales=None, scale_index=0, device=None
         )

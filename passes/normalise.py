@@ -1,8 +1,9 @@
 """Forward, backward and inference graph: nodes move to where they matter, and all have a value.
 
 Inputs come first. Gathered parameters, and views of them, move to their first use; tracing left
-them higher up. Scales of fp8 weights that are inputs move to the front, as a gather can begin
-behind its scale:
+them higher up. Views that the graph returns move behind what they are views of: Inductor lays that
+out as they need it, where it would write it twice if another kernel had read it before. Scales of
+fp8 weights that are inputs move to the front, as a gather can begin behind its scale:
 
     before   w = unshard(..)   v = unshard(..)   t = v.t()   a = x @ w   b = a.relu()   c = b @ t
     after    w = unshard(..)   a = x @ w   b = a.relu()   v = unshard(..)   t = v.t()   c = b @ t
@@ -18,13 +19,14 @@ from torch import fx
 from graphshard._torch.tensors import fake_mode_of, returns_nothing
 from graphshard.ops import markers
 from graphshard.ops.bucket_copy import copy_out
-from graphshard.ops.nodes import root_of
+from graphshard.ops.nodes import is_view, outputs_of, root_of
 
 
 def normalise(graph: fx.Graph) -> None:
     """Bring a graph into the form that ``build_problem`` reads, in place."""
     _raise_inputs(graph)
     _raise_scales(graph)
+    _raise_returned_views(graph)
     _sink_gathered(graph)
     _fill_values(graph)
 
@@ -43,6 +45,24 @@ def _raise_scales(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=copy_out):
         if node.args[0].op == "placeholder":
             first.prepend(node)
+
+
+def _raise_returned_views(graph: fx.Graph) -> None:
+    """Move views that a graph returns behind what computes their memory."""
+    for node in outputs_of(graph):
+        if not isinstance(node, fx.Node) or _is_gathered(node):
+            continue
+        if root_of(node).op == "call_function":
+            _raise_view(node)
+
+
+def _raise_view(node: fx.Node) -> None:
+    """Move a view, and those that it is a view of, behind the node that owns their memory."""
+    if is_view(node) and len(node.all_input_nodes) == 1:
+        (source,) = node.all_input_nodes
+        _raise_view(source)
+        if source.next is not node:
+            source.append(node)
 
 
 def _sink_gathered(graph: fx.Graph) -> None:

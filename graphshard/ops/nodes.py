@@ -25,6 +25,10 @@ PLANNED = "graphshard_planned"
 REASON = "graphshard_reason"
 """Key in ``node.meta`` of why a parameter travels as it does."""
 
+HELD_BYTES = "graphshard_held_bytes"
+"""Key in ``node.meta`` of an input that is a parameter, or a part of one, which forward gathered: the
+bytes of its memory, padding included. It is free behind its last use."""
+
 
 def value_of(value: Value) -> torch.Tensor:
     """The tensor itself, or the fake one of a node."""

@@ -283,6 +283,7 @@ class Partitioner(CustomPartitionerFn):
         settings, kept, problems = self._settings, list[str](), None
         graphs, cost_model = (forward.graph, backward.graph, num_outputs), settings.cost_model()
         passes.keep_secondary_shards(*graphs)
+        passes.note_held_bytes(forward.graph, backward.graph)
         for part in (forward, backward):
             _check(part)
         if settings.schedule.overlap:

@@ -99,8 +99,8 @@ class Problem:
         graph: kind of the graph.
         steps: name of the first node of every step.
         compute_us: predicted time of every step.
-        other_bytes: bytes alive in every step whatever the schedule: activations, inputs (the
-            shards among them), results.
+        other_bytes: most bytes alive in every step whatever the schedule: activations, inputs (the
+            shards among them), results; less the full parameters that are free by then.
         between_bytes: those that are alive in front of every step, and at the graph's end.
         transfers: everything that travels, in graph order.
     """

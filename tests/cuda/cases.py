@@ -103,7 +103,7 @@ STRATEGIES = {
 }
 
 
-BUDGET_GB = {"gpt": 1.2, "llama": 1.0, "convnet": 0.008, "wide_convnet": 0.016, "moe": 0.28}
+BUDGET_GB = {"gpt": 1.2, "llama": 1.0, "convnet": 0.008, "wide_convnet": 0.016, "moe": 0.25}
 """Of device memory, by model, where activations are stowed."""
 
 
@@ -126,6 +126,7 @@ class Case:
         return f"{self.model}, {self.strategy}, rank {self.rank} of {self.world}"
 
 
+FEW = (0, 512, 1023)
 NUM_CASES = 4  # of one process, which needs seconds to start
 ALL = [
     *(Case(model, strategy) for model in ("gpt", "llama") for strategy in STRATEGIES),
@@ -142,7 +143,14 @@ ALL = [
     ),
     *(Case("wide_convnet", strategy) for strategy in ("ZeRO-3", STOWED)),
     *(Case("gpt", "ZeRO-3", rank=rank) for rank in (4, 7)),
-    *(Case("gpt", name, 1024, rank) for name in ("ZeRO-3", "HSDP") for rank in (0, 512, 1023)),
+    *(Case("gpt", name, 1024, rank) for name in ("ZeRO-3", "HSDP") for rank in FEW),
+    *(Case(model, "ZeRO-3", 1024, rank) for model in ("llama", "convnet", "moe") for rank in FEW),
+    *(
+        Case(model, name, 1024, 1023)
+        for model in ("llama", "convnet", "moe")
+        for name in ("HSDP", "CPU offload")
+    ),
+    *(Case("gpt", name, 1024, 1023) for name in ("ZeRO-2", "hpZ", "CPU offload", "fp8 rowwise")),
 ]
 """The convnet and the MoE have no blocks that could be changed; their linears, a head and routers,
 are too small for fp8."""

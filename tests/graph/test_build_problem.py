@@ -3,6 +3,8 @@ the memory of what kernels write."""
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
@@ -12,8 +14,8 @@ from graphshard.cost.model import CostModel
 from graphshard.kinds import GraphKind
 from graphshard.ops.markers import unshard
 from graphshard.ops.nodes import memory_bytes
-from graphshard.passes.activation_offload import raise_saved_views
 from graphshard.passes.build_problem import build_problem
+from graphshard.passes.keep_unsharded import note_held_bytes
 from graphshard.passes.normalise import normalise
 from graphshard.planning.plan import Problem
 from tests.graph.builder import Builder, add, mul, t, targets
@@ -63,15 +65,16 @@ def test_a_reading_leaves_the_graph_as_it_is(group: str) -> None:
     assert first.step_of[graph.output_node()] == 1
 
 
-def test_saved_views_move_to_their_sources(group: str) -> None:
+def test_returned_views_move_to_their_sources(group: str) -> None:
     build = Builder(group)
     x = build.primal(8, 8)
     product = build.call(mul, x, x)
     build.call(mul, product, x)
-    view = build.call(t, product)
+    view = build.call(t, build.call(t, product))
     build.module(view)
-    assert raise_saved_views([view]) and product.next is view
-    assert not raise_saved_views([view])
+    for _ in range(2):
+        normalise(build.graph)
+        assert targets(build.graph) == [mul, t, t, mul] and product.next.next is view
 
 
 MM, RELU = torch.ops.aten.mm.default, torch.ops.aten.relu.default
@@ -96,6 +99,39 @@ def test_between_steps_only_what_is_used_later_is_alive(group: str) -> None:
     assert list(graph.other_bytes) == [3 * SIZE + shard, 3 * SIZE + shard]
     # x; x and what is multiplied by the parameter; x and the result.
     assert list(graph.between_bytes) == [SIZE + shard, 2 * SIZE + shard, 2 * SIZE + shard]
+
+
+def test_a_parameter_is_free_behind_its_last_use_in_a_step(group: str) -> None:
+    """The second product is written where the parameter was."""
+    build = Builder(group)
+    x = build.primal(64, 64)
+    first = build.call(MM, x, build.unshard(build.primal(8, 64), 64))
+    build.module(first, build.call(MM, first, first))
+    assert _problem(build).other_bytes == (2 * SIZE + SIZE // 8,)
+
+
+def test_each_result_of_an_operator_is_free_behind_its_own_last_use(group: str) -> None:
+    """Nothing reads the indices."""
+    build = Builder(group)
+    both = build.call(torch.ops.aten.sort.default, build.primal(64, 64))
+    ordered = build.call(operator.getitem, both, 0)
+    build.module(build.call(MM, ordered, ordered))
+    graph = _problem(build)
+    assert graph.other_bytes == (2 * SIZE + 2 * SIZE,) and graph.between_bytes == (SIZE, 2 * SIZE)
+
+
+def test_a_saved_parameter_is_held_with_its_padding(group: str) -> None:
+    """Eight ranks have one row each of a parameter of five rows."""
+    forward, backward = Builder(group), Builder(group)
+    saved = forward.call(t, forward.unshard(forward.primal(1, 64), 5))
+    forward.module(saved)
+    kept = backward.tangent(64, 5)
+    kept.name = saved.name
+    backward.module(backward.call(MM, backward.tangent(64, 64), kept))
+    note_held_bytes(forward.graph, backward.graph)
+    cost_model = CostModel(HARDWARE["cpu"])
+    problem = build_problem(backward.graph, GraphKind.BACKWARD, cost_model, {}).problem
+    assert problem.between_bytes[0] == SIZE + 64 * 8 * 4
 
 
 def test_a_fused_kernel_has_all_that_it_reads_and_writes(group: str) -> None:

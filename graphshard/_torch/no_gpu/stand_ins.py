@@ -26,6 +26,7 @@ from torch._inductor import async_compile, codecache
 from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import hints, triton_helpers
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 
@@ -137,6 +138,7 @@ def install(device: DeviceProperties, hooks: Hooks) -> None:
     _stand_in_for_triton(device)
     _stand_in_for_allocation(hooks)
     _stand_in_for_scaled_mm()
+    _stand_in_for_cudnn()
     _stand_in_for_running(hooks)
 
 
@@ -308,6 +310,23 @@ def _stand_in_for_scaled_mm() -> None:
         return out
 
     torch.library.impl("aten::_scaled_mm.out", "Meta")(scaled_mm)
+
+
+def _stand_in_for_cudnn() -> None:
+    """The layout of what a convolution returns: the CPU build has no cuDNN, and would choose an
+    implementation that knows no channels last (``cudnn_conv_suggest_memory_format`` in
+    aten/src/ATen/native/ConvUtils.h)."""
+    on_cpu = torch._C._conv_determine_backend_memory_format
+
+    def memory_format(
+        images: torch.Tensor, weight: torch.Tensor, backend: Any
+    ) -> torch.memory_format:
+        if images.device.type == "cpu":
+            return on_cpu(images, weight, backend)
+        wanted = map(suggest_memory_format, (images, weight))
+        return next((f for f in wanted if f != torch.contiguous_format), torch.contiguous_format)
+
+    replace(torch._C, _conv_determine_backend_memory_format=memory_format)
 
 
 def _stand_in_for_running(hooks: Hooks) -> None:
