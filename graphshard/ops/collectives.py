@@ -163,13 +163,19 @@ def _is_float8(inputs: BufferInputs) -> bool:
 
 
 def _needs_copy_in(kind: TransferKind, inputs: BufferInputs, world: int) -> bool:
-    """False where a tensor travels as it is, or was cast to fp8."""
+    """False where a tensor travels as it is, or was cast to fp8: Inductor's kernels copy that."""
     if _is_float8(inputs):
         return False
-    (first, *others), tensor = inputs, inputs[0].tensor
-    padded = kind == TransferKind.REDUCE_SCATTER and tensor.shape[0] != first.rows * world
-    casts = wire_dtype(kind, inputs) != tensor.dtype
-    return bool(others) or padded or casts or not tensor.is_contiguous()
+    return len(inputs) > 1 or is_copied_alone(kind, inputs[0], world)
+
+
+def is_copied_alone(kind: TransferKind, sent: CollectiveInput, world: int) -> bool:
+    """Return whether a tensor with a buffer of its own is copied to be sent: cast, padded, or made
+    contiguous."""
+    tensor = sent.tensor
+    padded = kind == TransferKind.REDUCE_SCATTER and tensor.shape[0] != sent.rows * world
+    casts = wire_dtype(kind, [sent]) != tensor.dtype
+    return padded or casts or not tensor.is_contiguous()
 
 
 def _rows_per_rank(kind: TransferKind, sent: CollectiveInput) -> int:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from ..kinds import HOST_COPIES, GraphKind, TransferKind
 
 _Record = TypeVar("_Record")
-VERSION = 7
+VERSION = 8
 """Version of the JSON form."""
 
 
@@ -70,6 +70,7 @@ class Transfer:
         replica_stride: like ``stride``, of ``replicas``.
         host: whether the home of the shard, and of the reduced gradient, is host memory.
         grad_bytes: bytes of the full gradient, before it is cast and padded; 0 of what is gathered.
+        copied_in: whether it is copied to be sent also where it has a buffer of its own.
     """
 
     param: int | None
@@ -89,6 +90,7 @@ class Transfer:
     replica_stride: int = 1
     host: bool = False
     grad_bytes: int = 0
+    copied_in: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,10 +166,8 @@ def bucket_of(
 
 
 def is_copied_in(buffer: Sequence[Transfer]) -> bool:
-    """Return whether what a buffer sends is packed, cast or padded before; fp8 is always cast."""
-    first, *others = buffer
-    is_padded = first.kind != TransferKind.ALL_GATHER and first.grad_bytes != first.num_bytes
-    return bool(others) or first.casts or is_padded
+    """Return whether what a buffer sends is a copy."""
+    return len(buffer) > 1 or buffer[0].copied_in
 
 
 def replica_bucket(bucket: Bucket, transfers: Sequence[Transfer]) -> Bucket | None:

@@ -22,6 +22,7 @@ SCATTER, REDUCE = c10d.reduce_scatter_tensor.default, c10d.all_reduce.default
 SLICE = torch.ops.aten.slice.Tensor
 COALESCED = c10d.all_gather_into_tensor_coalesced.default
 F32 = torch.float32
+COPY_IN = torch.ops.graphshard.copy_in.default
 LARGE = 1 << 19  # of 4 bytes: copying it would take longer than sending it on its own
 
 
@@ -59,15 +60,18 @@ def test_a_gradient(group: str, rows: int) -> None:
     assert scatter.args[1:] == ("avg", 8, group)
     assert scatter.args[0].meta["val"].numel() == 16 * 3
     assert output(gm.graph).meta["val"].shape == (2, 3)
+    (transfer,) = plan.problem.transfers
+    assert transfer.copied_in == (COPY_IN in targets(gm.graph)) == (rows == 13)
 
 
 def test_a_transposed_gradient_is_made_contiguous(group: str) -> None:
     build = Builder(group)
     turned = build.call(torch.ops.aten.t.default, build.tangent(3, 16))
     gm = build.module(build.reduce(turned))
-    lowered(gm, GraphKind.BACKWARD)
+    plan = lowered(gm, GraphKind.BACKWARD)
     (scatter,) = (node for node in gm.graph.nodes if node.target is SCATTER)
     assert scatter.args[0].meta["val"].is_contiguous()
+    assert plan.problem.transfers[0].copied_in
 
 
 def test_a_replicated_parameter(group: str) -> None:

@@ -41,7 +41,7 @@ def test_parameters_alone_are_received_in_their_place() -> None:
     one = gather(0, SIZE, 1)
     alive = _alive([one], _bucket(TransferKind.ALL_GATHER, (0,), at=(0, 1)))
     assert alive == [SIZE] * 6 + [0] * 5  # from the launch before step 0 to the end of step 1
-    cast = dataclasses.replace(one, casts=True)
+    cast = dataclasses.replace(one, casts=True, copied_in=True)
     packed = SIZE // WORLD
     alive = _alive([cast], _bucket(TransferKind.ALL_GATHER, (0,), at=(0, 1)))
     assert alive == [SIZE + packed] * 4 + [SIZE] * 2 + [0] * 5
@@ -69,8 +69,11 @@ def test_gradients_are_there_twice_while_they_are_packed() -> None:
     ("changes", "at_launch", "sent"),
     [
         pytest.param({}, SIZE + SIZE // WORLD, SIZE, id="as it is"),
-        pytest.param({"casts": True, "grad_bytes": SIZE // 2}, SIZE // 2 + SIZE, SIZE, id="cast"),
-        pytest.param({"grad_bytes": SIZE - 4}, 2 * SIZE - 4, SIZE, id="padded"),
+        pytest.param(
+            {"copied_in": True, "grad_bytes": SIZE // 2}, SIZE // 2 + SIZE, SIZE, id="cast"
+        ),
+        pytest.param({"copied_in": True, "grad_bytes": SIZE - 4}, 2 * SIZE - 4, SIZE, id="padded"),
+        pytest.param({"copied_in": True}, 2 * SIZE, SIZE, id="transposed"),
     ],
 )
 def test_a_gradient_alone_is_packed_where_it_is_cast_or_padded(

@@ -38,6 +38,7 @@ _transfers = st.builds(
     due=_steps,
     last=_steps,
     grad_bytes=_sizes,
+    copied_in=st.booleans(),
 )
 _problems = st.builds(
     Problem,

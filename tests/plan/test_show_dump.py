@@ -54,7 +54,7 @@ BAD = [
     (by_hand().plan.to_json(), "is not a plan that graphshard dumped"),
     (_with(version=7), "dump of version 7: this graphshard reads 3"),
     (_with(plan={"version": 9}), "plan of version 9"),
-    (_with(plan={"version": 7}), "is not a plan that graphshard dumped"),
+    (_with(plan={"version": 8}), "is not a plan that graphshard dumped"),
     (_with(hardware={"version": 9}), "version is 9: must be 3"),
     (_with(limits={"top": 3}), "is not a plan that graphshard dumped"),
 ]
