@@ -91,6 +91,20 @@ def options_of_plans(device: torch.device) -> dict[str, Any]:
     return {**KEEP_ORDER, **frees_at_once, "_post_fusion_custom_pass": KeepWaits()}
 
 
+def with_planned_order(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a user's options of Inductor without those that would sort kernels, launches and waits
+    anew, and warn of these."""
+    undone = [f"{name}={asked[name]}" for name in KEEP_ORDER if asked.get(name, False)]
+    if undone:
+        warnings.warn(
+            f"graphs of this backend run without {', '.join(undone)}: Inductor would launch "
+            "collectives and wait for them at other places than the plan says. Leave it out of the "
+            "options of torch.compile.",
+            stacklevel=2,
+        )
+    return {name: value for name, value in asked.items() if name not in KEEP_ORDER}
+
+
 def without_cuda_graphs(options: Mapping[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
     """Return options of Inductor with its CUDA graphs off, and warn if they were on.
 

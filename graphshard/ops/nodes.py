@@ -26,8 +26,8 @@ REASON = "graphshard_reason"
 """Key in ``node.meta`` of why a parameter travels as it does."""
 
 HELD_BYTES = "graphshard_held_bytes"
-"""Key in ``node.meta`` of an input that is a parameter as forward gathered it, or a part of that: the
-bytes of its memory, padding included. It is free behind its last use."""
+"""Key in ``node.meta`` of an input that is a parameter as forward gathered it, or a part of that:
+the bytes of its memory, padding included. It is free behind its last use."""
 
 
 def value_of(value: Value) -> torch.Tensor:

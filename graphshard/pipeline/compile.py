@@ -35,6 +35,7 @@ from .._torch.inductor import (
     min_cut_rematerialization_partition,
     options_of_plans,
     saving_activations,
+    with_planned_order,
     without_cuda_graphs,
 )
 from ..consensus.common_form import collectives_text
@@ -221,7 +222,7 @@ def _by_inductor(
 ) -> Runnable:
     patches = {
         **options_of_plans(settings.device),
-        **inductor_options,
+        **with_planned_order(inductor_options),
         **(KEEP_HOST_COPIES if settings.may_offload_activations else {}),
         "post_grad_custom_post_pass": lowering,
         "custom_partitioner_fn": partition,

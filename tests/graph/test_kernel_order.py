@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from torch._inductor import ir
 
+from graphshard._torch.inductor import KEEP_ORDER, with_planned_order
 from graphshard._torch.kernel_order import KeepWaits
 
 
@@ -52,3 +54,14 @@ def test_a_fused_kernel_moves_behind_the_wait_that_it_needs() -> None:
 def test_what_needs_no_later_wait_stays() -> None:
     nodes = [_Node("a", 0), _Node("launch", 1, "a"), _Node("b", 2, "a elsewhere"), _Node("c", 3)]
     assert _ordered(*nodes, _wait("wait", 4, "launch")) == "a launch b c wait"
+
+
+@pytest.mark.parametrize("name", KEEP_ORDER)
+def test_an_option_that_sorts_kernels_anew_is_left_out_with_a_warning(name: str) -> None:
+    with pytest.warns(UserWarning, match=f"without {name}=True: .*than the plan says"):
+        assert with_planned_order({name: True, "max_autotune": True}) == {"max_autotune": True}
+
+
+def test_other_options_are_kept_without_a_word(recwarn: pytest.WarningsRecorder) -> None:
+    asked = {"max_fusion_size": 2}
+    assert with_planned_order({**asked, "combo_kernels": False}) == asked and not recwarn
