@@ -233,6 +233,20 @@ def compile_planted(recorder: Recorder, name: str, source: str) -> list[str]:
     return [compile_kernels([(name, text)], where)[0].error for text, where in tried]
 
 
+def convolve(recorder: Recorder) -> list[bool]:
+    """Return whether a convolution returns channels last: of images and a weight of contiguous
+    channels, and where the former, or the latter, has channels last."""
+    last = torch.channels_last
+    with new_fake_mode(), torch.device("cuda:0"):
+        images, weight = torch.empty(2, 8, 4, 4), torch.empty(8, 8, 3, 3)
+        results = [
+            torch.conv2d(images, weight),
+            torch.conv2d(images.to(memory_format=last), weight),
+            torch.conv2d(images, weight.to(memory_format=last)),
+        ]
+    return [result.is_contiguous(memory_format=last) for result in results]
+
+
 def multiply_planted(recorder: Recorder) -> list[str]:
     """Return errors of products in fp8: one as cuBLASLt takes it, one whose second matrix is
     row-major, and one of sizes that are no multiples of 16."""

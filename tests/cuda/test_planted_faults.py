@@ -83,6 +83,10 @@ def test_products_in_fp8_that_cublaslt_refuses() -> None:
     assert "16" in odd, odd
 
 
+def test_convolutions_return_the_layout_of_cudnn() -> None:
+    assert call("tests.cuda.cases:convolve", DEVICE) == [False, True, True]
+
+
 def _fallen_apart(action: Action) -> Action:
     """Return a copy of a bucket as one kernel for each tensor, as dtypes that differ make it."""
     if isinstance(action, Work) and action.name.startswith("aten._foreach_copy_"):
