@@ -3,9 +3,11 @@
 model = torch.compile(model, backend=graphshard.backend(mesh))
 """
 
+from . import optim
 from .backend import Backend, backend, shard
 from .options.float8_policy import Float8Policy
 from .options.schedule_policy import SchedulePolicy
+from .params.buffers import sync_buffers
 from .params.full_state_dict import full_state_dict
 from .params.grad_sync import (
     no_sync,
@@ -30,8 +32,10 @@ __all__ = [
     "materialize",
     "memory_report",
     "no_sync",
+    "optim",
     "set_gradient_divide_factor",
     "set_requires_all_reduce",
     "set_requires_gradient_sync",
     "shard",
+    "sync_buffers",
 ]

@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "options": {"cost", "ops", "planning"},
     "passes": {"_torch", "cost", "kinds", "ops", "planning"},
     "params": {"_torch", "consensus", "errors", "ops", "options"},
+    "optim": {"_torch", "consensus", "ops", "params"},
     "pipeline": {
         "_torch",
         "consensus",
@@ -50,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
         "planning",
         "show",
     },
-    "__init__": {"backend", "options", "params"},
+    "__init__": {"backend", "optim", "options", "params"},
     "integrations": {"_torch", "backend", "params", "tools"},
     "tools": {"_torch", "backend", "files", "kinds", "options", "params"},
     "check": {"_torch", "backend", "kinds", "ops", "options", "params", "planning"},

@@ -1,8 +1,8 @@
 """Describes a rank's call as text that it posts, and the difference of two ranks for a user.
 
 A text begins with a line that says what is called: graphs for training, a graph for inference, an
-eager gather. Lines with what is gathered and reduced follow. Errors show the first difference, and
-the one cause that most likely made it.
+eager gather, an optimizer's step. Lines with what is gathered and reduced follow. Errors show the
+first difference, and the one cause that most likely made it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import itertools
 from collections.abc import Sequence
 
 TRAINING, INFERENCE = "graphs for training", "a graph for inference"
+OPTIMIZER_STEP = "a step"
+"""How the first line of an optimizer's step begins, in which ranks exchange something."""
 LIMIT = "the recompile limit is reached"
 """Part of the first line of an eager gather where Dynamo has given up to compile."""
 
@@ -26,7 +28,10 @@ TOGETHER = (
     "torch.no_grad() on some?"
 )
 
-
+_STEP_TOGETHER = (
+    "All ranks must step together, with gradients of the same parameters: did some set .grad to "
+    "None, or leave out a step?"
+)
 _RECOMPILE = (
     "Where Dynamo meets more shapes or values than torch._dynamo.config.recompile_limit allows, a "
     "rank stops compiling, and its gathers are other ones than those of its peers: compile with "
@@ -54,6 +59,8 @@ def describe_difference(texts: Sequence[str], names: Sequence[str]) -> str:
 def _cause(ours: str, theirs: str) -> str:
     """Return the likely cause of a difference, by what two ranks call."""
     heads = (ours, theirs)
+    if any(head.startswith(OPTIMIZER_STEP) for head in heads):
+        return _STEP_TOGETHER
     if any(LIMIT in head for head in heads):
         return _RECOMPILE
     if any(INFERENCE in head for head in heads) and any(TRAINING in head for head in heads):

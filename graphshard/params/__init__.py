@@ -8,7 +8,8 @@ outside of graphs. ``compiled_root`` finds the module of a traced parameter; ``f
 it sharded in time, ``unsharded`` notices where that did not happen. ``loading`` has
 ``load_state_dict`` take full tensors; ``full_state_dict`` and ``load_full_state_dict`` move them
 from and to the first rank; ``no_pickle`` refuses what cannot be saved. ``grad_accumulation`` and
-``grad_sync`` are for microbatches. May import ``options`` and ``ops``.
+``grad_sync`` are for microbatches; ``buffers`` makes buffers equal on all ranks. May import
+``options`` and ``ops``.
 
 Global state
 ------------

@@ -1,4 +1,4 @@
-"""Gathers and reductions outside of any graph, as calls that all ranks log.
+"""Gathers, reductions and exchanges outside of any graph, as calls that all ranks log.
 
 A rank may leave a graph that its peers run: where Dynamo has compiled a function too often, say,
 it runs that in Python from then on. So a gather that is new inside of compiled code waits until all
@@ -46,6 +46,30 @@ def eager_reduction(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
     """
     call_log = _call_log(groups)
     call_log.run(f"a reduction of gradients of {fqns[0]!r} outside of a graph")
+    with _explained(call_log):
+        yield
+
+
+@contextmanager
+def agreed_exchange(
+    groups: MeshGroups, plan_id: str, text: str, *, is_new: bool = False
+) -> Iterator[None]:
+    """Log an exchange that is made in this context; where it is new here, wait until all agree.
+
+    Args:
+        plan_id: a hash of ``text``.
+        text: what is exchanged; its first line says what for.
+        is_new: wait, also if this rank knows ``text``. Where each rank does so unless it repeats
+            its last exchange of this kind, nobody meets another one than its own.
+
+    Raises:
+        BackendError: other ranks do something else.
+    """
+    call_log = _call_log(groups)
+    if is_new:
+        call_log.first_run(plan_id, text)
+    else:
+        call_log.announce(plan_id, text)
     with _explained(call_log):
         yield
 

@@ -105,6 +105,14 @@ def _parts(full: torch.Tensor, layout: Layout) -> list[_Part]:
     return parts
 
 
+def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of the elements of ``tensor`` that have memory of their own.
+
+    Elements of an expanded dim share memory: one of them is enough.
+    """
+    return tensor[tuple(slice(None) if stride else 0 for stride in tensor.stride())]
+
+
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor as bytes."""
     return tensor.view(-1).view(torch.uint8)

@@ -29,6 +29,7 @@ from ..options.options import Options
 from .agree import first_text, raise_together
 from .check import find_fault
 from .find import PlainParam, find_plain_params, living
+from .full_tensor import without_repeats
 from .layout import Layout
 from .mesh_groups import MeshGroups
 from .mixed_precision import cast_at_border, find_borders
@@ -167,8 +168,7 @@ def make_equal(tensor: torch.Tensor, groups: MeshGroups) -> None:
     """Make ``tensor`` equal to the first rank's, in place; as bytes, which every backend takes."""
     if tensor.numel() == 0:
         return
-    # Elements of an expanded dim share memory: one of them is enough.
-    tensor = tensor[tuple(slice(None) if stride else 0 for stride in tensor.stride())]
+    tensor = without_repeats(tensor)
     group = process_group(groups.all_ranks)
     whole = tensor.detach().to(groups.device).contiguous()
     source = dist.get_global_rank(group, 0)

@@ -1,0 +1,288 @@
+"""Muon whose orthogonalisation is spread over the ranks that hold the matrices.
+
+``torch.optim.Muon`` on DTensors gathers every matrix on every rank, one after the other, and each
+rank orthogonalises all of them. Here each rank orthogonalises its part of them:
+
+    rows of each rank   momentum ─► all-to-all ─► whole matrices ─► results ─► all-to-all ─► step
+    bucket i + 1                    launched ····│ bucket i is computed │···· waited for
+    bucket i                                       launched ····│ i + 1 is computed │···· applied
+
+What travels is bfloat16 in both directions, in which Muon orthogonalises anyway. Every rank
+orthogonalises other matrices, so all have to step the same ones: they log what they step with each
+other, and agree, before anything is sent, where it is not what they stepped before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .._torch.dtensor import local_tensor
+from ..consensus.difference import OPTIMIZER_STEP
+from ..params.eager_calls import agreed_exchange
+from ..params.full_tensor import layout_of
+from ..params.mesh_groups import MeshGroups
+from ..params.sharded_param import sharded_param_of
+from .newton_schulz import WIRE_DTYPE, orthogonalize
+from .row_exchange import InFlight, RowExchange
+from .spread import Bucket, MatrixSpec, plan_buckets
+
+Group = dict[str, Any]
+BUCKET_BYTES = 64 * 2**20
+"""Bytes of a bucket's matrices for each rank. Up to three buckets are there at a time."""
+
+
+class _Stepped(NamedTuple):
+    """A matrix that has a gradient, with its group of the optimizer."""
+
+    param: Tensor
+    group: Group
+
+
+class _Spread(NamedTuple):
+    """Matrices whose rows one mesh holds, and how they are spread over its ranks.
+
+    Attributes:
+        text: what ranks have to agree on.
+        plan_id: a hash of it.
+    """
+
+    groups: MeshGroups
+    matrices: list[_Stepped]
+    buckets: list[Bucket]
+    exchange: RowExchange
+    text: str
+    plan_id: str
+
+
+class _Plan(NamedTuple):
+    """All matrices of a step: those that this rank orthogonalises by itself, and the others."""
+
+    matrices: list[_Stepped]
+    alone: list[_Stepped]
+    spreads: list[_Spread]
+
+
+class Muon(torch.optim.Muon):
+    """``torch.optim.Muon`` for sharded matrices: the same arguments, state and numbers.
+
+    Parameters are matrices, plain, replicated, or split by rows over a mesh of one axis, or over
+    the second of two (``Shard(0)``; ``Replicate(), Shard(0)``), as graphshard and FSDP2 split them.
+    All ranks of the mesh have to step together. A step sends each matrix twice, in bfloat16.
+
+    Raises:
+        ValueError: a parameter is no matrix: give it to AdamW. Or, in a step, it is split in
+            another way, is complex, or has a sparse gradient.
+        BackendError: in a step, on all ranks: they do not step the same matrices.
+    """
+
+    _plan: _Plan | None = None
+    """Of the last step. An optimizer that is copied makes it anew."""
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of parameters, as every optimizer does."""
+        super().add_param_group(param_group)
+        number = len(self.param_groups) - 1
+        for i, param in enumerate(self.param_groups[number]["params"]):
+            if param.ndim != 2:
+                name, shape = _name(self.param_groups, number, i), tuple(param.shape)
+                self.param_groups.pop()
+                raise ValueError(
+                    f"Muon steps matrices, and {name} has the shape {shape}: give it to another "
+                    "optimizer, such as torch.optim.AdamW, and Muon those of model.parameters() "
+                    "with p.ndim == 2 (but for embeddings and the output layer)"
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step.
+
+        Args:
+            closure: computes the loss anew, and returns it.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step_all()
+        return loss
+
+    @torch.compiler.disable  # an exchange is launched ahead, which no graph of an optimizer does
+    def _step_all(self) -> None:
+        plan, is_new = self._planned()
+        for param, group in plan.alone:
+            rows = self._direction(param, group).to(WIRE_DTYPE)
+            _apply(param, group, _orthogonalized(rows[None], group)[0])
+        for spread in plan.spreads:
+            with agreed_exchange(spread.groups, spread.plan_id, spread.text, is_new=is_new):
+                self._step_spread(spread)
+
+    def _planned(self) -> tuple[_Plan, bool]:
+        """Return the plan of this step, and whether it is not that of the last one."""
+        matrices = [
+            _Stepped(param, group)
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None and param.numel()
+        ]
+        if self._plan is not None and _are_same(self._plan.matrices, matrices):
+            return self._plan, False
+        self._plan = _make_plan(matrices, self.param_groups)
+        return self._plan, True
+
+    def _step_spread(self, spread: _Spread) -> None:
+        """Step the matrices of one mesh, bucket by bucket."""
+        exchange, buckets = spread.exchange, spread.buckets
+
+        def launch(number: int) -> InFlight | None:
+            if number == len(buckets):
+                return None
+            return exchange.to_owners(
+                buckets[number], lambda i: self._direction(*spread.matrices[i])
+            )
+
+        def apply(number: int, results: InFlight) -> None:
+            for i, rows in exchange.own_rows(buckets[number], results.wait()):
+                _apply(*spread.matrices[i], rows)
+
+        coming, leaving = launch(0), None
+        for number, bucket in enumerate(buckets):
+            assert coming is not None
+            present, coming = coming, launch(number + 1)
+            whole = exchange.whole(bucket, present.wait())
+            batches = [batch for batch in bucket if batch.owner == exchange.rank]
+            of = [spread.matrices[batch.matrices[0]].group for batch in batches]
+            results = [_orthogonalized(full, group) for full, group in zip(whole, of)]
+            before, leaving = leaving, exchange.to_all(bucket, results)
+            if before is not None:
+                apply(number - 1, before)
+        if leaving is not None:
+            apply(len(buckets) - 1, leaving)
+
+    def _direction(self, param: Tensor, group: Group) -> Tensor:
+        """Take the gradient into the momentum, and return what is to be orthogonalised.
+
+        All of them are of this rank's rows.
+        """
+        assert param.grad is not None
+        state, momentum = self.state[param], group["momentum"]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(
+                param.grad, memory_format=torch.preserve_format
+            )
+        grad, buffer = _local(param.grad), _local(state["momentum_buffer"])
+        buffer.lerp_(grad, 1 - momentum)
+        return grad.lerp(buffer, momentum) if group["nesterov"] else buffer
+
+
+# --- plans ---------------------------------------------------------------------------------------
+
+
+def _are_same(ours: Sequence[_Stepped], theirs: Sequence[_Stepped]) -> bool:
+    """Return whether the same parameters are in the same groups."""
+    return len(ours) == len(theirs) and all(
+        a.param is b.param and a.group is b.group for a, b in zip(ours, theirs)
+    )
+
+
+def _make_plan(matrices: list[_Stepped], param_groups: Sequence[Group]) -> _Plan:
+    names = {
+        param: _name(param_groups, number, i)
+        for number, group in enumerate(param_groups)
+        for i, param in enumerate(group["params"])
+    }
+    alone: list[_Stepped] = []
+    by_mesh: dict[DeviceMesh, list[_Stepped]] = {}
+    for stepped in matrices:
+        mesh = _mesh_of(stepped.param, names[stepped.param])
+        (alone if mesh is None else by_mesh.setdefault(mesh, [])).append(stepped)
+    numbers = {id(group): number for number, group in enumerate(param_groups)}
+    spreads = [_spread(mesh, of_mesh, names, numbers) for mesh, of_mesh in by_mesh.items()]
+    return _Plan(matrices, alone, spreads)
+
+
+def _spread(
+    mesh: DeviceMesh,
+    matrices: list[_Stepped],
+    names: dict[Tensor, str],
+    numbers: dict[int, int],
+) -> _Spread:
+    groups = MeshGroups(mesh)
+    exchange = RowExchange(groups)
+    specs = [MatrixSpec((p.shape[0], p.shape[1]), numbers[id(group)]) for p, group in matrices]
+    buckets = plan_buckets(specs, exchange.num_ranks, BUCKET_BYTES)
+    lines = [
+        f"{names[m.param]} {spec.shape} in group {spec.group}" for m, spec in zip(matrices, specs)
+    ]
+    text = "\n".join([f"{OPTIMIZER_STEP} of Muon", *lines])
+    plan_id = hashlib.sha256(text.encode()).hexdigest()
+    return _Spread(groups, matrices, buckets, exchange, text, plan_id)
+
+
+def _mesh_of(param: Tensor, name: str) -> DeviceMesh | None:
+    """Return the mesh that splits the rows of a matrix; None: this rank has all of them.
+
+    Raises:
+        ValueError: it cannot be stepped.
+    """
+    assert param.grad is not None
+    if param.is_complex() or param.grad.is_sparse:
+        what = "is complex" if param.is_complex() else "has a sparse gradient"
+        raise ValueError(f"Muon cannot step {name}, which {what}: give it to another optimizer")
+    if not isinstance(param, DTensor):
+        return None
+    mesh, layout = param.device_mesh, layout_of(param) if param.device_mesh.ndim <= 2 else None
+    same = isinstance(param.grad, DTensor) and param.grad.placements == param.placements
+    if layout is None or not same:
+        of_grad = param.grad.placements if isinstance(param.grad, DTensor) else "no DTensor"
+        raise ValueError(
+            f"Muon cannot step {name}, placed as {param.placements} (its gradient: {of_grad}) over "
+            f"{mesh}: it takes rows over a mesh of one axis, Shard(0), or over the second of two, "
+            "Replicate() and Shard(0), and gradients of the same placements"
+        )
+    return None if layout.rows is None or mesh.size() == 1 else mesh
+
+
+def _name(param_groups: Sequence[Group], number: int, index: int) -> str:
+    """Return a parameter's name for messages, as far as it is known."""
+    group = param_groups[number]
+    sharded_param = sharded_param_of(group["params"][index])
+    if sharded_param is not None:
+        return f"parameter {sharded_param.fqn!r}"
+    if "param_names" in group:
+        return f"parameter {group['param_names'][index]!r}"
+    return f"parameter {index} of group {number}"
+
+
+# --- arithmetic ----------------------------------------------------------------------------------
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _orthogonalized(matrices: Tensor, group: Group) -> Tensor:
+    return orthogonalize(matrices, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+
+def _apply(param: Tensor, group: Group, rows: Tensor) -> None:
+    """Decay this rank's rows of ``param`` and step along ``rows``, as ``torch.optim.Muon`` does."""
+    lr = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
+    own = _local(param)
+    own.mul_(1 - lr * group["weight_decay"])
+    factor = _lr_factor(group["adjust_lr_fn"], *param.shape)
+    own.add_(rows.to(own.device), alpha=-lr * factor)
+
+
+def _lr_factor(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
+    """Return what the learning rate of a matrix is multiplied by (``_adjust_lr`` of torch)."""
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))

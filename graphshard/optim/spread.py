@@ -1,0 +1,96 @@
+"""Decides which rank orthogonalises which matrix, and which matrices travel together; pure.
+
+    matrices, largest first    A A A A B B B c c c c
+    owners (least work so far) 0 1 2 3 0 1 2 3 3 0 1
+    buckets (bytes)            |A A A A|B B B c c c c|
+    batches of a bucket        one for each owner, shape and group of the optimizer
+
+Equal shapes stand next to each other, so that a bucket gives each rank about the same work, and the
+matrices that a rank gets of it can be orthogonalised by batched products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .newton_schulz import WIRE_DTYPE
+
+
+class MatrixSpec(NamedTuple):
+    """The facts of a matrix that decide where it goes.
+
+    Attributes:
+        shape: ``(rows, columns)``, both at least 1.
+        group: the group of the optimizer that it is in, by number.
+    """
+
+    shape: tuple[int, int]
+    group: int
+
+    @property
+    def cost(self) -> int:
+        """Multiplications of a Newton-Schulz step, but for a factor."""
+        rows, columns = self.shape
+        return rows * columns * min(rows, columns)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the matrix as it travels."""
+        return self.shape[0] * self.shape[1] * WIRE_DTYPE.itemsize
+
+
+class Batch(NamedTuple):
+    """Matrices of one shape and group that one rank orthogonalises together.
+
+    Attributes:
+        owner: the rank, by number in the process group.
+        shape: of each of them.
+        matrices: their numbers.
+    """
+
+    owner: int
+    shape: tuple[int, int]
+    matrices: tuple[int, ...]
+
+
+Bucket = tuple[Batch, ...]
+"""The batches that one exchange carries, by owner."""
+
+
+def plan_buckets(
+    specs: Sequence[MatrixSpec], num_ranks: int, max_bytes_per_rank: float
+) -> list[Bucket]:
+    """Return the buckets, in the order in which they are exchanged; every matrix is in one.
+
+    Args:
+        max_bytes_per_rank: bytes of a bucket's matrices, divided by the number of ranks. A bucket
+            may have one matrix for each rank, whatever its bytes.
+    """
+    order = sorted(range(len(specs)), key=lambda i: (-specs[i].cost, specs[i], i))
+    owners, buckets, held, num_bytes = _owners(specs, order, num_ranks), [], [], 0
+    for i in order:
+        grown = num_bytes + specs[i].num_bytes
+        if len(held) >= num_ranks and grown > max_bytes_per_rank * num_ranks:
+            buckets.append(_batches(specs, held, owners))
+            held, grown = [], specs[i].num_bytes
+        held.append(i)
+        num_bytes = grown
+    return [*buckets, _batches(specs, held, owners)] if held else buckets
+
+
+def _owners(specs: Sequence[MatrixSpec], order: Sequence[int], num_ranks: int) -> dict[int, int]:
+    """Return the owner of each matrix: the rank with the least work so far, the first of these."""
+    work, owners = [0] * num_ranks, {}
+    for i in order:
+        owners[i] = work.index(min(work))
+        work[owners[i]] += specs[i].cost
+    return owners
+
+
+def _batches(specs: Sequence[MatrixSpec], held: Sequence[int], owners: dict[int, int]) -> Bucket:
+    together: dict[tuple[int, MatrixSpec], list[int]] = {}
+    for i in held:
+        together.setdefault((owners[i], specs[i]), []).append(i)
+    by_owner = sorted(together.items(), key=lambda item: item[0][0])
+    return tuple(Batch(owner, spec.shape, tuple(of)) for (owner, spec), of in by_owner)

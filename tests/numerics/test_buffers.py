@@ -1,0 +1,115 @@
+"""`graphshard.sync_buffers`: running statistics bitwise those of DDP; all kinds of buffers."""
+
+from __future__ import annotations
+
+import copy
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import graphshard
+from tests import ranks
+from tests.models import ConvNet
+from tests.multirank.test_call_log import assert_same, message
+from tests.numerics.compare import compile_sharded, draw, sgd, world_mesh
+
+ACCUMULATED = 2
+"""Microbatches of a step."""
+
+
+def _train(model: Any, optimizer: torch.optim.Optimizer, syncs: bool) -> list[torch.Tensor]:
+    """Return the buffers after steps of two microbatches, the first of which is not reduced.
+
+    Args:
+        syncs: call ``sync_buffers`` where DDP broadcasts.
+    """
+    is_ddp = isinstance(model, DistributedDataParallel)
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in range(ACCUMULATED):
+            no_sync = model.no_sync if is_ddp else lambda: graphshard.no_sync(model)
+            is_last = part == ACCUMULATED - 1
+            with nullcontext() if is_last else no_sync():
+                if syncs and part == 0:
+                    graphshard.sync_buffers(model)
+                batch = draw(ConvNet.batch, step * ACCUMULATED + part)[dist.get_rank()]
+                model(batch).backward()
+        optimizer.step()
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+def _beside_ddp(syncs: bool) -> None:
+    model = ConvNet()
+    reference: Any = copy.deepcopy(model)
+    ddp = DistributedDataParallel(reference, broadcast_buffers=syncs)
+    theirs = _train(ddp, sgd(reference), syncs=False)
+    ours = _train(compile_sharded(model), sgd(model), syncs)
+    assert all(torch.equal(*pair) for pair in zip(ours, theirs))
+    graphshard.sync_buffers(model)
+    for (name, ours_now), before in zip(model.named_buffers(), ours):
+        copies = [torch.empty_like(before) for _ in range(dist.get_world_size())]
+        dist.all_gather(copies, before)
+        assert torch.equal(ours_now, copies[0]), name
+        if "running" in name:
+            assert not torch.equal(copies[0], copies[1]), name
+
+
+@pytest.mark.parametrize("syncs", [True, False])
+def test_statistics_are_those_of_ddp(syncs: bool) -> None:
+    """With a call where DDP broadcasts; without any, as with ``broadcast_buffers=False``."""
+    ranks.run(2, _beside_ddp, syncs)
+
+
+class _Kinds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        value = dist.get_rank() + 1
+        self.register_buffer("flag", torch.tensor(value == 1))
+        self.register_buffer("count", torch.tensor(value))
+        self.register_buffer("bf16", torch.full((3,), value, dtype=torch.bfloat16))
+        self.register_buffer("phase", torch.full((2,), value * 1j), persistent=False)
+        self.register_buffer("turned", torch.arange(6.0).mul(value).view(2, 3).t())
+        self.register_buffer("wide", torch.full((1, 2), float(value)).expand(4, 2))
+        self.register_buffer("empty", torch.empty(0))
+
+
+def _sync_kinds(shape: tuple[int, ...]) -> None:
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model = graphshard.shard(_Kinds(), mesh, sync_module_states=False)
+    graphshard.sync_buffers(torch.compile(model))
+    assert model.flag and model.count == 1 and model.bf16.tolist() == [1.0] * 3
+    assert model.phase.tolist() == [1j] * 2
+    assert torch.equal(model.turned, torch.arange(6.0).view(2, 3).t())
+    assert torch.equal(model.wide, torch.ones(4, 2))
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_buffers_of_all_kinds(shape: tuple[int, ...]) -> None:
+    ranks.run(math.prod(shape), _sync_kinds, shape)
+
+
+def _sync_alone() -> str:
+    model = ConvNet()
+    graphshard.sync_buffers(model)  # not sharded yet: nothing
+    graphshard.shard(model, world_mesh())
+    if dist.get_rank() == 1:
+        model.norm1.register_buffer("other", torch.ones(3))
+    return message(graphshard.sync_buffers, model)
+
+
+def test_other_buffers_on_a_rank_are_an_error_of_all() -> None:
+    assert_same(ranks.run_fresh(2, _sync_alone), "a broadcast of buffers", "norm1.other")
+
+
+def test_something_else_than_a_module_is_refused() -> None:
+    with pytest.raises(ValueError, match="model is a list: give the module"):
+        graphshard.sync_buffers([])  # type: ignore[arg-type]

@@ -1,0 +1,291 @@
+"""`graphshard.optim.Muon` beside the unsharded `torch.optim.Muon`, given the same gradients:
+bitwise on a CPU. Its state in checkpoints; what it refuses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import graphshard
+from graphshard.optim import Muon, muon
+from tests import ranks
+from tests.models import MLP, DeepGPT
+from tests.multirank.test_call_log import assert_same as assert_same_texts
+from tests.multirank.test_call_log import message
+from tests.numerics.compare import assert_same, compile_sharded, draw, generator, world_mesh
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {"lr": 0.05},
+    "no nesterov": {"lr": 0.05, "nesterov": False, "momentum": 0.5, "ns_steps": 2},
+    "rms": {"lr": 0.01, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.3},
+    "tensor lr": {"lr": torch.tensor([0.05]), "ns_coefficients": (2.0, -1.5, 0.5)},
+}
+
+
+def _matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.ndim == 2]
+
+
+def _grouped(model: nn.Module) -> list[dict[str, Any]]:
+    """Two groups with options of their own; one has matrices of the other's shapes."""
+    matrices = _matrices(model)
+    return [{"params": matrices[::3], "momentum": 0.8}, {"params": matrices[1::3] + matrices[2::3]}]
+
+
+def _give_gradients(models: Sequence[nn.Module], step: int) -> None:
+    """Give the same gradients to a sharded model and to its unsharded copy."""
+    rng = generator(step)
+    for ours, theirs in zip(*(model.parameters() for model in models)):
+        if ours.requires_grad:
+            theirs.grad = torch.randn(theirs.shape, generator=rng)
+            ours.grad = theirs.grad.clone()
+            if isinstance(ours, DTensor):
+                ours.grad = distribute_tensor(ours.grad, ours.device_mesh, ours.placements)
+
+
+def _train(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Steps of both; all values agree bitwise."""
+    for step in range(3):
+        _give_gradients(models, step)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same(*models, tolerance=0.0)
+
+
+def _mesh(shape: tuple[int, ...]) -> Any:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def _beside_torch(
+    shape: tuple[int, ...],
+    variant: str = "default",
+    kind: Any = DeepGPT,
+    bucket_bytes: int = muon.BUCKET_BYTES,
+    **sharding: Any,
+) -> None:
+    muon.BUCKET_BYTES, before = bucket_bytes, muon.BUCKET_BYTES
+    try:
+        model = kind()
+        models = model, copy.deepcopy(model)
+        ours, theirs = (_grouped(model) for model in models)
+        options = VARIANTS[variant]
+        optimizers = Muon(ours, **options), torch.optim.Muon(theirs, **options)
+        graphshard.shard(model, _mesh(shape), **sharding)
+        _train(models, optimizers)
+    finally:
+        muon.BUCKET_BYTES = before
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_steps_are_those_of_the_unsharded_one(variant: str) -> None:
+    """The optimizer is built before the model is sharded."""
+    ranks.run(2, _beside_torch, (2,), variant)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1)])
+@pytest.mark.parametrize("kind", [DeepGPT, MLP])
+def test_four_ranks_and_many_buckets(shape: tuple[int, ...], kind: type) -> None:
+    """Also fewer rows than ranks, and fewer matrices."""
+    ranks.run(4, _beside_torch, shape, kind=kind, bucket_bytes=100)
+
+
+@pytest.mark.parametrize(
+    "sharding", [{"shard": False}, {"offload_policy": CPUOffloadPolicy(False)}]
+)
+def test_replicated_and_offloaded_matrices(sharding: dict[str, Any]) -> None:
+    ranks.run(2, _beside_torch, (2,), overrides={"*blocks.0*": sharding})
+
+
+def _plain_and_alone() -> None:
+    model = MLP()
+    reference = copy.deepcopy(model)
+    for each, kind in ((model, Muon), (reference, torch.optim.Muon)):
+        optimizer = kind(_matrices(each), lr=0.1)
+        each(draw(MLP.batch, 0)[0]).backward()
+        optimizer.step()
+    assert_same(model, reference, tolerance=0.0)
+
+
+def test_plain_matrices() -> None:
+    ranks.run(1, _plain_and_alone)
+
+
+def _fsdp2() -> None:
+    """Its DTensors are laid out alike."""
+    model = MLP()
+    models = model, copy.deepcopy(model)
+    fully_shard(model, mesh=world_mesh())
+    _train(models, [Muon(_matrices(models[0])), torch.optim.Muon(_matrices(models[1]))])
+
+
+def test_matrices_of_fsdp2() -> None:
+    ranks.run(2, _fsdp2)
+
+
+def _with_state_before() -> None:
+    model = MLP()
+    models = model, copy.deepcopy(model)
+    optimizers = Muon(_matrices(models[0])), torch.optim.Muon(_matrices(models[1]))
+    _train(models, optimizers)
+    graphshard.shard(model, world_mesh())
+    _train(models, optimizers)
+
+
+def test_an_optimizer_from_before_with_state() -> None:
+    ranks.run(2, _with_state_before)
+
+
+def _without_gradients() -> None:
+    """A frozen matrix stays as it is; so does one whose gradient is None, on all ranks alike."""
+    model = DeepGPT()
+    models = model, copy.deepcopy(model)
+    graphshard.shard(model, world_mesh())
+    for each in models:
+        each.blocks[0].qkv.weight.requires_grad_(False)
+    optimizers = Muon(_matrices(models[0])), torch.optim.Muon(_matrices(models[1]))
+    _train(models, optimizers)
+    _give_gradients(models, 9)
+    for each, optimizer in zip(models, optimizers):
+        each.blocks[1].up.weight.grad = None
+        optimizer.step()
+    assert_same(*models, tolerance=0.0)
+    for each, optimizer in zip(models, optimizers):
+        each.zero_grad()
+        optimizer.step()  # without any gradient
+    _train(models, optimizers)
+
+
+def test_matrices_without_a_gradient() -> None:
+    ranks.run(2, _without_gradients)
+
+
+def _differ(known: bool) -> str:
+    """One rank has no gradient of a matrix, where all had one before (``known``), or at once."""
+    model = DeepGPT()
+    models = model, copy.deepcopy(model)
+    graphshard.shard(model, world_mesh())
+    optimizer = Muon(_matrices(model))
+    if known:
+        _train(models, [optimizer, torch.optim.Muon(_matrices(models[1]))])
+    _give_gradients(models, 0)
+    if dist.get_rank() == 1:
+        model.blocks[1].up.weight.grad = None
+    return message(optimizer.step)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_gradient_that_one_rank_lacks_is_an_error_of_all(known: bool) -> None:
+    texts = ranks.run_fresh(2, _differ, known)
+    assert_same_texts(texts, "a step of Muon", "blocks.1.up.weight", ".grad")
+
+
+# State.
+
+
+def _trained(steps: int) -> tuple[nn.Module, Any, Muon]:
+    model = graphshard.shard(MLP(), world_mesh())
+    optimizer, compiled = Muon(_matrices(model), lr=0.05), compile_sharded(model)
+    _continue(compiled, optimizer, range(steps))
+    return model, compiled, optimizer
+
+
+def _continue(compiled: Any, optimizer: Muon, steps: range) -> None:
+    for step in steps:
+        compiled.zero_grad()
+        compiled(draw(MLP.batch, step)[dist.get_rank()]).backward()
+        optimizer.step()
+
+
+def _resume(path: Path, by_file: bool) -> None:
+    model, compiled, optimizer = _trained(2)
+    if by_file:
+        full, full_optim = graphshard.full_state_dict(model, optimizer)
+    else:
+        dcp.save(dict(zip("mo", get_state_dict(model, optimizer))), checkpoint_id=path)
+    _continue(compiled, optimizer, range(2, 4))
+    torch.manual_seed(5)
+    again, compiled, resumed = _trained(0)
+    if by_file:
+        graphshard.load_full_state_dict(again, full, resumed, full_optim)
+    else:
+        states: Any = dict(zip("mo", get_state_dict(again, resumed)))
+        dcp.load(states, checkpoint_id=path)
+        set_state_dict(again, resumed, model_state_dict=states["m"], optim_state_dict=states["o"])
+    for state in resumed.state.values():
+        assert isinstance(state["momentum_buffer"], DTensor)
+    _continue(compiled, resumed, range(2, 4))
+    assert_same(again, model, tolerance=0.0)
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+def test_resumed_training_is_uninterrupted_training(tmp_path: Path, by_file: bool) -> None:
+    ranks.run(2, _resume, tmp_path, by_file)
+
+
+# What is refused, and what else calls a step.
+
+
+def test_other_parameters_than_matrices_are_refused() -> None:
+    layer = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=r"parameter 'bias' has the shape \(2,\).*AdamW"):
+        Muon(layer.named_parameters())
+    optimizer = Muon([layer.weight])
+    with pytest.raises(ValueError, match=r"parameter 0 of group 1 has the shape \(2,\)"):
+        optimizer.add_param_group({"params": [layer.bias]})
+    assert len(optimizer.param_groups) == 1
+
+
+def _split_otherwise() -> None:
+    mesh = world_mesh()
+    param = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
+    param.grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)])
+    with pytest.raises(ValueError, match="Muon cannot step parameter 0 of group 0, placed as"):
+        Muon([param]).step()
+    param = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+    param.grad = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()])
+    with pytest.raises(ValueError, match="gradients of the same placements"):
+        Muon([param]).step()
+
+
+def test_other_placements_are_refused() -> None:
+    ranks.run(2, _split_otherwise)
+
+
+def _called_otherwise() -> None:
+    """By ``torch.compile``, with a closure, by a copy, and with the state of torch's own Muon."""
+    model, compiled, optimizer = _trained(1)
+    twin = copy.deepcopy(model)
+    theirs = torch.optim.Muon(_matrices(twin), lr=0.05)
+    theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other = Muon(_matrices(twin))
+    other.load_state_dict(theirs.state_dict())
+    batch = draw(MLP.batch, 1)[dist.get_rank()]
+
+    def closure() -> Tensor:
+        loss: Tensor = compiled(batch)
+        loss.backward()
+        return loss
+
+    assert isinstance(optimizer.step(closure), Tensor)
+    compile_sharded(twin)(batch).backward()
+    other.step()
+    assert_same(model, twin, tolerance=0.0)
+    torch.compile(optimizer.step, backend="aot_eager")()
+    other.step()
+    assert_same(model, twin, tolerance=0.0)
+
+
+def test_other_ways_to_step() -> None:
+    ranks.run(2, _called_otherwise)
