@@ -1,0 +1,219 @@
+"""The optimizers that are tried on sharded parameters, and what is known of each.
+
+Each steps a sharded model beside an unsharded copy that gets the same gradients, on two ranks, one
+with fewer rows than the other. Then model and optimizer are saved, loaded into other sharded ones,
+and both step on. ``tests/numerics/test_optimizer_table.py`` does so for those of torch and
+transformers, ``benchmarks/optimizers.py`` for all.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import graphshard
+
+SAME = "same bits"
+STEPS = 3
+NO_STRATEGY = "torch has no sharding strategy for this operator of DTensors"
+NORM = "divides by a norm in place, which DTensors refuse while it is a sum over ranks"
+FLATTENS = "flattens parameters into one vector, which DTensors refuse where rows are uneven"
+MIXES = "makes plain tensors of its own and mixes them with DTensors"
+
+
+@dataclass(frozen=True)
+class Case:
+    """An optimizer, and what is expected of it.
+
+    Attributes:
+        path: its module and class.
+        options: the arguments it gets.
+        error: a part of the error that it raises on sharded parameters; None: it works.
+        why: the reason, for the table; and what to use instead.
+        tolerance: of the difference from the unsharded one, in the norm of a parameter.
+        even: the number of ranks divides all rows.
+        matrices: it steps parameters of two dims alone.
+        keeps_state: its state can be saved by ``full_state_dict``, and loaded.
+    """
+
+    path: str
+    options: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    why: str = ""
+    tolerance: float = 0.0
+    even: bool = False
+    matrices: bool = False
+    keeps_state: bool = True
+
+    @property
+    def package(self) -> str:
+        """The package that it comes from."""
+        return self.path.split(".")[0]
+
+    @property
+    def name(self) -> str:
+        """Its row in the table; unique."""
+        options = ", ".join(f"{name}={value}" for name, value in self.options.items())
+        rows = ", even rows" if self.even else ""
+        return f"{self.path.replace('.optimization', '')}({options}){rows}"
+
+    def build(self, model: nn.Module) -> Any:
+        """Make the optimizer of all parameters that it can have."""
+        module, _, kind = self.path.rpartition(".")
+        params = [p for p in model.parameters() if p.ndim == 2 or not self.matrices]
+        optimizer = getattr(importlib.import_module(module), kind)(params, **self.options)
+        if hasattr(optimizer, "train"):  # schedule-free ones have two modes
+            optimizer.train()
+        return optimizer
+
+
+def _each_way(*kinds: str) -> list[Case]:
+    return [Case(f"torch.optim.{k}", {"foreach": f}) for k in kinds for f in (True, False)]
+
+
+CASES = [
+    *_each_way("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta"),
+    *_each_way("RMSprop", "ASGD"),
+    Case("torch.optim.SGD", {"lr": 0.01, "momentum": 0.9, "nesterov": True}),
+    Case("torch.optim.AdamW", {"amsgrad": True}),
+    Case("torch.optim.Adam", {"fused": True}),
+    Case("torch.optim.AdamW", {"fused": True}),
+    Case("torch.optim.SGD", {"fused": True}, "_fused_sgd_", NO_STRATEGY),
+    Case("torch.optim.Adagrad", {"fused": True}, "_fused_adagrad_", NO_STRATEGY),
+    Case("graphshard.optim.Muon", matrices=True, why="two all-to-alls of a bucket, in bfloat16"),
+    Case(
+        "torch.optim.Muon",
+        matrices=True,
+        tolerance=1e-2,
+        why="the norm is added up from the ranks' in bfloat16; each rank orthogonalises all "
+        "matrices: use graphshard.optim.Muon",
+    ),
+    Case("torch.optim.Adafactor", {"foreach": False}, "_NormPartial", NORM),
+    Case("torch.optim.Adafactor", {"foreach": True}, "_NormPartial", NORM),
+    Case("transformers.optimization.Adafactor", {}, "mixed torch.Tensor and DTensor", MIXES),
+    Case("torch.optim.Rprop", {"foreach": True}, "_foreach_copy_", NO_STRATEGY),
+    Case("torch.optim.Rprop", {"foreach": False}, "index_put_", "writes by a mask in place"),
+    Case("torch.optim.LBFGS", {"max_iter": 3}, "unevenly sharded", FLATTENS),
+    Case(
+        "torch.optim.LBFGS",
+        {"max_iter": 3},
+        why="its state is vectors of all parameters, which a full state dict cannot split",
+        tolerance=1e-5,
+        even=True,
+        keeps_state=False,
+    ),
+    Case("torch.optim.SparseAdam", {}, "dense gradients", "takes sparse gradients alone"),
+    Case("schedulefree.AdamWScheduleFree"),
+    Case("schedulefree.SGDScheduleFree"),
+    Case("pytorch_optimizer.Lion"),
+    Case("pytorch_optimizer.Tiger"),
+    Case("pytorch_optimizer.Shampoo", {}, "mixed torch.Tensor and DTensor", MIXES),
+    Case("pytorch_optimizer.ScalableShampoo", {}, "mixed torch.Tensor and DTensor", MIXES),
+    Case("pytorch_optimizer.SOAP", {}, "mixed torch.Tensor and DTensor", MIXES),
+    Case("pytorch_optimizer.Adan", {}, "_foreach_copy_", NO_STRATEGY),
+    Case("pytorch_optimizer.LARS", {}, "_foreach_copy_", NO_STRATEGY),
+    Case("pytorch_optimizer.Lamb", {}, "_NormPartial", NORM),
+    Case("pytorch_optimizer.CAME", {}, "_NormPartial", NORM),
+    Case("pytorch_optimizer.Prodigy", {}, "unevenly sharded", FLATTENS),
+    Case("pytorch_optimizer.Kron", {}, "unevenly sharded", FLATTENS),
+]
+"""In the order of the table."""
+
+
+class Model(nn.Module):
+    """Matrices that two ranks split unevenly, or evenly, and a bias."""
+
+    def __init__(self, even: bool) -> None:
+        super().__init__()
+        rows = (132, 128, 256) if even else (131, 128, 257)
+        self.layers = nn.ModuleList(nn.Linear(64, n, bias=n != 128) for n in rows)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an optimizer did.
+
+    Attributes:
+        error: the first line of what it raised; None: nothing.
+        difference: the largest from the unsharded one, relative, of any parameter.
+        state: what became of its state: ``SAME`` after it was loaded, or an error.
+    """
+
+    error: str | None = None
+    difference: float = 0.0
+    state: str = ""
+
+
+def try_out(case: Case) -> Outcome:
+    """Step the optimizer on this rank, beside an unsharded copy."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = Model(case.even)
+    models = graphshard.shard(copy.deepcopy(model), mesh), model
+    try:
+        optimizers = [case.build(each) for each in models]
+        for step in range(STEPS):
+            _step(models, optimizers, step)
+    except Exception as error:
+        return Outcome(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+    pairs = zip(*(each.parameters() for each in models))
+    return Outcome(
+        None, max(_difference(*pair) for pair in pairs), _resume(case, models[0], optimizers[0])
+    )
+
+
+def _step(models: Sequence[nn.Module], optimizers: Sequence[Any], step: int) -> None:
+    rng = torch.Generator().manual_seed(step)
+    for of_all in zip(*(each.parameters() for each in models)):
+        full = torch.randn(of_all[0].shape, generator=rng)
+        for param in of_all:
+            param.grad = full.clone()
+            if isinstance(param, DTensor):
+                param.grad = distribute_tensor(full, param.device_mesh, param.placements)
+    for model, optimizer in zip(models, optimizers):
+        optimizer.step(_closure(model) if isinstance(optimizer, torch.optim.LBFGS) else None)
+
+
+def _closure(model: nn.Module) -> Callable[[], Tensor]:
+    """Return a closure that computes the gradients of half the squares of all parameters."""
+
+    def closure() -> Tensor:
+        for param in model.parameters():
+            param.grad = param.detach().clone()
+        return torch.tensor(1.0)
+
+    return closure
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    full = ours.full_tensor() if isinstance(ours, DTensor) else ours
+    return float((full - theirs).norm() / theirs.norm())
+
+
+def _resume(case: Case, model: nn.Module, optimizer: Any) -> str:
+    """Save, load into another sharded model, and step both; return what came of it."""
+    try:
+        full, state = graphshard.full_state_dict(model, optimizer)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        again = graphshard.shard(Model(case.even), mesh)
+        resumed = case.build(again)
+        graphshard.load_full_state_dict(again, full, resumed, state)
+        _step((model, again), (optimizer, resumed), STEPS)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    pairs = zip(model.parameters(), again.parameters())
+    same = all(torch.equal(_local(ours), _local(theirs)) for ours, theirs in pairs)
+    return SAME if same else "differs"
+
+
+def _local(param: Tensor) -> Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param

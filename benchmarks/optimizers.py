@@ -1,0 +1,206 @@
+"""Which optimizers work on sharded parameters, and what does a step of Muon cost?
+
+    python -m benchmarks.optimizers [--layers 8] [--dim 320] [--steps 7] [--warm-up 2]
+
+Muon: steps of all matrices of a GPT's blocks over gloo on the CPU, no forward and backward, by
+torch.optim.Muon on DTensors and by graphshard.optim.Muon, interleaved step by step. Bytes are what
+a rank sends in a step, the mean over ranks, by a process group that counts. Memory is the largest
+resident memory of a rank during a step, above what it was before, in processes of their own.
+
+The table: benchmarks/optimizer_table.py. Optimizers of packages that are not installed are left out
+(pip install torchao transformers schedulefree pytorch_optimizer).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Sequence
+from statistics import mean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import graphshard
+from benchmarks import common
+from benchmarks.gpt import GPT
+from benchmarks.memory import give_memory_back, peak_of
+from benchmarks.models import parameter_bytes
+from benchmarks.optimizer_table import CASES, SAME, Case, Outcome, try_out
+from tests import ranks, recording
+
+NUM_RANKS = (2, 4)
+HEAD_DIM, VOCAB, CONTEXT = 32, 512, 64
+THEIRS, OURS = "torch.optim.Muon", "graphshard.optim.Muon"
+MUONS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    THEIRS: torch.optim.Muon,
+    OURS: graphshard.optim.Muon,
+}
+LIMIT_S = 600.0
+SENT = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0, "all_to_all": 1.0}
+"""By kind of collective, how often the bytes of its full buffers are sent, by all ranks together
+and but for the part that stays at home."""
+
+
+# --- on a rank -----------------------------------------------------------------------------------
+
+
+def _stepped(dim: int, layers: int) -> tuple[nn.Module, dict[str, Callable[[], object]]]:
+    """Return a sharded model with gradients, and a step of each Muon."""
+    device = torch.device("cpu")
+    model = GPT.seeded(
+        device, dim=dim, layers=layers, head_dim=HEAD_DIM, vocab=VOCAB, context=CONTEXT
+    )
+    graphshard.shard(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    matrices = [param for param in model.blocks.parameters() if param.ndim == 2]
+    for param in matrices:
+        param.grad = torch.randn_like(param)
+    optimizers = {name: kind(matrices, lr=1e-3) for name, kind in MUONS.items()}
+    return model, {name: optimizer.step for name, optimizer in optimizers.items()}
+
+
+def time_steps(dim: int, layers: int, steps: int, warm_up: int) -> dict[str, list[float]]:
+    """Return the seconds of each step, by way; the slowest rank's are those of all."""
+    device, (_, runs) = torch.device("cpu"), _stepped(dim, layers)
+
+    def timed(run: Callable[[], object]) -> float:
+        dist.barrier()
+        return common.timed(lambda: (run(), dist.barrier()), device).done_s
+
+    of = {name: (lambda run=run: timed(run)) for name, run in runs.items()}
+    return common.interleave(of, steps, warm_up)
+
+
+def count_bytes(dim: int, layers: int) -> dict[str, float]:
+    """Return the bytes that a rank sends in a step, the mean over ranks, by way."""
+    _, runs = _stepped(dim, layers)
+    sent = {}
+    for name, run in runs.items():
+        run()  # ranks agree on the first step
+        recording.clear()
+        run()
+        world = dist.get_world_size()
+        full = sum(SENT[event.kind] * event.bytes for event in recording.collectives())
+        sent[name] = full * (world - 1) / world
+    return sent
+
+
+def step_memory(name: str, dim: int, layers: int) -> int:
+    """Return the bytes of this rank's peak in a step, above those before."""
+    give_memory_back()
+    model, runs = _stepped(dim, layers)
+    runs[name]()
+    memory = peak_of(runs[name], parameter_bytes(model))
+    return memory.peak - memory.before
+
+
+# --- in the parent -------------------------------------------------------------------------------
+
+
+def _muon_rows(args: argparse.Namespace, num_ranks: int) -> list[list[str]]:
+    size = (args.dim, args.layers)
+    timing = ranks.run(num_ranks, time_steps, *size, args.steps, args.warm_up, timeout_s=LIMIT_S)
+    seconds = {name: [max(of) for of in zip(*(by[name] for by in timing))] for name in MUONS}
+    counted = ranks.run_fresh(num_ranks, count_bytes, *size, backend=recording.BACKEND)
+    rows = []
+    for name in MUONS:
+        peaks = ranks.run_fresh(num_ranks, step_memory, name, *size, timeout_s=LIMIT_S)
+        half = median(seconds[name])
+        rows.append(
+            [
+                f"{name}, {num_ranks} ranks",
+                f"{half * 1e3:.0f}",
+                f"{min(seconds[name]) * 1e3:.0f}",
+                f"{half / median(seconds[THEIRS]):.2f}",
+                f"{mean(by[name] for by in counted) / 1e6:.1f}",
+                f"{max(peaks) / 1e6:.1f}",
+            ]
+        )
+    return rows
+
+
+def _muon_table(args: argparse.Namespace) -> str:
+    headers = ["Muon", "median ms", "min ms", "ratio", "MB sent by a rank", "peak MB of a step"]
+    return common.table(headers, [row for n in NUM_RANKS for row in _muon_rows(args, n)])
+
+
+def _outcome(case: Case) -> Outcome:
+    """Return what both ranks found, the worse of them."""
+    try:
+        found = ranks.run(2, try_out, case, timeout_s=120.0)
+    except ranks.RankError as error:
+        return Outcome(f"ranks fail apart: {error.failures[0].text.splitlines()[-1]}")
+    return max(found, key=lambda o: (o.error is not None, o.difference, o.state != SAME))
+
+
+def _table_row(case: Case) -> list[str]:
+    outcome = _outcome(case)
+    if outcome.error is not None:
+        result, state = f"raises `{_shortened(outcome.error)}`", "-"
+    else:
+        result = f"{outcome.difference:.0e} apart" if outcome.difference else SAME
+        state = outcome.state if outcome.state == SAME else f"`{_shortened(outcome.state)}`"
+    row = [f"`{case.name}`", result, state, case.why or "works on each element"]
+    common.show(" | ".join(row))
+    return row
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 110 else text[:107] + "..."
+
+
+def _versions(cases: Sequence[Case]) -> str:
+    packages = dict.fromkeys(case.package for case in cases if case.package != "graphshard")
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = common.new_parser(__doc__)
+    common.add_counts(parser, dim=320, layers=8, steps=7, warm_up=2)
+    common.add_out(parser, "benchmarks/results/optimizers.md")
+    return parser.parse_args()
+
+
+def _size(args: argparse.Namespace) -> str:
+    device = torch.device("meta")
+    model: Any = GPT.seeded(
+        device, dim=args.dim, layers=args.layers, head_dim=HEAD_DIM, vocab=VOCAB, context=CONTEXT
+    )
+    matrices = [param for param in model.blocks.parameters() if param.ndim == 2]
+    millions = sum(param.numel() for param in matrices) / 1e6
+    return (
+        f"Matrices of the blocks of a GPT, d={args.dim}, {args.layers} layers: {len(matrices)} "
+        f"with {millions:.1f} M elements; {args.steps} steps after {args.warm_up}, interleaved."
+    )
+
+
+def main() -> None:
+    """Measure, try all optimizers, and write the report."""
+    args = _arguments()
+    heading = common.heading("benchmarks.optimizers", torch.device("cpu"))
+    muon = _muon_table(args)
+    common.show(heading, _size(args), muon)
+    tried = [case for case in CASES if importlib.util.find_spec(case.package)]
+    headers = ["optimizer", "beside an unsharded copy", "state saved and loaded", "why"]
+    table = common.table(headers, [_table_row(case) for case in tried])
+    common.write_report(
+        args.out,
+        [
+            "# Optimizers",
+            heading,
+            "## A step of Muon",
+            _size(args),
+            muon,
+            "## Optimizers on sharded parameters",
+            f"Two ranks, three steps with the gradients of an unsharded copy; {_versions(tried)}.",
+            table,
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Optimizers of torch and transformers on sharded parameters, beside an unsharded copy: those that
+work, with their state saved and loaded, and those that raise, with the cause that the table has."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.optimizer_table import CASES, SAME, Case, try_out
+from tests import ranks
+
+PACKAGES = ("torch", "graphshard", "transformers")
+TRIED = [case for case in CASES if case.package in PACKAGES]
+
+
+@pytest.mark.parametrize("case", TRIED, ids=[case.name for case in TRIED])
+def test_the_table_is_right(case: Case) -> None:
+    for outcome in ranks.run(2, try_out, case):
+        if case.error is not None:
+            assert outcome.error is not None and case.error in outcome.error
+            continue
+        assert outcome.error is None
+        assert outcome.difference <= case.tolerance
+        assert (outcome.state == SAME) == case.keeps_state
+
+
+def test_every_row_has_a_name_and_a_reason() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+    assert all(case.why for case in CASES if case.error or case.tolerance)
