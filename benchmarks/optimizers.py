@@ -5,7 +5,7 @@
 Muon: steps of all matrices of a GPT's blocks over gloo on the CPU, no forward and backward, by
 torch.optim.Muon on DTensors and by graphshard.optim.Muon, interleaved step by step. Bytes are what
 a rank sends in a step, the mean over ranks, by a process group that counts. Memory is the largest
-resident memory of a rank during a step, above what it was before, in processes of their own.
+resident memory of a rank during a step, above what it was before.
 
 The table: benchmarks/optimizer_table.py. Optimizers of packages that are not installed are left out
 (pip install torchao transformers schedulefree pytorch_optimizer).
@@ -75,27 +75,20 @@ def time_steps(dim: int, layers: int, steps: int, warm_up: int) -> dict[str, lis
     return common.interleave(of, steps, warm_up)
 
 
-def count_bytes(dim: int, layers: int) -> dict[str, float]:
-    """Return the bytes that a rank sends in a step, the mean over ranks, by way."""
-    _, runs = _stepped(dim, layers)
-    sent = {}
-    for name, run in runs.items():
-        run()  # ranks agree on the first step
-        recording.clear()
-        run()
-        world = dist.get_world_size()
-        full = sum(SENT[event.kind] * event.bytes for event in recording.collectives())
-        sent[name] = full * (world - 1) / world
-    return sent
+def sent_and_peak(dim: int, layers: int) -> dict[str, tuple[float, int]]:
+    """Return, by way, the bytes that a rank sends in a step, and those of its peak above before.
 
-
-def step_memory(name: str, dim: int, layers: int) -> int:
-    """Return the bytes of this rank's peak in a step, above those before."""
+    What is sent is the mean over ranks.
+    """
     give_memory_back()
-    model, runs = _stepped(dim, layers)
-    runs[name]()
-    memory = peak_of(runs[name], parameter_bytes(model))
-    return memory.peak - memory.before
+    (model, runs), world, found = _stepped(dim, layers), dist.get_world_size(), {}
+    for name, run in runs.items():
+        run()  # makes the state, and ranks agree
+        recording.clear()
+        memory = peak_of(run, parameter_bytes(model))
+        full = sum(SENT[event.kind] * event.bytes for event in recording.collectives())
+        found[name] = full * (world - 1) / world, memory.peak - memory.before
+    return found
 
 
 # --- in the parent -------------------------------------------------------------------------------
@@ -105,10 +98,10 @@ def _muon_rows(args: argparse.Namespace, num_ranks: int) -> list[list[str]]:
     size = (args.dim, args.layers)
     timing = ranks.run(num_ranks, time_steps, *size, args.steps, args.warm_up, timeout_s=LIMIT_S)
     seconds = {name: [max(of) for of in zip(*(by[name] for by in timing))] for name in MUONS}
-    counted = ranks.run_fresh(num_ranks, count_bytes, *size, backend=recording.BACKEND)
+    task = (sent_and_peak, *size)
+    found = ranks.run_fresh(num_ranks, *task, backend=recording.BACKEND, timeout_s=LIMIT_S)
     rows = []
     for name in MUONS:
-        peaks = ranks.run_fresh(num_ranks, step_memory, name, *size, timeout_s=LIMIT_S)
         half = median(seconds[name])
         rows.append(
             [
@@ -116,8 +109,8 @@ def _muon_rows(args: argparse.Namespace, num_ranks: int) -> list[list[str]]:
                 f"{half * 1e3:.0f}",
                 f"{min(seconds[name]) * 1e3:.0f}",
                 f"{half / median(seconds[THEIRS]):.2f}",
-                f"{mean(by[name] for by in counted) / 1e6:.1f}",
-                f"{max(peaks) / 1e6:.1f}",
+                f"{mean(by[name][0] for by in found) / 1e6:.1f}",
+                f"{max(by[name][1] for by in found) / 1e6:.1f}",
             ]
         )
     return rows

@@ -68,7 +68,9 @@ def plan_buckets(
             may have one matrix for each rank, whatever its bytes.
     """
     order = sorted(range(len(specs)), key=lambda i: (-specs[i].cost, specs[i], i))
-    owners, buckets, held, num_bytes = _owners(specs, order, num_ranks), [], [], 0
+    owners, num_bytes = _owners(specs, order, num_ranks), 0
+    buckets: list[Bucket] = []
+    held: list[int] = []
     for i in order:
         grown = num_bytes + specs[i].num_bytes
         if len(held) >= num_ranks and grown > max_bytes_per_rank * num_ranks:
