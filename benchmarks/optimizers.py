@@ -103,6 +103,7 @@ def _muon_rows(args: argparse.Namespace, num_ranks: int) -> list[list[str]]:
     rows = []
     for name in MUONS:
         half = median(seconds[name])
+        common.show(f"{name}, {num_ranks} ranks: {half * 1e3:.0f} ms")
         rows.append(
             [
                 f"{name}, {num_ranks} ranks",

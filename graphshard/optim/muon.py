@@ -274,7 +274,7 @@ def _orthogonalized(matrices: Tensor, group: Group) -> Tensor:
 
 def _apply(param: Tensor, group: Group, rows: Tensor) -> None:
     """Decay this rank's rows of ``param`` and step along ``rows``, as ``torch.optim.Muon`` does."""
-    lr = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
+    lr: Any = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
     own = _local(param)
     own.mul_(1 - lr * group["weight_decay"])
     factor = _lr_factor(group["adjust_lr_fn"], *param.shape)
