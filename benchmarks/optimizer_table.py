@@ -29,8 +29,8 @@ NORM = "divides by a norm in place, which DTensors refuse while it is a sum over
 FLATTENS = "flattens parameters to a vector, which DTensors refuse where rows are uneven"
 MIXES = "makes plain tensors of its own and mixes them with DTensors"
 OTHERS_CODE = (
-    "torch caches its compiled step, and gives a rank the code of another one with more rows: works "
-    "with TORCHINDUCTOR_AUTOGRAD_CACHE=0, but full_state_dict cannot take its state"
+    "torch caches its compiled step, and gives a rank that of another with more rows: works with "
+    "TORCHINDUCTOR_AUTOGRAD_CACHE=0, but full_state_dict cannot take its state"
 )
 GPU = "runs on GPUs alone: offload_policy offloads state, too"
 

@@ -35,7 +35,7 @@ from .row_exchange import InFlight, RowExchange
 from .spread import Bucket, MatrixSpec, plan_buckets
 
 Group = dict[str, Any]
-BUCKET_BYTES = 64 * 2**20
+BUCKET_BYTES = 8 * 2**20
 """Bytes of a bucket's matrices for each rank. Up to three buckets are there at a time."""
 
 
