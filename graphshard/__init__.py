@@ -3,7 +3,7 @@
 model = torch.compile(model, backend=graphshard.backend(mesh))
 """
 
-from . import optim
+from . import optim as optim
 from .backend import Backend, backend, shard
 from .options.float8_policy import Float8Policy
 from .options.schedule_policy import SchedulePolicy
@@ -32,7 +32,6 @@ __all__ = [
     "materialize",
     "memory_report",
     "no_sync",
-    "optim",
     "set_gradient_divide_factor",
     "set_requires_all_reduce",
     "set_requires_gradient_sync",
