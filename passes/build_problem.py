@@ -187,8 +187,8 @@ def _positions_of_kernels(
     """Return where each node runs: fused ones with the first of their kernel (``min_order`` in
     torch/_inductor/scheduler.py), or behind what the kernel reads where that is computed later."""
     runs_at, last = dict(position), len(position) - 1
-    for region in values.regions:
-        nodes = [node for node in region.nodes if node in position]
+    for kernel in values.fused_kernels:
+        nodes = [node for node in kernel.nodes if node in position]
         sources = {values.roots[used] for node in nodes for used in node.all_input_nodes}
         computed = [runs_at[source] for source in sources - set(nodes) if source in runs_at]
         first = min((position[node] for node in nodes), default=0)

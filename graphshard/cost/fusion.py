@@ -1,14 +1,14 @@
 """Which nodes share a kernel: a guess at what Inductor does, for the cost model.
 
-    x ─► mm ─► add ─► var_mean ─► sub ─► mul ─► mm         one region: add ... mul. It reads what mm
+    x ─► mm ─► add ─► var_mean ─► sub ─► mul ─► mm         one kernel: add ... mul. It reads what mm
                 │                         │                wrote and what add adds, and writes what
                 └─────────► output        └─► output       others use: each once; views are free.
 
-[Note: regions] A region is a set of nodes that become one kernel. Pointwise nodes, and reductions
-over the last dimensions, share a region with those that they read from or are read by, unless a
-path between the two leads through another kernel. A reduction over other dimensions, or over all of
-them, loops differently. Its region has the pointwise nodes that serve nothing else, and other such
-reductions over what it reads; whoever uses its result is in another region.
+[Note: fused kernels] Pointwise nodes, and reductions over the last dimensions, share a kernel with
+those that they read from or are read by, unless a path between the two leads through another
+kernel. A reduction over other dimensions, or over all of them, loops differently. Its kernel has
+the pointwise nodes that serve nothing else, and other such reductions over what it reads; whoever
+uses its result is in another kernel.
 """
 
 from __future__ import annotations
@@ -126,9 +126,9 @@ class GraphValues:
             self.roots[node] = self.roots[inputs[0]] if is_view else node
 
     @functools.cached_property
-    def regions(self) -> list[Region]:
-        """All regions of the graph, in the order of their first nodes."""
-        return _find_regions(self)
+    def fused_kernels(self) -> list[FusedKernel]:
+        """All fused kernels of the graph, in the order of their first nodes."""
+        return _find_kernels(self)
 
     def read_bytes(
         self, node: fx.Node, reads: ReadBytes, computed_inside: Container[fx.Node] = ()
@@ -176,12 +176,12 @@ def _num_bytes(value: Any) -> float:
     return 0.0
 
 
-# --- regions -------------------------------------------------------------------------------------
+# --- fused kernels -------------------------------------------------------------------------------
 
 
 @dataclass
-class Region:
-    """Nodes that become one kernel; see [Note: regions].
+class FusedKernel:
+    """Nodes that become one kernel; see [Note: fused kernels].
 
     Attributes:
         nodes: in graph order; a dict as an ordered set.
@@ -198,29 +198,29 @@ class Region:
         return next(reversed(self.nodes))
 
 
-def _find_regions(values: GraphValues) -> list[Region]:
-    regions: dict[fx.Node, Region] = {}
-    for node, representative in _region_representatives(values).items():
-        regions.setdefault(representative, Region()).nodes[node] = None
-    for region in regions.values():
+def _find_kernels(values: GraphValues) -> list[FusedKernel]:
+    kernels: dict[fx.Node, FusedKernel] = {}
+    for node, representative in _kernel_representatives(values).items():
+        kernels.setdefault(representative, FusedKernel()).nodes[node] = None
+    for kernel in kernels.values():
         reads: ReadBytes = {}
-        for node in region.nodes:
-            region.num_bytes += values.read_bytes(node, reads, region.nodes)
-            if any(user not in region.nodes for user in values.users(node)):
-                region.num_bytes += values.num_bytes[node]
+        for node in kernel.nodes:
+            kernel.num_bytes += values.read_bytes(node, reads, kernel.nodes)
+            if any(user not in kernel.nodes for user in values.users(node)):
+                kernel.num_bytes += values.num_bytes[node]
             if aten_name(node.target) in _SPECIAL:
-                region.num_special += math.prod(shape_of(node.meta["val"]))
-    return list(regions.values())
+                kernel.num_special += math.prod(shape_of(node.meta["val"]))
+    return list(kernels.values())
 
 
-def _region_representatives(values: GraphValues) -> dict[fx.Node, fx.Node]:
-    """Return every fused node, in graph order, with the one node that stands for its region.
+def _kernel_representatives(values: GraphValues) -> dict[fx.Node, fx.Node]:
+    """Return every fused node, in graph order, with the one node that stands for its kernel.
 
     A node's stage is the number of kernels on the longest path that leads to its value. Nodes of a
-    region are of one stage, so that no path between two of them leads through another kernel.
+    kernel are of one stage, so that no path between two of them leads through another kernel.
     """
     column_nodes = _column_nodes(values)
-    regions: UnionFind[fx.Node] = UnionFind()
+    kernels: UnionFind[fx.Node] = UnionFind()
     stages: dict[fx.Node, int] = {}
     fused: dict[fx.Node, None] = {}
     first_reader: dict[tuple[int, fx.Node, tuple[int, ...]], fx.Node] = {}
@@ -237,18 +237,18 @@ def _region_representatives(values: GraphValues) -> dict[fx.Node, fx.Node]:
         fused[node] = None
         for source in sources:
             if source in fused and stages[source] == stage:
-                regions.union(source, node)
+                kernels.union(source, node)
             elif node in column_nodes:
                 # Loops over columns that read the same value become one.
                 key = (stage, source, shape_of(source.meta.get("val")))
-                regions.union(first_reader.setdefault(key, node), node)
-    return {node: regions[node] for node in fused}
+                kernels.union(first_reader.setdefault(key, node), node)
+    return {node: kernels[node] for node in fused}
 
 
 def _needs_new_kernel(
     source: fx.Node, node: fx.Node, values: GraphValues, column_nodes: Container[fx.Node]
 ) -> bool:
-    """Return whether ``node`` cannot be in the region of ``source``, from which it reads."""
+    """Return whether ``node`` cannot be in the kernel of ``source``, from which it reads."""
     if values.kinds[source] not in FUSED:
         return False  # its stage counts its own kernel already
     ends_loop = values.kinds[source] == NodeKind.REDUCTION and source in column_nodes

@@ -63,9 +63,9 @@ def values_without_memory(values: GraphValues) -> WithoutMemory:
     """Return the nodes whose values are never in memory."""
     inside = frozenset(
         node
-        for region in values.regions
-        for node in region.nodes
-        if all(user in region.nodes for user in values.users(node))
+        for kernel in values.fused_kernels
+        for node in kernel.nodes
+        if all(user in kernel.nodes for user in values.users(node))
     )
     inlined = _inlined(values)
     return WithoutMemory(inside - inlined, inlined)

@@ -17,7 +17,7 @@ from torch import fx
 from ..kinds import HOST_COPIES, TransferKind
 from .fallback import find_or, read_or
 from .flops import Flops, flops
-from .fusion import GraphValues, NodeKind, Region
+from .fusion import FusedKernel, GraphValues, NodeKind
 from .hardware import COLLECTIVE_KINDS, Hardware, Interconnect
 from .memory import WithoutMemory, values_without_memory
 
@@ -58,7 +58,7 @@ class CostModel:
     ) -> dict[fx.Node, float]:
         """Return the time of every node of a functional ATen graph; all have ``meta["val"]``.
 
-        The last node of a region (see [Note: regions] in ``fusion``) has the region's time, its
+        The last node of a kernel (see [Note: fused kernels] in ``fusion``) has its time, its
         others have 0. So have inputs, outputs, views, collectives, and graphshard's ops that copy.
         Symbolic sizes count as they were when the graph was traced; sizes that depend on data count
         as the fallback of ``size_hint``.
@@ -74,8 +74,8 @@ class CostModel:
         for node, kind in values.kinds.items():
             if kind == NodeKind.KERNEL:
                 times[node] = self._kernel_us(node, values)
-        for region in values.regions:
-            times[region.last] = self._region_us(region)
+        for kernel in values.fused_kernels:
+            times[kernel.last] = self._fused_us(kernel)
         if self.node_cost is not None:
             times.update(_overrides(graph, self.node_cost))
         return times
@@ -147,9 +147,9 @@ class CostModel:
         moved_us = self.hardware.memory.us(num_bytes)
         return max(compute_us, moved_us) + self.hardware.launch_us
 
-    def _region_us(self, region: Region) -> float:
-        moved_us = self.hardware.memory.us(region.num_bytes)
-        special_us = region.num_special / self.hardware.special_per_s * 1e6
+    def _fused_us(self, kernel: FusedKernel) -> float:
+        moved_us = self.hardware.memory.us(kernel.num_bytes)
+        special_us = kernel.num_special / self.hardware.special_per_s * 1e6
         return max(moved_us, special_us) + self.hardware.launch_us
 
 

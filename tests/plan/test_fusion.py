@@ -1,4 +1,4 @@
-"""Which nodes share a kernel, by what their regions cost on a machine counted by hand."""
+"""Which nodes share a kernel, by what their kernels cost on a machine counted by hand."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_views_are_free_and_read_in_part_or_once() -> None:
     assert costs[half] == costs[wide] == costs[flat] == 0
 
 
-def test_a_reduction_over_rows_stays_in_its_region() -> None:
+def test_a_reduction_over_rows_stays_in_its_kernel() -> None:
     graph = Graph()
     x = graph.input(10, 10)
     total = graph(aten.sum.dim_IntList, x, [-1], True)
