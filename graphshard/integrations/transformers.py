@@ -22,9 +22,10 @@ import torch
 from torch import nn
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.utils import is_peft_available
 
 from .._torch.nn import remove_forward_hooks
-from ..params.full_state_dict import full_state_dict
+from ..params.full_state_dict import StateDict, full_state_dict
 from .accelerate import ShardedAccelerator, prepare
 from .compiled_in_place import is_sharded, may_be_moved
 from .pretrained import from_pretrained as from_pretrained
@@ -44,7 +45,7 @@ class ShardedTrainerMixin(Trainer):
 
     Raises:
         ValueError: when training begins: ``args`` sets another strategy or compiler (``fsdp``,
-            ``deepspeed``, ``torch_compile``), or ``save_on_each_node``.
+            ``deepspeed``, ``torch_compile``), or ``save_on_each_node``; peft learns prompts.
     """
 
     model: Any
@@ -68,6 +69,7 @@ class ShardedTrainerMixin(Trainer):
                 raise ValueError(
                     "save_on_each_node=True: set it to False, only one rank has the full model"
                 )
+            _check_can_be_saved(model)
             checkpointing: Any = self.args.activation_checkpointing_kwargs or {}
             if not checkpointing.get("use_reentrant"):
                 _remove_input_hooks(model)
@@ -77,7 +79,7 @@ class ShardedTrainerMixin(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write the full model on the first rank; all ranks have to call it."""
         if state_dict is None and is_sharded(self.model):
-            state_dict = full_state_dict(self.model)
+            state_dict = _to_save(self.model)
         super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -105,6 +107,25 @@ class ShardedTrainerMixin(Trainer):
             )
             schedule = torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True)
             self.lr_scheduler.load_state_dict(schedule)
+
+
+def _to_save(model: nn.Module) -> StateDict:
+    """Return what of a sharded model is written, on the first rank: of a peft model the adapters."""
+    if is_peft_available():
+        from peft import PeftModel
+
+        from .peft import adapter_state_dict
+
+        if isinstance(model, PeftModel):
+            return adapter_state_dict(model)
+    return full_state_dict(model)
+
+
+def _check_can_be_saved(model: nn.Module) -> None:
+    if is_peft_available():
+        from .peft import check_can_be_saved
+
+        check_can_be_saved(model)
 
 
 def _remove_input_hooks(model: nn.Module) -> None:

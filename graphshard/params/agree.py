@@ -77,7 +77,7 @@ def raise_if_different(
     if _all_agree(descriptions, fault, groups):
         return
     rank = dist.get_rank(process_group(groups.all_ranks))
-    first = _broadcast(descriptions, 0, groups)
+    first = value_of_rank(descriptions, 0, groups)
     difference = None if fault is not None else _difference(first, descriptions, rank, advice)
     if fault is not None:
         difference = f"rank {rank} of the mesh: {fault}"
@@ -114,7 +114,7 @@ def first_text(text: str | None, groups: MeshGroups, *, turn: int = 0) -> str | 
     nobody = 2 * num_ranks
     own = nobody if text is None else turn * num_ranks + rank
     first = -_max_over_ranks([-own], groups)[0]
-    return None if first == nobody else _broadcast(text, first % num_ranks, groups)
+    return None if first == nobody else value_of_rank(text, first % num_ranks, groups)
 
 
 def _all_agree(descriptions: Mapping[str, str], fault: str | None, groups: MeshGroups) -> bool:
@@ -136,8 +136,8 @@ def _max_over_ranks(values: Sequence[int], groups: MeshGroups) -> list[int]:
     return result
 
 
-def _broadcast(value: T, rank: int, groups: MeshGroups) -> T:
-    """Return the value of one rank of the mesh."""
+def value_of_rank(value: T, rank: int, groups: MeshGroups) -> T:
+    """Return, on all ranks, the value of one rank of the mesh."""
     group, box = process_group(groups.all_ranks), [value]
     source = dist.get_global_rank(group, rank)
     dist.broadcast_object_list(box, source, group=group)

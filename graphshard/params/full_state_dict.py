@@ -9,7 +9,7 @@ its shards and the result. ``graphshard.params.load_full_state_dict`` goes the o
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any, TypeVar, overload
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._torch.nn import COMPILED_PREFIX, set_versions, uncompiled, versions_of
+from .agree import raise_if_different
 from .full_tensor import gather
 from .mesh_groups import MeshGroups
 from .sharded_param import sharded_param_of
@@ -28,17 +29,20 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 @overload
-def full_state_dict(model: nn.Module) -> StateDict: ...
+def full_state_dict(model: nn.Module, *, names: Collection[str] | None = None) -> StateDict: ...
 
 
 @overload
 def full_state_dict(
-    model: nn.Module, optim: torch.optim.Optimizer
+    model: nn.Module, optim: torch.optim.Optimizer, *, names: Collection[str] | None = None
 ) -> tuple[StateDict, dict[str, Any]]: ...
 
 
 def full_state_dict(
-    model: nn.Module, optim: torch.optim.Optimizer | None = None
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None = None,
+    *,
+    names: Collection[str] | None = None,
 ) -> StateDict | tuple[StateDict, dict[str, Any]]:
     """Return the unsharded state dict of ``model``, on the host of the mesh's first rank.
 
@@ -50,22 +54,45 @@ def full_state_dict(
         optim: its state is wanted, too: with names of parameters, not numbers, as
             ``torch.distributed.checkpoint.state_dict`` has it, whose ``set_optimizer_state_dict``
             loads it into the optimizer of a plain model.
+        names: in the model's state dict, of what is wanted and gathered, the same on all ranks:
+            adapters alone, say. None: of everything.
 
     Returns:
         The state dict; with ``optim``, that of the model and that of the optimizer. They are empty
         on all other ranks. Tied weights are one tensor.
 
     Raises:
-        ValueError: ``model`` is no module, ``optim`` no optimizer of it, or a parameter is on the
-            meta device.
+        ValueError: ``model`` is no module, ``optim`` no optimizer of it, a parameter is on the
+            meta device, or ``names`` has one that the state dict has not.
+        BackendError: on all ranks, if ``names`` differs between them.
     """
     root = checked_module(model, optim)
-    is_first = is_first_rank(mesh_groups_of(root))
+    groups = mesh_groups_of(root)
+    is_first = is_first_rank(groups)
     state = root.state_dict(keep_vars=True)
+    if names is not None:
+        state = _of_names(state, names, groups)
     full: StateDict = OrderedDict((plain_name(n), v) for n, v in _gathered(state, is_first).items())
     if is_first:
         set_versions(full, plain_versions(state))
     return full if optim is None else (full, _gathered_optimizer(root, optim, is_first))
+
+
+def _of_names(
+    state: Mapping[str, Any], names: Collection[str], groups: MeshGroups | None
+) -> StateDict:
+    """Return the entries of a state dict that are wanted, in its order, with its versions."""
+    wanted = {names} if isinstance(names, str) else set(names)
+    unknown = sorted(wanted - {plain_name(name) for name in state})
+    fault = f"names has {unknown[0]!r}, which the state dict has not" if unknown else None
+    if groups is not None:
+        advice = "All ranks have to ask for the same names: is one chosen by rank?"
+        raise_if_different(dict.fromkeys(wanted, "wanted"), groups, fault=fault, advice=advice)
+    elif fault is not None:
+        raise ValueError(fault)
+    chosen: StateDict = OrderedDict((n, v) for n, v in state.items() if plain_name(n) in wanted)
+    set_versions(chosen, versions_of(state))
+    return chosen
 
 
 def checked_module(

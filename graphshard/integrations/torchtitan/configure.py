@@ -115,9 +115,22 @@ def parallelize(
     made = backend(**options)
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
+        _count_tokens_once(model)
     shard_and_compile(model, made, options)
     set_gradient_divide_factor(model, 1.0)
     return model
+
+
+def _count_tokens_once(model: nn.Module) -> None:
+    """Have torchtitan take the counts of experts' tokens as they are.
+
+    It halves those of a checkpointed block, rounding down, before it compares them with their mean
+    to balance experts: op by op, recomputation counts a second time. A compiled graph does not, and
+    halves of odd counts would move the bias of some experts the wrong way.
+    """
+    for module in model.modules():
+        if hasattr(module, "checkpoint_impl"):  # what it tells checkpointed blocks by
+            module.checkpoint_impl = None  # type: ignore[assignment]
 
 
 def _check(dims: ParallelDims, parallelism: ParallelismConfig) -> None:
