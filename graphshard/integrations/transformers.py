@@ -110,7 +110,7 @@ class ShardedTrainerMixin(Trainer):
 
 
 def _to_save(model: nn.Module) -> StateDict:
-    """Return what of a sharded model is written, on the first rank: of a peft model the adapters."""
+    """Return in full, on the first rank, what is written: of a peft model the adapters alone."""
     if is_peft_available():
         from peft import PeftModel
 

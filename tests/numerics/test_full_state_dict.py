@@ -122,6 +122,25 @@ def test_plain_torch_loads_it_and_trains_on(setup: str, tmp_path: Path) -> None:
     assert _next_losses(plain, optim, kind) == pytest.approx(losses, rel=1e-4)
 
 
+def _some_names() -> None:
+    model = torch.compile(GPT(), backend="eager")
+    graphshard.shard(model, world_mesh())
+    every = graphshard.full_state_dict(model)
+    wanted = ["head.weight", "tokens.weight"]
+    state = graphshard.full_state_dict(model, names=wanted[:: 1 - 2 * dist.get_rank()])
+    if dist.get_rank() == 0:
+        assert sorted(state) == wanted and state._metadata == every._metadata
+        assert all(torch.equal(value, every[name]) for name, value in state.items())
+    with pytest.raises(ValueError, match="names has 'wrong', which the state dict has not"):
+        graphshard.full_state_dict(model, names=wanted if dist.get_rank() == 0 else ["wrong"])
+    with pytest.raises(ValueError, match=r"'head.weight' differs.*same names: is one chosen by"):
+        graphshard.full_state_dict(model, names=wanted[dist.get_rank() :])
+
+
+def test_what_is_named_is_gathered_alone() -> None:
+    ranks.run(2, _some_names)
+
+
 def _keep_tied_and_versions() -> None:
     model = graphshard.shard(GPT(), world_mesh())
     state = graphshard.full_state_dict(model)

@@ -24,6 +24,7 @@ from transformers.utils import logging
 
 import graphshard
 from graphshard.integrations.accelerate import prepare
+from graphshard.integrations.peft import adapter_state_dict
 from graphshard.integrations.transformers import (
     ShardedTrainer,
     ShardedTrainerMixin,
@@ -177,6 +178,8 @@ def _adapters(folder: str) -> None:
     plain = peft.PeftModel.from_pretrained(ZOO["llama"].build(), f"{folder}/checkpoint-{STEPS}")
     loaded = dict(plain.named_parameters())
     adapters = [name for name in weights if "lora_" in name]
+    state = adapter_state_dict(first.model)  # nothing else is gathered
+    assert set(state) == (set(adapters) if dist.get_rank() == 0 else set())
     assert adapters and all(torch.equal(weights[name], loaded[name]) for name in adapters)
 
 
@@ -189,6 +192,11 @@ def _refuse(folder: str) -> None:
         _trainer(folder, torch_compile=True).train()
     with pytest.raises(ValueError, match="save_on_each_node=True"):
         _trainer(folder, save_on_each_node=True).train()
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(
+        ValueError, match="PROMPT_TUNING, which peft saves by a forward on one rank"
+    ):
+        _trainer(folder, peft.get_peft_model(ZOO["llama"].build(), prompts)).train()
 
 
 def test_what_shards_or_compiles_by_itself_is_refused(tmp_path: Path) -> None:
