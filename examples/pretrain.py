@@ -6,7 +6,8 @@
 
 It accumulates microbatches, clips, follows a cosine schedule, evaluates on all ranks, saves as it
 goes, resumes where it stopped (call it again with the same --out, on any number of ranks), and
-writes ``model.pt``, which a plain model loads.
+writes ``model.pt``, which a plain model loads. Its bar shows tokens per second, the MFU where the
+device's peak is known, and how much of a step is predicted to wait for communication.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import LambdaLR
 
 import graphshard
 
 VOCAB = 256
+PEAK = {"A100": 312.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
+"""TFLOP/s of bfloat16, dense, by device."""
 
 
 class Block(nn.Module):
@@ -124,18 +128,31 @@ def resume(out: Path, model: nn.Module, optim: torch.optim.Optimizer, cosine: La
     return int(folder.name[4:])
 
 
+def peak_of(args: argparse.Namespace) -> float | None:
+    """Return the TFLOP/s of this device in ``args.dtype``; None where they are not known."""
+    if args.peak or args.device.type != "cuda" or args.dtype != torch.bfloat16:
+        return args.peak
+    name = torch.cuda.get_device_name()
+    return next((peak for device, peak in PEAK.items() if device in name), None)
+
+
 def show_progress(
-    args: argparse.Namespace, num_params: int, done: int, loss: float, norm: float, seconds: float
+    args: argparse.Namespace,
+    backend: graphshard.Backend,
+    num_params: int,
+    done: int,
+    loss: float,
+    norm: float,
+    seconds: float,
 ) -> None:
     """Print a bar over the one of the step before."""
     tokens = args.batch * args.length * args.microbatches  # of one rank
-    mfu = f"  MFU {6 * num_params * tokens / seconds / args.peak / 1e10:.0f} %" if args.peak else ""
-    print(
-        f"\r{'█' * (20 * done // args.steps):░<20} {done}/{args.steps}  loss {loss:.4f}  "
-        f"norm {norm:.2f}  {tokens * dist.get_world_size() / seconds:,.0f} tokens/s{mfu} ",
-        end="",
-        flush=True,
-    )
+    speed = f"{tokens * dist.get_world_size() / seconds:,.0f} tokens/s"
+    if args.peak:
+        speed += f"  MFU {6 * num_params * tokens / seconds / args.peak / 1e10:.0f} %"
+    bar = f"{'█' * (20 * done // args.steps):░<20} {done}/{args.steps}"
+    waits = f"{backend.predicted_exposure():.0%} of it exposed communication (predicted)"
+    print(f"\r{bar}  loss {loss:.4f}  norm {norm:.2f}  {speed}  {waits} ", end="", flush=True)
 
 
 def read_bytes(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
@@ -155,6 +172,10 @@ def main() -> None:
     args.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if args.device.type == "cuda":
         torch.cuda.set_device(dist.get_node_local_rank())
+    args.dtype = getattr(
+        torch, args.dtype or ("bfloat16" if args.device.type == "cuda" else "float32")
+    )
+    args.peak = peak_of(args)
     mesh = init_device_mesh(args.device.type, (dist.get_world_size(),))
     is_first = dist.get_rank() == 0
     training, held_out = read_bytes(args)
@@ -162,9 +183,10 @@ def main() -> None:
     torch.manual_seed(0)
     with torch.device("meta"):
         model = GPT(args.width, args.depth, args.heads, args.length)
-    graphshard.materialize(graphshard.shard(model, mesh))
+    policy = MixedPrecisionPolicy(param_dtype=args.dtype, reduce_dtype=torch.float32)
+    graphshard.materialize(graphshard.shard(model, mesh, mp_policy=policy))
     num_params = sum(param.numel() for param in model.parameters())
-    backend = graphshard.backend(mesh, compiler=args.compiler, dump=args.dump)
+    backend = graphshard.backend(mesh, mp_policy=policy, compiler=args.compiler, dump=args.dump)
     compiled = torch.compile(model, backend=backend)
     optim = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.1)
     cosine = LambdaLR(optim, lambda step: 0.5 * (1 + math.cos(math.pi * step / args.steps)))
@@ -181,7 +203,7 @@ def main() -> None:
         value = loss.item() / dist.get_world_size()  # waits for the device
         if is_first:
             seconds = time.perf_counter() - began
-            show_progress(args, num_params, done, value, norm.item(), seconds)
+            show_progress(args, backend, num_params, done, value, norm.item(), seconds)
         if done % args.eval_every == 0 or done == args.steps:
             held = evaluate(compiled, held_out, args)
             if is_first:
@@ -211,6 +233,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--eval-batches", type=int, default=4)
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--peak", type=float, help="TFLOP/s of a device, for the MFU")
+    parser.add_argument("--dtype", help="to compute in; bfloat16 on GPUs, else float32")
     parser.add_argument("--compiler", default="inductor", choices=["inductor", "aot_eager"])
     parser.add_argument("--dump", type=Path, help="for plans and tables: what is exposed, and why")
     return parser.parse_args()

@@ -28,6 +28,7 @@ from ._torch.frames import CompiledCall, ToCompile, call_arguments, compiled_cal
 from ._torch.inductor import mode_options
 from .consensus.plan_consensus import PlanConsensus
 from .errors import BackendError
+from .kinds import GraphKind
 from .options.float8_policy import Float8Policy
 from .options.options import Options, default_mesh, hashable
 from .options.schedule_policy import SchedulePolicy
@@ -186,6 +187,21 @@ class Backend:
     def plans(self) -> list[Plan]:
         """The plan of every graph compiled so far, in order of compilation."""
         return [plan for graph in self._graphs for plan in graph.plans]
+
+    def predicted_exposure(self) -> float:
+        """Return which part of a training step's time compute waits for communication, predicted.
+
+        Every forward and backward graph compiled so far counts once; 0 before the first. The
+        hardware is that of ``schedule``, or the devices' entry of the table of hardware.
+        """
+        training = [
+            dump.totals
+            for graph in self._graphs
+            for dump in graph.dumps()
+            if dump.plan.graph != GraphKind.INFERENCE
+        ]
+        total_us = sum(totals.total_us for totals in training)
+        return sum(totals.exposed_us for totals in training) / total_us if total_us else 0.0
 
     def summary(self) -> str:
         """Return tables of what every compiled graph gathers and reduces, when, and its cost."""

@@ -1,13 +1,13 @@
 """The state of a sharded model and its optimizers in a folder, each rank writing its shards.
 
-It is a checkpoint of ``torch.distributed.checkpoint`` with two keys, ``model`` and ``optim``. Any
-number of ranks loads it, and ``python -m graphshard consolidate FOLDER model.safetensors --key
-model`` makes a plain file of it.
+It is a checkpoint of ``torch.distributed.checkpoint`` with the keys ``model`` and, where there are
+optimizers, ``optim``. Any number of ranks loads it, and ``python -m graphshard consolidate FOLDER
+model.safetensors --key model`` makes a plain file of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def save_sharded(
     Args:
         weights: False: the optimizers alone.
     """
-    dcp.save(_state(model, optimizers, weights), checkpoint_id=folder)
+    dcp.save(_state(model, list(optimizers), weights), checkpoint_id=folder)
 
 
 def load_sharded(
@@ -52,9 +52,12 @@ def load_sharded(
     dcp.load(state, checkpoint_id=folder)
     if weights:
         set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizers, state["optim"])
+    if optimizers:
+        set_optimizer_state_dict(model, optimizers, state["optim"])
 
 
-def _state(model: nn.Module, optimizers: Iterable[Optimizer], weights: bool) -> dict[str, Any]:
-    state = {"optim": get_optimizer_state_dict(model, list(optimizers))}
-    return {"model": get_model_state_dict(model), **state} if weights else state
+def _state(model: nn.Module, optimizers: Sequence[Optimizer], weights: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {"model": get_model_state_dict(model)} if weights else {}
+    if optimizers:  # a teacher has none
+        state["optim"] = get_optimizer_state_dict(model, optimizers)
+    return state

@@ -1,8 +1,10 @@
-"""Trains by every framework for some steps beside its own DDP, and makes a table of it.
+"""Trains by every framework for some steps beside its own DDP or FSDP2, and makes a table of it.
 
-    python -m tests.zoo [--out benchmarks/results/integrations.md]
+    python -m tests.zoo [--only NAME ...] [--out benchmarks/results/integrations.md]
 
-The loops are those of the tests, on 2 gloo ranks.
+The loops are those of the tests, on 2 gloo ranks. A framework that is not installed has a row that
+says so; torchtitan disputes versions of packages with others, and may need an environment of its
+own.
 """
 
 from __future__ import annotations
@@ -22,12 +24,28 @@ from benchmarks import common
 from tests import ranks
 
 STEPS = 20
-NOTE = f"""A small Llama of `transformers`, 2 CPU ranks over gloo, {STEPS} steps of SGD, two
-microbatches in each, clipped; `aot_eager`. "loss": the largest relative difference of a loss from
-the framework's own DDP. "saved": what is saved is loaded bitwise, and by a plain model where it is
-meant to be. "resumed": a training that goes on from a checkpoint ends bitwise as one that was not
-interrupted. "lines": of a script that change. SFT trains by its defaults, in bfloat16 with
-checkpointing, and resumes as the Trainer does."""
+NOTE = f"""2 CPU ranks over gloo, {STEPS} steps; `aot_eager`. Accelerate, Trainer, SFTTrainer,
+Lightning and Fabric train a small Llama of `transformers`, two microbatches in each step, clipped,
+by SGD; torchtitan its Qwen3 mixture of experts with activation checkpointing by AdamW; the plain
+loop a Llama by SGD.
+
+- "loss": the largest relative difference of a loss from the peer's. SFTTrainer trains by its
+  defaults, in bfloat16 with checkpointing; the others in float32 (torchtitan's experts compute in
+  bfloat16). torchtitan's FSDP2 makes the loss in chunks: with `whole_loss` in one piece.
+- "saved": what is saved, whole, is loaded by a plain model, and is bitwise what was trained.
+- "resumed": a training that goes on from a checkpoint ends bitwise as one that was not interrupted.
+- "lines": of a script that a user changes.
+
+"–": not asked of this framework's loop here. SFTTrainer resumes as the Trainer does."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found of a framework; None: not looked at."""
+
+    loss: float
+    saved: bool | None
+    resumed: bool | None
 
 
 @dataclass(frozen=True)
@@ -36,106 +54,138 @@ class Row:
 
     Attributes:
         package: whose version is told.
-        module: of the test that has the loops, in this folder.
-        trains: name of the function that trains beside DDP, and its arguments but a folder.
-        loss: finds the loss in what that returns.
-        resumes: name of the function that saves and resumes, and its arguments but a folder.
+        peer: beside which it trains.
+        script: whose loop it is.
+        lines: of a script that change.
+        measure: trains in a folder.
     """
 
     name: str
     package: str
-    module: str
-    trains: tuple[str, ...]
-    resumes: tuple[Any, ...] | None
+    peer: str
+    script: str
     lines: int
-    loss: Callable[[Any], float] = lambda found: found
-    takes_folder: bool = True
-    backend: str = "gloo"
+    measure: Callable[[str], Found]
 
 
-ROWS = [
-    Row(
-        "Accelerate",
-        "accelerate",
-        "test_accelerate",
-        ("beside_ddp", "no"),
-        ("save_and_resume",),
-        2,
-        lambda found: found[0],
-        takes_folder=False,
-    ),
-    Row(
-        "Trainer",
-        "transformers",
-        "test_trainer",
-        ("beside_ddp", False),
-        ("save_and_resume",),
-        2,
-        lambda found: found["loss"],
-    ),
-    Row("SFTTrainer", "trl", "test_sft", ("beside_ddp",), None, 4),
-    Row(
-        "Lightning",
-        "lightning",
-        "test_lightning",
-        ("beside_ddp",),
-        ("resume", False),
-        4,
-        backend="recording",
-    ),
-    Row(
-        "Fabric",
-        "lightning",
-        "test_lightning",
-        ("fabric_beside_ddp",),
-        None,
-        2,
-        backend="recording",
-    ),
-]
-
-
-def _with_steps(module: str, function: str, *args: Any) -> Any:
-    """Call a loop of a test with more steps; runs on a rank."""
+def _call(module: str, function: str, *args: Any, steps: int | None = STEPS) -> Any:
+    """Call a loop of a test, with more steps."""
     loops = importlib.import_module(f"tests.zoo.{module}")
-    before, loops.STEPS = loops.STEPS, STEPS
+    before = getattr(loops, "STEPS", None)
+    if steps is not None:
+        loops.STEPS = steps
     try:
         return getattr(loops, function)(*args)
     finally:
         loops.STEPS = before
 
 
-def _measure(row: Row) -> list[object]:
+def _on_ranks(
+    module: str, function: str, *args: Any, backend: str = "gloo", steps: int | None = STEPS
+) -> list[Any]:
+    found: list[Any] = ranks.run(
+        2, _call, module, function, *args, backend=backend, steps=steps, timeout_s=900
+    )
+    return found
+
+
+def _kept(module: str, function: str, *args: Any) -> dict[str, bool]:
+    """Return what both ranks keep, of a training of as few steps as the test's."""
+    found = _on_ranks(module, function, *args, steps=None)
+    return {
+        "saved": all(kept.saved for kept in found),
+        "resumed": all(kept.resumed for kept in found),
+    }
+
+
+def _accelerate(folder: str) -> Found:
+    losses = [found[0] for found in _on_ranks("test_accelerate", "beside_ddp", "no")]
+    return Found(max(losses), **_kept("test_accelerate", "save_and_resume", folder))
+
+
+def _trainer(folder: str) -> Found:
+    losses = [found["loss"] for found in _on_ranks("test_trainer", "beside_ddp", folder, False)]
+    return Found(max(losses), **_kept("test_trainer", "save_and_resume", folder))
+
+
+def _sft(folder: str) -> Found:
+    found = _on_ranks("test_sft", "beside_ddp", folder)
+    return Found(max(loss for loss, _ in found), all(saved for _, saved in found), None)
+
+
+def _lightning(folder: str) -> Found:
+    losses = _on_ranks("test_lightning", "beside_ddp", folder, backend="recording")
+    return Found(max(losses), **_kept("test_lightning", "resume", folder, False))
+
+
+def _fabric(folder: str) -> Found:
+    losses = _on_ranks("test_lightning", "fabric_beside_ddp", backend="recording")
+    return Found(max(losses), **_kept("test_lightning", "fabric_resume", folder, False))
+
+
+def _torchtitan(whole_loss: bool) -> Callable[[str], Found]:
+    def measure(folder: str) -> Found:
+        loss = _call("test_torchtitan", "experts_beside_fsdp2", Path(folder), whole_loss)
+        return Found(loss, None, _call("test_torchtitan", "resumes", Path(folder), steps=None))
+
+    return measure
+
+
+def _plain_loop(folder: str) -> Found:
+    compared = _on_ranks("training", "compare_with_fsdp2", "llama", STEPS, steps=None)
+    kept = _call("test_examples", "pretrain_and_resume", Path(folder))
+    return Found(max(found.loss_error for found in compared), *kept)
+
+
+ROWS = [
+    Row("Accelerate", "accelerate", "DDP", "test_accelerate.py", 2, _accelerate),
+    Row("Trainer", "transformers", "DDP", "test_trainer.py", 2, _trainer),
+    Row("SFTTrainer", "trl", "DDP", "test_sft.py", 4, _sft),
+    Row("Lightning", "lightning", "DDP", "test_lightning.py", 4, _lightning),
+    Row("Fabric", "lightning", "DDP", "test_lightning.py", 2, _fabric),
+    Row("torchtitan", "torchtitan", "FSDP2", "torchtitan.train", 1, _torchtitan(False)),
+    Row("torchtitan, whole_loss", "torchtitan", "FSDP2", "torchtitan.train", 1, _torchtitan(True)),
+    Row("a plain loop", "torch", "FSDP2", "training.py, pretrain.py", 1, _plain_loop),
+]
+
+
+def _cells(row: Row) -> list[object]:
+    try:
+        version = importlib.metadata.version(row.package)
+    except importlib.metadata.PackageNotFoundError:
+        return [row.name, f"{row.package} is not installed", row.script, row.peer]
     with tempfile.TemporaryDirectory() as folder:
-        function, *args = row.trains
-        given = [str(Path(folder, "trained"))] if row.takes_folder else []
-        found = ranks.run(
-            2, _with_steps, row.module, function, *given, *args, backend=row.backend, timeout_s=600
-        )
-        if row.resumes is not None:
-            loops = importlib.import_module(f"tests.zoo.{row.module}")
-            function, *args = row.resumes
-            ranks.run(2, getattr(loops, function), str(Path(folder, "saved")), *args, timeout_s=600)
-    version = importlib.metadata.version(row.package)
-    loss = max(map(row.loss, found))
-    resumed = "bitwise" if row.resumes is not None else "–"
-    return [row.name, f"{row.package} {version}", f"{loss:.1e}", "bitwise", resumed, row.lines]
+        found = row.measure(folder)
+    print(row.name, found, flush=True)
+    words = {None: "–", True: "bitwise", False: "DIFFERS"}
+    return [
+        row.name,
+        f"{row.package} {version}",
+        row.script,
+        row.peer,
+        f"{found.loss:.1e}",
+        words[found.saved],
+        words[found.resumed],
+        row.lines,
+    ]
 
 
 def main() -> None:
     """Print or write the table."""
     parser = common.new_parser(__doc__)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="rows of these packages")
     parser.add_argument("--out", type=Path)
-    out: Path | None = parser.parse_args().out
-    headers = ["framework", "version", "loss", "saved", "resumed", "lines"]
+    args = parser.parse_args()
+    rows = [row for row in ROWS if args.only is None or row.package in args.only]
+    headers = ["framework", "version", "script", "beside", "loss", "saved", "resumed", "lines"]
     paragraphs = [
         "# Inside other people's training loops",
         f"`python -m tests.zoo`, torch {torch.__version__}",
         NOTE,
-        tabulate(list(map(_measure, ROWS)), headers, tablefmt="github"),
+        tabulate(list(map(_cells, rows)), headers, tablefmt="github"),
     ]
     text = "\n\n".join(paragraphs) + "\n"
-    out.write_text(text) if out else print(text)
+    args.out.write_text(text) if args.out else print(text)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,44 @@
-"""What `torchrun` tells a process, for frameworks that ask for nothing else; and their singletons,
-which outlive a test in ranks that stay alive."""
+"""What tests of frameworks share: what `torchrun` tells a process, for frameworks that ask for
+nothing else; their singletons, which outlive a test in ranks that stay alive; a model, its data,
+and what is found of checkpoints."""
 
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from .models import causal_batch
+from .models import causal_batch, llama
+
+
+class Kept(NamedTuple):
+    """What of a training is kept, bitwise.
+
+    Attributes:
+        saved: what is saved is loaded by a plain model, on this rank.
+        resumed: a training that goes on from it ends as one that was not interrupted.
+    """
+
+    saved: bool
+    resumed: bool
+
+
+def small_llama() -> PreTrainedModel:
+    """Return a Llama of one layer: of two a test takes half as long again to compile."""
+    return llama(num_hidden_layers=1)
+
+
+def same(values: dict[str, Tensor], model: nn.Module | dict[str, Tensor]) -> bool:
+    """Return whether ``values`` are bitwise those of a plain model, or of another dictionary."""
+    others = model if isinstance(model, dict) else dict(model.named_parameters())
+    return values.keys() <= others.keys() and all(
+        torch.equal(v, others[n]) for n, v in values.items()
+    )
 
 
 def as_by_torchrun() -> None:

@@ -2,55 +2,98 @@
 
 from __future__ import annotations
 
+import os
+import runpy
 import shutil
+import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import peft
 import torch
+import torch.distributed.checkpoint as dcp
 
-from .models import ZOO
+from .launched import Kept, same, small_llama
 from .words import WORDS, tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _torchrun(example: str, *arguments: object) -> str:
-    """Return what an example prints."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+STANDALONE = ("--standalone", "--nproc_per_node=2")
+
+
+def _start(example: str, launch: Sequence[str], *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", *launch]
     command += [str(ROOT / "examples" / example), "--compiler=aot_eager", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ},
+    )
 
 
-def test_pretraining_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def _end(*started: subprocess.Popen[str]) -> str:
+    """Return what they print."""
+    printed = ""
+    try:
+        for process in started:
+            said, errors = process.communicate(timeout=240)
+            assert process.returncode == 0, errors[-4000:]
+            printed += said
+    finally:
+        for process in started:
+            process.kill()
+    return printed
+
+
+def _on_two_nodes(example: str, *arguments: object) -> str:
+    """Run one rank on each of two nodes, which are this machine."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    launch = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d"]
+    launch += [f"--rdzv_endpoint=127.0.0.1:{port}", "--local_addr=127.0.0.1"]
+    return _end(*[_start(example, launch, *arguments) for _ in range(2)])
+
+
+def pretrain_and_resume(folder: Path) -> Kept:
+    """Pretrain on two nodes, and go on from the middle on one; all by the example."""
     small = ["--width=32", "--depth=2", "--length=32", "--batch=2", "--save-every=2", "--peak=0.1"]
-    first, again = tmp_path / "first", tmp_path / "again"
-
-    def pretrain(out: Path) -> str:
-        text = f"--text={ROOT / 'README.md'}"
-        return _torchrun("pretrain.py", text, f"--out={out}", "--steps=4", *small)
-
-    printed = pretrain(first)
+    arguments = [f"--text={ROOT / 'README.md'}", "--steps=4", *small]
+    first, again = folder / "first", folder / "again"
+    printed = _on_two_nodes("pretrain.py", *arguments, f"--out={first}")
     assert "held-out loss" in printed and "tokens/s  MFU" in printed
+    assert "% of it exposed communication (predicted)" in printed and " 0% of it" not in printed
     shutil.copytree(first / "step2", again / "step2")
-    pretrain(again)
-    weights, expected = torch.load(again / "model.pt"), torch.load(first / "model.pt")
-    assert all(torch.equal(value, expected[name]) for name, value in weights.items())
+    _end(_start("pretrain.py", STANDALONE, *arguments, f"--out={again}"))
+    weights = torch.load(first / "model.pt")
+    trained = {name: torch.empty_like(value) for name, value in weights.items()}
+    dcp.load({"model": trained}, checkpoint_id=first / "step4")
+    plain = runpy.run_path(str(ROOT / "examples" / "pretrain.py"))["GPT"](32, 2, 4, 32)
+    plain.load_state_dict(weights)
+    return Kept(same(trained, plain), same(torch.load(again / "model.pt"), weights))
+
+
+def test_pretraining_on_two_nodes_goes_on_where_it_stopped_on_one(tmp_path: Path) -> None:
+    assert pretrain_and_resume(tmp_path) == Kept(saved=True, resumed=True)
 
 
 def test_adapters_are_fine_tuned_and_load_in_plain_peft(tmp_path: Path) -> None:
     base, out = tmp_path / "base", tmp_path / "adapters"
     torch.manual_seed(0)
-    ZOO["llama"].build().save_pretrained(base)
+    small_llama().save_pretrained(base)
     tokenizer().save_pretrained(base)
     text = tmp_path / "text.txt"
     text.write_text(" ".join(WORDS[i * i % len(WORDS)] for i in range(400)))
     arguments = [f"--model={base}", f"--text={text}", f"--out={out}", "--dtype=float32"]
-    printed = _torchrun("finetune_lora.py", *arguments, "--steps=3", "--length=12", "--rank=4")
+    arguments += ["--steps=3", "--length=12", "--rank=4"]
+    printed = _end(_start("finetune_lora.py", STANDALONE, *arguments))
     assert "3/3  loss" in printed and "held-out loss" in printed
-    adapted = peft.PeftModel.from_pretrained(ZOO["llama"].build(), out)
+    adapted = peft.PeftModel.from_pretrained(small_llama(), out)
     moved = [p for name, p in adapted.named_parameters() if "lora_B" in name]
     assert moved and all(bool((param != 0).any()) for param in moved)

@@ -4,6 +4,7 @@ communicate nothing for microbatches before the last, and go on bitwise from wha
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,7 @@ from graphshard.kinds import TransferKind
 from tests import ranks, recording
 from tests.numerics.compare import relative_error, whole
 
-from .launched import Texts, as_by_torchrun
-from .models import ZOO
+from .launched import Kept, Texts, as_by_torchrun, same, small_llama
 
 STEPS, MICROBATCHES = 4, 2
 SHARDING: dict[str, Any] = {"compiler": "aot_eager"}
@@ -33,7 +33,7 @@ class Model(lightning.LightningModule):
     def __init__(self, sharded: bool, optimizer: str = "SGD") -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net, self.sharded, self.optimizer_name = ZOO["llama"].build(), sharded, optimizer
+        self.net, self.sharded, self.optimizer_name = small_llama(), sharded, optimizer
         self.losses: list[float] = []
 
     def configure_model(self) -> None:
@@ -53,8 +53,24 @@ class Model(lightning.LightningModule):
         return getattr(torch.optim, self.optimizer_name)(self.parameters(), 1e-2)
 
 
+class Saves(lightning.Callback):
+    """Saves to a path in the middle of a fit, and keeps the weights of then."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.weights = path, dict[str, torch.Tensor]()
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, owner: Any, *_: Any) -> None:
+        if trainer.global_step == STEPS // 2 and not self.weights:
+            self.weights = _weights(owner.net)
+            trainer.save_checkpoint(self.path)
+
+
 def _fit(
-    folder: str, model: Model, steps: int, start: str | None = None, **strategy: Any
+    folder: str,
+    model: Model,
+    start: str | None = None,
+    callbacks: Sequence[lightning.Callback] = (),
+    **strategy: Any,
 ) -> lightning.Trainer:
     as_by_torchrun()
     trainer = lightning.Trainer(
@@ -62,7 +78,8 @@ def _fit(
         devices=dist.get_world_size(),
         strategy=ShardedStrategy(**strategy) if model.sharded else "ddp",
         plugins=[TorchElasticEnvironment()],
-        max_steps=steps,
+        max_steps=STEPS,
+        callbacks=list(callbacks),
         accumulate_grad_batches=MICROBATCHES,
         gradient_clip_val=1.0,
         default_root_dir=folder,
@@ -88,9 +105,9 @@ def beside_ddp(folder: str) -> float:
     """The largest relative difference of a loss."""
     recording.clear()
     ours, theirs = Model(True), Model(False)
-    trainer = _fit(folder, ours, STEPS)
+    trainer = _fit(folder, ours)
     reduced = [e for e in recording.collectives() if e.kind == TransferKind.REDUCE_SCATTER]
-    other = _fit(folder, theirs, STEPS)
+    other = _fit(folder, theirs)
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
     assert len(ours.losses) == STEPS * MICROBATCHES
     expected = _weights(theirs)
@@ -105,29 +122,29 @@ def test_fits_as_by_ddp_and_reduces_once_a_step(tmp_path: Path) -> None:
     ranks.run(2, beside_ddp, str(tmp_path), backend="recording")
 
 
-def resume(folder: str, distributed: bool) -> None:
+def resume(folder: str, distributed: bool) -> Kept:
+    """Go on from what was saved in the middle; a plain model loads it where it is one file."""
     saving = {"save_distributed_checkpoint": distributed}
-    path = f"{folder}/saved.ckpt"
-    first = Model(True, "AdamW")
-    _fit(folder, first, 2, **saving).save_checkpoint(path)
-    dist.barrier()
     through, again = Model(True, "AdamW"), Model(True, "AdamW")
-    _fit(folder, through, STEPS, **saving)
-    _fit(folder, again, STEPS, start=path, **saving)
-    assert again.losses == through.losses[2 * MICROBATCHES :]
-    expected = _weights(through)
-    assert all(torch.equal(value, expected[name]) for name, value in _weights(again).items())
-    if not distributed:
-        plain = ZOO["llama"].build()
-        state = torch.load(path, weights_only=False)["state_dict"]
-        plain.load_state_dict({n.removeprefix("net."): v for n, v in state.items()}, strict=False)
-        saved = _weights(first.net)
-        assert all(torch.equal(saved[n], value) for n, value in plain.named_parameters())
+    saves = Saves(f"{folder}/saved.ckpt")
+    _fit(folder, through, callbacks=[saves], **saving)
+    dist.barrier()
+    _fit(folder, again, start=saves.path, **saving)
+    rest = through.losses[-len(again.losses) :]
+    assert len(rest) == STEPS * MICROBATCHES // 2
+    resumed = again.losses == rest and same(_weights(again), _weights(through))
+    if distributed:
+        return Kept(False, resumed)
+    plain = small_llama()
+    state = torch.load(saves.path, weights_only=False)["state_dict"]
+    plain.load_state_dict({n.removeprefix("net."): v for n, v in state.items()}, strict=False)
+    return Kept(same(saves.weights, plain), resumed)
 
 
 @pytest.mark.parametrize("distributed", [True, False])
 def test_a_fit_goes_on_where_it_was_saved(tmp_path: Path, distributed: bool) -> None:
-    ranks.run(2, resume, str(tmp_path), distributed)
+    kept = ranks.run(2, resume, str(tmp_path), distributed)
+    assert kept == [Kept(not distributed, True)] * 2
 
 
 def _fabric(strategy: Any) -> lightning.Fabric:
@@ -140,17 +157,28 @@ def _fabric(strategy: Any) -> lightning.Fabric:
     )
 
 
-def _train_by_fabric(strategy: Any, folder: str = "") -> tuple[list[float], Any]:
-    """Losses and weights; a sharded model is saved in the middle, and loaded by another."""
+def _train_by_fabric(strategy: Any, folder: str = "", start: int = 0) -> tuple[list[float], Any]:
+    """Losses and weights.
+
+    Args:
+        folder: where to save in the middle; the weights of then are in it, too.
+        start: with the middle, go on from there.
+    """
     fabric = _fabric(strategy)
     fabric.launch()
     torch.manual_seed(0)
-    net = ZOO["llama"].build()
-    model, optim = fabric.setup(net, torch.optim.SGD(net.parameters(), 1e-2))
+    net = small_llama()
+    model, optim = fabric.setup(net, torch.optim.SGD(net.parameters(), 1e-2, momentum=0.9))
+    state = {"model": model, "optim": optim}
+    if start:
+        assert fabric.load(f"{folder}/saved", state) == {"step": start}
     loader = fabric.setup_dataloaders(DataLoader(Texts(2 * 2 * STEPS * MICROBATCHES), 2))
     losses = []
     for number, batch in enumerate(loader):
-        last = number % MICROBATCHES == MICROBATCHES - 1
+        step, micro = divmod(number, MICROBATCHES)
+        if step < start:
+            continue
+        last = micro == MICROBATCHES - 1
         with fabric.no_backward_sync(model, enabled=not last):
             loss = model(**batch).loss
             fabric.backward(loss)
@@ -159,21 +187,16 @@ def _train_by_fabric(strategy: Any, folder: str = "") -> tuple[list[float], Any]
             fabric.clip_gradients(model, optim, max_norm=1.0)
             optim.step()
             optim.zero_grad()
-    if folder:
-        fabric.save(folder, {"model": model, "optim": optim, "step": STEPS})
-        before = _weights(net)
-        with torch.no_grad():
-            for param in net.parameters():
-                param.zero_()
-        assert fabric.load(folder, {"model": model, "optim": optim}) == {"step": STEPS}
-        assert all(torch.equal(value, before[name]) for name, value in _weights(net).items())
+            if folder and not start and step + 1 == STEPS // 2:
+                fabric.save(f"{folder}/saved", {**state, "step": step + 1})
+                torch.save(_weights(net), f"{folder}/weights{dist.get_rank()}.pt")
     return losses, _weights(net)
 
 
-def fabric_beside_ddp(folder: str) -> float:
-    """The largest relative difference of a loss; what is saved is loaded bitwise."""
+def fabric_beside_ddp() -> float:
+    """The largest relative difference of a loss."""
     recording.clear()
-    losses, weights = _train_by_fabric(ShardedFabricStrategy(**SHARDING), folder)
+    losses, weights = _train_by_fabric(ShardedFabricStrategy(**SHARDING))
     reduced = [e for e in recording.collectives() if e.kind == TransferKind.REDUCE_SCATTER]
     expected, values = _train_by_fabric("ddp")
     assert losses == pytest.approx(expected, rel=1e-5)
@@ -182,8 +205,28 @@ def fabric_beside_ddp(folder: str) -> float:
     return max(abs(a - b) / b for a, b in zip(losses, expected))
 
 
-def test_fabric_trains_as_by_ddp_and_reduces_once_a_step(tmp_path: Path) -> None:
-    ranks.run(2, fabric_beside_ddp, str(tmp_path / "saved"), backend="recording")
+def fabric_resume(folder: str, distributed: bool) -> Kept:
+    """As `resume`, by Fabric."""
+    saving = {"save_distributed_checkpoint": distributed, **SHARDING}
+    losses, weights = _train_by_fabric(ShardedFabricStrategy(**saving), folder)
+    dist.barrier()
+    rest, again = _train_by_fabric(ShardedFabricStrategy(**saving), folder, STEPS // 2)
+    resumed = losses[-len(rest) :] == rest and same(again, weights)
+    if distributed:
+        return Kept(False, resumed)
+    plain = small_llama()
+    plain.load_state_dict(torch.load(f"{folder}/saved")["model"], strict=False)
+    return Kept(same(torch.load(f"{folder}/weights{dist.get_rank()}.pt"), plain), resumed)
+
+
+def test_fabric_trains_as_by_ddp_and_reduces_once_a_step() -> None:
+    ranks.run(2, fabric_beside_ddp, backend="recording")
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_fabric_goes_on_where_it_saved(tmp_path: Path, distributed: bool) -> None:
+    kept = ranks.run(2, fabric_resume, str(tmp_path), distributed)
+    assert kept == [Kept(not distributed, True)] * 2
 
 
 def test_a_copied_backend_is_the_same() -> None:

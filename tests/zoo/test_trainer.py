@@ -34,7 +34,7 @@ from graphshard.params.sharded_param import sharded_param_of
 from tests import ranks
 from tests.numerics.compare import graphshard_warnings, relative_error, whole
 
-from .launched import Texts, as_by_torchrun
+from .launched import Kept, Texts, as_by_torchrun, same, small_llama
 from .models import ZOO
 
 STEPS = 6
@@ -61,7 +61,7 @@ def _trainer(
         "disable_tqdm": True,
     } | kwargs
     arguments = TrainingArguments(**settings)
-    model = ZOO["llama"].build() if model is None else model
+    model = small_llama() if model is None else model
     data = {"train_dataset": Texts(64), "eval_dataset": Texts(9)}
     if plain:
         return Trainer(model, arguments, **data)
@@ -115,17 +115,16 @@ def pretrained_both_ways(folder: str) -> bool:
         trainer.train()
         found.append((_history(trainer, "loss"), _weights(trainer)))
     (losses, weights), (expected_losses, expected) = found
-    return losses == expected_losses and all(
-        torch.equal(value, expected[name]) for name, value in weights.items()
-    )
+    return losses == expected_losses and same(weights, expected)
 
 
 def test_a_pretrained_model_comes_as_shards(tmp_path: Path) -> None:
-    ZOO["llama"].build().save_pretrained(tmp_path)
+    small_llama().save_pretrained(tmp_path)
     assert all(ranks.run(2, pretrained_both_ways, str(tmp_path)))
 
 
-def save_and_resume(folder: str) -> None:
+def save_and_resume(folder: str) -> Kept:
+    """Save every other step, load the best in the end, and go on from the first checkpoint."""
     saving = {
         "save_strategy": "steps",
         "eval_strategy": "steps",
@@ -135,34 +134,27 @@ def save_and_resume(folder: str) -> None:
     }
     first = _trainer(folder, **saving)
     first.train()
-    best = str(first.state.best_model_checkpoint)
-    assert _equal(_weights(first), AutoModelForCausalLM.from_pretrained(best))
-    last = f"{folder}/checkpoint-{STEPS}"
+    best = AutoModelForCausalLM.from_pretrained(str(first.state.best_model_checkpoint))
+    saved = same(_weights(first), best)
     again = _trainer(folder, **saving)
     again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
     dist.barrier()
-    assert _history(again, "loss") == _history(first, "loss")
-    assert _equal(_weights(again), AutoModelForCausalLM.from_pretrained(best))
+    resumed = _history(again, "loss") == _history(first, "loss")
     again.save_model(f"{folder}/end")
     dist.barrier()
-    assert _equal(_weights(again), AutoModelForCausalLM.from_pretrained(f"{folder}/end"))
-    assert Path(last, "graphshard_optimizer", ".metadata").exists()
-
-
-def _equal(weights: dict[str, torch.Tensor], plain: nn.Module) -> bool:
-    loaded = dict(plain.named_parameters())
-    return all(torch.equal(value, loaded[name]) for name, value in weights.items())
+    end = AutoModelForCausalLM.from_pretrained(f"{folder}/end")
+    return Kept(saved and same(_weights(again), end), resumed and same(_weights(again), best))
 
 
 def test_goes_on_where_it_was_saved_and_loads_the_best(tmp_path: Path) -> None:
-    ranks.run(2, save_and_resume, str(tmp_path))
+    assert ranks.run(2, save_and_resume, str(tmp_path)) == [Kept(True, True)] * 2
 
 
 def _adapters(folder: str) -> None:
     def adapted() -> Any:
         config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
         torch.manual_seed(1)
-        return peft.get_peft_model(ZOO["llama"].build(), config)
+        return peft.get_peft_model(small_llama(), config)
 
     saving = {"save_strategy": "steps", "save_steps": 3, "gradient_checkpointing": True}
     first = _trainer(folder, adapted(), **saving)
@@ -175,7 +167,7 @@ def _adapters(folder: str) -> None:
     assert all(torch.equal(value, weights[name]) for name, value in _weights(again).items())
     dist.barrier()
     torch.manual_seed(1)
-    plain = peft.PeftModel.from_pretrained(ZOO["llama"].build(), f"{folder}/checkpoint-{STEPS}")
+    plain = peft.PeftModel.from_pretrained(small_llama(), f"{folder}/checkpoint-{STEPS}")
     loaded = dict(plain.named_parameters())
     adapters = [name for name in weights if "lora_" in name]
     state = adapter_state_dict(first.model)  # nothing else is gathered
@@ -196,7 +188,7 @@ def _refuse(folder: str) -> None:
     with pytest.raises(
         ValueError, match="PROMPT_TUNING, which peft saves by a forward on one rank"
     ):
-        _trainer(folder, peft.get_peft_model(ZOO["llama"].build(), prompts)).train()
+        _trainer(folder, peft.get_peft_model(small_llama(), prompts)).train()
 
 
 def test_what_shards_or_compiles_by_itself_is_refused(tmp_path: Path) -> None:
@@ -206,7 +198,7 @@ def test_what_shards_or_compiles_by_itself_is_refused(tmp_path: Path) -> None:
 def _generate(adapted: bool) -> None:
     """Ranks ask for texts of other lengths; each gets what a plain model says."""
     torch.manual_seed(0)
-    model: Any = ZOO["llama"].build()
+    model: Any = small_llama()
     if adapted:
         config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
         model = peft.get_peft_model(model, config)

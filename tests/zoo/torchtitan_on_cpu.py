@@ -1,4 +1,5 @@
 """torchtitan's own trainer on CPU ranks: `torchrun -m tests.zoo.torchtitan_on_cpu LOSSES ...`.
+With `--whole_loss` the loss of its Qwen3 mixture of experts is not made in chunks.
 
 The arguments behind the first are those of `torchtitan.train`; the first rank writes what it logs
 to the file LOSSES: steps, losses and norms of gradients. torchtitan 0.3 is made for GPUs, so before
@@ -37,7 +38,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.common.param_init import skip_param_init  # noqa: E402
 from torchtitan.models.llama3 import llama3_configs  # noqa: E402
-from torchtitan.models.qwen3 import qwen3_configs  # noqa: E402
+from torchtitan.models.qwen3 import config_registry, qwen3_configs  # noqa: E402
 
 from .words import WORDS  # noqa: E402
 
@@ -105,10 +106,24 @@ def _replace_what_needs_a_gpu(logged: list[tuple[int, float, float]]) -> None:
             configs[flavor] = _small(make, tied=configs is qwen3_configs)
 
 
+def _make_loss_whole() -> None:
+    make = config_registry.qwen3_moe_debug
+
+    def made() -> Any:
+        config = make()
+        config.loss = config.loss.loss_fn
+        return config
+
+    config_registry.qwen3_moe_debug = made
+
+
 def main(losses: Path) -> None:
     """Train as the command line says, and write the losses."""
     logged: list[tuple[int, float, float]] = []
     _replace_what_needs_a_gpu(logged)
+    if "--whole_loss" in sys.argv:
+        sys.argv.remove("--whole_loss")
+        _make_loss_whole()
     train.main()
     if os.environ["RANK"] == "0":
         losses.write_text(json.dumps(logged))

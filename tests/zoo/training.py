@@ -91,6 +91,11 @@ def compare(
     return _compared(trace, expected, num_graphs, [str(w.message) for w in caught])
 
 
+def compare_with_fsdp2(name: str, steps: int) -> Comparison:
+    """Train ``name`` by graphshard and by FSDP2."""
+    return compare(name, against="fsdp2", steps=steps)
+
+
 def _batch(name: str, step: int) -> Batch:
     """Return this rank's batch of a step."""
     generator = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
