@@ -70,6 +70,7 @@ def _fit(
     model: Model,
     start: str | None = None,
     callbacks: Sequence[lightning.Callback] = (),
+    validates: bool = False,
     **strategy: Any,
 ) -> lightning.Trainer:
     as_by_torchrun()
@@ -93,7 +94,8 @@ def _fit(
     # Two steps an epoch, and the same in each: resumed, Lightning counts epochs otherwise.
     texts = Texts(2 * 2 * MICROBATCHES * dist.get_world_size())
     batches = DataLoader(texts, 2, sampler=DistributedSampler(texts, shuffle=False))
-    trainer.fit(model, batches, DataLoader(Texts(8), 2), ckpt_path=start)
+    held_out = DataLoader(Texts(8), 2) if validates else None
+    trainer.fit(model, batches, held_out, ckpt_path=start)
     return trainer
 
 
@@ -105,9 +107,9 @@ def beside_ddp(folder: str) -> float:
     """The largest relative difference of a loss."""
     recording.clear()
     ours, theirs = Model(True), Model(False)
-    trainer = _fit(folder, ours)
+    trainer = _fit(folder, ours, validates=True)
     reduced = [e for e in recording.collectives() if e.kind == TransferKind.REDUCE_SCATTER]
-    other = _fit(folder, theirs)
+    other = _fit(folder, theirs, validates=True)
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
     assert len(ours.losses) == STEPS * MICROBATCHES
     expected = _weights(theirs)
