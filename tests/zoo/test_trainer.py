@@ -42,7 +42,12 @@ SHARDING: dict[str, Any] = {"compiler": "aot_eager"}
 
 
 def _trainer(
-    folder: str, model: nn.Module | None = None, *, plain: bool = False, **kwargs: Any
+    folder: str,
+    model: nn.Module | None = None,
+    *,
+    plain: bool = False,
+    held_out: int = 9,
+    **kwargs: Any,
 ) -> Trainer:
     as_by_torchrun()
     logging.set_verbosity_error()
@@ -62,7 +67,7 @@ def _trainer(
     } | kwargs
     arguments = TrainingArguments(**settings)
     model = small_llama() if model is None else model
-    data = {"train_dataset": Texts(64), "eval_dataset": Texts(9)}
+    data = {"train_dataset": Texts(64), "eval_dataset": Texts(held_out)}
     if plain:
         return Trainer(model, arguments, **data)
     return ShardedTrainer(model, arguments, sharding=SHARDING, **data)
@@ -125,7 +130,8 @@ def test_a_pretrained_model_comes_as_shards(tmp_path: Path) -> None:
 
 def save_and_resume(folder: str) -> Kept:
     """Save every other step, load the best in the end, and go on from the first checkpoint."""
-    saving = {
+    saving: dict[str, Any] = {
+        "held_out": 8,  # batches of one size: one graph for evaluation
         "save_strategy": "steps",
         "eval_strategy": "steps",
         "save_steps": 2,
