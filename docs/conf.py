@@ -32,7 +32,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 # Reference pages are the same wherever they are built: with no framework, or with all of them.
-autodoc_mock_imports = ["accelerate", "lightning", "torchtitan", "transformers"]
+autodoc_mock_imports = ["accelerate", "lightning", "peft", "torchtitan", "transformers"]
 python_maximum_signature_line_length = 88
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
