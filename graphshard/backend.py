@@ -28,7 +28,6 @@ from ._torch.frames import CompiledCall, ToCompile, call_arguments, compiled_cal
 from ._torch.inductor import mode_options
 from .consensus.plan_consensus import PlanConsensus
 from .errors import BackendError
-from .kinds import GraphKind
 from .options.float8_policy import Float8Policy
 from .options.options import Options, default_mesh, hashable
 from .options.schedule_policy import SchedulePolicy
@@ -43,6 +42,7 @@ from .params.unsharded import is_plain, settle, watch, watch_idle
 from .pipeline.compile import CompiledGraph, Runnable, TracedGraph, compile_traced
 from .pipeline.settings import CompileSettings
 from .planning.plan import Plan
+from .show.dump import exposure
 from .show.dump_folder import DumpWriter
 from .show.table import summary
 
@@ -194,14 +194,7 @@ class Backend:
         Every forward and backward graph compiled so far counts once; 0 before the first. The
         hardware is that of ``schedule``, or the devices' entry of the table of hardware.
         """
-        training = [
-            dump.totals
-            for graph in self._graphs
-            for dump in graph.dumps()
-            if dump.plan.graph != GraphKind.INFERENCE
-        ]
-        total_us = sum(totals.total_us for totals in training)
-        return sum(totals.exposed_us for totals in training) / total_us if total_us else 0.0
+        return exposure([dump for graph in self._graphs for dump in graph.dumps()])
 
     def summary(self) -> str:
         """Return tables of what every compiled graph gathers and reduces, when, and its cost."""

@@ -31,6 +31,11 @@ from .compiled_in_place import is_sharded, may_be_moved
 from .pretrained import from_pretrained as from_pretrained
 from .sharded_checkpoint import load_sharded, save_sharded
 
+if is_peft_available():
+    from peft import PeftModel
+
+    from .peft import adapter_state_dict, check_can_be_saved
+
 FOLDER = "graphshard_optimizer"
 """In a checkpoint's folder: the optimizer's state, by ``torch.distributed.checkpoint``."""
 
@@ -69,7 +74,8 @@ class ShardedTrainerMixin(Trainer):
                 raise ValueError(
                     "save_on_each_node=True: set it to False, only one rank has the full model"
                 )
-            _check_can_be_saved(model)
+            if is_peft_available():
+                check_can_be_saved(model)
             checkpointing: Any = self.args.activation_checkpointing_kwargs or {}
             if not checkpointing.get("use_reentrant"):
                 _remove_input_hooks(model)
@@ -111,21 +117,9 @@ class ShardedTrainerMixin(Trainer):
 
 def _to_save(model: nn.Module) -> StateDict:
     """Return in full, on the first rank, what is written: of a peft model the adapters alone."""
-    if is_peft_available():
-        from peft import PeftModel
-
-        from .peft import adapter_state_dict
-
-        if isinstance(model, PeftModel):
-            return adapter_state_dict(model)
+    if is_peft_available() and isinstance(model, PeftModel):
+        return adapter_state_dict(model)
     return full_state_dict(model)
-
-
-def _check_can_be_saved(model: nn.Module) -> None:
-    if is_peft_available():
-        from .peft import check_can_be_saved
-
-        check_can_be_saved(model)
 
 
 def _remove_input_hooks(model: nn.Module) -> None:

@@ -15,14 +15,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..cost.hardware import Hardware
 from ..cost.model import CostModel
-from ..kinds import HOST_COPIES
+from ..kinds import HOST_COPIES, GraphKind
 from ..planning.live_bytes import alive_by_moment
 from ..planning.memory_budget import FreeMemory, ScheduleLimits
 from ..planning.plan import Bucket, Plan, PlanParam
@@ -181,3 +181,10 @@ class Dump:
 def param_name(param: PlanParam) -> str:
     """Return the FQN of a parameter, or the number of its graph input where it has none."""
     return param.fqn or f"input {param.input}"
+
+
+def exposure(dumps: Sequence[Dump]) -> float:
+    """Return which part of the time of graphs that train is exposed; 0 where there are none."""
+    training = [dump.totals for dump in dumps if dump.plan.graph != GraphKind.INFERENCE]
+    total_us = sum(totals.total_us for totals in training)
+    return sum(totals.exposed_us for totals in training) / total_us if total_us else 0.0
