@@ -9,7 +9,6 @@ own.
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import tempfile
 from collections.abc import Callable
@@ -22,6 +21,8 @@ from tabulate import tabulate
 
 from benchmarks import common
 from tests import ranks
+
+from .launched import call
 
 STEPS = 20
 NOTE = f"""2 CPU ranks over gloo, {STEPS} steps; `aot_eager`. Accelerate, Trainer, SFTTrainer,
@@ -68,23 +69,11 @@ class Row:
     measure: Callable[[str], Found]
 
 
-def _call(module: str, function: str, *args: Any, steps: int | None = STEPS) -> Any:
-    """Call a loop of a test, with more steps."""
-    loops = importlib.import_module(f"tests.zoo.{module}")
-    before = getattr(loops, "STEPS", None)
-    if steps is not None:
-        loops.STEPS = steps
-    try:
-        return getattr(loops, function)(*args)
-    finally:
-        loops.STEPS = before
-
-
 def _on_ranks(
     module: str, function: str, *args: Any, backend: str = "gloo", steps: int | None = STEPS
 ) -> list[Any]:
     found: list[Any] = ranks.run(
-        2, _call, module, function, *args, backend=backend, steps=steps, timeout_s=900
+        2, call, module, function, *args, backend=backend, steps=steps, timeout_s=900
     )
     return found
 
@@ -125,15 +114,17 @@ def _fabric(folder: str) -> Found:
 
 def _torchtitan(whole_loss: bool) -> Callable[[str], Found]:
     def measure(folder: str) -> Found:
-        loss = _call("test_torchtitan", "experts_beside_fsdp2", Path(folder), whole_loss)
-        return Found(loss, None, _call("test_torchtitan", "resumes", Path(folder), steps=None))
+        loss = call(
+            "test_torchtitan", "experts_beside_fsdp2", Path(folder), whole_loss, steps=STEPS
+        )
+        return Found(loss, None, call("test_torchtitan", "resumes", Path(folder)))
 
     return measure
 
 
 def _plain_loop(folder: str) -> Found:
     compared = _on_ranks("training", "compare_with_fsdp2", "llama", STEPS, steps=None)
-    kept = _call("test_examples", "pretrain_and_resume", Path(folder))
+    kept = call("test_examples", "pretrain_and_resume", Path(folder))
     return Found(max(found.loss_error for found in compared), *kept)
 
 

@@ -4,8 +4,9 @@ and what is found of checkpoints."""
 
 from __future__ import annotations
 
+import importlib
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,3 +62,15 @@ class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         batch = causal_batch(torch.Generator().manual_seed(index), rows=1)
         return {name: value[0] for name, value in batch.items()}
+
+
+def call(module: str, function: str, *args: Any, steps: int | None = None) -> Any:
+    """Call a loop of a test in this folder, with so many steps in place of its STEPS."""
+    loops: Any = importlib.import_module(f"tests.zoo.{module}")
+    if steps is None:
+        return getattr(loops, function)(*args)
+    before, loops.STEPS = loops.STEPS, steps
+    try:
+        return getattr(loops, function)(*args)
+    finally:
+        loops.STEPS = before
