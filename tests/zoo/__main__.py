@@ -32,7 +32,8 @@ loop a Llama by SGD.
 
 - "loss": the largest relative difference of a loss from the peer's. SFTTrainer trains by its
   defaults, in bfloat16 with checkpointing; the others in float32 (torchtitan's experts compute in
-  bfloat16). torchtitan's FSDP2 makes the loss in chunks: with `whole_loss` in one piece.
+  bfloat16). torchtitan's FSDP2 makes the loss in chunks, whose rounding changes which
+  experts tokens go to: `whole_loss` is beside its FSDP2 with the loss in one piece.
 - "saved": what is saved, whole, is loaded by a plain model, and is bitwise what was trained.
 - "resumed": a training that goes on from a checkpoint ends bitwise as one that was not interrupted.
 - "lines": of a script that a user changes.
