@@ -35,7 +35,8 @@ loop a Llama by SGD.
   bfloat16). torchtitan's FSDP2 makes the loss in chunks, whose rounding changes which
   experts tokens go to: `whole_loss` is beside its FSDP2 with the loss in one piece.
 - "saved": what is saved, whole, is loaded by a plain model, and is bitwise what was trained.
-- "resumed": a training that goes on from a checkpoint ends bitwise as one that was not interrupted.
+- "resumed": a training that goes on from a checkpoint ends bitwise as one that was not interrupted;
+  of torchtitan what its Llama3 logs, losses and norms of gradients, is compared.
 - "lines": of a script that a user changes.
 
 "–": not asked of this framework's loop here. SFTTrainer resumes as the Trainer does."""
