@@ -8,7 +8,7 @@ a problem, scheduled, and lowered by the plan, after Inductor's own passes.
     forward, backward ─► keep secondary shards ─► note held bytes ─► keep gathered
                       ─► offload activations
     forward ─► save written inputs as they were
-    [Inductor] ─► each graph ─► normalise ─► read the problem ─► plan ─► lower
+    [Inductor] ─► each graph ─► normalise ─► read the problem ─► plan ─► lower ─► regions
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from graphshard.passes.keep_unsharded import (
 from graphshard.passes.lower import apply_buckets, apply_replicate
 from graphshard.passes.normalise import normalise
 from graphshard.passes.recompute import settle_gathers
+from graphshard.passes.regions import share_regions
 from graphshard.passes.reshard import parameter_derived, reshard
 from graphshard.passes.written_inputs import save_as_it_was
 from graphshard.planning.activation_offload import SavedActivation
@@ -63,6 +64,7 @@ __all__ = [
     "parameter_derived",
     "read_partition",
     "save_as_it_was",
+    "share_regions",
 ]
 
 

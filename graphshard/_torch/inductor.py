@@ -177,6 +177,25 @@ def _laid_out_as(tensor: Any, traced: fx.Node) -> Any:
     return ir.ExternKernel.require_stride_order(tensor, order)
 
 
+lookup_seed = torch.ops.prims.inductor_lookup_seed.default
+"""Takes one number out of those that Inductor seeds the random numbers of a graph with."""
+
+
+def call_subgraph(graph: fx.Graph, name: str, arguments: Sequence[fx.Node]) -> fx.Node:
+    """Insert a call of a graph's submodule, which Inductor compiles once for all of its calls.
+
+    ``InvokeSubgraph`` in torch/_inductor/ir.py. No result may be a view: see passes/regions.py.
+    """
+    owner: Any = graph.owning_module
+    output = getattr(owner, name).graph.output_node()
+    values = [node.meta["val"] for node in output.args[0]]
+    # Inductor asks for these of each graph that it lowers: results are laid out as traced.
+    output.meta["user_visible_output_idxs"] = list(range(len(values)))
+    output.meta["original_output_strides"] = [value.stride() for value in values]
+    target = graph.get_attr(name)
+    return graph.call_function(torch.ops.higher_order.invoke_subgraph, (target, name, *arguments))
+
+
 def keep_in_memory(node: fx.Node) -> None:
     """Have Inductor write a node's value when it is computed, and nobody compute it anew.
 
@@ -232,6 +251,16 @@ def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None
     """
     metadata = {"name": name, "encoding": encoding}
     trace_structured("artifact", metadata_fn=lambda: metadata, payload_fn=payload)
+
+
+def caches_graphs() -> bool:
+    """Return whether Inductor finds again what another process on this host has compiled.
+
+    Ranks that tune kernels together (torch/_inductor/config.py) have to compile at the same time.
+    """
+    together = getattr(inductor_config, "distributed_max_autotune_gemm", False)
+    disabled = inductor_config.force_disable_caches or together
+    return bool(inductor_config.fx_graph_cache) and not disabled
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:

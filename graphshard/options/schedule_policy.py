@@ -41,6 +41,9 @@ class SchedulePolicy:
             uses another such parameter is saved.
         hardware: a name of ``graphshard.cost.devices.HARDWARE``, or a file that ``python -m
             graphshard calibrate`` wrote; "auto": by the name of the device. Equal on all ranks.
+        regions: compile layers that are alike once, between the same launches and waits: "auto"
+            where that saves Inductor more time than the calls cost over a thousand steps, True
+            wherever layers are alike, False nowhere.
         node_cost: called with every node of a graph; a number, in microseconds, replaces the cost
             model's time of that node, None leaves it. Graphs are then not cached.
 
@@ -54,11 +57,14 @@ class SchedulePolicy:
     activation_memory_budget: float | None = None
     hardware: str = "auto"
     overlap: bool = True
+    regions: bool | Literal["auto"] = False
     node_cost: Callable[[fx.Node], float | None] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.overlap, bool):
             raise ValueError(f"schedule.overlap={self.overlap!r}: must be True or False")
+        if self.regions not in (True, False, "auto"):
+            raise ValueError(f'schedule.regions={self.regions!r}: must be True, False or "auto"')
         if self.bucket_cap_mb != "auto":
             _check_size("bucket_cap_mb", self.bucket_cap_mb)
         for name in ("max_in_flight_gb", "memory_budget_gb"):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import fx
 
 from .. import passes
 from .._torch.aot_graphs import graph_kind, number_inputs
+from .._torch.distributed import group_timeout_s, process_group
 from .._torch.dynamo import compile_id
 from .._torch.inductor import (
     KEEP_HOST_COPIES,
@@ -50,6 +51,8 @@ from .baked_in import baked_in
 from .plan_cache import PlanCache
 from .settings import CompileSettings
 from .verify import verify_lowered, verify_partition
+
+_WAIT_S = 120.0  # in place of the timeout of a group where a graph has none
 
 Runnable = Callable[..., Any]
 """A compiled graph: inputs in, outputs out."""
@@ -133,12 +136,21 @@ def _baked_in(traced: TracedGraph, settings: CompileSettings) -> str:
 def _compile(traced: TracedGraph, settings: CompileSettings, writer: DumpWriter) -> CompiledGraph:
     """Compile by what ``settings`` decide, and write the dumps."""
     recorder = _PlanRecorder(traced, settings, writer)
-    run, plans = _compile_graphs(traced, settings, recorder, traced.inductor_options)
+    # Whoever dumps wants to see the passes run, and waits for nobody.
+    wait_s = _half_timeout_s(traced.groups)
+    with nullcontext() if writer.dumps else recorder.cache.compiling(wait_s):
+        run, plans = _compile_graphs(traced, settings, recorder, traced.inductor_options)
     if not _is_complete(plans):  # a cache had the graphs, but somebody deleted plans of them
         uncached = {**traced.inductor_options, "force_disable_caches": True}
         run, plans = _compile_graphs(traced, settings, recorder, uncached)
     named = tuple(plan.named(traced.fqns) for plan in plans)
     return CompiledGraph(run, named, settings, recorder.compile_id)
+
+
+def _half_timeout_s(groups: Sequence[str]) -> float:
+    """Return how long a rank may wait for another one's compile: a stopped one is missed later."""
+    timeouts = (group_timeout_s(process_group(name)) for name in groups)
+    return min(timeouts, default=_WAIT_S) / 2
 
 
 def _is_complete(plans: Sequence[Plan]) -> bool:
@@ -151,13 +163,14 @@ class _PlanRecorder:
     """Writes the plans of one compile: to the cache of plans, and to the dumps.
 
     Attributes:
+        cache: of the plans.
         compile_id: Dynamo's name for the compilation.
         writer: of the dumps.
     """
 
     def __init__(self, traced: TracedGraph, settings: CompileSettings, writer: DumpWriter) -> None:
         self._fqns, self._settings = traced.fqns, settings
-        self._cache = PlanCache(traced.gm, settings)
+        self.cache = PlanCache(traced.gm, settings)
         self.writer = writer
         self.compile_id = compile_id()
 
@@ -168,12 +181,12 @@ class _PlanRecorder:
         as soon as it is there, and then looks for its plan. And where the compiler fails, the dump
         says by which plan.
         """
-        self._cache.save(plan)
+        self.cache.save(plan)
         self._dump(plan)
 
     def load(self, kind: GraphKind) -> Plan | None:
         """Return the plan of a graph that Inductor's cache had; None if there is none."""
-        plan = self._cache.load(kind)
+        plan = self.cache.load(kind)
         if plan is not None:
             self._dump(plan)
         return plan
@@ -340,6 +353,12 @@ class Lowering(CustomGraphPass):
         plan = passes.lower(graph, kind, settings.cost_model(), settings.plan_buckets)
         verify_lowered(graph, plan)
         writer.write_code(kind, "after", graph)
+        if settings.may_share_regions:
+            regions = passes.share_regions(graph, settings.shares)
+            plan = dataclasses.replace(plan, regions=regions)
+            if regions.num_calls:
+                verify_lowered(graph, plan)
+                writer.write_code(f"regions-{kind}", "after", graph)
         self.plans[kind] = plan
         self._recorder.lowered(plan)
         donate_nothing()

@@ -3,15 +3,25 @@
 A warm cache of Inductor hands back compiled graphs, in which the schedule is baked in. Only the
 process that compiled them knew the plan. So each plan is written to a file whose name is
 a key of the Dynamo graph and of everything that a plan depends on.
+
+    rank 0   lock ─► compile ──────────────► KEY.compiled, unlock
+    rank 1   wait for the lock ......................... ─► compile: all is in the cache
+
+Graphs are the same on all ranks, so of those that share a cache one compiles, by all cores of its
+host. Where it raises or ends, the system unlocks, and the next one compiles; where it takes too
+long, or does not answer, all others compile, and then miss it as ever.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from torch import fx
 
-from .._torch.inductor import cache_dir
+from .._torch.inductor import cache_dir, caches_graphs
 from ..files import write_whole
 from ..kinds import GraphKind
 from ..planning.plan import Plan
@@ -28,17 +38,48 @@ class PlanCache:
 
     def __init__(self, gm: fx.GraphModule, settings: CompileSettings) -> None:
         self._key = settings.cache_key(gm.print_readable(print_output=False)).hex()
+        self._settings = settings
 
     def save(self, plan: Plan) -> None:
         """Write the plan of one graph; parameters are not named yet."""
-        path = self._path(plan.graph)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, plan.to_json())
+        self._folder().mkdir(parents=True, exist_ok=True)
+        write_whole(self._path(plan.graph), plan.to_json())
 
     def load(self, kind: GraphKind) -> Plan | None:
         """Read the plan of the graph of this kind; None if there is no file."""
         path = self._path(kind)
         return Plan.from_json(path.read_text()) if path.exists() else None
 
+    @contextlib.contextmanager
+    def compiling(self, wait_s: float) -> Iterator[None]:
+        """Compile alone among the processes that share Inductor's cache and have this graph.
+
+        Its code is for one device: those with another one do not wait.
+
+        Args:
+            wait_s: how long to wait for another one at most.
+        """
+        settings = self._settings
+        if not (settings.compiler == "inductor" and settings.caches_graphs and caches_graphs()):
+            yield
+            return
+        index = settings.device.index or 0
+        compiled = self._folder() / f"{self._key}-{index}.compiled"
+        if compiled.exists():
+            yield
+            return
+        self._folder().mkdir(parents=True, exist_ok=True)
+        lock = FileLock(compiled.with_suffix(".lock"))
+        with contextlib.suppress(Timeout):
+            lock.acquire(wait_s)
+        try:
+            yield
+            compiled.touch()
+        finally:
+            lock.release()
+
     def _path(self, kind: GraphKind) -> Path:
-        return Path(cache_dir()) / "graphshard" / f"{self._key}-{kind}.json"
+        return self._folder() / f"{self._key}-{kind}.json"
+
+    def _folder(self) -> Path:
+        return Path(cache_dir()) / "graphshard"

@@ -24,7 +24,8 @@ from ..options.schedule_policy import SchedulePolicy
 from ..planning.activation_offload import SavedActivation, choose_offloaded
 from ..planning.host_copies import add_host_copies, without_host_copies
 from ..planning.keep_unsharded import choose_kept
-from ..planning.plan import Bucket, Plan, PlanParam, Problem, Transfer
+from ..planning.plan import Bucket, Plan, PlanParam, Problem, Regions, Transfer
+from ..planning.repeats import saves_time
 
 _FOLDERS = (Path(__file__).parents[1], Path(passes.__file__).parent)
 
@@ -73,9 +74,12 @@ class CompileSettings:
 
     def pass_uuid(self) -> bytes | None:
         """Return the key of our passes in Inductor's caches; None: do not cache the graphs."""
-        if self.schedule.node_cost is not None:
-            return None  # a function cannot be part of a key
-        return self.cache_key()
+        return self.cache_key() if self.caches_graphs else None
+
+    @property
+    def caches_graphs(self) -> bool:
+        """Return whether graphs may be cached: a function of the user's cannot be part of a key."""
+        return self.schedule.node_cost is None
 
     def cost_model(self) -> CostModel:
         """Return the cost model for graphs on the device."""
@@ -101,6 +105,16 @@ class CompileSettings:
         """Return whether activations may leave the device to keep a memory budget."""
         limited = self.schedule.limits().peak is not None
         return limited and self.schedule.overlap and self.device.type != "cpu"
+
+    @property
+    def may_share_regions(self) -> bool:
+        """Return whether layers that are alike may be compiled once; ATen compiles nothing."""
+        regions = self.schedule.regions
+        return regions is True or (regions == "auto" and self.compiler == "inductor")
+
+    def shares(self, regions: Regions) -> bool:
+        """Return whether to compile regions once of which there are so many."""
+        return self.schedule.regions is True or saves_time(regions)
 
     def choose_offloaded(
         self,

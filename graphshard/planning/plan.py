@@ -257,6 +257,25 @@ def in_launch_order(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
 
 
 @dataclass(frozen=True)
+class Regions:
+    """Parts of a graph that are alike and compiled once, counted.
+
+    Attributes:
+        num_forms: of subgraphs that are compiled.
+        num_calls: of them in the graph.
+        num_nodes: of the graph that lie in a region.
+        num_compiled: nodes of the subgraphs.
+        num_lost_fusions: kernels that are more because nothing fuses across a region's border.
+    """
+
+    num_forms: int = 0
+    num_calls: int = 0
+    num_nodes: int = 0
+    num_compiled: int = 0
+    num_lost_fusions: int = 0
+
+
+@dataclass(frozen=True)
 class Plan:
     """All collectives and host copies of one graph.
 
@@ -265,6 +284,7 @@ class Plan:
         kept: positions in ``params`` of the parameters that stay unsharded for backward.
         reasons: pairs of a position in ``params`` and the reason why that parameter does not travel
             in a smaller dtype.
+        regions: of the lowered graph.
     """
 
     params: tuple[PlanParam, ...]
@@ -272,6 +292,7 @@ class Plan:
     buckets: tuple[Bucket, ...]
     kept: tuple[int, ...] = ()
     reasons: tuple[tuple[int, str], ...] = ()
+    regions: Regions = Regions()
 
     @property
     def graph(self) -> GraphKind:
@@ -353,6 +374,7 @@ class Plan:
             ),
             kept=raw["kept"],
             reasons=raw["reasons"],
+            regions=Regions(**raw["regions"]),
         )
 
 

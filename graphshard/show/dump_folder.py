@@ -4,6 +4,7 @@
 
     NN-forward.json, NN-forward.trace.json, NN-forward.txt      the dump, its trace and its table
     NN-forward.before.py, NN-forward.after.py                   FX code around the lowering
+    NN-regions-forward.after.py                                 and where layers share code
     NN-joint.before.py, NN-joint.after.py                       and around the joint passes
     NN-keep-forward.before.py, NN-keep-forward.after.py         and around what keeps parameters
     NN-stow-forward.before.py, NN-stow-forward.after.py         and around activation offload
@@ -121,6 +122,11 @@ class DumpWriter:
         self._folder = folder
         self._number = number
         self._stages_with_code: set[str] = set()
+
+    @property
+    def dumps(self) -> bool:
+        """Return whether files are written."""
+        return self._folder is not None
 
     def write_code(self, stage: str, when: Literal["before", "after"], graph: fx.Graph) -> None:
         """Write the code of ``graph`` before or after a stage."""

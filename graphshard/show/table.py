@@ -47,6 +47,7 @@ def table(dump: Dump, *, all_buckets: bool = False) -> str:
         _totals(dump),
         _kept_params(dump),
         _dtype_reasons(dump),
+        _regions(dump),
     ]
     if dump.plan.buckets:
         parts += [_exposed_table(dump), _buckets_table(dump, all_buckets)]
@@ -143,6 +144,18 @@ def _kept_params(dump: Dump) -> str:
 def _dtype_reasons(dump: Dump) -> str:
     """Return why parameters do not travel in a smaller dtype, a line for each."""
     return "\n".join(f"{param_name(dump.plan.params[i])} {why}" for i, why in dump.plan.reasons)
+
+
+def _regions(dump: Dump) -> str:
+    """Return what was compiled once for layers that are alike."""
+    regions = dump.plan.regions
+    if not regions.num_calls:
+        return ""
+    return (
+        f"layers that are alike: {regions.num_forms} regions are called {regions.num_calls} times, "
+        f"and {regions.num_compiled} nodes compiled in place of {regions.num_nodes}; "
+        f"{regions.num_lost_fusions} fusions lost at their borders"
+    )
 
 
 def _size(num_bytes: float) -> str:

@@ -29,7 +29,7 @@ class Run:
     losses: list[float]
 
 
-def _train(dump: Path) -> Run:
+def _train(dump: Path | None) -> Run:
     torch.manual_seed(0)
     model, mesh = MLP(), init_device_mesh("cpu", (dist.get_world_size(),))
     backend = graphshard.backend(mesh, dump=dump)
@@ -84,6 +84,13 @@ def test_a_second_run_compiles_nothing(tmp_path: Path) -> None:
     assert len(logs) == 4
     for log in logs:
         _check_log(log.read_text())
+
+
+def test_one_rank_compiles_for_all(tmp_path: Path) -> None:
+    runs = ranks.run_fresh(2, _train, None, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
+    misses = [run.counters.get("fxgraph_cache_miss", 0) for run in runs]
+    assert sum(misses) == 3, misses  # each graph once
+    assert runs[0].losses == runs[1].losses and runs[0].plans == runs[1].plans
 
 
 def _compare_runs(cold: list[Run], warm: list[Run]) -> None:

@@ -1,0 +1,131 @@
+"""Repeats in a sequence, such as the layers in a graph: found, and cut into pieces; pure.
+
+    labels     a b | c d e f | c d e f | c d e f | g     one repeat: start 2, length 4, count 3
+    cut at 8                     ^                       pieces: c d | e f | c d | e f | c d | e f
+
+Every part is cut wherever one of them has to be: so pieces at the same place are equal, and what
+one of them is compiled to serves all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from .plan import Regions
+
+_MAX_LENGTHS = 16  # that are tried at one place
+_NODE_US, _CALL_US = 3000.0, 20.0
+"""What Inductor takes for a node of a graph, and a step for a call of a subgraph: measured with a
+GPT of 24 layers on a CPU. A kernel that is more costs as much as a call."""
+_NUM_STEPS = 1000  # over which a step that is slower has to pay
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Equal parts of a sequence, one behind the other.
+
+    Attributes:
+        start: position of the first part.
+        length: of each part.
+        count: of parts, two or more.
+        rest: how many labels behind the last part go on as another one would.
+    """
+
+    start: int
+    length: int
+    count: int
+    rest: int = 0
+
+    @property
+    def stop(self) -> int:
+        """Position behind the last part, without the rest."""
+        return self.start + self.length * self.count
+
+    @property
+    def num_saved(self) -> int:
+        """How many labels equal those of the first part, and lie in another one."""
+        return self.length * (self.count - 1)
+
+
+def saves_time(regions: Regions) -> bool:
+    """Return whether to compile each form once saves more than its calls cost in many steps."""
+    saved_us = (regions.num_nodes - regions.num_compiled) * _NODE_US
+    return saved_us > (regions.num_calls + regions.num_lost_fusions) * _CALL_US * _NUM_STEPS
+
+
+def find_repeats(labels: Sequence[int], least_saved: int) -> list[Repeat]:
+    """Return disjoint repeats, in order; the largest is chosen first, then those beside it.
+
+    Args:
+        least_saved: a repeat with a smaller ``num_saved`` is none.
+    """
+    found: list[Repeat] = []
+    pending = [(0, len(labels))]
+    while pending:
+        begin, end = pending.pop()
+        best = _largest_repeat(labels[begin:end], begin, least_saved)
+        if best is not None:
+            found.append(best)
+            pending += [(begin, best.start), (best.stop, end)]
+    return sorted(found, key=lambda repeat: repeat.start)
+
+
+def _largest_repeat(labels: Sequence[int], offset: int, least_saved: int) -> Repeat | None:
+    runs = [_longest_run(labels, length, offset) for length in _likely_lengths(labels)]
+    large = [run for run in runs if run.count > 1 and run.num_saved >= least_saved]
+    # Of two that cover as much, the one of shorter parts, then the first.
+    return max(large, key=lambda r: (r.stop + r.rest - r.start, -r.length, -r.start), default=None)
+
+
+def _likely_lengths(labels: Sequence[int]) -> list[int]:
+    """Return the distances at which labels come again most often."""
+    last: dict[int, int] = {}
+    distances: Counter[int] = Counter()
+    for position, label in enumerate(labels):
+        if label in last:
+            distances[position - last[label]] += 1
+        last[label] = position
+    return [length for length, _ in distances.most_common(_MAX_LENGTHS)]
+
+
+def _longest_run(labels: Sequence[int], length: int, offset: int) -> Repeat:
+    """Return the longest repeat with parts of this length; of one part where there is none."""
+    longest, run, stop = 0, 0, 0
+    for position in range(len(labels) - length):
+        run = run + 1 if labels[position] == labels[position + length] else 0
+        if run > longest:
+            longest, stop = run, position + 1
+    count, rest = divmod(longest + length, length)
+    return Repeat(offset + stop - longest, length, count, rest)
+
+
+def pieces(repeat: Repeat, cuts: Iterable[int]) -> list[range]:
+    """Cut the parts of a repeat into pieces.
+
+    The repeat may begin later, within its rest, where that saves a piece of every part.
+
+    Args:
+        cuts: positions in front of which a piece has to end.
+
+    Returns:
+        The positions of each piece, in order.
+    """
+    cuts = list(cuts)
+    shifted = [
+        Repeat(repeat.start + shift, repeat.length, repeat.count)
+        for shift in range(repeat.rest + 1)
+    ]
+    best = min(shifted, key=lambda moved: (len(_offsets(moved, cuts)), moved.start))
+    offsets = _offsets(best, cuts)
+    starts = range(best.start, best.stop, best.length)
+    bounds = [start + offset for start in starts for offset in offsets]
+    return [range(*pair) for pair in pairwise([*bounds, best.stop])]
+
+
+def _offsets(repeat: Repeat, cuts: Iterable[int]) -> list[int]:
+    """Return where each part is cut, counted from its begin; the first is 0."""
+    inside = (cut - repeat.start for cut in cuts if repeat.start < cut < repeat.stop)
+    return sorted({0, *(offset % repeat.length for offset in inside)})

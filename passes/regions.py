@@ -1,0 +1,358 @@
+"""Lowered graph: layers that are alike become calls of one subgraph, which is compiled once.
+
+    before   launch b   wait a   mm   relu   wait b   mm_1   relu_1   ..
+    after    launch b   wait a   region_0(..)   wait b   region_0(..)   ..
+
+A region is a run of compute between launches and waits, which stay where they are. Regions have one
+form if they do the same operations, in the same order, on values of the same dtypes, sizes, strides
+and devices: what is compiled for one then serves all. What is found only once stays as it is, and
+fuses with its neighbours.
+
+[Note: borders] A compiler takes what a call of a subgraph returns for memory of its own. So a
+region returns no view, neither of what it is given nor of what else it returns: whoever uses a view
+makes it of the value itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphshard._torch.inductor import call_subgraph, lookup_seed
+from graphshard._torch.tensors import OpOverload, returns_nothing
+from graphshard.cost.fusion import GraphValues
+from graphshard.ops.nodes import PLANNED
+from graphshard.planning.plan import Regions
+from graphshard.planning.repeats import find_repeats, pieces
+
+_LEAST_SAVED = 24  # nodes that a repeat has to spare the compiler
+_LEAST_NODES = 4  # of a region: to call a smaller one costs more than it saves
+
+Form = tuple[Hashable, ...]
+"""What a region does, whichever nodes do it."""
+
+
+def share_regions(graph: fx.Graph, is_worth_it: Callable[[Regions], bool]) -> Regions:
+    """Replace the regions of a lowered graph that have equal forms by calls, in place.
+
+    Args:
+        is_worth_it: whether to do so, by how many regions there are.
+
+    Returns:
+        The regions of the graph; none if it was not worth it.
+    """
+    _gather_parts_of_tuples(graph)
+    compute = [node for node in graph.nodes if _may_be_inside(node)]
+    labels: dict[Hashable, int] = {}
+    sequence = [labels.setdefault(_label(node), len(labels)) for node in compute]
+    cuts = _cuts(graph, compute)
+    runs = [
+        [compute[i] for i in piece]
+        for repeat in find_repeats(sequence, _LEAST_SAVED)
+        for piece in pieces(repeat, cuts)
+    ]
+    regions = _with_own_views(graph, runs)
+    shared = _shared(map(_Region, regions))
+    counts = _count(graph, shared)
+    if not shared or not is_worth_it(counts):
+        return Regions()
+    names: dict[Form, str] = {}
+    for region in shared:
+        region.replace_by_call(graph, names.setdefault(region.form, f"region_{len(names)}"))
+    return counts
+
+
+def _count(graph: fx.Graph, shared: Sequence[_Region]) -> Regions:
+    sizes = {region.form: len(region.nodes) for region in shared}
+    home = {node: i for i, region in enumerate(shared) for node in region.nodes}
+    kernels = GraphValues(graph).fused_kernels
+    return Regions(
+        num_forms=len(sizes),
+        num_calls=len(shared),
+        num_nodes=len(home),
+        num_compiled=sum(sizes.values()),
+        num_lost_fusions=sum(len({home.get(n) for n in k.nodes}) - 1 for k in kernels),
+    )
+
+
+def _gather_parts_of_tuples(graph: fx.Graph) -> None:
+    """Move what takes tensors out of a tuple right behind the operator that returns it."""
+    for node in graph.nodes:
+        if isinstance(node.meta.get("val"), (tuple, list)) and PLANNED not in node.meta:
+            parts = [user for user in node.users if user.target is operator.getitem]
+            for part in reversed(parts):
+                node.append(part)
+
+
+def _may_be_inside(node: fx.Node) -> bool:
+    """Return whether a node computes tensors of tensors, and does nothing else."""
+    if node.op != "call_function" or PLANNED in node.meta:
+        return False
+    if node.target is operator.getitem:
+        return _may_be_inside(node.args[0])  # type: ignore[arg-type]  # of a tuple's node
+    return bool(node.all_input_nodes) and _is_pure(node)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace not in (
+        "aten",
+        "prims",
+        "graphshard",
+    ):
+        return False
+    pure = not target._schema.is_mutable and not returns_nothing(target)
+    return pure and _has_tensors(node.meta.get("val"))
+
+
+def _has_tensors(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(part is None or isinstance(part, torch.Tensor) for part in value)
+    return isinstance(value, torch.Tensor)
+
+
+def _cuts(graph: fx.Graph, compute: Sequence[fx.Node]) -> list[int]:
+    """Return the positions in ``compute`` in front of which something else happens.
+
+    What depends on no compute since the last cut could as well happen there, unless it was planned.
+    """
+    position = {node: i for i, node in enumerate(compute)}
+    cuts, next_position = [0], 0
+    latest: dict[fx.Node, int] = {}  # by node, the position of the last compute that it rests on
+    for node in graph.nodes:
+        of_inputs = max((latest[used] for used in node.all_input_nodes), default=-1)
+        latest[node] = position.get(node, of_inputs)
+        if node in position:
+            next_position = position[node] + 1
+        elif node.op == "call_function" and (PLANNED in node.meta or of_inputs >= cuts[-1]):
+            cuts.append(next_position)
+    return sorted(set(cuts))
+
+
+# --- what is alike -------------------------------------------------------------------------------
+
+
+def _label(node: fx.Node) -> Hashable:
+    """Return what a node does: equal for nodes of layers that are alike."""
+    return _described(node, lambda used: _metadata(used.meta.get("val")))
+
+
+def _described(node: fx.Node, describe: Any) -> Hashable:
+    args: Any = node.args[:1] if node.target is lookup_seed else node.args
+    return (
+        str(node.target),
+        _frozen(args, describe),
+        _frozen(node.kwargs, describe),
+        _metadata(node.meta.get("val")),
+    )
+
+
+def _frozen(value: Any, describe: Any) -> Hashable:
+    """Return arguments with ``describe`` of their nodes, as something that can be compared."""
+    if isinstance(value, fx.Node):
+        return describe(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(_frozen(part, describe) for part in value)
+    if isinstance(value, dict):
+        return tuple((name, _frozen(part, describe)) for name, part in value.items())
+    return repr(value)
+
+
+def _metadata(value: Any) -> Hashable:
+    """Return what code for a value depends on."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_metadata, value))
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    strides = tuple(map(str, value.stride())) if value.layout is torch.strided else None
+    return (
+        str(value.dtype), tuple(map(str, value.shape)), strides, str(value.layout),
+        str(value.device), value.is_conj(), value.is_neg(),
+    )  # fmt: skip
+
+
+# --- borders -------------------------------------------------------------------------------------
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Return whether a node's value is memory of another node's."""
+    if node.target is operator.getitem:
+        return _is_view(node.args[0])  # type: ignore[arg-type]  # of a tuple's node
+    return (
+        getattr(node.target, "is_view", False) or node.target is torch.ops.aten._unsafe_view.default
+    )
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Return whether a node makes the same tensor always: it costs nothing to make it anew."""
+    op = node.target
+    is_random = isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
+    made = node.op == "call_function" and not node.all_input_nodes
+    return made and not is_random and _is_pure(node)
+
+
+def _with_own_views(graph: fx.Graph, runs: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:
+    """Have everybody make the views that he uses of a region: see [Note: borders].
+
+    Returns:
+        The nodes of each run, in the order of the graph, without views that nobody uses any more.
+    """
+    home = {node: i for i, run in enumerate(runs) for node in run}
+    views = _Views(graph, home)
+    for node in list(graph.nodes):
+        for used in node.all_input_nodes:
+            own = views.copy_for(node, used)
+            if own is not used:
+                node.replace_input_with(used, own)
+    for node in reversed(graph.nodes):
+        if not node.users and (_is_constant(node) or (node in home and _is_view(node))):
+            home.pop(node, None)
+            graph.erase_node(node)
+    nodes: list[list[fx.Node]] = [[] for _ in runs]
+    for node in graph.nodes:
+        if node in home:
+            nodes[home[node]].append(node)
+    return nodes
+
+
+class _Views:
+    """Copies views into the regions that use them.
+
+    Args:
+        home: by node, the number of its region; copies are added to it.
+    """
+
+    def __init__(self, graph: fx.Graph, home: dict[fx.Node, int]) -> None:
+        self._graph, self._home = graph, home
+        self._copies: dict[tuple[int | None, fx.Node], fx.Node] = {}
+
+    def copy_for(self, user: fx.Node, view: fx.Node) -> fx.Node:
+        """Return a copy of ``view`` where ``user`` is, made in front of it or earlier."""
+        place = self._home.get(user)
+        if not self._is_needed(view, place):
+            return view
+        key = place, view
+        if key not in self._copies:
+            sources = {source: self.copy_for(user, source) for source in view.all_input_nodes}
+            with self._graph.inserting_before(user):
+                copy = self._graph.node_copy(view, sources.__getitem__)
+            self._copies[key] = copy
+            if place is not None:
+                self._home[copy] = place
+        return self._copies[key]
+
+    def _is_needed(self, view: fx.Node, place: int | None) -> bool:
+        if _is_constant(view):
+            return place is not None
+        return view in self._home and self._home[view] != place and _is_view(view)
+
+
+# --- regions -------------------------------------------------------------------------------------
+
+Input = tuple[fx.Node, int | None]
+"""A node that a region reads; of the seeds of random numbers, the number of one."""
+
+
+class _Region:
+    """Nodes that one call is to replace.
+
+    Attributes:
+        nodes: in order, nothing between them that rests on one of them.
+        form: equal for regions that one subgraph can replace.
+    """
+
+    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+        self.nodes = nodes
+        self._inside = set(nodes)
+        self.form = self._form()
+
+    @property
+    def inputs(self) -> list[Input]:
+        """Return what the nodes read: other nodes, once calls have replaced earlier regions."""
+        read = dict.fromkeys(
+            (used, _seed_of(node)) for node in self.nodes for used in node.all_input_nodes
+        )
+        return [pair for pair in read if pair[0] not in self._inside]
+
+    @property
+    def outputs(self) -> list[fx.Node]:
+        """Return the nodes that others use."""
+        return [n for n in self.nodes if any(user not in self._inside for user in n.users)]
+
+    def _form(self) -> Form:
+        number: dict[Input, int] = {pair: i for i, pair in enumerate(self.inputs)}
+        values = [_metadata(node.meta["val"]) for node, _ in number]
+        number |= {(node, None): i for i, node in enumerate(self.nodes, len(number))}
+
+        def described(node: fx.Node) -> Hashable:
+            seed = _seed_of(node)
+            return _described(node, lambda used: number.get((used, seed), number.get((used, None))))
+
+        outputs = tuple(number[node, None] for node in self.outputs)
+        return tuple(values), tuple(map(described, self.nodes)), outputs
+
+    def subgraph(self, owner: fx.GraphModule) -> fx.GraphModule:
+        """Return the nodes as a graph of their own."""
+        graph = fx.Graph()
+        made: dict[Input, fx.Node] = {}
+        for i, (node, seed) in enumerate(self.inputs):
+            made[node, seed] = graph.placeholder(f"in_{i}")
+            made[node, seed].meta = {"val": _value(node, seed)}
+        for node in self.nodes:
+            seed = _seed_of(node)
+            arguments = {n: made.get((n, seed)) or made[n, None] for n in node.all_input_nodes}
+            copy = graph.node_copy(node, arguments.__getitem__)
+            if seed is not None:
+                copy.args = (copy.args[0], 0)
+            made[node, None] = copy
+        graph.output(tuple(made[node, None] for node in self.outputs))
+        return fx.GraphModule(owner, graph)
+
+    def replace_by_call(self, graph: fx.Graph, name: str) -> None:
+        """Replace the nodes by a call of the subgraph of that name; make it if there is none."""
+        owner = graph.owning_module
+        assert owner is not None
+        if not hasattr(owner, name):
+            setattr(owner, name, self.subgraph(owner))
+        outputs = self.outputs
+        with graph.inserting_before(self.nodes[-1].next):
+            arguments = [_argument(graph, node, seed) for node, seed in self.inputs]
+            call = call_subgraph(graph, name, arguments)
+            call.meta["val"] = tuple(node.meta["val"] for node in outputs)
+            for i, node in enumerate(outputs):
+                result = graph.call_function(operator.getitem, (call, i))
+                result.meta = dict(node.meta)
+                node.replace_all_uses_with(result, lambda user: user not in self._inside)
+        for node in reversed(self.nodes):
+            graph.erase_node(node)
+
+
+def _seed_of(node: fx.Node) -> int | None:
+    """Return the number of the seed that a node looks up; None: it is another operator."""
+    return node.args[1] if node.target is lookup_seed else None  # type: ignore[return-value]
+
+
+def _value(node: fx.Node, seed: int | None) -> Any:
+    value = node.meta["val"]
+    return value if seed is None else value[seed : seed + 1]
+
+
+def _argument(graph: fx.Graph, node: fx.Node, seed: int | None) -> fx.Node:
+    """Return what a call is given for an input: of seeds a view of one, or forms would differ."""
+    if seed is None:
+        return node
+    view = graph.call_function(torch.ops.aten.slice.Tensor, (node, 0, seed, seed + 1))
+    view.meta = {"val": _value(node, seed)}
+    return view
+
+
+def _shared(regions: Iterable[_Region]) -> list[_Region]:
+    """Return the regions whose form others have, too."""
+    large = [region for region in regions if len(region.nodes) >= _LEAST_NODES]
+    counts = Counter(region.form for region in large)
+    return [region for region in large if counts[region.form] > 1 and region.outputs]

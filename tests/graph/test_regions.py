@@ -1,0 +1,164 @@
+"""Layers that are alike become calls of one subgraph; launches, waits and numbers stay."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from graphshard.ops.nodes import PLANNED
+from graphshard.passes import share_regions
+from graphshard.planning.plan import Regions
+
+aten = torch.ops.aten
+INVOKE = torch.ops.higher_order.invoke_subgraph
+
+
+def _traced(function: Any, *inputs: Tensor) -> fx.GraphModule:
+    return make_fx(function, tracing_mode="fake")(*inputs)
+
+
+def _shared(gm: fx.GraphModule) -> Regions:
+    """Share regions, and check that the graph is sound."""
+    regions = share_regions(gm.graph, lambda _: True)
+    gm.graph.lint()
+    gm.recompile()
+    return regions
+
+
+def _calls(gm: fx.GraphModule) -> list[fx.Node]:
+    return gm.graph.find_nodes(op="call_function", target=INVOKE)
+
+
+def _layer(x: Tensor, w: Tensor) -> Tensor:
+    """Ten nodes: a product, views, and what is pointwise."""
+    h = (x @ w.t()).view(2, 2, 8).transpose(0, 1).contiguous().view(4, 8)
+    return x + torch.sigmoid(h * 0.5).exp() * h
+
+
+def _deep(x: Tensor, *weights: Tensor) -> Tensor:
+    for w in weights:
+        x = _layer(x, w)
+    return x
+
+
+def _inputs(layers: int = 9) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(4, 8), *(torch.randn(8, 8) for _ in range(layers))]
+
+
+def test_layers_are_one_subgraph() -> None:
+    inputs = _inputs()
+    gm = _traced(_deep, *inputs)
+    expected, num_nodes = gm(*inputs), len(gm.graph.nodes)
+    regions = _shared(gm)
+    assert (regions.num_forms, regions.num_calls) == (1, 9)
+    assert regions.num_nodes == 9 * regions.num_compiled == num_nodes - 11
+    assert {call.args[1] for call in _calls(gm)} == {"region_0"}
+    assert torch.equal(gm(*inputs), expected)
+
+
+def test_what_is_not_worth_it_stays() -> None:
+    gm = _traced(_deep, *_inputs())
+    assert share_regions(gm.graph, lambda _: False) == Regions()
+    assert not _calls(gm)
+
+
+def test_layers_that_differ_have_forms_of_their_own() -> None:
+    def deep(x: Tensor, *weights: Tensor) -> Tensor:
+        for i, w in enumerate(weights):
+            x = _layer(x, w) * (2.0 if i < 9 else 3.0)
+        return x
+
+    inputs = _inputs(18)
+    gm = _traced(deep, *inputs)
+    expected = gm(*inputs)
+    regions = _shared(gm)
+    assert regions.num_forms == 2
+    assert torch.equal(gm(*inputs), expected)
+
+
+def test_layers_are_cut_where_something_is_launched() -> None:
+    gm = _traced(_deep, *_inputs())
+    products = gm.graph.find_nodes(op="call_function", target=aten.mm.default)
+    launch = products[3].next
+    with gm.graph.inserting_before(launch):
+        planned = gm.graph.call_function(aten.neg.default, (products[0].args[0],))
+    planned.meta = {"val": products[0].args[0].meta["val"], PLANNED: True}
+    regions = _shared(gm)
+    assert regions.num_forms == 1  # it begins behind the product, as all do now
+    names = [n for n in gm.graph.nodes if n.target is INVOKE or n is planned]
+    assert names.index(planned) == 3  # behind the third layer's rest
+    assert planned in gm.graph.nodes
+
+
+def test_no_call_returns_a_view() -> None:
+    def deep(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        kept = []
+        for w in weights:
+            x = _layer(x, w)
+            kept.append(x.view(2, 16).t())  # used by nobody but the user
+        return (x, *kept)
+
+    inputs = _inputs()
+    gm = _traced(deep, *inputs)
+    expected = gm(*inputs)
+    assert _shared(gm).num_forms == 1
+    for call in _calls(gm):
+        region: Any = getattr(gm, call.args[1])
+        returned = region.graph.output_node().args[0]
+        assert not any(getattr(node.target, "is_view", False) for node in returned)
+    for ours, theirs in zip(gm(*inputs), expected):
+        assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+
+
+def test_constants_are_made_inside() -> None:
+    def deep(x: Tensor, *weights: Tensor) -> Tensor:
+        for w in weights:
+            x = torch.where(_layer(x, w) > 1, x, torch.full((), -2.0))
+        return x
+
+    inputs = _inputs()
+    gm = _traced(deep, *inputs)
+    expected = gm(*inputs)
+    assert _shared(gm).num_forms == 1
+    assert not gm.graph.find_nodes(op="call_function", target=aten.full.default)
+    assert torch.equal(gm(*inputs), expected)
+
+
+def test_parts_of_tuples_stay_with_their_operator() -> None:
+    def deep(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        kept = []
+        for w in weights:
+            x, indices = aten.max.dim(_layer(x, w).view(4, 2, 4), 1)
+            x = torch.cat([x, x], 1)
+            kept.append(indices)
+        return (x, *kept)
+
+    inputs = _inputs()
+    gm = _traced(deep, *inputs)
+    expected = gm(*inputs)
+    assert _shared(gm).num_forms == 1
+    assert all(torch.equal(*pair) for pair in zip(gm(*inputs), expected))
+    tuples = {
+        n.args[0].target for n in gm.graph.find_nodes(op="call_function", target=operator.getitem)
+    }
+    assert tuples == {INVOKE}
+
+
+def test_what_writes_is_in_no_region() -> None:
+    def deep(x: Tensor, *weights: Tensor) -> Tensor:
+        for w in weights:
+            x = _layer(x, w)
+            aten.copy_.default(w, x[:1].expand(8, 8))
+        return x
+
+    inputs = _inputs()
+    gm = _traced(deep, *inputs)
+    expected = gm(*[t.clone() for t in inputs])
+    assert _shared(gm).num_forms == 1
+    assert len(gm.graph.find_nodes(op="call_function", target=aten.copy_.default)) == 9
+    assert torch.equal(gm(*[t.clone() for t in inputs]), expected)

@@ -1,0 +1,165 @@
+"""Layers that are compiled once compute what they did: beside an unsharded copy, and the same bits,
+random numbers among them, as where every layer is compiled by itself."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+import graphshard
+from graphshard import SchedulePolicy
+from tests import ranks
+from tests.models import GPT
+from tests.numerics.compare import Twins, generator, sgd, world_mesh
+
+LAYERS = 5
+
+
+class Deep(nn.Module):
+    """Layers that are alike; `draw` makes a batch `[rows, 8]`."""
+
+    def __init__(self, layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+    @staticmethod
+    def batch(rng: torch.Generator, rows: int = 6) -> Tensor:
+        return torch.randn(rows, 8, generator=rng)
+
+
+class Plain(nn.Module):
+    """A residual layer with a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 15), nn.Linear(15, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Dropped(Plain):
+    """With random numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(super().forward(x), 0.5)
+
+
+class Normalised(Plain):
+    """With statistics that a forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+
+class Checkpointed(Plain):
+    """With activations that backward computes anew."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def _gpt() -> GPT:
+    return GPT(layers=LAYERS)
+
+
+def _shares(backend: graphshard.Backend) -> None:
+    for plan in backend.plans:
+        assert plan.regions.num_calls > plan.regions.num_forms > 0, plan.regions
+
+
+def _beside_a_copy(make: Callable[[], Any], options: dict[str, Any]) -> None:
+    twins = Twins(make(), compiler="inductor", schedule=SchedulePolicy(regions=True), **options)
+    twins.train(twins.model.batch, steps=2)
+    _shares(twins.backend)
+    for ours, theirs in zip(twins.model.buffers(), twins.reference.buffers(), strict=True):
+        assert ours.shape == theirs.shape  # BatchNorm's statistics are each rank's own
+
+
+@pytest.mark.parametrize("make", [_gpt, partial(Deep, Checkpointed)], ids=["gpt", "checkpointed"])
+def test_beside_a_copy(make: Callable[[], Any]) -> None:
+    ranks.run(2, _beside_a_copy, make, {})
+
+
+def test_dynamic_shapes() -> None:
+    ranks.run(2, _dynamic)
+
+
+def _dynamic() -> None:
+    model = Deep(Plain)
+    twins = Twins(model, compiler="inductor", schedule=SchedulePolicy(regions=True), dynamic=True)
+    for rows in (5, 9):
+        twins.backward([Deep.batch(generator(rows, rank), rows) for rank in range(2)])
+        twins.check()
+        twins.zero_grad()
+    _shares(twins.backend)
+
+
+def _steps(model: nn.Module, compiler: str, regions: bool, options: dict[str, Any]) -> list[Tensor]:
+    """Losses, gradients and buffers of two steps."""
+    torch.manual_seed(dist.get_rank())
+    schedule = SchedulePolicy(regions=regions)
+    backend = graphshard.backend(world_mesh(), compiler=compiler, schedule=schedule, **options)
+    compiled, optimizer, found = torch.compile(model, backend=backend), sgd(model), []
+    for step in range(2):
+        loss = compiled(model.batch(generator(step, dist.get_rank())))  # type: ignore[operator]
+        loss.backward()
+        found += [loss.detach(), *(p.grad.to_local().clone() for p in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    if regions:
+        _shares(backend)
+    return [*found, *model.buffers()]
+
+
+def _with_and_without(
+    make: Callable[[], nn.Module], compiler: str, options: dict[str, Any], tolerance: float
+) -> None:
+    torch.manual_seed(0)
+    model = make()
+    without = _steps(copy.deepcopy(model), compiler, False, options)
+    ours, theirs = _steps(model, compiler, True, options), without
+    assert len(ours) == len(theirs)
+    if not tolerance:
+        assert all(map(torch.equal, ours, theirs))
+        return
+    # Of all together: in bfloat16 a gradient that is zero but for rounding has no error of its own.
+    flat = [torch.cat([t.double().flatten() for t in tensors]) for tensors in (ours, theirs)]
+    assert (flat[0] - flat[1]).norm() <= tolerance * flat[1].norm()
+
+
+BF16 = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+CASES = [
+    (partial(Deep, Dropped), {}, 1e-6),
+    (partial(Deep, Normalised), {}, 1e-6),
+    (_gpt, BF16, 1e-2),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "tolerance"), CASES, ids=["dropout", "norm", "bf16"])
+def test_the_same_numbers_by_inductor(make: Any, options: Any, tolerance: float) -> None:
+    ranks.run(2, _with_and_without, make, "inductor", options, tolerance)
+
+
+MAKE = [partial(Deep, Dropped), partial(Deep, Normalised), partial(Deep, Checkpointed), _gpt]
+
+
+@pytest.mark.parametrize("make", MAKE, ids=["dropout", "norm", "checkpointed", "gpt"])
+def test_the_same_bits_by_aten(make: Any) -> None:
+    ranks.run(2, _with_and_without, make, "aot_eager", {}, 0.0)
