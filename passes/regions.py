@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from graphshard._torch.inductor import call_subgraph, lookup_seed
-from graphshard._torch.tensors import OpOverload, returns_nothing
+from graphshard._torch.tensors import OpOverload, returns_nothing, writes_arguments
 from graphshard.cost.fusion import GraphValues
 from graphshard.ops.nodes import PLANNED
 from graphshard.planning.plan import Regions
@@ -32,6 +32,8 @@ from graphshard.planning.repeats import find_repeats, pieces
 
 _LEAST_SAVED = 24  # nodes that a repeat has to spare the compiler
 _LEAST_NODES = 4  # of a region: to call a smaller one costs more than it saves
+
+_NAMESPACES = ("aten", "prims", "graphshard")
 
 Form = tuple[Hashable, ...]
 """What a region does, whichever nodes do it."""
@@ -99,15 +101,10 @@ def _may_be_inside(node: fx.Node) -> bool:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    target = node.target
-    if not isinstance(target, OpOverload) or target.namespace not in (
-        "aten",
-        "prims",
-        "graphshard",
-    ):
+    op = node.target
+    if not isinstance(op, OpOverload) or op.namespace not in _NAMESPACES:
         return False
-    pure = not target._schema.is_mutable and not returns_nothing(target)
-    return pure and _has_tensors(node.meta.get("val"))
+    return not (writes_arguments(op) or returns_nothing(op)) and _has_tensors(node.meta.get("val"))
 
 
 def _has_tensors(value: object) -> bool:
@@ -183,9 +180,8 @@ def _is_view(node: fx.Node) -> bool:
     """Return whether a node's value is memory of another node's."""
     if node.target is operator.getitem:
         return _is_view(node.args[0])  # type: ignore[arg-type]  # of a tuple's node
-    return (
-        getattr(node.target, "is_view", False) or node.target is torch.ops.aten._unsafe_view.default
-    )
+    op: Any = node.target
+    return getattr(op, "is_view", False) or op is torch.ops.aten._unsafe_view.default
 
 
 def _is_constant(node: fx.Node) -> bool:
