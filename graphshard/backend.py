@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from ._torch.aot_graphs import num_constants
 from ._torch.dynamo import Trace, on_compile_error, on_compile_start, on_lookup, sources
@@ -29,7 +29,7 @@ from ._torch.inductor import mode_options
 from .consensus.plan_consensus import PlanConsensus
 from .errors import BackendError
 from .options.float8_policy import Float8Policy
-from .options.options import Options, default_mesh, hashable
+from .options.options import Options, hashable, mesh_for
 from .options.schedule_policy import SchedulePolicy
 from .params.check_reads import check_reads
 from .params.compiled_root import find_root, modules_of, note_breaks
@@ -241,23 +241,6 @@ def _device(inputs: Sequence[Any]) -> torch.device:
     """Return the device of the first tensor among ``inputs``."""
     tensors = (value for value in inputs if isinstance(value, torch.Tensor))
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
-
-
-def mesh_for(options: Options, params: Iterable[nn.Parameter]) -> DeviceMesh:
-    """Return the mesh that is given, or that of all ranks on the device of these parameters."""
-    return options.mesh or default_mesh(_device_type(params, options))
-
-
-def _device_type(params: Iterable[nn.Parameter], options: Options) -> str:
-    """Return the device type of the default mesh: that of the parameters.
-
-    Where they need not be on their device yet (meta, offload), it is that of the accelerator.
-    """
-    kind = next((param.device.type for param in params), "meta")
-    if kind == "meta" or (kind == "cpu" and isinstance(options.offload_policy, CPUOffloadPolicy)):
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        return accelerator.type if accelerator is not None else "cpu"
-    return kind
 
 
 def backend(

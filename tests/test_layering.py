@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
         "show",
     },
     "__init__": {"backend", "optim", "options", "params"},
-    "integrations": {"_torch", "backend", "params", "tools"},
+    "integrations": {"_torch", "backend", "options", "params", "tools"},
     "tools": {"_torch", "backend", "files", "kinds", "options", "params"},
     "check": {"_torch", "backend", "kinds", "ops", "options", "params", "planning"},
     "__main__": {"__init__", "check", "cost", "show", "tools"},

@@ -29,7 +29,8 @@ from transformers.modeling_utils import load_state_dict
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from .._torch.nn import buffers_of, parameters_of
-from ..backend import backend, mesh_for, shard
+from ..backend import backend, shard
+from ..options.options import mesh_for
 from ..params.agree import raise_if_any, raise_if_different
 from ..params.fill import fill
 from ..params.materialize import plain_twin
@@ -113,9 +114,7 @@ def from_pretrained(
     values = _take_values(model, outline.stored)
     raise_if_different({n: _describe(v) for n, v in values.items()}, groups, advice=_SAME_FILES)
     if made.options.sync_module_states:
-        new = {name: value for name, value in values.items() if _is_new(value)}
-        for _, tensor in sorted([*new.items(), *model.named_buffers()]):
-            make_equal(tensor, groups)
+        _make_new_equal(model, values, groups)
     move_buffers(model, groups.device)
     shard(model, mesh, **options)
     try:
@@ -329,6 +328,13 @@ def _take_values(model: nn.Module, stored: Mapping[nn.Parameter, StoredTensor]) 
         parameters = parameters_of(module)
         parameters.update({n: p if p is None else twins[p] for n, p in parameters.items()})
     return values
+
+
+def _make_new_equal(model: nn.Module, values: Values, groups: MeshGroups) -> None:
+    """Give all ranks the first one's buffers, and its values of parameters that no file has."""
+    new = {name: value for name, value in values.items() if _is_new(value)}
+    for _, tensor in sorted([*new.items(), *model.named_buffers()]):
+        make_equal(tensor, groups)
 
 
 def _is_new(value: torch.Tensor) -> bool:

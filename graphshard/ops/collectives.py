@@ -170,8 +170,7 @@ def _needs_copy_in(kind: TransferKind, inputs: BufferInputs, world: int) -> bool
 
 
 def is_copied_alone(kind: TransferKind, sent: CollectiveInput, world: int) -> bool:
-    """Return whether a tensor with a buffer of its own is copied to be sent: cast, padded, or made
-    contiguous."""
+    """Return whether a tensor with a buffer of its own is sent as a copy: cast, padded, dense."""
     tensor = sent.tensor
     padded = kind == TransferKind.REDUCE_SCATTER and tensor.shape[0] != sent.rows * world
     casts = wire_dtype(kind, [sent]) != tensor.dtype

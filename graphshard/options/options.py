@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from .float8_policy import Float8Policy, check_fp8
 from .param_options import ParamOptions
@@ -207,7 +207,7 @@ def check_mesh(mesh: object) -> None:
         )
 
 
-def default_mesh(device_type: str) -> DeviceMesh:
+def _default_mesh(device_type: str) -> DeviceMesh:
     """Make a 1D mesh over the default process group.
 
     Raises:
@@ -219,6 +219,23 @@ def default_mesh(device_type: str) -> DeviceMesh:
             "(and launch with torchrun) before the first step"
         )
     return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+def mesh_for(options: Options, params: Iterable[nn.Parameter]) -> DeviceMesh:
+    """Return the mesh that is given, or that of all ranks on the device of these parameters."""
+    return options.mesh or _default_mesh(_device_type(params, options))
+
+
+def _device_type(params: Iterable[nn.Parameter], options: Options) -> str:
+    """Return the device type of the default mesh: that of the parameters.
+
+    Where they need not be on their device yet (meta, offload), it is that of the accelerator.
+    """
+    kind = next((param.device.type for param in params), "meta")
+    if kind == "meta" or (kind == "cpu" and isinstance(options.offload_policy, CPUOffloadPolicy)):
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return accelerator.type if accelerator is not None else "cpu"
+    return kind
 
 
 def hashable(value: object) -> Hashable:
