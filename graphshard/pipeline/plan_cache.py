@@ -72,6 +72,8 @@ class PlanCache:
         lock = FileLock(compiled.with_suffix(".lock"))
         with contextlib.suppress(Timeout):
             lock.acquire(wait_s)
+        if compiled.exists():  # what cannot be cached is then compiled by all at once
+            lock.release()
         try:
             yield
             compiled.touch()
