@@ -48,7 +48,10 @@ Rule = Callable[[Plan, Problem], Sequence[Bucket]]
 
 
 def at_world(plan: Plan, world: int) -> Problem:
-    """Return the problem of ``plan`` for ``world`` ranks: with other shards and other padding."""
+    """Return the problem of ``plan`` for ``world`` ranks: with other shards and other padding.
+
+    Of a parameter that is free before its last step ends, the padding stays as it was traced.
+    """
     before = plan.problem
     transfers = tuple(_resized(plan, transfer, world) for transfer in before.transfers)
     # The shards are inputs, which are alive all the time.

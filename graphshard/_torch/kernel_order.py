@@ -7,14 +7,21 @@ written between the two. So a fused kernel moves behind the waits that it needs:
     written   embedding   launch b   wait a   norm     embedding and norm are one kernel
     Inductor  wait a   kernel   launch b
     here      launch b   wait a   kernel
+
+Where the launch sends what the fused kernel computes, that cannot be: such a kernel is taken apart.
+
+    written   grad   launch grad   wait a   norm     grad and norm, which read the same, are one
+    Inductor  wait a   kernel   launch grad
+    here      grad   launch grad   wait a   norm
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch._inductor import custom_graph_pass
-from torch._inductor.utils import contains_wait
+from torch._inductor.utils import contains_collective, contains_wait
 
 if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
@@ -27,6 +34,8 @@ class KeepWaits(_Pass):
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         """Return the nodes of a scheduler in the order in which they are to run."""
+        while kernels := _straddling(nodes):
+            nodes = [part for node in nodes for part in (_parts(node, kernels) or [node])]
         return _ordered(nodes)
 
     def uuid(self) -> bytes:
@@ -34,12 +43,70 @@ class KeepWaits(_Pass):
         return b"graphshard"
 
 
-def _ordered(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+Nodes = list["BaseSchedulerNode"]
+Needed = dict["BaseSchedulerNode", Nodes]
+"""By node, those that it has to come after."""
+
+
+def _straddling(nodes: Nodes) -> set[BaseSchedulerNode]:
+    """Return the fused kernels that need a wait, and that what is written before it needs."""
     needed = _needed(nodes)
+    last_wait = _last_waits(nodes, needed)
+    late = [node for node in nodes if _is_fused(node) and last_wait[node] > node.min_order]
+    users: Needed = {node: [] for node in nodes}
+    for node, others in needed.items():
+        for other in others:
+            users[other].append(node)
+    return {
+        kernel
+        for kernel in late
+        if any(
+            user.min_order < last_wait[kernel]
+            and (contains_wait(user) or contains_collective(user))
+            for user in _resting_on(kernel, users)
+        )
+    }
+
+
+def _is_fused(node: BaseSchedulerNode) -> bool:
+    """Return whether a node is several that can be kernels of their own."""
+    is_list_operator = getattr(node, "is_foreach", bool)()
+    return len(getattr(node, "snodes", ())) > 1 and not is_list_operator
+
+
+def _parts(node: Any, kernels: set[BaseSchedulerNode]) -> Nodes:
+    """Return the nodes that a fused kernel is made of, if it is one of these."""
+    if node not in kernels:
+        return []
+    node.scheduler.name_to_fused_node.update({part.get_name(): part for part in node.snodes})
+    return list(node.snodes)
+
+
+def _resting_on(
+    node: BaseSchedulerNode, users: Mapping[BaseSchedulerNode, Sequence[BaseSchedulerNode]]
+) -> Iterator[BaseSchedulerNode]:
+    """Yield all nodes that need a node, directly or by way of others."""
+    pending, seen = [node], {node}
+    while pending:
+        for user in users[pending.pop()]:
+            if user not in seen:
+                seen.add(user)
+                pending.append(user)
+                yield user
+
+
+def _last_waits(nodes: Nodes, needed: Needed) -> dict[BaseSchedulerNode, int]:
+    """Return where the last wait was written that each node needs; -1: it needs none."""
     last_wait: dict[BaseSchedulerNode, int] = {}
     for node in nodes:  # those that it needs come before it
         own = node.min_order if contains_wait(node) else -1
         last_wait[node] = max([own, *(last_wait.get(other, -1) for other in needed[node])])
+    return last_wait
+
+
+def _ordered(nodes: Nodes) -> Nodes:
+    needed = _needed(nodes)
+    last_wait = _last_waits(nodes, needed)
     # Among equals the wait comes first.
     by_order = sorted(nodes, key=lambda n: (max(n.min_order, last_wait[n]), not contains_wait(n)))
     ordered: dict[BaseSchedulerNode, None] = {}
@@ -48,7 +115,7 @@ def _ordered(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
     return list(ordered)
 
 
-def _needed(nodes: list[BaseSchedulerNode]) -> dict[BaseSchedulerNode, list[BaseSchedulerNode]]:
+def _needed(nodes: Nodes) -> Needed:
     """Return the nodes that each one has to come after.
 
     A fused node may name its own buffers, too.
@@ -66,7 +133,7 @@ def _needed(nodes: list[BaseSchedulerNode]) -> dict[BaseSchedulerNode, list[Base
 
 def _visit(
     node: BaseSchedulerNode,
-    needed: dict[BaseSchedulerNode, list[BaseSchedulerNode]],
+    needed: Needed,
     ordered: dict[BaseSchedulerNode, None],
 ) -> None:
     """Append a node behind those that it needs, unless it is there already."""

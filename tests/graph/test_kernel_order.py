@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,9 @@ class _Node:
     def __post_init__(self) -> None:
         self.unmet_dependencies = {_Dep(name) for name in self.needs.split()}
 
+    def get_name(self) -> str:
+        return self.name
+
     def get_buffer_names(self) -> list[str]:
         return [self.name]
 
@@ -54,6 +58,35 @@ def test_a_fused_kernel_moves_behind_the_wait_that_it_needs() -> None:
 def test_what_needs_no_later_wait_stays() -> None:
     nodes = [_Node("a", 0), _Node("launch", 1, "a"), _Node("b", 2, "a elsewhere"), _Node("c", 3)]
     assert _ordered(*nodes, _wait("wait", 4, "launch")) == "a launch b c wait"
+
+
+@dataclass(eq=False)
+class _Fused(_Node):
+    """Two nodes that Inductor made one kernel."""
+
+    snodes: list[_Node] = field(default_factory=list)
+    scheduler: Any = field(default_factory=lambda: SimpleNamespace(name_to_fused_node={}))
+
+    def get_buffer_names(self) -> list[str]:
+        return [node.name for node in self.snodes]
+
+
+def test_a_kernel_is_taken_apart_that_a_launch_before_its_wait_needs() -> None:
+    """Written: grad, launch grad, wait a, norm; grad and norm read the same, and are one kernel."""
+    launch_a, wait_a = _Node("launch_a", 0), _wait("wait_a", 4, "launch_a")
+    grad, norm = _Node("grad", 1), _Node("norm", 5, "wait_a")
+    launch = _Node("launch", 3, "packed", ir._CollectiveKernel.__new__(ir._CollectiveKernel))
+    kernel = _Fused("kernel", 1, "wait_a", snodes=[grad, norm])
+    nodes = [launch_a, wait_a, kernel, _Node("packed", 2, "grad"), launch]
+    assert _ordered(*nodes) == "launch_a grad packed launch wait_a norm"
+    assert kernel.scheduler.name_to_fused_node == {"grad": grad, "norm": norm}
+
+
+def test_a_kernel_stays_that_no_launch_before_its_wait_needs() -> None:
+    launch_a, wait_a = _Node("launch_a", 0), _wait("wait_a", 4, "launch_a")
+    kernel = _Fused("kernel", 1, "wait_a", snodes=[_Node("grad", 1), _Node("norm", 5, "wait_a")])
+    launch = _Node("launch", 6, "grad", ir._CollectiveKernel.__new__(ir._CollectiveKernel))
+    assert _ordered(launch_a, wait_a, kernel, launch) == "launch_a wait_a kernel launch"
 
 
 @pytest.mark.parametrize("name", KEEP_ORDER)
