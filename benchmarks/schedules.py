@@ -75,8 +75,18 @@ def _resized(plan: Plan, transfer: Transfer, world: int) -> Transfer:
     row_bytes = transfer.num_bytes // (param.padded_rows * transfer.world)
     rows = math.ceil(param.shape[0] / world)
     shard_bytes = transfer.shard_bytes // param.padded_rows * rows
-    sizes = {"num_bytes": rows * world * row_bytes, "shard_bytes": shard_bytes}
-    return dataclasses.replace(transfer, **sizes, world=world)
+    num_bytes = rows * world * row_bytes
+    was_padded, is_padded = (
+        bool(transfer.grad_bytes) and transfer.grad_bytes != sent
+        for sent in (transfer.num_bytes, num_bytes)
+    )
+    return dataclasses.replace(
+        transfer,
+        num_bytes=num_bytes,
+        shard_bytes=shard_bytes,
+        world=world,
+        copied_in=is_padded or transfer.casts or (transfer.copied_in and not was_padded),
+    )
 
 
 # --- rules ---------------------------------------------------------------------------------------
