@@ -162,13 +162,13 @@ def resident_by_step(kind: str, num_bytes: float, linears: int, steps: int) -> l
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = DeepMLP.of_bytes(num_bytes, linears)
     x, called = torch.randn(ROWS, model.dim), KINDS[kind](model, mesh)
-    resident = []
+    found = []
     for _ in range(steps + 2):
         called(x).backward()
         torch.optim.SGD(model.parameters(), lr=1e-3).step()
         model.zero_grad()
-        resident.append(resident("VmRSS"))
-    return resident[2:]
+        found.append(resident("VmRSS"))
+    return found[2:]
 
 
 def sharding_memory(at_first_call: bool, num_bytes: float, linears: int) -> Memory:
