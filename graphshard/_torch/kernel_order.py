@@ -17,14 +17,12 @@ Where the launch sends what the fused kernel computes, that cannot be: such a ke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from torch._inductor import custom_graph_pass
+from torch._inductor.scheduler import BaseSchedulerNode, FusedSchedulerNode
 from torch._inductor.utils import contains_collective, contains_wait
-
-if TYPE_CHECKING:
-    from torch._inductor.scheduler import BaseSchedulerNode
 
 _Pass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)  # torch 2.11 has none
 
@@ -34,8 +32,8 @@ class KeepWaits(_Pass):
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         """Return the nodes of a scheduler in the order in which they are to run."""
-        while kernels := _straddling(nodes):
-            nodes = [part for node in nodes for part in (_parts(node, kernels) or [node])]
+        while len(split := _split(nodes)) > len(nodes):
+            nodes = split
         return _ordered(nodes)
 
     def uuid(self) -> bytes:
@@ -43,29 +41,32 @@ class KeepWaits(_Pass):
         return b"graphshard"
 
 
-Nodes = list["BaseSchedulerNode"]
-Needed = dict["BaseSchedulerNode", Nodes]
+Nodes = list[BaseSchedulerNode]
+Needed = dict[BaseSchedulerNode, Nodes]
 """By node, those that it has to come after."""
 
 
-def _straddling(nodes: Nodes) -> set[BaseSchedulerNode]:
-    """Return the fused kernels that need a wait, and that what is written before it needs."""
+def _split(nodes: Nodes) -> Nodes:
+    """Take apart the fused kernels that need a wait and are needed by what is written before it.
+
+    What needs the wait becomes one kernel, and the rest another one.
+    """
     needed = _needed(nodes)
     last_wait = _last_waits(nodes, needed)
-    late = [node for node in nodes if _is_fused(node) and last_wait[node] > node.min_order]
     users: Needed = {node: [] for node in nodes}
     for node, others in needed.items():
         for other in others:
             users[other].append(node)
-    return {
-        kernel
-        for kernel in late
-        if any(
-            user.min_order < last_wait[kernel]
-            and (contains_wait(user) or contains_collective(user))
-            for user in _resting_on(kernel, users)
-        )
-    }
+    writer = _writers(nodes)
+    split: Nodes = []
+    for node in nodes:
+        is_late = _is_fused(node) and last_wait[node] > node.min_order
+        if is_late and _comes_too_late(node, last_wait[node], users):
+            late = {name for name, n in writer.items() if last_wait[n] > node.min_order}
+            split += _parts(node, late)
+        else:
+            split.append(node)
+    return split
 
 
 def _is_fused(node: BaseSchedulerNode) -> bool:
@@ -74,17 +75,34 @@ def _is_fused(node: BaseSchedulerNode) -> bool:
     return len(getattr(node, "snodes", ())) > 1 and not is_list_operator
 
 
-def _parts(node: Any, kernels: set[BaseSchedulerNode]) -> Nodes:
-    """Return the nodes that a fused kernel is made of, if it is one of these."""
-    if node not in kernels:
-        return []
-    node.scheduler.name_to_fused_node.update({part.get_name(): part for part in node.snodes})
-    return list(node.snodes)
+def _comes_too_late(node: BaseSchedulerNode, wait: int, users: Needed) -> bool:
+    """Return whether a launch, or a wait, rests on a node that was written before ``wait``."""
+    return any(
+        user.min_order < wait and (contains_wait(user) or contains_collective(user))
+        for user in _resting_on(node, users)
+    )
 
 
-def _resting_on(
-    node: BaseSchedulerNode, users: Mapping[BaseSchedulerNode, Sequence[BaseSchedulerNode]]
-) -> Iterator[BaseSchedulerNode]:
+def _parts(kernel: Any, late_buffers: set[str]) -> Nodes:
+    """Return two kernels for a fused one: without those that read late buffers, and these alone."""
+    late = late_buffers.difference(kernel.get_buffer_names())
+    groups: tuple[Nodes, Nodes] = [], []
+    for node in kernel.snodes:
+        is_late = any(dep.name in late for dep in node.unmet_dependencies)
+        groups[is_late].append(node)
+        if is_late:
+            late.update(node.get_buffer_names())
+    return [_fused(kernel, group) for group in groups if group]
+
+
+def _fused(kernel: Any, nodes: Nodes) -> BaseSchedulerNode:
+    """Return some of a kernel's nodes as one, and tell the scheduler."""
+    one = nodes[0] if len(nodes) == 1 else FusedSchedulerNode(kernel.scheduler, nodes)
+    kernel.scheduler.name_to_fused_node.update({node.get_name(): one for node in nodes})
+    return one
+
+
+def _resting_on(node: BaseSchedulerNode, users: Needed) -> Iterator[BaseSchedulerNode]:
     """Yield all nodes that need a node, directly or by way of others."""
     pending, seen = [node], {node}
     while pending:
@@ -115,12 +133,17 @@ def _ordered(nodes: Nodes) -> Nodes:
     return list(ordered)
 
 
+def _writers(nodes: Nodes) -> dict[str, BaseSchedulerNode]:
+    """Return the node that writes each buffer."""
+    return {name: node for node in nodes for name in node.get_buffer_names()}
+
+
 def _needed(nodes: Nodes) -> Needed:
     """Return the nodes that each one has to come after.
 
     A fused node may name its own buffers, too.
     """
-    writer = {name: node for node in nodes for name in node.get_buffer_names()}
+    writer = _writers(nodes)
     return {
         node: [
             writer[dep.name]
