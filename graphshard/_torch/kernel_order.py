@@ -49,7 +49,7 @@ Needed = dict[BaseSchedulerNode, Nodes]
 def _split(nodes: Nodes) -> Nodes:
     """Take apart the fused kernels that need a wait and are needed by what is written before it.
 
-    What needs the wait becomes one kernel, and the rest another one.
+    What needs the wait becomes a kernel of its own, or each node where they do not loop alike.
     """
     needed = _needed(nodes)
     last_wait = _last_waits(nodes, needed)
@@ -84,7 +84,7 @@ def _comes_too_late(node: BaseSchedulerNode, wait: int, users: Needed) -> bool:
 
 
 def _parts(kernel: Any, late_buffers: set[str]) -> Nodes:
-    """Return two kernels for a fused one: without those that read late buffers, and these alone."""
+    """Return kernels for a fused one: of nodes that need no late buffer, then of those that do."""
     late = late_buffers.difference(kernel.get_buffer_names())
     groups: tuple[Nodes, Nodes] = [], []
     for node in kernel.snodes:
@@ -92,7 +92,20 @@ def _parts(kernel: Any, late_buffers: set[str]) -> Nodes:
         groups[is_late].append(node)
         if is_late:
             late.update(node.get_buffer_names())
-    return [_fused(kernel, group) for group in groups if group]
+    parts: Nodes = []
+    for group in filter(None, groups):
+        whole = kernel.get_device().type != "cpu" and _loop_alike(group)
+        parts += [_fused(kernel, nodes) for nodes in ([group] if whole else [[n] for n in group])]
+    return parts
+
+
+def _loop_alike(nodes: list[Any]) -> bool:
+    """Return whether nodes can be a kernel of Triton: over all elements, or behind a reduction
+    (``generate_node_schedule`` in torch/_inductor/codegen/simd.py). For CPUs Inductor has fitted
+    loops to each other that may be in different kernels now."""
+    _, (rows, columns) = max(nodes, key=lambda node: node.is_reduction()).group
+    sizes = ((rows, columns), (rows * columns, 1), (rows, 1))
+    return all(tuple(node.group[1]) in sizes for node in nodes)
 
 
 def _fused(kernel: Any, nodes: Nodes) -> BaseSchedulerNode:

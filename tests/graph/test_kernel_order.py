@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch._inductor import ir
 
 from graphshard._torch.inductor import KEEP_ORDER, with_planned_order
@@ -26,6 +27,7 @@ class _Node:
     min_order: int
     needs: str = ""
     node: Any = None
+    group: Any = ("cuda", (8, 1))
     unmet_dependencies: set[_Dep] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -33,6 +35,12 @@ class _Node:
 
     def get_name(self) -> str:
         return self.name
+
+    def is_reduction(self) -> bool:
+        return False
+
+    def get_device(self) -> torch.device:
+        return torch.device("cuda")
 
     def get_buffer_names(self) -> list[str]:
         return [self.name]
