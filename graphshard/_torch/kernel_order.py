@@ -92,8 +92,10 @@ def _parts(kernel: Any, late_buffers: set[str]) -> Nodes:
         groups[is_late].append(node)
         if is_late:
             late.update(node.get_buffer_names())
+    if not all(groups):  # what comes too late is another kernel, which rests on this one
+        return [kernel]
     parts: Nodes = []
-    for group in filter(None, groups):
+    for group in groups:
         whole = kernel.get_device().type != "cpu" and _loop_alike(group)
         parts += [_fused(kernel, nodes) for nodes in ([group] if whole else [[n] for n in group])]
     return parts

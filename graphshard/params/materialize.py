@@ -185,7 +185,7 @@ def _init_some(
             shell.restore_parameters()
     for name, shard in shards.items():
         _check_written(name, full[name], shard)
-        keep_rows(full.pop(name), shard)
+        _keep_rows(full.pop(name), shard)
 
 
 def plain_twin(param: nn.Parameter, device: torch.device | None) -> nn.Parameter:
@@ -243,7 +243,7 @@ def _check_written(name: str, full: torch.Tensor, param: nn.Parameter) -> None:
         )
 
 
-def keep_rows(full: torch.Tensor, param: nn.Parameter) -> None:
+def _keep_rows(full: torch.Tensor, param: nn.Parameter) -> None:
     """Write this rank's rows of a full parameter into its shard."""
     sharded = sharded_param_of(param)
     if sharded is None:
