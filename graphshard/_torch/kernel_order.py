@@ -13,10 +13,14 @@ Where the launch sends what the fused kernel computes, that cannot be: such a ke
     written   grad   launch grad   wait a   norm     grad and norm, which read the same, are one
     Inductor  wait a   kernel   launch grad
     here      grad   launch grad   wait a   norm
+
+The same holds for memory that is made behind a wait: the bytes that the wait frees are the room for
+it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Any
 
@@ -129,10 +133,16 @@ def _resting_on(node: BaseSchedulerNode, users: Needed) -> Iterator[BaseSchedule
 
 
 def _last_waits(nodes: Nodes, needed: Needed) -> dict[BaseSchedulerNode, int]:
-    """Return where the last wait was written that each node needs; -1: it needs none."""
+    """Return where the last wait was written that each node has to come after; -1: it may be first.
+
+    A node that needs nothing makes memory, such as the zeros that a gradient is added to. It has to
+    come after the waits in front of it, whose collectives free theirs.
+    """
+    waits = [-1, *sorted(node.min_order for node in nodes if contains_wait(node))]
     last_wait: dict[BaseSchedulerNode, int] = {}
     for node in nodes:  # those that it needs come before it
-        own = node.min_order if contains_wait(node) else -1
+        is_bound = contains_wait(node) or not (needed[node] or contains_collective(node))
+        own = waits[bisect_right(waits, node.min_order) - 1] if is_bound else -1
         last_wait[node] = max([own, *(last_wait.get(other, -1) for other in needed[node])])
     return last_wait
 

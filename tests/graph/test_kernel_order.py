@@ -97,6 +97,15 @@ def test_a_kernel_stays_that_no_launch_before_its_wait_needs() -> None:
     assert _ordered(launch_a, wait_a, kernel, launch) == "launch_a wait_a kernel launch"
 
 
+def test_memory_is_made_behind_the_wait_before_it_whose_collective_frees_some() -> None:
+    """Written: cast, launch cast, wait a, zeros, sum; cast and sum read the same, and are one."""
+    launch_a, wait_a = _Node("launch_a", 0), _wait("wait_a", 4, "launch_a")
+    cast, zeros, total = _Node("cast", 1), _Node("zeros", 5), _Node("sum", 6, "zeros")
+    launch = _Node("launch", 3, "cast", ir._CollectiveKernel.__new__(ir._CollectiveKernel))
+    nodes = [launch_a, zeros, _Fused("kernel", 1, "zeros", snodes=[cast, total]), launch, wait_a]
+    assert _ordered(*nodes) == "launch_a cast launch wait_a zeros sum"
+
+
 @pytest.mark.parametrize("name", KEEP_ORDER)
 def test_an_option_that_sorts_kernels_anew_is_left_out_with_a_warning(name: str) -> None:
     with pytest.warns(UserWarning, match=f"without {name}=True: .*than the plan says"):
