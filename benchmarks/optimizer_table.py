@@ -42,7 +42,7 @@ class Case:
     Attributes:
         path: its module and class.
         options: the arguments it gets.
-        error: a part of the error that it raises on sharded parameters; None: it works.
+        error: a pattern in the error that it raises on sharded parameters; None: it works.
         why: the reason, for the table; and what to use instead.
         tolerance: of the difference from the unsharded one, in the norm of a parameter.
         even: the number of ranks divides all rows.
@@ -101,7 +101,8 @@ CASES = [
         "matrices: use graphshard.optim.Muon",
     ),
     Case("torch.optim.Adafactor", {"foreach": False}, "_NormPartial", NORM),
-    Case("torch.optim.Adafactor", {"foreach": True}, "_NormPartial", NORM),
+    # torch 2.11 raises earlier.
+    Case("torch.optim.Adafactor", {"foreach": True}, "_NormPartial|_foreach_lerp_", NORM),
     Case("transformers.optimization.Adafactor", {}, "mixed torch.Tensor and DTensor", MIXES),
     Case("torch.optim.Rprop", {"foreach": True}, "_foreach_copy_", NO_STRATEGY),
     Case("torch.optim.Rprop", {"foreach": False}, "index_put_", "writes by a mask in place"),
