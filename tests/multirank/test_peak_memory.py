@@ -62,11 +62,11 @@ def test_every_step_needs_the_same() -> None:
     kind = kind_name("aot_eager", "ZeRO-3")
     for resident in ranks.run_fresh(WORLD, resident_by_step, kind, 80e6, 20, 8):
         # A gathered parameter that stays would be 4 MB more in each step, 16 MB from one half to
-        # the other. Memory comes in pages of 2 MB, and the first step may do with one less; what
+        # the other. Memory comes in pages of 2 MiB, and some steps may do with two less; what
         # gloo's threads have not let go of when a step ends is there in some of them.
         first, second = resident[: len(resident) // 2], resident[len(resident) // 2 :]
         assert abs(min(second) - min(first)) <= 5 * MB, resident
-        assert statistics.median(second) - min(resident) <= 4 * MB, resident
+        assert statistics.median(second) - min(resident) <= 5 * MB, resident
 
 
 @pytest.mark.parametrize("at_first_call", [False, True])
