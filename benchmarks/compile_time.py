@@ -1,11 +1,14 @@
-"""How long does compiling take beside plain torch.compile, with a cold and a warm Inductor cache?
+"""How long does the first step take, and how does that grow with depth?
 
-    python -m benchmarks.compile_time [--layers 4] [--dim 256] [--repeats 1] [--device cpu|cuda]
+    python -m benchmarks.compile_time [--layers 4 12 24 48] [--dim 128] [--ranks 1] [--repeats 1]
+        [--ways "graphshard, regions" ...] [--device cpu|cuda] [--out FILE]
 
-The seconds of the first forward and backward of a GPT on one rank, in a process of its own with a
-TORCHINDUCTOR_CACHE_DIR of its own: cold in an empty folder, warm in a new process with that folder.
-Imports do not count. Sharding counts for the one line, which does it in that call, and not where
-graphshard.shard was called before. The order of the ways is turned round from repeat to repeat.
+Seconds to the first gradient of a GPT, in processes of their own with a TORCHINDUCTOR_CACHE_DIR of
+their own: cold in an empty folder, warm in new processes with that folder. Imports do not count;
+sharding does. "step" and "peak" are of later steps: the median of their times, and what a step adds
+to the resident memory. Ranks share the machine's cores, and the first step is that of the slowest.
+The order of the ways is turned round from repeat to repeat. "tracing alone" is ``torch.compile``
+with ``backend="aot_eager"``: what Dynamo and AOTAutograd take.
 
 The first process to compile reads the compiler from disk. So one process more runs before the
 others and is not counted; --no-warm-up leaves it out where something was compiled just now.
@@ -14,175 +17,333 @@ others and is not counted; --no-warm-up leaves it out where something was compil
 from __future__ import annotations
 
 import argparse
-import contextlib
+import dataclasses
+import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 from unittest import mock
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+import torch.distributed as dist
+from torch._dynamo.utils import compilation_time_metrics
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphshard
-from benchmarks import common
+from benchmarks import common, memory
+from benchmarks.common import FSDP2_BLOCKS, PLAIN
 from benchmarks.gpt import GPT
-from benchmarks.ways import Trained, one_line, plain
-from graphshard.options import schedule_policy
+from benchmarks.ways import Build, Trained, fsdp2_compiled_blocks, plain
+from graphshard.consensus.plan_consensus import PlanConsensus
+from graphshard.pipeline import compile as pipeline
 
-PLAIN, ONE_LINE, SHARDED = "torch.compile", "graphshard, one line", "graphshard, after shard()"
-WAYS = (PLAIN, ONE_LINE, SHARDED)
-VOCAB, CONTEXT, ROWS, HEAD_DIM = 4096, 64, 2, 32
+TRACING, WHOLE, REGIONS = "tracing alone", "graphshard, whole", "graphshard, regions"
+VOCAB, CONTEXT, ROWS, HEAD_DIM, STEPS = 4096, 64, 2, 32, 20
+
+
+def _traced(model: GPT, mesh: DeviceMesh) -> Trained:
+    return torch.compile(model, backend="aot_eager")
+
+
+def _one_line(model: GPT, mesh: DeviceMesh, *, regions: bool) -> Trained:
+    schedule = graphshard.SchedulePolicy(regions=regions)
+    return torch.compile(model, backend=graphshard.backend(mesh, schedule=schedule))
+
+
+WAYS: dict[str, Build] = {
+    TRACING: _traced,
+    PLAIN: plain,
+    FSDP2_BLOCKS: fsdp2_compiled_blocks,
+    WHOLE: functools.partial(_one_line, regions=False),
+    REGIONS: functools.partial(_one_line, regions=True),
+}
+CUT = "min_cut_rematerialization_partition"
+OF_ONE_RANK = (TRACING, PLAIN)
+"""The ways that shard nothing."""
 
 
 @dataclass(frozen=True)
 class First:
-    """The first forward and backward of a process.
+    """The first forward and backward of some processes, and steps after it; seconds and bytes.
 
     Attributes:
-        seconds: of everything; ``planning_s``: of the planner.
-        hits, misses: graphs that Inductor's cache had, and had not.
+        seconds: of everything.
+            parts: of it, by name; see ``_parts``.
+        graphs: that Inductor made code of, subgraphs among them; ``files``: of kernels, compiled.
+        step_s: the median of later steps; ``peak``: the most that they add to resident memory.
     """
 
     seconds: float
-    planning_s: float
-    hits: int
-    misses: int
+    parts: dict[str, float]
+    graphs: int
+    files: int
+    step_s: float
+    peak: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured in some processes."""
+
+    way: str
+    layers: int
+    dim: int
+    ranks: int
+    device: str
 
 
 def main() -> None:
-    """Measure and print a table; in the processes that it starts, one measurement as JSON."""
+    """Measure and print tables; in the processes that it starts, one measurement as JSON."""
     args = _arguments()
-    if args.way:
-        print(json.dumps(asdict(_first_step(args))), flush=True)
+    if args.measure:
+        _measure(Setting(**json.loads(args.measure)), args.rank, args.store)
         return
     device = common.pick_device(args.device)
-    common.show(common.heading("benchmarks.compile_time", device))
+    paragraphs = [common.heading("benchmarks.compile_time", device)]
+    common.show(*paragraphs)
     if args.warm_up:
         with tempfile.TemporaryDirectory(prefix="inductor-") as cache:
-            _in_new_process(PLAIN, args, cache, layers=1)
-    cold: dict[str, list[First]] = {way: [] for way in WAYS}
-    warm: dict[str, list[First]] = {way: [] for way in WAYS}
-    for repeat in range(args.repeats):
-        for way in WAYS if repeat % 2 == 0 else WAYS[::-1]:
-            with tempfile.TemporaryDirectory(prefix="inductor-") as cache:
-                cold[way].append(_in_new_process(way, args, cache))
-                warm[way].append(_in_new_process(way, args, cache))
-    ratio = _seconds(cold[ONE_LINE]) / _seconds(cold[PLAIN])
-    ratio_warm = _seconds(warm[ONE_LINE]) / _seconds(warm[PLAIN])
-    note = f"GPT of {args.layers} layers, d={args.dim}; median of {args.repeats}"
-    last = f"compile time: graphshard {ratio:.2f} × torch.compile cold, {ratio_warm:.2f} × warm"
-    common.show(_table(cold, warm), note, last)
+            _in_new_processes(Setting(PLAIN, 1, args.dim, 1, device.type), cache, args.timeout)
+    for ranks in args.ranks:
+        for layers in args.layers:
+            ways = [way for way in args.ways if ranks == 1 or way not in OF_ONE_RANK]
+            settings = [Setting(way, layers, args.dim, ranks, device.type) for way in ways]
+            cold, warm = _repeat(settings, args)
+            note = f"{layers} layers, d={args.dim}, {ranks} ranks; median of {args.repeats}"
+            paragraphs += [f"## {note}", _table(cold, warm), _split(cold)]
+            common.show(*paragraphs[-3:])
+            if args.out:
+                common.write_report(args.out, paragraphs)
 
 
 def _arguments() -> argparse.Namespace:
     parser = common.new_parser(__doc__, with_device=True)
-    common.add_counts(parser, layers=4, dim=256, repeats=1)
+    counts: dict[str, Any] = {"nargs": "+", "type": common.count, "metavar": "N"}
+    parser.add_argument("--layers", default=[4], help="default: 4", **counts)
+    parser.add_argument("--ranks", default=[1], help="default: 1", **counts)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="default: all")
+    common.add_counts(parser, dim=128, repeats=1)
     parser.add_argument(
         "--warm-up", action=argparse.BooleanOptionalAction, default=True, help="see above"
     )
     limit = "seconds that one process may take; default: %(default)s"
-    parser.add_argument("--timeout", type=common.count, default=300, metavar="S", help=limit)
-    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)  # in the new processes
+    parser.add_argument("--timeout", type=common.count, default=600, metavar="S", help=limit)
+    parser.add_argument("--out", type=Path, help="a file for the tables")
+    for hidden in ("measure", "store"):  # in the new processes
+        parser.add_argument(f"--{hidden}", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def _in_new_process(
-    way: str, args: argparse.Namespace, cache: str, layers: int | None = None
-) -> First:
-    """Measure in a new process, whose folder for Inductor's caches is ``cache``.
+Runs = dict[str, list[First]]
+"""By way, what was measured in each repeat."""
 
-    Args:
-        layers: of the model; None: as ``args`` say.
-    """
-    command = [sys.executable, "-m", "benchmarks.compile_time", "--way", way]
-    command += ["--layers", str(layers or args.layers), "--dim", str(args.dim)]
-    command += ["--device", common.pick_device(args.device).type]
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+
+def _repeat(settings: Sequence[Setting], args: argparse.Namespace) -> tuple[Runs, Runs]:
+    """Return cold and warm runs."""
+    cold: Runs = {setting.way: [] for setting in settings}
+    warm: Runs = {setting.way: [] for setting in settings}
+    for repeat in range(args.repeats):
+        for setting in settings if repeat % 2 == 0 else settings[::-1]:
+            with tempfile.TemporaryDirectory(prefix="inductor-") as cache:
+                for runs in (cold, warm):
+                    first = _in_new_processes(setting, cache, args.timeout)
+                    runs[setting.way].append(first)
+    return cold, warm
+
+
+def _in_new_processes(setting: Setting, cache: str, timeout_s: float) -> First:
+    """Measure in a process for each rank, whose folder for Inductor's caches is ``cache``."""
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "GLOO_SOCKET_IFNAME": "lo"}
     env.pop("TRITON_CACHE_DIR", None)  # Inductor then puts it into its own folder
-    done = subprocess.run(
-        command,
-        env=env,
-        cwd=Path(__file__).resolve().parents[1],
-        timeout=args.timeout,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return First(**json.loads(done.stdout.splitlines()[-1]))
+    command = [sys.executable, "-m", "benchmarks.compile_time"]
+    command += ["--measure", json.dumps(dataclasses.asdict(setting))]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
+        processes = [
+            running.enter_context(
+                subprocess.Popen(
+                    [*command, "--rank", str(rank), "--store", f"{folder}/store"],
+                    env=env,
+                    cwd=Path(__file__).resolve().parents[1],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for rank in range(setting.ranks)
+        ]
+        for process in processes:
+            running.callback(process.kill)
+        out, *_ = [process.communicate(timeout=timeout_s)[0] for process in processes]
+        if any(process.returncode for process in processes):
+            raise RuntimeError(f"{setting}: a rank failed")
+    return First(**json.loads(out.splitlines()[-1]))
 
 
-def _first_step(args: argparse.Namespace) -> First:
-    device = common.pick_device(args.device)
+# --- in the new processes ------------------------------------------------------------------------
+
+
+def _measure(setting: Setting, rank: int, store: str) -> None:
+    """Join the other ranks and measure; the first rank prints the result as JSON."""
+    device = torch.device(setting.device)
+    torch.set_num_threads(1)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    shared = dist.FileStore(store, setting.ranks)
+    dist.init_process_group(backend, store=shared, rank=rank, world_size=setting.ranks)
+    first = _first_step(setting, device, init_device_mesh(device.type, (setting.ranks,)))
+    slowest: list[Any] = [None] * setting.ranks
+    dist.all_gather_object(slowest, first)
+    if rank == 0:
+        print(json.dumps(dataclasses.asdict(max(slowest, key=lambda f: f.seconds))), flush=True)
+    dist.destroy_process_group()
+
+
+def _first_step(setting: Setting, device: torch.device, mesh: DeviceMesh) -> First:
     model = GPT.seeded(
         device,
-        dim=args.dim,
-        layers=args.layers,
+        dim=setting.dim,
+        layers=setting.layers,
         head_dim=HEAD_DIM,
         vocab=VOCAB,
         context=CONTEXT,
     )
     ids = model.batch(ROWS, device)
-    planning_s: list[float] = []
-    with common.group_of_one(device) as mesh, _timed_planning(planning_s):
-        compiled = _compiled(args.way, model, mesh)
-        seconds = common.timed(lambda: compiled(ids).backward(), device).done_s
-    counted = torch._dynamo.utils.counters["inductor"]
+    dist.barrier()
+
+    def first_step() -> None:
+        nonlocal compiled
+        compiled = WAYS[setting.way](model, mesh)
+        compiled(ids).backward()
+
+    compiled: Any = None
+    with _timed_parts() as ours:
+        seconds = common.timed(first_step, device).done_s
+    parts = _parts(seconds, ours)
+    metrics = dict(compilation_time_metrics)
+
+    def step() -> None:
+        compiled(ids).backward()
+        model.zero_grad()
+
+    dist.barrier()
+    step_s = median(common.timed(step, device).done_s for _ in range(STEPS))
+    used = memory.peak_of(step, 0)
     return First(
         seconds=seconds,
-        planning_s=sum(planning_s),
-        hits=counted["fxgraph_cache_hit"],
-        misses=counted["fxgraph_cache_miss"],
+        parts=parts,
+        graphs=len(metrics.get("GraphLowering.codegen", ())),
+        files=len(metrics.get("compile_file", ())),
+        step_s=step_s,
+        peak=used.peak - used.before,
     )
 
 
-@contextlib.contextmanager
-def _timed_planning(seconds: list[float]) -> Iterator[None]:
-    """Append to ``seconds`` what every search for a schedule takes."""
+def _parts(seconds: float, ours: dict[str, float]) -> dict[str, float]:
+    """Return what a first step took, in seconds: of Dynamo, of AOTAutograd's trace, of Inductor's
+    passes over the joint graph and the partitioner, of our passes, planning and agreement, of
+    Inductor for forward and backward, and of the rest (sharding, guards, the step itself)."""
+    partition = _spent("_recursive_joint_graph_passes", CUT)
+    lowering = ours.get("lowering", 0.0)
+    parts = {
+        "Dynamo": _spent("_compile.compile_inner") - _spent("OutputGraph.call_user_compiler"),
+        "AOT trace": _spent("aot_collect_metadata", "aot_trace_joint_graph"),
+        "partition": partition,
+        "ours": lowering + ours.get("partitioner", 0.0) + ours.get("consensus", 0.0),
+        "Inductor": _spent("compile_fx_inner") - lowering,
+    }
+    return {**parts, "rest": seconds - sum(parts.values())}
 
-    def timed_search(*args: object) -> object:
-        begin = time.perf_counter()
+
+@contextmanager
+def _timed_parts() -> Iterator[dict[str, float]]:
+    """Yield the seconds of our passes, of agreement, and of torch's cut among our passes."""
+    spent: dict[str, float] = {}
+    places: tuple[tuple[Any, str, str], ...] = (
+        (pipeline.Lowering, "__call__", "lowering"),
+        (pipeline.Partitioner, "__call__", "partitioner"),
+        (PlanConsensus, "common_plans", "consensus"),
+    )
+    with ExitStack() as stack:
+        for owner, name, part in places:
+            wrapped = _adding(spent, part, getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, wrapped))
+        yield spent
+
+
+def _adding(spent: dict[str, float], part: str, function: Callable[..., Any]) -> Any:
+    """Return ``function``, whose seconds are added to those of a part, without torch's cut."""
+
+    @functools.wraps(function)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        begin, cut_before = time.perf_counter(), _spent(CUT)
         try:
-            return search(*args)
+            return function(*args, **kwargs)
         finally:
-            seconds.append(time.perf_counter() - begin)
+            seconds = time.perf_counter() - begin - (_spent(CUT) - cut_before)
+            spent[part] = spent.get(part, 0.0) + seconds
 
-    search = schedule_policy.find_schedule
-    with mock.patch.object(schedule_policy, "find_schedule", timed_search):
-        yield
-
-
-def _compiled(way: str, model: GPT, mesh: DeviceMesh) -> Trained:
-    if way == PLAIN:
-        return plain(model, mesh)
-    if way == SHARDED:
-        graphshard.shard(model, mesh)
-    return one_line(model, mesh)
+    return timed
 
 
-def _seconds(runs: Sequence[First]) -> float:
-    return median([run.seconds for run in runs])
+def _spent(*names: str) -> float:
+    """Return the seconds that torch noted for these parts of a compile."""
+    return sum(sum(compilation_time_metrics.get(name, ())) for name in names)
 
 
-def _table(cold: Mapping[str, Sequence[First]], warm: Mapping[str, Sequence[First]]) -> str:
-    """Return a row for each way; ratios are to plain torch.compile."""
-    headers = ["first fwd+bwd", "cold s", "ratio", "planning", "warm s", "ratio", "warm cache hits"]
+# --- output --------------------------------------------------------------------------------------
+
+
+def _table(cold: Runs, warm: Runs) -> str:
+    """Return a row for each way; ratios are to the whole graph without shards."""
+    headers = [
+        "first gradient",
+        "cold s",
+        "ratio",
+        "warm s",
+        "graphs",
+        "files",
+        "step ms",
+        "peak MB",
+    ]
     rows = []
-    for way in WAYS:
-        row = [way]
-        planning = median([run.planning_s for run in cold[way]]) / _seconds(cold[way])
-        for runs, extra_cells in ((cold, [f"{planning:.1%}"]), (warm, [])):
-            seconds = _seconds(runs[way])
-            row += [f"{seconds:.2f}", f"{seconds / _seconds(runs[PLAIN]):.2f}", *extra_cells]
-        last = warm[way][-1]
-        rows.append([*row, f"{last.hits} of {last.hits + last.misses}"])
+    for way, runs in cold.items():
+        seconds = _median(runs, "seconds")
+        base = _median(cold[PLAIN], "seconds") if PLAIN in cold else None
+        rows.append(
+            [
+                way,
+                f"{seconds:.1f}",
+                f"{seconds / base:.2f}" if base else "",
+                f"{_median(warm[way], 'seconds'):.1f}",
+                str(runs[-1].graphs),
+                str(runs[-1].files),
+                f"{_median([*runs, *warm[way]], 'step_s') * 1e3:.1f}",
+                f"{_median([*runs, *warm[way]], 'peak') / 1e6:.1f}",
+            ]
+        )
     return common.table(headers, rows)
+
+
+def _split(cold: Runs) -> str:
+    """Return the parts of the cold seconds of each way."""
+    names = list(next(iter(cold.values()))[0].parts)
+    rows = [
+        [way, *(f"{median(run.parts[name] for run in runs):.1f}" for name in names)]
+        for way, runs in cold.items()
+    ]
+    return common.table(["cold s, of them", *names], rows)
+
+
+def _median(runs: Sequence[First], field: str) -> float:
+    return median(getattr(run, field) for run in runs)
 
 
 if __name__ == "__main__":
