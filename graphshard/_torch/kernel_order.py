@@ -56,7 +56,7 @@ def _split(nodes: Nodes) -> Nodes:
     What needs the wait becomes a kernel of its own, or each node where they do not loop alike.
     """
     needed = _needed(nodes)
-    last_wait = _last_waits(nodes, needed)
+    last_wait = _last_waits_for_memory(nodes, needed)
     users: Needed = {node: [] for node in nodes}
     for node, others in needed.items():
         for other in others:
@@ -133,18 +133,29 @@ def _resting_on(node: BaseSchedulerNode, users: Needed) -> Iterator[BaseSchedule
 
 
 def _last_waits(nodes: Nodes, needed: Needed) -> dict[BaseSchedulerNode, int]:
-    """Return where the last wait was written that each node has to come after; -1: it may be first.
+    """Return where the last wait was written that each node needs; -1: it needs none."""
+    own = {node: node.min_order if contains_wait(node) else -1 for node in nodes}
+    return _latest(own, needed)
 
-    A node that needs nothing makes memory, such as the zeros that a gradient is added to. It has to
-    come after the waits in front of it, whose collectives free theirs.
-    """
+
+def _last_waits_for_memory(nodes: Nodes, needed: Needed) -> dict[BaseSchedulerNode, int]:
+    """Return the same, or where a later wait was written whose collective frees memory before a
+    node needs some: such as the zeros that a gradient is added to, which need nothing."""
     waits = [-1, *sorted(node.min_order for node in nodes if contains_wait(node))]
-    last_wait: dict[BaseSchedulerNode, int] = {}
-    for node in nodes:  # those that it needs come before it
-        is_bound = contains_wait(node) or not (needed[node] or contains_collective(node))
-        own = waits[bisect_right(waits, node.min_order) - 1] if is_bound else -1
-        last_wait[node] = max([own, *(last_wait.get(other, -1) for other in needed[node])])
-    return last_wait
+    own = {}
+    for node in nodes:
+        makes = not (needed[node] or contains_collective(node))
+        is_behind = makes or contains_wait(node)
+        own[node] = waits[bisect_right(waits, node.min_order) - 1] if is_behind else -1
+    return _latest(own, needed)
+
+
+def _latest(own: dict[BaseSchedulerNode, int], needed: Needed) -> dict[BaseSchedulerNode, int]:
+    """Return the largest number of each node and of all that it needs, which come before it."""
+    latest: dict[BaseSchedulerNode, int] = {}
+    for node, number in own.items():
+        latest[node] = max([number, *(latest.get(other, -1) for other in needed[node])])
+    return latest
 
 
 def _ordered(nodes: Nodes) -> Nodes:
