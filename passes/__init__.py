@@ -3,7 +3,8 @@ joint graph before it is partitioned; each of the forward, backward and inferenc
 a problem, scheduled, and lowered by the plan, after Inductor's own passes.
 
     traced graph ─► float8 ─► [AOTAutograd]
-    joint graph ─► host waits ─► dedup ─► casts ─► float8 ─► reshard ─► [partitioner]
+    joint graph ─► host waits ─► dedup ─► casts ─► float8 ─► reshard
+                ─► single rank ─► [partitioner]
     [partitioner] ─► forward, backward
     forward, backward ─► keep secondary shards ─► note held bytes ─► keep gathered
                       ─► offload activations
@@ -42,6 +43,7 @@ from graphshard.passes.normalise import normalise
 from graphshard.passes.recompute import settle_gathers
 from graphshard.passes.regions import share_regions
 from graphshard.passes.reshard import parameter_derived, reshard
+from graphshard.passes.single_rank import send_nothing_alone, use_whole_shards
 from graphshard.passes.written_inputs import save_as_it_was
 from graphshard.planning.activation_offload import SavedActivation
 from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem, Transfer
@@ -64,6 +66,7 @@ __all__ = [
     "parameter_derived",
     "read_partition",
     "save_as_it_was",
+    "send_nothing_alone",
     "share_regions",
 ]
 
@@ -79,6 +82,7 @@ def lower(
     if kind == GraphKind.INFERENCE:
         cast_before_gather(graph)
         scale_before_gather(graph)
+        use_whole_shards(graph)
     params = describe_params(graph)
     unique = tuple(sorted(dict.fromkeys(params.values()), key=lambda param: param.input))
     number = {param: i for i, param in enumerate(unique)}

@@ -26,7 +26,7 @@ from graphshard.ops.collectives import CollectiveInput
 from graphshard.ops.emitter import Emitter
 from graphshard.ops.float8_math import convert
 from graphshard.ops.marker_specs import OffloadSpec, ReduceGradSpec, ReloadSpec, UnshardSpec
-from graphshard.ops.nodes import PLANNED, is_view, root_of, value_of
+from graphshard.ops.nodes import PLANNED, is_returned, root_of, value_of
 from graphshard.passes.describe import source_of
 from graphshard.planning.plan import Bucket, events_by_step, next_in_chain
 
@@ -217,14 +217,9 @@ def apply_replicate(graph: fx.Graph, marker_nodes: Iterable[fx.Node]) -> None:
             emit = Emitter(graph, marker.meta)
             if dtype != value_of(source).dtype:
                 result = emit(convert, source, dtype)
-            elif _is_returned(marker):
+            elif is_returned(marker):
                 result = emit(torch.ops.aten.clone.default, source)
             else:
                 result = source
         marker.replace_all_uses_with(result)
         graph.erase_node(marker)
-
-
-def _is_returned(node: fx.Node) -> bool:
-    """Return whether the graph returns a node's value, or a view of it."""
-    return any(user.op == "output" or (is_view(user) and _is_returned(user)) for user in node.users)

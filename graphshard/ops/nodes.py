@@ -64,6 +64,11 @@ def root_of(node: fx.Node) -> fx.Node:
     return node
 
 
+def is_returned(node: fx.Node) -> bool:
+    """Return whether the graph returns a node's value, or a view of it."""
+    return any(user.op == "output" or (is_view(user) and is_returned(user)) for user in node.users)
+
+
 def uses(node: fx.Node) -> list[fx.Node]:
     """The nodes that use a node's value, also through views; the graph's output is none of them."""
     users = []

@@ -276,6 +276,9 @@ class Partitioner(CustomPartitionerFn):
             with self._rewriting(joint=gm):
                 for joint_pass in passes.JOINT:
                     joint_pass(gm)
+                # Transfers part a graph into steps, between which activations leave and come back.
+                if not self._settings.may_offload_activations:
+                    passes.send_nothing_alone(gm)
             derived = {node.name for node in passes.parameter_derived(gm.graph)}
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         number_inputs(forward.graph, backward.graph)

@@ -10,16 +10,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import graphshard
 from graphshard.kinds import TransferKind
-from tests import ranks
 from tests.gpu import claims
+from tests.gpu.training import on_one_rank
 
 pytestmark = pytest.mark.gpu
 GATHERS = (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER, TransferKind.ALL_REDUCE)
 
 
 def test_kernels_are_those_of_an_unsharded_model_and_one_for_each_copy() -> None:
-    [ours] = ranks.run(1, claims.profiled, "cuda", True, backend="nccl")
-    [theirs] = ranks.run(1, claims.profiled, "cuda", False, backend="nccl")
+    ours = on_one_rank("cuda", claims.profiled, "cuda", True)
+    theirs = on_one_rank("cuda", claims.profiled, "cuda", False)
     collectives = sum(plan.count(kind) for plan in ours.plans for kind in GATHERS)
     assert theirs.kernels and collectives
     print(f"{ours.kernels} kernels, {theirs.kernels} unsharded, {collectives} collectives")
@@ -27,7 +27,7 @@ def test_kernels_are_those_of_an_unsharded_model_and_one_for_each_copy() -> None
 
 
 def test_graphs_need_the_memory_that_their_plans_say() -> None:
-    [found] = ranks.run(1, claims.peaks, "cuda", backend="nccl")
+    found = on_one_rank("cuda", claims.peaks, "cuda")
     for measured, planned in found:
         assert measured == pytest.approx(planned, rel=0.05), found
 
@@ -37,7 +37,7 @@ def _offloaded() -> claims.Profiled:
 
 
 def test_the_host_waits_once_for_each_copy_of_gradients() -> None:
-    [found] = ranks.run(1, _offloaded, backend="nccl")
+    found = on_one_rank("cuda", _offloaded)
     copies = sum(plan.count(TransferKind.COPY_TO_HOST) for plan in found.plans)
     assert copies and found.waits == ("cudaEventSynchronize",) * copies
 
@@ -49,13 +49,13 @@ def _stowed() -> claims.Profiled:
 
 
 def test_the_host_does_not_wait_for_stowed_activations() -> None:
-    [found] = ranks.run(1, _stowed, backend="nccl")
+    found = on_one_rank("cuda", _stowed)
     assert sum(plan.count(TransferKind.COPY_TO_HOST) for plan in found.plans)
     assert found.waits == ()
 
 
 def test_cuda_graphs_are_off_with_a_warning() -> None:
-    [found] = ranks.run(1, claims.warnings_about_cuda_graphs, "cuda", backend="nccl")
+    found = on_one_rank("cuda", claims.warnings_about_cuda_graphs, "cuda")
     assert found and "run without CUDA graphs" in found[0]
 
 
@@ -64,5 +64,5 @@ def test_cuda_graphs_are_off_with_a_warning() -> None:
     reason=f"torch {torch.__version__} has no policies",
 )
 def test_a_policy_of_the_user_is_asked_for_each_graph() -> None:
-    [found] = ranks.run(1, claims.graphs_that_a_policy_captures, "cuda", backend="nccl")
+    found = on_one_rank("cuda", claims.graphs_that_a_policy_captures, "cuda")
     assert found == 2

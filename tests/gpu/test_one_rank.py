@@ -17,8 +17,7 @@ from graphshard.kinds import TransferKind
 from graphshard.ops.float8_math import RECIPES
 from graphshard.planning.live_bytes import alive_bytes
 from graphshard.planning.plan import Plan
-from tests import ranks
-from tests.gpu.training import Trainer, agree, by_torch_compile, cosines_in_fp8
+from tests.gpu.training import Trainer, agree, by_torch_compile, cosines_in_fp8, on_one_rank
 from tests.numerics.compare import generator, relative_error, sgd
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +26,7 @@ DIM, LINEARS = 2048, 32  # 537 MB of parameters
 
 
 def test_agrees_with_torch_compile() -> None:
-    ranks.run(1, agree, by_torch_compile, "cuda", "inductor", backend="nccl")
+    on_one_rank("cuda", agree, by_torch_compile, "cuda", "inductor")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -35,7 +34,7 @@ def test_agrees_with_torch_compile() -> None:
 def test_gradients_in_fp8(compiler: str, recipe: str) -> None:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU computes no products in fp8")
-    [found] = ranks.run(1, cosines_in_fp8, "cuda", compiler, recipe, backend="nccl")
+    found = on_one_rank("cuda", cosines_in_fp8, "cuda", compiler, recipe)
     assert min(found) > 0.99
 
 
@@ -61,7 +60,7 @@ def _memory_by_step(reshard_after_forward: bool) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_every_step_needs_the_same_memory(reshard_after_forward: bool) -> None:
-    [memory] = ranks.run(1, _memory_by_step, reshard_after_forward, backend="nccl")
+    memory = on_one_rank("cuda", _memory_by_step, reshard_after_forward)
     assert len(memory) == STEPS
     assert set(memory) == {memory[0]}, memory
 
@@ -81,8 +80,8 @@ def _memory_of_forward(reshard_after_forward: bool) -> tuple[float, float]:
 
 def test_full_parameters_are_freed_after_use() -> None:
     # On one rank a gathered parameter is a second copy of its shard, so they can be told apart.
-    [(kept, peak)] = ranks.run(1, _memory_of_forward, True, backend="nccl")
-    [(kept_by_zero2, _)] = ranks.run(1, _memory_of_forward, False, backend="nccl")
+    (kept, peak) = on_one_rank("cuda", _memory_of_forward, True)
+    (kept_by_zero2, _) = on_one_rank("cuda", _memory_of_forward, False)
     assert kept <= 0.1, kept
     assert peak <= 0.25, peak
     assert kept_by_zero2 >= 0.75, kept_by_zero2
@@ -103,7 +102,7 @@ def _steps_without_synchronisation() -> None:
 
 
 def test_the_host_never_waits_for_the_gpu() -> None:
-    ranks.run(1, _steps_without_synchronisation, backend="nccl")
+    on_one_rank("cuda", _steps_without_synchronisation)
 
 
 class _Trained(NamedTuple):
@@ -154,7 +153,7 @@ def _train_offloaded() -> None:
 
 
 def test_offloaded_shards() -> None:
-    ranks.run(1, _train_offloaded, backend="nccl")
+    on_one_rank("cuda", _train_offloaded)
 
 
 def _train_with_activations_on_the_host() -> None:
@@ -172,4 +171,4 @@ def _train_with_activations_on_the_host() -> None:
 
 
 def test_activations_wait_on_the_host() -> None:
-    ranks.run(1, _train_with_activations_on_the_host, backend="nccl")
+    on_one_rank("cuda", _train_with_activations_on_the_host)

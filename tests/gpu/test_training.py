@@ -9,12 +9,13 @@ from benchmarks.models import DeepMLP
 from tests import ranks
 from tests.gpu import claims
 from tests.gpu.shared import collectives
-from tests.gpu.training import Trainer, agree, by_ddp, by_torch_compile, cosines_in_fp8
+from tests.gpu.training import Trainer, agree, by_ddp, by_torch_compile, cosines_in_fp8, on_one_rank
 from tests.numerics.compare import whole
 
 
 def test_one_rank_agrees_with_torch_compile() -> None:
     ranks.run(1, agree, by_torch_compile, "cpu", "aot_eager")
+    on_one_rank("cpu", agree, by_torch_compile, "cpu", "aot_eager")
 
 
 def test_several_ranks_agree_with_ddp() -> None:
@@ -50,7 +51,7 @@ def _claims() -> None:
 
 
 def test_claims() -> None:
-    ranks.run(1, _claims)
+    on_one_rank("cpu", _claims)
 
 
 def test_collectives_work() -> None:

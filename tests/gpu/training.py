@@ -5,20 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import graphshard
 from benchmarks.models import DeepMLP
+from graphshard.passes import single_rank
 from graphshard.tools.demo_model import GPT as DemoGPT
 from graphshard.tools.demo_model import Size
+from tests import ranks
 from tests.models import DeepGPT
 from tests.numerics.compare import assert_close, assert_sharded, generator, sgd, whole
 
@@ -27,6 +31,7 @@ STEPS = 5
 # compilations fuse differently. A gradient that is wrong is wrong by more.
 TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
 
+T = TypeVar("T")
 Wrap = Callable[[nn.Module, DeviceMesh], Any]
 """``wrap(model, mesh)``: what is called in the model's place."""
 
@@ -119,6 +124,22 @@ def cosines_in_fp8(device: str, compiler: str, recipe: str) -> list[float]:
         torch.compile(model, backend=backend, fullgraph=True)(ids.to(device)).backward()
         grads.append([whole(param.grad).flatten() for param in model.parameters()])  # type: ignore[arg-type]
     return [float(F.cosine_similarity(*pair, dim=0)) for pair in zip(*grads, strict=True)]
+
+
+def on_one_rank(device: str, function: Callable[..., T], *args: Any) -> T:
+    """Return what a function returns on one rank, which sends to itself what several would send."""
+    backend = "nccl" if device == "cuda" else "gloo"
+    [result] = ranks.run(1, _sending, function, *args, backend=backend)
+    return result
+
+
+def _sending(function: Callable[..., T], *args: Any) -> T:
+    with (
+        mock.patch.object(single_rank, "is_alone", return_value=False),
+        inductor_config.patch(force_disable_caches=True),  # keys do not tell
+    ):
+        torch.compiler.reset()
+        return function(*args)
 
 
 class Trainer:

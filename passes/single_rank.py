@@ -1,0 +1,75 @@
+"""Joint and inference graph: in a group of one rank nothing travels.
+
+    before   w = unshard(shard)   y = mm(x, w)   ...   g = reduce_grad(grad)
+    after                         y = mm(x, shard)     g = grad
+
+What a policy casts is still cast. A parameter or gradient that the graph returns is memory of its
+own, as what a collective receives is.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from graphshard.ops.collectives import span_of
+from graphshard.ops.emitter import Emitter
+from graphshard.ops.float8_math import as_dtype
+from graphshard.ops.marker_specs import ReduceGradSpec, UnshardSpec
+from graphshard.ops.markers import reduce_grad, reduce_grad_input, unshard, unshard_input
+from graphshard.ops.nodes import is_returned, is_view, value_of
+
+
+def send_nothing_alone(gm: fx.GraphModule) -> None:
+    """Replace the markers of a joint graph whose ranks are alone, in place."""
+    use_whole_shards(gm.graph)
+    for node in list(gm.graph.nodes):
+        if node.target is reduce_grad and _stays_here(spec := ReduceGradSpec.of_node(node)):
+            sent = reduce_grad_input(spec)
+            with gm.graph.inserting_before(node):
+                emit = Emitter(gm.graph, node.meta)
+                reduced = as_dtype(emit, spec.grad, sent.dtype)
+                _replace(node, as_dtype(emit, reduced, sent.result_dtype), emit)
+
+
+def use_whole_shards(graph: fx.Graph) -> None:
+    """Replace ``unshard`` markers of groups of one rank by their shards, in place."""
+    for node in list(graph.nodes):
+        if node.target is unshard and _is_here(spec := UnshardSpec.of_node(node)):
+            tags = {key: node.meta[key] for key in ("recompute",) if key in node.meta}
+            with graph.inserting_before(node):
+                emit = Emitter(graph, node.meta, **tags)
+                _replace(node, as_dtype(emit, spec.shard, unshard_input(spec).dtype), emit)
+
+
+def is_alone(group: str) -> bool:
+    """Return whether a group is of one rank."""
+    return span_of(group).world == 1
+
+
+def _is_here(spec: UnshardSpec) -> bool:
+    """Return whether the device has the parameter in the form that the graph uses."""
+    has_rows = value_of(spec.shard).shape[0] == spec.rows
+    return is_alone(spec.group) and has_rows and spec.device is None and spec.scales is None
+
+
+def _stays_here(spec: ReduceGradSpec) -> bool:
+    """Return whether a gradient is added up with nobody's."""
+    alone = all(is_alone(group) for group in (spec.group, spec.replica_group) if group)
+    return alone and spec.host_memory is None and spec.partial is None
+
+
+def _replace(marker: fx.Node, value: fx.Node, emit: Emitter) -> None:
+    if is_returned(marker) and not _is_own(value):
+        value = emit(torch.ops.aten.clone.default, value, memory_format=torch.contiguous_format)
+    marker.replace_all_uses_with(value)
+    marker.graph.erase_node(marker)
+
+
+def _is_own(value: fx.Node) -> bool:
+    """Return whether a value is memory, laid out by rows, that nobody but one marker reads."""
+    maker = value.args[0] if value.target is operator.getitem else value  # of several values
+    is_made = isinstance(maker, fx.Node) and maker.op == "call_function" and not is_view(maker)
+    return is_made and len(value.users) <= 1 and value_of(value).is_contiguous()
