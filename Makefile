@@ -8,27 +8,32 @@ STAMP := .venv/.installed
 TEST_STAMP := .venv/.installed-for-tests
 TYPECHECK := .cache/typecheck/graphshard
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test coverage lint docs clean
 
 demo: $(STAMP)
 	$(BIN)/python -m graphshard demo
 
 # The ranks of a test share the cores, so each gets one thread. Inductor's cache is kept between
 # tests and runs: most of a test's time would otherwise go to compiling the same kernels again.
-test: export OMP_NUM_THREADS ?= 1
-test: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
+test coverage: export OMP_NUM_THREADS ?= 1
+test coverage: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 # Half of the time of what takes much memory goes to its pages: larger ones.
-test: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
-# Two at a time, but for those that look at times, memory or the death of ranks. At the end: which
-# lines of ours none of them ran. To count lines takes half as long again, and the zoo runs none
-# that others do not.
+test coverage: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
+# Two at a time, but for those that look at times, memory or the death of ranks.
 TWO_AT_A_TIME := tests/plan tests/graph tests/cuda tests/numerics
+ALONE := $(TWO_AT_A_TIME:%=--ignore %) --ignore tests/zoo
 test: lint docs
+	$(BIN)/pytest -n 2 --dist loadfile $(TWO_AT_A_TIME)
+	$(BIN)/pytest -n 2 tests/zoo
+	$(BIN)/pytest $(ALONE)
+
+# The same, and which lines of ours no test ran: counting takes half as long again. The zoo runs none
+# that others do not.
+coverage: $(TEST_STAMP)
 	rm -rf .cache/coverage
 	mkdir -p .cache/coverage
 	$(BIN)/coverage run -m pytest -n 2 --dist loadfile $(TWO_AT_A_TIME)
-	$(BIN)/pytest -n 2 tests/zoo
-	$(BIN)/coverage run -m pytest $(TWO_AT_A_TIME:%=--ignore %) --ignore tests/zoo
+	$(BIN)/coverage run -m pytest $(ALONE)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --show-missing
 
