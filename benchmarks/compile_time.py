@@ -77,8 +77,9 @@ class First:
 
     Attributes:
         seconds: of everything.
-            parts: of it, by name; see ``_parts``.
-        graphs: that Inductor made code of, subgraphs among them; ``files``: of kernels, compiled.
+        parts: of it, by name; see ``_parts``.
+        graphs: that Inductor made code of, subgraphs among them; ``files``: that the C++ compiler
+            read, headers among them.
         step_s: the median of later steps; ``peak``: the most that they add to resident memory.
     """
 

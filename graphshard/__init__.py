@@ -18,6 +18,7 @@ from .params.grad_sync import (
 from .params.load_full_state_dict import load_full_state_dict
 from .params.materialize import materialize
 from .params.memory_report import MemoryReport, memory_report
+from .pipeline.saved_compile import load_compiled, save_compiled
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,10 +29,12 @@ __all__ = [
     "__version__",
     "backend",
     "full_state_dict",
+    "load_compiled",
     "load_full_state_dict",
     "materialize",
     "memory_report",
     "no_sync",
+    "save_compiled",
     "set_gradient_divide_factor",
     "set_requires_all_reduce",
     "set_requires_gradient_sync",

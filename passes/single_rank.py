@@ -19,7 +19,7 @@ from graphshard.ops.emitter import Emitter
 from graphshard.ops.float8_math import as_dtype
 from graphshard.ops.marker_specs import ReduceGradSpec, UnshardSpec
 from graphshard.ops.markers import reduce_grad, reduce_grad_input, unshard, unshard_input
-from graphshard.ops.nodes import is_returned, is_view, value_of
+from graphshard.ops.nodes import Value, is_returned, is_view, value_of
 
 
 def send_nothing_alone(gm: fx.GraphModule) -> None:
@@ -61,7 +61,8 @@ def _stays_here(spec: ReduceGradSpec) -> bool:
     return alone and spec.host_memory is None and spec.partial is None
 
 
-def _replace(marker: fx.Node, value: fx.Node, emit: Emitter) -> None:
+def _replace(marker: fx.Node, value: Value, emit: Emitter) -> None:
+    assert isinstance(value, fx.Node)
     if is_returned(marker) and not _is_own(value):
         value = emit(torch.ops.aten.clone.default, value, memory_format=torch.contiguous_format)
     marker.replace_all_uses_with(value)

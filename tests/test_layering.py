@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
         "planning",
         "show",
     },
-    "__init__": {"backend", "optim", "options", "params"},
+    "__init__": {"backend", "optim", "options", "params", "pipeline"},
     "integrations": {"_torch", "backend", "options", "params", "tools"},
     "tools": {"_torch", "backend", "files", "kinds", "options", "params"},
     "check": {"_torch", "backend", "kinds", "ops", "options", "params", "planning"},

@@ -49,6 +49,7 @@ from ..show.dump import Dump
 from ..show.dump_folder import DumpWriter
 from .baked_in import baked_in
 from .plan_cache import PlanCache
+from .saved_compile import warn_unless_loaded
 from .settings import CompileSettings
 from .verify import verify_lowered, verify_partition
 
@@ -136,6 +137,7 @@ def _baked_in(traced: TracedGraph, settings: CompileSettings) -> str:
 def _compile(traced: TracedGraph, settings: CompileSettings, writer: DumpWriter) -> CompiledGraph:
     """Compile by what ``settings`` decide, and write the dumps."""
     recorder = _PlanRecorder(traced, settings, writer)
+    warn_unless_loaded(recorder.cache.key)
     # Whoever dumps wants to see the passes run, and waits for nobody.
     wait_s = _half_timeout_s(traced.groups)
     with nullcontext() if writer.dumps else recorder.cache.compiling(wait_s):

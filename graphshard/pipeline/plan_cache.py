@@ -27,6 +27,12 @@ from ..kinds import GraphKind
 from ..planning.plan import Plan
 from .settings import CompileSettings
 
+PLANS_FOLDER = "graphshard"
+"""In the folder of Inductor's caches."""
+
+GRAPHS: dict[str, str] = {}
+"""By key, what each graph was compiled for that this process has asked Inductor for."""
+
 
 class PlanCache:
     """The files with the plans of one Dynamo graph.
@@ -34,11 +40,16 @@ class PlanCache:
     Args:
         gm: the Dynamo graph.
         settings: those by which it is compiled.
+
+    Attributes:
+        key: of the graph, and of all that its plans depend on.
     """
 
     def __init__(self, gm: fx.GraphModule, settings: CompileSettings) -> None:
-        self._key = settings.cache_key(gm.print_readable(print_output=False)).hex()
+        self.key = settings.cache_key(gm.print_readable(print_output=False)).hex()
         self._settings = settings
+        if settings.compiler == "inductor" and settings.caches_graphs:
+            GRAPHS[self.key] = settings.facts()
 
     def save(self, plan: Plan) -> None:
         """Write the plan of one graph; parameters are not named yet."""
@@ -64,7 +75,7 @@ class PlanCache:
             yield
             return
         index = settings.device.index or 0
-        compiled = self._folder() / f"{self._key}-{index}.compiled"
+        compiled = self._folder() / f"{self.key}-{index}.compiled"
         if compiled.exists():
             yield
             return
@@ -81,7 +92,7 @@ class PlanCache:
             lock.release()
 
     def _path(self, kind: GraphKind) -> Path:
-        return self._folder() / f"{self._key}-{kind}.json"
+        return self._folder() / f"{self.key}-{kind}.json"
 
     def _folder(self) -> Path:
-        return Path(cache_dir()) / "graphshard"
+        return Path(cache_dir()) / PLANS_FOLDER

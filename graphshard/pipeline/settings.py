@@ -38,6 +38,11 @@ def source_files() -> list[str]:
 _SOURCES = tuple(source_files())
 
 
+def sources_hash() -> str:
+    """Return a hash of all our source files."""
+    return get_hash_for_files(_SOURCES).hex()
+
+
 @dataclass(frozen=True)
 class CompileSettings:
     """How the graphs of one Dynamo graph are compiled and scheduled.
@@ -66,6 +71,10 @@ class CompileSettings:
         hardware = self.cost_model().hardware.to_json()
         where = self.device.type
         return f"{self.compiler} {self.schedule} {hardware} {where} {self.first_rank_plans}"
+
+    def facts(self) -> str:
+        """Return what a graph is compiled for besides its Dynamo graph, a line for each thing."""
+        return f"options: {self.fingerprint()!r}\n{self.baked_in}"
 
     def cache_key(self, *texts: str) -> bytes:
         """Return a hash of our sources, of ``texts``, and of all that graphs and plans depend on

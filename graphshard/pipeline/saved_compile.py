@@ -1,0 +1,154 @@
+"""Compiled code in a file, so that the first start on another machine compiles nothing.
+
+    save_compiled   graphs of torch's caches, our plans, C++ kernels that are loaded ─► one file
+    load_compiled   one file ─► the caches of this machine
+
+Nothing is taken on trust: what a graph is compiled from is in the keys of the caches, so a file of
+another model is not used. It would compile anew without a word, and hence there are words.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._torch.inductor import cache_dir
+from ..files import whole
+from .plan_cache import GRAPHS, PLANS_FOLDER
+from .settings import sources_hash
+
+_FORMAT, _HEADER, _GRAPHS, _FILES = 1, "header.json", "graphs", "files/"
+
+_WORDS = {"inputs": "sizes of inputs or parameters", "modes": "modes of torch, such as autocast"}
+
+_loaded: dict[str, str] = {}
+"""What files that were loaded have: by key of a graph, what it was compiled for."""
+
+
+def save_compiled(path: str | Path) -> None:
+    """Write all that Inductor has compiled in this process, or found in its caches, to a file.
+
+    To be called behind the first steps of training and evaluation. On GPUs code is for one device:
+    each rank of a host saves a file of its own.
+
+    Raises:
+        RuntimeError: Inductor has compiled nothing for graphshard in this process.
+        OSError: the file cannot be written.
+    """
+    saved = torch.compiler.save_cache_artifacts() if GRAPHS else None
+    if saved is None:
+        raise RuntimeError(
+            "save_compiled: this process has compiled nothing that can be saved. Make a step "
+            'first, with compiler="inductor" and Inductor\'s caches on'
+        )
+    header = {"format": _FORMAT, "made": _circumstances(), "graphs": GRAPHS}
+    folder = Path(cache_dir())
+    with whole(Path(path)) as scratch, zipfile.ZipFile(scratch, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr(_HEADER, json.dumps(header))
+        file.writestr(_GRAPHS, saved[0])
+        for found in _files(folder):
+            file.write(found, _FILES + found.relative_to(folder).as_posix())
+
+
+def load_compiled(path: str | Path) -> None:
+    """Put what ``save_compiled`` wrote into the caches of this machine, before the first step.
+
+    Where a graph is then compiled that the file does not have, a warning says what differs.
+
+    Raises:
+        ValueError: the file is none of ``save_compiled``, or was written with another torch,
+            Python, graphshard or device.
+        OSError: the file cannot be read, or the caches cannot be written.
+    """
+    try:
+        with zipfile.ZipFile(path) as file:
+            header = json.loads(file.read(_HEADER))
+            _check(str(path), header)
+            artifacts = file.read(_GRAPHS)
+            for name in file.namelist():
+                if name.startswith(_FILES):
+                    _write(Path(cache_dir(), name.removeprefix(_FILES)), file.read(name))
+    except (zipfile.BadZipFile, KeyError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: is no file of graphshard.save_compiled ({error})") from error
+    torch.compiler.load_cache_artifacts(artifacts)
+    _loaded.update(header["graphs"])
+
+
+def warn_unless_loaded(key: str) -> None:
+    """Warn about a graph that is compiled though a file was loaded, and say what differs."""
+    if not _loaded or key in _loaded or key not in GRAPHS:
+        return
+    made_for = _facts(GRAPHS[key])
+    others = [_facts(text) for text in _loaded.values()]
+    nearest = min(others, key=lambda other: len(_different(made_for, other)))
+    names = _different(made_for, nearest)
+    differs = f"other {' and '.join(names)}" if names else "another model"
+    warnings.warn(
+        f"a graph is compiled that the loaded file does not have: it was saved with {differs}",
+        stacklevel=2,
+    )
+
+
+def _facts(text: str) -> dict[str, str]:
+    lines = (line.partition(": ") for line in text.splitlines())
+    return {name: fact for name, _, fact in lines}
+
+
+def _different(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    names = (name for name in {**one, **other} if one.get(name) != other.get(name))
+    words = ("groups of ranks" if n.startswith("group ") else _WORDS.get(n, n) for n in names)
+    return list(dict.fromkeys(words))
+
+
+def _circumstances() -> dict[str, str]:
+    """Return what code is compiled for, besides what keys of graphs have."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return {
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "graphshard (hash of its files)": sources_hash(),
+        "CPU": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "GPU": gpu,
+    }
+
+
+def _check(path: str, header: dict[str, Any]) -> None:
+    if header.get("format") != _FORMAT:
+        raise ValueError(f"{path}: has format {header.get('format')!r}, and must have {_FORMAT}")
+    made, here = header["made"], _circumstances()
+    faults = [f"{n} was {made.get(n)}, and is {here[n]}" for n in here if made.get(n) != here[n]]
+    if faults:
+        raise ValueError(
+            f"{path}: its code does not fit: {'; '.join(faults)}. Make a step here without it, and "
+            "save it again"
+        )
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Yield the files of the caches that torch does not save: plans, and libraries in use."""
+    for key in GRAPHS:
+        yield from (folder / PLANS_FOLDER).glob(f"{key}-*")
+    # By these Inductor has found out which vectors the CPU has.
+    yield from (path for path in folder.glob("??/*.so") if path.with_suffix(".cpp").exists())
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        paths = {line.split(maxsplit=5)[-1].rstrip("\n") for line in maps.open() if "/" in line}
+        yield from (Path(p) for p in sorted(paths) if Path(p).is_relative_to(folder.resolve()))
+
+
+def _write(path: Path, contents: bytes) -> None:
+    if not path.resolve().is_relative_to(Path(cache_dir()).resolve()):
+        raise ValueError(f"{path}: is outside of the caches")
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole(path) as scratch:
+        scratch.write_bytes(contents)
+        scratch.chmod(0o755)

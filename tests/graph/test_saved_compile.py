@@ -1,0 +1,106 @@
+"""Compiled code in a file: a start with empty caches compiles nothing, and words where it must."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+
+import graphshard
+from tests import ranks
+from tests.models import MLP
+
+WARNING = "a graph is compiled that the loaded file does not have"
+
+
+def _train(rows: int = 4, factor: int = 1, **options: Any) -> list[float]:
+    torch.manual_seed(0)
+    model, losses = MLP(), []
+    backend = graphshard.backend(init_device_mesh("cpu", (dist.get_world_size(),)), **options)
+
+    @torch.compile(backend=backend, fullgraph=True, dynamic=False)
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        return model(x) if factor == 1 else factor * model(x)
+
+    for seed in range(2):
+        loss = compiled(MLP.batch(torch.Generator().manual_seed(seed))[:rows])
+        loss.backward()
+        losses.append(loss.item())
+    assert len(backend.plans) == 2
+    return losses
+
+
+def _save(path: Path) -> list[float]:
+    with pytest.raises(RuntimeError, match="has compiled nothing that can be saved"):
+        graphshard.save_compiled(path)
+    losses = _train()
+    if dist.get_rank() == 0:
+        graphshard.save_compiled(path)
+    return losses
+
+
+def _load(path: Path) -> list[float]:
+    graphshard.load_compiled(path)
+    losses = _train()
+    assert not counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]
+    return losses
+
+
+def _run(folder: Path, function: Any, *args: Any) -> list[Any]:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    return ranks.run_fresh(2, function, *args, env=env)
+
+
+def _load_for_others(path: Path) -> None:
+    graphshard.load_compiled(path)
+    for differs, options in {
+        "other options": {"reshard_after_forward": False, "schedule": _WITHOUT_OVERLAP},
+        "other sizes of inputs or parameters": {"rows": 2},
+        "another model": {"factor": 2},
+    }.items():
+        torch.compiler.reset()
+        with pytest.warns(UserWarning, match=f"{WARNING}: it was saved with {differs}"):
+            _train(**options)
+
+
+_WITHOUT_OVERLAP = graphshard.SchedulePolicy(overlap=False)
+
+
+def test_a_start_with_empty_caches_compiles_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "compiled"
+    saved = _run(tmp_path / "here", _save, path)
+    assert _run(tmp_path / "there", _load, path) == saved
+    names = zipfile.ZipFile(path).namelist()
+    libraries = {Path(name).name for name in names if name.endswith(".so")}
+    assert libraries == {found.name for found in (tmp_path / "there").rglob("*.so")} != set()
+    assert sum(name.startswith("files/graphshard/") for name in names) >= 2
+    _run(tmp_path / "elsewhere", _load_for_others, path)
+
+
+def _changed(path: Path, **fields: Any) -> Path:
+    """Write a file of which only the header is there, and changed."""
+    changed = path.with_name("changed")
+    header = {"format": 1, "made": {"torch": "1.0"}, "graphs": {}}
+    with zipfile.ZipFile(changed, "w") as file:
+        file.writestr("header.json", json.dumps({**header, **fields}))
+    return changed
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "compiled"
+    path.write_text("no file of ours")
+    with pytest.raises(ValueError, match=r"is no file of graphshard\.save_compiled"):
+        graphshard.load_compiled(path)
+    with pytest.raises(ValueError, match=r"torch was 1\.0, and is .* Make a step here without it"):
+        graphshard.load_compiled(_changed(path))
+    with pytest.raises(ValueError, match="has format 2, and must have 1"):
+        graphshard.load_compiled(_changed(path, format=2))
+    with pytest.raises(FileNotFoundError):
+        graphshard.load_compiled(tmp_path / "nowhere")
