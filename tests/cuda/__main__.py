@@ -35,20 +35,18 @@ of eager FSDP2, a group for each layer, where it trains so. "refused": kernels o
 {", ".join(TARGETS)} (fp8: the latter two) that do not compile. "faults": launches and waits that
 are not in the plan's order, and races.
 
-Where a graph needs more than planned, Inductor fuses kernels that read the same, and one of them
-stands behind a launch in the plan (llama_8b, fp8 rowwise: the gradient of the embedding is summed
-up in the kernel that casts the gradients of the first block); or sizes are others than those of
-the batch that was planned for (convnet, dynamic shapes: the first batch has half as many rows).
-Where it needs less, such a kernel frees what it reads earlier than planned (llama, ZeRO-2: the
-gradients of both factors of SwiGLU). Copies of shards with channels last are 2 % of a wide
-convnet's few megabytes.
+Where a graph needs more than planned, its sizes are others than those of the batch that was planned
+for (convnet, dynamic shapes: the first batch has half as many rows), or copies of shards with
+channels last are 2 % of a wide convnet's few megabytes. Where it needs less, Inductor has in one
+kernel what is two in the plan, and frees what that reads earlier (llama, ZeRO-2: the gradients of
+both factors of SwiGLU; moe, hpZ and autocast).
 
 Where there are more kernels than without shards: hpZ copies each weight that backward gathers again
 into a shard of its own, and fills up its rows; a replicated parameter is cast by itself, and not
 with a bucket. These two strategies are outside of the bound that `make test` holds others to. Where
-a step needs more than FSDP2's (gpt, ZeRO-3 at 1,024 ranks: 1,880 MB against 1,713): a collective of
-so many ranks costs latency most of all, so few large buckets are chosen, and all of one is gathered
-at once. `SchedulePolicy(memory_budget_gb=...)` limits it.
+a step needs more than FSDP2's (llama, ZeRO-3 at 1,024 ranks: 1,663 MB against 1,422): a
+collective of so many ranks costs latency most of all, so few large buckets are chosen, and all of
+one is gathered at once. `SchedulePolicy(memory_budget_gb=...)` limits it.
 
 What these steps showed in this project, and what was mended: fp8 products had layouts that cuBLASLt
 does not take; copies into buckets and out of them were a kernel for each tensor; a step under
@@ -57,8 +55,9 @@ Inductor fuses kernels, and dead buffers were kept for later ones; an average ov
 what its reduction had sent; stowed activations were written when their copy began, and laid out
 anew on the host; a synchronisation in a graph had gathered parameters saved for backward; an
 activation was written twice, as a product reads it and as a view of it is saved; padding of kept
-parameters was not planned for, and what is free within a step was. Convolutions had been copied to
-channels last: the stand-in for a GPU had no cuDNN."""
+parameters was not planned for, and what is free within a step was; the zeros that an embedding's
+gradient is added to were made before the wait that frees room for them. Convolutions had been
+copied to channels last: the stand-in for a GPU had no cuDNN."""
 
 
 def main() -> None:
