@@ -104,9 +104,7 @@ class Backend:
             self.options.schedule,
             device=layouts[0].groups.device if layouts else _device(inputs),
         )
-        writer = self._dump_writer()
-        self._num_compiles += 1
-        compiled = compile_traced(traced, settings, self._consensus, writer)
+        compiled = self._build(traced, settings)
         self._graphs.append(compiled)
         if sharded:
             settle(self)
@@ -115,6 +113,11 @@ class Backend:
             model.gathered_bytes = max(model.gathered_bytes, compiled.max_gathered_bytes())
         is_cast = any(layout.dtype is not None for layout in layouts)
         return advising(compiled.run) if is_cast else compiled.run
+
+    def _build(self, traced: TracedGraph, settings: CompileSettings) -> CompiledGraph:
+        writer = self._dump_writer()
+        self._num_compiles += 1
+        return compile_traced(traced, settings, self._consensus, writer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
         # Lightning copies the arguments of torch.compile; plans and parameters to ignore are these.

@@ -24,7 +24,7 @@ from graphshard.kinds import GraphKind
 from graphshard.ops import markers
 from graphshard.ops.host_copy import PINNED
 from graphshard.ops.marker_specs import UnshardSpec
-from graphshard.ops.nodes import REASON
+from graphshard.ops.nodes import HELD_BYTES, REASON, memory_bytes, value_of
 from graphshard.passes.activation_offload import describe_saved, offload, offloadable
 from graphshard.passes.build_problem import GraphProblem, build_problem
 from graphshard.passes.casts import cast_before_gather, cast_early
@@ -65,19 +65,32 @@ __all__ = [
     "offload_activations",
     "parameter_derived",
     "read_partition",
+    "read_problem",
     "save_as_it_was",
     "send_nothing_alone",
+    "shard_bytes",
     "share_regions",
 ]
 
 
-def lower(
-    graph: fx.Graph,
-    kind: GraphKind,
-    cost_model: CostModel,
-    plan_buckets: Callable[[Problem, Sequence[PlanParam], CostModel], tuple[Bucket, ...]],
-) -> Plan:
-    """Read ``graph`` as a problem, plan it, and rewrite it by the plan, in place."""
+class _ReadGraph(NamedTuple):
+    """A graph that is ready to be lowered.
+
+    Attributes:
+        params: of its plan.
+        param_of: by marker, its position there.
+        markers_of_params: all of them, also those of replicated parameters.
+        read: the graph as a problem.
+    """
+
+    params: tuple[PlanParam, ...]
+    param_of: dict[fx.Node, int]
+    markers_of_params: list[fx.Node]
+    read: GraphProblem
+
+
+def _read(graph: fx.Graph, kind: GraphKind, cost_model: CostModel) -> _ReadGraph:
+    """Normalise a graph, in place, and read it as a problem."""
     merge_unshards(graph)
     if kind == GraphKind.INFERENCE:
         cast_before_gather(graph)
@@ -88,22 +101,60 @@ def lower(
     number = {param: i for i, param in enumerate(unique)}
     param_of = {marker: number[param] for marker, param in params.items()}
     normalise(graph)
-    problem, marker_nodes, steps, _ = build_problem(graph, kind, cost_model, param_of)
-    buckets = plan_buckets(problem, unique, cost_model)
+    read = build_problem(graph, kind, cost_model, param_of)
+    return _ReadGraph(unique, param_of, list(params), read)
+
+
+def read_problem(
+    graph: fx.Graph, kind: GraphKind, cost_models: Sequence[CostModel]
+) -> tuple[tuple[PlanParam, ...], list[Problem]]:
+    """Normalise ``graph``, in place, and read it as ``lower`` does, at the prices of each model.
+
+    Returns:
+        The parameters, and the problem by each of ``cost_models``.
+    """
+    first, *others = cost_models
+    ready = _read(graph, kind, first)
+    priced = [build_problem(graph, kind, model, ready.param_of).problem for model in others]
+    return ready.params, [ready.read.problem, *priced]
+
+
+def shard_bytes(graph: fx.Graph) -> int:
+    """Return the bytes of the shards, and of replicated parameters, that a graph takes."""
+    sources = {
+        node
+        for node in graph.find_nodes(op="placeholder")
+        if any(user.target in markers.UNSHARD_MARKERS for user in node.users)
+    }
+    return sum(memory_bytes(value_of(node)) for node in sources if HELD_BYTES not in node.meta)
+
+
+def lower(
+    graph: fx.Graph,
+    kind: GraphKind,
+    cost_model: CostModel,
+    plan_buckets: Callable[[Problem, Sequence[PlanParam], CostModel], tuple[Bucket, ...]],
+) -> Plan:
+    """Read ``graph`` as a problem, plan it, and rewrite it by the plan, in place."""
+    ready = _read(graph, kind, cost_model)
+    problem, marker_nodes, steps, _ = ready.read
+    buckets = plan_buckets(problem, ready.params, cost_model)
     gathered = [node for node in marker_nodes if node.target is markers.unshard]
     plan = Plan(
-        params=unique,
+        params=ready.params,
         problem=problem,
         buckets=buckets,
         kept=tuple(
-            param_of[node] for node in gathered if UnshardSpec.of_node(node).regather_group is None
+            ready.param_of[node]
+            for node in gathered
+            if UnshardSpec.of_node(node).regather_group is None
         ),
         reasons=tuple(
-            (i, node.meta[REASON]) for node, i in param_of.items() if REASON in node.meta
+            (i, node.meta[REASON]) for node, i in ready.param_of.items() if REASON in node.meta
         ),
     )
     apply_buckets(graph, buckets, marker_nodes, steps)
-    apply_replicate(graph, [node for node in params if node not in marker_nodes])
+    apply_replicate(graph, [n for n in ready.markers_of_params if n not in marker_nodes])
     return plan
 
 

@@ -27,7 +27,12 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor import ir, lowering
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import (
+    _recursive_post_grad_passes,
+    compile_fx,
+    fake_tensor_prop,
+    view_to_reshape,
+)
 from torch._inductor.custom_graph_pass import (
     CustomGraphPass,
     CustomPartitionerFn,
@@ -202,6 +207,55 @@ def keep_in_memory(node: fx.Node) -> None:
     ``run_node`` in torch/_inductor/graph.py.
     """
     node.meta["inductor_realize_to_strides"] = True
+
+
+def compile_without_code(
+    gm: fx.GraphModule,
+    inputs: Sequence[object],
+    options: Mapping[str, Any],
+    decompositions: dict[Any, Any] | None,
+) -> Any:
+    """Run all passes of Inductor on a graph, and generate no code; for inputs that are fake.
+
+    The result returns new fake tensors with the shapes of the graph's outputs. The passes are those
+    of ``_InProcessFxCompile.codegen_and_compile`` in torch/_inductor/compile_fx.py.
+
+    Args:
+        options: of Inductor, custom passes among them.
+    """
+    patches = {**options, "force_disable_caches": True}
+    return compile_fx(
+        gm,
+        inputs,  # type: ignore[arg-type]
+        inner_compile=_run_passes,
+        config_patches=patches,
+        decompositions=decompositions,
+    )
+
+
+def _run_passes(gm: fx.GraphModule, inputs: Sequence[Any], **arguments: Any) -> Any:
+    view_to_reshape(gm)
+    with torch.no_grad():
+        fake_mode = fake_tensor_prop(gm, inputs)
+    with V.set_fake_mode(fake_mode):
+        _recursive_post_grad_passes(gm, is_inference=arguments.get("is_inference", False))
+    placeholders = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    outputs = tuple(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    def run(*values: Any) -> tuple[Any, ...]:
+        return tuple(
+            values[placeholders[node]] if node in placeholders else _like(node) for node in outputs
+        )
+
+    return make_boxed_func(run)
+
+
+def _like(output: object) -> object:
+    """Return a tensor with the shape and layout of a graph's output; other outputs as they are."""
+    value = output.meta["val"] if isinstance(output, fx.Node) else output
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def eager_backward() -> AbstractContextManager[None]:

@@ -1,0 +1,297 @@
+"""The graphs of a training step, traced with tensors and ranks that do not exist: `trace`.
+
+    workload ─► model of fake tensors ─► shards on rank 0 of a fake group ─► every pass of Inductor
+             ─► each graph as a ``Problem``, priced by the machine and by faster ones
+
+Tensors are on the CPU, and prices are those of the GPU. A stand-in for the GPU
+(``graphshard.check``) would need a CPU build of torch, a compiler and a process of its own, and
+has attention as plain products; on the CPU it is one operator, as on a GPU. Nothing is left behind
+in the process but that Dynamo has forgotten what it had compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .. import passes
+from .._torch.distributed import fake_store
+from .._torch.tensors import new_fake_mode, tree_leaves
+from ..backend import Backend, shard
+from ..cost.fallback import read_or
+from ..cost.flops import Flops, flops
+from ..cost.hardware import Hardware, Rate
+from ..cost.model import CostModel
+from ..kinds import GraphKind
+from ..options.options import Options
+from ..params.memory_report import memory_report
+from ..pipeline.compile import CompiledGraph, TracedGraph
+from ..pipeline.settings import CompileSettings
+from ..pipeline.trace_only import trace_only
+from ..planning.plan import PlanParam, Problem
+
+Inputs = tuple[Any, ...] | Mapping[str, Any]
+"""Of a step: arguments, or keywords."""
+MakeModel = Callable[[], tuple[nn.Module, Inputs]]
+"""Returns a model and the inputs of one microbatch on one rank; called where tensors are fake."""
+
+AS_IS, FASTER_COMPUTE, FASTER_MEMORY, NO_LAUNCHES = "as is", "compute", "memory", "launches"
+"""Machines by which kernels are priced: this one, and others of which a part is faster."""
+
+
+class UntraceableError(ValueError):
+    """Error of a model of which no graph can be traced."""
+
+
+@dataclass(frozen=True)
+class TracedGraphOfStep:
+    """One graph of a step.
+
+    Attributes:
+        params: that its transfers have positions in; named.
+        problem: with the times of the machine.
+        compute_us: time of every step, by machine.
+        input_bytes: of the shards, and of replicated parameters, that the graph takes.
+        num_flops: of its matrix products.
+    """
+
+    params: tuple[PlanParam, ...]
+    problem: Problem
+    compute_us: Mapping[str, tuple[float, ...]]
+    input_bytes: int
+    num_flops: float
+
+    @property
+    def kind(self) -> GraphKind:
+        return self.problem.graph
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that a rank holds between graphs.
+
+    Attributes:
+        parameters: shards, padding included.
+        trained: the part of them that has gradients.
+        trained_elements: numbers in it.
+        buffers: of the model.
+        num_params: numbers in the full model.
+        params_bytes: of the full model.
+    """
+
+    parameters: float
+    trained: float
+    trained_elements: float
+    buffers: float
+    num_params: float
+    params_bytes: float
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """Graphs of a step, in the order of their compilation, and what is held between them."""
+
+    graphs: tuple[TracedGraphOfStep, ...]
+    held: Held
+
+
+class Ranks(NamedTuple):
+    """Ranks that a step is traced for: groups of replicas, and the shards of each."""
+
+    replicas: int
+    shards: int
+
+
+def trace(
+    make: MakeModel, ranks: Ranks, hardware: Hardware, options: Mapping[str, Any]
+) -> TracedStep:
+    """Trace a training step of the first rank.
+
+    Args:
+        options: of ``graphshard.backend``.
+
+    Raises:
+        UntraceableError: the model depends on values of tensors, or has no loss.
+        RuntimeError: this process has a process group.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            "a forecast makes a process group of ranks that do not exist, and this process has one "
+            "of its own: call plan before init_process_group, or in another process"
+        )
+    reader = _GraphReader(hardware)
+    fake = new_fake_mode()
+    with _fake_ranks(ranks) as mesh, warnings.catch_warnings(), _fresh_dynamo():
+        warnings.simplefilter("ignore")
+        with fake:
+            model, inputs = make()
+            options = {**_NOTHING_TO_AGREE_ON, **options}
+            shard(model, mesh, **options)
+            backend = _TracingBackend(options, mesh, reader)
+            _run(torch.compile(model, backend=backend, dynamic=False), inputs)
+            held = _held(model)
+    if not any(graph.kind == GraphKind.BACKWARD for graph in reader.graphs):
+        raise UntraceableError("nothing of the model is trained: no parameter requires a gradient")
+    return TracedStep(tuple(reader.graphs), held)
+
+
+_NOTHING_TO_AGREE_ON = {"sync_module_states": False}
+
+
+def _run(compiled: Callable[..., Any], inputs: Inputs) -> None:
+    """Compile forward and backward of one microbatch."""
+    try:
+        outputs = compiled(**inputs) if isinstance(inputs, Mapping) else compiled(*inputs)
+        loss_of(outputs).backward()
+    except Exception as error:
+        if (reason := _data_dependence(error)) is not None:
+            raise UntraceableError(
+                f"the model reads values of tensors, which a forecast does not have ({reason}): "
+                "compute with the tensors instead, or give a model whose shapes follow from those "
+                "of its inputs"
+            ) from error
+        raise
+
+
+_DATA_DEPENDENT = ("DataDependent", "DynamicOutputShape", "UserError", "GuardOnDataDependent")
+
+
+def _data_dependence(error: BaseException | None) -> str | None:
+    """Return what an error says about values of tensors; None: it is another error."""
+    while error is not None:
+        if any(name in type(error).__name__ for name in _DATA_DEPENDENT):
+            return str(error).strip().splitlines()[0][:120]
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """Return the loss among a model's outputs: the first tensor's sum, if that is no scalar.
+
+    Raises:
+        UntraceableError: there is no tensor.
+    """
+    loss = getattr(outputs, "loss", None)
+    if loss is None:
+        tensors = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
+        loss = next(tensors, None)
+    if loss is None:
+        raise UntraceableError("the model returns no tensor: have it return its loss")
+    return loss if loss.dim() == 0 else loss.float().sum()
+
+
+def _held(model: nn.Module) -> Held:
+    report = memory_report(model)
+    params = list(model.parameters())
+    trained = [p for p in params if p.requires_grad]
+    elements = sum(p.numel() for p in params)
+    full = report.gradients.unsharded or 1
+    return Held(
+        parameters=report.parameters.rank,
+        trained=report.gradients.rank,
+        trained_elements=sum(p.numel() for p in trained) * report.gradients.rank / full,
+        buffers=report.buffers.rank,
+        num_params=elements,
+        params_bytes=report.parameters.unsharded,
+    )
+
+
+class _TracingBackend(Backend):
+    """A backend that hands graphs to a reader, and compiles nothing."""
+
+    def __init__(
+        self, options: Mapping[str, Any], mesh: DeviceMesh, reader: _GraphReader
+    ) -> None:
+        super().__init__(_all_options({**options, "mesh": mesh}))
+        self._reader = reader
+
+    def _build(self, traced: TracedGraph, settings: CompileSettings) -> CompiledGraph:
+        settings = dataclasses.replace(settings, compiler="inductor")
+        reader = self._reader
+        run = trace_only(traced, settings, lambda graph, kind: reader.read(graph, kind, traced))
+        return CompiledGraph(run, (), settings, "")
+
+
+def _all_options(chosen: Mapping[str, Any]) -> Options:
+    names = (field.name for field in dataclasses.fields(Options))
+    defaults: dict[str, Any] = {
+        **dict.fromkeys(names),
+        "reshard_after_forward": True,
+        "compiler": "inductor",
+    }
+    return Options.from_arguments({**defaults, **chosen})
+
+
+class _GraphReader:
+    """Collects the graphs of a step, priced by the machine and by faster ones."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._machines = faster_machines(hardware)
+        self.graphs: list[TracedGraphOfStep] = []
+
+    def read(self, graph: fx.Graph, kind: GraphKind, traced: TracedGraph) -> None:
+        """Read a graph before it would be lowered."""
+        num_flops = sum(read_or(Flops(0.0, ""), flops, node).num_flops for node in _calls(graph))
+        models = [CostModel(hardware) for hardware in self._machines.values()]
+        params, problems = passes.read_problem(graph, kind, models)
+        self.graphs.append(
+            TracedGraphOfStep(
+                params=tuple(dataclasses.replace(p, fqn=traced.fqns[p.input]) for p in params),
+                problem=problems[0],
+                compute_us={n: p.compute_us for n, p in zip(self._machines, problems)},
+                input_bytes=passes.shard_bytes(graph),
+                num_flops=num_flops,
+            )
+        )
+
+
+def _calls(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "call_function"]
+
+
+def faster_machines(hardware: Hardware) -> dict[str, Hardware]:
+    """Return the machine, and those that would differ from it in one part alone."""
+    flops = {dtype: _twice(rate) for dtype, rate in hardware.flops.items()}
+    return {
+        AS_IS: hardware,
+        FASTER_COMPUTE: dataclasses.replace(hardware, flops=flops),
+        FASTER_MEMORY: dataclasses.replace(
+            hardware, memory=_twice(hardware.memory), special_per_s=2 * hardware.special_per_s
+        ),
+        NO_LAUNCHES: dataclasses.replace(hardware, launch_us=0.0),
+    }
+
+
+def _twice(rate: Rate) -> Rate:
+    return dataclasses.replace(rate, peak=2 * rate.peak)
+
+
+@contextlib.contextmanager
+def _fake_ranks(ranks: Ranks) -> Iterator[DeviceMesh]:
+    """Make a mesh of ranks that do not exist but for this one."""
+    world_size = ranks.replicas * ranks.shards
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world_size)
+    shape = tuple(ranks) if ranks.replicas > 1 else (ranks.shards,)
+    names = ("replicate", "shard")[-len(shape) :]
+    try:
+        yield init_device_mesh("cpu", shape, mesh_dim_names=names)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _fresh_dynamo() -> Iterator[None]:
+    torch.compiler.reset()
+    try:
+        yield
+    finally:
+        torch.compiler.reset()
