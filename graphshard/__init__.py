@@ -5,6 +5,9 @@ model = torch.compile(model, backend=graphshard.backend(mesh))
 
 from . import optim as optim
 from .backend import Backend, backend, shard
+from .forecast.cluster import Cluster, cluster
+from .forecast.forecast import Forecast
+from .forecast.plan import plan
 from .options.float8_policy import Float8Policy
 from .options.schedule_policy import SchedulePolicy
 from .params.buffers import sync_buffers
@@ -23,11 +26,14 @@ from .pipeline.saved_compile import load_compiled, save_compiled
 __version__ = "0.1.0"
 __all__ = [
     "Backend",
+    "Cluster",
     "Float8Policy",
+    "Forecast",
     "MemoryReport",
     "SchedulePolicy",
     "__version__",
     "backend",
+    "cluster",
     "full_state_dict",
     "load_compiled",
     "load_full_state_dict",
@@ -35,6 +41,7 @@ __all__ = [
     "memory_report",
     "no_sync",
     "save_compiled",
+    "plan",
     "set_gradient_divide_factor",
     "set_requires_all_reduce",
     "set_requires_gradient_sync",

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from . import __version__
 from .check import cli as check
 from .cost import calibrate
+from .forecast import cli as forecast
 from .show import cli as show
 from .tools import consolidate, demo, strategies
 
-COMMANDS = (demo, show, strategies, consolidate, calibrate, check)
+COMMANDS = (demo, show, strategies, consolidate, calibrate, check, forecast)
 
 
 def arguments() -> argparse.ArgumentParser:

@@ -5,11 +5,8 @@ script.py:make_model ─► steps over fake tensors ─► kernels, order, races
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -23,6 +20,7 @@ from .memory import peak_bytes, peak_bytes_of_step, planned_peak_bytes
 from .order import order_faults, plan_of
 from .races import find_races
 from .recorder import Recorder
+from .scripts import load_function
 from .step import Cluster, Recording, record_steps
 
 GB = 1e9
@@ -73,7 +71,7 @@ def check(recorder: Recorder, target: Target) -> Report:
         ValueError: there is no such function, or it returns something else.
         RuntimeError: the model depends on values of tensors.
     """
-    make = _load(target)
+    make = load_function(target.script, target.function)
     options: dict[str, Any] = {}
 
     def make_model() -> tuple[nn.Module, Any]:
@@ -100,23 +98,6 @@ def check(recorder: Recorder, target: Target) -> Report:
         ) from error
     faults = tuple(_faults(recording, target.device))
     return Report(faults, _text(recording, target, faults))
-
-
-def _load(target: Target) -> Any:
-    """Return the function of a script."""
-    path = Path(target.script).resolve()
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise ValueError(f"{target.script} is no file of Python")
-    sys.path.insert(0, str(path.parent))  # as `python script.py` has it
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    function = getattr(module, target.function, None)
-    if not callable(function):
-        names = sorted(name for name, value in vars(module).items() if callable(value))
-        raise ValueError(f"{target.script} has no function {target.function!r}, but {names}")
-    return function
 
 
 def _faults(recording: Recording, device: str) -> Iterator[str]:

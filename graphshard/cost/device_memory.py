@@ -1,0 +1,15 @@
+"""The memory of the GPUs in the table of hardware, which their rates do not tell."""
+
+from __future__ import annotations
+
+_GIB = 1 << 30
+
+MEMORY_BYTES: dict[str, int] = {
+    "A100-40GB": 40 * _GIB,
+    "A100-80GB": 80 * _GIB,
+    "A10G": 24 * _GIB,
+    "H100": 80 * _GIB,
+    "H200": 141 * _GIB,
+    "B200": 180 * _GIB,
+}
+"""Bytes, by name of an entry of ``devices.HARDWARE``: of the datasheets that are cited there."""

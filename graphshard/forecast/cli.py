@@ -1,0 +1,96 @@
+"""``python -m graphshard plan MODEL --device H100 --gpus 64 --nodes 8 --batch 1x8192``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from ..files import write_whole
+from .cluster import Cluster, cluster
+from .plan import forecast
+from .public_models import PUBLIC_MODELS
+from .recipe import OPTIMIZERS, STRATEGIES, Recipe
+from .workload import Batch, find_workload
+
+_MODELS = f"""
+MODEL is one of
+  FILE.py:FUNCTION     a function that returns a model and the inputs of a step on one rank
+  FOLDER               with the config.json of a transformers model
+  FAMILY:key=value,..  a configuration of transformers: llama:hidden_size=8192,num_hidden_layers=80
+  NAME                 a public model: {", ".join(PUBLIC_MODELS)}
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of ``python -m graphshard``."""
+    text = "forecast a training step on a cluster: time, memory, what binds and what would help"
+    parser = commands.add_parser(
+        "plan",
+        help=text,
+        description=text,
+        epilog=_MODELS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="see below")
+    add("--device", default="H100", metavar="GPU", help="or a file of calibrate (%(default)s)")
+    add("--gpus", type=int, default=8, help="of all nodes (%(default)s)")
+    add("--nodes", type=int, help="as few as the device's nodes allow, unless said")
+    add("--batch", default="1x4096", help="samples x tokens on a GPU, or samples (%(default)s)")
+    add("--strategy", default="zero3", help=f"{STRATEGIES} (%(default)s)")
+    add("--optimizer", default="adamw", help=f"one of {', '.join(OPTIMIZERS)} (%(default)s)")
+    add("--dtype", default="bf16", help="float32, bf16 or fp8 (%(default)s)")
+    add("--recompute", action="store_true", help="recompute each layer in backward")
+    add("--accumulate", type=int, default=1, help="microbatches in a step (%(default)s)")
+    add("--budget", metavar="72GB", help="memory of a GPU that the schedule may use")
+    add("--memory", metavar="80GB", help="memory of a GPU, where the device is not known")
+    add("--link", metavar="100Gb/s,5us", help="network between nodes, for each GPU")
+    add("--json", type=Path, metavar="OUT", help="write all numbers to this file")
+    parser.set_defaults(run=_plan, parser=parser)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    try:
+        result = forecast(
+            find_workload(args.model, Batch.parse(args.batch)),
+            _recipe(args),
+            _cluster(args),
+            _show_progress,
+        )
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if args.json is not None:
+        write_whole(args.json, result.to_json())
+    print(result)
+    return 0 if result.fits else 1
+
+
+def _recipe(args: argparse.Namespace) -> Recipe:
+    budget = None if args.budget is None else gigabytes("--budget", args.budget)
+    return Recipe(
+        args.strategy, args.dtype, args.optimizer, args.recompute, args.accumulate, budget
+    )
+
+
+def _cluster(args: argparse.Namespace) -> Cluster:
+    memory = None if args.memory is None else gigabytes("--memory", args.memory)
+    return cluster(args.device, args.gpus, args.nodes, link=args.link, memory_gb=memory)
+
+
+def gigabytes(name: str, text: str) -> float:
+    """Return the number of a text such as "72GB".
+
+    Raises:
+        ValueError: it is something else.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:GB)?", text, re.IGNORECASE)
+    if match is None or not float(match[1]):
+        raise ValueError(f'{name} {text}: write it as "72GB", of a billion bytes each')
+    return float(match[1])
+
+
+def _show_progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text} ..", end="", file=sys.stderr, flush=True)

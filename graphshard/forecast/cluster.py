@@ -1,0 +1,102 @@
+"""The machines of a forecast: GPUs, how many are in a node, their memory and their network."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..cost.device_memory import MEMORY_BYTES
+from ..cost.devices import find_hardware, with_network
+from ..cost.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs of one kind, in nodes of equally many; made by :func:`cluster`.
+
+    Attributes:
+        hardware: one GPU and its interconnects; ``ranks_per_node`` of them are in a node.
+        num_gpus: of all nodes.
+        memory_bytes: of one GPU.
+    """
+
+    hardware: Hardware
+    num_gpus: int
+    memory_bytes: int
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.num_gpus // self.hardware.ranks_per_node)
+
+    def __str__(self) -> str:
+        nodes = f"{self.num_nodes} node{'s' * (self.num_nodes > 1)}"
+        return f"{self.num_gpus} x {self.hardware.name} in {nodes}"
+
+
+def cluster(
+    device: str | Hardware,
+    gpus: int,
+    nodes: int | None = None,
+    *,
+    link: str | None = None,
+    memory_gb: float | None = None,
+) -> Cluster:
+    """Return a cluster.
+
+    Args:
+        device: a name of ``graphshard.cost.devices.HARDWARE``, a file of ``python -m graphshard
+            calibrate``, or rates of your own.
+        gpus: of all nodes.
+        nodes: that they are in; None: as few as the device's nodes allow.
+        link: the network between nodes for each GPU, one way, as in "100Gb/s,5us" or "100Gb/s";
+            the time is that of a step from one node to the next. None: the device's own.
+        memory_gb: of one GPU, in GB of a billion bytes; None: the device's own.
+
+    Raises:
+        ValueError: a device is not known, or a number does not fit.
+    """
+    hardware = _hardware(device) if isinstance(device, str) else device
+    if not (isinstance(gpus, int) and gpus > 0):
+        raise ValueError(f"gpus={gpus!r}: must be a whole number from 1 up")
+    if nodes is not None:
+        if not (isinstance(nodes, int) and nodes > 0 and gpus % nodes == 0):
+            raise ValueError(f"nodes={nodes!r}: {gpus} GPUs do not divide into so many equal nodes")
+        hardware = dataclasses.replace(hardware, ranks_per_node=gpus // nodes)
+    if link is not None:
+        hardware = _with_link(hardware, link)
+    return Cluster(hardware, gpus, _memory_bytes(hardware, memory_gb))
+
+
+def _hardware(device: str) -> Hardware:
+    return Hardware.load(Path(device)) if Path(device).is_file() else find_hardware(device)
+
+
+def _memory_bytes(hardware: Hardware, memory_gb: float | None) -> int:
+    if memory_gb is not None:
+        if not 0 < memory_gb < float("inf"):
+            raise ValueError(f"memory_gb={memory_gb!r}: must be a positive number")
+        return int(memory_gb * 1e9)
+    if hardware.name not in MEMORY_BYTES:
+        raise ValueError(
+            f"the memory of {hardware.name!r} is not known: say how much a device has, by "
+            "--memory 80GB or memory_gb=80"
+        )
+    return MEMORY_BYTES[hardware.name]
+
+
+_LINK = re.compile(r"([\d.]+)\s*(Gb|GB|Tb|TB)(?:/s|ps)(?:,\s*([\d.]+)\s*(us|ms))?")
+_GBIT = {"Gb": 1.0, "GB": 8.0, "Tb": 1000.0, "TB": 8000.0}
+
+
+def _with_link(hardware: Hardware, link: str) -> Hardware:
+    match = _LINK.fullmatch(link.strip())
+    if match is None:
+        raise ValueError(f'link={link!r}: write it as "100Gb/s,5us" or "50GB/s"')
+    number, unit, latency, time_unit = match.groups()
+    hardware = with_network(hardware, float(number) * _GBIT[unit])
+    if latency is None:
+        return hardware
+    hop_us = float(latency) * (1000.0 if time_unit == "ms" else 1.0)
+    return dataclasses.replace(hardware, inter=dataclasses.replace(hardware.inter, hop_us=hop_us))

@@ -1,0 +1,165 @@
+"""Models of transformers by their configurations, with any number of layers.
+
+Attention is scaled dot product attention that is causal without a mask, as a flash kernel has it.
+transformers itself makes a mask of all pairs in a graph that is compiled, unless its attention is
+``flash_attention_2`` or the like.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .public_models import PUBLIC_MODELS
+from .trace import Inputs
+
+_ATTENTION = "graphshard_forecast"
+_FLASH = "attention is a flash kernel without a mask, as with attn_implementation that has one"
+
+
+def is_config(model: str) -> bool:
+    """Return whether a text names a configuration: a folder, ``FAMILY:..`` or a public model."""
+    family, colon, _ = model.partition(":")
+    return (
+        model.lower() in PUBLIC_MODELS
+        or (Path(model) / "config.json").is_file()
+        or bool(colon and not family.endswith(".py") and family in _families())
+    )
+
+
+def _families() -> Any:
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError as error:
+        raise ValueError(
+            "models by configuration need transformers: pip install transformers"
+        ) from error
+    return CONFIG_MAPPING
+
+
+def find_config(model: str) -> Any:
+    """Return the configuration that a text names.
+
+    Raises:
+        ValueError: it cannot be built.
+    """
+    families = _families()
+    try:
+        if model.lower() in PUBLIC_MODELS:
+            public = PUBLIC_MODELS[model.lower()]
+            return families[public.family](**public.sizes)
+        if (Path(model) / "config.json").is_file():
+            from transformers import AutoConfig
+
+            return AutoConfig.from_pretrained(model, local_files_only=True)
+        family, _, sizes = model.partition(":")
+        return families[family](**_sizes(sizes))
+    except (TypeError, ValueError, KeyError, OSError) as error:
+        raise ValueError(f"{model}: this configuration cannot be built: {error}") from error
+
+
+def _sizes(text: str) -> dict[str, Any]:
+    sizes: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"{part!r} is no key=value")
+        sizes[name.strip()] = _number(value.strip())
+    return sizes
+
+
+def _number(text: str) -> Any:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def config_workload(
+    config: Any, name: str, size: int, length: int | None
+) -> tuple[str, Any, int, str, int, int, tuple[str, ...]]:
+    """Return the fields of a ``Workload``.
+
+    Args:
+        size: samples of a microbatch.
+        length: tokens of each; None: as many as the model has positions for.
+    """
+    auto, inputs_of = _auto_class(config)
+    is_image = auto.__name__.endswith("ImageClassification")
+    length = length or getattr(config, "max_position_embeddings", None)
+    if not is_image and length is None:
+        raise ValueError(f'{name}: say how many tokens a sample has, as in --batch "1x8192"')
+    positions = getattr(config, "n_positions", None)
+    if positions and length and length > positions:
+        raise ValueError(f"batch: {length} tokens; {name} has positions for {positions}")
+
+    def make(num_layers: int | None) -> tuple[nn.Module, Inputs]:
+        _know_attention()
+        shallow = _with_layers(config, num_layers)
+        model = auto.from_config(shallow, attn_implementation=_ATTENTION)
+        return model.train(), inputs_of(config, size, length)
+
+    tokens, unit = (size, "samples") if is_image else (size * length, "tokens")
+    return name, make, tokens, unit, config.num_hidden_layers, _period(config), (_FLASH,)
+
+
+def _auto_class(config: Any) -> tuple[Any, Any]:
+    """Return the class that trains models of a configuration, and what makes its inputs."""
+    import transformers
+
+    choices = (
+        (transformers.AutoModelForCausalLM, _text),
+        (transformers.AutoModelForImageClassification, _images),
+    )
+    for auto, inputs_of in choices:
+        if type(config) in auto._model_mapping:
+            return auto, inputs_of
+    raise ValueError(
+        f"{config.model_type}: neither a causal language model nor an image classifier; give "
+        "FILE.py:FUNCTION, which returns model and inputs"
+    )
+
+
+def _text(config: Any, size: int, length: int) -> Inputs:
+    ids = torch.zeros((size, length), dtype=torch.int64)
+    return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def _images(config: Any, size: int, length: int | None) -> Inputs:
+    pixels = torch.zeros((size, config.num_channels, config.image_size, config.image_size))
+    return {"pixel_values": pixels, "labels": torch.zeros(size, dtype=torch.int64)}
+
+
+def _with_layers(config: Any, num_layers: int | None) -> Any:
+    """Return a configuration with so many layers, the first ones of the model."""
+    config = copy.deepcopy(config)
+    if num_layers is not None:
+        config.num_hidden_layers = num_layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:num_layers]
+    return config
+
+
+def _period(config: Any) -> int:
+    """Return the number of layers after which their types repeat."""
+    types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    periods = range(1, len(types) + 1)
+    return next(p for p in periods if all(a == b for a, b in zip(types, types[p:])))
+
+
+def _know_attention() -> None:
+    """Have transformers know an attention without a mask."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register(_ATTENTION, sdpa_attention_forward)
+    AttentionMaskInterface.register(_ATTENTION, _no_mask)
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    return None

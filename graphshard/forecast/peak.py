@@ -1,0 +1,156 @@
+"""The most memory that a step needs on a rank, by what it is for: `peak_of_step`.
+
+While a graph runs, what its plan counts is alive, and beside it what the graph does not take: the
+other shards, the optimizer's state, buffers and, where microbatches add up, gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..kinds import TransferKind
+from ..planning.live_bytes import alive_by_moment, other_by_moment, with_other_bytes
+from ..planning.plan import Bucket, Problem
+from .trace import Held
+
+OUTSIDE_BYTES = 1_300_000_000
+"""What a GPU holds before anything is allocated: context and kernels. 1.3 GB are what Hugging
+Face's page "Model memory anatomy" measures on a V100; assumed to be the same on others."""
+FRAGMENTED = 0.03
+"""Part of the memory in use that an allocator cannot hand out. Assumed: allocations here are few and
+large, and are rounded up to 2 MiB at most (c10/cuda/CUDACachingAllocator.cpp)."""
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    """Bytes on a rank when it needs most.
+
+    Attributes:
+        when: the graph that runs then, or "optimizer".
+        parameters: shards, padding included.
+        gradients: reduced shards, those of earlier microbatches among them.
+        optimizer: its state.
+        activations: of the batch, with inputs, results and temporary values.
+        gathered: full parameters, and buffers that they travel in.
+        reducing: full gradients, and buffers that they travel in.
+        buffers: of the model.
+        margin: for what is outside of the allocator, and what it cannot hand out.
+        device: all that a device has.
+    """
+
+    when: str
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    gathered: int
+    reducing: int
+    buffers: int
+    margin: int
+    device: int
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Bytes by kind, without the margin."""
+        apart = ("when", "margin", "device")
+        return {name: value for name, value in vars(self).items() if name not in apart}
+
+    @property
+    def allocated(self) -> int:
+        """All bytes but the margin: what ``torch.cuda.max_memory_allocated`` counts."""
+        return sum(self.kinds.values())
+
+    @property
+    def total(self) -> int:
+        return self.allocated + self.margin
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.device
+
+
+@dataclass(frozen=True)
+class PlannedGraph:
+    """A graph with its buckets.
+
+    Attributes:
+        input_bytes: of the shards that the graph takes; its problem counts them.
+    """
+
+    problem: Problem
+    buckets: tuple[Bucket, ...]
+    input_bytes: int
+
+
+def outside_bytes(held: Held, optimizer_bytes: int, accumulate: int) -> int:
+    """Return the bytes that are held while any graph runs, shards included."""
+    earlier = held.trained if accumulate > 1 else 0
+    return int(held.parameters + held.buffers + optimizer_bytes + earlier)
+
+
+def peak_of_step(
+    graphs: Sequence[PlannedGraph],
+    held: Held,
+    *,
+    optimizer_bytes: int,
+    accumulate: int,
+    device_bytes: int,
+) -> MemoryForecast:
+    """Return the memory at the moment of a step that needs most.
+
+    Args:
+        accumulate: number of microbatches.
+        device_bytes: that a device has.
+    """
+    earlier = int(held.trained) if accumulate > 1 else 0
+    outside = MemoryForecast(
+        when="optimizer",
+        parameters=int(held.parameters),
+        gradients=int(held.trained),
+        optimizer=optimizer_bytes,
+        activations=0,
+        gathered=0,
+        reducing=0,
+        buffers=int(held.buffers),
+        margin=0,
+        device=device_bytes,
+    )
+    candidates = [outside]
+    for graph in graphs:
+        candidates += _moments(graph, dataclasses.replace(outside, gradients=earlier))
+    peak = max(candidates, key=lambda memory: memory.allocated)
+    margin = OUTSIDE_BYTES + int(FRAGMENTED * peak.allocated)
+    return dataclasses.replace(peak, margin=margin)
+
+
+def _moments(graph: PlannedGraph, outside: MemoryForecast) -> Iterator[MemoryForecast]:
+    """Yield the memory in the moment of a graph that needs most."""
+    problem, buckets = graph.problem, graph.buckets
+    alive = alive_by_moment(problem, buckets)
+    moment = max(range(len(alive)), key=alive.__getitem__)
+    nothing = with_other_bytes(problem, [0] * len(alive))
+    gathers, reductions = (
+        alive_by_moment(nothing, [b for b in buckets if _gathers(b) == gathering])[moment]
+        for gathering in (True, False)
+    )
+    reduced = sum(
+        problem.transfers[i].shard_bytes
+        for bucket in buckets
+        if not _gathers(bucket) and bucket.wait * 3 < moment
+        for i in bucket.transfers
+    )
+    reduced = min(reduced, reductions)
+    yield dataclasses.replace(
+        outside,
+        when=str(problem.graph),
+        gradients=outside.gradients + reduced,
+        activations=other_by_moment(problem)[moment] - graph.input_bytes,
+        gathered=gathers,
+        reducing=reductions - reduced,
+    )
+
+
+def _gathers(bucket: Bucket) -> bool:
+    return bucket.kind in (TransferKind.ALL_GATHER, TransferKind.COPY_TO_DEVICE)

@@ -1,0 +1,111 @@
+"""Sizes of public models, as their papers and configurations have them.
+
+Sources: [llama3] arXiv 2407.21783, table 3; [qwen2.5] arXiv 2412.15115, table 1; [qwen3] arXiv
+2505.09388, table 1; [mixtral] arXiv 2401.04088, table 1; [gpt2] Radford et al., "Language models are
+unsupervised multitask learners", 2019, table 2; [vit] arXiv 2010.11929, table 1. What these leave
+out (sizes of vocabularies and of feed-forward layers) is in the ``config.json`` that each model has
+on the Hugging Face Hub.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PublicModel:
+    """A model by its sizes.
+
+    Attributes:
+        family: ``model_type`` of its configuration in transformers.
+        sizes: arguments of that class.
+        source: where the sizes are published.
+    """
+
+    family: str
+    sizes: Mapping[str, Any]
+    source: str
+
+
+def _decoder(
+    family: str,
+    source: str,
+    hidden: int,
+    feed_forward: int,
+    layers: int,
+    heads: tuple[int, int],
+    vocab: int,
+    **more: Any,
+) -> PublicModel:
+    """Return a model with heads of queries, and of keys and values."""
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": feed_forward,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "vocab_size": vocab,
+        **more,
+    }
+    return PublicModel(family, sizes, source)
+
+
+def _gpt2(hidden: int, layers: int, heads: int) -> PublicModel:
+    sizes = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": 1024}
+    # Dropout is off: attention with it is no flash kernel on the CPU, where graphs are traced.
+    dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    return PublicModel("gpt2", {**sizes, **dropout}, "Radford et al. 2019, table 2")
+
+
+def _vit(hidden: int, feed_forward: int, layers: int, heads: int, patch: int) -> PublicModel:
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": feed_forward,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "patch_size": patch,
+        "image_size": 224,
+        "num_labels": 1000,
+    }
+    return PublicModel("vit", sizes, "arXiv 2010.11929, table 1")
+
+
+_LLAMA3, _QWEN25, _QWEN3 = (
+    "arXiv 2407.21783, table 3",
+    "arXiv 2412.15115, table 1",
+    "arXiv 2505.09388, table 1",
+)
+
+PUBLIC_MODELS: dict[str, PublicModel] = {
+    "llama3-8b": _decoder("llama", _LLAMA3, 4096, 14336, 32, (32, 8), 128256),
+    "llama3-70b": _decoder("llama", _LLAMA3, 8192, 28672, 80, (64, 8), 128256),
+    "llama3-405b": _decoder("llama", _LLAMA3, 16384, 53248, 126, (128, 8), 128256),
+    "qwen2.5-7b": _decoder("qwen2", _QWEN25, 3584, 18944, 28, (28, 4), 152064),
+    "qwen2.5-72b": _decoder("qwen2", _QWEN25, 8192, 29568, 80, (64, 8), 152064),
+    "qwen3-0.6b": _decoder(
+        "qwen3", _QWEN3, 1024, 3072, 28, (16, 8), 151936, head_dim=128, tie_word_embeddings=True
+    ),
+    "qwen3-8b": _decoder("qwen3", _QWEN3, 4096, 12288, 36, (32, 8), 151936, head_dim=128),
+    "qwen3-32b": _decoder("qwen3", _QWEN3, 5120, 25600, 64, (64, 8), 151936, head_dim=128),
+    "mixtral-8x7b": _decoder(
+        "mixtral",
+        "arXiv 2401.04088, table 1",
+        4096,
+        14336,
+        32,
+        (32, 8),
+        32000,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    ),
+    "gpt2": _gpt2(768, 12, 12),
+    "gpt2-medium": _gpt2(1024, 24, 16),
+    "gpt2-large": _gpt2(1280, 36, 20),
+    "gpt2-xl": _gpt2(1600, 48, 25),
+    "vit-b16": _vit(768, 3072, 12, 12, 16),
+    "vit-l16": _vit(1024, 4096, 24, 16, 16),
+    "vit-h14": _vit(1280, 5120, 32, 16, 14),
+}
+"""By name, in lower case."""

@@ -1,0 +1,169 @@
+"""What is trained: a model that can be made again, with any number of layers, and its inputs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from .._torch.tensors import tree_leaves, tree_map
+from ..check.scripts import load_function
+from .configs import config_workload, find_config, is_config
+from .trace import Inputs, MakeModel
+
+
+class Batch(NamedTuple):
+    """A microbatch on one rank.
+
+    Attributes:
+        size: number of samples.
+        length: tokens of each; None: as the model has it.
+    """
+
+    size: int
+    length: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Batch:
+        """Read "1x8192", samples and tokens, or "64", samples.
+
+        Raises:
+            ValueError: the text is something else.
+        """
+        parts = text.lower().split("x")
+        if len(parts) > 2 or not all(part.isdigit() and int(part) for part in parts):
+            raise ValueError(f'batch={text!r}: write samples x tokens, as in "1x8192", or samples')
+        return cls(*map(int, parts))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and a microbatch on one rank.
+
+    Attributes:
+        name: to show.
+        make: returns model and inputs, with as many layers as it is given, or None for all.
+        tokens: of the microbatch.
+        unit: what ``tokens`` counts.
+        num_layers: of the model; None: it cannot be made with other numbers.
+        period: layers after which they repeat.
+        notes: what was assumed.
+    """
+
+    name: str
+    make: Callable[[int | None], tuple[nn.Module, Inputs]]
+    tokens: int
+    unit: str = "tokens"
+    num_layers: int | None = None
+    period: int = 1
+    notes: tuple[str, ...] = ()
+
+    def maker(self, num_layers: int | None, *, recompute: bool) -> MakeModel:
+        """Return what makes the model, with each layer recomputed in backward if that is asked."""
+
+        def make() -> tuple[nn.Module, Inputs]:
+            model, inputs = self.make(num_layers)
+            if recompute:
+                recompute_layers(model)
+            return model, inputs
+
+        return make
+
+
+def find_workload(model: str, batch: Batch) -> Workload:
+    """Return the workload of a text: see ``python -m graphshard plan --help``.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be made.
+    """
+    script, colon, function = model.rpartition(":")
+    if colon and script.endswith(".py"):
+        return _script_workload(script, function)
+    if is_config(model):
+        return Workload(*config_workload(find_config(model), model, *batch))
+    if Path(model).exists():
+        raise ValueError(f"{model}: must be a folder with a config.json, or FILE.py:FUNCTION")
+    from .public_models import PUBLIC_MODELS
+
+    raise ValueError(
+        f"model {model!r} is not known: give FILE.py:FUNCTION, the folder of a transformers "
+        f"config, FAMILY:key=value,.. or one of {', '.join(PUBLIC_MODELS)}"
+    )
+
+
+def _script_workload(script: str, function: str) -> Workload:
+    make = load_function(script, function)
+
+    def made(num_layers: int | None) -> tuple[nn.Module, Inputs]:
+        result = make()
+        if not (isinstance(result, tuple) and len(result) in (2, 3)):
+            raise ValueError(f"{script}:{function} must return (model, inputs)")
+        return result[0], result[1]
+
+    with torch.device("meta"):
+        tokens, unit = count_tokens(made(None)[1])
+    return Workload(f"{script}:{function}", made, tokens, unit)
+
+
+def module_workload(model: nn.Module, inputs: Inputs, name: str | None = None) -> Workload:
+    """Return the workload of a module, which stays as it is."""
+    tokens, unit = count_tokens(inputs)
+
+    def make(num_layers: int | None) -> tuple[nn.Module, Inputs]:
+        return _copied(model), tree_map(_empty_like, inputs)
+
+    return Workload(name or type(model).__name__, make, tokens, unit)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """Return a copy of a model, whose tensors are made where it is called and have no values."""
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        made = _empty_like(tensor)
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = made
+    return copy.deepcopy(model, memo)
+
+
+def _empty_like(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+    return made.requires_grad_(value.requires_grad)
+
+
+def count_tokens(inputs: Inputs) -> tuple[int, str]:
+    """Return how much one microbatch trains on: tokens, or samples where no input has tokens."""
+    leaves = tree_leaves(dict(inputs) if isinstance(inputs, Mapping) else inputs)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    if not tensors:
+        raise ValueError("inputs have no tensor with a batch: give those of a step on one rank")
+    first = tensors[0]
+    if first.is_floating_point() or first.dim() < 2:
+        return first.shape[0], "samples"
+    return first.numel(), "tokens"
+
+
+def recompute_layers(model: nn.Module) -> None:
+    """Have backward recompute each layer from its input, in place.
+
+    Raises:
+        ValueError: the model has no list of layers.
+    """
+    if hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+    layers = [layer for layers in lists for layer in layers if len({*map(type, layers)}) == 1]
+    if not layers:
+        raise ValueError("recompute: the model has no nn.ModuleList of layers that are alike")
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
