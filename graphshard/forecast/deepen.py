@@ -57,8 +57,7 @@ def deepen(short: TracedStep, longer: TracedStep, periods: int, layers: Layers) 
     if len(short.graphs) != len(longer.graphs):
         raise NotPeriodicError("models of different depth have different numbers of graphs")
     graphs = [
-        _Segment.find(a, b, layers).deepened(periods)
-        for a, b in zip(short.graphs, longer.graphs)
+        _Segment.find(a, b, layers).deepened(periods) for a, b in zip(short.graphs, longer.graphs)
     ]
     a, b = dataclasses.asdict(short.held), dataclasses.asdict(longer.held)
     held = Held(**{name: _grown(a[name], b[name], periods) for name in a})
@@ -89,9 +88,7 @@ class _Segment:
     back_shift: int
 
     @classmethod
-    def find(
-        cls, short: TracedGraphOfStep, longer: TracedGraphOfStep, layers: Layers
-    ) -> _Segment:
+    def find(cls, short: TracedGraphOfStep, longer: TracedGraphOfStep, layers: Layers) -> _Segment:
         """Return a segment with which the short graph becomes the longer one.
 
         Raises:
@@ -111,8 +108,12 @@ class _Segment:
     def _is_even(self) -> bool:
         """Return whether memory grows evenly along the longer graph."""
         return all(
-            _grows_evenly(getattr(self.short.problem, name), getattr(self.longer.problem, name),
-                          self.start, self.length)
+            _grows_evenly(
+                getattr(self.short.problem, name),
+                getattr(self.longer.problem, name),
+                self.start,
+                self.length,
+            )
             for name in ("other_bytes", "between_bytes")
         )
 
@@ -195,9 +196,7 @@ class _Segment:
         last = moved(transfer.last, self.start)
         return dataclasses.replace(transfer, ready=ready, due=due, last=last, param=param)
 
-    def _copied(
-        self, transfer: Transfer, copy: int, periods: int, param: int | None
-    ) -> Transfer:
+    def _copied(self, transfer: Transfer, copy: int, periods: int, param: int | None) -> Transfer:
         """Return a transfer of the segment in one of its copies."""
         stop = self.start + self.length
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..cost.hardware import Hardware
@@ -277,14 +277,10 @@ def _with_kept(
     budget = min(peaks, default=None)
     chosen = list(gathered) if keep_all else choose_kept(*problems, gathered, cost_model, budget)
     kept = kept_from_forward(*problems, {i: gathered[i] for i in chosen})
-    return [
-        dataclasses.replace(graph, problem=problem) for graph, problem in zip(graphs, kept)
-    ]
+    return [dataclasses.replace(graph, problem=problem) for graph, problem in zip(graphs, kept)]
 
 
-def _time(
-    dumps: Sequence[Dump], recipe: Recipe, held: Held, hardware: Hardware
-) -> TimeForecast:
+def _time(dumps: Sequence[Dump], recipe: Recipe, held: Held, hardware: Hardware) -> TimeForecast:
     totals = [dump.totals for dump in dumps]
     moved = OPTIMIZERS[recipe.optimizer].passes * held.trained
     exposed_us = sum(t.total_us - t.compute_us for t in totals)
@@ -315,9 +311,7 @@ def forecast_of(
     step = plan_step(traced, recipe, cluster)
     changes = _changes(traced, recipe, cluster)
     forward = sum(g.num_flops for g in traced.graphs if g.kind == GraphKind.FORWARD)
-    peak = cluster.hardware.flops_of(
-        "float32" if recipe.dtype == "float32" else "bfloat16"
-    ).peak
+    peak = cluster.hardware.flops_of("float32" if recipe.dtype == "float32" else "bfloat16").peak
     return Forecast(
         model=model,
         num_params=int(traced.held.num_params),
@@ -442,5 +436,3 @@ def _binds(memory: MemoryForecast, changes: Sequence[Change]) -> str:
         return "memory"
     machine = [change for change in changes if change.is_machine]
     return _BINDS[max(machine, key=lambda change: change.gain).what]
-
-

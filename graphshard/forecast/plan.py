@@ -13,7 +13,7 @@ from .deepen import Layers, NotPeriodicError, deepen
 from .forecast import Forecast, forecast_of
 from .recipe import Recipe
 from .trace import Inputs, TracedStep, trace
-from .workload import Workload, module_workload
+from .workload import Workload, module_workload, recompute_layers
 
 Progress = Callable[[str], None]
 """Told what is done next."""
@@ -84,6 +84,10 @@ def forecast(
     )
 
 
+def _leave(model: nn.Module) -> None:
+    """Leave a model as it is."""
+
+
 class Traced(NamedTuple):
     """A traced step, and how it was traced."""
 
@@ -98,9 +102,13 @@ def traced_step(
 
     def traced(num_layers: int | None) -> TracedStep:
         progress(f"tracing {num_layers or workload.num_layers or 'all'} layers")
-        make = workload.maker(num_layers, recompute=recipe.recompute)
-        ranks = recipe.ranks(cluster.num_gpus)
-        return trace(make, ranks, cluster.hardware, recipe.traced_options())
+        return trace(
+            lambda: workload.make(num_layers),
+            recipe.ranks(cluster.num_gpus),
+            cluster.hardware,
+            recipe.traced_options(),
+            recompute_layers if recipe.recompute else _leave,
+        )
 
     shallow = shallow_layers(workload)
     if shallow is None:

@@ -12,6 +12,7 @@ in the process but that Dynamo has forgotten what it had compiled.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import passes
 from .._torch.distributed import fake_store
-from .._torch.tensors import new_fake_mode, tree_leaves
+from .._torch.tensors import new_fake_mode, tree_leaves, tree_map
 from ..backend import Backend, shard
 from ..cost.fallback import read_or
 from ..cost.flops import Flops, flops
@@ -42,7 +43,8 @@ from ..planning.plan import PlanParam, Problem
 Inputs = tuple[Any, ...] | Mapping[str, Any]
 """Of a step: arguments, or keywords."""
 MakeModel = Callable[[], tuple[nn.Module, Inputs]]
-"""Returns a model and the inputs of one microbatch on one rank; called where tensors are fake."""
+"""Returns a model and the inputs of one microbatch on one rank; called with the meta device as the
+default one. The model is copied before anything is done to it."""
 
 AS_IS, FASTER_COMPUTE, FASTER_MEMORY, NO_LAUNCHES = "as is", "compute", "memory", "launches"
 """Machines by which kernels are priced: this one, and others of which a part is faster."""
@@ -112,11 +114,16 @@ class Ranks(NamedTuple):
 
 
 def trace(
-    make: MakeModel, ranks: Ranks, hardware: Hardware, options: Mapping[str, Any]
+    make: MakeModel,
+    ranks: Ranks,
+    hardware: Hardware,
+    options: Mapping[str, Any],
+    prepare: Callable[[nn.Module], None] = lambda model: None,
 ) -> TracedStep:
     """Trace a training step of the first rank.
 
     Args:
+        prepare: called with the copy of the model.
         options: of ``graphshard.backend``.
 
     Raises:
@@ -132,10 +139,15 @@ def trace(
     fake = new_fake_mode()
     with _fake_ranks(ranks) as mesh, warnings.catch_warnings(), _fresh_dynamo():
         warnings.simplefilter("ignore")
+        with torch.device("meta"):
+            made = make()
         with fake:
-            model, inputs = make()
-            options = {**_NOTHING_TO_AGREE_ON, **options}
-            shard(model, mesh, **options)
+            model, inputs = _without_values(*made)
+            prepare(model)
+        # There is no rank to take values from; and ranks exchange names outside of the mode.
+        options = {**options, "sync_module_states": False}
+        shard(model, mesh, **options)
+        with fake:
             backend = _TracingBackend(options, mesh, reader)
             _run(torch.compile(model, backend=backend, dynamic=False), inputs)
             held = _held(model)
@@ -144,7 +156,22 @@ def trace(
     return TracedStep(tuple(reader.graphs), held)
 
 
-_NOTHING_TO_AGREE_ON = {"sync_module_states": False}
+def _without_values(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]:
+    """Return a copy of a model and its inputs; their tensors are made anew, and have no values."""
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        made = _empty_like(tensor)
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = made
+    return copy.deepcopy(model, memo), tree_map(_empty_like, inputs)
+
+
+def _empty_like(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+    return made.requires_grad_(value.requires_grad)
 
 
 def _run(compiled: Callable[..., Any], inputs: Inputs) -> None:
@@ -208,9 +235,7 @@ def _held(model: nn.Module) -> Held:
 class _TracingBackend(Backend):
     """A backend that hands graphs to a reader, and compiles nothing."""
 
-    def __init__(
-        self, options: Mapping[str, Any], mesh: DeviceMesh, reader: _GraphReader
-    ) -> None:
+    def __init__(self, options: Mapping[str, Any], mesh: DeviceMesh, reader: _GraphReader) -> None:
         super().__init__(_all_options({**options, "mesh": mesh}))
         self._reader = reader
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .._torch.tensors import tree_leaves, tree_map
+from .._torch.tensors import tree_leaves
 from ..check.scripts import load_function
 from .configs import config_workload, find_config, is_config
-from .trace import Inputs, MakeModel
+from .trace import Inputs
 
 
 class Batch(NamedTuple):
@@ -65,17 +64,6 @@ class Workload:
     period: int = 1
     notes: tuple[str, ...] = ()
 
-    def maker(self, num_layers: int | None, *, recompute: bool) -> MakeModel:
-        """Return what makes the model, with each layer recomputed in backward if that is asked."""
-
-        def make() -> tuple[nn.Module, Inputs]:
-            model, inputs = self.make(num_layers)
-            if recompute:
-                recompute_layers(model)
-            return model, inputs
-
-        return make
-
 
 def find_workload(model: str, batch: Batch) -> Workload:
     """Return the workload of a text: see ``python -m graphshard plan --help``.
@@ -117,27 +105,9 @@ def module_workload(model: nn.Module, inputs: Inputs, name: str | None = None) -
     tokens, unit = count_tokens(inputs)
 
     def make(num_layers: int | None) -> tuple[nn.Module, Inputs]:
-        return _copied(model), tree_map(_empty_like, inputs)
+        return model, inputs
 
     return Workload(name or type(model).__name__, make, tokens, unit)
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    """Return a copy of a model, whose tensors are made where it is called and have no values."""
-    memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        made = _empty_like(tensor)
-        if isinstance(tensor, nn.Parameter):
-            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-        memo[id(tensor)] = made
-    return copy.deepcopy(model, memo)
-
-
-def _empty_like(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-    return made.requires_grad_(value.requires_grad)
 
 
 def count_tokens(inputs: Inputs) -> tuple[int, str]:
