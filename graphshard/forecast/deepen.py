@@ -56,12 +56,40 @@ def deepen(short: TracedStep, longer: TracedStep, periods: int, layers: Layers) 
     """
     if len(short.graphs) != len(longer.graphs):
         raise NotPeriodicError("models of different depth have different numbers of graphs")
-    graphs = [
-        _Segment.find(a, b, layers).deepened(periods) for a, b in zip(short.graphs, longer.graphs)
-    ]
+    graphs = [_deepened(a, b, periods, layers) for a, b in zip(short.graphs, longer.graphs)]
     a, b = dataclasses.asdict(short.held), dataclasses.asdict(longer.held)
     held = Held(**{name: _grown(a[name], b[name], periods) for name in a})
     return TracedStep(tuple(graphs), held)
+
+
+def _deepened(
+    short: TracedGraphOfStep, longer: TracedGraphOfStep, periods: int, layers: Layers
+) -> TracedGraphOfStep:
+    if short.problem.transfers or longer.problem.num_steps != short.problem.num_steps:
+        return _Segment.find(short, longer, layers).deepened(periods)
+    # Nothing travels, as in the forward of replicated parameters: all of it is one step.
+    a, b = short.problem, longer.problem
+
+    def grown(short: Sequence[float], longer: Sequence[float]) -> tuple[float, ...]:
+        return tuple(_grown(x, y, periods) for x, y in zip(short, longer))
+
+    def whole(short: Sequence[int], longer: Sequence[int]) -> tuple[int, ...]:
+        return tuple(map(int, grown(short, longer)))
+
+    compute_us = {n: grown(us, longer.compute_us[n]) for n, us in short.compute_us.items()}
+    problem = dataclasses.replace(
+        a,
+        compute_us=grown(a.compute_us, b.compute_us),
+        other_bytes=whole(a.other_bytes, b.other_bytes),
+        between_bytes=whole(a.between_bytes, b.between_bytes),
+    )
+    return dataclasses.replace(
+        short,
+        problem=problem,
+        compute_us=compute_us,
+        input_bytes=_whole(short.input_bytes, longer.input_bytes, periods),
+        num_flops=_grown(short.num_flops, longer.num_flops, periods),
+    )
 
 
 def _grown(short: float, longer: float, periods: int) -> float:

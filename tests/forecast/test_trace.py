@@ -1,0 +1,138 @@
+"""Traced steps are those that the backend compiles, and shallow ones deepen to them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import graphshard
+from graphshard._torch.distributed import fake_store
+from graphshard.cost.devices import find_hardware
+from graphshard.forecast.cluster import cluster
+from graphshard.forecast.deepen import Layers, NotPeriodicError, deepen
+from graphshard.forecast.forecast import plan_step
+from graphshard.forecast.recipe import Recipe
+from graphshard.forecast.trace import Ranks, TracedStep, UntraceableError, trace
+
+HARDWARE = find_hardware("H100")
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 4 * dim)
+        self.down = nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Embedding, blocks and a head; returns its loss."""
+
+    def __init__(self, num_layers: int, dim: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(96, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(num_layers))
+        self.head = nn.Linear(dim, 96, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def _ids() -> Tensor:
+    return torch.zeros((2, 32), dtype=torch.int64)
+
+
+def _trace(num_layers: int, recipe: Recipe, ranks: int = 8) -> TracedStep:
+    return trace(
+        lambda: (Stack(num_layers), (_ids(),)),
+        recipe.ranks(ranks),
+        HARDWARE,
+        recipe.traced_options(),
+    )
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "hsdp:4", "hpz:2", "ddp"])
+def test_a_deepened_step_equals_the_traced_one(strategy: str) -> None:
+    recipe = Recipe(strategy=strategy)
+    short, longer, deep = (_trace(n, recipe) for n in (3, 4, 7))
+    made = deepen(short, longer, 4, Layers("blocks"))
+    assert dataclasses.asdict(made.held) == pytest.approx(dataclasses.asdict(deep.held))
+    for ours, theirs in zip(made.graphs, deep.graphs, strict=True):
+        assert ours.num_flops == pytest.approx(theirs.num_flops)
+        assert ours.input_bytes == theirs.input_bytes
+        assert ours.problem.other_bytes == theirs.problem.other_bytes
+        assert ours.problem.between_bytes == theirs.problem.between_bytes
+        for name, us in theirs.compute_us.items():
+            assert ours.compute_us[name] == pytest.approx(us)
+        pairs = zip(ours.problem.transfers, theirs.problem.transfers, strict=True)
+        for mine, traced in pairs:
+            assert dataclasses.replace(mine, param=None) == dataclasses.replace(traced, param=None)
+            if mine.param is not None and traced.param is not None:
+                assert ours.params[mine.param].fqn == theirs.params[traced.param].fqn
+
+
+def test_layers_that_differ_do_not_deepen() -> None:
+    def uneven(num_layers: int) -> TracedStep:
+        model = Stack(num_layers)
+        model.blocks[-1].up = nn.Linear(64, 80 * num_layers)
+        model.blocks[-1].down = nn.Linear(80 * num_layers, 64)
+        recipe = Recipe()
+        return trace(lambda: (model, (_ids(),)), Ranks(1, 8), HARDWARE, recipe.traced_options())
+
+    with pytest.raises(NotPeriodicError, match="layer by layer"):
+        deepen(uneven(3), uneven(4), 4, Layers("blocks"))
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "hsdp:4"])
+def test_plans_are_those_of_the_backend(strategy: str) -> None:
+    recipe = Recipe(strategy=strategy, dtype="float32")
+    traced = _trace(3, recipe)
+    planned = plan_step(traced, recipe, cluster("H100", 8))
+    ranks = recipe.ranks(8)
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=8)
+    try:
+        shape = tuple(ranks) if ranks.replicas > 1 else (ranks.shards,)
+        mesh = dist.device_mesh.init_device_mesh("cpu", shape)
+        schedule = graphshard.SchedulePolicy(hardware="H100")
+        backend = graphshard.backend(mesh, schedule=schedule, sync_module_states=False)
+        torch.compile(Stack(3), backend=backend, dynamic=False)(_ids()).backward()
+    finally:
+        dist.destroy_process_group()
+        torch.compiler.reset()
+    for ours, theirs in zip(planned.dumps, backend.plans, strict=True):
+        groups = [(b.kind, b.num_bytes, b.world, b.launch, b.wait) for b in ours.plan.buckets]
+        assert groups == [(b.kind, b.num_bytes, b.world, b.launch, b.wait) for b in theirs.buckets]
+        assert ours.plan.problem.compute_us == pytest.approx(theirs.problem.compute_us)
+        assert ours.plan.problem.other_bytes == theirs.problem.other_bytes
+        assert ours.plan.problem.between_bytes == theirs.problem.between_bytes
+
+
+def test_a_trace_leaves_nothing_behind() -> None:
+    model, before = Stack(2), torch.get_rng_state()
+    kinds = {name: type(param) for name, param in model.named_parameters()}
+    forecast = graphshard.plan(model, (_ids(),), graphshard.cluster("H100", 8))
+    assert forecast.time.step_us > 0 and forecast.fits
+    assert not dist.is_initialized()
+    assert kinds == {name: type(param) for name, param in model.named_parameters()}
+    assert type(model) is Stack
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_values_of_tensors_are_refused() -> None:
+    class Chooses(Stack):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids) * ids.nonzero().shape[0]
+
+    with pytest.raises(UntraceableError, match="reads values of tensors"):
+        graphshard.plan(Chooses(1), (_ids(),), graphshard.cluster("H100", 8))
