@@ -11,5 +11,11 @@ MEMORY_BYTES: dict[str, int] = {
     "H100": 80 * _GIB,
     "H200": 141 * _GIB,
     "B200": 180 * _GIB,
+    "H100-PCIe": 80 * _GIB,
+    "H100-96GB": 96 * _GIB,
+    "GB200": 186 * _GIB,
+    "MI300X": 192 * _GIB,
+    "L40S": 48 * _GIB,
+    "RTX-4090": 24 * _GIB,
 }
 """Bytes, by name of an entry of ``devices.HARDWARE``: of the datasheets that are cited there."""

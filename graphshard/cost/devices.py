@@ -24,97 +24,17 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..kinds import TransferKind
-from .hardware import COLLECTIVE_KINDS, Hardware, Interconnect, Points, Rate
-
-# --- interconnects -------------------------------------------------------------------------------
-
-_MiB = float(1 << 20)
-
-# [tuning]: 6.6 us to start a collective, and for each step 0.6 us over NVLink, 1.0 us over PCIe.
-# Check: an all-reduce of 8 ranks has 14 steps, which makes 15 us; [mle] measured 18 us.
-_START_US = 6.6
-_NVLINK_HOP_US = 0.6
-_PCIE_HOP_US = 1.0
-
-# [mle] measured 95 us for 32 KiB on 4 x 8 B200. Start and steps inside of the nodes take 40 us of
-# that, which leaves 9 us for each of the 6 steps between nodes. [tuning] has 2.7 us (protocol LL)
-# to 14 us (Simple).
-_NETWORK_HOP_US = 9.0
-
-# Fractions of the rate at 16 GiB, by MiB. [mle] measured all-reduce on 8 and on 32 ranks; their
-# latencies, 18 and 95 us, are taken off. The other kinds and generations are taken to be the same.
-_FRACTIONS_IN_NODE = (
-    (1, 0.55),
-    (4, 0.45),
-    (16, 0.61),
-    (64, 0.81),
-    (256, 0.93),
-    (1024, 0.97),
+from .hardware import Hardware, Interconnect, Rate
+from .links import (
+    INFINITY_FABRIC,
+    NETWORK_HOP_US,
+    NVLINK3,
+    NVLINK4,
+    NVLINK5,
+    PCIE4,
+    PCIE5,
+    with_network,
 )
-_FRACTIONS_BETWEEN_NODES = (
-    (1, 0.08),
-    (4, 0.13),
-    (16, 0.24),
-    (64, 0.61),
-    (256, 0.79),
-    (1024, 0.99),
-)
-
-# Assumed: NCCL puts the tensors of a coalesced collective into few kernels, but the host prepares
-# each tensor.
-_BUFFER_US = 20.0
-
-# [network]: 46-48 of 50 GB/s. [mle] has 376 of 400 GB/s for 8 cards of 400 Gb/s.
-_NETWORK_EFFICIENCY = 0.94
-
-
-def _bus_rate(line: float, full_fraction: float, fractions: Points) -> Rate:
-    """Return the rate of a line of ``line`` bytes/s.
-
-    Args:
-        full_fraction: of the line, what the largest buffers achieve.
-        fractions: of that rate, what smaller buffers achieve, by MiB.
-    """
-    return Rate(line, tuple((mib * _MiB, share * full_fraction) for mib, share in fractions))
-
-
-def _in_node(*, hop_us: float, line: float, ring: float, all_reduce: float) -> Interconnect:
-    """Return the interconnect of a node: bytes/s of the line, NCCL's rings and its all-reduce."""
-    bus = {kind: _bus_rate(line, ring / line, _FRACTIONS_IN_NODE) for kind in COLLECTIVE_KINDS}
-    bus[TransferKind.ALL_REDUCE] = _bus_rate(line, all_reduce / line, _FRACTIONS_IN_NODE)
-    return Interconnect(latency_us=_START_US, hop_us=hop_us, buffer_us=_BUFFER_US, bus=bus)
-
-
-def with_network(hardware: Hardware, gbit_per_s: float) -> Hardware:
-    """Return ``hardware`` with a network of ``gbit_per_s`` for each rank, one way, between nodes.
-
-    A ring that spans nodes runs once over each rank's network card. So the cards of a node add up,
-    but to no more than the interconnect inside of the node carries.
-
-    Raises:
-        ValueError: ``gbit_per_s`` is not a positive number.
-    """
-    if not 0 < gbit_per_s < float("inf"):
-        raise ValueError(f"gbit_per_s={gbit_per_s!r}: must be a finite number, more than 0")
-    line = hardware.ranks_per_node * gbit_per_s / 8 * 1e9
-    bus = {}
-    for kind in COLLECTIVE_KINDS:
-        in_node_fraction = hardware.intra.bus[kind].largest / line
-        fraction = min(_NETWORK_EFFICIENCY, in_node_fraction)
-        bus[kind] = _bus_rate(line, fraction, _FRACTIONS_BETWEEN_NODES)
-    return dataclasses.replace(hardware, inter=dataclasses.replace(hardware.inter, bus=bus))
-
-
-# Line: 450 GB/s one way (H100 datasheet: 900 GB/s both ways). Rings and all-reduce: [nvlink]. [mle]
-# has 482 GB/s for all-reduce on H200.
-_NVLINK4 = _in_node(hop_us=_NVLINK_HOP_US, line=450e9, ring=370e9, all_reduce=480e9)
-# Line: 300 GB/s one way (A100 datasheet: 600 GB/s both ways). Rings: [topo], 12 links of 20 GB/s.
-_NVLINK3 = _in_node(hop_us=_NVLINK_HOP_US, line=300e9, ring=240e9, all_reduce=240e9)
-# Line: 900 GB/s one way (DGX B200 datasheet: 1.8 TB/s both ways). Rings: [topo], 18 links of
-# 40.1 GB/s. All-reduce: [mle].
-_NVLINK5 = _in_node(hop_us=_NVLINK_HOP_US, line=900e9, ring=722e9, all_reduce=839e9)
-# PCIe 4.0 x16 without peer access: 10 GB/s, as torch/_inductor/comm_analysis.py has it.
-_PCIE4 = _in_node(hop_us=_PCIE_HOP_US, line=32e9, ring=10e9, all_reduce=10e9)
 
 # --- compute and memory --------------------------------------------------------------------------
 
@@ -148,6 +68,33 @@ _B200_FLOPS = {
     **_flops(0.78, float32=80.0, tf32=1125.0, bfloat16=2250.0, float16=2250.0),
     **_flops(0.76, float8=4500.0),
 }
+# GB200 NVL72 datasheet, dense: 180 Pflop/s in bfloat16 and 360 in fp8 for 72. Fractions: B200.
+_GB200_FLOPS = {
+    **_flops(0.78, float32=80.0, tf32=1250.0, bfloat16=2500.0, float16=2500.0),
+    **_flops(0.76, float8=5000.0),
+}
+# H100 datasheet, PCIe. Fractions: those of the SXM module; the card's 350 W may allow less.
+_HOPPER_PCIE_FLOPS = {
+    **_flops(0.78, float32=51.0),
+    **_flops(0.80, tf32=378.0, bfloat16=756.0, float16=756.0),
+    **_flops(0.72, float8=1513.0),
+}
+# MI300X datasheet, dense. Fractions: assumed to be those of H100.
+_MI300X_FLOPS = {
+    **_flops(0.78, float32=163.4),
+    **_flops(0.80, tf32=653.7, bfloat16=1307.4, float16=1307.4),
+    **_flops(0.72, float8=2614.9),
+}
+# L40S datasheet, dense; NVIDIA's Ada white paper for the RTX 4090, with sums in float32. Fractions:
+# assumed to be those of the A10G.
+_L40S_FLOPS = {
+    **_flops(0.90, float32=91.6),
+    **_flops(0.95, tf32=183.0, bfloat16=362.0, float16=362.0, float8=733.0),
+}
+_RTX4090_FLOPS = {
+    **_flops(0.90, float32=82.6),
+    **_flops(0.95, tf32=82.6, bfloat16=165.2, float16=165.2, float8=330.3),
+}
 # NVIDIA A10G datasheet for AWS. An 8192^3 product in bf16 measures 66.6 of 70 Tflop/s.
 _A10G_FLOPS = {
     **_flops(0.90, float32=35.0),
@@ -177,9 +124,10 @@ def _gpu(
     special_per_s: float,
     intra: Interconnect,
     network_gbit_per_s: float,
+    ranks_per_node: int = 8,
 ) -> Hardware:
     """Return a GPU in a node of 8, with a network of ``network_gbit_per_s`` for each of them."""
-    inter = dataclasses.replace(intra, hop_us=_NETWORK_HOP_US)
+    inter = dataclasses.replace(intra, hop_us=NETWORK_HOP_US)
     hardware = Hardware(
         name=name,
         flops=flops,
@@ -189,7 +137,7 @@ def _gpu(
         launch_us=3.0,  # [graphs]: 0.9 us between kernels; the shortest take about 2 us themselves
         issue_us=30.0,  # assumed: what the host needs to issue a collective
         contention=0.05,  # assumed: NCCL's kernels take a few multiprocessors and some bandwidth
-        ranks_per_node=8,
+        ranks_per_node=ranks_per_node,
         intra=intra,
         inter=inter,
     )
@@ -242,6 +190,11 @@ def _cpu() -> Hardware:
 # Networks, for each GPU: 8 cards of 400 Gb/s in a DGX H100, H200 and B200, 8 of 200 Gb/s in a DGX
 # A100 (their datasheets); 100 Gb/s for 8 GPUs in a g5.48xlarge
 # (aws.amazon.com/ec2/instance-types/g5).
+# H100-96GB: memory and network as in torchtitan's report of its 8 to 512 H100
+# (benchmarks/llama3_h100_202412_torchtitan.md). Special functions of the others, 16 for each
+# multiprocessor and clock: 114 at 1.76 GHz (H100-PCIe), 142 and 128 at 2.52 GHz (L40S, RTX 4090),
+# 304 at 2.1 GHz (MI300X; assumed to be as many). Networks of cards in PCIe slots: assumed to be 200
+# Gb/s a node for H100-PCIe and 100 Gb/s for L40S and RTX 4090.
 _ENTRIES = (
     _gpu(
         "H100",
@@ -249,7 +202,7 @@ _ENTRIES = (
         memory_bytes_per_s=3.35e12,
         host=_HOST_PCIE5,
         special_per_s=3.9e12,
-        intra=_NVLINK4,
+        intra=NVLINK4,
         network_gbit_per_s=400,
     ),
     _gpu(
@@ -258,7 +211,7 @@ _ENTRIES = (
         memory_bytes_per_s=4.8e12,
         host=_HOST_PCIE5,
         special_per_s=3.9e12,
-        intra=_NVLINK4,
+        intra=NVLINK4,
         network_gbit_per_s=400,
     ),
     _gpu(
@@ -267,7 +220,7 @@ _ENTRIES = (
         memory_bytes_per_s=1.555e12,
         host=_HOST_PCIE4,
         special_per_s=2.4e12,
-        intra=_NVLINK3,
+        intra=NVLINK3,
         network_gbit_per_s=200,
     ),
     _gpu(
@@ -276,7 +229,7 @@ _ENTRIES = (
         memory_bytes_per_s=2.039e12,
         host=_HOST_PCIE4,
         special_per_s=2.4e12,
-        intra=_NVLINK3,
+        intra=NVLINK3,
         network_gbit_per_s=200,
     ),
     _gpu(
@@ -285,7 +238,7 @@ _ENTRIES = (
         memory_bytes_per_s=0.6e12,
         host=_HOST_PCIE4,
         special_per_s=2.2e12,
-        intra=_PCIE4,
+        intra=PCIE4,
         network_gbit_per_s=12.5,
     ),
     _gpu(
@@ -294,8 +247,63 @@ _ENTRIES = (
         memory_bytes_per_s=8e12,
         host=_HOST_PCIE5,
         special_per_s=4.4e12,
-        intra=_NVLINK5,
+        intra=NVLINK5,
         network_gbit_per_s=400,
+    ),
+    _gpu(
+        "H100-PCIe",
+        flops=_HOPPER_PCIE_FLOPS,
+        memory_bytes_per_s=2.0e12,
+        host=_HOST_PCIE5,
+        special_per_s=3.2e12,
+        intra=PCIE5,
+        network_gbit_per_s=25,
+    ),
+    _gpu(
+        "H100-96GB",
+        flops=_HOPPER_FLOPS,
+        memory_bytes_per_s=2.4e12,
+        host=_HOST_PCIE5,
+        special_per_s=3.9e12,
+        intra=NVLINK4,
+        network_gbit_per_s=400,
+    ),
+    _gpu(
+        "GB200",
+        flops=_GB200_FLOPS,
+        memory_bytes_per_s=8e12,
+        host=_HOST_PCIE5,
+        special_per_s=4.4e12,
+        intra=NVLINK5,
+        network_gbit_per_s=400,
+        ranks_per_node=72,  # of an NVL72 rack
+    ),
+    _gpu(
+        "MI300X",
+        flops=_MI300X_FLOPS,
+        memory_bytes_per_s=5.3e12,
+        host=_HOST_PCIE5,
+        special_per_s=10.2e12,
+        intra=INFINITY_FABRIC,
+        network_gbit_per_s=400,
+    ),
+    _gpu(
+        "L40S",
+        flops=_L40S_FLOPS,
+        memory_bytes_per_s=0.864e12,
+        host=_HOST_PCIE4,
+        special_per_s=5.7e12,
+        intra=PCIE4,
+        network_gbit_per_s=12.5,
+    ),
+    _gpu(
+        "RTX-4090",
+        flops=_RTX4090_FLOPS,
+        memory_bytes_per_s=1.008e12,
+        host=_HOST_PCIE4,
+        special_per_s=5.2e12,
+        intra=PCIE4,
+        network_gbit_per_s=12.5,
     ),
     _cpu(),
 )

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..cost.device_memory import MEMORY_BYTES
-from ..cost.devices import find_hardware, with_network
+from ..cost.devices import find_hardware
 from ..cost.hardware import Hardware
+from ..cost.links import with_network
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def cluster(
     if nodes is not None:
         if not (isinstance(nodes, int) and nodes > 0 and gpus % nodes == 0):
             raise ValueError(f"nodes={nodes!r}: {gpus} GPUs do not divide into so many equal nodes")
-        hardware = dataclasses.replace(hardware, ranks_per_node=gpus // nodes)
+        hardware = _with_node_of(hardware, gpus // nodes)
     if link is not None:
         hardware = _with_link(hardware, link)
     return Cluster(hardware, gpus, _memory_bytes(hardware, memory_gb))
@@ -71,6 +72,17 @@ def cluster(
 
 def _hardware(device: str) -> Hardware:
     return Hardware.load(Path(device)) if Path(device).is_file() else find_hardware(device)
+
+
+def _with_node_of(hardware: Hardware, num_gpus: int) -> Hardware:
+    """Return hardware with other nodes; the network of each GPU is the same, and they add up."""
+    ratio = num_gpus / hardware.ranks_per_node
+    bus = {
+        kind: dataclasses.replace(rate, peak=rate.peak * ratio)
+        for kind, rate in hardware.inter.bus.items()
+    }
+    inter = dataclasses.replace(hardware.inter, bus=bus)
+    return dataclasses.replace(hardware, ranks_per_node=num_gpus, inter=inter)
 
 
 def _memory_bytes(hardware: Hardware, memory_gb: float | None) -> int:

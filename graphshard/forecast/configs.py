@@ -104,7 +104,7 @@ def config_workload(
         model = auto.from_config(shallow, attn_implementation=_ATTENTION)
         return model.train(), inputs_of(config, size, length)
 
-    tokens, unit = (size, "samples") if is_image else (size * length, "tokens")
+    tokens, unit = (size, "samples") if is_image else (size * (length or 1), "tokens")
     return name, make, tokens, unit, config.num_hidden_layers, _period(config), (_FLASH,)
 
 

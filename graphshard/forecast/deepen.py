@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,12 +147,10 @@ class _Segment:
 
     def _makes_longer(self) -> bool:
         made, seen = self.deepened(1), self.longer
-        plain: Callable[[Problem], Problem] = lambda p: dataclasses.replace(
-            p, steps=(), transfers=(), compute_us=()
-        )
         return (
             _named_transfers(made) == _named_transfers(seen)
-            and plain(made.problem) == plain(seen.problem)
+            and made.problem.other_bytes == seen.problem.other_bytes
+            and made.problem.between_bytes == seen.problem.between_bytes
             and all(_alike(made.compute_us[n], seen.compute_us[n]) for n in seen.compute_us)
         )
 
@@ -184,7 +182,7 @@ class _Segment:
         return (*short[: self.start], *(list(segment) * periods), *short[self.start :])
 
     def _bytes(self, short: Sequence[int], longer: Sequence[int], periods: int) -> tuple[int, ...]:
-        front, back = _growths(short, longer, self.start, self.length)
+        front, back = _growths(short, longer)
         segment = longer[self.start : self.start + self.length]
         inserted = [
             value + (periods - 1) * front + copy * (back - front)
@@ -308,15 +306,13 @@ def _gathers(transfer: Transfer) -> bool:
     return transfer.kind == TransferKind.ALL_GATHER
 
 
-def _growths(
-    short: Sequence[int], longer: Sequence[int], start: int, length: int
-) -> tuple[int, int]:
+def _growths(short: Sequence[int], longer: Sequence[int]) -> tuple[int, int]:
     """Return by how much bytes have grown in front of a segment, and behind it."""
     return longer[0] - short[0], longer[-1] - short[-1]
 
 
 def _grows_evenly(short: Sequence[int], longer: Sequence[int], start: int, length: int) -> bool:
-    front, back = _growths(short, longer, start, length)
+    front, back = _growths(short, longer)
     if any(longer[i] - short[i] != front for i in range(start)):
         return False
     if any(longer[i + length] - short[i] != back for i in range(start, len(short))):

@@ -19,8 +19,8 @@ OUTSIDE_BYTES = 1_300_000_000
 """What a GPU holds before anything is allocated: context and kernels. 1.3 GB are what Hugging
 Face's page "Model memory anatomy" measures on a V100; assumed to be the same on others."""
 FRAGMENTED = 0.03
-"""Part of the memory in use that an allocator cannot hand out. Assumed: allocations here are few and
-large, and are rounded up to 2 MiB at most (c10/cuda/CUDACachingAllocator.cpp)."""
+"""Part of the memory in use that an allocator cannot hand out. Assumed: most allocations here are
+large, and those are rounded up to 2 MiB (c10/cuda/CUDACachingAllocator.cpp)."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,8 @@
 """Sizes of public models, as their papers and configurations have them.
 
-Sources: [llama3] arXiv 2407.21783, table 3; [qwen2.5] arXiv 2412.15115, table 1; [qwen3] arXiv
-2505.09388, table 1; [mixtral] arXiv 2401.04088, table 1; [gpt2] Radford et al., "Language models are
-unsupervised multitask learners", 2019, table 2; [vit] arXiv 2010.11929, table 1. What these leave
-out (sizes of vocabularies and of feed-forward layers) is in the ``config.json`` that each model has
-on the Hugging Face Hub.
+Each has its source: Radford et al. 2019 is "Language models are unsupervised multitask learners".
+What a source leaves out (sizes of vocabularies and of feed-forward layers) is in the
+``config.json`` that each model has on the Hugging Face Hub.
 """
 
 from __future__ import annotations

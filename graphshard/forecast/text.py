@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
 
-from .forecast import Change, Forecast
+from .changes import Change
+from .forecast import Forecast
 
 GB = 1e9
 

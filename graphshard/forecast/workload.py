@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -131,8 +131,8 @@ def recompute_layers(model: nn.Module) -> None:
     if hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
         return
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
-    layers = [layer for layers in lists for layer in layers if len({*map(type, layers)}) == 1]
+    lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+    layers: list[Any] = [x for alike in lists for x in alike if len({*map(type, alike)}) == 1]
     if not layers:
         raise ValueError("recompute: the model has no nn.ModuleList of layers that are alike")
     for layer in layers:

@@ -15,7 +15,7 @@ from graphshard._torch.distributed import fake_store
 from graphshard.cost.devices import find_hardware
 from graphshard.forecast.cluster import cluster
 from graphshard.forecast.deepen import Layers, NotPeriodicError, deepen
-from graphshard.forecast.forecast import plan_step
+from graphshard.forecast.planned_step import plan_step
 from graphshard.forecast.recipe import Recipe
 from graphshard.forecast.trace import Ranks, TracedStep, UntraceableError, trace
 

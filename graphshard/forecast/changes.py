@@ -1,0 +1,127 @@
+"""What would help a training step: the same graphs, planned with one thing different."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..cost.hardware import Hardware
+from .cluster import Cluster
+from .peak import MemoryForecast
+from .planned_step import PlannedStep, plan_step
+from .recipe import Recipe
+from .trace import FASTER_COMPUTE, FASTER_MEMORY, NO_LAUNCHES, TracedStep, faster_machines
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a step would take if one thing were different; planned anew.
+
+    Attributes:
+        what: is different.
+        step_us: that a step would take; per step of as many tokens.
+        gain: part of the time of a step that it saves; below 0: it costs time.
+        memory_bytes: that a rank would need, margin included.
+        fits: whether a device has that.
+        is_machine: whether the machine differs, and not the recipe.
+    """
+
+    what: str
+    step_us: float
+    gain: float
+    memory_bytes: int
+    fits: bool
+    is_machine: bool
+
+
+LINK, LATENCY, COMPUTE, BANDWIDTH = (
+    "links twice as fast",
+    "no latency of kernels and links",
+    "matrix products twice as fast",
+    "device memory twice as fast",
+)
+_BINDS = {LINK: "link", LATENCY: "latency", COMPUTE: "compute", BANDWIDTH: "memory bandwidth"}
+
+
+def find_changes(traced: TracedStep, recipe: Recipe, cluster: Cluster) -> list[Change]:
+    """Plan the step anew with one thing different, by the quick search; compare with that."""
+    quick = functools.partial(plan_step, traced, refine=False)
+    base = quick(recipe, cluster).time.step_us
+    machines = faster_machines(cluster.hardware)
+
+    def change(what: str, plan: Callable[[], PlannedStep], is_machine: bool = True) -> Change:
+        step = plan()
+        gain = 1 - step.time.step_us / base
+        memory = step.memory
+        return Change(what, step.time.step_us, gain, memory.total, memory.fits, is_machine)
+
+    with_links = {
+        LINK: _scaled_links(cluster, rate=2.0),
+        LATENCY: _scaled_links(cluster, latency=0.0),
+    }
+    with_rates = {
+        COMPUTE: (FASTER_COMPUTE, cluster),
+        BANDWIDTH: (FASTER_MEMORY, _with(cluster, machines[FASTER_MEMORY])),
+    }
+    changes = [
+        change(LINK, lambda: quick(recipe, with_links[LINK])),
+        change(LATENCY, lambda: quick(recipe, with_links[LATENCY], prices=NO_LAUNCHES)),
+        *(
+            change(what, functools.partial(quick, recipe, other, prices=prices))
+            for what, (prices, other) in with_rates.items()
+        ),
+    ]
+    if recipe.kind in ("zero3", "hsdp"):
+        changes.append(
+            change(
+                "parameters kept from forward to backward (reshard_after_forward=False)",
+                lambda: quick(recipe, cluster, keep_all=True),
+                is_machine=False,
+            )
+        )
+    if recipe.accumulate > 1:
+        return changes
+    accumulating = dataclasses.replace(recipe, accumulate=4)
+    four = quick(accumulating, cluster)
+    gain = 1 - four.time.step_us / 4 / base
+    changes.append(
+        Change(
+            "4 microbatches in a step (per microbatch)",
+            four.time.step_us / 4,
+            gain,
+            four.memory.total,
+            four.memory.fits,
+            is_machine=False,
+        )
+    )
+    return changes
+
+
+def _with(cluster: Cluster, hardware: Hardware) -> Cluster:
+    return dataclasses.replace(cluster, hardware=hardware)
+
+
+def _scaled_links(cluster: Cluster, *, rate: float = 1.0, latency: float = 1.0) -> Cluster:
+    links = {}
+    for name in ("intra", "inter"):
+        link = getattr(cluster.hardware, name)
+        bus = {k: dataclasses.replace(r, peak=r.peak * rate) for k, r in link.bus.items()}
+        links[name] = dataclasses.replace(
+            link, bus=bus, latency_us=link.latency_us * latency, hop_us=link.hop_us * latency
+        )
+    launch_us = cluster.hardware.launch_us * latency
+    issue_us = cluster.hardware.issue_us * latency
+    return _with(
+        cluster,
+        dataclasses.replace(cluster.hardware, **links, launch_us=launch_us, issue_us=issue_us),
+    )
+
+
+def what_binds(memory: MemoryForecast, changes: Sequence[Change]) -> str:
+    """Return what a step is bound by: memory that is lacking, else the part to be twice as fast."""
+    if not memory.fits:
+        return "memory"
+    machine = [change for change in changes if change.is_machine]
+    return _BINDS[max(machine, key=lambda change: change.gain).what]

@@ -1,0 +1,159 @@
+"""A step planned for a machine, and the time and memory that it takes: `plan_step`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..cost.hardware import Hardware
+from ..cost.model import CostModel
+from ..kinds import GraphKind, TransferKind
+from ..planning.keep_unsharded import choose_kept
+from ..planning.memory_budget import ScheduleLimits
+from ..planning.plan import Plan
+from ..planning.search import find_schedule
+from ..show.dump import Dump
+from .cluster import Cluster
+from .keep import kept_from_forward
+from .peak import MemoryForecast, PlannedGraph, outside_bytes, peak_of_step
+from .recipe import OPTIMIZERS, Recipe
+from .trace import AS_IS, Held, TracedGraphOfStep, TracedStep
+
+
+@dataclass(frozen=True)
+class TimeForecast:
+    """Microseconds of a step; its parts add up to ``step_us``.
+
+    Attributes:
+        compute_us: in which a GPU computes or copies, in all microbatches.
+        exposed_us: in which it waits for communication.
+        lost_us: that hidden communication costs it.
+        optimizer_us: that it updates parameters.
+    """
+
+    compute_us: float
+    exposed_us: float
+    lost_us: float
+    optimizer_us: float
+
+    @property
+    def step_us(self) -> float:
+        return self.compute_us + self.exposed_us + self.lost_us + self.optimizer_us
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step on one machine.
+
+    Attributes:
+        dumps: the plan of each graph.
+    """
+
+    dumps: tuple[Dump, ...]
+    time: TimeForecast
+    memory: MemoryForecast
+
+
+def plan_step(
+    traced: TracedStep,
+    recipe: Recipe,
+    cluster: Cluster,
+    *,
+    prices: str = AS_IS,
+    keep_all: bool = False,
+    refine: bool = True,
+) -> PlannedStep:
+    """Plan the graphs of a step, and predict what it takes.
+
+    Args:
+        prices: of compute, a key of ``TracedGraphOfStep.compute_us``; the cluster has the links.
+        keep_all: have every gathered parameter stay for backward, as ZeRO-2 does.
+        refine: see ``planning.search.find_schedule``.
+
+    Raises:
+        BackendError: no schedule keeps the budget.
+    """
+    held, hardware = traced.held, cluster.hardware
+    optimizer_bytes = int(OPTIMIZERS[recipe.optimizer].states * held.trained)
+    outside = outside_bytes(held, optimizer_bytes, recipe.accumulate)
+    cost_model = CostModel(hardware)
+    graphs = [_priced(graph, prices) for graph in traced.graphs]
+    limits = [_limits(graph, recipe, outside) for graph in graphs]
+    graphs = _with_kept(graphs, cost_model, limits, keep_all)
+    dumps = []
+    for graph, limit in zip(graphs, limits):
+        buckets = find_schedule(graph.problem, cost_model, limit, refine=refine)
+        dumps.append(Dump(Plan(graph.params, graph.problem, buckets), hardware, limit))
+    planned = [
+        PlannedGraph(dump.plan.problem, dump.plan.buckets, graph.input_bytes)
+        for dump, graph in zip(dumps, graphs)
+    ]
+    memory = peak_of_step(
+        planned,
+        held,
+        optimizer_bytes=optimizer_bytes,
+        accumulate=recipe.accumulate,
+        device_bytes=cluster.memory_bytes,
+    )
+    return PlannedStep(tuple(dumps), _time(dumps, recipe, held, hardware), memory)
+
+
+def _priced(graph: TracedGraphOfStep, prices: str) -> TracedGraphOfStep:
+    problem = dataclasses.replace(graph.problem, compute_us=graph.compute_us[prices])
+    return dataclasses.replace(graph, problem=problem)
+
+
+def _limits(graph: TracedGraphOfStep, recipe: Recipe, outside: int) -> ScheduleLimits:
+    """Return the limits of a graph: its own shards count, those outside of it do not."""
+    if recipe.budget_gb is None:
+        return ScheduleLimits()
+    peak = int(recipe.budget_gb * 1e9) - outside + graph.input_bytes
+    if peak <= 0:
+        raise ValueError(
+            f"budget_gb={recipe.budget_gb:g}: parameters and optimizer alone need "
+            f"{outside / 1e9:.1f} GB on each GPU; give more, or take more GPUs"
+        )
+    return ScheduleLimits(peak=peak)
+
+
+def _with_kept(
+    graphs: Sequence[TracedGraphOfStep],
+    cost_model: CostModel,
+    limits: Sequence[ScheduleLimits],
+    keep_all: bool,
+) -> list[TracedGraphOfStep]:
+    """Keep gathered for backward what the planner would, as the partitioner's pass does."""
+    if [graph.kind for graph in graphs] != [GraphKind.FORWARD, GraphKind.BACKWARD]:
+        return list(graphs)  # several of each: the pass looks at each pair alone
+    forward, backward = graphs
+    first = {
+        forward.params[t.param].fqn: t
+        for t in forward.problem.transfers
+        if t.kind == TransferKind.ALL_GATHER and t.param is not None
+    }
+    gathered = {
+        i: first[backward.params[t.param].fqn]
+        for i, t in enumerate(backward.problem.transfers)
+        if t.kind == TransferKind.ALL_GATHER
+        and t.param is not None
+        and backward.params[t.param].fqn in first
+    }
+    problems = forward.problem, backward.problem
+    peaks = [limit.peak for limit in limits if limit.peak is not None]
+    budget = min(peaks, default=None)
+    chosen = list(gathered) if keep_all else choose_kept(*problems, gathered, cost_model, budget)
+    kept = kept_from_forward(*problems, {i: gathered[i] for i in chosen})
+    return [dataclasses.replace(graph, problem=problem) for graph, problem in zip(graphs, kept)]
+
+
+def _time(dumps: Sequence[Dump], recipe: Recipe, held: Held, hardware: Hardware) -> TimeForecast:
+    totals = [dump.totals for dump in dumps]
+    moved = OPTIMIZERS[recipe.optimizer].passes * held.trained
+    exposed_us = sum(t.total_us - t.compute_us for t in totals)
+    return TimeForecast(
+        compute_us=recipe.accumulate * sum(t.compute_us for t in totals),
+        exposed_us=recipe.accumulate * exposed_us,
+        lost_us=recipe.accumulate * sum(t.lost_us for t in totals),
+        optimizer_us=hardware.memory.us(moved) + hardware.launch_us,
+    )
