@@ -79,12 +79,11 @@ def with_network(hardware: Hardware, gbit_per_s: float) -> Hardware:
     """
     if not 0 < gbit_per_s < float("inf"):
         raise ValueError(f"gbit_per_s={gbit_per_s!r}: must be a finite number, more than 0")
-    cards = hardware.ranks_per_node * gbit_per_s / 8 * 1e9
+    line = hardware.ranks_per_node * gbit_per_s / 8 * 1e9
     bus = {}
     for kind in COLLECTIVE_KINDS:
-        in_node = hardware.intra.bus[kind]
-        line = min(cards, in_node.peak)
-        fraction = min(_NETWORK_EFFICIENCY, in_node.largest / line)
+        in_node_fraction = hardware.intra.bus[kind].largest / line
+        fraction = min(_NETWORK_EFFICIENCY, in_node_fraction)
         bus[kind] = _bus_rate(line, fraction, _FRACTIONS_BETWEEN_NODES)
     return dataclasses.replace(hardware, inter=dataclasses.replace(hardware.inter, bus=bus))
 

@@ -12,7 +12,8 @@ from .cluster import Cluster, cluster
 from .plan import forecast
 from .public_models import PUBLIC_MODELS
 from .recipe import OPTIMIZERS, STRATEGIES, Recipe
-from .workload import Batch, find_workload
+from .search import search
+from .workload import Batch, Workload, find_workload
 
 _MODELS = f"""
 MODEL is one of
@@ -47,24 +48,49 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--budget", metavar="72GB", help="memory of a GPU that the schedule may use")
     add("--memory", metavar="80GB", help="memory of a GPU, where the device is not known")
     add("--link", metavar="100Gb/s,5us", help="network between nodes, for each GPU")
+    add(
+        "--search",
+        action="store_true",
+        help="compare all strategies, precisions, microbatches and choices of recomputation; a "
+        "GPU trains on the batch in each step",
+    )
     add("--json", type=Path, metavar="OUT", help="write all numbers to this file")
     parser.set_defaults(run=_plan, parser=parser)
 
 
 def _plan(args: argparse.Namespace) -> int:
     try:
-        result = forecast(
-            find_workload(args.model, Batch.parse(args.batch)),
-            _recipe(args),
-            _cluster(args),
-            _show_progress,
-        )
+        batch, recipe = Batch.parse(args.batch), _recipe(args)
+        if args.search:
+            batch, recipe = _searched(args, batch, recipe)
+        workload = find_workload(args.model, batch)
+        result = forecast(workload, recipe, _cluster(args), _show_progress)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     if args.json is not None:
         write_whole(args.json, result.to_json())
     print(result)
     return 0 if result.fits else 1
+
+
+def _searched(args: argparse.Namespace, batch: Batch, recipe: Recipe) -> tuple[Batch, Recipe]:
+    """Print the best ways to train, and return the quickest.
+
+    Raises:
+        ValueError: nothing fits, or the model has a batch of its own.
+    """
+    if args.model.rpartition(":")[0].endswith(".py"):
+        raise ValueError("--search cuts the batch, and a function returns one: give a config")
+
+    def workload_of(size: int) -> Workload:
+        return find_workload(args.model, batch._replace(size=size))
+
+    found = search(workload_of, batch.size, recipe, _cluster(args), _show_progress)
+    print(f"{found}\n")
+    best = found.best
+    if best is None:
+        raise ValueError("nothing fits: take more or larger GPUs, or fewer tokens")
+    return batch._replace(size=best.microbatch), best.recipe
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:

@@ -5,9 +5,10 @@
     deep     | embed | layer | layer | layer | layer | .. | head |
 
 The longer graph has to be the shorter one with a *segment* of steps inserted. That proves little by
-itself, so the segment must also equal the steps in front of it or behind it, and what is alive must
-have grown by one amount in front of the segment, by one behind it, and evenly in between. Then more
-layers insert more segments, and whatever is counted grows by the same amounts.
+itself, so the segment must also equal the steps in front of it or behind it; and what is alive must
+have grown by one amount right in front of the segment, by one behind it, and evenly in between.
+Then more layers insert more segments, and whatever else grows (such as a step that computes the
+scales of all weights in fp8) grows by the same amounts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..kinds import TransferKind
 from ..planning.plan import PlanParam, Problem, Transfer
@@ -161,7 +161,7 @@ class _Segment:
         problem = Problem(
             graph=short.graph,
             steps=self._steps(short.steps, longer.steps, periods),
-            compute_us=self._steps(short.compute_us, longer.compute_us, periods),
+            compute_us=self._times(short.compute_us, longer.compute_us, periods),
             other_bytes=self._bytes(short.other_bytes, longer.other_bytes, periods),
             between_bytes=self._bytes(short.between_bytes, longer.between_bytes, periods),
             transfers=tuple(self._transfers(params, periods)),
@@ -170,47 +170,64 @@ class _Segment:
             params=tuple(params.params),
             problem=problem,
             compute_us={
-                name: self._steps(us, self.longer.compute_us[name], periods)
+                name: self._times(us, self.longer.compute_us[name], periods)
                 for name, us in self.short.compute_us.items()
             },
             input_bytes=_whole(self.short.input_bytes, self.longer.input_bytes, periods),
             num_flops=_grown(self.short.num_flops, self.longer.num_flops, periods),
         )
 
-    def _steps(self, short: Sequence[Any], longer: Sequence[Any], periods: int) -> tuple[Any, ...]:
+    def _steps(self, short: Sequence[str], longer: Sequence[str], periods: int) -> tuple[str, ...]:
         segment = longer[self.start : self.start + self.length]
         return (*short[: self.start], *(list(segment) * periods), *short[self.start :])
 
+    def _times(
+        self, short: Sequence[float], longer: Sequence[float], periods: int
+    ) -> tuple[float, ...]:
+        stop = self.start + self.length
+        before = map(_grown, short[: self.start], longer, [periods] * self.start)
+        after = map(_grown, short[self.start :], longer[stop:], [periods] * len(longer))
+        return (*before, *(list(longer[self.start : stop]) * periods), *after)
+
     def _bytes(self, short: Sequence[int], longer: Sequence[int], periods: int) -> tuple[int, ...]:
-        front, back = _growths(short, longer)
-        segment = longer[self.start : self.start + self.length]
+        stop = self.start + self.length
+        front, back = _growths(short, longer, self.start, stop)
+        segment = longer[self.start : stop]
         inserted = [
             value + (periods - 1) * front + copy * (back - front)
             for copy in range(periods)
             for value in segment
         ]
-        before = [value + periods * front for value in short[: self.start]]
-        after = [value + periods * back for value in short[self.start :]]
+        before = [_whole(a, b, periods) for a, b in zip(short[: self.start], longer)]
+        after = [_whole(a, b, periods) for a, b in zip(short[self.start :], longer[stop:])]
         return (*before, *inserted, *after)
 
     def _transfers(self, params: _Params, periods: int) -> Iterator[Transfer]:
         """Yield the transfers, each with its steps moved and its parameter renamed."""
         front, back = self.front_shift, self.back_shift
-        for transfer in self.short.problem.transfers[: self.transfers.start]:
+        first, transfers = self.transfers, self.longer.problem.transfers
+        for transfer, other in zip(self.short.problem.transfers[: first.start], transfers):
             param = params.add(self.short, transfer, self.layers, periods * front)
-            yield self._moved(transfer, periods, param)
+            yield self._moved(transfer, other, periods, param)
         for copy in range(periods):
             shift = (periods - 1) * front + copy * (back - front)
             for i in self.transfers:
-                transfer = self.longer.problem.transfers[i]
+                transfer = transfers[i]
                 param = params.add(self.longer, transfer, self.layers, shift)
                 yield self._copied(transfer, copy, periods, param)
-        for transfer in self.short.problem.transfers[self.transfers.start :]:
+        rest = zip(self.short.problem.transfers[first.start :], transfers[first.stop :])
+        for transfer, other in rest:
             param = params.add(self.short, transfer, self.layers, periods * back)
-            yield self._moved(transfer, periods, param)
+            yield self._moved(transfer, other, periods, param)
 
-    def _moved(self, transfer: Transfer, periods: int, param: int | None) -> Transfer:
-        """Return a transfer of the short graph where ``periods`` segments are inserted."""
+    def _moved(
+        self, transfer: Transfer, other: Transfer, periods: int, param: int | None
+    ) -> Transfer:
+        """Return a transfer of the short graph where ``periods`` segments are inserted.
+
+        Args:
+            other: the same one in the longer graph: scales of weights are more there.
+        """
         added = periods * self.length
 
         def moved(step: int, border: int) -> int:
@@ -220,7 +237,11 @@ class _Segment:
         ready = moved(transfer.ready, self.start + (not _gathers(transfer)))
         due = ready if transfer.due == transfer.ready else moved(transfer.due, self.start)
         last = moved(transfer.last, self.start)
-        return dataclasses.replace(transfer, ready=ready, due=due, last=last, param=param)
+        sizes = {
+            name: _whole(getattr(transfer, name), getattr(other, name), periods)
+            for name in ("num_bytes", "shard_bytes", "grad_bytes")
+        }
+        return dataclasses.replace(transfer, ready=ready, due=due, last=last, param=param, **sizes)
 
     def _copied(self, transfer: Transfer, copy: int, periods: int, param: int | None) -> Transfer:
         """Return a transfer of the segment in one of its copies."""
@@ -270,18 +291,25 @@ def _named_transfers(graph: TracedGraphOfStep) -> list[tuple[str, Transfer]]:
 
 def _likely_starts(short: Problem, longer: Problem, length: int) -> list[int]:
     """Return where a segment may begin, those in the middle first."""
-    if length <= 0:
-        return []
     a, b = short.compute_us, longer.compute_us
-    front = _common(a, b)
-    back = _common(a[::-1], b[::-1])
-    starts = range(max(1, len(a) - back), min(front, len(a) - 1) + 1)
-    middle = len(a) / 2
-    return sorted(starts, key=lambda start: abs(start - middle))
+    starts = [
+        start for start in range(1, len(a)) if length > 0 and _is_alike_around(a, b, start, length)
+    ]
+    return sorted(starts, key=lambda start: abs(start - len(a) / 2))
 
 
-def _common(a: Sequence[float], b: Sequence[float]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if not _alike([x], [y])), len(a))
+def _is_alike_around(
+    short: Sequence[float], longer: Sequence[float], start: int, length: int
+) -> bool:
+    """Return whether a segment takes as long as its neighbour, and those beside it as before."""
+    stop, least = start + length, max(0, start - length)
+    if not _alike(short[least:start], longer[least:start]):
+        return False
+    if not _alike(short[start : start + length], longer[stop : stop + length]):
+        return False
+    segment, behind = longer[start:stop], longer[stop : stop + length]
+    before = longer[start - length : start] if start >= length else behind
+    return _alike(segment, before) or _alike(segment, behind)
 
 
 def _alike(a: Sequence[float], b: Sequence[float]) -> bool:
@@ -306,22 +334,23 @@ def _gathers(transfer: Transfer) -> bool:
     return transfer.kind == TransferKind.ALL_GATHER
 
 
-def _growths(short: Sequence[int], longer: Sequence[int]) -> tuple[int, int]:
-    """Return by how much bytes have grown in front of a segment, and behind it."""
-    return longer[0] - short[0], longer[-1] - short[-1]
+def _growths(short: Sequence[int], longer: Sequence[int], start: int, stop: int) -> tuple[int, int]:
+    """Return by how much bytes have grown right in front of a segment, and right behind it."""
+    return longer[start - 1] - short[start - 1], longer[stop] - short[start]
 
 
 def _grows_evenly(short: Sequence[int], longer: Sequence[int], start: int, length: int) -> bool:
-    front, back = _growths(short, longer)
-    if any(longer[i] - short[i] != front for i in range(start)):
+    stop = start + length
+    front, back = _growths(short, longer, start, stop)
+    if any(longer[i] - short[i] != front for i in range(max(0, start - length), start)):
         return False
-    if any(longer[i + length] - short[i] != back for i in range(start, len(short))):
+    after = range(start, min(start + length, len(short)))
+    if any(longer[i + length] - short[i] != back for i in after):
         return False
-    segment = range(start, start + length)
-    if start >= length:
-        return all(longer[i] - longer[i - length] == back - front for i in segment)
-    behind = [i for i in segment if i + length < len(longer)]
-    return all(longer[i + length] - longer[i] == back - front for i in behind)
+    pairs = [(i - length, i) for i in range(start, stop)]
+    if start < length:
+        pairs = [(i, i + length) for i in range(start, stop) if i + length < len(longer)]
+    return bool(pairs) and all(longer[j] - longer[i] == back - front for i, j in pairs)
 
 
 def _whole(short: int, longer: int, periods: int) -> int:

@@ -65,6 +65,10 @@ class Workload:
     notes: tuple[str, ...] = ()
 
 
+WorkloadOf = Callable[[int], Workload]
+"""Returns the workload with a microbatch of so many samples."""
+
+
 def find_workload(model: str, batch: Batch) -> Workload:
     """Return the workload of a text: see ``python -m graphshard plan --help``.
 
@@ -128,8 +132,9 @@ def recompute_layers(model: nn.Module) -> None:
     Raises:
         ValueError: the model has no list of layers.
     """
-    if hasattr(model, "gradient_checkpointing_enable"):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if callable(enable):
+        enable({"use_reentrant": False})
         return
     lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
     layers: list[Any] = [x for alike in lists for x in alike if len({*map(type, alike)}) == 1]

@@ -18,6 +18,7 @@ from graphshard.forecast.deepen import Layers, NotPeriodicError, deepen
 from graphshard.forecast.planned_step import plan_step
 from graphshard.forecast.recipe import Recipe
 from graphshard.forecast.trace import Ranks, TracedStep, UntraceableError, trace
+from graphshard.forecast.workload import recompute_layers
 
 HARDWARE = find_hardware("H100")
 
@@ -26,8 +27,8 @@ class Block(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(dim)
-        self.up = nn.Linear(dim, 4 * dim)
-        self.down = nn.Linear(4 * dim, dim)
+        self.up = nn.Linear(dim, 4 * dim, bias=False)
+        self.down = nn.Linear(4 * dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -59,12 +60,22 @@ def _trace(num_layers: int, recipe: Recipe, ranks: int = 8) -> TracedStep:
         recipe.ranks(ranks),
         HARDWARE,
         recipe.traced_options(),
+        recompute_layers if recipe.recompute else lambda model: None,
     )
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "zero2", "hsdp:4", "hpz:2", "ddp"])
-def test_a_deepened_step_equals_the_traced_one(strategy: str) -> None:
-    recipe = Recipe(strategy=strategy)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(),
+        Recipe(dtype="fp8", recompute=True),
+        Recipe("hsdp:4"),
+        Recipe("hpz:2"),
+        Recipe("ddp"),
+    ],
+    ids=lambda recipe: f"{recipe.strategy} {recipe.dtype}",
+)
+def test_a_deepened_step_equals_the_traced_one(recipe: Recipe) -> None:
     short, longer, deep = (_trace(n, recipe) for n in (3, 4, 7))
     made = deepen(short, longer, 4, Layers("blocks"))
     assert dataclasses.asdict(made.held) == pytest.approx(dataclasses.asdict(deep.held))
@@ -85,8 +96,9 @@ def test_a_deepened_step_equals_the_traced_one(strategy: str) -> None:
 def test_layers_that_differ_do_not_deepen() -> None:
     def uneven(num_layers: int) -> TracedStep:
         model = Stack(num_layers)
-        model.blocks[-1].up = nn.Linear(64, 80 * num_layers)
-        model.blocks[-1].down = nn.Linear(80 * num_layers, 64)
+        for i, block in enumerate(model.blocks):
+            block.up = nn.Linear(64, 64 * (i + 1), bias=False)
+            block.down = nn.Linear(64 * (i + 1), 64, bias=False)
         recipe = Recipe()
         return trace(lambda: (model, (_ids(),)), Ranks(1, 8), HARDWARE, recipe.traced_options())
 

@@ -119,8 +119,9 @@ def test_other_devices_are_refused_or_taken_for_the_default(device: str) -> None
 @pytest.mark.parametrize("name", [name for name in HARDWARE if name != "cpu"])
 def test_no_entry_achieves_more_than_a_datasheet_promises(name: str) -> None:
     hardware = HARDWARE[name]
-    rates = [*hardware.flops.values(), hardware.memory, *hardware.inter.bus.values()]
+    rates = [*hardware.flops.values(), hardware.memory]
     assert all(0.4 < fraction <= 1 for rate in rates for _, fraction in rate.achieved[-1:])
+    assert all(rate.achieved[-1][1] <= 1 for rate in hardware.inter.bus.values())
     for kind in COLLECTIVE_KINDS:  # nodes are further apart than the GPUs of one
         for num_bytes in (1 << 10, 1 << 24, 1 << 30):
             assert hardware.inter.bus[kind].us(num_bytes) >= hardware.intra.bus[kind].us(num_bytes)

@@ -1,0 +1,85 @@
+"""A step that was traced for one group of shards, as it is on another mesh: `on_mesh`; pure.
+
+With ZeRO-3 and HSDP the ranks of a mesh change what each of them holds and what travels where, and
+nothing else, as long as no rank pads its rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from fractions import Fraction
+
+from ..kinds import TransferKind
+from ..planning.plan import PlanParam, Transfer
+from .trace import Ranks, TracedGraphOfStep, TracedStep
+
+
+def on_mesh(traced: TracedStep, num_ranks: int, ranks: Ranks) -> TracedStep | None:
+    """Return the step on another mesh; None: it has to be traced for that.
+
+    Args:
+        num_ranks: that the parameters were split over when it was traced; without replicas.
+    """
+    ratio = Fraction(num_ranks, ranks.shards)
+    if not all(_divides(p, num_ranks, ranks) for graph in traced.graphs for p in graph.params):
+        return None
+    if any(not _is_plain(t) for graph in traced.graphs for t in graph.problem.transfers):
+        return None
+    held = traced.held
+    return TracedStep(
+        tuple(_graph(graph, ranks, ratio) for graph in traced.graphs),
+        dataclasses.replace(
+            held,
+            parameters=held.parameters * float(ratio),
+            trained=held.trained * float(ratio),
+            trained_elements=held.trained_elements * float(ratio),
+        ),
+    )
+
+
+def _divides(param: PlanParam, num_ranks: int, ranks: Ranks) -> bool:
+    rows = param.shape[0] if param.shape else 1
+    return param.padded_rows is not None and rows % num_ranks == rows % ranks.shards == 0
+
+
+def _is_plain(transfer: Transfer) -> bool:
+    """Return whether a transfer is a gather or reduction of a whole parameter.
+
+    Scales of fp8 are computed from shards, which takes another time on another mesh.
+    """
+    kinds = (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER)
+    return transfer.kind in kinds and not transfer.host
+
+
+def _graph(graph: TracedGraphOfStep, ranks: Ranks, ratio: Fraction) -> TracedGraphOfStep:
+    input_bytes = int(graph.input_bytes * ratio)
+    added = input_bytes - graph.input_bytes
+    problem = graph.problem
+    return dataclasses.replace(
+        graph,
+        params=tuple(
+            dataclasses.replace(p, padded_rows=int((p.padded_rows or 0) * ratio))
+            for p in graph.params
+        ),
+        problem=dataclasses.replace(
+            problem,
+            other_bytes=tuple(value + added for value in problem.other_bytes),
+            between_bytes=tuple(value + added for value in problem.between_bytes),
+            transfers=tuple(_transfer(t, ranks, ratio) for t in problem.transfers),
+        ),
+        input_bytes=input_bytes,
+    )
+
+
+def _transfer(transfer: Transfer, ranks: Ranks, ratio: Fraction) -> Transfer:
+    reduces = transfer.kind == TransferKind.REDUCE_SCATTER
+    averaged = reduces and ranks.replicas > 1
+    return dataclasses.replace(
+        transfer,
+        group="shard",
+        world=ranks.shards,
+        shard_bytes=int(transfer.shard_bytes * ratio),
+        replicas="replicate" if averaged else "",
+        num_replicas=ranks.replicas if averaged else 1,
+        replica_stride=ranks.shards if averaged else 1,
+    )
