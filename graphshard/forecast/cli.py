@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..files import write_whole
 from .cluster import Cluster, cluster
+from .page import forecast_page
 from .plan import forecast
 from .public_models import PUBLIC_MODELS
 from .recipe import OPTIMIZERS, STRATEGIES, Recipe
@@ -54,6 +55,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="compare all strategies, precisions, microbatches and choices of recomputation; a "
         "GPU trains on the batch in each step",
     )
+    add(
+        "--html", type=Path, metavar="OUT", help="write a page, which a browser opens, to this file"
+    )
     add("--json", type=Path, metavar="OUT", help="write all numbers to this file")
     parser.set_defaults(run=_plan, parser=parser)
 
@@ -67,8 +71,13 @@ def _plan(args: argparse.Namespace) -> int:
         result = forecast(workload, recipe, _cluster(args), _show_progress)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    if args.json is not None:
-        write_whole(args.json, result.to_json())
+    try:
+        if args.json is not None:
+            write_whole(args.json, result.to_json())
+        if args.html is not None:
+            write_whole(args.html, forecast_page(result))
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"--json, --html: {error}") from error
     print(result)
     return 0 if result.fits else 1
 

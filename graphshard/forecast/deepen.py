@@ -237,11 +237,16 @@ class _Segment:
         ready = moved(transfer.ready, self.start + (not _gathers(transfer)))
         due = ready if transfer.due == transfer.ready else moved(transfer.due, self.start)
         last = moved(transfer.last, self.start)
-        sizes = {
-            name: _whole(getattr(transfer, name), getattr(other, name), periods)
-            for name in ("num_bytes", "shard_bytes", "grad_bytes")
-        }
-        return dataclasses.replace(transfer, ready=ready, due=due, last=last, param=param, **sizes)
+        return dataclasses.replace(
+            transfer,
+            ready=ready,
+            due=due,
+            last=last,
+            param=param,
+            num_bytes=_whole(transfer.num_bytes, other.num_bytes, periods),
+            shard_bytes=_whole(transfer.shard_bytes, other.shard_bytes, periods),
+            grad_bytes=_whole(transfer.grad_bytes, other.grad_bytes, periods),
+        )
 
     def _copied(self, transfer: Transfer, copy: int, periods: int, param: int | None) -> Transfer:
         """Return a transfer of the segment in one of its copies."""

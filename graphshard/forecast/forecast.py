@@ -12,10 +12,10 @@ from ..show.dump import Dump
 from ..show.table import exposed_reason, is_notable
 from .changes import Change, find_changes, what_binds
 from .cluster import Cluster
-from .peak import MemoryForecast
+from .peak import MemoryForecast, PlannedGraph
 from .planned_step import TimeForecast, plan_step
 from .recipe import Recipe
-from .trace import TracedStep
+from .trace import Held, TracedStep
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class Forecast:
         binds: what a step is bound by: memory, compute, memory bandwidth, link or latency.
         changes: what would help, the largest gain first.
         dumps: the plan of each graph.
+        graphs: the same, with the shards that each takes.
+        held: what a rank holds between graphs.
         notes: what was assumed.
     """
 
@@ -65,6 +67,8 @@ class Forecast:
     binds: str
     changes: tuple[Change, ...]
     dumps: tuple[Dump, ...]
+    graphs: tuple[PlannedGraph, ...]
+    held: Held
     notes: tuple[str, ...] = ()
 
     @property
@@ -149,6 +153,8 @@ def forecast_of(
         binds=what_binds(step.memory, changes),
         changes=tuple(sorted(changes, key=lambda change: -change.gain)),
         dumps=step.dumps,
+        graphs=step.graphs,
+        held=traced.held,
         notes=tuple(notes),
     )
 

@@ -7,11 +7,13 @@ other shards, the optimizer's state, buffers and, where microbatches add up, gra
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..kinds import TransferKind
 from ..planning.live_bytes import alive_by_moment, other_by_moment, with_other_bytes
+from ..planning.moments import Span, running, sum_spans
 from ..planning.plan import Bucket, Problem
 from .trace import Held
 
@@ -104,8 +106,18 @@ def peak_of_step(
         accumulate: number of microbatches.
         device_bytes: that a device has.
     """
-    earlier = int(held.trained) if accumulate > 1 else 0
-    outside = MemoryForecast(
+    outside = outside_of_graphs(held, optimizer_bytes, device_bytes)
+    earlier = outside.gradients if accumulate > 1 else 0
+    while_running = dataclasses.replace(outside, gradients=earlier)
+    candidates = [outside, *(_most(graph, while_running) for graph in graphs)]
+    peak = max(candidates, key=lambda memory: memory.allocated)
+    margin = OUTSIDE_BYTES + int(FRAGMENTED * peak.allocated)
+    return dataclasses.replace(peak, margin=margin)
+
+
+def outside_of_graphs(held: Held, optimizer_bytes: int, device_bytes: int) -> MemoryForecast:
+    """Return the memory while the optimizer runs, which updates in place."""
+    return MemoryForecast(
         when="optimizer",
         parameters=int(held.parameters),
         gradients=int(held.trained),
@@ -117,39 +129,42 @@ def peak_of_step(
         margin=0,
         device=device_bytes,
     )
-    candidates = [outside]
-    for graph in graphs:
-        candidates += _moments(graph, dataclasses.replace(outside, gradients=earlier))
-    peak = max(candidates, key=lambda memory: memory.allocated)
-    margin = OUTSIDE_BYTES + int(FRAGMENTED * peak.allocated)
-    return dataclasses.replace(peak, margin=margin)
 
 
-def _moments(graph: PlannedGraph, outside: MemoryForecast) -> Iterator[MemoryForecast]:
-    """Yield the memory in the moment of a graph that needs most."""
-    problem, buckets = graph.problem, graph.buckets
-    alive = alive_by_moment(problem, buckets)
+def _most(graph: PlannedGraph, outside: MemoryForecast) -> MemoryForecast:
+    """Return the memory in the moment of a graph that needs most."""
+    parts = parts_by_moment(graph)
+    alive = list(map(sum, zip(*parts.values())))
     moment = max(range(len(alive)), key=alive.__getitem__)
-    nothing = with_other_bytes(problem, [0] * len(alive))
-    gathers, reductions = (
-        alive_by_moment(nothing, [b for b in buckets if _gathers(b) == gathering])[moment]
-        for gathering in (True, False)
+    most = {name: by_moment[moment] for name, by_moment in parts.items()}
+    most["gradients"] += outside.gradients
+    return dataclasses.replace(outside, when=str(graph.problem.graph), **most)
+
+
+def parts_by_moment(graph: PlannedGraph) -> dict[str, list[int]]:
+    """Return what is alive in each moment of a graph, by kind, without its shards."""
+    problem = graph.problem
+    other = other_by_moment(problem)
+    nothing = with_other_bytes(problem, [0] * len(other))
+    gathers = [bucket for bucket in graph.buckets if _gathers(bucket)]
+    reductions = [bucket for bucket in graph.buckets if not _gathers(bucket)]
+    reducing = alive_by_moment(nothing, reductions)
+    reduced = sum_spans(
+        (
+            Span(running(bucket.wait), len(other), problem.transfers[i].shard_bytes)
+            for bucket in reductions
+            if bucket.kind != TransferKind.ALL_REDUCE_SHARDS
+            for i in bucket.transfers
+        ),
+        len(other),
     )
-    reduced = sum(
-        problem.transfers[i].shard_bytes
-        for bucket in buckets
-        if not _gathers(bucket) and bucket.wait * 3 < moment
-        for i in bucket.transfers
-    )
-    reduced = min(reduced, reductions)
-    yield dataclasses.replace(
-        outside,
-        when=str(problem.graph),
-        gradients=outside.gradients + reduced,
-        activations=other_by_moment(problem)[moment] - graph.input_bytes,
-        gathered=gathers,
-        reducing=reductions - reduced,
-    )
+    gradients = list(map(min, reduced, reducing))
+    return {
+        "activations": [alive - graph.input_bytes for alive in other],
+        "gathered": alive_by_moment(nothing, gathers),
+        "reducing": list(map(operator.sub, reducing, gradients)),
+        "gradients": gradients,
+    }
 
 
 def _gathers(bucket: Bucket) -> bool:

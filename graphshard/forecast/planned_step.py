@@ -48,9 +48,11 @@ class PlannedStep:
 
     Attributes:
         dumps: the plan of each graph.
+        graphs: the same, with the shards that each takes.
     """
 
     dumps: tuple[Dump, ...]
+    graphs: tuple[PlannedGraph, ...]
     time: TimeForecast
     memory: MemoryForecast
 
@@ -96,7 +98,7 @@ def plan_step(
         accumulate=recipe.accumulate,
         device_bytes=cluster.memory_bytes,
     )
-    return PlannedStep(tuple(dumps), _time(dumps, recipe, held, hardware), memory)
+    return PlannedStep(tuple(dumps), tuple(planned), _time(dumps, recipe, held, hardware), memory)
 
 
 def _priced(graph: TracedGraphOfStep, prices: str) -> TracedGraphOfStep:

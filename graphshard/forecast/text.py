@@ -14,7 +14,7 @@ GB = 1e9
 
 def forecast_text(forecast: Forecast) -> str:
     """Return a forecast, to be read."""
-    rows = list(_rows(forecast))
+    rows = list(summary_rows(forecast))
     width = max(len(name) for name, _ in rows)
     head = [f"{name:{width}}  {value}" for name, value in rows]
     parts = [
@@ -28,7 +28,8 @@ def forecast_text(forecast: Forecast) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _rows(forecast: Forecast) -> Iterator[tuple[str, str]]:
+def summary_rows(forecast: Forecast) -> Iterator[tuple[str, str]]:
+    """Yield names and values of what matters most."""
     recipe, time, memory = forecast.recipe, forecast.time, forecast.memory
     yield "model", f"{forecast.model}, {forecast.num_params / 1e9:.2f} billion parameters"
     yield "cluster", f"{forecast.cluster}, {memory.device / GB:.1f} GB each"

@@ -152,11 +152,25 @@ class GraphData(TypedDict):
     memory: MemoryData
 
 
+class TableData(TypedDict):
+    """A table of texts; ``numbers`` are the columns that are numbers."""
+
+    title: str
+    headers: list[str]
+    numbers: list[int]
+    rows: list[list[str]]
+
+
 class PageData(TypedDict):
-    """Everything that a page shows; ``notes`` say what is missing in it, and why."""
+    """Everything that a page shows; ``notes`` say what is missing in it, and why.
+
+    Attributes:
+        tables: what is to be read before all graphs.
+    """
 
     title: str
     notes: list[str]
+    tables: list[TableData]
     summary: list[SummaryData]
     graphs: list[GraphData]
 
@@ -171,7 +185,12 @@ def page(data: PageData) -> str:
     return re.sub("<!--(title|data)-->", lambda found: parts[found[1]], TEMPLATE.read_text())
 
 
-def page_data(title: str, graphs: Sequence[GraphData], notes: Sequence[str] = ()) -> PageData:
+def page_data(
+    title: str,
+    graphs: Sequence[GraphData],
+    notes: Sequence[str] = (),
+    tables: Sequence[TableData] = (),
+) -> PageData:
     """Return the document of some graphs, with sums over those of training and of inference."""
     summary = []
     for name, is_inference in (("training", False), ("inference", True)):
@@ -180,7 +199,13 @@ def page_data(title: str, graphs: Sequence[GraphData], notes: Sequence[str] = ()
         ]
         if members:
             summary.append(_summary(name, members, graphs))
-    return PageData(title=title, notes=list(notes), summary=summary, graphs=list(graphs))
+    return PageData(
+        title=title,
+        notes=list(notes),
+        tables=list(tables),
+        summary=summary,
+        graphs=list(graphs),
+    )
 
 
 def _summary(name: str, members: list[int], graphs: Sequence[GraphData]) -> SummaryData:

@@ -1,0 +1,85 @@
+"""A forecast as a page: `forecast_page`. It is that of a dump, with memory by kind and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..show.page import BytesData, GraphData, TableData, graph_data, page, page_data
+from .forecast import Forecast
+from .peak import PlannedGraph, outside_of_graphs, parts_by_moment
+from .text import summary_rows
+
+GB = 1e9
+
+
+def forecast_page(forecast: Forecast, others: Sequence[TableData] = ()) -> str:
+    """Return the HTML file of a forecast.
+
+    Args:
+        others: further tables, such as those of a search.
+    """
+    graphs = [_graph(forecast, number, graph) for number, graph in enumerate(forecast.graphs)]
+    notes = [f"assumed: {note}" for note in forecast.notes]
+    tables = [*_tables(forecast), *others]
+    return page(page_data(f"graphshard plan: {forecast.model}", graphs, notes, tables))
+
+
+def _graph(forecast: Forecast, number: int, graph: PlannedGraph) -> GraphData:
+    """Return what the page shows of one graph, and in its memory all that a rank holds."""
+    data = graph_data(forecast.dumps[number])
+    outside = outside_of_graphs(forecast.held, forecast.memory.optimizer, forecast.memory.device)
+    steps = range(graph.problem.num_steps)
+    held = {"parameters": outside.parameters, "optimizer": outside.optimizer + outside.buffers}
+    if forecast.recipe.accumulate > 1:
+        held["gradients of earlier microbatches"] = outside.gradients
+    parts = parts_by_moment(graph)
+    alive = list(map(sum, zip(*parts.values())))
+    moments = [max(range(3 * step, 3 * step + 3), key=alive.__getitem__) for step in steps]
+    areas = [BytesData(name=name, bytes=[value] * len(steps)) for name, value in held.items()]
+    areas += [
+        BytesData(name=name, bytes=[by_moment[moment] for moment in moments])
+        for name, by_moment in parts.items()
+    ]
+    data["memory"]["areas"] = areas
+    data["memory"]["limits"] = [{"name": "device", "bytes": forecast.memory.device}]
+    data["predicted"]["peak_bytes"] = max(map(sum, zip(*(area["bytes"] for area in areas))))
+    return data
+
+
+def _tables(forecast: Forecast) -> list[TableData]:
+    memory = forecast.memory
+    kinds = {**memory.kinds, "margin": memory.margin, "total": memory.total}
+    return [
+        text_table("forecast", ["", ""], list(summary_rows(forecast))),
+        text_table(
+            f"memory of a rank in {memory.when}",
+            ["kind", "GB"],
+            [(name, f"{value / GB:.2f}") for name, value in kinds.items()],
+        ),
+        text_table(
+            "what would help",
+            ["change", "saves", "GB", ""],
+            [
+                (
+                    change.what,
+                    f"{change.gain:+.1%}",
+                    f"{change.memory_bytes / GB:.1f}",
+                    "" if change.fits else "does not fit",
+                )
+                for change in forecast.changes
+            ],
+        ),
+        text_table("to train so", [""], [(line,) for line in forecast.code().splitlines()]),
+    ]
+
+
+def text_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> TableData:
+    """Return a table of texts, whose columns but the first are numbers where all cells are."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    numbers = [
+        column
+        for column in range(1, len(headers))
+        if all(row[column].strip("+-%").replace(".", "").isdigit() for row in cells)
+    ]
+    return TableData(title=title, headers=list(headers), numbers=numbers, rows=cells)
