@@ -7,7 +7,7 @@ from typing import Any
 
 from ..show.page import BytesData, GraphData, TableData, graph_data, page, page_data
 from .forecast import Forecast
-from .peak import PlannedGraph, outside_of_graphs, parts_by_moment
+from .peak import PlannedGraph, beside_graphs, outside_of_graphs, parts_by_moment
 from .text import summary_rows
 
 GB = 1e9
@@ -31,8 +31,9 @@ def _graph(forecast: Forecast, number: int, graph: PlannedGraph) -> GraphData:
     outside = outside_of_graphs(forecast.held, forecast.memory.optimizer, forecast.memory.device)
     steps = range(graph.problem.num_steps)
     held = {"parameters": outside.parameters, "optimizer": outside.optimizer + outside.buffers}
-    if forecast.recipe.accumulate > 1:
-        held["gradients of earlier microbatches"] = outside.gradients
+    beside = beside_graphs(forecast.graphs)[number]
+    earlier = outside.gradients if forecast.recipe.accumulate > 1 else 0
+    held["of other graphs"] = beside.saved + beside.gradients + earlier
     parts = parts_by_moment(graph)
     alive = list(map(sum, zip(*parts.values())))
     moments = [max(range(3 * step, 3 * step + 3), key=alive.__getitem__) for step in steps]

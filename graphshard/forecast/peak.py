@@ -10,8 +10,9 @@ import dataclasses
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from ..kinds import TransferKind
+from ..kinds import GraphKind, TransferKind
 from ..planning.live_bytes import alive_by_moment, other_by_moment, with_other_bytes
 from ..planning.moments import Span, running, sum_spans
 from ..planning.plan import Bucket, Problem
@@ -108,8 +109,10 @@ def peak_of_step(
     """
     outside = outside_of_graphs(held, optimizer_bytes, device_bytes)
     earlier = outside.gradients if accumulate > 1 else 0
-    while_running = dataclasses.replace(outside, gradients=earlier)
-    candidates = [outside, *(_most(graph, while_running) for graph in graphs)]
+    candidates = [outside]
+    for graph, beside in zip(graphs, beside_graphs(graphs)):
+        gradients = earlier + beside.gradients
+        candidates.append(_most(graph, dataclasses.replace(outside, gradients=gradients), beside))
     peak = max(candidates, key=lambda memory: memory.allocated)
     margin = OUTSIDE_BYTES + int(FRAGMENTED * peak.allocated)
     return dataclasses.replace(peak, margin=margin)
@@ -131,13 +134,48 @@ def outside_of_graphs(held: Held, optimizer_bytes: int, device_bytes: int) -> Me
     )
 
 
-def _most(graph: PlannedGraph, outside: MemoryForecast) -> MemoryForecast:
+class Beside(NamedTuple):
+    """Bytes of other graphs of the step while one of them runs.
+
+    Attributes:
+        saved: what the forwards before it have saved.
+        gradients: what the backwards that run before its own have reduced.
+    """
+
+    saved: int
+    gradients: int
+
+
+def beside_graphs(graphs: Sequence[PlannedGraph]) -> list[Beside]:
+    """Return what is beside each graph: one of a pair, forward and backward, in order of forward.
+
+    Where a model has graph breaks, it has several; backwards run in the opposite order.
+    """
+    saved, own, found = 0, 0, list[Beside]()
+    for position, graph in enumerate(graphs):
+        if graph.problem.graph != GraphKind.BACKWARD:
+            found.append(Beside(saved, 0))
+            own = graph.problem.between_bytes[-1] - graph.input_bytes
+        else:
+            later = graphs[position + 1 :]
+            found.append(Beside(saved, sum(map(_reduced_bytes, later))))
+            saved += own
+    return found
+
+
+def _reduced_bytes(graph: PlannedGraph) -> int:
+    reductions = (t for t in graph.problem.transfers if t.kind != TransferKind.ALL_GATHER)
+    return sum(t.shard_bytes for t in reductions)
+
+
+def _most(graph: PlannedGraph, outside: MemoryForecast, beside: Beside) -> MemoryForecast:
     """Return the memory in the moment of a graph that needs most."""
     parts = parts_by_moment(graph)
     alive = list(map(sum, zip(*parts.values())))
     moment = max(range(len(alive)), key=alive.__getitem__)
     most = {name: by_moment[moment] for name, by_moment in parts.items()}
     most["gradients"] += outside.gradients
+    most["activations"] += beside.saved
     return dataclasses.replace(outside, when=str(graph.problem.graph), **most)
 
 

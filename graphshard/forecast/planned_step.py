@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ..cost.hardware import Hardware
 from ..cost.model import CostModel
@@ -126,9 +127,21 @@ def _with_kept(
     keep_all: bool,
 ) -> list[TracedGraphOfStep]:
     """Keep gathered for backward what the planner would, as the partitioner's pass does."""
-    if [graph.kind for graph in graphs] != [GraphKind.FORWARD, GraphKind.BACKWARD]:
-        return list(graphs)  # several of each: the pass looks at each pair alone
-    forward, backward = graphs
+    kept = list(graphs)
+    for i, (forward, backward) in enumerate(pairwise(graphs)):
+        if (forward.kind, backward.kind) == (GraphKind.FORWARD, GraphKind.BACKWARD):
+            pair = _pair_with_kept(forward, backward, cost_model, limits[i : i + 2], keep_all)
+            kept[i : i + 2] = pair
+    return kept
+
+
+def _pair_with_kept(
+    forward: TracedGraphOfStep,
+    backward: TracedGraphOfStep,
+    cost_model: CostModel,
+    limits: Sequence[ScheduleLimits],
+    keep_all: bool,
+) -> list[TracedGraphOfStep]:
     first = {
         forward.params[t.param].fqn: t
         for t in forward.problem.transfers
@@ -146,7 +159,8 @@ def _with_kept(
     budget = min(peaks, default=None)
     chosen = list(gathered) if keep_all else choose_kept(*problems, gathered, cost_model, budget)
     kept = kept_from_forward(*problems, {i: gathered[i] for i in chosen})
-    return [dataclasses.replace(graph, problem=problem) for graph, problem in zip(graphs, kept)]
+    pair = zip((forward, backward), kept)
+    return [dataclasses.replace(graph, problem=problem) for graph, problem in pair]
 
 
 def _time(dumps: Sequence[Dump], recipe: Recipe, held: Held, hardware: Hardware) -> TimeForecast:

@@ -54,7 +54,7 @@ def _ids() -> Tensor:
     return torch.zeros((2, 32), dtype=torch.int64)
 
 
-def _trace(num_layers: int, recipe: Recipe, ranks: int = 8) -> TracedStep:
+def trace_stack(num_layers: int, recipe: Recipe, ranks: int = 8) -> TracedStep:
     return trace(
         lambda: (Stack(num_layers), (_ids(),)),
         recipe.ranks(ranks),
@@ -76,7 +76,7 @@ def _trace(num_layers: int, recipe: Recipe, ranks: int = 8) -> TracedStep:
     ids=lambda recipe: f"{recipe.strategy} {recipe.dtype}",
 )
 def test_a_deepened_step_equals_the_traced_one(recipe: Recipe) -> None:
-    short, longer, deep = (_trace(n, recipe) for n in (3, 4, 7))
+    short, longer, deep = (trace_stack(n, recipe) for n in (3, 4, 7))
     made = deepen(short, longer, 4, Layers("blocks"))
     assert dataclasses.asdict(made.held) == pytest.approx(dataclasses.asdict(deep.held))
     for ours, theirs in zip(made.graphs, deep.graphs, strict=True):
@@ -109,7 +109,7 @@ def test_layers_that_differ_do_not_deepen() -> None:
 @pytest.mark.parametrize("strategy", ["zero3", "hsdp:4"])
 def test_plans_are_those_of_the_backend(strategy: str) -> None:
     recipe = Recipe(strategy=strategy, dtype="float32")
-    traced = _trace(3, recipe)
+    traced = trace_stack(3, recipe)
     planned = plan_step(traced, recipe, cluster("H100", 8))
     ranks = recipe.ranks(8)
     dist.init_process_group("fake", store=fake_store(), rank=0, world_size=8)

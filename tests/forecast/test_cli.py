@@ -1,0 +1,96 @@
+"""``python -m graphshard plan``, as a user runs it: numbers, page, files and errors."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from graphshard.__main__ import main
+
+LLAMA = (
+    "llama:hidden_size=64,intermediate_size=128,num_attention_heads=4,num_key_value_heads=2,"
+    "vocab_size=96,num_hidden_layers=6"
+)
+
+
+def _plan(*arguments: str) -> int:
+    return main(["plan", *arguments])
+
+
+def test_a_user_plans_a_model(tmp_path: Path) -> None:
+    """A command in a process of its own; its text, JSON and page have the same numbers."""
+    numbers, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    command = [sys.executable, "-m", "graphshard", "plan", LLAMA, "--gpus", "16", "--batch", "2x32"]
+    files = ["--json", str(numbers), "--html", str(page)]
+    done = subprocess.run([*command, *files], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(numbers.read_text())
+    assert f"{found['time']['step_us'] / 1e3:,.1f} ms" in done.stdout
+    assert "3 and 4 layers were traced" in done.stdout
+    assert found["memory"]["fits"] and found["tokens"] == 16 * 2 * 32
+    kinds = ("parameters", "gradients", "optimizer", "activations", "gathered", "reducing")
+    memory = found["memory"]
+    assert memory["allocated"] == sum(memory[kind] for kind in kinds) + memory["buffers"]
+    assert {"link", "latency", "compute", "memory bandwidth"} >= {found["binds"]}
+    data = json.loads(re.findall(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)[0])
+    assert max(g["predicted"]["peak_bytes"] for g in data["graphs"]) == memory["allocated"]
+    for graph in data["graphs"]:
+        alive = map(sum, zip(*(area["bytes"] for area in graph["memory"]["areas"])))
+        assert max(alive) == graph["predicted"]["peak_bytes"]
+
+
+def test_a_function_of_a_script_and_its_own_hardware(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import torch\n"
+        "def make():\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))\n"
+        "    return model, (torch.zeros(4, 8),)\n"
+    )
+    from graphshard.cost.devices import HARDWARE
+
+    device = tmp_path / "mine.json"
+    device.write_text(HARDWARE["cpu"].to_json())
+    arguments = [f"{script}:make", "--gpus", "2", "--device", str(device), "--dtype", "float32"]
+    assert _plan(*arguments, "--memory", "8GB") == 0
+    assert "8 samples" in capsys.readouterr().out
+    assert _plan(*arguments, "--memory", "1GB") == 1  # not even what CUDA itself needs
+    assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["unheard-of"], "model 'unheard-of' is not known"),
+        ([LLAMA + ",num_hidden_layers"], "no key=value"),
+        ([LLAMA, "--batch", "many"], "samples x tokens"),
+        ([LLAMA, "--batch", "1x8", "--strategy", "hsdp:3"], "3 does not divide 8 GPUs"),
+        ([LLAMA, "--batch", "1x8", "--device", "abacus"], "must be one of"),
+        (["gpt2", "--batch", "1x2048"], "positions for 1024"),
+        ([LLAMA, "--batch", "1x8", "--budget", "0.00001GB"], "parameters and optimizer alone"),
+    ],
+)
+def test_errors_are_one_sentence(
+    arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        _plan(*arguments)
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error in last and last.startswith("python -m graphshard plan: error:")
+
+
+def test_search_finds_the_quickest_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [LLAMA, "--gpus", "16", "--batch", "1x32", "--device", "A100-40GB", "--search"]
+    assert _plan(*arguments) == 0
+    out = capsys.readouterr().out
+    assert "Not planned: fp8: A100-40GB has no products in it" in out
+    front = re.findall(r"^(zero\d|hsdp:\d|ddp) +bf16 +(?:all|none) +1 of 1 +([\d.]+)", out, re.M)
+    quickest = min(front, key=lambda row: float(row[1]))
+    assert f"recipe    {quickest[0]}, bf16, adamw" in out

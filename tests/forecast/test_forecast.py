@@ -1,0 +1,140 @@
+"""Pure parts of a forecast: memory by kind, machines, recipes, and the front of a search."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphshard.cost.devices import HARDWARE
+from graphshard.forecast.cli import gigabytes
+from graphshard.forecast.cluster import cluster
+from graphshard.forecast.deepen import Layers
+from graphshard.forecast.keep import kept_from_forward
+from graphshard.forecast.peak import PlannedGraph, parts_by_moment
+from graphshard.forecast.recipe import Recipe
+from graphshard.forecast.search import Candidate, microbatches, pareto_front
+from graphshard.forecast.trace import Ranks
+from graphshard.forecast.workload import Batch
+from graphshard.kinds import TransferKind
+from graphshard.planning.live_bytes import alive_by_moment
+from graphshard.planning.plan import Problem
+from graphshard.planning.without_overlap import schedule_without_overlap
+from tests.plan.problems import problems
+
+GIB = 1 << 30
+
+
+@given(problems())
+def test_memory_by_kind_adds_up(problem: Problem) -> None:
+    buckets = schedule_without_overlap(problem)
+    parts = parts_by_moment(PlannedGraph(problem, buckets, input_bytes=7))
+    total = [sum(kinds) + 7 for kinds in zip(*parts.values())]
+    assert total == alive_by_moment(problem, buckets)
+    assert all(value >= 0 for name in ("gathered", "gradients") for value in parts[name])
+
+
+@given(problems(), st.data())
+def test_what_is_kept_is_not_gathered_and_takes_memory(
+    problem: Problem, data: st.DataObject
+) -> None:
+    gathers = [i for i, t in enumerate(problem.transfers) if t.kind == TransferKind.ALL_GATHER]
+    kept = data.draw(st.lists(st.sampled_from(gathers), unique=True) if gathers else st.just([]))
+    pairs = {i: problem.transfers[i] for i in kept}
+    forward, backward = kept_from_forward(problem, problem, pairs)
+    assert len(backward.transfers) == len(problem.transfers) - len(kept)
+    assert forward.transfers == problem.transfers
+    held = sum(t.num_bytes for t in pairs.values())
+    assert forward.between_bytes[-1] == problem.between_bytes[-1] + held
+    assert backward.between_bytes[0] == problem.between_bytes[0] + held
+
+
+ways = st.builds(
+    Candidate,
+    recipe=st.just(Recipe()),
+    microbatch=st.just(1),
+    step_us=st.floats(1, 1e6),
+    memory_bytes=st.integers(1, 100),
+    fits=st.just(True),
+)
+
+
+@given(st.lists(ways, min_size=1))
+def test_nothing_beats_the_front(candidates: list[Candidate]) -> None:
+    front = pareto_front(candidates)
+    for candidate in candidates:
+        assert any(
+            f.step_us <= candidate.step_us and f.memory_bytes <= candidate.memory_bytes
+            for f in front
+        )
+    pairs = itertools.pairwise(front)
+    assert all(a.step_us < b.step_us and a.memory_bytes > b.memory_bytes for a, b in pairs)
+
+
+@given(st.integers(1, 4096))
+def test_microbatches_divide_the_batch(size: int) -> None:
+    sizes = microbatches(size)
+    assert sizes[0] == 1 and sizes[-1] == size and all(size % part == 0 for part in sizes)
+
+
+def test_nodes_share_their_network() -> None:
+    h100 = cluster("H100", 64)
+    assert (h100.num_nodes, h100.memory_bytes) == (8, 80 * GIB)
+    halves = cluster("H100", 64, nodes=16)
+    kind = TransferKind.ALL_GATHER
+    assert halves.hardware.inter.bus[kind].peak == h100.hardware.inter.bus[kind].peak / 2
+    linked = cluster("H100", 16, link="100Gb/s,5us").hardware
+    assert linked.inter.bus[kind].peak == pytest.approx(8 * 100e9 / 8)
+    assert linked.inter.hop_us == 5
+    assert cluster("H100", 16, link="0.1Tb/s").hardware.inter.bus == linked.inter.bus
+    mine = dataclasses.replace(HARDWARE["H100"], name="mine")
+    assert cluster(mine, 8, memory_gb=3).memory_bytes == 3e9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"device": "V100", "gpus": 8}, "V100.*must be one of"),
+        ({"device": "H100", "gpus": 0}, "gpus=0"),
+        ({"device": "H100", "gpus": 8, "nodes": 3}, "do not divide"),
+        ({"device": "H100", "gpus": 8, "link": "fast"}, "100Gb/s,5us"),
+        ({"device": "cpu", "gpus": 2}, "memory of 'cpu' is not known"),
+        ({"device": "H100", "gpus": 8, "memory_gb": -1}, "memory_gb=-1"),
+    ],
+)
+def test_clusters_that_cannot_be(arguments: dict[str, object], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        cluster(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "hsdp:4", "hpz:2", "ddp"])
+@pytest.mark.parametrize("dtype", ["float32", "fp8"])
+def test_the_code_of_a_recipe_is_python(strategy: str, dtype: str) -> None:
+    recipe = Recipe(strategy, dtype, recompute=True)
+    ast.parse(recipe.code(16, memory_budget_gb=12.3))
+    assert recipe.ranks(16) == (Ranks(4, 4) if strategy == "hsdp:4" else Ranks(1, 16))
+
+
+def test_recipes_and_batches_that_cannot_be() -> None:
+    for arguments in ({"strategy": "zero4"}, {"dtype": "int4"}, {"optimizer": "lion"}):
+        with pytest.raises(ValueError, match=next(iter(arguments.values()))):
+            Recipe(**arguments)
+    with pytest.raises(ValueError, match="3 does not divide 16 GPUs"):
+        Recipe("hsdp:3").ranks(16)
+    assert Batch.parse("2x8192") == Batch(2, 8192) and Batch.parse("64") == Batch(64)
+    for text in ("2x", "0x5", "1x2x3", "many"):
+        with pytest.raises(ValueError, match="samples x tokens"):
+            Batch.parse(text)
+    assert gigabytes("--budget", "72.5GB") == 72.5
+    with pytest.raises(ValueError, match="72GB"):
+        gigabytes("--budget", "lots")
+
+
+def test_layers_are_renamed() -> None:
+    layers = Layers("model.layers")
+    assert layers.shifted("model.layers.3.mlp.0.weight", 9) == "model.layers.12.mlp.0.weight"
+    assert layers.shifted("model.norm.weight", 9) == "model.norm.weight"

@@ -1,0 +1,36 @@
+"""A step of one mesh becomes that of another, or says that it has to be traced."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from graphshard.forecast.recipe import Recipe
+from graphshard.forecast.retarget import on_mesh
+from graphshard.forecast.trace import Ranks
+
+from .test_trace import trace_stack
+
+
+@pytest.mark.parametrize("ranks", [Ranks(2, 4), Ranks(1, 4)])
+def test_another_mesh_is_as_if_traced_for_it(ranks: Ranks) -> None:
+    sharded = trace_stack(3, Recipe(), 8)
+    strategy = "hsdp:4" if ranks.replicas > 1 else "zero3"
+    traced = trace_stack(3, Recipe(strategy), ranks.replicas * ranks.shards)
+    made = on_mesh(sharded, 8, ranks)
+    assert made is not None and made.held == traced.held
+    for ours, theirs in zip(made.graphs, traced.graphs, strict=True):
+        assert ours.params == theirs.params and ours.input_bytes == theirs.input_bytes
+        assert ours.problem.other_bytes == theirs.problem.other_bytes
+        assert ours.problem.between_bytes == theirs.problem.between_bytes
+        assert ours.problem.compute_us == theirs.problem.compute_us
+        for mine, other in zip(ours.problem.transfers, theirs.problem.transfers, strict=True):
+            names = {"group": other.group, "replicas": other.replicas}
+            assert dataclasses.replace(mine, **names) == other
+            assert bool(mine.replicas) == bool(other.replicas)
+
+
+def test_rows_that_are_padded_and_scales_of_fp8_have_to_be_traced() -> None:
+    assert on_mesh(trace_stack(3, Recipe(), 8), 8, Ranks(1, 5)) is None
+    assert on_mesh(trace_stack(3, Recipe(dtype="fp8"), 8), 8, Ranks(2, 4)) is None
