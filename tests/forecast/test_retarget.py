@@ -31,6 +31,16 @@ def test_another_mesh_is_as_if_traced_for_it(ranks: Ranks) -> None:
             assert bool(mine.replicas) == bool(other.replicas)
 
 
-def test_rows_that_are_padded_and_scales_of_fp8_have_to_be_traced() -> None:
+def test_scales_of_fp8_travel_among_the_shards() -> None:
+    recipe = Recipe(dtype="fp8")
+    made = on_mesh(trace_stack(3, recipe, 8), 8, Ranks(2, 4))
+    traced = trace_stack(3, Recipe("hsdp:4", dtype="fp8"), 8)
+    assert made is not None
+    ours, theirs = (step.graphs[0].problem.transfers for step in (made, traced))
+    assert [(t.kind, t.num_bytes, t.world, t.stride) for t in ours] == [
+        (t.kind, t.num_bytes, t.world, t.stride) for t in theirs
+    ]
+
+
+def test_rows_that_are_padded_have_to_be_traced() -> None:
     assert on_mesh(trace_stack(3, Recipe(), 8), 8, Ranks(1, 5)) is None
-    assert on_mesh(trace_stack(3, Recipe(dtype="fp8"), 8), 8, Ranks(2, 4)) is None
