@@ -16,6 +16,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ ON_CPU = {
     "lightning.Trainer(": "lightning.Trainer(**LIGHTNING, max_steps=1, ",
     "lightning.Fabric(": "lightning.Fabric(**LIGHTNING, ",
 }
-FILES = {"train.py", "my_task.py", "passes/count_linears.py", "passes/__init__.py"}
+FILES = {"train.py", "my_task.py", "forecast.py", "passes/count_linears.py", "passes/__init__.py"}
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,9 @@ def run_page(
     number = 0
     with _inside(folder):
         for block in blocks(page):
+            if block.mark == "file" and dist.get_rank() == 0:
+                Path(block.text).parent.mkdir(parents=True, exist_ok=True)
+                Path(block.text).write_text(block.code)
             if block.mark or block.language not in ("python", "sh"):
                 continue
             number += 1
@@ -185,7 +189,10 @@ def _on_cpu(code: str) -> str:
 
 def _run_shell(block: Block) -> None:
     for words in commands(block):
-        if words[:3] == ["python", "-m", "graphshard"]:
+        if words[0] == "python" and (words[1] != "-m" or words[3] == "plan"):
+            # In a process of its own, which is in no group.
+            subprocess.run([sys.executable, *words[1:]], check=True)
+        elif words[:3] == ["python", "-m", "graphshard"]:
             assert graphshard_command(words[3:]) == 0, f"{block.place}: {shlex.join(words)}"
         elif words[0] != "make" and words[0] != "torchrun":
             subprocess.run(words, check=True)

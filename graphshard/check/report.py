@@ -13,6 +13,7 @@ from torch import nn
 
 from .._torch.no_gpu.stand_ins import DataDependentOutputException
 from ..options.schedule_policy import SchedulePolicy
+from ..scripts import load_function
 from .counts import count
 from .gpus import GPUS
 from .kernels import compile_kernels
@@ -20,7 +21,6 @@ from .memory import peak_bytes, peak_bytes_of_step, planned_peak_bytes
 from .order import order_faults, plan_of
 from .races import find_races
 from .recorder import Recorder
-from .scripts import load_function
 from .step import Cluster, Recording, record_steps
 
 GB = 1e9

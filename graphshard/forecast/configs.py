@@ -113,11 +113,15 @@ def _auto_class(config: Any) -> tuple[Any, Any]:
     import transformers
 
     choices = (
-        (transformers.AutoModelForCausalLM, _text),
-        (transformers.AutoModelForImageClassification, _images),
+        (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM, _text),
+        (
+            transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+            transformers.AutoModelForImageClassification,
+            _images,
+        ),
     )
-    for auto, inputs_of in choices:
-        if type(config) in auto._model_mapping:
+    for known, auto, inputs_of in choices:
+        if type(config) in known:
             return auto, inputs_of
     raise ValueError(
         f"{config.model_type}: neither a causal language model nor an image classifier; give "

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..show.page import BytesData, GraphData, TableData, graph_data, page, page_data
-from .forecast import Forecast
+from .forecast import Forecast, summary_rows
 from .peak import PlannedGraph, beside_graphs, outside_of_graphs, parts_by_moment
-from .text import summary_rows
 
 GB = 1e9
 

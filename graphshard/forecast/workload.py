@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .._torch.tensors import tree_leaves
-from ..check.scripts import load_function
+from ..scripts import load_function
 from .configs import config_workload, find_config, is_config
+from .public_models import PUBLIC_MODELS
 from .trace import Inputs
 
 
@@ -82,8 +83,6 @@ def find_workload(model: str, batch: Batch) -> Workload:
         return Workload(*config_workload(find_config(model), model, *batch))
     if Path(model).exists():
         raise ValueError(f"{model}: must be a folder with a config.json, or FILE.py:FUNCTION")
-    from .public_models import PUBLIC_MODELS
-
     raise ValueError(
         f"model {model!r} is not known: give FILE.py:FUNCTION, the folder of a transformers "
         f"config, FAMILY:key=value,.. or one of {', '.join(PUBLIC_MODELS)}"
