@@ -74,6 +74,10 @@ class Recipe:
             raise ValueError(f"dtype={self.dtype!r}: must be one of {DTYPES}")
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer={self.optimizer!r}: must be one of {list(OPTIMIZERS)}")
+        if self.strategy == "ddp" and self.dtype == "fp8":
+            raise ValueError(
+                'dtype="fp8" with ddp: replicated parameters stay out of fp8; use bf16'
+            )
         if not (isinstance(self.accumulate, int) and self.accumulate > 0):
             raise ValueError(f"accumulate={self.accumulate!r}: must be a whole number from 1 up")
 

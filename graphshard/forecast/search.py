@@ -143,6 +143,7 @@ class _Search:
         self.found: list[Candidate] = []
         self.refused: list[str] = []
         self.num_traces = 0
+        self._needs_of_replicas = 0.0
 
     def bases(self) -> Iterator[Recipe]:
         """Yield ZeRO-3 in each precision, without and with recomputation."""
@@ -162,7 +163,7 @@ class _Search:
         recipe = dataclasses.replace(base, accumulate=self._size // microbatch)
         workload = self._workload_of(microbatch)
         found = list(self._of_one_trace(recipe, workload, microbatch))
-        if not recipe.recompute and self._may_replicate(found):
+        if recipe.dtype != "fp8" and self._may_replicate():
             found += self._traced("ddp", recipe, workload, microbatch)
         self.found += found
         return any(candidate.fits for candidate in found)
@@ -190,10 +191,8 @@ class _Search:
         sizes = [node, 2 * node, 4 * node]
         return [size for size in sizes if size < num_gpus and num_gpus % size == 0]
 
-    def _may_replicate(self, found: Sequence[Candidate]) -> bool:
+    def _may_replicate(self) -> bool:
         """Return whether full parameters, gradients and optimizer alone could fit on a device."""
-        if not self._needs_of_replicas:
-            return False
         fits = self._needs_of_replicas < self._cluster.memory_bytes
         if not fits:
             needed = self._needs_of_replicas / GB
