@@ -9,11 +9,13 @@ from pathlib import Path
 
 from ..files import write_whole
 from .cluster import Cluster, cluster
-from .page import forecast_page
+from .configs import config_workload, find_config, is_config, scaled
+from .largest import largest
+from .page import forecast_page, search_table
 from .plan import forecast
 from .public_models import PUBLIC_MODELS
 from .recipe import OPTIMIZERS, STRATEGIES, Recipe
-from .search import search
+from .search import SearchResult, search
 from .workload import Batch, Workload, find_workload
 
 _MODELS = f"""
@@ -56,8 +58,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "GPU trains on the batch in each step",
     )
     add(
-        "--html", type=Path, metavar="OUT", help="write a page, which a browser opens, to this file"
+        "--largest",
+        action="store_true",
+        help="print the largest model of the family and the largest batch that the cluster trains",
     )
+    add("--html", type=Path, metavar="OUT", help="write a page for a browser to this file")
     add("--json", type=Path, metavar="OUT", help="write all numbers to this file")
     parser.set_defaults(run=_plan, parser=parser)
 
@@ -65,8 +70,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _plan(args: argparse.Namespace) -> int:
     try:
         batch, recipe = Batch.parse(args.batch), _recipe(args)
+        if args.largest:
+            return _print_largest(args, batch, recipe)
+        tables = []
         if args.search:
-            batch, recipe = _searched(args, batch, recipe)
+            found = _searched(args, batch, recipe)
+            batch, recipe = batch._replace(size=found.best.microbatch), found.best.recipe
+            tables = [search_table(found)]
         workload = find_workload(args.model, batch)
         result = forecast(workload, recipe, _cluster(args), _show_progress)
     except ValueError as error:
@@ -75,15 +85,34 @@ def _plan(args: argparse.Namespace) -> int:
         if args.json is not None:
             write_whole(args.json, result.to_json())
         if args.html is not None:
-            write_whole(args.html, forecast_page(result))
+            write_whole(args.html, forecast_page(result, tables))
     except OSError as error:
         raise argparse.ArgumentTypeError(f"--json, --html: {error}") from error
     print(result)
     return 0 if result.fits else 1
 
 
-def _searched(args: argparse.Namespace, batch: Batch, recipe: Recipe) -> tuple[Batch, Recipe]:
-    """Print the best ways to train, and return the quickest.
+def _print_largest(args: argparse.Namespace, batch: Batch, recipe: Recipe) -> int:
+    """Print the largest models and batches.
+
+    Raises:
+        ValueError: the model cannot grow.
+    """
+    if not is_config(args.model):
+        raise ValueError(f"--largest: {args.model} cannot grow: give a config, not a function")
+    config = find_config(args.model)
+
+    def workload_of(factor: float, size: int) -> Workload:
+        sized = scaled(config, factor)
+        name = f"{sized.hidden_size} wide"
+        return Workload(*config_workload(sized, name, size, batch.length))
+
+    print(largest(workload_of, recipe, _cluster(args), batch.size, _show_progress))
+    return 0
+
+
+def _searched(args: argparse.Namespace, batch: Batch, recipe: Recipe) -> SearchResult:
+    """Search, and print the best ways to train.
 
     Raises:
         ValueError: nothing fits, or the model has a batch of its own.
@@ -96,10 +125,7 @@ def _searched(args: argparse.Namespace, batch: Batch, recipe: Recipe) -> tuple[B
 
     found = search(workload_of, batch.size, recipe, _cluster(args), _show_progress)
     print(f"{found}\n")
-    best = found.best
-    if best is None:
-        raise ValueError("nothing fits: take more or larger GPUs, or fewer tokens")
-    return batch._replace(size=best.microbatch), best.recipe
+    return found
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:

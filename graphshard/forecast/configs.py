@@ -145,8 +145,28 @@ def _with_layers(config: Any, num_layers: int | None) -> Any:
     if num_layers is not None:
         config.num_hidden_layers = num_layers
         if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:num_layers]
+            times = -(-num_layers // len(config.layer_types))
+            config.layer_types = (config.layer_types * times)[:num_layers]
     return config
+
+
+def scaled(config: Any, factor: float) -> Any:
+    """Return a configuration with about ``factor`` times the width and the layers of another.
+
+    Heads stay as large as they are, so that widths are whole numbers of them.
+    """
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", heads) or heads
+    new_kv_heads = max(1, round(kv_heads * factor))
+    ratio = new_kv_heads / kv_heads
+    bigger = _with_layers(config, max(1, round(config.num_hidden_layers * ratio)))
+    bigger.hidden_size = round(config.hidden_size * ratio)
+    bigger.num_attention_heads = round(heads * ratio)
+    if hasattr(config, "num_key_value_heads"):
+        bigger.num_key_value_heads = new_kv_heads
+    if getattr(config, "intermediate_size", None):
+        bigger.intermediate_size = round(config.intermediate_size * ratio / 128) * 128 or 128
+    return bigger
 
 
 def _period(config: Any) -> int:

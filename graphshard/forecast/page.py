@@ -8,6 +8,7 @@ from typing import Any
 from ..show.page import BytesData, GraphData, TableData, graph_data, page, page_data
 from .forecast import Forecast, summary_rows
 from .peak import PlannedGraph, beside_graphs, outside_of_graphs, parts_by_moment
+from .search import HEADERS, SearchResult, candidate_row
 
 GB = 1e9
 
@@ -72,6 +73,15 @@ def _tables(forecast: Forecast) -> list[TableData]:
         ),
         text_table("to train so", [""], [(line,) for line in forecast.code().splitlines()]),
     ]
+
+
+def search_table(found: SearchResult) -> TableData:
+    """Return the table of all ways to train that fit, the quickest first."""
+    rows = []
+    for candidate in filter(lambda candidate: candidate.fits, found.candidates):
+        *names, step_ms, gigabytes = candidate_row(candidate)
+        rows.append([*names, f"{step_ms:.1f}", f"{gigabytes:.1f}"])
+    return text_table("ways to train that fit", HEADERS, rows)
 
 
 def text_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> TableData:

@@ -18,7 +18,7 @@ from .workload import Workload, module_workload, recompute_layers
 Progress = Callable[[str], None]
 """Told what is done next."""
 
-_LEAST_PERIODS = 3
+LEAST_PERIODS = 3
 """Of layers in a shallow copy: the first and the last may differ from those in between."""
 
 
@@ -95,34 +95,79 @@ class Traced(NamedTuple):
     notes: list[str]
 
 
+class Repeating(NamedTuple):
+    """Steps of two shallow copies of a model whose layers repeat.
+
+    Attributes:
+        num_layers: of the shorter one.
+    """
+
+    short: TracedStep
+    longer: TracedStep
+    layers: Layers
+    num_layers: int
+
+    def with_layers(self, num_layers: int) -> TracedStep:
+        """Return the step of the model with so many layers, or with a few less: whole periods.
+
+        Raises:
+            NotPeriodicError: the copies do not show that layers repeat.
+        """
+        periods = (num_layers - self.num_layers) // self.layers.period
+        return deepen(self.short, self.longer, max(1, periods), self.layers)
+
+
 def traced_step(
     workload: Workload, recipe: Recipe, cluster: Cluster, progress: Progress = lambda text: None
 ) -> Traced:
     """Trace a step: of the whole model, or of two shallow copies where layers repeat."""
-
-    def traced(num_layers: int | None) -> TracedStep:
-        progress(f"tracing {num_layers or workload.num_layers or 'all'} layers")
-        return trace(
-            lambda: workload.make(num_layers),
-            recipe.ranks(cluster.num_gpus),
-            cluster.hardware,
-            recipe.traced_options(),
-            recompute_layers if recipe.recompute else _leave,
-        )
-
     shallow = shallow_layers(workload)
     if shallow is None:
-        return Traced(traced(None), [])
+        return Traced(_traced(workload, None, recipe, cluster, progress), [])
     assert workload.num_layers is not None
-    period = workload.period
-    layers = Layers(_path_of_layers(workload, shallow), period)
-    periods = (workload.num_layers - shallow) // period
     try:
-        step = deepen(traced(shallow), traced(shallow + period), periods, layers)
+        step = repeating(workload, shallow, recipe, cluster, progress).with_layers(
+            workload.num_layers
+        )
     except NotPeriodicError as error:
-        return Traced(traced(None), [f"all layers were traced, since {error}"])
-    note = f"{shallow} and {shallow + period} layers were traced, and repeat: the rest is like them"
+        note = f"all layers were traced, since {error}"
+        return Traced(_traced(workload, None, recipe, cluster, progress), [note])
+    longer = shallow + workload.period
+    note = f"{shallow} and {longer} layers were traced, and repeat: the rest is like them"
     return Traced(step, [note])
+
+
+def repeating(
+    workload: Workload,
+    num_layers: int,
+    recipe: Recipe,
+    cluster: Cluster,
+    progress: Progress = lambda text: None,
+) -> Repeating:
+    """Trace copies with ``num_layers`` layers, and with a period more."""
+    layers = Layers(_path_of_layers(workload, num_layers), workload.period)
+    short, longer = (
+        _traced(workload, number, recipe, cluster, progress)
+        for number in (num_layers, num_layers + workload.period)
+    )
+    return Repeating(short, longer, layers, num_layers)
+
+
+def _traced(
+    workload: Workload,
+    num_layers: int | None,
+    recipe: Recipe,
+    cluster: Cluster,
+    progress: Progress,
+) -> TracedStep:
+    progress(f"tracing {num_layers or workload.num_layers or 'all'} layers")
+    return trace(
+        lambda: workload.make(num_layers),
+        recipe.ranks(cluster.num_gpus),
+        cluster.hardware,
+        recipe.traced_options(),
+        recompute_layers if recipe.recompute else _leave,
+    )
 
 
 def shallow_layers(workload: Workload) -> int | None:
@@ -130,7 +175,7 @@ def shallow_layers(workload: Workload) -> int | None:
     if workload.num_layers is None:
         return None
     period = workload.period
-    least = _LEAST_PERIODS * period
+    least = LEAST_PERIODS * period
     shallow = least + (workload.num_layers - least) % period
     return shallow if workload.num_layers > shallow + period else None
 

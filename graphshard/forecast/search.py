@@ -57,9 +57,15 @@ class SearchResult:
     num_traces: int
 
     @property
-    def best(self) -> Candidate | None:
-        """The quickest that fits; None: nothing fits."""
-        return next((c for c in self.candidates if c.fits), None)
+    def best(self) -> Candidate:
+        """The quickest that fits.
+
+        Raises:
+            ValueError: nothing fits.
+        """
+        if not self.candidates or not self.candidates[0].fits:
+            raise ValueError("nothing fits: take more or larger GPUs, or fewer tokens")
+        return self.candidates[0]
 
     def front(self) -> list[Candidate]:
         """Return those that fit and that no other beats in both time and memory."""
@@ -67,8 +73,7 @@ class SearchResult:
 
     def __str__(self) -> str:
         front = self.front()
-        rows = [_row(candidate) for candidate in front]
-        headers = ["strategy", "dtype", "recompute", "microbatches", "step ms", "GB"]
+        rows = [candidate_row(candidate) for candidate in front]
         counted = f"{len(self.candidates)} ways, {self.num_traces} traces"
         parts = [f"{counted}; these fit, and none is better in both time and memory:"]
         if not front:
@@ -76,11 +81,15 @@ class SearchResult:
             needed = "" if least is None else f"; the least needs {least.memory_bytes / GB:.1f} GB"
             parts = [f"{counted}; none fits{needed}"]
         elif rows:
-            parts.append(tabulate(rows, headers, floatfmt=",.1f"))
+            parts.append(tabulate(rows, HEADERS, floatfmt=",.1f"))
         return "\n\n".join([*parts, *(f"Not planned: {text}." for text in self.refused)])
 
 
-def _row(candidate: Candidate) -> list[Any]:
+HEADERS = ["strategy", "dtype", "recompute", "microbatches", "step ms", "GB"]
+
+
+def candidate_row(candidate: Candidate) -> list[Any]:
+    """Return a row of a table with ``HEADERS``."""
     recipe = candidate.recipe
     return [
         recipe.strategy,

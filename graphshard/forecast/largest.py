@@ -1,0 +1,219 @@
+"""The largest model of a family, and the largest batch, that a cluster can train: `largest`.
+
+Deeper models cost nothing to trace: two shallow copies tell of any number of layers. Wider ones are
+traced anew, at the aspect ratio (layers to width) of the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tabulate import tabulate
+
+from .cluster import Cluster
+from .plan import LEAST_PERIODS, Progress, repeating
+from .planned_step import PlannedStep, plan_step
+from .recipe import Recipe
+from .retarget import on_mesh
+from .trace import TracedStep
+from .workload import Workload
+
+GB = 1e9
+WIDTHS = 2**0.5
+"""Each width that is tried, times the one before."""
+SMALLEST = 1 / 64
+"""Width that is tried at last, if nothing fits, as a part of the model's."""
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest that a strategy can train in one way of growing.
+
+    Attributes:
+        grown: what grew: layers, width or batch.
+        what: its sizes.
+    """
+
+    strategy: str
+    grown: str
+    what: str
+    num_params: int
+    step_us: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class LargestResult:
+    """By strategy and way of growing; ``print`` shows it."""
+
+    found: tuple[Largest, ...]
+
+    def __str__(self) -> str:
+        rows = [
+            [
+                one.grown,
+                one.strategy,
+                one.what,
+                one.num_params / 1e9,
+                one.step_us / 1e3,
+                one.memory_bytes / GB,
+            ]
+            for one in self.found
+        ]
+        headers = ["grown", "strategy", "largest", "billion parameters", "step ms", "GB"]
+        return tabulate(rows, headers, floatfmt=",.1f")
+
+
+def strategies(cluster: Cluster) -> list[str]:
+    """Return the strategies that one trace serves: HSDP by nodes where there are several."""
+    node = cluster.hardware.ranks_per_node
+    hybrid = [f"hsdp:{node}"] if node < cluster.num_gpus and cluster.num_gpus % node == 0 else []
+    return ["zero3", "zero2", *hybrid]
+
+
+def plan_by(
+    step: TracedStep, strategy: str, recipe: Recipe, cluster: Cluster
+) -> PlannedStep | None:
+    """Plan a step of ZeRO-3 by another strategy; None: it has to be traced for that."""
+    recipe = dataclasses.replace(recipe, strategy=strategy)
+    moved: TracedStep | None = step
+    if recipe.kind == "hsdp":
+        moved = on_mesh(step, cluster.num_gpus, recipe.ranks(cluster.num_gpus))
+    if moved is None:
+        return None
+    return plan_step(moved, recipe, cluster, keep_all=recipe.kind == "zero2", refine=False)
+
+
+def most_that_fits(memory_of: Callable[[int], int], limit: int, least: int) -> int | None:
+    """Return the largest number whose memory is within a limit; None: not even the least is.
+
+    Memory grows nearly in proportion to the number: so the next one that is tried is on the line
+    through the last two, or in the middle of what is known if that was too much.
+    """
+    fits, memory = least, memory_of(least)
+    if memory > limit:
+        return None
+    fails, tried = None, 2 * least
+    while fails is None or fails - fits > 1:
+        needed = memory_of(tried)
+        slope = max(1, (needed - memory) // (tried - fits))
+        if needed > limit:
+            fails = tried
+            tried = (fits + fails) // 2
+        else:
+            fits, memory = tried, needed
+            tried = fits + max(1, (limit - memory) // slope)
+        if fails is not None:
+            tried = min(max(tried, fits + 1), fails - 1)
+    return fits
+
+
+def largest(
+    workload_of: Callable[[float, int], Workload],
+    recipe: Recipe,
+    cluster: Cluster,
+    size: int,
+    progress: Progress = lambda text: None,
+) -> LargestResult:
+    """Return the largest model, by depth alone and by depth and width, and the largest batch.
+
+    Args:
+        workload_of: returns the workload of a model that is so many times as wide and deep, with
+            microbatches of so many samples.
+        size: samples of a microbatch where the model grows.
+
+    Raises:
+        NotPeriodicError: layers do not repeat.
+    """
+    recipe = dataclasses.replace(recipe, strategy="zero3")
+    grower = _Grower(workload_of, recipe, cluster, size, progress)
+    return LargestResult((*grower.by_depth(), *grower.by_width(), *grower.by_batch()))
+
+
+class _Grower:
+    def __init__(
+        self,
+        workload_of: Callable[[float, int], Workload],
+        recipe: Recipe,
+        cluster: Cluster,
+        size: int,
+        progress: Progress,
+    ) -> None:
+        self._workload_of, self._recipe, self._cluster = workload_of, recipe, cluster
+        self._size, self._progress = size, progress
+
+    def by_depth(self) -> Iterator[Largest]:
+        """Yield by strategy the deepest model of the same width."""
+        step_of = self._steps(self._workload_of(1.0, self._size))
+        for strategy in strategies(self._cluster):
+
+            def memory_of(num_layers: int, strategy: str = strategy) -> int:
+                planned = self._plan(step_of(num_layers), strategy)
+                return self._cluster.memory_bytes + 1 if planned is None else planned.memory.total
+
+            least = LEAST_PERIODS + 1
+            layers = most_that_fits(memory_of, self._cluster.memory_bytes, least)
+            if layers is not None:
+                yield from self._at_depth(layers, strategy, step_of(layers))
+
+    def _at_depth(self, layers: int, strategy: str, step: TracedStep) -> Iterator[Largest]:
+        found = self._at("layers", f"{layers} layers", step)
+        yield from (one for one in found if one.strategy == strategy)
+
+    def by_width(self) -> Iterator[Largest]:
+        """Yield by strategy the largest model at the aspect ratio."""
+        grown = list(self._growing("layers and width", self._of_factor, 1.0, WIDTHS))
+        factor = 1.0
+        while not grown and factor > SMALLEST:
+            factor /= WIDTHS
+            grown = list(self._at("layers and width", *self._of_factor(factor)))
+        yield from grown
+
+    def by_batch(self) -> Iterator[Largest]:
+        """Yield by strategy the largest microbatch of the model itself."""
+        yield from self._growing("samples", self._of_size, 1, 2)
+
+    def _growing(
+        self, grown: str, make: Callable[[Any], tuple[str, TracedStep]], start: Any, ratio: Any
+    ) -> Iterator[Largest]:
+        """Try one number after the other, from ``start`` on, until no strategy fits."""
+        best: dict[str, Largest] = {}
+        number = start
+        while found := list(self._at(grown, *make(number))):
+            best.update({one.strategy: one for one in found})
+            number *= ratio
+        yield from best.values()
+
+    def _at(self, grown: str, what: str, step: TracedStep) -> Iterator[Largest]:
+        """Yield the strategies that fit."""
+        for strategy in strategies(self._cluster):
+            planned = self._plan(step, strategy)
+            if planned is not None and planned.memory.fits:
+                yield _largest(grown, strategy, what, step, planned)
+
+    def _of_factor(self, factor: float) -> tuple[str, TracedStep]:
+        workload = self._workload_of(factor, self._size)
+        layers = workload.num_layers or 0
+        return f"{workload.name}, {layers} layers", self._steps(workload)(layers)
+
+    def _of_size(self, size: int) -> tuple[str, TracedStep]:
+        workload = self._workload_of(1.0, size)
+        return f"{size} samples", self._steps(workload)(workload.num_layers or 0)
+
+    def _steps(self, workload: Workload) -> Callable[[int], TracedStep]:
+        self._progress(f"{workload.name}, {workload.tokens} {workload.unit}")
+        shallow = LEAST_PERIODS * workload.period
+        return repeating(workload, shallow, self._recipe, self._cluster).with_layers
+
+    def _plan(self, step: TracedStep, strategy: str) -> PlannedStep | None:
+        return plan_by(step, strategy, self._recipe, self._cluster)
+
+
+def _largest(
+    grown: str, strategy: str, what: str, step: TracedStep, planned: PlannedStep
+) -> Largest:
+    params = int(step.held.num_params)
+    return Largest(strategy, grown, what, params, planned.time.step_us, planned.memory.total)
