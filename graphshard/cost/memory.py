@@ -59,26 +59,30 @@ class WithoutMemory(NamedTuple):
     inlined: frozenset[fx.Node] = frozenset()
 
 
-def values_without_memory(values: GraphValues) -> WithoutMemory:
-    """Return the nodes whose values are never in memory."""
+def values_without_memory(values: GraphValues, device_type: str | None = None) -> WithoutMemory:
+    """Return the nodes whose values are never in memory.
+
+    Args:
+        device_type: that kernels are made for; None: that of each value.
+    """
     inside = frozenset(
         node
         for kernel in values.fused_kernels
         for node in kernel.nodes
         if all(user in kernel.nodes for user in values.users(node))
     )
-    inlined = _inlined(values)
+    inlined = _inlined(values, device_type)
     return WithoutMemory(inside - inlined, inlined)
 
 
-def _inlined(values: GraphValues) -> frozenset[fx.Node]:
+def _inlined(values: GraphValues, device_type: str | None) -> frozenset[fx.Node]:
     """Return the nodes that are computed anew in every kernel that reads them."""
     inlined: dict[fx.Node, _Expression] = {}
     for node, kind in values.kinds.items():
         if kind != NodeKind.POINTWISE:
             continue
         users = list(values.users(node))
-        expression = _expression(node, values, inlined)
+        expression = _expression(node, values, inlined, device_type)
         if all(_reads_fused(user, node, values) for user in users) and not (
             len(users) > 1 and expression.takes_much
         ):
@@ -95,12 +99,15 @@ def _reads_fused(user: fx.Node, node: fx.Node, values: GraphValues) -> bool:
 
 
 def _expression(
-    node: fx.Node, values: GraphValues, inlined: dict[fx.Node, _Expression]
+    node: fx.Node,
+    values: GraphValues,
+    inlined: dict[fx.Node, _Expression],
+    device_type: str | None,
 ) -> _Expression:
     roots = {values.roots[source] for source in node.all_input_nodes}
     parts = [inlined[root] for root in roots if root in inlined]
     value = node.meta.get("val")
-    is_on_cpu = isinstance(value, torch.Tensor) and value.device.type == "cpu"
+    is_on_cpu = isinstance(value, torch.Tensor) and (device_type or value.device.type) == "cpu"
     is_heavy = is_on_cpu and aten_name(node.target) in _HEAVY_ON_CPU
     return _Expression(
         frozenset(root for root in roots if root not in inlined).union(*(p.reads for p in parts)),

@@ -39,19 +39,23 @@ class CostModel:
         tf32: matrix products of float32 run in tf32, as ``torch.set_float32_matmul_precision`` can
             ask for.
         fuses: whether what fused kernels do not write needs no memory.
+        device_type: that kernels are made for; None: that of the graph's tensors.
     """
 
     hardware: Hardware
     node_cost: Callable[[fx.Node], float | None] | None = None
     tf32: bool = False
     fuses: bool = True
+    device_type: str | None = None
 
     def without_memory(self, values: GraphValues) -> WithoutMemory:
         """Return the nodes whose values are never in memory (``cost.memory``)."""
         if not self.fuses:
             return WithoutMemory()
         what = "which values of a graph need no memory"
-        return find_or(WithoutMemory(), lambda: values_without_memory(values), what)
+        return find_or(
+            WithoutMemory(), lambda: values_without_memory(values, self.device_type), what
+        )
 
     def compute_us(
         self, graph: fx.Graph, values: GraphValues | None = None

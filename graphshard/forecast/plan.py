@@ -80,8 +80,14 @@ def forecast(
         model=workload.name,
         tokens=workload.tokens,
         unit=workload.unit,
-        notes=[*workload.notes, *notes],
+        notes=[*workload.notes, *notes, *_notes_of(recipe)],
     )
+
+
+def _notes_of(recipe: Recipe) -> list[str]:
+    if recipe.dtype != "float32":
+        return []
+    return ["attention in float32, if there is any, is a flash kernel: CUDA's take more memory"]
 
 
 def _leave(model: nn.Module) -> None:

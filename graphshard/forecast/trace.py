@@ -266,7 +266,7 @@ class _GraphReader:
     def read(self, graph: fx.Graph, kind: GraphKind, traced: TracedGraph) -> None:
         """Read a graph before it would be lowered."""
         num_flops = sum(read_or(Flops(0.0, ""), flops, node).num_flops for node in _calls(graph))
-        models = [CostModel(hardware) for hardware in self._machines.values()]
+        models = [CostModel(h, device_type="cuda") for h in self._machines.values()]
         params, problems = passes.read_problem(graph, kind, models)
         self.graphs.append(
             TracedGraphOfStep(

@@ -94,3 +94,14 @@ def test_search_finds_the_quickest_that_fits(capsys: pytest.CaptureFixture[str])
     front = re.findall(r"^(zero\d|hsdp:\d|ddp) +bf16 +(?:all|none) +1 of 1 +([\d.]+)", out, re.M)
     quickest = min(front, key=lambda row: float(row[1]))
     assert f"recipe    {quickest[0]}, bf16, adamw" in out
+
+
+def test_the_largest_of_a_family(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--gpus", "2", "--batch", "1x16384", "--device", "A100-40GB"]
+    assert _plan(LLAMA, *arguments) == 0
+    needed = float(re.findall(r"^memory +([\d.]+) of", capsys.readouterr().out, re.M)[0])
+    assert _plan(LLAMA, *arguments, "--memory", f"{needed + 0.1:.1f}GB", "--largest") == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert {row[0] for row in rows} == {"layers", "samples"}  # "layers and width" begins so, too
+    assert all(float(row[-1]) <= needed + 0.1 for row in rows)
+    assert any(row[:3] == ["samples", "zero3", "1"] for row in rows)

@@ -15,6 +15,7 @@ from graphshard.forecast.cli import gigabytes
 from graphshard.forecast.cluster import cluster
 from graphshard.forecast.deepen import Layers
 from graphshard.forecast.keep import kept_from_forward
+from graphshard.forecast.largest import most_that_fits
 from graphshard.forecast.peak import PlannedGraph, parts_by_moment
 from graphshard.forecast.recipe import Recipe
 from graphshard.forecast.search import Candidate, microbatches, pareto_front
@@ -139,3 +140,16 @@ def test_layers_are_renamed() -> None:
     layers = Layers("model.layers")
     assert layers.shifted("model.layers.3.mlp.0.weight", 9) == "model.layers.12.mlp.0.weight"
     assert layers.shifted("model.norm.weight", 9) == "model.norm.weight"
+
+
+@given(st.integers(1, 50), st.integers(0, 1000), st.integers(0, 3000), st.integers(1, 8))
+def test_the_most_that_fits(slope: int, offset: int, spare: int, least: int) -> None:
+    def memory_of(number: int) -> int:
+        return offset + slope * number + number * number // 7
+
+    limit = offset + spare
+    found = most_that_fits(memory_of, limit, least)
+    if found is None:
+        assert memory_of(least) > limit
+    else:
+        assert found >= least and memory_of(found) <= limit < memory_of(found + 1)
