@@ -39,6 +39,9 @@ def test_a_user_plans_a_model(tmp_path: Path) -> None:
     assert {"link", "latency", "compute", "memory bandwidth"} >= {found["binds"]}
     data = json.loads(re.findall(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)[0])
     assert max(g["predicted"]["peak_bytes"] for g in data["graphs"]) == memory["allocated"]
+    shown = {title: rows for title, rows in ((t["title"], t["rows"]) for t in data["tables"])}
+    assert dict(shown["forecast"])["bound by"] == found["binds"]
+    assert len(shown["what would help"]) == len(found["changes"])
     for graph in data["graphs"]:
         alive = map(sum, zip(*(area["bytes"] for area in graph["memory"]["areas"])))
         assert max(alive) == graph["predicted"]["peak_bytes"]

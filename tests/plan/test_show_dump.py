@@ -203,4 +203,5 @@ def test_calibrate_reads_its_own_arguments(capsys: pytest.CaptureFixture[str]) -
         "consolidate",
         "calibrate",
         "check",
+        "plan",
     ]
