@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..cost.hardware import Hardware
+from ..planning.search import BudgetError
 from .cluster import Cluster
 from .peak import MemoryForecast
 from .planned_step import PlannedStep, plan_step
@@ -42,61 +44,44 @@ LINK, LATENCY, COMPUTE, BANDWIDTH = (
     "matrix products twice as fast",
     "device memory twice as fast",
 )
+KEPT, FOUR = (
+    "parameters kept from forward to backward (reshard_after_forward=False)",
+    "4 microbatches in a step (per microbatch)",
+)
 _BINDS = {LINK: "link", LATENCY: "latency", COMPUTE: "compute", BANDWIDTH: "memory bandwidth"}
 
 
 def find_changes(traced: TracedStep, recipe: Recipe, cluster: Cluster) -> list[Change]:
-    """Plan the step anew with one thing different, by the quick search; compare with that."""
+    """Plan the step anew with one thing different, by the quick search; compare with that.
+
+    What no schedule can do within the budget is left out.
+    """
     quick = functools.partial(plan_step, traced, refine=False)
     base = quick(recipe, cluster).time.step_us
-    machines = faster_machines(cluster.hardware)
-
-    def change(what: str, plan: Callable[[], PlannedStep], is_machine: bool = True) -> Change:
-        step = plan()
-        gain = 1 - step.time.step_us / base
-        memory = step.memory
-        return Change(what, step.time.step_us, gain, memory.total, memory.fits, is_machine)
-
-    with_links = {
-        LINK: _scaled_links(cluster, rate=2.0),
-        LATENCY: _scaled_links(cluster, latency=0.0),
+    memory_machine = faster_machines(cluster.hardware)[FASTER_MEMORY]
+    plans: dict[str, Callable[[], PlannedStep]] = {
+        LINK: lambda: quick(recipe, _scaled_links(cluster, rate=2.0)),
+        LATENCY: lambda: quick(recipe, _scaled_links(cluster, latency=0.0), prices=NO_LAUNCHES),
+        COMPUTE: lambda: quick(recipe, cluster, prices=FASTER_COMPUTE),
+        BANDWIDTH: lambda: quick(recipe, _with(cluster, memory_machine), prices=FASTER_MEMORY),
     }
-    with_rates = {
-        COMPUTE: (FASTER_COMPUTE, cluster),
-        BANDWIDTH: (FASTER_MEMORY, _with(cluster, machines[FASTER_MEMORY])),
-    }
-    changes = [
-        change(LINK, lambda: quick(recipe, with_links[LINK])),
-        change(LATENCY, lambda: quick(recipe, with_links[LATENCY], prices=NO_LAUNCHES)),
-        *(
-            change(what, functools.partial(quick, recipe, other, prices=prices))
-            for what, (prices, other) in with_rates.items()
-        ),
-    ]
     if recipe.kind in ("zero3", "hsdp"):
-        changes.append(
-            change(
-                "parameters kept from forward to backward (reshard_after_forward=False)",
-                lambda: quick(recipe, cluster, keep_all=True),
-                is_machine=False,
-            )
-        )
-    if recipe.accumulate > 1:
-        return changes
-    accumulating = dataclasses.replace(recipe, accumulate=4)
-    four = quick(accumulating, cluster)
-    gain = 1 - four.time.step_us / 4 / base
-    changes.append(
-        Change(
-            "4 microbatches in a step (per microbatch)",
-            four.time.step_us / 4,
-            gain,
-            four.memory.total,
-            four.memory.fits,
-            is_machine=False,
-        )
-    )
+        plans[KEPT] = lambda: quick(recipe, cluster, keep_all=True)
+    if recipe.accumulate == 1:
+        plans[FOUR] = lambda: quick(dataclasses.replace(recipe, accumulate=4), cluster)
+    changes = []
+    for what, plan in plans.items():
+        with contextlib.suppress(BudgetError):
+            changes.append(_change(what, plan(), base))
     return changes
+
+
+def _change(what: str, step: PlannedStep, base_us: float) -> Change:
+    step_us = step.time.step_us / (4 if what == FOUR else 1)
+    memory = step.memory
+    return Change(
+        what, step_us, 1 - step_us / base_us, memory.total, memory.fits, is_machine=what in _BINDS
+    )
 
 
 def _with(cluster: Cluster, hardware: Hardware) -> Cluster:

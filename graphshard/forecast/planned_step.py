@@ -82,12 +82,12 @@ def plan_step(
     outside = outside_bytes(held, optimizer_bytes, recipe.accumulate)
     cost_model = CostModel(hardware)
     graphs = [_priced(graph, prices) for graph in traced.graphs]
-    limits = [_limits(graph, recipe, outside) for graph in graphs]
-    graphs = _with_kept(graphs, cost_model, limits, keep_all)
+    limits = _limits(graphs, recipe, outside)
+    graphs = _with_kept(graphs, cost_model, limits.peak, keep_all)
     dumps = []
-    for graph, limit in zip(graphs, limits):
-        buckets = find_schedule(graph.problem, cost_model, limit, refine=refine)
-        dumps.append(Dump(Plan(graph.params, graph.problem, buckets), hardware, limit))
+    for graph in graphs:
+        buckets = find_schedule(graph.problem, cost_model, limits, refine=refine)
+        dumps.append(Dump(Plan(graph.params, graph.problem, buckets), hardware, limits))
     planned = [
         PlannedGraph(dump.plan.problem, dump.plan.buckets, graph.input_bytes)
         for dump, graph in zip(dumps, graphs)
@@ -107,11 +107,12 @@ def _priced(graph: TracedGraphOfStep, prices: str) -> TracedGraphOfStep:
     return dataclasses.replace(graph, problem=problem)
 
 
-def _limits(graph: TracedGraphOfStep, recipe: Recipe, outside: int) -> ScheduleLimits:
-    """Return the limits of a graph: its own shards count, those outside of it do not."""
+def _limits(graphs: Sequence[TracedGraphOfStep], recipe: Recipe, outside: int) -> ScheduleLimits:
+    """Return the limits of every graph: its own shards count, those outside of it do not."""
     if recipe.budget_gb is None:
         return ScheduleLimits()
-    peak = int(recipe.budget_gb * 1e9) - outside + graph.input_bytes
+    inside = min((graph.input_bytes for graph in graphs), default=0)
+    peak = int(recipe.budget_gb * 1e9) - outside + inside
     if peak <= 0:
         raise ValueError(
             f"budget_gb={recipe.budget_gb:g}: parameters and optimizer alone need "
@@ -123,14 +124,14 @@ def _limits(graph: TracedGraphOfStep, recipe: Recipe, outside: int) -> ScheduleL
 def _with_kept(
     graphs: Sequence[TracedGraphOfStep],
     cost_model: CostModel,
-    limits: Sequence[ScheduleLimits],
+    budget: int | None,
     keep_all: bool,
 ) -> list[TracedGraphOfStep]:
     """Keep gathered for backward what the planner would, as the partitioner's pass does."""
     kept = list(graphs)
     for i, (forward, backward) in enumerate(pairwise(graphs)):
         if (forward.kind, backward.kind) == (GraphKind.FORWARD, GraphKind.BACKWARD):
-            pair = _pair_with_kept(forward, backward, cost_model, limits[i : i + 2], keep_all)
+            pair = _pair_with_kept(forward, backward, cost_model, budget, keep_all)
             kept[i : i + 2] = pair
     return kept
 
@@ -139,7 +140,7 @@ def _pair_with_kept(
     forward: TracedGraphOfStep,
     backward: TracedGraphOfStep,
     cost_model: CostModel,
-    limits: Sequence[ScheduleLimits],
+    budget: int | None,
     keep_all: bool,
 ) -> list[TracedGraphOfStep]:
     first = {
@@ -155,8 +156,6 @@ def _pair_with_kept(
         and backward.params[t.param].fqn in first
     }
     problems = forward.problem, backward.problem
-    peaks = [limit.peak for limit in limits if limit.peak is not None]
-    budget = min(peaks, default=None)
     chosen = list(gathered) if keep_all else choose_kept(*problems, gathered, cost_model, budget)
     kept = kept_from_forward(*problems, {i: gathered[i] for i in chosen})
     pair = zip((forward, backward), kept)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import graphshard
 from graphshard._torch.distributed import fake_store
 from graphshard.cost.devices import find_hardware
+from graphshard.forecast.changes import KEPT, find_changes
 from graphshard.forecast.cluster import cluster
 from graphshard.forecast.deepen import Layers, NotPeriodicError, deepen
 from graphshard.forecast.planned_step import plan_step
@@ -148,3 +149,15 @@ def test_values_of_tensors_are_refused() -> None:
 
     with pytest.raises(UntraceableError, match="reads values of tensors"):
         graphshard.plan(Chooses(1), (_ids(),), graphshard.cluster("H100", 8))
+
+
+def test_a_budget_is_kept_and_what_breaks_it_is_no_advice() -> None:
+    machine, traced = cluster("H100", 8), trace_stack(4, Recipe())
+    free = plan_step(traced, Recipe(), machine).memory
+    tight = Recipe(budget_gb=free.allocated / 1e9)
+    assert plan_step(traced, tight, machine).memory.allocated <= free.allocated
+    plans = [find_changes(traced, recipe, machine) for recipe in (Recipe(), tight)]
+    kept = [[change.memory_bytes for change in p if change.what == KEPT] for p in plans]
+    assert kept[0] and all(bytes_ <= plans[1][0].memory_bytes for bytes_ in kept[1])
+    with pytest.raises(ValueError, match="alone need"):
+        plan_step(traced, Recipe(budget_gb=1e-5), machine)
