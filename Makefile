@@ -20,13 +20,8 @@ test coverage: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 # Half of the time of what takes much memory goes to its pages: larger ones.
 test coverage: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 # Two at a time, but for those that look at times, memory or the death of ranks.
-TWO_AT_A_TIME := tests/plan tests/graph tests/cuda tests/numerics
-ALONE := $(TWO_AT_A_TIME:%=--ignore %) --ignore tests/zoo
-test: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
-# Two at a time, but for those that look at times, memory or the death of ranks. At the end: which
-# lines of ours none of them ran. To count lines takes half as long again, and the zoo runs none
-# that others do not.
 TWO_AT_A_TIME := tests/plan tests/graph tests/forecast tests/cuda tests/numerics
+ALONE := $(TWO_AT_A_TIME:%=--ignore %) --ignore tests/zoo
 test: lint docs
 	$(BIN)/pytest -n 2 --dist loadfile $(TWO_AT_A_TIME)
 	$(BIN)/pytest -n 2 tests/zoo
