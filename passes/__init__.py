@@ -24,7 +24,7 @@ from graphshard.kinds import GraphKind
 from graphshard.ops import markers
 from graphshard.ops.host_copy import PINNED
 from graphshard.ops.marker_specs import UnshardSpec
-from graphshard.ops.nodes import HELD_BYTES, REASON, memory_bytes, value_of
+from graphshard.ops.nodes import HELD_BYTES, REASON, WHOLE_SHARD, memory_bytes, value_of
 from graphshard.passes.activation_offload import describe_saved, offload, offloadable
 from graphshard.passes.build_problem import GraphProblem, build_problem
 from graphshard.passes.casts import cast_before_gather, cast_early
@@ -124,7 +124,8 @@ def shard_bytes(graph: fx.Graph) -> int:
     sources = {
         node
         for node in graph.find_nodes(op="placeholder")
-        if any(user.target in markers.UNSHARD_MARKERS for user in node.users)
+        if WHOLE_SHARD in node.meta
+        or any(user.target in markers.UNSHARD_MARKERS for user in node.users)
     }
     return sum(memory_bytes(value_of(node)) for node in sources if HELD_BYTES not in node.meta)
 

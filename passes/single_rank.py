@@ -19,7 +19,7 @@ from graphshard.ops.emitter import Emitter
 from graphshard.ops.float8_math import as_dtype
 from graphshard.ops.marker_specs import ReduceGradSpec, UnshardSpec
 from graphshard.ops.markers import reduce_grad, reduce_grad_input, unshard, unshard_input
-from graphshard.ops.nodes import Value, is_returned, is_view, value_of
+from graphshard.ops.nodes import WHOLE_SHARD, Value, is_returned, is_view, value_of
 
 
 def send_nothing_alone(gm: fx.GraphModule) -> None:
@@ -42,6 +42,7 @@ def use_whole_shards(graph: fx.Graph) -> None:
             with graph.inserting_before(node):
                 emit = Emitter(graph, node.meta, **tags)
                 _replace(node, as_dtype(emit, spec.shard, unshard_input(spec).dtype), emit)
+            spec.shard.meta[WHOLE_SHARD] = True  # type: ignore[union-attr]  # a node, in a graph
 
 
 def is_alone(group: str) -> bool:

@@ -59,8 +59,9 @@ def find_config(model: str) -> Any:
             return AutoConfig.from_pretrained(model, local_files_only=True)
         family, _, sizes = model.partition(":")
         return families[family](**_sizes(sizes))
-    except (TypeError, ValueError, KeyError, OSError) as error:
-        raise ValueError(f"{model}: this configuration cannot be built: {error}") from error
+    except Exception as error:  # a configuration may raise anything
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{model}: this configuration cannot be built: {reason}") from error
 
 
 def _sizes(text: str) -> dict[str, Any]:
@@ -96,7 +97,10 @@ def config_workload(
         raise ValueError(f'{name}: say how many tokens a sample has, as in --batch "1x8192"')
     positions = getattr(config, "n_positions", None)
     if positions and length and length > positions:
-        raise ValueError(f"batch: {length} tokens; {name} has positions for {positions}")
+        raise ValueError(
+            f"batch: {name} has positions for {positions} tokens, and not for {length}: give "
+            f'--batch "{size}x{positions}"'
+        )
 
     def make(num_layers: int | None) -> tuple[nn.Module, Inputs]:
         _know_attention()

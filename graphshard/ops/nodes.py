@@ -25,6 +25,9 @@ PLANNED = "graphshard_planned"
 REASON = "graphshard_reason"
 """Key in ``node.meta`` of why a parameter travels as it does."""
 
+WHOLE_SHARD = "graphshard_whole_shard"
+"""Key in ``node.meta`` that marks an input that is a parameter, and its only shard."""
+
 HELD_BYTES = "graphshard_held_bytes"
 """Key in ``node.meta`` of an input that is a parameter as forward gathered it, or a part of that:
 the bytes of its memory, padding included. It is free behind its last use."""
