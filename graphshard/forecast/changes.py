@@ -1,4 +1,4 @@
-"""What would help a training step: the same graphs, planned with one thing different."""
+"""Finds what would help a training step: plans the same graphs with one thing different."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .trace import FASTER_COMPUTE, FASTER_MEMORY, NO_LAUNCHES, TracedStep, faste
 
 @dataclass(frozen=True)
 class Change:
-    """What a step would take if one thing were different; planned anew.
+    """A step that is planned anew with one thing different.
 
     Attributes:
         what: is different.

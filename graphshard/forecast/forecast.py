@@ -39,7 +39,7 @@ class Exposed:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a training step on a cluster would take; ``print`` shows it.
+    """Time and memory of a training step on a cluster; ``print`` shows them.
 
     Attributes:
         model: its name.
@@ -77,12 +77,12 @@ class Forecast:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks together."""
+        """Return how many tokens, or samples, all ranks together train on in a second."""
         return self.tokens / self.time.step_us * 1e6
 
     @property
     def fits(self) -> bool:
-        """Whether a device has the memory, and the schedule the budget."""
+        """Return whether a device has the memory, and the schedule keeps its budget."""
         return self.memory.fits
 
     def code(self) -> str:

@@ -1,4 +1,4 @@
-"""What is trained: a model that can be made again, with any number of layers, and its inputs."""
+"""Workloads: a model that can be made again, with any number of layers, and its inputs."""
 
 from __future__ import annotations
 
