@@ -28,6 +28,9 @@ from torch._inductor import custom_graph_pass
 from torch._inductor.scheduler import BaseSchedulerNode, FusedSchedulerNode
 from torch._inductor.utils import contains_collective, contains_wait
 
+_LARGE = 64 << 20
+"""Bytes for whose sake a kernel more is worth it."""
+
 _Pass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)  # torch 2.11 has none
 
 
@@ -140,12 +143,12 @@ def _last_waits(nodes: Nodes, needed: Needed) -> dict[BaseSchedulerNode, int]:
 
 def _last_waits_for_memory(nodes: Nodes, needed: Needed) -> dict[BaseSchedulerNode, int]:
     """Return the same, or where a later wait was written whose collective frees memory before a
-    node needs some: such as the zeros that a gradient is added to, which need nothing."""
+    node needs much: such as the zeros that a gradient is added to, which need nothing."""
     waits = [-1, *sorted(node.min_order for node in nodes if contains_wait(node))]
     own = {}
     for node in nodes:
         makes = not (needed[node] or contains_collective(node))
-        is_behind = makes or contains_wait(node)
+        is_behind = contains_wait(node) or (makes and node.get_write_buffer_sizes() >= _LARGE)
         own[node] = waits[bisect_right(waits, node.min_order) - 1] if is_behind else -1
     return _latest(own, needed)
 

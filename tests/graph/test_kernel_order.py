@@ -28,6 +28,7 @@ class _Node:
     needs: str = ""
     node: Any = None
     group: Any = ("cuda", (8, 1))
+    num_bytes: int = 0
     unmet_dependencies: set[_Dep] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -44,6 +45,9 @@ class _Node:
 
     def get_buffer_names(self) -> list[str]:
         return [self.name]
+
+    def get_write_buffer_sizes(self) -> int:
+        return self.num_bytes
 
 
 def _wait(name: str, min_order: int, needs: str) -> _Node:
@@ -97,13 +101,22 @@ def test_a_kernel_stays_that_no_launch_before_its_wait_needs() -> None:
     assert _ordered(launch_a, wait_a, kernel, launch) == "launch_a wait_a kernel launch"
 
 
-def test_memory_is_made_behind_the_wait_before_it_whose_collective_frees_some() -> None:
+@pytest.mark.parametrize(
+    ("num_bytes", "expected"),
+    [
+        (1 << 30, "launch_a cast launch wait_a zeros sum"),
+        (1 << 10, "launch_a zeros kernel launch wait_a"),
+    ],
+)
+def test_much_memory_is_made_behind_the_wait_before_it_which_frees_some(
+    num_bytes: int, expected: str
+) -> None:
     """Written: cast, launch cast, wait a, zeros, sum; cast and sum read the same, and are one."""
     launch_a, wait_a = _Node("launch_a", 0), _wait("wait_a", 4, "launch_a")
-    cast, zeros, total = _Node("cast", 1), _Node("zeros", 5), _Node("sum", 6, "zeros")
+    cast, zeros = _Node("cast", 1), _Node("zeros", 5, num_bytes=num_bytes)
     launch = _Node("launch", 3, "cast", ir._CollectiveKernel.__new__(ir._CollectiveKernel))
-    nodes = [launch_a, zeros, _Fused("kernel", 1, "zeros", snodes=[cast, total]), launch, wait_a]
-    assert _ordered(*nodes) == "launch_a cast launch wait_a zeros sum"
+    kernel = _Fused("kernel", 1, "zeros", snodes=[cast, _Node("sum", 6, "zeros")])
+    assert _ordered(launch_a, zeros, kernel, launch, wait_a) == expected
 
 
 @pytest.mark.parametrize("name", KEEP_ORDER)
