@@ -13,14 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
-from graphshard._torch.distributed import fake_store
+from graphshard._torch.distributed import fake_ranks
 from graphshard._torch.tensors import new_fake_mode
 from graphshard.planning.plan import Plan
 
@@ -137,25 +136,17 @@ def trace(sizes: LlamaSizes, world: int = WORLD, tokens: int = TOKENS) -> list[P
     """
     policy = graphshard.SchedulePolicy(hardware=DEVICE, overlap=False)  # nothing is kept
     fake = new_fake_mode()  # the state of the random generator is real
-    with _fake_ranks(world) as mesh, _bfloat16(), fake:
-        model = Llama(sizes)
-        backend = graphshard.backend(
-            mesh, compiler="aot_eager", schedule=policy, sync_module_states=False
-        )
-        ids = torch.zeros((1, tokens), dtype=torch.int64)
-        torch.compile(model, backend=backend, fullgraph=True)(ids, ids).backward()
-        torch.compiler.reset()
+    with fake_ranks(world):
+        mesh = init_device_mesh("cpu", (world,))
+        with _bfloat16(), fake:
+            model = Llama(sizes)
+            backend = graphshard.backend(
+                mesh, compiler="aot_eager", schedule=policy, sync_module_states=False
+            )
+            ids = torch.zeros((1, tokens), dtype=torch.int64)
+            torch.compile(model, backend=backend, fullgraph=True)(ids, ids).backward()
+            torch.compiler.reset()
     return backend.plans
-
-
-@contextlib.contextmanager
-def _fake_ranks(world: int) -> Iterator[DeviceMesh]:
-    """Make a mesh of ranks that do not exist but for this one."""
-    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world)
-    try:
-        yield init_device_mesh("cpu", (world,))
-    finally:
-        dist.destroy_process_group()
 
 
 @contextlib.contextmanager

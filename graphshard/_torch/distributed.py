@@ -5,6 +5,9 @@ Read in torch/distributed/distributed_c10d.py; the names are the same in torch 2
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 
@@ -29,11 +32,17 @@ def has_fake_ranks(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) == "fake"
 
 
-def fake_store() -> dist.Store:
-    """Return a store for the backend "fake", which is known from then on."""
+@contextmanager
+def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Have a process group meanwhile whose other ranks do not exist, of the backend "fake"."""
+    # The import makes the backend known.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    return FakeStore()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from .._torch.distributed import fake_store
+from .._torch.distributed import fake_ranks
 from .._torch.tensors import new_fake_mode, tree_leaves
 from ..backend import backend, shard
 from ..planning.plan import Plan
@@ -123,13 +122,8 @@ def record_steps(
 def group_of(cluster: Cluster) -> Iterator[DeviceMesh]:
     """Have a process group without the other ranks meanwhile."""
     names = ("replicate", "shard")[-len(cluster.mesh) :]
-    dist.init_process_group(
-        "fake", store=fake_store(), rank=cluster.rank, world_size=cluster.world_size
-    )
-    try:
+    with fake_ranks(cluster.world_size, cluster.rank):
         yield init_device_mesh("cuda", cluster.mesh, mesh_dim_names=names)
-    finally:
-        dist.destroy_process_group()
 
 
 def record_unsharded(

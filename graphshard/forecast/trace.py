@@ -25,15 +25,14 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import passes
-from .._torch.distributed import fake_store
+from .._torch.distributed import fake_ranks
 from .._torch.tensors import new_fake_mode, tree_leaves, tree_map
-from ..backend import Backend, shard
+from ..backend import Backend, backend, shard
 from ..cost.fallback import read_or
 from ..cost.flops import Flops, flops
 from ..cost.hardware import Hardware, Rate
 from ..cost.model import CostModel
 from ..kinds import GraphKind
-from ..options.options import Options
 from ..params.memory_report import memory_report
 from ..pipeline.compile import CompiledGraph, TracedGraph
 from ..pipeline.settings import CompileSettings
@@ -137,7 +136,7 @@ def trace(
         )
     reader = _GraphReader(hardware)
     fake = new_fake_mode()
-    with _fake_ranks(ranks) as mesh, warnings.catch_warnings(), _fresh_dynamo():
+    with _fake_mesh(ranks) as mesh, warnings.catch_warnings(), _fresh_dynamo():
         warnings.simplefilter("ignore")
         with torch.device("meta"):
             made = make()
@@ -148,8 +147,8 @@ def trace(
         options = {**options, "sync_module_states": False}
         shard(model, mesh, **options)
         with fake:
-            backend = _TracingBackend(options, mesh, reader)
-            _run(torch.compile(model, backend=backend, dynamic=False), inputs)
+            tracing = _TracingBackend(options, mesh, reader)
+            _run(torch.compile(model, backend=tracing, dynamic=False), inputs)
             held = _held(model)
     if not any(graph.kind == GraphKind.BACKWARD for graph in reader.graphs):
         raise UntraceableError("nothing of the model is trained: no parameter requires a gradient")
@@ -236,7 +235,7 @@ class _TracingBackend(Backend):
     """A backend that hands graphs to a reader, and compiles nothing."""
 
     def __init__(self, options: Mapping[str, Any], mesh: DeviceMesh, reader: _GraphReader) -> None:
-        super().__init__(_all_options({**options, "mesh": mesh}))
+        super().__init__(backend(mesh, **options).options)
         self._reader = reader
 
     def _build(self, traced: TracedGraph, settings: CompileSettings) -> CompiledGraph:
@@ -244,16 +243,6 @@ class _TracingBackend(Backend):
         reader = self._reader
         run = trace_only(traced, settings, lambda graph, kind: reader.read(graph, kind, traced))
         return CompiledGraph(run, (), settings, "")
-
-
-def _all_options(chosen: Mapping[str, Any]) -> Options:
-    names = (field.name for field in dataclasses.fields(Options))
-    defaults: dict[str, Any] = {
-        **dict.fromkeys(names),
-        "reshard_after_forward": True,
-        "compiler": "inductor",
-    }
-    return Options.from_arguments({**defaults, **chosen})
 
 
 class _GraphReader:
@@ -301,16 +290,12 @@ def _twice(rate: Rate) -> Rate:
 
 
 @contextlib.contextmanager
-def _fake_ranks(ranks: Ranks) -> Iterator[DeviceMesh]:
+def _fake_mesh(ranks: Ranks) -> Iterator[DeviceMesh]:
     """Make a mesh of ranks that do not exist but for this one."""
-    world_size = ranks.replicas * ranks.shards
-    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world_size)
     shape = tuple(ranks) if ranks.replicas > 1 else (ranks.shards,)
     names = ("replicate", "shard")[-len(shape) :]
-    try:
+    with fake_ranks(ranks.replicas * ranks.shards):
         yield init_device_mesh("cpu", shape, mesh_dim_names=names)
-    finally:
-        dist.destroy_process_group()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import graphshard
-from graphshard._torch.distributed import fake_store
+from graphshard._torch.distributed import fake_ranks
 from graphshard.cost.devices import find_hardware
 from graphshard.forecast.changes import KEPT, find_changes
 from graphshard.forecast.cluster import cluster
@@ -113,16 +113,13 @@ def test_plans_are_those_of_the_backend(strategy: str) -> None:
     traced = trace_stack(3, recipe)
     planned = plan_step(traced, recipe, cluster("H100", 8))
     ranks = recipe.ranks(8)
-    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=8)
-    try:
+    with fake_ranks(8):
         shape = tuple(ranks) if ranks.replicas > 1 else (ranks.shards,)
         mesh = dist.device_mesh.init_device_mesh("cpu", shape)
         schedule = graphshard.SchedulePolicy(hardware="H100")
         backend = graphshard.backend(mesh, schedule=schedule, sync_module_states=False)
         torch.compile(Stack(3), backend=backend, dynamic=False)(_ids()).backward()
-    finally:
-        dist.destroy_process_group()
-        torch.compiler.reset()
+    torch.compiler.reset()
     for ours, theirs in zip(planned.dumps, backend.plans, strict=True):
         groups = [(b.kind, b.num_bytes, b.world, b.launch, b.wait) for b in ours.plan.buckets]
         assert groups == [(b.kind, b.num_bytes, b.world, b.launch, b.wait) for b in theirs.buckets]

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from graphshard._torch.distributed import fake_store
+from graphshard._torch.distributed import fake_ranks
 
 WORLD_SIZE = 8
 
@@ -18,9 +17,8 @@ WORLD_SIZE = 8
 @pytest.fixture(scope="package")
 def _group() -> Iterator[None]:
     """Initialise a fake process group for the tests of this folder."""
-    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=WORLD_SIZE)
-    yield
-    dist.destroy_process_group()
+    with fake_ranks(WORLD_SIZE):
+        yield
 
 
 @pytest.fixture
