@@ -38,9 +38,9 @@ def use_whole_shards(graph: fx.Graph) -> None:
     """Replace ``unshard`` markers of groups of one rank by their shards, in place."""
     for node in list(graph.nodes):
         if node.target is unshard and _is_here(spec := UnshardSpec.of_node(node)):
-            tags = {key: node.meta[key] for key in ("recompute",) if key in node.meta}
+            tag = {"recompute": node.meta["recompute"]} if "recompute" in node.meta else {}
             with graph.inserting_before(node):
-                emit = Emitter(graph, node.meta, **tags)
+                emit = Emitter(graph, node.meta, **tag)
                 _replace(node, as_dtype(emit, spec.shard, unshard_input(spec).dtype), emit)
             spec.shard.meta[WHOLE_SHARD] = True  # type: ignore[union-attr]  # a node, in a graph
 

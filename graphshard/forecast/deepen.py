@@ -17,10 +17,13 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ..kinds import TransferKind
 from ..planning.plan import PlanParam, Problem, Transfer
 from .trace import Held, TracedGraphOfStep, TracedStep
+
+_Number = TypeVar("_Number", int, float)
 
 
 class NotPeriodicError(ValueError):
@@ -70,29 +73,26 @@ def _deepened(
     # Nothing travels, as in the forward of replicated parameters: all of it is one step.
     a, b = short.problem, longer.problem
 
-    def grown(short: Sequence[float], longer: Sequence[float]) -> tuple[float, ...]:
+    def grown(short: Sequence[_Number], longer: Sequence[_Number]) -> tuple[_Number, ...]:
         return tuple(_grown(x, y, periods) for x, y in zip(short, longer))
-
-    def whole(short: Sequence[int], longer: Sequence[int]) -> tuple[int, ...]:
-        return tuple(map(int, grown(short, longer)))
 
     compute_us = {n: grown(us, longer.compute_us[n]) for n, us in short.compute_us.items()}
     problem = dataclasses.replace(
         a,
         compute_us=grown(a.compute_us, b.compute_us),
-        other_bytes=whole(a.other_bytes, b.other_bytes),
-        between_bytes=whole(a.between_bytes, b.between_bytes),
+        other_bytes=grown(a.other_bytes, b.other_bytes),
+        between_bytes=grown(a.between_bytes, b.between_bytes),
     )
     return dataclasses.replace(
         short,
         problem=problem,
         compute_us=compute_us,
-        input_bytes=_whole(short.input_bytes, longer.input_bytes, periods),
+        input_bytes=_grown(short.input_bytes, longer.input_bytes, periods),
         num_flops=_grown(short.num_flops, longer.num_flops, periods),
     )
 
 
-def _grown(short: float, longer: float, periods: int) -> float:
+def _grown(short: _Number, longer: _Number, periods: int) -> _Number:
     return short + periods * (longer - short)
 
 
@@ -173,7 +173,7 @@ class _Segment:
                 name: self._times(us, self.longer.compute_us[name], periods)
                 for name, us in self.short.compute_us.items()
             },
-            input_bytes=_whole(self.short.input_bytes, self.longer.input_bytes, periods),
+            input_bytes=_grown(self.short.input_bytes, self.longer.input_bytes, periods),
             num_flops=_grown(self.short.num_flops, self.longer.num_flops, periods),
         )
 
@@ -198,8 +198,8 @@ class _Segment:
             for copy in range(periods)
             for value in segment
         ]
-        before = [_whole(a, b, periods) for a, b in zip(short[: self.start], longer)]
-        after = [_whole(a, b, periods) for a, b in zip(short[self.start :], longer[stop:])]
+        before = [_grown(a, b, periods) for a, b in zip(short[: self.start], longer)]
+        after = [_grown(a, b, periods) for a, b in zip(short[self.start :], longer[stop:])]
         return (*before, *inserted, *after)
 
     def _transfers(self, params: _Params, periods: int) -> Iterator[Transfer]:
@@ -243,9 +243,9 @@ class _Segment:
             due=due,
             last=last,
             param=param,
-            num_bytes=_whole(transfer.num_bytes, other.num_bytes, periods),
-            shard_bytes=_whole(transfer.shard_bytes, other.shard_bytes, periods),
-            grad_bytes=_whole(transfer.grad_bytes, other.grad_bytes, periods),
+            num_bytes=_grown(transfer.num_bytes, other.num_bytes, periods),
+            shard_bytes=_grown(transfer.shard_bytes, other.shard_bytes, periods),
+            grad_bytes=_grown(transfer.grad_bytes, other.grad_bytes, periods),
         )
 
     def _copied(self, transfer: Transfer, copy: int, periods: int, param: int | None) -> Transfer:
@@ -356,7 +356,3 @@ def _grows_evenly(short: Sequence[int], longer: Sequence[int], start: int, lengt
     if start < length:
         pairs = [(i, i + length) for i in range(start, stop) if i + length < len(longer)]
     return bool(pairs) and all(longer[j] - longer[i] == back - front for i, j in pairs)
-
-
-def _whole(short: int, longer: int, periods: int) -> int:
-    return short + periods * (longer - short)

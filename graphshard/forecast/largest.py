@@ -7,7 +7,7 @@ traced anew, at the aspect ratio (layers to width) of the model.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,11 +157,7 @@ class _Grower:
             least = LEAST_PERIODS + 1
             layers = most_that_fits(memory_of, self._cluster.memory_bytes, least)
             if layers is not None:
-                yield from self._at_depth(layers, strategy, step_of(layers))
-
-    def _at_depth(self, layers: int, strategy: str, step: TracedStep) -> Iterator[Largest]:
-        found = self._at("layers", f"{layers} layers", step)
-        yield from (one for one in found if one.strategy == strategy)
+                yield from self._at("layers", f"{layers} layers", step_of(layers), [strategy])
 
     def by_width(self) -> Iterator[Largest]:
         """Yield by strategy the largest model at the aspect ratio."""
@@ -187,9 +183,11 @@ class _Grower:
             number *= ratio
         yield from best.values()
 
-    def _at(self, grown: str, what: str, step: TracedStep) -> Iterator[Largest]:
-        """Yield the strategies that fit."""
-        for strategy in strategies(self._cluster):
+    def _at(
+        self, grown: str, what: str, step: TracedStep, tried: Sequence[str] = ()
+    ) -> Iterator[Largest]:
+        """Yield the strategies that fit: of those to be tried, or of all."""
+        for strategy in tried or strategies(self._cluster):
             planned = self._plan(step, strategy)
             if planned is not None and planned.memory.fits:
                 yield _largest(grown, strategy, what, step, planned)
