@@ -109,20 +109,22 @@ def _death(done: subprocess.CompletedProcess[str]) -> Failure:
     """Return what is known about a process that has ended without an answer."""
     status = done.returncode
     cause = f"exit status {status}" if status >= 0 else f"signal {-status}"
-    text = _without_ranks(done.stderr[-8000:]).strip()
+    text = _for_users(done.stderr[-8000:]).strip()
     lines = text.splitlines()[-1:]
     return Failure(": ".join([f"the process was ended by {cause}", *lines]), details=text)
 
 
 def _forward(text: str) -> None:
     """Write what the child has written."""
-    if text.strip():
-        print(_without_ranks(text).rstrip(), file=sys.stderr)
+    if text := _for_users(text).rstrip():
+        print(text, file=sys.stderr)
 
 
-def _without_ranks(text: str) -> str:
-    """Remove the rank that torch writes in front of each line."""
-    return re.sub(r"^\[rank\d+\]: ", "", text, flags=re.MULTILINE)
+def _for_users(text: str) -> str:
+    """Remove the rank that torch writes in front of each line, and what it says in C++ of tensors
+    without data, which are not the user's."""
+    text = re.sub(r"^\[rank\d+\]: ?", "", text, flags=re.MULTILINE)
+    return re.sub(r"^\[W.*data pointer of FakeTensor.*\n?", "", text, flags=re.MULTILINE)
 
 
 def _environment() -> dict[str, str]:
