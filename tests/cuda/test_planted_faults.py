@@ -77,10 +77,11 @@ def test_kernels_that_a_gpu_refuses() -> None:
 
 
 def test_products_in_fp8_that_cublaslt_refuses() -> None:
-    fine, row_major, odd = call("tests.cuda.cases:multiply_planted", DEVICE)
+    fine, row_major, odd, shifted = call("tests.cuda.cases:multiply_planted", DEVICE)
     assert not fine
     assert "mat2 must be col_major" in row_major
     assert "16" in odd, odd
+    assert "multiples of 16 bytes, not at 8" in shifted
 
 
 def test_convolutions_return_the_layout_of_cudnn() -> None:
