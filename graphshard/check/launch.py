@@ -51,10 +51,14 @@ class CheckError(RuntimeError):
 
 def obstacle() -> str:
     """Return why no GPU can be stood in for on this machine; "" if one can."""
+    if torch.version.cuda is not None:
+        return (
+            f"needs a CPU build of torch, and this one is for CUDA {torch.version.cuda}: in an "
+            "environment of its own, pip install torch==2.13.0 --index-url "
+            "https://download.pytorch.org/whl/cpu"
+        )
     if find_spec("triton") is None:
         return "needs triton: pip install triton==3.7.1"
-    if torch.version.cuda is not None:
-        return "needs a CPU build of torch, in an environment of its own"
     try:
         check_versions()
     except RuntimeError as error:

@@ -6,8 +6,9 @@ script.py:make_model ─► steps over fake tensors ─► kernels, order, races
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
 from torch import nn
@@ -133,20 +134,26 @@ def _faults(recording: Recording, device: str) -> Iterator[str]:
 
 def _text(recording: Recording, target: Target, faults: tuple[str, ...]) -> str:
     counts = count(recording.actions, recording.runs)
-    rows: Mapping[str, object] = {
-        "would fail": "; ".join(faults) or "nothing",
-        "kernels": f"{counts.kernels} in a step, {len(set(recording.kernels))} distinct; "
-        f"{counts.bucket_copies} of them copy into buckets and out of them",
-        "collectives": counts.collectives,
-        "host": f"{counts.host_copies} tensors copied, waits {counts.host_waits} times"
-        + (f", for {', '.join(sorted(set(counts.blocking)))}" if counts.blocking else ""),
-        "memory": "; ".join(_memory(recording)),
-        "order": "; ".join(_order(recording)) or "as planned",
+    blocking = ", ".join(sorted(set(counts.blocking)))
+    rows: Mapping[str, Sequence[str]] = {
+        "would fail": faults or ["nothing"],
+        "kernels": [
+            f"{counts.kernels} in a step, {len(set(recording.kernels))} distinct; "
+            f"{counts.bucket_copies} of them copy into buckets and out of them"
+        ],
+        "collectives": [f"{counts.collectives} in a step"],
+        "host": [
+            f"copies {counts.host_copies} tensors, waits {counts.host_waits} times"
+            + (f", for {blocking}" if blocking else "")
+        ],
+        "memory": list(_memory(recording)),
+        "order": list(_order(recording)) or ["as planned"],
     }
     width = max(map(len, rows))
     title = f"{target.script}:{target.function}, rank {target.rank} of {target.world}, "
     lines = [f"{title}{target.device} that is not there", ""]
-    lines += [f"{name:{width}}  {value}" for name, value in rows.items()]
+    for name, texts in rows.items():
+        lines += [f"{head:{width}}  {text}" for head, text in zip(chain([name], repeat("")), texts)]
     return "\n".join([*lines, "", recording.summary])
 
 
@@ -154,13 +161,13 @@ def _memory(recording: Recording) -> Iterator[str]:
     """Yield what a step and each of its graphs need at their peaks, and what the plans say."""
     step = peak_bytes_of_step(recording.actions)
     adam = (step + recording.trained_bytes) / GB  # it has two states of each parameter
-    yield f"a step needs {step / GB:.2f} GB with SGD and momentum, {adam:.2f} with Adam"
+    yield f"a step needs {step / GB:.3f} GB with SGD and momentum, {adam:.3f} with Adam"
     plans = list(recording.plans)
     for number, run in enumerate(recording.runs):
-        needed = f"alone needs {peak_bytes(recording.actions, run) / GB:.2f} GB"
+        needed = f"alone needs {peak_bytes(recording.actions, run) / GB:.3f} GB"
         if plan := plan_of(plans, run):
             plans.sort(key=lambda other: other is plan)  # it comes last where the next run fits two
-            yield f"{plan.graph} {needed} (planned {planned_peak_bytes(plan) / GB:.2f})"
+            yield f"{plan.graph} {needed} (planned {planned_peak_bytes(plan) / GB:.3f})"
         else:
             yield f"graph {number} {needed}"
 

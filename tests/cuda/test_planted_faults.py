@@ -130,6 +130,11 @@ def test_ranks_that_run_other_code() -> None:
     assert not test_cases.is_same_text(codes, planted)
 
 
+def test_a_torch_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    assert "this one is for CUDA 13.0: in an environment of its own, pip install" in obstacle()
+
+
 def test_a_torch_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a skip with a reason; in CI it is none, and each test fails with the reason."""
     monkeypatch.setattr(stand_ins, "TORCH_VERSIONS", ("1.0",))
