@@ -85,16 +85,16 @@ EOF
     part 'modelled links' 50 "$python" -m benchmarks.throughput --device "$device" \
         --wire 0.02,100 "${tiny[@]}"
     if [[ $device == cuda ]]; then # on a CPU among the numbers
-        tests 'memory, kernels, waits, CUDA graphs' 70 test_claims.py
+        tests 'memory, kernels, waits, CUDA graphs, saved code' 90 test_claims.py
     fi
     # The row of torchao's fp8 is there if this Python has torchao.
     part 'throughput, mixed and fp8' 50 "$python" -m benchmarks.throughput --mixed \
         --device "$device" "${tiny[@]}"
     part 'offload streams' 30 "$python" -m benchmarks.offload_streams --device "$device" "${flat[@]}"
-    part overhead 40 "$python" -m benchmarks.overhead --device "$device" "${tiny[@]}"
-    part throughput 40 "$python" -m benchmarks.throughput --device "$device" "${tiny[@]}"
+    part overhead 35 "$python" -m benchmarks.overhead --device "$device" "${tiny[@]}"
+    part throughput 35 "$python" -m benchmarks.throughput --device "$device" "${tiny[@]}"
     # Other parts have compiled just now.
-    part 'compile time' 40 "$python" -m benchmarks.compile_time --device "$device" --no-warm-up \
+    part 'compile time' 30 "$python" -m benchmarks.compile_time --device "$device" --no-warm-up \
         "${small[@]}"
     printf '\n## Summary\n\n| part | result | seconds |\n|---|---|---:|\n'
     printf '%s\n' "${rows[@]}"

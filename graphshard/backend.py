@@ -357,7 +357,8 @@ def _shard_before_trace(_: object) -> None:
     """
     on_compile_error(advise)
     call = compiled_call()
-    root = call.module or next(iter(call.called), None)
+    called = next(iter(call.called), None)
+    root = called if call.module is None else call.module  # a module may have no truth value
     its_backend = _backend_of(call)
     if its_backend is not None and root is not None:
         its_backend.shard_compiled(root, in_use=call.runs(root))

@@ -1,11 +1,18 @@
-"""Functions of a user's script, by path and name: `load_function`."""
+"""A user's script: its function, the model and inputs that this returns, and the loss of a step."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
+
+from ._torch.nn import uncompiled
+from ._torch.tensors import tree_leaves
 
 
 def load_function(script: str, function: str) -> Any:
@@ -27,3 +34,66 @@ def load_function(script: str, function: str) -> Any:
         names = sorted(name for name, value in vars(module).items() if callable(value))
         raise ValueError(f"{script} has no function {function!r}, but {names}")
     return found
+
+
+def unpack(function: str, returned: object) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """Return the model, the inputs of a step and the options that a function has returned.
+
+    Args:
+        function: its name.
+
+    Raises:
+        ValueError: it has returned something else.
+    """
+    if not (isinstance(returned, tuple) and len(returned) in (2, 3)):
+        raise ValueError(
+            f"{function} returned {_kind(returned)}: must be (model, inputs) or (model, "
+            "inputs, options of graphshard.backend)"
+        )
+    model, inputs, *rest = returned
+    options = rest[0] if rest else {}
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"{function} returned {_kind(model)} as the model: must be a torch.nn.Module"
+        )
+    if uncompiled(model) is not model:
+        raise ValueError(
+            f"{function} returned a model that is compiled already: leave out torch.compile"
+        )
+    if not isinstance(inputs, Sequence | Mapping) or isinstance(inputs, str):
+        raise ValueError(
+            f"{function} returned {_kind(inputs)} as the inputs: must be a tuple, as in "
+            "(model, (tokens,)), or a dictionary of keywords"
+        )
+    if not isinstance(options, Mapping):
+        raise ValueError(
+            f"{function} returned {_kind(options)} as the options: must be a dictionary of "
+            "arguments of graphshard.backend"
+        )
+    return model, inputs, dict(options)
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """Return the loss among a model's outputs: ``loss``, or the sum of the first tensor.
+
+    Raises:
+        ValueError: there is no tensor, or no trained parameter has led to it.
+    """
+    loss = getattr(outputs, "loss", None)
+    if loss is None:
+        tensors = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
+        loss = next(tensors, None)
+    if loss is None:
+        raise ValueError(
+            f"the model returned {_kind(outputs)} without a tensor: have it return its loss"
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            "nothing would be trained: the loss depends on no parameter that requires a gradient"
+        )
+    return loss if loss.dim() == 0 else loss.float().sum()
+
+
+def _kind(value: object) -> str:
+    """Return the name of a value's type: "Tensor" for all of its kinds, a fake one among them."""
+    return "Tensor" if isinstance(value, torch.Tensor) else type(value).__name__

@@ -19,7 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "_torch": set(),
     "kinds": set(),
     "files": set(),
-    "scripts": set(),
+    "scripts": {"_torch"},
     "errors": {"_torch"},
     "ops": {"_torch", "kinds"},
     "planning": {"errors", "kinds"},

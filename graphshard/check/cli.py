@@ -17,7 +17,11 @@ A script for it:
         tokens = torch.zeros(2, 4096, dtype=torch.int64)
         return model, (tokens,), {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
 
-Nothing is allocated and no other rank is there: a laptop can check a model of any size.
+Nothing is allocated and no other rank is there: a laptop can check a model of any size. The loss is
+the output's `loss`, or the sum of its first tensor; the optimizer is SGD with momentum.
+
+Exit status: 0 if nothing would fail, 1 if something would or if the check ended with an error, 2 if
+an argument is wrong.
 """
 
 
@@ -68,10 +72,10 @@ def _check(args: argparse.Namespace) -> int:
 
 def _words(failure: Failure, verbose: bool) -> str:
     """Return what has happened, where, and all of it if the user wants it."""
-    lines = [f"would fail  {failure.cause}"]
-    lines += [f"at          {failure.where}"] if failure.where else []
+    lines = [f"error  {failure.cause}"]
+    lines += [f"at     {failure.where}"] if failure.where else []
     if failure.details:
-        lines = [failure.details, *lines] if verbose else [*lines, "more        with --verbose"]
+        lines = [failure.details, *lines] if verbose else [*lines, "more   with --verbose"]
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .._torch.dynamo_errors import frames_of, words_of
+from .._torch.inductor import cache_dir
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class Failure:
 
     Attributes:
         cause: its type and what it says, a line.
-        where: the line of the user's code that it comes from; "" if there is none.
+        where: the line of the user's code, or of a library, that it comes from; "" if there is
+            none.
         details: its traceback, or the last lines that the process wrote.
     """
 
@@ -35,15 +37,8 @@ class Result:
     value: Any
 
 
-_NOT_OF_THE_USER = tuple(
-    str(folder)
-    for folder in (
-        Path(torch.__file__).parent,
-        Path(__file__).parents[1],
-        sysconfig.get_path("stdlib"),
-        "<",  # frozen modules, code without a file
-    )
-)
+_TORCH_AND_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+"""Where code of torch and of this project lies; and frozen modules, and code without a file."""
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -56,12 +51,22 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _where(error: BaseException) -> str:
-    """Return file, number and text of the innermost line that is not of torch or of ours."""
+    """Return file, number and text of the innermost line of the user's code; if there is none, of a
+    library that he uses, such as transformers."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
-    for frame in reversed(frames_of(error)):
-        path = frame.filename
-        is_installed = "site-packages" in Path(path).parts
-        if not path.startswith(_NOT_OF_THE_USER) and not is_installed:
-            return f"{path}:{frame.lineno}: {frame.line}"
+    others = [f for f in reversed(frames_of(error)) if not _is_torch_or_ours(f.filename)]
+    own = [frame for frame in others if not _is_installed(frame.filename)]
+    for frame in own or others:
+        return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return ""
+
+
+def _is_torch_or_ours(file: str) -> bool:
+    """Return whether code is of torch, written by Inductor, of this project, or Python's own."""
+    is_pythons = file.startswith(sysconfig.get_path("stdlib")) and not _is_installed(file)
+    return file.startswith((*_TORCH_AND_OURS, cache_dir())) or is_pythons
+
+
+def _is_installed(file: str) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)

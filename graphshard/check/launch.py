@@ -51,10 +51,14 @@ class CheckError(RuntimeError):
 
 def obstacle() -> str:
     """Return why no GPU can be stood in for on this machine; "" if one can."""
+    if torch.version.cuda is not None:
+        return (
+            f"needs a CPU build of torch, and this one is for CUDA {torch.version.cuda}: in an "
+            "environment of its own, pip install torch==2.13.0 --index-url "
+            "https://download.pytorch.org/whl/cpu"
+        )
     if find_spec("triton") is None:
         return "needs triton: pip install triton==3.7.1"
-    if torch.version.cuda is not None:
-        return "needs a CPU build of torch, in an environment of its own"
     try:
         check_versions()
     except RuntimeError as error:
@@ -109,20 +113,22 @@ def _death(done: subprocess.CompletedProcess[str]) -> Failure:
     """Return what is known about a process that has ended without an answer."""
     status = done.returncode
     cause = f"exit status {status}" if status >= 0 else f"signal {-status}"
-    text = _without_ranks(done.stderr[-8000:]).strip()
+    text = _for_users(done.stderr[-8000:]).strip()
     lines = text.splitlines()[-1:]
     return Failure(": ".join([f"the process was ended by {cause}", *lines]), details=text)
 
 
 def _forward(text: str) -> None:
     """Write what the child has written."""
-    if text.strip():
-        print(_without_ranks(text).rstrip(), file=sys.stderr)
+    if text := _for_users(text).rstrip():
+        print(text, file=sys.stderr)
 
 
-def _without_ranks(text: str) -> str:
-    """Remove the rank that torch writes in front of each line."""
-    return re.sub(r"^\[rank\d+\]: ", "", text, flags=re.MULTILINE)
+def _for_users(text: str) -> str:
+    """Remove the rank that torch writes in front of each line, and what it says in C++ of tensors
+    without data, which are not the user's."""
+    text = re.sub(r"^\[rank\d+\]: ?", "", text, flags=re.MULTILINE)
+    return re.sub(r"^\[W.*data pointer of FakeTensor.*\n?", "", text, flags=re.MULTILINE)
 
 
 def _environment() -> dict[str, str]:

@@ -5,15 +5,21 @@ script.py:make_model ─► steps over fake tensors ─► kernels, order, races
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
 from torch import nn
 
-from .._torch.no_gpu.stand_ins import DataDependentOutputException
+from .._torch.no_gpu.stand_ins import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from ..backend import backend
 from ..options.schedule_policy import SchedulePolicy
-from ..scripts import load_function
+from ..scripts import load_function, unpack
 from .counts import count
 from .gpus import GPUS
 from .kernels import compile_kernels
@@ -24,6 +30,16 @@ from .recorder import Recorder
 from .step import Cluster, Recording, record_steps
 
 GB = 1e9
+_READS = {
+    DataDependentOutputException: "the model reads a value of a tensor ({}), as .item() and `if "
+    "tensor:` do",
+    DynamicOutputShapeException: "the size of a tensor follows from values ({}), as in x[mask] and "
+    "x.nonzero()",
+}
+_NO_VALUES = (
+    "a GPU can do it, but there the host waits for the value, and here tensors have none. Compute "
+    "with tensors of fixed sizes instead, as torch.where does"
+)
 
 
 @dataclass(frozen=True)
@@ -68,36 +84,36 @@ def check(recorder: Recorder, target: Target) -> Report:
     options of ``graphshard.backend``.
 
     Raises:
-        ValueError: there is no such function, or it returns something else.
+        ValueError: there is no such function, or it returns something else, or nothing is trained.
         RuntimeError: the model depends on values of tensors.
     """
     make = load_function(target.script, target.function)
     options: dict[str, Any] = {}
 
     def make_model() -> tuple[nn.Module, Any]:
-        made = make()
-        is_right = isinstance(made, tuple) and len(made) in (2, 3)
-        if not is_right or not isinstance(made[0], nn.Module):
-            raise ValueError(
-                f"{target.function} returned {type(made).__name__}: must be (model, inputs) or "
-                "(model, inputs, options of graphshard.backend)"
-            )
-        options.update({"schedule": SchedulePolicy(hardware=target.device)})
-        options.update(made[2] if len(made) == 3 else {})
-        return made[0], made[1]
+        model, inputs, chosen = unpack(target.function, make())
+        _check_names(target.function, chosen)
+        options.update({"schedule": SchedulePolicy(hardware=target.device), **chosen})
+        return model, inputs
 
     shards = target.world // target.replicas
     mesh = (shards,) if target.replicas == 1 else (target.replicas, shards)
     try:
         recording = record_steps(recorder, make_model, Cluster(mesh, target.rank), options)
-    except DataDependentOutputException as error:
-        raise RuntimeError(
-            f"the model reads a value of a tensor ({error}), as .item() and `if tensor:` do: on a "
-            "GPU the host would wait there, and here tensors have no values. Compute with the "
-            "tensor instead"
-        ) from error
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise RuntimeError(f"{_READS[type(error)].format(error)}: {_NO_VALUES}") from error
     faults = tuple(_faults(recording, target.device))
     return Report(faults, _text(recording, target, faults))
+
+
+def _check_names(function: str, options: Mapping[str, Any]) -> None:
+    """Raise ValueError if ``graphshard.backend`` has no argument of such a name."""
+    known = set(inspect.signature(backend).parameters) - {"mesh"}
+    if wrong := sorted(options.keys() - known):
+        raise ValueError(
+            f"{function} returned the options {', '.join(wrong)}: must be arguments of "
+            f"graphshard.backend, {', '.join(sorted(known))}; --world and --replicas are the mesh"
+        )
 
 
 def _faults(recording: Recording, device: str) -> Iterator[str]:
@@ -118,20 +134,26 @@ def _faults(recording: Recording, device: str) -> Iterator[str]:
 
 def _text(recording: Recording, target: Target, faults: tuple[str, ...]) -> str:
     counts = count(recording.actions, recording.runs)
-    rows: Mapping[str, object] = {
-        "would fail": "; ".join(faults) or "nothing",
-        "kernels": f"{counts.kernels} in a step, {len(set(recording.kernels))} distinct; "
-        f"{counts.bucket_copies} of them copy into buckets and out of them",
-        "collectives": counts.collectives,
-        "host": f"{counts.host_copies} tensors copied, waits {counts.host_waits} times"
-        + (f", for {', '.join(sorted(set(counts.blocking)))}" if counts.blocking else ""),
-        "memory": "; ".join(_memory(recording)),
-        "order": "; ".join(_order(recording)) or "as planned",
+    blocking = ", ".join(sorted(set(counts.blocking)))
+    rows: Mapping[str, Sequence[str]] = {
+        "would fail": faults or ["nothing"],
+        "kernels": [
+            f"{counts.kernels} in a step, {len(set(recording.kernels))} distinct; "
+            f"{counts.bucket_copies} of them copy into buckets and out of them"
+        ],
+        "collectives": [f"{counts.collectives} in a step"],
+        "host": [
+            f"copies {counts.host_copies} tensors, waits {counts.host_waits} times"
+            + (f", for {blocking}" if blocking else "")
+        ],
+        "memory": list(_memory(recording)),
+        "order": list(_order(recording)) or ["as planned"],
     }
     width = max(map(len, rows))
     title = f"{target.script}:{target.function}, rank {target.rank} of {target.world}, "
     lines = [f"{title}{target.device} that is not there", ""]
-    lines += [f"{name:{width}}  {value}" for name, value in rows.items()]
+    for name, texts in rows.items():
+        lines += [f"{head:{width}}  {text}" for head, text in zip(chain([name], repeat("")), texts)]
     return "\n".join([*lines, "", recording.summary])
 
 
@@ -139,13 +161,13 @@ def _memory(recording: Recording) -> Iterator[str]:
     """Yield what a step and each of its graphs need at their peaks, and what the plans say."""
     step = peak_bytes_of_step(recording.actions)
     adam = (step + recording.trained_bytes) / GB  # it has two states of each parameter
-    yield f"a step needs {step / GB:.2f} GB with SGD and momentum, {adam:.2f} with Adam"
+    yield f"a step needs {step / GB:.3f} GB with SGD and momentum, {adam:.3f} with Adam"
     plans = list(recording.plans)
     for number, run in enumerate(recording.runs):
-        needed = f"alone needs {peak_bytes(recording.actions, run) / GB:.2f} GB"
+        needed = f"alone needs {peak_bytes(recording.actions, run) / GB:.3f} GB"
         if plan := plan_of(plans, run):
             plans.sort(key=lambda other: other is plan)  # it comes last where the next run fits two
-            yield f"{plan.graph} {needed} (planned {planned_peak_bytes(plan) / GB:.2f})"
+            yield f"{plan.graph} {needed} (planned {planned_peak_bytes(plan) / GB:.3f})"
         else:
             yield f"graph {number} {needed}"
 

@@ -22,6 +22,7 @@ from .._torch.distributed import fake_ranks
 from .._torch.tensors import new_fake_mode, tree_leaves
 from ..backend import backend, shard
 from ..planning.plan import Plan
+from ..scripts import loss_of
 from .actions import Action
 from .recorder import Recorder
 from .runs import GraphRun
@@ -40,7 +41,7 @@ Step = Callable[[nn.Module, Callable[..., Any], Any], None]
 def forward_backward(model: nn.Module, compiled: Callable[..., Any], inputs: Any) -> None:
     """Compute the gradients of one batch."""
     keywords = isinstance(inputs, Mapping)
-    _loss(compiled(**inputs) if keywords else compiled(*inputs)).backward()
+    loss_of(compiled(**inputs) if keywords else compiled(*inputs)).backward()
 
 
 @dataclass(frozen=True)
@@ -198,11 +199,3 @@ def recording_of(recorder: Recorder, plans: Sequence[Plan] = ()) -> Recording:
         actions=tuple(recorder.actions),
         runs=tuple(recorder.runs),
     )
-
-
-def _loss(outputs: Any) -> Tensor:
-    """Return the loss among a model's outputs: the first tensor's sum, if that is no scalar."""
-    loss = getattr(outputs, "loss", None)
-    if loss is None:
-        loss = next(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
-    return loss if loss.dim() == 0 else loss.float().sum()

@@ -4,9 +4,9 @@
              ─► each graph as a ``Problem``, priced by the machine and by faster ones
 
 Tensors are on the CPU, and prices are those of the GPU. A stand-in for the GPU
-(``graphshard.check``) would need a CPU build of torch, a compiler and a process of its own, and
-has attention as plain products; on the CPU it is one operator, as on a GPU. Nothing is left behind
-in the process but that Dynamo has forgotten what it had compiled.
+(``graphshard.check``) would need a CPU build of torch, a compiler and a process of its own. On a
+CPU attention is one operator, as on a GPU. Nothing is left behind in the process but that Dynamo
+has forgotten what it had compiled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import passes
 from .._torch.distributed import fake_ranks
-from .._torch.tensors import new_fake_mode, tree_leaves, tree_map
+from .._torch.tensors import new_fake_mode, tree_map
 from ..backend import Backend, backend, shard
 from ..cost.fallback import read_or
 from ..cost.flops import Flops, flops
@@ -38,6 +38,7 @@ from ..pipeline.compile import CompiledGraph, TracedGraph
 from ..pipeline.settings import CompileSettings
 from ..pipeline.trace_only import trace_only
 from ..planning.plan import PlanParam, Problem
+from ..scripts import loss_of
 
 Inputs = tuple[Any, ...] | Mapping[str, Any]
 """Of a step: arguments, or keywords."""
@@ -126,7 +127,8 @@ def trace(
         options: of ``graphshard.backend``.
 
     Raises:
-        UntraceableError: the model depends on values of tensors, or has no loss.
+        UntraceableError: the model depends on values of tensors.
+        ValueError: it has no loss, or nothing of it is trained.
         RuntimeError: this process has a process group.
     """
     if dist.is_initialized():
@@ -198,21 +200,6 @@ def _data_dependence(error: BaseException | None) -> str | None:
             return str(error).strip().splitlines()[0][:120]
         error = error.__cause__ or error.__context__
     return None
-
-
-def loss_of(outputs: Any) -> torch.Tensor:
-    """Return the loss among a model's outputs: the first tensor's sum, if that is no scalar.
-
-    Raises:
-        UntraceableError: there is no tensor.
-    """
-    loss = getattr(outputs, "loss", None)
-    if loss is None:
-        tensors = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
-        loss = next(tensors, None)
-    if loss is None:
-        raise UntraceableError("the model returns no tensor: have it return its loss")
-    return loss if loss.dim() == 0 else loss.float().sum()
 
 
 def _held(model: nn.Module) -> Held:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .._torch.tensors import tree_leaves
-from ..scripts import load_function
+from ..scripts import load_function, unpack
 from .configs import config_workload, find_config, is_config
 from .public_models import PUBLIC_MODELS
 from .trace import Inputs
@@ -93,10 +93,8 @@ def _script_workload(script: str, function: str) -> Workload:
     make = load_function(script, function)
 
     def made(num_layers: int | None) -> tuple[nn.Module, Inputs]:
-        result = make()
-        if not (isinstance(result, tuple) and len(result) in (2, 3)):
-            raise ValueError(f"{script}:{function} must return (model, inputs)")
-        return result[0], result[1]
+        model, inputs, _ = unpack(function, make())
+        return model, inputs
 
     with torch.device("meta"):
         tokens, unit = count_tokens(made(None)[1])

@@ -93,7 +93,7 @@ def watch(sharder: Sharder, given: object) -> None:
     if not any(w.sharder is sharder and w.given() is target for w in _watched):
         with contextlib.suppress(TypeError):  # an object of a class that takes no weak references
             _watched.append(_Watched(sharder, weakref.ref(target)))
-    if any(modules_named_by(target)):
+    if any(True for _ in modules_named_by(target)):  # a module may have no truth value
         _idle.discard(sharder)
     _hook_optimizers()
 

@@ -2,7 +2,7 @@
 
     python -m tests.cuda [--out benchmarks/results/cuda.md]
 
-This takes some 25 minutes on one core.
+This takes an hour on one core.
 """
 
 from __future__ import annotations

@@ -249,15 +249,15 @@ def convolve(recorder: Recorder) -> list[bool]:
 
 def multiply_planted(recorder: Recorder) -> list[str]:
     """Return errors of products in fp8: one as cuBLASLt takes it, one whose second matrix is
-    row-major, and one of sizes that are no multiples of 16."""
-    return [
-        _error_of_product(inner, turned) for inner, turned in ((32, True), (32, False), (24, True))
-    ]
+    row-major, one of sizes that are no multiples of 16, and one whose first matrix lies 8 bytes
+    behind the beginning of its memory."""
+    planted = ((32, True, 0), (32, False, 0), (24, True, 0), (32, True, 8))
+    return [_error_of_product(*case) for case in planted]
 
 
-def _error_of_product(inner: int, turned: bool) -> str:
+def _error_of_product(inner: int, turned: bool, offset: int) -> str:
     with new_fake_mode(), torch.device("cuda:0"):
-        left = torch.empty(16, inner).to(torch.float8_e4m3fn)
+        left = torch.empty(offset + 16 * inner).to(torch.float8_e4m3fn)[offset:].view(16, inner)
         right = torch.empty((16, inner) if turned else (inner, 16)).to(torch.float8_e4m3fn)
         one = torch.ones(())
         out = torch.empty(16, 16, dtype=torch.bfloat16)

@@ -77,10 +77,11 @@ def test_kernels_that_a_gpu_refuses() -> None:
 
 
 def test_products_in_fp8_that_cublaslt_refuses() -> None:
-    fine, row_major, odd = call("tests.cuda.cases:multiply_planted", DEVICE)
+    fine, row_major, odd, shifted = call("tests.cuda.cases:multiply_planted", DEVICE)
     assert not fine
     assert "mat2 must be col_major" in row_major
     assert "16" in odd, odd
+    assert "multiples of 16 bytes, not at 8" in shifted
 
 
 def test_convolutions_return_the_layout_of_cudnn() -> None:
@@ -127,6 +128,11 @@ def test_ranks_that_run_other_code() -> None:
     commented = [f"# of rank 1\n{codes[0]}", *codes[1:]]
     assert test_cases.is_same_text(codes, commented)
     assert not test_cases.is_same_text(codes, planted)
+
+
+def test_a_torch_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    assert "this one is for CUDA 13.0: in an environment of its own, pip install" in obstacle()
 
 
 def test_a_torch_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,23 @@
-"""What is claimed of steps on a GPU that is not there, measured on one that is: kernels, waits of
-the host, memory, CUDA graphs. Each function runs on one rank, on CPU tensors or on CUDA tensors."""
+"""What is claimed of GPUs without one, measured on one: kernels, waits of the host, memory, CUDA
+graphs; layers that are compiled once, compiled code in a file, where a model from the meta device
+comes to lie. Each function runs on one rank, on CPU tensors or on CUDA tensors."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch._inductor import cudagraph_utils
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import graphshard
 from benchmarks.models import DeepMLP, parameter_bytes
@@ -135,9 +140,52 @@ def graphs_that_a_policy_captures(device: str) -> int:
     return len(asked)
 
 
+def error_of_regions(device: str) -> tuple[int, float]:
+    """Train with layers that are alike compiled once, and return how many calls of one region there
+    are, and the relative error of the losses."""
+    without = _losses(device)
+    model, x = _model(device)
+    ours = _backend(device, schedule=graphshard.SchedulePolicy(regions=True))
+    losses = _train(model, torch.compile(model, backend=ours), x)
+    return sum(plan.regions.num_calls for plan in ours.plans), relative_error(losses, without)
+
+
+def save(device: str, path: Path) -> Tensor:
+    """Train with the caches of this process, save what was compiled, and return the losses."""
+    losses = _losses(device)
+    graphshard.save_compiled(path)
+    return losses
+
+
+def load(device: str, path: Path) -> tuple[Tensor, int]:
+    """Train with what was saved, and return the losses, and how many graphs were compiled."""
+    graphshard.load_compiled(path)
+    losses = _losses(device)
+    return losses, counters["inductor"]["fxgraph_cache_miss"]
+
+
+def devices_of_an_offloaded_model(device: str) -> tuple[set[str], set[str]]:
+    """Return where parameters and buffers of a model from the meta device lie, once it has made a
+    step."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32))
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()}
+    graphshard.shard(model, mesh, **options)
+    graphshard.materialize(model)
+    compiled: nn.Module = torch.compile(model, backend=graphshard.backend(mesh, **options))
+    compiled(torch.randn(8, 32, device=device)).square().mean().backward()
+    params, buffers = model.parameters(), model.buffers()
+    return {p.device.type for p in params}, {b.device.type for b in buffers}
+
+
 def _losses(device: str) -> Tensor:
     model, x = _model(device)
-    compiled: nn.Module = torch.compile(model, backend=_backend(device))
+    return _train(model, torch.compile(model, backend=_backend(device)), x)
+
+
+def _train(model: nn.Module, compiled: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return the losses of some steps."""
     losses = []
     for _ in range(3):
         loss = compiled(x)

@@ -1,7 +1,11 @@
 """A GPU that is there does as one that is not there said it would: kernels of a step, waits of the
-host, memory, and CUDA graphs. See benchmarks/results/cuda.md."""
+host, memory, CUDA graphs (see benchmarks/results/cuda.md); and as it is said of GPUs in docs/."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import graphshard
 from graphshard.kinds import TransferKind
+from tests import ranks
 from tests.gpu import claims
 from tests.gpu.training import on_one_rank
 
@@ -66,3 +71,26 @@ def test_cuda_graphs_are_off_with_a_warning() -> None:
 def test_a_policy_of_the_user_is_asked_for_each_graph() -> None:
     found = on_one_rank("cuda", claims.graphs_that_a_policy_captures, "cuda")
     assert found == 2
+
+
+def test_layers_that_are_compiled_once_train_alike() -> None:
+    calls, error = on_one_rank("cuda", claims.error_of_regions, "cuda")
+    assert calls and error < 1e-4
+
+
+def test_a_start_with_saved_code_compiles_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "compiled"
+
+    def run(folder: str, function: Callable[..., Any]) -> Any:
+        env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / folder)}
+        [found] = ranks.run_fresh(1, function, "cuda", path, backend="nccl", env=env)
+        return found
+
+    saved = run("here", claims.save)
+    losses, misses = run("there", claims.load)
+    assert torch.equal(losses, saved) and misses == 0
+
+
+def test_buffers_of_an_offloaded_model_are_on_the_gpu() -> None:
+    found = on_one_rank("cuda", claims.devices_of_an_offloaded_model, "cuda")
+    assert found == ({"cpu"}, {"cuda"})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch._inductor import config as inductor_config
 
@@ -52,6 +54,22 @@ def _claims() -> None:
 
 def test_claims() -> None:
     on_one_rank("cpu", _claims)
+
+
+def _claims_of_the_documentation() -> None:
+    calls, error = claims.error_of_regions("cpu")
+    assert calls and error < 1e-5
+    assert claims.devices_of_an_offloaded_model("cpu") == ({"cpu"}, {"cpu"})
+
+
+def test_claims_of_the_documentation(tmp_path: Path) -> None:
+    on_one_rank("cpu", _claims_of_the_documentation)
+    path, runs = tmp_path / "compiled", []
+    for folder, function in (("here", claims.save), ("there", claims.load)):
+        env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / folder)}
+        runs += ranks.run_fresh(1, function, "cpu", path, env=env)
+    saved, (losses, misses) = runs
+    assert torch.equal(losses, saved) and misses == 0
 
 
 def test_collectives_work() -> None:

@@ -129,6 +129,31 @@ def test_a_model_trains_right_though_nothing_is_compiled(
     ranks.run(2, train_uncompiled, kind, compile, off)
 
 
+class _Unsized(MLP):
+    """A model whose truth value is an error."""
+
+    def __len__(self) -> int:
+        raise TypeError("has no length")
+
+
+def _compiled_twice(model: nn.Module, backend: graphshard.Backend) -> Any:
+    return torch.compile(torch.compile(model, backend="aot_eager"), backend=backend)
+
+
+def train_without_truth_value(kind: Any, compile: Compile) -> None:
+    twins = Twins(kind())
+    twins.compiled = compile(twins.model, twins.backend)
+    with graphshard_warnings() as texts:
+        twins.train(MLP.batch, loss=lambda model, x: model(x).square().mean())
+    assert_sharded(twins.model)
+    assert not texts, texts
+
+
+@pytest.mark.parametrize(("kind", "compile"), [(_Unsized, _compiled), (MLP, _compiled_twice)])
+def test_a_model_without_a_truth_value_trains(kind: Any, compile: Compile) -> None:
+    ranks.run(2, train_without_truth_value, kind, compile)
+
+
 def _train_sharded_uncompiled() -> None:
     twins = Twins(graphshard.shard(MLP(), world_mesh()), MLP())
     twins.reference.load_state_dict(

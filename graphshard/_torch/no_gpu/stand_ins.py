@@ -27,10 +27,14 @@ from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import hints, triton_helpers
 from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.fx.experimental import proxy_tensor
 
-__all__ = ["DataDependentOutputException"]
+__all__ = ["DataDependentOutputException", "DynamicOutputShapeException"]
 
 TORCH_VERSIONS = ("2.13",)
 TRITON_VERSIONS = ("3.7",)
@@ -302,9 +306,16 @@ def _stand_in_for_allocation(hooks: Hooks) -> None:
 
 def _stand_in_for_scaled_mm() -> None:
     """``_scaled_mm`` into a given tensor takes no fake tensors. The variant without one does, and
-    raises where cuBLASLt would refuse layouts or sizes (torch/_meta_registrations.py)."""
+    raises where cuBLASLt would refuse layouts or sizes (torch/_meta_registrations.py): for fp8 the
+    first matrix has to be row-major and the second one column-major ("TN"), and sizes and addresses
+    have to be multiples of 16 bytes (cuBLAS documentation, ``cublasLtMatmul``)."""
 
     def scaled_mm(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        for matrix in (*args[:2], out):
+            # Of the storage, whose address is a multiple of 512.
+            offset = matrix.storage_offset() * matrix.element_size()
+            if offset % 16:
+                raise ValueError(f"matrices must begin at multiples of 16 bytes, not at {offset}")
         made = torch.ops.aten._scaled_mm.default(*args, **kwargs)
         assert made.shape == out.shape and made.dtype == out.dtype
         return out
