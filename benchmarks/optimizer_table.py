@@ -30,7 +30,7 @@ FLATTENS = "flattens parameters to a vector, which DTensors refuse where rows ar
 MIXES = "makes plain tensors of its own and mixes them with DTensors"
 OTHERS_CODE = (
     "torch caches its compiled step, and gives a rank that of another with more rows: works with "
-    "TORCHINDUCTOR_AUTOGRAD_CACHE=0, but full_state_dict cannot take its state"
+    "TORCHINDUCTOR_AUTOGRAD_CACHE=0"
 )
 GPU = "runs on GPUs alone: offload_policy offloads state, too"
 

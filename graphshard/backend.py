@@ -109,6 +109,7 @@ class Backend:
         if sharded:
             settle(self)
         for model in {param.model for param in sharded}:
+            model.warn_of_other_options(self.options)
             model.compiled = True
             model.gathered_bytes = max(model.gathered_bytes, compiled.max_gathered_bytes())
         is_cast = any(layout.dtype is not None for layout in layouts)
@@ -324,10 +325,12 @@ def shard(
     ``model.to_empty(device=...)`` and initialise it. Only shards are ever allocated.
 
     Raises:
-        ValueError: as :func:`backend`, before anything is changed.
+        ValueError: as :func:`backend`, before anything is changed; ``model`` is no module.
     """
     arguments = dict(locals())
     root = arguments.pop("model")
+    if not isinstance(root, nn.Module):
+        raise BackendError(f"model is a {type(root).__name__}: give the module to be sharded")
     options = Options.from_arguments(arguments)
     mesh = mesh_for(options, root.parameters())
     shard_module(root, mesh, options, in_use=False, allow_meta=True)

@@ -16,8 +16,8 @@ from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 
 from .._torch.nn import uncompiled
-from ..params.agree import value_of_rank
-from ..params.full_state_dict import StateDict, full_state_dict, mesh_groups_of
+from ..params.agree import raise_if_any, value_of_rank
+from ..params.full_state_dict import StateDict, full_state_dict, is_first_rank, mesh_groups_of
 
 
 def adapter_state_dict(model: nn.Module) -> StateDict:
@@ -31,15 +31,24 @@ def adapter_state_dict(model: nn.Module) -> StateDict:
 
     Raises:
         ValueError: ``model`` is no ``PeftModel``, or one of prompts, whose values peft computes.
+        Exception: what peft raises on the first rank; on all others a ``ValueError`` tells of it.
     """
     root: Any = uncompiled(model)
     if not isinstance(root, PeftModel):
         raise ValueError(f"model is a {type(root).__name__}: give the PeftModel")
     check_can_be_saved(root)
-    names = _names(root)
     groups = mesh_groups_of(root)
+    if groups is None:
+        return full_state_dict(root, names=_names(root))
+    names, error = [], None
     # The first rank's: peft looks at files of the base, which others may not have.
-    return full_state_dict(root, names=value_of_rank(names, 0, groups) if groups else names)
+    if is_first_rank(groups):
+        try:
+            names = _names(root)
+        except Exception as caught:
+            error = caught
+    raise_if_any(error, groups)
+    return full_state_dict(root, names=value_of_rank(names, 0, groups))
 
 
 def check_can_be_saved(model: object) -> None:

@@ -49,8 +49,9 @@ class ShardedTrainerMixin(Trainer):
             may be given. ``gradient_checkpointing``, ``bf16`` and peft models work as ever.
 
     Raises:
-        ValueError: when training begins: ``args`` sets another strategy or compiler (``fsdp``,
-            ``deepspeed``, ``torch_compile``), or ``save_on_each_node``; peft learns prompts.
+        ValueError: ``sharding`` is no dictionary; when training begins: ``args`` sets another
+            strategy or compiler (``fsdp``, ``deepspeed``, ``torch_compile``), or
+            ``save_on_each_node``; peft learns prompts.
     """
 
     model: Any
@@ -58,6 +59,10 @@ class ShardedTrainerMixin(Trainer):
     lr_scheduler: Any
 
     def __init__(self, *args: Any, sharding: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if not isinstance(sharding, dict | None):
+            raise ValueError(
+                f"sharding={sharding!r}: must be a dict of arguments of graphshard.backend"
+            )
         self.sharding = sharding or {}
         super().__init__(*args, **kwargs)
 

@@ -95,6 +95,16 @@ class Options:
                 values.update(arguments)
         return ParamOptions(**values)
 
+    def not_held_by(self, other: Options) -> list[str]:
+        """Return what is asked for here of parameters, and not left out, that ``other`` has not."""
+        names = [f.name for f in fields(ParamOptions) if hasattr(self, f.name)]
+        left_out = {name: getattr(ParamOptions(), name) for name in names} | {"overrides": {}}
+        return [
+            f"{name}={getattr(self, name)!r}"
+            for name, default in left_out.items()
+            if getattr(self, name) not in (default, getattr(other, name))
+        ]
+
     def policy_glob(self, fqn: str) -> str | None:
         """Return the glob of ``overrides`` whose ``mp_policy`` holds for the module ``fqn``.
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch.nn import COMPILED_PREFIX, set_versions, uncompiled, versions_of
 from .agree import raise_if_different
-from .full_tensor import gather
+from .full_tensor import gather, plain
 from .mesh_groups import MeshGroups
 from .sharded_param import sharded_param_of
 
@@ -53,7 +53,8 @@ def full_state_dict(
     Args:
         optim: its state is wanted, too: with names of parameters, not numbers, as
             ``torch.distributed.checkpoint.state_dict`` has it, whose ``set_optimizer_state_dict``
-            loads it into the optimizer of a plain model.
+            loads it into the optimizer of a plain model. States that torchao keeps in 8 bits are
+            float32 here; an optimizer that has stepped loads them, rounded again to 8 bits.
         names: in the model's state dict, of what is wanted and gathered, the same on all ranks:
             adapters alone, say. None: of everything.
 
@@ -171,7 +172,7 @@ def _on_first_host(value: object, is_first: bool) -> object:
         return full.to("cpu") if is_first and full is not None else None
     if not is_first:
         return None
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+    return plain(value).to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _gathered_optimizer(

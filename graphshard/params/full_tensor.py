@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .._torch.distributed import process_group
 from .._torch.dtensor import local_tensor
+from .._torch.tensors import is_traceable_wrapper_subclass
 from ..ops.shard_rows import rows_of_rank
 from .layout import Layout
 from .mesh_groups import MeshGroups
@@ -32,10 +33,10 @@ def gather(dtensor: DTensor) -> torch.Tensor | None:
     if layout is None:
         return dtensor.full_tensor().detach()
     if layout.rows is None:
-        return local_tensor(dtensor).detach().clone()
+        return plain(local_tensor(dtensor)).clone()
     if not _is_of_first_replica(layout):
         return None
-    own = layout.padded(local_tensor(dtensor).detach().to(layout.groups.device))
+    own = layout.padded(plain(local_tensor(dtensor)).to(layout.groups.device))
     group = process_group(layout.groups.shards)
     if layout.groups.shard_index != 0:
         dist.gather(_bytes(own), group=group, group_dst=0)
@@ -103,6 +104,14 @@ def _parts(full: torch.Tensor, layout: Layout) -> list[_Part]:
         is_whole = rows.shape == layout.padded_shape
         parts.append(_Part(rows, rows if is_whole else layout.padded(rows)))
     return parts
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of ``tensor``, which may be a subclass that keeps them in fewer bits.
+
+    torchao's 8-bit optimizers have such states; each knows how to ``dequantize()`` itself.
+    """
+    return tensor.dequantize() if is_traceable_wrapper_subclass(tensor) else tensor.detach()
 
 
 def without_repeats(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._torch.distributed import process_group
+from .._torch.dtensor import local_tensor
 from .._torch.nn import set_versions, versions_of
+from .._torch.tensors import is_traceable_wrapper_subclass
 from ..errors import BackendError
 from .full_state_dict import (
     StateDict,
@@ -208,11 +210,22 @@ def _received_optimizer(
         for key, value in values.items():
             if isinstance(value, torch.Tensor):
                 full = sent.optim["state"][name][key] if sent.optim else None
-                layout = _layout_like(value, param, optim.state.get(param, {}).get(key))
-                value = _received(full, value, layout, groups)
+                present = optim.state.get(param, {}).get(key)
+                layout = _layout_like(value, param, present)
+                value = _as_kept(_received(full, value, layout, groups), present)
             received[key] = value
         state[numbers[name]] = received
     return {"state": state, "param_groups": param_groups}
+
+
+def _as_kept(received: torch.Tensor, present: object) -> torch.Tensor:
+    """Return a tensor of an optimizer's state in as few bits as that in its place has, if fewer."""
+    if isinstance(present, DTensor) and isinstance(received, DTensor):
+        local = local_tensor(present)
+        if is_traceable_wrapper_subclass(local):
+            local.copy_(local_tensor(received))
+            return present
+    return received
 
 
 def _regrouped(

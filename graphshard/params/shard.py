@@ -69,7 +69,7 @@ def shard_module(
     fault = find_fault(root, plain_params, mesh, options, allow_meta=allow_meta)
     raise_together(root, plain_params, groups, options, fault=fault)
     _warn_of_torchao(root)
-    model = ShardedModel(type(root).__name__)
+    model = ShardedModel(type(root).__name__, options)
     # A part that was sharded before keeps its policy.
     borders = [b for b in find_borders(root, options) if sharded_model_of(b.module) is None]
     with torch.no_grad(), torch.inference_mode(False):

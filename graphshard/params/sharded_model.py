@@ -16,6 +16,7 @@ from .._torch.distributed import process_group
 from .._torch.dynamo import graph_break_reasons
 from ..errors import BackendError
 from ..ops.accumulators import ACCUMULATOR_NAMES
+from ..options.options import Options
 from .eager_calls import eager_reduction
 from .grad_accumulation import GradAccumulation
 from .layout import Layout
@@ -67,6 +68,8 @@ class ShardedModel:
 
     Attributes:
         name: the root's class.
+        options: what it was sharded with.
+        told: whether the user was told that a backend's arguments are others.
         breaks: where its graphs broke, as ``file:line: reason``.
         eager_classes: classes of its modules whose forward ran outside a graph while parts of the
             model were compiled; a dictionary keeps them in order.
@@ -82,6 +85,8 @@ class ShardedModel:
     """
 
     name: str
+    options: Options
+    told: bool = False
     breaks: list[str] = field(default_factory=list)
     eager_classes: dict[str, None] = field(default_factory=dict)
     warned: bool = False
@@ -96,7 +101,8 @@ class ShardedModel:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
         # The copied parameters add themselves.
-        return ShardedModel(self.name, gradient_divide_factor=self.gradient_divide_factor)
+        divide_factor = self.gradient_divide_factor
+        return ShardedModel(self.name, self.options, gradient_divide_factor=divide_factor)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse(f"a module of {self.name}")
@@ -143,6 +149,17 @@ class ShardedModel:
         flags = torch.tensor(pending, dtype=torch.int32, device=groups.device)
         dist.all_reduce(flags, group=process_group(groups.all_ranks))
         return [[flag > 0 for flag in row] for row in flags.tolist()]
+
+    def warn_of_other_options(self, options: Options) -> None:
+        """Warn once if a backend asks for what the model was not sharded with."""
+        ignored = options.not_held_by(self.options)
+        if ignored and not self.told:
+            self.told = True
+            warnings.warn(
+                f"graphshard: {', '.join(ignored)} of the backend has no effect: {self.name} was "
+                "sharded before, with other arguments. Give graphshard.shard the same",
+                stacklevel=2,
+            )
 
     def warn_of_breaks(self) -> None:
         """Warn once, when a backward starts: by then a forward has met all its breaks."""

@@ -362,6 +362,11 @@ def test_an_option_that_cannot_hold(name: str, value: Any) -> None:
     assert_refused(MLP(), lambda model: graphshard.shard(model, **{name: value}), name)
 
 
+def test_an_optimizer_is_not_sharded() -> None:
+    with pytest.raises(ValueError, match="model is a SGD: give the module"):
+        graphshard.shard(torch.optim.SGD(MLP().parameters()))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("make", [graphshard.backend, lambda **o: graphshard.shard(MLP(), **o)])
 def test_an_unknown_option(make: Callable[..., object]) -> None:
     with pytest.raises(TypeError, match="bucket_size"):

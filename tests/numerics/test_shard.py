@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import graphshard
@@ -25,6 +26,7 @@ from tests.numerics.compare import (
     assert_sharded,
     draw,
     generator,
+    graphshard_warnings,
     sgd,
     whole,
     world_mesh,
@@ -62,6 +64,27 @@ def _shard_twice() -> None:
 
 def test_sharding_twice_changes_nothing() -> None:
     ranks.run(2, _shard_twice)
+
+
+def _other_arguments() -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16)
+    for given, asked, told in [
+        ({}, {"mp_policy": policy}, 1),
+        ({"mp_policy": policy}, {"mp_policy": policy}, 0),
+        ({"mp_policy": policy}, {}, 0),
+        ({}, {"reshard_after_forward": False, "compiler": "aot_eager"}, 1),
+    ]:
+        model = graphshard.shard(MLP(), world_mesh(), **given)
+        backend = graphshard.backend(world_mesh(), **{"compiler": "aot_eager", **asked})
+        with graphshard_warnings() as texts:
+            for rows in (2, 3):  # a compile each
+                torch.compile(model, backend=backend)(draw(MLP.batch, 0)[0][:rows])
+        assert len(texts) == told
+        assert all(f"{next(iter(asked))}=" in text for text in texts)
+
+
+def test_a_backend_that_asks_for_what_shard_did_not_do() -> None:
+    ranks.run(2, _other_arguments)
 
 
 class _Initialised(nn.Module):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
@@ -175,6 +176,12 @@ def _adapters(folder: str) -> None:
     torch.manual_seed(1)
     plain = peft.PeftModel.from_pretrained(small_llama(), f"{folder}/checkpoint-{STEPS}")
     loaded = dict(plain.named_parameters())
+    with pytest.raises(ValueError, match="sharded, so save_pretrained needs all of it"):
+        first.model.save_pretrained(f"{folder}/rows")
+    fails = mock.patch("graphshard.integrations.peft._names", side_effect=OSError("no base"))
+    is_first = dist.get_rank() == 0  # all ranks raise what peft raises there
+    with fails, pytest.raises(OSError if is_first else ValueError, match="no base"):
+        adapter_state_dict(first.model)
     adapters = [name for name in weights if "lora_" in name]
     state = adapter_state_dict(first.model)  # nothing else is gathered
     assert set(state) == (set(adapters) if dist.get_rank() == 0 else set())
@@ -186,6 +193,8 @@ def test_adapters_with_checkpointing_are_saved_and_resumed(tmp_path: Path) -> No
 
 
 def _refuse(folder: str) -> None:
+    with pytest.raises(ValueError, match="sharding='full': must be a dict of arguments"):
+        ShardedTrainer(small_llama(), sharding="full")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dynamo_backend=INDUCTOR: graphshard compiles"):
         _trainer(folder, torch_compile=True).train()
     with pytest.raises(ValueError, match="save_on_each_node=True"):
