@@ -6,6 +6,7 @@ script.py:make_model ─► steps over fake tensors ─► kernels, order, races
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -163,13 +164,16 @@ def _memory(recording: Recording) -> Iterator[str]:
     adam = (step + recording.trained_bytes) / GB  # it has two states of each parameter
     yield f"a step needs {step / GB:.3f} GB with SGD and momentum, {adam:.3f} with Adam"
     plans = list(recording.plans)
-    for number, run in enumerate(recording.runs):
+    names: Counter[str] = Counter()
+    for run in recording.runs:
         needed = f"alone needs {peak_bytes(recording.actions, run) / GB:.3f} GB"
-        if plan := plan_of(plans, run):
+        plan = plan_of(plans, run)
+        graph = plan.graph if plan else "a graph without a plan"
+        names[graph] += 1
+        if plan:
             plans.sort(key=lambda other: other is plan)  # it comes last where the next run fits two
-            yield f"{plan.graph} {needed} (planned {planned_peak_bytes(plan) / GB:.3f})"
-        else:
-            yield f"graph {number} {needed}"
+            needed += f" (planned {planned_peak_bytes(plan) / GB:.3f})"
+        yield f"{graph} {names[graph]}".removesuffix(" 1") + f" {needed}"
 
 
 def _order(recording: Recording) -> Iterator[str]:

@@ -190,7 +190,7 @@ def _run(compiled: Callable[..., Any], inputs: Inputs) -> None:
         raise
 
 
-_DATA_DEPENDENT = ("DataDependent", "DynamicOutputShape", "UserError", "GuardOnDataDependent")
+_DATA_DEPENDENT = ("DataDependent", "DynamicOutputShape")
 
 
 def _data_dependence(error: BaseException | None) -> str | None:

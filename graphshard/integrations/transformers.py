@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.utils import is_peft_available
 
@@ -50,8 +50,8 @@ class ShardedTrainerMixin(Trainer):
 
     Raises:
         ValueError: ``sharding`` is no dictionary; when training begins: ``args`` sets another
-            strategy or compiler (``fsdp``, ``deepspeed``, ``torch_compile``), or
-            ``save_on_each_node``; peft learns prompts.
+            strategy or compiler (``fsdp``, ``deepspeed``, ``torch_compile``),
+            ``save_on_each_node`` or Adafactor; peft learns prompts.
     """
 
     model: Any
@@ -75,10 +75,7 @@ class ShardedTrainerMixin(Trainer):
         """Shard the model when training begins."""
         known = isinstance(self.accelerator, ShardedAccelerator) and is_sharded(model)
         if training and not known:
-            if self.args.save_on_each_node:
-                raise ValueError(
-                    "save_on_each_node=True: set it to False, only one rank has the full model"
-                )
+            _check_args(self.args)
             if is_peft_available():
                 check_can_be_saved(model)
             checkpointing: Any = self.args.activation_checkpointing_kwargs or {}
@@ -118,6 +115,18 @@ class ShardedTrainerMixin(Trainer):
             )
             schedule = torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True)
             self.lr_scheduler.load_state_dict(schedule)
+
+
+def _check_args(args: TrainingArguments) -> None:
+    if args.save_on_each_node:
+        raise ValueError(
+            "save_on_each_node=True: set it to False, only one rank has the full model"
+        )
+    if args.optim == "adafactor":
+        raise ValueError(
+            'optim="adafactor": it mixes tensors of its own with sharded ones; set another, such '
+            'as "adamw_torch_fused"'
+        )
 
 
 def _to_save(model: nn.Module) -> StateDict:

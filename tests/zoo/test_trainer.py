@@ -199,6 +199,8 @@ def _refuse(folder: str) -> None:
         _trainer(folder, torch_compile=True).train()
     with pytest.raises(ValueError, match="save_on_each_node=True"):
         _trainer(folder, save_on_each_node=True).train()
+    with pytest.raises(ValueError, match='optim="adafactor"'):
+        _trainer(folder, optim="adafactor").train()
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with pytest.raises(
         ValueError, match="PROMPT_TUNING, which peft saves by a forward on one rank"
