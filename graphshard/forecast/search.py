@@ -2,7 +2,7 @@
 
 A trace serves all strategies that only say who holds what: ZeRO-2 keeps what ZeRO-3 gathers again,
 and HSDP has another mesh. So a model is traced once for each precision, size of microbatches and
-choice of recomputation, and once more for DDP where replicas could fit.
+choice of recomputation, once more for hpZ, and once more for DDP where replicas could fit.
 """
 
 from __future__ import annotations
@@ -193,6 +193,8 @@ class _Search:
                 yield self._candidate(moved, hybrid, microbatch)
             else:
                 yield from self._traced(hybrid.strategy, recipe, workload, microbatch)
+        if num_gpus > (node := self._cluster.hardware.ranks_per_node):
+            yield from self._traced(f"hpz:{node}", recipe, workload, microbatch)
 
     def _shard_groups(self) -> list[int]:
         """Return sizes of groups of shards for HSDP: a node, and two and four of them."""
