@@ -94,7 +94,9 @@ def test_search_finds_the_quickest_that_fits(capsys: pytest.CaptureFixture[str])
     assert _plan(*arguments) == 0
     out = capsys.readouterr().out
     assert "Not planned: fp8: A100-40GB has no products in it" in out
-    front = re.findall(r"^(zero\d|(?:hsdp|hpz):\d|ddp) +bf16 +(?:all|none) +1 of 1 +([\d.]+)", out, re.M)
+    front = re.findall(
+        r"^(zero\d|(?:hsdp|hpz):\d|ddp) +bf16 +(?:all|none) +1 of 1 +([\d.]+)", out, re.M
+    )
     quickest = min(front, key=lambda row: float(row[1]))
     assert f"recipe    {quickest[0]}, bf16, adamw" in out
 
