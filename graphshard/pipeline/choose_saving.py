@@ -9,7 +9,8 @@ then compiled as if the user had asked for what was chosen, so no cache and no p
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from .._torch.inductor import (
     compiles_nothing,
     decompositions_for,
     has_activation_budget,
+    min_cut_rematerialization_partition,
     options_of_plans,
 )
 from ..consensus.plan_consensus import PlanConsensus
@@ -33,6 +35,7 @@ from ..planning.saving import (
     Saving,
     SavingChoice,
     TriedSaving,
+    saves_enough,
     savings,
     without_repeats,
 )
@@ -115,7 +118,7 @@ def _try_all(traced: TracedGraph, settings: CompileSettings) -> SavingChoice:
     ways = savings(parts, may_stow=may_stow)
     trials = _Trials([_with_saving(settings, saving, budget_gb) for saving in ways])
     _partition(traced, settings, trials)
-    notes += _notes_of_params(traced)
+    notes += _notes_of_parts(ways, trials.tried) + _notes_of_params(traced)
     if not may_stow:
         notes.append("Not tried: activations on the host, which a CPU has no copy of.")
     return SavingChoice(budget_gb, without_repeats(trials.tried), tuple(notes))
@@ -129,6 +132,15 @@ def _parts_to_try(settings: CompileSettings) -> tuple[Sequence[float | None], li
         note = "Not tried: other parts of the activations than torch._functorch.config says."
         return [None], [note]
     return PARTS, []
+
+
+def _notes_of_parts(ways: Sequence[Saving], tried: Sequence[TriedSaving]) -> list[str]:
+    if not tried or len(tried) == len(ways):
+        return []
+    least = tried[-1].saving.activations
+    return [
+        f"Not tried: to save less than {least:.0%} of the activations; that was slower already."
+    ]
 
 
 def _notes_of_params(traced: TracedGraph) -> list[str]:
@@ -187,13 +199,43 @@ class _Trials(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self.tried = []
-        for settings in self._ways:
-            parts = Partitioner(settings, DumpWriter())(_copy(gm), joint_inputs, **kwargs)
-            self.tried.append(_plan(parts, settings))
-        return parts
+        for _, ways in itertools.groupby(self._ways, key=_activations):
+            planned = [
+                _plan(parts, settings)
+                for settings, parts in _partitioned(gm, joint_inputs, list(ways), **kwargs)
+            ]
+            is_slower = saves_enough(planned, self.tried)
+            self.tried += planned
+            if is_slower:
+                break
+        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> bytes | None:
         return None
+
+
+def _activations(settings: CompileSettings) -> float | None:
+    return settings.schedule.activation_memory_budget
+
+
+def _partitioned(
+    gm: fx.GraphModule,
+    joint_inputs: Sequence[object],
+    ways: Sequence[CompileSettings],
+    **kwargs: Any,
+) -> Iterator[tuple[CompileSettings, tuple[fx.GraphModule, fx.GraphModule]]]:
+    """Yield each way with the forward and backward graph that it has of a joint graph.
+
+    To cut takes longest, and what parameters are kept does not matter to it.
+    """
+    by_stows = itertools.groupby(ways, key=lambda settings: settings.may_offload_activations)
+    for _, alike in by_stows:
+        cut = None
+        for settings in alike:
+            partitioner = Partitioner(settings, DumpWriter())
+            cut = cut or partitioner.cut(_copy(gm), joint_inputs, **kwargs)
+            copied = cut._replace(forward=_copy(cut.forward), backward=_copy(cut.backward))
+            yield settings, partitioner.save(copied)
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -20,6 +20,20 @@ from .settings import CompileSettings
 from .verify import verify_partition
 
 
+class CutGraphs(NamedTuple):
+    """A joint graph that was cut in two.
+
+    Attributes:
+        derived: names of the nodes that forward must not save, since parameters determine them.
+        num_outputs: how many of the forward's outputs are the user's; the rest is saved.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    derived: frozenset[str]
+    num_outputs: int
+
+
 class Partitioner(CustomPartitionerFn):
     """Runs the joint passes, then torch's min-cut partitioner, and checks what it saves."""
 
@@ -29,6 +43,10 @@ class Partitioner(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return self.save(self.cut(gm, joint_inputs, **kwargs))
+
+    def cut(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> CutGraphs:
+        """Cut a joint graph, which is changed by that, where little has to be saved."""
         with saving_activations(self._settings.schedule.activation_memory_budget):
             with self._rewriting(joint=gm):
                 for joint_pass in passes.JOINT:
@@ -39,7 +57,11 @@ class Partitioner(CustomPartitionerFn):
             derived = {node.name for node in passes.parameter_derived(gm.graph)}
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         number_inputs(forward.graph, backward.graph)
-        num_outputs = kwargs["num_fwd_outputs"]
+        return CutGraphs(forward, backward, frozenset(derived), kwargs["num_fwd_outputs"])
+
+    def save(self, cut: CutGraphs) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Choose what forward saves; in place. Return both graphs."""
+        forward, backward, derived, num_outputs = cut
         kept = self._choose_what_is_saved(forward, backward, num_outputs)
         passes.save_as_it_was(forward.graph, num_outputs)
         _check(forward)

@@ -103,8 +103,20 @@ class NothingFitsError(BackendError):
 
 def savings(activations: Sequence[float | None], *, may_stow: bool) -> list[Saving]:
     """Return the ways to try, those that save most first."""
-    ways = product(activations, (False, True), (False, True) if may_stow else (False,))
-    return [Saving(part, all_params, stows) for part, all_params, stows in ways]
+    ways = product(activations, (False, True) if may_stow else (False,), (False, True))
+    return [Saving(part, all_params, stows) for part, stows, all_params in ways]
+
+
+def saves_enough(planned: Sequence[TriedSaving], earlier: Sequence[TriedSaving]) -> bool:
+    """Return whether to recompute more than in ``planned`` is not worth a try.
+
+    It is not once that was slower than to recompute less. Where all that fits has activations on
+    the host, it may be: less of them wait for their copies.
+    """
+    alone = [t.step_us for t in earlier if t.step_us is not None and not t.saving.stows]
+    quickest = min(alone, default=None)
+    times = [t.step_us for t in planned if t.step_us is not None]
+    return quickest is not None and bool(times) and min(times) > quickest
 
 
 def without_repeats(tried: Sequence[TriedSaving]) -> tuple[TriedSaving, ...]:
