@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from tests import ranks
 from tests.models import GPT
 from tests.numerics.compare import Twins, draw, num_graphs, sgd, whole
 
-AMPLE_GB, TIGHT_GB = 1.0, 0.8e-3  # GPT needs 1.1e-3 where all activations are saved
+BUDGET_GB = 0.8e-3  # 1e-3 where all activations are saved
 SLOW_US, FAST_US = 1e4, 1e-3
 """Of a node: compute that hides every gather, or none."""
 
@@ -24,11 +24,12 @@ def _batch(rng: Any) -> Tensor:
 
 
 def _train(schedule: graphshard.SchedulePolicy, **options: Any) -> tuple[list[Tensor], Twins]:
-    """Return losses and gradients of three steps, and the parameters behind them."""
+    """Return losses and gradients of two steps, and the parameters behind them."""
+    torch.manual_seed(0)
     twins = Twins(GPT(layers=2), schedule=schedule, **options)
     optimizers = [sgd(twins.model), sgd(twins.reference)]
     seen: list[Tensor] = []
-    for step in range(3):
+    for step in range(2):
         seen.append(twins.backward(draw(_batch, step)))
         twins.check()
         params = list(twins.model.parameters())
@@ -39,10 +40,10 @@ def _train(schedule: graphshard.SchedulePolicy, **options: Any) -> tuple[list[Te
     return [*seen, *map(whole, twins.model.parameters())], twins
 
 
-def _choose(first_us: float, budget_gb: float) -> tuple[str, bool]:
+def _choose(first_us: float) -> tuple[str, bool]:
     """Return the table of what was tried, and whether training by hand is bitwise the same."""
     own_us = first_us if dist.get_rank() == 0 else SLOW_US + FAST_US - first_us
-    limits: dict[str, Any] = {"memory_budget_gb": budget_gb, "node_cost": lambda _: own_us}
+    limits: dict[str, Any] = {"memory_budget_gb": BUDGET_GB, "node_cost": lambda _: own_us}
     ours, twins = _train(graphshard.SchedulePolicy(auto=True, **limits))
     assert num_graphs() == 1
     (graph,) = twins.backend._graphs
@@ -53,14 +54,13 @@ def _choose(first_us: float, budget_gb: float) -> tuple[str, bool]:
     return graph.tried, all(map(Tensor.equal, ours, theirs))
 
 
-@pytest.mark.parametrize("budget_gb", [AMPLE_GB, TIGHT_GB])
-def test_ranks_save_what_the_first_one_chooses(budget_gb: float) -> None:
+def test_ranks_save_what_the_first_one_chooses() -> None:
     """Compute is slow on one rank and fast on the other one, which alone would choose otherwise."""
     taken = set()
     for first_us in (SLOW_US, FAST_US):
-        (one, same), (other, others) = ranks.run(2, _choose, first_us, budget_gb)
+        (one, same), (other, others) = ranks.run(2, _choose, first_us)
         assert same and others
         assert one == other
         taken |= {line for line in one.splitlines() if line.endswith("taken")}
-        print(one)
-    assert len({tuple(line.split()[:2]) for line in taken}) == 2
+    assert {line.split()[0] for line in taken} == {"75%"}
+    assert {line.split()[1] for line in taken} == {"all", "those"}
