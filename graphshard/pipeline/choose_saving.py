@@ -25,7 +25,6 @@ from .._torch.inductor import (
     compiles_nothing,
     decompositions_for,
     has_activation_budget,
-    min_cut_rematerialization_partition,
     options_of_plans,
 )
 from ..consensus.plan_consensus import PlanConsensus
@@ -200,15 +199,14 @@ class _Trials(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self.tried = []
         for _, ways in itertools.groupby(self._ways, key=_activations):
-            planned = [
-                _plan(parts, settings)
-                for settings, parts in _partitioned(gm, joint_inputs, list(ways), **kwargs)
-            ]
+            planned = []
+            for settings, parts in _partitioned(gm, joint_inputs, list(ways), **kwargs):
+                planned.append(_plan(parts, settings))
             is_slower = saves_enough(planned, self.tried)
             self.tried += planned
             if is_slower:
                 break
-        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        return parts  # some: nothing is compiled
 
     def uuid(self) -> bytes | None:
         return None
@@ -239,6 +237,7 @@ def _partitioned(
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a graph, as ``copy.deepcopy`` does it, but for how its code takes inputs."""
     graph = fx.Graph()
     output = graph.output(graph.graph_copy(gm.graph, {}))
     output.meta = dict(gm.graph.output_node().meta)
