@@ -39,8 +39,9 @@ from .params.mixed_precision import crosses_border, find_borders, has_border
 from .params.shard import shard_module, take_replacements
 from .params.sharded_param import SHARDED_PARAM, ShardedParam, in_sync, sharded_param_of
 from .params.unsharded import is_plain, settle, watch, watch_idle
-from .pipeline.compile import CompiledGraph, Runnable, TracedGraph, compile_traced
+from .pipeline.compile import CompiledGraph, compile_traced
 from .pipeline.settings import CompileSettings
+from .pipeline.traced_graph import Runnable, TracedGraph
 from .planning.plan import Plan
 from .show.dump import exposure
 from .show.dump_folder import DumpWriter
@@ -91,13 +92,17 @@ class Backend:
         """
         sharded = [param for param in params if param is not None]
         layouts = [param.layout for param in sharded]
+        fqns = [""] * num_constants(gm) + [param.fqn if param else "" for param in params]
         traced = TracedGraph(
             gm,
             inputs,
-            fqns=[""] * num_constants(gm) + [param.fqn if param else "" for param in params],
+            fqns=fqns,
             groups=list(dict.fromkeys(layout.groups.all_ranks for layout in layouts)),
             marker_groups=sorted({name for layout in layouts for name in layout.group_names()}),
             inductor_options=inductor_options,
+            regathered=frozenset(
+                i for i, fqn in enumerate(fqns) if fqn and self.options.overrides_reshard(fqn)
+            ),
         )
         settings = CompileSettings(
             self.options.compiler,
@@ -201,8 +206,13 @@ class Backend:
         return exposure([dump for graph in self._graphs for dump in graph.dumps()])
 
     def summary(self) -> str:
-        """Return tables of what every compiled graph gathers and reduces, when, and its cost."""
-        return summary([dump for graph in self._graphs for dump in graph.dumps()])
+        """Return tables of what every compiled graph gathers and reduces, when, and its cost.
+
+        Behind them stands what ``SchedulePolicy(auto=True)`` has tried.
+        """
+        tables = summary([dump for graph in self._graphs for dump in graph.dumps()])
+        tried = dict.fromkeys(graph.tried for graph in self._graphs if graph.tried)
+        return "\n\n\n".join([tables, *tried])
 
     def _dump_writer(self) -> DumpWriter:
         """Return the writer for the next graph; only the first rank of the mesh writes files."""

@@ -214,6 +214,7 @@ def compile_without_code(
     inputs: Sequence[object],
     options: Mapping[str, Any],
     decompositions: dict[Any, Any] | None,
+    inner_compile: Callable[..., Any] | None = None,
 ) -> Any:
     """Run all passes of Inductor on a graph, and generate no code; for inputs that are fake.
 
@@ -222,15 +223,25 @@ def compile_without_code(
 
     Args:
         options: of Inductor, custom passes among them.
+        inner_compile: called with each graph in place of the passes behind the partition.
     """
     patches = {**options, "force_disable_caches": True}
     return compile_fx(
         gm,
         inputs,  # type: ignore[arg-type]
-        inner_compile=_run_passes,
+        inner_compile=inner_compile or _run_passes,
         config_patches=patches,
         decompositions=decompositions,
     )
+
+
+def compiles_nothing(gm: fx.GraphModule, inputs: Sequence[Any], **arguments: Any) -> Any:
+    """Stand in for a compiler, where only what comes before it is wanted."""
+
+    def run(*values: Any) -> Any:
+        raise AssertionError("this graph was not compiled")
+
+    return make_boxed_func(run)
 
 
 def _run_passes(gm: fx.GraphModule, inputs: Sequence[Any], **arguments: Any) -> Any:

@@ -109,7 +109,14 @@ class CallLog:
         else:
             self.first_run(plan_id, text)
 
-    def choose_on_first_rank(self, key: str, choose: Callable[[], str], text: str = "") -> str:
+    def choose_on_first_rank(
+        self,
+        key: str,
+        choose: Callable[[], str],
+        text: str = "",
+        *,
+        elsewhere: Callable[[], str] | None = None,
+    ) -> str:
         """Return on every rank what ``choose()`` returns on the group's first rank.
 
         It is a call: all ranks have to make it, for the same ``key``.
@@ -118,6 +125,7 @@ class CallLog:
             choose: on other ranks, what they would choose: if it is the same, its text, which may
                 be long, does not travel.
             text: what the choice is about; an error shows the first line of it that differs.
+            elsewhere: called on other ranks in place of ``choose``, where that takes long.
 
         Raises:
             BackendError: also if the first rank cannot choose: ``choose`` raised there, the
@@ -136,7 +144,7 @@ class CallLog:
         with self._inbox.changed:
             self._inbox.awaited = None if key in self._inbox.choices else key
         self._wait(self._watcher)
-        chosen, own = self._inbox.choices.pop(key), choose()
+        chosen, own = self._inbox.choices.pop(key), (elsewhere or choose)()
         same = digest(own) == chosen.digest
         return own if same else self._watcher.events.choice_text(chosen)
 

@@ -62,6 +62,25 @@ class PlanConsensus:
 
     def __init__(self) -> None:
         self._plans: dict[_GraphKey, list[Plan]] = {}
+        self._choices: dict[_GraphKey, str] = {}
+
+    def common_choice(self, about: str, choose: Callable[[], str], groups: Sequence[str]) -> str:
+        """Return what the first rank chooses for all, before there is a plan; once for each text.
+
+        Args:
+            about: what the choice is about; equal on all ranks.
+            choose: called on the first rank alone.
+            groups: names of the process groups of all ranks that have to choose.
+        """
+        key = _GraphKey(about, tuple(groups))
+        if key not in self._choices:
+            for name in groups:
+                chosen = call_log_of(process_group(name)).choose_on_first_rank(
+                    digest(about), choose, about, elsewhere=str
+                )
+                choose = partial(str, chosen)
+            self._choices[key] = choose()
+        return self._choices[key]
 
     def common_plans(
         self, plans: Sequence[Plan], context: str, groups: Sequence[str]

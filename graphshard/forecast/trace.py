@@ -34,9 +34,10 @@ from ..cost.hardware import Hardware, Rate
 from ..cost.model import CostModel
 from ..kinds import GraphKind
 from ..params.memory_report import memory_report
-from ..pipeline.compile import CompiledGraph, TracedGraph
+from ..pipeline.compile import CompiledGraph
 from ..pipeline.settings import CompileSettings
 from ..pipeline.trace_only import trace_only
+from ..pipeline.traced_graph import TracedGraph
 from ..planning.plan import PlanParam, Problem
 from ..scripts import loss_of
 

@@ -95,6 +95,13 @@ class Options:
                 values.update(arguments)
         return ParamOptions(**values)
 
+    def overrides_reshard(self, fqn: str) -> bool:
+        """Return whether ``overrides`` say what becomes of a parameter after forward."""
+        return any(
+            "reshard_after_forward" in arguments and matches(glob, fqn)
+            for glob, arguments in self.overrides.items()
+        )
+
     def not_held_by(self, other: Options) -> list[str]:
         """Return what is asked for here of parameters, and not left out, that ``other`` has not."""
         names = [f.name for f in fields(ParamOptions) if hasattr(self, f.name)]

@@ -44,6 +44,14 @@ class SchedulePolicy:
         regions: compile layers that are alike once, between the same launches and waits: "auto"
             where that saves Inductor more time than the calls cost over a thousand steps, True
             wherever layers are alike, False nowhere.
+        auto: at the first compile, plan several ways to save things for backward, and take the
+            one that is predicted to be quickest within ``memory_budget_gb`` (on a GPU None stands
+            for its free memory, less two states of an optimizer): ``activation_memory_budget`` in
+            five steps, unless it is given; parameters kept that are exposed, or all; on a GPU,
+            activations on the host or none. What ``reshard_after_forward`` says of single
+            parameters (``overrides``), or of groups of ranks, stays. The first rank chooses for
+            all ranks, and for later compiles with the same parameters. ``Backend.summary()`` shows
+            what was tried.
         node_cost: called with every node of a graph; a number, in microseconds, replaces the cost
             model's time of that node, None leaves it. Graphs are then not cached.
 
@@ -58,6 +66,7 @@ class SchedulePolicy:
     hardware: str = "auto"
     overlap: bool = True
     regions: bool | Literal["auto"] = False
+    auto: bool = False
     node_cost: Callable[[fx.Node], float | None] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -76,6 +85,13 @@ class SchedulePolicy:
                 f"schedule.activation_memory_budget={budget!r}: must be a number from 0 (recompute "
                 "all activations) to 1 (none), or None"
             )
+        if not isinstance(self.auto, bool):
+            raise ValueError(f"schedule.auto={self.auto!r}: must be True or False")
+        if self.auto and not self.overlap:
+            raise ValueError(
+                "schedule.auto=True with overlap=False: auto chooses by the times of a schedule "
+                "that overlaps; set schedule.overlap=True, or leave auto out"
+            )
         if not self.overlap and self.limits() != ScheduleLimits():
             raise ValueError(
                 "schedule.bucket_cap_mb, max_in_flight_gb and memory_budget_gb limit what "
@@ -86,10 +102,12 @@ class SchedulePolicy:
         if self.hardware != "auto":
             _hardware(self.hardware)
 
-    def plan_buckets(self, problem: Problem, cost_model: CostModel) -> tuple[Bucket, ...]:
+    def plan_buckets(
+        self, problem: Problem, cost_model: CostModel, *, refine: bool = True
+    ) -> tuple[Bucket, ...]:
         """Return the buckets of a graph, and where they are launched and waited for."""
         if self.overlap:
-            return find_schedule(problem, cost_model, self.limits())
+            return find_schedule(problem, cost_model, self.limits(), refine=refine)
         return schedule_without_overlap(problem)
 
     def limits(self) -> ScheduleLimits:

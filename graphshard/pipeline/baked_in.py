@@ -10,7 +10,9 @@ passes, and files of plans are named after it.
     all passes, planning, cost             our own code                     hash of the source files
     compile, planning, cost                compiler, ``SchedulePolicy``,    ``fingerprint``
                                            hardware, the first rank's
-                                           plans
+                                           plans, ``saving``
+    keep_unsharded                         ``overrides`` of               ``cache_key``:
+                                           ``reshard_after_forward``       ``regathered``
     lower, ops.collectives, describe,      number of ranks of each group    ``baked_in``: groups
     float8, keep_unsharded, cost           and its stride, by name
     ops.collectives (exchanges)            backend of each group            ``baked_in``: groups

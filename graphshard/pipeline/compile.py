@@ -12,30 +12,27 @@ cache keys; "aot_eager" by calls on the graphs that it then runs op by op.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from .. import passes
-from .._torch.aot_graphs import graph_kind, number_inputs
+from .._torch.aot_graphs import graph_kind
 from .._torch.distributed import group_timeout_s, process_group
 from .._torch.dynamo import compile_id
 from .._torch.inductor import (
     KEEP_HOST_COPIES,
     CustomGraphPass,
-    CustomPartitionerFn,
     aot_autograd,
     compile_fx,
     decompositions_for,
     donate_nothing,
     eager_backward,
     make_boxed_func,
-    min_cut_rematerialization_partition,
     options_of_plans,
-    saving_activations,
     with_planned_order,
     without_cuda_graphs,
 )
@@ -48,38 +45,15 @@ from ..planning.plan import Plan
 from ..show.dump import Dump
 from ..show.dump_folder import DumpWriter
 from .baked_in import baked_in
+from .choose_saving import choose_saving
+from .partition import Partitioner
 from .plan_cache import PlanCache
 from .saved_compile import warn_unless_loaded
 from .settings import CompileSettings
-from .verify import verify_lowered, verify_partition
+from .traced_graph import Runnable, TracedGraph
+from .verify import verify_lowered
 
 _WAIT_S = 120.0  # in place of the timeout of a group where a graph has none
-
-Runnable = Callable[..., Any]
-"""A compiled graph: inputs in, outputs out."""
-
-
-@dataclass(frozen=True)
-class TracedGraph:
-    """A graph as Dynamo hands it to the backend.
-
-    Attributes:
-        gm: the graph; passes change it.
-        inputs: one example for each placeholder.
-        fqns: by input of the graph that AOTAutograd makes of it, the name of the parameter whose
-            shard it is; "" for others.
-        groups: for each mesh of its parameters, the name of the group of all ranks; they compile
-            this graph, too.
-        marker_groups: names of all groups that its markers may have.
-        inductor_options: the user's options of ``torch.compile``.
-    """
-
-    gm: fx.GraphModule
-    inputs: Sequence[Any]
-    fqns: Sequence[str]
-    groups: Sequence[str]
-    marker_groups: Sequence[str]
-    inductor_options: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -90,12 +64,14 @@ class CompiledGraph:
         run: takes the inputs of the Dynamo graph.
         plans: of its forward, backward and inference graphs, those that it has; parameters named.
         compile_id: Dynamo's name for the compilation, as in "0/0"; "" if it has none.
+        tried: the table of what ``SchedulePolicy.auto`` has tried; "" if nothing.
     """
 
     run: Runnable
     plans: tuple[Plan, ...]
     settings: CompileSettings
     compile_id: str
+    tried: str = ""
 
     def max_gathered_bytes(self) -> int:
         """Return the bytes of full parameters that one of the graphs holds at most, by its plan."""
@@ -117,16 +93,19 @@ def compile_traced(
     Raises:
         BackendError: ranks compile graphs that communicate different things.
     """
-    settings = dataclasses.replace(settings, baked_in=_baked_in(traced, settings))
+    settings = dataclasses.replace(
+        settings, baked_in=_baked_in(traced, settings), regathered=traced.regathered
+    )
     for traced_pass in passes.TRACED:
         traced_pass(traced.gm)
+    settings, tried = choose_saving(traced, settings, consensus)
     compiled = _compile(traced, settings, writer)
     plans = consensus.common_plans(compiled.plans, settings.fingerprint(), traced.groups)
     if collectives_text(plans) != collectives_text(compiled.plans):
         compiled = _compile(traced, settings.following(plans), writer)
     run = waiting_at_errors(compiled.run)
     run = log_every_call(run, compiled.plans, traced.groups)
-    return dataclasses.replace(compiled, run=run)
+    return dataclasses.replace(compiled, run=run, tried=tried)
 
 
 def _baked_in(traced: TracedGraph, settings: CompileSettings) -> str:
@@ -263,81 +242,6 @@ def _by_aten(traced: TracedGraph, lowering: Lowering, partition: Partitioner) ->
     compiler = aot_autograd(fw_compiler=lower_and_run, partition_fn=partition)
     run: Runnable = compiler(traced.gm, traced.inputs)
     return run
-
-
-class Partitioner(CustomPartitionerFn):
-    """Runs the joint passes, then torch's min-cut partitioner, and checks what it saves."""
-
-    def __init__(self, settings: CompileSettings, writer: DumpWriter) -> None:
-        self._settings, self._writer = settings, writer
-
-    def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        with saving_activations(self._settings.schedule.activation_memory_budget):
-            with self._rewriting(joint=gm):
-                for joint_pass in passes.JOINT:
-                    joint_pass(gm)
-                # Transfers part a graph into steps, between which activations leave and come back.
-                if not self._settings.may_offload_activations:
-                    passes.send_nothing_alone(gm)
-            derived = {node.name for node in passes.parameter_derived(gm.graph)}
-            forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        number_inputs(forward.graph, backward.graph)
-        num_outputs = kwargs["num_fwd_outputs"]
-        kept = self._choose_what_is_saved(forward, backward, num_outputs)
-        passes.save_as_it_was(forward.graph, num_outputs)
-        _check(forward)
-        verify_partition(forward, sorted(derived.difference(kept)), num_outputs)
-        return forward, backward
-
-    def _choose_what_is_saved(
-        self, forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int
-    ) -> list[str]:
-        """Save more of some parameters than their shards, and less of the activations.
-
-        Returns:
-            Names of the forward's nodes that hold a gathered parameter and are saved.
-        """
-        settings, kept, problems = self._settings, list[str](), None
-        graphs, cost_model = (forward.graph, backward.graph, num_outputs), settings.cost_model()
-        passes.keep_secondary_shards(*graphs)
-        passes.note_held_bytes(forward.graph, backward.graph)
-        for part in (forward, backward):
-            _check(part)
-        if settings.schedule.overlap:
-            parts = {"keep-forward": forward, "keep-backward": backward}
-            with self._rewriting(**parts):
-                problems = passes.read_partition(forward.graph, backward.graph, cost_model)
-                kept = passes.keep_gathered(*graphs, cost_model, settings.choose_kept, problems)
-        if settings.may_offload_activations:
-            parts = {"stow-forward": forward, "stow-backward": backward}
-            with self._rewriting(**parts):
-                unchanged = None if kept else problems
-                choose = settings.choose_offloaded
-                passes.offload_activations(*graphs, cost_model, choose, unchanged)
-        return kept
-
-    @contextmanager
-    def _rewriting(self, **parts: fx.GraphModule) -> Iterator[None]:
-        """Dump the code of ``parts`` before and after a rewrite, and check them behind it."""
-        for name, part in parts.items():
-            self._writer.write_code(name, "before", part.graph)
-        yield
-        for name, part in parts.items():
-            _check(part)
-            self._writer.write_code(name, "after", part.graph)
-
-    def uuid(self) -> bytes | None:
-        return self._settings.pass_uuid()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}  # what is pickled into a cache key is the uuid
-
-
-def _check(gm: fx.GraphModule) -> None:
-    gm.graph.lint()
-    gm.recompile()
 
 
 class Lowering(CustomGraphPass):

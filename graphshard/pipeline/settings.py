@@ -26,6 +26,7 @@ from ..planning.host_copies import add_host_copies, without_host_copies
 from ..planning.keep_unsharded import choose_kept
 from ..planning.plan import Bucket, Plan, PlanParam, Problem, Regions, Transfer
 from ..planning.repeats import saves_time
+from ..planning.saving import Saving
 
 _FOLDERS = (Path(__file__).parents[1], Path(passes.__file__).parent)
 
@@ -54,6 +55,8 @@ class CompileSettings:
         baked_in: what else graphs and plans depend on (``pipeline.baked_in``); ranks may differ.
         first_rank_plans: by kind of graph, the plan of the first rank, where this rank's own plan
             differed from it; empty while this rank decides for itself.
+        saving: what ``SchedulePolicy.auto`` has chosen; None: the schedule alone decides.
+        regathered: graph inputs that ``saving`` leaves to the schedule; ranks may differ.
     """
 
     compiler: str
@@ -61,6 +64,8 @@ class CompileSettings:
     device: torch.device
     baked_in: str = ""
     first_rank_plans: Mapping[GraphKind, Plan] = field(default_factory=dict)
+    saving: Saving | None = None
+    regathered: frozenset[int] = frozenset()
 
     def following(self, plans: Sequence[Plan]) -> CompileSettings:
         """Return settings by which the graphs get the buckets of ``plans``, one of each kind."""
@@ -70,7 +75,8 @@ class CompileSettings:
         """Return a text of what is chosen, for all ranks alike."""
         hardware = self.cost_model().hardware.to_json()
         where = self.device.type
-        return f"{self.compiler} {self.schedule} {hardware} {where} {self.first_rank_plans}"
+        chosen = f"{self.schedule} {self.saving}"
+        return f"{self.compiler} {chosen} {hardware} {where} {self.first_rank_plans}"
 
     def facts(self) -> str:
         """Return what a graph is compiled for besides its Dynamo graph, a line for each thing."""
@@ -79,7 +85,8 @@ class CompileSettings:
     def cache_key(self, *texts: str) -> bytes:
         """Return a hash of our sources, of ``texts``, and of all that graphs and plans depend on
         besides: the table in ``pipeline.baked_in`` says what that is."""
-        return get_hash_for_files(_SOURCES, "\n".join([*texts, self.fingerprint(), self.baked_in]))
+        facts = [*texts, self.fingerprint(), self.baked_in, str(sorted(self.regathered))]
+        return get_hash_for_files(_SOURCES, "\n".join(facts))
 
     def pass_uuid(self) -> bytes | None:
         """Return the key of our passes in Inductor's caches; None: do not cache the graphs."""
@@ -104,16 +111,21 @@ class CompileSettings:
     ) -> Sequence[int]:
         """Return which transfers of ``backward`` to leave out: see ``planning.keep_unsharded``."""
         if GraphKind.FORWARD in self.first_rank_plans:
-            kept = kept_inputs(self.first_rank_plans[GraphKind.FORWARD])
-            return [i for i, t in gathered_in_forward.items() if t.param in kept]
+            inputs = kept_inputs(self.first_rank_plans[GraphKind.FORWARD])
+            return [i for i, t in gathered_in_forward.items() if t.param in inputs]
         peak_bytes = self.schedule.limits().peak
-        return choose_kept(forward, backward, gathered_in_forward, cost_model, peak_bytes)
+        kept = choose_kept(forward, backward, gathered_in_forward, cost_model, peak_bytes)
+        if self.saving is None or not self.saving.all_params:
+            return kept
+        free = [i for i, t in gathered_in_forward.items() if t.param not in self.regathered]
+        return sorted({*kept, *free})
 
     @property
     def may_offload_activations(self) -> bool:
         """Return whether activations may leave the device to keep a memory budget."""
         limited = self.schedule.limits().peak is not None
-        return limited and self.schedule.overlap and self.device.type != "cpu"
+        stows = self.saving is None or self.saving.stows
+        return limited and stows and self.schedule.overlap and self.device.type != "cpu"
 
     @property
     def may_share_regions(self) -> bool:
@@ -136,17 +148,23 @@ class CompileSettings:
         return choose_offloaded(forward, backward, saved, self.schedule.limits(), cost_model)
 
     def plan_buckets(
-        self, problem: Problem, params: Sequence[PlanParam], cost_model: CostModel
+        self,
+        problem: Problem,
+        params: Sequence[PlanParam],
+        cost_model: CostModel,
+        *,
+        refine: bool = True,
     ) -> tuple[Bucket, ...]:
         """Return the buckets of a graph, host copies included, in launch order.
 
         Args:
             params: of ``problem``.
+            refine: see ``planning.search.find_schedule``.
         """
         collectives = without_host_copies(problem)
         if problem.graph in self.first_rank_plans:
             buckets = follow(collectives, params, self.first_rank_plans[problem.graph])
         else:
-            buckets = self.schedule.plan_buckets(collectives, cost_model)
+            buckets = self.schedule.plan_buckets(collectives, cost_model, refine=refine)
         hides_copies = cost_model if self.schedule.overlap else None
         return add_host_copies(problem, buckets, hides_copies, self.schedule.limits())

@@ -23,8 +23,9 @@ from .._torch.inductor import (
 )
 from ..kinds import GraphKind
 from ..show.dump_folder import DumpWriter
-from .compile import Partitioner, Runnable, TracedGraph
+from .partition import Partitioner
 from .settings import CompileSettings
+from .traced_graph import Runnable, TracedGraph
 
 Read = Callable[[fx.Graph, GraphKind], None]
 """Reads a forward, backward or inference graph, before collectives are in it."""

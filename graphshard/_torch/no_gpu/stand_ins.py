@@ -160,6 +160,8 @@ def _stand_in_for_torch_cuda(device: DeviceProperties) -> None:
         "get_device_properties": properties,
         "get_device_capability": (device.major, device.minor),
         "memory_allocated": 0,
+        "memory_reserved": 0,
+        "mem_get_info": (device.total_memory, device.total_memory),
         # Nothing is initialised or moved.
         "_lazy_init": None,
         "set_device": None,

@@ -181,6 +181,8 @@ def _pipeline(rng: Random) -> dict[str, Any]:
     if "overlap" in schedule:
         for name in ("bucket_cap_mb", "max_in_flight_gb", "memory_budget_gb"):
             schedule.pop(name, None)
+    if "memory_budget_gb" in schedule and "activation_memory_budget" not in schedule:
+        schedule["auto"] = True
     return {
         "schedule": tuple(schedule.items()),
         "compiler": _rarely(rng, "inductor", "aot_eager", 0.02),

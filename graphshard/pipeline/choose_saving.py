@@ -1,0 +1,267 @@
+"""Chooses what forward saves for backward, before a graph is compiled: ``SchedulePolicy.auto``.
+
+    Dynamo graph ─► AOTAutograd ─► joint graph ─► each way: joint passes, partition, plan ─► best
+
+The first rank tries, and all ranks follow: it depends on a rank's batch and prices. The graph is
+then compiled as if the user had asked for what was chosen, so no cache and no plan knows of this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import passes
+from .._torch.inductor import (
+    KEEP_HOST_COPIES,
+    CustomPartitionerFn,
+    aot_autograd,
+    compile_without_code,
+    compiles_nothing,
+    decompositions_for,
+    has_activation_budget,
+    options_of_plans,
+)
+from ..consensus.plan_consensus import PlanConsensus
+from ..planning.saving import (
+    PARTS,
+    NothingFitsError,
+    Saving,
+    SavingChoice,
+    TriedSaving,
+    saves_enough,
+    savings,
+    without_repeats,
+)
+from ..planning.search import BudgetError
+from ..planning.simulate import simulate
+from ..show.dump_folder import DumpWriter
+from ..show.saving_table import saving_table
+from .partition import Partitioner
+from .settings import CompileSettings
+from .traced_graph import TracedGraph
+
+FRAGMENTED = 0.03
+"""Part of a GPU's memory that its allocator cannot hand out; assumed, as forecasts do."""
+
+
+def choose_saving(
+    traced: TracedGraph, settings: CompileSettings, consensus: PlanConsensus
+) -> tuple[CompileSettings, str]:
+    """Return settings with what all ranks save, and the table of what was tried.
+
+    Where the policy does not ask for it, or nothing is differentiated, settings stay as they are.
+
+    Raises:
+        ValueError: there is no budget, and the device does not say how much memory it has.
+        NothingFitsError: no way keeps the budget.
+    """
+    if not settings.schedule.auto or not _trains(traced.inputs):
+        return settings, ""
+    _check_budget(settings)
+    names = sorted(name for name in traced.fqns if name)
+    text = consensus.common_choice(
+        "\n".join(["what forward saves for backward", *names, settings.fingerprint()]),
+        lambda: _try_all(traced, settings).to_json(),
+        traced.groups,
+    )
+    choice = SavingChoice.from_json(text)
+    if not choice.tried:
+        return settings, ""
+    table = saving_table(choice)
+    if choice.best is None:
+        raise NothingFitsError(choice, table)
+    return _with_saving(settings, choice.best.saving, choice.budget_gb), table
+
+
+def _trains(inputs: Sequence[object]) -> bool:
+    tensors = (value for value in inputs if isinstance(value, torch.Tensor))
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _check_budget(settings: CompileSettings) -> None:
+    """
+    Raises:
+        ValueError: there is neither a budget nor a device with memory of its own.
+    """
+    if settings.schedule.memory_budget_gb is None and settings.device.type != "cuda":
+        raise ValueError(
+            f"schedule.auto=True without memory_budget_gb: a {settings.device.type} does not say "
+            "what a rank may take of its memory; set schedule.memory_budget_gb"
+        )
+
+
+def _with_saving(settings: CompileSettings, saving: Saving, budget_gb: float) -> CompileSettings:
+    """Return settings as of a user who asks for ``saving`` himself."""
+    schedule = dataclasses.replace(
+        settings.schedule,
+        auto=False,
+        activation_memory_budget=saving.activations,
+        memory_budget_gb=budget_gb,
+    )
+    return dataclasses.replace(settings, schedule=schedule, saving=saving)
+
+
+def _try_all(traced: TracedGraph, settings: CompileSettings) -> SavingChoice:
+    """Plan every way on this rank."""
+    budget_gb = settings.schedule.memory_budget_gb
+    if budget_gb is None:
+        budget_gb = _free_gb(traced, settings.device)
+    parts, notes = _parts_to_try(settings)
+    may_stow = settings.device.type != "cpu"
+    ways = savings(parts, may_stow=may_stow)
+    trials = _Trials([_with_saving(settings, saving, budget_gb) for saving in ways])
+    _partition(traced, settings, trials)
+    notes += _notes_of_parts(ways, trials.tried) + _notes_of_params(traced)
+    if not may_stow:
+        notes.append("Not tried: activations on the host, which a CPU has no copy of.")
+    return SavingChoice(budget_gb, without_repeats(trials.tried), tuple(notes))
+
+
+def _parts_to_try(settings: CompileSettings) -> tuple[Sequence[float | None], list[str]]:
+    given = settings.schedule.activation_memory_budget
+    if given is not None:
+        return [given], [f"Not tried: other parts of the activations than {given:g}, as given."]
+    if has_activation_budget():
+        note = "Not tried: other parts of the activations than torch._functorch.config says."
+        return [None], [note]
+    return PARTS, []
+
+
+def _notes_of_parts(ways: Sequence[Saving], tried: Sequence[TriedSaving]) -> list[str]:
+    if not tried or len(tried) == len(ways):
+        return []
+    least = tried[-1].saving.activations
+    return [
+        f"Not tried: to save less than {least:.0%} of the activations; that was slower already."
+    ]
+
+
+def _notes_of_params(traced: TracedGraph) -> list[str]:
+    if not traced.regathered:
+        return []
+    return [
+        f"Not kept by 'all': {len(traced.regathered)} parameters for which overrides say "
+        "reshard_after_forward."
+    ]
+
+
+def _free_gb(traced: TracedGraph, device: torch.device) -> float:
+    """Return the memory that a GPU has for a graph, its inputs among it, in GB.
+
+    An optimizer like Adam, which has no state before the first step, will have two numbers for each
+    parameter that is trained.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    inputs = [value for value in traced.inputs if isinstance(value, torch.Tensor)]
+    on_device = [tensor for tensor in inputs if tensor.device.type == device.type]
+    own = sum(tensor.nbytes for tensor in on_device)
+    states = 2 * sum(t.nbytes for t, fqn in zip(inputs, traced.fqns) if fqn and t.requires_grad)
+    return (free + cached + own - states - int(FRAGMENTED * total)) / 1e9
+
+
+def _partition(traced: TracedGraph, settings: CompileSettings, trials: _Trials) -> None:
+    """Trace a graph up to its joint graph, hand that to ``trials``, and compile nothing."""
+    if settings.compiler == "aot_eager":
+        aot_autograd(fw_compiler=compiles_nothing, partition_fn=trials)(traced.gm, traced.inputs)
+        return
+    options: dict[str, Any] = {
+        **options_of_plans(settings.device),
+        **traced.inductor_options,
+        **(KEEP_HOST_COPIES if settings.device.type != "cpu" else {}),
+        "custom_partitioner_fn": trials,
+    }
+    decompositions = decompositions_for(traced.inputs)
+    compile_without_code(
+        traced.gm, traced.inputs, options, decompositions, inner_compile=compiles_nothing
+    )
+
+
+class _Trials(CustomPartitionerFn):
+    """Partitions and plans copies of a joint graph in several ways.
+
+    Attributes:
+        tried: the ways, in the order of the settings; none before there was a joint graph.
+    """
+
+    def __init__(self, ways: Sequence[CompileSettings]) -> None:
+        self._ways = ways
+        self.tried: list[TriedSaving] = []
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        self.tried = []
+        for _, ways in itertools.groupby(self._ways, key=_activations):
+            planned = []
+            for settings, parts in _partitioned(gm, joint_inputs, list(ways), **kwargs):
+                planned.append(_plan(parts, settings))
+            is_slower = saves_enough(planned, self.tried)
+            self.tried += planned
+            if is_slower:
+                break
+        return parts  # some: nothing is compiled
+
+    def uuid(self) -> bytes | None:
+        return None
+
+
+def _activations(settings: CompileSettings) -> float | None:
+    return settings.schedule.activation_memory_budget
+
+
+def _partitioned(
+    gm: fx.GraphModule,
+    joint_inputs: Sequence[object],
+    ways: Sequence[CompileSettings],
+    **kwargs: Any,
+) -> Iterator[tuple[CompileSettings, tuple[fx.GraphModule, fx.GraphModule]]]:
+    """Yield each way with the forward and backward graph that it has of a joint graph.
+
+    To cut takes longest, and what parameters are kept does not matter to it.
+    """
+    by_stows = itertools.groupby(ways, key=lambda settings: settings.may_offload_activations)
+    for _, alike in by_stows:
+        cut = None
+        for settings in alike:
+            partitioner = Partitioner(settings, DumpWriter())
+            cut = cut or partitioner.cut(_copy(gm), joint_inputs, **kwargs)
+            copied = cut._replace(forward=_copy(cut.forward), backward=_copy(cut.backward))
+            yield settings, partitioner.save(copied)
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a graph, as ``copy.deepcopy`` does it, but for how its code takes inputs."""
+    graph = fx.Graph()
+    output = graph.output(graph.graph_copy(gm.graph, {}))
+    output.meta = dict(gm.graph.output_node().meta)
+    return fx.GraphModule(gm, graph)
+
+
+def _plan(parts: tuple[fx.GraphModule, fx.GraphModule], settings: CompileSettings) -> TriedSaving:
+    """Plan a forward and a backward graph."""
+    saving, cost_model = settings.saving, settings.cost_model()
+    budget = settings.schedule.limits().peak
+    assert saving is not None and budget is not None
+    forward, backward = parts
+    step_us, peak_bytes, refused = 0.0, 0, ""
+    for read in passes.read_partition(forward.graph, backward.graph, cost_model):
+        problem = read.problem
+        try:
+            buckets = settings.plan_buckets(problem, (), cost_model, refine=False)
+        except BudgetError as error:
+            refused = refused or f"{problem.graph} needs {error.needed / 1e9:.3g} GB"
+            peak_bytes = max(peak_bytes, error.needed)
+            continue
+        timeline = simulate(problem, buckets, cost_model)
+        step_us += timeline.total_us + timeline.lost_us
+        peak_bytes = max(peak_bytes, timeline.peak_bytes)
+        if timeline.peak_bytes > budget:
+            refused = refused or f"{problem.graph} needs {timeline.peak_bytes / 1e9:.3g} GB"
+    return TriedSaving(saving, None if refused else step_us, peak_bytes, refused)

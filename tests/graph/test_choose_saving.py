@@ -1,0 +1,115 @@
+"""What ``SchedulePolicy(auto=True)`` chooses to save for backward, of real graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import graphshard
+from graphshard.kinds import GraphKind, TransferKind
+
+DIM, LAYERS, ROWS = 64, 4, 512
+FULL_GB = 4 * DIM * DIM / 1e9  # of one weight
+AMPLE_GB = 1.0
+NODE_US = 1e4  # hides all gathers: to recompute is slow, and a parameter kept saves little
+
+
+class Deep(nn.Module):
+    """Activations are much larger than weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x.square().mean()
+
+
+def _train(mesh: DeviceMesh | None, **options: Any) -> graphshard.Backend:
+    policy = {name: options.pop(name) for name in [*options] if name in _OF_POLICY}
+    schedule = graphshard.SchedulePolicy(auto=True, node_cost=lambda _: NODE_US, **policy)
+    options = {"compiler": "aot_eager", **options}
+    backend = graphshard.backend(mesh, schedule=schedule, **options)
+    torch.compile(Deep(), backend=backend, fullgraph=True)(torch.randn(ROWS, DIM)).backward()
+    return backend
+
+
+_OF_POLICY = ("memory_budget_gb", "activation_memory_budget")
+
+
+def _taken(backend: graphshard.Backend) -> list[str]:
+    """Return the first two columns of the row that was taken."""
+    rows = [line for line in backend.summary().splitlines() if line.endswith("taken")]
+    assert len(rows) == 1
+    return [cell.strip() for cell in rows[0].split("  ") if cell.strip()][:2]
+
+
+def _peak_gb(backend: graphshard.Backend) -> float:
+    dumps = [dump for graph in backend._graphs for dump in graph.dumps()]
+    return max(dump.totals.peak_bytes for dump in dumps) / 1e9
+
+
+def _gathered(backend: graphshard.Backend, kind: GraphKind) -> dict[str, int]:
+    """Return the parameters that a graph gathers, and from how many ranks."""
+    (plan,) = (plan for plan in backend.plans if plan.graph == kind)
+    transfers = plan.problem.transfers
+    return {plan.fqn_of(t): t.world for t in transfers if t.kind == TransferKind.ALL_GATHER}
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_less_is_saved_where_memory_is_tight(compiler: str, mesh: DeviceMesh) -> None:
+    ample = _train(mesh, memory_budget_gb=AMPLE_GB, compiler=compiler)
+    assert _taken(ample) == ["100%", "all"]
+    assert not _gathered(ample, GraphKind.BACKWARD)
+    torch._dynamo.reset()
+    budget_gb = 0.9 * _peak_gb(ample)
+    tight = _train(mesh, memory_budget_gb=budget_gb, compiler=compiler)
+    assert _taken(tight)[0] != "100%"
+    assert _peak_gb(tight) <= budget_gb < _peak_gb(ample)
+    assert "refused: " in tight.summary()
+
+
+def test_nothing_fits(mesh: DeviceMesh) -> None:
+    with pytest.raises(Exception, match="none of the ways that auto=True tries fits") as caught:
+        _train(mesh, memory_budget_gb=FULL_GB)
+    assert "0%" in str(caught.value) and "refused: forward needs" in str(caught.value)
+
+
+def test_what_the_user_says_stays(mesh: DeviceMesh) -> None:
+    """Activations as given; one layer is gathered again, another one is from few neighbours."""
+    overrides = {
+        "layers.1": {"reshard_after_forward": True},
+        "layers.2": {"reshard_after_forward": 2},
+    }
+    backend = _train(
+        mesh,
+        memory_budget_gb=AMPLE_GB,
+        activation_memory_budget=1,
+        overrides=overrides,
+    )
+    summary = backend.summary()
+    assert "other parts of the activations than 1, as given" in summary
+    assert "4 parameters for which overrides say reshard_after_forward" in summary
+    assert _taken(backend) == ["100%", "all"]
+    assert _gathered(backend, GraphKind.BACKWARD) == {"layers.1.weight": 8, "layers.2.weight": 2}
+
+
+def test_a_cpu_needs_a_budget(mesh: DeviceMesh) -> None:
+    with pytest.raises(Exception, match=r"auto=True without memory_budget_gb: .* set schedule"):
+        _train(mesh)
+
+
+def test_evaluation_saves_nothing(mesh: DeviceMesh) -> None:
+    schedule = graphshard.SchedulePolicy(auto=True, memory_budget_gb=AMPLE_GB)
+    backend = graphshard.backend(mesh, schedule=schedule, compiler="aot_eager")
+    with torch.no_grad():
+        torch.compile(Deep(), backend=backend, fullgraph=True)(torch.randn(ROWS, DIM))
+    assert [plan.graph for plan in backend.plans] == [GraphKind.INFERENCE]
+    assert "taken" not in backend.summary()

@@ -1,0 +1,67 @@
+"""What forward saves for backward: which ways are tried, and which of them is taken."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from graphshard.planning.saving import (
+    PARTS,
+    Saving,
+    SavingChoice,
+    TriedSaving,
+    saves_enough,
+    savings,
+    without_repeats,
+)
+from graphshard.show.saving_table import saving_table
+
+ALL, HALF, STOWED = Saving(1.0, True, False), Saving(0.5, False, False), Saving(1.0, False, True)
+FITS = TriedSaving(HALF, 2e3, 3_000_000_000)
+TOO_LARGE = TriedSaving(ALL, None, 9_000_000_000, "backward needs 9 GB")
+
+
+def test_every_part_is_tried_with_each_of_the_others() -> None:
+    on_gpu, on_cpu = savings(PARTS, may_stow=True), savings(PARTS, may_stow=False)
+    assert len({*on_gpu}) == len(on_gpu) == 4 * len(PARTS) == 2 * len(on_cpu)
+    assert [s.activations for s in on_cpu] == [part for part in PARTS for _ in range(2)]
+    assert not any(s.stows for s in on_cpu)
+
+
+def test_the_quickest_that_fits_is_taken() -> None:
+    quicker = dataclasses.replace(FITS, step_us=1e3)
+    smaller = dataclasses.replace(quicker, peak_bytes=1)
+    assert SavingChoice(5, (TOO_LARGE, FITS, quicker)).best is quicker
+    assert SavingChoice(5, (quicker, smaller, FITS)).best is smaller
+    assert SavingChoice(5, (TOO_LARGE,)).best is None
+
+
+def test_a_choice_travels_as_json() -> None:
+    choice = SavingChoice(5.5, (TOO_LARGE, FITS), ("Not tried: this.",))
+    assert SavingChoice.from_json(choice.to_json()) == choice
+
+
+def test_what_changes_nothing_is_shown_once() -> None:
+    as_quick = TriedSaving(dataclasses.replace(HALF, all_params=True), FITS.step_us, 3_000_000_000)
+    recomputed = TriedSaving(dataclasses.replace(HALF, activations=0.0), 2e3, 3_000_000_000)
+    assert without_repeats([FITS, as_quick, recomputed]) == (FITS, recomputed)
+
+
+def test_recomputing_more_ends_where_it_is_slower() -> None:
+    slower, quicker = (dataclasses.replace(FITS, step_us=us) for us in (3e3, 1e3))
+    stowed = dataclasses.replace(FITS, saving=STOWED)
+    assert saves_enough([slower, TOO_LARGE], [FITS])
+    assert not saves_enough([slower, quicker], [FITS])
+    assert not saves_enough([slower], [TOO_LARGE])  # nothing fitted before
+    assert not saves_enough([TOO_LARGE], [FITS])
+    assert not saves_enough([slower], [stowed])  # what stays on the device may be quicker yet
+
+
+def test_the_table_says_why() -> None:
+    slower = TriedSaving(STOWED, 3e3, 4_000_000_000)
+    table = saving_table(SavingChoice(5, (TOO_LARGE, FITS, slower), ("Not tried: this.",)))
+    title, _, head, _, *rows, note = table.splitlines()
+    assert "within 5 GB" in title and "on the host" in head and note == "Not tried: this."
+    assert rows[0].split()[-5:] == ["refused:", "backward", "needs", "9", "GB"]
+    assert rows[1].split() == ["50%", "those", "exposed", "none", "2.000", "3", "taken"]
+    assert rows[2].endswith("50.0% slower")
+    assert "on the host" not in saving_table(SavingChoice(5, (FITS,)))
