@@ -1,8 +1,9 @@
 """How true are forecasts on this machine? Predicted beside measured, on CPU ranks.
 
-    python -m benchmarks.forecast_cpu                       about 15 minutes on 2 idle cores
+    python -m benchmarks.forecast_cpu                       all, on 2 idle cores
     python -m benchmarks.forecast_cpu --models GPT --ranks 2 --dtypes float32 --steps 5
-    python -m benchmarks.forecast_cpu --predict             predicts what was measured once more
+    python -m benchmarks.forecast_cpu --only compile        ahead, on cores that need not be idle
+    python -m benchmarks.forecast_cpu --only predict        what was measured, once more
 
 It calibrates the machine (``graphshard calibrate``) with as many busy processes as train at once,
 then measures steps of six models, compiled by Inductor, with AdamW:
@@ -14,7 +15,7 @@ then measures steps of six models, compiled by Inductor, with AdamW:
 
 and predicts them as ``graphshard.plan`` does, from the calibrated file. What is measured and
 calibrated is kept in a JSON file; a run that was stopped goes on where it was. With --fresh all of
-it is measured anew, with --predict nothing is.
+it is measured anew. Most of the time goes to compiling, unless Inductor's cache has it already.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ LINKS = {1: (ALONE,), 2: (LOOPBACK,), 4: (SLOW, FAST)}
 """By number of ranks: gloo, or milliseconds and GB/s of a modelled wire."""
 STRATEGIES = {1: ("zero3",), 2: ("zero3", "zero2", "ddp"), 4: ("zero3", "zero2", "hsdp:2", "ddp")}
 MEMORY_GB = 16.0
+CALIBRATE, COMPILE, MEASURE, PREDICT = "calibrate", "compile", "measure", "predict"
 
 
 class Case(NamedTuple):
@@ -234,20 +236,38 @@ def main() -> None:
         args.rows.unlink(missing_ok=True)
     store = Store.load(args.rows)
     wanted = cases(args.models, args.ranks, args.dtypes)
-    if not args.predict:
+    stages = args.only or [CALIBRATE, MEASURE, PREDICT]
+    _calibrate(store, wanted)
+    if COMPILE in stages:
+        _compile(store, wanted)
+    if MEASURE in stages:
         _measure(store, wanted, args.steps)
-    _predict(store, wanted, again=args.predict)
+    if PREDICT in stages:
+        _predict(store, wanted, again=args.only is not None)
+        _report(store, wanted, args.out)
+
+
+def _report(store: Store, wanted: list[Case], out: Path) -> None:
     rows = [row for case in wanted for row in store.of_case(case)]
     heading = common.heading("benchmarks.forecast_cpu", torch.device("cpu"))
-    common.write_report(args.out, [heading, *forecast_report.paragraphs(rows)])
+    common.write_report(out, [heading, *forecast_report.paragraphs(rows)])
     common.show(*forecast_report.paragraphs(rows))
 
 
-def _measure(store: Store, wanted: list[Case], steps: int) -> None:
+def _calibrate(store: Store, wanted: list[Case]) -> None:
     for busy in sorted({case.busy for case in wanted} - set(store.calibrated)):
         print(f"calibrating with {busy} busy processes", flush=True)
         store.calibrated[busy] = calibrate(busy)
         store.save()
+
+
+def _compile(store: Store, wanted: list[Case]) -> None:
+    for case in wanted:
+        print("compiling", *case, flush=True)
+        measured(case, store.calibrated[case.busy], steps=1)
+
+
+def _measure(store: Store, wanted: list[Case], steps: int) -> None:
     for case in wanted:
         if not store.of_case(case):
             print("measuring", *case, flush=True)
@@ -273,7 +293,9 @@ def _arguments() -> argparse.Namespace:
         "--dtypes", nargs="+", choices=("float32", "bf16"), default=["float32", "bf16"]
     )
     parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
-    parser.add_argument("--predict", action="store_true", help="predict again, measure nothing")
+    parser.add_argument(
+        "--only", nargs="+", choices=(CALIBRATE, COMPILE, MEASURE, PREDICT), help="these stages"
+    )
     parser.add_argument(
         "--rows", type=Path, default=Path("benchmarks/results/forecast_cpu.json"), help="the store"
     )
