@@ -1,10 +1,8 @@
 """Forecasts beside published measurements: ``python -m benchmarks.forecast``.
 
-Rows are from torchtitan: benchmarks/llama3_h100_202412_torchtitan.md (Llama 3.1 8B on 8 H100 with
-96 GB of 2.4 TB/s at 500 W, torch.compile) and docs/performance.md (Llama 2 and 3 on 64 A100, eager
-FSDP2), both by FSDP2 with parameters in bfloat16, gradients reduced in float32 and fused AdamW. No
-constant was chosen by them. Memory is what the allocator has in use in the forecast, and what it
-has reserved in the measurement.
+``published`` has the measurements and their sources. No constant was chosen by them. Memory is what
+the allocator has in use in the forecast, and what it has reserved in the measurement; beside both
+stand the formulas that others use.
 """
 
 from __future__ import annotations
@@ -12,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,58 +23,23 @@ from torch.utils.checkpoint import (
 
 from graphshard.forecast.cluster import cluster
 from graphshard.forecast.forecast import Forecast
+from graphshard.forecast.interval import errors_of
 from graphshard.forecast.plan import forecast
 from graphshard.forecast.recipe import Recipe
 from graphshard.forecast.trace import Inputs
 from graphshard.forecast.workload import Workload
 
-from .llama import LLAMA3, Llama, LlamaSizes
-
-GIB = 1 << 30
-LLAMA2_13B = LlamaSizes(5120, 40, 40, 40, 13824, recompute=False, vocab=32000)
-LLAMA2_70B = LlamaSizes(8192, 80, 64, 8, 28672, recompute=True, vocab=32000)
-"""arXiv 2307.09288, and its config.json."""
-
-
-@dataclass(frozen=True)
-class Published:
-    """A measurement.
-
-    Attributes:
-        recompute: none, op (torchtitan's selective option) or full.
-        tokens_per_s: on each GPU.
-        memory_gib: reserved; None: not published.
-    """
-
-    name: str
-    sizes: LlamaSizes
-    device: str
-    gpus: int
-    batch: int
-    length: int
-    recompute: str
-    dtype: str
-    tokens_per_s: float
-    memory_gib: float | None = None
-
-
-_LLAMA3_8B, _LLAMA3_70B = LLAMA3["8B"], LLAMA3["70B"]
-PUBLISHED = (
-    Published("Llama 3 8B", _LLAMA3_8B, "H100-96GB", 8, 2, 8192, "op", "bf16", 6667, 77.0),
-    Published("Llama 3 8B", _LLAMA3_8B, "H100-96GB", 8, 2, 8192, "op", "fp8", 8532, 76.8),
-    Published("Llama 3 8B", _LLAMA3_8B, "A100-80GB", 64, 1, 8192, "op", "bf16", 2973),
-    Published("Llama 3 70B", _LLAMA3_70B, "A100-80GB", 64, 1, 8192, "full", "bf16", 331),
-    Published("Llama 2 13B", LLAMA2_13B, "A100-80GB", 64, 2, 4096, "none", "bf16", 2162),
-    Published("Llama 2 13B", LLAMA2_13B, "A100-80GB", 64, 2, 4096, "op", "bf16", 1904),
-    Published("Llama 2 70B", LLAMA2_70B, "A100-80GB", 64, 2, 4096, "full", "bf16", 353),
-)
+from .llama import Llama
+from .memory_formulas import memory_table
+from .published import PUBLISHED, Published
 
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.graphshard.float8_mm.default)
 
 
 def _policy(counts: dict[str, int], context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     """Save attention and every second matrix product, as torchtitan's selective option "op"."""
-    if op == torch.ops.aten.mm.default:
+    if op in _PRODUCTS:
         name = "recomputed" if context.is_recompute else "forward"
         counts[name] = counts.get(name, 0) + 1
         saves = counts[name] % 2 == 1
@@ -110,36 +71,58 @@ def _workload(published: Published) -> Workload:
 
 def predict(published: Published) -> Forecast:
     """Forecast what was measured."""
-    machine = cluster(published.device, published.gpus)
-    return forecast(_workload(published), Recipe(dtype=published.dtype), machine)
+    machine = cluster(published.device, published.gpus, link=published.link)
+    recipe = Recipe(published.strategy, published.dtype)
+    return forecast(_workload(published), recipe, machine)
 
 
-def rows(chosen: list[int]) -> Iterator[list[Any]]:
-    for number in chosen:
-        published = PUBLISHED[number]
-        found = predict(published)
-        per_gpu = found.tokens_per_s / found.cluster.num_gpus
-        memory = found.memory.allocated / GIB
-        yield [
-            published.name,
-            f"{published.gpus} {published.device}",
-            f"{published.batch} x {published.length}",
-            published.dtype,
-            published.recompute,
-            published.tokens_per_s,
-            round(per_gpu),
-            f"{per_gpu / published.tokens_per_s - 1:+.0%}",
-            published.memory_gib,
-            round(memory, 1),
-        ]
+def ratio(published: Published, found: Forecast) -> float:
+    """Return the measured time of a step to the predicted one."""
+    return found.tokens_per_s / found.cluster.num_gpus / published.tokens_per_s
+
+
+_COMPILED = {True: "blocks", False: "no", None: "not said"}
+
+
+def time_row(published: Published, found: Forecast) -> list[Any]:
+    """Return a row of the table of speed."""
+    return [
+        f"{published.name} {published.source}",
+        f"{published.gpus} {published.device}",
+        f"{published.batch} x {published.length}",
+        published.dtype,
+        published.recompute,
+        _COMPILED[published.compiled],
+        published.tokens_per_s,
+        round(found.tokens_per_s / found.cluster.num_gpus),
+        f"{ratio(published, found) - 1:+.0%}",
+    ]
+
+
+def interval(ratios: list[float]) -> str:
+    """Return what interval the errors make, and how it does on a measurement that is left out."""
+    errors = errors_of(ratios)
+    others = [errors_of(ratios[:i] + ratios[i + 1 :]) for i in range(len(ratios))]
+    covered = sum(error.covers(ratio) for error, ratio in zip(others, ratios))
+    return (
+        f"Interval: {errors.low:.2f} to {errors.high:.2f} times the forecast. Made of all other "
+        f"rows, it holds {covered} of {len(ratios)}."
+    )
 
 
 def main() -> None:
-    """Print the table; arguments are the numbers of rows."""
+    """Print the tables; arguments are the numbers of rows."""
     chosen = [int(text) for text in sys.argv[1:]] or list(range(len(PUBLISHED)))
-    headers = ["model", "GPUs", "batch", "dtype", "recomputed", "tokens/s", "forecast", "error"]
-    headers += ["GiB", "forecast"]
-    print(tabulate(rows(chosen), headers, tablefmt="github"))
+    found = []
+    for number in chosen:
+        found.append((PUBLISHED[number], predict(PUBLISHED[number])))
+        print(f"row {number}: {ratio(*found[-1]):.2f}", file=sys.stderr, flush=True)
+    headers = ["model", "GPUs", "batch", "dtype", "recomputed", "compiled", "tokens/s"]
+    headers += ["forecast", "error"]
+    print(tabulate([time_row(*each) for each in found], headers, tablefmt="github"))
+    if len(found) > 1:
+        print(f"\n{interval([ratio(*each) for each in found])}")
+    print(f"\n{memory_table(found)}")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,15 @@ from graphshard.cost.model import CostModel
 from graphshard.kinds import GraphKind, TransferKind
 from graphshard.ops import markers
 from graphshard.ops.marker_specs import ReloadSpec, UnshardSpec
-from graphshard.ops.nodes import HELD_BYTES, is_view, memory_bytes, root_of, uses, value_of
+from graphshard.ops.nodes import (
+    HELD_BYTES,
+    WHOLE_SHARD,
+    is_view,
+    memory_bytes,
+    root_of,
+    uses,
+    value_of,
+)
 from graphshard.passes.describe import describe_transfers, source_of
 from graphshard.planning.moments import Span, sum_spans
 from graphshard.planning.plan import Problem, Transfer
@@ -281,7 +289,9 @@ def _is_cast_copy(node: fx.Node) -> bool:
 
 def _is_freed(placeholder: fx.Node, kind: GraphKind) -> bool:
     """Return whether an input's memory is free after its last use, as activations' in backward."""
-    is_shard = any(user.target in markers.UNSHARD_MARKERS for user in placeholder.users)
+    is_shard = WHOLE_SHARD in placeholder.meta or any(
+        user.target in markers.UNSHARD_MARKERS for user in placeholder.users
+    )
     is_shard &= HELD_BYTES not in placeholder.meta
     return kind == GraphKind.BACKWARD and not is_shard
 

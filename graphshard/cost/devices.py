@@ -181,6 +181,7 @@ def _cpu() -> Hardware:
         ranks_per_node=8,
         intra=loopback,
         inter=loopback,
+        device_type="cpu",
     )
 
 

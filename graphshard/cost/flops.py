@@ -28,6 +28,9 @@ def op_names(text: str) -> frozenset[str]:
 # Matrix products, by the position of the left matrix.
 _LEFT_IS_FIRST = op_names("_grouped_mm _scaled_grouped_mm _scaled_mm bmm linear matmul mm mv")
 _LEFT_IS_SECOND = op_names("addbmm addmm addmv baddbmm")
+_GROUPED = "transformers.grouped_mm_fallback"
+"""How an operator of transformers is called, and its backward begins: tokens ``[s, k]`` times the
+weights ``[experts, k, n]`` of the expert that each goes to."""
 
 
 class Flops(NamedTuple):
@@ -55,6 +58,8 @@ def flops(node: fx.Node) -> Flops:
         return _attention(node, backward=name.endswith("_backward"))
     if name in ("convolution", "convolution_backward"):
         return _convolution(node)
+    if str(node.target).startswith(_GROUPED):
+        return _grouped_fallback(node)
     return Flops(0.0, "float32")
 
 
@@ -64,6 +69,16 @@ def _matmul(node: fx.Node, left: torch.Tensor) -> Flops:
     if len(out) == 3 and left.dim() == 2:  # grouped: each group has a range of the inner dimension
         num_flops /= out[0]
     return Flops(num_flops, _dtype_name(left))
+
+
+def _grouped_fallback(node: fx.Node) -> Flops:
+    """Return the operations of a product by groups, or of the two of its backward."""
+    arguments = argument_values(node)
+    tokens, weight = shape_of(arguments["input"]), shape_of(arguments["weight"])
+    products = 2 if "grad_output" in arguments else 1
+    return Flops(
+        products * 2.0 * tokens[0] * math.prod(weight[1:]), _dtype_name(arguments["input"])
+    )
 
 
 def _attention(node: fx.Node, *, backward: bool) -> Flops:

@@ -17,7 +17,10 @@ from pathlib import Path
 from ..kinds import TransferKind
 from .json_fields import Fields
 
-VERSION = 3  # of the JSON form; a file of another version is refused
+VERSION = 4  # of the JSON form; a file of another version is refused
+
+DATASHEET, CALIBRATED = "datasheet", "calibrated"
+"""Where rates are from: published numbers, or measurements of the machine itself."""
 
 COLLECTIVE_KINDS = (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER, TransferKind.ALL_REDUCE)
 """The collectives that an interconnect has a rate for; the others run at one of these."""
@@ -120,9 +123,11 @@ class Hardware:
         ranks_per_node: ranks that ``intra`` connects; more ranks than these use ``inter``.
         intra: the interconnect between the ranks of a node.
         inter: the interconnect between nodes.
+        device_type: of its tensors, "cuda" or "cpu".
+        source: of its rates, ``DATASHEET`` or ``CALIBRATED``.
 
     Raises:
-        ValueError: a number is out of range, or ``flops`` lacks float32.
+        ValueError: a value is out of range, or ``flops`` lacks float32.
     """
 
     name: str
@@ -136,8 +141,12 @@ class Hardware:
     ranks_per_node: int
     intra: Interconnect
     inter: Interconnect
+    device_type: str = "cuda"
+    source: str = DATASHEET
 
     def __post_init__(self) -> None:
+        _check_one_of("device_type", self.device_type, ("cuda", "cpu"))
+        _check_one_of("source", self.source, (DATASHEET, CALIBRATED))
         if "float32" not in self.flops:
             raise ValueError("flops has no 'float32': it stands in for dtypes that are not listed")
         _check_positive("special_per_s", self.special_per_s)
@@ -167,7 +176,10 @@ class Hardware:
         try:
             top = Fields(json.loads(text), "")
             if top.raw.get("version") != VERSION:
-                raise ValueError(f"version is {top.raw.get('version')!r}: must be {VERSION}")
+                raise ValueError(
+                    f"version is {top.raw.get('version')!r}: must be {VERSION}, which this "
+                    "graphshard writes"
+                )
             return _read_hardware(top)
         except ValueError as error:  # JSONDecodeError is one
             raise ValueError(f"{source}: {error}") from error
@@ -187,6 +199,11 @@ def _check_positive(field: str, value: float, *, zero: bool = False) -> None:
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
         least = "0 or more" if zero else "more than 0"
         raise ValueError(f"{field}={value!r}: must be a finite number, {least}")
+
+
+def _check_one_of(field: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{field}={value!r}: must be one of {choices}")
 
 
 # --- the JSON form -------------------------------------------------------------------------------
@@ -209,6 +226,8 @@ def _read_hardware(fields: Fields) -> Hardware:
         ranks_per_node=fields.value("ranks_per_node", int, "a whole number"),
         intra=_read_interconnect(fields.nested("intra")),
         inter=_read_interconnect(fields.nested("inter")),
+        device_type=fields.value("device_type", str, '"cuda" or "cpu"'),
+        source=fields.value("source", str, f'"{DATASHEET}" or "{CALIBRATED}"'),
     )
 
 

@@ -24,7 +24,7 @@ from ..kinds import TransferKind
 from ..ops import collectives
 from ..ops.emitter import run
 from .devices import find_hardware_or_default
-from .hardware import COLLECTIVE_KINDS, Hardware, Interconnect, Rate
+from .hardware import CALIBRATED, COLLECTIVE_KINDS, Hardware, Interconnect, Rate
 from .timing import Timer, num_cold, rotating
 
 _KiB, _MiB = 1 << 10, 1 << 20
@@ -100,6 +100,8 @@ def measure(device: torch.device, effort: Effort) -> Measurement:
     hardware = dataclasses.replace(
         table_entry,
         name=f"{name}, calibrated",
+        source=CALIBRATED,
+        device_type=device.type,
         flops={**table_entry.flops, **flops},
         memory=_copy_rate(effort.copy_bytes, timer, launch_us),
         host=_host_copy_rate(effort.copy_bytes, timer, launch_us),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
+from ..cost.hardware import CALIBRATED, DATASHEET
 from ..kinds import GraphKind
 from ..show.dump import Dump
 from ..show.table import exposed_reason, is_notable
@@ -88,7 +89,11 @@ class Forecast:
     def code(self) -> str:
         """Return the lines of Python that train so."""
         budget = self.dumps[0].limits.peak
-        return self.recipe.code(self.cluster.num_gpus, None if budget is None else budget / 1e9)
+        return self.recipe.code(
+            self.cluster.num_gpus,
+            None if budget is None else budget / 1e9,
+            self.cluster.hardware.device_type,
+        )
 
     def to_json(self) -> str:
         """Return all numbers; times in microseconds, sizes in bytes."""
@@ -102,13 +107,8 @@ class Forecast:
             self.unit: self.tokens,
             f"{self.unit}_per_s": self.tokens_per_s,
             "mfu": self.mfu,
-            "time": {**dataclasses.asdict(self.time), "step_us": self.time.step_us},
-            "memory": {
-                **dataclasses.asdict(self.memory),
-                "allocated": self.memory.allocated,
-                "total": self.memory.total,
-                "fits": self.memory.fits,
-            },
+            "time": _with_properties(self.time, "step_us", "low_us", "high_us"),
+            "memory": _with_properties(self.memory, "allocated", "total", "low", "high", "fits"),
             "exposed": [dataclasses.asdict(exposed) for exposed in self.exposed],
             "binds": self.binds,
             "changes": [dataclasses.asdict(change) for change in self.changes],
@@ -161,6 +161,11 @@ def forecast_of(
     )
 
 
+def _with_properties(part: TimeForecast | MemoryForecast, *names: str) -> dict[str, object]:
+    """Return the fields of a part, and some of its properties."""
+    return {**dataclasses.asdict(part), **{name: getattr(part, name) for name in names}}
+
+
 def _exposed(dumps: Sequence[Dump], most: int = 8) -> list[Exposed]:
     """Return the collectives that compute waits for, the longest first."""
     found = [
@@ -195,6 +200,12 @@ def forecast_text(forecast: Forecast) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+_INTERVALS = {
+    DATASHEET: "published measurements were from forecasts by datasheets",
+    CALIBRATED: "measurements were from forecasts of calibrated machines",
+}
+
+
 def summary_rows(forecast: Forecast) -> Iterator[tuple[str, str]]:
     """Yield names and values of what matters most."""
     recipe, time, memory = forecast.recipe, forecast.time, forecast.memory
@@ -209,6 +220,12 @@ def summary_rows(forecast: Forecast) -> Iterator[tuple[str, str]]:
         f"{time.step_us / 1e3:,.1f} ms for {forecast.tokens:,} {forecast.unit}: "
         f"{forecast.tokens_per_s:,.0f} a second, {per_gpu:,.0f} on each GPU; "
         f"MFU {forecast.mfu:.1%}",
+    )
+    yield (
+        "interval",
+        f"{time.low_us / 1e3:,.1f} to {time.high_us / 1e3:,.1f} ms, "
+        f"{memory.low / GB:.1f} to {memory.high / GB:.1f} GB: as far as "
+        f"{_INTERVALS[forecast.cluster.hardware.source]}",
     )
     yield (
         "of it",

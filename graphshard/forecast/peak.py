@@ -16,11 +16,13 @@ from ..kinds import GraphKind, TransferKind
 from ..planning.live_bytes import alive_by_moment, other_by_moment, with_other_bytes
 from ..planning.moments import Span, running, sum_spans
 from ..planning.plan import Bucket, Problem
+from .interval import MEMORY
 from .trace import Held
 
-OUTSIDE_BYTES = 1_300_000_000
-"""What a GPU holds before anything is allocated: context and kernels. 1.3 GB are what Hugging
-Face's page "Model memory anatomy" measures on a V100; assumed to be the same on others."""
+OUTSIDE_BYTES = {"cuda": 1_300_000_000, "cpu": 500_000_000}
+"""What a device holds that no tensor has. A GPU: context and kernels; 1.3 GB are what Hugging
+Face's page "Model memory anatomy" measures on a V100; assumed to be the same on others. A CPU: a
+process of Python that has compiled a step (benchmarks/results/forecast_cpu.md)."""
 FRAGMENTED = 0.03
 """Part of the memory in use that an allocator cannot hand out. Assumed: most allocations here are
 large, and those are rounded up to 2 MiB (c10/cuda/CUDACachingAllocator.cpp)."""
@@ -70,6 +72,16 @@ class MemoryForecast:
         return self.allocated + self.margin
 
     @property
+    def low(self) -> int:
+        """The least bytes that a device would be expected to need: no margin is taken."""
+        return int(MEMORY.low * self.allocated)
+
+    @property
+    def high(self) -> int:
+        """The most bytes that a device would be expected to need: all of the margin is taken."""
+        return int(MEMORY.high * self.allocated) + self.margin
+
+    @property
     def fits(self) -> bool:
         return self.total <= self.device
 
@@ -100,12 +112,14 @@ def peak_of_step(
     optimizer_bytes: int,
     accumulate: int,
     device_bytes: int,
+    device_type: str = "cuda",
 ) -> MemoryForecast:
     """Return the memory at the moment of a step that needs most.
 
     Args:
         accumulate: number of microbatches.
         device_bytes: that a device has.
+        device_type: a key of ``OUTSIDE_BYTES``.
     """
     outside = outside_of_graphs(held, optimizer_bytes, device_bytes)
     earlier = outside.gradients if accumulate > 1 else 0
@@ -114,7 +128,7 @@ def peak_of_step(
         gradients = earlier + beside.gradients
         candidates.append(_most(graph, dataclasses.replace(outside, gradients=gradients), beside))
     peak = max(candidates, key=lambda memory: memory.allocated)
-    margin = OUTSIDE_BYTES + int(FRAGMENTED * peak.allocated)
+    margin = OUTSIDE_BYTES[device_type] + int(FRAGMENTED * peak.allocated)
     return dataclasses.replace(peak, margin=margin)
 
 

@@ -80,12 +80,12 @@ def forecast(
         model=workload.name,
         tokens=workload.tokens,
         unit=workload.unit,
-        notes=[*workload.notes, *notes, *_notes_of(recipe)],
+        notes=[*workload.notes, *notes, *_notes_of(recipe, cluster)],
     )
 
 
-def _notes_of(recipe: Recipe) -> list[str]:
-    if recipe.dtype != "float32":
+def _notes_of(recipe: Recipe, cluster: Cluster) -> list[str]:
+    if recipe.dtype != "float32" or cluster.hardware.device_type != "cuda":
         return []
     return ["attention in float32, if there is any, is a flash kernel: CUDA's take more memory"]
 

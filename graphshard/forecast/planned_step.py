@@ -16,6 +16,7 @@ from ..planning.plan import Plan
 from ..planning.search import find_schedule
 from ..show.dump import Dump
 from .cluster import Cluster
+from .interval import STEP_TIME, Errors
 from .keep import kept_from_forward
 from .peak import MemoryForecast, PlannedGraph, outside_bytes, peak_of_step
 from .recipe import OPTIMIZERS, Recipe
@@ -31,16 +32,28 @@ class TimeForecast:
         exposed_us: in which it waits for communication.
         lost_us: that hidden communication costs it.
         optimizer_us: that it updates parameters.
+        errors: the interval of ``step_us``, as factors of it.
     """
 
     compute_us: float
     exposed_us: float
     lost_us: float
     optimizer_us: float
+    errors: Errors
 
     @property
     def step_us(self) -> float:
         return self.compute_us + self.exposed_us + self.lost_us + self.optimizer_us
+
+    @property
+    def low_us(self) -> float:
+        """The shortest time that a measured step would be expected to take."""
+        return self.errors.low * self.step_us
+
+    @property
+    def high_us(self) -> float:
+        """The longest time that a measured step would be expected to take."""
+        return self.errors.high * self.step_us
 
 
 @dataclass(frozen=True)
@@ -98,6 +111,7 @@ def plan_step(
         optimizer_bytes=optimizer_bytes,
         accumulate=recipe.accumulate,
         device_bytes=cluster.memory_bytes,
+        device_type=hardware.device_type,
     )
     return PlannedStep(tuple(dumps), tuple(planned), _time(dumps, recipe, held, hardware), memory)
 
@@ -171,4 +185,5 @@ def _time(dumps: Sequence[Dump], recipe: Recipe, held: Held, hardware: Hardware)
         exposed_us=recipe.accumulate * exposed_us,
         lost_us=recipe.accumulate * sum(t.lost_us for t in totals),
         optimizer_us=hardware.memory.us(moved) + hardware.launch_us,
+        errors=STEP_TIME[hardware.source],
     )

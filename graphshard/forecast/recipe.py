@@ -125,7 +125,12 @@ class Recipe:
         """Return the arguments with which a step is traced: nothing is scheduled yet."""
         return {**self.options(), "schedule": SchedulePolicy(overlap=False)}
 
-    def code(self, num_gpus: int, memory_budget_gb: float | None = None) -> str:
+    def code(
+        self,
+        num_gpus: int,
+        memory_budget_gb: float | None = None,
+        device_type: str = "cuda",
+    ) -> str:
         """Return the lines of Python that train so.
 
         Args:
@@ -149,7 +154,7 @@ class Recipe:
             arguments.append(
                 f"schedule=graphshard.SchedulePolicy(memory_budget_gb={memory_budget_gb:.1f})"
             )
-        lines = [f'mesh = init_device_mesh("cuda", {mesh}{names})']
+        lines = [f'mesh = init_device_mesh("{device_type}", {mesh}{names})']
         if self.recompute:
             lines.append("model.gradient_checkpointing_enable()  # or checkpoint() of each layer")
         lines.append(

@@ -3,7 +3,7 @@
     workload ─► model of fake tensors ─► shards on rank 0 of a fake group ─► every pass of Inductor
              ─► each graph as a ``Problem``, priced by the machine and by faster ones
 
-Tensors are on the CPU, and prices are those of the GPU. A stand-in for the GPU
+Tensors are on the CPU, and prices are those of the machine. A stand-in for a GPU
 (``graphshard.check``) would need a CPU build of torch, a compiler and a process of its own. On a
 CPU attention is one operator, as on a GPU. Nothing is left behind in the process but that Dynamo
 has forgotten what it had compiled.
@@ -243,7 +243,7 @@ class _GraphReader:
     def read(self, graph: fx.Graph, kind: GraphKind, traced: TracedGraph) -> None:
         """Read a graph before it would be lowered."""
         num_flops = sum(read_or(Flops(0.0, ""), flops, node).num_flops for node in _calls(graph))
-        models = [CostModel(h, device_type="cuda") for h in self._machines.values()]
+        models = [CostModel(h, device_type=h.device_type) for h in self._machines.values()]
         params, problems = passes.read_problem(graph, kind, models)
         self.graphs.append(
             TracedGraphOfStep(

@@ -64,7 +64,7 @@ def test_a_function_of_a_script_and_its_own_hardware(
     arguments = [f"{script}:make", "--gpus", "2", "--device", str(device), "--dtype", "float32"]
     assert _plan(*arguments, "--memory", "8GB") == 0
     assert "8 samples" in capsys.readouterr().out
-    assert _plan(*arguments, "--memory", "1GB") == 1  # not even what CUDA itself needs
+    assert _plan(*arguments, "--memory", "0.4GB") == 1  # not even what a process needs
     assert "DOES NOT FIT" in capsys.readouterr().out
 
 

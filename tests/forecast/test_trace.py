@@ -94,6 +94,13 @@ def test_a_deepened_step_equals_the_traced_one(recipe: Recipe) -> None:
                 assert ours.params[mine.param].fqn == theirs.params[traced.param].fqn
 
 
+def test_a_rank_that_is_alone_keeps_its_parameters_while_backward_runs() -> None:
+    traced = trace_stack(3, Recipe(dtype="float32"), 1)
+    backward = traced.graphs[1]
+    assert not backward.problem.transfers and backward.input_bytes
+    assert backward.problem.between_bytes[-1] == backward.input_bytes + traced.held.trained
+
+
 def test_layers_that_differ_do_not_deepen() -> None:
     def uneven(num_layers: int) -> TracedStep:
         model = Stack(num_layers)

@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from graphshard.cost import fallback, fusion, memory, model
+from graphshard.cost.flops import flops
 from tests.plan.machines import MACHINE, Graph
 
 aten = torch.ops.aten
@@ -27,6 +28,18 @@ def test_every_operator_has_a_price() -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert not found["faults"], "\n".join(found["faults"])
     assert found["graphs"] > 900
+
+
+def test_products_by_experts_are_priced_as_products() -> None:
+    pytest.importorskip("transformers.integrations.moe")
+    ops = torch.ops.transformers
+    graph = Graph()
+    tokens, weight = graph.input(1000, 400), graph.input(4, 400, 700)
+    offs, grad = graph.input(4, dtype=torch.int32), graph.input(1000, 700)
+    product = graph(ops.grouped_mm_fallback.default, tokens, weight, offs)
+    backward = graph(ops.grouped_mm_fallback_backward.default, tokens, weight, offs, grad)
+    assert flops(product).num_flops == 2 * 1000 * 400 * 700
+    assert flops(backward).num_flops == 2 * flops(product).num_flops
 
 
 OTHER_ARGUMENTS = {"p": 3.0, "ord": 3.0, "unbiased": True, "dtype": torch.float32, "keepdim": True}

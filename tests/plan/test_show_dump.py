@@ -55,7 +55,7 @@ BAD = [
     (_with(version=7), "dump of version 7: this graphshard reads 3"),
     (_with(plan={"version": 9}), "plan of version 9"),
     (_with(plan={"version": 8}), "is not a plan that graphshard dumped"),
-    (_with(hardware={"version": 9}), "version is 9: must be 3"),
+    (_with(hardware={"version": 9}), "version is 9: must be 4"),
     (_with(limits={"top": 3}), "is not a plan that graphshard dumped"),
 ]
 

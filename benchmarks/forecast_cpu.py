@@ -1,0 +1,308 @@
+"""How true are forecasts on this machine? Predicted beside measured, on CPU ranks.
+
+    python -m benchmarks.forecast_cpu                       all, on 2 idle cores
+    python -m benchmarks.forecast_cpu --models GPT --ranks 2 --dtypes float32 --steps 5
+    python -m benchmarks.forecast_cpu --only compile        ahead, on cores that need not be idle
+    python -m benchmarks.forecast_cpu --only predict        what was measured, once more
+
+It calibrates the machine (``graphshard calibrate``) with as many busy processes as train at once,
+then measures steps of six models, compiled by Inductor, with AdamW:
+
+    1 rank     alone
+    2 ranks    gloo over loopback, one thread each
+    4 ranks    behind modelled wires (``modelled_links``): the first rank alone exists, so that
+               four ranks do not share two cores
+
+and predicts them as ``graphshard.plan`` does, from the calibrated file. What is measured and
+calibrated is kept in a JSON file; a run that was stopped goes on where it was. With --fresh all of
+it is measured anew. Most of the time goes to compiling, unless Inductor's cache has it already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks import common, forecast_report
+from benchmarks.forecast_models import MODELS
+from benchmarks.forecast_ranks import Job, Measured, measure, measure_behind_wire
+from benchmarks.forecast_report import Row
+from benchmarks.links import Wire, behind_wire, parse_wire
+from graphshard.cost.hardware import Hardware
+from graphshard.files import write_whole
+from graphshard.forecast.cluster import cluster
+from graphshard.forecast.plan import traced_step
+from graphshard.forecast.planned_step import plan_step
+from graphshard.forecast.recipe import Recipe
+from graphshard.forecast.trace import TracedStep
+from graphshard.forecast.workload import module_workload
+from tests import ranks
+
+ALONE, LOOPBACK = "alone", "loopback"
+SLOW, FAST = "4,1", "1,4"
+LINKS = {1: (ALONE,), 2: (LOOPBACK,), 4: (SLOW, FAST)}
+"""By number of ranks: gloo, or milliseconds and GB/s of a modelled wire."""
+STRATEGIES = {1: ("zero3",), 2: ("zero3", "zero2", "ddp"), 4: ("zero3", "zero2", "hsdp:2", "ddp")}
+MEMORY_GB = 16.0
+CALIBRATE, COMPILE, MEASURE, PREDICT = "calibrate", "compile", "measure", "predict"
+
+
+class Case(NamedTuple):
+    """Trainings of one model that are measured together."""
+
+    model: str
+    ranks: int
+    link: str
+    dtype: str
+
+    @property
+    def wire(self) -> Wire | None:
+        """The modelled wire; None: there is none."""
+        return None if self.link in (ALONE, LOOPBACK) else parse_wire(self.link)
+
+    @property
+    def busy(self) -> int:
+        """Number of processes that compute at once."""
+        return 1 if self.wire else self.ranks
+
+    @property
+    def recipes(self) -> list[Recipe]:
+        """How the model is trained; in bfloat16 by ZeRO-3 alone."""
+        names = STRATEGIES[self.ranks][: None if self.dtype == "float32" else 1]
+        return [Recipe(name, self.dtype) for name in names]
+
+
+def cases(models: Iterable[str], num_ranks: Iterable[int], dtypes: Iterable[str]) -> list[Case]:
+    """Return all cases; in bfloat16 without wires."""
+    return [
+        Case(model, world, link, dtype)
+        for model in models
+        for world in num_ranks
+        for dtype in dtypes
+        for link in LINKS[world]
+        if dtype == "float32" or link in (ALONE, LOOPBACK)
+    ]
+
+
+@dataclass
+class Store:
+    """What was measured, kept in a file.
+
+    Attributes:
+        calibrated: the machine, by the number of processes that were busy.
+        rows: a training each.
+    """
+
+    path: Path
+    calibrated: dict[int, Hardware] = dataclasses.field(default_factory=dict)
+    rows: list[Row] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def load(cls, path: Path) -> Store:
+        """Read a file; an empty store where there is none."""
+        if not path.exists():
+            return cls(path)
+        raw = json.loads(path.read_text())
+        machines = {int(n): Hardware.from_json(json.dumps(h)) for n, h in raw["calibrated"].items()}
+        return cls(path, machines, [Row(**row) for row in raw["rows"]])
+
+    def save(self) -> None:
+        """Write the file."""
+        machines = {n: json.loads(h.to_json()) for n, h in self.calibrated.items()}
+        rows = [json.dumps(dataclasses.asdict(row)) for row in self.rows]
+        head = json.dumps({"calibrated": machines})[:-1]
+        write_whole(self.path, f'{head}, "rows": [\n' + ",\n".join(rows) + "\n]}\n")
+
+    def of_case(self, case: Case) -> list[Row]:
+        """Return the rows of a case."""
+        return [r for r in self.rows if (r.model, r.ranks, r.link, r.dtype) == tuple(case)]
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+def calibrate(busy: int) -> Hardware:
+    """Return this machine, as ``busy`` processes at once measure it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "machine.json")
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(busy)]
+        command = [sys.executable, *(launcher if busy > 1 else [])]
+        command += ["-m", "graphshard", "calibrate", "--device", "cpu", "--out", str(path)]
+        subprocess.run(command, check=True, capture_output=True, timeout=600)
+        return Hardware.load(path)
+
+
+def machine_of(case: Case, recipe: Recipe, calibrated: Hardware) -> Hardware:
+    """Return the machine on which a recipe is planned.
+
+    Behind a modelled wire each collective copies its bytes first, at the rate of memory, and takes
+    nothing else from compute.
+    """
+    if case.wire is None:
+        return calibrated
+    replicas, shards = recipe.ranks(case.ranks)
+    group = max(replicas, shards) if replicas == shards or replicas == 1 else None
+    assert group is not None, "a wire has one rate: groups of shards and of replicas must be equal"
+    machine = behind_wire(calibrated, case.wire, group)
+    copied = 2 * case.wire.bytes_per_s / calibrated.memory.largest
+    return dataclasses.replace(machine, issue_us=calibrated.launch_us, contention=copied)
+
+
+def measured(case: Case, calibrated: Hardware, steps: int) -> list[Measured]:
+    """Measure a case; of several ranks the slowest counts."""
+    with tempfile.TemporaryDirectory() as folder:
+        recipes = []
+        for number, recipe in enumerate(case.recipes):
+            path = Path(folder, f"machine-{number}.json")
+            path.write_text(machine_of(case, recipe, calibrated).to_json())
+            recipes.append((recipe, str(path)))
+        job = Job(case.model, tuple(recipes), case.ranks, case.wire, steps)
+        if case.wire is None:
+            by_rank = ranks.run(case.ranks, measure, job, timeout_s=900.0)
+        else:
+            by_rank = [_in_new_process(job)]
+    return [max(of_ranks, key=lambda found: found.step_s) for of_ranks in zip(*by_rank)]
+
+
+def _in_new_process(job: Job) -> list[Measured]:
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        return pool.submit(measure_behind_wire, job).result(timeout=900.0)
+
+
+# --- predicting ----------------------------------------------------------------------------------
+
+
+@functools.cache
+def _traced(model: str, num_ranks: int, recipe: Recipe, hardware_json: str) -> TracedStep:
+    """Return a traced step, priced by the calibrated machine; wires do not change it."""
+    hardware = Hardware.from_json(hardware_json)
+    machine = cluster(hardware, num_ranks, memory_gb=MEMORY_GB)
+    made = MODELS[model]()
+    return traced_step(module_workload(made.model.train(), made.inputs), recipe, machine).step
+
+
+def predicted(case: Case, recipe: Recipe, calibrated: Hardware) -> dict[str, Any]:
+    """Return the fields of a row that are predicted."""
+    traced = _traced(case.model, case.ranks, recipe, calibrated.to_json())
+    hardware = machine_of(case, recipe, calibrated)
+    step = plan_step(traced, recipe, cluster(hardware, case.ranks, memory_gb=MEMORY_GB))
+    time = step.time
+    return {
+        "predicted_ms": time.step_us / 1e3,
+        "compute_ms": time.compute_us / 1e3,
+        "exposed_ms": (time.exposed_us + time.lost_us) / 1e3,
+        "optimizer_ms": time.optimizer_us / 1e3,
+        "predicted_bytes": step.memory.allocated,
+    }
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def measured_rows(case: Case, calibrated: Hardware, steps: int) -> Iterator[Row]:
+    """Yield the rows of a case, not yet predicted."""
+    for recipe, found in zip(case.recipes, measured(case, calibrated, steps), strict=True):
+        yield Row(
+            *case,
+            strategy=recipe.strategy,
+            measured_ms=found.step_s * 1e3,
+            measured_optimizer_ms=found.optimizer_s * 1e3,
+            processor_ms=found.processor_s * 1e3,
+            measured_bytes=found.peak_bytes,
+            others=found.others,
+        )
+
+
+def main() -> None:
+    """Measure what is missing, predict it, and write the report."""
+    args = _arguments()
+    os.environ.update({name: os.environ.get(name, v) for name, v in ranks.RANK_ENV.items()})
+    if args.fresh:
+        args.rows.unlink(missing_ok=True)
+    store = Store.load(args.rows)
+    wanted = cases(args.models, args.ranks, args.dtypes)
+    stages = args.only or [CALIBRATE, MEASURE, PREDICT]
+    _calibrate(store, wanted)
+    if COMPILE in stages:
+        _compile(store, wanted)
+    if MEASURE in stages:
+        _measure(store, wanted, args.steps)
+    if PREDICT in stages:
+        _predict(store, wanted, again=args.only is not None)
+        _report(store, wanted, args.out)
+
+
+def _report(store: Store, wanted: list[Case], out: Path) -> None:
+    rows = [row for case in wanted for row in store.of_case(case)]
+    heading = common.heading("benchmarks.forecast_cpu", torch.device("cpu"))
+    common.write_report(out, [heading, *forecast_report.paragraphs(rows)])
+    common.show(*forecast_report.paragraphs(rows))
+
+
+def _calibrate(store: Store, wanted: list[Case]) -> None:
+    for busy in sorted({case.busy for case in wanted} - set(store.calibrated)):
+        print(f"calibrating with {busy} busy processes", flush=True)
+        store.calibrated[busy] = calibrate(busy)
+        store.save()
+
+
+def _compile(store: Store, wanted: list[Case]) -> None:
+    for case in wanted:
+        print("compiling", *case, flush=True)
+        measured(case, store.calibrated[case.busy], steps=1)
+
+
+def _measure(store: Store, wanted: list[Case], steps: int) -> None:
+    for case in wanted:
+        if not store.of_case(case):
+            print("measuring", *case, flush=True)
+            store.rows += measured_rows(case, store.calibrated[case.busy], steps)
+            store.save()
+
+
+def _predict(store: Store, wanted: list[Case], again: bool) -> None:
+    for case in wanted:
+        for row, recipe in zip(store.of_case(case), case.recipes):
+            if again or row.predicted_ms is None:
+                print("predicting", *case, recipe.strategy, flush=True)
+                for name, value in predicted(case, recipe, store.calibrated[case.busy]).items():
+                    setattr(row, name, value)
+        store.save()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = common.new_parser(__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--ranks", nargs="+", type=int, choices=LINKS, default=list(LINKS))
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=("float32", "bf16"), default=["float32", "bf16"]
+    )
+    parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
+    parser.add_argument(
+        "--only", nargs="+", choices=(CALIBRATE, COMPILE, MEASURE, PREDICT), help="these stages"
+    )
+    parser.add_argument(
+        "--rows", type=Path, default=Path("benchmarks/results/forecast_cpu.json"), help="the store"
+    )
+    common.add_counts(parser, steps=10)
+    common.add_out(parser, "benchmarks/results/forecast_cpu.md")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""The report of ``forecast_cpu``: the table of predicted beside measured, how many were right, and
+the interval that the errors make."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from benchmarks import common
+from graphshard.forecast.interval import Errors, errors_of
+
+TIME_WITHIN, MEMORY_WITHIN = 0.15, 0.05
+DIFFERENT = 1.1
+"""Ratio of two times from which strategies are taken to differ."""
+MB = 1e6
+
+
+@dataclass
+class Row:
+    """A training: predicted, and measured. What is None is not predicted yet.
+
+    Attributes:
+        link: between ranks.
+        processor_ms: of all threads of a rank, measured.
+        exposed_ms: predicted time in which communication costs compute.
+        others: part of one core that other processes took while it was measured.
+    """
+
+    model: str
+    ranks: int
+    link: str
+    dtype: str
+    strategy: str
+    measured_ms: float
+    measured_optimizer_ms: float
+    processor_ms: float
+    measured_bytes: int
+    others: float
+    predicted_ms: float | None = None
+    compute_ms: float | None = None
+    exposed_ms: float | None = None
+    optimizer_ms: float | None = None
+    predicted_bytes: int | None = None
+
+    @property
+    def time_ratio(self) -> float:
+        """Measured to predicted time of a step."""
+        assert self.predicted_ms is not None
+        return self.measured_ms / self.predicted_ms
+
+    @property
+    def memory_ratio(self) -> float:
+        """Measured to predicted peak of memory."""
+        assert self.predicted_bytes is not None
+        return self.measured_bytes / self.predicted_bytes
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """What rows of one line of the summary share."""
+        return (f"{self.ranks}", self.link, self.dtype)
+
+
+def paragraphs(rows: Sequence[Row]) -> list[str]:
+    """Return the report."""
+    busiest = max(row.others for row in rows)
+    return [
+        _table(rows),
+        _summary(rows),
+        _interval("step time", rows, lambda row: row.time_ratio),
+        _interval("memory", rows, lambda row: row.memory_ratio),
+        f"Error: predicted to measured. Links: gloo over loopback, or a modelled wire by its "
+        f"milliseconds and GB/s. Compute, communication (exposed, or taken from compute) and "
+        f"optimizer are predicted. Memory: the most that is allocated. Order: pairs of strategies "
+        f"whose measured times differ by more than {DIFFERENT - 1:.0%}, in the order that was "
+        f"predicted. Other processes took up to {busiest:.0%} of a core meanwhile.",
+    ]
+
+
+def _table(rows: Sequence[Row]) -> str:
+    headers = ["training", "predicted ms", "measured", "error", "compute", "communication"]
+    headers += ["optimizer", "measured", "processor", "predicted MB", "measured", "error", "others"]
+    return common.table(headers, [_cells(row) for row in rows])
+
+
+def _cells(row: Row) -> list[str]:
+    assert row.predicted_ms is not None and row.predicted_bytes is not None
+    name = f"{row.model}, {row.ranks} ranks, {row.link}, {row.dtype}, {row.strategy}"
+    times = (
+        row.compute_ms,
+        row.exposed_ms,
+        row.optimizer_ms,
+        row.measured_optimizer_ms,
+        row.processor_ms,
+    )
+    return [
+        name,
+        f"{row.predicted_ms:.1f}",
+        f"{row.measured_ms:.1f}",
+        f"{1 / row.time_ratio - 1:+.1%}",
+        *(f"{ms:.1f}" for ms in times),
+        f"{row.predicted_bytes / MB:.1f}",
+        f"{row.measured_bytes / MB:.1f}",
+        f"{1 / row.memory_ratio - 1:+.1%}",
+        f"{row.others:.0%}",
+    ]
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(", ".join(row.group), []).append(row)
+    groups |= {model: [r for r in rows if r.model == model] for model in _models(rows)}
+    groups["all"] = list(rows)
+    lines = []
+    for name, members in groups.items():
+        time = sum(abs(1 / row.time_ratio - 1) <= TIME_WITHIN for row in members)
+        memory = sum(abs(1 / row.memory_ratio - 1) <= MEMORY_WITHIN for row in members)
+        right, pairs = orders(members)
+        counts = (f"{time} of {len(members)}", f"{memory} of {len(members)}", f"{right} of {pairs}")
+        lines.append([name, *counts])
+    within = [f"time within {TIME_WITHIN:.0%}", f"memory within {MEMORY_WITHIN:.0%}", "order right"]
+    return common.table(["ranks, link, dtype; model", *within], lines)
+
+
+def _models(rows: Iterable[Row]) -> list[str]:
+    return list(dict.fromkeys(row.model for row in rows))
+
+
+def orders(rows: Sequence[Row]) -> tuple[int, int]:
+    """Return how many pairs of strategies are in the right order, of how many that differ."""
+    right = pairs = 0
+    for one, other in itertools.combinations(rows, 2):
+        if (one.model, *one.group) != (other.model, *other.group):
+            continue
+        less, more = sorted((one, other), key=lambda row: row.measured_ms)
+        if more.measured_ms > DIFFERENT * less.measured_ms:
+            assert less.predicted_ms is not None and more.predicted_ms is not None
+            pairs += 1
+            right += less.predicted_ms < more.predicted_ms
+    return right, pairs
+
+
+def _interval(what: str, rows: Sequence[Row], ratio_of: Callable[[Row], float]) -> str:
+    """Return a sentence: the interval that the errors make, and how it does on models it has not
+    seen."""
+    errors = errors_of(map(ratio_of, rows))
+    covered = sum(errors.covers(ratio_of(row)) for row in rows)
+    text = (
+        f"Interval of {what}: {errors.low:.2f} to {errors.high:.2f} times the forecast, which "
+        f"holds {covered} of {len(rows)}"
+    )
+    if len(_models(rows)) < 2:
+        return f"{text}."
+    unseen = sum(_without(model, rows, ratio_of) for model in _models(rows))
+    return f"{text}. Made of all other models, it holds {unseen}."
+
+
+def _without(model: str, rows: Sequence[Row], ratio_of: Callable[[Row], float]) -> int:
+    """Return how many rows of a model are in the interval of the others."""
+    others: Errors = errors_of(ratio_of(row) for row in rows if row.model != model)
+    return sum(others.covers(ratio_of(row)) for row in rows if row.model == model)

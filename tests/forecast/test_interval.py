@@ -1,0 +1,98 @@
+"""Intervals of forecasts, and the report of the benchmark that they are made from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.forecast_cpu import Case, Store, cases, machine_of
+from benchmarks.forecast_report import Row, orders, paragraphs
+from benchmarks.links import parse_wire
+from graphshard.cost.devices import HARDWARE
+from graphshard.cost.hardware import CALIBRATED, DATASHEET, Hardware
+from graphshard.cost.model import CostModel
+from graphshard.forecast.cluster import cluster
+from graphshard.forecast.forecast import forecast_of, forecast_text
+from graphshard.forecast.interval import MEMORY, STEP_TIME, errors_of
+from graphshard.forecast.recipe import Recipe
+from graphshard.kinds import TransferKind
+
+from .test_trace import trace_stack
+
+ROW = Row("GPT", 2, "loopback", "float32", "zero3", 100.0, 5.0, 95.0, 1000, 0.1)
+ROW = dataclasses.replace(
+    ROW, predicted_ms=80.0, compute_ms=70.0, exposed_ms=6.0, optimizer_ms=4.0, predicted_bytes=990
+)
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=80))
+def test_an_interval_holds_nine_of_ten_and_the_forecast(ratios: list[float]) -> None:
+    errors = errors_of(ratios)
+    assert sum(map(errors.covers, ratios)) >= 0.9 * len(ratios)
+    assert errors.covers(1.0)
+    assert errors.low in (1.0, *ratios) and errors.high in (1.0, *ratios)
+
+
+def test_a_forecast_has_the_interval_of_its_rates() -> None:
+    traced = trace_stack(3, Recipe())
+    for source in (DATASHEET, CALIBRATED):
+        machine = cluster(dataclasses.replace(HARDWARE["H100"], source=source), 8)
+        found = forecast_of(traced, Recipe(), machine, model="stack", tokens=64)
+        raw = json.loads(found.to_json())
+        time, memory, errors = raw["time"], raw["memory"], STEP_TIME[source]
+        assert time["low_us"] == pytest.approx(errors.low * time["step_us"])
+        assert time["high_us"] == pytest.approx(errors.high * time["step_us"])
+        assert memory["low"] == int(MEMORY.low * memory["allocated"])
+        assert memory["high"] == int(MEMORY.high * memory["allocated"]) + memory["margin"]
+        shown = f"{time['low_us'] / 1e3:,.1f} to {time['high_us'] / 1e3:,.1f} ms"
+        assert shown in forecast_text(found)
+
+
+def test_a_file_says_what_it_is_of() -> None:
+    measured = dataclasses.replace(HARDWARE["cpu"], source=CALIBRATED)
+    assert Hardware.from_json(measured.to_json()) == measured
+    assert measured.device_type == "cpu" and HARDWARE["H100"].device_type == "cuda"
+    for field in ("device_type", "source"):
+        raw = {**json.loads(measured.to_json()), field: "guess"}
+        with pytest.raises(ValueError, match=f"{field}='guess'"):
+            Hardware.from_json(json.dumps(raw))
+
+
+def test_a_modelled_wire_is_priced_as_it_is_slept() -> None:
+    case = Case("GPT", 4, "4,1", "float32")
+    for recipe in case.recipes:
+        model = CostModel(machine_of(case, recipe, HARDWARE["cpu"]))
+        group = recipe.ranks(4).shards
+        for kind in (TransferKind.ALL_GATHER, TransferKind.ALL_REDUCE):
+            seconds = parse_wire("4,1").seconds(10_000_000)
+            assert model.collective_us(kind, 10_000_000, group) == pytest.approx(seconds * 1e6)
+
+
+def test_what_was_measured_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    store = Store.load(path)
+    store.calibrated[2] = HARDWARE["cpu"]
+    store.rows.append(ROW)
+    store.save()
+    again = Store.load(path)
+    assert again == store
+    wanted = cases(["GPT"], [2], ["float32", "bf16"])
+    assert [len(again.of_case(case)) for case in wanted] == [1, 0]
+
+
+def test_the_order_of_strategies_counts_where_they_differ() -> None:
+    def row(strategy: str, measured: float, predicted: float) -> Row:
+        return dataclasses.replace(
+            ROW, strategy=strategy, measured_ms=measured, predicted_ms=predicted
+        )
+
+    rows = [row("zero3", 100, 90), row("zero2", 105, 80), row("ddp", 120, 85)]
+    assert orders(rows) == (1, 2)  # zero3 and zero2 differ too little
+    table, summary, time, *_ = paragraphs([*rows, dataclasses.replace(rows[0], model="ViT")])
+    assert "-10.0%" in table and "1 of 2 |" in summary
+    assert time.startswith("Interval of step time: 1.00 to 1.41")
