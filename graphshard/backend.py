@@ -100,14 +100,12 @@ class Backend:
             groups=list(dict.fromkeys(layout.groups.all_ranks for layout in layouts)),
             marker_groups=sorted({name for layout in layouts for name in layout.group_names()}),
             inductor_options=inductor_options,
-            regathered=frozenset(
-                i for i, fqn in enumerate(fqns) if fqn and self.options.overrides_reshard(fqn)
-            ),
+            regathered=self.options.with_own_reshard(fqns),
         )
         settings = CompileSettings(
             self.options.compiler,
             self.options.schedule,
-            device=layouts[0].groups.device if layouts else _device(inputs),
+            device=layouts[0].groups.device if layouts else traced.device_of_inputs(),
         )
         compiled = self._build(traced, settings)
         self._graphs.append(compiled)
@@ -249,12 +247,6 @@ class Backend:
             synced &= param.sync()
             trace.guard(source, SHARDED_PARAM, in_sync)
         return synced
-
-
-def _device(inputs: Sequence[Any]) -> torch.device:
-    """Return the device of the first tensor among ``inputs``."""
-    tensors = (value for value in inputs if isinstance(value, torch.Tensor))
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def backend(

@@ -95,12 +95,15 @@ class Options:
                 values.update(arguments)
         return ParamOptions(**values)
 
-    def overrides_reshard(self, fqn: str) -> bool:
-        """Return whether ``overrides`` say what becomes of a parameter after forward."""
-        return any(
-            "reshard_after_forward" in arguments and matches(glob, fqn)
-            for glob, arguments in self.overrides.items()
-        )
+    def with_own_reshard(self, fqns: Sequence[str]) -> frozenset[int]:
+        """Return the positions of parameters for which ``overrides`` say ``reshard_after_forward``.
+
+        Args:
+            fqns: "" where there is no parameter.
+        """
+        globs = [g for g, given in self.overrides.items() if "reshard_after_forward" in given]
+        own = (i for i, fqn in enumerate(fqns) if fqn and any(matches(g, fqn) for g in globs))
+        return frozenset(own)
 
     def not_held_by(self, other: Options) -> list[str]:
         """Return what is asked for here of parameters, and not left out, that ``other`` has not."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 Runnable = Callable[..., Any]
@@ -36,3 +37,8 @@ class TracedGraph:
     marker_groups: Sequence[str]
     inductor_options: Mapping[str, Any]
     regathered: frozenset[int] = frozenset()
+
+    def device_of_inputs(self) -> torch.device:
+        """Return the device of the first tensor among the inputs."""
+        tensors = (value for value in self.inputs if isinstance(value, torch.Tensor))
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
