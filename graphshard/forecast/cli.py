@@ -11,7 +11,7 @@ from ..files import write_whole
 from .cluster import Cluster, cluster
 from .configs import config_workload, find_config, is_config, scaled
 from .largest import largest
-from .page import forecast_page, search_table
+from .page import forecast_page, largest_page, search_table
 from .plan import forecast
 from .public_models import PUBLIC_MODELS
 from .recipe import OPTIMIZERS, STRATEGIES, Recipe
@@ -81,13 +81,7 @@ def _plan(args: argparse.Namespace) -> int:
         result = forecast(workload, recipe, _cluster(args), _show_progress)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    try:
-        if args.json is not None:
-            write_whole(args.json, result.to_json())
-        if args.html is not None:
-            write_whole(args.html, forecast_page(result, tables))
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"--json, --html: {error}") from error
+    _write(args, html=forecast_page(result, tables), json=result.to_json())
     print(result)
     return 0 if result.fits else 1
 
@@ -100,6 +94,8 @@ def _print_largest(args: argparse.Namespace, batch: Batch, recipe: Recipe) -> in
     """
     if not is_config(args.model):
         raise ValueError(f"--largest: {args.model} cannot grow: give a config, not a function")
+    if args.json is not None:
+        raise ValueError("--largest with --json: there is no such file; leave one of them out")
     config = find_config(args.model)
 
     def workload_of(factor: float, size: int) -> Workload:
@@ -107,8 +103,22 @@ def _print_largest(args: argparse.Namespace, batch: Batch, recipe: Recipe) -> in
         name = f"{sized.hidden_size} wide"
         return Workload(*config_workload(sized, name, size, batch.length))
 
-    print(largest(workload_of, recipe, _cluster(args), batch.size, _show_progress))
+    found = largest(workload_of, recipe, _cluster(args), batch.size, _show_progress)
+    title = f"graphshard plan --largest: {args.model} on {args.gpus} x {args.device}"
+    _write(args, html=largest_page(found, title))
+    print(found)
     return 0
+
+
+def _write(args: argparse.Namespace, *, html: str, json: str = "") -> None:
+    """Write the files that are asked for."""
+    try:
+        if args.json is not None:
+            write_whole(args.json, json)
+        if args.html is not None:
+            write_whole(args.html, html)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"--json, --html: {error}") from error
 
 
 def _searched(args: argparse.Namespace, batch: Batch, recipe: Recipe) -> SearchResult:

@@ -52,19 +52,22 @@ class LargestResult:
     found: tuple[Largest, ...]
 
     def __str__(self) -> str:
-        rows = [
-            [
-                one.grown,
-                one.strategy,
-                one.what,
-                one.num_params / 1e9,
-                one.step_us / 1e3,
-                one.memory_bytes / GB,
-            ]
-            for one in self.found
-        ]
-        headers = ["grown", "strategy", "largest", "billion parameters", "step ms", "GB"]
-        return tabulate(rows, headers, floatfmt=",.1f")
+        return tabulate(list(map(largest_row, self.found)), HEADERS, floatfmt=",.1f")
+
+
+HEADERS = ["grown", "strategy", "largest", "billion parameters", "step ms", "GB"]
+
+
+def largest_row(one: Largest) -> list[Any]:
+    """Return a row of a table with ``HEADERS``."""
+    return [
+        one.grown,
+        one.strategy,
+        one.what,
+        one.num_params / 1e9,
+        one.step_us / 1e3,
+        one.memory_bytes / GB,
+    ]
 
 
 def strategies(cluster: Cluster) -> list[str]:

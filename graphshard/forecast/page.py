@@ -5,8 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..show.page import BytesData, GraphData, TableData, graph_data, page, page_data
+from ..show.page import (
+    BarData,
+    BarsData,
+    BytesData,
+    GraphData,
+    TableData,
+    graph_data,
+    page,
+    page_data,
+)
 from .forecast import Forecast, summary_rows
+from .largest import HEADERS as LARGEST_HEADERS
+from .largest import LargestResult, largest_row
 from .peak import PlannedGraph, beside_graphs, outside_of_graphs, parts_by_moment
 from .search import HEADERS, SearchResult, candidate_row
 
@@ -73,6 +84,28 @@ def _tables(forecast: Forecast) -> list[TableData]:
         ),
         text_table("to train so", [""], [(line,) for line in forecast.code().splitlines()]),
     ]
+
+
+def largest_page(found: LargestResult, title: str) -> str:
+    """Return the HTML file of the largest models: bars by strategy, and the table."""
+    charts = []
+    for grown in dict.fromkeys(one.grown for one in found.found if one.grown != "samples"):
+        bars = [
+            BarData(
+                name=one.strategy,
+                value=one.num_params / 1e9,
+                text=f"{one.num_params / 1e9:,.1f} billion: {one.what}",
+            )
+            for one in found.found
+            if one.grown == grown
+        ]
+        charts.append(BarsData(title=f"largest model, by more {grown}", bars=bars))
+    rows = [
+        [cell if isinstance(cell, str) else f"{cell:.1f}" for cell in largest_row(one)]
+        for one in found.found
+    ]
+    tables = [text_table("the largest that fits", LARGEST_HEADERS, rows)]
+    return page(page_data(title, [], tables=tables, charts=charts))
 
 
 def search_table(found: SearchResult) -> TableData:

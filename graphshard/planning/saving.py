@@ -96,7 +96,7 @@ class NothingFitsError(BackendError):
         least = min(t.peak_bytes for t in choice.tried) / 1e9
         super().__init__(
             f"memory_budget_gb={choice.budget_gb:g}: none of the ways that auto=True tries fits; "
-            f"the least needs {least:.3f} GB. Give at least that, a smaller batch, or more ranks\n"
+            f"the least needs {least:.3f} GB. Give more, or take a smaller batch or more ranks\n"
             f"{table}"
         )
 

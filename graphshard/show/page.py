@@ -161,15 +161,32 @@ class TableData(TypedDict):
     rows: list[list[str]]
 
 
+class BarData(TypedDict):
+    """A bar; ``text`` says what ``value`` is."""
+
+    name: str
+    value: float
+    text: str
+
+
+class BarsData(TypedDict):
+    """Bars beside each other, from 0 to the longest."""
+
+    title: str
+    bars: list[BarData]
+
+
 class PageData(TypedDict):
     """Everything that a page shows; ``notes`` say what is missing in it, and why.
 
     Attributes:
+        charts: what stands before the tables.
         tables: what is to be read before all graphs.
     """
 
     title: str
     notes: list[str]
+    charts: list[BarsData]
     tables: list[TableData]
     summary: list[SummaryData]
     graphs: list[GraphData]
@@ -190,6 +207,7 @@ def page_data(
     graphs: Sequence[GraphData],
     notes: Sequence[str] = (),
     tables: Sequence[TableData] = (),
+    charts: Sequence[BarsData] = (),
 ) -> PageData:
     """Return the document of some graphs, with sums over those of training and of inference."""
     summary = []
@@ -202,6 +220,7 @@ def page_data(
     return PageData(
         title=title,
         notes=list(notes),
+        charts=list(charts),
         tables=list(tables),
         summary=summary,
         graphs=list(graphs),

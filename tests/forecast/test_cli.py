@@ -101,12 +101,20 @@ def test_search_finds_the_quickest_that_fits(capsys: pytest.CaptureFixture[str])
     assert f"recipe    {quickest[0]}, bf16, adamw" in out
 
 
-def test_the_largest_of_a_family(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_largest_of_a_family(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     arguments = ["--gpus", "2", "--batch", "1x16384", "--device", "A100-40GB"]
     assert _plan(LLAMA, *arguments) == 0
     needed = float(re.findall(r"^memory +([\d.]+) of", capsys.readouterr().out, re.M)[0])
-    assert _plan(LLAMA, *arguments, "--memory", f"{needed + 0.1:.1f}GB", "--largest") == 0
+    page = tmp_path / "largest.html"
+    limit = ["--memory", f"{needed + 0.1:.1f}GB"]
+    assert _plan(LLAMA, *arguments, *limit, "--largest", "--html", str(page)) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
     assert {row[0] for row in rows} == {"layers", "samples"}  # "layers and width" begins so, too
     assert all(float(row[-1]) <= needed + 0.1 for row in rows)
     assert any(row[:3] == ["samples", "zero3", "1"] for row in rows)
+    data = json.loads(re.findall(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)[0])
+    (table,) = data["tables"]
+    bars = [bar for chart in data["charts"] for bar in chart["bars"]]
+    grown = [row for row in table["rows"] if row[0] != "samples"]
+    assert [(bar["name"], f"{bar['value']:.1f}") for bar in bars] == [(r[1], r[3]) for r in grown]
+    assert len(table["rows"]) == len(rows) > len(bars) > 0

@@ -21,7 +21,15 @@ from graphshard.planning.memory_budget import ScheduleLimits
 from graphshard.planning.simulate import COMMUNICATION, COMPUTE
 from graphshard.show import Dump, DumpWriter
 from graphshard.show.dump_folder import PAGE, folder_page
-from graphshard.show.page import TEMPLATE, Measured, graph_data, page, page_data
+from graphshard.show.page import (
+    TEMPLATE,
+    BarData,
+    BarsData,
+    Measured,
+    graph_data,
+    page,
+    page_data,
+)
 from graphshard.show.table import exposed_reason, is_notable
 from graphshard.show.trace import PID
 from tests.plan.dumps import by_hand, dump, dumps
@@ -204,6 +212,7 @@ setTimeout(() => {
   const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
   seen.title = document.title;
   seen.images = all("img").length;
+  seen.bars = all(".bars i").map(bar => bar.getBoundingClientRect().width);
   seen.tiles = all(".tiles div").map(tile => [tile.firstChild, tile.lastChild.firstChild]);
   seen.tiles = seen.tiles.map(nodes => nodes.map(node => node.textContent));
   seen.graphs = all("#graphs tbody tr").map(row => texts("th, td", row));
@@ -261,11 +270,16 @@ def test_in_a_browser(tmp_path: Path) -> None:
         graph_data(_as(dump(problem([], []), []), GraphKind.INFERENCE)),
     ]
     path = tmp_path / "page.html"
-    path.write_text(page(page_data(EVIL, graphs)).replace("</body>", f"{LOOK}</body>"))
+    bars = [BarData(name=EVIL, value=3.0, text="3"), BarData(name="short", value=1.5, text="1.5")]
+    data = page_data(EVIL, graphs, charts=[BarsData(title="bars", bars=bars)])
+    path.write_text(page(data).replace("</body>", f"{LOOK}</body>"))
     seen, console = _look(path, tmp_path / "profile")
+    assert len(console) == 1, console
     (looked,) = console  # nothing but the one that shows that we would see others
     assert '"looked"' in looked
     assert seen["images"] == 0 and seen["title"] == EVIL
+    full, half = seen["bars"]
+    assert full == pytest.approx(2 * half, abs=1) and half > 0
     tiles = [
         ["predicted total", "0.154"],
         ["predicted compute", "0.074"],
