@@ -47,6 +47,7 @@ from ..planning.live_bytes import gathered_bytes
 from ..planning.plan import Plan
 from ..show.dump import Dump
 from ..show.dump_folder import DumpWriter
+from ..stack_room import with_stack_room
 from .baked_in import baked_in
 from .plan_cache import PlanCache
 from .saved_compile import warn_unless_loaded
@@ -107,6 +108,7 @@ class CompiledGraph:
         return [_dump_of(plan, self.settings, self.compile_id) for plan in self.plans]
 
 
+@with_stack_room
 def compile_traced(
     traced: TracedGraph, settings: CompileSettings, consensus: PlanConsensus, writer: DumpWriter
 ) -> CompiledGraph:
