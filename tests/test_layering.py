@@ -19,6 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "_torch": set(),
     "kinds": set(),
     "files": set(),
+    "stack_room": set(),
     "scripts": {"_torch"},
     "errors": {"_torch"},
     "ops": {"_torch", "kinds"},
@@ -41,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
         "passes",
         "planning",
         "show",
+        "stack_room",
     },
     "backend": {
         "_torch",

@@ -44,6 +44,7 @@ from ..planning.live_bytes import gathered_bytes
 from ..planning.plan import Plan
 from ..show.dump import Dump
 from ..show.dump_folder import DumpWriter
+from ..stack_room import with_stack_room
 from .baked_in import baked_in
 from .choose_saving import choose_saving
 from .partition import Partitioner
@@ -83,6 +84,7 @@ class CompiledGraph:
         return [_dump_of(plan, self.settings, self.compile_id) for plan in self.plans]
 
 
+@with_stack_room
 def compile_traced(
     traced: TracedGraph, settings: CompileSettings, consensus: PlanConsensus, writer: DumpWriter
 ) -> CompiledGraph:
