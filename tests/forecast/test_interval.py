@@ -30,6 +30,19 @@ ROW = dataclasses.replace(
 )
 
 
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "forecast_cpu.json"
+
+
+def test_intervals_are_those_of_the_measured_steps() -> None:
+    rows = Store.load(RESULTS).rows
+    for shown, ratios in (
+        (STEP_TIME[CALIBRATED], [row.time_ratio for row in rows]),
+        (MEMORY, [row.memory_ratio for row in rows]),
+    ):
+        errors = errors_of(ratios)
+        assert (shown.low, shown.high) == (round(errors.low, 2), round(errors.high, 2))
+
+
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=80))
 def test_an_interval_holds_nine_of_ten_and_the_forecast(ratios: list[float]) -> None:
     errors = errors_of(ratios)
