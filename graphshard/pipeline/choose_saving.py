@@ -125,7 +125,7 @@ def _try_all(traced: TracedGraph, settings: CompileSettings) -> SavingChoice:
     if settings.compiler == "inductor":
         within_gb *= 1 - RESERVED
         notes.append(
-            f"Ways have to fit into {within_gb:.3g} GB of these: Inductor's own passes may add some."
+            f"Ways have to fit into {within_gb:.3g} GB: Inductor's own passes may add some."
         )
     trials = _Trials([_with_saving(settings, saving, within_gb) for saving in ways])
     _partition(traced, settings, trials)
