@@ -124,7 +124,9 @@ def _try_all(traced: TracedGraph, settings: CompileSettings) -> SavingChoice:
     within_gb = budget_gb
     if settings.compiler == "inductor":
         within_gb *= 1 - RESERVED
-        notes.append(f"Ways have to fit into {within_gb:.3g} GB of these: Inductor may add some.")
+        notes.append(
+            f"Ways have to fit into {within_gb:.3g} GB: Inductor's own passes may add some."
+        )
     trials = _Trials([_with_saving(settings, saving, within_gb) for saving in ways])
     _partition(traced, settings, trials)
     notes += _notes_of_parts(ways, trials.tried) + _notes_of_params(traced)
