@@ -3,9 +3,9 @@
 CPython keeps frames in chunks of 16 KB. A function that calls others in a loop, and whose frame is
 the last that fits into a chunk, has a new chunk mapped and unmapped again by every call: a call
 then takes 100 times as long and more (python/cpython#142183; releases of 3.13 and later that have
-pull request 145789, of March 2026, keep a spare chunk). Whether and where a compile comes upon one
-depends on how deep its caller stands: torch's joint passes and its cut took three times as long
-below our frames as elsewhere.
+pull request 145789, of March 2026, keep a spare chunk). Whether and where a compile comes upon such
+an end depends on how deep its caller stands: torch's joint passes and its cut took three times as
+long below our frames as elsewhere.
 """
 
 from __future__ import annotations
