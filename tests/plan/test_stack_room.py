@@ -1,0 +1,64 @@
+"""With room on the stack no depth of the caller makes each of its calls map memory anew."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import FunctionType
+
+import pytest
+
+from graphshard.stack_room import with_stack_room
+
+CALLS = 200
+
+
+def _callee() -> None:
+    pass
+
+
+def _faults_of_calls() -> int:
+    """Return how many pages are mapped by calls in a loop."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(CALLS):
+        _callee()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def _below(depth: int, function: Callable[[], int]) -> int:
+    return _below(depth - 1, function) if depth else function()
+
+
+def _most_faults() -> int:
+    """Return the most pages that are mapped, by how deep and how large the caller's frame is."""
+    code = _faults_of_calls.__code__
+    sizes = range(code.co_stacksize, code.co_stacksize + 30)
+    callers = [
+        FunctionType(code.replace(co_stacksize=size), _faults_of_calls.__globals__)
+        for size in sizes
+    ]
+    return max(_below(depth, caller) for depth in range(150) for caller in callers)
+
+
+def _in_thread(function: Callable[[], int]) -> int:
+    """Call a function on a stack of its own, of which pytest has taken nothing."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def test_no_depth_has_calls_that_map_memory() -> None:
+    assert _in_thread(with_stack_room(_most_faults)) < CALLS / 2
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="its later releases keep a spare chunk")
+def test_a_depth_has_such_calls_without_room() -> None:
+    assert _in_thread(_most_faults) >= CALLS / 2
+
+
+def test_arguments_and_name_are_those_of_the_function() -> None:
+    def add(x: int, *, y: int) -> int:
+        return x + y
+
+    assert with_stack_room(add)(1, y=2) == 3 and with_stack_room(add).__name__ == "add"
