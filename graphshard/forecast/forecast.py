@@ -15,6 +15,7 @@ from ..show.dump import Dump
 from ..show.table import exposed_reason, is_notable
 from .changes import Change, find_changes, what_binds
 from .cluster import Cluster
+from .padding import padding_advice
 from .peak import MemoryForecast, PlannedGraph
 from .planned_step import TimeForecast, plan_step
 from .recipe import Recipe
@@ -86,6 +87,12 @@ class Forecast:
         """Return whether a device has the memory, and the schedule keeps its budget."""
         return self.memory.fits
 
+    @property
+    def padding(self) -> str | None:
+        """Return what parameters with few rows cost, and what to do; None where it is little."""
+        params = [param for dump in self.dumps for param in dump.plan.params]
+        return padding_advice(params, self.held, self.recipe, self.cluster.num_gpus)
+
     def code(self) -> str:
         """Return the lines of Python that train so."""
         budget = self.dumps[0].limits.peak
@@ -112,6 +119,7 @@ class Forecast:
             "exposed": [dataclasses.asdict(exposed) for exposed in self.exposed],
             "binds": self.binds,
             "changes": [dataclasses.asdict(change) for change in self.changes],
+            "padding": self.padding,
             "notes": list(self.notes),
             "code": self.code(),
         }
@@ -238,6 +246,8 @@ def summary_rows(forecast: Forecast) -> Iterator[tuple[str, str]]:
         "memory",
         f"{memory.total / GB:.1f} of {memory.device / GB:.1f} GB, in {memory.when}: {verdict}",
     )
+    if forecast.padding:
+        yield "padding", forecast.padding
     yield "bound by", forecast.binds
 
 

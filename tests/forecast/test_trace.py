@@ -146,6 +146,29 @@ def test_a_trace_leaves_nothing_behind() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+class Experts(nn.Module):
+    """Stacked experts, all of which a token takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(2, 64, 256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bd,edh->bh", x, self.up).square().mean()
+
+
+def test_padding_is_told_of() -> None:
+    with torch.device("meta"):
+        model = Experts()
+    padded = graphshard.plan(model, (torch.zeros(8, 64),), graphshard.cluster("H100", 8))
+    assert padded.padding is not None and padded.padding in str(padded)
+    assert "such as up with 2: a rank holds" in padded.padding and "hsdp:2" in padded.padding
+    evenly = graphshard.plan(
+        model, (torch.zeros(8, 64),), graphshard.cluster("H100", 8), strategy="hsdp:2"
+    )
+    assert evenly.padding is None and evenly.memory.parameters == padded.memory.parameters
+
+
 def test_values_of_tensors_are_refused() -> None:
     class Chooses(Stack):
         def forward(self, ids: Tensor) -> Tensor:
