@@ -29,7 +29,12 @@ from .frames import is_resumed
 __all__ = ["ShortenTraceback"]
 
 
-class Retrace(TensorifyScalarRestartAnalysis):
+Restart = TensorifyScalarRestartAnalysis
+"""An exception of a backend, or of AOTAutograd within it, that makes Dynamo trace the frame again:
+it does where a float that it took for a variable has to be a constant."""
+
+
+class Retrace(Restart):
     """An exception of the backend that makes Dynamo trace the frame again.
 
     Of Dynamo's own restarts, ``OutputGraph.call_user_compiler`` passes on this kind alone.

@@ -69,17 +69,18 @@ class PlanConsensus:
 
         Args:
             about: what the choice is about; equal on all ranks.
-            choose: called on the first rank alone.
+            choose: called on the first rank alone; "" is no choice, and is not kept.
             groups: names of the process groups of all ranks that have to choose.
         """
         key = _GraphKey(about, tuple(groups))
-        if key not in self._choices:
-            for name in groups:
-                chosen = call_log_of(process_group(name)).choose_on_first_rank(
-                    digest(about), choose, about, elsewhere=str
-                )
-                choose = partial(str, chosen)
-            self._choices[key] = choose()
+        if known := self._choices.get(key):
+            return known
+        for name in groups:
+            chosen = call_log_of(process_group(name)).choose_on_first_rank(
+                digest(about), choose, about, elsewhere=str
+            )
+            choose = partial(str, chosen)
+        self._choices[key] = choose()
         return self._choices[key]
 
     def common_plans(

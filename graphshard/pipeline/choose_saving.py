@@ -11,12 +11,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from .. import passes
+from .._torch.dynamo import Restart
 from .._torch.inductor import (
     KEEP_HOST_COPIES,
     CustomPartitionerFn,
@@ -71,11 +73,16 @@ def choose_saving(
         return settings, ""
     _check_budget(settings)
     names = sorted(name for name in traced.fqns if name)
+    chooser = _Chooser(traced, settings)
     text = consensus.common_choice(
         "\n".join(["what forward saves for backward", *names, settings.fingerprint()]),
-        lambda: _try_all(traced, settings).to_json(),
+        chooser.choose,
         traced.groups,
     )
+    if chooser.restart is not None:
+        raise chooser.restart
+    if not text:  # the first rank has raised; the compile raises the same on this one
+        return settings, ""
     choice = SavingChoice.from_json(text)
     if not choice.tried:
         return settings, ""
@@ -83,6 +90,28 @@ def choose_saving(
     if choice.best is None:
         raise NothingFitsError(choice, table)
     return _with_saving(settings, choice.best.saving, choice.budget_gb), table
+
+
+@dataclass
+class _Chooser:
+    """Chooses for a graph, on the first rank.
+
+    Attributes:
+        restart: what AOTAutograd raised to have Dynamo trace the frame anew; None: nothing. All
+            ranks have to raise it, and AOTAutograd raises it once on each of them.
+    """
+
+    traced: TracedGraph
+    settings: CompileSettings
+    restart: Restart | None = None
+
+    def choose(self) -> str:
+        """Return a ``SavingChoice``; "" where the frame is traced anew."""
+        try:
+            return _try_all(self.traced, self.settings).to_json()
+        except Restart as error:
+            self.restart = error
+            return ""
 
 
 def _trains(inputs: Sequence[object]) -> bool:
