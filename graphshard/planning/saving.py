@@ -1,4 +1,4 @@
-"""What forward saves for backward: the ways that are tried, and the quickest that fits.
+"""Lists the ways to save things for backward, and picks the quickest that fits.
 
 saved       of activations      ├ all ┤ 3/4 ┤ 1/2 ┤ 1/4 ┤ none ┤   the rest is recomputed
             of parameters       those whose second gather is exposed │ all that are gathered
@@ -25,7 +25,7 @@ Judged: with fewer, what fits may recompute much more than it has to.
 
 @dataclass(frozen=True)
 class Saving:
-    """What forward saves for backward.
+    """Says what forward saves for backward.
 
     Attributes:
         activations: the part of them, from 0 to 1; None: as torch's config says.

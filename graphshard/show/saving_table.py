@@ -1,4 +1,4 @@
-"""What ``SchedulePolicy(auto=True)`` has tried, as text."""
+"""Shows what ``SchedulePolicy(auto=True)`` has tried, as text."""
 
 from __future__ import annotations
 
