@@ -1,4 +1,4 @@
-"""The memory of the GPUs in the table of hardware, which their rates do not tell."""
+"""The memory of the GPUs in the table of hardware, which their rates do not tell; and its waste."""
 
 from __future__ import annotations
 
@@ -19,3 +19,7 @@ MEMORY_BYTES: dict[str, int] = {
     "RTX-4090": 24 * _GIB,
 }
 """Bytes, by name of an entry of ``devices.HARDWARE``: of the datasheets that are cited there."""
+
+FRAGMENTED = 0.03
+"""Part of memory that an allocator cannot hand out. Assumed: most allocations here are large, and
+those are rounded up to 2 MiB (c10/cuda/CUDACachingAllocator.cpp)."""

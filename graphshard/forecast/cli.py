@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from ..files import write_whole
@@ -81,7 +82,8 @@ def _plan(args: argparse.Namespace) -> int:
         result = forecast(workload, recipe, _cluster(args), _show_progress)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    _write(args, html=forecast_page(result, tables), json=result.to_json())
+    _write(args.json, result.to_json)
+    _write(args.html, lambda: forecast_page(result, tables))
     print(result)
     return 0 if result.fits else 1
 
@@ -105,18 +107,18 @@ def _print_largest(args: argparse.Namespace, batch: Batch, recipe: Recipe) -> in
 
     found = largest(workload_of, recipe, _cluster(args), batch.size, _show_progress)
     title = f"graphshard plan --largest: {args.model} on {args.gpus} x {args.device}"
-    _write(args, html=largest_page(found, title))
+    _write(args.html, lambda: largest_page(found, title))
     print(found)
     return 0
 
 
-def _write(args: argparse.Namespace, *, html: str, json: str = "") -> None:
-    """Write the files that are asked for."""
+def _write(path: Path | None, make: Callable[[], str]) -> None:
+    """Write a file, if it is asked for."""
+    if path is None:
+        return
+    text = make()
     try:
-        if args.json is not None:
-            write_whole(args.json, json)
-        if args.html is not None:
-            write_whole(args.html, html)
+        write_whole(path, text)
     except OSError as error:
         raise argparse.ArgumentTypeError(f"--json, --html: {error}") from error
 

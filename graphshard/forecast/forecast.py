@@ -246,8 +246,8 @@ def summary_rows(forecast: Forecast) -> Iterator[tuple[str, str]]:
         "memory",
         f"{memory.total / GB:.1f} of {memory.device / GB:.1f} GB, in {memory.when}: {verdict}",
     )
-    if forecast.padding:
-        yield "padding", forecast.padding
+    if padding := forecast.padding:
+        yield "padding", padding
     yield "bound by", forecast.binds
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..cost.device_memory import FRAGMENTED
 from ..kinds import GraphKind, TransferKind
 from ..planning.live_bytes import alive_by_moment, other_by_moment, with_other_bytes
 from ..planning.moments import Span, running, sum_spans
@@ -23,9 +24,6 @@ OUTSIDE_BYTES = {"cuda": 1_300_000_000, "cpu": 500_000_000}
 """What a device holds that no tensor has. A GPU: context and kernels; 1.3 GB are what Hugging
 Face's page "Model memory anatomy" measures on a V100; assumed to be the same on others. A CPU: a
 process of Python that has compiled a step (benchmarks/results/forecast_cpu.md)."""
-FRAGMENTED = 0.03
-"""Part of the memory in use that an allocator cannot hand out. Assumed: most allocations here are
-large, and those are rounded up to 2 MiB (c10/cuda/CUDACachingAllocator.cpp)."""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from .._torch.inductor import (
     options_of_plans,
 )
 from ..consensus.plan_consensus import PlanConsensus
+from ..cost.device_memory import FRAGMENTED
 from ..planning.saving import (
     PARTS,
     NothingFitsError,
@@ -54,8 +55,6 @@ RESERVED = 0.1
 Measured: they added 10 % to the peak of a GPT of one layer, and nothing by ATen. If it is larger,
 less is saved than could be; if smaller, the way that is taken may exceed the budget in the end.
 """
-FRAGMENTED = 0.03
-"""Part of a GPU's memory that its allocator cannot hand out; assumed, as forecasts do."""
 
 
 def choose_saving(
