@@ -5,10 +5,13 @@
 
 Seconds to the first gradient of a GPT, in processes of their own with a TORCHINDUCTOR_CACHE_DIR of
 their own: cold in an empty folder, warm in new processes with that folder. Imports do not count;
-sharding does. "step" and "peak" are of later steps: the median of their times, and what a step adds
-to the resident memory. Ranks share the machine's cores, and the first step is that of the slowest.
-The order of the ways is turned round from repeat to repeat. "tracing alone" is ``torch.compile``
-with ``backend="aot_eager"``: what Dynamo and AOTAutograd take.
+sharding does. Nor does what a compiler needs once on a machine, such as precompiled headers and
+probes of the processor: a graph of one operation is compiled before.
+
+"step" and "peak" are of later steps: the median of their times, and what a step adds to the
+resident memory. Ranks share the machine's cores, and the first step is that of the slowest. The
+order of the ways is turned round from repeat to repeat. "tracing alone" is ``torch.compile`` with
+``backend="aot_eager"``: what Dynamo and AOTAutograd take.
 
 The first process to compile reads the compiler from disk. So one process more runs before the
 others and is not counted; --no-warm-up leaves it out where something was compiled just now.
@@ -79,7 +82,7 @@ class First:
         seconds: of everything.
         parts: of it, by name; see ``_parts``.
         graphs: that Inductor made code of, subgraphs among them; ``files``: that the C++ compiler
-            read, headers among them.
+            read.
         step_s: the median of later steps; ``peak``: the most that they add to resident memory.
     """
 
@@ -199,12 +202,20 @@ def _measure(setting: Setting, rank: int, store: str) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     shared = dist.FileStore(store, setting.ranks)
     dist.init_process_group(backend, store=shared, rank=rank, world_size=setting.ranks)
+    _make_headers(device)
     first = _first_step(setting, device, init_device_mesh(device.type, (setting.ranks,)))
     slowest: list[Any] = [None] * setting.ranks
     dist.all_gather_object(slowest, first)
     if rank == 0:
         print(json.dumps(dataclasses.asdict(max(slowest, key=lambda f: f.seconds))), flush=True)
     dist.destroy_process_group()
+
+
+def _make_headers(device: torch.device) -> None:
+    """Compile a graph of one operation, and forget what it took."""
+    torch.compile(torch.sin)(torch.ones(64, device=device))
+    torch._dynamo.reset()
+    compilation_time_metrics.clear()
 
 
 def _first_step(setting: Setting, device: torch.device, mesh: DeviceMesh) -> First:
