@@ -186,15 +186,19 @@ def _accessor(name: str, marker: MarkerCall) -> property:
         None if argument is None else _accumulator_attribute(name, argument)
         for argument in marker.accumulators
     ]
+    # Dynamo traces this for every parameter of a model: nothing is done that need not be.
+    if not any(accumulators):
+        constants, accumulators = (*constants, *accumulators), []
 
     def get(self: ShardedModule) -> torch.Tensor | None:
         if torch.compiler.is_compiling():
+            if not accumulators:
+                return cast(torch.Tensor, op(getattr(self, shard), *constants))
             values = [
                 None if attribute is None else getattr(self, attribute)
                 for attribute in accumulators
             ]
-            full: torch.Tensor = op(getattr(self, shard), *constants, *values)
-            return full
+            return cast(torch.Tensor, op(getattr(self, shard), *constants, *values))
         return _eager_value(self, name)
 
     run_as_python(get)

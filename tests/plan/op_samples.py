@@ -46,7 +46,8 @@ def _operators() -> list[Any]:
 
 def _graphs(info: Any) -> Iterator[fx.Graph]:
     """Yield the graph of each sample that can be traced."""
-    samples = info.sample_inputs("cpu", torch.float32)
+    # Not info.sample_inputs, which reads the source of all frames for each sample.
+    samples = info.sample_inputs_func(info, "cpu", torch.float32, requires_grad=False)
     for sample in itertools.islice(samples, NUM_SAMPLES):
         leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
 
