@@ -19,11 +19,11 @@ test coverage: export OMP_NUM_THREADS ?= 1
 test coverage: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 # Half of the time of what takes much memory goes to its pages: larger ones.
 test coverage: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
-# Two at a time, but for those that look at times, memory or the death of ranks.
-TWO_AT_A_TIME := tests/plan tests/graph tests/forecast tests/cuda tests/numerics
-ALONE := $(TWO_AT_A_TIME:%=--ignore %) --ignore tests/zoo
+# Two at a time, but for those that look at times, memory or the death of ranks, or share a GPU.
+TWO_AT_A_TIME := -n 2 --dist loadfile --ignore tests/zoo -m "not alone and not gpu"
+ALONE := -m "alone or gpu"
 test: lint docs
-	$(BIN)/pytest -n 2 --dist loadfile $(TWO_AT_A_TIME)
+	$(BIN)/pytest $(TWO_AT_A_TIME)
 	$(BIN)/pytest -n 2 tests/zoo
 	$(BIN)/pytest $(ALONE)
 
@@ -32,7 +32,7 @@ test: lint docs
 coverage: $(TEST_STAMP)
 	rm -rf .cache/coverage
 	mkdir -p .cache/coverage
-	$(BIN)/coverage run -m pytest -n 2 --dist loadfile $(TWO_AT_A_TIME)
+	$(BIN)/coverage run -m pytest $(TWO_AT_A_TIME)
 	$(BIN)/coverage run -m pytest $(ALONE)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --show-missing

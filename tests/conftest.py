@@ -28,11 +28,6 @@ settings.register_profile(
 settings.load_profile("ci")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker `gpu`."""
-    config.addinivalue_line("markers", "gpu: needs a CUDA device")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` where there is no CUDA device."""
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]

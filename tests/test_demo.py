@@ -10,6 +10,8 @@ import pytest
 
 from graphshard.__main__ import main
 
+pytestmark = pytest.mark.alone
+
 
 def test_the_demo_compares_explains_and_draws(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "graphshard", "demo", "--steps", "4"]

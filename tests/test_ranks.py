@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from tests import ranks
 
+pytestmark = pytest.mark.alone
+
 # Results.
 
 

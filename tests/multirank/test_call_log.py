@@ -23,6 +23,8 @@ from graphshard.consensus.watcher import STALL_S
 from graphshard.errors import BackendError
 from tests import ranks
 
+pytestmark = pytest.mark.alone
+
 PLAN = "forward\nall_gather 0\nall_gather 1"
 OTHER = "forward\nall_gather 0\nall_gather 7"
 

@@ -19,6 +19,8 @@ from tests import ranks
 from tests.fallible import Fallible, fails_in, in_flight_then, passes_left
 from tests.numerics.compare import compile_sharded
 
+pytestmark = pytest.mark.alone
+
 SMALL_BUCKETS = graphshard.SchedulePolicy(bucket_cap_mb=0.01)
 
 

@@ -27,6 +27,8 @@ from tests import fallible, ranks
 from tests.fallible import DIM, Fallible, fails_in, in_flight_then, passes_left
 from tests.numerics.compare import world_mesh
 
+pytestmark = pytest.mark.alone
+
 SHARDS, ACTIVATIONS = "shards", "activations"
 LAYERS = 6
 

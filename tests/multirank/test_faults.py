@@ -29,6 +29,8 @@ from graphshard.consensus.call_log import CallLog
 from tests import ranks
 from tests.numerics.compare import generator, relative_error, sgd
 
+pytestmark = pytest.mark.alone
+
 DIM, GLOBAL_BATCH, STEPS, FAULTY_STEP = 8, 6, 4, 2
 TIMEOUT_S = 6.0  # shorter than ranks.GRACE_S, in which the others have to end
 IS_LONG = os.environ.get("GRAPHSHARD_FAULTS") == "all"

@@ -13,9 +13,12 @@ from benchmarks.memory import MB, Memory, give_memory_back, peak_is_known, peak_
 from benchmarks.models import DeepMLP, parameter_bytes
 from tests import ranks
 
-pytestmark = pytest.mark.skipif(
-    not peak_is_known(), reason="this kernel does not tell the peak memory of a process"
-)
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(
+        not peak_is_known(), reason="this kernel does not tell the peak memory of a process"
+    ),
+]
 LINEARS, PARAMS = 20, 200e6
 SLACK = 5 * MB  # messages, Python objects, and pages of 2 MB that are not full
 

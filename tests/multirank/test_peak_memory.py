@@ -21,9 +21,12 @@ from benchmarks.memory import (
 )
 from tests import ranks
 
-pytestmark = pytest.mark.skipif(
-    not peak_is_known(), reason="this kernel does not tell the peak memory of a process"
-)
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(
+        not peak_is_known(), reason="this kernel does not tell the peak memory of a process"
+    ),
+]
 WORLD = 2
 # So large that what Python modules and the compiler hold, tens of MB more than in a process that
 # only runs FSDP2, does not decide.

@@ -16,6 +16,8 @@ import graphshard
 from graphshard.consensus.call_log import CallLog
 from tests.multirank.test_call_log import assert_same, message, run
 
+pytestmark = pytest.mark.alone
+
 DIM = 8
 MAX_CHARACTERS = 800
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,6 +24,8 @@ from graphshard._torch.distributed import num_registered_works
 from tests import ranks
 from tests.fallible import DIM, Fallible, fails_in
 from tests.numerics.compare import generator, world_mesh
+
+pytestmark = pytest.mark.alone
 
 PERIOD = 20
 """Steps after which the same things happen again."""
