@@ -224,9 +224,8 @@ class Backend:
         """Shard the models whose full parameters are inputs; return whether there were any."""
         seen: set[int] = set()
         for source, value in zip(sources(gm), inputs, strict=True):
-            if not is_plain(value) or value in self.options.ignored_params:
-                continue
-            if id(value) in seen:
+            ignored = not is_plain(value) or value in self.options.ignored_params
+            if ignored or id(value) in seen:
                 continue
             root, in_use = find_root(trace, source, value, call)
             seen.update(id(param) for param in root.parameters())
