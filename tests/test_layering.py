@@ -19,7 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "_torch": set(),
     "kinds": set(),
     "files": set(),
-    "stack_room": set(),
+    "interpreter": set(),
     "scripts": {"_torch"},
     "errors": {"_torch"},
     "ops": {"_torch", "kinds"},
@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
         "passes",
         "planning",
         "show",
-        "stack_room",
+        "interpreter",
     },
     "backend": {
         "_torch",

@@ -38,13 +38,13 @@ from .._torch.inductor import (
 )
 from ..consensus.common_form import collectives_text
 from ..consensus.plan_consensus import PlanConsensus, log_every_call
+from ..interpreter import with_stack_room
 from ..kinds import GraphKind
 from ..ops.in_flight import waiting_at_errors
 from ..planning.live_bytes import gathered_bytes
 from ..planning.plan import Plan
 from ..show.dump import Dump
 from ..show.dump_folder import DumpWriter
-from ..stack_room import with_stack_room
 from .baked_in import baked_in
 from .choose_saving import choose_saving
 from .partition import Partitioner

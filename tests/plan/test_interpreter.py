@@ -10,7 +10,7 @@ from types import FunctionType
 
 import pytest
 
-from graphshard.stack_room import with_stack_room
+from graphshard.interpreter import with_stack_room
 
 CALLS = 200
 
