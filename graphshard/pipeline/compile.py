@@ -38,7 +38,7 @@ from .._torch.inductor import (
 )
 from ..consensus.common_form import collectives_text
 from ..consensus.plan_consensus import PlanConsensus, log_every_call
-from ..interpreter import with_stack_room
+from ..interpreter import with_stack_room, without_full_collections
 from ..kinds import GraphKind
 from ..ops.in_flight import waiting_at_errors
 from ..planning.live_bytes import gathered_bytes
@@ -85,6 +85,7 @@ class CompiledGraph:
 
 
 @with_stack_room
+@without_full_collections()
 def compile_traced(
     traced: TracedGraph, settings: CompileSettings, consensus: PlanConsensus, writer: DumpWriter
 ) -> CompiledGraph:

@@ -1,7 +1,9 @@
-"""With room on the stack no depth of the caller makes each of its calls map memory anew."""
+"""With room on the stack no depth of the caller makes each of its calls map memory anew; without
+full collections there are none."""
 
 from __future__ import annotations
 
+import gc
 import resource
 import sys
 from collections.abc import Callable
@@ -10,7 +12,7 @@ from types import FunctionType
 
 import pytest
 
-from graphshard.interpreter import with_stack_room
+from graphshard.interpreter import with_stack_room, without_full_collections
 
 CALLS = 200
 
@@ -62,3 +64,27 @@ def test_arguments_and_name_are_those_of_the_function() -> None:
         return x + y
 
     assert with_stack_room(add)(1, y=2) == 3 and with_stack_room(add).__name__ == "add"
+
+
+def _num_full_collections() -> int:
+    return gc.get_stats()[-1]["collections"]
+
+
+def _collections_of_new_objects() -> int:
+    """Return how many full collections come of a million objects that stay."""
+    before = _num_full_collections()
+    kept: list[list[int]] = []
+    for _ in range(1_000_000):
+        kept.append([])
+    return _num_full_collections() - before
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="a collector without generations")
+def test_no_collection_of_all_objects() -> None:
+    thresholds = gc.get_threshold()
+    with pytest.raises(KeyError), without_full_collections():
+        assert _collections_of_new_objects() == 0
+        raise KeyError
+    assert gc.get_threshold() == thresholds
+    gc.collect()
+    assert _collections_of_new_objects() > 0
