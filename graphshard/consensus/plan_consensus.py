@@ -39,6 +39,7 @@ from .common_form import (
     with_inputs_of,
     without_steps,
 )
+from .difference import ANEW
 from .event_store import digest
 
 R = TypeVar("R")
@@ -62,26 +63,39 @@ class PlanConsensus:
 
     def __init__(self) -> None:
         self._plans: dict[_GraphKey, list[Plan]] = {}
-        self._choices: dict[_GraphKey, str] = {}
+        self._choices: dict[_GraphKey, list[str]] = {}
 
-    def common_choice(self, about: str, choose: Callable[[], str], groups: Sequence[str]) -> str:
-        """Return what the first rank chooses for all, before there is a plan; once for each text.
+    def common_choice(
+        self,
+        about: str,
+        choose: Callable[[], str],
+        groups: Sequence[str],
+        *,
+        serves: Callable[[str], bool],
+    ) -> str:
+        """Return what the first rank chooses for all, before there is a plan.
+
+        It chooses anew where nothing serves that it has chosen before about the same. Then all
+        ranks have to ask; otherwise one may ask alone, which compiles again and its peers do not.
 
         Args:
             about: what the choice is about; equal on all ranks.
             choose: called on the first rank alone; "" is no choice, and is not kept.
             groups: names of the process groups of all ranks that have to choose.
+            serves: whether this rank can do with an earlier choice; the oldest such one is taken.
         """
-        key = _GraphKey(about, tuple(groups))
-        if known := self._choices.get(key):
-            return known
+        known = self._choices.setdefault(_GraphKey(about, tuple(groups)), [])
+        if (earlier := next(filter(serves, known), None)) is not None:
+            return earlier
+        text = f"{ANEW} (no. {len(known) + 1}): {about}" if known else about
         for name in groups:
             chosen = call_log_of(process_group(name)).choose_on_first_rank(
-                digest(about), choose, about, elsewhere=str
+                digest(text), choose, text, elsewhere=str
             )
             choose = partial(str, chosen)
-        self._choices[key] = choose()
-        return self._choices[key]
+        chosen = choose()
+        known += [chosen] if chosen else []
+        return chosen
 
     def common_plans(
         self, plans: Sequence[Plan], context: str, groups: Sequence[str]

@@ -31,6 +31,7 @@ from .._torch.inductor import (
 )
 from ..consensus.plan_consensus import PlanConsensus
 from ..cost.device_memory import FRAGMENTED
+from ..errors import BackendError
 from ..planning.saving import (
     PARTS,
     NothingFitsError,
@@ -56,17 +57,27 @@ Measured: they added 10 % to the peak of a GPT of one layer, and nothing by ATen
 less is saved than could be; if smaller, the way that is taken may exceed the budget in the end.
 """
 
+STEP = 0.02
+"""Part of a GPU's memory, to a multiple of which what is free is rounded down.
+
+It is in the keys of caches, and no two starts have the same number of bytes free. Judged: with
+smaller steps a restart compiles anew more often, with larger ones more memory is left unused.
+"""
+
 
 def choose_saving(
-    traced: TracedGraph, settings: CompileSettings, consensus: PlanConsensus
+    traced: TracedGraph, settings: CompileSettings, consensus: PlanConsensus, writer: DumpWriter
 ) -> tuple[CompileSettings, str]:
     """Return settings with what all ranks save, and the table of what was tried.
 
     Where the policy does not ask for it, or nothing is differentiated, settings stay as they are.
+    A later graph of the same parameters saves what was chosen for an earlier one where it keeps the
+    budget so. A rank may compile such a graph while its peers do not, and has to gather as they do.
 
     Raises:
         ValueError: there is no budget, and the device does not say how much memory it has.
         NothingFitsError: no way keeps the budget.
+        BackendError: the first rank has raised an error.
     """
     if not settings.schedule.auto or not _trains(traced.inputs):
         return settings, ""
@@ -77,14 +88,18 @@ def choose_saving(
         "\n".join(["what forward saves for backward", *names, settings.fingerprint()]),
         chooser.choose,
         traced.groups,
+        serves=chooser.serves,
     )
-    if chooser.restart is not None:
-        raise chooser.restart
+    if chooser.raised is not None:
+        raise chooser.raised
     if not text:  # the first rank has raised; the compile raises the same on this one
         return settings, ""
     choice = SavingChoice.from_json(text)
+    if choice.error:
+        raise BackendError(f"the first rank could not plan what forward saves: {choice.error}")
     if not choice.tried:
         return settings, ""
+    writer.write_saving(choice)
     table = saving_table(choice)
     if choice.best is None:
         raise NothingFitsError(choice, table)
@@ -96,21 +111,45 @@ class _Chooser:
     """Chooses for a graph, on the first rank.
 
     Attributes:
-        restart: what AOTAutograd raised to have Dynamo trace the frame anew; None: nothing. All
-            ranks have to raise it, and AOTAutograd raises it once on each of them.
+        raised: what was raised on this rank: also to have Dynamo trace the frame anew. All ranks
+            have to raise that, and AOTAutograd raises it once on each of them.
+        budget_gb: of earlier choices: what a GPU had free before there were gradients and an
+            optimizer's state.
     """
 
     traced: TracedGraph
     settings: CompileSettings
-    restart: Restart | None = None
+    raised: Exception | None = None
+    budget_gb: float | None = None
 
     def choose(self) -> str:
-        """Return a ``SavingChoice``; "" where the frame is traced anew."""
+        """Return a ``SavingChoice``; "" where the frame is traced anew.
+
+        An error is no fault of the call log, behind which nobody could try a smaller batch.
+        """
         try:
-            return _try_all(self.traced, self.settings).to_json()
+            return _try_all(self.traced, self.settings, self.budget_gb).to_json()
         except Restart as error:
-            self.restart = error
+            self.raised = error
             return ""
+        except Exception as error:
+            self.raised = error
+            return SavingChoice(0.0, (), error=repr(error)).to_json()
+
+    def serves(self, text: str) -> bool:
+        """Return whether this rank's graph keeps the budget by an earlier choice."""
+        choice = SavingChoice.from_json(text)
+        if choice.error:
+            return False
+        self.budget_gb = choice.budget_gb
+        if choice.best is None:
+            return not choice.tried and not self._plan([Saving(None, False, False)])
+        return not any(tried.refused for tried in self._plan([choice.best.saving]))
+
+    def _plan(self, ways: Sequence[Saving]) -> Sequence[TriedSaving]:
+        assert self.budget_gb is not None
+        within_gb = _within_gb(self.settings, self.budget_gb)
+        return _plan_ways(self.traced, self.settings, ways, within_gb)
 
 
 def _trains(inputs: Sequence[object]) -> bool:
@@ -141,26 +180,38 @@ def _with_saving(settings: CompileSettings, saving: Saving, budget_gb: float) ->
     return dataclasses.replace(settings, schedule=schedule, saving=saving)
 
 
-def _try_all(traced: TracedGraph, settings: CompileSettings) -> SavingChoice:
+def _try_all(
+    traced: TracedGraph, settings: CompileSettings, budget_gb: float | None
+) -> SavingChoice:
     """Plan every way on this rank."""
-    budget_gb = settings.schedule.memory_budget_gb
+    budget_gb = settings.schedule.memory_budget_gb or budget_gb
     if budget_gb is None:
         budget_gb = _free_gb(traced, settings.device)
     parts, notes = _parts_to_try(settings)
     may_stow = settings.device.type != "cpu"
-    ways = savings(parts, may_stow=may_stow)
-    within_gb = budget_gb
-    if settings.compiler == "inductor":
-        within_gb *= 1 - RESERVED
+    ways, within_gb = savings(parts, may_stow=may_stow), _within_gb(settings, budget_gb)
+    if within_gb < budget_gb:
         notes.append(
             f"Ways have to fit into {within_gb:.3g} GB: Inductor's own passes may add some."
         )
-    trials = _Trials([_with_saving(settings, saving, within_gb) for saving in ways])
-    _partition(traced, settings, trials)
-    notes += _notes_of_parts(ways, trials.tried) + _notes_of_params(traced)
+    tried = _plan_ways(traced, settings, ways, within_gb)
+    notes = [*_notes_of_sizes(traced), *notes, *_notes_of_parts(ways, tried)]
+    notes += _notes_of_params(traced)
     if not may_stow:
         notes.append("Not tried: activations on the host, which a CPU has no copy of.")
-    return SavingChoice(budget_gb, without_repeats(trials.tried), tuple(notes))
+    return SavingChoice(budget_gb, without_repeats(tried), tuple(notes))
+
+
+def _within_gb(settings: CompileSettings, budget_gb: float) -> float:
+    return budget_gb * (1 - RESERVED if settings.compiler == "inductor" else 1)
+
+
+def _notes_of_sizes(traced: TracedGraph) -> list[str]:
+    sizes, varies = traced.batch_sizes()
+    if not sizes:
+        return []
+    others = "; the graph takes other sizes, too, and larger ones need more" if varies else ""
+    return [f"Planned for inputs of {sizes}, as on the first rank{others}."]
 
 
 def _parts_to_try(settings: CompileSettings) -> tuple[Sequence[float | None], list[str]]:
@@ -192,7 +243,7 @@ def _notes_of_params(traced: TracedGraph) -> list[str]:
 
 
 def _free_gb(traced: TracedGraph, device: torch.device) -> float:
-    """Return the memory that a GPU has for a graph, its inputs among it, in GB.
+    """Return the memory that a GPU has for a graph, its inputs among it, in GB, rounded down.
 
     An optimizer like Adam, which has no state before the first step, will have two numbers for each
     parameter that is trained.
@@ -202,8 +253,18 @@ def _free_gb(traced: TracedGraph, device: torch.device) -> float:
     inputs = [value for value in traced.inputs if isinstance(value, torch.Tensor)]
     on_device = [tensor for tensor in inputs if tensor.device.type == device.type]
     own = sum(tensor.nbytes for tensor in on_device)
-    states = 2 * sum(t.nbytes for t, fqn in zip(inputs, traced.fqns) if fqn and t.requires_grad)
-    return (free + cached + own - states - int(FRAGMENTED * total)) / 1e9
+    states = 2 * sum(shard.nbytes for shard in traced.params() if shard.requires_grad)
+    left = free + cached + own - states - int(FRAGMENTED * total)
+    return max(left // (STEP * total), 1) * STEP * total / 1e9
+
+
+def _plan_ways(
+    traced: TracedGraph, settings: CompileSettings, ways: Sequence[Saving], within_gb: float
+) -> Sequence[TriedSaving]:
+    """Plan some ways; none where there is no joint graph."""
+    trials = _Trials([_with_saving(settings, saving, within_gb) for saving in ways])
+    _partition(traced, settings, trials)
+    return trials.tried
 
 
 def _partition(traced: TracedGraph, settings: CompileSettings, trials: _Trials) -> None:

@@ -100,7 +100,7 @@ def compile_traced(
     )
     for traced_pass in passes.TRACED:
         traced_pass(traced.gm)
-    settings, tried = choose_saving(traced, settings, consensus)
+    settings, tried = choose_saving(traced, settings, consensus, writer)
     compiled = _compile(traced, settings, writer)
     plans = consensus.common_plans(compiled.plans, settings.fingerprint(), traced.groups)
     if collectives_text(plans) != collectives_text(compiled.plans):
