@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
+from graphshard.__main__ import main
 from graphshard.kinds import GraphKind, TransferKind
+from graphshard.show.dump_folder import PAGE
 
 DIM, LAYERS, ROWS = 64, 4, 512
 FULL_GB = 4 * DIM * DIM / 1e9  # of one weight
@@ -113,3 +116,31 @@ def test_evaluation_saves_nothing(mesh: DeviceMesh) -> None:
         torch.compile(Deep(), backend=backend, fullgraph=True)(torch.randn(ROWS, DIM))
     assert [plan.graph for plan in backend.plans] == [GraphKind.INFERENCE]
     assert "taken" not in backend.summary()
+
+
+def test_a_trace_that_saves_nothing_does_not_decide_for_training(mesh: DeviceMesh) -> None:
+    """The first graph has no backward, though gradients are enabled."""
+    schedule = graphshard.SchedulePolicy(auto=True, memory_budget_gb=AMPLE_GB)
+    backend = graphshard.backend(mesh, schedule=schedule, compiler="aot_eager")
+    model = Deep()
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def compiled(x: Tensor, trains: bool) -> Tensor:
+        return model(x) if trains else model(x).detach()
+
+    compiled(torch.randn(ROWS, DIM), False)
+    assert "taken" not in backend.summary()
+    compiled(torch.randn(ROWS, DIM), True).backward()
+    assert len(_taken(backend)) == 2
+
+
+def test_what_was_tried_is_in_the_dump_folder(
+    mesh: DeviceMesh, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend = _train(mesh, memory_budget_gb=AMPLE_GB, dump=tmp_path)
+    table = (tmp_path / "00-saving.txt").read_text()
+    assert backend.summary().endswith(table.rstrip()) and "taken" in table
+    page = (tmp_path / PAGE).read_text()
+    assert f"inputs of {ROWS}x{DIM}, as on the first rank" in page and '"taken"' in page
+    assert main(["show", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{backend.summary()}\n"

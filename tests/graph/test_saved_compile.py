@@ -17,6 +17,7 @@ import graphshard
 from tests import ranks
 from tests.models import MLP
 
+_AUTO = graphshard.SchedulePolicy(auto=True, memory_budget_gb=1)
 WARNING = "a graph is compiled that the loaded file does not have"
 
 
@@ -40,7 +41,7 @@ def _train(rows: int = 4, factor: int = 1, **options: Any) -> list[float]:
 def _save(path: Path) -> list[float]:
     with pytest.raises(RuntimeError, match="has compiled nothing that can be saved"):
         graphshard.save_compiled(path)
-    losses = _train()
+    losses = [*_train(), *_train(schedule=_AUTO)]
     if dist.get_rank() == 0:
         graphshard.save_compiled(path)
     return losses
@@ -48,7 +49,7 @@ def _save(path: Path) -> list[float]:
 
 def _load(path: Path) -> list[float]:
     graphshard.load_compiled(path)
-    losses = _train()
+    losses = [*_train(), *_train(schedule=_AUTO)]
     assert not counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]
     return losses
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 import graphshard
 from tests import ranks
 from tests.models import GPT
-from tests.numerics.compare import Twins, draw, num_graphs, sgd, whole
+from tests.numerics.compare import Twins, draw, generator, num_graphs, sgd, whole
 
 BUDGET_GB = 0.8e-3  # 1e-3 where all activations are saved
 SLOW_US, FAST_US = 1e4, 1e-3
@@ -64,3 +65,78 @@ def test_ranks_save_what_the_first_one_chooses() -> None:
         taken |= {line for line in one.splitlines() if line.endswith("taken")}
     assert {line.split()[0] for line in taken} == {"75%"}
     assert {line.split()[1] for line in taken} == {"all", "those"}
+
+
+LENGTH, ROWS_GB = 24, 1.28e-3  # of which 16 rows need 1.02e-3, with all activations saved
+
+
+def _train_on(twins: Twins, step: int, rows: tuple[int, int]) -> None:
+    """Train for a step; each rank has as many rows as ``rows`` says."""
+    batches = [GPT.batch(generator(step, i), rows=n, length=LENGTH) for i, n in enumerate(rows)]
+    twins.zero_grad()
+    twins.backward(batches)
+    twins.check()
+
+
+def _grow(dynamic: bool | None) -> tuple[list[str], str]:
+    """Train on batches of other sizes; return what each graph saves, and the summary."""
+    torch.manual_seed(0)
+    schedule = graphshard.SchedulePolicy(
+        auto=True, memory_budget_gb=ROWS_GB, node_cost=lambda _: SLOW_US
+    )
+    twins = Twins(GPT(layers=2), schedule=schedule, dynamic=dynamic)
+    with pytest.raises(Exception, match="none of the ways that auto=True tries fits"):
+        twins.compiled(GPT.batch(generator(0), rows=200, length=LENGTH))
+    torch._dynamo.reset()  # or what comes next is a larger batch, with dynamic shapes
+    # The third batch is another one on the first rank alone, which compiles again if sizes are
+    # static: it has to gather what its peer does, by its first graph.
+    for step, rows in enumerate([(16, 16), (32, 32), (12, 16), (32, 32)]):
+        _train_on(twins, step, rows)
+    for graph in twins.backend._graphs:
+        assert max(dump.totals.peak_bytes for dump in graph.dumps()) <= ROWS_GB * 1e9
+    savings = [str(graph.settings.saving) for graph in twins.backend._graphs]
+    return savings, twins.backend.summary()
+
+
+def test_a_larger_batch_is_chosen_for_anew() -> None:
+    """Ranks agree each time; where nothing fitted, a smaller batch may be tried."""
+    (ours, static), (theirs, _) = ranks.run(2, _grow, False)
+    small, large, smaller = ours
+    assert small == smaller != large and theirs == [small, large]
+    (ours, dynamic), (theirs, _) = ranks.run(2, _grow, None)
+    assert ours == theirs == [small, large]
+    for summary, others in ((static, "."), (dynamic, "; the graph takes other sizes, too")):
+        assert "inputs of 16x24, as on the first rank." in summary
+        assert f"inputs of 32x24, as on the first rank{others}" in summary
+
+
+class OutOfMemory(RuntimeError):
+    pass
+
+
+def _fail_at_first() -> str:
+    """Train where the first rank raises an error while it tries ways, once."""
+    raised = []
+
+    def node_cost(_: object) -> float:
+        if not raised and dist.get_rank() == 0:
+            raised.append(1)
+            raise OutOfMemory("out of memory")
+        return SLOW_US
+
+    schedule = graphshard.SchedulePolicy(
+        auto=True, memory_budget_gb=ROWS_GB, node_cost=node_cost, regions=True
+    )
+    twins = Twins(GPT(layers=2), schedule=schedule)
+    with pytest.raises(Exception) as caught:
+        _train_on(twins, 0, (16, 16))
+    _train_on(twins, 0, (8, 8))
+    assert all(plan.regions.num_calls for plan in twins.backend.plans)
+    return str(caught.value)
+
+
+def test_an_error_while_ways_are_tried_is_raised_on_all_ranks() -> None:
+    """And behind it they train on a smaller batch; layers are compiled once."""
+    first, other = ranks.run(2, _fail_at_first)
+    assert "out of memory" in first
+    assert "the first rank could not plan what forward saves: OutOfMemory('out of" in other
