@@ -17,7 +17,7 @@ LIMIT = "the recompile limit is reached"
 """Part of the first line of an eager gather where Dynamo has given up to compile."""
 
 ANEW = "a choice anew"
-"""How the first line of a choice begins for which all ranks had one before, which does not serve."""
+"""How the first line of a choice begins where an earlier one about the same does not serve."""
 
 MAX_SHOWN = 160
 """Characters of a line that an error shows: around its first difference."""

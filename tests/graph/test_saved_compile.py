@@ -22,8 +22,10 @@ WARNING = "a graph is compiled that the loaded file does not have"
 
 
 def _train(rows: int = 4, factor: int = 1, **options: Any) -> list[float]:
+    """Train, by default in the way that ``auto`` finds again where code was saved."""
     torch.manual_seed(0)
     model, losses = MLP(), []
+    options = {"schedule": _AUTO, **options}
     backend = graphshard.backend(init_device_mesh("cpu", (dist.get_world_size(),)), **options)
 
     @torch.compile(backend=backend, fullgraph=True, dynamic=False)
@@ -41,7 +43,7 @@ def _train(rows: int = 4, factor: int = 1, **options: Any) -> list[float]:
 def _save(path: Path) -> list[float]:
     with pytest.raises(RuntimeError, match="has compiled nothing that can be saved"):
         graphshard.save_compiled(path)
-    losses = [*_train(), *_train(schedule=_AUTO)]
+    losses = _train()
     if dist.get_rank() == 0:
         graphshard.save_compiled(path)
     return losses
@@ -49,7 +51,7 @@ def _save(path: Path) -> list[float]:
 
 def _load(path: Path) -> list[float]:
     graphshard.load_compiled(path)
-    losses = [*_train(), *_train(schedule=_AUTO)]
+    losses = _train()
     assert not counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]
     return losses
 
