@@ -2,13 +2,17 @@
 
     Dynamo graph ─► AOTAutograd ─► joint graph ─► each way: joint passes, partition, plan ─► best
 
-The first rank tries, and all ranks follow: it depends on a rank's batch and prices. The graph is
-then compiled as if the user had asked for what was chosen, so no cache and no plan knows of this.
+The first rank chooses for all ranks. They have to gather alike, so all keep the parameters that it
+keeps. How much of the activations is saved shows in no collective: a rank with a larger batch, or
+that compiles again while its peers do not, saves less of them where it would exceed the budget.
+
+The graph is then compiled as if the user had asked for what was chosen, so no cache and no plan
+knows of this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,20 +51,21 @@ It is in the keys of caches, and no two starts have the same number of bytes fre
 smaller steps a restart compiles anew more often, with larger ones more memory is left unused.
 """
 
+FITS, MAY_FIT, NOTHING_FITS = range(3)
+"""Whether a rank keeps the budget: by what was chosen, where fewer parameters are kept, or not."""
+
 
 def choose_saving(
     traced: TracedGraph, settings: CompileSettings, consensus: PlanConsensus, writer: DumpWriter
 ) -> tuple[CompileSettings, str]:
-    """Return settings with what all ranks save, and the table of what was tried.
+    """Return settings with what this rank saves, and the table of what was tried.
 
     Where the policy does not ask for it, or nothing is differentiated, settings stay as they are.
-    A later graph of the same parameters saves what was chosen for an earlier one where it keeps the
-    budget so. A rank may compile such a graph while its peers do not, and has to gather as they do.
 
     Raises:
         ValueError: there is no budget, and the device does not say how much memory it has.
         NothingFitsError: no way keeps the budget.
-        BackendError: the first rank has raised an error.
+        BackendError: an error was raised on the first rank, or no way keeps the budget on another.
     """
     if not settings.schedule.auto or not _trains(traced.inputs):
         return settings, ""
@@ -72,67 +77,135 @@ def choose_saving(
         chooser.choose,
         traced.groups,
         serves=chooser.serves,
+        excess=chooser.excess,
     )
     if chooser.raised is not None:
         raise chooser.raised
     if not text:  # the first rank has raised; the compile raises the same on this one
         return settings, ""
-    choice = SavingChoice.from_json(text)
-    if choice.error:
-        raise BackendError(f"the first rank could not plan what forward saves: {choice.error}")
-    if not choice.tried:
+    common = SavingChoice.from_json(text)
+    if common.best is None and (common.tried or common.error):
+        raise chooser.error_of(common)
+    choice = chooser.own or common
+    if choice.best is None:
         return settings, ""
     writer.write_saving(choice)
-    table = saving_table(choice)
-    if choice.best is None:
-        raise NothingFitsError(choice, table)
-    return with_saving(settings, choice.best.saving, choice.budget_gb), table
+    saving = choice.best.saving
+    return with_saving(settings, saving, choice.budget_gb), saving_table(choice)
 
 
 @dataclass
 class _Chooser:
-    """Chooses for a graph, on the first rank.
+    """Chooses for one graph: on the first rank for all, on others what they save less.
 
     Attributes:
         raised: what was raised on this rank: also to have Dynamo trace the frame anew. All ranks
             have to raise that, and AOTAutograd raises it once on each of them.
         budget_gb: of earlier choices: what a GPU had free before there were gradients and an
             optimizer's state.
+        own: what this rank has tried for itself; None: it saves what the first rank does.
     """
 
     traced: TracedGraph
     settings: CompileSettings
     raised: Exception | None = None
     budget_gb: float | None = None
+    own: SavingChoice | None = None
 
-    def choose(self) -> str:
+    def choose(self, excess: int) -> str:
         """Return a ``SavingChoice``; "" where the frame is traced anew.
 
         An error is no fault of the call log, behind which nobody could try a smaller batch.
+
+        Args:
+            excess: what ``excess`` has returned of the last choice, the largest of all ranks.
         """
+        if excess == NOTHING_FITS:
+            error = "auto=True: on another rank, with a larger batch, nothing fits into the budget"
+            return SavingChoice(0.0, (), error=error).to_json()
         try:
-            return _try_all(self.traced, self.settings, self.budget_gb).to_json()
+            return self._try_all(False if excess == MAY_FIT else None).to_json()
         except Restart as error:
             self.raised = error
             return ""
         except Exception as error:
             self.raised = error
-            return SavingChoice(0.0, (), error=repr(error)).to_json()
+            what = f"auto=True: the first rank could not plan what forward saves: {error!r}"
+            return SavingChoice(0.0, (), error=what).to_json()
 
     def serves(self, text: str) -> bool:
-        """Return whether this rank's graph keeps the budget by an earlier choice."""
-        choice = SavingChoice.from_json(text)
-        if choice.error:
-            return False
-        self.budget_gb = choice.budget_gb
+        """Return whether this rank keeps the budget with the parameters of an earlier choice."""
+        choice, self.own = SavingChoice.from_json(text), None
+        self.budget_gb = choice.budget_gb or None
         if choice.best is None:
-            return not choice.tried and not self._plan([Saving(None, False, False)])
-        return not any(tried.refused for tried in self._plan([choice.best.saving]))
+            nothing_saved = not choice.tried and not choice.error
+            return nothing_saved and not self._plan([Saving(None, False, False)])
+        saving = choice.best.saving
+        if not any(tried.refused for tried in self._plan([saving])):
+            return True
+        self.own = self._try_all(saving.all_params)
+        return self.own.best is not None
+
+    def excess(self, text: str) -> int:
+        """Return ``FITS`` where this rank keeps the budget by a new choice, or else what may help.
+
+        An error must not leave the other ranks alone in what they do next.
+        """
+        choice = SavingChoice.from_json(text)
+        if choice.best is None:
+            return FITS
+        self.own = None  # what it was by the last choice
+        try:
+            if choice.inputs == self.traced.batch_sizes()[0] or self.serves(text):
+                return FITS
+        except Exception as error:
+            self.raised = error
+            return FITS
+        return MAY_FIT if choice.best.saving.all_params else NOTHING_FITS
+
+    def error_of(self, common: SavingChoice) -> BackendError:
+        """Return the error where nothing fits, with the table of the rank where nothing does."""
+        failed = self.own if self.own is not None and self.own.best is None else common
+        if failed.error:
+            return BackendError(failed.error)
+        return NothingFitsError(failed, saving_table(failed))
+
+    def _try_all(self, all_params: bool | None) -> SavingChoice:
+        """Plan every way on this rank.
+
+        Args:
+            all_params: of the ways; None: both.
+        """
+        traced, settings, budget_gb = self.traced, self.settings, self._budget_gb()
+        parts, notes = _parts_to_try(settings)
+        may_stow = settings.device.type != "cpu"
+        ways = savings(parts, may_stow=may_stow)
+        ways = [way for way in ways if all_params in (None, way.all_params)]
+        within_gb = _within_gb(settings, budget_gb)
+        if within_gb < budget_gb:
+            notes.append(
+                f"Ways have to fit into {within_gb:.3g} GB: Inductor's own passes may add some."
+            )
+        inputs, varies = traced.batch_sizes()
+        if varies:
+            notes.append("The graph takes inputs of other sizes, too; larger ones need more.")
+        if all_params is not None:
+            notes.append("Not tried: to keep other parameters, in which ranks have to agree.")
+        tried = self._plan(ways)
+        notes += [*_notes_of_parts(ways, tried), *_notes_of_params(traced)]
+        if not may_stow:
+            notes.append("Not tried: activations on the host, which a CPU has no copy of.")
+        return SavingChoice(budget_gb, without_repeats(tried), inputs, tuple(notes))
 
     def _plan(self, ways: Sequence[Saving]) -> Sequence[TriedSaving]:
-        assert self.budget_gb is not None
-        within_gb = _within_gb(self.settings, self.budget_gb)
+        within_gb = _within_gb(self.settings, self._budget_gb())
         return plan_ways(self.traced, self.settings, ways, within_gb)
+
+    def _budget_gb(self) -> float:
+        self.budget_gb = self.settings.schedule.memory_budget_gb or self.budget_gb
+        if self.budget_gb is None:
+            self.budget_gb = _free_gb(self.traced, self.settings.device)
+        return self.budget_gb
 
 
 def _trains(inputs: Sequence[object]) -> bool:
@@ -152,38 +225,8 @@ def _check_budget(settings: CompileSettings) -> None:
         )
 
 
-def _try_all(
-    traced: TracedGraph, settings: CompileSettings, budget_gb: float | None
-) -> SavingChoice:
-    """Plan every way on this rank."""
-    budget_gb = settings.schedule.memory_budget_gb or budget_gb
-    if budget_gb is None:
-        budget_gb = _free_gb(traced, settings.device)
-    parts, notes = _parts_to_try(settings)
-    may_stow = settings.device.type != "cpu"
-    ways, within_gb = savings(parts, may_stow=may_stow), _within_gb(settings, budget_gb)
-    if within_gb < budget_gb:
-        notes.append(
-            f"Ways have to fit into {within_gb:.3g} GB: Inductor's own passes may add some."
-        )
-    tried = plan_ways(traced, settings, ways, within_gb)
-    notes = [*_notes_of_sizes(traced), *notes, *_notes_of_parts(ways, tried)]
-    notes += _notes_of_params(traced)
-    if not may_stow:
-        notes.append("Not tried: activations on the host, which a CPU has no copy of.")
-    return SavingChoice(budget_gb, without_repeats(tried), tuple(notes))
-
-
 def _within_gb(settings: CompileSettings, budget_gb: float) -> float:
     return budget_gb * (1 - RESERVED if settings.compiler == "inductor" else 1)
-
-
-def _notes_of_sizes(traced: TracedGraph) -> list[str]:
-    sizes, varies = traced.batch_sizes()
-    if not sizes:
-        return []
-    others = "; the graph takes other sizes, too, and larger ones need more" if varies else ""
-    return [f"Planned for inputs of {sizes}, as on the first rank{others}."]
 
 
 def _parts_to_try(settings: CompileSettings) -> tuple[Sequence[float | None], list[str]]:

@@ -15,9 +15,10 @@ def saving_table(choice: SavingChoice) -> str:
 
 def saving_title(choice: SavingChoice) -> str:
     """Return the title of the table."""
+    inputs = f" of inputs of {choice.inputs}" if choice.inputs else ""
     return (
-        f"what forward saves for backward, within {choice.budget_gb:g} GB, by times that are "
-        "predicted of forward and backward"
+        f"what forward saves for backward{inputs}, within {choice.budget_gb:g} GB, by times that "
+        "are predicted of forward and backward"
     )
 
 

@@ -141,6 +141,6 @@ def test_what_was_tried_is_in_the_dump_folder(
     table = (tmp_path / "00-saving.txt").read_text()
     assert backend.summary().endswith(table.rstrip()) and "taken" in table
     page = (tmp_path / PAGE).read_text()
-    assert f"inputs of {ROWS}x{DIM}, as on the first rank" in page and '"taken"' in page
+    assert f"of inputs of {ROWS}x{DIM}, within" in page and '"taken"' in page
     assert main(["show", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{backend.summary()}\n"
