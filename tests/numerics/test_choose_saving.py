@@ -8,12 +8,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import graphshard
 from tests import ranks
 from tests.models import GPT
-from tests.numerics.compare import Twins, draw, generator, num_graphs, sgd, whole
+from tests.numerics.compare import (
+    Twins,
+    draw,
+    generator,
+    graphshard_warnings,
+    num_graphs,
+    sgd,
+    whole,
+)
 
 BUDGET_GB = 0.8e-3  # 1e-3 where all activations are saved
 SLOW_US, FAST_US = 1e4, 1e-3
@@ -167,3 +176,45 @@ def test_a_rank_with_a_larger_batch_saves_less() -> None:
     assert all("all_params=True" in saving for saving in [*ours, *theirs])
     assert "on another rank, with a larger batch, nothing fits into the budget" in error
     assert "none of the ways that auto=True tries fits" in own_error
+
+
+class Wide(nn.Module):
+    """Weights as large as activations."""
+
+    def __init__(self, dim: int = 64, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x.square().mean()
+
+
+WIDE_GB = 0.18e-3
+"""Of 64 rows, too little to keep all parameters; of 16 rows enough."""
+
+
+def _keep_fewer(steps: list[tuple[int, int]]) -> tuple[list[bool], list[str]]:
+    """Train on batches of so many rows; return whether graphs keep all, and the warnings."""
+    torch.manual_seed(0)
+    schedule = graphshard.SchedulePolicy(
+        auto=True, memory_budget_gb=WIDE_GB, node_cost=lambda _: SLOW_US
+    )
+    twins = Twins(Wide(), schedule=schedule, dynamic=False)
+    with graphshard_warnings() as texts:
+        for step, rows in enumerate(steps):
+            twins.zero_grad()
+            twins.backward([torch.randn(n, 64, generator=generator(step, n)) for n in rows])
+            twins.check()
+    savings = [graph.settings.saving for graph in twins.backend._graphs]
+    return [saving is not None and saving.all_params for saving in savings], texts
+
+
+def test_fewer_parameters_are_kept_where_recomputing_is_not_enough() -> None:
+    """On all ranks: of the first graph where one rank needs it, of a later one where all do."""
+    (ours, _), (theirs, texts) = ranks.run(2, _keep_fewer, [(16, 64)])
+    assert ours == theirs == [False]
+    assert "of this rank needs 0.000229 GB, since it gathers as planned for the first" in texts[-1]
+    (ours, _), (theirs, texts) = ranks.run(2, _keep_fewer, [(16, 16), (64, 64)])
+    assert ours == theirs == [True, False] and not texts
