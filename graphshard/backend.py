@@ -205,10 +205,8 @@ class Backend:
         return exposure([dump for graph in self._graphs for dump in graph.dumps()])
 
     def summary(self) -> str:
-        """Return tables of what every compiled graph gathers and reduces, when, and its cost.
-
-        Behind them: what ``SchedulePolicy(auto=True)`` has tried, and padding that takes much.
-        """
+        """Return tables of what every compiled graph gathers and reduces, when, and its cost;
+        behind them, what ``SchedulePolicy(auto=True)`` has tried, and padding that takes much."""
         tables = summary([dump for graph in self._graphs for dump in graph.dumps()])
         tried = dict.fromkeys(graph.tried for graph in self._graphs if graph.tried)
         return "\n\n\n".join([tables, *tried, *filter(None, self._padding)])

@@ -83,8 +83,10 @@ def saving_choices(folder: Path) -> list[SavingChoice]:
     """Return what ``SchedulePolicy.auto`` has chosen for the graphs in ``folder``, each once."""
     choices: dict[SavingChoice, None] = {}
     for path in sorted(folder.glob("*-saving.json")):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none of ours
-            choices.setdefault(SavingChoice.from_json(path.read_text()))
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+            choice = SavingChoice.from_json(path.read_text())
+            if saving_rows(choice):  # as all that were written; others are none of ours
+                choices.setdefault(choice)
     return list(choices)
 
 

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
 from graphshard.__main__ import main
 from graphshard.kinds import GraphKind, TransferKind
+from graphshard.pipeline.choose_saving import _free_gb
+from graphshard.pipeline.traced_graph import TracedGraph
 from graphshard.show.dump_folder import PAGE
 
 DIM, LAYERS, ROWS = 64, 4, 512
@@ -28,11 +30,12 @@ class Deep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(LAYERS))
+        self.register_buffer("scale", torch.ones(DIM))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = F.gelu(layer(x))
-        return x.square().mean()
+        return (self.scale * x).square().mean()
 
 
 def _train(mesh: DeviceMesh | None, **options: Any) -> graphshard.Backend:
@@ -144,3 +147,28 @@ def test_what_was_tried_is_in_the_dump_folder(
     assert f"of inputs of {ROWS}x{DIM}, within" in page and '"taken"' in page
     assert main(["show", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{backend.summary()}\n"
+
+
+def test_the_same_memory_of_a_gpu_is_free_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in the keys of caches. Two states of what is trained will be needed besides."""
+    trained, frozen = (torch.zeros(1000, 1000, requires_grad=grad) for grad in (True, False))
+    traced = TracedGraph(
+        fx.GraphModule({}, fx.Graph()),
+        [trained, frozen],
+        fqns=["", "trained", "frozen"],  # of a constant first
+        groups=[],
+        marker_groups=[],
+        inductor_options={},
+    )
+
+    def free_gb(free: float) -> float:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free), int(80e9)))
+        return _free_gb(traced, torch.device("cuda"))
+
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+    margin = 0.03 * 80e9 + trained.nbytes * 2
+    assert free_gb(64e9 + margin) == pytest.approx(64)
+    assert free_gb(65.5e9 + margin) == free_gb(64.1e9 + margin) == pytest.approx(64)
+    assert free_gb(64e9 + margin - 1e6) == pytest.approx(62.4)
+    assert free_gb(0) > 0
