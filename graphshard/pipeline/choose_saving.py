@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -55,10 +56,24 @@ FITS, MAY_FIT, NOTHING_FITS = range(3)
 """Whether a rank keeps the budget: by what was chosen, where fewer parameters are kept, or not."""
 
 
+class ChosenSaving(NamedTuple):
+    """How this rank saves things.
+
+    Attributes:
+        settings: with what it saves.
+        tried: the table of what was tried; "" if nothing.
+        context: what ranks have chosen; plans that they share depend on it.
+    """
+
+    settings: CompileSettings
+    tried: str
+    context: str
+
+
 def choose_saving(
     traced: TracedGraph, settings: CompileSettings, consensus: PlanConsensus, writer: DumpWriter
-) -> tuple[CompileSettings, str]:
-    """Return settings with what this rank saves, and the table of what was tried.
+) -> ChosenSaving:
+    """Choose what this rank saves.
 
     Where the policy does not ask for it, or nothing is differentiated, settings stay as they are.
 
@@ -67,13 +82,14 @@ def choose_saving(
         NothingFitsError: no way keeps the budget.
         BackendError: an error was raised on the first rank, or no way keeps the budget on another.
     """
+    unchosen = ChosenSaving(settings, "", settings.fingerprint())
     if not settings.schedule.auto or not _trains(traced.inputs):
-        return settings, ""
+        return unchosen
     _check_budget(settings)
     names = sorted(name for name in traced.fqns if name)
     chooser = _Chooser(traced, settings)
     text = consensus.common_choice(
-        "\n".join(["what forward saves for backward", *names, settings.fingerprint()]),
+        "\n".join(["what forward saves for backward", *names, unchosen.context]),
         chooser.choose,
         traced.groups,
         serves=chooser.serves,
@@ -82,16 +98,18 @@ def choose_saving(
     if chooser.raised is not None:
         raise chooser.raised
     if not text:  # the first rank has raised; the compile raises the same on this one
-        return settings, ""
+        return unchosen
     common = SavingChoice.from_json(text)
     if common.best is None and (common.tried or common.error):
         raise chooser.error_of(common)
     choice = chooser.own or common
     if choice.best is None:
-        return settings, ""
+        return unchosen
     writer.write_saving(choice)
     saving = choice.best.saving
-    return with_saving(settings, saving, choice.budget_gb), saving_table(choice)
+    settings = with_saving(settings, saving, choice.budget_gb)
+    # A later choice is for a larger batch, and is no reason to follow the plans of an earlier one.
+    return ChosenSaving(settings, saving_table(choice), f"{unchosen.context} {text}")
 
 
 @dataclass

@@ -101,8 +101,7 @@ def compile_traced(
     )
     for traced_pass in passes.TRACED:
         traced_pass(traced.gm)
-    context = settings.fingerprint()  # before ranks save things of their own
-    settings, tried = choose_saving(traced, settings, consensus, writer)
+    settings, tried, context = choose_saving(traced, settings, consensus, writer)
     compiled = _compile(traced, settings, writer)
     plans = consensus.common_plans(compiled.plans, context, traced.groups)
     if collectives_text(plans) != collectives_text(compiled.plans):
