@@ -53,6 +53,7 @@ class Backend:
     def __init__(self, options: Options) -> None:
         self.options = options
         self._graphs: list[CompiledGraph] = []
+        self._padding: dict[str, None] = {}  # what it takes of the models whose graphs these are
         self._num_compiles = 0  # those that failed, too: their dumps keep their numbers
         self._consensus = PlanConsensus()
         on_compile_start(_shard_before_trace)
@@ -112,6 +113,7 @@ class Backend:
             settle(self)
         for model in {param.model for param in sharded}:
             model.warn_of_other_options(self.options)
+            self._padding[model.padding] = None
             model.compiled = True
             model.gathered_bytes = max(model.gathered_bytes, compiled.max_gathered_bytes())
         is_cast = any(layout.dtype is not None for layout in layouts)
@@ -203,13 +205,11 @@ class Backend:
         return exposure([dump for graph in self._graphs for dump in graph.dumps()])
 
     def summary(self) -> str:
-        """Return tables of what every compiled graph gathers and reduces, when, and its cost.
-
-        Behind them stands what ``SchedulePolicy(auto=True)`` has tried.
-        """
+        """Return tables of what every compiled graph gathers and reduces, when, and its cost;
+        behind them, what ``SchedulePolicy(auto=True)`` has tried, and padding that takes much."""
         tables = summary([dump for graph in self._graphs for dump in graph.dumps()])
         tried = dict.fromkeys(graph.tried for graph in self._graphs if graph.tried)
-        return "\n\n\n".join([tables, *tried])
+        return "\n\n\n".join([tables, *tried, *filter(None, self._padding)])
 
     def _dump_writer(self) -> DumpWriter:
         """Return the writer for the next graph; only the first rank of the mesh writes files."""

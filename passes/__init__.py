@@ -51,8 +51,8 @@ from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem, Transfer
 TRACED = (use_float8,)
 """Passes on the graph that Dynamo traced."""
 
-JOINT = (lead_parameters_past, merge, cast_early, gather_float8, settle_gathers, reshard)
-"""Passes on the joint graph, before it is partitioned."""
+JOINT = (lead_parameters_past, merge, cast_early, gather_float8)
+"""Passes on the joint graph; ``settle_gathers`` and ``reshard`` follow, then it is partitioned."""
 
 __all__ = [
     "JOINT",
@@ -66,8 +66,10 @@ __all__ = [
     "parameter_derived",
     "read_partition",
     "read_problem",
+    "reshard",
     "save_as_it_was",
     "send_nothing_alone",
+    "settle_gathers",
     "shard_bytes",
     "share_regions",
 ]

@@ -23,9 +23,13 @@ from graphshard.ops.nodes import value_of
 from graphshard.passes.reshard import parameter_derived
 
 
-def settle_gathers(gm: fx.GraphModule) -> None:
-    """Change markers of a joint graph, and tag it for the partitioner, if that has a budget."""
-    if not has_activation_budget():
+def settle_gathers(gm: fx.GraphModule, *, ranks_differ: bool) -> None:
+    """Change markers of a joint graph, and tag it for the partitioner, if that has a budget.
+
+    Args:
+        ranks_differ: another rank may have one, though this rank has none.
+    """
+    if not (ranks_differ or has_activation_budget()):
         return
     sources, backward = _sources(gm.graph), _backward(gm.graph)
     needed = {marker for node in backward for marker in _read(node, sources)}

@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
         "_torch",
         "consensus",
         "cost",
+        "errors",
         "files",
         "kinds",
         "ops",

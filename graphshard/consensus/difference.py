@@ -16,6 +16,9 @@ OPTIMIZER_STEP = "a step"
 LIMIT = "the recompile limit is reached"
 """Part of the first line of an eager gather where Dynamo has given up to compile."""
 
+ANEW = "a choice anew"
+"""How the first line of a choice begins where an earlier one about the same does not serve."""
+
 MAX_SHOWN = 160
 """Characters of a line that an error shows: around its first difference."""
 
@@ -36,6 +39,10 @@ _RECOMPILE = (
     "Where Dynamo meets more shapes or values than torch._dynamo.config.recompile_limit allows, a "
     "rank stops compiling, and its gathers are other ones than those of its peers: compile with "
     "dynamic=True, pad batches to a few sizes, or raise the limit on all ranks"
+)
+_ANEW = (
+    "Its graph exceeds the memory budget by what was chosen before, and theirs does not: give all "
+    "ranks batches of about one size, or raise schedule.memory_budget_gb"
 )
 
 
@@ -61,6 +68,8 @@ def _cause(ours: str, theirs: str) -> str:
     heads = (ours, theirs)
     if any(head.startswith(OPTIMIZER_STEP) for head in heads):
         return _STEP_TOGETHER
+    if any(head.startswith(ANEW) for head in heads):
+        return _ANEW
     if any(LIMIT in head for head in heads):
         return _RECOMPILE
     if any(INFERENCE in head for head in heads) and any(TRAINING in head for head in heads):

@@ -23,9 +23,10 @@ from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from .._torch.autograd import on_backward_error
-from .._torch.distributed import process_group
+from .._torch.distributed import device_for, process_group
 from ..errors import BackendError
 from ..kinds import HOST_COPIES, TransferKind
 from ..planning.host_copies import without_host_copies
@@ -39,6 +40,7 @@ from .common_form import (
     with_inputs_of,
     without_steps,
 )
+from .difference import ANEW
 from .event_store import digest
 
 R = TypeVar("R")
@@ -62,26 +64,41 @@ class PlanConsensus:
 
     def __init__(self) -> None:
         self._plans: dict[_GraphKey, list[Plan]] = {}
-        self._choices: dict[_GraphKey, str] = {}
+        self._choices: dict[_GraphKey, list[str]] = {}
 
-    def common_choice(self, about: str, choose: Callable[[], str], groups: Sequence[str]) -> str:
-        """Return what the first rank chooses for all, before there is a plan; once for each text.
+    def common_choice(
+        self,
+        about: str,
+        choose: Callable[[int], str],
+        groups: Sequence[str],
+        *,
+        serves: Callable[[str], bool],
+        excess: Callable[[str], int],
+    ) -> str:
+        """Return what the first rank chooses for all, before there is a plan.
+
+        It chooses anew where nothing serves that it has chosen before about the same. Then all
+        ranks have to ask; otherwise one may ask alone, which compiles again and its peers do not.
 
         Args:
             about: what the choice is about; equal on all ranks.
-            choose: called on the first rank alone; "" is no choice, and is not kept.
+            choose: called on the first rank alone; "" is no choice, and is not kept. It is given
+                the largest excess of all ranks by its last choice: at first 0.
             groups: names of the process groups of all ranks that have to choose.
+            serves: whether this rank can do with an earlier choice; the oldest such one is taken.
+            excess: how little this rank can do with a new choice; 0: it can.
         """
-        key = _GraphKey(about, tuple(groups))
-        if known := self._choices.get(key):
-            return known
-        for name in groups:
-            chosen = call_log_of(process_group(name)).choose_on_first_rank(
-                digest(about), choose, about, elsewhere=str
-            )
-            choose = partial(str, chosen)
-        self._choices[key] = choose()
-        return self._choices[key]
+        known = self._choices.setdefault(_GraphKey(about, tuple(groups)), [])
+        if (earlier := next(filter(serves, known), None)) is not None:
+            return earlier
+        text, most = f"{ANEW} (no. {len(known) + 1}): {about}" if known else about, 0
+        while True:
+            chosen = _chosen_by_first(partial(choose, most), text, groups)
+            most = _largest(excess(chosen) if chosen else 0, groups)
+            if not most:
+                break
+        known += [chosen] if chosen else []
+        return chosen
 
     def common_plans(
         self, plans: Sequence[Plan], context: str, groups: Sequence[str]
@@ -108,6 +125,30 @@ class PlanConsensus:
             self._plans[key] = common
         names = {number: name for name, number in numbers.items()}
         return with_inputs_of([with_group_names(p, names) for p in self._plans[key]], plans)
+
+
+def _chosen_by_first(choose: Callable[[], str], text: str, groups: Sequence[str]) -> str:
+    """Return what ``choose`` returns on the first rank of all groups."""
+    for name in groups:
+        chosen = call_log_of(process_group(name)).choose_on_first_rank(
+            digest(text), choose, text, elsewhere=str
+        )
+        choose = partial(str, chosen)
+    return choose()
+
+
+def _largest(number: int, groups: Sequence[str]) -> int:
+    """Return the largest number of all ranks; a collective of each group."""
+    for name in groups:
+        group = process_group(name)
+        largest = torch.tensor(number, device=device_for(group))
+        try:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+            number = int(largest)
+        except RuntimeError as error:
+            call_log_of(group).explain(error)
+            raise
+    return number
 
 
 class _LaunchRange(NamedTuple):

@@ -11,11 +11,11 @@ from tabulate import tabulate
 
 from ..cost.hardware import CALIBRATED, DATASHEET
 from ..kinds import GraphKind
+from ..params.padding import find_padding
 from ..show.dump import Dump
 from ..show.table import exposed_reason, is_notable
 from .changes import Change, find_changes, what_binds
 from .cluster import Cluster
-from .padding import padding_advice
 from .peak import MemoryForecast, PlannedGraph
 from .planned_step import TimeForecast, plan_step
 from .recipe import Recipe
@@ -91,7 +91,14 @@ class Forecast:
     def padding(self) -> str | None:
         """Return what parameters with few rows cost, and what to do; None where it is little."""
         params = [param for dump in self.dumps for param in dump.plan.params]
-        return padding_advice(params, self.held, self.recipe, self.cluster.num_gpus)
+        shapes = {param.fqn: param.shape for param in params if param.padded_rows is not None}
+        num_gpus = self.cluster.num_gpus
+        shards = self.recipe.ranks(num_gpus).shards
+        padding = find_padding(shapes, shards, self.held.parameters, self.held.params_bytes)
+        if padding is None:
+            return None
+        hsdp = f"; hsdp:{padding.rows} would send no padding of it"
+        return f"{padding}{hsdp if padding.splits_evenly(num_gpus) else ''}"
 
     def code(self) -> str:
         """Return the lines of Python that train so."""

@@ -50,8 +50,8 @@ class SchedulePolicy:
             five steps, unless it is given; parameters kept that are exposed, or all; on a GPU,
             activations on the host or none. What ``reshard_after_forward`` says of single
             parameters (``overrides``), or of groups of ranks, stays. The first rank chooses for
-            all ranks, and for later compiles with the same parameters. ``Backend.summary()`` shows
-            what was tried.
+            all ranks; one with a larger batch, or a later graph, saves less of the activations
+            where it would exceed the budget. ``Backend.summary()`` shows what was tried.
         node_cost: called with every node of a graph; a number, in microseconds, replaces the cost
             model's time of that node, None leaves it. Graphs are then not cached.
 

@@ -29,10 +29,12 @@ from ..options.options import Options
 from .agree import first_text, raise_together
 from .check import find_fault
 from .find import PlainParam, find_plain_params, living
+from .full_state_dict import is_first_rank
 from .full_tensor import without_repeats
 from .layout import Layout
 from .mesh_groups import MeshGroups
 from .mixed_precision import cast_at_border, find_borders
+from .padding import padding_advice
 from .parametrization import had_sharded, install, reattach
 from .sharded_model import ShardedModel, join_model, sharded_model_of
 from .sharded_param import ShardedParam, is_unattached
@@ -96,6 +98,9 @@ def shard_module(
         if not in_use:
             for param in sharded_params:
                 param.__class__ = StaleParameter
+    model.padding = padding_advice(sharded_params.values())
+    if model.padding and is_first_rank(groups):
+        warnings.warn(f"graphshard: {model.padding}", stacklevel=2)
 
 
 def _raise_if_used_unequal(

@@ -80,6 +80,7 @@ class ShardedModel:
         reads_eagerly: some parameter was read outside of any graph.
         trains_eagerly: some gradient came from outside of any graph.
         gathered_bytes: the most that any of its graphs holds gathered at once.
+        padding: what padding takes of a rank, and what to do; "" if it is little.
         changed_in_place: a parameter whose gathered copy an eager part of a forward has changed.
         gradient_divide_factor: what sums of gradients are divided by; None: the number of ranks.
     """
@@ -96,6 +97,7 @@ class ShardedModel:
     reads_eagerly: bool = False
     trains_eagerly: bool = False
     gathered_bytes: int = 0
+    padding: str = ""
     changed_in_place: str | None = None
     gradient_divide_factor: float | None = None
 

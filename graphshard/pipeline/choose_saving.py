@@ -2,50 +2,39 @@
 
     Dynamo graph ─► AOTAutograd ─► joint graph ─► each way: joint passes, partition, plan ─► best
 
-The first rank tries, and all ranks follow: it depends on a rank's batch and prices. The graph is
-then compiled as if the user had asked for what was chosen, so no cache and no plan knows of this.
+The first rank chooses for all ranks. They have to gather alike, so all keep the parameters that it
+keeps. How much of the activations is saved shows in no collective: a rank with a larger batch, or
+that compiles again while its peers do not, saves less of them where it would exceed the budget.
+
+The graph is then compiled as if the user had asked for what was chosen, so no cache and no plan
+knows of this.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from torch import fx
 
-from .. import passes
 from .._torch.dynamo import Restart
-from .._torch.inductor import (
-    KEEP_HOST_COPIES,
-    CustomPartitionerFn,
-    aot_autograd,
-    compile_without_code,
-    compiles_nothing,
-    decompositions_for,
-    has_activation_budget,
-    options_of_plans,
-)
+from .._torch.inductor import has_activation_budget
 from ..consensus.plan_consensus import PlanConsensus
 from ..cost.device_memory import FRAGMENTED
+from ..errors import BackendError
 from ..planning.saving import (
     PARTS,
     NothingFitsError,
     Saving,
     SavingChoice,
     TriedSaving,
-    saves_enough,
     savings,
     without_repeats,
 )
-from ..planning.search import BudgetError
-from ..planning.simulate import simulate
 from ..show.dump_folder import DumpWriter
 from ..show.saving_table import saving_table
-from .partition import Partitioner
+from .plan_savings import plan_ways, with_saving
 from .settings import CompileSettings
 from .traced_graph import TracedGraph
 
@@ -56,61 +45,185 @@ Measured: they added 10 % to the peak of a GPT of one layer, and nothing by ATen
 less is saved than could be; if smaller, the way that is taken may exceed the budget in the end.
 """
 
+STEP = 0.02
+"""Part of a GPU's memory, to a multiple of which what is free is rounded down.
+
+It is in the keys of caches, and no two starts have the same number of bytes free. Judged: with
+smaller steps a restart compiles anew more often, with larger ones more memory is left unused.
+"""
+
+FITS, MAY_FIT, NOTHING_FITS = range(3)
+"""Whether a rank keeps the budget: by what was chosen, where fewer parameters are kept, or not."""
+
+
+class ChosenSaving(NamedTuple):
+    """How this rank saves things.
+
+    Attributes:
+        settings: with what it saves.
+        tried: the table of what was tried; "" if nothing.
+        context: what ranks have chosen; plans that they share depend on it.
+    """
+
+    settings: CompileSettings
+    tried: str
+    context: str
+
 
 def choose_saving(
-    traced: TracedGraph, settings: CompileSettings, consensus: PlanConsensus
-) -> tuple[CompileSettings, str]:
-    """Return settings with what all ranks save, and the table of what was tried.
+    traced: TracedGraph, settings: CompileSettings, consensus: PlanConsensus, writer: DumpWriter
+) -> ChosenSaving:
+    """Choose what this rank saves.
 
     Where the policy does not ask for it, or nothing is differentiated, settings stay as they are.
 
     Raises:
         ValueError: there is no budget, and the device does not say how much memory it has.
         NothingFitsError: no way keeps the budget.
+        BackendError: an error was raised on the first rank, or no way keeps the budget on another.
     """
+    unchosen = ChosenSaving(settings, "", settings.fingerprint())
     if not settings.schedule.auto or not _trains(traced.inputs):
-        return settings, ""
+        return unchosen
     _check_budget(settings)
     names = sorted(name for name in traced.fqns if name)
     chooser = _Chooser(traced, settings)
     text = consensus.common_choice(
-        "\n".join(["what forward saves for backward", *names, settings.fingerprint()]),
+        "\n".join(["what forward saves for backward", *names, unchosen.context]),
         chooser.choose,
         traced.groups,
+        serves=chooser.serves,
+        excess=chooser.excess,
     )
-    if chooser.restart is not None:
-        raise chooser.restart
+    if chooser.raised is not None:
+        raise chooser.raised
     if not text:  # the first rank has raised; the compile raises the same on this one
-        return settings, ""
-    choice = SavingChoice.from_json(text)
-    if not choice.tried:
-        return settings, ""
-    table = saving_table(choice)
+        return unchosen
+    common = SavingChoice.from_json(text)
+    if common.best is None and (common.tried or common.error):
+        raise chooser.error_of(common)
+    choice = chooser.own or common
     if choice.best is None:
-        raise NothingFitsError(choice, table)
-    return _with_saving(settings, choice.best.saving, choice.budget_gb), table
+        return unchosen
+    writer.write_saving(choice)
+    saving = choice.best.saving
+    settings = with_saving(settings, saving, choice.budget_gb)
+    # A later choice is for a larger batch, and is no reason to follow the plans of an earlier one.
+    return ChosenSaving(settings, saving_table(choice), f"{unchosen.context} {text}")
 
 
 @dataclass
 class _Chooser:
-    """Chooses for a graph, on the first rank.
+    """Chooses for one graph: on the first rank for all, on others what they save less.
 
     Attributes:
-        restart: what AOTAutograd raised to have Dynamo trace the frame anew; None: nothing. All
-            ranks have to raise it, and AOTAutograd raises it once on each of them.
+        raised: what was raised on this rank: also to have Dynamo trace the frame anew. All ranks
+            have to raise that, and AOTAutograd raises it once on each of them.
+        budget_gb: of earlier choices: what a GPU had free before there were gradients and an
+            optimizer's state.
+        own: what this rank has tried for itself; None: it saves what the first rank does.
     """
 
     traced: TracedGraph
     settings: CompileSettings
-    restart: Restart | None = None
+    raised: Exception | None = None
+    budget_gb: float | None = None
+    own: SavingChoice | None = None
 
-    def choose(self) -> str:
-        """Return a ``SavingChoice``; "" where the frame is traced anew."""
+    def choose(self, excess: int) -> str:
+        """Return a ``SavingChoice``; "" where the frame is traced anew.
+
+        An error is no fault of the call log, behind which nobody could try a smaller batch.
+
+        Args:
+            excess: what ``excess`` has returned of the last choice, the largest of all ranks.
+        """
+        if excess == NOTHING_FITS:
+            error = "auto=True: on another rank, with a larger batch, nothing fits into the budget"
+            return SavingChoice(0.0, (), error=error).to_json()
         try:
-            return _try_all(self.traced, self.settings).to_json()
+            return self._try_all(False if excess == MAY_FIT else None).to_json()
         except Restart as error:
-            self.restart = error
+            self.raised = error
             return ""
+        except Exception as error:
+            self.raised = error
+            what = f"auto=True: the first rank could not plan what forward saves: {error!r}"
+            return SavingChoice(0.0, (), error=what).to_json()
+
+    def serves(self, text: str) -> bool:
+        """Return whether this rank keeps the budget with the parameters of an earlier choice."""
+        choice, self.own = SavingChoice.from_json(text), None
+        self.budget_gb = choice.budget_gb or None
+        if choice.best is None:
+            nothing_saved = not choice.tried and not choice.error
+            return nothing_saved and not self._plan([Saving(None, False, False)])
+        saving = choice.best.saving
+        if not any(tried.refused for tried in self._plan([saving])):
+            return True
+        self.own = self._try_all(saving.all_params)
+        return self.own.best is not None
+
+    def excess(self, text: str) -> int:
+        """Return ``FITS`` where this rank keeps the budget by a new choice, or else what may help.
+
+        An error must not leave the other ranks alone in what they do next.
+        """
+        choice = SavingChoice.from_json(text)
+        if choice.best is None:
+            return FITS
+        self.own = None  # what it was by the last choice
+        try:
+            if choice.inputs == self.traced.batch_sizes()[0] or self.serves(text):
+                return FITS
+        except Exception as error:
+            self.raised = error
+            return FITS
+        return MAY_FIT if choice.best.saving.all_params else NOTHING_FITS
+
+    def error_of(self, common: SavingChoice) -> BackendError:
+        """Return the error where nothing fits, with the table of the rank where nothing does."""
+        failed = self.own if self.own is not None and self.own.best is None else common
+        if failed.error:
+            return BackendError(failed.error)
+        return NothingFitsError(failed, saving_table(failed))
+
+    def _try_all(self, all_params: bool | None) -> SavingChoice:
+        """Plan every way on this rank.
+
+        Args:
+            all_params: of the ways; None: both.
+        """
+        traced, settings, budget_gb = self.traced, self.settings, self._budget_gb()
+        parts, notes = _parts_to_try(settings)
+        may_stow = settings.device.type != "cpu"
+        ways = savings(parts, may_stow=may_stow)
+        ways = [way for way in ways if all_params in (None, way.all_params)]
+        within_gb = _within_gb(settings, budget_gb)
+        if within_gb < budget_gb:
+            notes.append(
+                f"Ways have to fit into {within_gb:.3g} GB: Inductor's own passes may add some."
+            )
+        inputs, varies = traced.batch_sizes()
+        if varies:
+            notes.append("The graph takes inputs of other sizes, too; larger ones need more.")
+        if all_params is not None:
+            notes.append("Not tried: to keep other parameters, in which ranks have to agree.")
+        tried = self._plan(ways)
+        notes += [*_notes_of_parts(ways, tried), *_notes_of_params(traced)]
+        if not may_stow:
+            notes.append("Not tried: activations on the host, which a CPU has no copy of.")
+        return SavingChoice(budget_gb, without_repeats(tried), inputs, tuple(notes))
+
+    def _plan(self, ways: Sequence[Saving]) -> Sequence[TriedSaving]:
+        within_gb = _within_gb(self.settings, self._budget_gb())
+        return plan_ways(self.traced, self.settings, ways, within_gb)
+
+    def _budget_gb(self) -> float:
+        self.budget_gb = self.settings.schedule.memory_budget_gb or self.budget_gb
+        if self.budget_gb is None:
+            self.budget_gb = _free_gb(self.traced, self.settings.device)
+        return self.budget_gb
 
 
 def _trains(inputs: Sequence[object]) -> bool:
@@ -130,37 +243,8 @@ def _check_budget(settings: CompileSettings) -> None:
         )
 
 
-def _with_saving(settings: CompileSettings, saving: Saving, budget_gb: float) -> CompileSettings:
-    """Return settings as of a user who asks for ``saving`` himself."""
-    schedule = dataclasses.replace(
-        settings.schedule,
-        auto=False,
-        activation_memory_budget=saving.activations,
-        memory_budget_gb=budget_gb,
-    )
-    return dataclasses.replace(settings, schedule=schedule, saving=saving)
-
-
-def _try_all(traced: TracedGraph, settings: CompileSettings) -> SavingChoice:
-    """Plan every way on this rank."""
-    budget_gb = settings.schedule.memory_budget_gb
-    if budget_gb is None:
-        budget_gb = _free_gb(traced, settings.device)
-    parts, notes = _parts_to_try(settings)
-    may_stow = settings.device.type != "cpu"
-    ways = savings(parts, may_stow=may_stow)
-    within_gb = budget_gb
-    if settings.compiler == "inductor":
-        within_gb *= 1 - RESERVED
-        notes.append(
-            f"Ways have to fit into {within_gb:.3g} GB: Inductor's own passes may add some."
-        )
-    trials = _Trials([_with_saving(settings, saving, within_gb) for saving in ways])
-    _partition(traced, settings, trials)
-    notes += _notes_of_parts(ways, trials.tried) + _notes_of_params(traced)
-    if not may_stow:
-        notes.append("Not tried: activations on the host, which a CPU has no copy of.")
-    return SavingChoice(budget_gb, without_repeats(trials.tried), tuple(notes))
+def _within_gb(settings: CompileSettings, budget_gb: float) -> float:
+    return budget_gb * (1 - RESERVED if settings.compiler == "inductor" else 1)
 
 
 def _parts_to_try(settings: CompileSettings) -> tuple[Sequence[float | None], list[str]]:
@@ -192,7 +276,7 @@ def _notes_of_params(traced: TracedGraph) -> list[str]:
 
 
 def _free_gb(traced: TracedGraph, device: torch.device) -> float:
-    """Return the memory that a GPU has for a graph, its inputs among it, in GB.
+    """Return the memory that a GPU has for a graph, its inputs among it, in GB, rounded down.
 
     An optimizer like Adam, which has no state before the first step, will have two numbers for each
     parameter that is trained.
@@ -202,106 +286,6 @@ def _free_gb(traced: TracedGraph, device: torch.device) -> float:
     inputs = [value for value in traced.inputs if isinstance(value, torch.Tensor)]
     on_device = [tensor for tensor in inputs if tensor.device.type == device.type]
     own = sum(tensor.nbytes for tensor in on_device)
-    states = 2 * sum(t.nbytes for t, fqn in zip(inputs, traced.fqns) if fqn and t.requires_grad)
-    return (free + cached + own - states - int(FRAGMENTED * total)) / 1e9
-
-
-def _partition(traced: TracedGraph, settings: CompileSettings, trials: _Trials) -> None:
-    """Trace a graph up to its joint graph, hand that to ``trials``, and compile nothing."""
-    if settings.compiler == "aot_eager":
-        aot_autograd(fw_compiler=compiles_nothing, partition_fn=trials)(traced.gm, traced.inputs)
-        return
-    options: dict[str, Any] = {
-        **options_of_plans(settings.device),
-        **traced.inductor_options,
-        **(KEEP_HOST_COPIES if settings.device.type != "cpu" else {}),
-        "custom_partitioner_fn": trials,
-    }
-    decompositions = decompositions_for(traced.inputs)
-    compile_without_code(
-        traced.gm, traced.inputs, options, decompositions, inner_compile=compiles_nothing
-    )
-
-
-class _Trials(CustomPartitionerFn):
-    """Partitions and plans copies of a joint graph in several ways.
-
-    Attributes:
-        tried: the ways, in the order of the settings; none before there was a joint graph.
-    """
-
-    def __init__(self, ways: Sequence[CompileSettings]) -> None:
-        self._ways = ways
-        self.tried: list[TriedSaving] = []
-
-    def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        self.tried = []
-        for _, ways in itertools.groupby(self._ways, key=_activations):
-            planned = []
-            for settings, parts in _partitioned(gm, joint_inputs, list(ways), **kwargs):
-                planned.append(_plan(parts, settings))
-            is_slower = saves_enough(planned, self.tried)
-            self.tried += planned
-            if is_slower:
-                break
-        return parts  # some: nothing is compiled
-
-    def uuid(self) -> bytes | None:
-        return None
-
-
-def _activations(settings: CompileSettings) -> float | None:
-    return settings.schedule.activation_memory_budget
-
-
-def _partitioned(
-    gm: fx.GraphModule,
-    joint_inputs: Sequence[object],
-    ways: Sequence[CompileSettings],
-    **kwargs: Any,
-) -> Iterator[tuple[CompileSettings, tuple[fx.GraphModule, fx.GraphModule]]]:
-    """Yield each way with the forward and backward graph that it has of a joint graph.
-
-    To cut takes longest, and what parameters are kept does not matter to it.
-    """
-    by_stows = itertools.groupby(ways, key=lambda settings: settings.may_offload_activations)
-    for _, alike in by_stows:
-        cut = None
-        for settings in alike:
-            partitioner = Partitioner(settings, DumpWriter())
-            cut = cut or partitioner.cut(_copy(gm), joint_inputs, **kwargs)
-            copied = cut._replace(forward=_copy(cut.forward), backward=_copy(cut.backward))
-            yield settings, partitioner.save(copied)
-
-
-def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a graph, as ``copy.deepcopy`` does it, but for how its code takes inputs."""
-    graph = fx.Graph()
-    output = graph.output(graph.graph_copy(gm.graph, {}))
-    output.meta = dict(gm.graph.output_node().meta)
-    return fx.GraphModule(gm, graph)
-
-
-def _plan(parts: tuple[fx.GraphModule, fx.GraphModule], settings: CompileSettings) -> TriedSaving:
-    """Plan a forward and a backward graph."""
-    saving, cost_model = settings.saving, settings.cost_model()
-    budget = settings.schedule.limits().peak
-    assert saving is not None and budget is not None
-    forward, backward = parts
-    step_us, peak_bytes, refused = 0.0, 0, ""
-    for read in passes.read_partition(forward.graph, backward.graph, cost_model):
-        problem = read.problem
-        try:
-            buckets = settings.plan_buckets(problem, (), cost_model, refine=False)
-        except BudgetError as error:
-            refused = refused or f"{problem.graph} needs {error.needed / 1e9:.3g} GB"
-            peak_bytes = max(peak_bytes, error.needed)
-            continue
-        timeline = simulate(problem, buckets, cost_model)
-        step_us += timeline.total_us + timeline.lost_us
-        peak_bytes = max(peak_bytes, timeline.peak_bytes)
-        if timeline.peak_bytes > budget:
-            refused = refused or f"{problem.graph} needs {timeline.peak_bytes / 1e9:.3g} GB"
-    return TriedSaving(saving, None if refused else step_us, peak_bytes, refused)
+    states = 2 * sum(shard.nbytes for shard in traced.params() if shard.requires_grad)
+    left = free + cached + own - states - int(FRAGMENTED * total)
+    return max(left // (STEP * total), 1) * STEP * total / 1e9

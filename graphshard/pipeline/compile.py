@@ -12,6 +12,7 @@ cache keys; "aot_eager" by calls on the graphs that it then runs op by op.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -101,14 +102,29 @@ def compile_traced(
     )
     for traced_pass in passes.TRACED:
         traced_pass(traced.gm)
-    settings, tried = choose_saving(traced, settings, consensus)
+    settings, tried, context = choose_saving(traced, settings, consensus, writer)
     compiled = _compile(traced, settings, writer)
-    plans = consensus.common_plans(compiled.plans, settings.fingerprint(), traced.groups)
+    plans = consensus.common_plans(compiled.plans, context, traced.groups)
     if collectives_text(plans) != collectives_text(compiled.plans):
         compiled = _compile(traced, settings.following(plans), writer)
+        _warn_over_budget(compiled)
     run = waiting_at_errors(compiled.run)
     run = log_every_call(run, compiled.plans, traced.groups)
     return dataclasses.replace(compiled, run=run, tried=tried)
+
+
+def _warn_over_budget(compiled: CompiledGraph) -> None:
+    """Warn where the first rank's buckets, which fit its batch, are too large beside this one's."""
+    budget = compiled.settings.schedule.limits().peak
+    for dump in compiled.dumps():
+        needed = dump.totals.peak_bytes
+        if budget is not None and needed > budget:
+            warnings.warn(
+                f"graphshard: memory_budget_gb={budget / 1e9:.3g}: the {dump.plan.graph} graph of "
+                f"this rank needs {needed / 1e9:.3g} GB, since it gathers as planned for the first "
+                "rank's smaller batch: give ranks batches of about one size, or a smaller budget",
+                stacklevel=2,
+            )
 
 
 def _baked_in(traced: TracedGraph, settings: CompileSettings) -> str:

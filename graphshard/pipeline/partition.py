@@ -51,6 +51,9 @@ class Partitioner(CustomPartitionerFn):
             with self._rewriting(joint=gm):
                 for joint_pass in passes.JOINT:
                     joint_pass(gm)
+                # By ``auto`` a rank may recompute more than others: see ``choose_saving``.
+                passes.settle_gathers(gm, ranks_differ=self._settings.saving is not None)
+                passes.reshard(gm)
                 # Transfers part a graph into steps, between which activations leave and come back.
                 if not self._settings.may_offload_activations:
                     passes.send_nothing_alone(gm)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+
+from .._torch.dynamo import source_name, sources
+from .._torch.tensors import size_hint
 
 Runnable = Callable[..., Any]
 """A compiled graph: inputs in, outputs out."""
@@ -42,3 +45,26 @@ class TracedGraph:
         """Return the device of the first tensor among the inputs."""
         tensors = (value for value in self.inputs if isinstance(value, torch.Tensor))
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+    def params(self) -> Iterator[torch.Tensor]:
+        """Yield the shards of parameters among the inputs."""
+        fqns = self.fqns[len(self.fqns) - len(self.inputs) :]  # constants come before the inputs
+        return (value for fqn, value in zip(fqns, self.inputs, strict=True) if fqn)
+
+    def batch_sizes(self) -> tuple[str, bool]:
+        """Describe the sizes of inputs that are neither parameters nor buffers.
+
+        Returns:
+            The sizes of each one, as in "16x24, 16", and whether the graph runs with others, too.
+        """
+        shards = {id(shard) for shard in self.params()}
+        nodes = self.gm.graph.find_nodes(op="placeholder")
+        batch = [
+            (node.meta["example_value"].shape, value.shape)
+            for node, source, value in zip(nodes, sources(self.gm), self.inputs, strict=True)
+            if isinstance(value, torch.Tensor) and value.ndim and id(value) not in shards
+            if "_buffers[" not in source_name(source)
+        ]
+        sizes = ["x".join(str(size_hint(size)) for size in shape) for _, shape in batch]
+        varies = any(isinstance(size, torch.SymInt) for traced, _ in batch for size in traced)
+        return ", ".join(sizes), varies

@@ -62,12 +62,16 @@ class SavingChoice:
     Attributes:
         budget_gb: peak of a graph on one rank.
         tried: in order; none where nothing is differentiated.
+        inputs: sizes of the first rank's inputs.
         notes: what was not tried, and why.
+        error: why nothing could be planned; "": it could.
     """
 
     budget_gb: float
     tried: tuple[TriedSaving, ...]
+    inputs: str = ""
     notes: tuple[str, ...] = ()
+    error: str = ""
 
     @property
     def best(self) -> TriedSaving | None:
@@ -82,7 +86,7 @@ class SavingChoice:
     def from_json(cls, text: str) -> SavingChoice:
         raw = json.loads(text)
         tried = (TriedSaving(**{**t, "saving": Saving(**t["saving"])}) for t in raw["tried"])
-        return cls(raw["budget_gb"], tuple(tried), tuple(raw["notes"]))
+        return cls(**{**raw, "tried": tuple(tried), "notes": tuple(raw["notes"])})
 
 
 class NothingFitsError(BackendError):

@@ -9,7 +9,8 @@ from pathlib import Path
 from ..files import write_whole
 from .diff import diff
 from .dump import Dump
-from .dump_folder import dump_paths, folder_page
+from .dump_folder import dump_paths, folder_page, saving_choices
+from .saving_table import saving_table
 from .table import summary
 
 Command = Callable[[argparse.Namespace], int]
@@ -56,7 +57,9 @@ def _show(args: argparse.Namespace) -> int:
     if args.html is not None:
         return _write_page(args)
     dumps = [Dump.load(path) for argument in args.files for path in _files(argument)]
-    print(summary(dumps, all_buckets=args.all))
+    folders = [argument for argument in args.files if argument.is_dir()]
+    tried = [saving_table(choice) for folder in folders for choice in saving_choices(folder)]
+    print("\n\n\n".join([summary(dumps, all_buckets=args.all), *tried]))
     return 0
 
 

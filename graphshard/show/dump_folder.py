@@ -8,12 +8,14 @@
     NN-joint.before.py, NN-joint.after.py                       and around the joint passes
     NN-keep-forward.before.py, NN-keep-forward.after.py         and around what keeps parameters
     NN-stow-forward.before.py, NN-stow-forward.after.py         and around activation offload
+    NN-saving.json, NN-saving.txt                               what ``SchedulePolicy.auto`` tried
 
     index.html                                                  the page of all graphs
 
-All but ``joint`` exist for ``backward``, too; an inference has ``NN-inference`` files alone. Files
-of these names from an earlier run are replaced, so each backend needs a folder of its own. The page
-shows all dumps that lie in the folder, and beside them what profiles there have measured.
+All but ``joint`` and ``saving`` exist for ``backward``, too; an inference has ``NN-inference``
+files alone. Files of these names from an earlier run are replaced, so each backend needs a folder
+of its own. The page shows all dumps that lie in the folder, and beside them what profiles there
+have measured.
 """
 
 from __future__ import annotations
@@ -33,9 +35,11 @@ from torch import fx
 from .._torch.inductor import trace_artifact
 from ..files import write_whole
 from ..kinds import GraphKind
+from ..planning.saving import SavingChoice
 from .dump import Dump
 from .graph_runs import measured_us
-from .page import Measured, graph_data, page, page_data
+from .page import Measured, TableData, graph_data, page, page_data
+from .saving_table import saving_rows, saving_table, saving_title
 from .table import table
 from .trace import MEASURED, Trace, trace
 
@@ -69,7 +73,29 @@ def folder_page(folder: Path) -> str:
             notes.append(f"not shown: {error}")
     measured = _measured(folder, [dump for _, dump in dumps])
     graphs = [graph_data(dump, name, runs) for (name, dump), runs in zip(dumps, measured)]
-    return page(page_data(f"graphshard: {folder.absolute().name}", graphs, notes))
+    choices = saving_choices(folder)
+    notes += dict.fromkeys(note for choice in choices for note in choice.notes)
+    tables = [_saving_data(choice) for choice in choices]
+    return page(page_data(f"graphshard: {folder.absolute().name}", graphs, notes, tables))
+
+
+def saving_choices(folder: Path) -> list[SavingChoice]:
+    """Return what ``SchedulePolicy.auto`` has chosen for the graphs in ``folder``, each once."""
+    choices: dict[SavingChoice, None] = {}
+    for path in sorted(folder.glob("*-saving.json")):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+            choice = SavingChoice.from_json(path.read_text())
+            if saving_rows(choice):  # as all that were written; others are none of ours
+                choices.setdefault(choice)
+    return list(choices)
+
+
+def _saving_data(choice: SavingChoice) -> TableData:
+    rows = saving_rows(choice)
+    headers = list(rows[0])
+    numbers = [headers.index(name) for name in ("ms", "peak GB")]
+    texts = [list(row.values()) for row in rows]
+    return TableData(title=saving_title(choice), headers=headers, numbers=numbers, rows=texts)
 
 
 @functools.lru_cache(maxsize=256)
@@ -145,6 +171,14 @@ class DumpWriter:
             self._write(self._folder, f"{kind}.json", dump.to_json())
             self._write(self._folder, f"{kind}.trace.json", json.dumps(trace(dump)))
             self._write(self._folder, f"{kind}.txt", f"{table(dump)}{note}\n")
+            write_page(self._folder)
+
+    def write_saving(self, choice: SavingChoice) -> None:
+        """Write what ``SchedulePolicy.auto`` tried, and log it where ``TORCH_TRACE`` says."""
+        trace_artifact("graphshard_saving", "string", lambda: saving_table(choice))
+        if self._folder is not None:
+            self._write(self._folder, "saving.json", choice.to_json())
+            self._write(self._folder, "saving.txt", saving_table(choice) + "\n")
             write_page(self._folder)
 
     def _write(self, folder: Path, name: str, text: str) -> None:

@@ -9,17 +9,26 @@ from ..planning.saving import SavingChoice, TriedSaving
 
 def saving_table(choice: SavingChoice) -> str:
     """Return a table of the ways, the one that was taken, and why the others were not."""
-    title = (
-        f"what forward saves for backward, within {choice.budget_gb:g} GB, by times that are "
-        "predicted of forward and backward"
+    rows = tabulate(saving_rows(choice), headers="keys", disable_numparse=True)
+    return "\n".join([saving_title(choice), "", rows, *choice.notes])
+
+
+def saving_title(choice: SavingChoice) -> str:
+    """Return the title of the table."""
+    inputs = f" of inputs of {choice.inputs}" if choice.inputs else ""
+    return (
+        f"what forward saves for backward{inputs}, within {choice.budget_gb:g} GB, by times that "
+        "are predicted of forward and backward"
     )
+
+
+def saving_rows(choice: SavingChoice) -> list[dict[str, str]]:
+    """Return the rows of the table, each by the names of its columns."""
     best, stows = choice.best, any(tried.saving.stows for tried in choice.tried)
     rows = [_row(tried, best) for tried in choice.tried]
-    if not stows:
-        rows = [{name: row[name] for name in row if name != "on the host"} for row in rows]
-    return "\n".join(
-        [title, "", tabulate(rows, headers="keys", disable_numparse=True), *choice.notes]
-    )
+    if stows:
+        return rows
+    return [{name: row[name] for name in row if name != "on the host"} for row in rows]
 
 
 def _row(tried: TriedSaving, best: TriedSaving | None) -> dict[str, str]:

@@ -151,7 +151,7 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.empty(2, 64, 256))
+        self.up = nn.Parameter(torch.empty(2, 1024, 1024))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.einsum("bd,edh->bh", x, self.up).square().mean()
@@ -160,11 +160,13 @@ class Experts(nn.Module):
 def test_padding_is_told_of() -> None:
     with torch.device("meta"):
         model = Experts()
-    padded = graphshard.plan(model, (torch.zeros(8, 64),), graphshard.cluster("H100", 8))
+    padded = graphshard.plan(model, (torch.zeros(8, 1024),), graphshard.cluster("H100", 8))
     assert padded.padding is not None and padded.padding in str(padded)
-    assert "such as up with 2: a rank holds" in padded.padding and "hsdp:2" in padded.padding
+    assert "up has fewer rows (2) than the 8 ranks that share them" in padded.padding
+    assert "a rank holds 4 MB of parameters, 4 times the even share of 1 MB" in padded.padding
+    assert padded.padding.endswith("; hsdp:2 would send no padding of it")
     evenly = graphshard.plan(
-        model, (torch.zeros(8, 64),), graphshard.cluster("H100", 8), strategy="hsdp:2"
+        model, (torch.zeros(8, 1024),), graphshard.cluster("H100", 8), strategy="hsdp:2"
     )
     assert evenly.padding is None and evenly.memory.parameters == padded.memory.parameters
 

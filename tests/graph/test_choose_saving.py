@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
+from graphshard.__main__ import main
 from graphshard.kinds import GraphKind, TransferKind
+from graphshard.pipeline.choose_saving import _free_gb
+from graphshard.pipeline.traced_graph import TracedGraph
+from graphshard.show.dump_folder import PAGE
 
 DIM, LAYERS, ROWS = 64, 4, 512
 FULL_GB = 4 * DIM * DIM / 1e9  # of one weight
@@ -25,11 +30,12 @@ class Deep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(LAYERS))
+        self.register_buffer("scale", torch.ones(DIM))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = F.gelu(layer(x))
-        return x.square().mean()
+        return (self.scale * x).square().mean()
 
 
 def _train(mesh: DeviceMesh | None, **options: Any) -> graphshard.Backend:
@@ -113,3 +119,56 @@ def test_evaluation_saves_nothing(mesh: DeviceMesh) -> None:
         torch.compile(Deep(), backend=backend, fullgraph=True)(torch.randn(ROWS, DIM))
     assert [plan.graph for plan in backend.plans] == [GraphKind.INFERENCE]
     assert "taken" not in backend.summary()
+
+
+def test_a_trace_that_saves_nothing_does_not_decide_for_training(mesh: DeviceMesh) -> None:
+    """The first graph has no backward, though gradients are enabled."""
+    schedule = graphshard.SchedulePolicy(auto=True, memory_budget_gb=AMPLE_GB)
+    backend = graphshard.backend(mesh, schedule=schedule, compiler="aot_eager")
+    model = Deep()
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def compiled(x: Tensor, trains: bool) -> Tensor:
+        return model(x) if trains else model(x).detach()
+
+    compiled(torch.randn(ROWS, DIM), False)
+    assert "taken" not in backend.summary()
+    compiled(torch.randn(ROWS, DIM), True).backward()
+    assert len(_taken(backend)) == 2
+
+
+def test_what_was_tried_is_in_the_dump_folder(
+    mesh: DeviceMesh, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend = _train(mesh, memory_budget_gb=AMPLE_GB, dump=tmp_path)
+    table = (tmp_path / "00-saving.txt").read_text()
+    assert backend.summary().endswith(table.rstrip()) and "taken" in table
+    page = (tmp_path / PAGE).read_text()
+    assert f"of inputs of {ROWS}x{DIM}, within" in page and '"taken"' in page
+    assert main(["show", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{backend.summary()}\n"
+
+
+def test_the_same_memory_of_a_gpu_is_free_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in the keys of caches. Two states of what is trained will be needed besides."""
+    trained, frozen = (torch.zeros(1000, 1000, requires_grad=grad) for grad in (True, False))
+    traced = TracedGraph(
+        fx.GraphModule({}, fx.Graph()),
+        [trained, frozen],
+        fqns=["", "trained", "frozen"],  # of a constant first
+        groups=[],
+        marker_groups=[],
+        inductor_options={},
+    )
+
+    def free_gb(free: float) -> float:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free), int(80e9)))
+        return _free_gb(traced, torch.device("cuda"))
+
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+    margin = 0.03 * 80e9 + trained.nbytes * 2
+    assert free_gb(64e9 + margin) == pytest.approx(64)
+    assert free_gb(65.5e9 + margin) == free_gb(64.1e9 + margin) == pytest.approx(64)
+    assert free_gb(64e9 + margin - 1e6) == pytest.approx(62.4)
+    assert free_gb(0) > 0

@@ -17,12 +17,15 @@ import graphshard
 from tests import ranks
 from tests.models import MLP
 
+_AUTO = graphshard.SchedulePolicy(auto=True, memory_budget_gb=1)
 WARNING = "a graph is compiled that the loaded file does not have"
 
 
 def _train(rows: int = 4, factor: int = 1, **options: Any) -> list[float]:
+    """Train, by default in the way that ``auto`` finds again where code was saved."""
     torch.manual_seed(0)
     model, losses = MLP(), []
+    options = {"schedule": _AUTO, **options}
     backend = graphshard.backend(init_device_mesh("cpu", (dist.get_world_size(),)), **options)
 
     @torch.compile(backend=backend, fullgraph=True, dynamic=False)

@@ -5,14 +5,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import graphshard
 from tests import ranks
 from tests.models import GPT
-from tests.numerics.compare import Twins, draw, num_graphs, sgd, whole
+from tests.numerics.compare import (
+    Twins,
+    draw,
+    generator,
+    graphshard_warnings,
+    num_graphs,
+    sgd,
+    whole,
+)
 
 BUDGET_GB = 0.8e-3  # 1e-3 where all activations are saved
 SLOW_US, FAST_US = 1e4, 1e-3
@@ -64,3 +74,148 @@ def test_ranks_save_what_the_first_one_chooses() -> None:
         taken |= {line for line in one.splitlines() if line.endswith("taken")}
     assert {line.split()[0] for line in taken} == {"75%"}
     assert {line.split()[1] for line in taken} == {"all", "those"}
+
+
+LENGTH, ROWS_GB = 24, 1.28e-3  # of which 16 rows need 1.02e-3, with all activations saved
+
+
+def _train_on(twins: Twins, step: int, rows: tuple[int, int]) -> None:
+    """Train for a step; each rank has as many rows as ``rows`` says."""
+    batches = [GPT.batch(generator(step, i), rows=n, length=LENGTH) for i, n in enumerate(rows)]
+    twins.zero_grad()
+    twins.backward(batches)
+    twins.check()
+
+
+def _grow(dynamic: bool | None) -> tuple[list[str], str]:
+    """Train on batches of other sizes; return what each graph saves, and the summary."""
+    torch.manual_seed(0)
+    schedule = graphshard.SchedulePolicy(
+        auto=True, memory_budget_gb=ROWS_GB, node_cost=lambda _: SLOW_US
+    )
+    twins = Twins(GPT(layers=2), schedule=schedule, dynamic=dynamic)
+    if dynamic is None:
+        with pytest.raises(Exception, match="none of the ways that auto=True tries fits"):
+            twins.compiled(GPT.batch(generator(0), rows=200, length=LENGTH))
+        torch._dynamo.reset()  # or the next size is the second one, and dynamic
+    # The third batch is another one on the first rank alone, which compiles again if sizes are
+    # static: it has to gather what its peer does, by its first graph.
+    for step, rows in enumerate([(16, 16), (32, 32), (12, 16), (32, 32)]):
+        _train_on(twins, step, rows)
+    for graph in twins.backend._graphs:
+        assert max(dump.totals.peak_bytes for dump in graph.dumps()) <= ROWS_GB * 1e9
+    savings = [str(graph.settings.saving) for graph in twins.backend._graphs]
+    return savings, twins.backend.summary()
+
+
+def test_a_larger_batch_saves_less() -> None:
+    """Ranks agree each time; where nothing fitted, a smaller batch may be tried."""
+    (ours, static), (theirs, _) = ranks.run(2, _grow, False)
+    small, large, smaller = ours
+    assert small == smaller != large and theirs == [small, large]
+    (ours, dynamic), (theirs, _) = ranks.run(2, _grow, None)
+    assert ours == theirs == [small, large]
+    for summary in (static, dynamic):
+        assert "of inputs of 16x24, within" in summary and "of inputs of 32x24, within" in summary
+    assert "The graph takes inputs of other sizes, too" not in static
+    assert dynamic.count("The graph takes inputs of other sizes, too") == 1
+
+
+class OutOfMemory(RuntimeError):
+    pass
+
+
+def _fail_at_first() -> str:
+    """Train where the first rank raises an error while it tries ways, once."""
+    raised = []
+
+    def node_cost(_: object) -> float:
+        if not raised and dist.get_rank() == 0:
+            raised.append(1)
+            raise OutOfMemory("out of memory")
+        return SLOW_US
+
+    schedule = graphshard.SchedulePolicy(
+        auto=True, memory_budget_gb=ROWS_GB, node_cost=node_cost, regions=True
+    )
+    twins = Twins(GPT(layers=2), schedule=schedule)
+    with pytest.raises(Exception) as caught:
+        _train_on(twins, 0, (16, 16))
+    _train_on(twins, 0, (8, 8))
+    assert all(plan.regions.num_calls for plan in twins.backend.plans)
+    return str(caught.value)
+
+
+def test_an_error_while_ways_are_tried_is_raised_on_all_ranks() -> None:
+    """And behind it they train on a smaller batch; layers are compiled once."""
+    first, other = ranks.run(2, _fail_at_first)
+    assert "out of memory" in first
+    assert "the first rank could not plan what forward saves: OutOfMemory('out of" in other
+
+
+def _uneven() -> tuple[list[str], str]:
+    """Train where the other rank's batch is larger, and then larger still; return what graphs
+    save, and the error where it is much too large."""
+    torch.manual_seed(0)
+    schedule = graphshard.SchedulePolicy(
+        auto=True, memory_budget_gb=ROWS_GB, node_cost=lambda _: SLOW_US
+    )
+    twins = Twins(GPT(layers=2), schedule=schedule, dynamic=False)
+    with pytest.raises(Exception) as caught:
+        _train_on(twins, 0, (12, 200))
+    for step, rows in enumerate([(12, 24), (12, 32), (12, 24)]):
+        _train_on(twins, step, rows)
+    for graph in twins.backend._graphs:
+        assert max(dump.totals.peak_bytes for dump in graph.dumps()) <= ROWS_GB * 1e9
+    return [str(g.settings.saving) for g in twins.backend._graphs], str(caught.value)
+
+
+def test_a_rank_with_a_larger_batch_saves_less() -> None:
+    """It compiles alone, and gathers what its peer does."""
+    (ours, error), (theirs, own_error) = ranks.run(2, _uneven)
+    assert len(ours) == 1 and len(theirs) == len({*ours, *theirs}) - 1 == 2
+    assert all("all_params=True" in saving for saving in [*ours, *theirs])
+    assert "on another rank, with a larger batch, nothing fits into the budget" in error
+    assert "none of the ways that auto=True tries fits" in own_error
+
+
+class Wide(nn.Module):
+    """Weights as large as activations."""
+
+    def __init__(self, dim: int = 64, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x.square().mean()
+
+
+WIDE_GB = 0.18e-3
+"""Of 64 rows, too little to keep all parameters; of 16 rows enough."""
+
+
+def _keep_fewer(steps: list[tuple[int, int]]) -> tuple[list[bool], list[str]]:
+    """Train on batches of so many rows; return whether graphs keep all, and the warnings."""
+    torch.manual_seed(0)
+    schedule = graphshard.SchedulePolicy(
+        auto=True, memory_budget_gb=WIDE_GB, node_cost=lambda _: SLOW_US
+    )
+    twins = Twins(Wide(), schedule=schedule, dynamic=False)
+    with graphshard_warnings() as texts:
+        for step, rows in enumerate(steps):
+            twins.zero_grad()
+            twins.backward([torch.randn(n, 64, generator=generator(step, n)) for n in rows])
+            twins.check()
+    savings = [graph.settings.saving for graph in twins.backend._graphs]
+    return [saving is not None and saving.all_params for saving in savings], texts
+
+
+def test_fewer_parameters_are_kept_where_recomputing_is_not_enough() -> None:
+    """On all ranks: of the first graph where one rank needs it, of a later one where all do."""
+    (ours, _), (theirs, texts) = ranks.run(2, _keep_fewer, [(16, 64)])
+    assert ours == theirs == [False]
+    assert "of this rank needs 0.000229 GB, since it gathers as planned for the first" in texts[-1]
+    (ours, _), (theirs, texts) = ranks.run(2, _keep_fewer, [(16, 16), (64, 64)])
+    assert ours == theirs == [True, False] and not texts

@@ -36,7 +36,7 @@ def test_the_quickest_that_fits_is_taken() -> None:
 
 
 def test_a_choice_travels_as_json() -> None:
-    choice = SavingChoice(5.5, (TOO_LARGE, FITS), ("Not tried: this.",))
+    choice = SavingChoice(5.5, (TOO_LARGE, FITS), "16x24", ("Not tried: this.",))
     assert SavingChoice.from_json(choice.to_json()) == choice
 
 
@@ -58,9 +58,13 @@ def test_recomputing_more_ends_where_it_is_slower() -> None:
 
 def test_the_table_says_why() -> None:
     slower = TriedSaving(STOWED, 3e3, 4_000_000_000)
-    table = saving_table(SavingChoice(5, (TOO_LARGE, FITS, slower), ("Not tried: this.",)))
+    table = saving_table(SavingChoice(5, (TOO_LARGE, FITS, slower), "4x8", ("Not tried: this.",)))
     title, _, head, _, *rows, note = table.splitlines()
-    assert "within 5 GB" in title and "on the host" in head and note == "Not tried: this."
+    assert (
+        "of inputs of 4x8, within 5 GB" in title
+        and "on the host" in head
+        and note == "Not tried: this."
+    )
     assert rows[0].split()[-5:] == ["refused:", "backward", "needs", "9", "GB"]
     assert rows[1].split() == ["50%", "those", "exposed", "none", "2.000", "3", "taken"]
     assert rows[2].endswith("50.0% slower")

@@ -1,0 +1,152 @@
+"""Plans a graph in several ways to save things for backward, and compiles nothing.
+
+joint graph ─► each way: joint passes, partition, plan of forward and of backward
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import fx
+
+from .. import passes
+from .._torch.inductor import (
+    KEEP_HOST_COPIES,
+    CustomPartitionerFn,
+    aot_autograd,
+    compile_without_code,
+    compiles_nothing,
+    decompositions_for,
+    options_of_plans,
+)
+from ..planning.saving import Saving, TriedSaving, saves_enough
+from ..planning.search import BudgetError
+from ..planning.simulate import simulate
+from ..show.dump_folder import DumpWriter
+from .partition import Partitioner
+from .settings import CompileSettings
+from .traced_graph import TracedGraph
+
+
+def with_saving(settings: CompileSettings, saving: Saving, budget_gb: float) -> CompileSettings:
+    """Return settings as of a user who asks for ``saving`` himself."""
+    schedule = dataclasses.replace(
+        settings.schedule,
+        auto=False,
+        activation_memory_budget=saving.activations,
+        memory_budget_gb=budget_gb,
+    )
+    return dataclasses.replace(settings, schedule=schedule, saving=saving)
+
+
+def plan_ways(
+    traced: TracedGraph, settings: CompileSettings, ways: Sequence[Saving], within_gb: float
+) -> Sequence[TriedSaving]:
+    """Plan some ways; none where there is no joint graph."""
+    trials = _Trials([with_saving(settings, saving, within_gb) for saving in ways])
+    _partition(traced, settings, trials)
+    return trials.tried
+
+
+def _partition(traced: TracedGraph, settings: CompileSettings, trials: _Trials) -> None:
+    """Trace a graph up to its joint graph, hand that to ``trials``, and compile nothing."""
+    if settings.compiler == "aot_eager":
+        aot_autograd(fw_compiler=compiles_nothing, partition_fn=trials)(traced.gm, traced.inputs)
+        return
+    options: dict[str, Any] = {
+        **options_of_plans(settings.device),
+        **traced.inductor_options,
+        **(KEEP_HOST_COPIES if settings.device.type != "cpu" else {}),
+        "custom_partitioner_fn": trials,
+    }
+    decompositions = decompositions_for(traced.inputs)
+    compile_without_code(
+        traced.gm, traced.inputs, options, decompositions, inner_compile=compiles_nothing
+    )
+
+
+class _Trials(CustomPartitionerFn):
+    """Partitions and plans copies of a joint graph in several ways.
+
+    Attributes:
+        tried: the ways, in the order of the settings; none before there was a joint graph.
+    """
+
+    def __init__(self, ways: Sequence[CompileSettings]) -> None:
+        self._ways = ways
+        self.tried: list[TriedSaving] = []
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        self.tried = []
+        for _, ways in itertools.groupby(self._ways, key=_activations):
+            planned = []
+            for settings, parts in _partitioned(gm, joint_inputs, list(ways), **kwargs):
+                planned.append(_plan(parts, settings))
+            is_slower = saves_enough(planned, self.tried)
+            self.tried += planned
+            if is_slower:
+                break
+        return parts  # some: nothing is compiled
+
+    def uuid(self) -> bytes | None:
+        return None
+
+
+def _activations(settings: CompileSettings) -> float | None:
+    return settings.schedule.activation_memory_budget
+
+
+def _partitioned(
+    gm: fx.GraphModule,
+    joint_inputs: Sequence[object],
+    ways: Sequence[CompileSettings],
+    **kwargs: Any,
+) -> Iterator[tuple[CompileSettings, tuple[fx.GraphModule, fx.GraphModule]]]:
+    """Yield each way with the forward and backward graph that it has of a joint graph.
+
+    To cut takes longest, and what parameters are kept does not matter to it.
+    """
+    by_stows = itertools.groupby(ways, key=lambda settings: settings.may_offload_activations)
+    for _, alike in by_stows:
+        cut = None
+        for settings in alike:
+            partitioner = Partitioner(settings, DumpWriter())
+            cut = cut or partitioner.cut(_copy(gm), joint_inputs, **kwargs)
+            copied = cut._replace(forward=_copy(cut.forward), backward=_copy(cut.backward))
+            yield settings, partitioner.save(copied)
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a graph, as ``copy.deepcopy`` does it, but for how its code takes inputs."""
+    graph = fx.Graph()
+    output = graph.output(graph.graph_copy(gm.graph, {}))
+    output.meta = dict(gm.graph.output_node().meta)
+    return fx.GraphModule(gm, graph)
+
+
+def _plan(parts: tuple[fx.GraphModule, fx.GraphModule], settings: CompileSettings) -> TriedSaving:
+    """Plan a forward and a backward graph."""
+    saving, cost_model = settings.saving, settings.cost_model()
+    budget = settings.schedule.limits().peak
+    assert saving is not None and budget is not None
+    forward, backward = parts
+    step_us, peak_bytes, refused = 0.0, 0, ""
+    for read in passes.read_partition(forward.graph, backward.graph, cost_model):
+        problem = read.problem
+        try:
+            buckets = settings.plan_buckets(problem, (), cost_model, refine=False)
+        except BudgetError as error:
+            refused = refused or f"{problem.graph} needs {error.needed / 1e9:.3g} GB"
+            peak_bytes = max(peak_bytes, error.needed)
+            continue
+        timeline = simulate(problem, buckets, cost_model)
+        step_us += timeline.total_us + timeline.lost_us
+        peak_bytes = max(peak_bytes, timeline.peak_bytes)
+        if timeline.peak_bytes > budget:
+            refused = refused or f"{problem.graph} needs {timeline.peak_bytes / 1e9:.3g} GB"
+    return TriedSaving(saving, None if refused else step_us, peak_bytes, refused)

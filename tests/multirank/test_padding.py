@@ -1,0 +1,74 @@
+"""Parameters with fewer rows than ranks: the first rank warns where their padding takes much."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import graphshard
+from tests import ranks
+from tests.numerics.compare import graphshard_warnings
+
+DIM = 1024
+
+
+class Experts(nn.Module):
+    """Stacked experts, all of which a token takes."""
+
+    def __init__(self, num_experts: int, dim: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(num_experts, dim, dim) / dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bd,edh->bh", x, self.up).square().mean()
+
+
+def _warned(
+    num_experts: int, mesh_shape: tuple[int, ...] = (4,), dim: int = DIM, **options: Any
+) -> tuple[list[str], str]:
+    """Train for two steps; return the warnings of this rank, and the last line of the summary."""
+    backend = graphshard.backend(
+        init_device_mesh("cpu", mesh_shape), compiler="aot_eager", **options
+    )
+    with graphshard_warnings() as texts:
+        compiled = torch.compile(Experts(num_experts, dim), backend=backend, fullgraph=True)
+        for _ in range(2):
+            compiled(torch.ones(2, dim)).backward()
+    return texts, backend.summary().splitlines()[-1]
+
+
+def _all_cases() -> dict[str, tuple[list[str], str]]:
+    overrides = {"up": {"shard": False}}
+    return {
+        "two rows": _warned(2),
+        "three rows": _warned(3),
+        "one row": _warned(1),
+        "HSDP": _warned(2, (2, 2)),
+        "replicated": _warned(1, overrides=overrides),
+        "small": _warned(2, dim=32),
+        "even": _warned(4),
+    }
+
+
+REMEDIES = {
+    "two rows": "on a mesh of (2, 2), which is HSDP over 2 ranks, a rank holds as much of it",
+    "three rows": "A parameter for each of its rows, as in nn.ParameterList, would be split evenly",
+    "one row": "With overrides={'up': {'shard': False}} a rank holds as much of it, and gathers",
+}
+
+
+def test_the_first_rank_warns_of_padding_that_takes_much() -> None:
+    first, *others = ranks.run(4, _all_cases)
+    for name, (texts, last_line) in first.items():
+        for other in others:
+            assert other[name] == ([], last_line), name
+        if name in REMEDIES:
+            (text,) = texts
+            assert text == f"graphshard: {last_line}" and REMEDIES[name] in text
+        else:
+            assert not texts and "fewer rows" not in last_line, name
+    assert "up has fewer rows (2) than the 4 ranks that share them" in first["two rows"][1]
+    assert "4 MB of parameters, 2 times the even share of 2 MB" in first["two rows"][1]
