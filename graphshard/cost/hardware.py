@@ -75,6 +75,15 @@ class Rate:
         return (less / slow * (1 - share) + more / fast * share) / self.peak * 1e6
 
 
+HOST_MEMORY = Rate(409.6e9 / 8, ((1.0, 0.5),))
+"""Bytes that a host reads and writes for each of 8 GPUs, where nothing better is known.
+
+Assumed: two sockets with 8 channels of DDR4-3200 each, as in a DGX A100 (2 x EPYC 7742), and half
+of their peak: fused optimizers read and write four tensors at once, beside the data loader. One
+core of an AMD EPYC (Zen 4) runs a fused AdamW at 54 GB/s; 8 processes with a core each would do.
+"""
+
+
 @dataclass(frozen=True)
 class Interconnect:
     """A kind of link between ranks, as collectives see it.
@@ -125,6 +134,8 @@ class Hardware:
         inter: the interconnect between nodes.
         device_type: of its tensors, "cuda" or "cpu".
         source: of its rates, ``DATASHEET`` or ``CALIBRATED``.
+        host_memory: bytes that the host reads and writes per second for each device, as an
+            optimizer does.
 
     Raises:
         ValueError: a value is out of range, or ``flops`` lacks float32.
@@ -143,6 +154,7 @@ class Hardware:
     inter: Interconnect
     device_type: str = "cuda"
     source: str = DATASHEET
+    host_memory: Rate = HOST_MEMORY
 
     def __post_init__(self) -> None:
         _check_one_of("device_type", self.device_type, ("cuda", "cpu"))
@@ -228,6 +240,10 @@ def _read_hardware(fields: Fields) -> Hardware:
         inter=_read_interconnect(fields.nested("inter")),
         device_type=fields.value("device_type", str, '"cuda" or "cpu"'),
         source=fields.value("source", str, f'"{DATASHEET}" or "{CALIBRATED}"'),
+        # Older files of this version have none.
+        host_memory=_read_rate(fields, "host_memory")
+        if "host_memory" in fields.raw
+        else HOST_MEMORY,
     )
 
 

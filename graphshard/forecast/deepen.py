@@ -295,12 +295,32 @@ def _named_transfers(graph: TracedGraphOfStep) -> list[tuple[str, Transfer]]:
 
 
 def _likely_starts(short: Problem, longer: Problem, length: int) -> list[int]:
-    """Return where a segment may begin, those in the middle first."""
+    """Return where a segment may begin: those with the fewest growths first, then the middle ones.
+
+    Where layers of two kinds take as long in a graph, a segment seems to fit among either kind. But
+    among the other kind what is alive would grow by another amount in each part of the graph.
+    """
     a, b = short.compute_us, longer.compute_us
     starts = [
         start for start in range(1, len(a)) if length > 0 and _is_alike_around(a, b, start, length)
     ]
-    return sorted(starts, key=lambda start: abs(start - len(a) / 2))
+
+    def order(start: int) -> tuple[int, float]:
+        return _num_growths(short, longer, start, length), abs(start - len(a) / 2)
+
+    return sorted(starts, key=order)
+
+
+def _num_growths(short: Problem, longer: Problem, start: int, length: int) -> int:
+    """Return by how many amounts what is alive grows, in front of a segment and behind it."""
+    growths: set[tuple[bool, int]] = set()
+    for a, b in (
+        (short.other_bytes, longer.other_bytes),
+        (short.between_bytes, longer.between_bytes),
+    ):
+        growths |= {(False, y - x) for x, y in zip(a[:start], b)}
+        growths |= {(True, y - x) for x, y in zip(a[start:], b[start + length :])}
+    return len(growths)
 
 
 def _is_alike_around(

@@ -18,8 +18,11 @@ from graphshard.forecast.cluster import cluster
 from graphshard.forecast.deepen import Layers, NotPeriodicError, deepen
 from graphshard.forecast.planned_step import plan_step
 from graphshard.forecast.recipe import Recipe
+from graphshard.forecast.retarget import on_host
+from graphshard.forecast.shallow import traced_step
 from graphshard.forecast.trace import Ranks, TracedStep, UntraceableError, trace
-from graphshard.forecast.workload import recompute_layers
+from graphshard.forecast.workload import Workload, recompute_layers
+from graphshard.kinds import HOST_COPIES
 
 HARDWARE = find_hardware("H100")
 
@@ -61,8 +64,25 @@ def trace_stack(num_layers: int, recipe: Recipe, ranks: int = 8) -> TracedStep:
         recipe.ranks(ranks),
         HARDWARE,
         recipe.traced_options(),
-        recompute_layers if recipe.recompute else lambda model: None,
+        lambda model: recompute_layers(model, recipe.recompute),
     )
+
+
+def assert_same_step(made: TracedStep, traced: TracedStep) -> None:
+    """Check that a step that was made from others is one that was traced, but for rounding."""
+    assert dataclasses.asdict(made.held) == pytest.approx(dataclasses.asdict(traced.held))
+    for ours, theirs in zip(made.graphs, traced.graphs, strict=True):
+        assert ours.num_flops == pytest.approx(theirs.num_flops)
+        assert ours.input_bytes == theirs.input_bytes
+        assert ours.problem.other_bytes == theirs.problem.other_bytes
+        assert ours.problem.between_bytes == theirs.problem.between_bytes
+        for name, us in theirs.compute_us.items():
+            assert ours.compute_us[name] == pytest.approx(us)
+        pairs = zip(ours.problem.transfers, theirs.problem.transfers, strict=True)
+        for mine, other in pairs:
+            assert dataclasses.replace(mine, param=None) == dataclasses.replace(other, param=None)
+            if mine.param is not None and other.param is not None:
+                assert ours.params[mine.param].fqn == theirs.params[other.param].fqn
 
 
 @pytest.mark.parametrize(
@@ -78,20 +98,48 @@ def trace_stack(num_layers: int, recipe: Recipe, ranks: int = 8) -> TracedStep:
 )
 def test_a_deepened_step_equals_the_traced_one(recipe: Recipe) -> None:
     short, longer, deep = (trace_stack(n, recipe) for n in (3, 4, 7))
-    made = deepen(short, longer, 4, Layers("blocks"))
-    assert dataclasses.asdict(made.held) == pytest.approx(dataclasses.asdict(deep.held))
-    for ours, theirs in zip(made.graphs, deep.graphs, strict=True):
-        assert ours.num_flops == pytest.approx(theirs.num_flops)
-        assert ours.input_bytes == theirs.input_bytes
-        assert ours.problem.other_bytes == theirs.problem.other_bytes
-        assert ours.problem.between_bytes == theirs.problem.between_bytes
-        for name, us in theirs.compute_us.items():
-            assert ours.compute_us[name] == pytest.approx(us)
-        pairs = zip(ours.problem.transfers, theirs.problem.transfers, strict=True)
-        for mine, traced in pairs:
-            assert dataclasses.replace(mine, param=None) == dataclasses.replace(traced, param=None)
-            if mine.param is not None and traced.param is not None:
-                assert ours.params[mine.param].fqn == theirs.params[traced.param].fqn
+    assert_same_step(deepen(short, longer, 4, Layers("blocks")), deep)
+
+
+def test_layers_of_two_kinds_deepen_to_what_is_traced() -> None:
+    recipe = Recipe(dtype="fp8", recompute=5 / 11)
+    workload = Workload("stack", lambda n: (Stack(n or 11), (_ids(),)), 64, num_layers=11)
+    made, (note,) = traced_step(workload, recipe, cluster("H100", 8))
+    assert note.startswith("6, 7 and 8 layers were traced")
+    assert_same_step(made, trace_stack(11, recipe))
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "hsdp:4"])
+def test_shards_on_the_host_are_as_if_traced_there(strategy: str) -> None:
+    on_device = trace_stack(3, Recipe(strategy))
+    assert_same_step(on_host(on_device), trace_stack(3, Recipe(strategy, offload=True)))
+
+
+def test_the_host_takes_memory_and_time() -> None:
+    recipe, machine = Recipe(offload=True, accumulate=2), cluster("H100", 8)
+    traced = trace_stack(3, recipe)
+    planned = plan_step(traced, recipe, machine)
+    memory, held = planned.memory, traced.held
+    assert memory.parameters == memory.gradients == memory.optimizer == 0
+    # Parameters, two gradients of microbatches, two states of Adam.
+    assert memory.host == pytest.approx(5 * held.trained)
+    # Seven passes of the optimizer, three to add up two gradients.
+    host_us = machine.hardware.host_memory.us(10 * held.trained)
+    assert planned.time.optimizer_us == pytest.approx(host_us)
+    kinds = {bucket.kind for dump in planned.dumps for bucket in dump.plan.buckets}
+    assert kinds.issuperset(HOST_COPIES)
+    slow = dataclasses.replace(machine.hardware.host, peak=1e6)
+    slower = dataclasses.replace(machine, hardware=dataclasses.replace(machine.hardware, host=slow))
+    copied = sum(
+        graph.problem.transfers[i].shard_bytes
+        for graph in planned.graphs
+        for b in graph.buckets
+        if b.kind in HOST_COPIES
+        for i in b.transfers
+    )
+    assert copied == pytest.approx(3 * held.trained)  # there for forward and backward, and back
+    exposed = plan_step(traced, recipe, slower).time.exposed_us - planned.time.exposed_us
+    assert exposed == pytest.approx(2 * 1e6 * copied / slow.largest, rel=0.1)
 
 
 def test_a_rank_that_is_alone_keeps_its_parameters_while_backward_runs() -> None:
@@ -114,9 +162,12 @@ def test_layers_that_differ_do_not_deepen() -> None:
         deepen(uneven(3), uneven(4), 4, Layers("blocks"))
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "hsdp:4"])
-def test_plans_are_those_of_the_backend(strategy: str) -> None:
-    recipe = Recipe(strategy=strategy, dtype="float32")
+@pytest.mark.parametrize(
+    "recipe",
+    [Recipe(dtype="float32"), Recipe("hsdp:4", "float32"), Recipe(dtype="float32", offload=True)],
+    ids=["zero3", "hsdp:4", "offload"],
+)
+def test_plans_are_those_of_the_backend(recipe: Recipe) -> None:
     traced = trace_stack(3, recipe)
     planned = plan_step(traced, recipe, cluster("H100", 8))
     ranks = recipe.ranks(8)
@@ -124,7 +175,8 @@ def test_plans_are_those_of_the_backend(strategy: str) -> None:
         shape = tuple(ranks) if ranks.replicas > 1 else (ranks.shards,)
         mesh = dist.device_mesh.init_device_mesh("cpu", shape)
         schedule = graphshard.SchedulePolicy(hardware="H100")
-        backend = graphshard.backend(mesh, schedule=schedule, sync_module_states=False)
+        options = {**recipe.options(), "schedule": schedule, "sync_module_states": False}
+        backend = graphshard.backend(mesh, **options)
         torch.compile(Stack(3), backend=backend, dynamic=False)(_ids()).backward()
     torch.compiler.reset()
     for ours, theirs in zip(planned.dumps, backend.plans, strict=True):
