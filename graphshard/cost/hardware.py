@@ -29,6 +29,12 @@ Points = tuple[tuple[float, float], ...]
 """Amounts of work, each with the fraction of a peak rate that it achieves."""
 
 
+def _check_positive(field: str, value: float, *, zero: bool = False) -> None:
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        least = "0 or more" if zero else "more than 0"
+        raise ValueError(f"{field}={value!r}: must be a finite number, {least}")
+
+
 @dataclass(frozen=True)
 class Rate:
     """Work per second, as a peak and the fraction of it that each amount of work achieves.
@@ -205,12 +211,6 @@ class Hardware:
             OSError: the file cannot be read.
         """
         return cls.from_json(path.read_text(), str(path))
-
-
-def _check_positive(field: str, value: float, *, zero: bool = False) -> None:
-    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        least = "0 or more" if zero else "more than 0"
-        raise ValueError(f"{field}={value!r}: must be a finite number, {least}")
 
 
 def _check_one_of(field: str, value: str, choices: tuple[str, ...]) -> None:

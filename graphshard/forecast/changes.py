@@ -98,8 +98,8 @@ def _with(cluster: Cluster, hardware: Hardware) -> Cluster:
 
 
 def _with_faster_host(hardware: Hardware) -> Hardware:
-    twice = {name: scaled(getattr(hardware, name), 2.0) for name in ("host", "host_memory")}
-    return dataclasses.replace(hardware, **twice)
+    link, memory = scaled(hardware.host, 2.0), scaled(hardware.host_memory, 2.0)
+    return dataclasses.replace(hardware, host=link, host_memory=memory)
 
 
 def _scaled_links(cluster: Cluster, *, rate: float = 1.0, latency: float = 1.0) -> Cluster:

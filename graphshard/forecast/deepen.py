@@ -17,6 +17,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import TypeVar
 
 from ..kinds import TransferKind
@@ -136,13 +137,8 @@ class _Segment:
     def _is_even(self) -> bool:
         """Return whether memory grows evenly along the longer graph."""
         return all(
-            _grows_evenly(
-                getattr(self.short.problem, name),
-                getattr(self.longer.problem, name),
-                self.start,
-                self.length,
-            )
-            for name in ("other_bytes", "between_bytes")
+            _grows_evenly(*alive, self.start, self.length)
+            for alive in _alive(self.short.problem, self.longer.problem)
         )
 
     def _makes_longer(self) -> bool:
@@ -305,22 +301,32 @@ def _likely_starts(short: Problem, longer: Problem, length: int) -> list[int]:
         start for start in range(1, len(a)) if length > 0 and _is_alike_around(a, b, start, length)
     ]
 
-    def order(start: int) -> tuple[int, float]:
-        return _num_growths(short, longer, start, length), abs(start - len(a) / 2)
-
-    return sorted(starts, key=order)
+    growths = list(map(add, *(_num_growths(*alive, length) for alive in _alive(short, longer))))
+    return sorted(starts, key=lambda start: (growths[start], abs(start - len(a) / 2)))
 
 
-def _num_growths(short: Problem, longer: Problem, start: int, length: int) -> int:
-    """Return by how many amounts what is alive grows, in front of a segment and behind it."""
-    growths: set[tuple[bool, int]] = set()
-    for a, b in (
+def _alive(short: Problem, longer: Problem) -> tuple[tuple[Sequence[int], Sequence[int]], ...]:
+    return (
         (short.other_bytes, longer.other_bytes),
         (short.between_bytes, longer.between_bytes),
-    ):
-        growths |= {(False, y - x) for x, y in zip(a[:start], b)}
-        growths |= {(True, y - x) for x, y in zip(a[start:], b[start + length :])}
-    return len(growths)
+    )
+
+
+def _num_growths(short: Sequence[int], longer: Sequence[int], length: int) -> list[int]:
+    """Return, for each start of a segment, by how many amounts bytes grow in front and behind."""
+    front = _num_distinct([b - a for a, b in zip(short, longer)])
+    behind = _num_distinct([b - a for a, b in zip(short, longer[length:])][::-1])
+    return list(map(add, front, behind[::-1]))
+
+
+def _num_distinct(values: Sequence[int]) -> list[int]:
+    """Return how many different values are among the first ones: of none, of one, and so on."""
+    seen: set[int] = set()
+    counts = [0]
+    for value in values:
+        seen.add(value)
+        counts.append(len(seen))
+    return counts
 
 
 def _is_alike_around(

@@ -72,8 +72,6 @@ def forecast(
     Raises:
         ValueError: as ``plan``.
     """
-    if recipe.offload and cluster.hardware.device_type == "cpu":
-        raise ValueError("offload: a CPU is the host itself; leave offload out, or plan for a GPU")
     step, notes = traced or traced_step(workload, recipe, cluster, progress)
     progress("planning")
     return forecast_of(

@@ -47,7 +47,7 @@ def _divides(param: PlanParam, num_ranks: int, ranks: Ranks) -> bool:
 def _is_plain(transfer: Transfer) -> bool:
     """Return whether a transfer is a gather or reduction of whole parameters, or of scales."""
     kinds = (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER, TransferKind.ALL_REDUCE_MAX)
-    return transfer.kind in kinds and not transfer.host
+    return transfer.kind in kinds
 
 
 def _graph(graph: TracedGraphOfStep, ranks: Ranks, ratio: Fraction) -> TracedGraphOfStep:

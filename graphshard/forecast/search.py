@@ -106,7 +106,7 @@ def candidate_row(candidate: Candidate) -> list[Any]:
     return [
         recipe.strategy,
         recipe.dtype,
-        {0: "none", 1: "all"}.get(recipe.recompute, f"{recipe.recompute:.0%}"),
+        {0.0: "none", 1.0: "all"}.get(recipe.recompute, f"{recipe.recompute:.0%}"),
         "yes" if recipe.offload else "no",
         f"{recipe.accumulate} of {candidate.microbatch}",
         candidate.step_us / 1e3,

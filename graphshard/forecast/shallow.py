@@ -158,8 +158,15 @@ def _traced(
     cluster: Cluster,
     progress: Progress,
 ) -> TracedStep:
-    """Trace a copy of a depth; None: the model as it is, which cannot be made with other layers."""
-    num_layers, part = None, recipe.recompute
+    """Trace a copy of a depth; None: the model as it is, which cannot be made with other layers.
+
+    Raises:
+        ValueError: there is no host beside the device.
+    """
+    if recipe.offload and cluster.hardware.device_type == "cpu":
+        raise ValueError("offload: a CPU is the host itself; leave offload out, or plan for a GPU")
+    num_layers: int | None = None
+    part = recipe.recompute
     if depth is not None:
         num_layers, part = sum(depth), depth.recomputed / sum(depth)
     progress(f"tracing {num_layers or 'all'} layers")
