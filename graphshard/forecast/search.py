@@ -24,6 +24,7 @@ from typing import Any
 from tabulate import tabulate
 
 from .cluster import Cluster
+from .deepen import NotPeriodicError
 from .largest import most_that_fits
 from .planned_step import plan_step
 from .recipe import OPTIMIZERS, Recipe
@@ -253,7 +254,11 @@ class _Search:
         self._progress(f"parts of recomputation, {ways[0].dtype}")
         found = of_all_depths(workload, ways[0], self._cluster, self._progress)
         self.num_traces += sum(map(len, found.steps))
-        parts = [self._least_recomputed(way, found, tried, microbatch) for way in ways]
+        try:
+            parts = [self._least_recomputed(way, found, tried, microbatch) for way in ways]
+        except NotPeriodicError as error:
+            self.refused.append(f"parts of recomputation: {error}")
+            return
         self.found += filter(None, parts)
 
     def _least_recomputed(
