@@ -34,6 +34,13 @@ from .trace import TracedStep
 from .workload import Workload, WorkloadOf
 
 GB = 1e9
+RESERVED = 0.03
+"""Part of a device's memory that parts of recomputation leave free.
+
+They are chosen by schedules of the quick search, and what is forecast in the end is refined,
+without a limit of memory. Measured: that added 1.5 % to Llama 3 70B on 8 GPUs. If it is smaller,
+the quickest that fits may not fit in the end; if larger, more is recomputed than has to be.
+"""
 
 
 @dataclass(frozen=True)
@@ -264,7 +271,7 @@ class _Search:
     def _least_recomputed(
         self, way: Recipe, found: Repeating, tried: Sequence[Depth], microbatch: int
     ) -> Candidate | None:
-        """Plan as few layers recomputed as fit.
+        """Plan as few layers recomputed as fit, and leave free what is ``RESERVED``.
 
         Args:
             tried: depths to choose from, the fewest saved layers first.
@@ -280,7 +287,7 @@ class _Search:
             candidate = planned(number) if number <= len(tried) else None
             return limit + 1 if candidate is None else candidate.memory_bytes
 
-        limit = self._cluster.memory_bytes
+        limit = int((1 - RESERVED) * self._cluster.memory_bytes)
         best = most_that_fits(memory_of, limit, 1)
         return None if best is None else planned(best)
 
