@@ -45,9 +45,9 @@ from benchmarks.links import Wire, behind_wire, parse_wire
 from graphshard.cost.hardware import Hardware
 from graphshard.files import write_whole
 from graphshard.forecast.cluster import cluster
-from graphshard.forecast.plan import traced_step
 from graphshard.forecast.planned_step import plan_step
 from graphshard.forecast.recipe import Recipe
+from graphshard.forecast.shallow import traced_step
 from graphshard.forecast.trace import TracedStep
 from graphshard.forecast.workload import module_workload
 from tests import ranks

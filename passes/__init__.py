@@ -26,7 +26,7 @@ from graphshard.ops.host_copy import PINNED
 from graphshard.ops.marker_specs import UnshardSpec
 from graphshard.ops.nodes import HELD_BYTES, REASON, WHOLE_SHARD, memory_bytes, value_of
 from graphshard.passes.activation_offload import describe_saved, offload, offloadable
-from graphshard.passes.build_problem import GraphProblem, build_problem
+from graphshard.passes.build_problem import GraphProblem, build_problem, waits_on_host
 from graphshard.passes.casts import cast_before_gather, cast_early
 from graphshard.passes.dedup import merge, merge_unshards
 from graphshard.passes.describe import describe_params
@@ -122,12 +122,18 @@ def read_problem(
 
 
 def shard_bytes(graph: fx.Graph) -> int:
-    """Return the bytes of the shards, and of replicated parameters, that a graph takes."""
+    """Return the bytes of the shards, and of replicated parameters, that a graph takes.
+
+    Shards that the host keeps are none of them.
+    """
     sources = {
         node
         for node in graph.find_nodes(op="placeholder")
         if WHOLE_SHARD in node.meta
-        or any(user.target in markers.UNSHARD_MARKERS for user in node.users)
+        or (
+            any(user.target in markers.UNSHARD_MARKERS for user in node.users)
+            and not waits_on_host(node)
+        )
     }
     return sum(memory_bytes(value_of(node)) for node in sources if HELD_BYTES not in node.meta)
 

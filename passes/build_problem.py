@@ -240,7 +240,7 @@ def _alive_bytes(
         last_use |= {holder: max(last_use.get(holder, -1), used) for holder in read}
         if _is_cast_copy(node):
             holders[node] = {node}
-        elif is_marker or _waits_on_host(node) or node in without_memory.inside:
+        elif is_marker or waits_on_host(node) or node in without_memory.inside:
             holders[node] = set()
         elif node in without_memory.inlined:
             holders[node] = read
@@ -296,7 +296,7 @@ def _is_freed(placeholder: fx.Node, kind: GraphKind) -> bool:
     return kind == GraphKind.BACKWARD and not is_shard
 
 
-def _waits_on_host(node: fx.Node) -> bool:
+def waits_on_host(node: fx.Node) -> bool:
     """Return whether a node is a shard that the host keeps, or an offloaded activation."""
     if node.op != "placeholder":
         return False

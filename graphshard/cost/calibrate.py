@@ -3,11 +3,11 @@
     python -m graphshard calibrate --out machine.json                        one device
     torchrun --nproc-per-node 8 -m graphshard calibrate --out machine.json   and its interconnects
 
-It measures matrix products by dtype and size, copies by size, on the device and from the host,
-exponentials, and an empty kernel; with several ranks the three collectives by size, as graphs run
-them. All are medians of rank 0, while the other ranks measure the same. Operands rotate through
-more memory than caches hold, as in training. What it does not measure stays as in the table of
-devices: fp8, interconnects that these ranks do not span, and what compute loses to hidden
+It measures matrix products by dtype and size, copies by size, on the device, from the host and in
+its memory, exponentials, and an empty kernel; with several ranks the three collectives by size, as
+graphs run them. All are medians of rank 0, while the other ranks measure the same. Operands rotate
+through more memory than caches hold, as in training. What it does not measure stays as in the table
+of devices: fp8, interconnects that these ranks do not span, and what compute loses to hidden
 collectives.
 """
 
@@ -104,7 +104,8 @@ def summary(hardware: Hardware) -> str:
         hardware.name,
         "Tflop/s: " + ", ".join(flops),
         f"memory: {hardware.memory.largest / 1e9:.3g} GB/s, from the host: "
-        f"{hardware.host.largest / 1e9:.3g} GB/s, launch: {hardware.launch_us:.3g} us",
+        f"{hardware.host.largest / 1e9:.3g} GB/s, of the host: "
+        f"{hardware.host_memory.largest / 1e9:.3g} GB/s, launch: {hardware.launch_us:.3g} us",
     ]
     for name, link in (("in a node", hardware.intra), ("between nodes", hardware.inter)):
         bus = [f"{kind} {link.bus[kind].largest / 1e9:.3g}" for kind in COLLECTIVE_KINDS]

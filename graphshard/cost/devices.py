@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..kinds import TransferKind
-from .hardware import Hardware, Interconnect, Rate
+from .hardware import HOST_MEMORY, Hardware, Interconnect, Rate
 from .links import (
     INFINITY_FABRIC,
     NETWORK_HOP_US,
@@ -105,6 +105,12 @@ _A10G_FLOPS = {
 _HOST_PCIE4 = Rate(32e9, ((1.0, 0.8),))
 _HOST_PCIE5 = Rate(64e9, ((1.0, 0.8),))
 
+# For each GPU of a node of 8, as of ``HOST_MEMORY``, but two sockets with 8 channels of DDR5-4800:
+# 614 GB/s. A DGX H100 and H200 have 2 x Xeon 8480C; the others are assumed to have the same.
+_HOST_DDR5 = Rate(614.4e9 / 8, HOST_MEMORY.achieved)
+# A Grace CPU reads up to 512 GB/s (its datasheet), and a GB200 has one for two GPUs.
+_HOST_GRACE = Rate(512e9 / 2, HOST_MEMORY.achieved)
+
 
 def _memory(bytes_per_s: float) -> Rate:
     # Copies reach 3.0 of 3.35 TB/s on an H100 and 4.3 of 4.8 TB/s on an H200. 0.90 for A100 also in
@@ -125,6 +131,7 @@ def _gpu(
     intra: Interconnect,
     network_gbit_per_s: float,
     ranks_per_node: int = 8,
+    host_memory: Rate = HOST_MEMORY,
 ) -> Hardware:
     """Return a GPU in a node of 8, with a network of ``network_gbit_per_s`` for each of them."""
     inter = dataclasses.replace(intra, hop_us=NETWORK_HOP_US)
@@ -140,6 +147,7 @@ def _gpu(
         ranks_per_node=ranks_per_node,
         intra=intra,
         inter=inter,
+        host_memory=host_memory,
     )
     return with_network(hardware, network_gbit_per_s)
 
@@ -202,6 +210,7 @@ _ENTRIES = (
         flops=_HOPPER_FLOPS,
         memory_bytes_per_s=3.35e12,
         host=_HOST_PCIE5,
+        host_memory=_HOST_DDR5,
         special_per_s=3.9e12,
         intra=NVLINK4,
         network_gbit_per_s=400,
@@ -211,6 +220,7 @@ _ENTRIES = (
         flops=_HOPPER_FLOPS,
         memory_bytes_per_s=4.8e12,
         host=_HOST_PCIE5,
+        host_memory=_HOST_DDR5,
         special_per_s=3.9e12,
         intra=NVLINK4,
         network_gbit_per_s=400,
@@ -247,6 +257,7 @@ _ENTRIES = (
         flops=_B200_FLOPS,
         memory_bytes_per_s=8e12,
         host=_HOST_PCIE5,
+        host_memory=_HOST_DDR5,
         special_per_s=4.4e12,
         intra=NVLINK5,
         network_gbit_per_s=400,
@@ -265,6 +276,7 @@ _ENTRIES = (
         flops=_HOPPER_FLOPS,
         memory_bytes_per_s=2.4e12,
         host=_HOST_PCIE5,
+        host_memory=_HOST_DDR5,
         special_per_s=3.9e12,
         intra=NVLINK4,
         network_gbit_per_s=400,
@@ -274,6 +286,7 @@ _ENTRIES = (
         flops=_GB200_FLOPS,
         memory_bytes_per_s=8e12,
         host=_HOST_PCIE5,
+        host_memory=_HOST_GRACE,
         special_per_s=4.4e12,
         intra=NVLINK5,
         network_gbit_per_s=400,
@@ -284,6 +297,7 @@ _ENTRIES = (
         flops=_MI300X_FLOPS,
         memory_bytes_per_s=5.3e12,
         host=_HOST_PCIE5,
+        host_memory=_HOST_DDR5,
         special_per_s=10.2e12,
         intra=INFINITY_FABRIC,
         network_gbit_per_s=400,

@@ -29,6 +29,12 @@ Points = tuple[tuple[float, float], ...]
 """Amounts of work, each with the fraction of a peak rate that it achieves."""
 
 
+def _check_positive(field: str, value: float, *, zero: bool = False) -> None:
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        least = "0 or more" if zero else "more than 0"
+        raise ValueError(f"{field}={value!r}: must be a finite number, {least}")
+
+
 @dataclass(frozen=True)
 class Rate:
     """Work per second, as a peak and the fraction of it that each amount of work achieves.
@@ -73,6 +79,15 @@ class Rate:
         (less, slow), (more, fast) = points[after - 1], points[after]
         share = (amount - less) / (more - less)
         return (less / slow * (1 - share) + more / fast * share) / self.peak * 1e6
+
+
+HOST_MEMORY = Rate(409.6e9 / 8, ((1.0, 0.5),))
+"""Bytes that a host reads and writes for each of 8 GPUs, where nothing better is known.
+
+Assumed: two sockets with 8 channels of DDR4-3200 each, as in a DGX A100 (2 x EPYC 7742), and half
+of their peak: fused optimizers read and write four tensors at once, beside the data loader. One
+core of an AMD EPYC (Zen 4) runs a fused AdamW at 54 GB/s; 8 processes with a core each would do.
+"""
 
 
 @dataclass(frozen=True)
@@ -125,6 +140,8 @@ class Hardware:
         inter: the interconnect between nodes.
         device_type: of its tensors, "cuda" or "cpu".
         source: of its rates, ``DATASHEET`` or ``CALIBRATED``.
+        host_memory: bytes that the host reads and writes per second for each device, as an
+            optimizer does.
 
     Raises:
         ValueError: a value is out of range, or ``flops`` lacks float32.
@@ -143,6 +160,7 @@ class Hardware:
     inter: Interconnect
     device_type: str = "cuda"
     source: str = DATASHEET
+    host_memory: Rate = HOST_MEMORY
 
     def __post_init__(self) -> None:
         _check_one_of("device_type", self.device_type, ("cuda", "cpu"))
@@ -195,12 +213,6 @@ class Hardware:
         return cls.from_json(path.read_text(), str(path))
 
 
-def _check_positive(field: str, value: float, *, zero: bool = False) -> None:
-    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        least = "0 or more" if zero else "more than 0"
-        raise ValueError(f"{field}={value!r}: must be a finite number, {least}")
-
-
 def _check_one_of(field: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{field}={value!r}: must be one of {choices}")
@@ -228,6 +240,10 @@ def _read_hardware(fields: Fields) -> Hardware:
         inter=_read_interconnect(fields.nested("inter")),
         device_type=fields.value("device_type", str, '"cuda" or "cpu"'),
         source=fields.value("source", str, f'"{DATASHEET}" or "{CALIBRATED}"'),
+        # Older files of this version have none.
+        host_memory=_read_rate(fields, "host_memory")
+        if "host_memory" in fields.raw
+        else HOST_MEMORY,
     )
 
 

@@ -97,16 +97,18 @@ def measure(device: torch.device, effort: Effort) -> Measurement:
     flops = {
         dtype: _matmul_rate(dtype, effort.matmul_sizes, timer, launch_us) for dtype in effort.dtypes
     }
+    memory = _copy_rate(effort.copy_bytes, timer, launch_us)
     hardware = dataclasses.replace(
         table_entry,
         name=f"{name}, calibrated",
         source=CALIBRATED,
         device_type=device.type,
         flops={**table_entry.flops, **flops},
-        memory=_copy_rate(effort.copy_bytes, timer, launch_us),
+        memory=memory,
         host=_host_copy_rate(effort.copy_bytes, timer, launch_us),
         special_per_s=_special_per_s(timer),
         launch_us=launch_us,
+        host_memory=memory if device.type == "cpu" else _host_memory_rate(effort),
     )
     if dist.is_initialized() and dist.get_world_size() > 1:
         hardware = _with_interconnects(hardware, effort.collective_bytes, timer)
@@ -200,6 +202,12 @@ def _host_copy_rate(sizes: Sequence[int], timer: Timer, launch_us: float) -> Rat
         us = timer.median_us(rotating(partial(target.copy_, non_blocking=True), sources))
         samples.append(Sample(num_bytes, us - launch_us))
     return fit_rate(samples)
+
+
+def _host_memory_rate(effort: Effort) -> Rate:
+    """Return the rate of bytes that the host reads and writes by the threads of this rank."""
+    host = Timer(torch.device("cpu"), effort.num_samples)
+    return _copy_rate(effort.copy_bytes, host, launch_us=0.0)
 
 
 def _special_per_s(timer: Timer) -> float:

@@ -14,7 +14,7 @@ from .cluster import Cluster
 from .peak import MemoryForecast
 from .planned_step import PlannedStep, plan_step
 from .recipe import Recipe
-from .trace import FASTER_COMPUTE, FASTER_MEMORY, NO_LAUNCHES, TracedStep, faster_machines
+from .trace import FASTER_COMPUTE, FASTER_MEMORY, NO_LAUNCHES, TracedStep, faster_machines, scaled
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,14 @@ KEPT, FOUR = (
     "parameters kept from forward to backward (reshard_after_forward=False)",
     "4 microbatches in a step (per microbatch)",
 )
-_BINDS = {LINK: "link", LATENCY: "latency", COMPUTE: "compute", BANDWIDTH: "memory bandwidth"}
+HOST = "host twice as fast (its link and its memory)"
+_BINDS = {
+    HOST: "host",
+    LINK: "link",
+    LATENCY: "latency",
+    COMPUTE: "compute",
+    BANDWIDTH: "memory bandwidth",
+}
 
 
 def find_changes(traced: TracedStep, recipe: Recipe, cluster: Cluster) -> list[Change]:
@@ -65,6 +72,8 @@ def find_changes(traced: TracedStep, recipe: Recipe, cluster: Cluster) -> list[C
         COMPUTE: lambda: quick(recipe, cluster, prices=FASTER_COMPUTE),
         BANDWIDTH: lambda: quick(recipe, _with(cluster, memory_machine), prices=FASTER_MEMORY),
     }
+    if recipe.offload:
+        plans[HOST] = lambda: quick(recipe, _with(cluster, _with_faster_host(cluster.hardware)))
     if recipe.kind in ("zero3", "hsdp"):
         plans[KEPT] = lambda: quick(recipe, cluster, keep_all=True)
     if recipe.accumulate == 1:
@@ -88,11 +97,16 @@ def _with(cluster: Cluster, hardware: Hardware) -> Cluster:
     return dataclasses.replace(cluster, hardware=hardware)
 
 
+def _with_faster_host(hardware: Hardware) -> Hardware:
+    link, memory = scaled(hardware.host, 2.0), scaled(hardware.host_memory, 2.0)
+    return dataclasses.replace(hardware, host=link, host_memory=memory)
+
+
 def _scaled_links(cluster: Cluster, *, rate: float = 1.0, latency: float = 1.0) -> Cluster:
     links = {}
     for name in ("intra", "inter"):
         link = getattr(cluster.hardware, name)
-        bus = {k: dataclasses.replace(r, peak=r.peak * rate) for k, r in link.bus.items()}
+        bus = {k: scaled(r, rate) for k, r in link.bus.items()}
         links[name] = dataclasses.replace(
             link, bus=bus, latency_us=link.latency_us * latency, hop_us=link.hop_us * latency
         )

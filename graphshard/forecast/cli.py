@@ -47,7 +47,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--strategy", default="zero3", help=f"{STRATEGIES} (%(default)s)")
     add("--optimizer", default="adamw", help=f"one of {', '.join(OPTIMIZERS)} (%(default)s)")
     add("--dtype", default="bf16", help="float32, bf16 or fp8 (%(default)s)")
-    add("--recompute", action="store_true", help="recompute each layer in backward")
+    add(
+        "--recompute",
+        type=_part,
+        nargs="?",
+        const=1.0,
+        default=0.0,
+        metavar="PART",
+        help="recompute layers in backward: all, or the first ones up to a part of them, as in 0.5",
+    )
+    add("--offload", action="store_true", help="the host keeps shards, gradients and optimizer")
     add("--accumulate", type=int, default=1, help="microbatches in a step (%(default)s)")
     add("--budget", metavar="72GB", help="memory of a GPU that the schedule may use")
     add("--memory", metavar="80GB", help="memory of a GPU, where the device is not known")
@@ -55,8 +64,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add(
         "--search",
         action="store_true",
-        help="compare all strategies, precisions, microbatches and choices of recomputation; a "
-        "GPU trains on the batch in each step",
+        help="compare all strategies, precisions, microbatches, recomputation and offload; a GPU "
+        "trains on the batch in each step",
     )
     add(
         "--largest",
@@ -73,13 +82,13 @@ def _plan(args: argparse.Namespace) -> int:
         batch, recipe = Batch.parse(args.batch), _recipe(args)
         if args.largest:
             return _print_largest(args, batch, recipe)
-        tables = []
+        tables, traced = [], None
         if args.search:
             found = _searched(args, batch, recipe)
             batch, recipe = batch._replace(size=found.best.microbatch), found.best.recipe
-            tables = [search_table(found)]
+            tables, traced = [search_table(found)], found.best.traced
         workload = find_workload(args.model, batch)
-        result = forecast(workload, recipe, _cluster(args), _show_progress)
+        result = forecast(workload, recipe, _cluster(args), _show_progress, traced)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     _write(args.json, result.to_json)
@@ -143,7 +152,13 @@ def _searched(args: argparse.Namespace, batch: Batch, recipe: Recipe) -> SearchR
 def _recipe(args: argparse.Namespace) -> Recipe:
     budget = None if args.budget is None else gigabytes("--budget", args.budget)
     return Recipe(
-        args.strategy, args.dtype, args.optimizer, args.recompute, args.accumulate, budget
+        args.strategy,
+        args.dtype,
+        args.optimizer,
+        args.recompute,
+        args.accumulate,
+        budget,
+        args.offload,
     )
 
 
@@ -162,6 +177,15 @@ def gigabytes(name: str, text: str) -> float:
     if match is None or not float(match[1]):
         raise ValueError(f'{name} {text}: write it as "72GB", of a billion bytes each')
     return float(match[1])
+
+
+def _part(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give a number from 0 to 1, or none; the model comes first"
+        ) from None
 
 
 def _show_progress(text: str) -> None:

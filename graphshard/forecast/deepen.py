@@ -17,6 +17,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import TypeVar
 
 from ..kinds import TransferKind
@@ -136,13 +137,8 @@ class _Segment:
     def _is_even(self) -> bool:
         """Return whether memory grows evenly along the longer graph."""
         return all(
-            _grows_evenly(
-                getattr(self.short.problem, name),
-                getattr(self.longer.problem, name),
-                self.start,
-                self.length,
-            )
-            for name in ("other_bytes", "between_bytes")
+            _grows_evenly(*alive, self.start, self.length)
+            for alive in _alive(self.short.problem, self.longer.problem)
         )
 
     def _makes_longer(self) -> bool:
@@ -295,12 +291,42 @@ def _named_transfers(graph: TracedGraphOfStep) -> list[tuple[str, Transfer]]:
 
 
 def _likely_starts(short: Problem, longer: Problem, length: int) -> list[int]:
-    """Return where a segment may begin, those in the middle first."""
+    """Return where a segment may begin: those with the fewest growths first, then the middle ones.
+
+    Where layers of two kinds take as long in a graph, a segment seems to fit among either kind. But
+    among the other kind what is alive would grow by another amount in each part of the graph.
+    """
     a, b = short.compute_us, longer.compute_us
     starts = [
         start for start in range(1, len(a)) if length > 0 and _is_alike_around(a, b, start, length)
     ]
-    return sorted(starts, key=lambda start: abs(start - len(a) / 2))
+
+    growths = list(map(add, *(_num_growths(*alive, length) for alive in _alive(short, longer))))
+    return sorted(starts, key=lambda start: (growths[start], abs(start - len(a) / 2)))
+
+
+def _alive(short: Problem, longer: Problem) -> tuple[tuple[Sequence[int], Sequence[int]], ...]:
+    return (
+        (short.other_bytes, longer.other_bytes),
+        (short.between_bytes, longer.between_bytes),
+    )
+
+
+def _num_growths(short: Sequence[int], longer: Sequence[int], length: int) -> list[int]:
+    """Return, for each start of a segment, by how many amounts bytes grow in front and behind."""
+    front = _num_distinct([b - a for a, b in zip(short, longer)])
+    behind = _num_distinct([b - a for a, b in zip(short, longer[length:])][::-1])
+    return list(map(add, front, behind[::-1]))
+
+
+def _num_distinct(values: Sequence[int]) -> list[int]:
+    """Return how many different values are among the first ones: of none, of one, and so on."""
+    seen: set[int] = set()
+    counts = [0]
+    for value in values:
+        seen.add(value)
+        counts.append(len(seen))
+    return counts
 
 
 def _is_alike_around(

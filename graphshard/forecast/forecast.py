@@ -58,6 +58,7 @@ class Forecast:
         graphs: the same, with the shards that each takes.
         held: what a rank holds between graphs.
         notes: what was assumed.
+        recomputed: the layers that backward recomputes, where it is a part: "model.layers[:3]".
     """
 
     model: str
@@ -76,6 +77,7 @@ class Forecast:
     graphs: tuple[PlannedGraph, ...]
     held: Held
     notes: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -86,6 +88,12 @@ class Forecast:
     def fits(self) -> bool:
         """Return whether a device has the memory, and the schedule keeps its budget."""
         return self.memory.fits
+
+    @property
+    def host_bytes(self) -> int:
+        """Return what each node needs of its host's memory for shards that the host keeps."""
+        cluster = self.cluster
+        return self.memory.host * min(cluster.num_gpus, cluster.hardware.ranks_per_node)
 
     @property
     def padding(self) -> str | None:
@@ -107,6 +115,7 @@ class Forecast:
             self.cluster.num_gpus,
             None if budget is None else budget / 1e9,
             self.cluster.hardware.device_type,
+            self.recomputed,
         )
 
     def to_json(self) -> str:
@@ -122,6 +131,7 @@ class Forecast:
             f"{self.unit}_per_s": self.tokens_per_s,
             "mfu": self.mfu,
             "time": _with_properties(self.time, "step_us", "low_us", "high_us"),
+            "host_bytes": self.host_bytes,
             "memory": _with_properties(self.memory, "allocated", "total", "low", "high", "fits"),
             "exposed": [dataclasses.asdict(exposed) for exposed in self.exposed],
             "binds": self.binds,
@@ -145,12 +155,14 @@ def forecast_of(
     tokens: int,
     unit: str = "tokens",
     notes: Sequence[str] = (),
+    recomputed: Sequence[str] = (),
 ) -> Forecast:
     """Return the forecast of a step whose graphs are traced.
 
     Args:
         tokens: of a microbatch on one rank.
         unit: what ``tokens`` counts.
+        recomputed: as of ``Forecast``.
     """
     step = plan_step(traced, recipe, cluster)
     changes = find_changes(traced, recipe, cluster)
@@ -173,6 +185,7 @@ def forecast_of(
         graphs=step.graphs,
         held=traced.held,
         notes=tuple(notes),
+        recomputed=tuple(recomputed),
     )
 
 
@@ -226,9 +239,7 @@ def summary_rows(forecast: Forecast) -> Iterator[tuple[str, str]]:
     recipe, time, memory = forecast.recipe, forecast.time, forecast.memory
     yield "model", f"{forecast.model}, {forecast.num_params / 1e9:.2f} billion parameters"
     yield "cluster", f"{forecast.cluster}, {memory.device / GB:.1f} GB each"
-    recomputes = ", each layer recomputed" if recipe.recompute else ""
-    steps = f", {recipe.accumulate} microbatches" if recipe.accumulate > 1 else ""
-    yield "recipe", f"{recipe.strategy}, {recipe.dtype}, {recipe.optimizer}{recomputes}{steps}"
+    yield "recipe", _recipe_text(forecast)
     per_gpu = forecast.tokens_per_s / forecast.cluster.num_gpus
     yield (
         "step",
@@ -253,9 +264,25 @@ def summary_rows(forecast: Forecast) -> Iterator[tuple[str, str]]:
         "memory",
         f"{memory.total / GB:.1f} of {memory.device / GB:.1f} GB, in {memory.when}: {verdict}",
     )
+    if recipe.offload:
+        yield "host", f"{forecast.host_bytes / GB:.1f} GB of each node's memory"
     if padding := forecast.padding:
         yield "padding", padding
     yield "bound by", forecast.binds
+
+
+def _recipe_text(forecast: Forecast) -> str:
+    recipe = forecast.recipe
+    parts = [recipe.strategy, recipe.dtype, recipe.optimizer]
+    if recipe.offload:
+        parts.append("offloaded to the host")
+    if recipe.recompute == 1:
+        parts.append("each layer recomputed")
+    elif forecast.recomputed:
+        parts.append(f"{' and '.join(forecast.recomputed)} recomputed")
+    if recipe.accumulate > 1:
+        parts.append(f"{recipe.accumulate} microbatches")
+    return ", ".join(parts)
 
 
 def _memory_table(forecast: Forecast) -> str:

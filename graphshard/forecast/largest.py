@@ -14,10 +14,10 @@ from typing import Any
 from tabulate import tabulate
 
 from .cluster import Cluster
-from .plan import LEAST_PERIODS, Progress, repeating
 from .planned_step import PlannedStep, plan_step
 from .recipe import Recipe
 from .retarget import on_mesh
+from .shallow import LEAST_PERIODS, Depth, Progress, repeating
 from .trace import TracedStep
 from .workload import Workload
 
@@ -130,7 +130,12 @@ def largest(
 
     Raises:
         NotPeriodicError: layers do not repeat.
+        ValueError: a part of the layers is recomputed.
     """
+    if recipe.recompute not in (0, 1):
+        raise ValueError(
+            f"--largest with recompute={recipe.recompute:g}: have all layers recomputed or none"
+        )
     recipe = dataclasses.replace(recipe, strategy="zero3")
     grower = _Grower(workload_of, recipe, cluster, size, progress)
     return LargestResult((*grower.by_depth(), *grower.by_width(), *grower.by_batch()))
@@ -206,8 +211,9 @@ class _Grower:
 
     def _steps(self, workload: Workload) -> Callable[[int], TracedStep]:
         self._progress(f"{workload.name}, {workload.tokens} {workload.unit}")
-        shallow = LEAST_PERIODS * workload.period
-        return repeating(workload, shallow, self._recipe, self._cluster).with_layers
+        deep = Depth.of((LEAST_PERIODS + 2) * workload.period, self._recipe)
+        found = repeating(workload, deep, self._recipe, self._cluster)
+        return lambda num_layers: found.of_depth(Depth.of(num_layers, self._recipe))
 
     def _plan(self, step: TracedStep, strategy: str) -> PlannedStep | None:
         return plan_by(step, strategy, self._recipe, self._cluster)

@@ -39,7 +39,7 @@ def forecast_page(forecast: Forecast, others: Sequence[TableData] = ()) -> str:
 def _graph(forecast: Forecast, number: int, graph: PlannedGraph) -> GraphData:
     """Return what the page shows of one graph, and in its memory all that a rank holds."""
     data = graph_data(forecast.dumps[number])
-    outside = outside_of_graphs(forecast.held, forecast.memory.optimizer, forecast.memory.device)
+    outside = outside_of_graphs(forecast.held, forecast.recipe, forecast.memory.device)
     steps = range(graph.problem.num_steps)
     held = {"parameters": outside.parameters, "optimizer": outside.optimizer + outside.buffers}
     beside = beside_graphs(forecast.graphs)[number]

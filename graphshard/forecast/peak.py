@@ -18,6 +18,7 @@ from ..planning.live_bytes import alive_by_moment, other_by_moment, with_other_b
 from ..planning.moments import Span, running, sum_spans
 from ..planning.plan import Bucket, Problem
 from .interval import MEMORY
+from .recipe import OPTIMIZERS, Recipe
 from .trace import Held
 
 OUTSIDE_BYTES = {"cuda": 1_300_000_000, "cpu": 500_000_000}
@@ -41,6 +42,7 @@ class MemoryForecast:
         buffers: of the model.
         margin: for what is outside of the allocator, and what it cannot hand out.
         device: all that a device has.
+        host: what the host keeps for the rank: parameters, gradients and optimizer of ``offload``.
     """
 
     when: str
@@ -53,11 +55,12 @@ class MemoryForecast:
     buffers: int
     margin: int
     device: int
+    host: int = 0
 
     @property
     def kinds(self) -> dict[str, int]:
-        """Bytes by kind, without the margin."""
-        apart = ("when", "margin", "device")
+        """Bytes of the device by kind, without the margin."""
+        apart = ("when", "margin", "device", "host")
         return {name: value for name, value in vars(self).items() if name not in apart}
 
     @property
@@ -97,29 +100,20 @@ class PlannedGraph:
     input_bytes: int
 
 
-def outside_bytes(held: Held, optimizer_bytes: int, accumulate: int) -> int:
-    """Return the bytes that are held while any graph runs, shards included."""
-    earlier = held.trained if accumulate > 1 else 0
-    return int(held.parameters + held.buffers + optimizer_bytes + earlier)
-
-
 def peak_of_step(
     graphs: Sequence[PlannedGraph],
-    held: Held,
+    outside: MemoryForecast,
     *,
-    optimizer_bytes: int,
     accumulate: int,
-    device_bytes: int,
     device_type: str = "cuda",
 ) -> MemoryForecast:
     """Return the memory at the moment of a step that needs most.
 
     Args:
+        outside: as of ``outside_of_graphs``.
         accumulate: number of microbatches.
-        device_bytes: that a device has.
         device_type: a key of ``OUTSIDE_BYTES``.
     """
-    outside = outside_of_graphs(held, optimizer_bytes, device_bytes)
     earlier = outside.gradients if accumulate > 1 else 0
     candidates = [outside]
     for graph, beside in zip(graphs, beside_graphs(graphs)):
@@ -130,13 +124,18 @@ def peak_of_step(
     return dataclasses.replace(peak, margin=margin)
 
 
-def outside_of_graphs(held: Held, optimizer_bytes: int, device_bytes: int) -> MemoryForecast:
-    """Return the memory while the optimizer runs, which updates in place."""
-    return MemoryForecast(
+def outside_of_graphs(held: Held, recipe: Recipe, device_bytes: int) -> MemoryForecast:
+    """Return the memory while the optimizer runs, which updates in place.
+
+    Args:
+        device_bytes: that a device has.
+    """
+    optimizer_bytes = OPTIMIZERS[recipe.optimizer].states * held.trained
+    on_device = MemoryForecast(
         when="optimizer",
         parameters=int(held.parameters),
         gradients=int(held.trained),
-        optimizer=optimizer_bytes,
+        optimizer=int(optimizer_bytes),
         activations=0,
         gathered=0,
         reducing=0,
@@ -144,6 +143,12 @@ def outside_of_graphs(held: Held, optimizer_bytes: int, device_bytes: int) -> Me
         margin=0,
         device=device_bytes,
     )
+    if not recipe.offload:
+        return on_device
+    # Gradients of a microbatch are copied to the host before they are added to those before.
+    copies = 2 if recipe.accumulate > 1 else 1
+    host = int(held.parameters + copies * held.trained + optimizer_bytes)
+    return dataclasses.replace(on_device, parameters=0, gradients=0, optimizer=0, host=host)
 
 
 class Beside(NamedTuple):
@@ -176,8 +181,9 @@ def beside_graphs(graphs: Sequence[PlannedGraph]) -> list[Beside]:
 
 
 def _reduced_bytes(graph: PlannedGraph) -> int:
+    """Return the bytes of reduced gradients that a graph leaves on the device."""
     reductions = (t for t in graph.problem.transfers if t.kind != TransferKind.ALL_GATHER)
-    return sum(t.shard_bytes for t in reductions)
+    return sum(t.shard_bytes for t in reductions if not t.host)
 
 
 def _most(graph: PlannedGraph, outside: MemoryForecast, beside: Beside) -> MemoryForecast:
@@ -205,6 +211,7 @@ def parts_by_moment(graph: PlannedGraph) -> dict[str, list[int]]:
             for bucket in reductions
             if bucket.kind != TransferKind.ALL_REDUCE_SHARDS
             for i in bucket.transfers
+            if not problem.transfers[i].host
         ),
         len(other),
     )

@@ -10,6 +10,7 @@ from itertools import pairwise
 from ..cost.hardware import Hardware
 from ..cost.model import CostModel
 from ..kinds import GraphKind, TransferKind
+from ..planning.host_copies import add_host_copies
 from ..planning.keep_unsharded import choose_kept
 from ..planning.memory_budget import ScheduleLimits
 from ..planning.plan import Plan
@@ -18,9 +19,12 @@ from ..show.dump import Dump
 from .cluster import Cluster
 from .interval import STEP_TIME, Errors
 from .keep import kept_from_forward
-from .peak import MemoryForecast, PlannedGraph, outside_bytes, peak_of_step
+from .peak import MemoryForecast, PlannedGraph, outside_of_graphs, peak_of_step
 from .recipe import OPTIMIZERS, Recipe
 from .trace import AS_IS, Held, TracedGraphOfStep, TracedStep
+
+ADDING = 3
+"""How often the host reads or writes one number for each parameter to add a gradient to another."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,8 @@ class TimeForecast:
         compute_us: in which a GPU computes or copies, in all microbatches.
         exposed_us: in which it waits for communication.
         lost_us: that hidden communication costs it.
-        optimizer_us: that it updates parameters.
+        optimizer_us: that it, or the host with ``offload``, updates parameters; the host also adds
+            up the gradients of microbatches.
         errors: the interval of ``step_us``, as factors of it.
     """
 
@@ -91,27 +96,22 @@ def plan_step(
         BackendError: no schedule keeps the budget.
     """
     held, hardware = traced.held, cluster.hardware
-    optimizer_bytes = int(OPTIMIZERS[recipe.optimizer].states * held.trained)
-    outside = outside_bytes(held, optimizer_bytes, recipe.accumulate)
+    outside = outside_of_graphs(held, recipe, cluster.memory_bytes)
     cost_model = CostModel(hardware)
     graphs = [_priced(graph, prices) for graph in traced.graphs]
     limits = _limits(graphs, recipe, outside)
     graphs = _with_kept(graphs, cost_model, limits.peak, keep_all)
     dumps = []
     for graph in graphs:
-        buckets = find_schedule(graph.problem, cost_model, limits, refine=refine)
+        collectives = find_schedule(graph.problem, cost_model, limits, refine=refine)
+        buckets = add_host_copies(graph.problem, collectives, cost_model, limits)
         dumps.append(Dump(Plan(graph.params, graph.problem, buckets), hardware, limits))
     planned = [
         PlannedGraph(dump.plan.problem, dump.plan.buckets, graph.input_bytes)
         for dump, graph in zip(dumps, graphs)
     ]
     memory = peak_of_step(
-        planned,
-        held,
-        optimizer_bytes=optimizer_bytes,
-        accumulate=recipe.accumulate,
-        device_bytes=cluster.memory_bytes,
-        device_type=hardware.device_type,
+        planned, outside, accumulate=recipe.accumulate, device_type=hardware.device_type
     )
     return PlannedStep(tuple(dumps), tuple(planned), _time(dumps, recipe, held, hardware), memory)
 
@@ -121,16 +121,19 @@ def _priced(graph: TracedGraphOfStep, prices: str) -> TracedGraphOfStep:
     return dataclasses.replace(graph, problem=problem)
 
 
-def _limits(graphs: Sequence[TracedGraphOfStep], recipe: Recipe, outside: int) -> ScheduleLimits:
+def _limits(
+    graphs: Sequence[TracedGraphOfStep], recipe: Recipe, outside: MemoryForecast
+) -> ScheduleLimits:
     """Return the limits of every graph: its own shards count, those outside of it do not."""
     if recipe.budget_gb is None:
         return ScheduleLimits()
     inside = min((graph.input_bytes for graph in graphs), default=0)
-    peak = int(recipe.budget_gb * 1e9) - outside + inside
+    held = outside.allocated - (outside.gradients if recipe.accumulate == 1 else 0)
+    peak = int(recipe.budget_gb * 1e9) - held + inside
     if peak <= 0:
         raise ValueError(
             f"budget_gb={recipe.budget_gb:g}: parameters and optimizer alone need "
-            f"{outside / 1e9:.1f} GB on each GPU; give more, or take more GPUs"
+            f"{held / 1e9:.1f} GB on each GPU; give more, or take more GPUs"
         )
     return ScheduleLimits(peak=peak)
 
@@ -178,12 +181,20 @@ def _pair_with_kept(
 
 def _time(dumps: Sequence[Dump], recipe: Recipe, held: Held, hardware: Hardware) -> TimeForecast:
     totals = [dump.totals for dump in dumps]
-    moved = OPTIMIZERS[recipe.optimizer].passes * held.trained
     exposed_us = sum(t.total_us - t.compute_us for t in totals)
     return TimeForecast(
         compute_us=recipe.accumulate * sum(t.compute_us for t in totals),
         exposed_us=recipe.accumulate * exposed_us,
         lost_us=recipe.accumulate * sum(t.lost_us for t in totals),
-        optimizer_us=hardware.memory.us(moved) + hardware.launch_us,
+        optimizer_us=_optimizer_us(recipe, held, hardware),
         errors=STEP_TIME[hardware.source],
     )
+
+
+def _optimizer_us(recipe: Recipe, held: Held, hardware: Hardware) -> float:
+    """Return the time to update parameters, where the memory that holds them is all that counts."""
+    passes = OPTIMIZERS[recipe.optimizer].passes
+    if not recipe.offload:
+        return hardware.memory.us(passes * held.trained) + hardware.launch_us
+    passes += ADDING * (recipe.accumulate - 1)
+    return hardware.host_memory.us(passes * held.trained)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from ..options.float8_policy import Float8Policy
 from ..options.schedule_policy import SchedulePolicy
@@ -52,9 +53,11 @@ class Recipe:
         dtype: float32; bf16: gathered and computed in bfloat16, gradients reduced in float32; fp8:
             as bf16, but inner linears compute in fp8 and are gathered in it.
         optimizer: one of ``OPTIMIZERS``; fused.
-        recompute: whether backward recomputes each layer from its input.
+        recompute: the part of the layers, from 0 to 1, that backward recomputes from their inputs:
+            the first ones, since backward needs them when it has freed the others.
         accumulate: microbatches in a step, each of which reduces its gradients.
         budget_gb: memory that the schedule may use on a device; None: as much as it likes.
+        offload: whether the host keeps shards, gradients and optimizer, and runs that.
 
     Raises:
         ValueError: a value is not one of these.
@@ -63,9 +66,10 @@ class Recipe:
     strategy: str = "zero3"
     dtype: str = "bf16"
     optimizer: str = "adamw"
-    recompute: bool = False
+    recompute: float = False
     accumulate: int = 1
     budget_gb: float | None = None
+    offload: bool = False
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"zero3|zero2|ddp|(hsdp|hpz):[1-9]\d*", self.strategy):
@@ -80,6 +84,29 @@ class Recipe:
             )
         if not (isinstance(self.accumulate, int) and self.accumulate > 0):
             raise ValueError(f"accumulate={self.accumulate!r}: must be a whole number from 1 up")
+        if not (isinstance(self.recompute, (int, float)) and 0 <= self.recompute <= 1):
+            raise ValueError(
+                f"recompute={self.recompute!r}: must be a number from 0 (no layer is recomputed in "
+                "backward) to 1 (all are)"
+            )
+        self._check_offload()
+
+    def _check_offload(self) -> None:
+        """
+        Raises:
+            ValueError: the strategy or the precision cannot be with the host.
+        """
+        if not self.offload:
+            return
+        if self.kind == "ddp":
+            raise ValueError(
+                "offload with ddp: replicated parameters stay on the GPU; use zero3, or hsdp:N"
+            )
+        if self.dtype == "fp8":
+            raise ValueError(
+                'offload with dtype="fp8": how long the host takes to find the scales of its '
+                "shards is not known; use bf16"
+            )
 
     @property
     def kind(self) -> str:
@@ -119,6 +146,8 @@ class Recipe:
             options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         if self.dtype == "fp8":
             options["fp8"] = Float8Policy()
+        if self.offload:
+            options["offload_policy"] = CPUOffloadPolicy()
         return options
 
     def traced_options(self) -> dict[str, Any]:
@@ -130,11 +159,14 @@ class Recipe:
         num_gpus: int,
         memory_budget_gb: float | None = None,
         device_type: str = "cuda",
+        recomputed: Sequence[str] = (),
     ) -> str:
         """Return the lines of Python that train so.
 
         Args:
             memory_budget_gb: of a graph; None: none.
+            recomputed: lists of layers, as of ``workload.recomputed_layers``; where ``recompute``
+                is neither 0 nor 1.
         """
         replicas, shards = self.ranks(num_gpus)
         is_2d = replicas > 1
@@ -150,15 +182,27 @@ class Recipe:
             arguments.append("mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)")
         if self.dtype == "fp8":
             arguments.append("fp8=graphshard.Float8Policy()")
+        if self.offload:
+            arguments.append("offload_policy=CPUOffloadPolicy()")
         if memory_budget_gb is not None:
             arguments.append(
                 f"schedule=graphshard.SchedulePolicy(memory_budget_gb={memory_budget_gb:.1f})"
             )
         lines = [f'mesh = init_device_mesh("{device_type}", {mesh}{names})']
-        if self.recompute:
-            lines.append("model.gradient_checkpointing_enable()  # or checkpoint() of each layer")
+        lines += self._recomputing(recomputed)
         lines.append(
             f"model = torch.compile(model, backend=graphshard.backend({', '.join(arguments)}))"
         )
         lines.append(f"optimizer = {OPTIMIZERS[self.optimizer].code}")
         return "\n".join(lines)
+
+    def _recomputing(self, recomputed: Sequence[str]) -> list[str]:
+        """Return the lines that have layers recomputed."""
+        if self.recompute == 1:
+            return ["model.gradient_checkpointing_enable()  # or checkpoint() of each layer"]
+        recomputing = "functools.partial(checkpoint, layer.forward, use_reentrant=False)"
+        return [
+            line
+            for layers in recomputed
+            for line in (f"for layer in {layers}:", f"    layer.forward = {recomputing}")
+        ]

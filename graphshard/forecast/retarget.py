@@ -1,4 +1,4 @@
-"""A step that was traced for one group of shards, as it is on another mesh: `on_mesh`; pure.
+"""A traced step on another mesh, `on_mesh`, or with its shards on the host, `on_host`; pure.
 
 With ZeRO-3 and HSDP the ranks of a mesh change what each of them holds and what travels where, and
 nothing else, as long as no rank pads its rows. In fp8 each rank also computes scales of its shards,
@@ -8,6 +8,7 @@ whose time is left as it is: for Llama 3 8B on 8 shards, and not 64, that is 1.3
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from fractions import Fraction
 
 from ..kinds import TransferKind
@@ -46,7 +47,7 @@ def _divides(param: PlanParam, num_ranks: int, ranks: Ranks) -> bool:
 def _is_plain(transfer: Transfer) -> bool:
     """Return whether a transfer is a gather or reduction of whole parameters, or of scales."""
     kinds = (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER, TransferKind.ALL_REDUCE_MAX)
-    return transfer.kind in kinds and not transfer.host
+    return transfer.kind in kinds
 
 
 def _graph(graph: TracedGraphOfStep, ranks: Ranks, ratio: Fraction) -> TracedGraphOfStep:
@@ -81,3 +82,26 @@ def _transfer(transfer: Transfer, ranks: Ranks, ratio: Fraction) -> Transfer:
         num_replicas=ranks.replicas if averaged else 1,
         replica_stride=ranks.shards if averaged else 1,
     )
+
+
+def on_host(traced: TracedStep) -> TracedStep:
+    """Return a step of ZeRO-3 or HSDP whose shards and reduced gradients the host keeps.
+
+    The device has shards only while they wait to be gathered, which transfers account for.
+    """
+    return dataclasses.replace(traced, graphs=tuple(map(_with_shards_on_host, traced.graphs)))
+
+
+def _with_shards_on_host(graph: TracedGraphOfStep) -> TracedGraphOfStep:
+    problem = graph.problem
+
+    def less(alive: Sequence[int]) -> tuple[int, ...]:
+        return tuple(value - graph.input_bytes for value in alive)
+
+    problem = dataclasses.replace(
+        problem,
+        other_bytes=less(problem.other_bytes),
+        between_bytes=less(problem.between_bytes),
+        transfers=tuple(dataclasses.replace(t, host=True) for t in problem.transfers),
+    )
+    return dataclasses.replace(graph, problem=problem, input_bytes=0)

@@ -262,19 +262,20 @@ def _calls(graph: fx.Graph) -> list[fx.Node]:
 
 def faster_machines(hardware: Hardware) -> dict[str, Hardware]:
     """Return the machine, and those that would differ from it in one part alone."""
-    flops = {dtype: _twice(rate) for dtype, rate in hardware.flops.items()}
+    flops = {dtype: scaled(rate, 2.0) for dtype, rate in hardware.flops.items()}
     return {
         AS_IS: hardware,
         FASTER_COMPUTE: dataclasses.replace(hardware, flops=flops),
         FASTER_MEMORY: dataclasses.replace(
-            hardware, memory=_twice(hardware.memory), special_per_s=2 * hardware.special_per_s
+            hardware, memory=scaled(hardware.memory, 2.0), special_per_s=2 * hardware.special_per_s
         ),
         NO_LAUNCHES: dataclasses.replace(hardware, launch_us=0.0),
     }
 
 
-def _twice(rate: Rate) -> Rate:
-    return dataclasses.replace(rate, peak=2 * rate.peak)
+def scaled(rate: Rate, factor: float) -> Rate:
+    """Return a rate that is so many times as high."""
+    return dataclasses.replace(rate, peak=factor * rate.peak)
 
 
 @contextlib.contextmanager

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -123,19 +124,56 @@ def count_tokens(inputs: Inputs) -> tuple[int, str]:
     return first.numel(), "tokens"
 
 
-def recompute_layers(model: nn.Module) -> None:
-    """Have backward recompute each layer from its input, in place.
+def num_recomputed(num_layers: int, part: float) -> int:
+    """Return how many of so many layers a part of them is; the first ones are recomputed."""
+    return round(num_layers * part)
+
+
+def layer_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
+    """Return the lists of layers that are alike, by name; what a layer consists of is none.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or len(module) < 2:
+            continue
+        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        if not is_inside and len({*map(type, module)}) == 1:
+            found[name] = module
+    if not found:
+        raise ValueError("recompute: the model has no nn.ModuleList of layers that are alike")
+    return found
+
+
+def recompute_layers(model: nn.Module, part: float = 1) -> None:
+    """Have backward recompute the first ones of each list of layers from their inputs, in place.
+
+    Args:
+        part: of the layers, from 0 to 1.
 
     Raises:
         ValueError: the model has no list of layers.
     """
+    if not part:
+        return
     enable = getattr(model, "gradient_checkpointing_enable", None)
-    if callable(enable):
+    if part == 1 and callable(enable):
         enable({"use_reentrant": False})
         return
-    lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
-    layers: list[Any] = [x for alike in lists for x in alike if len({*map(type, alike)}) == 1]
-    if not layers:
-        raise ValueError("recompute: the model has no nn.ModuleList of layers that are alike")
-    for layer in layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    for layers in layer_lists(model).values():
+        for layer in layers[: num_recomputed(len(layers), part)]:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def recomputed_layers(model: nn.Module, part: float) -> tuple[str, ...]:
+    """Return the layers that ``recompute_layers`` has recomputed, as Python: "model.layers[:3]".
+
+    Raises:
+        ValueError: the model has no list of layers.
+    """
+    return tuple(
+        re.sub(r"\.(\d+)\b", r"[\1]", f"model.{name}[:{num_recomputed(len(layers), part)}]")
+        for name, layers in layer_lists(model).items()
+    )

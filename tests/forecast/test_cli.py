@@ -78,6 +78,10 @@ def test_a_function_of_a_script_and_its_own_hardware(
         ([LLAMA, "--batch", "1x8", "--device", "abacus"], "must be one of"),
         (["gpt2", "--batch", "1x2048"], "positions for 1024"),
         ([LLAMA, "--batch", "1x8", "--budget", "0.00001GB"], "parameters and optimizer alone"),
+        ([LLAMA, "--batch", "1x8", "--recompute", "2"], "recompute=2.0: must be a number from 0"),
+        (["--recompute", LLAMA], "give a number from 0 to 1, or none; the model comes first"),
+        ([LLAMA, "--batch", "1x8", "--recompute", "0.5", "--largest"], "all layers recomputed or"),
+        ([LLAMA, "--offload", "--device", "cpu", "--memory", "1"], "a CPU is the host itself"),
     ],
 )
 def test_errors_are_one_sentence(
@@ -95,7 +99,7 @@ def test_search_finds_the_quickest_that_fits(capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     assert "Not planned: fp8: A100-40GB has no products in it" in out
     front = re.findall(
-        r"^(zero\d|(?:hsdp|hpz):\d|ddp) +bf16 +(?:all|none) +1 of 1 +([\d.]+)", out, re.M
+        r"^(zero\d|(?:hsdp|hpz):\d|ddp) +bf16 +(?:all|none) +no +1 of 1 +([\d.]+)", out, re.M
     )
     quickest = min(front, key=lambda row: float(row[1]))
     assert f"recipe    {quickest[0]}, bf16, adamw" in out

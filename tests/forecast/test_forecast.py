@@ -116,6 +116,8 @@ def test_clusters_that_cannot_be(arguments: dict[str, object], error: str) -> No
 def test_the_code_of_a_recipe_is_python(strategy: str) -> None:
     recipe = Recipe(strategy, "bf16" if strategy == "ddp" else "fp8", recompute=True)
     ast.parse(recipe.code(16, memory_budget_gb=12.3))
+    part = Recipe(strategy, recompute=0.5, offload=strategy != "ddp")
+    ast.parse(part.code(16, recomputed=["model.layers[:2]", "model[1].layers[:3]"]))
     assert recipe.ranks(16) == (Ranks(4, 4) if strategy == "hsdp:4" else Ranks(1, 16))
 
 
@@ -125,6 +127,12 @@ def test_recipes_and_batches_that_cannot_be() -> None:
             Recipe(**arguments)
     with pytest.raises(ValueError, match="stay out of fp8"):
         Recipe("ddp", "fp8")
+    with pytest.raises(ValueError, match=r"recompute=1\.5: must be a number"):
+        Recipe(recompute=1.5)
+    with pytest.raises(ValueError, match="stay on the GPU; use zero3"):
+        Recipe("ddp", offload=True)
+    with pytest.raises(ValueError, match="shards is not known; use bf16"):
+        Recipe(dtype="fp8", offload=True)
     with pytest.raises(ValueError, match="3 does not divide 16 GPUs"):
         Recipe("hsdp:3").ranks(16)
     assert Batch.parse("2x8192") == Batch(2, 8192) and Batch.parse("64") == Batch(64)

@@ -23,6 +23,7 @@ from .test_trace import HARDWARE
 RECIPES = (
     Recipe(optimizer="momentum"),  # as of ``check``
     Recipe("hsdp:4", optimizer="momentum"),
+    Recipe(optimizer="momentum", offload=True),
 )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import graphshard
 from graphshard._torch.distributed import fake_ranks
@@ -18,8 +20,12 @@ from graphshard.forecast.cluster import cluster
 from graphshard.forecast.deepen import Layers, NotPeriodicError, deepen
 from graphshard.forecast.planned_step import plan_step
 from graphshard.forecast.recipe import Recipe
+from graphshard.forecast.retarget import on_host
+from graphshard.forecast.search import RESERVED, search
+from graphshard.forecast.shallow import traced_step
 from graphshard.forecast.trace import Ranks, TracedStep, UntraceableError, trace
-from graphshard.forecast.workload import recompute_layers
+from graphshard.forecast.workload import Workload, recompute_layers, recomputed_layers
+from graphshard.kinds import HOST_COPIES
 
 HARDWARE = find_hardware("H100")
 
@@ -61,8 +67,25 @@ def trace_stack(num_layers: int, recipe: Recipe, ranks: int = 8) -> TracedStep:
         recipe.ranks(ranks),
         HARDWARE,
         recipe.traced_options(),
-        recompute_layers if recipe.recompute else lambda model: None,
+        lambda model: recompute_layers(model, recipe.recompute),
     )
+
+
+def assert_same_step(made: TracedStep, traced: TracedStep) -> None:
+    """Check that a step that was made from others is one that was traced, but for rounding."""
+    assert dataclasses.asdict(made.held) == pytest.approx(dataclasses.asdict(traced.held))
+    for ours, theirs in zip(made.graphs, traced.graphs, strict=True):
+        assert ours.num_flops == pytest.approx(theirs.num_flops)
+        assert ours.input_bytes == theirs.input_bytes
+        assert ours.problem.other_bytes == theirs.problem.other_bytes
+        assert ours.problem.between_bytes == theirs.problem.between_bytes
+        for name, us in theirs.compute_us.items():
+            assert ours.compute_us[name] == pytest.approx(us)
+        pairs = zip(ours.problem.transfers, theirs.problem.transfers, strict=True)
+        for mine, other in pairs:
+            assert dataclasses.replace(mine, param=None) == dataclasses.replace(other, param=None)
+            if mine.param is not None and other.param is not None:
+                assert ours.params[mine.param].fqn == theirs.params[other.param].fqn
 
 
 @pytest.mark.parametrize(
@@ -78,20 +101,54 @@ def trace_stack(num_layers: int, recipe: Recipe, ranks: int = 8) -> TracedStep:
 )
 def test_a_deepened_step_equals_the_traced_one(recipe: Recipe) -> None:
     short, longer, deep = (trace_stack(n, recipe) for n in (3, 4, 7))
-    made = deepen(short, longer, 4, Layers("blocks"))
-    assert dataclasses.asdict(made.held) == pytest.approx(dataclasses.asdict(deep.held))
-    for ours, theirs in zip(made.graphs, deep.graphs, strict=True):
-        assert ours.num_flops == pytest.approx(theirs.num_flops)
-        assert ours.input_bytes == theirs.input_bytes
-        assert ours.problem.other_bytes == theirs.problem.other_bytes
-        assert ours.problem.between_bytes == theirs.problem.between_bytes
-        for name, us in theirs.compute_us.items():
-            assert ours.compute_us[name] == pytest.approx(us)
-        pairs = zip(ours.problem.transfers, theirs.problem.transfers, strict=True)
-        for mine, traced in pairs:
-            assert dataclasses.replace(mine, param=None) == dataclasses.replace(traced, param=None)
-            if mine.param is not None and traced.param is not None:
-                assert ours.params[mine.param].fqn == theirs.params[traced.param].fqn
+    assert_same_step(deepen(short, longer, 4, Layers("blocks")), deep)
+
+
+def test_layers_of_two_kinds_deepen_to_what_is_traced() -> None:
+    recipe = Recipe(dtype="fp8", recompute=5 / 11)
+    workload = Workload("stack", lambda n: (Stack(n or 11), (_ids(),)), 64, num_layers=11)
+    made, (note,) = traced_step(workload, recipe, cluster("H100", 8))
+    assert note.startswith("6, 7 and 8 layers were traced")
+    assert_same_step(made, trace_stack(11, recipe))
+
+
+def test_the_code_of_a_recipe_recomputes_the_same_layers() -> None:
+    recipe, by_hand, ours = Recipe(recompute=0.4), Stack(5), Stack(5)
+    recompute_layers(ours, recipe.recompute)
+    code = recipe.code(8, recomputed=recomputed_layers(by_hand, recipe.recompute))
+    loop = "\n".join(line for line in code.splitlines() if line.startswith(("for ", "    ")))
+    exec(loop, {"model": by_hand, "functools": functools, "checkpoint": checkpoint})
+    recomputed = [
+        [isinstance(b.forward, functools.partial) for b in m.blocks] for m in (by_hand, ours)
+    ]
+    assert recomputed == [[True, True, False, False, False]] * 2
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "hsdp:4"])
+def test_shards_on_the_host_are_as_if_traced_there(strategy: str) -> None:
+    on_device = trace_stack(3, Recipe(strategy))
+    assert_same_step(on_host(on_device), trace_stack(3, Recipe(strategy, offload=True)))
+
+
+def test_the_host_takes_memory_and_time() -> None:
+    recipe, machine = Recipe(offload=True, accumulate=2), cluster("H100", 8)
+    traced = trace_stack(3, recipe)
+    planned = plan_step(traced, recipe, machine)
+    memory, held = planned.memory, traced.held
+    assert memory.parameters == memory.gradients == memory.optimizer == 0
+    # Parameters, two gradients of microbatches, two states of Adam.
+    assert memory.host == pytest.approx(5 * held.trained)
+    # Seven passes of the optimizer, three to add up two gradients.
+    host_us = machine.hardware.host_memory.us(10 * held.trained)
+    assert planned.time.optimizer_us == pytest.approx(host_us)
+    kinds = {bucket.kind for dump in planned.dumps for bucket in dump.plan.buckets}
+    assert kinds.issuperset(HOST_COPIES)
+    slow = dataclasses.replace(machine.hardware.host, peak=1e6)
+    slower = dataclasses.replace(machine, hardware=dataclasses.replace(machine.hardware, host=slow))
+    transfers = [t for graph in traced.graphs for t in graph.problem.transfers]
+    copied = sum(t.shard_bytes for t in transfers)  # there for each gather, back from reductions
+    exposed = plan_step(traced, recipe, slower).time.exposed_us - planned.time.exposed_us
+    assert exposed == pytest.approx(2 * 1e6 * copied / slow.largest, rel=0.01)
 
 
 def test_a_rank_that_is_alone_keeps_its_parameters_while_backward_runs() -> None:
@@ -114,9 +171,12 @@ def test_layers_that_differ_do_not_deepen() -> None:
         deepen(uneven(3), uneven(4), 4, Layers("blocks"))
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "hsdp:4"])
-def test_plans_are_those_of_the_backend(strategy: str) -> None:
-    recipe = Recipe(strategy=strategy, dtype="float32")
+@pytest.mark.parametrize(
+    "recipe",
+    [Recipe(dtype="float32"), Recipe("hsdp:4", "float32"), Recipe(dtype="float32", offload=True)],
+    ids=["zero3", "hsdp:4", "offload"],
+)
+def test_plans_are_those_of_the_backend(recipe: Recipe) -> None:
     traced = trace_stack(3, recipe)
     planned = plan_step(traced, recipe, cluster("H100", 8))
     ranks = recipe.ranks(8)
@@ -124,7 +184,8 @@ def test_plans_are_those_of_the_backend(strategy: str) -> None:
         shape = tuple(ranks) if ranks.replicas > 1 else (ranks.shards,)
         mesh = dist.device_mesh.init_device_mesh("cpu", shape)
         schedule = graphshard.SchedulePolicy(hardware="H100")
-        backend = graphshard.backend(mesh, schedule=schedule, sync_module_states=False)
+        options = {**recipe.options(), "schedule": schedule, "sync_module_states": False}
+        backend = graphshard.backend(mesh, **options)
         torch.compile(Stack(3), backend=backend, dynamic=False)(_ids()).backward()
     torch.compiler.reset()
     for ours, theirs in zip(planned.dumps, backend.plans, strict=True):
@@ -190,3 +251,28 @@ def test_a_budget_is_kept_and_what_breaks_it_is_no_advice() -> None:
     assert kept[0] and all(bytes_ <= plans[1][0].memory_bytes for bytes_ in kept[1])
     with pytest.raises(ValueError, match="alone need"):
         plan_step(traced, Recipe(budget_gb=1e-5), machine)
+
+
+def test_the_search_recomputes_as_few_layers_as_fit() -> None:
+    def workload_of(size: int) -> Workload:
+        ids = torch.zeros((size, 4096), dtype=torch.int64)
+        return Workload("stack", lambda n: (Stack(n or 24, 1024), (ids,)), 4096, num_layers=24)
+
+    machine = cluster("A100-40GB", 8, memory_gb=2.2)
+    found = search(workload_of, 1, Recipe(), machine)
+    by_recipe = {
+        (c.recipe.strategy, c.recipe.recompute, c.recipe.offload): c for c in found.candidates
+    }
+    none, every, offloaded = (
+        by_recipe["zero3", *way] for way in ((0, False), (1, False), (0, True))
+    )
+    assert every.fits and not none.fits and none.traced is not None
+    assert none.memory_bytes - offloaded.memory_bytes > none.traced.step.held.trained
+    assert none.step_us < offloaded.step_us
+    (part,) = (c for way, c in by_recipe.items() if way[0] == "zero3" and 0 < way[1] < 1)
+    assert part.fits and none.step_us < part.step_us < every.step_us
+    number = round(part.recipe.recompute * 24)
+    fewer = Recipe(recompute=(number - 1) / 24)
+    step = traced_step(workload_of(1), fewer, machine).step
+    needed = plan_step(step, fewer, machine, refine=False).memory.total
+    assert needed > (1 - RESERVED) * machine.memory_bytes >= part.memory_bytes
