@@ -1,14 +1,19 @@
-"""Raises where a traced forward changes full parameters, or is given others instead.
+"""Raises where a traced forward changes full parameters, is given others instead, or reads them
+in a branch that not all ranks take.
 
-Both would be lost in silence. A full parameter is a copy that is gathered for each forward, and
-graphs read it through its shard, whatever stands in the module's table of parameters.
+The first two would be lost in silence. A full parameter is a copy that is gathered for each
+forward, and graphs read it through its shard, whatever stands in the module's table of parameters.
+In the third case ranks would gather different parameters at the same time, and take one for the
+other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from torch import fx
+import torch
+from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from .._torch.autograd import version_of
@@ -19,6 +24,9 @@ from ..ops import markers
 from .sharded_model import changed_in_place
 from .sharded_param import ShardedParam, sharded_param_of
 
+BRANCHING = (torch.ops.higher_order.cond, torch.ops.higher_order.while_loop)
+"""What runs code where values say so, or as often."""
+
 
 def check_reads(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
     """Check a graph that Dynamo traced, and the graphs in it.
@@ -27,8 +35,8 @@ def check_reads(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
         inputs: one value for each placeholder of ``gm``.
 
     Raises:
-        BackendError: it changes a full parameter in place, reads one under ``functional_call``,
-            or takes one as a DTensor.
+        BackendError: it changes a full parameter in place, reads one under ``functional_call`` or
+            in a branch, or takes one as a DTensor.
     """
     params = [sharded_param_of(value) for value in inputs]
     for value, param in zip(inputs, params):
@@ -46,6 +54,7 @@ def check_reads(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
     for graph_module in gm.modules():
         if isinstance(graph_module, fx.GraphModule):
             _check_graph(graph_module.graph, shards)
+            _check_branches(graph_module, shards)
 
 
 def _check_graph(graph: fx.Graph, shards: Mapping[int | None, ShardedParam]) -> None:
@@ -69,6 +78,34 @@ def _check_graph(graph: fx.Graph, shards: Mapping[int | None, ShardedParam]) -> 
         storage = traced_storage(node)
         if storage in fqns and version_of(node.meta["example_value"]):
             raise BackendError(changed_in_place(fqns[storage]))
+
+
+def _check_branches(gm: fx.GraphModule, shards: Mapping[int | None, ShardedParam]) -> None:
+    """Check the code that ``gm`` runs only where values say so."""
+    modules = dict(gm.named_modules())
+    nodes = (gm.graph.find_nodes(op="call_function", target=op) for op in BRANCHING)
+    for node in itertools.chain.from_iterable(nodes):
+        for read in _reads_within(modules[code] for code in _code_of(node) if code in modules):
+            param = shards.get(traced_storage(read.args[0]))
+            fqn = param.fqn if param else str(read.args[0])
+            name = node.target
+            raise BackendError(
+                f"parameter {fqn!r} is read within torch.{name}: ranks whose values differ would "
+                "gather different parameters, or not as often. Read it before, as in weight = "
+                f"layer.weight, and use that in what torch.{name} calls: F.linear(x, weight)"
+            )
+
+
+def _code_of(node: fx.Node) -> list[str]:
+    """Return the names of the graphs that a node is given, and of constants."""
+    return [str(used.target) for used in node.all_input_nodes if used.op == "get_attr"]
+
+
+def _reads_within(modules: Iterable[nn.Module]) -> Iterator[fx.Node]:
+    for module in modules:
+        for part in module.modules():
+            if isinstance(part, fx.GraphModule):
+                yield from _reads(part.graph)
 
 
 def _reads(graph: fx.Graph) -> Iterator[fx.Node]:
