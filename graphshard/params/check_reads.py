@@ -86,9 +86,10 @@ def _check_branches(gm: fx.GraphModule, shards: Mapping[int | None, ShardedParam
     nodes = (gm.graph.find_nodes(op="call_function", target=op) for op in BRANCHING)
     for node in itertools.chain.from_iterable(nodes):
         for read in _reads_within(modules[code] for code in _code_of(node) if code in modules):
-            param = shards.get(traced_storage(read.args[0]))
-            fqn = param.fqn if param else str(read.args[0])
-            name = node.target
+            shard, name = read.args[0], node.target
+            assert isinstance(shard, fx.Node)
+            param = shards.get(traced_storage(shard))
+            fqn = param.fqn if param else str(shard)
             raise BackendError(
                 f"parameter {fqn!r} is read within torch.{name}: ranks whose values differ would "
                 "gather different parameters, or not as often. Read it before, as in weight = "

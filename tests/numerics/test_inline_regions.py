@@ -1,0 +1,64 @@
+"""Layers marked by ``torch.compiler.nested_compile_region``: planned as those that are not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests import ranks
+from tests.numerics.compare import Twins
+
+DIM, LAYERS = 6, 3
+
+
+class Layer(nn.Module):
+    """A layer with a constant, whose second half is a region within the region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(DIM),
+            nn.Linear(DIM, 2 * DIM),
+            nn.Linear(2 * DIM, DIM),
+        )
+        self.register_buffer("scale", torch.full((DIM,), 0.5))
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.half(self.norm(x) * self.scale)
+
+    @torch.compiler.nested_compile_region
+    def half(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: self.down(self.up(x).sin()), x, use_reentrant=False)
+
+
+class Marked(nn.Module):
+    """Layers that are regions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+    @staticmethod
+    def batch(generator: torch.Generator) -> Tensor:
+        """Return random rows."""
+        return torch.randn(4, DIM, generator=generator)
+
+
+def _planned(compiler: str) -> list[set[str]]:
+    twins = Twins(Marked(), compiler=compiler)
+    twins.train(Marked.batch, steps=2)
+    return [{param.fqn for param in plan.params} for plan in twins.backend.plans]
+
+
+def test_all_parameters_are_in_the_plans() -> None:
+    names = {name for name, _ in Marked().named_parameters()}
+    for compiler in ("aot_eager", "inductor"):
+        for forward, backward in ranks.run(2, _planned, compiler):
+            assert forward == backward == names
