@@ -32,6 +32,8 @@ from .documentation import (
     run_page,
 )
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.parametrize("page", PAGES)
 def test_blocks_are_of_kinds_that_are_run(page: str) -> None:
