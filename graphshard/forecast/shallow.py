@@ -71,7 +71,7 @@ class Repeating(NamedTuple):
 
     @property
     def note(self) -> str:
-        """What was traced."""
+        """Says which depths were traced."""
         few, num_numbers = sum(self.shallow), len(self.steps) + len(self.steps[0]) - 1
         *most, last = (str(few + i * self.layers.period) for i in range(num_numbers))
         return f"{', '.join(most)} and {last} layers were traced, and repeat: the rest is like them"
