@@ -1,9 +1,9 @@
 """Keeps CPython from slowing a compile: room on its stack, and no full garbage collections.
 
 CPython keeps frames in chunks of 16 KB. A function that calls others in a loop, and whose frame is
-the last that fits into a chunk, has a new chunk mapped and unmapped again by every call: a call then
-takes 100 times as long and more (python/cpython#142183; releases of 3.13 and later that have pull
-request 145789, of March 2026, keep a spare chunk). Whether and where a compile comes upon such an
+the last that fits into a chunk, has a new chunk mapped and unmapped again by every call: a call
+then takes 100 times as long and more (python/cpython#142183; releases of 3.13 and later that have
+pull request 145789, of March 2026, keep a spare chunk). Whether and where a compile comes upon such an
 end depends on how deep its caller stands: torch's joint passes and its cut took three times as long
 below our frames as elsewhere.
 
