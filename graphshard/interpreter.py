@@ -3,9 +3,9 @@
 CPython keeps frames in chunks of 16 KB. A function that calls others in a loop, and whose frame is
 the last that fits into a chunk, has a new chunk mapped and unmapped again by every call: a call
 then takes 100 times as long and more (python/cpython#142183; releases of 3.13 and later that have
-pull request 145789, of March 2026, keep a spare chunk). Whether and where a compile comes upon such an
-end depends on how deep its caller stands: torch's joint passes and its cut took three times as long
-below our frames as elsewhere.
+pull request 145789, of March 2026, keep a spare chunk). Whether and where a compile comes upon such
+an end depends on how deep its caller stands: torch's joint passes and its cut took three times as
+long below our frames as elsewhere.
 
 And whenever a quarter as many objects were added as there were, its garbage collector looks at all
 of them. torch alone is 400,000, and a compile makes and drops millions: 11 full collections took
