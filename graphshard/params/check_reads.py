@@ -64,10 +64,7 @@ def _check_graph(graph: fx.Graph, shards: Mapping[int | None, ShardedParam]) -> 
     """
     fqns: dict[int | None, str] = {}
     for node in _reads(graph):
-        shard = node.args[0]
-        assert isinstance(shard, fx.Node)
-        param = shards.get(traced_storage(shard))
-        fqns[traced_storage(node)] = fqn = param.fqn if param else str(shard)
+        fqns[traced_storage(node)] = fqn = _fqn_of(node, shards)
         if is_functional_call(node):
             raise BackendError(
                 f"torch.func.functional_call does not reach parameter {fqn!r}, which is sharded: "
@@ -86,10 +83,7 @@ def _check_branches(gm: fx.GraphModule, shards: Mapping[int | None, ShardedParam
     nodes = (gm.graph.find_nodes(op="call_function", target=op) for op in BRANCHING)
     for node in itertools.chain.from_iterable(nodes):
         for read in _reads_within(modules[code] for code in _code_of(node) if code in modules):
-            shard, name = read.args[0], node.target
-            assert isinstance(shard, fx.Node)
-            param = shards.get(traced_storage(shard))
-            fqn = param.fqn if param else str(shard)
+            fqn, name = _fqn_of(read, shards), node.target
             raise BackendError(
                 f"parameter {fqn!r} is read within torch.{name}: ranks whose values differ would "
                 "gather different parameters, or not as often. Read it before, as in weight = "
@@ -107,6 +101,14 @@ def _reads_within(modules: Iterable[nn.Module]) -> Iterator[fx.Node]:
         for part in module.modules():
             if isinstance(part, fx.GraphModule):
                 yield from _reads(part.graph)
+
+
+def _fqn_of(read: fx.Node, shards: Mapping[int | None, ShardedParam]) -> str:
+    """Return the name of the parameter that is read, or of its node where it is not known."""
+    shard = read.args[0]
+    assert isinstance(shard, fx.Node)
+    param = shards.get(traced_storage(shard))
+    return param.fqn if param else str(shard)
 
 
 def _reads(graph: fx.Graph) -> Iterator[fx.Node]:
