@@ -18,6 +18,7 @@ from typing import Any, ClassVar, SupportsIndex, cast
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
 
 from .._torch.dynamo import run_as_python
@@ -180,29 +181,39 @@ def _marker_call(
 
 
 def _accessor(name: str, marker: MarkerCall) -> property:
-    """Return the property of a sharded class that reads its parameter ``name``."""
-    op, constants, shard = marker.op, marker.constants, shard_attribute(name)
-    accumulators = [
-        None if argument is None else _accumulator_attribute(name, argument)
-        for argument in marker.accumulators
-    ]
-    # Dynamo traces this for every parameter of a model: nothing is done that need not be.
-    if not any(accumulators):
-        constants, accumulators = (*constants, *accumulators), []
+    """Return the property of a sharded class that reads its parameter ``name``.
 
-    def get(self: ShardedModule) -> torch.Tensor | None:
-        if torch.compiler.is_compiling():
-            if not accumulators:
-                return cast(torch.Tensor, op(getattr(self, shard), *constants))
-            values = [
-                None if attribute is None else getattr(self, attribute)
-                for attribute in accumulators
-            ]
-            return cast(torch.Tensor, op(getattr(self, shard), *constants, *values))
-        return _eager_value(self, name)
+    Dynamo traces it for every parameter of a model, and guards on whatever its closure holds. So
+    what one class always passes to the marker stands in the code itself, which is guarded as one.
+    """
+    op = marker.op
+    attributes = tuple(
+        argument and _accumulator_attribute(name, argument) for argument in marker.accumulators
+    )
 
-    run_as_python(get)
-    return property(get)
+    def get(self: Any) -> Any:
+        if is_compiling():
+            return op(self.SHARD, *("CONSTANTS",))
+        return _eager_value(self, "NAME")
+
+    def get_accumulating(self: Any) -> Any:
+        if is_compiling():
+            accumulators = [attribute and getattr(self, attribute) for attribute in ("ATTRIBUTES",)]
+            return op(self.SHARD, *("CONSTANTS",), *accumulators)
+        return _eager_value(self, "NAME")
+
+    function, constants = get_accumulating, marker.constants
+    if not any(attributes):
+        function, constants = get, (*constants, *attributes)
+    values = {"NAME": name, ("ATTRIBUTES",): attributes, ("CONSTANTS",): constants}
+    names = {"SHARD": shard_attribute(name)}
+    code = function.__code__
+    function.__code__ = code.replace(
+        co_consts=tuple(values.get(constant, constant) for constant in code.co_consts),
+        co_names=tuple(names.get(attribute, attribute) for attribute in code.co_names),
+    )
+    run_as_python(function)
+    return property(function)
 
 
 @torch.compiler.disable
