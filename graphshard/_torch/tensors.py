@@ -12,13 +12,19 @@ from contextlib import contextmanager
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import symbolic_shapes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["OpOverload", "is_traceable_wrapper_subclass", "tree_leaves", "tree_map"]
+__all__ = [
+    "HigherOrderOperator",
+    "OpOverload",
+    "is_traceable_wrapper_subclass",
+    "tree_leaves",
+    "tree_map",
+]
 
 
 def fake_mode_of(values: Iterable[object]) -> FakeTensorMode:
@@ -61,10 +67,21 @@ def _reject(record: logging.LogRecord) -> bool:
 def traced_storage(node: fx.Node) -> int | None:
     """Return a number for the memory of a node's value while Dynamo traced; equal for aliases.
 
-    None: the value is no tensor. Dynamo keeps it as ``example_value``.
+    None: the value is no tensor.
     """
-    value = node.meta.get("example_value")
+    value = traced_value(node)
     return value.untyped_storage()._cdata if isinstance(value, FakeTensor) else None
+
+
+def traced_value(node: fx.Node) -> object:
+    """Return the value that a node had while Dynamo traced, which it keeps as ``example_value``;
+    of a tensor in a ``torch.func`` transform, the tensor that it wraps."""
+    value = node.meta.get("example_value")
+    while isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(
+        value
+    ):
+        value = torch._C._functorch.get_unwrapped(value)
+    return value
 
 
 def base_name(op: object) -> str:

@@ -32,6 +32,8 @@ _GROUPED = "transformers.grouped_mm_fallback"
 """How an operator of transformers is called, and its backward begins: tokens ``[s, k]`` times the
 weights ``[experts, k, n]`` of the expert that each goes to."""
 
+_FLEX = ("flex_attention", "flex_attention_backward")
+
 
 class Flops(NamedTuple):
     """Floating-point operations of a node.
@@ -60,6 +62,8 @@ def flops(node: fx.Node) -> Flops:
         return _convolution(node)
     if str(node.target).startswith(_GROUPED):
         return _grouped_fallback(node)
+    if str(node.target) in _FLEX:
+        return _flex_attention(node)
     return Flops(0.0, "float32")
 
 
@@ -87,15 +91,33 @@ def _attention(node: fx.Node, *, backward: bool) -> Flops:
     Of a causal mask the kernels skip whole blocks: about half of them where there are many.
     """
     arguments = argument_values(node)
-    query, key, value = (shape_of(arguments[name]) for name in ("query", "key", "value"))
-    num_keys = key[-2]
-    scores = 2.0 * math.prod(query[:-1]) * num_keys
-    if arguments.get("is_causal"):
-        scores *= min(1.0, (1 + CAUSAL_BLOCK / max(num_keys, 1)) / 2)
-    dtype = _dtype_name(arguments["query"])
+    query, key, value = (arguments[name] for name in ("query", "key", "value"))
+    num_keys = shape_of(key)[-2]
+    causal = min(1.0, (1 + CAUSAL_BLOCK / max(num_keys, 1)) / 2)
+    return _products(query, key, value, causal if arguments.get("is_causal") else 1.0, backward)
+
+
+def _flex_attention(node: fx.Node) -> Flops:
+    """Return the operations of ``flex_attention``, or of its backward, as if nothing was masked:
+    which blocks of scores are left out is known when it runs."""
+    query, key, value = (arg.meta["val"] for arg in node.args[:3] if isinstance(arg, fx.Node))
+    return _products(query, key, value, 1.0, str(node.target).endswith("_backward"))
+
+
+def _products(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: float, backward: bool
+) -> Flops:
+    """Return the operations of the products of attention.
+
+    Args:
+        part: of the scores that are computed.
+    """
+    depth, depth_of_value = shape_of(query)[-1], shape_of(value)[-1]
+    scores = part * 2.0 * math.prod(shape_of(query)[:-1]) * shape_of(key)[-2]
+    dtype = _dtype_name(query)
     if backward:
-        return Flops(scores * (3 * query[-1] + 2 * value[-1]), dtype, ATTENTION_BACKWARD)
-    return Flops(scores * (query[-1] + value[-1]), dtype, ATTENTION_FORWARD)
+        return Flops(scores * (3 * depth + 2 * depth_of_value), dtype, ATTENTION_BACKWARD)
+    return Flops(scores * (depth + depth_of_value), dtype, ATTENTION_FORWARD)
 
 
 def _convolution(node: fx.Node) -> Flops:

@@ -83,4 +83,4 @@ def uses(node: fx.Node) -> list[fx.Node]:
 def outputs_of(graph: fx.Graph) -> Sequence[Argument]:
     """The values that a graph returns, in order; not all of them are nodes."""
     outputs: Any = graph.output_node().args[0]
-    return tuple(outputs)
+    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)

@@ -1,31 +1,24 @@
-"""Raises where a traced forward changes full parameters, is given others instead, or reads them
-in a branch that not all ranks take.
+"""Raises where a traced forward changes full parameters, or is given others instead.
 
-The first two would be lost in silence. A full parameter is a copy that is gathered for each
-forward, and graphs read it through its shard, whatever stands in the module's table of parameters.
-In the third case ranks would gather different parameters at the same time, and take one for the
-other.
+Both would be lost in silence. A full parameter is a copy that is gathered for each forward, and
+graphs read it through its shard, whatever stands in the module's table of parameters.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.distributed.tensor import DTensor
 
 from .._torch.autograd import version_of
 from .._torch.dynamo import is_functional_call
-from .._torch.tensors import traced_storage
+from .._torch.tensors import traced_storage, traced_value
 from ..errors import BackendError
 from ..ops import markers
 from .sharded_model import changed_in_place
 from .sharded_param import ShardedParam, sharded_param_of
-
-BRANCHING = (torch.ops.higher_order.cond, torch.ops.higher_order.while_loop)
-"""What runs code where values say so, or as often."""
 
 
 def check_reads(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
@@ -35,8 +28,8 @@ def check_reads(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
         inputs: one value for each placeholder of ``gm``.
 
     Raises:
-        BackendError: it changes a full parameter in place, reads one under ``functional_call`` or
-            in a branch, or takes one as a DTensor.
+        BackendError: it changes a full parameter in place, reads one under ``functional_call``, or
+            takes one as a DTensor.
     """
     params = [sharded_param_of(value) for value in inputs]
     for value, param in zip(inputs, params):
@@ -54,7 +47,6 @@ def check_reads(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
     for graph_module in gm.modules():
         if isinstance(graph_module, fx.GraphModule):
             _check_graph(graph_module.graph, shards)
-            _check_branches(graph_module, shards)
 
 
 def _check_graph(graph: fx.Graph, shards: Mapping[int | None, ShardedParam]) -> None:
@@ -72,35 +64,9 @@ def _check_graph(graph: fx.Graph, shards: Mapping[int | None, ShardedParam]) -> 
                 "a copy of the module that is not sharded"
             )
     for node in graph.nodes:
-        storage = traced_storage(node)
-        if storage in fqns and version_of(node.meta["example_value"]):
+        value, storage = traced_value(node), traced_storage(node)
+        if isinstance(value, torch.Tensor) and storage in fqns and version_of(value):
             raise BackendError(changed_in_place(fqns[storage]))
-
-
-def _check_branches(gm: fx.GraphModule, shards: Mapping[int | None, ShardedParam]) -> None:
-    """Check the code that ``gm`` runs only where values say so."""
-    modules = dict(gm.named_modules())
-    nodes = (gm.graph.find_nodes(op="call_function", target=op) for op in BRANCHING)
-    for node in itertools.chain.from_iterable(nodes):
-        for read in _reads_within(modules[code] for code in _code_of(node) if code in modules):
-            fqn, name = _fqn_of(read, shards), node.target
-            raise BackendError(
-                f"parameter {fqn!r} is read within torch.{name}: ranks whose values differ would "
-                "gather different parameters, or not as often. Read it before, as in weight = "
-                f"layer.weight, and use that in what torch.{name} calls: F.linear(x, weight)"
-            )
-
-
-def _code_of(node: fx.Node) -> list[str]:
-    """Return the names of the graphs that a node is given, and of constants."""
-    return [str(used.target) for used in node.all_input_nodes if used.op == "get_attr"]
-
-
-def _reads_within(modules: Iterable[nn.Module]) -> Iterator[fx.Node]:
-    for module in modules:
-        for part in module.modules():
-            if isinstance(part, fx.GraphModule):
-                yield from _reads(part.graph)
 
 
 def _fqn_of(read: fx.Node, shards: Mapping[int | None, ShardedParam]) -> str:

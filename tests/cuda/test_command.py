@@ -124,6 +124,21 @@ def branches_in_a_graph():
     torch._dynamo.config.capture_scalar_outputs = True
     return Model(16, 16), (torch.randn(4, 16),)
 
+def attention_has_a_learned_bias():
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    class Attention(nn.Linear):
+        def __init__(self):
+            super().__init__(256, 768)
+            self.slopes = nn.Parameter(torch.ones(4))
+        def forward(self, x):
+            query, key, value = super().forward(x).unflatten(-1, (3, 4, 64)).permute(2, 0, 3, 1, 4)
+            mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 512, 512, x.device)
+            biased = lambda score, b, h, i, j: score + self.slopes[h] * (i - j)
+            x = flex_attention(query, key, value, score_mod=biased, block_mask=mask)
+            return x.transpose(1, 2).flatten(2)
+    model = nn.Sequential(Attention(), Attention(), nn.Linear(256, 16))
+    return model, (torch.randn(2, 512, 256),), {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
+
 def inputs_are_elsewhere():
     from transformers import LlamaConfig, LlamaForCausalLM
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, vocab_size=64)
@@ -186,6 +201,13 @@ def test_a_model_that_runs(script: str, capsys: pytest.CaptureFixture[str]) -> N
     )
     assert 0 < step <= adam
     assert "order        as planned" in text and "reduce_scatter" in text
+
+
+def test_a_parameter_within_flex_attention(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{script}:attention_has_a_learned_bias"]) == 0
+    text = capsys.readouterr().out
+    assert "would fail   nothing" in text
+    assert re.search(r"all_gather +8 -> 1 ", text) and "order        as planned" in text
 
 
 def test_a_model_that_needs_too_much_memory(

@@ -110,6 +110,18 @@ def test_attention_backward(name: str, before_causal: int) -> None:
     assert graph.costs(node, on=COMPUTE)[node] == pytest.approx(flops / 1e3 / ATTENTION_BACKWARD)
 
 
+def test_flex_attention_computes_all_scores() -> None:
+    graph = Graph()
+    q = graph.input(*HEADS, LENGTH, WIDTH)
+    ops = torch.ops.higher_order
+    forward = graph(ops.flex_attention, q, q, q, out=(*HEADS, LENGTH, WIDTH))
+    backward = graph(ops.flex_attention_backward, q, q, q, q, out=(3, *HEADS, LENGTH, WIDTH))
+    costs = graph.costs(forward, backward, on=COMPUTE)
+    flops = 6 * 2 * LENGTH * LENGTH * WIDTH
+    assert costs[forward] == pytest.approx(2 * flops / 1e3 / ATTENTION_FORWARD)
+    assert costs[backward] == pytest.approx(5 * flops / 1e3 / ATTENTION_BACKWARD)
+
+
 @pytest.mark.parametrize(
     ("weight", "transposed", "groups", "flops"),
     [

@@ -1,0 +1,94 @@
+"""Traced graph: parameters that the code of a higher-order operator reads are read before it.
+
+``torch.cond``, ``while_loop``, ``scan``, ``associative_scan``, ``map`` and ``flex_attention`` stay
+in the graph together with their code. A parameter that is read there would be gathered where it
+stands, outside of any plan, and as often as values and sizes say: ranks whose values differ would
+take one parameter for another.
+
+    before   y = cond(pred, true, false, (x, shard))
+             true:   w = unshard(p)   return (x @ w,)
+    after    w = unshard(shard)   y = cond(pred, true, false, (x, w))
+             true:   return (x @ p,)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from graphshard._torch.tensors import HigherOrderOperator, traced_storage
+from graphshard.ops.markers import UNSHARD_MARKERS
+
+_STAYING = (
+    torch.ops.higher_order.cond,
+    torch.ops.higher_order.while_loop,
+    torch.ops.higher_order.scan,
+    torch.ops.higher_order.associative_scan,
+    torch.ops.higher_order.map_impl,
+    torch.ops.higher_order.flex_attention,
+)
+"""Operators that AOTAutograd leaves in the graph; it traces through all others."""
+
+
+def hoist_reads(gm: fx.GraphModule) -> None:
+    """Move reads of parameters out of the code of higher-order operators, in place."""
+    _hoist(gm, out_of_all=False)
+
+
+def _hoist(gm: fx.GraphModule, out_of_all: bool) -> None:
+    """
+    Args:
+        out_of_all: whether also out of the code that AOTAutograd would trace through.
+    """
+    changed = False
+    for call in gm.graph.nodes:
+        if isinstance(call.target, HigherOrderOperator):
+            is_left = out_of_all or call.target in _STAYING
+            codes = _codes(gm, call)
+            for code in codes:
+                _hoist(code, is_left)
+            if is_left:
+                changed |= _read_before(call, codes)
+    if changed:
+        gm.recompile()
+
+
+def _codes(gm: fx.GraphModule, call: fx.Node) -> list[fx.GraphModule]:
+    """Return the graphs that a higher-order operator is given."""
+    modules = dict(gm.named_modules())
+    given = [modules.get(str(n.target)) for n in call.all_input_nodes if n.op == "get_attr"]
+    return [module for module in given if isinstance(module, fx.GraphModule)]
+
+
+def _read_before(call: fx.Node, codes: Sequence[fx.GraphModule]) -> bool:
+    """Give full parameters to ``call`` where its code reads them of shards.
+
+    Returns:
+        Whether it reads any.
+    """
+    given = {traced_storage(node): node for node in call.all_input_nodes}
+    reads = [n for code in codes for n in code.graph.nodes if n.target in UNSHARD_MARKERS]
+    shards = {read: given[traced_storage(read.args[0])] for read in reads}
+    full: dict[fx.Node, fx.Node] = {}  # by shard
+    for read, shard in shards.items():
+        if shard not in full:
+            with call.graph.inserting_before(call):
+                full[shard] = call.graph.node_copy(read, lambda n: given[traced_storage(n)])
+        _use_input(read)
+    for shard, whole in full.items():
+        call.replace_input_with(shard, whole)
+    for code in codes:
+        code.recompile()
+    return bool(full)
+
+
+def _use_input(read: fx.Node) -> None:
+    """Use the input of the code that was a shard, and is the full parameter now."""
+    inside = read.args[0]
+    assert isinstance(inside, fx.Node)
+    # Not changed in place: branches of torch.cond share the dictionary.
+    inside.meta = {**inside.meta, "example_value": read.meta["example_value"]}
+    read.replace_all_uses_with(inside)
+    read.graph.erase_node(read)

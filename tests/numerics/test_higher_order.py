@@ -1,0 +1,184 @@
+"""Parameters that are read by the code of a higher-order operator, or under a ``torch.func``
+transform: ranks gather alike whatever values and sizes say, and gradients are right."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._higher_order_ops import associative_scan, map, scan
+from torch.nn.attention.flex_attention import flex_attention
+
+import graphshard
+from tests import ranks
+from tests.numerics.compare import Twins, assert_close, draw, world_mesh
+
+DIM, HEADS = 6, 2
+
+
+class Reads(nn.Module):
+    """Reads its layers in whatever ``compute`` calls."""
+
+    def __init__(self, compute: Callable[[Reads, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(self, x).square().mean()
+
+
+def _branches(model: Reads, x: Tensor) -> Tensor:
+    return torch.cond(
+        x.sum() > 0,
+        lambda x: model.second(model.first(x)).sin(),
+        lambda x: model.first(model.first(x)),
+        (x,),
+    )
+
+
+def _branches_in_branches(model: Reads, x: Tensor) -> Tensor:
+    return torch.cond(
+        x[0].sum() > 0, lambda x: _branches(model, x), lambda x: model.second(x), (x,)
+    )
+
+
+def _steps(model: Reads, x: Tensor) -> Tensor:
+    def step(state: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        state = torch.tanh(model.first(row) + state)
+        return state, model.second(state)
+
+    return scan(step, torch.zeros_like(x[0]), x)[1]
+
+
+def _reduced_in_a_tree(model: Reads, x: Tensor) -> Tensor:
+    return associative_scan(torch.add, model.first(x), 0, combine_mode="generic")
+
+
+def _mapped(model: Reads, x: Tensor) -> Tensor:
+    return map(lambda row: model.second(model.first(row).sin()), x)
+
+
+def _vmapped(model: Reads, x: Tensor) -> Tensor:
+    return model.second(torch.vmap(model.first)(x))
+
+
+def _gradient(model: Reads, x: Tensor) -> Tensor:
+    return model.second(torch.func.grad(lambda x: model.first(x).sin().sum())(x))
+
+
+def _product_with_jacobian(model: Reads, x: Tensor) -> Tensor:
+    return torch.stack(torch.func.jvp(lambda x: model.first(x).sin(), (x,), (x.cos(),)))
+
+
+def _hessian(model: Reads, x: Tensor) -> Tensor:
+    return torch.func.hessian(lambda x: model.first(x).sin().sum())(x[0])
+
+
+IN_CODE = (_branches, _branches_in_branches, _steps, _reduced_in_a_tree, _mapped)
+TRANSFORMED = (_vmapped, _gradient, _product_with_jacobian, _hessian)
+
+
+def _rows(generator: torch.Generator) -> Tensor:
+    """Return rows whose sum is positive for about half of the ranks and steps."""
+    return torch.randn(4, DIM, generator=generator)
+
+
+def _train(compute: Callable[[Reads, Tensor], Tensor], compiler: str) -> list[set[str]]:
+    twins = Twins(Reads(compute), compiler=compiler)
+    twins.train(_rows)
+    return [{param.fqn for param in plan.params} for plan in twins.backend.plans]
+
+
+@pytest.mark.parametrize("compute", [*IN_CODE, *TRANSFORMED], ids=lambda f: f.__name__)
+def test_training_is_that_of_an_unsharded_model(compute: Callable[..., Tensor]) -> None:
+    for plans in ranks.run(2, _train, compute, "aot_eager"):
+        assert plans and all("first.weight" in fqns for fqns in plans)
+
+
+def test_branches_by_inductor() -> None:
+    ranks.run(2, _train, _branches, "inductor")
+
+
+def _accumulate(compute: Callable[[Reads, Tensor], Tensor]) -> None:
+    twins = Twins(Reads(compute))
+    for step in range(2):
+        with graphshard.no_sync(twins.model):
+            twins.backward(draw(_rows, 2 * step))
+        twins.backward(draw(_rows, 2 * step + 1))
+        twins.check()
+
+
+def test_gradients_of_branches_accumulate() -> None:
+    ranks.run(2, _accumulate, _branches)
+
+
+def _other_lengths() -> None:
+    """Rows that differ in number from rank to rank are as many calls of the mapped code."""
+    twins = Twins(Reads(_mapped), dynamic=True)
+    for step in range(2):
+        twins.backward([torch.randn(3 + 2 * ((rank + step) % 2), DIM) for rank in range(2)])
+    twins.check()
+
+
+def test_ranks_may_call_code_in_different_numbers() -> None:
+    ranks.run(2, _other_lengths)
+
+
+# --- what cannot be trained on a CPU --------------------------------------------------------------
+
+
+class Loop(nn.Module):
+    """Calls a layer as often as its input says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (halved,) = torch.while_loop(
+            lambda x: x.abs().sum() > 1, lambda x: (self.layer(x).tanh() / 2,), (x,)
+        )
+        return halved.sum()
+
+    def batch(self) -> Tensor:
+        """Return rows; what more of them need differs from rank to rank."""
+        return torch.randn(4, DIM) * 5 ** torch.distributed.get_rank()
+
+
+class LearnedBias(nn.Module):
+    """Attention whose scores have a bias that is a parameter, by distance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(HEADS * 8, 3 * HEADS * 8)
+        self.slopes = nn.Parameter(torch.tensor([0.5, -0.25]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, HEADS, 8)).permute(2, 0, 3, 1, 4)
+
+        def with_bias(score: Tensor, b: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score + self.slopes[head] * (i - j)
+
+        return flex_attention(query, key, value, score_mod=with_bias).square().mean()
+
+    def batch(self) -> Tensor:
+        """Return two texts of 16 tokens."""
+        return torch.randn(2, 16, HEADS * 8)
+
+
+def _infer(model: Loop | LearnedBias, compiler: str) -> None:
+    reference, x = copy.deepcopy(model), model.batch()
+    backend = graphshard.backend(world_mesh(), compiler=compiler)
+    with torch.no_grad():
+        assert_close("output", torch.compile(model, backend=backend)(x), reference(x))
+    assert [len(plan.params) for plan in backend.plans] == [len([*reference.parameters()])]
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("model", [Loop(), LearnedBias()], ids=["while_loop", "flex_attention"])
+def test_inference_is_that_of_an_unsharded_model(model: Loop | LearnedBias, compiler: str) -> None:
+    ranks.run(2, _infer, model, compiler)
