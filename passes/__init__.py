@@ -2,7 +2,7 @@
 joint graph before it is partitioned; each of the forward, backward and inference graphs is read as
 a problem, scheduled, and lowered by the plan, after Inductor's own passes.
 
-    traced graph ─► inline regions ─► hoist reads ─► float8 ─► [AOTAutograd]
+    traced graph ─► inline regions ─► hoist reads ─► dense gradients ─► float8 ─► [AOTAutograd]
     joint graph ─► host waits ─► dedup ─► casts ─► float8 ─► reshard
                 ─► single rank ─► [partitioner]
     [partitioner] ─► forward, backward
@@ -29,6 +29,7 @@ from graphshard.passes.activation_offload import describe_saved, offload, offloa
 from graphshard.passes.build_problem import GraphProblem, build_problem, waits_on_host
 from graphshard.passes.casts import cast_before_gather, cast_early
 from graphshard.passes.dedup import merge, merge_unshards
+from graphshard.passes.dense_gradients import ask_for_dense_gradients
 from graphshard.passes.describe import describe_params
 from graphshard.passes.float8 import gather_float8, scale_before_gather, use_float8
 from graphshard.passes.hoist_reads import hoist_reads
@@ -50,7 +51,7 @@ from graphshard.passes.written_inputs import save_as_it_was
 from graphshard.planning.activation_offload import SavedActivation
 from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem, Transfer
 
-TRACED = (inline_regions, hoist_reads, use_float8)
+TRACED = (inline_regions, hoist_reads, ask_for_dense_gradients, use_float8)
 """Passes on the graph that Dynamo traced."""
 
 JOINT = (lead_parameters_past, merge, cast_early, gather_float8)

@@ -172,7 +172,12 @@ class _Unshard(torch.autograd.Function):
         sharded_params[0].model.trains_eagerly = True
         groups = sharded_params[0].layout.groups
         with eager_reduction(groups, [param.fqn for param in sharded_params]):
-            return None, *_gradients_of_shards(ctx, grads)
+            return None, *_gradients_of_shards(ctx, [*map(_dense, grads)])
+
+
+def _dense(grad: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a gradient as it is reduced; behind ``nn.Embedding(sparse=True)`` it is sparse."""
+    return grad if grad is None or grad.layout == torch.strided else grad.to_dense()
 
 
 def _gradients_of_shards(

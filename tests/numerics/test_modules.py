@@ -242,6 +242,40 @@ def test_recurrent_layers(layer: type[nn.RNNBase]) -> None:
     ranks.run(2, _train_recurrent, layer)
 
 
+class Tables(nn.Module):
+    """Embeddings, the last one in a part that runs eagerly."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Embedding(7, DIM, sparse=sparse) for _ in range(2))
+        self.bag = nn.EmbeddingBag(7, DIM, mode="sum", sparse=sparse)
+        self.head = nn.Linear(DIM, DIM)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.look_up(ids, self.head(self.first(ids) + self.bag(ids)[:, None]).sin())
+
+    @torch.compiler.disable
+    def look_up(self, ids: Tensor, x: Tensor) -> Tensor:
+        """Return the loss."""
+        return (self.last(ids) * x).square().mean()
+
+    @staticmethod
+    def batch(rng: torch.Generator) -> Tensor:
+        """Return ids, few of all."""
+        return torch.randint(7, (2, 3), generator=rng)
+
+
+def _train_tables(compiler: str) -> None:
+    sparse, dense = Tables(True), Tables(False)
+    dense.load_state_dict(sparse.state_dict())
+    Twins(sparse, dense, fullgraph=False, compiler=compiler).train(Tables.batch)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_sparse_gradients_are_dense(compiler: str) -> None:
+    ranks.run(2, _train_tables, compiler)
+
+
 def _names_are_kept() -> None:
     """Libraries look at a module's class; it still says what it was."""
     model = Encoder()
