@@ -16,26 +16,31 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-_POSITION_OF_SPARSE: dict[Callable[..., Any], int] = {
-    F.embedding: 6,
-    F.embedding_bag: 7,
-    torch.embedding: 4,
-    torch.embedding_bag: 5,
+_POSITIONS: dict[Callable[..., Any], tuple[int, int]] = {
+    F.embedding: (1, 6),
+    F.embedding_bag: (1, 7),
+    torch.embedding: (0, 4),
+    torch.embedding_bag: (0, 5),
 }
+"""Of the arguments ``weight`` and ``sparse``."""
 
 
 def ask_for_dense_gradients(gm: fx.GraphModule) -> None:
     """Have embeddings of a graph, and of graphs in it, return dense gradients, in place."""
     for graph_module in gm.modules():
         if isinstance(graph_module, fx.GraphModule):
-            for op, position in _POSITION_OF_SPARSE.items():
+            for op in _POSITIONS:
                 for node in graph_module.graph.find_nodes(op="call_function", target=op):
-                    _ask_for_dense(node, position)
+                    _ask_for_dense(node)
             graph_module.recompile()
 
 
-def _ask_for_dense(node: fx.Node, position: int) -> None:
-    if len(node.args) > position:
-        node.update_arg(position, False)
+def _ask_for_dense(node: fx.Node) -> None:
+    position, position_of_sparse = _POSITIONS[node.target]  # type: ignore[index]  # a function
+    weight: Any = node.args[position] if len(node.args) > position else node.kwargs["weight"]
+    if weight.op == "placeholder":  # not sharded: nothing reduces its gradient
+        return
+    if len(node.args) > position_of_sparse:
+        node.update_arg(position_of_sparse, False)
     elif "sparse" in node.kwargs:
         node.update_kwarg("sparse", False)

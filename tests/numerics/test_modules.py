@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+import graphshard
 from tests import ranks
 from tests.models import Trainable
-from tests.numerics.compare import Twins, draw, graphshard_warnings, train
+from tests.numerics.compare import Twins, draw, graphshard_warnings, train, world_mesh
 
 DIM = 6
 
@@ -274,6 +275,18 @@ def _train_tables(compiler: str) -> None:
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_sparse_gradients_are_dense(compiler: str) -> None:
     ranks.run(2, _train_tables, compiler)
+
+
+def _ignore_tables() -> None:
+    model = Tables(True)
+    tables = [model.first.weight, model.bag.weight, model.last.weight]
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager", ignored_params=set(tables))
+    torch.compile(model, backend=backend)(torch.zeros(2, 3, dtype=torch.int64)).backward()
+    assert all(table.grad is not None and table.grad.is_sparse for table in tables)
+
+
+def test_gradients_of_ignored_tables_stay_sparse() -> None:
+    ranks.run(2, _ignore_tables)
 
 
 def _names_are_kept() -> None:
