@@ -9,7 +9,6 @@ import copy
 import faulthandler
 import gc
 import io
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -125,19 +124,18 @@ def main(pipe: Connection, spec: Spec) -> None:
     counts_lines = spec.rank == (0 if spec.world_size <= 2 else spec.world_size - 1)
     if not counts_lines:
         _stop_coverage()
-    _reply(pipe, spec, lambda: _join_group(spec, 0))
+    _reply(pipe, spec, lambda: _join_group(spec))
     defaults = _Defaults()  # imports torch._dynamo
     compile_quicker()
     with contextlib.suppress(EOFError, OSError):  # the parent has closed the pipe
-        for num_calls in itertools.count(1):
+        while dist.is_initialized():
             pipe.recv_bytes()
             _reply(pipe, spec, lambda: on_large_stack(lambda: _call(spec.task)))
             defaults.restore()
-            if not dist.is_initialized():  # fn has destroyed it
-                _join_group(spec, num_calls)
     if counts_lines and (coverage := _coverage()):
         coverage.save()  # before what may hang
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _coverage() -> Any:
@@ -187,16 +185,15 @@ def _make_gloo(
     _make_group(group, store, rank, size, options)
 
 
-def _join_group(spec: Spec, num_calls: int) -> None:
-    """Initialise the default process group; `num_calls` tells apart repeated joins."""
+def _join_group(spec: Spec) -> None:
+    """Initialise the default process group."""
     ProcessGroupGloo.__init__ = _make_gloo
     if spec.backend == "recording":
         from . import recording  # noqa: F401 (registers the backend)
     store = dist.TCPStore("127.0.0.1", spec.port, is_master=False, timeout=COLLECTIVE_TIMEOUT)
     dist.init_process_group(
         spec.backend,
-        # Ranks that join once more must not meet the keys of the first time.
-        store=dist.PrefixStore(f"calls{num_calls}", store),
+        store=store,
         rank=spec.rank,
         world_size=spec.world_size,
         timeout=COLLECTIVE_TIMEOUT,
@@ -204,10 +201,11 @@ def _join_group(spec: Spec, num_calls: int) -> None:
 
 
 def _reply(pipe: Connection, spec: Spec, work: Callable[[], Any]) -> None:
-    """Send what work returns. If it raises, send the traceback and end this rank."""
-    reply: bytes | Failure
+    """Send what work returns, and whether there is a process group behind it. If it raises, send
+    the traceback and end this rank."""
+    reply: tuple[bytes, bool] | Failure
     try:
-        reply = to_bytes(work())
+        reply = to_bytes(work()), dist.is_initialized()
     except BaseException as error:
         reply = Failure(spec.rank, _describe(error), time.monotonic())
     for stream in (sys.stdout, sys.stderr):

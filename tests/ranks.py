@@ -92,7 +92,10 @@ def run(
             _pools.popitem(last=False)[1].close()
         pool = _Pool(world_size, backend)
     results = pool.call(task, timeout_s)
-    _pools[key] = pool  # last: the most recently used
+    if pool.has_group:
+        _pools[key] = pool  # last: the most recently used
+    else:
+        pool.close()
     return results
 
 
@@ -125,7 +128,12 @@ def close_pools() -> None:
 
 
 class _Pool:
-    """The processes of one process group, and the parent's ends of their pipes."""
+    """The processes of one process group, and the parent's ends of their pipes.
+
+    Attributes:
+        has_group: whether no rank has destroyed it. Ranks that have cannot be used again: DTensor
+            keeps the names of groups in its caches.
+    """
 
     def __init__(self, world_size: int, backend: str, env: Mapping[str, str] | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -136,6 +144,7 @@ class _Pool:
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         self._outputs: list[io.TextIOWrapper] = []
+        self.has_group = True
         try:
             with _environ({**RANK_ENV, **os.environ, **(env or {})}):
                 for spec in self._specs:
@@ -204,8 +213,11 @@ class _Pool:
             process.join(5)
             text = f"died, {_describe_exit(process.exitcode)}\n" + self._read_stacks(rank)
             return Failure(rank, text, time.monotonic())
-        assert isinstance(reply, bytes | Failure)
-        return reply
+        if isinstance(reply, Failure):
+            return reply
+        value, has_group = reply
+        self.has_group &= has_group
+        return value
 
     def _stuck(self, ranks: list[int], late: str) -> list[Failure]:
         """The stacks of ranks that have not replied."""
