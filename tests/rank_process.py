@@ -128,7 +128,7 @@ def main(pipe: Connection, spec: Spec) -> None:
     defaults = _Defaults()  # imports torch._dynamo
     compile_quicker()
     with contextlib.suppress(EOFError, OSError):  # the parent has closed the pipe
-        while dist.is_initialized():
+        while True:
             pipe.recv_bytes()
             _reply(pipe, spec, lambda: on_large_stack(lambda: _call(spec.task)))
             defaults.restore()
