@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from graphshard.ops.nodes import graph_modules
+
 _POSITIONS: dict[Callable[..., Any], tuple[int, int]] = {
     F.embedding: (1, 6),
     F.embedding_bag: (1, 7),
@@ -27,12 +29,12 @@ _POSITIONS: dict[Callable[..., Any], tuple[int, int]] = {
 
 def ask_for_dense_gradients(gm: fx.GraphModule) -> None:
     """Have embeddings of a graph, and of graphs in it, return dense gradients, in place."""
-    for graph_module in gm.modules():
-        if isinstance(graph_module, fx.GraphModule):
-            for op in _POSITIONS:
-                for node in graph_module.graph.find_nodes(op="call_function", target=op):
-                    _ask_for_dense(node)
-            graph_module.recompile()
+    for part in graph_modules(gm):
+        lookups = [node for node in part.graph.nodes if node.target in _POSITIONS]
+        for node in lookups:
+            _ask_for_dense(node)
+        if lookups:
+            part.recompile()
 
 
 def _ask_for_dense(node: fx.Node) -> None:

@@ -29,7 +29,7 @@ from graphshard.ops import float8_math, float8_ops, markers
 from graphshard.ops.bucket_copy import copy_out
 from graphshard.ops.emitter import Call, Emitter, run
 from graphshard.ops.marker_specs import MaxOverRanksSpec, UnshardSpec
-from graphshard.ops.nodes import REASON, value_of
+from graphshard.ops.nodes import REASON, graph_modules, value_of
 from graphshard.passes.describe import source_of
 
 _CallKey: TypeAlias = tuple[Hashable, ...]
@@ -45,11 +45,10 @@ _LINEAR = torch.nn.functional.linear
 
 def use_float8(gm: fx.GraphModule) -> None:
     """Make linears of a graph that Dynamo traced, and of graphs in it, fp8 linears, in place."""
-    for graph_module in gm.modules():
-        if isinstance(graph_module, fx.GraphModule):
-            for node in graph_module.graph.find_nodes(op="call_function", target=_LINEAR):
-                _use_float8(node)
-            graph_module.recompile()
+    for part in graph_modules(gm):
+        for node in part.graph.find_nodes(op="call_function", target=_LINEAR):
+            _use_float8(node)
+        part.recompile()
 
 
 def _use_float8(node: fx.Node) -> None:

@@ -13,10 +13,10 @@ take one parameter for another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from graphshard._torch.tensors import HigherOrderOperator, traced_storage
 from graphshard.ops.markers import UNSHARD_MARKERS
@@ -42,11 +42,11 @@ def _hoist(gm: fx.GraphModule, out_of_all: bool) -> None:
     Args:
         out_of_all: whether also out of the code that AOTAutograd would trace through.
     """
-    changed = False
+    changed, modules = False, dict(gm.named_modules())
     for call in gm.graph.nodes:
         if isinstance(call.target, HigherOrderOperator):
             is_left = out_of_all or call.target in _STAYING
-            codes = _codes(gm, call)
+            codes = _codes(modules, call)
             for code in codes:
                 _hoist(code, is_left)
             if is_left:
@@ -55,9 +55,8 @@ def _hoist(gm: fx.GraphModule, out_of_all: bool) -> None:
         gm.recompile()
 
 
-def _codes(gm: fx.GraphModule, call: fx.Node) -> list[fx.GraphModule]:
-    """Return the graphs that a higher-order operator is given."""
-    modules = dict(gm.named_modules())
+def _codes(modules: Mapping[str, nn.Module], call: fx.Node) -> list[fx.GraphModule]:
+    """Return the graphs that a higher-order operator is given, of ``modules`` by name."""
     given = [modules.get(str(n.target)) for n in call.all_input_nodes if n.op == "get_attr"]
     return [module for module in given if isinstance(module, fx.GraphModule)]
 

@@ -80,6 +80,11 @@ def uses(node: fx.Node) -> list[fx.Node]:
     return [user for user in users if user.op != "output"]
 
 
+def graph_modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """Return a graph that Dynamo traced, and the graphs in it, such as checkpointed parts."""
+    return [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+
+
 def outputs_of(graph: fx.Graph) -> Sequence[Argument]:
     """The values that a graph returns, in order; not all of them are nodes."""
     outputs: Any = graph.output_node().args[0]

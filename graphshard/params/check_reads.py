@@ -17,6 +17,7 @@ from .._torch.dynamo import is_functional_call
 from .._torch.tensors import traced_storage, traced_value
 from ..errors import BackendError
 from ..ops import markers
+from ..ops.nodes import graph_modules
 from .sharded_model import changed_in_place
 from .sharded_param import ShardedParam, sharded_param_of
 
@@ -44,9 +45,8 @@ def check_reads(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
         for node, param in zip(placeholders, params)
         if param is not None
     }
-    for graph_module in gm.modules():
-        if isinstance(graph_module, fx.GraphModule):
-            _check_graph(graph_module.graph, shards)
+    for part in graph_modules(gm):
+        _check_graph(part.graph, shards)
 
 
 def _check_graph(graph: fx.Graph, shards: Mapping[int | None, ShardedParam]) -> None:

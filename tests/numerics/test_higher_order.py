@@ -167,9 +167,8 @@ class LearnedBias(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (3, HEADS, 8)).permute(2, 0, 3, 1, 4)
-        query, key, value = (
-            part.contiguous() for part in heads
-        )  # torch 2.11 takes no views of one
+        # torch 2.11 takes no three views of one tensor.
+        query, key, value = (part.contiguous() for part in heads)
 
         def with_bias(score: Tensor, b: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return score + self.slopes[head] * (i - j)
