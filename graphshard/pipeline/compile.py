@@ -22,6 +22,7 @@ from torch import fx
 
 from .. import passes
 from .._torch.aot_graphs import graph_kind
+from .._torch.cpp_kernels import few_cpp_files
 from .._torch.distributed import group_timeout_s, process_group
 from .._torch.dynamo import compile_id
 from .._torch.inductor import (
@@ -242,12 +243,13 @@ def _by_inductor(
     }
     if settings.device.type == "cuda":
         patches = without_cuda_graphs(patches, traced.gm.meta)
-    run: Any = compile_fx(
-        traced.gm,
-        traced.inputs,
-        config_patches=patches,
-        decompositions=decompositions_for(traced.inputs),
-    )
+    with few_cpp_files() if settings.device.type == "cpu" else nullcontext():
+        run: Any = compile_fx(
+            traced.gm,
+            traced.inputs,
+            config_patches=patches,
+            decompositions=decompositions_for(traced.inputs),
+        )
     return run
 
 

@@ -1,0 +1,186 @@
+"""C++ kernels: a graph's compile in a few files, while the graphs behind it are lowered.
+
+Inductor writes each kernel for a CPU into a file of its own, and waits for all of a graph's files
+before it lowers the next graph. But 0.3 s of the 0.5 that a file takes go to torch's headers,
+although they are precompiled: they are 160 MB, and each file instantiates templates of theirs anew.
+So a graph's kernels share as many files as compile at a time:
+
+    Inductor  lower forward   a.cpp b.cpp .. i.cpp   lower backward   j.cpp k.cpp .. r.cpp
+    here      lower forward   lower backward   j.cpp k.cpp
+                              a.cpp b.cpp
+
+A kernel of a shared file is a module of Python as before: a library may hold several of them, by
+the names of their ``PyInit_`` functions. Kernels for GPUs are left alone: they compile in processes
+of their own, without such headers, and Inductor collects them for its cache where it waits.
+
+Read in torch/_inductor/async_compile.py (``AsyncCompile``, which the generated code of a graph
+makes) and torch/_inductor/codecache.py (``CppPythonBindingsCodeCache``, which compiles for it).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+from torch._inductor import async_compile
+from torch._inductor.async_compile import AsyncCompile, get_compile_threads, kernel_code_log
+from torch._inductor.codecache import CppPythonBindingsCodeCache, LambdaFuture
+from torch._inductor.exc import CppCompileError
+
+_EXPORTED = re.compile(r'extern "C"\s+void\s+kernel\(')
+_INCLUDE = re.compile(r"^[ \t]*#include.*$", re.MULTILINE)
+_OTHER_DIRECTIVE = re.compile(r"^[ \t]*#(?!include|pragma)", re.MULTILINE)
+
+_thread = threading.local()
+"""``waits`` of a thread that is in ``few_cpp_files``: those that it has put off."""
+
+
+@contextmanager
+def few_cpp_files() -> Iterator[None]:
+    """Have the kernels of each graph that is compiled meanwhile share files.
+
+    This thread waits for its kernels at the end, not for each graph's before it lowers the next.
+    """
+    waits: list[Callable[[], None]] = []
+    _thread.waits = waits
+    try:
+        with mock.patch.object(async_compile, "AsyncCompile", _FewFiles):
+            yield
+    finally:
+        del _thread.waits
+    for wait in waits:
+        wait()
+
+
+class _FewFiles(AsyncCompile):
+    """Compiles the kernels of one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kernels: list[_Kernel] = []
+        self._places: dict[_Kernel, tuple[_File, int]] = {}
+
+    def cpp_pybinding(self, argtypes: list[str], source_code: str) -> Any:
+        kernel = _Kernel(tuple(argtypes), source_code)
+        if get_compile_threads() <= 1 or not kernel.may_share_a_file:
+            return super().cpp_pybinding(argtypes, source_code)
+        kernel_code_log.info("CPP+Bindings Kernel:\n%s", source_code)
+        self._kernels.append(kernel)
+        return LambdaFuture(lambda: self._loaded(kernel))
+
+    def wait(self, scope: dict[str, Any]) -> None:
+        """Start the compile, and have the kernels in ``scope`` replaced, later or now."""
+        for kernels in _balanced(self._kernels, get_compile_threads()):
+            file = _File(kernels, self.submit)
+            self._places |= {kernel: (file, i) for i, kernel in enumerate(kernels)}
+        wait = functools.partial(super().wait, scope)
+        if hasattr(_thread, "waits"):
+            _thread.waits.append(wait)
+        else:
+            wait()
+
+    def _loaded(self, kernel: _Kernel) -> Any:
+        """Return the function of a kernel that was compiled."""
+        file, position = self._places[kernel]
+        try:
+            return file.function(position)
+        except CppCompileError:  # alone it may compile; if not, the error shows its code alone
+            return super().cpp_pybinding(list(kernel.argtypes), kernel.source).result()
+
+
+@dataclass(frozen=True, eq=False)
+class _Kernel:
+    """A kernel as the generated code of a graph has it.
+
+    Attributes:
+        argtypes: of its C++ function, which is named "kernel".
+        source: that function, what it calls, and what it includes.
+    """
+
+    argtypes: tuple[str, ...]
+    source: str
+
+    @property
+    def may_share_a_file(self) -> bool:
+        """Return whether this is one function, and nothing in it reaches beyond a namespace."""
+        is_alone = len(_EXPORTED.findall(self.source)) == self.source.count('extern "C"') == 1
+        return is_alone and not _OTHER_DIRECTIVE.search(self.source)
+
+    def module_code(self, name: str) -> str:
+        """Return a module of Python with this kernel as its function ``name``."""
+        cache = CppPythonBindingsCodeCache
+        arguments = ", ".join(
+            f"parse_arg<{argtype.replace('const ', '')}>(args, {i})"
+            for i, argtype in enumerate(self.argtypes)
+        )
+        bindings = cache.suffix_template.format(
+            arg_len=len(self.argtypes),
+            call_entry_func=cache.call_entry_function.format(arguments),
+            entry_func=name,
+            extra_parse_arg="",
+        )
+        return _EXPORTED.sub("void kernel(", self.source) + bindings
+
+
+class _File:
+    """Kernels that compile together."""
+
+    def __init__(self, kernels: Sequence[_Kernel], submit: Callable[..., Any]) -> None:
+        code = _in_namespaces([k.module_code(_name(i)) for i, k in enumerate(kernels)])
+        self._load = CppPythonBindingsCodeCache.load_async(code, submit_fn=submit)
+
+    def function(self, position: int) -> Any:
+        """Return the function of one of the kernels.
+
+        Raises:
+            CppCompileError: the file does not compile.
+        """
+        first: ModuleType = self._load()  # named "<hash of the file>.kernel"
+        name = _name(position)
+        module = _module_of(first.__file__, f"{first.__name__.rpartition('.')[0]}.{name}")
+        return getattr(module, name)
+
+
+def _name(position: int) -> str:
+    return f"kernel_{position}" if position else "kernel"  # torch loads the first by that name
+
+
+def _in_namespaces(modules: Sequence[str]) -> str:
+    """Return one file of several, none of which sees another one's names."""
+    includes = dict.fromkeys(line for code in modules for line in _INCLUDE.findall(code))
+    parts = [
+        f"namespace graphshard_{i} {{\n{_INCLUDE.sub('', code)}\n}}"
+        for i, code in enumerate(modules)
+    ]
+    return "\n".join([*includes, *parts])
+
+
+def _balanced(kernels: Sequence[_Kernel], num_files: int) -> list[list[_Kernel]]:
+    """Return the kernels of each file, such that files have about as much code."""
+    files: list[list[_Kernel]] = [[] for _ in range(min(num_files, len(kernels)))]
+    sizes = [0] * len(files)
+    for kernel in sorted(kernels, key=lambda k: len(k.source), reverse=True):
+        smallest = sizes.index(min(sizes))
+        files[smallest].append(kernel)
+        sizes[smallest] += len(kernel.source)
+    return files
+
+
+def _module_of(path: str | None, name: str) -> ModuleType:
+    """Return a module of a library that has several, by the name of its ``PyInit_`` function."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules[name] = module
+    return sys.modules[name]

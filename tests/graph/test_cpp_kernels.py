@@ -1,0 +1,185 @@
+"""Kernels for a CPU compile in few files, and forward's while backward is lowered: they compute,
+bitwise, what they compute in files of their own. A kernel that cannot share a file, or that breaks
+the file that it shares, compiles alone."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor import async_compile
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import fresh_cache
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import graphshard
+from graphshard._torch import cpp_kernels
+from graphshard._torch.cpp_kernels import few_cpp_files
+from graphshard.pipeline import compile as pipeline
+from tests.graph.conftest import WORLD_SIZE
+
+KERNEL = 'extern "C"  void  kernel(float* x)\n{\n    x[0] += NUMBER;\n}\n'
+HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
+
+
+class Deep(nn.Module):
+    """Products with kernels between them that differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(4))
+        self.table = nn.Embedding(50, 24)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for layer, function in zip(self.layers, (torch.tanh, torch.erf, torch.relu, torch.sin)):
+            x = x + function(layer(nn.functional.layer_norm(x, (24,))))
+        return nn.functional.cross_entropy(x.flatten(0, 1), ids.flatten() % 24)
+
+
+@pytest.fixture
+def one_rank(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh of one rank, which computes without the others."""
+    return init_device_mesh("cpu", (WORLD_SIZE, 1), mesh_dim_names=("others", "own"))["own"]
+
+
+def _train(mesh: DeviceMesh, folder: Path) -> list[Tensor]:
+    """Return a loss and gradients of a model whose kernels are compiled in an empty folder."""
+    torch._dynamo.reset()
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(0)
+    model, ids = Deep(), torch.randint(0, 50, (6, 16))
+    compiled = torch.compile(model, backend=graphshard.backend(mesh), fullgraph=True)
+    with fresh_cache(dir=str(folder), delete=False):
+        loss = compiled(ids)
+        loss.backward()
+    return [loss.detach(), *(p.grad.full_tensor() for p in model.parameters())]
+
+
+def _sources(folder: Path) -> list[str]:
+    return [path.read_text() for path in folder.rglob("*.main.cpp")]
+
+
+def _kernels(source: str) -> int:
+    return len(re.findall(r"void\s+kernel\(", source))
+
+
+def test_kernels_share_files(
+    one_rank: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with inductor_config.patch(compile_threads=2):
+        shared = _train(one_rank, tmp_path / "shared")
+        monkeypatch.setattr(pipeline, "few_cpp_files", nullcontext)
+        apart = _train(one_rank, tmp_path / "apart")
+    for tensor, expected in zip(shared, apart, strict=True):
+        assert torch.equal(tensor, expected)
+    counts = sorted(map(_kernels, _sources(tmp_path / "shared")))
+    assert len(counts) == 4  # two of each graph
+    assert sum(counts) >= len(_sources(tmp_path / "apart")) > 8
+    assert counts[0] > 1
+
+
+def test_backward_is_lowered_before_anybody_waits(
+    one_rank: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    lower, wait = pipeline.Lowering.__call__, async_compile.AsyncCompile.wait
+
+    def noted_lower(self: Any, graph: Any) -> None:
+        events.append("lower")
+        lower(self, graph)
+
+    def noted_wait(self: Any, scope: dict[str, Any]) -> None:
+        events.append("wait")
+        wait(self, scope)
+
+    monkeypatch.setattr(pipeline.Lowering, "__call__", noted_lower)
+    monkeypatch.setattr(async_compile.AsyncCompile, "wait", noted_wait)
+    _train(one_rank, tmp_path)
+    assert events == ["lower", "lower", "wait", "wait"]
+
+
+def test_a_file_that_does_not_compile_is_taken_apart(
+    one_rank: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = _train(one_rank, tmp_path / "right")
+    monkeypatch.setattr(cpp_kernels, "_in_namespaces", lambda modules: "#error broken")
+    torch.testing.assert_close(_train(one_rank, tmp_path / "broken"), expected, rtol=0, atol=0)
+
+
+def test_one_thread_compiles_kernels_alone(one_rank: DeviceMesh, tmp_path: Path) -> None:
+    with inductor_config.patch(compile_threads=1):
+        _train(one_rank, tmp_path)
+    assert {_kernels(source) for source in _sources(tmp_path)} == {1}
+
+
+def _run(sources: list[str], folder: Path) -> tuple[list[float], int]:
+    """Return what kernels add to zero, compiled as one graph's, and the number of their files."""
+    with inductor_config.patch(compile_threads=2), fresh_cache(dir=str(folder), delete=False):
+        with few_cpp_files():
+            compiler = async_compile.AsyncCompile()
+            scope = {f"k{i}": compiler.cpp_pybinding(["float*"], s) for i, s in enumerate(sources)}
+            compiler.wait(scope)
+        values = [torch.zeros(1) for _ in sources]
+        for kernel, value in zip(scope.values(), values):
+            kernel(value)
+    return [value.item() for value in values], len(_sources(folder))
+
+
+def _kernel(number: int, before: str = "") -> str:
+    return HEADER + before + KERNEL.replace("NUMBER", f"{number}.0f")
+
+
+@pytest.mark.parametrize(
+    ("before", "num_files"),
+    [
+        ("", 2),
+        ("static float helper(float x) { return x; }\n", 2),
+        ("struct Tile { int n; };\ntemplate <bool b> inline int tile() { return b; }\n", 2),
+        ("#define TILE 4\n", 5),
+        ('extern "C" int other() { return 1; }\n', 5),
+    ],
+    ids=["plain", "function", "types", "macro", "exported"],
+)
+def test_kernels_do_not_see_each_other(before: str, num_files: int, tmp_path: Path) -> None:
+    sources = [_kernel(number, before) for number in range(5)]
+    assert _run(sources, tmp_path) == ([0.0, 1.0, 2.0, 3.0, 4.0], num_files)
+
+
+def test_equal_kernels_of_a_graph_may_be_there_twice(tmp_path: Path) -> None:
+    assert _run([_kernel(1), _kernel(1), _kernel(2)], tmp_path)[0] == [1.0, 1.0, 2.0]
+
+
+def test_a_graph_without_kernels_waits_for_nothing(tmp_path: Path) -> None:
+    assert _run([], tmp_path) == ([], 0)
+
+
+def test_an_error_shows_the_code_of_its_kernel_alone(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="C\\+\\+ compile error") as raised:
+        _run([_kernel(1), HEADER + 'extern "C" void kernel(float* x) { y; }'], tmp_path)
+    assert "namespace graphshard" not in Path(raised.value.cmd[1]).read_text()  # type: ignore[attr-defined]
+
+
+def test_other_threads_wait_as_ever(tmp_path: Path) -> None:
+    def sine() -> Tensor:
+        return torch.compile(torch.sin, backend="inductor")(torch.ones(8))
+
+    cache = fresh_cache(dir=str(tmp_path), delete=False)
+    with cache, few_cpp_files(), ThreadPoolExecutor(1) as other:
+        result = other.submit(sine).result()
+    torch.testing.assert_close(result, torch.ones(8).sin())
+
+
+def test_nothing_is_left_behind_an_error() -> None:
+    before = async_compile.AsyncCompile
+    with pytest.raises(RuntimeError, match="in the middle"), few_cpp_files():
+        async_compile.AsyncCompile().wait({})
+        raise RuntimeError("in the middle")
+    assert async_compile.AsyncCompile is before
+    assert not hasattr(cpp_kernels._thread, "waits")
