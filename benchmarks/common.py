@@ -75,6 +75,8 @@ def group_of_one(device: torch.device) -> Iterator[DeviceMesh]:
     if device.type == "cpu":
         torch.set_num_threads(1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    else:
+        torch.cuda.set_device(0)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh(device.type, (1,))

@@ -199,6 +199,8 @@ def _measure(setting: Setting, rank: int, store: str) -> None:
     """Join the other ranks and measure; the first rank prints the result as JSON."""
     device = torch.device(setting.device)
     torch.set_num_threads(1)
+    if device.type == "cuda":
+        torch.cuda.set_device(rank)
     backend = "nccl" if device.type == "cuda" else "gloo"
     shared = dist.FileStore(store, setting.ranks)
     dist.init_process_group(backend, store=shared, rank=rank, world_size=setting.ranks)

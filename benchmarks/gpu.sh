@@ -4,9 +4,9 @@
 #     benchmarks/gpu.sh          on one GPU
 #     benchmarks/gpu.sh cpu      tries this script without one: small sizes, no test marked gpu
 #
-# PYTHON (default: python3) is used as it is: with its torch, pytest, pytest-timeout, hypothesis and
-# tabulate; nothing is installed, and no network is needed. The output ends in a table. It goes to
-# gpu.md, and what was written to stderr to gpu.log, in OUT (default: benchmarks/results).
+# PYTHON (default: python3) is used as it is, with its torch, pytest, pytest-timeout, pytest-xdist,
+# hypothesis and tabulate; nothing is installed, and no network is needed. The output ends in a table.
+# It goes to gpu.md, and what was written to stderr to gpu.log, in OUT (default: benchmarks/results).
 set -uo pipefail
 
 device=${1:-cuda}
@@ -57,10 +57,13 @@ part() {
     rows+=("| $name | ${result//|/ } | $((SECONDS - start)) |")
 }
 
-# tests NAME SECONDS FILE: a file of tests/gpu as a part.
+# tests SECONDS OPTION...: tests of tests/gpu as a part, named as they pass, so that a time limit
+# does not hide them.
 tests() {
-    fence='```' part "$1" "$2" "$python" -m pytest "tests/gpu/$3" -q -p no:cacheprovider \
-        --disable-warnings --durations=5
+    local seconds=$1
+    shift
+    fence='```' part tests "$seconds" "$python" -m pytest -v -p no:cacheprovider --tb=short \
+        --disable-warnings --durations=5 "$@"
 }
 
 run_all() {
@@ -72,21 +75,17 @@ nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available(
 print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}, {name}")
 sys.exit(sys.argv[1] == "cuda" and not torch.cuda.is_available())
 EOF
-    # In the order of what they teach: without one rank nothing else is worth the time. The limits
-    # on a GPU add up to 520 seconds.
-    local small=(--layers 2) tiny=() flat=()
+    # In the order of what they teach: if tests fail, nothing else is worth the time. Files of tests
+    # run side by side, since none measures time. The limits on a GPU add up to 520 seconds.
+    local small=(--layers 12 --ways torch.compile 'graphshard, regions') tiny=() flat=()
     if [[ $device == cpu ]]; then
         small=(--dim 32 --layers 1) tiny=(--layers 1 --steps 3) flat=(--layers 1 --dim 64)
-        tests numbers 260 test_training.py
+        tests 260 tests/gpu/test_training.py
     else
-        tests 'one NCCL rank' 100 test_one_rank.py
-        tests 'NCCL ranks that share the GPU' 100 test_shared_gpu.py
+        tests 220 tests/gpu -m gpu -n 3 --dist loadfile --timeout 90
     fi
     part 'modelled links' 50 "$python" -m benchmarks.throughput --device "$device" \
         --wire 0.02,100 "${tiny[@]}"
-    if [[ $device == cuda ]]; then # on a CPU among the numbers
-        tests 'memory, kernels, waits, CUDA graphs, saved code' 90 test_claims.py
-    fi
     # The row of torchao's fp8 is there if this Python has torchao.
     part 'throughput, mixed and fp8' 50 "$python" -m benchmarks.throughput --mixed \
         --device "$device" "${tiny[@]}"
@@ -94,7 +93,7 @@ EOF
     part overhead 35 "$python" -m benchmarks.overhead --device "$device" "${tiny[@]}"
     part throughput 35 "$python" -m benchmarks.throughput --device "$device" "${tiny[@]}"
     # Other parts have compiled just now.
-    part 'compile time' 30 "$python" -m benchmarks.compile_time --device "$device" --no-warm-up \
+    part 'compile time' 100 "$python" -m benchmarks.compile_time --device "$device" --no-warm-up \
         "${small[@]}"
     printf '\n## Summary\n\n| part | result | seconds |\n|---|---|---:|\n'
     printf '%s\n' "${rows[@]}"

@@ -42,9 +42,7 @@ RANK_ENV = {
     # Two C++ compilers at once. Ranks compile the same kernels, and Inductor's locks make each of
     # them wait for the other's: with one thread a second core would be idle.
     "TORCHINDUCTOR_COMPILE_THREADS": "2",
-    # Start no pool of processes for Triton: ranks are daemons, which Inductor gives none by fork.
-    "TORCHINDUCTOR_WORKER_START": "fork",
-    "TORCH_WARM_POOL": "0",
+    "TORCH_WARM_POOL": "0",  # a rank on a CPU needs no processes for Triton
     "GLOO_SOCKET_IFNAME": "lo",  # or gloo resolves the host's name, which may fail
 }
 # Imported once, by the server that ranks are forked from. None of these starts a thread.

@@ -31,10 +31,11 @@ def test_kernels_are_those_of_an_unsharded_model_and_one_for_each_copy() -> None
     assert ours.kernels <= 1.01 * theirs.kernels + 3 * collectives
 
 
-def test_graphs_need_the_memory_that_their_plans_say() -> None:
+def test_graphs_need_no_more_memory_than_their_plans_say() -> None:
     found = on_one_rank("cuda", claims.peaks, "cuda")
     for measured, planned in found:
-        assert measured == pytest.approx(planned, rel=0.05), found
+        # Less where a kernel writes over what it reads: here one of eleven activations.
+        assert 0.88 * planned <= measured <= 1.01 * planned, found
 
 
 def _offloaded() -> claims.Profiled:

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import graphshard
 from benchmarks.models import DeepMLP
 from graphshard.passes import single_rank
+from graphshard.planning.plan import Plan
 from graphshard.tools.demo_model import GPT as DemoGPT
 from graphshard.tools.demo_model import Size
 from tests import ranks
@@ -153,9 +154,15 @@ class Trainer:
     def __init__(self, model: DeepMLP, device: str, **options: Any) -> None:
         mesh = init_device_mesh(device, (dist.get_world_size(),))
         self.model = model
-        self._compiled: Any = torch.compile(model, backend=graphshard.backend(mesh, **options))
+        self._backend = graphshard.backend(mesh, **options)
+        self._compiled: Any = torch.compile(model, backend=self._backend)
         self._x = torch.randn(16, model.dim, device=device)
         self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    @property
+    def plans(self) -> list[Plan]:
+        """Of forward and backward, once there was a step."""
+        return self._backend.plans
 
     def forward(self) -> Tensor:
         """Return the loss."""
