@@ -4,7 +4,7 @@
 
 One rank trains a GPT whose parameters' home is the host. Torch's profiler tells when each copy and
 each collective ran on the GPU, and on which stream. Behind the profile stands what the model of
-streams says (graphshard/check/races.py), which no GPU has made:
+streams says (graphshard/check/races.py), and that of a GPU has to agree with:
 
     copy to the device ──► gather         a gather begins when the copies that it reads are done
     reduction ──► copy to the host        a copy begins when the reduction of its gradients is done
