@@ -137,11 +137,13 @@ def _compile(traced: TracedGraph, settings: CompileSettings, writer: DumpWriter)
     """Compile by what ``settings`` decide, and write the dumps."""
     recorder = _PlanRecorder(traced, settings, writer)
     warn_unless_loaded(recorder.cache.key)
+    is_new = not recorder.cache.is_compiled
     # Whoever dumps wants to see the passes run, and waits for nobody.
-    wait_s = _half_timeout_s(traced.groups)
-    with nullcontext() if writer.dumps else recorder.cache.compiling(wait_s):
+    wait_s = 0.0 if writer.dumps else _half_timeout_s(traced.groups)
+    with recorder.cache.compiling(wait_s):
         run, plans = _compile_graphs(traced, settings, recorder, traced.inductor_options)
-    if not _is_complete(plans):  # a cache had the graphs, but somebody deleted plans of them
+    is_without_code = writer.dumps and is_new and recorder.has_loaded  # another rank was faster
+    if is_without_code or not _is_complete(plans):  # or somebody deleted plans of cached graphs
         uncached = {**traced.inductor_options, "force_disable_caches": True}
         run, plans = _compile_graphs(traced, settings, recorder, uncached)
     named = tuple(plan.named(traced.fqns) for plan in plans)
@@ -167,6 +169,7 @@ class _PlanRecorder:
         cache: of the plans.
         compile_id: Dynamo's name for the compilation.
         writer: of the dumps.
+        has_loaded: whether a graph came from Inductor's cache, so that no pass ran.
     """
 
     def __init__(self, traced: TracedGraph, settings: CompileSettings, writer: DumpWriter) -> None:
@@ -174,6 +177,7 @@ class _PlanRecorder:
         self.cache = PlanCache(traced.gm, settings)
         self.writer = writer
         self.compile_id = compile_id()
+        self.has_loaded = False
 
     def lowered(self, plan: Plan) -> None:
         """Record the plan of a graph that was just lowered.
@@ -189,6 +193,7 @@ class _PlanRecorder:
         """Return the plan of a graph that Inductor's cache had; None if there is none."""
         plan = self.cache.load(kind)
         if plan is not None:
+            self.has_loaded = True
             self._dump(plan)
         return plan
 

@@ -61,6 +61,11 @@ class PlanCache:
         path = self._path(kind)
         return Plan.from_json(path.read_text()) if path.exists() else None
 
+    @property
+    def is_compiled(self) -> bool:
+        """Return whether a process has compiled the graph into Inductor's cache."""
+        return self._mark().exists()
+
     @contextlib.contextmanager
     def compiling(self, wait_s: float) -> Iterator[None]:
         """Compile alone among the processes that share Inductor's cache and have this graph.
@@ -74,22 +79,24 @@ class PlanCache:
         if not (settings.compiler == "inductor" and settings.caches_graphs and caches_graphs()):
             yield
             return
-        index = settings.device.index or 0
-        compiled = self._folder() / f"{self.key}-{index}.compiled"
-        if compiled.exists():
+        if self.is_compiled:
             yield
             return
+        compiled = self._mark()
         self._folder().mkdir(parents=True, exist_ok=True)
         lock = FileLock(compiled.with_suffix(".lock"))
         with contextlib.suppress(Timeout):
             lock.acquire(wait_s)
-        if compiled.exists():  # what cannot be cached is then compiled by all at once
+        if self.is_compiled:  # what cannot be cached is then compiled by all at once
             lock.release()
         try:
             yield
             compiled.touch()
         finally:
             lock.release()
+
+    def _mark(self) -> Path:
+        return self._folder() / f"{self.key}-{self._settings.device.index or 0}.compiled"
 
     def _path(self, kind: GraphKind) -> Path:
         return self._folder() / f"{self.key}-{kind}.json"

@@ -4,6 +4,9 @@ make the same cache keys, so that what one compiled serves all, and plans are as
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -13,6 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
+from graphshard._torch.inductor import cache_dir
+from graphshard.pipeline.plan_cache import PlanCache
 from graphshard.show.dump_folder import NO_CODE
 from tests import ranks
 from tests.models import MLP
@@ -60,6 +65,26 @@ def _train_patiently() -> Run:
         return _train(None)
 
 
+def _train_late(folder: Path) -> None:
+    """Train; the first rank, which dumps, compiles each graph when another one has done so."""
+    marked: set[Path] = set()
+
+    @contextmanager
+    def late(cache: PlanCache, wait_s: float) -> Iterator[None]:
+        while dist.get_rank() == 0:
+            found = set(Path(cache_dir()).glob("graphshard/*.compiled")) - marked
+            if found:
+                marked.update(found)
+                break
+            time.sleep(0.05)
+        with compiling(cache, wait_s):
+            yield
+
+    compiling = PlanCache.compiling
+    with mock.patch.object(PlanCache, "compiling", late):
+        _train(folder)
+
+
 def _counters() -> dict[str, int]:
     counters = torch._dynamo.utils.counters
     return {
@@ -91,6 +116,12 @@ def test_a_second_run_compiles_nothing(tmp_path: Path) -> None:
     assert len(logs) == 4
     for log in logs:
         _check_log(log.read_text())
+
+
+def test_the_rank_that_dumps_writes_code_though_another_was_faster(tmp_path: Path) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    ranks.run_fresh(2, _train_late, tmp_path / "dump", env=env)
+    assert {path.name for path in (tmp_path / "dump").iterdir()} == {*STEP, *INFERENCE}
 
 
 def test_one_rank_compiles_for_all(tmp_path: Path) -> None:
