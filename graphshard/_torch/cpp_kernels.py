@@ -3,11 +3,12 @@
 Inductor writes each kernel for a CPU into a file of its own, and waits for all of a graph's files
 before it lowers the next graph. But 0.3 s of the 0.5 that a file takes go to torch's headers,
 although they are precompiled: they are 160 MB, and each file instantiates templates of theirs anew.
-So a graph's kernels share as many files as compile at a time:
+So a graph's kernels share as many files as compile at a time. As long as another graph is to be
+lowered, one core is left to that; with two cores:
 
     Inductor  lower forward   a.cpp b.cpp .. i.cpp   lower backward   j.cpp k.cpp .. r.cpp
     here      lower forward   lower backward   j.cpp k.cpp
-                              a.cpp b.cpp
+                              a.cpp
 
 A kernel of a shared file is a module of Python as before: a library may hold several of them, by
 the names of their ``PyInit_`` functions. Kernels for GPUs are left alone: they compile in processes
@@ -26,7 +27,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -41,23 +42,34 @@ _INCLUDE = re.compile(r"^[ \t]*#include.*$", re.MULTILINE)
 _OTHER_DIRECTIVE = re.compile(r"^[ \t]*#(?!include|pragma)", re.MULTILINE)
 
 _thread = threading.local()
-"""``waits`` of a thread that is in ``few_cpp_files``: those that it has put off."""
+"""``put_off`` of a thread that is in ``few_cpp_files``."""
+
+
+@dataclass
+class _PutOff:
+    """The waits that a thread has put off, and the number of graphs that it is still to compile."""
+
+    num_graphs: int
+    waits: list[Callable[[], None]] = field(default_factory=list)
 
 
 @contextmanager
-def few_cpp_files() -> Iterator[None]:
+def few_cpp_files(num_graphs: int) -> Iterator[None]:
     """Have the kernels of each graph that is compiled meanwhile share files.
 
     This thread waits for its kernels at the end, not for each graph's before it lowers the next.
+
+    Args:
+        num_graphs: that are expected: 2 for forward and backward. What is in a file depends on it,
+            so it has to be the same where the files are there already.
     """
-    waits: list[Callable[[], None]] = []
-    _thread.waits = waits
+    put_off = _thread.put_off = _PutOff(num_graphs)
     try:
         with mock.patch.object(async_compile, "AsyncCompile", _FewFiles):
             yield
     finally:
-        del _thread.waits
-    for wait in waits:
+        del _thread.put_off
+    for wait in put_off.waits:
         wait()
 
 
@@ -79,12 +91,15 @@ class _FewFiles(AsyncCompile):
 
     def wait(self, scope: dict[str, Any]) -> None:
         """Start the compile, and have the kernels in ``scope`` replaced, later or now."""
-        for kernels in _balanced(self._kernels, get_compile_threads()):
+        put_off: _PutOff = getattr(_thread, "put_off", _PutOff(1))
+        put_off.num_graphs -= 1
+        num_idle = get_compile_threads() - (put_off.num_graphs > 0)
+        for kernels in _balanced(self._kernels, max(1, num_idle)):
             file = _File(kernels, self.submit)
             self._places |= {kernel: (file, i) for i, kernel in enumerate(kernels)}
         wait = functools.partial(super().wait, scope)
-        if hasattr(_thread, "waits"):
-            _thread.waits.append(wait)
+        if hasattr(_thread, "put_off"):
+            put_off.waits.append(wait)
         else:
             wait()
 

@@ -83,7 +83,7 @@ def choose_saving(
         BackendError: an error was raised on the first rank, or no way keeps the budget on another.
     """
     unchosen = ChosenSaving(settings, "", settings.fingerprint())
-    if not settings.schedule.auto or not _trains(traced.inputs):
+    if not settings.schedule.auto or not traced.trains():
         return unchosen
     _check_budget(settings)
     names = sorted(name for name in traced.fqns if name)
@@ -224,11 +224,6 @@ class _Chooser:
         if self.budget_gb is None:
             self.budget_gb = _free_gb(self.traced, self.settings.device)
         return self.budget_gb
-
-
-def _trains(inputs: Sequence[object]) -> bool:
-    tensors = (value for value in inputs if isinstance(value, torch.Tensor))
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _check_budget(settings: CompileSettings) -> None:

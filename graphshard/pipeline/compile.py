@@ -248,7 +248,8 @@ def _by_inductor(
     }
     if settings.device.type == "cuda":
         patches = without_cuda_graphs(patches, traced.gm.meta)
-    with few_cpp_files() if settings.device.type == "cpu" else nullcontext():
+    few_files = few_cpp_files(num_graphs=2 if traced.trains() else 1)
+    with few_files if settings.device.type == "cpu" else nullcontext():
         run: Any = compile_fx(
             traced.gm,
             traced.inputs,

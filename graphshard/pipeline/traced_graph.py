@@ -46,6 +46,11 @@ class TracedGraph:
         tensors = (value for value in self.inputs if isinstance(value, torch.Tensor))
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
+    def trains(self) -> bool:
+        """Return whether a graph of backward follows that of forward."""
+        tensors = (value for value in self.inputs if isinstance(value, torch.Tensor))
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
     def params(self) -> Iterator[torch.Tensor]:
         """Yield the shards of parameters among the inputs."""
         fqns = self.fqns[len(self.fqns) - len(self.inputs) :]  # constants come before the inputs
