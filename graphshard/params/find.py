@@ -71,7 +71,9 @@ def find_plain_params(root: nn.Module, ignored: frozenset[nn.Parameter]) -> list
 
 def living(kind: type[_T]) -> Iterator[_T]:
     """Yield all living objects of ``kind``; by type, as ``isinstance`` asks proxies for theirs."""
-    return (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
+    things = gc.get_objects()  # many, of few types
+    kinds = {cls for cls in set(map(type, things)) if issubclass(cls, kind)}
+    return (thing for thing in things if type(thing) in kinds) if kinds else iter(())
 
 
 def find_reduced_by_ddp() -> set[nn.Parameter]:
