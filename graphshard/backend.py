@@ -12,6 +12,7 @@ Python (``nn.LSTM``, a graph break in a loop): then no graph with a parameter ev
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ class Backend:
         self._padding: dict[str, None] = {}  # what it takes of the models whose graphs these are
         self._num_compiles = 0  # those that failed, too: their dumps keep their numbers
         self._consensus = PlanConsensus()
+        self._made_at_s = time.time()
         on_compile_start(_shard_before_trace)
         watch_idle(self)
 
@@ -216,7 +218,7 @@ class Backend:
         mesh, rank = self.options.mesh, dist.get_rank() if dist.is_initialized() else 0
         first_rank = 0 if mesh is None else int(mesh.mesh.min())
         folder = self.options.dump if rank == first_rank else None
-        return DumpWriter(folder, number=self._num_compiles)
+        return DumpWriter(folder, self._num_compiles, since_s=self._made_at_s)
 
     def _shard_plain_inputs(
         self, trace: Trace, gm: fx.GraphModule, inputs: Sequence[Any], call: CompiledCall

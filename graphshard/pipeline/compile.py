@@ -137,12 +137,13 @@ def _compile(traced: TracedGraph, settings: CompileSettings, writer: DumpWriter)
     """Compile by what ``settings`` decide, and write the dumps."""
     recorder = _PlanRecorder(traced, settings, writer)
     warn_unless_loaded(recorder.cache.key)
-    is_new = not recorder.cache.is_compiled
+    # Another rank may be faster by a whole graph: what it has compiled since is no warm start.
+    starts_warm = recorder.cache.was_compiled_before(writer.since_s)
     # Whoever dumps wants to see the passes run, and waits for nobody.
     wait_s = 0.0 if writer.dumps else _half_timeout_s(traced.groups)
     with recorder.cache.compiling(wait_s):
         run, plans = _compile_graphs(traced, settings, recorder, traced.inductor_options)
-    is_without_code = writer.dumps and is_new and recorder.has_loaded  # another rank was faster
+    is_without_code = writer.dumps and recorder.has_loaded and not starts_warm
     if is_without_code or not _is_complete(plans):  # or somebody deleted plans of cached graphs
         uncached = {**traced.inductor_options, "force_disable_caches": True}
         run, plans = _compile_graphs(traced, settings, recorder, uncached)

@@ -61,10 +61,14 @@ class PlanCache:
         path = self._path(kind)
         return Plan.from_json(path.read_text()) if path.exists() else None
 
-    @property
-    def is_compiled(self) -> bool:
-        """Return whether a process has compiled the graph into Inductor's cache."""
-        return self._mark().exists()
+    def was_compiled_before(self, time_s: float) -> bool:
+        """Return whether a process had compiled the graph into Inductor's cache by then.
+
+        Args:
+            time_s: in seconds since the epoch.
+        """
+        mark = self._mark()
+        return mark.exists() and mark.stat().st_mtime < time_s
 
     @contextlib.contextmanager
     def compiling(self, wait_s: float) -> Iterator[None]:
@@ -79,15 +83,15 @@ class PlanCache:
         if not (settings.compiler == "inductor" and settings.caches_graphs and caches_graphs()):
             yield
             return
-        if self.is_compiled:
+        compiled = self._mark()
+        if compiled.exists():
             yield
             return
-        compiled = self._mark()
         self._folder().mkdir(parents=True, exist_ok=True)
         lock = FileLock(compiled.with_suffix(".lock"))
         with contextlib.suppress(Timeout):
             lock.acquire(wait_s)
-        if self.is_compiled:  # what cannot be cached is then compiled by all at once
+        if compiled.exists():  # what cannot be cached is then compiled by all at once
             lock.release()
         try:
             yield

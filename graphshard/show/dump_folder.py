@@ -142,12 +142,17 @@ class DumpWriter:
     Args:
         folder: it exists; None: no file is written.
         number: of the graph; names of files begin with it.
+        since_s: when the backend was made, in seconds since the epoch.
     """
 
-    def __init__(self, folder: Path | None = None, number: int = 0) -> None:
+    def __init__(
+        self, folder: Path | None = None, number: int = 0, *, since_s: float = 0.0
+    ) -> None:
         self._folder = folder
         self._number = number
+        self.since_s = since_s
         self._stages_with_code: set[str] = set()
+        self._logged: dict[GraphKind, Dump] = {}
 
     @property
     def dumps(self) -> bool:
@@ -164,8 +169,10 @@ class DumpWriter:
     def write_plan(self, dump: Dump) -> None:
         """Write the dump, its trace and its table, and log them where ``TORCH_TRACE`` says."""
         kind = dump.plan.graph
-        trace_artifact(f"graphshard_{kind}_plan", "json", dump.to_json)
-        trace_artifact(f"graphshard_{kind}_table", "string", lambda: table(dump))
+        if self._logged.get(kind) != dump:  # equal where it is compiled again for its code
+            self._logged[kind] = dump
+            trace_artifact(f"graphshard_{kind}_plan", "json", dump.to_json)
+            trace_artifact(f"graphshard_{kind}_table", "string", lambda: table(dump))
         if self._folder is not None:
             note = "" if kind in self._stages_with_code else f"\n\n{NO_CODE}"
             self._write(self._folder, f"{kind}.json", dump.to_json())
