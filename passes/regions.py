@@ -7,10 +7,6 @@ A region is a run of compute between launches and waits, which stay where they a
 form if they do the same operations, in the same order, on values of the same dtypes, sizes, strides
 and devices: what is compiled for one then serves all. What is found only once stays as it is, and
 fuses with its neighbours.
-
-[Note: borders] A compiler takes what a call of a subgraph returns for memory of its own. So a
-region returns no view, neither of what it is given nor of what else it returns: whoever uses a view
-makes it of the value itself.
 """
 
 from __future__ import annotations
@@ -24,16 +20,14 @@ import torch
 from torch import fx
 
 from graphshard._torch.inductor import call_subgraph, lookup_seed
-from graphshard._torch.tensors import OpOverload, returns_nothing, writes_arguments
 from graphshard.cost.fusion import GraphValues
 from graphshard.ops.nodes import PLANNED
+from graphshard.passes.region_borders import is_pure, with_own_views
 from graphshard.planning.plan import Regions
 from graphshard.planning.repeats import find_repeats, pieces
 
 _LEAST_SAVED = 24  # nodes that a repeat has to spare the compiler
 _LEAST_NODES = 4  # of a region: to call a smaller one costs more than it saves
-
-_NAMESPACES = ("aten", "prims", "graphshard")
 
 Form = tuple[Hashable, ...]
 """What a region does, whichever nodes do it."""
@@ -58,7 +52,7 @@ def share_regions(graph: fx.Graph, is_worth_it: Callable[[Regions], bool]) -> Re
         for repeat in find_repeats(sequence, _LEAST_SAVED)
         for piece in pieces(repeat, cuts)
     ]
-    regions = _with_own_views(graph, runs)
+    regions = with_own_views(graph, runs)
     shared = _shared(map(_Region, regions))
     counts = _count(graph, shared)
     if not shared or not is_worth_it(counts):
@@ -97,20 +91,7 @@ def _may_be_inside(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return _may_be_inside(node.args[0])  # type: ignore[arg-type]  # of a tuple's node
-    return bool(node.all_input_nodes) and _is_pure(node)
-
-
-def _is_pure(node: fx.Node) -> bool:
-    op = node.target
-    if not isinstance(op, OpOverload) or op.namespace not in _NAMESPACES:
-        return False
-    return not (writes_arguments(op) or returns_nothing(op)) and _has_tensors(node.meta.get("val"))
-
-
-def _has_tensors(value: object) -> bool:
-    if isinstance(value, (tuple, list)):
-        return all(part is None or isinstance(part, torch.Tensor) for part in value)
-    return isinstance(value, torch.Tensor)
+    return bool(node.all_input_nodes) and is_pure(node)
 
 
 def _cuts(graph: fx.Graph, compute: Sequence[fx.Node]) -> list[int]:
@@ -171,81 +152,6 @@ def _metadata(value: Any) -> Hashable:
         str(value.dtype), tuple(map(str, value.shape)), strides, str(value.layout),
         str(value.device), value.is_conj(), value.is_neg(),
     )  # fmt: skip
-
-
-# --- borders -------------------------------------------------------------------------------------
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Return whether a node's value is memory of another node's."""
-    if node.target is operator.getitem:
-        return _is_view(node.args[0])  # type: ignore[arg-type]  # of a tuple's node
-    op: Any = node.target
-    return getattr(op, "is_view", False) or op is torch.ops.aten._unsafe_view.default
-
-
-def _is_constant(node: fx.Node) -> bool:
-    """Return whether a node makes the same tensor always: it costs nothing to make it anew."""
-    op = node.target
-    is_random = isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
-    made = node.op == "call_function" and not node.all_input_nodes
-    return made and not is_random and _is_pure(node)
-
-
-def _with_own_views(graph: fx.Graph, runs: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:
-    """Have everybody make the views that he uses of a region: see [Note: borders].
-
-    Returns:
-        The nodes of each run, in the order of the graph, without views that nobody uses any more.
-    """
-    home = {node: i for i, run in enumerate(runs) for node in run}
-    views = _Views(graph, home)
-    for node in list(graph.nodes):
-        for used in node.all_input_nodes:
-            own = views.copy_for(node, used)
-            if own is not used:
-                node.replace_input_with(used, own)
-    for node in reversed(graph.nodes):
-        if not node.users and (_is_constant(node) or (node in home and _is_view(node))):
-            home.pop(node, None)
-            graph.erase_node(node)
-    nodes: list[list[fx.Node]] = [[] for _ in runs]
-    for node in graph.nodes:
-        if node in home:
-            nodes[home[node]].append(node)
-    return nodes
-
-
-class _Views:
-    """Copies views into the regions that use them.
-
-    Args:
-        home: by node, the number of its region; copies are added to it.
-    """
-
-    def __init__(self, graph: fx.Graph, home: dict[fx.Node, int]) -> None:
-        self._graph, self._home = graph, home
-        self._copies: dict[tuple[int | None, fx.Node], fx.Node] = {}
-
-    def copy_for(self, user: fx.Node, view: fx.Node) -> fx.Node:
-        """Return a copy of ``view`` where ``user`` is, made in front of it or earlier."""
-        place = self._home.get(user)
-        if not self._is_needed(view, place):
-            return view
-        key = place, view
-        if key not in self._copies:
-            sources = {source: self.copy_for(user, source) for source in view.all_input_nodes}
-            with self._graph.inserting_before(user):
-                copy = self._graph.node_copy(view, sources.__getitem__)
-            self._copies[key] = copy
-            if place is not None:
-                self._home[copy] = place
-        return self._copies[key]
-
-    def _is_needed(self, view: fx.Node, place: int | None) -> bool:
-        if _is_constant(view):
-            return place is not None
-        return view in self._home and self._home[view] != place and _is_view(view)
 
 
 # --- regions -------------------------------------------------------------------------------------
