@@ -5,7 +5,11 @@
 
 A compiler takes what a call of a subgraph returns for memory of its own. So a region returns no
 view, neither of what it is given nor of what else it returns: whoever uses a view makes it of the
-value itself.
+value itself. So does whoever uses a pointwise value that takes more bytes than all it is computed
+of: where nothing is cut, it is in no memory.
+
+    before   region a: h = mm(..)   f = h.float()   m = f.mean()    region b: f - m
+    after    region a: h = mm(..)   f = h.float()   m = f.mean()    region b: f = h.float()   f - m
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ import torch
 from torch import fx
 
 from graphshard._torch.tensors import OpOverload, returns_nothing, writes_arguments
+from graphshard.cost.fusion import GraphValues
+from graphshard.cost.memory import values_without_memory
 
 _NAMESPACES = ("aten", "prims", "graphshard")
 
@@ -46,27 +52,54 @@ def _is_view(node: fx.Node) -> bool:
 
 def _is_constant(node: fx.Node) -> bool:
     """Return whether a node makes the same tensor always: it costs nothing to make it anew."""
-    op = node.target
-    is_random = isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
     made = node.op == "call_function" and not node.all_input_nodes
-    return made and not is_random and is_pure(node)
+    return made and is_pure(node) and not _is_random(node)
 
 
-def with_own_views(graph: fx.Graph, runs: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:
-    """Have everybody make the views that he uses of a region.
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _pointwise_of_less(graph: fx.Graph) -> set[fx.Node]:
+    """Return the pointwise values that take more bytes than all they are computed of.
+
+    Those that have memory of their own where nothing is cut are none of them, nor those of what the
+    graph writes to: to compute them later is to compute something else.
+    """
+    values = GraphValues(graph)
+    written = {
+        values.roots[argument]
+        for node in graph.nodes
+        if writes_arguments(node.target)
+        for argument in node.all_input_nodes
+    }
+    reads: dict[fx.Node, frozenset[fx.Node]] = {}
+    inlined = values_without_memory(values).inlined
+    for node in filter(inlined.__contains__, graph.nodes):
+        roots = [values.roots[source] for source in node.all_input_nodes]
+        read = frozenset[fx.Node]().union(*(reads.get(root, {root}) for root in roots))
+        is_less = sum(values.num_bytes[root] for root in read) < values.num_bytes[node]
+        is_pointwise = torch.Tag.pointwise in node.target.tags and not _is_random(node)
+        if is_pointwise and is_less and not read & written:
+            reads[node] = read
+    return set(reads)
+
+
+def with_own_values(graph: fx.Graph, runs: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:
+    """Have everybody make for himself what he uses of a region and it does not return.
 
     Returns:
-        The nodes of each run, in the order of the graph, without views that nobody uses any more.
+        The nodes of each run, in the order of the graph, without those that nobody uses any more.
     """
     home = {node: i for i, run in enumerate(runs) for node in run}
-    views = _Views(graph, home)
+    own_values = _OwnValues(graph, home)
     for node in list(graph.nodes):
         for used in node.all_input_nodes:
-            own = views.copy_for(node, used)
+            own = own_values.copy_for(node, used)
             if own is not used:
                 node.replace_input_with(used, own)
     for node in reversed(graph.nodes):
-        if not node.users and (_is_constant(node) or (node in home and _is_view(node))):
+        if not node.users and own_values.may_be_copied(node):
             home.pop(node, None)
             graph.erase_node(node)
     nodes: list[list[fx.Node]] = [[] for _ in runs]
@@ -76,8 +109,8 @@ def with_own_views(graph: fx.Graph, runs: Sequence[list[fx.Node]]) -> list[list[
     return nodes
 
 
-class _Views:
-    """Copies views into the regions that use them.
+class _OwnValues:
+    """Copies nodes into the regions that use them.
 
     Args:
         home: by node, the number of its region; copies are added to it.
@@ -85,24 +118,30 @@ class _Views:
 
     def __init__(self, graph: fx.Graph, home: dict[fx.Node, int]) -> None:
         self._graph, self._home = graph, home
+        self._pointwise = _pointwise_of_less(graph)
         self._copies: dict[tuple[int | None, fx.Node], fx.Node] = {}
 
-    def copy_for(self, user: fx.Node, view: fx.Node) -> fx.Node:
-        """Return a copy of ``view`` where ``user`` is, made in front of it or earlier."""
+    def copy_for(self, user: fx.Node, used: fx.Node) -> fx.Node:
+        """Return a copy of ``used`` where ``user`` is, made in front of it or earlier."""
         place = self._home.get(user)
-        if not self._is_needed(view, place):
-            return view
-        key = place, view
+        if not self._is_needed(used, place):
+            return used
+        key = place, used
         if key not in self._copies:
-            sources = {source: self.copy_for(user, source) for source in view.all_input_nodes}
+            sources = {source: self.copy_for(user, source) for source in used.all_input_nodes}
             with self._graph.inserting_before(user):
-                copy = self._graph.node_copy(view, sources.__getitem__)
+                copy = self._graph.node_copy(used, sources.__getitem__)
             self._copies[key] = copy
             if place is not None:
                 self._home[copy] = place
         return self._copies[key]
 
-    def _is_needed(self, view: fx.Node, place: int | None) -> bool:
-        if _is_constant(view):
+    def may_be_copied(self, node: fx.Node) -> bool:
+        """Return whether ``node`` is made by everybody who uses it."""
+        is_remade = _is_view(node) or node in self._pointwise
+        return _is_constant(node) or (node in self._home and is_remade)
+
+    def _is_needed(self, used: fx.Node, place: int | None) -> bool:
+        if _is_constant(used):
             return place is not None
-        return view in self._home and self._home[view] != place and _is_view(view)
+        return self.may_be_copied(used) and self._home[used] != place

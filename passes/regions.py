@@ -22,7 +22,7 @@ from torch import fx
 from graphshard._torch.inductor import call_subgraph, lookup_seed
 from graphshard.cost.fusion import GraphValues
 from graphshard.ops.nodes import PLANNED
-from graphshard.passes.region_borders import is_pure, with_own_views
+from graphshard.passes.region_borders import is_pure, with_own_values
 from graphshard.planning.plan import Regions
 from graphshard.planning.repeats import find_repeats, pieces
 
@@ -52,7 +52,7 @@ def share_regions(graph: fx.Graph, is_worth_it: Callable[[Regions], bool]) -> Re
         for repeat in find_repeats(sequence, _LEAST_SAVED)
         for piece in pieces(repeat, cuts)
     ]
-    regions = with_own_views(graph, runs)
+    regions = with_own_values(graph, runs)
     shared = _shared(map(_Region, regions))
     counts = _count(graph, shared)
     if not shared or not is_worth_it(counts):

@@ -162,3 +162,64 @@ def test_what_writes_is_in_no_region() -> None:
     assert _shared(gm).num_forms == 1
     assert len(gm.graph.find_nodes(op="call_function", target=aten.copy_.default)) == 9
     assert torch.equal(gm(*[t.clone() for t in inputs]), expected)
+
+
+def _normalised(x: Tensor, w: Tensor) -> Tensor:
+    """What computes in float32 between values in bfloat16, as a norm does."""
+    convert = torch.ops.prims.convert_element_type.default
+    h = convert(x @ w.t(), torch.float32)
+    centred = (h - h.mean(0, keepdim=True)) * torch.rsqrt(h.var(0, keepdim=True) + 1e-5)
+    return convert(torch.relu(centred * w[0] + 1), torch.bfloat16)
+
+
+def _deep_normalised(x: Tensor, *weights: Tensor) -> Tensor:
+    for w in weights:
+        x = _normalised(x, w)
+    return x
+
+
+def _wide_inputs(layers: int = 9) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [t.bfloat16() for t in (torch.randn(64, 8), *torch.randn(layers, 8, 8).unbind())]
+
+
+def _with_cuts_behind(gm: fx.GraphModule, op: Any) -> None:
+    """Plan something behind every call of ``op``."""
+    anything = next(iter(gm.graph.nodes))
+    for node in gm.graph.find_nodes(op="call_function", target=op):
+        with gm.graph.inserting_after(node):
+            planned = gm.graph.call_function(aten.neg.default, (anything,))
+        planned.meta = {"val": anything.meta["val"], PLANNED: True}
+
+
+def _results(gm: fx.GraphModule) -> list[Tensor]:
+    """Return what calls return."""
+    parts = gm.graph.find_nodes(op="call_function", target=operator.getitem)
+    return [part.meta["val"] for part in parts if part.args[0].target is INVOKE]
+
+
+def test_a_border_within_a_norm_is_crossed_by_what_is_in_memory_without_it() -> None:
+    inputs = _wide_inputs()
+    gm = _traced(_deep_normalised, *inputs)
+    expected = gm(*inputs)
+    _with_cuts_behind(gm, aten.rsqrt.default)
+    assert _shared(gm).num_calls > 9  # two of a layer, but for the ends
+    large = {result.dtype for result in _results(gm) if result.numel() == 64 * 8}
+    assert large == {torch.bfloat16}
+    assert torch.equal(gm(*inputs), expected)
+
+
+def test_what_is_computed_of_a_tensor_is_computed_before_it_is_written_to() -> None:
+    def deep(x: Tensor, *weights: Tensor) -> Tensor:
+        for w in weights:
+            scale = torch.ops.prims.convert_element_type.default(w, torch.float32)[0]
+            x = _normalised(x, w)
+            aten.copy_.default(w, x[:1].expand(8, 8))
+            x = torch.ops.prims.convert_element_type.default(x * scale, torch.bfloat16)
+        return x
+
+    inputs = _wide_inputs()
+    gm = _traced(deep, *inputs)
+    expected = gm(*[t.clone() for t in inputs])
+    assert _shared(gm).num_calls == 9
+    assert torch.equal(gm(*[t.clone() for t in inputs]), expected)
