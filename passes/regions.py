@@ -7,6 +7,10 @@ A region is a run of compute between launches and waits, which stay where they a
 form if they do the same operations, in the same order, on values of the same dtypes, sizes, strides
 and devices: what is compiled for one then serves all. What is found only once stays as it is, and
 fuses with its neighbours.
+
+[Note: channels last] Where Inductor lays out images with channels last, it does so from one
+convolution to the next, and a border would copy them from one layout to the other. So layers that
+convolve stay as they are in such a graph.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphshard._torch.inductor import call_subgraph, lookup_seed
+from graphshard._torch.aot_graphs import graph_kind
+from graphshard._torch.inductor import call_subgraph, lays_out_channels_last, lookup_seed
 from graphshard.cost.fusion import GraphValues
 from graphshard.ops.nodes import PLANNED
 from graphshard.passes.region_borders import is_pure, with_own_values
@@ -47,9 +52,12 @@ def share_regions(graph: fx.Graph, is_worth_it: Callable[[Regions], bool]) -> Re
     labels: dict[Hashable, int] = {}
     sequence = [labels.setdefault(_label(node), len(labels)) for node in compute]
     cuts = _cuts(graph, compute)
+    # See [Note: channels last].
+    keeps_layouts = not lays_out_channels_last(graph, graph_kind(graph))
     runs = [
         [compute[i] for i in piece]
         for repeat in find_repeats(sequence, _LEAST_SAVED)
+        if keeps_layouts or not any(map(_convolves, compute[repeat.start : repeat.stop]))
         for piece in pieces(repeat, cuts)
     ]
     regions = with_own_values(graph, runs)
@@ -92,6 +100,10 @@ def _may_be_inside(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return _may_be_inside(node.args[0])  # type: ignore[arg-type]  # of a tuple's node
     return bool(node.all_input_nodes) and is_pure(node)
+
+
+def _convolves(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.convolution.default
 
 
 def _cuts(graph: fx.Graph, compute: Sequence[fx.Node]) -> list[int]:

@@ -39,6 +39,7 @@ from torch._inductor.custom_graph_pass import (
     get_hash_for_files,
 )
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.virtualized import V
 from torch._logging import trace_structured
@@ -294,6 +295,19 @@ def saving_activations(budget: float | None) -> AbstractContextManager[None]:
 def has_activation_budget() -> bool:
     """Return whether the partitioner may save less than all activations that are cheap to save."""
     return bool(functorch_config.activation_memory_budget < 1)
+
+
+def lays_out_channels_last(graph: fx.Graph, kind: str) -> bool:
+    """Return whether Inductor gives the images of a graph another layout than they have in it.
+
+    ``decide_layout_opt`` in torch/_inductor/graph.py.
+
+    Args:
+        kind: "forward", "backward" or "inference".
+    """
+    gm = graph.owning_module
+    assert gm is not None
+    return GraphLowering.decide_layout_opt(gm, is_inference=kind == "inference")
 
 
 def donate_nothing() -> None:

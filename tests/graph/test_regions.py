@@ -5,8 +5,10 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, fx
+from torch._inductor import config as inductor_config
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphshard.ops.nodes import PLANNED
@@ -223,3 +225,23 @@ def test_what_is_computed_of_a_tensor_is_computed_before_it_is_written_to() -> N
     expected = gm(*[t.clone() for t in inputs])
     assert _shared(gm).num_calls == 9
     assert torch.equal(gm(*[t.clone() for t in inputs]), expected)
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_layers_that_convolve_are_shared_where_images_keep_their_layout(changes: bool) -> None:
+    def deep(x: Tensor, *weights: Tensor) -> Tensor:
+        for w in weights:
+            x = _layer(x, w)
+        images = x.view(4, 8, 1, 1).expand(4, 8, 5, 5)
+        for w in weights:
+            weight = w.view(8, 8, 1, 1)
+            images = torch.relu(torch.conv2d(images, weight) * 2 + images).exp().sigmoid()
+        return images
+
+    inputs = _inputs()
+    gm = _traced(deep, *inputs)
+    expected = gm(*inputs)
+    with inductor_config.patch(force_layout_optimization=changes, layout_optimization=changes):
+        num_calls = _shared(gm).num_calls
+    assert num_calls == 9 if changes else num_calls > 9
+    assert torch.equal(gm(*inputs), expected)
