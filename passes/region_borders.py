@@ -1,15 +1,14 @@
-"""Borders of regions: what a region returns, and what others make again for themselves.
+"""Borders of regions: what a region returns, and what its users make again for themselves.
 
-    before   region a: h = mm(..)   v = h.t()     region b: mm(v, ..)
-    after    region a: h = mm(..)                 region b: v = h.t()   mm(v, ..)
+    before   region a: h = mm(..)   f = h.float()   m = f.mean()   v = h.t()
+             region b: f - m   mm(v, ..)
+    after    region a: h = mm(..)   f = h.float()   m = f.mean()
+             region b: f = h.float()   f - m   v = h.t()   mm(v, ..)
 
 A compiler takes what a call of a subgraph returns for memory of its own. So a region returns no
-view, neither of what it is given nor of what else it returns: whoever uses a view makes it of the
-value itself. So does whoever uses a pointwise value that takes more bytes than all it is computed
-of: where nothing is cut, it is in no memory.
-
-    before   region a: h = mm(..)   f = h.float()   m = f.mean()    region b: f - m
-    after    region a: h = mm(..)   f = h.float()   m = f.mean()    region b: f = h.float()   f - m
+view, neither of what it is given nor of what else it returns: its users make the view of the value
+itself. And it returns no pointwise value that takes more bytes than what it is computed of: without
+regions such a value is in no memory, since every kernel that reads it computes it anew.
 """
 
 from __future__ import annotations
@@ -60,11 +59,11 @@ def _is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-def _pointwise_of_less(graph: fx.Graph) -> set[fx.Node]:
-    """Return the pointwise values that take more bytes than all they are computed of.
+def _larger_than_sources(graph: fx.Graph) -> set[fx.Node]:
+    """Return the pointwise values that take more bytes than what they are computed of.
 
-    Those that have memory of their own where nothing is cut are none of them, nor those of what the
-    graph writes to: to compute them later is to compute something else.
+    Two kinds are left out: values that are in memory without regions, too, and values of something
+    that the graph writes to, which a later computation would find changed.
     """
     values = GraphValues(graph)
     written = {
@@ -86,7 +85,7 @@ def _pointwise_of_less(graph: fx.Graph) -> set[fx.Node]:
 
 
 def with_own_values(graph: fx.Graph, runs: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:
-    """Have everybody make for himself what he uses of a region and it does not return.
+    """Have users of a region make again what it does not return.
 
     Returns:
         The nodes of each run, in the order of the graph, without those that nobody uses any more.
@@ -118,7 +117,7 @@ class _OwnValues:
 
     def __init__(self, graph: fx.Graph, home: dict[fx.Node, int]) -> None:
         self._graph, self._home = graph, home
-        self._pointwise = _pointwise_of_less(graph)
+        self._larger = _larger_than_sources(graph)
         self._copies: dict[tuple[int | None, fx.Node], fx.Node] = {}
 
     def copy_for(self, user: fx.Node, used: fx.Node) -> fx.Node:
@@ -137,9 +136,9 @@ class _OwnValues:
         return self._copies[key]
 
     def may_be_copied(self, node: fx.Node) -> bool:
-        """Return whether ``node`` is made by everybody who uses it."""
-        is_remade = _is_view(node) or node in self._pointwise
-        return _is_constant(node) or (node in self._home and is_remade)
+        """Return whether users of ``node`` elsewhere make it again."""
+        is_not_returned = _is_view(node) or node in self._larger
+        return _is_constant(node) or (node in self._home and is_not_returned)
 
     def _is_needed(self, used: fx.Node, place: int | None) -> bool:
         if _is_constant(used):
