@@ -21,8 +21,10 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
 
 from ._torch.aot_graphs import num_constants
+from ._torch.as_parameter import trace_tables_by_attribute
 from ._torch.dynamo import Trace, on_compile_error, on_compile_start, on_lookup, sources
 from ._torch.frames import CompiledCall, ToCompile, call_arguments, compiled_call, to_compile
 from ._torch.inductor import mode_options
@@ -37,7 +39,7 @@ from .params.dtype_advice import advise, advising
 from .params.first_forward import forget_first_forward, shard_before_first_forward
 from .params.mixed_precision import crosses_border, find_borders, has_border
 from .params.shard import shard_module, take_replacements
-from .params.sharded_param import SHARDED_PARAM, ShardedParam, in_sync, sharded_param_of
+from .params.sharded_param import ShardedParam, sharded_param_of
 from .params.unsharded import is_plain, settle, watch, watch_idle
 from .pipeline.compile import CompiledGraph, compile_traced
 from .pipeline.settings import CompileSettings
@@ -235,7 +237,7 @@ class Backend:
         return bool(seen)
 
     def _sync_params(self, trace: Trace, gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-        """Guard every sharded parameter; return False if one, or its flag, was not as traced."""
+        """Return False if a sharded parameter, or its ``requires_grad``, was not as traced."""
         synced = True
         for source, value in zip(sources(gm), inputs, strict=True):
             param = sharded_param_of(value)
@@ -245,7 +247,6 @@ class Backend:
                 synced = False
                 continue
             synced &= param.sync()
-            trace.guard(source, SHARDED_PARAM, in_sync)
         return synced
 
 
@@ -383,8 +384,14 @@ def _given_by_name() -> None:
         _backend_for(request.options).given_to_compile(request)
 
 
+def _is_read_full(value: DTensor) -> bool:
+    """Return whether code that one of our backends compiles reads a sharded parameter."""
+    return sharded_param_of(value) is not None and _backend_of(compiled_call()) is not None
+
+
 on_compile_start(_shard_before_trace)
 on_lookup("graphshard", _given_by_name)
+trace_tables_by_attribute(_is_read_full)
 
 
 _named: dict[Hashable, Backend] = {}

@@ -26,7 +26,7 @@ from torch._guards import ChainedSource, CompileContext, Guard, Source
 
 from .frames import is_resumed
 
-__all__ = ["ShortenTraceback"]
+__all__ = ["ShortenTraceback", "Source"]
 
 
 Restart = TensorifyScalarRestartAnalysis
@@ -216,14 +216,6 @@ def sources(gm: fx.GraphModule) -> list[Source]:
 def source_name(source: Source) -> str:
     """Return the expression that ``source`` stands for, such as ``L['self'].weight``."""
     return source.name
-
-
-def is_functional_call(node: fx.Node) -> bool:
-    """Return whether a node was traced in a forward that ``torch.func.functional_call`` runs.
-
-    ``_functional_call`` in torch/nn/utils/stateless.py is then among the traced frames.
-    """
-    return "in _functional_call\n" in (node.stack_trace or "")
 
 
 def compile_id() -> str:

@@ -1,4 +1,4 @@
-"""Raises where a traced forward changes full parameters, or is given others instead.
+"""Guards the parameters that a traced forward reads; raises where it changes or replaces them.
 
 Both would be lost in silence. A full parameter is a copy that is gathered for each forward, and
 graphs read it through its shard, whatever stands in the module's table of parameters.
@@ -12,14 +12,36 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
+from .._torch.as_parameter import trace_as_parameters
 from .._torch.autograd import version_of
-from .._torch.dynamo import is_functional_call
+from .._torch.dynamo import Source, Trace
 from .._torch.tensors import traced_storage, traced_value
 from ..errors import BackendError
 from ..ops import markers
 from ..ops.nodes import graph_modules
 from .sharded_model import changed_in_place
-from .sharded_param import ShardedParam, sharded_param_of
+from .sharded_param import SHARDED_PARAM, ShardedParam, in_sync, sharded_param_of
+
+
+def _guard(shard: Source) -> None:
+    Trace().guard(shard, SHARDED_PARAM, in_sync)
+
+
+def _refuse_functional_call(shard: Source) -> None:
+    param = sharded_param_of(Trace().value(shard))
+    raise BackendError(
+        f"torch.func.functional_call does not reach parameter {param.fqn if param else shard!r}, "
+        "which is sharded: forward would compute with the module's own; give it as "
+        "ignored_params, or call a copy of the module that is not sharded"
+    )
+
+
+trace_as_parameters(
+    markers.UNSHARD_MARKERS,
+    (SHARDED_PARAM, "dtensor"),
+    on_first_read=_guard,
+    on_functional_call=_refuse_functional_call,
+)
 
 
 def check_reads(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
@@ -29,15 +51,14 @@ def check_reads(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
         inputs: one value for each placeholder of ``gm``.
 
     Raises:
-        BackendError: it changes a full parameter in place, reads one under ``functional_call``, or
-            takes one as a DTensor.
+        BackendError: it changes a full parameter in place, or takes one as a DTensor.
     """
     params = [sharded_param_of(value) for value in inputs]
     for value, param in zip(inputs, params):
         if param is not None and isinstance(value, DTensor):
             raise BackendError(
-                f"forward reads parameter {param.fqn!r} by parameters() or by a reference of its "
-                "own, and would compute with a shard: read it through its module"
+                f"forward reads parameter {param.fqn!r} by a reference of its own, and would "
+                "compute with a shard: read it through its module"
             )
     placeholders = gm.graph.find_nodes(op="placeholder")
     shards = {
@@ -56,13 +77,7 @@ def _check_graph(graph: fx.Graph, shards: Mapping[int | None, ShardedParam]) -> 
     """
     fqns: dict[int | None, str] = {}
     for node in _reads(graph):
-        fqns[traced_storage(node)] = fqn = _fqn_of(node, shards)
-        if is_functional_call(node):
-            raise BackendError(
-                f"torch.func.functional_call does not reach parameter {fqn!r}, which is sharded: "
-                "forward would compute with the module's own; give it as ignored_params, or call "
-                "a copy of the module that is not sharded"
-            )
+        fqns[traced_storage(node)] = _fqn_of(node, shards)
     for node in graph.nodes:
         value, storage = traced_value(node), traced_storage(node)
         if isinstance(value, torch.Tensor) and storage in fqns and version_of(value):

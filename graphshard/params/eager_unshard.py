@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
+from .._torch.as_parameter import GatheredParameter
 from .._torch.autograd import address_of, version_of
 from .._torch.call_scope import call_scope
 from .._torch.distributed import process_group
@@ -37,15 +38,15 @@ from .sharded_param import ShardedParam, is_unattached, owned_by
 
 
 class _Read(NamedTuple):
-    """The key under which a call's scope holds the full parameters of one module.
+    """The key under which a call's scope holds a full parameter.
 
     Attributes:
-        versions: of the shards: a shard that was changed in between is gathered again.
+        version: version of the shard: a shard that has changed is gathered again.
     """
 
-    module: nn.Module
-    grad_enabled: bool
-    versions: tuple[int, ...]
+    param: ShardedParam
+    in_inference_mode: bool
+    version: int
 
 
 def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor] | None:
@@ -63,37 +64,39 @@ def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.
         return None
     if any(is_unattached(parameters_of(module).get(name)) for name in names):
         cast(NoticesReplacement, module)._graphshard_on_replacement()
-    sharded_params = [_sharded(module, name) for name in names]
-    for sharded_param in sharded_params:
-        sharded_param.sync()
-        sharded_param.model.reads_eagerly = True
-    shards = [sharded_param.shard for sharded_param in sharded_params]
-    read = _Read(module, torch.is_grad_enabled(), tuple(map(version_of, shards)))
-    if read not in scope:
-        gathered = _Unshard.apply(sharded_params, *shards)
-        scope[read] = _Gathered(sharded_params, dict(zip(names, gathered, strict=True)))
-    for reads in scope.values():
-        if isinstance(reads, _Gathered):
-            reads.note_changes()
-    sharded_params[0].model.raise_if_changed()
-    full: dict[str, torch.Tensor] = scope[read].full
-    return full
+    reads: dict[str, _Read] = {}
+    for name in names:
+        param = _sharded(module, name)
+        param.sync()
+        param.model.reads_eagerly = True
+        reads[name] = _Read(param, torch.is_inference_mode_enabled(), version_of(param.shard))
+    # A tied parameter may be here already, by another module.
+    missing = [read.param for read in dict.fromkeys(reads.values()) if read not in scope]
+    if missing:
+        gathered = _Gathered(missing)
+        scope.update((read, gathered) for read in reads.values() if read.param in gathered.full)
+    for group in {value for value in scope.values() if isinstance(value, _Gathered)}:
+        group.note_changes()
+    model.raise_if_changed()
+    return {name: scope[read].full[read.param] for name, read in reads.items()}
 
 
 class _Gathered:
-    """The full parameters of one module in one call, which nobody may change in place.
+    """Parameters that were gathered together in one call, which nobody may change in place.
 
     A change of ``tensor.data`` in place is not seen: it leaves no trace on the tensor.
 
     Attributes:
-        full: the tensors by the names that they have in the module.
+        full: the full parameters.
     """
 
-    def __init__(
-        self, sharded_params: Sequence[ShardedParam], full: dict[str, torch.Tensor]
-    ) -> None:
-        self.full = full
-        self._sharded_params = sharded_params
+    def __init__(self, sharded_params: Sequence[ShardedParam]) -> None:
+        shards = [param.shard for param in sharded_params]
+        with torch.enable_grad():  # what is read under no_grad may be used outside of it
+            tensors = _Unshard.apply(sharded_params, *shards)
+        for tensor in tensors:
+            tensor.__class__ = GatheredParameter
+        self.full: dict[ShardedParam, torch.Tensor] = dict(zip(sharded_params, tensors))
         self._states = self._read_states()
 
     def _read_states(self) -> list[tuple[int, int]]:
@@ -102,7 +105,7 @@ class _Gathered:
     def note_changes(self) -> None:
         """Tell the model which parameter was changed, if one was."""
         now = self._read_states()
-        for sharded_param, before, after in zip(self._sharded_params, self._states, now):
+        for sharded_param, before, after in zip(self.full, self._states, now):
             if before != after:
                 sharded_param.model.changed_in_place = sharded_param.fqn
 

@@ -12,6 +12,7 @@ once for all equal layers, because Dynamo guards on the class and not on the mod
 
 from __future__ import annotations
 
+import copyreg
 import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, SupportsIndex, cast
@@ -46,11 +47,21 @@ class ShardedModule(NoticesReplacement):
     _graphshard_plain_class: ClassVar[type]
     _graphshard_markers: ClassVar[Mapping[str, MarkerCall]]
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # A slice of a ParameterList calls self.__class__(): what it makes is not sharded.
+        plain = cls._graphshard_plain_class
+        module = plain.__new__(plain, *args, **kwargs)
+        module.__init__(*args, **kwargs)
+        return module
+
     def __reduce_ex__(self, protocol: SupportsIndex) -> Reduced:
         what = f"a module {type(self).__name__}"
         params = parameters_of(self).values()
         gradients = [p.grad for p in params if p is not None and p.grad is not None]
-        return for_copies_alone(what, cast(Reduced, super().__reduce_ex__(protocol)), gradients)
+        make, arguments, *rest = cast(Reduced, super().__reduce_ex__(protocol))
+        if make is copyreg.__newobj__:  # calls our __new__
+            make = self._graphshard_plain_class.__new__
+        return for_copies_alone(what, (make, arguments, *rest), gradients)
 
     @property
     def require_backward_grad_sync(self) -> bool:

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from .._torch.as_parameter import GatheredParameter
 from .._torch.frames import CompiledCall
 from .._torch.nn import uncompiled
 from ..errors import BackendError
@@ -72,7 +73,9 @@ _hook: list[RemovableHandle] = []
 
 def is_plain(value: object) -> bool:
     """Return whether ``value`` is a parameter that is not sharded."""
-    return isinstance(value, nn.Parameter) and sharded_param_of(value) is None
+    if not isinstance(value, nn.Parameter) or isinstance(value, GatheredParameter):
+        return False
+    return sharded_param_of(value) is None
 
 
 def _is_split(param: nn.Parameter) -> bool:

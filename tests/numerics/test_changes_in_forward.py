@@ -257,18 +257,3 @@ def test_an_error_of_parameters_given_outside_of_graphs_names_the_call(call: Any
 def _give_outside_of_graphs(call: Callable[[Tensor], None]) -> None:
     with pytest.raises(RuntimeError, match=r"replaced .*functional_call.*ignored_params"):
         call(torch.ones(3, 7))
-
-
-class Penalty(Functional):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x).mean() + sum(p.square().sum() for p in self.parameters())
-
-
-def test_a_forward_that_lists_its_parameters_raises() -> None:
-    ranks.run(2, _list_parameters)
-
-
-def _list_parameters() -> None:
-    backend = graphshard.backend(world_mesh(), compiler="aot_eager")
-    with pytest.raises(RuntimeError, match="reads parameter 'scale' by parameters"):
-        torch.compile(Penalty(), backend=backend)(torch.ones(3, 7))

@@ -1,0 +1,215 @@
+"""Make full parameters look to forward like ``nn.Parameter``, in traces and in eager parts.
+
+Read in torch/_dynamo/variables (torch.py, tensor.py, builder.py) and torch/nn/parameter.py, the
+same in 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo.source import AttrSource, DictGetItemSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import get_fake_value
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import VariableBuilder, handle_traced_output
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._guards import Source, TracingContext
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.stateless import _functional_call
+
+from .tensors import OpOverload
+
+_TRACED = "_graphshard_traced_parameters"
+"""The attribute of an ``OutputGraph`` that holds the parameters traced so far."""
+
+
+class GatheredParameter(nn.Parameter):
+    """A gathered tensor that an eager part of forward takes for a leaf, and may register.
+
+    Without it a slice of an ``nn.ParameterList`` makes new parameters, which get no gradient.
+    """
+
+    @property
+    def grad_fn(self) -> Any:
+        return torch._C.TensorBase.grad_fn.__get__(self) if _is_tracing() else None
+
+    @property
+    def is_leaf(self) -> bool:
+        # Dynamo copies what the autograd graph has.
+        return torch._C.TensorBase.is_leaf.__get__(self) if _is_tracing() else True
+
+    @property
+    def grad(self) -> None:  # type: ignore[override]
+        return None
+
+
+def _is_tracing() -> bool:
+    return TracingContext.try_get() is not None
+
+
+class _ParameterVariable(TensorVariable):
+    """A full parameter in a trace.
+
+    There is one for each parameter and trace, so identity is as in the plain model. Its marker is
+    emitted at each use, once for each graph (the code of a higher-order operator has its own) and
+    grad mode: a parameter that was read under ``no_grad`` gets gradients from uses outside of it.
+    """
+
+    _nonvar_fields = {"_markers", "_emit", "_grad", *TensorVariable._nonvar_fields}
+
+    def __init__(self, proxy: fx.Proxy, **properties: Any) -> None:
+        self._markers: dict[tuple[object, ...], fx.Proxy] = {}
+        self._emit: Callable[[], fx.Proxy]
+        self._grad: Source
+        super().__init__(proxy, **properties)
+
+    @property
+    def proxy(self) -> fx.Proxy:
+        marker = self._markers.get(_place())
+        if marker is None or marker.node._erased:
+            marker = self.proxy = self._emit()
+        return marker
+
+    @proxy.setter
+    def proxy(self, marker: fx.Proxy) -> None:
+        self._markers[_place()] = marker
+
+    @property
+    def source(self) -> None:
+        """None: code after a graph break takes the full parameter, an output of the graph."""
+        return None
+
+    @source.setter
+    def source(self, source: Source | None) -> None:
+        pass  # VariableBuilder gives every variable that has none the source it was asked for
+
+    def clone(self, **changed: Any) -> _ParameterVariable:
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__, **changed)
+        return copied
+
+    def method_attr_grad(self, tx: InstructionTranslator) -> VariableTracker:
+        return VariableTracker.build(tx, _value(self._grad), self._grad)
+
+
+def _place() -> tuple[object, ...]:
+    """Return what a marker may not be shared across: graphs, grad modes and transforms."""
+    tracer = InstructionTranslator.current_tx().output.current_tracer
+    level = torch._C._functorch.maybe_current_level()
+    return (tracer, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), level)
+
+
+def _value(source: Source) -> Any:
+    tx = InstructionTranslator.current_tx()
+    return source.get_value({"G": tx.f_globals, "L": tx.f_locals}, {}, {})
+
+
+def trace_as_parameters(
+    ops: Iterable[OpOverload],
+    dtensor_path: Iterable[str],
+    on_first_read: Callable[[Source], None],
+    on_functional_call: Callable[[Source], None],
+) -> None:
+    """Have Dynamo take the results of ``ops`` for parameters.
+
+    Args:
+        dtensor_path: attributes that lead from an op's first argument to the parameter's DTensor.
+        on_first_read: called with the source of the first argument, once for each trace.
+        on_functional_call: called with it where ``torch.func.functional_call`` runs the code that
+            reads the parameter.
+    """
+
+    def trace(
+        function: TorchInGraphFunctionVariable, tx: InstructionTranslator, *args: VariableTracker
+    ) -> VariableTracker:
+        source = args[0].source
+        if _in_functional_call(tx):
+            on_functional_call(source)
+        traced = tx.output.__dict__.setdefault(_TRACED, {})
+        key = (function.value, *map(_identity, args))
+        if key not in traced:
+            on_first_read(source)
+            traced[key] = _parameter(tx, function.value, args, dtensor_path)
+        return traced[key]
+
+    for op in ops:
+        TorchInGraphFunctionVariable._get_handlers()[op] = trace
+
+
+def _identity(argument: VariableTracker) -> object:
+    if isinstance(argument, TensorVariable):
+        return argument.as_proxy().node
+    return argument.as_python_constant()
+
+
+def _in_functional_call(tx: Any) -> bool:
+    """Return whether ``_functional_call`` (torch/nn/utils/stateless.py) is among traced callers."""
+    while tx is not None and tx.f_code is not _functional_call.__code__:
+        tx = tx.parent
+    return tx is not None
+
+
+def _parameter(
+    tx: InstructionTranslator,
+    op: OpOverload,
+    args: tuple[VariableTracker, ...],
+    dtensor_path: Iterable[str],
+) -> _ParameterVariable:
+    arguments = tuple(argument.as_proxy() for argument in args)
+    requires_grad = any(a.requires_grad for a in args if isinstance(a, TensorVariable))
+
+    def emit() -> fx.Proxy:
+        marker = tx.output.create_proxy("call_function", op, arguments, {})
+        fake = get_fake_value(marker.node, InstructionTranslator.current_tx(), True)
+        marker.node.meta["example_value"] = _as_parameter(fake, requires_grad)
+        return marker
+
+    marker = emit()
+    fake = marker.node.meta.pop("example_value")  # handle_traced_output sets it
+    variable = handle_traced_output(fake, tx, marker, {}, None, _ParameterVariable)
+    variable._emit, source = emit, args[0].source
+    for name in (*dtensor_path, "grad"):
+        source = AttrSource(source, name)
+    variable._grad = source
+    return variable
+
+
+def _as_parameter(fake: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """Return a leaf that ``isinstance`` takes for an ``nn.Parameter``; Dynamo alone sees it."""
+    if torch._C._functorch.maybe_current_level() is None:
+        with torch.enable_grad():
+            fake = fake.detach().requires_grad_(requires_grad)
+    fake._is_param = True  # type: ignore[attr-defined]  # what _ParameterMeta looks at
+    return fake
+
+
+def trace_tables_by_attribute(is_ours: Callable[[DTensor], bool]) -> None:
+    """Have Dynamo read a parameter as its module's attribute where it finds it in ``_parameters``.
+
+    That table holds DTensors; ``parameters()``, ``named_parameters()`` and ``state_dict()`` read
+    it.
+
+    Args:
+        is_ours: whether the code that is being traced is to see the full parameter.
+    """
+
+    def wrap(builder: VariableBuilder, value: DTensor) -> VariableTracker:
+        source, tx = builder.source, builder.tx
+        if not (_is_in_table(source) and is_ours(value)):
+            return builder.wrap_tensor(value)
+        module = _value(source.base.base)
+        name = next(name for name, param in module._parameters.items() if param is value)
+        return VariableTracker.build(tx, module, source.base.base).var_getattr(tx, name)
+
+    for trace_numpy in (False, True):
+        VariableBuilder._type_dispatch_impl(trace_numpy)[DTensor] = wrap
+
+
+def _is_in_table(source: Source) -> bool:
+    table = source.base if isinstance(source, DictGetItemSource) else None
+    return isinstance(table, AttrSource) and table.member == "_parameters"

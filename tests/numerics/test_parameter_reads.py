@@ -1,0 +1,250 @@
+"""Forwards that read, list, compare or register their parameters: as in the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+import graphshard
+from tests import ranks
+from tests.numerics.compare import Twins, graphshard_warnings, sgd, world_mesh
+
+
+class Reader(nn.Module):
+    """Holds parameters in every way; ``read`` computes with them, traced or in an eager part."""
+
+    def __init__(self, read: Callable[[Any, Tensor], Tensor], eager: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 5) / 5)
+        self.linear = nn.Linear(5, 5)
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.second.weight = self.first.weight
+        self.items = nn.ParameterList([nn.Parameter(torch.randn(5, 5) / 5) for _ in range(3)])
+        self.named = nn.ParameterDict({name: nn.Parameter(torch.randn(5, 5) / 5) for name in "ab"})
+        self.read = torch.compiler.disable(read) if eager else read
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.read(self, x) if x.numel() else x
+        return (self.linear(y) + y @ self.weight).square().mean()
+
+    @staticmethod
+    def batch(rng: torch.Generator) -> Tensor:
+        return torch.randn(4, 5, generator=rng)
+
+
+def _list_slice(model: Reader, x: Tensor) -> Tensor:
+    for param in model.items[1:]:
+        x = x @ param
+    return x
+
+
+def _dict_copy(model: Reader, x: Tensor) -> Tensor:
+    for param in model.named.copy().values():
+        x = x @ param
+    return x
+
+
+def _isinstance(model: Reader, x: Tensor) -> Tensor:
+    return x * (2 if isinstance(model.weight, nn.Parameter) else 3)
+
+
+def _is_leaf(model: Reader, x: Tensor) -> Tensor:
+    return x * (2 if model.weight.is_leaf and model.weight.grad_fn is None else 3)
+
+
+def _grad_is_none(model: Reader, x: Tensor) -> Tensor:
+    return x * (2 if model.weight.grad is None else 3)
+
+
+def _identity(model: Reader, x: Tensor) -> Tensor:
+    same = model.first.weight is model.second.weight and model.weight is model.weight
+    return model.first(x) * (2 if same else 3) + model.second(x)
+
+
+def _requires_grad(model: Reader, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        requires_grad = model.weight.requires_grad
+    return x * (2 if requires_grad else 3)
+
+
+def _read_without_grad(model: Reader, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        weight, bias = model.weight, model.linear.bias
+    return x @ weight + bias
+
+
+def _used_without_grad(model: Reader, x: Tensor) -> Tensor:
+    weight = model.weight
+    with torch.no_grad():
+        scale = (x @ weight).square().mean()
+    return x @ weight * scale
+
+
+def _attribute(model: Reader, x: Tensor) -> Tensor:
+    return x @ getattr(model, "weight") + sum(m.weight.sum() for m in (model.first, model.linear))  # noqa: B009
+
+
+EVERYWHERE = {
+    read.__name__.strip("_"): read
+    for read in (
+        _list_slice,
+        _dict_copy,
+        _isinstance,
+        _is_leaf,
+        _grad_is_none,
+        _identity,
+        _requires_grad,
+        _read_without_grad,
+        _used_without_grad,
+        _attribute,
+    )
+}
+
+
+def _parameters(model: Reader, x: Tensor) -> Tensor:
+    return x + 0.1 * sum(p.square().sum() for p in model.linear.parameters())
+
+
+def _named_parameters(model: Reader, x: Tensor) -> Tensor:
+    params = dict(model.named_parameters())
+    return x @ params["weight"] + torch.stack([p.norm() for p in params.values()]).sum()
+
+
+def _table(model: Reader, x: Tensor) -> Tensor:
+    return x @ model.linear._parameters["weight"]  # type: ignore[operator]
+
+
+def _get_parameter(model: Reader, x: Tensor) -> Tensor:
+    return x @ model.get_parameter("linear.weight")
+
+
+def _state_dict(model: Reader, x: Tensor) -> Tensor:
+    return x + sum(v.square().sum() for v in model.linear.state_dict().values()).detach()
+
+
+def _type(model: Reader, x: Tensor) -> Tensor:
+    return x * (2 if type(model.weight) is nn.Parameter else 3)
+
+
+def _key(model: Reader, x: Tensor) -> Tensor:
+    factors = {model.first.weight: 2}
+    return model.first(x) * factors.get(model.second.weight, 3)
+
+
+def _carried_over_a_break(model: Reader, x: Tensor) -> Tensor:
+    weight = model.weight
+    x = x @ weight
+    torch._dynamo.graph_break()
+    return x @ weight + model.weight.sum()
+
+
+def _recomputed(model: Reader, x: Tensor) -> Tensor:
+    weight = model.weight
+
+    def run(y: Tensor) -> Tensor:
+        return (y @ weight @ model.weight * (2 if weight is model.weight else 3)).relu()
+
+    y: Tensor = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
+    return y @ weight
+
+
+def _in_branches(model: Reader, x: Tensor) -> Tensor:
+    weight = model.weight
+    y: Tensor = torch.cond(
+        x.sum() > 0, lambda x: x @ weight, lambda x: x @ weight @ model.first.weight, (x,)
+    )
+    return y @ weight
+
+
+def _in_transforms(model: Reader, x: Tensor) -> Tensor:
+    grad = torch.func.grad(lambda x: (x @ model.weight).square().sum())(x)
+    return grad @ model.weight + torch.func.vmap(lambda row: row @ model.weight)(x)
+
+
+def _as_a_vector(model: Reader, x: Tensor) -> Tensor:
+    return x + nn.utils.parameters_to_vector(model.linear.parameters()).square().sum()
+
+
+TRACED = {
+    read.__name__.strip("_"): read
+    for read in (
+        _parameters,
+        _named_parameters,
+        _table,
+        _get_parameter,
+        _state_dict,
+        _type,
+        _key,
+        _carried_over_a_break,
+        _recomputed,
+        _in_branches,
+        _in_transforms,
+        _as_a_vector,
+    )
+}
+
+
+@pytest.mark.parametrize("read", [*EVERYWHERE, *TRACED])
+def test_traced_reads_of_parameters(read: str) -> None:
+    ranks.run(2, _train, {**EVERYWHERE, **TRACED}[read], False)
+
+
+@pytest.mark.parametrize("read", EVERYWHERE)
+def test_eager_reads_of_parameters(read: str) -> None:
+    ranks.run(2, _train, EVERYWHERE[read], True)
+
+
+def _train(read: Callable[[Any, Tensor], Tensor], eager: bool) -> None:
+    with graphshard_warnings():
+        torch.manual_seed(0)
+        Twins(Reader(read, eager), fullgraph=False).train(Reader.batch)
+
+
+def test_traced_gradient_of_a_parameter_is_the_accumulated_one() -> None:
+    ranks.run(2, _read_accumulated)
+
+
+def _read_accumulated() -> None:
+    torch.manual_seed(0)
+    twins = Twins(Reader(_grad_is_none, False), fullgraph=False)
+    for step in range(3):
+        twins.backward([Reader.batch(torch.Generator().manual_seed(step))] * 2)
+        twins.check()
+
+
+def test_parameters_list_their_shards_in_code_of_other_backends() -> None:
+    ranks.run(2, _list_shards)
+
+
+def _list_shards() -> None:
+    model = nn.Linear(5, 4)
+    graphshard.shard(model, world_mesh())
+
+    @torch.compile(backend="eager")
+    def clamp(module: nn.Module) -> None:
+        with torch.no_grad():
+            for param in module.parameters():
+                param.clamp_(-0.1, 0.1)
+
+    clamp(model)
+    assert all(p.full_tensor().abs().max() <= 0.1 for p in model.parameters())  # type: ignore[operator]
+
+
+def test_parameter_frozen_between_steps_takes_the_other_branch() -> None:
+    ranks.run(2, _freeze)
+
+
+def _freeze() -> None:
+    torch.manual_seed(0)
+    twins = Twins(Reader(_requires_grad, False), fullgraph=False)
+    for step, requires_grad in enumerate([True, False, True]):
+        for model in (twins.model, twins.reference):
+            model.weight.requires_grad_(requires_grad)
+            sgd(model).zero_grad()
+        twins.backward([Reader.batch(torch.Generator().manual_seed(step))] * 2)
+        twins.check()
