@@ -25,7 +25,14 @@ from torch.distributed.tensor import DTensor
 
 from ._torch.aot_graphs import num_constants
 from ._torch.as_parameter import trace_tables_by_attribute
-from ._torch.dynamo import Trace, on_compile_error, on_compile_start, on_lookup, sources
+from ._torch.dynamo import (
+    Trace,
+    is_capturing,
+    on_compile_error,
+    on_compile_start,
+    on_lookup,
+    sources,
+)
 from ._torch.frames import CompiledCall, ToCompile, call_arguments, compiled_call, to_compile
 from ._torch.inductor import mode_options
 from .consensus.plan_consensus import PlanConsensus
@@ -34,6 +41,7 @@ from .options.float8_policy import Float8Policy
 from .options.options import Options, hashable, mesh_for
 from .options.schedule_policy import SchedulePolicy
 from .params.check_reads import check_reads
+from .params.compare_traces import ForwardCheck, names_of
 from .params.compiled_root import find_root, modules_of, note_breaks
 from .params.dtype_advice import advise, advising
 from .params.first_forward import forget_first_forward, shard_before_first_forward
@@ -59,6 +67,7 @@ class Backend:
         self._padding: dict[str, None] = {}  # what it takes of the models whose graphs these are
         self._num_compiles = 0  # those that failed, too: their dumps keep their numbers
         self._consensus = PlanConsensus()
+        self.forward_check = ForwardCheck(options)
         self._made_at_s = time.time()
         on_compile_start(_shard_before_trace)
         watch_idle(self)
@@ -79,6 +88,7 @@ class Backend:
             raise trace.retrace("a sharded parameter, or its requires_grad, changed")
         check_reads(gm, inputs)
         params = [sharded_param_of(value) for value in inputs]
+        self.forward_check.check(gm, inputs)
         note_breaks(trace, params, call)
         return self._compile(gm, inputs, params, {**mode_options(mode), **(options or {})})
 
@@ -226,14 +236,16 @@ class Backend:
         self, trace: Trace, gm: fx.GraphModule, inputs: Sequence[Any], call: CompiledCall
     ) -> bool:
         """Shard the models whose full parameters are inputs; return whether there were any."""
-        seen: set[int] = set()
+        seen: dict[int, str] = {}
         for source, value in zip(sources(gm), inputs, strict=True):
             ignored = not is_plain(value) or value in self.options.ignored_params
             if ignored or id(value) in seen:
                 continue
             root, in_use = find_root(trace, source, value, call)
-            seen.update(id(param) for param in root.parameters())
+            seen.update(names_of(root))
             self._shard(root, in_use)
+        if seen:
+            self.forward_check.expect(gm, inputs, seen)
         return bool(seen)
 
     def _sync_params(self, trace: Trace, gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
@@ -362,6 +374,8 @@ def _shard_before_trace(_: object) -> None:
     that the function calls. Dynamo may find no parameter in what it can compile of that call.
     """
     on_compile_error(advise)
+    if is_capturing():
+        return
     call = compiled_call()
     called = next(iter(call.called), None)
     root = called if call.module is None else call.module  # a module may have no truth value

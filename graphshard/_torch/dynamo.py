@@ -218,6 +218,40 @@ def source_name(source: Source) -> str:
     return source.name
 
 
+class _Captured(ShortenTraceback):
+    """Ends a trace that is only made for its graph."""
+
+
+_capturing = False
+
+
+def is_capturing() -> bool:
+    """Return whether ``capture_graph`` is tracing."""
+    return _capturing
+
+
+def capture_graph(call: Callable[[], object]) -> tuple[fx.GraphModule, list[Any]] | None:
+    """Return the first graph that Dynamo traces of ``call()``, and its inputs; run nothing.
+
+    None: it traces no graph before it gives up.
+    """
+    global _capturing
+    captured: list[tuple[fx.GraphModule, list[Any]]] = []
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        captured.append((gm, inputs))
+        raise _Captured("captured", first_useful_frame=None)
+
+    _capturing = True
+    try:
+        torch.compile(lambda: call(), backend=backend)()
+    except _Captured:
+        pass
+    finally:
+        _capturing = False
+    return captured[0] if captured else None
+
+
 def compile_id() -> str:
     """Return Dynamo's name for the compilation that is under way, as in "0/0"; "" without one.
 

@@ -1,0 +1,169 @@
+"""Compare what Dynamo traced before and after a model was sharded.
+
+A forward may look at the class of a module (``type(m) is nn.Linear``) and take another branch once
+its parameters are sharded. Both traces start from the same Python state, so their graphs have to
+call the same operators on the same values:
+
+    plain      matmul(x, parameter 'w')              add(value 0, parameter 'b')
+    sharded    matmul(x, unshard(shard of 'w'))      add(value 0, unshard(shard of 'b'))
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import fx, nn
+
+from .._torch.dynamo import capture_graph
+from .._torch.tensors import HigherOrderOperator
+from ..errors import BackendError
+from ..ops.markers import UNSHARD_MARKERS
+from ..options.options import Options
+from .sharded_param import sharded_param_of
+
+_Label = tuple[object, ...]
+
+
+class _Step(NamedTuple):
+    """A call in a traced graph.
+
+    Attributes:
+        op: name of what is called.
+        arguments: labels of values, and constants; None for operators with graphs of their own.
+        line: the line of the user's code.
+    """
+
+    op: str
+    arguments: object
+    line: str
+
+
+class ForwardCheck:
+    """Checks that the first graph of a sharded model is that of the plain model."""
+
+    def __init__(self, options: Options) -> None:
+        # Casts of parameters and inputs change what a forward does, as they should.
+        policies = [options.mp_policy, *(o.get("mp_policy") for o in options.overrides.values())]
+        self._casts = any(p.param_dtype or p.output_dtype for p in policies if p is not None)
+        self._ignored = options.ignored_params
+        self._plain: tuple[_Step, ...] | None = None
+
+    def trace_plain(self, module: nn.Module, call: Callable[[], object]) -> None:
+        """Trace a call of a module that is about to be sharded, if ``GRAPHSHARD_CHECK=1`` is set.
+
+        Nothing is computed. The trace ends at the first graph break.
+        """
+        if os.environ.get("GRAPHSHARD_CHECK") == "1" and not self._casts:
+            captured = capture_graph(call)
+            if captured is not None:
+                self.expect(*captured, names_of(module))
+
+    def expect(self, gm: fx.GraphModule, inputs: Sequence[object], fqns: Mapping[int, str]) -> None:
+        """Take the graph of a plain model for what its sharded one has to be.
+
+        Args:
+            fqns: names of the parameters that are sharded now, by ``id``.
+        """
+        if not self._casts:
+            self._plain = _trace_of(gm, [self._fqn(value, fqns) for value in inputs])
+
+    def _fqn(self, value: object, fqns: Mapping[int, str]) -> str | None:
+        if (sharded := sharded_param_of(value)) is not None:
+            return sharded.fqn
+        ignored = isinstance(value, nn.Parameter) and value in self._ignored
+        return None if ignored else fqns.get(id(value))
+
+    def check(self, gm: fx.GraphModule, inputs: Sequence[object]) -> None:
+        """Compare the next graph of a sharded model.
+
+        Raises:
+            BackendError: forward does something else; the error names the first difference.
+        """
+        plain, self._plain = self._plain, None
+        if plain is None:
+            return
+        sharded = _trace_of(gm, [self._fqn(value, {}) for value in inputs])
+        for before, after in itertools.zip_longest(plain, sharded):
+            if before is None or after is None or before[:2] != after[:2]:
+                raise BackendError(_difference(before, after))
+
+
+def names_of(module: nn.Module) -> dict[int, str]:
+    """Return the first name of each parameter, by ``id``."""
+    return {id(param): name for name, param in module.named_parameters()}
+
+
+def _difference(before: _Step | None, after: _Step | None) -> str:
+    ours, theirs = (step.op if step else "nothing" for step in (after, before))
+    last = after or before
+    assert last is not None
+    return (
+        f"forward does something else once its parameters are sharded: it calls {ours} where the "
+        f"plain model calls {theirs}"
+        + (" with other arguments" if ours == theirs else "")
+        + f", at {last.line}. If it looks at the class of a module (type(m) is nn.Linear), use "
+        "isinstance"
+    )
+
+
+class _Labels(dict[fx.Node, _Label]):
+    """What each value is: a parameter, a result, or an input, in order of first use."""
+
+    def __init__(self) -> None:
+        self._inputs, self._results = itertools.count(), itertools.count()
+
+    def __missing__(self, node: fx.Node) -> _Label:
+        self[node] = label = ("input", next(self._inputs))
+        return label
+
+    def add_result(self, node: fx.Node) -> None:
+        self[node] = ("result", next(self._results))
+
+
+def _trace_of(gm: fx.GraphModule, fqns: Sequence[str | None]) -> tuple[_Step, ...]:
+    labels = _Labels()
+    for node, fqn in zip(gm.graph.find_nodes(op="placeholder"), fqns, strict=True):
+        if fqn is not None:
+            labels[node] = ("parameter", fqn)
+    return tuple(_steps(gm, labels))
+
+
+def _steps(gm: fx.GraphModule, labels: _Labels) -> Iterator[_Step]:
+    for node in gm.graph.nodes:
+        if node.target in UNSHARD_MARKERS:
+            labels[node] = labels[node.args[0]]
+        elif node.op == "get_attr":
+            labels[node] = ("attribute",)
+            graph = getattr(gm, node.target, None)
+            if isinstance(graph, fx.GraphModule):
+                # The code of a higher-order operator: its inputs have no common order.
+                yield from (step._replace(arguments=None) for step in _steps(graph, _Labels()))
+        elif node.op not in ("placeholder", "output"):
+            yield _Step(_name(node), _arguments(node, labels), _line(node))
+            labels.add_result(node)
+
+
+def _name(node: fx.Node) -> str:
+    target: Any = node.target
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+def _arguments(node: fx.Node, labels: _Labels) -> object:
+    if isinstance(node.target, HigherOrderOperator):
+        return None
+
+    def label(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return labels[value]
+        return value if isinstance(value, (bool, int, float, str)) else None
+
+    return fx.node.map_aggregate((node.args, node.kwargs), label)
+
+
+def _line(node: fx.Node) -> str:
+    lines = [line.strip() for line in (node.stack_trace or "").splitlines()]
+    files = [i for i, line in enumerate(lines) if line.startswith("File ")]
+    return " ".join(lines[files[-1] : files[-1] + 2]) if files else "an unknown line"
