@@ -44,7 +44,11 @@ from .params.check_reads import check_reads
 from .params.compare_traces import ForwardCheck, names_of
 from .params.compiled_root import find_root, modules_of, note_breaks
 from .params.dtype_advice import advise, advising
-from .params.first_forward import forget_first_forward, shard_before_first_forward
+from .params.first_forward import (
+    forget_first_forward,
+    has_yet_to_cast,
+    shard_before_first_forward,
+)
 from .params.mixed_precision import crosses_border, find_borders, has_border
 from .params.shard import shard_module, take_replacements
 from .params.sharded_param import ShardedParam, sharded_param_of
@@ -161,24 +165,29 @@ class Backend:
         """Return whether the compiled code that is being called has this backend."""
         return _backend_of(call) is self
 
-    def shard_compiled(self, root: nn.Module, *, in_use: bool) -> None:
+    def shard_compiled(self, root: nn.Module, call: CompiledCall) -> None:
         """Shard a module that ``torch.compile`` was given, before Dynamo traces its first frame."""
-        forget_first_forward(root)
+        will_cast = has_yet_to_cast(root, call)
+        if not will_cast:
+            forget_first_forward(root)
         if self.plain_parameters(root):
-            self._shard(root, in_use)
+            self._shard(root, call.runs(root), will_cast)
 
     def plain_parameters(self, root: nn.Module) -> list[nn.Parameter]:
         """Return the parameters of ``root`` that are to be sharded and are not yet."""
         plain = [p for p in root.parameters() if is_plain(p)]
         return [p for p in plain if p not in self.options.ignored_params]
 
-    def _shard(self, root: nn.Module, in_use: bool) -> None:
+    def _shard(self, root: nn.Module, in_use: bool, will_cast: bool = False) -> None:
         """Shard ``root``, whose forward may have begun.
+
+        Args:
+            will_cast: the inputs of ``root`` will still be cast.
 
         Raises:
             BackendError: it has, and the hooks that cast at a border come too late.
         """
-        for module, policy in find_borders(root, self.options):
+        for module, policy in find_borders(root, self.options)[will_cast:]:  # that of root is first
             begun, runs = call_arguments(module), in_use and module is root
             if crosses_border(begun, policy) if begun else runs and has_border(policy):
                 raise BackendError(
@@ -381,7 +390,7 @@ def _shard_before_trace(_: object) -> None:
     root = called if call.module is None else call.module  # a module may have no truth value
     its_backend = _backend_of(call)
     if its_backend is not None and root is not None:
-        its_backend.shard_compiled(root, in_use=call.runs(root))
+        its_backend.shard_compiled(root, call)
 
 
 def _backend_of(call: CompiledCall) -> Backend | None:

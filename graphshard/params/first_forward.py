@@ -15,6 +15,9 @@ _torch/dynamo.py. All that hangs on either is in this file and in ``unsharded``:
 the module when its first compiled forward begins, casts the inputs of that one, and removes itself.
 If torch stops doing either, the first forward raises an error with advice where inputs are cast,
 and tests/graph/test_first_forward.py fails.
+
+Hooks that the user registered before ``torch.compile``, and global ones, run before this hook. If
+Dynamo compiles one of them, the module is sharded at that point, and this hook only casts.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.hooks import RemovableHandle
 
 from .._torch.dynamo import run_as_python
-from .._torch.frames import ToCompile, compiled_call
+from .._torch.frames import CompiledCall, ToCompile, compiled_call
 from .._torch.nn import forward_pre_hooks
 from .mixed_precision import cast_inputs
 from .sharded_model import sharded_model_of
@@ -53,9 +56,22 @@ def shard_before_first_forward(
 
 def forget_first_forward(root: nn.Module) -> None:
     """Remove the hook of ``shard_before_first_forward``, if ``root`` still has one."""
-    for hook in forward_pre_hooks(root):
-        if isinstance(hook, _FirstForward):
-            hook.handle.remove()
+    for hook in _hooks_of(root):
+        hook.handle.remove()
+
+
+def has_yet_to_cast(root: nn.Module, call: CompiledCall) -> bool:
+    """Return whether a hook before ``_FirstForward`` runs, which is then going to cast the inputs
+    even though the module is sharded already."""
+    begun = call.module is root and root in call.called
+    hooks = _hooks_of(root) if begun else []
+    for hook in hooks:
+        hook.casts_anyway = True
+    return bool(hooks)
+
+
+def _hooks_of(root: nn.Module) -> list[_FirstForward]:
+    return [hook for hook in forward_pre_hooks(root) if isinstance(hook, _FirstForward)]
 
 
 class _Copied:
@@ -70,9 +86,13 @@ class _FirstForward:
 
     Args:
         is_off: ``torch.compile`` compiles nothing, so that no call can be told from a compiled one.
+
+    Attributes:
+        casts_anyway: the inputs are to be cast even though the module is sharded already.
     """
 
     handle: RemovableHandle
+    casts_anyway = False
 
     def __init__(self, sharder: Sharder, policy: MixedPrecisionPolicy, is_off: bool) -> None:
         self._sharder, self._policy, self._is_off = sharder, policy, is_off
@@ -80,8 +100,10 @@ class _FirstForward:
     def __reduce__(self) -> tuple[type[_Copied], tuple[()]]:
         return _Copied, ()
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return None if torch.compiler.is_compiling() else self._run(module, args, kwargs)
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+        # A hook before this one may have removed it: torch calls it all the same, without kwargs.
+        forgotten = kwargs is None or torch.compiler.is_compiling()
+        return None if forgotten else self._run(module, args, kwargs)
 
     @torch.compiler.disable
     def _run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -90,9 +112,10 @@ class _FirstForward:
         if not (compiled or self._is_off):
             return None  # a call of the plain module
         self.handle.remove()
-        if not self._sharder.plain_parameters(module):
+        if self._sharder.plain_parameters(module):
+            self._sharder.shard_now(module)
+        elif not self.casts_anyway:
             return None
-        self._sharder.shard_now(module)
         return cast_inputs(self._policy, args, kwargs)
 
 

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+import graphshard
 from tests import ranks
 from tests.models import MLP
-from tests.numerics.compare import Twins, draw, sgd
+from tests.numerics.compare import Twins, draw, sgd, world_mesh
 
 Batches = list[Tensor]
 
@@ -145,3 +147,120 @@ def _hook_modules() -> None:
 
 def test_forward_hooks_are_part_of_the_graph() -> None:
     ranks.run(2, _hook_modules)
+
+
+def _halve(module: nn.Module, args: Any) -> Any:
+    return (args[0] * 0.5, *args[1:])
+
+
+def _halve_with_kwargs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _halve(module, args), kwargs
+
+
+def _double(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    return out * 2
+
+
+def _double_with_kwargs(module: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Tensor:
+    return out * 2
+
+
+def _double_grads(module: nn.Module, grads: Any, _: Any = None) -> Any:
+    return tuple(grad if grad is None else grad * 2 for grad in grads)
+
+
+def _observe(module: nn.Module, args: Any, out: Any = None) -> None:
+    module.__dict__["is_training"] = torch.is_grad_enabled()
+
+
+def _halve_by_a_parameter(module: nn.Module, args: Any) -> Any:
+    return (args[0] * module.get_submodule("up").bias.square().mean(), *args[1:])
+
+
+class _Method(MLP):
+    """Registers a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_pre_hook(self._scale)
+
+    def _scale(self, module: nn.Module, args: Any) -> Any:
+        return (args[0] * self.down.weight.mean(), *args[1:])
+
+
+MODULE_HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "pre": lambda m: m.register_forward_pre_hook(_halve),
+    "pre, kwargs": lambda m: m.register_forward_pre_hook(_halve_with_kwargs, with_kwargs=True),
+    "pre, prepended": lambda m: m.register_forward_pre_hook(_halve, prepend=True),
+    "pre, eager": lambda m: m.register_forward_pre_hook(torch.compiler.disable(_halve)),
+    "pre, reads": lambda m: m.register_forward_pre_hook(_halve_by_a_parameter),
+    "post": lambda m: m.register_forward_hook(_double),
+    "post, kwargs": lambda m: m.register_forward_hook(_double_with_kwargs, with_kwargs=True),
+    "post, always": lambda m: m.register_forward_hook(_double, always_call=True),
+    "backward": lambda m: m.register_full_backward_hook(_double_grads),
+    "backward, pre": lambda m: m.register_full_backward_pre_hook(_double_grads),
+    "inner": lambda m: m.up.register_forward_pre_hook(_halve),
+    "inner, backward": lambda m: m.mid.register_full_backward_hook(_double_grads),
+    # Any that changes values has wrong gradients from plain torch.compile, too.
+    "global, pre": lambda m: nn.modules.module.register_module_forward_pre_hook(_observe),
+    "global, post": lambda m: nn.modules.module.register_module_forward_hook(_observe),
+}
+
+
+def _train_hooked() -> None:
+    for name, register in MODULE_HOOKS.items():
+        torch._dynamo.reset()
+        model = MLP()
+        handle = register(model)
+        try:
+            Twins(model, fullgraph=False).train(MLP.batch, steps=2)
+        except Exception as error:
+            error.add_note(f"hook: {name}")
+            raise
+        finally:
+            handle.remove()
+
+
+def test_module_hooks_from_before_the_compile() -> None:
+    ranks.run(2, _train_hooked)
+
+
+def _train_hooked_by_a_method() -> None:
+    Twins(_Method(), fullgraph=False).train(MLP.batch)
+
+
+def test_a_method_of_the_model_as_its_hook() -> None:
+    ranks.run(2, _train_hooked_by_a_method)
+
+
+class _Inputs(nn.Module):
+    """Notes the dtypes of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dtypes = nn.Linear(7, 3), set[torch.dtype]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.dtypes.add(x.dtype)
+        return self.linear(x).square().mean()
+
+
+def _cast_after_hooks() -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+    for name in ("pre", "pre, prepended", "pre, eager", "global, pre"):
+        torch._dynamo.reset()
+        model = _Inputs()
+        handle = MODULE_HOOKS[name](model)
+        backend = graphshard.backend(world_mesh(), compiler="aot_eager", mp_policy=policy)
+        compiled = torch.compile(model, backend=backend)
+        try:
+            losses = [compiled(torch.ones(5, 7)) for _ in range(2)]
+        finally:
+            handle.remove()
+        assert [loss.dtype for loss in losses] == [torch.float32] * 2, name
+        assert torch.equal(*losses), name
+        assert model.dtypes == {torch.bfloat16}, name
+
+
+def test_a_first_forward_with_hooks_casts_its_inputs() -> None:
+    ranks.run(2, _cast_after_hooks)
