@@ -23,7 +23,7 @@ from ..options.float8_policy import check_fp8
 from ..options.options import Options, matches
 from .find import PlainParam, find_reduced_by_ddp
 from .mesh_groups import MeshGroups
-from .parametrization import had_sharded
+from .parametrization import fault_of_class, had_sharded, plain_class
 from .sharded_param import FUNCTIONAL_CALL
 
 _OTHER_WRAPPERS = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel, DataParallel)
@@ -43,6 +43,7 @@ def find_fault(
     """
     return (
         _fault_of_modules(root)
+        or _fault_of_classes(root, plain_params)
         or _fault_of_parameters(plain_params, allow_meta)
         or _fault_of_ddp(plain_params)
         or _fault_of_overrides(root, plain_params, options)
@@ -58,6 +59,18 @@ def _fault_of_modules(root: nn.Module) -> str | None:
             return (
                 f"module {name or type(root).__name__!r} is already wrapped by "
                 f"{wrapper.__name__}: give graphshard the plain module"
+            )
+    return None
+
+
+def _fault_of_classes(root: nn.Module, plain_params: Sequence[PlainParam]) -> str | None:
+    holders = [holder.module for plain in plain_params for holder in plain.holders]
+    for cls in dict.fromkeys(map(plain_class, [root, *holders])):
+        if fault := fault_of_class(cls):
+            return (
+                f"modules of class {cls.__name__} cannot be sharded, since that changes their "
+                f"class: {fault}. Hold their parameters in another class, or list them in "
+                "ignored_params"
             )
     return None
 

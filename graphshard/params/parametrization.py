@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+from abc import ABCMeta
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, SupportsIndex, cast
 
@@ -47,7 +48,13 @@ class ShardedModule(NoticesReplacement):
     _graphshard_plain_class: ClassVar[type]
     _graphshard_markers: ClassVar[Mapping[str, MarkerCall]]
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "_graphshard_plain_class" not in vars(cls):  # a subclass that the user makes of ours
+            super().__init_subclass__(**kwargs)
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if "_graphshard_plain_class" not in vars(cls):
+            return super().__new__(cls)
         # A slice of a ParameterList calls self.__class__(): what it makes is not sharded.
         plain = cls._graphshard_plain_class
         module = plain.__new__(plain, *args, **kwargs)
@@ -148,6 +155,15 @@ def _give_class(
     module.__class__ = _sharded_class(plain, tuple(markers.items()))
 
 
+def fault_of_class(cls: type[nn.Module]) -> str | None:
+    """Return why modules of this class cannot be given accessors, or None."""
+    try:
+        object.__setattr__(object.__new__(cls), "__class__", _sharded_class(cls, ()))
+    except TypeError as error:
+        return str(error)
+    return None
+
+
 def reattach(module: nn.Module) -> None:
     """Attach new shards to what has replaced DTensors of a module that owns sharded parameters."""
     if isinstance(module, ShardedModule):
@@ -175,7 +191,9 @@ def _sharded_class(cls: type, markers: tuple[tuple[str, MarkerCall], ...]) -> ty
     namespace.update(_graphshard_plain_class=cls, _graphshard_markers=dict(markers))
     if issubclass(cls, nn.RNNBase):
         namespace[FLAT_WEIGHTS] = property(flat_weights, lambda self, value: None)
-    return type(cls)(cls.__name__, (ShardedModule, cls), namespace)
+    # Its own metaclass would register it, say, or ask for arguments.
+    make = ABCMeta.__new__ if isinstance(cls, ABCMeta) else type.__new__
+    return cast(type[ShardedModule], make(type(cls), cls.__name__, (ShardedModule, cls), namespace))
 
 
 def _accumulator_attribute(name: str, argument: str) -> str:

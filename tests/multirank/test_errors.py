@@ -403,3 +403,25 @@ def _parameter_of_nobody() -> None:
 
 def test_a_parameter_that_belongs_to_no_module() -> None:
     ranks.run(2, _parameter_of_nobody)
+
+
+class _Final(type):
+    """Its classes have no subclasses."""
+
+    def mro(cls) -> list[type]:
+        if any(isinstance(base, _Final) for base in cls.__bases__):
+            raise TypeError("it is final")
+        return super().mro()
+
+
+class _Sealed(nn.Linear, metaclass=_Final):
+    pass
+
+
+def _class_that_cannot_change(act: Act) -> None:
+    assert_refused(nn.Sequential(nn.Linear(7, 7), _Sealed(7, 3)), act, "class _Sealed.*it is final")
+
+
+@pytest.mark.parametrize("act", [first_step, shard])
+def test_a_class_that_cannot_change(act: Act) -> None:
+    ranks.run(2, _class_that_cannot_change, act)

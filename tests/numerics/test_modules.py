@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch.nn.utils import parametrizations
 
 import graphshard
 from tests import ranks
-from tests.models import Trainable
+from tests.models import MLP, Trainable
 from tests.numerics.compare import Twins, draw, graphshard_warnings, train, world_mesh
 
 DIM = 6
@@ -319,3 +321,61 @@ def _set_attributes() -> None:
 
 def test_attributes_of_a_sharded_module() -> None:
     ranks.run(2, _set_attributes)
+
+
+class _Meta(type):
+    """Registers every class, which has to say as what."""
+
+    classes: dict[str, type] = {}
+
+    def __new__(mcs, name: str, bases: Any, namespace: Any, *, key: str) -> type:
+        mcs.classes[key] = cls = super().__new__(mcs, name, bases, namespace)
+        return cls
+
+    def __init__(cls, name: str, bases: Any, namespace: Any, *, key: str) -> None:
+        super().__init__(name, bases, namespace)
+
+
+class _Registered(nn.Module):
+    """A base class that registers its subclasses, which have to say as what."""
+
+    classes: dict[str, type] = {}
+
+    def __init_subclass__(cls, *, key: str, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.classes[key] = cls
+
+
+class _ByInit(_Registered, key="init"):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0, 1, 21).view(7, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the loss of `x` `[5, 7]`."""
+        return (x @ self.weight).square().mean()
+
+    @staticmethod
+    def batch(rng: torch.Generator) -> Tensor:
+        """Return inputs `[5, 7]`."""
+        return torch.randn(5, 7, generator=rng)
+
+
+class _ByMetaclass(MLP, metaclass=_Meta, key="meta"):
+    pass
+
+
+class _Abstract(MLP, abc.ABC):
+    pass
+
+
+@pytest.mark.parametrize("kind", [_ByInit, _ByMetaclass, _Abstract])
+def test_classes_that_register_their_subclasses(kind: Trainable) -> None:
+    ranks.run(2, _train_registered, kind)
+
+
+def _train_registered(kind: Trainable) -> None:
+    train(kind)
+    assert _Registered.classes == {"init": _ByInit}
+    assert _Meta.classes == {"meta": _ByMetaclass}
+    assert not issubclass(MLP, _Abstract) and not isinstance(MLP(), type(_Abstract()))
