@@ -11,6 +11,7 @@ Python (``nn.LSTM``, a graph break in a loop): then no graph with a parameter ev
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -33,6 +34,7 @@ from ._torch.dynamo import (
     on_lookup,
     sources,
 )
+from ._torch.forget import until_reset
 from ._torch.frames import CompiledCall, ToCompile, call_arguments, compiled_call, to_compile
 from ._torch.inductor import mode_options
 from .consensus.plan_consensus import PlanConsensus
@@ -126,7 +128,9 @@ class Backend:
             device=layouts[0].groups.device if layouts else traced.device_of_inputs(),
         )
         compiled = self._build(traced, settings)
-        self._graphs.append(compiled)
+        is_cast = any(layout.dtype is not None for layout in layouts)
+        run = until_reset(advising(compiled.run) if is_cast else compiled.run)
+        self._graphs.append(dataclasses.replace(compiled, run=run))
         if sharded:
             settle(self)
         for model in {param.model for param in sharded}:
@@ -134,8 +138,7 @@ class Backend:
             self._padding[model.padding] = None
             model.compiled = True
             model.gathered_bytes = max(model.gathered_bytes, compiled.max_gathered_bytes())
-        is_cast = any(layout.dtype is not None for layout in layouts)
-        return advising(compiled.run) if is_cast else compiled.run
+        return run
 
     def _build(self, traced: TracedGraph, settings: CompileSettings) -> CompiledGraph:
         writer = self._dump_writer()

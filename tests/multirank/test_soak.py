@@ -1,6 +1,6 @@
 """Nothing grows over many steps of changing batch sizes, frozen layers, evaluation, microbatches,
 caught errors and saves: memory, Python objects, threads, files, collectives in flight, keys of the
-store. GRAPHSHARD_SOAK_STEPS=5000 makes it long."""
+store. GRAPHSHARD_SOAK_STEPS=5000 makes it long. Nor does it over many models."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 
 import graphshard
 from graphshard._torch.distributed import num_registered_works
 from tests import ranks
 from tests.fallible import DIM, Fallible, fails_in
-from tests.numerics.compare import generator, world_mesh
+from tests.models import MLP
+from tests.numerics.compare import generator, sgd, world_mesh
 
 pytestmark = pytest.mark.alone
 
@@ -145,3 +146,53 @@ def test_nothing_grows() -> None:
         assert end.objects - half.objects < 50, text
         assert (end.threads, end.files, end.works) == (half.threads, half.files, half.works), text
         assert end.keys - half.keys < 5, text
+
+
+class _Sweep:
+    """Trains one model after the other.
+
+    Attributes:
+        options: of ``torch.compile``, for each model.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind, self._shared = kind, self._backend()
+
+    def _backend(self) -> Any:
+        return graphshard.backend(world_mesh(), compiler="aot_eager")
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "plain": {"backend": "aot_eager"},
+            "named": {"backend": "graphshard", "options": {"compiler": "aot_eager"}},
+            "shared": {"backend": self._shared},
+            "own": {"backend": self._backend()},
+        }[self._kind]
+
+    def train(self) -> None:
+        """Train a model for two steps, and drop it."""
+        model = MLP()
+        compiled, optimizer = torch.compile(model, **self.options()), sgd(model)
+        for step in range(2):
+            compiled(MLP.batch(generator(step))).backward()
+            optimizer.step()
+        torch._dynamo.reset()
+
+
+def _sweep(kind: str) -> tuple[int, int]:
+    """Return the graph modules that are left, and the objects that the last model has left."""
+    sweep, objects = _Sweep(kind), [0]
+    for _ in range(4):
+        sweep.train()
+        objects.append(_usage().objects)
+    num_graphs = sum(issubclass(type(thing), fx.GraphModule) for thing in gc.get_objects())
+    return num_graphs, objects[-1] - objects[-2]
+
+
+def test_nothing_is_left_of_a_model_after_a_reset() -> None:
+    ((_, of_torch),) = ranks.run_fresh(1, _sweep, "plain")
+    for kind in ("own", "shared", "named"):
+        for num_graphs, num_objects in ranks.run_fresh(2, _sweep, kind):
+            assert num_graphs == 0, kind
+            # Torch keeps some objects for each guard.
+            assert num_objects < 2 * of_torch, (kind, of_torch)

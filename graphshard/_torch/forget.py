@@ -1,0 +1,77 @@
+"""Compiled graphs that are freed by ``torch._dynamo.reset()``.
+
+Dynamo keeps what a backend returns in a global, until the bytecode that calls it is gone
+(``CleanupHook`` in torch/_dynamo/utils.py). But that bytecode outlives the reset: the flight
+recorder of process groups holds the code on the Python stack of the last 2,000 collectives, and our
+graphs launch collectives. So what Dynamo keeps of ours is a wrapper that can be emptied.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.symbolic_convert import InstructionTranslator
+
+
+def until_reset(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what a backend returns, so that it is freed where Dynamo has dropped the frame that
+    is being compiled."""
+    wrapper = _UntilReset(function, weakref.ref(InstructionTranslator.current_tx().f_code))
+    _wrappers().add(wrapper)
+    return wrapper
+
+
+class _UntilReset:
+    """Calls a function.
+
+    Args:
+        code: of the frame that calls it.
+    """
+
+    # No __dict__: what Dynamo wraps around it would take over the entries.
+    __slots__ = ("__weakref__", "code", "function")
+
+    def __init__(self, function: Callable[..., Any], code: weakref.ref[CodeType]) -> None:
+        self.function, self.code = function, code
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+class _OnReset:
+    """A start callback without an effect, which lives until ``reset()`` drops all callbacks."""
+
+    def __init__(self) -> None:
+        self.wrappers: weakref.WeakSet[_UntilReset] = weakref.WeakSet()
+        weakref.finalize(self, _empty, self.wrappers).atexit = False
+
+    def __call__(self, _: object) -> None:
+        pass
+
+
+def _wrappers() -> weakref.WeakSet[_UntilReset]:
+    """Return the wrappers that the next reset empties."""
+    handler = torch._dynamo.callback_handler
+    for callback in handler.start_callbacks:
+        if isinstance(callback, _OnReset):
+            return callback.wrappers
+    handler.register_start_callback(_OnReset())
+    return _wrappers()
+
+
+def _empty(wrappers: weakref.WeakSet[_UntilReset]) -> None:
+    for wrapper in wrappers:
+        code = wrapper.code()
+        if code is not None and _debug_get_cache_entry_list(code):
+            _wrappers().add(wrapper)  # somebody has dropped the callbacks alone
+        else:
+            wrapper.function = _is_dropped
+
+
+def _is_dropped(*args: object) -> None:
+    raise RuntimeError("torch._dynamo.reset() has dropped this graph while its forward ran")
