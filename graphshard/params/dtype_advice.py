@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from .._torch.dynamo_errors import words_of
 from .._torch.frames import compiled_call
 from .._torch.nn import has_forward
 from ..errors import BackendError
@@ -16,8 +17,8 @@ from .sharded_param import sharded_param_of
 
 _R = TypeVar("_R")
 
-_DTYPES_DIFFER = re.compile("dtype|scalar type|should be the same")
-"""Of linears, attention, norms and convolutions."""
+_DTYPES_DIFFER = re.compile("dtype|scalar type|type.* should be the same")
+"""Matches errors of linears, attention, norms and convolutions, as their ops word them."""
 
 
 def advising(run: Callable[..., _R]) -> Callable[..., _R]:
@@ -37,7 +38,8 @@ def advising(run: Callable[..., _R]) -> Callable[..., _R]:
 def advise(error: BaseException) -> None:
     """Add a note to an error of dtypes that a compiled model with a policy has raised."""
     model = compiled_call().module
-    about_dtypes = _DTYPES_DIFFER.search(str(error)) and not isinstance(error, BackendError)
+    # Without Dynamo's text around it, which prints the dtypes of all arguments.
+    about_dtypes = _DTYPES_DIFFER.search(words_of(error)) and not isinstance(error, BackendError)
     if about_dtypes and isinstance(error, RuntimeError) and model is not None and _is_cast(model):
         error.add_note(
             "graphshard: mp_policy casts the inputs of the model, not of its parts, so where a "

@@ -305,3 +305,28 @@ def _mix_without_policy() -> None:
         with pytest.raises(RuntimeError, match="dtype") as raised:
             compile_sharded(kind())(torch.randn(5, 7, dtype=torch.float64))
         assert not getattr(raised.value, "__notes__", [])
+
+
+class Misshapen(nn.Module):
+    """Multiplies by a matrix of other sizes, or convolves other channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 3))
+        self.conv = nn.Conv1d(2, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight if x.dim() == 2 else self.conv(x)
+
+
+def test_an_error_of_shapes_has_no_note() -> None:
+    ranks.run(2, _mix_shapes)
+
+
+def _mix_shapes() -> None:
+    compiled = compile_sharded(Misshapen(), mp_policy=HALF)
+    compiled(torch.ones(2, 3))
+    for shape in ((2, 4), (1, 5, 4)):
+        with pytest.raises(RuntimeError) as raised:
+            compiled(torch.ones(shape))
+        assert not getattr(raised.value, "__notes__", [])
