@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "cost": {"_torch", "files", "kinds", "ops"},
     "consensus": {"_torch", "errors", "kinds", "planning"},
     "show": {"_torch", "cost", "files", "kinds", "planning"},
-    "options": {"cost", "ops", "planning"},
+    "options": {"cost", "errors", "ops", "planning"},
     "passes": {"_torch", "cost", "kinds", "ops", "planning"},
     "params": {"_torch", "consensus", "errors", "ops", "options"},
     "optim": {"_torch", "consensus", "ops", "params"},

@@ -16,11 +16,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from ..errors import BackendError
 from .float8_policy import Float8Policy, check_fp8
 from .param_options import ParamOptions
 from .schedule_policy import SchedulePolicy
 
 COMPILERS = ("inductor", "aot_eager")
+_ONE_PROCESS = """\
+import torch.distributed as dist
+dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)"""
 _DEFAULTS: Mapping[str, Callable[[], object]] = {
     "schedule": SchedulePolicy,
     "mp_policy": MixedPrecisionPolicy,
@@ -231,12 +235,13 @@ def _default_mesh(device_type: str) -> DeviceMesh:
     """Make a 1D mesh over the default process group.
 
     Raises:
-        ValueError: there is no process group.
+        BackendError: there is no process group.
     """
     if not dist.is_available() or not dist.is_initialized():
-        raise ValueError(
-            "mesh=None: there is no process group; call torch.distributed.init_process_group "
-            "(and launch with torchrun) before the first step"
+        raise BackendError(
+            "mesh=None: there is no process group. Launch with torchrun and call "
+            "torch.distributed.init_process_group() before the first step; to train in this one "
+            f"process, as in a notebook, add\n{_ONE_PROCESS}"
         )
     return init_device_mesh(device_type, (dist.get_world_size(),))
 

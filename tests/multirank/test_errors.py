@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import graphshard
+from graphshard.errors import BackendError
 from tests import ranks
 from tests.models import MLP
 from tests.numerics.compare import compile_sharded, world_mesh
@@ -79,7 +80,23 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def test_no_process_group(act: Act) -> None:
     assert not dist.is_initialized()
     torch._dynamo.reset()
-    assert_refused(MLP(), act, "no process group")
+    assert_refused(MLP(), act, "^mesh=None: there is no process group")
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_the_lines_that_an_error_advises_train_in_one_process(as_function: bool) -> None:
+    model = MLP()
+    target = (lambda x: model(x)) if as_function else model
+    torch._dynamo.reset()
+    compiled = torch.compile(target, backend=graphshard.backend(compiler="aot_eager"))
+    with pytest.raises(BackendError) as raised:
+        compiled(X)
+    lines = str(raised.value).splitlines()[1:3]
+    try:
+        exec("\n".join(lines), {})
+        compiled(X).backward()
+    finally:
+        dist.destroy_process_group()
 
 
 def _mesh_of_three_axes(make: Any) -> None:

@@ -3,18 +3,20 @@ first step on, and each says once where it breaks."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests import ranks
 from tests.models import MLP, Trainable
-from tests.numerics.compare import Twins, assert_close, graphshard_warnings
+from tests.numerics.compare import Twins, assert_close, draw, graphshard_warnings
 
 DIM = 7
 
@@ -303,3 +305,34 @@ def test_a_function_with_graph_breaks(
     function: Callable[[nn.Module], Any], kind: Trainable
 ) -> None:
     ranks.run(2, _train_function, function, kind)
+
+
+class Debugged(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        breakpoint()
+        return self.down(self.mid(x)).square().mean()
+
+
+_stops: list[tuple[str, tuple[int, ...], Tensor]] = []
+
+
+def stop() -> None:
+    """Look at the caller, in place of a debugger."""
+    caller = sys._getframe(1)
+    model, x = caller.f_locals["self"], caller.f_locals["x"]
+    _stops.append((caller.f_code.co_name, tuple(x.shape), model.up.weight.detach().clone()))
+
+
+def test_a_breakpoint_stops_in_forward() -> None:
+    ranks.run(2, _stop, env={"PYTHONBREAKPOINT": f"{__name__}.stop"})
+
+
+def _stop() -> None:
+    twins, batch = Twins(Debugged(), fullgraph=False), draw(MLP.batch, 0)
+    twins.backward(batch)
+    twins.check()
+    torch.compile(twins.reference, backend="aot_eager")(batch[dist.get_rank()])
+    (*ours, weight), (*theirs, full) = _stops[0], _stops[-1]
+    assert ours == theirs
+    assert torch.equal(weight, full)
