@@ -40,8 +40,11 @@ Step = Callable[[nn.Module, Callable[..., Any], Any], None]
 
 def forward_backward(model: nn.Module, compiled: Callable[..., Any], inputs: Any) -> None:
     """Compute the gradients of one batch."""
-    keywords = isinstance(inputs, Mapping)
-    loss_of(compiled(**inputs) if keywords else compiled(*inputs)).backward()
+    loss_of(_call(compiled, inputs)).backward()
+
+
+def _call(model: Callable[..., Any], inputs: Any) -> Any:
+    return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
 
 
 @dataclass(frozen=True)
@@ -108,8 +111,10 @@ def record_steps(
             model, inputs = make_model()
         # There is no rank to take values from; and ranks exchange names outside of the mode.
         options = {**options, "sync_module_states": False}
-        shard(model, mesh, **options)
         ours = backend(mesh, **options)
+        with fake:
+            ours.forward_check.trace_plain(model, lambda: _call(model, inputs))
+        shard(model, mesh, **options)
         compiled = torch.compile(model, backend=ours, dynamic=dynamic)
         train(recorder, fake, model, compiled, inputs, step)
         return dataclasses.replace(

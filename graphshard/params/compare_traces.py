@@ -11,7 +11,6 @@ call the same operators on the same values:
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -52,14 +51,13 @@ class ForwardCheck:
         self._plain: tuple[_Step, ...] | None = None
 
     def trace_plain(self, module: nn.Module, call: Callable[[], object]) -> None:
-        """Trace a call of a module that is about to be sharded, if ``GRAPHSHARD_CHECK=1`` is set.
+        """Trace a call of a module that is about to be sharded, up to the first graph break.
 
-        Nothing is computed. The trace ends at the first graph break.
+        Nothing is computed.
         """
-        if os.environ.get("GRAPHSHARD_CHECK") == "1" and not self._casts:
-            captured = capture_graph(call)
-            if captured is not None:
-                self.expect(*captured, names_of(module))
+        captured = None if self._casts else capture_graph(call)
+        if captured is not None:
+            self.expect(*captured, names_of(module))
 
     def expect(self, gm: fx.GraphModule, inputs: Sequence[object], fqns: Mapping[int, str]) -> None:
         """Take the graph of a plain model for what its sharded one has to be.
@@ -166,4 +164,4 @@ def _arguments(node: fx.Node, labels: _Labels) -> object:
 def _line(node: fx.Node) -> str:
     lines = [line.strip() for line in (node.stack_trace or "").splitlines()]
     files = [i for i, line in enumerate(lines) if line.startswith("File ")]
-    return " ".join(lines[files[-1] : files[-1] + 2]) if files else "an unknown line"
+    return ": ".join(lines[files[-1] : files[-1] + 2]) if files else "an unknown line"

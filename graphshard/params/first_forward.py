@@ -22,6 +22,7 @@ Dynamo compiles one of them, the module is sharded at that point, and this hook 
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -113,6 +114,8 @@ class _FirstForward:
             return None  # a call of the plain module
         self.handle.remove()
         if self._sharder.plain_parameters(module):
+            if os.environ.get("GRAPHSHARD_CHECK") == "1" and not self._is_off:
+                self._sharder.forward_check.trace_plain(module, lambda: module(*args, **kwargs))
             self._sharder.shard_now(module)
         elif not self.casts_anyway:
             return None

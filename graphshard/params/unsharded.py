@@ -33,12 +33,15 @@ from .._torch.as_parameter import GatheredParameter
 from .._torch.frames import CompiledCall
 from .._torch.nn import uncompiled
 from ..errors import BackendError
+from .compare_traces import ForwardCheck
 from .find import find_reduced_by_ddp
 from .sharded_param import sharded_param_of
 
 
 class Sharder(Protocol):
     """The part of a backend that shards; that class has the docstrings."""
+
+    forward_check: ForwardCheck
 
     def plain_parameters(self, root: nn.Module) -> list[nn.Parameter]: ...
 

@@ -163,6 +163,13 @@ def shapes_do_not_fit():
             return super().forward(x) @ x
     return Model(16, 16), (torch.randn(4, 16),)
 
+def looks_at_type():
+    class Model(nn.Sequential):
+        def forward(self, x):
+            y = super().forward(x)
+            return y.relu() if type(self[0]) is nn.Linear else y.sigmoid()
+    return Model(nn.Linear(16, 16)), (torch.randn(4, 16),)
+
 def options_are_wrong():
     return *make_model()[:2], {"reshard_after_forward": 3}
 
@@ -281,6 +288,7 @@ def test_a_model_that_makes_a_constant(script: str, capsys: pytest.CaptureFixtur
         ("returns_nothing", "the model returned NoneType without a tensor"),
         ("nothing", "has no function 'nothing', but ["),
         ("shapes_do_not_fit", "RuntimeError: a and b must have same reduction dim"),
+        ("looks_at_type", "calls sigmoid where the plain model calls relu"),
         ("options_are_wrong", "ValueError: reshard_after_forward"),
         ("file_is_missing", "FileNotFoundError: [Errno 2] No such file or directory"),
         ("leaves", "the script ended the process: sys.exit(0)"),

@@ -1,0 +1,86 @@
+"""A forward that takes another branch once its parameters are sharded is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+import graphshard
+from tests import ranks
+from tests.models import GPT, MLP
+from tests.numerics.compare import Twins, world_mesh
+
+
+class LooksAtType(nn.Module):
+    """Has another activation where its linear is not exactly an ``nn.Linear``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return (y.relu() if type(self.linear) is nn.Linear else y.sigmoid()).mean()
+
+
+def _called(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: model(x)
+
+
+def _itself(model: nn.Module) -> nn.Module:
+    return model
+
+
+@pytest.mark.parametrize(
+    ("target", "environment"), [(_called, "0"), (_itself, "1"), (_called, "1")]
+)
+def test_other_branch_names_the_first_differing_call(target: Any, environment: str) -> None:
+    ranks.run(2, _raise, target, environment)
+
+
+def _raise(target: Any, environment: str) -> None:
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRAPHSHARD_CHECK", environment)
+        compiled = torch.compile(target(LooksAtType()), backend=backend)
+        with pytest.raises(ValueError, match=r"calls sigmoid where .* calls relu, at .*y\.sigmoid"):
+            compiled(torch.ones(3, 5))
+
+
+class WithCode(nn.Module):
+    """Recomputes a part, takes a branch by value, and breaks its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = MLP()
+        self.scale = nn.Parameter(torch.ones(7))
+        self.ignored = nn.Parameter(torch.ones(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale + self.ignored
+        x = torch.cond(x.sum() > 0, lambda x: x * self.scale, lambda x: x - self.scale, (x,))
+        loss: Tensor = torch.utils.checkpoint.checkpoint(self.mlp, x, use_reentrant=False)
+        torch._dynamo.graph_break()
+        return loss + self.scale.sum() + self.ignored.sum()
+
+    batch = staticmethod(MLP.batch)
+
+
+@pytest.mark.parametrize("target", [_itself, _called])
+@pytest.mark.parametrize("kind", [GPT, MLP, WithCode])
+def test_equal_traces_train(kind: Any, target: Any) -> None:
+    ranks.run(2, _train, kind, target)
+
+
+def _train(kind: Any, target: Any) -> None:
+    model = kind()
+    ignored = {model.ignored} if kind is WithCode else set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRAPHSHARD_CHECK", "1")
+        twins = Twins(model, function=target, fullgraph=False, ignored_params=ignored)
+        twins.backward([kind.batch(torch.Generator().manual_seed(0))] * 2)
