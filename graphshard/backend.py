@@ -54,6 +54,7 @@ from .params.first_forward import (
 from .params.mixed_precision import crosses_border, find_borders, has_border
 from .params.shard import shard_module, take_replacements
 from .params.sharded_param import ShardedParam, sharded_param_of
+from .params.stale_forward import refusing_stale_forwards
 from .params.unsharded import is_plain, settle, watch, watch_idle
 from .pipeline.compile import CompiledGraph, compile_traced
 from .pipeline.settings import CompileSettings
@@ -129,7 +130,8 @@ class Backend:
         )
         compiled = self._build(traced, settings)
         is_cast = any(layout.dtype is not None for layout in layouts)
-        run = until_reset(advising(compiled.run) if is_cast else compiled.run)
+        run = refusing_stale_forwards(compiled.run) if sharded else compiled.run
+        run = until_reset(advising(run) if is_cast else run)
         self._graphs.append(dataclasses.replace(compiled, run=run))
         if sharded:
             settle(self)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -119,13 +120,49 @@ def on_backward_error(outputs: Iterable[object], act: Callable[[BaseException], 
     Returns:
         Whether the outputs lead to such a class.
     """
-    nodes = [value.grad_fn for value in outputs if isinstance(value, torch.Tensor)]
-    nodes += [node for view in nodes if view is not None for node, _ in view.next_functions]
-    functions = {getattr(type(node), "_forward_cls", None) for node in nodes}
-    compiled = [f for f in functions if f is not None and f.__name__ == "CompiledFunction"]
+    compiled = {type(node)._forward_cls for node in compiled_nodes(outputs)}
     for function in compiled:
         function.backward = staticmethod(_acting_on_errors(function.backward, act))
     return bool(compiled)
+
+
+def before_backward(node: Any, act: Callable[[Any], None]) -> None:
+    """Have ``act`` called with the node of each run of a compiled graph, before its backward.
+
+    Args:
+        node: that of any run, from :func:`compiled_nodes`.
+    """
+    backward = node._forward_cls.backward
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *args: object) -> object:
+        act(ctx)
+        return backward(ctx, *args)
+
+    node._forward_cls.backward = staticmethod(run)
+
+
+def compiled_nodes(outputs: Iterable[object]) -> list[Any]:
+    """Return the autograd nodes of the compiled graphs that have made ``outputs``, or their bases.
+
+    A node is the ``ctx`` of its backward, and can have attributes.
+    """
+    nodes = [value.grad_fn for value in outputs if isinstance(value, torch.Tensor)]
+    nodes += [node for view in nodes if view is not None for node, _ in view.next_functions]
+    return [node for node in nodes if _is_compiled(type(node))]
+
+
+def _is_compiled(node_type: Any) -> bool:
+    return getattr(getattr(node_type, "_forward_cls", None), "__name__", "") == "CompiledFunction"
+
+
+def saves_as_is() -> bool:
+    """Return whether autograd saves tensors themselves: no hook packs them into something else.
+
+    ``saved_tensors_hooks`` in torch/autograd/graph.py. What a hook of ``torch.utils.checkpoint``
+    has packed is computed again when it is read.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
 def _acting_on_errors(

@@ -1,0 +1,230 @@
+"""Backward of a forward whose parameters have changed since raises wherever it would gather them
+again, as a plain model does; where it has kept what forward gathered, gradients are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+import graphshard
+from tests import ranks
+from tests.models import MLP
+from tests.numerics.compare import Twins, assert_same, draw, relative_error, sgd, whole
+
+ZERO3 = {"schedule": graphshard.SchedulePolicy(overlap=False)}
+"""Options by which every parameter that backward needs is gathered again."""
+
+
+def _step(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    sgd(model).step()
+    model.zero_grad()
+
+
+def _adamw(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    torch.optim.AdamW(model.parameters(), foreach=True).step()
+    model.zero_grad()
+
+
+@torch.no_grad()
+def _clamp(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.clamp_(-0.1, 0.1)
+
+
+@torch.no_grad()
+def _change_local(model: nn.Module) -> None:
+    for param in model.parameters():
+        (param.to_local() if isinstance(param, torch.distributed.tensor.DTensor) else param).mul_(2)
+
+
+def _load(model: nn.Module) -> None:
+    model.load_state_dict({name: p.detach() * 2 for name, p in model.state_dict().items()})
+
+
+def _stale(change: Callable[[nn.Module], None], options: dict[str, Any]) -> None:
+    twins = Twins(MLP(), **options)
+    twins.backward(draw(MLP.batch, 0))
+    twins.zero_grad()
+    x = draw(MLP.batch, 1)[dist.get_rank()]
+    loss, reference_loss = twins.compiled(x), twins.reference(x)
+    change(twins.model)
+    change(twins.reference)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        reference_loss.backward()
+    with pytest.raises((RuntimeError, ValueError), match="modified by an inplace operation"):
+        loss.backward()
+    twins.zero_grad()
+    twins.backward(draw(MLP.batch, 2))
+    assert_same(twins.model, twins.reference)
+
+
+@pytest.mark.parametrize("change", [_step, _adamw, _clamp, _change_local, _load])
+def test_a_change_between_forward_and_backward(change: Callable[[nn.Module], None]) -> None:
+    ranks.run(2, _stale, change, ZERO3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compiler": "inductor"},
+        {"offload_policy": CPUOffloadPolicy()},
+        {"overrides": {"*": {"shard": False}}},
+    ],
+)
+def test_a_change_between_forward_and_backward_by_strategy(options: dict[str, Any]) -> None:
+    ranks.run(2, _stale, _step, {**ZERO3, **options})
+
+
+def _names_the_parameter() -> None:
+    twins = Twins(MLP(), **ZERO3)
+    loss = twins.compiled(torch.ones(5, 7))
+    with torch.no_grad():
+        twins.model.up.weight.zero_()  # nothing needs it: the input has no gradient
+        twins.model.down.bias.zero_()
+        twins.model.mid.weight.zero_()
+    with pytest.raises(ValueError, match=r"'mid.weight' was modified .* backward gathers it again"):
+        loss.backward()
+
+
+def test_the_error_names_the_parameter_that_backward_needs() -> None:
+    ranks.run(2, _names_the_parameter)
+
+
+def _kept(reshard_after_forward: bool | int) -> None:
+    kept = Twins(MLP(), **ZERO3, reshard_after_forward=reshard_after_forward)
+    x = draw(MLP.batch, 1)[dist.get_rank()]
+    kept.compiled(x).backward()
+    expected = {name: whole(p.grad) for name, p in kept.model.named_parameters()}
+    kept.model.zero_grad()
+    loss = kept.compiled(x)
+    _clamp(kept.model)
+    loss.backward()
+    for name, param in kept.model.named_parameters():
+        assert torch.equal(whole(param.grad), expected[name]), name
+
+
+@pytest.mark.parametrize("reshard_after_forward", [False, 2])
+def test_gradients_of_kept_parameters_are_those_of_the_forward(
+    reshard_after_forward: bool | int,
+) -> None:
+    ranks.run(4, _kept, reshard_after_forward)
+
+
+def _casts() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    twins = Twins(MLP(), mp_policy=policy, **ZERO3)
+    loss = twins.compiled(torch.ones(5, 7))
+    _clamp(twins.model)
+    with pytest.raises(ValueError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_change_under_mixed_precision() -> None:
+    ranks.run(2, _casts)
+
+
+class _Broken(nn.Module):
+    """Two graphs around an eager part that uses a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.eager, self.last = (nn.Linear(7, 7) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x)).sin()
+        torch._dynamo.graph_break()
+        x = self._in_python(x)
+        return torch.tanh(self.last(x)).square().mean()
+
+    @torch.compiler.disable
+    def _in_python(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.eager(x))
+
+
+def _eager_part(name: str, raises: bool) -> None:
+    twins = Twins(_Broken(), fullgraph=False, **ZERO3)
+    twins.train(MLP.batch, steps=1)
+    x = draw(MLP.batch, 1)[dist.get_rank()]
+    loss = twins.compiled(x)
+    with torch.no_grad():
+        twins.model.get_parameter(name).mul_(2)
+    if raises:
+        with pytest.raises(ValueError, match=f"'{name}' was modified"):
+            loss.backward()
+        return
+    loss.backward()
+    grads = {n: whole(p.grad) for n, p in twins.model.named_parameters()}
+    losses = [twins.reference(batch) for batch in draw(MLP.batch, 1)]
+    torch.stack(losses).mean().backward()
+    for n, param in twins.reference.named_parameters():
+        assert relative_error(grads[n], param.grad) < 1e-5, n
+
+
+@pytest.mark.parametrize(
+    ("name", "raises"), [("last.weight", True), ("eager.weight", False), ("first.weight", False)]
+)
+def test_a_change_of_a_parameter_of_one_of_several_graphs(name: str, raises: bool) -> None:
+    ranks.run(2, _eager_part, name, raises)
+
+
+def _legitimate() -> None:
+    twins = Twins(MLP(), **ZERO3)
+    first, second = draw(MLP.batch, 0), draw(MLP.batch, 1)
+    optimizers = [sgd(twins.model), sgd(twins.reference)]
+    rank = dist.get_rank()
+    for _ in range(2):
+        with torch.no_grad():
+            for model in (twins.model, twins.reference):
+                for param in model.parameters():
+                    param.mul_(1.01)  # before the forward
+        # Two microbatches in the order of a pipeline, one of them twice.
+        losses = [twins.compiled(batches[rank]) for batches in (first, second)]
+        losses[0].backward(retain_graph=True)
+        losses[1].backward()
+        losses[0].backward()
+        for batches, times in ((first, 2), (second, 1)):
+            reference = torch.stack([twins.reference(batch) for batch in batches]).mean()
+            (reference * times).backward()
+        twins.check()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(twins.model, twins.reference)
+
+
+def test_changes_before_forward_and_after_all_backwards() -> None:
+    ranks.run(2, _legitimate)
+
+
+def _passed_on() -> None:
+    """A graph that returns an output of an earlier call of the same graph, and its own."""
+    twins = Twins(MLP(), **ZERO3)
+    model = twins.model
+
+    def step(x: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor]:
+        return earlier, model(x)
+
+    compiled = torch.compile(step, backend=twins.backend, fullgraph=True)
+    x = draw(MLP.batch, 0)[dist.get_rank()]
+    _, earlier = compiled(x, torch.zeros((), requires_grad=True))
+    _, earlier = compiled(x, earlier)
+    stale, _ = compiled(x, earlier)
+    _clamp(model)
+    _, fresh = compiled(x, stale)
+    fresh.backward()
+    with pytest.raises(ValueError, match=r"'mid.weight' was modified"):
+        stale.backward()
+
+
+def test_an_output_that_a_later_call_passes_on() -> None:
+    ranks.run(2, _passed_on)
