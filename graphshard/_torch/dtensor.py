@@ -5,6 +5,8 @@ Read in torch/distributed/tensor/_api.py and _dtensor_spec.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -35,3 +37,31 @@ def dtensor_of(
     """
     meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
     return DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
+
+
+def replace_data(dtensor: DTensor, new: DTensor) -> None:
+    """Give ``dtensor`` the local tensor, dtype and placements of ``new``; it stays the same object.
+
+    Raises:
+        RuntimeError: torch lets no such tensor take its place.
+    """
+    _set_data(dtensor, new)
+    dtensor._spec = new._spec
+    dtensor._local_tensor = new._local_tensor
+
+
+def on_data_assigned(act: Callable[[DTensor, object], bool]) -> None:
+    """Have ``act(dtensor, value)`` called at ``dtensor.data = value``.
+
+    Where it returns False, torch assigns. That replaces the storage of the wrapper, which has no
+    memory, and not the local tensor, so what is assigned is lost.
+    """
+
+    def assign(dtensor: DTensor, value: torch.Tensor) -> None:
+        if not act(dtensor, value):
+            _set_data(dtensor, value)
+
+    DTensor.data = property(torch.Tensor.data.__get__, assign)  # type: ignore[misc,assignment]
+
+
+_set_data = torch.Tensor.data.__set__

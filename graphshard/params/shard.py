@@ -22,11 +22,13 @@ from torch.distributed.tensor import DTensor
 
 from .._torch.autograd import share_hooks
 from .._torch.distributed import process_group
+from .._torch.dtensor import on_data_assigned
 from .._torch.nn import parameters_of
 from ..errors import BackendError
 from ..ops.float8_math import is_of_torchao
 from ..options.options import Options
 from .agree import first_text, raise_together
+from .assigned_data import assign_data
 from .check import find_fault
 from .find import PlainParam, find_plain_params, living
 from .full_state_dict import is_first_rank
@@ -95,6 +97,7 @@ def shard_module(
         for border in borders:
             cast_at_border(border)
         _repoint_optimizers(sharded_params)
+        on_data_assigned(assign_data)
         if not in_use:
             for param in sharded_params:
                 param.__class__ = StaleParameter

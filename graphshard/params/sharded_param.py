@@ -7,10 +7,10 @@
 
 A compiled graph takes the shard, because flattening, wrapping and guarding a DTensor costs more
 than FSDP2's hooks do. Autograd accumulates into the shard; a post-accumulate hook hands the
-gradient to the DTensor and runs the DTensor's own hooks. Calls that replace a parameter's storage
-(``to_empty``, ``.to``, ``load_state_dict(assign=True)``, ``copy.deepcopy``) attach a new shard, as
-FSDP2's ``reset_sharded_param`` does. Where a DTensor was replaced in another way, the next step
-raises an error.
+gradient to the DTensor and runs the DTensor's own hooks. What replaces a parameter's storage
+(``to_empty``, ``.to``, ``p.data = x``, ``load_state_dict(assign=True)``, ``copy.deepcopy``)
+attaches a new shard, as FSDP2's ``reset_sharded_param`` does. Where a DTensor was replaced in
+another way, the next step raises an error.
 """
 
 from __future__ import annotations
@@ -283,9 +283,8 @@ class ShardedParam:
         if num_elements:
             raise BackendError(
                 f"{num_elements} elements of parameter {self.fqn!r} were not initialised after "
-                "to_empty(). What is assigned to p.data, or written to some rows (p.data[i] = x, "
-                "p[1:3].fill_(x)), does not reach a DTensor: fill the whole parameter, by "
-                "nn.init.normal_(p) or p.copy_(distribute_tensor(x, p.device_mesh, p.placements))"
+                "to_empty(). What is written to some rows (p.data[i] = x, p[1:3].fill_(x)) does "
+                "not reach a DTensor: fill the whole parameter, by nn.init.normal_(p) or p.data = x"
             )
         self._unfilled = False
 

@@ -51,7 +51,7 @@ def _sharded() -> MLP:
     return model
 
 
-@pytest.mark.parametrize("fill", [_fill, _draw, _distribute])
+@pytest.mark.parametrize("fill", [_fill, _draw, _distribute, _assign_data])
 def test_whole_parameters_are_filled(fill: Callable[[Any], None]) -> None:
     ranks.run(2, _train, fill)
 
@@ -66,7 +66,7 @@ def _train(fill: Callable[[Any], None]) -> None:
         assert compiled(torch.ones(5, 7)).isfinite()
 
 
-@pytest.mark.parametrize("fill", [_assign_data, _fill_rows, _fill_most])
+@pytest.mark.parametrize("fill", [_fill_rows, _fill_most])
 @pytest.mark.parametrize("eager", [False, True])
 def test_values_that_a_dtensor_loses_are_an_error(fill: Callable[[Any], None], eager: bool) -> None:
     ranks.run(2, _lose, fill, eager)

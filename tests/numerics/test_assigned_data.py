@@ -1,0 +1,235 @@
+"""``p.data = x`` on a sharded parameter: x is split like the parameter, and the optimizer, the
+state dict and the next forward see it, as those of a plain model do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+import graphshard
+from tests import ranks
+from tests.models import MLP
+from tests.numerics.compare import (
+    Twins,
+    assert_close,
+    assert_same,
+    draw,
+    generator,
+    num_graphs,
+    sgd,
+    world_mesh,
+)
+
+Change = Callable[[nn.Module], None]
+
+
+def _clamp(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data = param.data.clamp(-0.1, 0.1)
+
+
+def _in_place(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data.mul_(0.9)
+        param.data.clamp_(-0.2, 0.2)
+        param.data.copy_(param.data + 0.01)
+
+
+def _whole(model: nn.Module) -> None:
+    for number, param in enumerate(model.parameters()):
+        param.data = torch.rand(param.shape, generator=generator(number))
+
+
+def _replicated(model: nn.Module) -> None:
+    for number, param in enumerate(model.parameters()):
+        full = torch.rand(param.shape, generator=generator(number))
+        if isinstance(param, DTensor):
+            full = distribute_tensor(full, param.device_mesh, [Replicate()])
+        param.data = full
+
+
+def _swap(model: nn.Module) -> None:
+    own = [param.data for param in model.parameters()]
+    for param in model.parameters():
+        param.data = torch.zeros_like(param.data)
+    assert all(float(value.abs().sum().detach()) > 0 for value in own)
+    for param, value in zip(model.parameters(), own):
+        param.data = value
+
+
+def _double(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data = param.data.double()
+        param.data = param.data.float()
+
+
+def _between_steps(change: Change) -> None:
+    twins = Twins(MLP())
+    twins.train(MLP.batch, steps=2)
+    graphs = num_graphs()
+    for seen in (True, False):
+        change(twins.model)
+        change(twins.reference)
+        if seen:
+            assert_same(twins.model, twins.reference)
+        twins.train(MLP.batch, steps=2)
+    assert num_graphs() == graphs
+
+
+@pytest.mark.parametrize("change", [_clamp, _in_place, _whole, _replicated, _swap, _double])
+def test_data_between_steps(change: Change) -> None:
+    ranks.run(2, _between_steps, change)
+
+
+def _optimizer_sees_it() -> None:
+    twins = Twins(MLP())
+    optimizers = [sgd(model) for model in (twins.model, twins.reference)]
+    twins.backward(draw(MLP.batch, 0))
+    for model, optimizer in zip((twins.model, twins.reference), optimizers):
+        _whole(model)
+        optimizer.step()
+    twins.check()
+    twins.zero_grad()
+    twins.train(MLP.batch)
+
+
+def test_an_optimizer_steps_from_assigned_data() -> None:
+    ranks.run(2, _optimizer_sees_it)
+
+
+def _amid() -> None:
+    twins = Twins(MLP())
+    x = draw(MLP.batch, 0)
+    rank = torch.distributed.get_rank()
+    losses = [twins.compiled(x[rank]), *map(twins.reference, x)]
+    _whole(twins.model)
+    _whole(twins.reference)
+    losses[0].backward()
+    torch.stack(losses[1:]).mean().backward()
+    twins.check()
+
+
+def test_data_between_forward_and_backward() -> None:
+    ranks.run(2, _amid)
+
+
+def _sharpness_aware() -> None:
+    twins = Twins(MLP())
+    optimizers = [sgd(model) for model in (twins.model, twins.reference)]
+    for step in range(3):
+        batches, saved = draw(MLP.batch, step), []
+        twins.backward(batches)
+        for model in (twins.model, twins.reference):
+            saved.append([param.data.clone() for param in model.parameters()])
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.add_(param.grad, alpha=0.1)
+        twins.zero_grad()
+        twins.backward(batches)
+        for model, values, optimizer in zip(
+            (twins.model, twins.reference), saved, optimizers, strict=True
+        ):
+            for param, value in zip(model.parameters(), values, strict=True):
+                param.data = value
+            optimizer.step()
+        twins.check()
+        twins.zero_grad()
+
+
+def test_a_sharpness_aware_step() -> None:
+    ranks.run(2, _sharpness_aware)
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 7), nn.Linear(7, 7)
+        self.last.weight = self.first.weight
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)) * self.scale).square().mean()
+
+
+def _tied(options: dict[str, Any]) -> None:
+    twins = Twins(_Tied(), **options)
+    twins.backward(draw(MLP.batch, 0))
+    _whole(twins.model)
+    _whole(twins.reference)
+    twins.zero_grad()
+    twins.backward(draw(MLP.batch, 1))
+    assert_same(twins.model, twins.reference)
+
+
+@pytest.mark.parametrize("options", [{}, {"overrides": {"first.*": {"shard": False}}}])
+def test_data_of_tied_and_replicated_parameters(options: dict[str, Any]) -> None:
+    ranks.run(2, _tied, options)
+
+
+def _in_python() -> None:
+    model = MLP()
+    reference = MLP()
+    reference.load_state_dict(model.state_dict())
+    graphshard.shard(model, world_mesh())
+    for m in (model, reference):
+        _whole(m)
+    x = torch.ones(5, 7)
+    assert_close("loss", model(x), reference(x))
+
+
+def test_data_of_a_model_that_runs_in_python() -> None:
+    ranks.run(2, _in_python)
+
+
+def _half() -> None:
+    twins = Twins(MLP())
+    twins.train(MLP.batch, steps=1)
+    for model in (twins.model, twins.reference):
+        for param in model.parameters():
+            param.data = param.data.double()
+    twins.train(lambda rng: MLP.batch(rng).double(), steps=2)
+    assert all(param.dtype == torch.float64 for param in twins.model.parameters())
+
+
+def test_data_of_another_dtype() -> None:
+    ranks.run(2, _half)
+
+
+def _wrong(value: Any, match: str) -> None:
+    model = graphshard.shard(MLP(), world_mesh())
+    before = model.state_dict()
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=match):
+        model.up.weight.data = value
+    for name, kept in model.state_dict().items():
+        assert_close(name, kept, before[name])
+    model(torch.ones(5, 7))
+
+
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        (torch.ones(7, 7), r"'up.weight'.*\(7, 7\).*\(13, 7\)"),
+        (torch.ones(13, 7, dtype=torch.int64), "floating point"),
+        (1.0, "float"),
+    ],
+)
+def test_data_that_does_not_fit(value: Any, match: str) -> None:
+    ranks.run(2, _wrong, value, match)
+
+
+def _others() -> None:
+    mesh = world_mesh()
+    graphshard.shard(MLP(), mesh)
+    one, other = (distribute_tensor(torch.full((4,), v), mesh) for v in (1.0, 2.0))
+    assert one.data.placements == one.placements
+    one.data = other
+    assert isinstance(one.data, DTensor)
+
+
+def test_data_of_other_dtensors() -> None:
+    ranks.run(2, _others)
