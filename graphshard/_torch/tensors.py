@@ -70,7 +70,12 @@ def traced_storage(node: fx.Node) -> int | None:
     None: the value is no tensor.
     """
     value = traced_value(node)
-    return value.untyped_storage()._cdata if isinstance(value, FakeTensor) else None
+    return storage_of(value) if isinstance(value, FakeTensor) else None
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return a number for the memory of a strided tensor, real or not; equal for aliases."""
+    return tensor.untyped_storage()._cdata
 
 
 def traced_value(node: fx.Node) -> object:

@@ -25,6 +25,7 @@ from .find import PlainParam, find_reduced_by_ddp
 from .mesh_groups import MeshGroups
 from .parametrization import fault_of_class, had_sharded, plain_class
 from .sharded_param import FUNCTIONAL_CALL
+from .shared_memory import fault_of_shared_memory
 
 _OTHER_WRAPPERS = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel, DataParallel)
 
@@ -45,6 +46,7 @@ def find_fault(
         _fault_of_modules(root)
         or _fault_of_classes(root, plain_params)
         or _fault_of_parameters(plain_params, allow_meta)
+        or fault_of_shared_memory(root, plain_params)
         or _fault_of_ddp(plain_params)
         or _fault_of_overrides(root, plain_params, options)
         or _resolve_options(plain_params, mesh, options)

@@ -1,0 +1,123 @@
+"""Parameters that share memory are refused before anything is changed; those that lie side by side
+in one buffer are sharded one by one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphshard
+from tests import ranks
+from tests.models import MLP
+from tests.numerics.compare import Twins, assert_plain, compile_sharded, world_mesh
+
+
+class _Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x))).square().mean()
+
+
+def _same(model: _Pair) -> None:
+    model.last.weight.data = model.first.weight.data
+
+
+def _transposed(model: _Pair) -> None:
+    model.last.weight = nn.Parameter(model.first.weight.detach().t())
+
+
+def _overlapping(model: _Pair) -> None:
+    flat = torch.randn(60)
+    model.first.weight = nn.Parameter(flat[:49].view(7, 7))
+    model.last.weight = nn.Parameter(flat[11:].view(7, 7))
+
+
+def _refused(tie: Callable[[_Pair], None], compiled: bool, match: str) -> None:
+    model = _Pair()
+    tie(model)
+    before = copy.deepcopy(model)
+    with pytest.raises(ValueError, match=match):
+        if compiled:
+            compile_sharded(model)(torch.ones(5, 7))
+        else:
+            graphshard.shard(model, world_mesh())
+    assert_plain(model)
+    assert torch.equal(model(torch.ones(5, 7)), before(torch.ones(5, 7)))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("tie", "match"),
+    [
+        (_same, r"'first.weight' and 'last.weight' .* \(last.weight = first.weight\)"),
+        (_transposed, r"'first.weight' and 'last.weight' .* compute what 'last.weight'"),
+        (_overlapping, "'first.weight' and 'last.weight' .* clone"),
+    ],
+)
+def test_parameters_that_share_elements(
+    tie: Callable[[_Pair], None], compiled: bool, match: str
+) -> None:
+    ranks.run(2, _refused, tie, compiled, match)
+
+
+def _flat(model: _Pair) -> None:
+    flat = torch.randn(98) / 7
+    model.first.weight = nn.Parameter(flat[:49].view(7, 7))
+    model.last.weight = nn.Parameter(flat[49:].view(7, 7))
+
+
+def _columns(model: _Pair) -> None:
+    both = torch.randn(7, 14) / 7
+    model.first.weight = nn.Parameter(both[:, :7])
+    model.last.weight = nn.Parameter(both[:, 7:])
+
+
+def _one_object(model: _Pair) -> None:
+    model.last.weight = model.first.weight
+
+
+def _empty(model: _Pair) -> None:
+    nothing = torch.zeros(0)
+    model.first.nothing = nn.Parameter(nothing.view(0, 3))
+    model.last.nothing = nn.Parameter(nothing.view(0, 3))
+
+
+def _expanded(model: _Pair) -> None:
+    both = torch.randn(14) / 7
+    model.first.weight = nn.Parameter(both[::2].expand(7, 7).clone())
+    model.first.bias = nn.Parameter(both[::2])
+    model.last.bias = nn.Parameter(both[1::2])
+
+
+def _trained(tie: Callable[[_Pair], None]) -> None:
+    model = _Pair()
+    tie(model)
+    reference = copy.deepcopy(model)
+    Twins(model, reference).train(MLP.batch)
+
+
+@pytest.mark.parametrize("tie", [_flat, _columns, _one_object, _empty, _expanded])
+def test_parameters_that_share_a_buffer_alone(tie: Callable[[_Pair], None]) -> None:
+    ranks.run(2, _trained, tie)
+
+
+def _ignored() -> None:
+    model = _Pair()
+    _same(model)
+    ignored = [model.first.weight, model.last.weight]
+    graphshard.shard(model, world_mesh(), ignored_params=ignored)
+    with torch.device("meta"):
+        meta = _Pair()
+        _same(meta)
+    graphshard.shard(meta, world_mesh())
+
+
+def test_parameters_that_share_memory_and_stay_plain() -> None:
+    ranks.run(2, _ignored)
