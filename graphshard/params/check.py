@@ -10,6 +10,7 @@ import difflib
 import gc
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
@@ -21,7 +22,7 @@ from .._torch.tensors import is_traceable_wrapper_subclass
 from ..ops.float8_math import device_fault, is_of_torchao
 from ..options.float8_policy import check_fp8
 from ..options.options import Options, matches
-from .find import PlainParam, find_reduced_by_ddp
+from .find import PlainParam, find_reduced_by_ddp, living
 from .mesh_groups import MeshGroups
 from .parametrization import fault_of_class, had_sharded, plain_class
 from .sharded_param import FUNCTIONAL_CALL
@@ -47,6 +48,7 @@ def find_fault(
         or _fault_of_classes(root, plain_params)
         or _fault_of_parameters(plain_params, allow_meta)
         or fault_of_shared_memory(root, plain_params)
+        or _fault_of_optimizers(plain_params)
         or _fault_of_ddp(plain_params)
         or _fault_of_overrides(root, plain_params, options)
         or _resolve_options(plain_params, mesh, options)
@@ -89,6 +91,20 @@ def _fault_of_parameters(plain_params: Sequence[PlainParam], allow_meta: bool) -
             fault = _fault_of_tensor(plain.param, all_meta)
         if fault is not None:
             return f"parameter {plain.fqn!r} {fault}"
+    return None
+
+
+def _fault_of_optimizers(plain_params: Sequence[PlainParam]) -> str | None:
+    """Return the fault of an optimizer that has loaded shards for full parameters, or None."""
+    for optimizer in living(torch.optim.Optimizer):
+        for plain in plain_params:
+            state = optimizer.state.get(plain.param, {})
+            if any(isinstance(value, DTensor) for value in state.values()):
+                return (
+                    f"{type(optimizer).__name__} has loaded a shard of the state of parameter "
+                    f"{plain.fqn!r}, which is not sharded yet: call graphshard.shard(model, ...) "
+                    "before its load_state_dict"
+                )
     return None
 
 

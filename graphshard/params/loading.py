@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,10 +27,14 @@ from .._torch.dtensor import local_tensor
 from .._torch.tensors import is_traceable_wrapper_subclass
 from ..errors import BackendError
 from .layout import Layout
-from .sharded_param import Assigned, ShardedParam
+from .sharded_param import Assigned, ShardedParam, sharded_param_of
 
 REMEDY = (
     "save graphshard.full_state_dict(model), which has all rows and loads everywhere, or use "
+    "torch.distributed.checkpoint, or save and load a file of its own on every rank"
+)
+_REMEDY_OF_OPTIMIZERS = (
+    "save graphshard.full_state_dict(model, optim) and load it by load_full_state_dict, or use "
     "torch.distributed.checkpoint, or save and load a file of its own on every rank"
 )
 
@@ -108,13 +113,28 @@ def _own_shard(value: DTensor, layout: Layout, name: str) -> torch.Tensor:
     mesh = value.device_mesh
     if all(isinstance(placement, Replicate) for placement in value.placements):
         return local_tensor(value)
-    _check_whose(mesh, layout.mesh, name)
+    _check_whose(mesh, layout.mesh, name, REMEDY)
     if mesh is layout.mesh or value.placements != layout.placements or value.shape != layout.shape:
         return value
     return layout.dtensor(layout.padded(local_tensor(value)))
 
 
-def _check_whose(saved: DeviceMesh, own: DeviceMesh, name: str) -> None:
+def check_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """
+    Raises:
+        BackendError: the state of a sharded parameter is the shard of another rank.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    for param, number in zip(params, numbers):  # torch raises if there are more of the one
+        sharded_param, state = sharded_param_of(param), state_dict["state"].get(number, {})
+        for name, value in state.items() if sharded_param is not None else ():
+            if isinstance(value, DTensor) and not all(p.is_replicate() for p in value.placements):
+                what, mesh = f"{name} of {sharded_param.fqn}", sharded_param.layout.mesh
+                _check_whose(value.device_mesh, mesh, what, _REMEDY_OF_OPTIMIZERS)
+
+
+def _check_whose(saved: DeviceMesh, own: DeviceMesh, name: str, remedy: str) -> None:
     """
     Raises:
         BackendError: a shard over the mesh ``saved`` is not this rank's over ``own``.
@@ -123,11 +143,11 @@ def _check_whose(saved: DeviceMesh, own: DeviceMesh, name: str) -> None:
     if their_ranks != ranks:
         raise BackendError(
             f"{name!r} is a shard of a model over the ranks {their_ranks}, and this one is sharded "
-            f"over {ranks}: {REMEDY}"
+            f"over {ranks}: {remedy}"
         )
     theirs, ours = saved.get_coordinate(), own.get_coordinate()
     if theirs is not None and ours is not None and theirs[-1] != ours[-1]:
         raise BackendError(
             f"{name!r} has the rows of the rank at {list(theirs)} of the mesh, and this one is at "
-            f"{list(ours)}: the file was saved by that rank alone. Instead {REMEDY}"
+            f"{list(ours)}: the file was saved by that rank alone. Instead {remedy}"
         )

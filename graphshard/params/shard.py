@@ -24,6 +24,7 @@ from .._torch.autograd import share_hooks
 from .._torch.distributed import process_group
 from .._torch.dtensor import on_data_assigned
 from .._torch.nn import parameters_of
+from .._torch.optim import before_loading_optimizers
 from ..errors import BackendError
 from ..ops.float8_math import is_of_torchao
 from ..options.options import Options
@@ -34,6 +35,7 @@ from .find import PlainParam, find_plain_params, living
 from .full_state_dict import is_first_rank
 from .full_tensor import without_repeats
 from .layout import Layout
+from .loading import check_optimizer_state
 from .mesh_groups import MeshGroups
 from .mixed_precision import cast_at_border, find_borders
 from .padding import padding_advice
@@ -98,6 +100,7 @@ def shard_module(
             cast_at_border(border)
         _repoint_optimizers(sharded_params)
         on_data_assigned(assign_data)
+        before_loading_optimizers(check_optimizer_state)
         if not in_use:
             for param in sharded_params:
                 param.__class__ = StaleParameter

@@ -1,0 +1,109 @@
+"""A state dict of an optimizer in a file: each rank's own is loaded, that of one rank alone refused
+by the others, as that of a model is."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import graphshard
+from tests import ranks
+from tests.numerics.compare import assert_plain, draw
+from tests.numerics.test_loading import Even
+
+
+def _adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), 0.1)
+
+
+def _trained(shape: tuple[int, ...]) -> torch.optim.Optimizer:
+    model = graphshard.shard(Even(), init_device_mesh("cpu", shape))
+    optimizer = _adam(model)
+    model(draw(Even.batch, 0)[dist.get_rank()]).backward()
+    optimizer.step()
+    return optimizer
+
+
+def _save_alone(path: Path, shape: tuple[int, ...]) -> None:
+    state = _trained(shape).state_dict()
+    if dist.get_rank() == 0:
+        torch.save(state, path)
+    dist.barrier()
+
+
+def _load(path: Path, shape: tuple[int, ...], refused: str | None) -> None:
+    optimizer = _trained(shape)
+    before = copy.deepcopy(optimizer.state_dict())
+    state = torch.load(path)
+    if refused is None:
+        optimizer.load_state_dict(state)
+        return
+    with pytest.raises(ValueError, match=refused) as caught:
+        optimizer.load_state_dict(state)
+    assert "exp_avg of up.weight" in str(caught.value)
+    _assert_equal(optimizer.state_dict(), before)
+
+
+def _assert_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours["param_groups"] == theirs["param_groups"]
+    for number, values in theirs["state"].items():
+        for name, value in values.items():
+            own = ours["state"][number][name]
+            own, value = (v.to_local() if isinstance(v, DTensor) else v for v in (own, value))
+            assert torch.equal(own, value), name
+
+
+def _save_and_load_alone(path: Path, shape: tuple[int, ...]) -> None:
+    _save_alone(path, shape)
+    is_own = dist.get_rank() % shape[-1] == 0  # a replica of the rank that saved
+    _load(path, shape, None if is_own else "the file was saved by that rank alone")
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_state_saved_by_the_first_rank_alone_is_refused_by_others(
+    shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    ranks.run(torch.Size(shape).numel(), _save_and_load_alone, tmp_path / "optim.pt", shape)
+
+
+def test_state_of_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "optim.pt"
+    ranks.run(2, _save_alone, path, (2,))
+    ranks.run(4, _load, path, (4,), r"over the ranks \[0, 1\].*over \[0, 1, 2, 3\]")
+
+
+def _own_files(folder: Path) -> None:
+    optimizer = _trained((2,))
+    path = folder / f"{dist.get_rank()}.pt"
+    torch.save(optimizer.state_dict(), path)
+    loaded = _trained((2,))
+    loaded.load_state_dict(torch.load(path))
+    _assert_equal(loaded.state_dict(), optimizer.state_dict())
+    loaded.step()
+
+
+def test_a_file_of_its_own_on_every_rank_is_loaded(tmp_path: Path) -> None:
+    ranks.run(2, _own_files, tmp_path)
+
+
+def _before_sharding(path: Path) -> None:
+    _save_alone(path, (2,))
+    model = Even()
+    optimizer = _adam(model)
+    optimizer.load_state_dict(torch.load(path))
+    with pytest.raises(
+        ValueError, match=r"Adam has loaded a shard .* 'up.weight'.* before its load"
+    ):
+        graphshard.shard(model, init_device_mesh("cpu", (2,)))
+    assert_plain(model)
+
+
+def test_shards_of_state_that_are_loaded_before_sharding(tmp_path: Path) -> None:
+    ranks.run(2, _before_sharding, tmp_path / "optim.pt")
