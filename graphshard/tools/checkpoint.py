@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 
 import torch
@@ -47,6 +47,30 @@ def reading(source: Path) -> Iterator[None]:
         raise ValueError(f"{source}: cannot be read: {text[0]}") from error
 
 
+def without_prefix(names: Iterable[str], prefix: str | None, source: Path) -> dict[str, str]:
+    """Map names to themselves without ``prefix``, where they begin with it.
+
+    Args:
+        prefix: the name of a module, with or without the dot that follows; None: nothing.
+        source: what has the names, for errors.
+
+    Raises:
+        ValueError: no name begins with it, or two are equal without it.
+    """
+    names = list(names)
+    if not prefix:
+        return dict(zip(names, names))
+    prefix = prefix.removesuffix(".") + "."
+    renamed = {name: name.removeprefix(prefix) or name for name in names}
+    if all(name == new for name, new in renamed.items()):
+        raise ValueError(f"{source}: no name begins with {prefix!r}: {', '.join(names[:20])}")
+    old_names: dict[str, str] = {}
+    for name, new in renamed.items():
+        if (other := old_names.setdefault(new, name)) != name:
+            raise ValueError(f"{source}: without {prefix!r} {name!r} and {other!r} are one name")
+    return renamed
+
+
 def require(holds: bool, what: str) -> None:
     """
     Raises:
@@ -61,16 +85,18 @@ class Checkpoint:
 
     Args:
         key: leaves out all that is not under this key; None: nothing.
+        prefix: removed from the names under the key; see :func:`without_prefix`.
 
     Attributes:
         tensors: size and dtype of every tensor, by flat name.
         others: flat names of all other values.
 
     Raises:
-        ValueError: ``folder`` is no checkpoint, or a damaged one, or has nothing under ``key``.
+        ValueError: ``folder`` is no checkpoint, or a damaged one, has nothing under ``key``, or no
+            name with ``prefix``.
     """
 
-    def __init__(self, folder: Path, key: str | None) -> None:
+    def __init__(self, folder: Path, key: str | None, prefix: str | None = None) -> None:
         self._folder = folder
         with reading(folder):
             require((folder / ".metadata").is_file(), f"{folder}: is no checkpoint: no .metadata")
@@ -88,16 +114,30 @@ class Checkpoint:
             if isinstance(entry := entries[name], TensorStorageMetadata)
         }
         self.others = [name for name in chosen if name not in self.tensors]
+        # Each name once, in their order: a dictionary under the key has several flat names.
+        self._names = {str(self._own_path(name)[0]): None for name in chosen}
+        self._new_names = without_prefix(self._names, prefix, folder)
+
+    def _own_path(self, name: str) -> tuple[object, ...]:
+        """Return the path of a value without the key; that of the key's own value is the key."""
+        path = self._paths[name]
+        return path[1:] or path if self._key else path
 
     def short_name(self, name: str) -> str:
-        """Return a flat name without the key."""
-        return name.removeprefix(f"{self._key}.") if self._key else name
+        """Return a flat name without the key, and without the prefix."""
+        short = name.removeprefix(f"{self._key}.") if self._key else name
+        first = str(self._own_path(name)[0])
+        # A stranger's flat name need not begin as its path does.
+        return self._new_names[first] + short[len(first) :] if short.startswith(first) else short
 
     def nested(self, flat: Mapping[str, object]) -> object:
         """Return the state dict that was saved, made from its values by flat name."""
         with reading(self._folder):
             state = unflatten_state_dict(dict(flat), {name: self._paths[name] for name in flat})
-            return state[self._key] if self._key else state
+            state = state[self._key] if self._key else state
+            if not isinstance(state, dict):
+                return state
+            return {self._new_names.get(name, name): value for name, value in state.items()}
 
     def load_others(self) -> dict[str, object]:
         """Return all values that are no tensors, by flat name."""

@@ -21,32 +21,42 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ..files import whole
-from .checkpoint import Checkpoint, reading
+from .checkpoint import Checkpoint, reading, without_prefix
 from .safetensors import SafetensorsFile, write_safetensors
 
 
-def consolidate(source: str | Path, target: str | Path, key: str | None = None) -> None:
+def consolidate(
+    source: str | Path,
+    target: str | Path,
+    key: str | None = None,
+    *,
+    strip_prefix: str | None = None,
+) -> None:
     """Write the checkpoint ``source`` as the file ``target``, or such a file as a checkpoint.
 
     Args:
         source: the folder of a checkpoint, or a file: .pt, .pth or .safetensors.
         target: a file with one of these suffixes, or a folder.
         key: write only what the state dict has under this key, such as "model"; None: everything.
+        strip_prefix: remove this prefix, such as "model.", from the names that have it.
 
     Raises:
-        ValueError: ``source`` does not exist, ``target`` does, or it cannot hold the contents.
+        ValueError: ``source`` does not exist, ``target`` does, or it cannot hold the contents; no
+            name has the prefix, or two are equal without it.
     """
     source, target = Path(source), Path(target)
     if target.exists():
         raise ValueError(f"{target}: exists already; remove it, or give another name")
     if source.is_dir():
         write = _writer(target)
-        checkpoint = Checkpoint(source, key)
+        checkpoint = Checkpoint(source, key, strip_prefix)
         with _new(target) as scratch:
             write(checkpoint, scratch)
     elif source.is_file():
         state = _read(source)
         state = _under(state, key, source) if key else state
+        new_names = without_prefix(state, strip_prefix, source)
+        state = {new_names[name]: value for name, value in state.items()}
         with _new(target) as scratch, reading(source):  # what is mapped is read now
             dcp.save(state, checkpoint_id=scratch, no_dist=True)
     else:
@@ -118,12 +128,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("source", help="the folder of a checkpoint; or a file, to go back")
     parser.add_argument("target", help="a file, .pt or .safetensors; or a folder, to go back")
     parser.add_argument("--key", help="only what is under this key, such as model")
+    parser.add_argument(
+        "--strip-prefix",
+        metavar="PREFIX",
+        help="remove this prefix from the names that have it: model. of a LightningModule's model",
+    )
     parser.set_defaults(run=_run, parser=parser)
 
 
 def _run(args: argparse.Namespace) -> int:
     try:
-        consolidate(args.source, args.target, args.key)
+        consolidate(args.source, args.target, args.key, strip_prefix=args.strip_prefix)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return 0

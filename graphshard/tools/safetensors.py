@@ -63,6 +63,7 @@ def _header(checkpoint: Checkpoint) -> dict[str, object]:
         if dtype not in DTYPES:
             raise ValueError(f"{name!r} is {dtype}: a safetensors file has no such dtype")
         require(short != _NOTES, f"{name!r}: a safetensors file has something else of this name")
+        require(short not in header, f"{name!r}: another tensor is called {short!r}, too")
         stop = start + math.prod(entry.size) * dtype.itemsize
         offsets = [start, stop]
         header[short] = {

@@ -98,6 +98,51 @@ def test_there_and_back(checkpoint: tuple[Path, dict[str, Any]], tmp_path: Path)
     )
 
 
+@pytest.fixture
+def prefixed(tmp_path: Path) -> Path:
+    """A checkpoint as Lightning saves it: of a module that holds the model, and a metric."""
+    names = {"net.a.weight": torch.ones(2), "net.b": torch.zeros(3), "seen": torch.ones(1)}
+    folder = tmp_path / "prefixed"
+    dcp.save({"state_dict": names, "other": torch.ones(1)}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.mark.parametrize("prefix", ["net", "net."])
+def test_prefix_is_stripped_from_names(prefixed: Path, tmp_path: Path, prefix: str) -> None:
+    options = ("--key", "state_dict", "--strip-prefix", prefix)
+    assert _run(prefixed, tmp_path / "model.safetensors", *options) == 0
+    assert _run(prefixed, tmp_path / "model.pt", *options) == 0
+    expected = {"a.weight": torch.ones(2), "b": torch.zeros(3), "seen": torch.ones(1)}
+    _assert_equal(load_file(tmp_path / "model.safetensors"), expected)
+    _assert_equal(torch.load(tmp_path / "model.pt"), expected)
+    torch.save(torch.load(tmp_path / "model.pt") | {"net.c": torch.ones(4)}, tmp_path / "more.pt")
+    assert _run(tmp_path / "more.pt", tmp_path / "folder", "--strip-prefix", prefix) == 0
+    loaded = {"c": torch.zeros(4)}
+    dcp.load(loaded, checkpoint_id=tmp_path / "folder", no_dist=True)
+    _assert_equal(loaded, {"c": torch.ones(4)})
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_prefix_that_does_not_fit_is_an_error(
+    prefixed: Path, tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {"net.a": torch.ones(1), "a": torch.ones(1), "b": torch.ones(1)}
+    colliding = tmp_path / "colliding"
+    dcp.save(state, checkpoint_id=colliding, no_dist=True)
+    for source, options, said in (
+        (prefixed, ("--key", "state_dict"), "no name begins with 'net.a.weights.': net.a.weight"),
+        (prefixed, (), "no name begins with 'net.a.weights.': "),
+        (colliding, (), "no name begins with 'net.a.weights.': "),
+    ):
+        with pytest.raises(SystemExit):
+            _run(source, tmp_path / f"x{suffix}", *options, "--strip-prefix", "net.a.weights")
+        assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        _run(colliding, tmp_path / f"x{suffix}", "--strip-prefix", "net.")
+    assert "without 'net.' 'a' and 'net.a' are one name" in capsys.readouterr().err
+    assert not (tmp_path / f"x{suffix}").exists()
+
+
 def test_what_cannot_be(
     checkpoint: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
