@@ -12,6 +12,7 @@ first rank's shards. Read of Accelerate 1.15: ``accelerator.py``, ``checkpointin
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,8 +81,13 @@ def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) 
         ValueError: something is in the way of sharding ``model``.
     """
     kind, how = accelerator.distributed_type, "leave it to graphshard.backend's arguments"
+    # On CPUs Accelerate leaves FSDP out without a word.
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        kind = DistributedType.FSDP
     if kind not in _PLAIN:
-        raise ValueError(f"the accelerator is set to {kind}, which shards models itself: {how}")
+        raise ValueError(
+            f"the accelerator is set to {kind.value}, which shards models itself: {how}"
+        )
     compiler = accelerator.state.dynamo_plugin.backend
     if compiler.value != "NO":
         raise ValueError(

@@ -44,7 +44,8 @@ def configure(owner: LightningModule, model: nn.Module, **options: Any) -> None:
         options: the arguments of :func:`graphshard.backend`; the mesh is the strategy's by default.
 
     Raises:
-        ValueError: ``model`` is ``owner``, or :func:`graphshard.backend` refuses an option.
+        ValueError: ``model`` is ``owner``, the Trainer's strategy has no mesh (DDP, FSDP), or
+            :func:`graphshard.backend` refuses an option.
     """
     if model is owner:
         raise ValueError(
@@ -52,9 +53,13 @@ def configure(owner: LightningModule, model: nn.Module, **options: Any) -> None:
             "the module that training_step calls, such as self.net"
         )
     if not is_sharded(model):
-        device: torch.device = owner.trainer.strategy.root_device
-        assert owner.device_mesh is not None
-        _shard_on(device, model, owner.device_mesh, options)
+        strategy = owner.trainer.strategy
+        if owner.device_mesh is None:
+            raise ValueError(
+                f"the Trainer has {type(strategy).__name__}: give the Trainer "
+                "strategy=ShardedStrategy() of graphshard.integrations.lightning"
+            )
+        _shard_on(strategy.root_device, model, owner.device_mesh, options)
 
 
 class _AllShareTheData:

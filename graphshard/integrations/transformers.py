@@ -49,9 +49,9 @@ class ShardedTrainerMixin(Trainer):
             may be given. ``gradient_checkpointing``, ``bf16`` and peft models work as ever.
 
     Raises:
-        ValueError: ``sharding`` is no dictionary; when training begins: ``args`` sets another
-            strategy or compiler (``fsdp``, ``deepspeed``, ``torch_compile``),
-            ``save_on_each_node`` or Adafactor; peft learns prompts.
+        ValueError: ``sharding`` is no dictionary, or ``args`` has ``fsdp`` or ``fsdp_config``; when
+            training begins: ``args`` sets another strategy or compiler (``deepspeed``,
+            ``torch_compile``), ``save_on_each_node`` or Adafactor; peft learns prompts.
     """
 
     model: Any
@@ -65,6 +65,16 @@ class ShardedTrainerMixin(Trainer):
             )
         self.sharding = sharding or {}
         super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Refuse FSDP before there is an accelerator, which sets up FSDP for the process."""
+        for name in ("fsdp", "fsdp_config"):
+            if value := getattr(self.args, name, None):
+                raise ValueError(
+                    f"{name}={value!r}: graphshard shards the model; leave it out, and give the "
+                    "arguments of graphshard.backend as sharding={...}"
+                )
+        super().create_accelerator_and_postprocess()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave a model where it is that has no values yet, or whose shards are kept somewhere."""

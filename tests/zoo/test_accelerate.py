@@ -3,12 +3,14 @@ one by DDP; what it saves is whole, and training goes on from it bitwise."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 from torch import nn
 
@@ -130,6 +132,11 @@ def _refuse(folder: str) -> None:
     as_by_torchrun()
     with pytest.raises(ValueError, match="dynamo_backend=INDUCTOR: graphshard compiles"):
         prepare(Accelerator(cpu=True, dynamo_backend="inductor"), model)
+    as_by_torchrun()
+    with mock.patch.dict(os.environ):
+        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+        with pytest.raises(ValueError, match="set to FSDP, which shards models itself"):
+            prepare(accelerator, model)
     as_by_torchrun()
     accelerator = Accelerator(cpu=True)
     with pytest.raises(ValueError, match="compiler='gcc'"):

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import graphshard
 from graphshard.integrations.lightning import ShardedFabricStrategy, ShardedStrategy, configure
 from graphshard.kinds import TransferKind
+from graphshard.params.sharded_param import sharded_param_of
 from graphshard.tools.consolidate import consolidate
 from tests import ranks, recording
 from tests.numerics.compare import relative_error, whole
@@ -153,6 +154,19 @@ def resume(folder: str, distributed: bool) -> Kept:
 def test_a_fit_goes_on_where_it_was_saved(tmp_path: Path, distributed: bool) -> None:
     kept = ranks.run(2, resume, str(tmp_path), distributed)
     assert kept == [Kept(True, True)] * 2
+
+
+def _refuse_strategy(folder: str) -> None:
+    """FSDP's has no mesh either; Lightning itself refuses it on a CPU."""
+    owner = Model(True)
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, strategy="ddp", logger=False)
+    with pytest.raises(ValueError, match="DDPStrategy: give the Trainer strategy=ShardedStrategy"):
+        trainer.fit(owner, DataLoader(Texts(4), 2))
+    assert not any(map(sharded_param_of, owner.parameters()))
+
+
+def test_another_strategy_is_refused(tmp_path: Path) -> None:
+    ranks.run(1, _refuse_strategy, str(tmp_path))
 
 
 def _fabric(strategy: Any) -> lightning.Fabric:

@@ -4,6 +4,7 @@ saves are plain checkpoints, and training goes on from them bitwise."""
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -195,6 +196,12 @@ def test_adapters_with_checkpointing_are_saved_and_resumed(tmp_path: Path) -> No
 def _refuse(folder: str) -> None:
     with pytest.raises(ValueError, match="sharding='full': must be a dict of arguments"):
         ShardedTrainer(small_llama(), sharding="full")  # type: ignore[arg-type]
+    for name, value in (("fsdp", "full_shard"), ("fsdp", True), ("fsdp_config", {"version": 2})):
+        with pytest.raises(ValueError, match=f"{name}=.*: graphshard shards the model"):
+            _trainer(folder, **{name: value})
+    by_launcher = mock.patch.dict(os.environ, ACCELERATE_USE_FSDP="true")
+    with by_launcher, pytest.raises(ValueError, match="set to FSDP, which shards models itself"):
+        _trainer(folder).train()
     with pytest.raises(ValueError, match="dynamo_backend=INDUCTOR: graphshard compiles"):
         _trainer(folder, torch_compile=True).train()
     with pytest.raises(ValueError, match="save_on_each_node=True"):
