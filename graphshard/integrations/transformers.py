@@ -22,19 +22,14 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.utils import is_peft_available
 
 from .._torch.nn import remove_forward_hooks
+from ..params.adapters import adapter_state_dict, check_can_be_saved, is_peft_model
 from ..params.full_state_dict import StateDict, full_state_dict
 from .accelerate import ShardedAccelerator, prepare
 from .compiled_in_place import is_sharded, may_be_moved
 from .pretrained import from_pretrained as from_pretrained
 from .sharded_checkpoint import load_sharded, save_sharded
-
-if is_peft_available():
-    from peft import PeftModel
-
-    from .peft import adapter_state_dict, check_can_be_saved
 
 FOLDER = "graphshard_optimizer"
 """In a checkpoint's folder: the optimizer's state, by ``torch.distributed.checkpoint``."""
@@ -86,8 +81,7 @@ class ShardedTrainerMixin(Trainer):
         known = isinstance(self.accelerator, ShardedAccelerator) and is_sharded(model)
         if training and not known:
             _check_args(self.args)
-            if is_peft_available():
-                check_can_be_saved(model)
+            check_can_be_saved(model)
             checkpointing: Any = self.args.activation_checkpointing_kwargs or {}
             if not checkpointing.get("use_reentrant"):
                 _remove_input_hooks(model)
@@ -141,7 +135,7 @@ def _check_args(args: TrainingArguments) -> None:
 
 def _to_save(model: nn.Module) -> StateDict:
     """Return in full, on the first rank, what is written: of a peft model the adapters alone."""
-    if is_peft_available() and isinstance(model, PeftModel):
+    if is_peft_model(model):
         return adapter_state_dict(model)
     return full_state_dict(model)
 

@@ -179,7 +179,7 @@ def _adapters(folder: str) -> None:
     loaded = dict(plain.named_parameters())
     with pytest.raises(ValueError, match="sharded, so save_pretrained needs all of it"):
         first.model.save_pretrained(f"{folder}/rows")
-    fails = mock.patch("graphshard.integrations.peft._names", side_effect=OSError("no base"))
+    fails = mock.patch("graphshard.params.adapters._names", side_effect=OSError("no base"))
     is_first = dist.get_rank() == 0  # all ranks raise what peft raises there
     with fails, pytest.raises(OSError if is_first else ValueError, match="no base"):
         adapter_state_dict(first.model)

@@ -1,0 +1,94 @@
+"""The adapters of a sharded peft model, gathered without the base that they stand in.
+
+peft itself chooses what of a state dict it saves; it is asked for names, by tensors without values.
+It is imported only where a model is a ``PeftModel``, so it need not be installed.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import nn
+
+from .._torch.nn import uncompiled
+from .agree import raise_if_any, value_of_rank
+from .full_state_dict import StateDict, full_state_dict, is_first_rank, mesh_groups_of
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+def is_peft_model(model: object) -> TypeGuard[PeftModel]:
+    """Return whether ``model`` is a ``PeftModel``."""
+    kind = getattr(sys.modules.get("peft"), "PeftModel", None)
+    return kind is not None and isinstance(model, kind)
+
+
+def adapter_state_dict(model: nn.Module) -> StateDict:
+    """Return in full, on the first rank, the tensors that ``model.save_pretrained`` reads.
+
+    All ranks have to call it. Nothing of the base is gathered, unless peft saves it, too (modules
+    to save, resized embeddings).
+
+    Returns:
+        Tensors on the host, by their names in ``model.state_dict()``; empty on all other ranks.
+
+    Raises:
+        ValueError: ``model`` is no ``PeftModel``, or one of prompts, whose values peft computes.
+        Exception: what peft raises on the first rank; on all others a ``ValueError`` tells of it.
+    """
+    root: Any = uncompiled(model)
+    if not is_peft_model(root):
+        raise ValueError(f"model is a {type(root).__name__}: give the PeftModel")
+    check_can_be_saved(root)
+    groups = mesh_groups_of(root)
+    if groups is None:
+        return full_state_dict(root, names=_names(root))
+    names, error = [], None
+    # The first rank's: peft looks at files of the base, which others may not have.
+    if is_first_rank(groups):
+        try:
+            names = _names(root)
+        except Exception as caught:
+            error = caught
+    raise_if_any(error, groups)
+    return full_state_dict(root, names=value_of_rank(names, 0, groups))
+
+
+def check_can_be_saved(model: object) -> None:
+    """
+    Raises:
+        ValueError: ``model`` learns prompts: peft computes what it saves by the model, on one rank.
+    """
+    configs = model.peft_config if is_peft_model(model) else {}
+    for name, config in configs.items():
+        if config.is_prompt_learning:
+            raise ValueError(
+                f"the adapter {name!r} is of {config.peft_type}, which peft saves by a forward on "
+                "one rank, where a sharded model has no values: use LoRA or the like"
+            )
+
+
+def _names(model: PeftModel) -> list[str]:
+    """Return the names of what peft saves of all adapters."""
+    from peft import get_peft_model_state_dict
+
+    state = {
+        name: torch.empty(value.shape, dtype=value.dtype, device="meta")
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in model.state_dict().items()
+    }
+    try:
+        chosen = [
+            get_peft_model_state_dict(model, state, adapter).values()
+            for adapter in model.peft_config
+        ]
+    except (RuntimeError, NotImplementedError):  # it reads values: of AdaLoRA's ranks, say
+        return list(state)
+    wanted = {id(value) for values in chosen for value in values}
+    # What is trained is saved in any case: peft may compute new tensors of it.
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    return [name for name, value in state.items() if id(value) in wanted or name in trained]
