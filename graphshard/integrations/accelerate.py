@@ -28,7 +28,6 @@ from ..backend import backend
 from ..params.full_state_dict import full_state_dict
 from .compiled_in_place import is_sharded, may_be_moved, shard_and_compile
 from .generation import generate_together
-from .saving import save_in_full_alone
 from .sharded_checkpoint import load_sharded, save_sharded
 
 FOLDER = "graphshard"
@@ -71,7 +70,6 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
     accelerator.prepare_model(model, device_placement=placed, evaluation_mode=True)
     shard_and_compile(model, made, options)
     generate_together(model)
-    save_in_full_alone(model)
     return accelerator.prepare(model, *others)
 
 

@@ -39,7 +39,6 @@ from ..params.shard import make_equal, move_buffers
 from ..params.stored import Read, StoredTensor, read_stored
 from ..tools.checkpoint import reading
 from ..tools.safetensors import SafetensorsFile
-from .saving import save_in_full_alone
 
 logger = logging.getLogger(__name__)
 Values: TypeAlias = dict[str, torch.Tensor]
@@ -123,7 +122,6 @@ def from_pretrained(
     except Exception as caught:
         error = caught
     raise_if_any(error, groups)
-    save_in_full_alone(model)
     return (model, report) if kwargs.get("output_loading_info") else model
 
 

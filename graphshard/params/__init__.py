@@ -7,9 +7,10 @@ the shard that graphs take; ``layout`` says how it is split, ``mesh_groups`` ove
 outside of graphs. ``compiled_root`` finds the module of a traced parameter; ``first_forward`` has
 it sharded in time, ``unsharded`` notices where that did not happen. ``loading`` has
 ``load_state_dict`` take full tensors; ``full_state_dict`` and ``load_full_state_dict`` move them
-from and to the first rank, ``adapters`` those of a peft model; ``no_pickle`` refuses what cannot be
-saved. ``grad_accumulation`` and ``grad_sync`` are for microbatches; ``buffers`` makes buffers equal
-on all ranks. May import ``options`` and ``ops``.
+from and to the first rank, ``adapters`` those of a peft model; ``save_pretrained`` has libraries
+write what was gathered, and ``no_pickle`` refuses what cannot be saved. ``grad_accumulation`` and
+``grad_sync`` are for microbatches; ``buffers`` makes buffers equal on all ranks. May import
+``options`` and ``ops``.
 
 Global state
 ------------

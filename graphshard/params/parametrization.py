@@ -33,6 +33,7 @@ from .grad_accumulation import ALL_REDUCES, SYNCS, module_flag, set_module_flag
 from .layout import Layout, MarkerCall
 from .loading import to_load
 from .no_pickle import Reduced, for_copies_alone
+from .save_pretrained import METHOD, has_save_pretrained, save_in_full
 from .sharded_model import ShardedModel, join_model, sharded_model_of
 from .sharded_param import ShardedParam, owned_by, shard_attribute, sharded_param_of
 
@@ -191,6 +192,8 @@ def _sharded_class(cls: type, markers: tuple[tuple[str, MarkerCall], ...]) -> ty
     namespace.update(_graphshard_plain_class=cls, _graphshard_markers=dict(markers))
     if issubclass(cls, nn.RNNBase):
         namespace[FLAT_WEIGHTS] = property(flat_weights, lambda self, value: None)
+    if has_save_pretrained(cls):
+        namespace[METHOD] = save_in_full(getattr(cls, METHOD))
     # Its own metaclass would register it, say, or ask for arguments.
     make = ABCMeta.__new__ if isinstance(cls, ABCMeta) else type.__new__
     return cast(type[ShardedModule], make(type(cls), cls.__name__, (ShardedModule, cls), namespace))

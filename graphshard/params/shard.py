@@ -40,6 +40,7 @@ from .mesh_groups import MeshGroups
 from .mixed_precision import cast_at_border, find_borders
 from .padding import padding_advice
 from .parametrization import had_sharded, install, reattach
+from .save_pretrained import has_save_pretrained
 from .sharded_model import ShardedModel, join_model, sharded_model_of
 from .sharded_param import ShardedParam, is_unattached
 
@@ -250,6 +251,8 @@ def _install(
 ) -> None:
     """Have all modules that hold a parameter read it through its sharded parameter."""
     by_module: dict[nn.Module, dict[str, ShardedParam]] = {root: {}}
+    # Modules that are saved on their own may have no parameters but those of modules inside.
+    by_module |= {m: {} for m in root.modules() if has_save_pretrained(type(m))}
     for plain in plain_params:
         for module, name in plain.holders:
             by_module.setdefault(module, {})[name] = sharded_params[plain.param]

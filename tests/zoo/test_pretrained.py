@@ -3,6 +3,7 @@ every rank and `graphshard.shard`: the same bits of parameters, buffers and rand
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,15 +14,20 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from huggingface_hub import PyTorchModelHubMixin
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 import graphshard
+from graphshard.integrations.accelerate import prepare
 from graphshard.tools.safetensors import SafetensorsFile
 from tests import ranks
 
+from .launched import as_by_torchrun
 from .models import ZOO, causal_batch, gpt2, llama
 
 
@@ -196,6 +202,101 @@ def test_a_file_of_torch_save_is_loaded(tmp_path: Path) -> None:
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     ranks.run(2, _files_of_pickles, tmp_path)
+
+
+# --- save_pretrained ---------------------------------------------------------------------------
+
+
+class Wrapped(torch.nn.Module):
+    """A model that is part of another module, as of a LightningModule."""
+
+    def __init__(self, net: Any) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.net(**batch).loss
+
+
+def _shard_by(how: str, model: Any) -> None:
+    """Shard a model, or what it is part of, and train it for a step."""
+    whole = Wrapped(model)
+    if how == "shard":
+        graphshard.shard(model)
+    elif how == "accelerate":
+        prepare(Accelerator(cpu=True), model, compiler="aot_eager")
+    compiled: Any = whole
+    if how == "first step":
+        compiled = torch.compile(whole, backend=graphshard.backend(compiler="aot_eager"))
+    optim = torch.optim.SGD(model.parameters(), 0.1)
+    loss = compiled(causal_batch(torch.Generator().manual_seed(dist.get_rank())))
+    loss.backward()
+    optim.step()
+
+
+def _saved_by_all_ranks(how: str, name: str, folder: Path) -> None:
+    as_by_torchrun()
+    model = BUILD[name]()
+    _shard_by(how, model)
+    is_first, own = dist.get_rank() == 0, folder / str(dist.get_rank())
+    settings: dict[str, Any] = {"is_main_process": is_first, "save_function": torch.save}
+    copied = copy.deepcopy(model)
+    model.save_pretrained(own, max_shard_size="50KB", **settings)
+    model.get_parameter(next(iter(dict(model.named_parameters())))).data.zero_()
+    copied.save_pretrained(f"{own}-copied", **settings)  # its own values
+    assert own.exists() == is_first
+    with pytest.raises(ValueError, match=r"is_main_process=False on the first rank of the mesh"):
+        model.save_pretrained(own, not is_first)
+    state = graphshard.full_state_dict(copied)
+    if is_first:
+        assert len(list(own.glob("*.safetensors"))) > 1
+        for place in (own, f"{own}-copied"):
+            loaded = type(BUILD[name]()).from_pretrained(place).state_dict()
+            assert loaded.keys() == state.keys()
+            assert all(torch.equal(value, state[key]) for key, value in loaded.items())
+        assert "state_dict" not in vars(model)
+    # What scripts for FSDP do: only the first rank has a state dict.
+    model.save_pretrained(f"{own}-given", state_dict=state, **settings)
+
+
+BUILD: dict[str, Callable[[], Any]] = {"tied": lambda: gpt2(), "untied": lambda: llama()}
+
+
+@pytest.mark.parametrize("name", BUILD)
+@pytest.mark.parametrize("how", ["shard", "first step", "accelerate"])
+def test_sharded_model_is_saved_by_all_ranks(how: str, name: str, tmp_path: Path) -> None:
+    ranks.run(2, _saved_by_all_ranks, how, name, tmp_path)
+
+
+class _Part(torch.nn.Module, PyTorchModelHubMixin):
+    """A module whose ``save_pretrained`` takes no state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 5)
+
+
+class _Parts(torch.nn.Sequential):
+    """Saves its modules one by one, as sentence-transformers does."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        for number, module in enumerate(self):
+            module.save_pretrained(folder / str(number))
+
+
+def _saved_in_parts(folder: Path) -> None:
+    model = _Parts(_Part(), _Part())
+    graphshard.shard(model)
+    model.save_pretrained(folder)
+    state = graphshard.full_state_dict(model)
+    for number in range(2 if dist.get_rank() == 0 else 0):
+        loaded = load_file(folder / str(number) / "model.safetensors")
+        assert all(torch.equal(value, state[f"{number}.{key}"]) for key, value in loaded.items())
+        assert len(loaded) == 2
+
+
+def test_parts_of_a_sharded_model_are_saved_in_full(tmp_path: Path) -> None:
+    ranks.run(2, _saved_in_parts, tmp_path)
 
 
 # --- errors --------------------------------------------------------------------------------------

@@ -1,0 +1,100 @@
+"""``save_pretrained`` of a sharded model: all ranks call it, and the first one writes the model.
+
+    model.save_pretrained(folder)    gathers the full state dict (of a peft model the adapters) on
+                                     the first rank, whose modules return it from ``state_dict()``
+                                     while the library's own ``save_pretrained`` writes it
+
+So any library's method works, whether it takes a state dict or not (transformers, peft, diffusers,
+huggingface_hub). The method of a class is replaced, not that of an object: copies have it, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from .adapters import adapter_state_dict, is_peft_model
+from .agree import raise_if_any
+from .full_state_dict import (
+    StateDict,
+    full_state_dict,
+    is_first_rank,
+    mesh_groups_of,
+    plain_name,
+)
+
+METHOD = "save_pretrained"
+
+
+def has_save_pretrained(cls: type) -> bool:
+    """Return whether modules of this class have a method ``save_pretrained``."""
+    return inspect.isfunction(getattr(cls, METHOD, None))
+
+
+def save_in_full(save: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the ``save_pretrained`` of a class of sharded modules.
+
+    Raises:
+        ValueError: from the wrapper, on all ranks: ``is_main_process`` is false on the first rank,
+            which alone has what is to be written.
+    """
+    signature = inspect.signature(save)
+
+    @functools.wraps(save)
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs).arguments
+        given |= kwargs  # those that the method takes as **kwargs
+        groups = mesh_groups_of(self)
+        is_within = "state_dict" in vars(self)  # of the save of a module that holds this one
+        if groups is None or is_within or given.get("state_dict") is not None:
+            return save(self, *args, **kwargs)
+        is_first, error = is_first_rank(groups), None
+        if is_first and not given.get("is_main_process", True):
+            error = ValueError(
+                f"is_main_process={given['is_main_process']!r} on the first rank of the mesh, "
+                "which alone has the full model: set it to True there"
+            )
+        raise_if_any(error, groups)
+        state = adapter_state_dict(self) if is_peft_model(self) else full_state_dict(self)
+        if not is_first:
+            return None
+        with _returned_from_state_dict(self, state):
+            return save(self, *args, **kwargs)
+
+    return save_pretrained
+
+
+@contextmanager
+def _returned_from_state_dict(root: nn.Module, state: StateDict) -> Iterator[None]:
+    """Have ``root`` and all modules in it return ``state``, or their part of it."""
+    modules = list(root.named_modules())
+    for name, module in modules:
+        prefix = plain_name(f"{name}.") if name else ""
+        module.__dict__["state_dict"] = functools.partial(_part, state, prefix)
+    try:
+        yield
+    finally:
+        for _, module in modules:
+            del module.__dict__["state_dict"]
+
+
+def _part(
+    state: StateDict,
+    own_prefix: str,
+    *,
+    destination: StateDict | None = None,
+    prefix: str = "",
+    keep_vars: bool = False,
+) -> StateDict:
+    """Return the entries of ``state`` that begin with ``own_prefix``, as ``Module.state_dict``."""
+    destination = OrderedDict() if destination is None else destination
+    for name, value in state.items():
+        if name.startswith(own_prefix):
+            destination[prefix + name.removeprefix(own_prefix)] = value
+    return destination
