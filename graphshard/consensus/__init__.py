@@ -5,7 +5,8 @@ rank's trace (``common_form``). ``call_log`` numbers a rank's calls of compiled 
 gathers outside of them (``call_history``), and compares them with those of the other ranks
 (``call_comparison``, ``difference``) through the store of the process group (``event_store``,
 ``members``). In each rank a thread reads what the others post (``watcher``); it releases a rank
-that is blocked when ranks differ (``gloo_abort``). May import ``planning``.
+that is blocked when ranks differ (``gloo_abort``), and tells whether a rank is blocked where
+another one never comes (``blocked_ranks``). May import ``planning``.
 
 What a rank does in the store for one call takes a constant number of operations, and none while
 all goes well; texts are read only where hashes differ.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from .call_history import NUM_LOGGED, CallHistory, LoggedCall
 from .difference import describe_difference
-from .event_store import CallEvent, EventStore, FaultEvent
+from .event_store import BlockedEvent, CallEvent, EventStore, FaultEvent
 
 
 class CallComparison:
@@ -53,6 +53,12 @@ class CallComparison:
         """Have all ranks raise an error that says ``describe()``, unless a rank has posted one."""
         if self._events.claim_fault():
             self._events.post(FaultEvent(text=describe()))
+
+    def describe_blocked(self, event: BlockedEvent) -> str:
+        """Describe a rank that cannot come to where this one waits."""
+        blocked, waiting = self.rank_names(event.rank), self.rank_names(self._rank)
+        text = f"{blocked} is in {event.what}, which {waiting} has not called yet"
+        return f"{text}: {self.position()}"
 
     def rank_names(self, *ranks: int) -> str:
         """Return "rank 4" or "ranks 4, 6"."""

@@ -8,6 +8,8 @@ calls of compiled graphs and logs their plans, and ranks compare through the sto
                 first rank, or has made no call for seconds (and the first rank now and then)
                 ─► posts "call 7 runs plan P"
     the others  compare with their own call 7, logged or to come ─► agree, or post a fault
+    a rank      is blocked in a collective that a rank that waits comes to only later
+                (``blocked_ranks``) ─► that one posts a fault
     a fault     ends it on all ranks: a rank that waits raises, a rank that is blocked in a
                 collective is aborted
 
@@ -147,6 +149,12 @@ class CallLog:
         chosen, own = self._inbox.choices.pop(key), (elsewhere or choose)()
         same = digest(own) == chosen.digest
         return own if same else self._watcher.events.choice_text(chosen)
+
+    def can_agree(self) -> bool:
+        """Return whether the caller can wait for other ranks: there are some, and no fault yet."""
+        watcher, inbox = self._watcher, self._inbox
+        faultless = inbox.fault is None and inbox.lost is None
+        return watcher is not None and faultless and watcher.rank_thread.is_current()
 
     def explain(self, error: BaseException) -> None:
         """Raise the fault that caused ``error``, which a collective raised, if a fault did.

@@ -19,6 +19,9 @@ LIMIT = "the recompile limit is reached"
 ANEW = "a choice anew"
 """How the first line of a choice begins where an earlier one about the same does not serve."""
 
+BY_ALL_RANKS = "which all ranks have to call"
+"""Part of the first line of what scripts for DDP do on the first rank alone, such as to save."""
+
 MAX_SHOWN = 160
 """Characters of a line that an error shows: around its first difference."""
 
@@ -31,6 +34,7 @@ TOGETHER = (
     "torch.no_grad() on some?"
 )
 
+_SAVE_TOGETHER = "Every rank has rows of every parameter, so all of them have to take part"
 _STEP_TOGETHER = (
     "All ranks must step together, with gradients of the same parameters: did some set .grad to "
     "None, or leave out a step?"
@@ -70,6 +74,8 @@ def _cause(ours: str, theirs: str) -> str:
         return _STEP_TOGETHER
     if any(head.startswith(ANEW) for head in heads):
         return _ANEW
+    if any(BY_ALL_RANKS in head for head in heads):
+        return _SAVE_TOGETHER
     if any(LIMIT in head for head in heads):
         return _RECOMPILE
     if any(INFERENCE in head for head in heads) and any(TRAINING in head for head in heads):

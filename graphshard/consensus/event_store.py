@@ -28,6 +28,7 @@ class EventKind(StrEnum):
     CHOICE = "decided"
     FAULT = "fault"
     LEAVE = "leave"
+    BLOCKED = "blocked"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,27 @@ class LeaveEvent(Event):
     kind = EventKind.LEAVE
 
 
-_TYPES = (CallEvent, AgreedEvent, ChoiceEvent, FaultEvent, LeaveEvent)
+@dataclass(frozen=True, kw_only=True)
+class BlockedEvent(Event):
+    """A rank is blocked in a collective, before a call that another one may wait for.
+
+    Attributes:
+        rank: the rank that posted this event, as the group numbers its ranks.
+        call: number of its next call.
+        what: the collective, and where it is called.
+        group: name of the process group of the collective.
+        number: how many collectives of that group the rank has begun, this one included.
+    """
+
+    kind = EventKind.BLOCKED
+    rank: int
+    call: int
+    what: str
+    group: str
+    number: int
+
+
+_TYPES = (CallEvent, AgreedEvent, ChoiceEvent, FaultEvent, LeaveEvent, BlockedEvent)
 _EVENT_TYPES: dict[str, type[Event]] = {event_type.kind: event_type for event_type in _TYPES}
 _FOREVER = timedelta(days=20)
 """Of a blocking wait; its milliseconds have 32 bits. Torch logs each wait that times out."""

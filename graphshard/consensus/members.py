@@ -11,6 +11,7 @@ from .._torch.distributed import (
     has_fake_ranks,
     is_of_gloo,
     is_registered,
+    process_group,
     store_of,
 )
 from .gloo_abort import abort
@@ -61,6 +62,10 @@ class Members:
         # Nobody is blocked in groups with fake ranks, and their store makes no connections.
         if group not in self._stores and not has_fake_ranks(group):
             self._stores[group] = store_of(group)
+
+    def involve_by_name(self, name: str) -> None:
+        """As :meth:`involve`; members may be some of that group."""
+        self.involve(process_group(name))
 
     def abort(self) -> None:
         """Make collectives raise that are blocked on this rank, and all later ones."""

@@ -14,11 +14,14 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
+from .blocked_ranks import BlockedRank, never_comes
 from .call_comparison import CallComparison
 from .call_history import CallHistory
 from .event_store import (
     AgreedEvent,
+    BlockedEvent,
     CallEvent,
     ChoiceEvent,
     Event,
@@ -48,6 +51,7 @@ class Inbox:
         awaited: the number of a call that all ranks must agree to, or the key of a choice: the
             rank's thread sets it and waits until the watcher sets it to None.
         awaited_event: the event about the awaited call, None until a rank posts one.
+        blocked: the last event of each rank about a collective in which it is, by rank.
         num_read: events that were read.
         fault: the first fault of any rank.
         lost: why no more events can be read, None while they can.
@@ -58,6 +62,7 @@ class Inbox:
     choices: dict[str, ChoiceEvent] = field(default_factory=dict)
     awaited: int | str | None = None
     awaited_event: CallEvent | None = None
+    blocked: dict[int, BlockedEvent] = field(default_factory=dict)
     num_read: int = 0
     fault: str | None = None
     lost: str | None = None
@@ -78,6 +83,7 @@ class Watcher:
         self.events = EventStore(members.connect, prefix, self._rank, self._num_ranks)
         ranks = members.global_ranks
         self.comparison = CallComparison(history, self.events, self._rank, ranks)
+        self.rank_thread = BlockedRank()
         self._num_seen = 0  # calls of this rank
         self._stalls_at = self._audit_at = time.monotonic() + AUDIT_S
         self._some_left = False
@@ -111,7 +117,12 @@ class Watcher:
         if not self._thread.is_alive() or self._stopped.is_set():
             return
         with contextlib.suppress(RuntimeError):  # the thread meets the same and says so
-            self._post_last_call() if self._members.exist() else self.leave()
+            if not self._members.exist():
+                self.leave()
+                return
+            self._post_last_call()
+            self._post_if_blocked()
+            self._post_never_comes()
 
     def leave(self) -> None:
         """Tell the other ranks that this one takes no further part, which ends the thread, too."""
@@ -135,6 +146,20 @@ class Watcher:
         if num_calls and (is_audit or now > self._stalls_at):
             self._audit_at = now + AUDIT_S
             self.comparison.post_call(num_calls - 1)
+
+    def _post_if_blocked(self) -> None:
+        """Post that this rank is in a collective if others have made a call that it has not."""
+        if self._inbox.early_calls:
+            event = self.rank_thread.new_event(self._rank, self._history.num_calls)
+            if event is not None:
+                self._members.involve_by_name(event.group)  # a fault has to release this rank
+                self.events.post(event)
+
+    def _post_never_comes(self) -> None:
+        """Post a fault if this rank waits for one that can never come."""
+        for event in list(self._inbox.blocked.values()):
+            if never_comes(event, self._inbox.awaited):
+                self.comparison.post_fault(partial(self.comparison.describe_blocked, event))
 
     # --- the watcher's thread ----------------------------------------------------------------
 
@@ -178,6 +203,8 @@ class Watcher:
                     self._end_wait_for(event.key)
                 case FaultEvent():
                     inbox.fault = event.text
+                case BlockedEvent():
+                    inbox.blocked[event.rank] = event
                 case LeaveEvent():
                     self._some_left = True
             inbox.num_read += 1

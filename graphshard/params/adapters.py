@@ -14,6 +14,7 @@ from torch import nn
 
 from .._torch.nn import uncompiled
 from .agree import raise_if_any, value_of_rank
+from .eager_calls import agree_on_gathering
 from .full_state_dict import StateDict, full_state_dict, is_first_rank, mesh_groups_of
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ def adapter_state_dict(model: nn.Module) -> StateDict:
     groups = mesh_groups_of(root)
     if groups is None:
         return full_state_dict(root, names=_names(root))
+    remedy = "state = adapter_state_dict(model) outside of any `if rank == 0:`"
+    agree_on_gathering(groups, "adapter_state_dict", type(root).__name__, remedy)
     names, error = [], None
     # The first rank's: peft looks at files of the base, which others may not have.
     if is_first_rank(groups):

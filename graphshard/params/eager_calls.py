@@ -15,7 +15,7 @@ from .._torch.distributed import process_group
 from .._torch.dynamo import at_recompile_limit
 from .._torch.frames import CompiledCall, compiled_call, describe_code
 from ..consensus.call_log import CallLog, call_log_of
-from ..consensus.difference import LIMIT
+from ..consensus.difference import BY_ALL_RANKS, LIMIT
 from .mesh_groups import MeshGroups
 
 
@@ -72,6 +72,22 @@ def agreed_exchange(
         call_log.announce(plan_id, text)
     with _explained(call_log):
         yield
+
+
+def agree_on_gathering(groups: MeshGroups, what: str, name: str, remedy: str) -> None:
+    """Wait until all ranks have come to gather a whole model.
+
+    Args:
+        what: the function that all ranks have to call.
+        name: of the model's class.
+        remedy: what to write instead of a call on one rank.
+
+    Raises:
+        BackendError: a rank does something else, has left, or never comes.
+    """
+    plan_id = f"{what} of {name}, {BY_ALL_RANKS}: {remedy}"
+    with agreed_exchange(groups, plan_id, plan_id, is_new=True):
+        pass
 
 
 def _call_log(groups: MeshGroups) -> CallLog:

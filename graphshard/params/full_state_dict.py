@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch.nn import COMPILED_PREFIX, set_versions, uncompiled, versions_of
 from .agree import raise_if_different
+from .eager_calls import agree_on_gathering
 from .full_tensor import gather, plain
 from .mesh_groups import MeshGroups
 from .sharded_param import sharded_param_of
@@ -65,10 +66,14 @@ def full_state_dict(
     Raises:
         ValueError: ``model`` is no module, ``optim`` no optimizer of it, a parameter is on the
             meta device, or ``names`` has one that the state dict has not.
-        BackendError: on all ranks, if ``names`` differs between them.
+        BackendError: on all ranks, if ``names`` differs between them, or some do not call it.
     """
     root = checked_module(model, optim)
     groups = mesh_groups_of(root)
+    if groups is not None:
+        call = "graphshard.full_state_dict(model" + (")" if optim is None else ", optim)")
+        remedy = f"state = {call} outside of any `if rank == 0:`"
+        agree_on_gathering(groups, "full_state_dict", type(root).__name__, remedy)
     is_first = is_first_rank(groups)
     state = root.state_dict(keep_vars=True)
     if names is not None:

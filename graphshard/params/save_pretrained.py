@@ -21,6 +21,7 @@ from torch import nn
 
 from .adapters import adapter_state_dict, is_peft_model
 from .agree import raise_if_any
+from .eager_calls import agree_on_gathering
 from .full_state_dict import (
     StateDict,
     full_state_dict,
@@ -30,6 +31,7 @@ from .full_state_dict import (
 )
 
 METHOD = "save_pretrained"
+_REMEDY = "model.save_pretrained(folder) outside of any `if rank == 0:`; the first rank writes"
 
 
 def has_save_pretrained(cls: type) -> bool:
@@ -54,6 +56,10 @@ def save_in_full(save: Callable[..., Any]) -> Callable[..., Any]:
         is_within = "state_dict" in vars(self)  # of the save of a module that holds this one
         if groups is None or is_within or given.get("state_dict") is not None:
             return save(self, *args, **kwargs)
+        remedy = (
+            "model.save_pretrained(folder) outside of any `if rank == 0:`; the first one writes"
+        )
+        agree_on_gathering(groups, METHOD, type(self).__name__, remedy)
         is_first, error = is_first_rank(groups), None
         if is_first and not given.get("is_main_process", True):
             error = ValueError(

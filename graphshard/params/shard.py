@@ -25,6 +25,7 @@ from .._torch.distributed import process_group
 from .._torch.dtensor import on_data_assigned
 from .._torch.nn import parameters_of
 from .._torch.optim import before_loading_optimizers
+from ..consensus.call_log import call_log_of
 from ..errors import BackendError
 from ..ops.float8_math import is_of_torchao
 from ..options.options import Options
@@ -75,6 +76,7 @@ def shard_module(
         return
     fault = find_fault(root, plain_params, mesh, options, allow_meta=allow_meta)
     raise_together(root, plain_params, groups, options, fault=fault)
+    call_log_of(process_group(groups.all_ranks))  # all ranks watch, also before they compile
     _warn_of_torchao(root)
     model = ShardedModel(type(root).__name__, options)
     # A part that was sharded before keeps its policy.

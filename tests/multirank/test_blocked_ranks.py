@@ -1,0 +1,70 @@
+"""A rank waits for a call that others never make, since they are blocked in a collective: all raise
+the same error in seconds. Ranks that are only slow are waited for."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from graphshard.consensus.blocked_ranks import BLOCKED_S
+from graphshard.consensus.call_log import CallLog
+
+from .test_call_log import PLAN, Group, assert_same, gather, message, run
+
+pytestmark = pytest.mark.alone
+
+
+def _meet_elsewhere(group: Group, call_log: CallLog, alone: int) -> str:
+    """One rank makes a call; the others are in a collective to which it comes after that."""
+    gather(group)
+    if group.rank() == alone:
+        began = time.monotonic()
+        text = message(call_log.first_run, "plan", PLAN)
+        assert time.monotonic() < began + 3 * BLOCKED_S
+        return text
+    with pytest.raises(RuntimeError):  # it is released
+        dist.barrier(group)
+    return message(call_log.run, "plan")
+
+
+@pytest.mark.parametrize(("world", "alone"), [(2, 0), (2, 1), (4, 2)])
+def test_call_that_others_never_come_to_from_a_collective(world: int, alone: int) -> None:
+    messages = run(world, _meet_elsewhere, alone)
+    assert_same(messages, f"rank {alone} waits in call 0 (forward)", "torch.distributed.barrier()")
+    assert f"which rank {alone} has not called yet" in messages[0]
+    assert f"{__file__}:" in messages[0]
+
+
+def _wait_for_a_slow_rank(group: Group, call_log: CallLog) -> None:
+    """Rank 0 makes a call, to which the others come late: they are in collectives with a slow one,
+    of their own, or from which rank 0 has gone on."""
+    others: Any = dist.new_group([1, 2], use_local_synchronization=True) if group.rank() else None
+    for collect in (_gather_to_1, _broadcast_among):
+        if group.rank() == 2:
+            time.sleep(BLOCKED_S + 2.0)
+        collect(group, others)
+        call_log.first_run(collect.__name__, PLAN)
+    if group.rank() == 2:
+        time.sleep(BLOCKED_S + 2.0)  # the others wait in a call, as they may
+    call_log.first_run("last", PLAN)
+    dist.barrier(group)
+    if group.rank():
+        dist.destroy_process_group(others)
+
+
+def _gather_to_1(group: Group, others: Group) -> None:
+    parts = [torch.ones(3) for _ in range(3)] if group.rank() == 1 else None
+    dist.gather(torch.ones(3), parts, group=group, group_dst=1)
+
+
+def _broadcast_among(group: Group, others: Group) -> None:
+    if group.rank():
+        dist.broadcast(torch.ones(3), 2, group=others)
+
+
+def test_slow_rank_is_waited_for() -> None:
+    run(3, _wait_for_a_slow_rank)
