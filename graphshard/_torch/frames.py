@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from torch import nn
 from torch._dynamo.eval_frame import innermost_backend
 
@@ -33,6 +34,11 @@ def frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def is_in_torch_save() -> bool:
+    """Return whether the caller runs inside of ``torch.save`` (torch/serialization.py)."""
+    return any(frame.f_code is torch.save.__code__ for frame in frames())
 
 
 def locals_at(error: BaseException) -> Iterator[object]:

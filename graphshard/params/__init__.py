@@ -8,14 +8,14 @@ outside of graphs. ``compiled_root`` finds the module of a traced parameter; ``f
 it sharded in time, ``unsharded`` notices where that did not happen. ``loading`` has
 ``load_state_dict`` take full tensors; ``full_state_dict`` and ``load_full_state_dict`` move them
 from and to the first rank, ``adapters`` those of a peft model; ``save_pretrained`` has libraries
-write what was gathered, and ``no_pickle`` refuses what cannot be saved. ``grad_accumulation`` and
-``grad_sync`` are for microbatches; ``buffers`` makes buffers equal on all ranks. May import
-``options`` and ``ops``.
+write what was gathered, ``saved_shards`` refuses what one rank saves alone, and ``no_pickle`` what
+cannot be saved. ``grad_accumulation`` and ``grad_sync`` are for microbatches; ``buffers`` makes
+buffers equal on all ranks. May import ``options`` and ``ops``.
 
 Global state
 ------------
-Each ``ShardedParam``, ``ShardedModel`` and module keeps its own state; modules and tensors of users
-do so in attributes called ``_graphshard_*``. Only this is global:
+Each ``ShardedParam``, ``ShardedModel`` and module keeps its own state; modules, tensors and
+meshes of users do so in attributes called ``_graphshard_*``. Only this is global:
 
 ``sharded_model._accumulating``
     Models with unreduced gradients, weakly. A backward may reach one of several models, and has to

@@ -75,11 +75,11 @@ def agreed_exchange(
 
 
 def agree_on_gathering(groups: MeshGroups, what: str, name: str, remedy: str) -> None:
-    """Wait until all ranks have come to gather a whole model.
+    """Wait until all ranks have come to gather, or to save, all there is.
 
     Args:
         what: the function that all ranks have to call.
-        name: of the model's class.
+        name: what is gathered or saved, such as the model's class.
         remedy: what to write instead of a call on one rank.
 
     Raises:

@@ -42,6 +42,7 @@ from .mixed_precision import cast_at_border, find_borders
 from .padding import padding_advice
 from .parametrization import had_sharded, install, reattach
 from .save_pretrained import has_save_pretrained
+from .saved_shards import save_together
 from .sharded_model import ShardedModel, join_model, sharded_model_of
 from .sharded_param import ShardedParam, is_unattached
 
@@ -77,6 +78,7 @@ def shard_module(
     fault = find_fault(root, plain_params, mesh, options, allow_meta=allow_meta)
     raise_together(root, plain_params, groups, options, fault=fault)
     call_log_of(process_group(groups.all_ranks))  # all ranks watch, also before they compile
+    save_together(mesh)
     _warn_of_torchao(root)
     model = ShardedModel(type(root).__name__, options)
     # A part that was sharded before keeps its policy.

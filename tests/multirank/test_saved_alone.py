@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from tests import ranks
@@ -58,6 +63,18 @@ def by_full_state_dict(model: Model, path: str) -> None:
     torch.save(graphshard.full_state_dict(model), path)
 
 
+def by_torch_save(model: Model, path: str) -> None:
+    torch.save({"model": {name: value.cpu() for name, value in model.state_dict().items()}}, path)
+
+
+def by_torch_save_of_optimizer(model: Model, path: str) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), path)
+
+
 def _save_alone(others: Any, alone: int, save: Any, path: str) -> str:
     """What the rank raises."""
     model = Model()
@@ -76,6 +93,8 @@ def _save_alone(others: Any, alone: int, save: Any, path: str) -> str:
 REMEDIES = {
     by_save_pretrained: "call: model.save_pretrained(folder) outside of any `if rank == 0:`",
     by_full_state_dict: "call: state = graphshard.full_state_dict(model) outside of any `if",
+    by_torch_save: "call: a file has the rows of its rank alone. For one file write `state = ",
+    by_torch_save_of_optimizer: "call: a file has the rows of its rank alone.",
 }
 
 
@@ -87,6 +106,9 @@ REMEDIES = {
         (_step, 0, by_save_pretrained),
         (_end, 0, by_save_pretrained),
         (_barrier, 0, by_full_state_dict),
+        (_barrier, 0, by_torch_save),
+        (_step, 1, by_torch_save),
+        (_end, 0, by_torch_save_of_optimizer),
     ],
 )
 def test_save_of_one_rank_is_an_error_at_once(
@@ -95,3 +117,44 @@ def test_save_of_one_rank_is_an_error_at_once(
     path = str(tmp_path / "saved")
     error = ranks.run_fresh(2, _save_alone, others, alone, save, path)[alone]
     assert f"which all ranks have to {REMEDIES[save]}" in error, error
+
+
+def _save_all(folder: Path) -> None:
+    """What may be pickled: by all ranks, in full, copied, in a thread, and after an error."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    model = graphshard.shard(Model(), mesh)
+    state, own = model.state_dict(), folder / f"{rank}.pt"
+    time.sleep(2 * rank)
+    torch.save(state, own)
+    dcp.save({"model": state}, checkpoint_id=folder / "dcp")
+    loaded = torch.load(own)
+    model.load_state_dict(loaded)
+    full = graphshard.full_state_dict(model)
+    copied = copy.deepcopy(state)
+    if rank == 0:
+        torch.save(full, folder / "full.pt")
+        pickle.loads(pickle.dumps(state))
+        writer = threading.Thread(target=torch.save, args=(copied, folder / "thread.pt"))
+        writer.start()
+        writer.join()
+        assert torch.load(folder / "thread.pt").keys() == state.keys()
+    dist.barrier()
+
+
+def test_save_by_all_ranks_is_allowed(tmp_path: Path) -> None:
+    ranks.run(2, _save_all, tmp_path)
+
+
+def _save_after_fault(folder: Path) -> None:
+    model = graphshard.shard(Model())
+    if dist.get_rank() == 0:
+        with pytest.raises(ValueError, match="have to call"):
+            by_full_state_dict(model, "")
+    else:
+        with contextlib.suppress(RuntimeError):
+            dist.barrier()
+    torch.save(model.state_dict(), folder / f"{dist.get_rank()}.pt")  # what a handler would do
+
+
+def test_shards_are_saved_after_a_fault(tmp_path: Path) -> None:
+    ranks.run_fresh(2, _save_after_fault, tmp_path)
