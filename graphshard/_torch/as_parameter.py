@@ -6,6 +6,7 @@ same in 2.11 and 2.13.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -34,22 +35,15 @@ class GatheredParameter(nn.Parameter):
     Without it a slice of an ``nn.ParameterList`` makes new parameters, which get no gradient.
     """
 
-    @property
-    def grad_fn(self) -> Any:
-        return torch._C.TensorBase.grad_fn.__get__(self) if _is_tracing() else None
-
-    @property
-    def is_leaf(self) -> bool:
-        # Dynamo copies what the autograd graph has.
-        return torch._C.TensorBase.is_leaf.__get__(self) if _is_tracing() else True
-
-    @property
-    def grad(self) -> None:  # type: ignore[override]
-        return None
+    # Dynamo, which copies the autograd graph's leaves, is told the truth.
+    grad_fn: Any = property(lambda self: _is_in_graph(self, "grad_fn", None))
+    is_leaf: Any = property(lambda self: _is_in_graph(self, "is_leaf", True))
+    grad: Any = property(lambda self: None)
 
 
-def _is_tracing() -> bool:
-    return TracingContext.try_get() is not None
+def _is_in_graph(tensor: torch.Tensor, attribute: str, as_a_leaf: object) -> object:
+    is_tracing = TracingContext.try_get() is not None
+    return getattr(torch._C.TensorBase, attribute).__get__(tensor) if is_tracing else as_a_leaf
 
 
 class _ParameterVariable(TensorVariable):
@@ -93,7 +87,7 @@ class _ParameterVariable(TensorVariable):
         copied.__dict__.update(self.__dict__, **changed)
         return copied
 
-    def method_attr_grad(self, tx: InstructionTranslator) -> VariableTracker:
+    def method_attr_grad(self, tx: Any) -> VariableTracker:
         return VariableTracker.build(tx, _value(self._grad), self._grad)
 
 
@@ -128,13 +122,15 @@ def trace_as_parameters(
         function: TorchInGraphFunctionVariable, tx: InstructionTranslator, *args: VariableTracker
     ) -> VariableTracker:
         source = args[0].source
+        assert source is not None, "the shard is an attribute of its module"
         if _in_functional_call(tx):
             on_functional_call(source)
         traced = tx.output.__dict__.setdefault(_TRACED, {})
         key = (function.value, *map(_identity, args))
         if key not in traced:
             on_first_read(source)
-            traced[key] = _parameter(tx, function.value, args, dtensor_path)
+            traced[key] = _parameter(tx, function.value, args)
+            traced[key]._grad = functools.reduce(AttrSource, (*dtensor_path, "grad"), source)
         return traced[key]
 
     for op in ops:
@@ -158,7 +154,6 @@ def _parameter(
     tx: InstructionTranslator,
     op: OpOverload,
     args: tuple[VariableTracker, ...],
-    dtensor_path: Iterable[str],
 ) -> _ParameterVariable:
     arguments = tuple(argument.as_proxy() for argument in args)
     requires_grad = any(a.requires_grad for a in args if isinstance(a, TensorVariable))
@@ -172,10 +167,8 @@ def _parameter(
     marker = emit()
     fake = marker.node.meta.pop("example_value")  # handle_traced_output sets it
     variable = handle_traced_output(fake, tx, marker, {}, None, _ParameterVariable)
-    variable._emit, source = emit, args[0].source
-    for name in (*dtensor_path, "grad"):
-        source = AttrSource(source, name)
-    variable._grad = source
+    assert isinstance(variable, _ParameterVariable)
+    variable._emit = emit
     return variable
 
 
@@ -184,7 +177,7 @@ def _as_parameter(fake: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     if torch._C._functorch.maybe_current_level() is None:
         with torch.enable_grad():
             fake = fake.detach().requires_grad_(requires_grad)
-    fake._is_param = True  # type: ignore[attr-defined]  # what _ParameterMeta looks at
+    fake._is_param = True  # what _ParameterMeta looks at
     return fake
 
 
@@ -199,17 +192,19 @@ def trace_tables_by_attribute(is_ours: Callable[[DTensor], bool]) -> None:
     """
 
     def wrap(builder: VariableBuilder, value: DTensor) -> VariableTracker:
-        source, tx = builder.source, builder.tx
-        if not (_is_in_table(source) and is_ours(value)):
+        owner, tx = _owner_of_table(builder.source), builder.tx
+        if owner is None or not is_ours(value):
             return builder.wrap_tensor(value)
-        module = _value(source.base.base)
+        module = _value(owner)
         name = next(name for name, param in module._parameters.items() if param is value)
-        return VariableTracker.build(tx, module, source.base.base).var_getattr(tx, name)
+        return VariableTracker.build(tx, module, owner).var_getattr(tx, name)
 
     for trace_numpy in (False, True):
         VariableBuilder._type_dispatch_impl(trace_numpy)[DTensor] = wrap
 
 
-def _is_in_table(source: Source) -> bool:
+def _owner_of_table(source: Source) -> Source | None:
+    """Return where the module is in whose ``_parameters`` a value was found, or None."""
     table = source.base if isinstance(source, DictGetItemSource) else None
-    return isinstance(table, AttrSource) and table.member == "_parameters"
+    is_table = isinstance(table, AttrSource) and table.member == "_parameters"
+    return table.base if is_table else None  # type: ignore[union-attr]

@@ -6,6 +6,7 @@ Read in torch/distributed/tensor/_api.py and _dtensor_spec.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -61,7 +62,8 @@ def on_data_assigned(act: Callable[[DTensor, object], bool]) -> None:
         if not act(dtensor, value):
             _set_data(dtensor, value)
 
-    DTensor.data = property(torch.Tensor.data.__get__, assign)  # type: ignore[misc,assignment]
+    DTensor.data = property(_data.__get__, assign)  # type: ignore[assignment]
 
 
-_set_data = torch.Tensor.data.__set__
+_data: Any = torch.Tensor.data
+_set_data = _data.__set__

@@ -60,7 +60,7 @@ def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.
     """
     model = sharded_model_of(module)
     scope = call_scope(lambda called: sharded_model_of(called) is model)
-    if scope is None:
+    if scope is None or model is None:
         return None
     if any(is_unattached(parameters_of(module).get(name)) for name in names):
         cast(NoticesReplacement, module)._graphshard_on_replacement()

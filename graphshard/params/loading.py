@@ -128,7 +128,9 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: dict[str
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     for param, number in zip(params, numbers):  # torch raises if there are more of the one
         sharded_param, state = sharded_param_of(param), state_dict["state"].get(number, {})
-        for name, value in state.items() if sharded_param is not None else ():
+        if sharded_param is None:
+            continue
+        for name, value in state.items():
             if isinstance(value, DTensor) and not all(p.is_replicate() for p in value.placements):
                 what, mesh = f"{name} of {sharded_param.fqn}", sharded_param.layout.mesh
                 _check_whose(value.device_mesh, mesh, what, _REMEDY_OF_OPTIMIZERS)

@@ -67,7 +67,7 @@ class ShardedModule(NoticesReplacement):
         params = parameters_of(self).values()
         gradients = [p.grad for p in params if p is not None and p.grad is not None]
         make, arguments, *rest = cast(Reduced, super().__reduce_ex__(protocol))
-        if make is copyreg.__newobj__:  # calls our __new__
+        if make is copyreg.__newobj__:  # type: ignore[attr-defined]  # calls our __new__
             make = self._graphshard_plain_class.__new__
         return for_copies_alone(what, (make, arguments, *rest), gradients)
 
@@ -159,7 +159,7 @@ def _give_class(
 def fault_of_class(cls: type[nn.Module]) -> str | None:
     """Return why modules of this class cannot be given accessors, or None."""
     try:
-        object.__setattr__(object.__new__(cls), "__class__", _sharded_class(cls, ()))
+        object.__setattr__(object.__new__(cls), "__class__", _sharded_class(cast(Any, cls), ()))
     except TypeError as error:
         return str(error)
     return None
