@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 from tests.numerics.fuzz.formulas import FORMULAS
+from tests.numerics.fuzz.habits import HOOKS, TABLES, WRITES_OF_DATA
 from tests.numerics.fuzz.modules import BREAKS, MODULES, WRAPPERS, WRITES
 
 Block = tuple[Any, ...]
@@ -17,6 +18,9 @@ Block = tuple[Any, ...]
 
 PRECISIONS = ("float64", "float32", "bf16", "bf16_reduced_in_float32", "autocast", "fp8")
 EXACT = ("float64", "float32")
+ENTRANCES = ("in_place", "function", "shard", "partial", "method", "own_forward")
+FUNCTIONS = ("function", "partial", "method")
+"""Entrances by which Dynamo compiles a function."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,9 @@ class Case:
         precision: one of `PRECISIONS`.
         schedule: fields of ``SchedulePolicy`` and their values.
         offload: "shards" on the host, or "" for none.
-        entrance: what is compiled: "module", "in_place", "function"; "shard": sharded before.
+        entrance: what is compiled: "module", "in_place", "function", "partial" (of the module), or
+            "method" (the bound forward); "shard": sharded before; "own_forward": a module whose
+            forward is a ``functools.partial``.
         sync: ranks begin with other values, which the first rank's replace.
         steps: of the optimizer.
         micros: microbatches of a step, all but the last one under ``no_sync``, or "reduced" ones.
@@ -47,6 +53,10 @@ class Case:
         optimizer: "sgd", "momentum" or "adamw".
         early: the optimizer is built before the first step.
         zeroes: gradients become zeros, not None, between steps.
+        hooks: names of `HOOKS`, added before the model is compiled.
+        writes: how parameters are changed between steps, one of `WRITES_OF_DATA`; "": not at all.
+        stale: a last backward is that of a forward from before ``optimizer.step()``.
+        thread: forward and backward run in a thread of their own.
     """
 
     seed: int
@@ -76,6 +86,10 @@ class Case:
     optimizer: str = "sgd"
     early: bool = False
     zeroes: bool = False
+    hooks: tuple[str, ...] = ()
+    writes: str = ""
+    stale: bool = False
+    thread: bool = False
 
     def __str__(self) -> str:
         """One line: what differs from the defaults."""
@@ -112,6 +126,7 @@ def draw(seed: int, max_blocks: int = 5) -> Case:
     """
     rng = Random(seed)
     values: dict[str, Any] = {"seed": seed, **_training(rng), **_strategy(rng), **_pipeline(rng)}
+    values |= _habits(rng)
     values["precision"] = _rarely(rng, rng.choice(PRECISIONS), "float64", 0.6)
     values["dim"] = 16 if values["precision"] == "fp8" else rng.randint(2, 7)
     values["blocks"] = tuple(_block(rng, 0) for _ in range(rng.randint(1, max_blocks)))
@@ -186,7 +201,7 @@ def _pipeline(rng: Random) -> dict[str, Any]:
     return {
         "schedule": tuple(schedule.items()),
         "compiler": _rarely(rng, "inductor", "aot_eager", 0.02),
-        "entrance": rng.choice(("module",) * 4 + ("in_place", "function", "shard")),
+        "entrance": rng.choice(("module",) * 4 + ENTRANCES),
         "dynamic": rng.choice((None, None, None, True, False)),
     }
 
@@ -205,6 +220,16 @@ def _training(rng: Random) -> dict[str, Any]:
         "optimizer": rng.choice(("sgd", "sgd", "momentum", "adamw")),
         "early": rng.random() < 0.5,
         "zeroes": rng.random() < 0.2,
+    }
+
+
+def _habits(rng: Random) -> dict[str, Any]:
+    hooks = rng.sample(tuple(HOOKS), rng.choice((0, 0, 0, 1, 2)))
+    return {
+        "hooks": tuple(hooks),
+        "writes": _rarely(rng, rng.choice(tuple(WRITES_OF_DATA)), "", 0.2),
+        "stale": rng.random() < 0.15,
+        "thread": rng.random() < 0.1,
     }
 
 
@@ -229,11 +254,12 @@ def _allowed(case: Case) -> Case:
         changes["forwards"] = 1  # torch's partitioner may save a buffer that the next one writes
     if changes.get("ignored", case.ignored):
         changes["sync"] = False  # what is ignored is not made equal
-    if case.entrance == "function" and case.kinds() & BREAKS:
+    if case.entrance in FUNCTIONS and case.kinds() & BREAKS:
         changes["sync"] = False  # an eager part may have used a value before
     if changes.get("compiler", case.compiler) == "inductor":  # of which every kernel costs a second
         changes |= {"blocks": case.blocks[:2], "micros": 1, "rows": "same", "forwards": 1}
     blocks = tuple(_without_writes(block) for block in changes.get("blocks", case.blocks))
+    blocks = tuple(_without_tables(block) for block in blocks)
     return replace(case, **{**changes, "blocks": blocks})
 
 
@@ -261,6 +287,15 @@ def _without_breaks(block: Block) -> Block:
     if kind not in WRAPPERS:
         return block
     return ("chain" if kind in BREAKS else kind, *map(_without_breaks, rest))
+
+
+def _without_tables(block: Block, inside: bool = False) -> Block:
+    """Return the block; eager parts in it list no parameters, which are DTensors there."""
+    kind, *rest = block
+    if kind in WRAPPERS:
+        return (kind, *(_without_tables(b, inside or kind == "outside") for b in rest))
+    lists = inside and kind.removeprefix("read_") in TABLES
+    return ("linear",) if lists or (inside and kind == "again") else block
 
 
 def _without_writes(block: Block, inside: bool = False) -> Block:

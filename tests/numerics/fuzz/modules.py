@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.numerics.fuzz.habits import READERS
+
 Flag = bool
 """An argument of every block: whether what runs only sometimes runs now."""
 
@@ -201,6 +203,7 @@ MODULES: dict[str, Callable[[int], nn.Module]] = {
     "tables": Tables,
     "idle": Idle,
     "experts": Experts,
+    **READERS,
 }
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.numerics.fuzz.case import Case
+from tests.numerics.fuzz.habits import HOOKS
 from tests.numerics.fuzz.model import Model, batch, flag, loss
 
 POLICIES = {
@@ -123,6 +124,8 @@ def prepared(case: Case, seed: int) -> Model:
     floats = (p for p in model.blocks.parameters() if p.is_floating_point())
     for param, frozen in zip(floats, cycle(case.frozen or (False,))):
         param.requires_grad_(not frozen)
+    for hook in case.hooks:
+        HOOKS[hook](model)
     return model
 
 

@@ -4,8 +4,10 @@ averaged as DDP does. `run_trial` is what every rank calls."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 import graphshard
 from tests.numerics.compare import whole
 from tests.numerics.fuzz.case import EXACT, Case
+from tests.numerics.fuzz.habits import write
 from tests.numerics.fuzz.model import batch, flag
 from tests.numerics.fuzz.modules import BREAKS
 from tests.numerics.fuzz.plain import (
@@ -82,7 +85,8 @@ class _Trial:
         backend = graphshard.backend(mesh, **self.options)
         keywords = {
             "backend": backend,
-            "fullgraph": not case.kinds() & BREAKS,
+            # Dynamo leaves a module with a backward hook to Python.
+            "fullgraph": not (case.kinds() & BREAKS or "head_backward" in case.hooks),
             "dynamic": case.dynamic,
         }
         if case.entrance == "in_place":
@@ -90,6 +94,12 @@ class _Trial:
             return model
         if case.entrance == "function":
             return torch.compile(lambda x, flag: model(x, flag), **keywords)
+        if case.entrance == "partial":
+            return torch.compile(functools.partial(model), **keywords)
+        if case.entrance == "method":
+            return torch.compile(model.forward, **keywords)
+        if case.entrance == "own_forward":
+            model.forward = functools.partial(type(model).forward, model)  # type: ignore[method-assign]
         return torch.compile(model, **keywords)
 
     def train(self) -> int:
@@ -99,16 +109,48 @@ class _Trial:
             if self.case.thaw and step == 1:
                 for model in (self.model, *(plain.values for plain in self._plains())):
                     _thaw(model)
-            self._backward(step)
+            self._run(self._backward, step)
             self._compare(f"step {step}", grads=True)
             self.optimizer = self.optimizer or _optimizer(self.case, self.model)
             for optimizer in (self.optimizer, *theirs):
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=not self.case.zeroes)
             self._compare(f"after step {step}", grads=False)
+            if self.case.writes:
+                write(self.case.writes, self.model, *(plain.values for plain in self._plains()))
+                self._compare(f"written after step {step}", grads=False)
             if self.case.evaluation:
                 self._evaluate(step)
+        if self.case.stale:
+            self._run(self._backward_of_old_values)
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    def _run(self, function: Callable[..., None], *args: Any) -> None:
+        """Call a function, in a thread of its own where the case says so."""
+        if not self.case.thread:
+            return function(*args)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(function, *args).result()
+
+    def _backward_of_old_values(self) -> None:
+        """Backward of a forward from before a step: an error, or gradients of the old values."""
+        x, given = batch(self.case, self.case.steps, 0, self.rank), flag(self.case, 0, 0)
+        before = [plain.begin_step() for plain in self._plains()]
+        loss = compute_loss(self.case, self.compiled, x, given)
+        for plain, grads in zip(self._plains(), before):
+            plain.loss(x, given).backward()
+            plain.collect()
+            plain.reduce(grads)
+        with torch.no_grad():
+            for param in self.model.parameters():
+                if param.is_floating_point():
+                    param.mul_(0.9)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error), error
+        else:
+            self._compare("of old values", grads=True)
 
     def _plains(self) -> list[Plain]:
         return [self.plain, *([self.exact] if self.exact else [])]
