@@ -35,7 +35,7 @@ from ._torch.dynamo import (
     sources,
 )
 from ._torch.forget import until_reset
-from ._torch.frames import CompiledCall, ToCompile, call_arguments, compiled_call, to_compile
+from ._torch.frames import CompiledCall, ToCompile, compiled_call, to_compile
 from ._torch.inductor import mode_options
 from .consensus.plan_consensus import PlanConsensus
 from .errors import BackendError
@@ -44,15 +44,15 @@ from .options.options import Options, hashable, mesh_for
 from .options.schedule_policy import SchedulePolicy
 from .params.check_reads import check_reads
 from .params.compare_traces import ForwardCheck, names_of
-from .params.compiled_root import find_root, modules_of, note_breaks
+from .params.compiled_root import find_root, note_breaks, sync_params
 from .params.dtype_advice import advise, advising
 from .params.first_forward import (
     forget_first_forward,
     has_yet_to_cast,
     shard_before_first_forward,
 )
-from .params.mixed_precision import crosses_border, find_borders, has_border
-from .params.shard import shard_module, take_replacements
+from .params.mixed_precision import check_borders
+from .params.shard import shard_module
 from .params.sharded_param import ShardedParam, sharded_param_of
 from .params.stale_forward import refusing_stale_forwards
 from .params.unsharded import is_plain, settle, watch, watch_idle
@@ -91,7 +91,7 @@ class Backend:
         trace, call = Trace(), compiled_call()
         if self._shard_plain_inputs(trace, gm, inputs, call):
             raise trace.retrace("graphshard sharded the model")
-        if not self._sync_params(trace, gm, inputs):
+        if not sync_params(trace, gm, inputs):
             raise trace.retrace("a sharded parameter, or its requires_grad, changed")
         check_reads(gm, inputs)
         params = [sharded_param_of(value) for value in inputs]
@@ -176,32 +176,13 @@ class Backend:
         if not will_cast:
             forget_first_forward(root)
         if self.plain_parameters(root):
-            self._shard(root, call.runs(root), will_cast)
+            check_borders(root, self.options, call.runs(root), will_cast)
+            self.shard_now(root, call.runs(root))
 
     def plain_parameters(self, root: nn.Module) -> list[nn.Parameter]:
         """Return the parameters of ``root`` that are to be sharded and are not yet."""
         plain = [p for p in root.parameters() if is_plain(p)]
         return [p for p in plain if p not in self.options.ignored_params]
-
-    def _shard(self, root: nn.Module, in_use: bool, will_cast: bool = False) -> None:
-        """Shard ``root``, whose forward may have begun.
-
-        Args:
-            will_cast: the inputs of ``root`` will still be cast.
-
-        Raises:
-            BackendError: it has, and the hooks that cast at a border come too late.
-        """
-        for module, policy in find_borders(root, self.options)[will_cast:]:  # that of root is first
-            begun, runs = call_arguments(module), in_use and module is root
-            if crosses_border(begun, policy) if begun else runs and has_border(policy):
-                raise BackendError(
-                    f"mp_policy={policy}: the first forward of {type(module).__name__} has begun "
-                    "before its inputs were cast: compile the module itself, by "
-                    "torch.compile(model, backend=graphshard.backend(...)), or call "
-                    "graphshard.shard(model, ...) before"
-                )
-        self.shard_now(root, in_use)
 
     def shard_now(self, root: nn.Module, in_use: bool = False) -> None:
         """Shard ``root`` in place.
@@ -257,23 +238,11 @@ class Backend:
                 continue
             root, in_use = find_root(trace, source, value, call)
             seen.update(names_of(root))
-            self._shard(root, in_use)
+            check_borders(root, self.options, in_use)
+            self.shard_now(root, in_use)
         if seen:
             self.forward_check.expect(gm, inputs, seen)
         return bool(seen)
-
-    def _sync_params(self, trace: Trace, gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-        """Return False if a sharded parameter, or its ``requires_grad``, was not as traced."""
-        synced = True
-        for source, value in zip(sources(gm), inputs, strict=True):
-            param = sharded_param_of(value)
-            if param is None:
-                continue
-            if param.is_lost() and any(map(take_replacements, modules_of(trace.owners(source)))):
-                synced = False
-                continue
-            synced &= param.sync()
-        return synced
 
 
 def backend(

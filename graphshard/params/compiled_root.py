@@ -1,18 +1,19 @@
-"""Which module a traced parameter belongs to, and where Dynamo left its forward to Python."""
+"""Find the module of a traced parameter, and where Dynamo left its forward to Python."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
-from .._torch.dynamo import Trace, source_name
+from .._torch.dynamo import Trace, source_name, sources
 from .._torch.frames import CompiledCall
 from .._torch.nn import uncompiled
 from ..errors import BackendError
+from .shard import take_replacements
 from .sharded_model import sharded_model_of
-from .sharded_param import ShardedParam
+from .sharded_param import ShardedParam, sharded_param_of
 
 
 def modules_of(owners: Iterable[object]) -> Iterator[nn.Module]:
@@ -51,3 +52,17 @@ def find_root(
         f"parameter {source_name(source)} belongs to no module that the compiled code names: "
         "compile the module, or code that reads the parameter through its module"
     )
+
+
+def sync_params(trace: Trace, gm: fx.GraphModule, inputs: Sequence[object]) -> bool:
+    """Return False if a sharded parameter, or its ``requires_grad``, was not as traced."""
+    synced = True
+    for source, value in zip(sources(gm), inputs, strict=True):
+        param = sharded_param_of(value)
+        if param is None:
+            continue
+        if param.is_lost() and any(map(take_replacements, modules_of(trace.owners(source)))):
+            synced = False
+            continue
+        synced &= param.sync()
+    return synced

@@ -18,7 +18,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .._torch.dynamo import run_as_python
+from .._torch.frames import call_arguments
 from .._torch.nn import apply_to_tensors, has_forward
+from ..errors import BackendError
 from ..options.options import Options
 
 _T = TypeVar("_T")
@@ -64,6 +66,27 @@ def cast_at_border(border: Border) -> None:
         )
     if policy.output_dtype is not None:
         module.register_forward_hook(functools.partial(_after_forward, policy.output_dtype))
+
+
+def check_borders(root: nn.Module, options: Options, in_use: bool, will_cast: bool = False) -> None:
+    """Check that hooks which cast at a border do not come too late for a forward that has begun.
+
+    Args:
+        in_use: the forward of ``root`` runs already.
+        will_cast: the inputs of ``root`` will still be cast.
+
+    Raises:
+        BackendError: they do.
+    """
+    for module, policy in find_borders(root, options)[will_cast:]:  # that of root is first
+        begun, runs = call_arguments(module), in_use and module is root
+        if crosses_border(begun, policy) if begun else runs and has_border(policy):
+            raise BackendError(
+                f"mp_policy={policy}: the first forward of {type(module).__name__} has begun "
+                "before its inputs were cast: compile the module itself, by "
+                "torch.compile(model, backend=graphshard.backend(...)), or call "
+                "graphshard.shard(model, ...) before"
+            )
 
 
 def has_border(policy: MixedPrecisionPolicy) -> bool:
