@@ -33,6 +33,9 @@ meshes of users do so in attributes called ``_graphshard_*``. Only this is globa
 ``ops.accumulators._accumulators`` and the counter of their keys
     Accumulators by number, weakly. A compiled graph may be cached and copied; it can hold a number
     but no object.
+``_torch.known._known``
+    Optimizers and modules, weakly: those that hold parameters have to hold their shards instead,
+    and the garbage collector does not list what it has frozen.
 ``_torch.autograd._ends``
     For each backward that is under way, what is to happen at its end, weakly: autograd has one
     queue for a backward and does not tell what is in it.

@@ -110,10 +110,11 @@ def _fault_of_optimizers(plain_params: Sequence[PlainParam]) -> str | None:
 
 def _fault_of_ddp(plain_params: Sequence[PlainParam]) -> str | None:
     """Return the fault of a model inside of ``DistributedDataParallel``, or None."""
-    if _first_reduced_by_ddp(plain_params) is None:
+    if not any(plain.in_ddp for plain in plain_params):
         return None
     gc.collect()  # a wrapper that nobody uses any more may still be there
-    plain = _first_reduced_by_ddp(plain_params)
+    reduced = find_reduced_by_ddp()
+    plain = next((plain for plain in plain_params if plain.param in reduced), None)
     if plain is None:
         return None
     return (
@@ -121,11 +122,6 @@ def _fault_of_ddp(plain_params: Sequence[PlainParam]) -> str | None:
         "that out, and call what torch.compile(model, backend=graphshard.backend(mesh)) returns; "
         'to replicate parameters as it does, give overrides={"*": {"shard": False}}'
     )
-
-
-def _first_reduced_by_ddp(plain_params: Sequence[PlainParam]) -> PlainParam | None:
-    reduced = find_reduced_by_ddp()
-    return next((plain for plain in plain_params if plain.param in reduced), None)
 
 
 def _fault_of_tensor(param: nn.Parameter, all_meta: bool) -> str | None:

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .._torch.known import known
 from .._torch.nn import parameters_if_initialised, parameters_of, reduced_by
 from ..options.param_options import ParamOptions
 from .sharded_param import sharded_param_of
@@ -31,6 +32,7 @@ class PlainParam:
     Attributes:
         fqns: its names in the model; several where it is tied.
         holders: all modules that hold it, also outside of the model.
+        in_ddp: a ``DistributedDataParallel`` reduces its gradient, perhaps one that is garbage.
         options: the options that hold for it; set by ``graphshard.params.check``, as are the next.
         float8: the recipe of fp8 for its linears; None: they do not compute in fp8.
         host_memory: the host's memory that is to keep its shards; None: the device keeps them.
@@ -39,6 +41,7 @@ class PlainParam:
     param: nn.Parameter
     fqns: list[str] = field(default_factory=list)
     holders: list[Holder] = field(default_factory=list)
+    in_ddp: bool = False
     options: ParamOptions = field(default_factory=ParamOptions)
     float8: str | None = None
     host_memory: str | None = None
@@ -66,14 +69,25 @@ def find_plain_params(root: nn.Module, ignored: frozenset[nn.Parameter]) -> list
         for name, param in parameters_if_initialised(module).items():
             if param in plain_params:  # tied to this model from outside, such as a loss's weight
                 plain_params[param].holders.append(Holder(module, name))
+        if isinstance(module, DistributedDataParallel):
+            for param in plain_params.keys() & reduced_by(module):
+                plain_params[param].in_ddp = True
     return list(plain_params.values())
 
 
 def living(kind: type[_T]) -> Iterator[_T]:
-    """Yield all living objects of ``kind``; by type, as ``isinstance`` asks proxies for theirs."""
+    """Yield all living objects of ``kind``; by type, as ``isinstance`` asks proxies for theirs.
+
+    After ``gc.freeze()`` those from before it have to be ``known``.
+    """
     things = gc.get_objects()  # many, of few types
     kinds = {cls for cls in set(map(type, things)) if issubclass(cls, kind)}
-    return (thing for thing in things if type(thing) in kinds) if kinds else iter(())
+    frozen = known(kind) if gc.get_freeze_count() else {}
+    for thing in things if kinds else ():
+        if type(thing) in kinds:
+            frozen.pop(id(thing), None)
+            yield thing
+    yield from frozen.values()
 
 
 def find_reduced_by_ddp() -> set[nn.Parameter]:

@@ -4,6 +4,7 @@ built after it, schedulers, gradient clipping and accumulation work as on a plai
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -247,3 +248,32 @@ def _compiled_step(build: Build) -> None:
 @pytest.mark.parametrize("build", [sgd, _adamw])
 def test_a_compiled_optimizer(build: Build) -> None:
     ranks.run(2, _compiled_step, build)
+
+
+class _Loss(nn.Module):
+    """Holds a weight of a model, which does not hold it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.weight = model.up.weight
+
+
+def _freeze_garbage_collector() -> None:
+    twins = Twins(MLP())
+    optimizers, loss = [sgd(twins.model), sgd(twins.reference)], _Loss(twins.model)
+    gc.collect()
+    gc.freeze()
+    try:
+        for step in range(2):
+            twins.backward(draw(MLP.batch, step))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        twins.check()
+        assert loss.weight is twins.model.up.weight
+    finally:
+        gc.unfreeze()
+
+
+def test_optimizers_and_modules_that_gc_froze_before_the_first_step() -> None:
+    ranks.run(2, _freeze_garbage_collector)

@@ -1,0 +1,47 @@
+"""The optimizers and modules that were made after graphshard was imported.
+
+The garbage collector lists all that are alive, but for those that ``gc.freeze()`` has hidden from
+it. Read in torch/optim/optimizer.py and torch/nn/modules/module.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules import module as registration
+from torch.optim import Optimizer
+
+_T = TypeVar("_T")
+
+_known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""By id: a module of the user may not be hashable."""
+
+
+def known(kind: type[_T]) -> dict[int, _T]:
+    """Return the living objects of ``kind``, by id: optimizers, and modules that hold parameters or
+    modules."""
+    return {key: thing for key, thing in _known.items() if issubclass(type(thing), kind)}
+
+
+def _note_module(module: nn.Module, name: str, value: object) -> None:
+    if not torch.compiler.is_compiling():
+        _known[id(module)] = module
+
+
+def _noting(method: Any) -> Any:
+    @functools.wraps(method)
+    def note(self: Optimizer) -> Any:
+        _known[id(self)] = self
+        return method(self)
+
+    return note
+
+
+# Called by __init__ and __setstate__, that is for copies, too.
+Optimizer._patch_step_function = _noting(Optimizer._patch_step_function)  # type: ignore[method-assign]
+registration.register_module_parameter_registration_hook(_note_module)
+registration.register_module_module_registration_hook(_note_module)
