@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 
 def share_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
@@ -19,6 +20,31 @@ def share_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
         new._backward_hooks = old._backward_hooks
     if old._post_accumulate_grad_hooks:
         new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+
+
+def drop_hooks(tensor: torch.Tensor) -> None:
+    """Take its hook tables from ``tensor``; they stay as they are."""
+    tensor._backward_hooks = None
+    tensor._post_accumulate_grad_hooks = None
+
+
+_SEEN = "graphshard: seen"
+
+
+def is_in_graph(leaf: torch.Tensor) -> bool:
+    """Return whether a graph of autograd that is alive leads to ``leaf``."""
+    if not leaf.requires_grad or leaf.is_inference():
+        return False
+    # The leaf refers to its node weakly: without a graph each look makes another one.
+    get_gradient_edge(leaf).node.metadata[_SEEN] = True
+    return bool(get_gradient_edge(leaf).node.metadata.pop(_SEEN, False))
+
+
+def take_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of ``tensor``, which has none from then on; by no method of its class."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient, tensor.grad = tensor.grad, None
+    return gradient
 
 
 def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._torch.autograd import share_hooks
+from .._torch.autograd import drop_hooks, is_in_graph, share_hooks, take_gradient
 from .._torch.distributed import process_group
 from .._torch.dtensor import on_data_assigned
 from .._torch.nn import parameters_of
@@ -32,6 +32,7 @@ from ..options.options import Options
 from .agree import first_text, raise_together
 from .assigned_data import assign_data
 from .check import find_fault
+from .eager_calls import eager_reduction
 from .find import PlainParam, find_plain_params, living
 from .full_state_dict import is_first_rank
 from .full_tensor import without_repeats
@@ -65,7 +66,8 @@ def shard_module(
 
     Args:
         in_use: an eager part of the running forward may hold full parameters already; they are
-            then kept for its backward, and their gradients handed to the shards.
+            then kept for its backward, and their gradients handed to the shards. So are those
+            that a graph of autograd has saved before.
         allow_meta: a module on the meta device is fine; it is sharded there.
 
     Raises:
@@ -86,7 +88,8 @@ def shard_module(
     with torch.no_grad(), torch.inference_mode(False):
         on_meta = any(plain.param.is_meta for plain in plain_params)
         broadcasts = options.sync_module_states and not on_meta
-        if broadcasts and in_use:
+        used = {p.param for p in plain_params if in_use or is_in_graph(p.param)}
+        if broadcasts and first_text("used" if used else None, groups):
             _raise_if_used_unequal(root, plain_params, groups)
         if any(plain.host_memory is not None for plain in plain_params):
             move_buffers(root, groups.device)
@@ -99,7 +102,10 @@ def shard_module(
             if broadcasts:
                 make_equal(plain.param, groups)
             sharded_param = sharded_params[plain.param] = _shard_parameter(plain, groups, model)
-            _free_full(plain.param, sharded_param, in_use)
+            if plain.param in used:
+                _hand_over_grads(plain.param, sharded_param)
+            else:  # now, though a trace that is under way still refers to the object
+                plain.param.data = plain.param.data.new_empty(0)
         _install(root, plain_params, sharded_params, model)
         for border in borders:
             cast_at_border(border)
@@ -224,18 +230,19 @@ def _layout_for(plain: PlainParam, groups: MeshGroups) -> Layout:
     )
 
 
-def _free_full(old: nn.Parameter, sharded_param: ShardedParam, in_use: bool) -> None:
-    """Free the full copy now, though a trace that is under way still refers to the object."""
-    if not in_use:
-        old.data = old.data.new_empty(0)
-    elif old.requires_grad:
+def _hand_over_grads(old: nn.Parameter, sharded_param: ShardedParam) -> None:
+    """Have the gradients of a full parameter, which a graph of autograd keeps, go to its shard."""
+    drop_hooks(old)  # they run with the gradients of the shard
+    if not old.requires_grad:
+        return
 
-        def hand_over(full: torch.Tensor) -> None:
-            assert full.grad is not None
-            _accumulate_full_grad(sharded_param, full.grad)
-            full.grad = None
+    def hand_over(full: torch.Tensor) -> None:
+        grad = take_gradient(full)
+        assert grad is not None
+        with eager_reduction(sharded_param.layout.groups, [sharded_param.fqn]):
+            _accumulate_full_grad(sharded_param, grad)
 
-        old.register_post_accumulate_grad_hook(hand_over)
+    old.register_post_accumulate_grad_hook(hand_over)
 
 
 def _accumulate_full_grad(sharded_param: ShardedParam, grad: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ from tests.numerics.compare import (
     assert_close,
     assert_same,
     assert_sharded,
+    compile_sharded,
     draw,
     generator,
     graphshard_warnings,
@@ -396,3 +397,68 @@ def test_a_replaced_parameter_is_an_error(
     replace: Callable[[Any], None], compiled_before: bool
 ) -> None:
     ranks.run(2, _train_replaced, replace, compiled_before)
+
+
+class _Encoder(nn.Module):
+    """Two parts, of which a training loop may call the first one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 7))
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x)).square().mean()
+
+    @staticmethod
+    def batch(rng: torch.Generator) -> Tensor:
+        return torch.randn(5, 7, generator=rng)
+
+
+def _of_a_part(model: nn.Module, x: Tensor) -> Tensor:
+    return model.encoder(x).square().mean()
+
+
+def _of_parameters(model: nn.Module, x: Tensor) -> Tensor:
+    return sum(p.square().sum() for p in model.parameters())
+
+
+def _of_sums(model: nn.Module, x: Tensor) -> Tensor:
+    return sum(p.sum() for p in model.head.parameters())  # saves nothing
+
+
+def _train_in_graph(before: Callable[[nn.Module, Tensor], Tensor], steps: int) -> None:
+    twins = Twins(_Encoder())
+    for model in (twins.model, twins.reference):
+        model.head.weight.register_hook(lambda grad: grad * 3)
+    optimizers = [sgd(twins.model), sgd(twins.reference)]
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        plain = twins.model if model is twins.compiled else twins.reference
+        return before(plain, x) + model(x)
+
+    for step in range(steps):
+        twins.backward(draw(_Encoder.batch, step), loss)
+        twins.check()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("before", "steps"), [(_of_a_part, 2), (_of_parameters, 1), (_of_sums, 1)])
+def test_a_graph_from_before_the_first_forward(before: Any, steps: int) -> None:
+    ranks.run(2, _train_in_graph, before, steps)
+
+
+def _unequal_in_graph() -> None:
+    torch.manual_seed(dist.get_rank())
+    model = _Encoder()
+    loss = _of_a_part(model, torch.ones(5, 7))
+    with pytest.raises(ValueError, match="is not equal to the first rank's"):
+        compile_sharded(model)(torch.ones(5, 7))
+    loss.backward()
+    assert type(model.head.weight) is nn.Parameter
+
+
+def test_a_graph_of_unequal_values_from_before_the_first_forward() -> None:
+    ranks.run(2, _unequal_in_graph)
