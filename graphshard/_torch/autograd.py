@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from .dynamo import run_with_callees_as_python
+
 
 def share_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
     """Give ``new`` the hook tables of ``old``, so that handles given out earlier still remove."""
@@ -80,6 +82,7 @@ class _BackwardEnd:
         self.acts: list[Callable[[], None]] = []
         self.acts_of_success: dict[Callable[[], None], None] = {}
 
+    @run_with_callees_as_python
     def __call__(self) -> None:
         self._act()
         for act in self.acts_of_success:
@@ -88,6 +91,7 @@ class _BackwardEnd:
     def __del__(self) -> None:
         self._act()
 
+    @run_with_callees_as_python
     def _act(self) -> None:
         while self.acts:
             self.acts.pop(0)()

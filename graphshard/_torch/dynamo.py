@@ -11,22 +11,29 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
 from torch._dynamo.backends import registry
-from torch._dynamo.eval_frame import _debug_get_cache_entry_list, skip_code
+from torch._dynamo.eval_frame import (
+    _debug_get_cache_entry_list,
+    set_code_exec_strategy,
+    skip_code,
+)
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import counters
 from torch._guards import ChainedSource, CompileContext, Guard, Source
 
 from .frames import is_resumed
 
 __all__ = ["ShortenTraceback", "Source"]
+
+_F = TypeVar("_F", bound=Callable[..., object])
 
 
 Restart = TensorifyScalarRestartAnalysis
@@ -186,6 +193,17 @@ def run_as_python(function: Callable[..., object]) -> None:
     ``skip_code`` in torch/_dynamo/eval_frame.py.
     """
     skip_code(function.__code__)
+
+
+def run_with_callees_as_python(function: _F) -> _F:
+    """Have Dynamo compile neither calls of ``function`` from Python nor the calls that it makes.
+
+    For hooks of backward: where a compiled function calls ``backward()``, that runs outside of any
+    graph, but with Dynamo on. A call costs nothing, in contrast to ``torch.compiler.disable``.
+    """
+    strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, strategy)
+    return function
 
 
 def at_recompile_limit(code: CodeType) -> bool:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from .._torch.dynamo import run_with_callees_as_python
 from ..ops.accumulators import PARTIAL, UNSYNCED, Accumulator
 
 SYNCS, ALL_REDUCES = "_graphshard_syncs", "_graphshard_all_reduces"
@@ -67,6 +68,7 @@ class GradAccumulation:
             accumulator.add(known.total)
         return accumulator
 
+    @run_with_callees_as_python
     def _on_gradient(self, name: str, _: torch.Tensor) -> None:
         if name == PARTIAL and UNSYNCED in self._accumulators:
             # The full gradients that were reduced to this shard may include the unsynced total.

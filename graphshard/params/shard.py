@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from .._torch.autograd import drop_hooks, is_in_graph, share_hooks, take_gradient
 from .._torch.distributed import process_group
 from .._torch.dtensor import on_data_assigned
+from .._torch.dynamo import run_with_callees_as_python
 from .._torch.nn import parameters_of
 from .._torch.optim import before_loading_optimizers
 from ..consensus.call_log import call_log_of
@@ -236,6 +237,7 @@ def _hand_over_grads(old: nn.Parameter, sharded_param: ShardedParam) -> None:
     if not old.requires_grad:
         return
 
+    @run_with_callees_as_python
     def hand_over(full: torch.Tensor) -> None:
         grad = take_gradient(full)
         assert grad is not None

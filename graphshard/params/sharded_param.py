@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch.autograd import gradient_hooks, post_accumulate_hooks
 from .._torch.dtensor import dtensor_like, local_tensor, set_local_tensor
+from .._torch.dynamo import run_with_callees_as_python
 from .._torch.nn import parameters_of
 from ..errors import BackendError
 from ..ops.accumulators import ACCUMULATOR_NAMES, PARTIAL, UNSYNCED, Accumulator
@@ -335,6 +336,7 @@ def in_sync(shard: torch.Tensor) -> bool:
     return True
 
 
+@run_with_callees_as_python
 def _on_shard_gradient(shard: torch.Tensor) -> None:
     """Hand a gradient that autograd has brought to the shard on to the DTensor."""
     sharded_param, grad = sharded_param_of(shard), shard.grad

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 import graphshard
 from tests import ranks
@@ -19,6 +21,7 @@ from tests.models import GPT, MLP, ConvNet, Trainable
 from tests.numerics.compare import (
     Twins,
     assert_plain,
+    assert_same,
     assert_sharded,
     compile_sharded,
     draw,
@@ -387,3 +390,47 @@ def _regional(compiler: str) -> None:
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_regional_compilation(compiler: str) -> None:
     ranks.run(2, _regional, compiler)
+
+
+# A whole step in one compiled function.
+
+
+def _step_of(model: nn.Module, optimizer: Optimizer, num_ranks: int) -> Callable[..., Tensor]:
+    """Return a step over two microbatches for each of ``num_ranks`` ranks."""
+
+    def step(first: list[Tensor], second: list[Tensor]) -> Tensor:
+        optimizer.zero_grad()
+        if isinstance(next(model.parameters()), DTensor):
+            with graphshard.no_sync(model):
+                model(first[0]).backward()
+        else:
+            for batch in first:
+                (model(batch) / num_ranks).backward()
+        loss = sum(model(batch) for batch in second) / num_ranks
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def _train_whole_steps(build: Callable[..., Optimizer]) -> None:
+    model = MLP()
+    reference = copy.deepcopy(model)
+    ours = _step_of(model, build(model.parameters(), 0.01), 1)
+    theirs = _step_of(reference, build(reference.parameters(), 0.01), 2)
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager")
+    compiled, rank = torch.compile(ours, backend=backend), dist.get_rank()
+
+    for step in range(3):
+        first, second = draw(MLP.batch, 2 * step), draw(MLP.batch, 2 * step + 1)
+        compiled(first[rank : rank + 1], second[rank : rank + 1])
+        theirs(first, second)
+        assert_sharded(model)
+        assert_same(model, reference)
+
+
+@pytest.mark.parametrize("build", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_function_of_a_whole_step(build: Callable[..., Optimizer]) -> None:
+    ranks.run(2, _train_whole_steps, build)
