@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -193,6 +193,43 @@ def saves_as_is() -> bool:
     has packed is computed again when it is read.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+@functools.cache
+def route_inputs(
+    leaves_of: Callable[[object, bool], Sequence[Any] | None],
+    gradient_of: Callable[[Any, torch.Tensor | None], torch.Tensor | None],
+) -> None:
+    """Have ``torch.autograd.grad`` and ``backward(inputs=)`` take other tensors for some inputs.
+
+    ``torch.compiler`` replaces the same function in both modules while it traces.
+
+    Args:
+        leaves_of: returns, of an input and whether its gradient is accumulated, the tensors in its
+            place, just one where it is not; None: the input stays.
+        gradient_of: returns the gradient of such an input, made of that of its leaf.
+    """
+    run = torch.autograd.graph._engine_run_backward
+
+    @functools.wraps(run)
+    def run_backward(
+        outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        accumulates = kwargs.get("accumulate_grad", False)
+        leaves = [leaves_of(value, accumulates) for value in inputs]
+        given = [
+            leaf for value, own in zip(inputs, leaves) for leaf in ([value] if own is None else own)
+        ]
+        results = run(outputs, grads, retain, create, tuple(given), *args, **kwargs)
+        if accumulates:
+            return results
+        return tuple(
+            result if own is None else gradient_of(value, result)
+            for value, own, result in zip(inputs, leaves, results)
+        )
+
+    torch.autograd.graph._engine_run_backward = run_backward
+    torch.autograd._engine_run_backward = run_backward
 
 
 def _acting_on_errors(

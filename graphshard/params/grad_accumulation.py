@@ -80,6 +80,10 @@ class GradAccumulation:
         accumulator = self._accumulators.get(name)
         return None if accumulator is None or accumulator.total is None else accumulator.key
 
+    def stand_ins(self) -> list[torch.Tensor]:
+        """Return the leaves that may get gradients in place of the shard."""
+        return [accumulator.stand_in for accumulator in self._accumulators.values()]
+
     def totals(self) -> list[torch.Tensor]:
         """Return all that has accumulated and was not reduced."""
         totals = [accumulator.total for accumulator in self._accumulators.values()]

@@ -20,7 +20,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._torch.autograd import drop_hooks, is_in_graph, share_hooks, take_gradient
+from .._torch.autograd import (
+    drop_hooks,
+    is_in_graph,
+    route_inputs,
+    share_hooks,
+    take_gradient,
+)
 from .._torch.distributed import process_group
 from .._torch.dtensor import on_data_assigned
 from .._torch.dynamo import run_with_callees_as_python
@@ -32,6 +38,7 @@ from ..ops.float8_math import is_of_torchao
 from ..options.options import Options
 from .agree import first_text, raise_together
 from .assigned_data import assign_data
+from .backward_inputs import gradient_of, leaves_of
 from .check import find_fault
 from .eager_calls import eager_reduction
 from .find import PlainParam, find_plain_params, living
@@ -113,6 +120,7 @@ def shard_module(
         _repoint_optimizers(sharded_params)
         on_data_assigned(assign_data)
         before_loading_optimizers(check_optimizer_state)
+        route_inputs(leaves_of, gradient_of)
         if not in_use:
             for param in sharded_params:
                 param.__class__ = StaleParameter

@@ -289,8 +289,8 @@ class ShardedParam:
             )
         self._unfilled = False
 
-    def accumulate_grad(self, padded_grad: torch.Tensor) -> None:
-        """Accumulate this rank's padded gradient into the DTensor and run the DTensor's hooks."""
+    def gradient(self, padded_grad: torch.Tensor) -> torch.Tensor:
+        """Return the DTensor's gradient, after its hooks, made of this rank's padded gradient."""
         param, factor = self.dtensor, self.model.gradient_divide_factor
         if factor is not None:  # it is averaged over all ranks
             padded_grad.mul_(self.layout.mesh.size() / factor)
@@ -298,6 +298,11 @@ class ShardedParam:
         for hook in gradient_hooks(param):
             replaced = hook(grad)
             grad = grad if replaced is None else replaced
+        return grad
+
+    def accumulate_grad(self, padded_grad: torch.Tensor) -> None:
+        """Accumulate this rank's padded gradient into the DTensor and run the DTensor's hooks."""
+        param, grad = self.dtensor, self.gradient(padded_grad)
         if param.grad is None:
             param.grad = grad
         else:
