@@ -27,7 +27,7 @@ def share_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
 def drop_hooks(tensor: torch.Tensor) -> None:
     """Take its hook tables from ``tensor``; they stay as they are."""
     tensor._backward_hooks = None
-    tensor._post_accumulate_grad_hooks = None
+    tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
 
 
 _SEEN = "graphshard: seen"
@@ -38,8 +38,13 @@ def is_in_graph(leaf: torch.Tensor) -> bool:
     if not leaf.requires_grad or leaf.is_inference():
         return False
     # The leaf refers to its node weakly: without a graph each look makes another one.
-    get_gradient_edge(leaf).node.metadata[_SEEN] = True
-    return bool(get_gradient_edge(leaf).node.metadata.pop(_SEEN, False))
+    _metadata_of(leaf)[_SEEN] = True
+    return bool(_metadata_of(leaf).pop(_SEEN, False))
+
+
+def _metadata_of(leaf: torch.Tensor) -> dict[str, object]:
+    metadata: Any = get_gradient_edge(leaf).node.metadata
+    return metadata
 
 
 def take_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -228,8 +233,8 @@ def route_inputs(
             for value, own, result in zip(inputs, leaves, results)
         )
 
-    torch.autograd.graph._engine_run_backward = run_backward
-    torch.autograd._engine_run_backward = run_backward
+    torch.autograd.graph._engine_run_backward = run_backward  # type: ignore[assignment]
+    torch.autograd._engine_run_backward = run_backward  # type: ignore[assignment]
 
 
 def _acting_on_errors(
