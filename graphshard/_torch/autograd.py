@@ -183,8 +183,11 @@ def compiled_nodes(outputs: Iterable[object]) -> list[Any]:
     A node is the ``ctx`` of its backward, and can have attributes.
     """
     nodes = [value.grad_fn for value in outputs if isinstance(value, torch.Tensor)]
-    nodes += [node for view in nodes if view is not None for node, _ in view.next_functions]
-    return [node for node in nodes if _is_compiled(type(node))]
+    direct = [node for node in nodes if _is_compiled(type(node))]
+    # Not of compiled nodes: ``next_functions`` has one for each parameter, and takes as long.
+    views = [node for node in nodes if node is not None and node not in direct]
+    bases = [node for view in views for node, _ in view.next_functions]
+    return direct + [node for node in bases if _is_compiled(type(node))]
 
 
 def _is_compiled(node_type: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from .call_history import NUM_LOGGED, CallHistory, LoggedCall
-from .difference import describe_difference
+from .difference import BY_ALL_RANKS, TOGETHER, describe_difference
 from .event_store import BlockedEvent, CallEvent, EventStore, FaultEvent
 
 
@@ -58,7 +58,8 @@ class CallComparison:
         """Describe a rank that cannot come to where this one waits."""
         blocked, waiting = self.rank_names(event.rank), self.rank_names(self._rank)
         text = f"{blocked} is in {event.what}, which {waiting} has not called yet"
-        return f"{text}: {self.position()}"
+        text = f"{text}: {self.position()}"
+        return text if BY_ALL_RANKS in text else f"{text}. {TOGETHER}"
 
     def rank_names(self, *ranks: int) -> str:
         """Return "rank 4" or "ranks 4, 6"."""

@@ -152,9 +152,11 @@ class CallLog:
 
     def can_agree(self) -> bool:
         """Return whether the caller can wait for other ranks: there are some, and no fault yet."""
-        watcher, inbox = self._watcher, self._inbox
-        faultless = inbox.fault is None and inbox.lost is None
-        return watcher is not None and faultless and watcher.rank_thread.is_current()
+        watcher = self._watcher
+        if watcher is None or not watcher.rank_thread.is_current():
+            return False
+        self._read_all_posted(watcher)
+        return self._inbox.fault is None and self._inbox.lost is None
 
     def explain(self, error: BaseException) -> None:
         """Raise the fault that caused ``error``, which a collective raised, if a fault did.
@@ -167,13 +169,17 @@ class CallLog:
             return
         if isinstance(error, BackendError):
             return
-        with contextlib.suppress(RuntimeError):
-            num_posted = watcher.events.num_posted()
-            watcher.wait_until(lambda: self._inbox.num_read >= num_posted, READ_S)
+        self._read_all_posted(watcher)
         if self._inbox.fault is None and is_lost_peer(error):
             self._post_lost_peer(watcher, error)
         if self._inbox.fault is not None:
             raise self._error() from error
+
+    def _read_all_posted(self, watcher: Watcher) -> None:
+        """Wait until the watcher has read what is in the store now, if there still is one."""
+        with contextlib.suppress(RuntimeError):
+            num_posted = watcher.events.num_posted()
+            watcher.wait_until(lambda: self._inbox.num_read >= num_posted, READ_S)
 
     def _post_lost_peer(self, watcher: Watcher, error: RuntimeError) -> NoReturn:
         """Have all ranks raise that a peer is gone; this rank alone if the store is gone, too."""

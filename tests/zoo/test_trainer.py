@@ -179,8 +179,10 @@ def _adapters(folder: str) -> None:
     loaded = dict(plain.named_parameters())
     first.model.save_pretrained(f"{folder}/saved", is_main_process=dist.get_rank() == 0)
     dist.barrier()
-    saved = peft.PeftModel.from_pretrained(small_llama(), f"{folder}/saved")
-    assert same(dict(saved.named_parameters()), loaded)
+    saved = dict(
+        peft.PeftModel.from_pretrained(small_llama(), f"{folder}/saved").named_parameters()
+    )
+    assert same({name: saved[name] for name in saved if "lora_" in name}, loaded)
     fails = mock.patch("graphshard.params.adapters._names", side_effect=OSError("no base"))
     is_first = dist.get_rank() == 0  # all ranks raise what peft raises there
     with fails, pytest.raises(OSError if is_first else ValueError, match="no base"):
