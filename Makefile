@@ -7,25 +7,36 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 TEST_STAMP := .venv/.installed-for-tests
 TYPECHECK := .cache/typecheck/graphshard
+TESTS := test-two-at-a-time test-zoo test-alone
 
-.PHONY: demo test coverage lint docs clean
+.PHONY: demo test $(TESTS) coverage lint docs clean
 
 demo: $(STAMP)
 	$(BIN)/python -m graphshard demo
 
 # The ranks of a test share the cores, so each gets one thread. Inductor's cache is kept between
 # tests and runs: most of a test's time would otherwise go to compiling the same kernels again.
-test coverage: export OMP_NUM_THREADS ?= 1
-test coverage: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
+$(TESTS) coverage: export OMP_NUM_THREADS ?= 1
+$(TESTS) coverage: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 # Half of the time of what takes much memory goes to its pages: larger ones.
-test coverage: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
+$(TESTS) coverage: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 # Two at a time, but for those that look at times, memory or the death of ranks, end process groups
 # that others share, or share a GPU.
 TWO_AT_A_TIME := -n 2 --dist loadfile --ignore tests/zoo -m "not alone and not gpu"
 ALONE := -m "alone or gpu"
-test: lint docs
+# Every stage runs, even after one that failed: the last line names those that did.
+test:
+	@failed=; \
+	for stage in lint docs $(TESTS); do $(MAKE) $$stage || failed="$$failed $$stage"; done; \
+	test -z "$$failed" || { echo "Failed:$$failed" >&2; exit 1; }
+
+test-two-at-a-time: $(TEST_STAMP)
 	$(BIN)/pytest $(TWO_AT_A_TIME)
+
+test-zoo: $(TEST_STAMP)
 	$(BIN)/pytest -n 2 tests/zoo
+
+test-alone: $(TEST_STAMP)
 	$(BIN)/pytest $(ALONE)
 
 # The same, and which lines of ours no test ran: counting takes half as long again. The zoo runs none
