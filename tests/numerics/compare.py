@@ -5,9 +5,11 @@ every rank's sharded gradients have to be. All errors are relative, in the norm 
 from __future__ import annotations
 
 import copy
+import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -18,16 +20,25 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import graphshard
+from graphshard.ops.float8_math import TENSORWISE, device_fault
 from tests.models import Trainable
 
 TOLERANCE = 1e-5
+SMALL = 1e-2
+"""A tensor is small that is less than this part of all tensors together."""
 
 Loss = Callable[[Any, Any], Tensor]
 """``loss(model, batch)``."""
+Tensors = Mapping[str, Tensor | None]
+"""By name; None: a gradient that there is not."""
 
 NEEDS_NEWER_FSDP2 = pytest.mark.skipif(
     torch.__version__ < (2, 13),
     reason="FSDP2 of torch 2.11 raises: it looks into no dataclass, and recomputes without casts",
+)
+
+NEEDS_FP8 = pytest.mark.skipif(
+    device_fault("cpu", TENSORWISE) is not None, reason="this CPU computes no products in fp8"
 )
 
 
@@ -91,6 +102,125 @@ def assert_close(
     if ours is not None and theirs is not None:
         error = relative_error(ours, theirs)
         assert error <= tolerance, f"{what}: relative error {error:.2e}"
+
+
+def full_grads(model: nn.Module) -> dict[str, Tensor | None]:
+    """Return copies of all gradients by parameter; a collective if the model is sharded."""
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    return {name: None if grad is None else whole(grad) for name, grad in grads.items()}
+
+
+@dataclass
+class History:
+    """What a training did.
+
+    Attributes:
+        losses: of every step.
+        grads: full gradients of every step, by parameter; None where there was none.
+    """
+
+    losses: list[Tensor] = field(default_factory=list)
+    grads: list[dict[str, Tensor | None]] = field(default_factory=list)
+
+    def note_grads(self, model: nn.Module) -> None:
+        """Add those of a step; a collective if the model is sharded."""
+        self.grads.append(full_grads(model))
+
+
+def train_steps(
+    call: Callable[..., Any],
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss: Loss = call_model,
+    lr: float = 0.05,
+) -> History:
+    """SGD steps of a model, each forward by `call`."""
+    history, optimizer = History(), None
+    for batch in batches:
+        result = loss(call, batch)
+        result.backward()
+        history.losses.append(result.detach())
+        history.note_grads(model)
+        optimizer = optimizer or sgd(model, lr)  # once it is sharded
+        optimizer.step()
+        optimizer.zero_grad()
+    return history
+
+
+def assert_equal(ours: History, theirs: History) -> None:
+    """Assert that losses and gradients are the same bit by bit, dtypes included."""
+    for step, pair in enumerate(zip(ours.losses, theirs.losses, strict=True)):
+        assert torch.equal(*pair) and pair[0].dtype == pair[1].dtype, f"loss {step}: {pair}"
+    for step, (mine, other) in enumerate(zip(ours.grads, theirs.grads, strict=True)):
+        assert mine.keys() == other.keys()
+        for name, grad in mine.items():
+            assert_close(f"{name}.grad in step {step}", grad, other[name], tolerance=0.0)
+
+
+def assert_trained_alike(
+    ours: History, theirs: History, exact: History, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Assert that losses and gradients are as close to the exact ones as `assert_rounded` asks."""
+    histories = (ours, theirs, exact)
+    assert_rounded("losses", *({"": torch.stack(h.losses)} for h in histories), dtype)
+    assert_rounded("gradients", *map(_grads_by_step, histories), dtype)
+
+
+def _grads_by_step(history: History) -> Tensors:
+    steps = enumerate(history.grads)
+    return {f"{name} in step {step}": grad for step, of in steps for name, grad in of.items()}
+
+
+def assert_rounded(
+    what: str,
+    ours: Tensors,
+    theirs: Tensors,
+    exact: Tensors,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Assert that rounding alone takes `ours` away from the exact values.
+
+    How much rounding is to be expected depends on the kernels, and so on the CPU. It is measured:
+    `ours` may be twice as far away as `theirs`, or by one step of the dtype, whichever is larger.
+    That holds for the tensor that is the furthest away, and for all tensors together.
+
+    Args:
+        what: names the tensors in the error.
+        theirs: computed in the same precision on this machine, by a way that is known to be right.
+        exact: computed from the same values in a higher precision.
+        dtype: the lowest precision of the computation.
+    """
+    assert _dtypes(ours) == _dtypes(theirs) and ours.keys() == exact.keys()
+    error, name, together = _distances(ours, exact)
+    their_error, _, their_together = _distances(theirs, exact)
+    eps = torch.finfo(dtype).eps
+    for of, found, expected in (name, error, their_error), ("all", together, their_together):
+        assert found <= max(2 * expected, eps), (
+            f"{what}, {of}: relative error {found:.2e}, where rounding explains {expected:.2e}"
+        )
+
+
+def _dtypes(tensors: Tensors) -> dict[str, torch.dtype | None]:
+    return {name: None if t is None else t.dtype for name, t in tensors.items()}
+
+
+def _distances(rounded: Tensors, exact: Tensors) -> tuple[float, str, float]:
+    """Return the largest relative error, of which tensor it is, and that of all tensors as one.
+
+    A small tensor's error is relative to a part of all: it may be what rounding leaves of a zero.
+    """
+    sizes, errors = {}, {}
+    for name, value in exact.items():
+        ours = rounded[name]
+        assert (ours is None) == (value is None), f"{name}: {ours} instead of {value}"
+        if ours is not None and value is not None:
+            assert ours.shape == value.shape, (name, ours.shape, value.shape)
+            sizes[name] = float(value.double().norm())
+            errors[name] = float((ours.double() - value.double()).norm())
+    total = math.hypot(*sizes.values())
+    relative = {name: errors[name] / max(size, SMALL * total) for name, size in sizes.items()}
+    worst = max(relative, key=relative.__getitem__)
+    return relative[worst], worst, math.hypot(*errors.values()) / total
 
 
 def assert_sharded(model: nn.Module) -> None:

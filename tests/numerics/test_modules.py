@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import abc
+import copy
 import functools
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations
 
 import graphshard
 from tests import ranks
 from tests.models import MLP, Trainable
-from tests.numerics.compare import Twins, draw, graphshard_warnings, train, world_mesh
+from tests.numerics.compare import (
+    Twins,
+    assert_trained_alike,
+    compile_sharded,
+    draw,
+    graphshard_warnings,
+    train,
+    train_steps,
+    world_mesh,
+)
 
 DIM = 6
 
@@ -170,12 +182,13 @@ class LooksAtItself(nn.Module):
 
 
 class WithAutocast(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, enabled: bool = True) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(DIM, 7), nn.Tanh(), nn.Linear(7, 3))
+        self.enabled = enabled
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.enabled):
             return self.layers(x).float().square().mean()
 
     batch = staticmethod(_sequence)
@@ -210,12 +223,20 @@ def test_weight_norm_as_a_hook() -> None:
 
 
 def _autocast() -> None:
-    """Gradients are rounded to bfloat16 in both, so they agree to its precision."""
-    twins = Twins(WithAutocast())
-    twins.backward(draw(_sequence, 0), loss=lambda model, x: model(x))
-    twins.check(tolerance=1e-2)
+    torch.manual_seed(0)
+    ours = WithAutocast()
+    theirs, exact = copy.deepcopy(ours), copy.deepcopy(ours)
+    exact.enabled = False
+    batches = [draw(_sequence, step)[dist.get_rank()] for step in range(3)]
+    trained = train_steps(compile_sharded(ours), ours, batches)
+    for model in (theirs, exact):
+        fully_shard(model, mesh=world_mesh())
+    assert_trained_alike(
+        trained, *(train_steps(model, model, batches) for model in (theirs, exact))
+    )
 
 
+@pytest.mark.low_precision
 def test_autocast() -> None:
     ranks.run(2, _autocast)
 

@@ -84,6 +84,7 @@ def test_gradients_are_those_of_plain_compile(mesh: tuple[int, ...], reshard: bo
     ranks.run(1, _assert_same, _by_plain, mesh, {"reshard_after_forward": reshard})
 
 
+@pytest.mark.low_precision
 def test_gradients_in_bfloat16_are_those_of_fsdp2() -> None:
     ranks.run(1, _assert_same, _by_fsdp2, (1,), {"mp_policy": BF16})
 

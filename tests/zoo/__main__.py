@@ -90,12 +90,12 @@ def _kept(module: str, function: str, *args: Any) -> dict[str, bool]:
 
 
 def _accelerate(folder: str) -> Found:
-    losses = [found[0] for found in _on_ranks("test_accelerate", "beside_ddp", "no")]
+    losses = [found[0] for found in _on_ranks("test_accelerate", "beside_ddp")]
     return Found(max(losses), **_kept("test_accelerate", "save_and_resume", folder))
 
 
 def _trainer(folder: str) -> Found:
-    losses = [found["loss"] for found in _on_ranks("test_trainer", "beside_ddp", folder, False)]
+    losses = [found["loss"] for found in _on_ranks("test_trainer", "beside_ddp", folder)]
     return Found(max(losses), **_kept("test_trainer", "save_and_resume", folder))
 
 

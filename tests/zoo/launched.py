@@ -42,6 +42,13 @@ def same(values: dict[str, Tensor], model: nn.Module | dict[str, Tensor]) -> boo
     )
 
 
+def updates(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return by how much training changed each weight of the small Llama, from seed 0."""
+    torch.manual_seed(0)
+    before = dict(small_llama().named_parameters())
+    return {name: value - before[name].detach() for name, value in weights.items()}
+
+
 def as_by_torchrun() -> None:
     """Set the environment of this rank, and forget what Accelerate knows of an earlier test."""
     for state in (AcceleratorState, GradientState, PartialState):

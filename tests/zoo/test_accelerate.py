@@ -12,13 +12,13 @@ import pytest
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from graphshard.integrations.accelerate import ShardedAccelerator, prepare
 from tests import ranks
-from tests.numerics.compare import relative_error, whole
+from tests.numerics.compare import assert_rounded, relative_error, whole
 
-from .launched import Kept, Texts, as_by_torchrun, same, small_llama
+from .launched import Kept, Texts, as_by_torchrun, same, small_llama, updates
 
 OPTIMIZERS: dict[str, Any] = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
 STEPS, MICROBATCHES = 6, 2
@@ -68,26 +68,36 @@ class Training:
         return {name: whole(param.detach()).clone() for name, param in model.named_parameters()}
 
 
-def beside_ddp(mixed_precision: str) -> tuple[float, float, float]:
+def _numbers(by: str, mixed_precision: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Losses, norms of gradients, and weights."""
+    training = Training(by, "SGD", mixed_precision=mixed_precision)
+    losses, norms = map(torch.tensor, training.train())
+    return losses, norms, training.weights()
+
+
+def beside_ddp() -> tuple[float, float, float]:
     """Largest relative errors of losses, of norms and of trained weights."""
-    ours = Training("graphshard", "SGD", mixed_precision=mixed_precision)
-    got = ours.train()
-    weights = ours.weights()
-    theirs = Training("ddp", "SGD", mixed_precision=mixed_precision)
-    expected = theirs.train()
-    errors = [
-        max(abs(a - b) / abs(b) for a, b in zip(mine, other, strict=True))
-        for mine, other in zip(got, expected, strict=True)
-    ]
-    worst = max(relative_error(weights[name], value) for name, value in theirs.weights().items())
-    return errors[0], errors[1], worst
+    (*ours, trained), (*theirs, expected) = (_numbers(by, "no") for by in ("graphshard", "ddp"))
+    losses, norms = (float(((a - b) / b).abs().max()) for a, b in zip(ours, theirs))
+    return losses, norms, max(relative_error(trained[n], value) for n, value in expected.items())
 
 
-@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
-def test_trains_as_by_ddp(mixed_precision: str) -> None:
-    tolerance = 1e-5 if mixed_precision == "no" else 2e-2
-    for errors in ranks.run(2, beside_ddp, mixed_precision):
-        assert max(errors) <= tolerance
+def test_trains_as_by_ddp() -> None:
+    for errors in ranks.run(2, beside_ddp):
+        assert max(errors) <= 1e-5
+
+
+def _in_bfloat16() -> None:
+    runs = [("graphshard", "bf16"), ("ddp", "bf16"), ("ddp", "no")]
+    losses, norms, weights = zip(*(_numbers(*run) for run in runs))
+    assert_rounded("losses", *({"": of} for of in losses))
+    assert_rounded("norms", *({"": of} for of in norms))
+    assert_rounded("updates of weights", *map(updates, weights))
+
+
+@pytest.mark.low_precision
+def test_trains_as_by_ddp_in_bfloat16() -> None:
+    ranks.run(2, _in_bfloat16)
 
 
 def save_and_resume(folder: str) -> Kept:

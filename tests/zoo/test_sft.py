@@ -11,15 +11,16 @@ import datasets
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 from trl import SFTConfig, SFTTrainer
 
 from graphshard.integrations.transformers import ShardedTrainerMixin
 from tests import ranks
-from tests.numerics.compare import relative_error, whole
+from tests.numerics.compare import assert_rounded, whole
 
-from .launched import as_by_torchrun, same, small_llama
+from .launched import as_by_torchrun, same, small_llama, updates
 from .words import WORDS, tokenizer
 
 STEPS = 4
@@ -29,8 +30,8 @@ class ShardedSFTTrainer(ShardedTrainerMixin, SFTTrainer):
     """The mixin before another trainer."""
 
 
-def _train(folder: str, kind: Any, **more: Any) -> tuple[SFTTrainer, list[list[float]]]:
-    """Return the trainer with its losses and token accuracies."""
+def _train(folder: str, kind: Any, bf16: bool = True, **more: Any) -> tuple[SFTTrainer, Tensor]:
+    """Return the trainer with its losses."""
     as_by_torchrun()
     logging.set_verbosity_error()
     torch.manual_seed(0)
@@ -38,6 +39,7 @@ def _train(folder: str, kind: Any, **more: Any) -> tuple[SFTTrainer, list[list[f
     arguments = SFTConfig(
         folder,
         use_cpu=True,
+        bf16=bf16,
         max_steps=STEPS,
         optim="sgd",
         learning_rate=1e-2,
@@ -57,24 +59,30 @@ def _train(folder: str, kind: Any, **more: Any) -> tuple[SFTTrainer, list[list[f
     )
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return trainer, [[e["loss"] for e in logs], [e["mean_token_accuracy"] for e in logs]]
+    assert len(logs) == STEPS and all("mean_token_accuracy" in entry for entry in logs)
+    return trainer, torch.tensor([entry["loss"] for entry in logs])
+
+
+def _trained(trainer: SFTTrainer) -> dict[str, Tensor]:
+    params = trainer.model.named_parameters()
+    return {name.removeprefix("module."): whole(param.detach()) for name, param in params}
 
 
 def beside_ddp(folder: str) -> tuple[float, bool]:
     """The largest relative difference of a loss, and whether a plain model loads what is saved."""
-    ours, numbers = _train(folder, ShardedSFTTrainer, sharding={"compiler": "aot_eager"})
-    theirs, expected = _train(folder, SFTTrainer)
-    for mine, other in zip(numbers, expected, strict=True):
-        assert len(other) == STEPS and mine == pytest.approx(other, rel=1e-2)
-    trained = {n: whole(p.detach()) for n, p in ours.model.named_parameters()}
-    for name, value in theirs.model.named_parameters():
-        name = name.removeprefix("module.")
-        assert relative_error(trained[name], value.detach()) <= 1e-2, name
-    ours.save_model(folder)
+    sharded, ours = _train(folder, ShardedSFTTrainer, sharding={"compiler": "aot_eager"})
+    plain, theirs = _train(folder, SFTTrainer)
+    exact_plain, exact = _train(folder, SFTTrainer, bf16=False)
+    assert_rounded("losses", *({"": losses} for losses in (ours, theirs, exact)))
+    trained = _trained(sharded)
+    weights = (updates(of) for of in (trained, _trained(plain), _trained(exact_plain)))
+    assert_rounded("updates of weights", *weights)
+    sharded.save_model(folder)
     dist.barrier()
-    loss = max(abs(a - b) / b for a, b in zip(numbers[0], expected[0]))
+    loss = float(((ours - theirs) / theirs).abs().max())
     return loss, same(trained, AutoModelForCausalLM.from_pretrained(folder))
 
 
+@pytest.mark.low_precision
 def test_sft_trains_as_by_ddp(tmp_path: Path) -> None:
     assert all(saved for _, saved in ranks.run(2, beside_ddp, str(tmp_path)))

@@ -5,7 +5,6 @@ would hide a gradient of the wrong scale."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import warnings
@@ -32,8 +31,6 @@ STEPS, LEARNING_RATE = 10, 0.1
 # A gradient smaller than this part of all gradients together is compared to that part instead:
 # it is, as that of a key's bias, what rounding leaves of a sum that is zero.
 FLOOR = 1e-4
-
-Context = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass
@@ -70,7 +67,6 @@ def compare(
     *,
     compiler: str = "aot_eager",
     against: str = "ddp",
-    autocast: bool = False,
     steps: int = STEPS,
 ) -> Comparison:
     """Train ``name`` by graphshard and by ``against`` (a key of WAYS)."""
@@ -80,13 +76,12 @@ def compare(
     ours = entry.build()
     theirs = copy.deepcopy(ours)
     batches = [_batch(name, step) for step in range(steps)]
-    context = bfloat16_autocast if autocast else contextlib.nullcontext
-    expected = train(WAYS[against](theirs, mesh, entry.all_used), theirs, batches, context)
+    expected = train(WAYS[against](theirs, mesh, entry.all_used), theirs, batches)
     backend = graphshard.backend(mesh, compiler=compiler)
     compiled = torch.compile(ours, backend=backend, fullgraph=entry.one_graph)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trace = train(compiled, ours, batches, context)
+        trace = train(compiled, ours, batches)
     num_graphs = sum(plan.graph == GraphKind.FORWARD for plan in backend.plans)
     return _compared(trace, expected, num_graphs, [str(w.message) for w in caught])
 
@@ -107,18 +102,12 @@ def bfloat16_autocast() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16)
 
 
-def train(
-    call: Callable[..., Any],
-    model: nn.Module,
-    batches: list[Batch],
-    context: Context = contextlib.nullcontext,
-) -> Trace:
+def train(call: Callable[..., Any], model: nn.Module, batches: list[Batch]) -> Trace:
     """SGD on ``model``, each forward by ``call``; the optimizer is built before the first step."""
     trace = Trace()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     for batch in batches:
-        with context():
-            loss = call(**batch).loss
+        loss = call(**batch).loss
         loss.backward()
         trace.losses.append(loss.item())
         trace.gradients.append({name: _full(p.grad) for name, p in model.named_parameters()})
