@@ -24,7 +24,9 @@ from graphshard.ops.nodes import REASON
 from graphshard.passes.float8 import gather_float8
 from graphshard.planning.plan import Plan
 from tests.graph.builder import Builder, count, targets
+from tests.numerics.compare import NEEDS_FP8
 
+pytestmark = NEEDS_FP8
 DIM, BATCH = 64, 32
 E4M3 = "torch.float8_e4m3fn"
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
