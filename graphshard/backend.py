@@ -194,12 +194,6 @@ class Backend:
         shard_module(root, mesh, self.options, in_use=in_use, allow_meta=False)
         settle(self)
 
-    def num_ranks(self) -> int:
-        """Return the size of the mesh; 1 where there is none yet."""
-        if self.options.mesh is not None:
-            return self.options.mesh.size()
-        return dist.get_world_size() if dist.is_initialized() else 1
-
     @property
     def plans(self) -> list[Plan]:
         """The plan of every graph compiled so far, in order of compilation."""

@@ -86,6 +86,12 @@ class Options:
         names = [f.name for f in fields(self) if f.name not in _MAY_DIFFER_BETWEEN_RANKS]
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
+    def num_ranks(self) -> int:
+        """Return the size of the mesh; 1 where there is none yet."""
+        if self.mesh is not None:
+            return self.mesh.size()
+        return dist.get_world_size() if dist.is_initialized() else 1
+
     def for_parameter(self, fqns: Sequence[str]) -> ParamOptions:
         """Return the options of the parameter with these names (several where it is tied).
 

@@ -33,6 +33,7 @@ from .._torch.as_parameter import GatheredParameter
 from .._torch.frames import CompiledCall
 from .._torch.nn import uncompiled
 from ..errors import BackendError
+from ..options.options import Options
 from .compare_traces import ForwardCheck
 from .find import find_reduced_by_ddp
 from .sharded_param import sharded_param_of
@@ -41,13 +42,12 @@ from .sharded_param import sharded_param_of
 class Sharder(Protocol):
     """The part of a backend that shards; that class has the docstrings."""
 
+    options: Options
     forward_check: ForwardCheck
 
     def plain_parameters(self, root: nn.Module) -> list[nn.Parameter]: ...
 
     def shard_now(self, root: nn.Module) -> None: ...
-
-    def num_ranks(self) -> int: ...
 
     def compiles(self, call: CompiledCall) -> bool: ...
 
@@ -147,11 +147,11 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     if not stepped:
         return
     for watched in _watched:
-        if watched.sharder.num_ranks() > 1:
+        if watched.sharder.options.num_ranks() > 1:
             for module, plain in watched.plain_modules():
                 _raise_if_stepped(optimizer, module, stepped.intersection(plain))
     for sharder in list(_idle):
-        if sharder.num_ranks() > 1 and stepped - find_reduced_by_ddp():
+        if sharder.options.num_ranks() > 1 and stepped - find_reduced_by_ddp():
             _idle.discard(sharder)
             _warn_of_idle(optimizer)
 
