@@ -56,10 +56,7 @@ def save_in_full(save: Callable[..., Any]) -> Callable[..., Any]:
         is_within = "state_dict" in vars(self)  # of the save of a module that holds this one
         if groups is None or is_within or given.get("state_dict") is not None:
             return save(self, *args, **kwargs)
-        remedy = (
-            "model.save_pretrained(folder) outside of any `if rank == 0:`; the first one writes"
-        )
-        agree_on_gathering(groups, METHOD, type(self).__name__, remedy)
+        agree_on_gathering(groups, METHOD, type(self).__name__, _REMEDY)
         is_first, error = is_first_rank(groups), None
         if is_first and not given.get("is_main_process", True):
             error = ValueError(
