@@ -254,6 +254,8 @@ def _allowed(case: Case) -> Case:
         changes["forwards"] = 1  # torch's partitioner may save a buffer that the next one writes
     if changes.get("ignored", case.ignored):
         changes["sync"] = False  # what is ignored is not made equal
+    if case.entrance == "method":  # which calls no hooks of the model
+        changes["hooks"] = tuple(hook for hook in case.hooks if not hook.startswith("root"))
     if case.entrance in FUNCTIONS and case.kinds() & BREAKS:
         changes["sync"] = False  # an eager part may have used a value before
     if changes.get("compiler", case.compiler) == "inductor":  # of which every kernel costs a second
