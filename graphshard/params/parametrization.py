@@ -3,8 +3,9 @@
 The class of a module that owns sharded parameters becomes a subclass with one property per
 parameter. Under tracing the property returns ``graphshard::unshard(shard)``, which Dynamo takes for
 an ``nn.Parameter`` (_torch/as_parameter.py); in an eager part of a forward (a graph break, a plain
-call of the model) it runs that op for real; anywhere else it returns the DTensor. ``_parameters`` holds the DTensor, so ``named_parameters``, ``state_dict`` and
-``torch.distributed.checkpoint`` never meet the property.
+call of the model) it runs that op for real; anywhere else it returns the DTensor. ``_parameters``
+holds the DTensor, so ``named_parameters``, ``state_dict`` and ``torch.distributed.checkpoint``
+never meet the property.
 
 Classes are shared by all modules of one class with equally laid out parameters: graphs are compiled
 once for all equal layers, because Dynamo guards on the class and not on the module.

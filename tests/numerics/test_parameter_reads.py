@@ -189,8 +189,16 @@ TRACED = {
 }
 
 
+NOT_ON_2_11 = {
+    "state_dict": "Dynamo of torch 2.11 leaves it to Python, where parameters are DTensors",
+    "type": "for Dynamo of torch 2.11 the type of a tensor without a source is not itself",
+}
+
+
 @pytest.mark.parametrize("read", [*EVERYWHERE, *TRACED])
 def test_traced_reads_of_parameters(read: str) -> None:
+    if torch.__version__ < (2, 13) and read in NOT_ON_2_11:
+        pytest.skip(NOT_ON_2_11[read])
     ranks.run(2, _train, {**EVERYWHERE, **TRACED}[read], False)
 
 
