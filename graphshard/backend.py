@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from ._torch.aot_graphs import num_constants
+from ._torch.aot_graphs import flat_inputs
 from ._torch.as_parameter import trace_tables_by_attribute
 from ._torch.dynamo import (
     Trace,
@@ -113,11 +113,13 @@ class Backend:
         """
         sharded = [param for param in params if param is not None]
         layouts = [param.layout for param in sharded]
-        fqns = [""] * num_constants(gm) + [param.fqn if param else "" for param in params]
+        by_input = [None if i is None else params[i] for i in flat_inputs(gm)]
+        fqns = [param.fqn if param else "" for param in by_input]
         traced = TracedGraph(
             gm,
             inputs,
             fqns=fqns,
+            shards=[value for value, param in zip(inputs, params) if param],
             groups=list(dict.fromkeys(layout.groups.all_ranks for layout in layouts)),
             marker_groups=sorted({name for layout in layouts for name in layout.group_names()}),
             inductor_options=inductor_options,

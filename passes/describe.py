@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from graphshard._torch.aot_graphs import original_inputs
+from graphshard._torch.aot_graphs import inputs_of_gradients, original_inputs
 from graphshard._torch.tensors import size_hint
 from graphshard.kinds import HOST_COPIES, TransferKind
 from graphshard.ops import markers
@@ -18,7 +18,7 @@ from graphshard.ops.marker_specs import (
     ReduceGradSpec,
     UnshardSpec,
 )
-from graphshard.ops.nodes import memory_bytes, num_bytes, outputs_of, value_of
+from graphshard.ops.nodes import memory_bytes, num_bytes, value_of
 from graphshard.planning.plan import PlanParam, Transfer
 
 
@@ -48,12 +48,9 @@ def describe_params(graph: fx.Graph) -> dict[fx.Node, PlanParam]:
 
 
 def _inputs_of_gradients(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The input of each reduced gradient: a backward graph returns a gradient for each input."""
-    return {
-        node: i
-        for i, node in enumerate(outputs_of(graph))
-        if isinstance(node, fx.Node) and node.target in markers.REDUCE_MARKERS
-    }
+    """The input of each reduced gradient."""
+    numbers = inputs_of_gradients(graph).items()
+    return {node: i for node, i in numbers if node.target in markers.REDUCE_MARKERS}
 
 
 def _describe_param(marker: fx.Node, position: int) -> PlanParam:

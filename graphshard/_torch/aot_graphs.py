@@ -11,27 +11,51 @@ torch/fx/experimental/proxy_tensor.py. In front of Dynamo's inputs come
   and leaves the names: torch/_functorch/_aot_autograd/graph_compile.py;
 - constants that Dynamo keeps as attributes of its graph, which count as its inputs do:
   ``prepare_aot_module_simplified`` in torch/_functorch/aot_autograd.py.
+
+Of a tensor subclass, the tensors that it wraps are inputs, and its symbolic sizes and strides:
+``unwrap_tensor_subclasses`` in torch/_functorch/_aot_autograd/subclass_utils.py. Backward returns
+one None for it if it requires no gradient.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch._functorch._aot_autograd.descriptors import (
+    DummyAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+)
+from torch._functorch._aot_autograd.subclass_utils import unwrap_tensor_subclasses
 
 _PRIMAL, _ARG = re.compile(r"primals_(\d+)"), re.compile(r"arg(\d+)_\d+")
 
 _INPUT = "graphshard_input"
-"""In ``meta`` of a placeholder of a backward graph: its number as an input of forward."""
+"""In ``meta`` of nodes of a backward graph: of a placeholder, its number as an input of forward; of
+a gradient, that of the input whose gradient it is."""
 
 
 def num_constants(gm: fx.GraphModule) -> int:
     """Return how many constants of Dynamo's graph come before its inputs."""
     parameters = gm.named_parameters(remove_duplicate=False)
     return len([*parameters, *gm.named_buffers(remove_duplicate=False)])
+
+
+def flat_inputs(gm: fx.GraphModule) -> list[int | None]:
+    """Return Dynamo's input, by position, that each input of AOTAutograd's graph is or is part of.
+
+    None stands for a constant. Tokens are not counted.
+    """
+    positions: list[int | None] = [None] * num_constants(gm)
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        value = node.meta.get("example_value")
+        parts, _ = unwrap_tensor_subclasses([value], [DummyAOTInput(position)], append_symints=True)
+        positions += [position] * len(parts)
+    return positions
 
 
 def original_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -56,6 +80,22 @@ def number_inputs(forward: fx.Graph, backward: fx.Graph) -> None:
     numbers = {node.target: number for node, number in original_inputs(forward).items()}
     for node in original_inputs(backward):
         node.meta[_INPUT] = numbers[node.target]
+    of_description = {node.meta.get("desc"): i for node, i in original_inputs(forward).items()}
+    descriptions = backward.output_node().meta.get("desc", ())
+    for gradient, description in zip(_outputs(backward), descriptions):
+        if isinstance(gradient, fx.Node) and isinstance(description, GradAOTOutput):
+            gradient.meta[_INPUT] = of_description[description.grad_of]
+
+
+def inputs_of_gradients(backward: fx.Graph) -> dict[fx.Node, int]:
+    """Return the number of the input whose gradient each output of a backward graph is."""
+    outputs = enumerate(_outputs(backward))
+    return {n: n.meta.get(_INPUT, i) for i, n in outputs if isinstance(n, fx.Node)}
+
+
+def _outputs(graph: fx.Graph) -> Sequence[object]:
+    outputs: Any = graph.output_node().args[0]
+    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
 
 
 def graph_kind(graph: fx.Graph) -> Literal["forward", "backward", "inference"]:

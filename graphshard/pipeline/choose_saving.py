@@ -281,6 +281,6 @@ def _free_gb(traced: TracedGraph, device: torch.device) -> float:
     inputs = [value for value in traced.inputs if isinstance(value, torch.Tensor)]
     on_device = [tensor for tensor in inputs if tensor.device.type == device.type]
     own = sum(tensor.nbytes for tensor in on_device)
-    states = 2 * sum(shard.nbytes for shard in traced.params() if shard.requires_grad)
+    states = 2 * sum(shard.nbytes for shard in traced.shards if shard.requires_grad)
     left = free + cached + own - states - int(FRAGMENTED * total)
     return max(left // (STEP * total), 1) * STEP * total / 1e9

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ class TracedGraph:
         inputs: one example for each placeholder.
         fqns: by input of the graph that AOTAutograd makes of it, the name of the parameter whose
             shard it is; "" for others.
+        shards: of parameters, among the inputs.
         groups: for each mesh of its parameters, the name of the group of all ranks; they compile
             this graph, too.
         marker_groups: names of all groups that its markers may have.
@@ -36,6 +37,7 @@ class TracedGraph:
     gm: fx.GraphModule
     inputs: Sequence[Any]
     fqns: Sequence[str]
+    shards: Sequence[torch.Tensor]
     groups: Sequence[str]
     marker_groups: Sequence[str]
     inductor_options: Mapping[str, Any]
@@ -51,18 +53,13 @@ class TracedGraph:
         tensors = (value for value in self.inputs if isinstance(value, torch.Tensor))
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
-    def params(self) -> Iterator[torch.Tensor]:
-        """Yield the shards of parameters among the inputs."""
-        fqns = self.fqns[len(self.fqns) - len(self.inputs) :]  # constants come before the inputs
-        return (value for fqn, value in zip(fqns, self.inputs, strict=True) if fqn)
-
     def batch_sizes(self) -> tuple[str, bool]:
         """Describe the sizes of inputs that are neither parameters nor buffers.
 
         Returns:
             The sizes of each one, as in "16x24, 16", and whether the graph runs with others, too.
         """
-        shards = {id(shard) for shard in self.params()}
+        shards = {id(shard) for shard in self.shards}
         nodes = self.gm.graph.find_nodes(op="placeholder")
         batch = [
             (node.meta["example_value"].shape, value.shape)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.two_tensor import TwoTensor
 
 import graphshard
 from graphshard.kinds import TransferKind
@@ -67,6 +68,30 @@ def test_parameters_are_described(mesh: DeviceMesh) -> None:
         weight = described["mid.weight"]
         assert (weight.shape, weight.padded_rows) == ((11, 13), 2)
         assert weight.dtype == "torch.float32"
+
+
+class WrappedFirst(nn.Module):
+    """A frozen tensor subclass, which AOTAutograd takes apart, is used before a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wrapped = TwoTensor(torch.randn(7, 7), torch.randn(7, 7))
+        self.frozen = nn.Parameter(wrapped, requires_grad=False)
+        self.trained = nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.trained((x @ self.frozen).a).square().mean()
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_parameters_have_their_names_after_a_tensor_subclass(
+    mesh: DeviceMesh, compiler: str
+) -> None:
+    model = WrappedFirst()
+    backend = graphshard.backend(mesh, compiler=compiler, ignored_params=[model.frozen])
+    torch.compile(model, backend=backend, fullgraph=True)(torch.ones(5, 7)).backward()
+    for plan in backend.plans:
+        assert sorted(param.fqn for param in plan.params) == ["trained.bias", "trained.weight"]
 
 
 def test_a_tied_weight_is_one_parameter_of_a_plan(mesh: DeviceMesh) -> None:

@@ -155,7 +155,8 @@ def test_the_same_memory_of_a_gpu_is_free_after_a_restart(monkeypatch: pytest.Mo
     traced = TracedGraph(
         fx.GraphModule({}, fx.Graph()),
         [trained, frozen],
-        fqns=["", "trained", "frozen"],  # of a constant first
+        fqns=["trained", "frozen"],
+        shards=[trained, frozen],
         groups=[],
         marker_groups=[],
         inductor_options={},
