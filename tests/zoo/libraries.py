@@ -1,0 +1,213 @@
+"""Models of other libraries than `transformers`, by name: peft's adapters, diffusers, and
+sentence-transformers. All are built from tiny configs, without a download and without dropout."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .models import causal_batch, llama
+from .words import WORDS, tokenizer
+
+Loss = Callable[[Any, Any], Tensor]
+"""``loss(model, batch)``; ``model`` is what is called, compiled or not."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """One model of a library.
+
+    Attributes:
+        build: makes it, with random weights.
+        batch: makes one batch; the generator differs by rank and step.
+        loss: the loss of a batch, as the library's own training script computes it.
+        one_graph: whether Dynamo traces it without a graph break.
+    """
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], Any]
+    loss: Loss
+    one_graph: bool = True
+
+
+def loss_of_output(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the loss that a model of transformers computes itself."""
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+# --- peft ----------------------------------------------------------------------------------------
+
+
+def _adapted(config: str, **changes: Any) -> nn.Module:
+    import peft
+
+    model = peft.get_peft_model(llama(), getattr(peft, config)(task_type="CAUSAL_LM", **changes))
+    for name, param in model.named_parameters():
+        if "lora_B" in name or "ia3" in name:  # zeros and ones, which leave gradients zero or alike
+            nn.init.normal_(param, mean=float("ia3" in name), std=0.1)
+    return model
+
+
+def dora() -> nn.Module:
+    """Return a Llama with DoRA, which takes the norm of base and adapter together."""
+    return _adapted("LoraConfig", r=3, target_modules=["q_proj", "v_proj"], use_dora=True)
+
+
+def lora_with_saved_modules() -> nn.Module:
+    """Return a Llama with LoRA, whose head is a trained copy of the frozen one."""
+    return _adapted("LoraConfig", r=3, target_modules=["q_proj"], modules_to_save=["lm_head"])
+
+
+def ia3() -> nn.Module:
+    """Return a Llama with IA3, which scales what some layers take or return."""
+    targets = ["k_proj", "v_proj", "down_proj"]
+    return _adapted("IA3Config", target_modules=targets, feedforward_modules=["down_proj"])
+
+
+def prompt_tuning() -> nn.Module:
+    """Return a Llama with trained embeddings in front of each text."""
+    return _adapted("PromptTuningConfig", num_virtual_tokens=5)
+
+
+# --- diffusers -----------------------------------------------------------------------------------
+
+CHANNELS, CONTEXT = 4, 20
+
+
+def unet() -> nn.Module:
+    """Return a UNet of Stable Diffusion's kind with two resolutions."""
+    from diffusers import UNet2DConditionModel
+
+    return UNet2DConditionModel(
+        sample_size=8,
+        in_channels=CHANNELS,
+        out_channels=CHANNELS,
+        block_out_channels=(12, 20),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=CONTEXT,
+        attention_head_dim=2,
+        norm_num_groups=4,
+    )
+
+
+def dit() -> nn.Module:
+    """Return a diffusion transformer of two layers."""
+    from diffusers import DiTTransformer2DModel
+
+    return DiTTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=10,
+        in_channels=CHANNELS,
+        num_layers=2,
+        sample_size=8,
+        patch_size=2,
+        num_embeds_ada_norm=11,
+        dropout=0.0,
+        norm_num_groups=2,
+        attention_bias=False,
+    ).eval()  # in training it drops classes at random
+
+
+def noise_batch(rng: torch.Generator) -> dict[str, Tensor]:
+    """Return noisy latents with their noise, times, texts and classes."""
+    return {
+        "latents": torch.randn(2, CHANNELS, 8, 8, generator=rng),
+        "noise": torch.randn(2, CHANNELS, 8, 8, generator=rng),
+        "times": torch.randint(1000, (2,), generator=rng),
+        "texts": torch.randn(2, 6, CONTEXT, generator=rng),
+        "classes": torch.randint(11, (2,), generator=rng),
+    }
+
+
+def _noisy(batch: Mapping[str, Tensor]) -> Tensor:
+    from diffusers import DDPMScheduler
+
+    return DDPMScheduler().add_noise(batch["latents"], batch["noise"], batch["times"])
+
+
+def unet_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the loss of train_text_to_image.py."""
+    predicted = model(_noisy(batch), batch["times"], batch["texts"], return_dict=False)[0]
+    return F.mse_loss(predicted, batch["noise"])
+
+
+def dit_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the loss of the predicted noise, given the class of each picture."""
+    predicted = model(
+        _noisy(batch), timestep=batch["times"], class_labels=batch["classes"], return_dict=False
+    )[0]
+    return F.mse_loss(predicted, batch["noise"])
+
+
+# --- sentence-transformers -----------------------------------------------------------------------
+
+
+def sentences() -> nn.Module:
+    """Return a BERT with pooling and normalisation that embeds sentences."""
+    import transformers
+    from safetensors.torch import save_file
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import Normalize, Pooling, Transformer
+
+    config = transformers.BertConfig(
+        vocab_size=len(WORDS) + 3,
+        hidden_size=18,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=25,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        # Without a pooler, which no sentence's embedding depends on.
+        bert = transformers.BertModel(config, add_pooling_layer=False)
+        # Not save_pretrained, which only writes on the first rank.
+        bert.config.to_json_file(f"{folder}/config.json", use_diff=False)
+        save_file(bert.state_dict(), f"{folder}/model.safetensors", {"format": "pt"})
+        tokenizer().save_pretrained(folder)
+        embed = Transformer(folder, model_kwargs={"add_pooling_layer": False})
+    for name, param in embed.named_parameters():
+        if name.endswith("key.bias"):  # its gradient is what rounding leaves of zero
+            param.requires_grad_(False)
+    pooling = Pooling(embed.get_embedding_dimension())
+    return SentenceTransformer(modules=[embed, pooling, Normalize()], device="cpu")
+
+
+def pairs_batch(rng: torch.Generator) -> list[dict[str, Tensor]]:
+    """Return the features of three sentences and of one that belongs to each."""
+    columns = []
+    for length in (6, 9):
+        ids = torch.randint(3, len(WORDS) + 3, (3, length), generator=rng)
+        mask = torch.ones_like(ids)
+        mask[1, length - 2 :] = 0
+        columns.append({"input_ids": ids, "attention_mask": mask})
+    return columns
+
+
+def ranking_loss(model: Any, batch: list[dict[str, Tensor]]) -> Tensor:
+    """Return the loss as `SentenceTransformerTrainer.compute_loss` does."""
+    from sentence_transformers.losses import MultipleNegativesRankingLoss
+
+    loss: Tensor = MultipleNegativesRankingLoss(model)([dict(column) for column in batch], None)
+    return loss
+
+
+LIBRARIES: dict[str, Library] = {
+    "peft-dora": Library(dora, causal_batch, loss_of_output),
+    "peft-modules-to-save": Library(lora_with_saved_modules, causal_batch, loss_of_output),
+    "peft-ia3": Library(ia3, causal_batch, loss_of_output),
+    "peft-prompt-tuning": Library(prompt_tuning, causal_batch, loss_of_output),
+    "diffusers-unet": Library(unet, noise_batch, unet_loss),
+    "diffusers-dit": Library(dit, noise_batch, dit_loss),
+    "sentence-transformers": Library(sentences, pairs_batch, ranking_loss),
+}
