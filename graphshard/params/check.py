@@ -130,18 +130,28 @@ def _fault_of_tensor(param: nn.Parameter, all_meta: bool) -> str | None:
     if isinstance(param, DTensor):
         return f"is a DTensor of {param.placements} already: give graphshard the plain module"
     if is_traceable_wrapper_subclass(param.data):
-        instead = (
-            "; for fp8 on the wire give the plain module and fp8=graphshard.Float8Policy()"
-            if is_of_torchao(param.data)
-            else ""
+        return (
+            f"is a {type(param.data).__name__}: only plain tensors can be sharded"
+            + _instead_of_subclass(param)
         )
-        return f"is a {type(param.data).__name__}: only plain tensors can be sharded{instead}"
     if param.is_meta and not all_meta:
         return (
             "is on the meta device: shard the whole model there by graphshard.shard, then call "
             "to_empty() and initialise it before the first step"
         )
     return None
+
+
+def _instead_of_subclass(param: nn.Parameter) -> str:
+    if is_of_torchao(param.data):
+        return "; for fp8 on the wire give the plain module and fp8=graphshard.Float8Policy()"
+    if param.requires_grad:
+        return ""  # nobody would reduce its gradient
+    return (
+        ". It is frozen: to keep it whole on every rank, as the quantised base of QLoRA, give "
+        "ignored_params=[p for p in model.parameters() if isinstance(p.data, "
+        f"{type(param.data).__name__})]"
+    )
 
 
 def _fault_of_overrides(
