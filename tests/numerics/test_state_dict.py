@@ -4,6 +4,7 @@ and back."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -218,3 +220,74 @@ def _optimizer_state_dict() -> None:
 
 def test_an_optimizer_state_dict() -> None:
     ranks.run(2, _optimizer_state_dict)
+
+
+def _save_while_training(path: Path) -> dict[str, torch.Tensor]:
+    """Train on while a checkpoint is written; return the values of the moment it was begun."""
+    model, compiled, optimizer = _train(GPT)
+    saved = _values(model)
+    state = {"model": model.state_dict()}
+    # A thread plans the checkpoint with the other ranks meanwhile: it needs a group of its own.
+    writing = dcp.async_save(state, checkpoint_id=path, process_group=dist.new_group())
+    _train_on(compiled, optimizer)
+    writing.result()
+    changed = _values(model)
+    assert not any(torch.equal(changed[name], value) for name, value in saved.items())
+    return saved
+
+
+def test_a_checkpoint_saved_while_training_goes_on(tmp_path: Path) -> None:
+    # In processes of their own: DCP keeps a thread.
+    saved = ranks.run_fresh(3, _save_while_training, tmp_path)
+    ranks.run(2, _load, GPT, sharded, tmp_path, saved)
+
+
+def _on_mesh(shape: tuple[int, ...]) -> nn.Module:
+    return graphshard.shard(GPT(), init_device_mesh("cpu", shape))
+
+
+def _save_on_mesh(shape: tuple[int, ...], path: Path) -> dict[str, torch.Tensor]:
+    model = _on_mesh(shape)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    backend = graphshard.backend(compiler="aot_eager")
+    _train_on(torch.compile(model, backend=backend, fullgraph=True), optimizer)
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+    dcp.save(states, checkpoint_id=path)
+    return _whole_states(model, optimizer)
+
+
+def _load_on_mesh(shape: tuple[int, ...], path: Path, saved: dict[str, torch.Tensor]) -> None:
+    torch.manual_seed(77)
+    model = _on_mesh(shape)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+    dcp.load(states, checkpoint_id=path)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=states["model"],
+        optim_state_dict=states["optimizer"],
+    )
+    loaded = _whole_states(model, optimizer)
+    assert loaded.keys() == saved.keys()
+    for name, value in saved.items():
+        assert torch.equal(loaded[name], value), name
+
+
+def _whole_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return the full values of parameters and of the optimizer's state."""
+    values = _values(model)
+    for name, param in model.named_parameters():
+        states = optimizer.state[param].items()
+        values |= {f"{name}.{key}": whole(state) for key, state in states}
+    return values
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, 2), (4,)), ((2, 2), (2,)), ((4,), (2, 2)), ((2,), (2, 2))]
+)
+def test_a_checkpoint_goes_between_replicated_shards_and_shards(
+    before: tuple[int, ...], after: tuple[int, ...], tmp_path: Path
+) -> None:
+    saved = ranks.run(math.prod(before), _save_on_mesh, before, tmp_path)[0]
+    ranks.run(math.prod(after), _load_on_mesh, after, tmp_path, saved)
