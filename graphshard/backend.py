@@ -236,8 +236,7 @@ class Backend:
             seen.update(names_of(root))
             check_borders(root, self.options, in_use)
             self.shard_now(root, in_use)
-        if seen:
-            self.forward_check.expect(gm, inputs, seen)
+        self.forward_check.expect(gm, inputs, seen)
         return bool(seen)
 
 
@@ -358,8 +357,7 @@ def _shard_before_trace(_: object) -> None:
     call = compiled_call()
     called = next(iter(call.called), None)
     root = called if call.module is None else call.module  # a module may have no truth value
-    its_backend = _backend_of(call)
-    if its_backend is not None and root is not None:
+    if root is not None and (its_backend := _backend_of(call)) is not None:
         its_backend.shard_compiled(root, call)
 
 

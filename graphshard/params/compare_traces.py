@@ -63,9 +63,10 @@ class ForwardCheck:
         """Take the graph of a plain model for what its sharded one has to be.
 
         Args:
-            fqns: names of the parameters that are sharded now, by ``id``.
+            fqns: names of the parameters that are sharded now, by ``id``; empty: the model was
+                sharded before, and nothing is expected.
         """
-        if not self._casts:
+        if fqns and not self._casts:
             self._plain = _trace_of(gm, [self._fqn(value, fqns) for value in inputs])
 
     def _fqn(self, value: object, fqns: Mapping[int, str]) -> str | None:
