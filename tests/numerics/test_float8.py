@@ -70,14 +70,8 @@ def _convert(model: nn.Module, **config: Any) -> nn.Module:
     )
 
 
-def _by_torchao(
-    size: Size, batches: list[Tensor], policy: MixedPrecisionPolicy, inductor: bool = False
-) -> History:
-    """Train by FSDP2 with torchao, by Inductor if asked to."""
-    model = _convert(_model(size))
+def _by_fsdp2(model: nn.Module, batches: list[Tensor], policy: MixedPrecisionPolicy) -> History:
     for block in model.blocks:  # type: ignore[union-attr]
-        if inductor:
-            block.compile()
         fully_shard(block, mesh=world_mesh(), mp_policy=policy)
     fully_shard(model, mesh=world_mesh(), mp_policy=policy)
     return train_steps(model, model, batches)
@@ -93,12 +87,12 @@ def _beside_torchao(
         ours, compiler=compiler, mp_policy=mp_policy, fp8=graphshard.Float8Policy()
     )
     trained = train_steps(compiled, ours, batches)
-    by_aten = _by_torchao(size, batches, mp_policy)
+    expected = _by_fsdp2(_convert(_model(size)), batches, mp_policy)
     if compiler == "aot_eager":
-        assert_equal(trained, by_aten)
+        assert_equal(trained, expected)
     else:  # what a fusion rounds differently may end in the next value of fp8
-        by_inductor = _by_torchao(size, batches, mp_policy, inductor=True)
-        assert_trained_alike(trained, by_inductor, by_aten)
+        in_float32 = _by_fsdp2(_model(size), batches, MixedPrecisionPolicy())
+        assert_trained_alike(trained, expected, in_float32)
     recording.clear()
     compiled(batches[0]).backward()
     return [(event.kind, event.dtype) for event in recording.collectives()]
@@ -264,24 +258,19 @@ def test_scales_and_bytes_are_those_of_the_whole(
 
 def _converted(compiler: str) -> None:
     size = SHALLOW if compiler == "inductor" else SIZE
-    ours, by_aten, by_inductor = (_convert(_model(size)) for _ in range(3))
+    ours, theirs, exact = _convert(_model(size)), _convert(_model(size)), _model(size)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         compiled = compile_sharded(ours, compiler=compiler)
         compiled(_batch(0, dist.get_rank())).backward()
     assert any("modules are torchao's" in str(warning.message) for warning in caught)
-    _backward_of_all_ranks(by_aten)
+    for model in (theirs, exact):
+        losses = [model(_batch(0, rank)) for rank in range(dist.get_world_size())]
+        torch.stack(losses).mean().backward()
     if compiler == "aot_eager":
-        assert_same(ours, by_aten)
+        assert_same(ours, theirs)
     else:
-        by_inductor.compile()
-        _backward_of_all_ranks(by_inductor)
-        assert_rounded("gradients", *map(full_grads, (ours, by_inductor, by_aten)))
-
-
-def _backward_of_all_ranks(model: nn.Module) -> None:
-    losses = [model(_batch(0, rank)) for rank in range(dist.get_world_size())]
-    torch.stack(losses).mean().backward()
+        assert_rounded("gradients", *map(full_grads, (ours, theirs, exact)))
 
 
 @pytest.mark.low_precision
