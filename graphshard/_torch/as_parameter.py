@@ -54,11 +54,12 @@ class _ParameterVariable(TensorVariable):
     grad mode: a parameter that was read under ``no_grad`` gets gradients from uses outside of it.
     """
 
-    _nonvar_fields = {"_markers", "_emit", "_grad", *TensorVariable._nonvar_fields}
+    _nonvar_fields = {"_markers", "_emit", "_shard", "_grad", *TensorVariable._nonvar_fields}
 
     def __init__(self, proxy: fx.Proxy, **properties: Any) -> None:
         self._markers: dict[tuple[object, ...], fx.Proxy] = {}
         self._emit: Callable[[], fx.Proxy]
+        self._shard: Source
         self._grad: Source
         super().__init__(proxy, **properties)
 
@@ -106,16 +107,15 @@ def _value(source: Source) -> Any:
 def trace_as_parameters(
     ops: Iterable[OpOverload],
     dtensor_path: Iterable[str],
-    on_first_read: Callable[[Source], None],
     on_functional_call: Callable[[Source], None],
 ) -> None:
     """Have Dynamo take the results of ``ops`` for parameters.
 
     Args:
-        dtensor_path: attributes that lead from an op's first argument to the parameter's DTensor.
-        on_first_read: called with the source of the first argument, once for each trace.
-        on_functional_call: called with it where ``torch.func.functional_call`` runs the code that
-            reads the parameter.
+        dtensor_path: attributes that lead from an op's first argument, the shard, to the
+            parameter's DTensor.
+        on_functional_call: called with the source of the shard where
+            ``torch.func.functional_call`` runs the code that reads the parameter.
     """
 
     def trace(
@@ -128,13 +128,19 @@ def trace_as_parameters(
         traced = tx.output.__dict__.setdefault(_TRACED, {})
         key = (function.value, *map(_identity, args))
         if key not in traced:
-            on_first_read(source)
-            traced[key] = _parameter(tx, function.value, args)
-            traced[key]._grad = functools.reduce(AttrSource, (*dtensor_path, "grad"), source)
+            traced[key] = variable = _parameter(tx, function.value, args)
+            variable._shard = source
+            variable._grad = functools.reduce(AttrSource, (*dtensor_path, "grad"), source)
         return traced[key]
 
     for op in ops:
         TorchInGraphFunctionVariable._get_handlers()[op] = trace
+
+
+def shards_read() -> list[Source]:
+    """Return where the running trace found the shards of the parameters that it has read."""
+    traced = InstructionTranslator.current_tx().output.__dict__.get(_TRACED, {})
+    return list(dict.fromkeys(variable._shard for variable in traced.values()))
 
 
 def _identity(argument: VariableTracker) -> object:

@@ -1,4 +1,4 @@
-"""Guards the parameters that a traced forward reads; raises where it changes or replaces them.
+"""Raises where a traced forward changes full parameters, or is given others instead.
 
 Both would be lost in silence. A full parameter is a copy that is gathered for each forward, and
 graphs read it through its shard, whatever stands in the module's table of parameters.
@@ -20,11 +20,7 @@ from ..errors import BackendError
 from ..ops import markers
 from ..ops.nodes import graph_modules
 from .sharded_model import changed_in_place
-from .sharded_param import SHARDED_PARAM, ShardedParam, in_sync, sharded_param_of
-
-
-def _guard(shard: Source) -> None:
-    Trace().guard(shard, SHARDED_PARAM, in_sync)
+from .sharded_param import SHARDED_PARAM, ShardedParam, sharded_param_of
 
 
 def _refuse_functional_call(shard: Source) -> None:
@@ -39,7 +35,6 @@ def _refuse_functional_call(shard: Source) -> None:
 trace_as_parameters(
     markers.UNSHARD_MARKERS,
     (SHARDED_PARAM, "dtensor"),
-    on_first_read=_guard,
     on_functional_call=_refuse_functional_call,
 )
 

@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import fx, nn
 
+from .._torch.as_parameter import shards_read
 from .._torch.dynamo import Trace, source_name, sources
 from .._torch.frames import CompiledCall
 from .._torch.nn import uncompiled
 from ..errors import BackendError
 from .shard import take_replacements
 from .sharded_model import sharded_model_of
-from .sharded_param import ShardedParam, sharded_param_of
+from .sharded_param import SHARDED_PARAM, ShardedParam, in_sync, sharded_param_of
 
 
 def modules_of(owners: Iterable[object]) -> Iterator[nn.Module]:
@@ -55,7 +56,11 @@ def find_root(
 
 
 def sync_params(trace: Trace, gm: fx.GraphModule, inputs: Sequence[object]) -> bool:
-    """Return False if a sharded parameter, or its ``requires_grad``, was not as traced."""
+    """Guard every sharded parameter; return False if one, or its ``requires_grad``, was not as
+    traced."""
+    # Also those of which only attributes are read, which are no inputs.
+    for shard in shards_read():
+        trace.guard(shard, SHARDED_PARAM, in_sync)
     synced = True
     for source, value in zip(sources(gm), inputs, strict=True):
         param = sharded_param_of(value)

@@ -13,7 +13,6 @@ once for all equal layers, because Dynamo guards on the class and not on the mod
 
 from __future__ import annotations
 
-import copyreg
 import functools
 from abc import ABCMeta
 from collections.abc import Iterable, Mapping
@@ -54,23 +53,31 @@ class ShardedModule(NoticesReplacement):
         if "_graphshard_plain_class" not in vars(cls):  # a subclass that the user makes of ours
             super().__init_subclass__(**kwargs)
 
+    # A slice of a ParameterList calls self.__class__(): what it makes is not sharded. Copies and
+    # pickles call cls.__new__(cls) for an instance of cls; Dynamo does not trace a change of class.
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        if "_graphshard_plain_class" not in vars(cls):
-            return super().__new__(cls)
-        # A slice of a ParameterList calls self.__class__(): what it makes is not sharded.
+        new: Any = super().__new__
+        if not (is_compiling() and "_graphshard_plain_class" in vars(cls)):
+            return new(cls) if new is object.__new__ else new(cls, *args, **kwargs)
         plain = cls._graphshard_plain_class
         module = plain.__new__(plain, *args, **kwargs)
         module.__init__(*args, **kwargs)
         return module
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        cls = type(self)
+        if "_graphshard_plain_class" not in vars(cls):
+            super().__init__(*args, **kwargs)
+            return
+        object.__setattr__(self, "__class__", cls._graphshard_plain_class)
+        self.__init__(*args, **kwargs)  # type: ignore[misc]
+
     def __reduce_ex__(self, protocol: SupportsIndex) -> Reduced:
         what = f"a module {type(self).__name__}"
         params = parameters_of(self).values()
         gradients = [p.grad for p in params if p is not None and p.grad is not None]
-        make, arguments, *rest = cast(Reduced, super().__reduce_ex__(protocol))
-        if make is copyreg.__newobj__:  # type: ignore[attr-defined]  # calls our __new__
-            make = self._graphshard_plain_class.__new__
-        return for_copies_alone(what, (make, arguments, *rest), gradients)
+        return for_copies_alone(what, cast(Reduced, super().__reduce_ex__(protocol)), gradients)
 
     @property
     def require_backward_grad_sync(self) -> bool:

