@@ -11,6 +11,7 @@ call the same operators on the same values:
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -51,11 +52,12 @@ class ForwardCheck:
         self._plain: tuple[_Step, ...] | None = None
 
     def trace_plain(self, module: nn.Module, call: Callable[[], object]) -> None:
-        """Trace a call of a module that is about to be sharded, up to the first graph break.
+        """Trace a call of a module that is about to be sharded, if ``GRAPHSHARD_CHECK=1`` is set.
 
-        Nothing is computed.
+        Nothing is computed. The trace ends at the first graph break.
         """
-        captured = None if self._casts else capture_graph(call)
+        is_on = os.environ.get("GRAPHSHARD_CHECK") == "1" and not self._casts
+        captured = capture_graph(call) if is_on else None
         if captured is not None:
             self.expect(*captured, names_of(module))
 

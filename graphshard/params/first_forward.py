@@ -22,7 +22,6 @@ Dynamo compiles one of them, the module is sharded at that point, and this hook 
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -114,7 +113,7 @@ class _FirstForward:
             return None  # a call of the plain module
         self.handle.remove()
         if self._sharder.plain_parameters(module):
-            if os.environ.get("GRAPHSHARD_CHECK") == "1" and not self._is_off:
+            if not self._is_off:
                 self._sharder.forward_check.trace_plain(module, lambda: module(*args, **kwargs))
             self._sharder.shard_now(module)
         elif not self.casts_anyway:

@@ -296,8 +296,13 @@ def test_a_model_that_makes_a_constant(script: str, capsys: pytest.CaptureFixtur
     ],
 )
 def test_a_script_that_fails(
-    script: str, capsys: pytest.CaptureFixture[str], function: str, error: str
+    script: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    function: str,
+    error: str,
 ) -> None:
+    monkeypatch.setenv("GRAPHSHARD_CHECK", "1")
     assert main(["check", f"{script}:{function}"]) == 1
     text = capsys.readouterr().out
     assert text.startswith("error  ") and error in text.splitlines()[0], text
