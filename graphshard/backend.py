@@ -42,7 +42,7 @@ from .errors import BackendError
 from .options.float8_policy import Float8Policy
 from .options.options import Options, hashable, mesh_for
 from .options.schedule_policy import SchedulePolicy
-from .params.check_reads import check_reads
+from .params.check_reads import check_reads, trace_parameters
 from .params.compare_traces import ForwardCheck, names_of
 from .params.compiled_root import find_root, note_breaks, sync_params
 from .params.dtype_advice import advise, advising
@@ -77,6 +77,8 @@ class Backend:
         self.forward_check = ForwardCheck(options)
         self._made_at_s = time.time()
         on_compile_start(_shard_before_trace)
+        trace_parameters()
+        trace_tables_by_attribute(_is_read_full)
         watch_idle(self)
 
     def __call__(
@@ -382,7 +384,6 @@ def _is_read_full(value: DTensor) -> bool:
 
 on_compile_start(_shard_before_trace)
 on_lookup("graphshard", _given_by_name)
-trace_tables_by_attribute(_is_read_full)
 
 
 _named: dict[Hashable, Backend] = {}

@@ -133,7 +133,7 @@ def trace_as_parameters(
             variable._grad = functools.reduce(AttrSource, (*dtensor_path, "grad"), source)
         return traced[key]
 
-    for op in ops:
+    for op in ops:  # Dynamo makes the table once, of the devices that it knows by then
         TorchInGraphFunctionVariable._get_handlers()[op] = trace
 
 

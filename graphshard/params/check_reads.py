@@ -6,6 +6,7 @@ graphs read it through its shard, whatever stands in the module's table of param
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -32,11 +33,11 @@ def _refuse_functional_call(shard: Source) -> None:
     )
 
 
-trace_as_parameters(
-    markers.UNSHARD_MARKERS,
-    (SHARDED_PARAM, "dtensor"),
-    on_functional_call=_refuse_functional_call,
-)
+@functools.cache
+def trace_parameters() -> None:
+    """Have Dynamo take what markers return for parameters, from now on."""
+    path = (SHARDED_PARAM, "dtensor")
+    trace_as_parameters(markers.UNSHARD_MARKERS, path, _refuse_functional_call)
 
 
 def check_reads(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
