@@ -49,7 +49,7 @@ def check_command(words: list[str], place: str) -> None:
     """Fail for a command that does not exist, or that nothing here runs."""
     match words:
         case ["make", target]:
-            assert f"\n{target}: " in (ROOT / "Makefile").read_text(), f"{place}: {target}"
+            assert f"\n{target}:" in (ROOT / "Makefile").read_text(), f"{place}: {target}"
         case ["python", "-m", "graphshard", *rest]:
             arguments().parse_args(rest)
         case ["torchrun", "--nproc_per_node=2", "train.py"] | ["cp", "-r", "folder", "old"]:
