@@ -79,7 +79,7 @@ def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) 
         ValueError: something is in the way of sharding ``model``.
     """
     kind, how = accelerator.distributed_type, "leave it to graphshard.backend's arguments"
-    # On CPUs Accelerate leaves FSDP out without a word.
+    # Accelerate silently ignores FSDP on CPUs.
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         kind = DistributedType.FSDP
     if kind not in _PLAIN:

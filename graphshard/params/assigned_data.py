@@ -46,9 +46,9 @@ def assign_data(dtensor: DTensor, value: object) -> bool:
 
 def _fault(value: torch.Tensor, layout: Layout) -> str | None:
     if value.shape != layout.shape:
-        return f"the value has the shape {tuple(value.shape)}, and not {tuple(layout.shape)}"
+        return f"the value has the shape {tuple(value.shape)} instead of {tuple(layout.shape)}"
     if isinstance(value, DTensor) and value.device_mesh != layout.mesh:
-        return f"the value is on {value.device_mesh}, and not on {layout.mesh}"
+        return f"the value is on {value.device_mesh} instead of {layout.mesh}"
     return None
 
 

@@ -1,7 +1,7 @@
 """Sharded parameters as inputs of ``torch.autograd.grad`` and of ``backward(inputs=)``.
 
-Autograd knows the shard and the stand-ins of accumulators, and not the DTensor that users name: it
-would return None for it.
+Autograd knows the shard and the stand-ins of accumulators. For the DTensor, which users name, it
+would return None.
 """
 
 from __future__ import annotations

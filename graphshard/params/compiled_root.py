@@ -58,7 +58,7 @@ def find_root(
 def sync_params(trace: Trace, gm: fx.GraphModule, inputs: Sequence[object]) -> bool:
     """Guard every sharded parameter; return False if one, or its ``requires_grad``, was not as
     traced."""
-    # Also those of which only attributes are read, which are no inputs.
+    # Dynamo drops a shard from the inputs if forward only reads attributes of its parameter.
     for shard in shards_read():
         trace.guard(shard, SHARDED_PARAM, in_sync)
     synced = True

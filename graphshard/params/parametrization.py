@@ -50,7 +50,7 @@ class ShardedModule(NoticesReplacement):
     _graphshard_markers: ClassVar[Mapping[str, MarkerCall]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        if "_graphshard_plain_class" not in vars(cls):  # a subclass that the user makes of ours
+        if not _is_ours(cls):
             super().__init_subclass__(**kwargs)
 
     # A slice of a ParameterList calls self.__class__(): what it makes is not sharded. Copies and
@@ -58,7 +58,7 @@ class ShardedModule(NoticesReplacement):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         new: Any = super().__new__
-        if not (is_compiling() and "_graphshard_plain_class" in vars(cls)):
+        if not (is_compiling() and _is_ours(cls)):
             return new(cls) if new is object.__new__ else new(cls, *args, **kwargs)
         plain = cls._graphshard_plain_class
         module = plain.__new__(plain, *args, **kwargs)
@@ -67,7 +67,7 @@ class ShardedModule(NoticesReplacement):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         cls = type(self)
-        if "_graphshard_plain_class" not in vars(cls):
+        if not _is_ours(cls):
             super().__init__(*args, **kwargs)
             return
         object.__setattr__(self, "__class__", cls._graphshard_plain_class)
@@ -106,6 +106,11 @@ class ShardedModule(NoticesReplacement):
         cls = type(self)
         kept = cls._graphshard_markers
         _give_class(self, cls._graphshard_plain_class, kept, kept)
+
+
+def _is_ours(cls: type) -> bool:
+    """Return whether ``_sharded_class`` made ``cls``, instead of a user who subclasses it."""
+    return "_graphshard_plain_class" in vars(cls)
 
 
 def set_flags(flags: Mapping[nn.Module, bool], name: str) -> None:

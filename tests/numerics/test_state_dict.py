@@ -172,10 +172,7 @@ def _save_with_optimizer(path: Path) -> list[float]:
     return _train_on(compiled, optimizer)
 
 
-def _load_with_optimizer(path: Path) -> list[float]:
-    torch.manual_seed(77)
-    model = sharded(GPT())
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+def _load_states(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
     dcp.load(states, checkpoint_id=path)
     set_state_dict(
@@ -184,6 +181,13 @@ def _load_with_optimizer(path: Path) -> list[float]:
         model_state_dict=states["model"],
         optim_state_dict=states["optimizer"],
     )
+
+
+def _load_with_optimizer(path: Path) -> list[float]:
+    torch.manual_seed(77)
+    model = sharded(GPT())
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    _load_states(model, optimizer, path)
     return _train_on(compile_sharded(model), optimizer)
 
 
@@ -260,14 +264,7 @@ def _load_on_mesh(shape: tuple[int, ...], path: Path, saved: dict[str, torch.Ten
     torch.manual_seed(77)
     model = _on_mesh(shape)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
-    dcp.load(states, checkpoint_id=path)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=states["model"],
-        optim_state_dict=states["optimizer"],
-    )
+    _load_states(model, optimizer, path)
     loaded = _whole_states(model, optimizer)
     assert loaded.keys() == saved.keys()
     for name, value in saved.items():
