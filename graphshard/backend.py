@@ -350,15 +350,16 @@ def from_string(
 def _shard_before_trace(_: object) -> None:
     """Shard the module that is about to be traced, where its backend is one of ours.
 
-    Where a function is compiled, and Dynamo left the call of a module to Python, that is the module
-    that the function calls. Dynamo may find no parameter in what it can compile of that call.
+    Where a function or method is compiled, and Dynamo left the call of a module to Python, that is
+    the module that the function calls, or whose method it is. Dynamo may find no parameter in what
+    it can compile of that call.
     """
     on_compile_error(advise)
     if is_capturing():
         return
     call = compiled_call()
-    called = next(iter(call.called), None)
-    root = called if call.module is None else call.module  # a module may have no truth value
+    # A module may have no truth value.
+    root = call.outermost() if call.module is None else call.module
     if root is not None and (its_backend := _backend_of(call)) is not None:
         its_backend.shard_compiled(root, call)
 

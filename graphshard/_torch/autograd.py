@@ -194,6 +194,15 @@ def _is_compiled(node_type: Any) -> bool:
     return getattr(getattr(node_type, "_forward_cls", None), "__name__", "") == "CompiledFunction"
 
 
+def saved_tensors(node: Any) -> list[torch.Tensor]:
+    """Return what one of ``compiled_nodes`` has saved for backward.
+
+    AOTAutograd keeps what a user's ``autograd.Function`` has saved in a list of its own, whose
+    versions autograd does not compare.
+    """
+    return [*node.saved_tensors, *node._tensors_no_vc_check]
+
+
 def saves_as_is() -> bool:
     """Return whether autograd saves tensors themselves: no hook packs them into something else.
 

@@ -35,6 +35,8 @@ __all__ = ["ShortenTraceback", "Source"]
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
+set_grad_enabled = torch._C._set_grad_enabled
+"""What Dynamo's graphs call where a grad mode begins and ends."""
 
 Restart = TensorifyScalarRestartAnalysis
 """An exception of a backend, or of AOTAutograd within it, that makes Dynamo trace the frame again:

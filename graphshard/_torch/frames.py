@@ -71,6 +71,12 @@ class CompiledCall:
     backend: object = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def outermost(self) -> nn.Module | None:
+        """Return the outermost of ``called``, or the running module that it is a part of."""
+        called = next(iter(self.called), None)
+        owners = (m for m in self.running if any(part is called for part in m.modules()))
+        return next(owners, called)
+
     def runs(self, root: nn.Module) -> bool:
         """Return whether Dynamo left a method of ``root``, or of a part of it, to Python."""
         return not set(root.modules()).isdisjoint(self.running)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from .._torch.dynamo import capture_graph
+from .._torch.dynamo import capture_graph, set_grad_enabled
 from .._torch.tensors import HigherOrderOperator
 from ..errors import BackendError
 from ..ops.markers import UNSHARD_MARKERS
@@ -142,7 +142,8 @@ def _steps(gm: fx.GraphModule, labels: _Labels) -> Iterator[_Step]:
             if isinstance(graph, fx.GraphModule):
                 # The code of a higher-order operator: its inputs have no common order.
                 yield from (step._replace(arguments=None) for step in _steps(graph, _Labels()))
-        elif node.op not in ("placeholder", "output"):
+        # A parameter read under ``no_grad`` leaves an empty block in one of the graphs only.
+        elif node.op not in ("placeholder", "output") and node.target is not set_grad_enabled:
             yield _Step(_name(node), _arguments(node, labels), _line(node))
             labels.add_result(node)
 

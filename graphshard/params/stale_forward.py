@@ -19,7 +19,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from .._torch.autograd import before_backward, compiled_nodes, saves_as_is, version_of
+from .._torch.autograd import (
+    before_backward,
+    compiled_nodes,
+    saved_tensors,
+    saves_as_is,
+    version_of,
+)
 from ..errors import BackendError
 from .sharded_param import ShardedParam, sharded_param_of
 
@@ -72,8 +78,15 @@ def _find_saved(outputs: Sequence[object], args: Sequence[object]) -> _Saved | N
         return None
     node = nodes.pop()
     before_backward(node, _raise_if_stale)
-    kept = {id(tensor) for tensor in node.saved_tensors}
-    shards = [i for i, arg in enumerate(args) if id(arg) in kept and sharded_param_of(arg)]
+    # By memory: what a single rank gathers is a view of its shard.
+    kept = {tensor.untyped_storage().data_ptr() for tensor in saved_tensors(node)}
+    shards = [
+        i
+        for i, arg in enumerate(args)
+        if isinstance(arg, torch.Tensor)
+        and sharded_param_of(arg)
+        and arg.untyped_storage().data_ptr() in kept
+    ]
     if shards and not _hook:
         _hook.append(register_optimizer_step_post_hook(_count_step))
     return _Saved(type(node), shards)

@@ -71,8 +71,25 @@ class WithCode(nn.Module):
     batch = staticmethod(MLP.batch)
 
 
+class ReadsWithoutGrad(nn.Module):
+    """Reads a parameter under ``no_grad`` and uses it outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = MLP()
+        self.scale = nn.Parameter(torch.ones(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.scale
+        loss: Tensor = self.mlp(x * scale)
+        return loss
+
+    batch = staticmethod(MLP.batch)
+
+
 @pytest.mark.parametrize("target", [_itself, _called])
-@pytest.mark.parametrize("kind", [GPT, MLP, WithCode])
+@pytest.mark.parametrize("kind", [GPT, MLP, WithCode, ReadsWithoutGrad])
 def test_equal_traces_train(kind: Any, target: Any) -> None:
     ranks.run(2, _train, kind, target)
 

@@ -132,6 +132,24 @@ FOUND: dict[str, Case] = {
         optimizer="adamw",
         zeroes=True,
     ),
+    # The part alone was sharded.
+    "a compiled method whose frame Dynamo skips shards its model": Case(
+        22314,
+        (("break", ("empty",)),),
+        dim=5,
+        mesh=(2, 1),
+        overrides=(("*weight*", "mp_policy", "wide_sums"),),
+        entrance="method",
+        dynamic=False,
+    ),
+    # Gradients were those of neither.
+    "a shard that an autograd.Function saves is changed before backward": Case(
+        22455,
+        (("cubed",),),
+        dim=5,
+        mesh=(2, 1),
+        stale=True,
+    ),
 }
 """Cases that failed once."""
 

@@ -236,9 +236,9 @@ def _habits(rng: Random) -> dict[str, Any]:
 def _allowed(case: Case) -> Case:
     """Return the case without what README or torch refuse."""
     changes: dict[str, Any] = {}
+    if case.precision != "float64":
+        changes["blocks"] = tuple(_steady(block) for block in case.blocks)
     if case.precision not in EXACT:
-        steady = tuple(_steady(block) for block in case.blocks)
-        changes["blocks"] = steady
         changes["compiler"] = "aot_eager"
         changes["entrance"] = "shard" if case.entrance == "shard" else "module"
         changes["ignored"] = ()
@@ -254,6 +254,8 @@ def _allowed(case: Case) -> Case:
         changes["forwards"] = 1  # torch's partitioner may save a buffer that the next one writes
     if changes.get("ignored", case.ignored):
         changes["sync"] = False  # what is ignored is not made equal
+    if any(map(_is_recomputed_by_python, case.blocks)):
+        changes["stale"] = False  # by parameters as they are then
     if case.entrance == "method":  # which calls no hooks of the model
         changes["hooks"] = tuple(hook for hook in case.hooks if not hook.startswith("root"))
     if case.entrance in FUNCTIONS and case.kinds() & BREAKS:
@@ -275,7 +277,7 @@ UNSTEADY = frozenset(name for name, formula in FORMULAS.items() if formula.jumps
     "fixed_norm",
     "pair",
 }
-"""What half precision changes too much to be compared, or does not compute on a CPU."""
+"""What rounding changes too much to be compared, or half precision does not compute on a CPU."""
 
 
 def _steady(block: Block) -> Block:
@@ -295,9 +297,25 @@ def _without_tables(block: Block, inside: bool = False) -> Block:
     """Return the block; eager parts in it list no parameters, which are DTensors there."""
     kind, *rest = block
     if kind in WRAPPERS:
-        return (kind, *(_without_tables(b, inside or kind == "outside") for b in rest))
+        inside |= kind == "outside" or _is_recomputed_by_python(block)
+        return (kind, *(_without_tables(b, inside) for b in rest))
     lists = inside and kind.removeprefix("read_") in TABLES
     return ("linear",) if lists or (inside and kind == "again") else block
+
+
+def _is_recomputed_by_python(block: Block, outside: bool = False) -> bool:
+    """Return whether it has a checkpoint that Dynamo leaves to Python, which it cannot trace."""
+    kind, *rest = block
+    if kind not in WRAPPERS:
+        return False
+    if kind == "checkpoint" and (outside or _breaks(block)):
+        return True
+    return any(_is_recomputed_by_python(b, outside or kind == "outside") for b in rest)
+
+
+def _breaks(block: Block) -> bool:
+    kind, *rest = block
+    return kind in BREAKS or (kind in WRAPPERS and any(map(_breaks, rest)))
 
 
 def _without_writes(block: Block, inside: bool = False) -> Block:

@@ -48,14 +48,18 @@ WIDE_SUMS = {
 }
 
 
+def _allow_recompiles() -> None:
+    """Allow more graphs than by default: flags, sizes, accumulation and evaluation make them."""
+    torch._dynamo.config.recompile_limit = 64
+
+
 def run_trial(case: Case) -> int:
     """Train both models; return the number of graphs.
 
     Raises:
         AssertionError: on all ranks, if on any of them the two differ.
     """
-    # Flags, sizes, accumulation and evaluation make more graphs than Dynamo allows by default.
-    torch._dynamo.config.recompile_limit = 64
+    _allow_recompiles()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "graphshard: Model does not compile to one graph")
         return _Trial(case).train()
@@ -129,7 +133,8 @@ class _Trial:
         """Call a function, in a thread of its own where the case says so."""
         if not self.case.thread:
             return function(*args)
-        with ThreadPoolExecutor(1) as pool:
+        # A thread has a configuration of its own.
+        with ThreadPoolExecutor(1, initializer=_allow_recompiles) as pool:
             pool.submit(function, *args).result()
 
     def _backward_of_old_values(self) -> None:
