@@ -26,6 +26,7 @@ from .._torch.autograd import (
     saves_as_is,
     version_of,
 )
+from .._torch.tensors import storage_of
 from ..errors import BackendError
 from .sharded_param import ShardedParam, sharded_param_of
 
@@ -79,13 +80,11 @@ def _find_saved(outputs: Sequence[object], args: Sequence[object]) -> _Saved | N
     node = nodes.pop()
     before_backward(node, _raise_if_stale)
     # By memory: what a single rank gathers is a view of its shard.
-    kept = {tensor.untyped_storage().data_ptr() for tensor in saved_tensors(node)}
+    kept = {storage_of(tensor) for tensor in saved_tensors(node)}
     shards = [
         i
         for i, arg in enumerate(args)
-        if isinstance(arg, torch.Tensor)
-        and sharded_param_of(arg)
-        and arg.untyped_storage().data_ptr() in kept
+        if isinstance(arg, torch.Tensor) and sharded_param_of(arg) and storage_of(arg) in kept
     ]
     if shards and not _hook:
         _hook.append(register_optimizer_step_post_hook(_count_step))

@@ -27,6 +27,7 @@ class Candidate(NamedTuple):
     Attributes:
         bucket: launched as early, and waited for as late, as its transfers allow.
         replica_average: the all-reduce of its shards over their replicas; None if there are none.
+        continues: whether an average, or a copy to the host, follows the wait.
     """
 
     begin: int
@@ -35,6 +36,7 @@ class Candidate(NamedTuple):
     cost: BucketCost
     footprint: Footprint
     replica_average: CostedBucket | None
+    continues: bool
 
 
 Split = Sequence[Candidate]
@@ -164,7 +166,11 @@ class Queue:
         )
         average = replica_bucket(bucket, self._problem.transfers)
         return Candidate(
-            begin, end, *self._costed(bucket), None if average is None else self._costed(average)
+            begin,
+            end,
+            *self._costed(bucket),
+            None if average is None else self._costed(average),
+            average is not None or transfers[0].host,
         )
 
     def _costed(self, bucket: Bucket) -> CostedBucket:

@@ -57,12 +57,14 @@ class BucketCost(NamedTuple):
         lane_us: time on its own lane.
         copy_out_us: time on the compute lane after the wait.
         lane: its own lane, one of ``LANES``.
+        latency_us: the part of ``lane_us`` that does not depend on the number of bytes.
     """
 
     copy_in_us: float
     lane_us: float
     copy_out_us: float
     lane: str = COMMUNICATION
+    latency_us: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -247,7 +249,7 @@ def sweep(
     for step, _, _, is_launch, i in events:
         now_us = start_us[step] + late_us
         if is_launch:
-            us, lane_us, _, lane = costs[i]
+            us, lane_us, _, lane, _ = costs[i]
             end_us[i] = lanes[lane].run(lane_us, now_us + us)
         else:
             exposed_us[i] = max(0.0, end_us[i] - now_us)
@@ -272,7 +274,10 @@ def bucket_cost(problem: Problem, bucket: Bucket, cost_model: TransferCostModel)
         return BucketCost(0.0, lane_us, 0.0, bucket.kind)
     buffers_us = cost_model.buffer_us(bucket.world, bucket.stride) * (len(bucket.buffers) - 1)
     if bucket.kind == TransferKind.ALL_REDUCE_SHARDS:
-        return BucketCost(buffers_us, lane_us, 0.0)  # in place: nothing to copy
+        latency_us = cost_model.collective_us(bucket.kind, 1, bucket.world, bucket.stride)
+        return BucketCost(
+            buffers_us, lane_us, 0.0, latency_us=latency_us
+        )  # in place: nothing to copy
     gathers = bucket.kind == TransferKind.ALL_GATHER
     num_shards = bucket.world if gathers else 1  # a rank writes one shard of what it gathers
     copy_in_us, copy_out_us = buffers_us, 0.0
@@ -283,4 +288,5 @@ def bucket_cost(problem: Problem, bucket: Bucket, cost_model: TransferCostModel)
             copy_in_us += cost_model.copy_us(num_bytes // num_shards)
         if gathers and len(buffer) > 1:
             copy_out_us += cost_model.copy_us(num_bytes)
-    return BucketCost(copy_in_us, lane_us, copy_out_us)
+    latency_us = cost_model.collective_us(bucket.kind, 1, bucket.world, bucket.stride)
+    return BucketCost(copy_in_us, lane_us, copy_out_us, latency_us=latency_us)

@@ -1,0 +1,224 @@
+"""Are schedules still good where links and kernels are not as fast as predicted?
+
+    python -m benchmarks.robustness [--models 8B 70B 405B] [--gpus 8 64 1024] [--out FILE]
+
+Llama-3 is traced as in ``benchmarks.schedules`` and scheduled once for each number of GPUs and each
+kind of link: the table's H100, and links of 3.7 times its time per byte. Each schedule is then
+simulated in ``SCENARIOS``, next to
+
+    FSDP2's rule    the faster of it with and without copies into and out of packed buffers
+    exact           a schedule that was planned for the times of that scenario
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks import common
+from benchmarks.llama import DEVICE, LLAMA3
+from benchmarks.schedules import at_world, fsdp2_rule, traced, uncopied
+from graphshard.cost.devices import HARDWARE
+from graphshard.cost.hardware import Hardware, Interconnect
+from graphshard.cost.model import CostModel
+from graphshard.planning.memory_budget import ScheduleLimits
+from graphshard.planning.plan import Bucket, Plan, Problem
+from graphshard.planning.search import find_schedule
+from graphshard.planning.simulate import clock, simulate
+
+LINKS = (1.0, 3.7)
+"""Factors on the time per byte of the planned links."""
+
+
+class Scenario(NamedTuple):
+    """Factors on planned times.
+
+    Attributes:
+        link: factor on the time per byte of collectives.
+        compute: factor on the time of steps.
+        latency: factor on the time of a collective of no bytes.
+    """
+
+    link: float
+    compute: float
+    latency: float
+
+
+AS_PLANNED = Scenario(1.0, 1.0, 1.0)
+SCENARIOS = [Scenario(*f) for f in itertools.product((0.5, 1, 1.5, 2), (0.8, 1, 1.2), (1, 5))]
+
+Schedules = Sequence[Sequence[Bucket]]
+"""The buckets of the forward and of the backward graph."""
+
+
+def step_us(
+    problems: Sequence[Problem], schedules: Schedules, hardware: Hardware, scenario: Scenario
+) -> float:
+    """Return the time of forward and backward in a scenario."""
+    cost_model = CostModel(slowed(hardware, scenario))
+    return sum(
+        clock(_computing(problem, scenario), buckets, cost_model).total_us
+        for problem, buckets in zip(problems, schedules, strict=True)
+    )
+
+
+def plan_for(
+    problems: Sequence[Problem], hardware: Hardware, scenario: Scenario = AS_PLANNED
+) -> Schedules:
+    """Return schedules that are planned for the times of a scenario."""
+    cost_model = CostModel(slowed(hardware, scenario))
+    return [
+        find_schedule(_computing(problem, scenario), cost_model, ScheduleLimits())
+        for problem in problems
+    ]
+
+
+def slowed(hardware: Hardware, scenario: Scenario) -> Hardware:
+    """Return ``hardware`` with the links of a scenario."""
+
+    def slow(links: Interconnect) -> Interconnect:
+        bus = {
+            kind: dataclasses.replace(rate, peak=rate.peak / scenario.link)
+            for kind, rate in links.bus.items()
+        }
+        return dataclasses.replace(
+            links,
+            latency_us=links.latency_us * scenario.latency,
+            hop_us=links.hop_us * scenario.latency,
+            bus=bus,
+        )
+
+    return dataclasses.replace(hardware, intra=slow(hardware.intra), inter=slow(hardware.inter))
+
+
+def _computing(problem: Problem, scenario: Scenario) -> Problem:
+    compute_us = tuple(us * scenario.compute for us in problem.compute_us)
+    return dataclasses.replace(problem, compute_us=compute_us)
+
+
+class Ratios(NamedTuple):
+    """The times of our schedules, over those of others, by scenario.
+
+    Attributes:
+        rule: over FSDP2's rule.
+        exact: over schedules planned for the scenario; empty where they were not made.
+    """
+
+    rule: list[float]
+    exact: list[float]
+
+
+def ratios(
+    plans: Sequence[Plan],
+    problems: Sequence[Problem],
+    ours: Schedules,
+    hardware: Hardware,
+    *,
+    exact: bool,
+) -> Ratios:
+    """Compare schedules in all ``SCENARIOS``."""
+    theirs = [
+        [rule(plan, problem) for plan, problem in zip(plans, problems, strict=True)]
+        for rule in (fsdp2_rule, uncopied)
+    ]
+    found = Ratios([], [])
+    for scenario in SCENARIOS:
+        our_us = step_us(problems, ours, hardware, scenario)
+        their_us = min(step_us(problems, each, hardware, scenario) for each in theirs)
+        found.rule.append(our_us / their_us)
+        if exact:
+            planned = plan_for(problems, hardware, scenario)
+            found.exact.append(our_us / step_us(problems, planned, hardware, scenario))
+    return found
+
+
+# --- output --------------------------------------------------------------------------------------
+
+HEADERS = (
+    "model, GPUs, links",
+    "planning s",
+    "peak GiB",
+    "FSDP2's",
+    "over FSDP2's rule: median",
+    "worst",
+    "over exact: median",
+    "worst",
+    "within 2 %",
+)
+
+
+def row(name: str, plans: Sequence[Plan], gpus: int, link: float, *, exact: bool) -> list[str]:
+    """Return a line of the table."""
+    problems = [at_world(plan, gpus) for plan in plans]
+    hardware = slowed(HARDWARE[DEVICE], Scenario(link, 1.0, 1.0))
+    begin = time.perf_counter()
+    ours = plan_for(problems, hardware)
+    planning_s = time.perf_counter() - begin
+    found = ratios(plans, problems, ours, hardware, exact=exact)
+    theirs = [uncopied(plan, problem) for plan, problem in zip(plans, problems, strict=True)]
+    cells = [
+        f"{name}, {gpus}, {link:g}x",
+        f"{planning_s:.1f}",
+        f"{_peak_gib(problems, ours, hardware):.1f}",
+        f"{_peak_gib(problems, theirs, hardware):.1f}",
+        f"{sorted(found.rule)[len(found.rule) // 2]:.3f}",
+        f"{max(found.rule):.3f}",
+    ]
+    if not exact:
+        return [*cells, "", "", ""]
+    near = sum(ratio <= 1.02 for ratio in found.exact)
+    return [
+        *cells,
+        f"{sorted(found.exact)[len(found.exact) // 2]:.3f}",
+        f"{max(found.exact):.3f}",
+        f"{near} of {len(found.exact)}",
+    ]
+
+
+def _peak_gib(problems: Sequence[Problem], schedules: Schedules, hardware: Hardware) -> float:
+    timelines = (simulate(p, s, CostModel(hardware)) for p, s in zip(problems, schedules))
+    return max(timeline.peak_bytes for timeline in timelines) / 2**30
+
+
+NOTE = f"""Forward and backward in {len(SCENARIOS)} scenarios: links at 0.5, 1, 1.5 and 2 times the
+planned time per byte, compute at 0.8, 1 and 1.2 times, latency at 1 and 5 times. Times are those of
+the simulator. *Exact*: planned for the times of the scenario. *Peak*: as in `schedules.md`."""
+
+
+def main() -> None:
+    """Print the table, and write it."""
+    args = _arguments()
+    parts = [common.heading("benchmarks.robustness", torch.device("cpu"))]
+    lines = []
+    for name in args.models:
+        plans = traced(name, args.problems)
+        for gpus, link in itertools.product(args.gpus, LINKS):
+            lines.append(row(name, plans, gpus, link, exact=name in args.exact))
+            print("  ".join(lines[-1]), flush=True)
+    parts += [common.table(HEADERS, lines), NOTE]
+    common.show(parts[-2])
+    if args.out:
+        common.write_report(args.out, parts)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = common.new_parser(__doc__)
+    parser.add_argument("--models", nargs="+", choices=LLAMA3, default=list(LLAMA3))
+    parser.add_argument("--gpus", nargs="+", type=common.count, default=[8, 64, 1024])
+    parser.add_argument(
+        "--exact", nargs="*", choices=LLAMA3, default=["8B"], help="models with exact schedules"
+    )
+    parser.add_argument("--problems", type=Path, help="a folder to keep traced graphs in")
+    parser.add_argument("--out", type=Path, help="a Markdown file to write")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

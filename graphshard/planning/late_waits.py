@@ -1,0 +1,107 @@
+"""Places the waits of reductions: as late as memory allows.
+
+Only the end of the graph needs a reduced gradient. A wait before that frees what was sent, and
+stalls compute where the link is slower than predicted. So waits depend on bytes and on the order of
+launches, never on predicted times.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .live_bytes import Footprint
+from .moments import launches, running, waits
+
+
+class Sent(NamedTuple):
+    """A reduction that has been launched.
+
+    Attributes:
+        launch: step before which it is launched.
+        due: step before which it has to be waited for at the latest.
+        footprint: its changes of memory.
+    """
+
+    launch: int
+    due: int
+    footprint: Footprint
+
+
+def place_waits(
+    sent: Sequence[Sent],
+    alive: Sequence[int],
+    max_alive: float,
+    in_flight: Sequence[int],
+    max_in_flight: float,
+) -> list[int]:
+    """Return the step before which each reduction is waited for, in O(steps + reductions).
+
+    They are waited for in the order of their launches, or where they are due.
+
+    Args:
+        sent: in the order of their launches.
+        alive: bytes alive at each moment if each is waited for where it is launched.
+        max_alive: bytes that may be alive at moments in which a reduction is in flight longer.
+        in_flight: bytes of other buckets between launch and wait in each step.
+        max_in_flight: limit of all bytes between launch and wait.
+    """
+    num_steps = len(in_flight)
+    placed = [num_steps] * len(sent)
+    launched, due = defaultdict(list), defaultdict(list)
+    for i, reduction in enumerate(sent):
+        launched[reduction.launch].append(i)
+        due[reduction.due].append(i)
+    queue: deque[int] = deque()
+    held = _Held()
+    for step in range(num_steps):
+        before_waits = alive[waits(step)]
+        after_waits = max(alive[running(step)], alive[launches(step + 1)])
+        next_waits = alive[waits(step + 1)]
+        for i in launched[step]:
+            queue.append(i)
+            held.add(sent[i].footprint)
+        freed = 0  # while results are cast, what arrived is still alive
+        late = due[step]
+        while queue:
+            if (
+                not late
+                and before_waits + held.sent + freed <= max_alive
+                and after_waits + held.sent + held.received <= max_alive
+                and next_waits + held.received <= max_alive
+                and in_flight[step] + held.in_flight <= max_in_flight
+            ):
+                break
+            i = late.pop() if late else queue[0]
+            if placed[i] < num_steps:
+                continue  # waited for before it was due
+            queue.remove(i)
+            placed[i] = step
+            held.remove(sent[i].footprint)
+            if sent[i].launch < step:
+                freed -= sent[i].footprint.after_wait
+    return placed
+
+
+class _Held:
+    """Bytes that reductions hold longer than if they were waited for where they are launched.
+
+    Attributes:
+        sent: bytes that a wait frees, less what it takes for casts.
+        received: bytes that are free once results are cast.
+        in_flight: bytes of full gradients.
+    """
+
+    __slots__ = ("in_flight", "received", "sent")
+
+    def __init__(self) -> None:
+        self.sent = self.received = self.in_flight = 0
+
+    def add(self, footprint: Footprint, sign: int = 1) -> None:
+        self.sent -= sign * footprint.at_wait
+        self.received -= sign * footprint.after_wait
+        self.in_flight += sign * footprint.in_flight_bytes
+
+    def remove(self, footprint: Footprint) -> None:
+        self.add(footprint, -1)

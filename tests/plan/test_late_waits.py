@@ -1,0 +1,102 @@
+"""Waits of reductions follow bytes and the order of launches, and schedules other speeds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+
+from benchmarks import robustness
+from benchmarks.llama import LlamaSizes, trace
+from benchmarks.schedules import at_world
+from graphshard.cost.devices import HARDWARE
+from graphshard.kinds import TransferKind
+from graphshard.planning.late_waits import Sent, place_waits
+from graphshard.planning.live_bytes import Footprint, alive_bytes
+from graphshard.planning.memory_budget import ScheduleLimits
+from graphshard.planning.moments import num_moments
+from graphshard.planning.plan import Bucket, Problem, next_in_chain
+from graphshard.planning.search import find_schedule
+from tests.plan.problems import Line, lines, problem, problems, reduction
+
+STEPS = 6
+GRADIENT = Footprint(in_flight_bytes=8, at_launch=2, at_wait=-8)
+
+
+def _sent(*steps: int, due: int = STEPS) -> list[Sent]:
+    return [Sent(step, due, GRADIENT) for step in steps]
+
+
+def _waits(
+    sent: list[Sent], max_alive: float = math.inf, max_in_flight: float = math.inf
+) -> object:
+    alive = [10] * num_moments(STEPS)
+    return place_waits(sent, alive, max_alive, [1] * STEPS, max_in_flight)
+
+
+def test_reductions_are_waited_for_at_the_end_if_memory_allows() -> None:
+    assert _waits(_sent(1, 2, 3)) == [STEPS] * 3
+
+
+@pytest.mark.parametrize(
+    ("max_alive", "expected"), [(10, [1, 2, 4]), (18, [2, 4, 6]), (26, [4, 6, 6]), (34, [6, 6, 6])]
+)
+def test_the_oldest_reduction_is_waited_for_when_memory_runs_out(
+    max_alive: int, expected: list[int]
+) -> None:
+    assert _waits(_sent(1, 2, 4), max_alive) == expected
+
+
+def test_bytes_in_flight_are_limited_next_to_those_of_gathers() -> None:
+    assert _waits(_sent(1, 2, 4), max_in_flight=17) == [4, 6, 6]
+    assert _waits(_sent(1, 2, 4), max_in_flight=16) == [2, 4, 6]
+
+
+def test_a_result_is_waited_for_where_it_is_due() -> None:
+    early = Sent(2, 3, GRADIENT)
+    assert _waits([*_sent(1), early, *_sent(4)]) == [6, 3, 6]
+    assert _waits([*_sent(1), early, *_sent(4)], max_alive=18) == [2, 3, 6]
+
+
+@given(problems(), lines)
+def test_waits_do_not_depend_on_the_speed_of_links(graph: Problem, line: Line) -> None:
+    """Where buckets and gathers are the same."""
+    slow = Line(line.latency_us, 2 * line.us_per_byte, line.copy_us_per_byte)
+    one, other = (find_schedule(graph, each, ScheduleLimits()) for each in (line, slow))
+    placed = [[(b.buffers, b.launch) for b in buckets] for buckets in (one, other)]
+    if placed[0] == placed[1]:
+        assert one == other
+
+
+def test_averages_begin_no_later_than_the_next_reduction() -> None:
+    """An average over replicas begins with the wait for its reduction."""
+    transfers = [reduction(i, 32, i + 1, 5, num_replicas=2) for i in range(4)]
+    graph = problem([100.0] * 5, transfers)
+    buckets = find_schedule(graph, Line(latency_us=0.0, parcel_cost_us=0.0), ScheduleLimits())
+    reduced = [b for b in buckets if b.kind == TransferKind.REDUCE_SCATTER]
+    assert len(reduced) > 1
+    for bucket, after in itertools.pairwise(reduced):
+        assert bucket.wait <= after.launch
+    averages = {buckets[i]: buckets[j] for i, j in next_in_chain(buckets).items()}
+    assert all(average.launch == bucket.wait for bucket, average in averages.items())
+    assert all(average.wait == graph.num_steps for average in averages.values())
+
+
+@pytest.mark.parametrize("link", robustness.LINKS)
+@pytest.mark.parametrize("gpus", [8, 64])
+def test_no_scenario_is_slower_than_fsdp2(gpus: int, link: float) -> None:
+    sizes = LlamaSizes(1024, 4, 8, 8, 4096, recompute=False, vocab=8192)
+    plans = trace(sizes)
+    graphs = [at_world(plan, gpus) for plan in plans]
+    hardware = robustness.slowed(HARDWARE["H100"], robustness.Scenario(link, 1.0, 1.0))
+    ours = robustness.plan_for(graphs, hardware)
+    found = robustness.ratios(plans, graphs, ours, hardware, exact=False)
+    assert max(found.rule) <= 1.0
+    theirs: list[list[Bucket]] = [robustness.uncopied(p, g) for p, g in zip(plans, graphs)]
+    peaks = [
+        max(max(alive_bytes(graph, each)) for graph, each in zip(graphs, schedules))
+        for schedules in (ours, theirs)
+    ]
+    assert peaks[0] <= 1.01 * peaks[1]
