@@ -2,6 +2,7 @@
 
     python -m benchmarks.compare                     2 gloo ranks on this machine
     python -m benchmarks.compare --wire 4,1          over a modelled wire: 4 ms and 1 GB/s
+    python -m benchmarks.compare --wire 6,0.6 --told 4,1     slower than the plan was told
     python -m benchmarks.compare --link-gbit 4       between network namespaces (root, Linux)
     python -m benchmarks.compare --mixed             in bfloat16, with a row in fp8
     torchrun --nproc-per-node 8 -m benchmarks.compare        NCCL, where there are GPUs
@@ -165,6 +166,8 @@ def on_this_machine(job: Job, world: int, with_sent: bool) -> Report:
     setting = f"{world} gloo ranks"
     if job.wire:
         setting += f" on a modelled wire of {job.wire}"
+    if job.told:
+        setting += f", planned for {job.told}"
     return Report(results, sent, setting)
 
 
@@ -172,6 +175,8 @@ def main() -> None:
     """Measure on this machine, between namespaces, or as a rank of torchrun."""
     args = _arguments()
     hardware = str(args.calibrated or "auto")
+    if args.told and not args.wire:
+        sys.exit("--told: only with --wire, from which it differs")
     if args.link_gbit is not None and "RANK" not in os.environ:
         command = [sys.executable, "-m", "benchmarks.compare", *sys.argv[1:]]
         between_namespaces(command, args.link_gbit)
@@ -183,7 +188,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             if args.wire:
                 base = Hardware.load(args.calibrated) if args.calibrated else HARDWARE["cpu"]
-                hardware = write_behind_wire(base, args.wire, args.ranks, folder)
+                told = args.told or args.wire
+                hardware = write_behind_wire(base, told, args.ranks, folder)
             job = _job(args, hardware)
             report = on_this_machine(job, args.ranks, args.sent)
         publish(job, report, args.out)
@@ -198,6 +204,7 @@ def _job(args: argparse.Namespace, hardware: str) -> Job:
         steps=args.steps,
         warm_up=args.warm_up,
         wire=args.wire,
+        told=args.told,
         hardware=hardware,
         mixed=args.mixed,
     )
@@ -226,6 +233,9 @@ def _arguments() -> argparse.Namespace:
     links = parser.add_mutually_exclusive_group()
     links.add_argument(
         "--wire", type=parse_wire, metavar="ALPHA_MS,GB_PER_S", help="a modelled wire"
+    )
+    parser.add_argument(
+        "--told", type=parse_wire, metavar="ALPHA_MS,GB_PER_S", help="plan for another wire"
     )
     links.add_argument("--link-gbit", type=positive, help="Gb/s between two network namespaces")
     parser.add_argument("--calibrated", type=Path, help="what `graphshard calibrate` wrote here")

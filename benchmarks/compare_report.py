@@ -27,6 +27,7 @@ class Job:
     Attributes:
         rows: sequences in a batch of one rank.
         wire: the modelled wire; None: the links that there are.
+        told: the wire that schedules are planned for, if it is another one.
         hardware: the planner's option.
         mixed: in bfloat16 and fp8, as ``benchmarks.ways.sharded`` does it.
     """
@@ -38,6 +39,7 @@ class Job:
     steps: int
     warm_up: int
     wire: Wire | None
+    told: Wire | None
     hardware: str
     mixed: bool
 

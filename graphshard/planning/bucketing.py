@@ -75,20 +75,12 @@ class Queue:
         self._cap = self._bytes_before[-1] if cap is None else cap
         self._candidates: dict[tuple[int, int], Candidate] = {}
 
-    def split(self, first_size: int, size: int) -> Split:
-        """Return candidates of at most ``size`` bytes each, or of one transfer that is larger.
-
-        A run begins with a candidate of ``first_size``. Those behind it are at most twice as large
-        as the one before them: little compute has passed by then, which can hide only little.
-        """
+    def split(self, size: int) -> Split:
+        """Return candidates of at most ``size`` bytes each, or of one transfer that is larger."""
         split: list[Candidate] = []
-        begin = limit = 0
+        begin = 0
         while begin < len(self._order):
-            if begin == 0 or self._run_end[begin - 1] == begin:
-                limit = first_size
-            else:
-                limit = min(size, 2 * max(limit, split[-1].bucket.num_bytes))
-            end = bisect_right(self._bytes_before, self._bytes_before[begin] + limit) - 1
+            end = bisect_right(self._bytes_before, self._bytes_before[begin] + size) - 1
             end = max(begin + 1, min(end, self._run_end[begin]))
             split.append(self.candidate(begin, self._last_end_in_time(begin, end)))
             begin = split[-1].end

@@ -63,17 +63,14 @@ SCENARIOS = (Scenario(1.0, 1.0), Scenario(2.0, 2.5), Scenario(5.0, 1.5))
 class BucketSizes(NamedTuple):
     """The sizes that determine a draft, in bytes.
 
-    Nothing hides the first gather and the last reduction, so each has a size of its own.
-
     Attributes:
-        gather, first_gather, reduction, last_reduction: the largest candidates.
+        gather: largest bucket of gathers.
+        reduction: largest bucket of reductions.
         in_flight: bytes of gathers between launch and wait.
     """
 
     gather: int
-    first_gather: int
     reduction: int
-    last_reduction: int
     in_flight: int
 
 

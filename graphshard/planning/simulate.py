@@ -200,13 +200,23 @@ class Clock:
     total_us: float
 
 
-def clock(problem: Problem, buckets: Sequence[Bucket], cost_model: TransferCostModel) -> Clock:
-    """Return the times of ``simulate``, by one sweep over ``buckets`` in launch order."""
+def clock(
+    problem: Problem,
+    buckets: Sequence[Bucket],
+    cost_model: TransferCostModel,
+    slowness: float = 1.0,
+) -> Clock:
+    """Return the times of ``simulate``, by one sweep over ``buckets`` in launch order.
+
+    Args:
+        slowness: factor on the time of every collective and host copy.
+    """
+    costs = [bucket_cost(problem, bucket, cost_model) for bucket in buckets]
     return sweep(
         start_times_us(problem),
         launches=[bucket.launch for bucket in buckets],
         waits=[bucket.wait for bucket in buckets],
-        costs=[bucket_cost(problem, bucket, cost_model) for bucket in buckets],
+        costs=[cost._replace(lane_us=slowness * cost.lane_us) for cost in costs],
         successors=next_in_chain(buckets),
     )
 

@@ -34,6 +34,7 @@ class Predicted(TypedDict):
     communication_us: float
     host_copies_us: float
     exposed_us: float
+    slow_exposed_us: float
     lost_us: float
     peak_bytes: int
     in_flight_bytes: int
@@ -239,6 +240,7 @@ def _summary(name: str, members: list[int], graphs: Sequence[GraphData]) -> Summ
             communication_us=sum(p["communication_us"] for p in predicted),
             host_copies_us=sum(p["host_copies_us"] for p in predicted),
             exposed_us=sum(p["exposed_us"] for p in predicted),
+            slow_exposed_us=sum(p["slow_exposed_us"] for p in predicted),
             lost_us=sum(p["lost_us"] for p in predicted),
             peak_bytes=max(p["peak_bytes"] for p in predicted),
             in_flight_bytes=max(p["in_flight_bytes"] for p in predicted),
@@ -280,6 +282,7 @@ def _predicted(dump: Dump) -> Predicted:
         communication_us=totals.communication_us,
         host_copies_us=sum(dump.timeline.busy_us(lane) for lane in HOST_COPIES),
         exposed_us=totals.exposed_us,
+        slow_exposed_us=totals.slow_exposed_us,
         lost_us=totals.lost_us,
         peak_bytes=totals.peak_bytes,
         in_flight_bytes=totals.in_flight_bytes,

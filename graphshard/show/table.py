@@ -12,7 +12,7 @@ from ..kinds import HOST_COPIES, TransferKind
 from ..planning.live_bytes import footprint
 from ..planning.plan import Bucket
 from ..planning.simulate import COLLECTIVE, COPY_IN
-from .dump import Dump, param_name
+from .dump import SLOWNESS, Dump, Totals, param_name
 
 _KIND_ORDER = (
     TransferKind.ALL_GATHER,
@@ -116,11 +116,19 @@ def _totals(dump: Dump) -> str:
     return (
         "predicted\n"
         f"time    {total_ms:.3f} ms = {compute_ms:.3f} compute"
-        f" + {totals.exposed_us / 1e3:.3f} exposed; {traffic};"
+        f" + {_exposed(totals)}; {traffic};"
         f" compute loses {totals.lost_us / 1e3:.3f} to it\n"
         f"memory  peak {_size(totals.peak_bytes)}{peak_step};"
         f" at most {_size(totals.in_flight_bytes)} in flight"
     )
+
+
+def _exposed(totals: Totals) -> str:
+    exposed_ms, slow_ms = totals.exposed_us / 1e3, totals.slow_exposed_us / 1e3
+    slow = (
+        f" ({slow_ms:.3f} with links {SLOWNESS:g} times slower)" if totals.communication_us else ""
+    )
+    return f"{exposed_ms:.3f} exposed{slow}"
 
 
 def _hidden(dump: Dump, busy_us: float, counts: Sequence[bool]) -> str:

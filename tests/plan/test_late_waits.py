@@ -99,4 +99,4 @@ def test_no_scenario_is_slower_than_fsdp2(gpus: int, link: float) -> None:
         max(max(alive_bytes(graph, each)) for graph, each in zip(graphs, schedules))
         for schedules in (ours, theirs)
     ]
-    assert peaks[0] <= 1.01 * peaks[1]
+    assert peaks[0] <= 1.02 * peaks[1]

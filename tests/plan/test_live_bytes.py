@@ -124,10 +124,10 @@ def test_the_placer_counts_as_alive_by_moment_does(graph: Problem, line: Line) -
     )
     reductions = [i for i, is_gather in enumerate(kinds) if not is_gather]
     reductions.sort(key=lambda i: -graph.transfers[i].ready)
-    sizes = BucketSizes(60, 60, 60, 60, 100)
+    sizes = BucketSizes(60, 60, 100)
     queues = [Queue(graph, line, None, order) for order in (gathers, reductions)]
     placer = Placer(graph, line, ScheduleLimits(peak=max(least_by_moment(graph)) + 50), 50)
-    draft = placer.draft(Splits(*(queue.split(60, 60) for queue in queues)), sizes)
+    draft = placer.draft(Splits(*(queue.split(60) for queue in queues)), sizes)
     assert draft.score.peak_bytes == max(alive_by_moment(graph, draft.buckets()))
 
 

@@ -37,6 +37,7 @@ def test_json_is_for_people_too() -> None:
         "compute_us": 74.0,
         "communication_us": 110.0,
         "exposed_us": 80.0,
+        "slow_exposed_us": 135.0,
         "lost_us": pytest.approx(3 * 30 + 0.05 * (110 - 80)),
         "peak_bytes": 220,
         "in_flight_bytes": 40,

@@ -23,8 +23,8 @@ all_gather      2 -> 2   0.000  float32                0.060         0.040
 reduce_scatter  2 -> 1   0.000  float32                0.050         0.040
 
 predicted
-time    0.154 ms = 0.074 compute + 0.080 exposed; communication 0.110, 27% of it hidden; \
-compute loses 0.091 to it
+time    0.154 ms = 0.074 compute + 0.080 exposed (0.135 with links 1.5 times slower); \
+communication 0.110, 27% of it hidden; compute loses 0.091 to it
 memory  peak 0.000 MB in step 1 step1; at most 0.000 MB in flight
 
 predicted to be exposed most
