@@ -28,6 +28,12 @@ class Sent(NamedTuple):
     due: int
     footprint: Footprint
 
+    def with_copy(self) -> Sent:
+        """Return the same with another copy of what is sent, from launch to wait."""
+        footprint = self.footprint
+        at_wait = footprint.at_wait - footprint.in_flight_bytes
+        return self._replace(footprint=footprint._replace(at_wait=at_wait))
+
 
 def place_waits(
     sent: Sequence[Sent],

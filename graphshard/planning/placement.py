@@ -218,6 +218,8 @@ class Placer:
     ) -> list[int]:
         if self._limits.peak is None:
             peak: float = max(self._modest_peak, *alive)
+            # Bytes in flight may be there twice: gloo copies what it sends.
+            sent = [each.with_copy() for each in sent]
         else:
             peak = self._limits.peak
         limit = math.inf if self._limits.in_flight is None else self._limits.in_flight
