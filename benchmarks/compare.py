@@ -176,7 +176,7 @@ def main() -> None:
     args = _arguments()
     hardware = str(args.calibrated or "auto")
     if args.told and not args.wire:
-        sys.exit("--told: only with --wire, from which it differs")
+        sys.exit("--told: needs --wire, the wire that steps are run on")
     if args.link_gbit is not None and "RANK" not in os.environ:
         command = [sys.executable, "-m", "benchmarks.compare", *sys.argv[1:]]
         between_namespaces(command, args.link_gbit)

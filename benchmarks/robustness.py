@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,10 +29,11 @@ from benchmarks.schedules import at_world, fsdp2_rule, traced, uncopied
 from graphshard.cost.devices import HARDWARE
 from graphshard.cost.hardware import Hardware, Interconnect
 from graphshard.cost.model import CostModel
+from graphshard.planning.live_bytes import alive_bytes
 from graphshard.planning.memory_budget import ScheduleLimits
 from graphshard.planning.plan import Bucket, Plan, Problem
 from graphshard.planning.search import find_schedule
-from graphshard.planning.simulate import clock, simulate
+from graphshard.planning.simulate import clock
 
 LINKS = (1.0, 3.7)
 """Factors on the time per byte of the planned links."""
@@ -166,9 +168,9 @@ def row(name: str, plans: Sequence[Plan], gpus: int, link: float, *, exact: bool
     cells = [
         f"{name}, {gpus}, {link:g}x",
         f"{planning_s:.1f}",
-        f"{_peak_gib(problems, ours, hardware):.1f}",
-        f"{_peak_gib(problems, theirs, hardware):.1f}",
-        f"{sorted(found.rule)[len(found.rule) // 2]:.3f}",
+        f"{peak_bytes(problems, ours) / 2**30:.1f}",
+        f"{peak_bytes(problems, theirs) / 2**30:.1f}",
+        f"{statistics.median_high(found.rule):.3f}",
         f"{max(found.rule):.3f}",
     ]
     if not exact:
@@ -176,15 +178,15 @@ def row(name: str, plans: Sequence[Plan], gpus: int, link: float, *, exact: bool
     near = sum(ratio <= 1.02 for ratio in found.exact)
     return [
         *cells,
-        f"{sorted(found.exact)[len(found.exact) // 2]:.3f}",
+        f"{statistics.median_high(found.exact):.3f}",
         f"{max(found.exact):.3f}",
         f"{near} of {len(found.exact)}",
     ]
 
 
-def _peak_gib(problems: Sequence[Problem], schedules: Schedules, hardware: Hardware) -> float:
-    timelines = (simulate(p, s, CostModel(hardware)) for p, s in zip(problems, schedules))
-    return max(timeline.peak_bytes for timeline in timelines) / 2**30
+def peak_bytes(problems: Sequence[Problem], schedules: Schedules) -> int:
+    """Return the larger peak of both graphs."""
+    return max(max(alive_bytes(p, s)) for p, s in zip(problems, schedules, strict=True))
 
 
 NOTE = f"""Forward and backward in {len(SCENARIOS)} scenarios: links at 0.5, 1, 1.5 and 2 times the

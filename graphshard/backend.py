@@ -358,8 +358,7 @@ def _shard_before_trace(_: object) -> None:
     if is_capturing():
         return
     call = compiled_call()
-    # A module may have no truth value.
-    root = call.outermost() if call.module is None else call.module
+    root = call.root()
     if root is not None and (its_backend := _backend_of(call)) is not None:
         its_backend.shard_compiled(root, call)
 

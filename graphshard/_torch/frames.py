@@ -71,8 +71,11 @@ class CompiledCall:
     backend: object = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def outermost(self) -> nn.Module | None:
-        """Return the outermost of ``called``, or the running module that it is a part of."""
+    def root(self) -> nn.Module | None:
+        """Return the compiled module; where a function is compiled, the outermost of ``called``, or
+        the running module that it is a part of."""
+        if self.module is not None:  # a module may have no truth value
+            return self.module
         called = next(iter(self.called), None)
         owners = (m for m in self.running if any(part is called for part in m.modules()))
         return next(owners, called)

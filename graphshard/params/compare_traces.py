@@ -56,8 +56,8 @@ class ForwardCheck:
 
         Nothing is computed. The trace ends at the first graph break.
         """
-        is_on = os.environ.get("GRAPHSHARD_CHECK") == "1" and not self._casts
-        captured = capture_graph(call) if is_on else None
+        enabled = os.environ.get("GRAPHSHARD_CHECK") == "1" and not self._casts
+        captured = capture_graph(call) if enabled else None
         if captured is not None:
             self.expect(*captured, names_of(module))
 

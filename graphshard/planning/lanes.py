@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 MARGIN = 2.0
-"""Factor on a predicted duration, for reductions and host copies whose end nothing depends on soon.
+"""Factor on the predicted duration of host copies.
 
-Judged: beside compute, and on wires that others use, a transfer may well take twice as long as it
+Judged: next to compute, and on links that others use, a transfer may well take twice as long as it
 takes alone. A larger margin holds buffers for longer; with a smaller one compute waits for
 transfers that are late.
 """

@@ -59,34 +59,25 @@ def place_waits(
     for i, reduction in enumerate(sent):
         launched[reduction.launch].append(i)
         due[reduction.due].append(i)
-    queue: deque[int] = deque()
-    held = _Held()
+    held = _Held(sent)
     for step in range(num_steps):
         before_waits = alive[waits(step)]
         after_waits = max(alive[running(step)], alive[launches(step + 1)])
         next_waits = alive[waits(step + 1)]
+        held.casting = 0
         for i in launched[step]:
-            queue.append(i)
-            held.add(sent[i].footprint)
-        freed = 0  # while results are cast, what arrived is still alive
-        late = due[step]
-        while queue:
-            if (
-                not late
-                and before_waits + held.sent + freed <= max_alive
-                and after_waits + held.sent + held.received <= max_alive
-                and next_waits + held.received <= max_alive
-                and in_flight[step] + held.in_flight <= max_in_flight
-            ):
-                break
-            i = late.pop() if late else queue[0]
-            if placed[i] < num_steps:
-                continue  # waited for before it was due
-            queue.remove(i)
-            placed[i] = step
-            held.remove(sent[i].footprint)
-            if sent[i].launch < step:
-                freed -= sent[i].footprint.after_wait
+            held.launch(i)
+        for i in due[step]:
+            if placed[i] == num_steps:  # memory has not asked for it before
+                placed[i] = held.wait(i, step)
+        while held.queue and not (
+            before_waits + held.sent + held.casting <= max_alive
+            and after_waits + held.sent + held.received <= max_alive
+            and next_waits + held.received <= max_alive
+            and in_flight[step] + held.in_flight <= max_in_flight
+        ):
+            oldest = held.queue[0]
+            placed[oldest] = held.wait(oldest, step)
     return placed
 
 
@@ -94,20 +85,31 @@ class _Held:
     """Bytes that reductions hold longer than if they were waited for where they are launched.
 
     Attributes:
+        queue: positions of the reductions in flight, the oldest first.
         sent: bytes that a wait frees, less what it takes for casts.
         received: bytes that are free once results are cast.
+        casting: bytes received that are still alive while results of this step's waits are cast.
         in_flight: bytes of full gradients.
     """
 
-    __slots__ = ("in_flight", "received", "sent")
+    def __init__(self, sent: Sequence[Sent]) -> None:
+        self._all = sent
+        self.queue: deque[int] = deque()
+        self.sent = self.received = self.casting = self.in_flight = 0
 
-    def __init__(self) -> None:
-        self.sent = self.received = self.in_flight = 0
+    def launch(self, i: int) -> None:
+        self.queue.append(i)
+        self._add(self._all[i].footprint, 1)
 
-    def add(self, footprint: Footprint, sign: int = 1) -> None:
+    def wait(self, i: int, step: int) -> int:
+        """Wait for a reduction before ``step``, and return that."""
+        self.queue.remove(i)
+        self._add(self._all[i].footprint, -1)
+        if self._all[i].launch < step:
+            self.casting -= self._all[i].footprint.after_wait
+        return step
+
+    def _add(self, footprint: Footprint, sign: int) -> None:
         self.sent -= sign * footprint.at_wait
         self.received -= sign * footprint.after_wait
         self.in_flight += sign * footprint.in_flight_bytes
-
-    def remove(self, footprint: Footprint) -> None:
-        self.add(footprint, -1)

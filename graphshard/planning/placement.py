@@ -22,7 +22,7 @@ from .live_bytes import Footprint, count_transfers, least_by_moment, other_by_mo
 from .memory_budget import FreeMemory, ScheduleLimits
 from .moments import ByteChanges, Span, num_moments, sum_spans
 from .plan import Bucket, Problem, in_launch_order
-from .simulate import BucketCost, TransferCostModel, start_times_us, sweep
+from .simulate import AS_PREDICTED, Scenario, TransferCostModel, start_times_us, sweep
 
 MEMORY_PRICE = 1.0
 """Without a budget, each 10 % of memory above a modest peak (see ``Placer``) has to save 10 % of
@@ -39,24 +39,7 @@ Measured for Llama-3 8B and 70B on 8 to 1,024 GPUs: with 1, links of twice the p
 """
 
 
-class Scenario(NamedTuple):
-    """Factors on predicted times, relative to those of compute.
-
-    Attributes:
-        latency: factor on the part of a transfer's time that does not depend on its bytes.
-        bytes: factor on the rest.
-    """
-
-    latency: float
-    bytes: float
-
-    def cost(self, cost: BucketCost) -> BucketCost:
-        latency_us = cost.latency_us
-        lane_us = self.latency * latency_us + self.bytes * (cost.lane_us - latency_us)
-        return cost._replace(lane_us=lane_us)
-
-
-SCENARIOS = (Scenario(1.0, 1.0), Scenario(2.0, 2.5), Scenario(5.0, 1.5))
+SCENARIOS = (AS_PREDICTED, Scenario(2.0, 2.5), Scenario(5.0, 1.5))
 """The times by which drafts are judged: as predicted, slow links, and slow starts of transfers."""
 
 
@@ -140,8 +123,8 @@ class Draft(NamedTuple):
 class Placer:
     """Makes drafts of one problem.
 
-    With b buckets and s steps, a draft takes O(b log b + s); the part in s only copies lists.
-    A limit of memory adds the moments in which each bucket is in flight.
+    With b buckets and s steps, a draft takes O(b log b + s). A limit of memory adds the moments in
+    which each gather is in flight.
 
     Args:
         modest_bytes: size of a modest bucket. A modest peak is the least peak of any schedule and
@@ -164,11 +147,6 @@ class Placer:
         self._changes = ByteChanges(num_moments(problem.num_steps))
         count_transfers(self._changes, problem.transfers)
 
-    @property
-    def has_limits(self) -> bool:
-        """Return whether memory is limited, and so counted step by step."""
-        return self._limits.peak is not None or self._limits.in_flight is not None
-
     def draft(self, splits: Splits, sizes: BucketSizes) -> Draft:
         """Place and score ``splits``."""
         launches = self._place_gathers(splits.gathers, sizes.in_flight, self._free_memory(splits))
@@ -177,13 +155,12 @@ class Placer:
         return Draft(score, sizes, splits, launches, waits, average_waits)
 
     def _free_memory(self, splits: Splits) -> FreeMemory | None:
-        """Return the memory beside ``splits`` as late and short as can be; None: no limit."""
-        if not self.has_limits:
+        """Return the memory left by ``splits`` as late and short as can be; None: no limit."""
+        if self._limits.peak is None and self._limits.in_flight is None:
             return None
         due = [candidate.bucket.wait for candidate in splits.gathers]
         ready = [candidate.bucket.launch for candidate in splits.reductions]
-        averaged = _average_launches(splits.reductions, ready)
-        return FreeMemory(self._alive(splits, due, ready, averaged), self._limits)
+        return FreeMemory(self._alive(splits, due, ready), self._limits)
 
     def _place_reductions(
         self, splits: Splits, gather_launches: Sequence[int]
@@ -191,9 +168,7 @@ class Placer:
         """Return the waits of reductions, and of their averages over replicas."""
         reductions = splits.reductions[::-1]  # in the order of their launches
         at_once = [c.bucket.launch for c in splits.reductions]
-        alive = self._alive(
-            splits, gather_launches, at_once, _average_launches(splits.reductions, at_once)
-        )
+        alive = self._alive(splits, gather_launches, at_once)
         gather_waits = [c.bucket.wait for c in splits.gathers]
         in_flight = self._in_flight(splits.gathers, gather_launches, gather_waits)
         sent = [
@@ -204,9 +179,7 @@ class Placer:
         averaged = [(c.replica_average, w) for c, w in zip(reductions, waits) if c.replica_average]
         if not averaged:
             return waits[::-1], []
-        alive = self._alive(
-            splits, gather_launches, waits[::-1], _average_launches(splits.reductions, waits[::-1])
-        )
+        alive = self._alive(splits, gather_launches, waits[::-1])
         sent = [
             Sent(wait, max(wait, average.bucket.wait), average.footprint)
             for average, wait in averaged
@@ -301,9 +274,13 @@ class Placer:
         splits: Splits,
         gather_launches: Sequence[int],
         reduction_waits: Sequence[int],
-        average_waits: Sequence[int],
+        average_waits: Sequence[int] | None = None,
     ) -> list[int]:
-        """Return ``live_bytes.alive_by_moment`` of the buckets of ``splits``."""
+        """Return ``live_bytes.alive_by_moment`` of the buckets of ``splits``.
+
+        Args:
+            average_waits: None: averages are waited for where they are launched.
+        """
         changes = self._changes.copy()
         for candidate, launch in zip(splits.gathers, gather_launches):
             candidate.footprint.launch(changes, launch)
@@ -312,7 +289,8 @@ class Placer:
             candidate.footprint.launch(changes, candidate.bucket.launch)
             candidate.footprint.wait(changes, wait)
         launches = _average_launches(splits.reductions, reduction_waits)
-        for average, launch, wait in zip(splits.averages, launches, average_waits):
+        waits = launches if average_waits is None else average_waits
+        for average, launch, wait in zip(splits.averages, launches, waits):
             average.footprint.launch(changes, launch)
             average.footprint.wait(changes, wait)
         return list(map(add, self._other_bytes, changes.by_moment()))

@@ -67,6 +67,25 @@ class BucketCost(NamedTuple):
     latency_us: float = 0.0
 
 
+class Scenario(NamedTuple):
+    """Factors on predicted times, relative to those of compute.
+
+    Attributes:
+        latency: factor on the part of a transfer's time that does not depend on its bytes.
+        bytes: factor on the rest.
+    """
+
+    latency: float = 1.0
+    bytes: float = 1.0
+
+    def cost(self, cost: BucketCost) -> BucketCost:
+        latency_us = (self.latency - self.bytes) * cost.latency_us
+        return cost._replace(lane_us=self.bytes * cost.lane_us + latency_us)
+
+
+AS_PREDICTED = Scenario()
+
+
 @dataclass(frozen=True)
 class Slot:
     """One thing that a lane does.
@@ -204,19 +223,15 @@ def clock(
     problem: Problem,
     buckets: Sequence[Bucket],
     cost_model: TransferCostModel,
-    slowness: float = 1.0,
+    scenario: Scenario = AS_PREDICTED,
 ) -> Clock:
-    """Return the times of ``simulate``, by one sweep over ``buckets`` in launch order.
-
-    Args:
-        slowness: factor on the time of every collective and host copy.
-    """
+    """Return the times of ``simulate``, by one sweep over ``buckets`` in launch order."""
     costs = [bucket_cost(problem, bucket, cost_model) for bucket in buckets]
     return sweep(
         start_times_us(problem),
         launches=[bucket.launch for bucket in buckets],
         waits=[bucket.wait for bucket in buckets],
-        costs=[cost._replace(lane_us=slowness * cost.lane_us) for cost in costs],
+        costs=[scenario.cost(cost) for cost in costs],
         successors=next_in_chain(buckets),
     )
 
@@ -282,12 +297,10 @@ def bucket_cost(problem: Problem, bucket: Bucket, cost_model: TransferCostModel)
     lane_us = cost_model.collective_us(bucket.kind, bucket.num_bytes, bucket.world, bucket.stride)
     if bucket.kind in HOST_COPIES:
         return BucketCost(0.0, lane_us, 0.0, bucket.kind)
+    latency_us = cost_model.collective_us(bucket.kind, 1, bucket.world, bucket.stride)
     buffers_us = cost_model.buffer_us(bucket.world, bucket.stride) * (len(bucket.buffers) - 1)
     if bucket.kind == TransferKind.ALL_REDUCE_SHARDS:
-        latency_us = cost_model.collective_us(bucket.kind, 1, bucket.world, bucket.stride)
-        return BucketCost(
-            buffers_us, lane_us, 0.0, latency_us=latency_us
-        )  # in place: nothing to copy
+        return BucketCost(buffers_us, lane_us, 0.0, latency_us=latency_us)  # nothing to copy
     gathers = bucket.kind == TransferKind.ALL_GATHER
     num_shards = bucket.world if gathers else 1  # a rank writes one shard of what it gathers
     copy_in_us, copy_out_us = buffers_us, 0.0
@@ -298,5 +311,4 @@ def bucket_cost(problem: Problem, bucket: Bucket, cost_model: TransferCostModel)
             copy_in_us += cost_model.copy_us(num_bytes // num_shards)
         if gathers and len(buffer) > 1:
             copy_out_us += cost_model.copy_us(num_bytes)
-    latency_us = cost_model.collective_us(bucket.kind, 1, bucket.world, bucket.stride)
     return BucketCost(copy_in_us, lane_us, copy_out_us, latency_us=latency_us)

@@ -26,7 +26,15 @@ from ..kinds import HOST_COPIES, GraphKind
 from ..planning.live_bytes import alive_by_moment
 from ..planning.memory_budget import FreeMemory, ScheduleLimits
 from ..planning.plan import Bucket, Plan, PlanParam
-from ..planning.simulate import COMMUNICATION, COMPUTE, Slot, Timeline, clock, simulate
+from ..planning.simulate import (
+    COMMUNICATION,
+    COMPUTE,
+    Scenario,
+    Slot,
+    Timeline,
+    clock,
+    simulate,
+)
 
 VERSION = 3
 SLOWNESS = 1.5
@@ -98,7 +106,7 @@ class Dump:
     def totals(self) -> Totals:
         """The totals of the timeline."""
         problem, buckets = self.plan.problem, self.plan.buckets
-        slow = clock(problem, buckets, CostModel(self.hardware), SLOWNESS)
+        slow = clock(problem, buckets, CostModel(self.hardware), Scenario(SLOWNESS, SLOWNESS))
         return Totals(
             total_us=self.timeline.total_us,
             compute_us=self.timeline.busy_us(COMPUTE),
