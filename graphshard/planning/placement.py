@@ -18,25 +18,19 @@ from typing import NamedTuple
 
 from .bucketing import Candidate, CostedBucket, Split
 from .late_waits import Sent, place_waits
-from .live_bytes import Footprint, count_transfers, least_by_moment, other_by_moment
+from .live_bytes import Footprint, count_transfers, other_by_moment, smallest_peak
 from .memory_budget import FreeMemory, ScheduleLimits
 from .moments import ByteChanges, Span, num_moments, sum_spans
 from .plan import Bucket, Problem, in_launch_order
 from .simulate import AS_PREDICTED, Scenario, TransferCostModel, start_times_us, sweep
 
-MEMORY_PRICE = 1.0
+MEMORY_PRICE = 0.5
 """Without a budget, memory above a modest peak (see ``Placer``) has to save time: 10 % more memory
-1 % of the time, 20 % more 4 %.
+0.5 % of the time, 20 % more 2 %.
 
-Measured by ``benchmarks/robustness.py``: at half of it 70B takes 13 % more memory than under FSDP2
-for less than 1 % of the time. If 10 % have to save 10 %, links slower than planned cost 405B on
-1,024 GPUs up to 6 % more than under FSDP2.
-"""
-MODEST_BUCKETS = 1.5
-"""Number of modest buckets that a modest peak has room for.
-
-Measured for Llama-3 8B and 70B on 8 to 1,024 GPUs: with 1, links of twice the planned time cost
-70B up to 5 % more than under FSDP2; with 2, 8B takes more memory than under FSDP2.
+Measured by ``benchmarks/robustness.py``: at 0.2, 70B takes 13 % more memory than under FSDP2 for
+less than 1 % of the time; at 1, links slower than planned cost 405B on 1,024 GPUs up to 6 % more
+than under FSDP2.
 """
 
 
@@ -127,9 +121,9 @@ class Placer:
     With b buckets and s steps, a draft takes O(b log b + s). A limit of memory adds the moments in
     which each gather is in flight.
 
+
     Args:
-        modest_bytes: size of a modest bucket. A modest peak is the least peak of any schedule and
-            ``MODEST_BUCKETS`` of these; up to it memory has no price.
+        modest_bytes: memory that may be added to the least peak of any schedule at no price.
     """
 
     def __init__(
@@ -142,8 +136,7 @@ class Placer:
         self._num_steps, self._copies_sent = problem.num_steps, problem.copies_sent
         self._cost_model, self._limits = cost_model, limits
         self._start_us = start_times_us(problem)
-        least_peak = max(least_by_moment(problem), default=0)
-        self._modest_peak = max(1, least_peak + int(MODEST_BUCKETS * modest_bytes))
+        self._modest_peak = max(1, smallest_peak(problem) + modest_bytes)
         # A draft adds what its buckets take and free: O(b), not O(transfers).
         self._other_bytes = other_by_moment(problem)
         self._changes = ByteChanges(num_moments(problem.num_steps))
