@@ -203,7 +203,7 @@ def predicted(case: Case, recipe: Recipe, calibrated: Hardware) -> dict[str, Any
     step = plan_step(traced, recipe, cluster(hardware, case.ranks, memory_gb=MEMORY_GB))
     time = step.time
     return {
-        "predicted_ms": time.step_us / 1e3,
+        "predicted_ms": time.modelled_us / 1e3,
         "compute_ms": time.compute_us / 1e3,
         "exposed_ms": (time.exposed_us + time.lost_us) / 1e3,
         "optimizer_ms": time.optimizer_us / 1e3,

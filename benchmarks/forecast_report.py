@@ -147,8 +147,8 @@ def _interval(what: str, rows: Sequence[Row], ratio_of: Callable[[Row], float]) 
     errors = errors_of(map(ratio_of, rows))
     covered = sum(errors.covers(ratio_of(row)) for row in rows)
     text = (
-        f"Interval of {what}: {errors.low:.2f} to {errors.high:.2f} times the forecast, which "
-        f"holds {covered} of {len(rows)}"
+        f"Interval of {what}: {errors.low:.2f} to {errors.high:.2f} times the modelled one, "
+        f"{errors.likely:.2f} in the median, which holds {covered} of {len(rows)}"
     )
     if len(_models(rows)) < 2:
         return f"{text}."

@@ -9,6 +9,8 @@ Sources of rows; all gather parameters in bfloat16 and use AdamW:
     [fms]    github.com/foundation-model-stack/fms-fsdp, README.md: Llama 2, FSDP1, 128 A100 with
              400 Gb/s for each node (pytorch.org/blog/maximizing-training)
     [ibm]    pytorch.org/blog/maximizing-training: the same on 96 H100 with 800 Gb/s for each node
+    [race]   results/race.md: FSDP2 and graphshard on one H200 as the first of 8 ranks, over
+             modelled links
 """
 
 from __future__ import annotations
@@ -81,4 +83,6 @@ PUBLISHED = (
     ),
     Published(*("[fms]", *_2_70B, _A100, 128, 6, 4096, "full", "bf16", False, 380), link="50Gb/s"),
     Published(*("[ibm]", *_2_70B, "H100", 96, 2, 4096, "full", "bf16", False, 800), link="100Gb/s"),
+    Published("[race]", *_8B, "H200", 8, 1, 8192, "none", "bf16", True, 10116, 58.0),
+    Published("[race]", *_8B, "H200", 8, 1, 8192, "none", "bf16", True, 10239, 55.6),
 )

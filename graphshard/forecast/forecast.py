@@ -130,7 +130,9 @@ class Forecast:
             self.unit: self.tokens,
             f"{self.unit}_per_s": self.tokens_per_s,
             "mfu": self.mfu,
-            "time": _with_properties(self.time, "step_us", "low_us", "high_us"),
+            "time": _with_properties(
+                self.time, "step_us", "modelled_us", "not_modelled_us", "low_us", "high_us"
+            ),
             "host_bytes": self.host_bytes,
             "memory": _with_properties(self.memory, "allocated", "total", "low", "high", "fits"),
             "exposed": [dataclasses.asdict(exposed) for exposed in self.exposed],
@@ -229,8 +231,8 @@ def forecast_text(forecast: Forecast) -> str:
 
 
 _INTERVALS = {
-    DATASHEET: "published measurements were from forecasts by datasheets",
-    CALIBRATED: "measurements were from forecasts of calibrated machines",
+    DATASHEET: "published steps of compiled models lay in it",
+    CALIBRATED: "steps on calibrated machines lay in it",
 }
 
 
@@ -250,14 +252,15 @@ def summary_rows(forecast: Forecast) -> Iterator[tuple[str, str]]:
     yield (
         "interval",
         f"{time.low_us / 1e3:,.1f} to {time.high_us / 1e3:,.1f} ms, "
-        f"{memory.low / GB:.1f} to {memory.high / GB:.1f} GB: as far as "
+        f"{memory.low / GB:.1f} to {memory.high / GB:.1f} GB: nine of ten "
         f"{_INTERVALS[forecast.cluster.hardware.source]}",
     )
     yield (
         "of it",
         f"compute {time.compute_us / 1e3:,.1f} ms, exposed communication "
         f"{time.exposed_us / 1e3:,.1f} ms, lost to hidden communication "
-        f"{time.lost_us / 1e3:,.1f} ms, optimizer {time.optimizer_us / 1e3:,.1f} ms",
+        f"{time.lost_us / 1e3:,.1f} ms, optimizer {time.optimizer_us / 1e3:,.1f} ms; "
+        f"{time.not_modelled_us / 1e3:,.1f} ms more than that were likely in the past",
     )
     verdict = "fits" if memory.fits else "DOES NOT FIT"
     yield (

@@ -1,56 +1,57 @@
-"""How far measured steps were from their forecasts: `Errors`, the width of every interval.
-
-A forecast says where a measurement would be expected: between the forecast times the least and the
-largest ratio of past measurements to their forecasts, of which at most one in twenty is left out at
-each end. No number of a forecast itself depends on these ratios.
-"""
+"""How far measurements were from forecasts, and the intervals that follow from it."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..cost.hardware import CALIBRATED, DATASHEET
 
-LEFT_OUT = 0.05
-"""Part of past measurements that may lie below an interval, and above it."""
+HELD = 0.9
+"""Part of past measurements that an interval holds."""
 
 
 @dataclass(frozen=True)
 class Errors:
-    """The interval of a forecast, as factors of it.
+    """Ratios of measured to modelled numbers.
 
     Attributes:
-        low: at most 1.
-        high: at least 1.
+        low: lower end of the interval.
+        likely: median.
+        high: upper end of the interval.
     """
 
     low: float
+    likely: float
     high: float
 
     def covers(self, ratio: float) -> bool:
-        """Return whether a measurement of ``ratio`` times its forecast is in the interval."""
+        """Return whether a measurement of ``ratio`` times its model is in the interval."""
         return self.low <= ratio <= self.high
 
 
 def errors_of(ratios: Iterable[float]) -> Errors:
-    """Return the interval that past ratios of measured to forecast make.
+    """Return the median of past ratios, and the narrowest interval that holds ``HELD`` of them.
 
     Args:
-        ratios: at least one.
+        ratios: measured to modelled; at least one.
     """
     ordered = sorted(ratios)
-    left_out = int(LEFT_OUT * len(ordered))
-    return Errors(min(1.0, ordered[left_out]), max(1.0, ordered[-1 - left_out]))
+    held = math.ceil(HELD * len(ordered))
+    intervals = zip(ordered, ordered[held - 1 :])
+    low, high = min(intervals, key=lambda ends: ends[1] / ends[0])
+    return Errors(low, statistics.median(ordered), high)
 
 
 STEP_TIME = {
     # benchmarks/results/forecast_cpu.md: steps of six models on CPU ranks.
-    CALIBRATED: Errors(1.00, 1.70),
-    # benchmarks/results/forecast.md: what others published, on A100, H100 and H200.
-    DATASHEET: Errors(1.00, 1.81),
+    CALIBRATED: Errors(1.00, 1.11, 1.64),
+    # benchmarks/results/forecast.md: compiled models on A100, H100 and H200.
+    DATASHEET: Errors(1.15, 1.31, 1.55),
 }
-"""Of the time of a step, by the source of the machine's rates."""
+"""Ratios of measured steps to modelled ones, by the source of the machine's rates."""
 
-MEMORY = Errors(1.00, 1.21)
-"""Of the bytes that a step allocates: benchmarks/results/forecast_cpu.md."""
+MEMORY = Errors(1.00, 1.04, 1.18)
+"""Ratios of bytes that a step allocates to planned ones: benchmarks/results/forecast_cpu.md."""

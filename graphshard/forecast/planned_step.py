@@ -29,7 +29,7 @@ ADDING = 3
 
 @dataclass(frozen=True)
 class TimeForecast:
-    """Microseconds of a step; its parts add up to ``step_us``.
+    """Microseconds of a step.
 
     Attributes:
         compute_us: in which a GPU computes or copies, in all microbatches.
@@ -37,7 +37,7 @@ class TimeForecast:
         lost_us: that hidden communication costs it.
         optimizer_us: that it, or the host with ``offload``, updates parameters; the host also adds
             up the gradients of microbatches.
-        errors: the interval of ``step_us``, as factors of it.
+        errors: ratios of measured steps to ``modelled_us``.
     """
 
     compute_us: float
@@ -47,18 +47,29 @@ class TimeForecast:
     errors: Errors
 
     @property
-    def step_us(self) -> float:
+    def modelled_us(self) -> float:
+        """The sum of the parts: what a step would take if no rate were too optimistic."""
         return self.compute_us + self.exposed_us + self.lost_us + self.optimizer_us
+
+    @property
+    def step_us(self) -> float:
+        """The time that a measured step is as likely to exceed as not."""
+        return self.errors.likely * self.modelled_us
+
+    @property
+    def not_modelled_us(self) -> float:
+        """The part of ``step_us`` that past measurements took longer than their models."""
+        return self.step_us - self.modelled_us
 
     @property
     def low_us(self) -> float:
         """The shortest time that a measured step would be expected to take."""
-        return self.errors.low * self.step_us
+        return self.errors.low * self.modelled_us
 
     @property
     def high_us(self) -> float:
         """The longest time that a measured step would be expected to take."""
-        return self.errors.high * self.step_us
+        return self.errors.high * self.modelled_us
 
 
 @dataclass(frozen=True)
