@@ -89,6 +89,7 @@ _COMPILED = {True: "blocks", False: "no", None: "not said"}
 
 def time_row(published: Published, found: Forecast) -> list[Any]:
     """Return a row of the table of speed."""
+    tokens_per_s = found.tokens_per_s / found.cluster.num_gpus
     return [
         f"{published.name} {published.source}",
         f"{published.gpus} {published.device}",
@@ -97,8 +98,8 @@ def time_row(published: Published, found: Forecast) -> list[Any]:
         published.recompute,
         _COMPILED[published.compiled],
         published.tokens_per_s,
-        round(found.tokens_per_s / found.cluster.num_gpus),
-        f"{found.tokens_per_s / found.cluster.num_gpus / published.tokens_per_s - 1:+.0%}",
+        round(tokens_per_s),
+        f"{tokens_per_s / published.tokens_per_s - 1:+.0%}",
     ]
 
 

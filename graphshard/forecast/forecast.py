@@ -231,8 +231,8 @@ def forecast_text(forecast: Forecast) -> str:
 
 
 _INTERVALS = {
-    DATASHEET: "published steps of compiled models lay in it",
-    CALIBRATED: "steps on calibrated machines lay in it",
+    DATASHEET: "measured steps of compiled models were in it",
+    CALIBRATED: "measured steps on calibrated machines were in it",
 }
 
 
@@ -259,8 +259,8 @@ def summary_rows(forecast: Forecast) -> Iterator[tuple[str, str]]:
         "of it",
         f"compute {time.compute_us / 1e3:,.1f} ms, exposed communication "
         f"{time.exposed_us / 1e3:,.1f} ms, lost to hidden communication "
-        f"{time.lost_us / 1e3:,.1f} ms, optimizer {time.optimizer_us / 1e3:,.1f} ms; "
-        f"{time.not_modelled_us / 1e3:,.1f} ms more than that were likely in the past",
+        f"{time.lost_us / 1e3:,.1f} ms, optimizer {time.optimizer_us / 1e3:,.1f} ms, "
+        f"not modelled {time.not_modelled_us / 1e3:,.1f} ms",
     )
     verdict = "fits" if memory.fits else "DOES NOT FIT"
     yield (

@@ -48,17 +48,17 @@ class TimeForecast:
 
     @property
     def modelled_us(self) -> float:
-        """The sum of the parts: what a step would take if no rate were too optimistic."""
+        """The sum of the parts."""
         return self.compute_us + self.exposed_us + self.lost_us + self.optimizer_us
 
     @property
     def step_us(self) -> float:
-        """The time that a measured step is as likely to exceed as not."""
+        """The modelled time, scaled by the median ratio of past measurements to it."""
         return self.errors.likely * self.modelled_us
 
     @property
     def not_modelled_us(self) -> float:
-        """The part of ``step_us`` that past measurements took longer than their models."""
+        """The difference between ``step_us`` and ``modelled_us``."""
         return self.step_us - self.modelled_us
 
     @property
