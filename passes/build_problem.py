@@ -87,7 +87,9 @@ def build_problem(
     bounds = {p for reach in reaches for p in (reach.ready, reach.due) if p < len(nodes)}
     starts = sorted({0, *bounds}) if nodes else []
     ends = [*starts[1:], len(nodes)]
-    runs_at = _positions_of_kernels(position, values) if cost_model.fuses else position
+    runs_at = position
+    if cost_model.fuses:
+        runs_at = _positions_of_kernels(position, values, without_memory.inlined)
     alive = _alive_bytes(graph, kind, runs_at, without_memory, position)
     last_runs = _last_uses(graph, runs_at, without_memory.inlined)
     borders = [*starts, len(nodes)]
@@ -190,15 +192,19 @@ def _last_uses(
 
 
 def _positions_of_kernels(
-    position: Mapping[fx.Node, int], values: GraphValues
+    position: Mapping[fx.Node, int], values: GraphValues, inlined: Container[fx.Node]
 ) -> dict[fx.Node, int]:
     """Return where each node runs: fused ones with the first of their kernel (``min_order`` in
-    torch/_inductor/scheduler.py), or behind what the kernel reads where that is computed later."""
+    torch/_inductor/scheduler.py), or after what the kernel reads where that is computed later."""
     runs_at, last = dict(position), len(position) - 1
+    read: dict[fx.Node, set[fx.Node]] = {}  # by node, what its kernel reads for it
+    for node in values.kinds:
+        roots = {values.roots[used] for used in node.all_input_nodes}
+        read[node] = set().union(*(read[r] if r in inlined else {r} for r in roots))
     for kernel in values.fused_kernels:
         nodes = [node for node in kernel.nodes if node in position]
-        sources = {values.roots[used] for node in nodes for used in node.all_input_nodes}
-        computed = [runs_at[source] for source in sources - set(nodes) if source in runs_at]
+        sources = set().union(*(read[node] for node in nodes)) - set(nodes)
+        computed = [runs_at[source] for source in sources if source in runs_at]
         first = min((position[node] for node in nodes), default=0)
         runs_at |= dict.fromkeys(nodes, min(last, max([first, *(p + 1 for p in computed)])))
     return runs_at

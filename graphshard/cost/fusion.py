@@ -8,7 +8,8 @@
 those that they read from or are read by, unless a path between the two leads through another
 kernel. A reduction over other dimensions, or over all of them, loops differently. Its kernel has
 the pointwise nodes that serve nothing else, and other such reductions over what it reads; whoever
-uses its result is in another kernel.
+uses its result is in another kernel. So it is with an update, such as ``index_put``: it shares the
+kernel of the values that it writes, which therefore has the memory of the whole result.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ class NodeKind(Enum):
     """Fuses with its neighbours."""
     REDUCTION = auto()
     """Fuses with its neighbours, depending on the dimensions that it reduces."""
+    UPDATE = auto()
+    """Writes to places of a new tensor, or of a copy; fuses with what it writes."""
     KERNEL = auto()
     """A kernel of its own."""
 
 
-FUSED = (NodeKind.POINTWISE, NodeKind.REDUCTION)
+FUSED = (NodeKind.POINTWISE, NodeKind.REDUCTION, NodeKind.UPDATE)
 
 # Pointwise in Inductor's eyes, though without the tag.
 _POINTWISE = op_names(
@@ -54,6 +57,10 @@ _POINTWISE = op_names(
     "empty_like fill flip full full_like gather index index_select inductor_lookup_seed "
     "inductor_random iota ones ones_like repeat roll scalar_tensor select_scatter slice_scatter "
     "tril triu zeros zeros_like"
+)
+_UPDATES = op_names(
+    "_unsafe_index_put _unsafe_masked_index_put_accumulate embedding_dense_backward index_add "
+    "index_put scatter scatter_add scatter_reduce"
 )
 # These read as many bytes of their first argument as they return.
 _INDEXING = op_names("_unsafe_index _unsafe_masked_index embedding gather index index_select")
@@ -96,6 +103,8 @@ def _op_kind(op: OpOverload[..., Any]) -> NodeKind:
         return NodeKind.REDUCTION
     if torch.Tag.pointwise in op.tags or aten_name(op) in _POINTWISE:
         return NodeKind.POINTWISE
+    if aten_name(op) in _UPDATES:
+        return NodeKind.UPDATE
     return NodeKind.KERNEL
 
 
@@ -153,6 +162,13 @@ class GraphValues:
             views[source] = max(0.0, min(num_bytes, unread))
             added += views[source]
         return added
+
+    def updated(self, node: fx.Node) -> fx.Node | None:
+        """Return the node whose value an update copies before it writes; None: nothing is copied."""
+        name = aten_name(node.target)
+        if name not in _UPDATES or name == "embedding_dense_backward":
+            return None
+        return self.roots[node.all_input_nodes[0]]
 
     def users(self, node: fx.Node) -> Iterator[fx.Node]:
         """Yield the nodes that use the value of ``node``, directly or by way of views."""
@@ -251,6 +267,8 @@ def _needs_new_kernel(
     """Return whether ``node`` cannot be in the kernel of ``source``, from which it reads."""
     if values.kinds[source] not in FUSED:
         return False  # its stage counts its own kernel already
+    if values.kinds[source] == NodeKind.UPDATE or values.updated(node) is source:
+        return True
     ends_loop = values.kinds[source] == NodeKind.REDUCTION and source in column_nodes
     return ends_loop or (source in column_nodes) != (node in column_nodes)
 

@@ -20,11 +20,6 @@ from .fusion import FUSED, GraphValues, NodeKind
 
 _MAX_READS, _MAX_OPS = 4, 30
 """``realize_reads_threshold`` and ``realize_opcount_threshold`` in torch/_inductor/config.py."""
-_UPDATES = op_names(
-    "_unsafe_index_put _unsafe_masked_index_put_accumulate index_add index_put scatter scatter_add "
-    "scatter_reduce"
-)
-"""These write to a copy of their first argument."""
 _HEAVY_ON_CPU = op_names("exp log log10 log1p log2 sigmoid tanh")
 
 
@@ -83,19 +78,10 @@ def _inlined(values: GraphValues, device_type: str | None) -> frozenset[fx.Node]
             continue
         users = list(values.users(node))
         expression = _expression(node, values, inlined, device_type)
-        if all(_reads_fused(user, node, values) for user in users) and not (
-            len(users) > 1 and expression.takes_much
-        ):
+        read_by_fused = all(values.kinds[user] in FUSED for user in users)
+        if read_by_fused and not (len(users) > 1 and expression.takes_much):
             inlined[node] = expression
     return frozenset(inlined)
-
-
-def _reads_fused(user: fx.Node, node: fx.Node, values: GraphValues) -> bool:
-    """Return whether a fused kernel reads ``node`` for ``user``; an update's copies it."""
-    if values.kinds[user] in FUSED:
-        return True
-    updated = user.args[0] if aten_name(user.target) in _UPDATES else None
-    return isinstance(updated, fx.Node) and values.roots[updated] is node
 
 
 def _expression(
