@@ -24,6 +24,7 @@ from graphshard.cost.memory import WithoutMemory
 from graphshard.cost.model import CostModel
 from graphshard.kinds import GraphKind, TransferKind
 from graphshard.ops import markers
+from graphshard.ops.collectives import copies_sent
 from graphshard.ops.marker_specs import ReloadSpec, UnshardSpec
 from graphshard.ops.nodes import (
     HELD_BYTES,
@@ -108,6 +109,7 @@ def build_problem(
         ),
         between_bytes=tuple(alive.before[border] for border in borders),
         transfers=tuple(placed),
+        copies_sent=any(copies_sent(t.group) for t in placed if t.group),
     )
     steps = [nodes[start] for start in starts]
     return GraphProblem(problem, list(transfers), steps, _step_of(graph, steps))

@@ -105,6 +105,7 @@ class Problem:
             shards among them), results; less the full parameters that are free by then.
         between_bytes: those that are alive in front of every step, and at the graph's end.
         transfers: everything that travels, in graph order.
+        copies_sent: whether the backend copies what it reduces until that is waited for.
     """
 
     graph: GraphKind
@@ -113,6 +114,7 @@ class Problem:
     other_bytes: tuple[int, ...]
     between_bytes: tuple[int, ...]
     transfers: tuple[Transfer, ...]
+    copies_sent: bool = False
 
     @property
     def num_steps(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -14,7 +15,7 @@ from benchmarks.schedules import at_world
 from graphshard.cost.devices import HARDWARE
 from graphshard.kinds import TransferKind
 from graphshard.planning.late_waits import Sent, place_waits
-from graphshard.planning.live_bytes import Footprint
+from graphshard.planning.live_bytes import Footprint, in_flight_bytes
 from graphshard.planning.memory_budget import ScheduleLimits
 from graphshard.planning.moments import num_moments
 from graphshard.planning.plan import Bucket, Problem, next_in_chain
@@ -58,6 +59,18 @@ def test_a_result_is_waited_for_where_it_is_due() -> None:
     early = Sent(2, 3, GRADIENT)
     assert _waits([*_sent(1), early, *_sent(4)]) == [6, 3, 6]
     assert _waits([*_sent(1), early, *_sent(4)], max_alive=18) == [2, 3, 6]
+
+
+def test_copies_of_what_is_sent_count() -> None:
+    """A backend that copies what it reduces has half as many bytes in flight."""
+    graph = problem([100.0] * 9, [reduction(i, 1000, i + 1, 9) for i in range(8)])
+    copying = dataclasses.replace(graph, copies_sent=True)
+    line = Line(latency_us=0.0, parcel_cost_us=0.0, issue_us=0.0)
+    once, twice = (
+        max(in_flight_bytes(each, find_schedule(each, line, ScheduleLimits())))
+        for each in (graph, copying)
+    )
+    assert 0 < twice <= once / 2
 
 
 @given(problems(), lines)
