@@ -164,7 +164,7 @@ class GraphValues:
         return added
 
     def updated(self, node: fx.Node) -> fx.Node | None:
-        """Return the node whose value an update copies before it writes; None: nothing is copied."""
+        """Return the node whose value an update copies before it writes, if it copies any."""
         name = aten_name(node.target)
         if name not in _UPDATES or name == "embedding_dense_backward":
             return None
