@@ -6,7 +6,8 @@
 #
 # PYTHON (default: python3) is used as it is, with its torch, pytest, pytest-timeout, pytest-xdist,
 # hypothesis and tabulate; nothing is installed, and no network is needed. The output ends in a table.
-# It goes to gpu.md, and what was written to stderr to gpu.log, in OUT (default: benchmarks/results).
+# It goes to gpu.md, what was written to stderr to gpu.log, and the profiles and plans of the race to
+# race.tar.gz, in OUT (default: benchmarks/results).
 set -uo pipefail
 
 device=${1:-cuda}
@@ -77,24 +78,22 @@ sys.exit(sys.argv[1] == "cuda" and not torch.cuda.is_available())
 EOF
     # In the order of what they teach: if tests fail, nothing else is worth the time. Files of tests
     # run side by side, since none measures time. The limits on a GPU add up to 540 seconds.
-    local small=(--layers 6) flat=()
-    local first=(--layers 6 --ways torch.compile 'graphshard, regions')
+    local small=(--layers 2) flat=() race=()
     if [[ $device == cpu ]]; then
-        small=(--layers 1 --steps 3) flat=(--layers 1 --dim 64) first=(--dim 32 --layers 1)
+        small=(--layers 1 --steps 3) flat=(--layers 1 --dim 64)
+        race=(--layers 1 --dim 64 --hidden 128 --vocab 256 --tokens 64 --links 0.5,1)
         tests 260 tests/gpu/test_training.py
     else
         tests 220 tests/gpu -m gpu -n 3 --dist loadfile --timeout 90
     fi
-    part 'modelled links' 60 "$python" -m benchmarks.throughput --device "$device" \
-        --wire 0.02,100 "${small[@]}"
+    # Four processes fit on a GPU of 80 GB, of which torch.compile comes after them.
+    part race 200 "$python" -m benchmarks.race --device "$device" --out "$out" "${race[@]}" \
+        --ways 'FSDP2, compiled blocks' graphshard torch.compile
     # The row of torchao's fp8 is there if this Python has torchao.
-    part 'throughput, mixed and fp8' 100 "$python" -m benchmarks.throughput --mixed \
+    part 'throughput, mixed and fp8' 60 "$python" -m benchmarks.throughput --mixed \
         --device "$device" "${small[@]}"
-    part 'offload streams' 30 "$python" -m benchmarks.offload_streams --device "$device" "${flat[@]}"
-    part overhead 60 "$python" -m benchmarks.overhead --device "$device" "${small[@]}"
-    # Other parts have compiled just now.
-    part 'compile time' 70 "$python" -m benchmarks.compile_time --device "$device" --no-warm-up \
-        "${first[@]}"
+    part 'offload streams' 20 "$python" -m benchmarks.offload_streams --device "$device" "${flat[@]}"
+    part overhead 40 "$python" -m benchmarks.overhead --device "$device" "${small[@]}"
     printf '\n## Summary\n\n| part | result | seconds |\n|---|---|---:|\n'
     printf '%s\n' "${rows[@]}"
     return "$failed"

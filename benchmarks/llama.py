@@ -2,7 +2,7 @@
 
 The model has grouped-query attention, rotary positions, SwiGLU, RMSNorm and an untied head; its
 parameters have no particular values. ``trace`` compiles a training step with fake tensors and a
-fake process group.
+fake process group. ``TrainableLlama`` is the same model as it is trained.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
@@ -44,6 +47,12 @@ class LlamaSizes:
     hidden: int
     recompute: bool
     vocab: int = 128256
+
+    @classmethod
+    def of(cls, dim: int, layers: int, hidden: int, vocab: int) -> LlamaSizes:
+        """Return sizes with heads of 128, four of which share keys and values, as in 8B."""
+        heads = max(1, dim // 128)
+        return cls(dim, layers, heads, max(1, heads // 4), hidden, recompute=False, vocab=vocab)
 
 
 LLAMA3 = {
@@ -115,7 +124,12 @@ class Llama(nn.Module):
                 x = checkpoint(block, x, cos, sin, use_reentrant=False)
             else:
                 x = block(x, cos, sin)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+        return self.loss(self.head(self.norm(x)), targets)
+
+    @staticmethod
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross entropy; ``logits`` are ``[batch, length, vocab]``."""
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def angles(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosine and sine of the rotation at every position, ``[length, head_dim / 2]``."""
@@ -124,6 +138,60 @@ class Llama(nn.Module):
             torch.arange(length, device=like.device), (-half * math.log(ROTARY_BASE)).exp()
         )
         return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+class TrainableLlama(Llama):
+    """A Llama as it is trained: rotations are buffers, and the loss is taken in float32.
+
+    Args:
+        length: of the sequences.
+    """
+
+    def __init__(self, sizes: LlamaSizes, length: int) -> None:
+        super().__init__(sizes)
+        for name in ("cos", "sin"):
+            angles = torch.empty(length, self.head_dim // 2, dtype=torch.bfloat16)
+            self.register_buffer(name, angles, persistent=False)
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Fill parameters, or their shards, and buffers."""
+        generator = torch.Generator(self.cos.device).manual_seed(0)
+        for name, param in self.named_parameters():
+            values = param.to_local() if isinstance(param, DTensor) else param
+            if "norm" in name:
+                values.fill_(1.0)
+            else:
+                values.normal_(0.0, 0.02, generator=generator)
+        for buffer, angles in zip((self.cos, self.sin), super().angles(len(self.cos), self.cos)):
+            buffer.copy_(angles)
+
+    def angles(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the buffers."""
+        return self.cos, self.sin
+
+    @staticmethod
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross entropy, in float32."""
+        return Llama.loss(logits.float(), targets)
+
+
+def as_torchtitan(model: TrainableLlama, mesh: DeviceMesh, **options: Any) -> TrainableLlama:
+    """Shard and compile by FSDP2 as torchtitan does (torchtitan/models/llama3/parallelize.py).
+
+    ``options`` are those of ``fully_shard``.
+    """
+    for block in model.blocks:
+        block.compile(fullgraph=True)
+    model.loss = torch.compile(model.loss)
+    for part in (model.tokens, *model.blocks):
+        fully_shard(part, mesh=mesh, **options)
+    last = [model.norm, model.head]  # backward begins with them
+    fully_shard(last, mesh=mesh, reshard_after_forward=False, **options)
+    return fully_shard(model, mesh=mesh, **options)
 
 
 # --- tracing -------------------------------------------------------------------------------------

@@ -2,11 +2,11 @@
 
 The other ranks do not exist. A collective copies as many bytes as it would write, and then takes up
 the link for ``alpha + bytes of its full buffers / rate``, as on ``tests.recording.wire``; one after
-the other. On a GPU both are kernels on a stream of the group, behind what the current stream was
-asked for; one block spins, NCCL takes more of the processors. On a CPU the host copies at once, and
-whoever waits sleeps. So the times of a step are those behind such links, whatever makes the
-schedule. Numbers are not: nobody sends anything, and what is gathered is the first rank's shard
-again and again.
+the other. On a GPU both are kernels on a stream of the group, after what the current stream was
+asked for: one copies, as NCCL has one for a collective of several tensors, and one spins on one
+block; NCCL takes more of the processors. On a CPU the host copies at once, and whoever waits
+sleeps. So the times of a step are those over such links, whatever makes the schedule. Numbers are
+not: nobody sends anything, and what is gathered is the first rank's shard again and again.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.links import Wire
+from graphshard._torch.tensors import foreach_copy_
 
 Tensors = list[Tensor]
 
@@ -32,36 +33,21 @@ class _GpuLink:
     """A stream; a collective's kernels are a copy and one that spins."""
 
     def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+        from benchmarks.spin import spin
+
+        self._wire, self._spin = wire, spin
         self._stream = torch.cuda.Stream()
-        self._cycles_per_s = _cycles_per_s()
 
     def launch(self, copy: Callable[[], None], num_bytes: int, kept: Tensors) -> dist.Work:
-        """Run ``copy`` behind the current stream, then spin; ``kept`` is not freed before somebody
+        """Run ``copy`` after the current stream, then spin; ``kept`` is not freed before somebody
         waits."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             copy()
-            torch.cuda._sleep(int(self._wire.seconds(num_bytes) * self._cycles_per_s))
+            self._spin[(1,)](int(self._wire.seconds(num_bytes) * 1e9), num_warps=1)
             done = torch.cuda.Event()
             done.record()
         return _Work(lambda: torch.cuda.current_stream().wait_event(done), kept)
-
-
-def _cycles_per_s() -> float:
-    """Return the cycles that ``torch.cuda._sleep`` waits for in a second.
-
-    They are those of a processor that computes, whose clock may be lower than that of an idle one.
-    """
-    cycles, x = 50_000_000, torch.ones(4096, 4096, device="cuda")
-    for _ in range(100):
-        x @ x
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    torch.cuda._sleep(cycles)
-    stop.record()
-    stop.synchronize()
-    return cycles / start.elapsed_time(stop) * 1e3
 
 
 class _CpuLink:
@@ -111,11 +97,7 @@ class ModelledLinks(dist.ProcessGroup):
         """Fill outputs from inputs; the larger side are the full buffers."""
         num_bytes = max(sum(t.nbytes for t in side) for side in (outputs, inputs))
 
-        def copy() -> None:
-            for output, sent in zip(outputs, inputs):
-                _fill(output.view(-1), sent.reshape(-1))
-
-        return self._link.launch(copy, num_bytes, [*outputs, *inputs])
+        return self._link.launch(lambda: _fill(outputs, inputs), num_bytes, [*outputs, *inputs])
 
     # The names of torch 2.13.
 
@@ -153,14 +135,19 @@ class ModelledLinks(dist.ProcessGroup):
         return dist.Backend.FAKE
 
 
-def _fill(output: Tensor, sent: Tensor) -> None:
+def _fill(outputs: Tensors, inputs: Tensors) -> None:
     """Read and write all bytes: of a gather the shard many times, of a reduction the mean."""
-    if output.data_ptr() == sent.data_ptr() and output.numel() == sent.numel():
-        return
-    if output.numel() >= sent.numel():
-        output.view(-1, sent.numel()).copy_(sent.expand(output.numel() // sent.numel(), -1))
-    else:
-        torch.mean(sent.view(-1, output.numel()), 0, out=output)
+    rows: list[tuple[Tensor, Tensor]] = []
+    for output, sent in zip(outputs, inputs):
+        if output.data_ptr() == sent.data_ptr() and output.numel() == sent.numel():
+            continue
+        if output.numel() < sent.numel():
+            torch.mean(sent.view(-1, output.numel()), 0, out=output.view(-1))
+        else:
+            flat = sent.reshape(-1)
+            rows += [(row, flat) for row in output.view(-1, flat.numel())]
+    if rows:
+        foreach_copy_(*zip(*rows))
 
 
 @contextmanager

@@ -1,0 +1,399 @@
+"""How long is a step of Llama-3 beside FSDP2's, on one GPU that stands for the first of 8 ranks?
+
+    python -m benchmarks.race [--layers 8] [--links 0.03,370 0.05,100] [--ways graphshard ...]
+        [--rounds 3] [--steps 5] [--device cpu|cuda] [--out FOLDER]
+
+Links are modelled (benchmarks/modelled_links.py). Parameters are gathered and used in bfloat16,
+gradients reduced in float32, and AdamW is fused. FSDP2 is wrapped as torchtitan wraps it. Plain
+torch.compile shards nothing, and its weights are in bfloat16.
+
+Each way runs in a process of its own for each of the links. Up to --at-once of them build the model
+and take the first step, which compiles, at the same time. After that one at a time uses the device:
+in every round each of them takes --steps steps in a row. "step" is the median over the rounds,
+"host" the time until a step's Python returns on an idle device, "peak" that of later steps.
+
+On a GPU two more steps are profiled: "compute" is the time in which the compute stream is busy,
+"exposed" that in which only others are, "idle" that in which none is, "links" that in which streams
+with modelled collectives are. --out is a folder for race.tar.gz, with the kernels as [start us,
+duration us, stream, name] and graphshard's plans.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import importlib.util
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import ProfilerActivity, profile
+
+import graphshard
+from benchmarks import common
+from benchmarks.common import FSDP2_BLOCKS, GRAPHSHARD, GRAPHSHARD_FP8, PLAIN, TORCHAO
+from benchmarks.links import Wire, parse_wire, write_behind_wire
+from benchmarks.llama import LlamaSizes, TrainableLlama, as_torchtitan
+from benchmarks.modelled_links import group_behind
+from benchmarks.ways import Trained, add_hooks, asynchronous, mp_policy
+from graphshard.backend import Backend
+from graphshard.cost.devices import HARDWARE, find_hardware_or_default
+from graphshard.options.float8_policy import is_inner_linear
+
+WAYS = (FSDP2_BLOCKS, GRAPHSHARD, TORCHAO, GRAPHSHARD_FP8, PLAIN)
+PARTS = ("compute", "exposed", "idle", "links")
+MIXED = mp_policy(mixed=True)
+PROFILED_STEPS = 2
+ON_GPU, SPINNING = ("kernel", "gpu_memcpy", "gpu_memset"), ("spin", "sleep")
+
+
+class Entry(NamedTuple):
+    """A way behind some links; no links for the one that shards nothing."""
+
+    way: str
+    wire: Wire | None
+
+    @property
+    def name(self) -> str:
+        """The name of its files."""
+        links = f" {self.wire.alpha_s * 1e3:g} {self.wire.bytes_per_s / 1e9:g}" if self.wire else ""
+        return re.sub("[^A-Za-z0-9.]+", "-", self.way + links)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a process measured; without a GPU 0 bytes, and no milliseconds of the parts."""
+
+    first_s: float
+    step_s: float
+    host_s: float
+    peak_bytes: int
+    parts_ms: Mapping[str, float]
+
+
+def main() -> None:
+    """Measure and print a table; in the processes that it starts, take turns."""
+    args = _arguments()
+    if args.child:
+        way, wire, folder = json.loads(args.child)
+        _take_turns(_turns(Entry(way, wire and Wire(*wire)), args, folder))
+        return
+    common.show(common.heading("benchmarks.race", common.pick_device(args.device)))
+    entries, results = _entries(args.ways, args.links), dict[Entry, Result]()
+    with tempfile.TemporaryDirectory() as folder:
+        for start in range(0, len(entries), args.at_once):
+            results |= _race(entries[start : start + args.at_once], args, folder)
+        if args.out:
+            args.out.mkdir(parents=True, exist_ok=True)
+            with tarfile.open(args.out / "race.tar.gz", "w:gz") as packed:
+                packed.add(folder, "race")
+    note = (
+        f"Llama of {args.layers} layers, d={args.dim}, hidden {args.hidden}, vocabulary of "
+        f"{args.vocab:,}; {args.rows} × {args.tokens:,} tokens a step; the first of {args.ranks} "
+        f"ranks; {args.rounds} rounds of {args.steps} steps"
+    )
+    common.show(_table(results), note, *_ratios(results))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = common.new_parser(__doc__, with_device=True)
+    common.add_counts(parser, layers=8, dim=4096, hidden=14336, vocab=32768, tokens=8192, rows=1)
+    links: dict[str, Any] = {"nargs": "+", "type": parse_wire, "metavar": "ALPHA_MS,GB_PER_S"}
+    default = [parse_wire("0.03,370"), parse_wire("0.05,100")]
+    parser.add_argument("--links", default=default, help="default: 0.03,370 0.05,100", **links)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="default: all")
+    common.add_counts(parser, ranks=8, rounds=3, steps=5, at_once=4)
+    limit = "seconds that a turn of a process may take; default: %(default)s"
+    parser.add_argument("--timeout", type=common.count, default=300, metavar="S", help=limit)
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for race.tar.gz")
+    parser.add_argument("--child", help=argparse.SUPPRESS)  # in the new processes
+    return parser.parse_args()
+
+
+def _entries(ways: Sequence[str], links: Sequence[Wire]) -> list[Entry]:
+    """Return what to measure, what has the same links side by side; torchao if it is installed."""
+    left_out = (PLAIN, *(() if importlib.util.find_spec("torchao") else (TORCHAO,)))
+    sharded = [way for way in ways if way not in left_out]
+    unsharded = [Entry(PLAIN, None)] if PLAIN in ways else []
+    return [Entry(way, wire) for wire in links for way in sharded] + unsharded
+
+
+# --- turns of processes --------------------------------------------------------------------------
+
+
+def _race(entries: Sequence[Entry], args: argparse.Namespace, folder: str) -> dict[Entry, Result]:
+    """Measure in processes that compile at the same time, and use the device in turns."""
+    command = [sys.executable, "-m", "benchmarks.race", *sys.argv[1:], "--child"]
+    with ExitStack() as running:
+        racers = {}
+        for entry in entries:
+            racer = Racer([*command, json.dumps([*entry, folder])], args.timeout)
+            racers[entry.name] = racer
+            running.callback(racer.end)
+        turns = {name: racer.turn for name, racer in racers.items()}
+        for connect in turns.values():  # a link may have to measure the device's clock
+            connect()
+        for racer in racers.values():
+            racer.go()
+        for racer in racers.values():
+            racer.answer()
+        common.interleave(turns, args.rounds, warm_up=0)
+        return {entry: Result(**turns[entry.name]()) for entry in entries}
+
+
+class Racer:
+    """A process that takes a turn for each line that it reads, and answers with a line of JSON."""
+
+    def __init__(self, command: Sequence[str], timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe)
+
+    def go(self) -> None:
+        """Have it begin a turn."""
+        with suppress(BrokenPipeError):  # it has ended, which ``answer`` finds
+            self._process.stdin.write(b"go\n")
+
+    def answer(self) -> Any:
+        """Return the answer of the turn that was begun.
+
+        Raises:
+            SystemExit: the process ended, took too long, or wrote something else.
+        """
+        limit = threading.Timer(self._timeout_s, self._process.kill)
+        limit.start()
+        line = self._process.stdout.readline()
+        limit.cancel()
+        try:
+            return json.loads(line)
+        except ValueError:
+            command = " ".join(self._process.args)
+            sys.exit(f"{command}: no answer within {self._timeout_s:g} s, but {line!r}; see above")
+
+    def turn(self) -> Any:
+        """Have it take a turn, and return its answer."""
+        self.go()
+        return self.answer()
+
+    def end(self) -> None:
+        """Kill the process."""
+        self._process.kill()
+        self._process.wait()
+
+
+def _take_turns(turns: Iterator[Any]) -> None:
+    """Answer each line of stdin. What libraries print goes to stderr, away from the answers."""
+    answers = os.fdopen(os.dup(1), "w")  # if it is closed, this process is killed
+    os.dup2(2, 1)
+    for _, answer in zip(sys.stdin, turns):
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _turns(entry: Entry, args: argparse.Namespace, parent: str) -> Iterator[Any]:
+    """Connect, compile, train in each round, and profile; yield the answer of each turn."""
+    device, folder = common.pick_device(args.device), Path(parent, entry.name)
+    folder.mkdir()
+    torch.set_float32_matmul_precision("high")
+    wire = entry.wire
+    group = group_behind(wire, args.ranks, device) if wire else common.group_of_one(device)
+    with group as mesh:
+        yield None
+        sizes = LlamaSizes.of(args.dim, args.layers, args.hidden, args.vocab)
+        with torch.device("meta"):
+            model = TrainableLlama(sizes, args.tokens)
+        trained, backend = _build(entry, model, mesh, folder)
+        model.to_empty(device=device)
+        model.initialize()
+        step = _step(entry.way, model, trained, args)
+        first_s = common.timed(step, device).done_s
+        _warm_up(step, device)
+        yield None
+        rounds = []
+        for _ in range(args.rounds):
+            rounds.append(_round(step, args.steps, device))
+            yield None
+        step_s, host_s = map(median, zip(*rounds))
+        peak_bytes = torch.cuda.max_memory_allocated()
+        if backend:
+            (folder / "summary.txt").write_text(backend.summary())
+            for i, plan in enumerate(backend.plans):
+                (folder / f"plan-{i}-{plan.graph}.json").write_text(plan.to_json())
+        trace = folder / f"trace-{entry.name}.json.gz"
+        parts_ms = _profile(step, trace) if device.type == "cuda" else {}
+        yield asdict(Result(first_s, step_s, host_s, peak_bytes, parts_ms))
+
+
+def _build(
+    entry: Entry, model: TrainableLlama, mesh: DeviceMesh, folder: Path
+) -> tuple[Trained, Backend | None]:
+    """Return what is called in the model's place, and the backend of graphshard."""
+    if entry.wire is None:
+        return torch.compile(model.bfloat16()), None
+    if entry.way in (GRAPHSHARD, GRAPHSHARD_FP8):
+        fp8 = graphshard.Float8Policy("tensorwise") if entry.way == GRAPHSHARD_FP8 else None
+        schedule = graphshard.SchedulePolicy(hardware=_hardware(entry.wire, mesh, folder))
+        graphshard.shard(model, mesh, mp_policy=MIXED, fp8=fp8)
+        backend = graphshard.backend(mesh, mp_policy=MIXED, fp8=fp8, schedule=schedule)
+        return torch.compile(model, backend=backend, fullgraph=True), backend
+    if entry.way == TORCHAO:
+        _convert_to_float8(model)
+    if mesh.device_type == "cpu":  # where FSDP2 waits for every gather at once by default
+        return asynchronous(model, mesh, build=as_torchtitan, mp_policy=MIXED), None
+    return as_torchtitan(model, mesh, mp_policy=MIXED), None
+
+
+def _hardware(wire: Wire, mesh: DeviceMesh, folder: Path) -> str:
+    """Return the file that tells the planner of this device and these links."""
+    base = HARDWARE["cpu"]
+    if mesh.device_type == "cuda":
+        base = find_hardware_or_default(torch.cuda.get_device_name()).hardware
+    return write_behind_wire(base, wire, mesh.size(), str(folder))
+
+
+def _convert_to_float8(model: TrainableLlama) -> None:
+    """Have torchao compute in fp8 where graphshard does."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(
+        model,
+        module_filter_fn=lambda linear, fqn: is_inner_linear(f"{fqn}.weight", linear.weight.shape),
+        config=Float8LinearConfig(enable_fsdp_float8_all_gather=True),
+    )
+
+
+def _step(
+    way: str, model: TrainableLlama, trained: Trained, args: argparse.Namespace
+) -> Callable[[], Tensor]:
+    """Return a function that trains one step and returns its loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    add_hooks(way, model, optimizer)
+    ids = torch.randint(args.vocab, (args.rows, args.tokens + 1), device=model.cos.device)
+    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+    def step() -> Tensor:
+        loss = trained(inputs, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _warm_up(step: Callable[[], Tensor], device: torch.device) -> None:
+    """Train two steps, and forget the memory that compiling took."""
+    torch.cuda.empty_cache()  # other processes need it
+    for _ in range(2):
+        step()
+    common.synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _round(step: Callable[[], Tensor], steps: int, device: torch.device) -> tuple[float, float]:
+    """Return the seconds of a step among ``steps`` in a row, and those of the host for one."""
+    host_s = common.timed(step, device).host_s
+    losses: list[Tensor] = []
+    done_s = common.timed(lambda: losses.extend(step() for _ in range(steps)), device).done_s
+    if not torch.stack(losses).isfinite().all():
+        raise RuntimeError(f"a loss is not finite: {losses}")
+    return done_s / steps, host_s
+
+
+# --- profiles ------------------------------------------------------------------------------------
+
+Kernel = tuple[float, float, int, str]  # start and duration in microseconds, stream, name
+
+
+def _profile(step: Callable[[], Tensor], path: Path) -> dict[str, float]:
+    """Profile some steps, and write their kernels."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED_STEPS):
+            step()
+        torch.cuda.synchronize()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiler.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    on_gpu = sorted((e for e in events if e.get("cat") in ON_GPU), key=lambda e: e["ts"])
+    start = on_gpu[0]["ts"]
+    kernels = [(e["ts"] - start, e["dur"], e["args"]["stream"], e["name"][:90]) for e in on_gpu]
+    with gzip.open(path, "wt") as packed:
+        json.dump(kernels, packed)
+    return split(kernels, PROFILED_STEPS)
+
+
+def split(kernels: Sequence[Kernel], steps: int) -> dict[str, float]:
+    """Return the milliseconds of a step by ``PARTS``, from the kernels of ``steps`` of them.
+
+    A stream with kernels that spin is a link's; the busiest of the others computes.
+    """
+    streams: dict[int, list[Kernel]] = defaultdict(list)
+    for kernel in kernels:
+        streams[kernel[2]].append(kernel)
+    links = {stream for *_, stream, name in kernels if any(w in name.lower() for w in SPINNING)}
+    compute = max(_busy_us(of) for stream, of in streams.items() if stream not in links)
+    on_links = _busy_us(kernel for stream in links for kernel in streams[stream])
+    busy = _busy_us(kernels)
+    span = max(start + us for start, us, *_ in kernels) - min(start for start, *_ in kernels)
+    parts_us = (compute, busy - compute, span - busy, on_links)
+    return {part: us / steps / 1e3 for part, us in zip(PARTS, parts_us)}
+
+
+def _busy_us(kernels: Iterable[Kernel]) -> float:
+    """Return how long at least one of the kernels runs."""
+    total, end = 0.0, -math.inf
+    for start, us, *_ in sorted(kernels):
+        total += max(0.0, start + us - max(start, end))
+        end = max(end, start + us)
+    return total
+
+
+# --- output --------------------------------------------------------------------------------------
+
+
+def _table(results: Mapping[Entry, Result]) -> str:
+    """Return a row for each process; the ratio is to FSDP2's step on the same links."""
+    headers = ["way", "links", "step ms", "ratio"]
+    headers += [f"{part} ms" for part in (*PARTS, "host")] + ["peak GB", "first step s"]
+    rows = []
+    for entry, result in results.items():
+        base = results.get(Entry(FSDP2_BLOCKS, entry.wire))
+        row = [entry.way, str(entry.wire or ""), f"{result.step_s * 1e3:.1f}"]
+        row.append(f"{result.step_s / base.step_s:.3f}" if base else "")
+        row += [f"{result.parts_ms[part]:.1f}" if result.parts_ms else "" for part in PARTS]
+        row.append(f"{result.host_s * 1e3:.1f}")
+        row.append(f"{result.peak_bytes / 1e9:.2f}" if result.peak_bytes else "")
+        rows.append([*row, f"{result.first_s:.1f}"])
+    return common.table(headers, rows)
+
+
+def _ratios(results: Mapping[Entry, Result]) -> list[str]:
+    """Return the line that ``gpu.sh`` puts into its summary, if both ways were there."""
+    steps, peaks = list[str](), list[str]()
+    for (way, wire), ours in results.items():
+        base = results.get(Entry(FSDP2_BLOCKS, wire))
+        if way == GRAPHSHARD and base:
+            steps.append(f"{ours.step_s / base.step_s:.2f} at {wire.bytes_per_s / 1e9:g} GB/s")
+            peaks += [f"{ours.peak_bytes / base.peak_bytes:.2f}"] if base.peak_bytes else []
+    memory = f"; of its peak memory {', '.join(peaks)}" if peaks else ""
+    return [f"race: of FSDP2's step graphshard takes {', '.join(steps)}{memory}"] if steps else []
+
+
+if __name__ == "__main__":
+    main()

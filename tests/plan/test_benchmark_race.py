@@ -1,0 +1,74 @@
+"""`benchmarks.race`: a race on the CPU, processes that fail, and what a profile says, by hand."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from benchmarks.common import FSDP2_BLOCKS, GRAPHSHARD
+from benchmarks.race import Racer, split
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = "--device cpu --layers 1 --dim 64 --hidden 64 --vocab 64 --tokens 32 --steps 2 --rounds 1"
+
+
+def _race(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.race", *SMALL.split(), "--links", "0.1,10"]
+    return subprocess.run(
+        [*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
+
+
+def test_a_race_without_a_gpu(tmp_path: Path) -> None:
+    done = _race("--ways", FSDP2_BLOCKS, GRAPHSHARD, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith("| ")]
+    ways = {row[1].strip(): [cell.strip() for cell in row[2:-1]] for row in rows[1:]}
+    assert list(ways) == [FSDP2_BLOCKS, GRAPHSHARD]
+    for links, step_ms, *_, first_s in ways.values():
+        assert links == "0.1 ms and 10 GB/s" and float(step_ms) > 0 and float(first_s) > 0
+    last = done.stdout.rstrip().splitlines()[-1]
+    said = re.fullmatch(r"race: of FSDP2's step graphshard takes (\S+) at 10 GB/s", last)
+    assert said and float(said[1]) == pytest.approx(float(ways[GRAPHSHARD][2]), abs=0.006)
+    with tarfile.open(tmp_path / "race.tar.gz") as packed:
+        assert "race/graphshard-0.1-10/plan-0-forward.json" in packed.getnames()
+
+
+def test_a_process_that_raises_ends_the_race() -> None:
+    done = _race("--ways", GRAPHSHARD, "--dim", "65")  # the halves of a head differ
+    assert done.returncode == 1 and not done.stdout.rstrip().endswith("|")
+    assert "Traceback" in done.stderr and "no answer" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("code", "timeout_s"),
+    [
+        pytest.param("", 60, id="dies"),
+        pytest.param("print('a library')", 60, id="writes something else"),
+        pytest.param("import time; time.sleep(99)", 0.5, id="hangs"),
+    ],
+)
+def test_a_process_that_does_not_answer(code: str, timeout_s: float) -> None:
+    racer = Racer([sys.executable, "-c", code], timeout_s)
+    with pytest.raises(SystemExit, match="no answer within"):
+        racer.turn()
+    racer.end()
+
+
+def test_parts_of_a_step() -> None:
+    """Two steps; a link on stream 2, whose copy is beside a kernel, and a copy on stream 3."""
+    kernels = [
+        (0.0, 4000.0, 1, "gemm"),
+        (3000.0, 1000.0, 2, "copy"),
+        (4000.0, 3000.0, 2, "spin_kernel"),
+        (5000.0, 1000.0, 1, "gemm"),
+        (8000.0, 500.0, 3, "Memcpy DtoD"),
+        (8500.0, 1500.0, 1, "adam"),
+    ]
+    expected = {"compute": 3.25, "exposed": 1.25, "idle": 0.5, "links": 2.0}
+    assert split(kernels, 2) == pytest.approx(expected)
