@@ -81,19 +81,19 @@ EOF
     local small=(--layers 2) flat=() race=()
     if [[ $device == cpu ]]; then
         small=(--layers 1 --steps 3) flat=(--layers 1 --dim 64)
-        race=(--layers 1 --dim 64 --hidden 128 --vocab 256 --tokens 64 --links 0.5,1)
+        race=(--layers 1 --dim 64 --hidden 128 --vocab 256 --tokens 64)
         tests 260 tests/gpu/test_training.py
     else
         tests 220 tests/gpu -m gpu -n 3 --dist loadfile --timeout 90
     fi
-    # Four processes fit on a GPU of 80 GB, of which torch.compile comes after them.
-    part race 200 "$python" -m benchmarks.race --device "$device" --out "$out" "${race[@]}" \
-        --ways 'FSDP2, compiled blocks' graphshard torch.compile
+    # Four processes fit on a GPU of 80 GB.
+    part race 140 "$python" -m benchmarks.race --device "$device" --out "$out" "${race[@]}" \
+        --ways 'FSDP2, compiled blocks' graphshard
     # The row of torchao's fp8 is there if this Python has torchao.
-    part 'throughput, mixed and fp8' 60 "$python" -m benchmarks.throughput --mixed \
-        --device "$device" "${small[@]}"
+    part 'race, fp8 and unsharded' 110 "$python" -m benchmarks.race --device "$device" "${race[@]}" \
+        --links 0.03,370 --ways 'FSDP2, torchao float8' 'graphshard, fp8' torch.compile
     part 'offload streams' 20 "$python" -m benchmarks.offload_streams --device "$device" "${flat[@]}"
-    part overhead 40 "$python" -m benchmarks.overhead --device "$device" "${small[@]}"
+    part overhead 50 "$python" -m benchmarks.overhead --device "$device" "${small[@]}"
     printf '\n## Summary\n\n| part | result | seconds |\n|---|---|---:|\n'
     printf '%s\n' "${rows[@]}"
     return "$failed"

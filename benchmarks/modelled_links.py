@@ -2,11 +2,11 @@
 
 The other ranks do not exist. A collective copies as many bytes as it would write, and then takes up
 the link for ``alpha + bytes of its full buffers / rate``, as on ``tests.recording.wire``; one after
-the other. On a GPU both are kernels on a stream of the group, after what the current stream was
-asked for: one copies, as NCCL has one for a collective of several tensors, and one spins on one
-block; NCCL takes more of the processors. On a CPU the host copies at once, and whoever waits
-sleeps. So the times of a step are those over such links, whatever makes the schedule. Numbers are
-not: nobody sends anything, and what is gathered is the first rank's shard again and again.
+the other. On a GPU it is one kernel on a stream of the group, after what the current stream was
+asked for; it spins on one block, while NCCL takes more of the processors. On a CPU the host copies
+at once, and whoever waits sleeps. So the times of a step are those over such links, whatever makes
+the schedule. Numbers are not: nobody sends anything, and what is gathered is the first rank's shard
+again and again.
 """
 
 from __future__ import annotations
@@ -24,29 +24,27 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.links import Wire
-from graphshard._torch.tensors import foreach_copy_
 
 Tensors = list[Tensor]
 
 
 class _GpuLink:
-    """A stream; a collective's kernels are a copy and one that spins."""
+    """A stream; a collective is a kernel that copies and spins."""
 
     def __init__(self, wire: Wire) -> None:
-        from benchmarks.spin import spin
+        from benchmarks.gpu_link import run
 
-        self._wire, self._spin = wire, spin
+        self._wire, self._run_kernel = wire, run
         self._stream = torch.cuda.Stream()
 
-    def launch(self, copy: Callable[[], None], num_bytes: int, kept: Tensors) -> dist.Work:
-        """Run ``copy`` after the current stream, then spin; ``kept`` is not freed before somebody
-        waits."""
+    def launch(self, outputs: Tensors, inputs: Tensors, num_bytes: int) -> dist.Work:
+        """Run after the current stream; tensors are not freed before somebody waits."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            copy()
-            self._spin[(1,)](int(self._wire.seconds(num_bytes) * 1e9), num_warps=1)
+            self._run_kernel(outputs, inputs, self._wire.seconds(num_bytes))
             done = torch.cuda.Event()
             done.record()
+        kept = [*outputs, *inputs]
         return _Work(lambda: torch.cuda.current_stream().wait_event(done), kept)
 
 
@@ -56,11 +54,13 @@ class _CpuLink:
     def __init__(self, wire: Wire) -> None:
         self._wire, self._free_at = wire, 0.0
 
-    def launch(self, copy: Callable[[], None], num_bytes: int, kept: Tensors) -> dist.Work:
-        """Run ``copy`` now; the link is taken from then on."""
-        copy()
+    def launch(self, outputs: Tensors, inputs: Tensors, num_bytes: int) -> dist.Work:
+        """Copy now; the link is taken from then on."""
+        for output, sent in zip(outputs, inputs):
+            _fill(output.view(-1), sent.reshape(-1))
         start = max(self._free_at, time.perf_counter())
         self._free_at = done_at = start + self._wire.seconds(num_bytes)
+        kept = [*outputs, *inputs]
         return _Work(lambda: time.sleep(max(0.0, done_at - time.perf_counter())), kept)
 
 
@@ -97,7 +97,7 @@ class ModelledLinks(dist.ProcessGroup):
         """Fill outputs from inputs; the larger side are the full buffers."""
         num_bytes = max(sum(t.nbytes for t in side) for side in (outputs, inputs))
 
-        return self._link.launch(lambda: _fill(outputs, inputs), num_bytes, [*outputs, *inputs])
+        return self._link.launch(outputs, inputs, num_bytes)
 
     # The names of torch 2.13.
 
@@ -135,19 +135,14 @@ class ModelledLinks(dist.ProcessGroup):
         return dist.Backend.FAKE
 
 
-def _fill(outputs: Tensors, inputs: Tensors) -> None:
+def _fill(output: Tensor, sent: Tensor) -> None:
     """Read and write all bytes: of a gather the shard many times, of a reduction the mean."""
-    rows: list[tuple[Tensor, Tensor]] = []
-    for output, sent in zip(outputs, inputs):
-        if output.data_ptr() == sent.data_ptr() and output.numel() == sent.numel():
-            continue
-        if output.numel() < sent.numel():
-            torch.mean(sent.view(-1, output.numel()), 0, out=output.view(-1))
-        else:
-            flat = sent.reshape(-1)
-            rows += [(row, flat) for row in output.view(-1, flat.numel())]
-    if rows:
-        foreach_copy_(*zip(*rows))
+    if output.data_ptr() == sent.data_ptr() and output.numel() == sent.numel():
+        return
+    if output.numel() >= sent.numel():
+        output.view(-1, sent.numel()).copy_(sent.expand(output.numel() // sent.numel(), -1))
+    else:
+        torch.mean(sent.view(-1, output.numel()), 0, out=output)
 
 
 @contextmanager

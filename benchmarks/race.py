@@ -1,11 +1,12 @@
-"""How long is a step of Llama-3 beside FSDP2's, on one GPU that stands for the first of 8 ranks?
+"""How long is a step of Llama-3 compared with FSDP2's, on one GPU that is the first of 8 ranks?
 
     python -m benchmarks.race [--layers 8] [--links 0.03,370 0.05,100] [--ways graphshard ...]
         [--rounds 3] [--steps 5] [--device cpu|cuda] [--out FOLDER]
 
 Links are modelled (benchmarks/modelled_links.py). Parameters are gathered and used in bfloat16,
 gradients reduced in float32, and AdamW is fused. FSDP2 is wrapped as torchtitan wraps it. Plain
-torch.compile shards nothing, and its weights are in bfloat16.
+torch.compile shards nothing, and its weights are in bfloat16. With --told, graphshard plans for
+other links than it runs on.
 
 Each way runs in a process of its own for each of the links. Up to --at-once of them build the model
 and take the first step, which compiles, at the same time. After that one at a time uses the device:
@@ -15,7 +16,8 @@ in every round each of them takes --steps steps in a row. "step" is the median o
 On a GPU two more steps are profiled: "compute" is the time in which the compute stream is busy,
 "exposed" that in which only others are, "idle" that in which none is, "links" that in which streams
 with modelled collectives are. --out is a folder for race.tar.gz, with the kernels as [start us,
-duration us, stream, name] and graphshard's plans.
+duration us, stream, name] and graphshard's plans. Ratios are to FSDP2 with compiled blocks; those
+of fp8 to torchao's.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ from graphshard.cost.devices import HARDWARE, find_hardware_or_default
 from graphshard.options.float8_policy import is_inner_linear
 
 WAYS = (FSDP2_BLOCKS, GRAPHSHARD, TORCHAO, GRAPHSHARD_FP8, PLAIN)
+RIVALS = {GRAPHSHARD: FSDP2_BLOCKS, GRAPHSHARD_FP8: TORCHAO}
 PARTS = ("compute", "exposed", "idle", "links")
 MIXED = mp_policy(mixed=True)
 PROFILED_STEPS = 2
@@ -64,7 +67,7 @@ ON_GPU, SPINNING = ("kernel", "gpu_memcpy", "gpu_memset"), ("spin", "sleep")
 
 
 class Entry(NamedTuple):
-    """A way behind some links; no links for the one that shards nothing."""
+    """A way over some links; no links for the one that shards nothing."""
 
     way: str
     wire: Wire | None
@@ -117,6 +120,7 @@ def _arguments() -> argparse.Namespace:
     links: dict[str, Any] = {"nargs": "+", "type": parse_wire, "metavar": "ALPHA_MS,GB_PER_S"}
     default = [parse_wire("0.03,370"), parse_wire("0.05,100")]
     parser.add_argument("--links", default=default, help="default: 0.03,370 0.05,100", **links)
+    parser.add_argument("--told", type=parse_wire, metavar="ALPHA_MS,GB_PER_S", help="plan for it")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="default: all")
     common.add_counts(parser, ranks=8, rounds=3, steps=5, at_once=4)
     limit = "seconds that a turn of a process may take; default: %(default)s"
@@ -147,7 +151,7 @@ def _race(entries: Sequence[Entry], args: argparse.Namespace, folder: str) -> di
             racers[entry.name] = racer
             running.callback(racer.end)
         turns = {name: racer.turn for name, racer in racers.items()}
-        for connect in turns.values():  # a link may have to measure the device's clock
+        for connect in turns.values():
             connect()
         for racer in racers.values():
             racer.go()
@@ -217,7 +221,7 @@ def _turns(entry: Entry, args: argparse.Namespace, parent: str) -> Iterator[Any]
         sizes = LlamaSizes.of(args.dim, args.layers, args.hidden, args.vocab)
         with torch.device("meta"):
             model = TrainableLlama(sizes, args.tokens)
-        trained, backend = _build(entry, model, mesh, folder)
+        trained, backend = _build(entry, model, mesh, args.told or entry.wire, folder)
         model.to_empty(device=device)
         model.initialize()
         step = _step(entry.way, model, trained, args)
@@ -240,14 +244,15 @@ def _turns(entry: Entry, args: argparse.Namespace, parent: str) -> Iterator[Any]
 
 
 def _build(
-    entry: Entry, model: TrainableLlama, mesh: DeviceMesh, folder: Path
+    entry: Entry, model: TrainableLlama, mesh: DeviceMesh, told: Wire | None, folder: Path
 ) -> tuple[Trained, Backend | None]:
     """Return what is called in the model's place, and the backend of graphshard."""
-    if entry.wire is None:
+    if told is None or entry.way == PLAIN:
         return torch.compile(model.bfloat16()), None
     if entry.way in (GRAPHSHARD, GRAPHSHARD_FP8):
         fp8 = graphshard.Float8Policy("tensorwise") if entry.way == GRAPHSHARD_FP8 else None
-        schedule = graphshard.SchedulePolicy(hardware=_hardware(entry.wire, mesh, folder))
+        hardware = _hardware(told, mesh, folder)
+        schedule = graphshard.SchedulePolicy(hardware=hardware)
         graphshard.shard(model, mesh, mp_policy=MIXED, fp8=fp8)
         backend = graphshard.backend(mesh, mp_policy=MIXED, fp8=fp8, schedule=schedule)
         return torch.compile(model, backend=backend, fullgraph=True), backend
@@ -368,12 +373,12 @@ def _busy_us(kernels: Iterable[Kernel]) -> float:
 
 
 def _table(results: Mapping[Entry, Result]) -> str:
-    """Return a row for each process; the ratio is to FSDP2's step on the same links."""
+    """Return a row for each process; the ratio is to FSDP2 or torchao on the same links."""
     headers = ["way", "links", "step ms", "ratio"]
     headers += [f"{part} ms" for part in (*PARTS, "host")] + ["peak GB", "first step s"]
     rows = []
     for entry, result in results.items():
-        base = results.get(Entry(FSDP2_BLOCKS, entry.wire))
+        base = results.get(Entry(RIVALS.get(entry.way, FSDP2_BLOCKS), entry.wire))
         row = [entry.way, str(entry.wire or ""), f"{result.step_s * 1e3:.1f}"]
         row.append(f"{result.step_s / base.step_s:.3f}" if base else "")
         row += [f"{result.parts_ms[part]:.1f}" if result.parts_ms else "" for part in PARTS]
@@ -384,15 +389,18 @@ def _table(results: Mapping[Entry, Result]) -> str:
 
 
 def _ratios(results: Mapping[Entry, Result]) -> list[str]:
-    """Return the line that ``gpu.sh`` puts into its summary, if both ways were there."""
-    steps, peaks = list[str](), list[str]()
-    for (way, wire), ours in results.items():
-        base = results.get(Entry(FSDP2_BLOCKS, wire))
-        if way == GRAPHSHARD and base:
-            steps.append(f"{ours.step_s / base.step_s:.2f} at {wire.bytes_per_s / 1e9:g} GB/s")
-            peaks += [f"{ours.peak_bytes / base.peak_bytes:.2f}"] if base.peak_bytes else []
-    memory = f"; of its peak memory {', '.join(peaks)}" if peaks else ""
-    return [f"race: of FSDP2's step graphshard takes {', '.join(steps)}{memory}"] if steps else []
+    """Return the line that ``gpu.sh`` puts into its summary, if there is anything to compare."""
+    ratios = []
+    for entry, ours in results.items():
+        rival = RIVALS.get(entry.way, "")
+        theirs = results.get(Entry(rival, entry.wire))
+        if theirs:
+            ratio = f"{ours.step_s / theirs.step_s:.3f} of {rival} over {entry.wire}"
+            peak = (
+                f", memory {ours.peak_bytes / theirs.peak_bytes:.2f}" if theirs.peak_bytes else ""
+            )
+            ratios.append(ratio + peak)
+    return [f"race: {'; '.join(ratios)}"] if ratios else []
 
 
 if __name__ == "__main__":
