@@ -84,16 +84,16 @@ EOF
         race=(--layers 1 --dim 64 --hidden 128 --vocab 256 --tokens 64)
         tests 260 tests/gpu/test_training.py
     else
-        tests 220 tests/gpu -m gpu -n 3 --dist loadfile --timeout 90
+        tests 280 tests/gpu -m gpu -n 3 --dist loadfile --timeout 90
     fi
     # Four processes fit on a GPU of 80 GB.
-    part race 140 "$python" -m benchmarks.race --device "$device" --out "$out" "${race[@]}" \
+    part race 95 "$python" -m benchmarks.race --device "$device" --out "$out" "${race[@]}" \
         --ways 'FSDP2, compiled blocks' graphshard
     # The row of torchao's fp8 is there if this Python has torchao.
-    part 'race, fp8 and unsharded' 110 "$python" -m benchmarks.race --device "$device" "${race[@]}" \
+    part 'race, fp8 and unsharded' 90 "$python" -m benchmarks.race --device "$device" "${race[@]}" \
         --links 0.03,370 --ways 'FSDP2, torchao float8' 'graphshard, fp8' torch.compile
-    part 'offload streams' 20 "$python" -m benchmarks.offload_streams --device "$device" "${flat[@]}"
-    part overhead 50 "$python" -m benchmarks.overhead --device "$device" "${small[@]}"
+    part 'offload streams' 35 "$python" -m benchmarks.offload_streams --device "$device" "${flat[@]}"
+    part overhead 40 "$python" -m benchmarks.overhead --device "$device" "${small[@]}"
     printf '\n## Summary\n\n| part | result | seconds |\n|---|---|---:|\n'
     printf '%s\n' "${rows[@]}"
     return "$failed"

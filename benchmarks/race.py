@@ -23,10 +23,8 @@ of fp8 to torchao's.
 from __future__ import annotations
 
 import argparse
-import gzip
 import importlib.util
 import json
-import math
 import os
 import re
 import subprocess
@@ -34,8 +32,7 @@ import sys
 import tarfile
 import tempfile
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,10 +42,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.profiler import ProfilerActivity, profile
 
 import graphshard
-from benchmarks import common
+from benchmarks import common, gpu_trace
 from benchmarks.common import FSDP2_BLOCKS, GRAPHSHARD, GRAPHSHARD_FP8, PLAIN, TORCHAO
 from benchmarks.links import Wire, parse_wire, write_behind_wire
 from benchmarks.llama import LlamaSizes, TrainableLlama, as_torchtitan
@@ -60,10 +56,8 @@ from graphshard.options.float8_policy import is_inner_linear
 
 WAYS = (FSDP2_BLOCKS, GRAPHSHARD, TORCHAO, GRAPHSHARD_FP8, PLAIN)
 RIVALS = {GRAPHSHARD: FSDP2_BLOCKS, GRAPHSHARD_FP8: TORCHAO}
-PARTS = ("compute", "exposed", "idle", "links")
 MIXED = mp_policy(mixed=True)
 PROFILED_STEPS = 2
-ON_GPU, SPINNING = ("kernel", "gpu_memcpy", "gpu_memset"), ("spin", "sleep")
 
 
 class Entry(NamedTuple):
@@ -238,8 +232,11 @@ def _turns(entry: Entry, args: argparse.Namespace, parent: str) -> Iterator[Any]
             (folder / "summary.txt").write_text(backend.summary())
             for i, plan in enumerate(backend.plans):
                 (folder / f"plan-{i}-{plan.graph}.json").write_text(plan.to_json())
-        trace = folder / f"trace-{entry.name}.json.gz"
-        parts_ms = _profile(step, trace) if device.type == "cuda" else {}
+        parts_ms: dict[str, float] = {}
+        if device.type == "cuda":
+            kernels = gpu_trace.record(lambda: [step() for _ in range(PROFILED_STEPS)])
+            gpu_trace.write(kernels, folder / "trace.json.gz")
+            parts_ms = gpu_trace.split(kernels, PROFILED_STEPS)
         yield asdict(Result(first_s, step_s, host_s, peak_bytes, parts_ms))
 
 
@@ -321,67 +318,21 @@ def _round(step: Callable[[], Tensor], steps: int, device: torch.device) -> tupl
     return done_s / steps, host_s
 
 
-# --- profiles ------------------------------------------------------------------------------------
-
-Kernel = tuple[float, float, int, str]  # start and duration in microseconds, stream, name
-
-
-def _profile(step: Callable[[], Tensor], path: Path) -> dict[str, float]:
-    """Profile some steps, and write their kernels."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(PROFILED_STEPS):
-            step()
-        torch.cuda.synchronize()
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        profiler.export_chrome_trace(file.name)
-        events = json.loads(Path(file.name).read_text())["traceEvents"]
-    on_gpu = sorted((e for e in events if e.get("cat") in ON_GPU), key=lambda e: e["ts"])
-    start = on_gpu[0]["ts"]
-    kernels = [(e["ts"] - start, e["dur"], e["args"]["stream"], e["name"][:90]) for e in on_gpu]
-    with gzip.open(path, "wt") as packed:
-        json.dump(kernels, packed)
-    return split(kernels, PROFILED_STEPS)
-
-
-def split(kernels: Sequence[Kernel], steps: int) -> dict[str, float]:
-    """Return the milliseconds of a step by ``PARTS``, from the kernels of ``steps`` of them.
-
-    A stream with kernels that spin is a link's; the busiest of the others computes.
-    """
-    streams: dict[int, list[Kernel]] = defaultdict(list)
-    for kernel in kernels:
-        streams[kernel[2]].append(kernel)
-    links = {stream for *_, stream, name in kernels if any(w in name.lower() for w in SPINNING)}
-    compute = max(_busy_us(of) for stream, of in streams.items() if stream not in links)
-    on_links = _busy_us(kernel for stream in links for kernel in streams[stream])
-    busy = _busy_us(kernels)
-    span = max(start + us for start, us, *_ in kernels) - min(start for start, *_ in kernels)
-    parts_us = (compute, busy - compute, span - busy, on_links)
-    return {part: us / steps / 1e3 for part, us in zip(PARTS, parts_us)}
-
-
-def _busy_us(kernels: Iterable[Kernel]) -> float:
-    """Return how long at least one of the kernels runs."""
-    total, end = 0.0, -math.inf
-    for start, us, *_ in sorted(kernels):
-        total += max(0.0, start + us - max(start, end))
-        end = max(end, start + us)
-    return total
-
-
 # --- output --------------------------------------------------------------------------------------
 
 
 def _table(results: Mapping[Entry, Result]) -> str:
     """Return a row for each process; the ratio is to FSDP2 or torchao on the same links."""
     headers = ["way", "links", "step ms", "ratio"]
-    headers += [f"{part} ms" for part in (*PARTS, "host")] + ["peak GB", "first step s"]
+    headers += [f"{part} ms" for part in (*gpu_trace.PARTS, "host")] + ["peak GB", "first step s"]
     rows = []
     for entry, result in results.items():
         base = results.get(Entry(RIVALS.get(entry.way, FSDP2_BLOCKS), entry.wire))
         row = [entry.way, str(entry.wire or ""), f"{result.step_s * 1e3:.1f}"]
         row.append(f"{result.step_s / base.step_s:.3f}" if base else "")
-        row += [f"{result.parts_ms[part]:.1f}" if result.parts_ms else "" for part in PARTS]
+        row += [
+            f"{result.parts_ms[part]:.1f}" if result.parts_ms else "" for part in gpu_trace.PARTS
+        ]
         row.append(f"{result.host_s * 1e3:.1f}")
         row.append(f"{result.peak_bytes / 1e9:.2f}" if result.peak_bytes else "")
         rows.append([*row, f"{result.first_s:.1f}"])

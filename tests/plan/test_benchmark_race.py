@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common import FSDP2_BLOCKS, GRAPHSHARD
-from benchmarks.race import Racer, split
+from benchmarks.gpu_trace import Kernel, split
+from benchmarks.race import Racer
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "--device cpu --layers 1 --dim 64 --hidden 64 --vocab 64 --tokens 32 --steps 2 --rounds 1"
@@ -63,12 +64,12 @@ def test_a_process_that_does_not_answer(code: str, timeout_s: float) -> None:
 def test_parts_of_a_step() -> None:
     """Two steps; a link on stream 2, whose copy is beside a kernel, and a copy on stream 3."""
     kernels = [
-        (0.0, 4000.0, 1, "gemm"),
-        (3000.0, 1000.0, 2, "copy"),
-        (4000.0, 3000.0, 2, "spin_kernel"),
-        (5000.0, 1000.0, 1, "gemm"),
-        (8000.0, 500.0, 3, "Memcpy DtoD"),
-        (8500.0, 1500.0, 1, "adam"),
+        Kernel(0.0, 4000.0, 1, "gemm"),
+        Kernel(3000.0, 1000.0, 2, "copy"),
+        Kernel(4000.0, 3000.0, 2, "spin_kernel"),
+        Kernel(5000.0, 1000.0, 1, "gemm"),
+        Kernel(8000.0, 500.0, 3, "Memcpy DtoD"),
+        Kernel(8500.0, 1500.0, 1, "adam"),
     ]
     expected = {"compute": 3.25, "exposed": 1.25, "idle": 0.5, "links": 2.0}
     assert split(kernels, 2) == pytest.approx(expected)
