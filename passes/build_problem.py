@@ -196,9 +196,13 @@ def _last_uses(
 def _positions_of_kernels(
     position: Mapping[fx.Node, int], values: GraphValues, inlined: Container[fx.Node]
 ) -> dict[fx.Node, int]:
-    """Return where each node runs: fused ones with the first of their kernel (``min_order`` in
-    torch/_inductor/scheduler.py), or after what the kernel reads where that is computed later."""
-    runs_at, last = dict(position), len(position) - 1
+    """Return where each node runs.
+
+    Fused nodes run with the first of their kernel (``min_order`` in torch/_inductor/scheduler.py),
+    or after what the kernel reads, where that is computed or waited for later.
+    """
+    last = len(position) - 1
+    runs_at, waited_at = dict(position), _waits(position, values)
     read: dict[fx.Node, set[fx.Node]] = {}  # by node, what its kernel reads for it
     for node in values.kinds:
         roots = {values.roots[used] for used in node.all_input_nodes}
@@ -206,10 +210,20 @@ def _positions_of_kernels(
     for kernel in values.fused_kernels:
         nodes = [node for node in kernel.nodes if node in position]
         sources = set().union(*(read[node] for node in nodes)) - set(nodes)
-        computed = [runs_at[source] for source in sources if source in runs_at]
-        first = min((position[node] for node in nodes), default=0)
-        runs_at |= dict.fromkeys(nodes, min(last, max([first, *(p + 1 for p in computed)])))
+        start = min((position[node] for node in nodes), default=0)
+        for source in sources:
+            start = max(start, runs_at.get(source, -1) + 1, waited_at.get(source, 0))
+        runs_at |= dict.fromkeys(nodes, min(last, start))
     return runs_at
+
+
+def _waits(position: Mapping[fx.Node, int], values: GraphValues) -> dict[fx.Node, int]:
+    """Return the position before which the result of each marker is waited for."""
+    return {
+        node: min((position[user] for user in node.users if user in position), default=0)
+        for node in values.kinds
+        if markers.is_marker(node)
+    }
 
 
 class _AliveBytes(NamedTuple):
