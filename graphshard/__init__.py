@@ -1,4 +1,4 @@
-"""Fully sharded training that is compiled, from one line.
+"""Fully sharded training, compiled, from one line.
 
 model = torch.compile(model, backend=graphshard.backend(mesh))
 """

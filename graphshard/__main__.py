@@ -1,6 +1,6 @@
 """The command line: ``python -m graphshard COMMAND``.
 
-Each command is a module with ``add_parser``, which names its arguments and the function to run.
+Each command is a module with ``add_parser``, which declares its arguments and the function to run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COMMANDS = (demo, show, strategies, consolidate, calibrate, check, forecast)
 
 
 def arguments() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
+    """Return the parser for all commands."""
     parser = argparse.ArgumentParser("python -m graphshard", description="Tools of graphshard.")
     parser.add_argument("--version", action="version", version=f"graphshard {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -33,16 +33,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that ``argv`` names and return its exit status.
 
     Args:
-        argv: the arguments; None: those of this process.
+        argv: command-line arguments; None: those of this process.
     """
     args = arguments().parse_args(argv)
     try:
         return int(args.run(args))
-    except argparse.ArgumentTypeError as error:  # arguments that do not go together
+    except argparse.ArgumentTypeError as error:  # arguments that contradict each other
         args.parser.error(str(error))
     except KeyboardInterrupt:
         pass
-    return 130  # what a shell reports of a program that Ctrl-C ended
+    return 130  # the exit status that shells report after Ctrl-C
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""The Dynamo backend: finds the model, shards it at the first compile, has its graphs compiled.
+"""The Dynamo backend: finds the model, shards it at the first compile, and compiles its graphs.
 
     first call     a module is compiled   ─► shard it before Dynamo traces its first frame
-                   a function is compiled ─► full parameters among its graph's inputs: shard the
+                   a function is compiled ─► its graph has full parameters as inputs: shard the
                                              models that own them, have Dynamo trace again
-    every compile  shards among the inputs ─► guard their sharded params ─► pipeline.compile
+    every compile  the graph has shards as inputs ─► guard their sharded params
+                                                  ─► pipeline.compile
 
-A module is sharded before the trace, not after it, because Dynamo may leave its whole forward to
-Python (``nn.LSTM``, a graph break in a loop): then no graph with a parameter ever comes here.
+A module is sharded before the trace, because Dynamo may leave its whole forward to Python
+(``nn.LSTM``, a graph break in a loop): then no graph with a parameter ever reaches the backend.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class Backend:
     def __init__(self, options: Options) -> None:
         self.options = options
         self._graphs: list[CompiledGraph] = []
-        self._padding: dict[str, None] = {}  # what it takes of the models whose graphs these are
-        self._num_compiles = 0  # those that failed, too: their dumps keep their numbers
+        self._padding: dict[str, None] = {}  # padding advice of each compiled model
+        self._num_compiles = 0  # includes failed ones: their dumps keep their numbers
         self._consensus = PlanConsensus()
         self.forward_check = ForwardCheck(options)
         self._made_at_s = time.time()
@@ -89,7 +90,7 @@ class Backend:
         mode: str | None = None,
         options: dict[str, Any] | None = None,
     ) -> Runnable:
-        """Compile a graph of Dynamo's; ``mode`` and ``options`` are torch.compile's."""
+        """Compile a Dynamo graph; ``mode`` and ``options`` are those of ``torch.compile``."""
         trace, call = Trace(), compiled_call()
         if self._shard_plain_inputs(trace, gm, inputs, call):
             raise trace.retrace("graphshard sharded the model")
@@ -108,10 +109,10 @@ class Backend:
         params: Sequence[ShardedParam | None],
         inductor_options: Mapping[str, Any],
     ) -> Runnable:
-        """Compile a graph all of whose parameters are shards.
+        """Compile a graph whose parameters are all shards.
 
         Args:
-            params: by input, the parameter whose shard it is.
+            params: parameter of each input that is a shard; None for other inputs.
         """
         sharded = [param for param in params if param is not None]
         layouts = [param.layout for param in sharded]
@@ -152,30 +153,34 @@ class Backend:
         return compile_traced(traced, settings, self._consensus, writer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
-        # Lightning copies the arguments of torch.compile; plans and parameters to ignore are these.
+        # Lightning copies the arguments of torch.compile, but plans and ignored parameters must
+        # not be copied.
         return self
 
     @property
     def __name__(self) -> str:
-        """The name that ``torch.compile`` reads while it is given a module: see [Note: first
-        forward] in graphshard/params/first_forward.py."""
+        """Prepare for the first forward, and return the name of the backend.
+
+        ``torch.compile`` reads the name while it is given a module: see [Note: first forward] in
+        graphshard/params/first_forward.py.
+        """
         request = to_compile()
         if request is not None:
             self.given_to_compile(request)
         return "graphshard"
 
     def given_to_compile(self, request: ToCompile) -> None:
-        """Prepare for the first forward of what ``torch.compile`` is being given."""
+        """Prepare for the first forward of the module or function in ``request``."""
         policy = self.options.policy_of(self.options.policy_glob(""))
         shard_before_first_forward(self, request, policy)
         watch(self, request.given)
 
     def compiles(self, call: CompiledCall) -> bool:
-        """Return whether the compiled code that is being called has this backend."""
+        """Return whether the compiled code that is being called belongs to this backend."""
         return _backend_of(call) is self
 
     def shard_compiled(self, root: nn.Module, call: CompiledCall) -> None:
-        """Shard a module that ``torch.compile`` was given, before Dynamo traces its first frame."""
+        """Shard a module given to ``torch.compile``, before Dynamo traces its first frame."""
         will_cast = has_yet_to_cast(root, call)
         if not will_cast:
             forget_first_forward(root)
@@ -184,7 +189,7 @@ class Backend:
             self.shard_now(root, call.runs(root))
 
     def plain_parameters(self, root: nn.Module) -> list[nn.Parameter]:
-        """Return the parameters of ``root`` that are to be sharded and are not yet."""
+        """Return the parameters of ``root`` that have yet to be sharded."""
         plain = [p for p in root.parameters() if is_plain(p)]
         return [p for p in plain if p not in self.options.ignored_params]
 
@@ -192,7 +197,7 @@ class Backend:
         """Shard ``root`` in place.
 
         Args:
-            in_use: its forward runs already, and may hold full parameters.
+            in_use: whether its forward is already running, and may hold full parameters.
         """
         mesh = mesh_for(self.options, self.plain_parameters(root))
         shard_module(root, mesh, self.options, in_use=in_use, allow_meta=False)
@@ -204,22 +209,26 @@ class Backend:
         return [plan for graph in self._graphs for plan in graph.plans]
 
     def predicted_exposure(self) -> float:
-        """Return which part of a training step's time compute waits for communication, predicted.
+        """Return the predicted fraction of step time in which compute waits for communication.
 
         Every forward and backward graph compiled so far counts once; 0 before the first. The
-        hardware is that of ``schedule``, or the devices' entry of the table of hardware.
+        prediction is for the hardware of ``schedule``, or for the device's entry in the table of
+        hardware.
         """
         return exposure([dump for graph in self._graphs for dump in graph.dumps()])
 
     def summary(self) -> str:
-        """Return tables of what every compiled graph gathers and reduces, when, and its cost;
-        behind them, what ``SchedulePolicy(auto=True)`` has tried, and padding that takes much."""
+        """Return tables of what every compiled graph gathers and reduces, when, and its cost.
+
+        After the tables come what ``SchedulePolicy(auto=True)`` has tried, and the models in which
+        padding takes much memory.
+        """
         tables = summary([dump for graph in self._graphs for dump in graph.dumps()])
         tried = dict.fromkeys(graph.tried for graph in self._graphs if graph.tried)
         return "\n\n\n".join([tables, *tried, *filter(None, self._padding)])
 
     def _dump_writer(self) -> DumpWriter:
-        """Return the writer for the next graph; only the first rank of the mesh writes files."""
+        """Return the dump writer of the next graph; only the mesh's first rank writes files."""
         mesh, rank = self.options.mesh, dist.get_rank() if dist.is_initialized() else 0
         first_rank = 0 if mesh is None else int(mesh.mesh.min())
         folder = self.options.dump if rank == first_rank else None
@@ -228,7 +237,7 @@ class Backend:
     def _shard_plain_inputs(
         self, trace: Trace, gm: fx.GraphModule, inputs: Sequence[Any], call: CompiledCall
     ) -> bool:
-        """Shard the models whose full parameters are inputs; return whether there were any."""
+        """Shard the models that own full parameters among the inputs; return whether any were."""
         seen: dict[int, str] = {}
         for source, value in zip(sources(gm), inputs, strict=True):
             ignored = not is_plain(value) or value in self.options.ignored_params
@@ -256,45 +265,47 @@ def backend(
     dump: str | Path | None = None,
     sync_module_states: bool = True,
 ) -> Backend:
-    """Return a backend for ``torch.compile`` that shards the model it meets, as FSDP2 does.
+    """Return a backend for ``torch.compile`` that shards the model it compiles, as FSDP2 does.
 
-    At the first call every parameter of the compiled module is sharded in place on dim 0 (ZeRO-3,
-    Rajbhandari et al., arXiv 1910.02054) and becomes a ``DTensor``; gradients are averaged over
-    the mesh. Parameters that ``graphshard.shard`` sharded before keep its arguments.
+    At the first call, every parameter of the compiled module is sharded in place on dim 0 (ZeRO-3,
+    Rajbhandari et al., arXiv 1910.02054) and becomes a ``DTensor``; gradients are averaged over the
+    mesh. Parameters that ``graphshard.shard`` has already sharded keep its arguments.
 
     Args:
-        mesh: a 1D ``DeviceMesh`` shards over its ranks; a 2D one (replicate, shard) shards over its
-            second axis (HSDP); None makes a 1D mesh over the default process group.
+        mesh: ``DeviceMesh`` to shard over. A 1D mesh shards over all of its ranks, a 2D mesh
+            (replicate, shard) over its second axis (HSDP). None: a 1D mesh over the default process
+            group.
         reshard_after_forward: True frees full parameters after forward and gathers them again in
-            backward (ZeRO-3). False keeps them (ZeRO-2). A number of ranks k that divides the
-            shards: each rank keeps a k-th of the full parameter, and backward gathers from k
-            neighbours alone (hpZ of ZeRO++, Wang et al., arXiv 2306.10209).
-        mp_policy: FSDP2's class: the dtypes in which parameters are gathered and used, gradients
-            reduced, and inputs and outputs of the compiled module cast. Parameters and gradients
-            keep their own dtype.
-        offload_policy: FSDP2's class. ``CPUOffloadPolicy()`` keeps shards, gradients and with them
-            the optimizer in host memory, pinned by default. The graph copies shards to the
-            device ahead of their gathers, and reduced gradients back. Replicated parameters stay
-            on the device.
-        ignored_params: parameters that stay as they are, neither sharded nor reduced.
-        overrides: ``{fqn glob: {argument: value}}`` gives some parameters another ``mp_policy``,
-            ``offload_policy``, ``fp8``, ``reshard_after_forward`` or ``shard``; of several globs
-            that match, the last one holds. A glob that matches a module holds for all that is in
-            it, and an ``mp_policy`` casts inputs and outputs of the outermost modules it matches.
-            ``"shard": False`` replicates a parameter and all-reduces its gradient, as DDP does; it
-            never travels in fp8.
-        fp8: the linears that compute in fp8, with their weights gathered in it; None: no linear.
+            backward (ZeRO-3). False keeps them (ZeRO-2). An int k that divides the number of shards
+            keeps a k-th of each full parameter on each rank, and backward gathers from only k
+            neighbouring ranks (hpZ of ZeRO++, Wang et al., arXiv 2306.10209).
+        mp_policy: FSDP2's class, with the dtypes in which parameters are gathered and used,
+            gradients are reduced, and inputs and outputs of the compiled module are cast.
+            Parameters and gradients keep their own dtype.
+        offload_policy: FSDP2's class. ``CPUOffloadPolicy()`` keeps shards and gradients, and
+            therefore the optimizer state, in host memory, which is pinned by default. The graph
+            copies shards to the device ahead of their gathers, and reduced gradients back.
+            Replicated parameters stay on the device.
+        ignored_params: parameters to leave as they are, neither sharded nor reduced.
+        overrides: ``{fqn glob: {argument: value}}``, which gives some parameters another
+            ``mp_policy``, ``offload_policy``, ``fp8``, ``reshard_after_forward`` or ``shard``. If
+            several globs match, the last one wins. A glob that matches a module applies to
+            everything in it, and its ``mp_policy`` casts inputs and outputs of the outermost
+            modules that it matches. ``"shard": False`` replicates a parameter and all-reduces its
+            gradient, as DDP does; it never travels in fp8.
+        fp8: policy for linears that compute in fp8, with their weights gathered in fp8; None: no
+            fp8.
         schedule: limits and options of the schedule; None: ``SchedulePolicy()``.
-        compiler: "inductor", or "aot_eager": the same graphs, run op by op by ATen.
-        dump: a folder for plans, traces, tables and FX code of every compiled graph, and a page of
-            all, ``index.html``. It is made if it is missing: see ``graphshard.show.dump_folder``.
-            Every backend needs one of its own.
-        sync_module_states: make parameters and buffers equal to those of the mesh's first rank
-            before sharding.
+        compiler: "inductor", or "aot_eager", which runs the same graphs op by op in ATen.
+        dump: folder for the plans, traces, tables and FX code of every compiled graph, and a page
+            that shows them all, ``index.html``; see ``graphshard.show.dump_folder``. It is created
+            if it is missing. Every backend needs its own.
+        sync_module_states: whether to copy the parameters and buffers of the mesh's first rank to
+            all other ranks before sharding.
 
     Raises:
         ValueError: an argument is wrong. At the first call, on every rank and before anything is
-            changed: no process group, a parameter that cannot be sharded, or ranks that differ.
+            changed: there is no process group, a parameter cannot be sharded, or ranks differ.
     """
     return Backend(Options.from_arguments(locals()))
 
@@ -320,7 +331,8 @@ def shard(
     ``model.to_empty(device=...)`` and initialise it. Only shards are ever allocated.
 
     Raises:
-        ValueError: as :func:`backend`, before anything is changed; ``model`` is no module.
+        ValueError: same as :func:`backend`, before anything is changed; or ``model`` is not a
+            module.
     """
     arguments = dict(locals())
     root = arguments.pop("model")
@@ -339,7 +351,7 @@ def from_string(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> Any:
-    """Serve ``torch.compile(model, backend="graphshard", options={...})``.
+    """Compile a graph for ``torch.compile(model, backend="graphshard", options={...})``.
 
     ``options`` are the arguments of :func:`backend`; equal options share one backend.
     """
@@ -348,11 +360,11 @@ def from_string(
 
 
 def _shard_before_trace(_: object) -> None:
-    """Shard the module that is about to be traced, where its backend is one of ours.
+    """Shard the module that is about to be traced, if its backend is one of ours.
 
-    Where a function or method is compiled, and Dynamo left the call of a module to Python, that is
-    the module that the function calls, or whose method it is. Dynamo may find no parameter in what
-    it can compile of that call.
+    If a function or method is compiled and Dynamo left a module's call to Python, the module to
+    shard is the one that the function calls, or the one that has the method. Dynamo may find no
+    parameter in what it can compile of such a call.
     """
     on_compile_error(advise)
     if is_capturing():
@@ -364,21 +376,21 @@ def _shard_before_trace(_: object) -> None:
 
 
 def _backend_of(call: CompiledCall) -> Backend | None:
-    """Return the backend of a call of compiled code, if it is one of ours."""
+    """Return the backend of a call of compiled code if it is one of ours, otherwise None."""
     if call.backend is from_string:
         return _backend_for(call.options)
     return call.backend if isinstance(call.backend, Backend) else None
 
 
 def _given_by_name() -> None:
-    """Prepare for the first forward of what ``torch.compile`` is given with our name."""
+    """Prepare for the first forward when ``torch.compile`` looks our backend up by name."""
     request = to_compile()
     if request is not None:
         _backend_for(request.options).given_to_compile(request)
 
 
 def _is_read_full(value: DTensor) -> bool:
-    """Return whether code that one of our backends compiles reads a sharded parameter."""
+    """Return whether ``value`` is a sharded parameter that code compiled by us reads."""
     return sharded_param_of(value) is not None and _backend_of(compiled_call()) is not None
 
 
@@ -387,7 +399,7 @@ on_lookup("graphshard", _given_by_name)
 
 
 _named: dict[Hashable, Backend] = {}
-"""Backends that were asked for by name, by their options."""
+"""Backends that were requested by name, keyed by their options."""
 
 
 def _backend_for(options: Mapping[str, Any]) -> Backend:

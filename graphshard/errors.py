@@ -1,4 +1,4 @@
-"""The error that all ranks raise, and that reaches the user as it is."""
+"""The error that all ranks raise, and that reaches the user unwrapped."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ._torch.dynamo import ShortenTraceback
 
 
 class BackendError(ShortenTraceback, ValueError):
-    """An error of ours that reaches the user as it is, not wrapped in BackendCompilerFailed."""
+    """An error that reaches the user as it is, not wrapped in BackendCompilerFailed."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, first_useful_frame=None)

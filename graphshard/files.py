@@ -1,7 +1,7 @@
-"""Files that are either complete or not there.
+"""Write files atomically: a file is either complete or missing.
 
-Several ranks, or several runs, may write a file of the same name while others read it. Each writer
-fills a scratch folder of its own beside the target; one rename then puts the result in its place.
+Several ranks or runs may write a file of the same name while others read it. Each writer fills its
+own scratch folder next to the target; one rename then puts the result in place.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``; a reader sees the old contents or all of the new ones.
+    """Write ``text`` to ``path``; readers see either the old contents or all of the new.
 
     Raises:
         OSError: the folder of ``path`` does not exist, or cannot be written to.
@@ -24,7 +24,7 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def whole(target: Path) -> Iterator[Path]:
-    """Yield a path to make a file or a folder at, which replaces ``target`` when the block ends.
+    """Yield a path for a new file or folder that replaces ``target`` when the block ends.
 
     If the block raises, ``target`` stays as it was. An existing folder is replaced only if it is
     empty.
@@ -32,7 +32,7 @@ def whole(target: Path) -> Iterator[Path]:
     Raises:
         OSError: the folder of ``target`` does not exist, or cannot be written to.
     """
-    # ``mkdtemp`` creates the folder exclusively: processes on other hosts get other names as well.
+    # ``mkdtemp`` creates the folder exclusively, so processes on other hosts get other names, too.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
         scratch = Path(folder, target.name)
         yield scratch

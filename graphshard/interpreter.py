@@ -1,16 +1,4 @@
-"""Keeps CPython from slowing a compile: room on its stack, and no full garbage collections.
-
-CPython keeps frames in chunks of 16 KB. A function that calls others in a loop, and whose frame is
-the last that fits into a chunk, has a new chunk mapped and unmapped again by every call: a call
-then takes 100 times as long and more (python/cpython#142183; releases of 3.13 and later that have
-pull request 145789, of March 2026, keep a spare chunk). Whether and where a compile comes upon such
-an end depends on how deep its caller stands: torch's joint passes and its cut took three times as
-long below our frames as elsewhere.
-
-And whenever a quarter as many objects were added as there were, its garbage collector looks at all
-of them. torch alone is 400,000, and a compile makes and drops millions: 11 full collections took
-7 of the 50 seconds of a first step of 48 layers.
-"""
+"""Keep CPython's stack chunks and full garbage collections from slowing down a compile."""
 
 from __future__ import annotations
 
@@ -24,17 +12,26 @@ _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 _SLOTS = 1 << 16
-"""Of the frame that makes room, in pointers. CPython doubles the size of a chunk until a frame fits
-in: 1 MB, of which 0.5 MB are left for the frames below. Only pages that frames write are used."""
+"""Stack size, in pointers, of the frame that makes room. CPython doubles the size of a chunk until
+the frame fits: 1 MB, of which 0.5 MB are left for the frames below. Only pages that frames write
+use memory."""
 
 _NEVER = 2**31 - 1
-"""Collections of the middle generation before one of all objects, at most."""
+"""Largest possible number of middle-generation collections before a full collection."""
 
 
 def with_stack_room(
     function: Callable[_Parameters, _Result],
 ) -> Callable[_Parameters, _Result]:
-    """Decorate a function that runs long and deep: frames below it share one chunk of the stack."""
+    """Decorate a long-running, deep function so that frames below it share one stack chunk.
+
+    CPython keeps frames in chunks of 16 KB. If a function whose frame is the last that fits into a
+    chunk calls others in a loop, every call maps and unmaps a new chunk, which makes it 100 times
+    slower or worse (python/cpython#142183; releases of 3.13 and later with pull request 145789, of
+    March 2026, keep a spare chunk). Whether and where a compile hits the end of a chunk depends on
+    its caller's depth: torch's joint passes and its min-cut partitioner took three times as long
+    when called through our frames.
+    """
 
     def with_room(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         return function(*args, **kwargs)
@@ -45,7 +42,12 @@ def with_stack_room(
 
 @contextlib.contextmanager
 def without_full_collections() -> Iterator[None]:
-    """Have garbage collections look at young objects alone, meanwhile."""
+    """Restrict garbage collection to young objects while the context is active.
+
+    CPython runs a full collection whenever the number of objects has grown by a quarter. torch
+    alone has 400,000 objects, and a compile makes and drops millions: 11 full collections took 7 of
+    the 50 seconds of a first step of 48 layers.
+    """
     young, middle, old = gc.get_threshold()
     gc.set_threshold(young, middle, _NEVER)
     try:

@@ -1,4 +1,4 @@
-"""The kinds of graphs and of transfers. Plans and dumps have the same values in JSON."""
+"""The kinds of graphs and transfers; plans and dumps have the same values in JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class _Kind(StrEnum):
-    """A kind that errors and tables show as its value."""
+    """A string enum whose members are shown as their values in errors and tables."""
 
     __repr__ = str.__repr__
 
@@ -24,19 +24,19 @@ class TransferKind(_Kind):
 
     A new kind needs a marker with a spec (``ops.marker_specs``, ``ops.markers``), its launch, wait
     and copies (``ops.collectives``), a description (``passes.describe``), its bytes and its place
-    in a chain of buckets (``planning.live_bytes``, ``planning.plan``), a price (``cost.model``, and
-    rates in ``cost.hardware`` and ``cost.devices`` if no other kind has the same), a line in the
-    verifier (``pipeline.verify``) and in the displays (``show.table``, ``show.trace``).
-    ``tests/plan/test_kinds.py`` finds tables that lack a kind. All of ``planning`` takes a
-    collective that is no all-gather for a reduction. The op ``all_to_all_single`` is taken: gloo's
-    reduce-scatter is such an exchange (``ops.collectives.EXCHANGE``).
+    in a chain of buckets (``planning.live_bytes``, ``planning.plan``), a cost (``cost.model``, and
+    rates in ``cost.hardware`` and ``cost.devices`` unless another kind has the same), and a case in
+    the verifier (``pipeline.verify``) and in the displays (``show.table``, ``show.trace``).
+    ``tests/plan/test_kinds.py`` finds tables that lack a kind. All of ``planning`` treats any
+    collective except an all-gather as a reduction. The op ``all_to_all_single`` is taken: gloo's
+    reduce-scatter uses it (``ops.collectives.EXCHANGE``).
     """
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
     ALL_REDUCE_MAX = "all_reduce_max"
-    """All-reduce of the absolute maxima of the weights that travel in fp8."""
+    """All-reduce of the absolute maxima of weights that travel in fp8."""
     ALL_REDUCE_SHARDS = "all_reduce_shards"
     """All-reduce of reduce-scattered shards over their replicas (HSDP)."""
     COPY_TO_DEVICE = "copy_to_device"
@@ -46,4 +46,4 @@ class TransferKind(_Kind):
 
 
 HOST_COPIES = (TransferKind.COPY_TO_DEVICE, TransferKind.COPY_TO_HOST)
-"""The kinds in which no other rank takes part."""
+"""The kinds that involve no other rank."""

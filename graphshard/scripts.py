@@ -1,4 +1,4 @@
-"""A user's script: its function, the model and inputs that this returns, and the loss of a step."""
+"""A user's script: its function, the model and inputs it returns, and the loss of a step."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ._torch.tensors import tree_leaves
 
 
 def load_function(script: str, function: str) -> Any:
-    """Return the function of a script, which is run for it.
+    """Run a script and return one of its functions.
 
     Raises:
-        ValueError: there is no such file, or no such function in it.
+        ValueError: the script does not exist, or has no such function.
     """
     path = Path(script).resolve()
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise ValueError(f"{script} is no file of Python")
-    sys.path.insert(0, str(path.parent))  # as `python script.py` has it
+    sys.path.insert(0, str(path.parent))  # as `python script.py` does
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
@@ -40,10 +40,11 @@ def unpack(function: str, returned: object) -> tuple[nn.Module, Any, dict[str, A
     """Return the model, the inputs of a step and the options that a function has returned.
 
     Args:
-        function: its name.
+        function: name of the function, for messages.
+        returned: what the function has returned.
 
     Raises:
-        ValueError: it has returned something else.
+        ValueError: ``returned`` is anything else.
     """
     if not (isinstance(returned, tuple) and len(returned) in (2, 3)):
         raise ValueError(
@@ -74,10 +75,10 @@ def unpack(function: str, returned: object) -> tuple[nn.Module, Any, dict[str, A
 
 
 def loss_of(outputs: Any) -> torch.Tensor:
-    """Return the loss among a model's outputs: ``loss``, or the sum of the first tensor.
+    """Return the loss among a model's outputs: ``loss``, or else the sum of the first tensor.
 
     Raises:
-        ValueError: there is no tensor, or no trained parameter has led to it.
+        ValueError: there is no tensor, or the loss depends on no trained parameter.
     """
     loss = getattr(outputs, "loss", None)
     if loss is None:
@@ -95,5 +96,5 @@ def loss_of(outputs: Any) -> torch.Tensor:
 
 
 def _kind(value: object) -> str:
-    """Return the name of a value's type: "Tensor" for all of its kinds, a fake one among them."""
+    """Return the name of a value's type; "Tensor" for every kind of tensor, including fake ones."""
     return "Tensor" if isinstance(value, torch.Tensor) else type(value).__name__

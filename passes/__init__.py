@@ -1,14 +1,16 @@
-"""The passes, in order. The graph that Dynamo traced is rewritten before it is differentiated, the
-joint graph before it is partitioned; each of the forward, backward and inference graphs is read as
-a problem, scheduled, and lowered by the plan, after Inductor's own passes.
+"""The graph passes, in the order in which they run.
+
+The traced graph (from Dynamo) is rewritten before it is differentiated, and the joint graph before
+it is partitioned. After Inductor's own passes, each forward, backward or inference graph is read as
+a ``Problem``, scheduled, and lowered according to its plan.
 
     traced graph ─► inline regions ─► hoist reads ─► dense gradients ─► float8 ─► [AOTAutograd]
-    joint graph ─► host waits ─► dedup ─► casts ─► float8 ─► reshard
+    joint graph ─► host waits ─► dedup ─► casts ─► float8 ─► recompute ─► reshard
                 ─► single rank ─► [partitioner]
     [partitioner] ─► forward, backward
     forward, backward ─► keep secondary shards ─► note held bytes ─► keep gathered
                       ─► offload activations
-    forward ─► save written inputs as they were
+    forward ─► clone mutated inputs
     [Inductor] ─► each graph ─► normalise ─► read the problem ─► plan ─► lower ─► regions
 """
 
@@ -55,7 +57,7 @@ TRACED = (inline_regions, hoist_reads, ask_for_dense_gradients, use_float8)
 """Passes on the graph that Dynamo traced."""
 
 JOINT = (lead_parameters_past, merge, cast_early, gather_float8)
-"""Passes on the joint graph; ``settle_gathers`` and ``reshard`` follow, then it is partitioned."""
+"""Passes on the joint graph, before ``settle_gathers``, ``reshard`` and ``send_nothing_alone``."""
 
 __all__ = [
     "JOINT",
@@ -82,9 +84,9 @@ class _ReadGraph(NamedTuple):
     """A graph that is ready to be lowered.
 
     Attributes:
-        params: of its plan.
-        param_of: by marker, its position there.
-        markers_of_params: all of them, also those of replicated parameters.
+        params: parameters of its plan.
+        param_of: position in ``params``, by marker.
+        markers_of_params: all markers of parameters, including replicated ones.
         read: the graph as a problem.
     """
 
@@ -95,7 +97,7 @@ class _ReadGraph(NamedTuple):
 
 
 def _read(graph: fx.Graph, kind: GraphKind, cost_model: CostModel) -> _ReadGraph:
-    """Normalise a graph, in place, and read it as a problem."""
+    """Normalise a graph in place, and read it as a problem."""
     merge_unshards(graph)
     if kind == GraphKind.INFERENCE:
         cast_before_gather(graph)
@@ -113,10 +115,10 @@ def _read(graph: fx.Graph, kind: GraphKind, cost_model: CostModel) -> _ReadGraph
 def read_problem(
     graph: fx.Graph, kind: GraphKind, cost_models: Sequence[CostModel]
 ) -> tuple[tuple[PlanParam, ...], list[Problem]]:
-    """Normalise ``graph``, in place, and read it as ``lower`` does, at the prices of each model.
+    """Normalise ``graph`` in place and read it like ``lower``, once for each cost model.
 
     Returns:
-        The parameters, and the problem by each of ``cost_models``.
+        The parameters, and one problem for each of ``cost_models``.
     """
     first, *others = cost_models
     ready = _read(graph, kind, first)
@@ -125,9 +127,9 @@ def read_problem(
 
 
 def shard_bytes(graph: fx.Graph) -> int:
-    """Return the bytes of the shards, and of replicated parameters, that a graph takes.
+    """Return the bytes of the shards and replicated parameters among a graph's inputs.
 
-    Shards that the host keeps are none of them.
+    Shards that live in host memory do not count.
     """
     sources = {
         node
@@ -147,7 +149,7 @@ def lower(
     cost_model: CostModel,
     plan_buckets: Callable[[Problem, Sequence[PlanParam], CostModel], tuple[Bucket, ...]],
 ) -> Plan:
-    """Read ``graph`` as a problem, plan it, and rewrite it by the plan, in place."""
+    """Read ``graph`` as a problem, plan it, and rewrite it according to the plan, in place."""
     ready = _read(graph, kind, cost_model)
     problem, marker_nodes, steps, _ = ready.read
     buckets = plan_buckets(problem, ready.params, cost_model)
@@ -171,7 +173,7 @@ def lower(
 
 
 class PartitionProblems(NamedTuple):
-    """A forward and a backward graph, read as problems; ``Transfer.param`` is a graph input."""
+    """A forward and a backward graph as problems, in which ``Transfer.param`` is a graph input."""
 
     forward: GraphProblem
     backward: GraphProblem
@@ -180,7 +182,7 @@ class PartitionProblems(NamedTuple):
 def read_partition(
     forward: fx.Graph, backward: fx.Graph, cost_model: CostModel
 ) -> PartitionProblems:
-    """Normalise both graphs, in place, and read them as problems."""
+    """Normalise both graphs in place, and read them as problems."""
     problems = []
     for graph, kind in ((forward, GraphKind.FORWARD), (backward, GraphKind.BACKWARD)):
         input_of = {node: param.input for node, param in describe_params(graph).items()}
@@ -197,15 +199,16 @@ def keep_gathered(
     choose: Callable[[Problem, Problem, Mapping[int, Transfer], CostModel], Sequence[int]],
     problems: PartitionProblems | None = None,
 ) -> list[str]:
-    """Keep gathered for backward the parameters that ``choose`` names, and rewrite both graphs so.
+    """Keep parameters that ``choose`` selects unsharded for backward; rewrite both graphs in place.
 
     Args:
-        num_outputs: how many of the forward's outputs are the user's; the rest is saved.
-        choose: see ``graphshard.planning.keep_unsharded``; ``Transfer.param`` is a graph input.
-        problems: of both graphs as they are; None: they are read here.
+        num_outputs: number of user outputs of the forward graph; its other outputs are saved.
+        choose: callback that selects gathers of the backward graph to drop (see
+            ``graphshard.planning.keep_unsharded``); ``Transfer.param`` is a graph input.
+        problems: both graphs as problems; None: they are read here.
 
     Returns:
-        The names of the forward's nodes that are saved now. If there are none, ``problems`` still
+        The names of the forward's nodes that are now saved. If there are none, ``problems`` still
         describes the graphs.
     """
     before, after = problems or read_partition(forward, backward, cost_model)
@@ -226,12 +229,12 @@ def offload_activations(
     choose: Callable[[Problem, Problem, Sequence[SavedActivation], CostModel], Sequence[int]],
     problems: PartitionProblems | None = None,
 ) -> None:
-    """Offload the activations that ``choose`` names until backward, and rewrite both graphs so.
+    """Offload activations that ``choose`` selects until backward; rewrite both graphs in place.
 
     Args:
-        num_outputs: how many of the forward's outputs are the user's; the rest is saved.
-        choose: see ``graphshard.planning.activation_offload``.
-        problems: of both graphs as they are; None: they are read here.
+        num_outputs: number of user outputs of the forward graph; its other outputs are saved.
+        choose: callback that selects activations (see ``graphshard.planning.activation_offload``).
+        problems: both graphs as problems; None: they are read here.
     """
     pairs = offloadable(forward, backward, num_outputs)
     before, after = problems or read_partition(forward, backward, cost_model)

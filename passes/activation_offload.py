@@ -1,4 +1,4 @@
-"""Forward and backward graph: activations wait for backward in the host's memory.
+"""Forward and backward graphs: offload saved activations to host memory.
 
     forward   a = gelu(..)   b = mm(a, ..)   ..       return loss, a
     becomes   a = gelu(..)   b = mm(a, ..)   h = offload_activation(a)   ..   return loss, h
@@ -6,7 +6,7 @@
     backward  ..   c = mm(a, ..)                             a: an input
     becomes   ..   a = reload_activation(h)   c = mm(a, ..)
 
-The planner chooses them, by the steps between which each is not used.
+The planner chooses the activations, given the steps between which each is unused.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from graphshard.passes.saved import replace_saved, saved_nodes
 from graphshard.planning.activation_offload import SavedActivation
 
 MIN_BYTES = 1 << 16
-"""Smaller activations are not worth a copy."""
+"""Size of the smallest activation that is worth a copy."""
 
 
 def offloadable(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> dict[fx.Node, fx.Node]:
-    """The activations whose memory nothing else needs after their last use in forward.
+    """Return the saved activations whose memory is free after their last use in forward.
 
     Args:
-        num_outputs: how many of the forward's outputs are the user's; the rest is saved.
+        num_outputs: number of user outputs of the forward graph; its other outputs are saved.
 
     Returns:
-        By placeholder of the backward graph, the forward's node that is saved for it.
+        The forward node that is saved for each placeholder of the backward graph.
     """
-    num_returned: Counter[fx.Node] = Counter()  # by owner of memory, the outputs in it
+    # Number of outputs, by the node that owns their memory.
+    num_returned: Counter[fx.Node] = Counter()
     for node in outputs_of(forward):
         if isinstance(node, fx.Node):
             num_returned[root_of(node)] += 1
@@ -59,7 +60,7 @@ def _is_large(node: fx.Node) -> bool:
         return False
     if not isinstance(value, torch.Tensor):
         return False
-    is_expanded = 0 in value.stride()  # it has less memory than its size says
+    is_expanded = 0 in value.stride()  # takes less memory than its size suggests
     return not is_expanded and num_bytes(value) >= MIN_BYTES
 
 
@@ -71,8 +72,8 @@ def describe_saved(
     """Describe the activations of ``offloadable`` for the planner.
 
     Args:
-        forward_step: the step that each node of the forward graph is in.
-        backward_step: the step that each node of the backward graph is in.
+        forward_step: step of each node of the forward graph.
+        backward_step: step of each node of the backward graph.
     """
     descriptions = []
     for placeholder, saved in pairs.items():
@@ -91,10 +92,10 @@ def describe_saved(
 def offload(
     forward: fx.Graph, pairs: Mapping[fx.Node, fx.Node], num_outputs: int, host_memory: str
 ) -> None:
-    """Move activations out of the device's memory, in place.
+    """Move activations to host memory, in both graphs, in place.
 
     Args:
-        pairs: some of ``offloadable``.
+        pairs: subset of ``offloadable``.
     """
     offloaded: dict[fx.Node, fx.Node] = {}
     output = forward.output_node()

@@ -1,7 +1,7 @@
-"""Forward, backward and inference graph: read as a ``Problem``, to be scheduled. Changes nothing.
+"""Read a forward, backward or inference graph as a ``Problem`` to be scheduled. Changes nothing.
 
-The graph is as ``normalise`` leaves it. The nodes between two points where a value has to be there,
-or is ready to leave, are one step:
+The graph has to be normalised (``normalise``). A step is a run of nodes between two points where a
+value must have arrived or becomes ready to be sent:
 
     graph    w = unshard(..)   a = x @ w   b = a.relu()   v = unshard(..)   t = v.t()   c = b @ t
     steps                     [a           b          ]                    [t           c       ]
@@ -44,9 +44,9 @@ class GraphProblem(NamedTuple):
     """A graph read as a problem.
 
     Attributes:
-        markers: of every transfer of the problem.
-        steps: the first node of every step.
-        step_of: the step that each node is in.
+        markers: marker of each transfer.
+        steps: first node of each step.
+        step_of: step of each node.
     """
 
     problem: Problem
@@ -59,9 +59,9 @@ class _Reach(NamedTuple):
     """Positions of compute nodes between which a transfer has to take place.
 
     Attributes:
-        ready: launched before this one at the earliest.
-        due: waited for before this one at the latest.
-        last: the last one that uses the result.
+        ready: first position before which it can be launched.
+        due: last position before which it can be waited for.
+        last: position of the last node that uses the result.
     """
 
     ready: int
@@ -72,10 +72,10 @@ class _Reach(NamedTuple):
 def build_problem(
     graph: fx.Graph, kind: GraphKind, cost_model: CostModel, param_of: Mapping[fx.Node, int]
 ) -> GraphProblem:
-    """Read a normalised graph.
+    """Read a normalised graph as a problem.
 
     Args:
-        param_of: by marker, the number of its parameter.
+        param_of: parameter number of each marker.
     """
     transfers = describe_transfers(graph, param_of)
     values = GraphValues(graph)
@@ -116,13 +116,13 @@ def build_problem(
 
 
 def _compute_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """All nodes that run and are no markers, in order."""
+    """Return all nodes that run, except markers, in order."""
     around = ("placeholder", "output")
     return [node for node in graph.nodes if node.op not in around and not markers.is_marker(node)]
 
 
 def _step_of(graph: fx.Graph, steps: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """The step that each node is in; markers and inputs are in the step around them."""
+    """Return the step of each node; markers and inputs are in the step around them."""
     step_of, step, later = {}, 0, list(reversed(steps[1:]))
     for node in graph.nodes:
         if later and node is later[-1]:
@@ -133,7 +133,7 @@ def _step_of(graph: fx.Graph, steps: Sequence[fx.Node]) -> dict[fx.Node, int]:
 
 
 def _placed(transfer: Transfer, reach: _Reach, starts: list[int]) -> Transfer:
-    """``transfer`` with the steps that the positions of nodes are in."""
+    """Return ``transfer`` with the positions in ``reach`` converted to steps."""
     return dataclasses.replace(
         transfer,
         ready=bisect_left(starts, reach.ready),
@@ -153,7 +153,7 @@ def _reach(marker: fx.Node, position: Mapping[fx.Node, int], last_use: int) -> _
         return _Reach(0, due, last_use)
     source = source_of(marker)
     if marker.target is markers.offload_activation:
-        # The memory of an activation that is still used is not free.
+        # Ready after the last use: before that, the copy could not free the activation's memory.
         used = [position[n] for n in (source, *uses(root_of(source))) if n in position]
         return _Reach(max(used) + 1, end, end - 1)
     ready = position.get(source, -1) + 1
@@ -163,12 +163,13 @@ def _reach(marker: fx.Node, position: Mapping[fx.Node, int], last_use: int) -> _
 def _freed_early(
     transfers: Sequence[Transfer], last_runs: Sequence[int], borders: Sequence[int]
 ) -> list[int]:
-    """Return the bytes of full parameters, by position, that have been freed since their last step
-    began: to a schedule they are there until it ends.
+    """Return the bytes of full parameters that are free before their last step ends, by position.
+
+    A schedule counts a full parameter until the end of its last step.
 
     Args:
-        last_runs: by transfer, the position where its result is used last.
-        borders: the position of each step, and the graph's end.
+        last_runs: position of the last use of each transfer's result.
+        borders: first position of each step, then the graph's end.
     """
     spans = (
         Span(max(last_run, borders[t.last]) + 1, borders[t.last + 1], t.num_bytes)
@@ -181,8 +182,10 @@ def _freed_early(
 def _last_uses(
     graph: fx.Graph, position: Mapping[fx.Node, int], inlined: Container[fx.Node]
 ) -> dict[fx.Node, int]:
-    """Return where each node is used last, also by way of views, and of what kernels compute anew
-    of it; the end where the graph returns it."""
+    """Return the position of each node's last use; the graph's end if it is returned.
+
+    Uses through views count, and so do kernels that recompute other values from the node.
+    """
     end, last = len(position) - 1, dict[fx.Node, int]()
     for node in reversed(graph.nodes):
         users = (
@@ -196,14 +199,14 @@ def _last_uses(
 def _positions_of_kernels(
     position: Mapping[fx.Node, int], values: GraphValues, inlined: Container[fx.Node]
 ) -> dict[fx.Node, int]:
-    """Return where each node runs.
+    """Return the position where each node runs, given which nodes are fused.
 
-    Fused nodes run with the first of their kernel (``min_order`` in torch/_inductor/scheduler.py),
-    or after what the kernel reads, where that is computed or waited for later.
+    A kernel runs at the position of its first node (``min_order`` in torch/_inductor/scheduler.py),
+    or right after its inputs if these are computed or waited for later.
     """
     last = len(position) - 1
     runs_at, waited_at = dict(position), _waits(position, values)
-    read: dict[fx.Node, set[fx.Node]] = {}  # by node, what its kernel reads for it
+    read: dict[fx.Node, set[fx.Node]] = {}  # by node: values that its kernel reads from memory
     for node in values.kinds:
         roots = {values.roots[used] for used in node.all_input_nodes}
         read[node] = set().union(*(read[r] if r in inlined else {r} for r in roots))
@@ -230,8 +233,8 @@ class _AliveBytes(NamedTuple):
     """Bytes alive while the node at each position runs, and before it.
 
     Attributes:
-        at: by position.
-        before: by position; the last one is the graph's end.
+        at: bytes while the node runs, by position.
+        before: bytes before the node runs, by position; the last entry is the graph's end.
     """
 
     at: list[int]
@@ -248,11 +251,11 @@ def _alive_bytes(
     """Return the bytes alive at each position, without gathered parameters and full gradients.
 
     Args:
-        position: where each node runs.
-        written: where each node stands.
+        position: position where each node runs.
+        written: position of each node in the graph.
     """
     end = len(position)
-    holders: dict[fx.Node, set[fx.Node]] = {}  # the nodes whose memory a node's value is read from
+    holders: dict[fx.Node, set[fx.Node]] = {}  # nodes whose memory holds each value
     last_use: dict[fx.Node, int] = {}
     for node in graph.nodes:
         results = _results_of(node)
@@ -277,24 +280,27 @@ def _alive_bytes(
     for node in owners:
         results = _results_of(node)
         begin = position.get(results or node, -1)
-        if _is_cast_copy(node):  # in front of its first use
+        if _is_cast_copy(node):  # made right before its first use
             begin = min(position.get(user, end) for user in node.users)
         last = max(last_use.get(node, begin), begin)
-        counted = begin + 1 if results else max(begin, 0)  # at first, all results are counted
+        counted = begin + 1 if results else max(begin, 0)  # before, the operator counts all results
         at.append(Span(counted, min(last + 1, end), _memory_bytes(node)))
         before.append(Span(begin + 1, last + 1, _memory_bytes(node)))
     return _AliveBytes(sum_spans(at, end), sum_spans(before, end + 1))
 
 
 def _results_of(node: fx.Node) -> fx.Node | None:
-    """Return the operator with several results of which a node takes one; None if it does not."""
+    """Return the multi-output operator that a ``getitem`` node reads; None for other nodes."""
     root = root_of(node) if node.target is operator.getitem else None
     return None if root is None or isinstance(root.meta.get("val"), torch.Tensor) else root
 
 
 def _needed_until(marker: fx.Node, written: Mapping[fx.Node, int]) -> int:
-    """Return the last position in which the memory of a marker's source is not the transfer's: a
-    gradient's may run before it is ready, and a part of a parameter is there until it is gathered.
+    """Return the last position at which the memory of a marker's source counts as the graph's own.
+
+    From then on, the transfer counts it. The fused kernel of a gradient may run before the position
+    at which the gradient counts as ready. A secondary shard counts until the parameter gathered
+    from it is first used.
     """
     source = source_of(marker)
     if HELD_BYTES in source.meta:
@@ -303,14 +309,14 @@ def _needed_until(marker: fx.Node, written: Mapping[fx.Node, int]) -> int:
 
 
 def _is_cast_copy(node: fx.Node) -> bool:
-    """Return whether a node is a replicated parameter in another dtype, which is a copy of it."""
+    """Return whether a node is a cast of a replicated parameter, and therefore a copy."""
     if node.target is not markers.replicate or not node.users:
         return False
     return value_of(node).dtype != value_of(source_of(node)).dtype
 
 
 def _is_freed(placeholder: fx.Node, kind: GraphKind) -> bool:
-    """Return whether an input's memory is free after its last use, as activations' in backward."""
+    """Return whether an input is freed after its last use, like an activation in backward."""
     is_shard = WHOLE_SHARD in placeholder.meta or any(
         user.target in markers.UNSHARD_MARKERS for user in placeholder.users
     )
@@ -319,7 +325,7 @@ def _is_freed(placeholder: fx.Node, kind: GraphKind) -> bool:
 
 
 def waits_on_host(node: fx.Node) -> bool:
-    """Return whether a node is a shard that the host keeps, or an offloaded activation."""
+    """Return whether a node is an input in host memory: a shard or an offloaded activation."""
     if node.op != "placeholder":
         return False
     for user in node.users:

@@ -1,12 +1,13 @@
-"""Joint and inference graph: a parameter that is only used in a narrower dtype travels in it.
+"""Joint and inference graphs: gather a parameter in the narrower dtype that all uses cast it to.
 
-Autocast and hand-written casts work on full parameters; a cast of every shard is the same, bitwise:
+Autocast and hand-written casts apply to full parameters. Casting every shard before the gather is
+bitwise equal:
 
     before   w = unshard(p)   c = convert(w, bf16)   y = mm(x, c)   reduce_grad(convert(g, fp32))
     after    c = unshard(p, dtype=bf16)              y = mm(x, c)   reduce_grad(g, .., fp32)
 
-Where uses differ, the parameter travels as it is, and its plan says why. A gradient is still
-reduced in the dtype that it was cast to, unless ``reduce_dtype`` says otherwise.
+If uses differ in dtype, the parameter travels in its own dtype, and its plan says why. A gradient
+is still reduced in the dtype that it was cast to, unless ``reduce_dtype`` says otherwise.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _to_copy = torch.ops.aten._to_copy.default
 
 
 def cast_early(gm: fx.GraphModule) -> None:
-    """Move casts of a joint graph in front of gathers and into reductions, in place."""
+    """Move the casts of a joint graph before gathers and into reductions, in place."""
     cast_before_gather(gm.graph)
     for node in list(gm.graph.nodes):
         if node.target in markers.REDUCE_MARKERS:
@@ -55,7 +56,7 @@ def cast_before_gather(graph: fx.Graph) -> None:
 
 
 def _cast_to(node: fx.Node) -> torch.dtype | None:
-    """The floating dtype that a node casts to, if it does nothing else; else None."""
+    """Return the floating dtype of a node that is only a cast; None for any other node."""
     dtype: object = None
     if node.target is convert:
         dtype = node.args[1]
@@ -66,7 +67,10 @@ def _cast_to(node: fx.Node) -> torch.dtype | None:
 
 
 def _cast_in_reduction(node: fx.Node) -> None:
-    """Leave out an upcast of a gradient: it is exact, and the copy-in of its bucket makes it."""
+    """Remove an upcast of a gradient before its reduction.
+
+    The upcast is exact, and the copy-in of its bucket does it anyway.
+    """
     spec = markers.read(node)
     assert isinstance(spec, ReduceGradSpec | AllReduceGradSpec)
     upcast = source_of(node)

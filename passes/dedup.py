@@ -1,11 +1,11 @@
-"""Joint graph: one gather and one reduction for each parameter, however often it is used.
+"""Joint graph: gather and reduce each parameter once, however often it is used.
 
-Tied weights and modules called twice read their parameter several times:
+Tied weights, and modules that are called twice, read their parameter several times:
 
     before   a = unshard(p)   b = unshard(p)   ...   g = add(reduce_grad(da), reduce_grad(db))
     after    a = unshard(p)                    ...   g = reduce_grad(add(da, db))
 
-The total of earlier microbatches (``add_accumulated``) is added to their sum, once.
+Gradients accumulated over earlier microbatches (``add_accumulated``) are added to the sum, once.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ def merge(gm: fx.GraphModule) -> None:
 
 
 def merge_unshards(graph: fx.Graph) -> None:
-    """Merge equal ``unshard`` and ``replicate`` markers, in place; also for inference, which has no
-    joint graph.
+    """Merge equal ``unshard`` and ``replicate`` markers of a joint or inference graph, in place.
 
-    A joint graph is differentiated already, so its markers lose their accumulators.
+    Their accumulators are dropped: only autograd uses them, and it has run already.
     """
     first_of: dict[tuple[object, ...], fx.Node] = {}
     for node in list(graph.nodes):
@@ -62,7 +61,7 @@ def _merge_reductions(graph: fx.Graph) -> None:
 
 
 def _merge_two(graph: fx.Graph, addition: fx.Node, left: fx.Node, right: fx.Node) -> None:
-    """Replace the sum of two reductions by the reduction of a sum."""
+    """Replace the sum of two reductions with one reduction of a sum."""
     left_grad, right_grad = _grad_of(left), _grad_of(right)
     addends = [left_grad.without_accumulated, right_grad.without_accumulated]
     accumulated = left_grad.add_accumulated or right_grad.add_accumulated
@@ -84,7 +83,8 @@ class _Gradient(NamedTuple):
     """The gradient that a marker reduces.
 
     Attributes:
-        add_accumulated: the node that adds the total of earlier microbatches to it, or None.
+        without_accumulated: gradient of this microbatch alone.
+        add_accumulated: node that adds the total of earlier microbatches; None if there is none.
     """
 
     without_accumulated: fx.Node

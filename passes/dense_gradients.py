@@ -1,10 +1,10 @@
-"""Traced graph: embeddings that ask for sparse gradients get dense ones, which can be reduced.
+"""Traced graph: replace sparse gradients of embeddings with dense ones, which can be reduced.
 
     before   w = unshard(p)   y = embedding(ids, w, .., sparse=True)
     after    w = unshard(p)   y = embedding(ids, w, .., sparse=False)
 
-The numbers are the same: a sparse gradient has the rows that were looked up, a dense one also those
-that are zero.
+The values are the same: a sparse gradient has only the rows that were looked up, a dense one has
+the zero rows as well.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _POSITIONS: dict[Callable[..., Any], tuple[int, int]] = {
     torch.embedding: (0, 4),
     torch.embedding_bag: (0, 5),
 }
-"""Of the arguments ``weight`` and ``sparse``."""
+"""Positions of the arguments ``weight`` and ``sparse``."""
 
 
 def ask_for_dense_gradients(gm: fx.GraphModule) -> None:
-    """Have embeddings of a graph, and of graphs in it, return dense gradients, in place."""
+    """Make embeddings in a graph and its subgraphs return dense gradients, in place."""
     for part in graph_modules(gm):
         lookups = [node for node in part.graph.nodes if node.target in _POSITIONS]
         for node in lookups:

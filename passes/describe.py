@@ -1,4 +1,4 @@
-"""The parameter and the transfer of each marker of a graph, as a plan has them. Changes nothing."""
+"""Describe the parameter and the transfer of each marker for a plan. Changes nothing."""
 
 from __future__ import annotations
 
@@ -23,32 +23,33 @@ from graphshard.planning.plan import PlanParam, Transfer
 
 
 def markers_of(graph: fx.Graph) -> list[fx.Node]:
-    """All markers of a graph, in order."""
+    """Return all markers of a graph, in order."""
     return [node for node in graph.nodes if markers.is_marker(node)]
 
 
 def source_of(marker: fx.Node) -> fx.Node:
-    """The node that a marker gathers, reduces or copies."""
+    """Return the node that a marker gathers, reduces or copies."""
     source = marker.args[0]
     assert isinstance(source, fx.Node)
     return source
 
 
 def describe_params(graph: fx.Graph) -> dict[fx.Node, PlanParam]:
-    """The parameter of every marker that has one, in graph order."""
+    """Return the parameter of every marker that has one, in graph order."""
     inputs = {**original_inputs(graph), **_inputs_of_gradients(graph)}
     input_of = {
         marker: inputs[marker if marker in inputs else source_of(marker)]
         for marker in markers_of(graph)
         if marker.target in markers.PARAM_MARKERS
     }
-    # Backward may gather a secondary shard; the last marker has the shard that is reduced to.
+    # Backward may gather a secondary shard; the last marker, the reduction, has the parameter's own
+    # shard.
     last = {position: marker for marker, position in input_of.items()}
     return {marker: _describe_param(last[i], i) for marker, i in input_of.items()}
 
 
 def _inputs_of_gradients(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The input of each reduced gradient."""
+    """Return the graph input of each reduced gradient."""
     numbers = inputs_of_gradients(graph).items()
     return {node: i for node, i in numbers if node.target in markers.REDUCE_MARKERS}
 
@@ -58,7 +59,8 @@ def _describe_param(marker: fx.Node, position: int) -> PlanParam:
     full, shard = (marker, source_of(marker)) if gathers else (source_of(marker), marker)
     split = marker.target in (markers.unshard, markers.reduce_grad)
     shard_value = value_of(shard)
-    # A gradient may have the size of an input's dimension, a symbol: it is the parameter's, too.
+    # A gradient may have a symbolic size, from the dimension of an input. Its hint is the
+    # parameter's size.
     return PlanParam(
         input=position,
         shape=tuple(map(size_hint, value_of(full).shape)),
@@ -68,12 +70,12 @@ def _describe_param(marker: fx.Node, position: int) -> PlanParam:
 
 
 def describe_transfers(graph: fx.Graph, param_of: Mapping[fx.Node, int]) -> dict[fx.Node, Transfer]:
-    """The transfer of every marker that has one: in graph order, but copies of activations last.
+    """Return the transfer of every marker that has one: in graph order, copies of activations last.
 
-    Ranks may differ in what they copy, but not in the numbers of what they send.
+    Ranks may copy different activations, but their collectives must have the same positions.
 
     Args:
-        param_of: by marker, the number of its parameter.
+        param_of: parameter number of each marker.
     """
     nodes = [node for node in markers_of(graph) if node.target in markers.KIND_OF_MARKER]
     nodes.sort(key=lambda node: _kind_of(node) in HOST_COPIES)
@@ -85,7 +87,7 @@ def _kind_of(marker: fx.Node) -> TransferKind:
 
 
 def _describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
-    """The transfer of one marker; ``build_problem`` gives it its steps."""
+    """Return the transfer of one marker; ``build_problem`` fills in its steps."""
     kind, spec = _kind_of(marker), markers.read(marker)
     if kind in HOST_COPIES:
         return _describe_copy(marker, kind)
@@ -119,7 +121,7 @@ def _describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
 
 
 def _groups_of(spec: MarkerSpec) -> tuple[str, str | None]:
-    """The group of a marker that communicates, and that of the replicas it averages over."""
+    """Return a marker's process group, and the group of replicas that it averages over, if any."""
     if isinstance(spec, ReduceGradSpec):
         return spec.group, spec.replica_group
     assert isinstance(spec, UnshardSpec | AllReduceGradSpec | MaxOverRanksSpec)
@@ -127,7 +129,7 @@ def _groups_of(spec: MarkerSpec) -> tuple[str, str | None]:
 
 
 def _is_on_host(spec: MarkerSpec) -> bool:
-    """Return whether the host keeps the shard that a marker gathers, or reduces to."""
+    """Return whether the shard that a marker gathers, or reduces to, lives in host memory."""
     if isinstance(spec, UnshardSpec):
         return spec.device is not None
     return isinstance(spec, ReduceGradSpec) and spec.host_memory is not None

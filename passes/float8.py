@@ -1,16 +1,16 @@
-"""Traced, joint and inference graph: linears compute in fp8, and their weights travel in it.
+"""Traced, joint and inference graphs: compute linears in fp8, and gather their weights in fp8.
 
-A weight is scaled and cast before it is gathered, by a scale that all ranks share, in forward; and
-again to the same bytes in backward. The ops of ``graphshard.ops.float8_ops`` become scaled
+In forward, a weight is scaled by a scale that all ranks share, and cast before it is gathered; in
+backward it is cast again, to the same bytes. The ops of ``graphshard.ops.float8_ops`` become scaled
 products:
 
     before   w = unshard(p, float8_recipe=..)                         y = float8_mm(x, w)
     after    a = max_over_ranks(local_amax([p, ..]))   s = copy_out(scale(a))
              w8 = unshard(p, .., scales=s)   x8 = cast(x, ..)         y = _scaled_mm(x8, w8.T, ..)
 
-All casts to fp8 are ATen ops that Inductor fuses into the kernels that compute their inputs; a cast
-that several products need is made once. A weight travels as it is, and its linears compute in its
-dtype, if another op uses it, too, or if the device refuses its products: its plan says why.
+All casts to fp8 are ATen ops, which Inductor fuses into the kernels that compute their inputs. A
+cast that several products need is made once. If another op also uses a weight, or the device
+refuses its products, the weight is gathered and used in its own dtype, and its plan says why.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _CallKey: TypeAlias = tuple[Hashable, ...]
 
 _aten = torch.ops.aten
 _INVERSES = "graphshard_inverses"
-"""Key in ``node.meta`` of a weight in fp8: the node of all weights' inverse scales."""
+"""Key in ``node.meta`` of an fp8 weight, for the node of all weights' inverse scales."""
 _REGION = ("recompute", "ac_graph_id")
-"""Keys in ``node.meta`` of what activation checkpointing says to the partitioner."""
+"""Keys in ``node.meta`` by which activation checkpointing instructs the partitioner."""
 _LINEAR = torch.nn.functional.linear
 
 
 def use_float8(gm: fx.GraphModule) -> None:
-    """Make linears of a graph that Dynamo traced, and of graphs in it, fp8 linears, in place."""
+    """Turn the linears of a traced graph and its subgraphs into fp8 linears, in place."""
     for part in graph_modules(gm):
         for node in part.graph.find_nodes(op="call_function", target=_LINEAR):
             _use_float8(node)
@@ -64,13 +64,13 @@ def _use_float8(node: fx.Node) -> None:
 
 
 def gather_float8(gm: fx.GraphModule) -> None:
-    """Take the ops of fp8 linears in a joint graph apart, in place."""
+    """Lower the ops of fp8 linears in a joint graph, in place."""
     scale_before_gather(gm.graph)
     gm.graph.eliminate_dead_code()
 
 
 def scale_before_gather(graph: fx.Graph) -> None:
-    """Gather in fp8 the weights that only products in fp8 use, and take those apart, in place."""
+    """Gather weights in fp8 if only fp8 products use them, and lower these products, in place."""
     chosen = _choose_weights(graph)
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for scaling, weights in chosen.items():
@@ -84,11 +84,11 @@ def scale_before_gather(graph: fx.Graph) -> None:
 
 
 class _Scaling(NamedTuple):
-    """Key of weights whose scales are found by one reduction.
+    """Key shared by weights whose scales are computed by one reduction.
 
     Attributes:
-        dtype: in which they are used.
-        device: where the host's shards are copied to; None: they are there.
+        dtype: dtype in which the weights are used.
+        device: device that host shards are copied to; None: the shards live on the device.
     """
 
     recipe: str
@@ -98,7 +98,7 @@ class _Scaling(NamedTuple):
 
 
 def _choose_weights(graph: fx.Graph) -> dict[_Scaling, list[fx.Node]]:
-    """The weights to gather in fp8; the others note why they are not."""
+    """Return the weights to gather in fp8; note on the others why they are not."""
     chosen: dict[_Scaling, list[fx.Node]] = {}
     refused: dict[str, str | None] = {}
     for node in graph.find_nodes(op="call_function", target=markers.unshard):
@@ -115,10 +115,10 @@ def _choose_weights(graph: fx.Graph) -> dict[_Scaling, list[fx.Node]]:
 
 
 def _refusal(weight: fx.Node, refused: dict[str, str | None]) -> str | None:
-    """Why a parameter is not gathered in fp8; None if it is.
+    """Return why a parameter is not gathered in fp8; None if it is.
 
     Args:
-        refused: what the device said to products before; added to here.
+        refused: the device's earlier answers, by product; new ones are added.
     """
     dtype = value_of(weight).dtype
     if dtype not in float8_math.DTYPES:
@@ -130,7 +130,7 @@ def _refusal(weight: fx.Node, refused: dict[str, str | None]) -> str | None:
 
 
 def _device_refusal(node: fx.Node, refused: dict[str, str | None]) -> str | None:
-    """The error of torch's fakes for the shapes and layouts of a product; None if there is none."""
+    """Return the error of torch's fake ops for a product's shapes and layouts; None if it works."""
     values: Any = fx.map_arg(node.args, lambda n: n.meta["val"])
     left, weight, recipe = values[0], values[1], values[-1]
     shapes = f"{tuple(left.shape)} with a weight {tuple(weight.shape)}"
@@ -148,14 +148,14 @@ def _device_refusal(node: fx.Node, refused: dict[str, str | None]) -> str | None
 
 
 def _insert_scales(emit: Call, weights: Sequence[fx.Node], scaling: _Scaling) -> None:
-    """Find the scales of ``weights`` by one reduction, and gather the weights by them.
+    """Compute the scales of ``weights`` by one reduction, and gather the weights with them.
 
-    The scales are saved for backward in one tensor. Each product reads its scale as a tensor of its
-    own, so that equal layers share their kernels.
+    The scales are saved for backward in one tensor. Each product reads its scale as a separate
+    tensor, so that equal layers share their kernels.
     """
     shards = [source_of(weight) for weight in weights]
     amax = emit(float8_ops.local_amax, shards, scaling.dtype, scaling.group, scaling.recipe)
-    if scaling.device is not None:  # the host has read its shards
+    if scaling.device is not None:  # amax of host shards is on the host
         amax = emit(_aten._to_copy.default, amax, device=scaling.device)
     amax = MaxOverRanksSpec(amax=amax, group=scaling.group).call(emit)
     scales = float8_math.scale_of(emit, amax, float8_math.E4M3, scaling.recipe)
@@ -175,7 +175,7 @@ def _insert_scales(emit: Call, weights: Sequence[fx.Node], scaling: _Scaling) ->
 
 
 def _take_apart(node: fx.Node, emit: Call) -> None:
-    """Replace a product by a scaled one; or by a plain one, if the weight is not in fp8."""
+    """Replace a product with a scaled one, or with a plain one if the weight is not in fp8."""
     weight = node.args[1]
     assert isinstance(weight, fx.Node)
     if _INVERSES in weight.meta:
@@ -191,10 +191,10 @@ def _take_apart(node: fx.Node, emit: Call) -> None:
 def _scaled_product(
     call: Call, product: object, arguments: Sequence[Any], weight: float8_math.Scaled
 ) -> Any:
-    """One of ``float8_ops.PRODUCTS`` with the weight in fp8.
+    """Run or emit one of ``float8_ops.PRODUCTS`` with an fp8 weight.
 
     Args:
-        arguments: those of the product.
+        arguments: arguments of the product.
     """
     left, recipe = arguments[0], arguments[-1]
     if product is float8_ops.float8_mm:
@@ -205,7 +205,7 @@ def _scaled_product(
 
 
 def _inverse(weight: fx.Node, emit: Call) -> fx.Node:
-    """The inverse scale of a gathered weight: ``[1, 1]`` or ``[1, rows]``, without padding."""
+    """Return a gathered weight's inverse scale: ``[1, 1]`` or ``[1, rows]``, without padding."""
     index = UnshardSpec.of_node(weight).scale_index
     inverse: fx.Node = emit(operator.getitem, weight.meta[_INVERSES], index)
     num_scales, rows = value_of(inverse).shape[1], value_of(weight).shape[0]
@@ -225,9 +225,9 @@ def _plain_product(node: fx.Node, emit: Call) -> fx.Node:
 
 
 def _region(node: fx.Node) -> dict[str, Any]:
-    """Return the tags of activation checkpointing for nodes that replace a product.
+    """Return the activation checkpointing tags for nodes that replace a product.
 
-    If the policy saves the product, the nodes beside it are tagged to be recomputed.
+    If the policy saves the product, its helper nodes are tagged for recomputation.
     """
     region = {key: node.meta[key] for key in _REGION if key in node.meta}
     if region.get("recompute") in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
@@ -236,10 +236,10 @@ def _region(node: fx.Node) -> dict[str, Any]:
 
 
 def _once(emit: Call, emitted: dict[_CallKey, fx.Node]) -> Call:
-    """``emit``, which returns the earlier node for a call that was inserted before.
+    """Wrap ``emit`` so that a repeated call returns the node of the first one.
 
     Args:
-        emitted: the nodes by call; added to here.
+        emitted: nodes by call; new ones are added.
     """
 
     def call(op: Any, *args: Any, **kwargs: Any) -> fx.Node:

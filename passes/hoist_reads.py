@@ -1,9 +1,9 @@
-"""Traced graph: parameters that the code of a higher-order operator reads are read before it.
+"""Traced graph: read parameters before higher-order operators instead of inside their bodies.
 
 ``torch.cond``, ``while_loop``, ``scan``, ``associative_scan``, ``map`` and ``flex_attention`` stay
-in the graph together with their code. A parameter that is read there would be gathered where it
-stands, outside of any plan, and as often as values and sizes say: ranks whose values differ would
-take one parameter for another.
+in the graph, with their bodies. A parameter that is read in a body would be gathered in the body,
+outside of any plan, and as often as values and sizes dictate. Ranks with different values would
+then pair the gathers of different parameters.
 
     before   y = cond(pred, true, false, (x, shard))
              true:   w = unshard(p)   return (x @ w,)
@@ -33,14 +33,16 @@ _STAYING = (
 
 
 def hoist_reads(gm: fx.GraphModule) -> None:
-    """Move reads of parameters out of the code of higher-order operators, in place."""
+    """Move reads of parameters out of the bodies of higher-order operators, in place."""
     _hoist(gm, out_of_all=False)
 
 
 def _hoist(gm: fx.GraphModule, out_of_all: bool) -> None:
-    """
+    """Move reads out of the operators of ``gm``, innermost first.
+
     Args:
-        out_of_all: whether also out of the code that AOTAutograd would trace through.
+        out_of_all: whether to include operators that AOTAutograd would trace through; True inside a
+            body that stays.
     """
     changed, modules = False, dict(gm.named_modules())
     for call in gm.graph.nodes:
@@ -56,16 +58,16 @@ def _hoist(gm: fx.GraphModule, out_of_all: bool) -> None:
 
 
 def _codes(modules: Mapping[str, nn.Module], call: fx.Node) -> list[fx.GraphModule]:
-    """Return the graphs that a higher-order operator is given, of ``modules`` by name."""
+    """Return the bodies of a higher-order operator's call, from ``modules`` by name."""
     given = [modules.get(str(n.target)) for n in call.all_input_nodes if n.op == "get_attr"]
     return [module for module in given if isinstance(module, fx.GraphModule)]
 
 
 def _read_before(call: fx.Node, codes: Sequence[fx.GraphModule]) -> bool:
-    """Give full parameters to ``call`` where its code reads them of shards.
+    """Pass full parameters to ``call`` if its bodies read them from shards.
 
     Returns:
-        Whether it reads any.
+        Whether its bodies read any.
     """
     given = {traced_storage(node): node for node in call.all_input_nodes}
     reads = [n for code in codes for n in code.graph.nodes if n.target in UNSHARD_MARKERS]
@@ -84,10 +86,10 @@ def _read_before(call: fx.Node, codes: Sequence[fx.GraphModule]) -> bool:
 
 
 def _use_input(read: fx.Node) -> None:
-    """Use the input of the code that was a shard, and is the full parameter now."""
+    """Replace a read with the body's input, which was the shard and is now the full parameter."""
     inside = read.args[0]
     assert isinstance(inside, fx.Node)
-    # Not changed in place: branches of torch.cond share the dictionary.
+    # Not changed in place, because the branches of torch.cond share the dictionary.
     inside.meta = {**inside.meta, "example_value": read.meta["example_value"]}
     read.replace_all_uses_with(inside)
     read.graph.erase_node(read)

@@ -1,6 +1,7 @@
-"""Joint graph: parameters do not pass through waits of the host.
+"""Joint graph: let parameters bypass waits of the host, such as ``torch.cuda.synchronize()``.
 
-Saved for backward behind one, a gathered parameter would look like an activation, and stay:
+All values pass through such a wait. After it, a gathered parameter would look like an activation
+and be saved for backward in full:
 
     before   w = unshard(p)   y = x @ w   (y', w') = wait(y, w)   z = y'.relu()   ..   g @ w'.t()
     after    w = unshard(p)   y = x @ w   y' = wait(y)            z = y'.relu()   ..   g @ w.t()
@@ -15,7 +16,7 @@ from graphshard.passes.reshard import parameter_derived
 
 
 def lead_parameters_past(gm: fx.GraphModule) -> None:
-    """Let parameters, and what they alone determine, be used behind a wait as before it."""
+    """Let parameters, and values derived from them alone, bypass waits of the host, in place."""
     for node in list(gm.graph.nodes):
         if is_wait(node):
             lead_past(node, frozenset(parameter_derived(gm.graph)))

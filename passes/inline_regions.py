@@ -1,14 +1,14 @@
-"""Traced graph: what the user marked by ``torch.compiler.nested_compile_region`` is inlined.
+"""Traced graph: inline regions that are marked with ``torch.compiler.nested_compile_region``.
 
-Parameters are read within such a region, so its gathers would be no part of the plan, and run where
-they stand:
+Parameters are read inside such a region. Left there, they would be gathered where they are read,
+outside of the plan:
 
     before   r = invoke_subgraph(code, "code", x, p)   y = r[0]   z = y + x
              code:   a = unshard(p)   b = x @ a   return (b,)
     after    a = unshard(p)   b = x @ a   z = b + x
 
-Dynamo has traced a region once for all its calls; ``SchedulePolicy(regions=...)`` has equal layers
-compiled once, with their collectives outside.
+Dynamo still traces a region only once for all its calls. To compile equal layers once, with their
+collectives outside, use ``SchedulePolicy(regions=...)``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _INVOKE = torch.ops.higher_order.invoke_subgraph
 
 
 def inline_regions(gm: fx.GraphModule) -> None:
-    """Inline the regions of a graph, and those within them, in place."""
+    """Inline the regions of a graph, including nested ones, in place."""
     calls = gm.graph.find_nodes(op="call_function", target=_INVOKE)
     for call in calls:
         _inline(gm, call)

@@ -1,7 +1,7 @@
-"""Forward and backward graph: more of a gathered parameter is saved for backward than its shard.
+"""Forward and backward graphs: save more of a gathered parameter for backward than its shard.
 
-``keep`` saves all of it, ``keep_secondary_shards`` a part so large that few ranks together have it
-all:
+``keep`` saves all of it. ``keep_secondary_shards`` saves a larger part, so that few ranks together
+hold the whole parameter (hpZ):
 
     forward   w = unshard(shard)   y = mm(x, w)   ..                return loss, shard
     all       w = unshard(shard)   y = mm(x, w)   ..                return loss, w
@@ -28,13 +28,13 @@ from graphshard.passes.saved import replace_saved, saved_nodes
 
 
 def keepable(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> dict[fx.Node, fx.Node]:
-    """The ``unshard`` markers of parameters that both graphs gather.
+    """Return the ``unshard`` markers of parameters that both graphs gather.
 
     Args:
-        num_outputs: how many of the forward's outputs are the user's; the rest is saved.
+        num_outputs: number of user outputs of the forward graph; its other outputs are saved.
 
     Returns:
-        By marker of the backward graph, that of the forward graph.
+        The marker in the forward graph, by marker in the backward graph.
     """
     saved = {node.name: node for node in saved_nodes(forward, num_outputs)}
     gathered = {m.args[0]: m for m in forward.find_nodes(op="call_function", target=unshard)}
@@ -49,10 +49,10 @@ def keepable(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> dict[fx
 def keep(
     forward: fx.Graph, backward: fx.Graph, pairs: Mapping[fx.Node, fx.Node], num_outputs: int
 ) -> None:
-    """Save full parameters in place of their shards, in place.
+    """Save full parameters instead of their shards, in place.
 
     Args:
-        pairs: some of ``keepable``.
+        pairs: subset of ``keepable``.
     """
     saved = {source_of(gathered): gathered for gathered in pairs.values()}
     replace_saved(forward, saved, num_outputs)
@@ -67,9 +67,9 @@ def keep(
 
 
 def note_held_bytes(forward: fx.Graph, backward: fx.Graph) -> None:
-    """Note how much memory the gathered parameters have that forward saves already.
+    """Note the memory of the gathered parameters that forward already saves.
 
-    Saved is a view without the padding, of which the planner of the backward graph would not know.
+    Forward saves a view without the padding, so the backward graph does not show its full memory.
     """
     saved = {node.name: node for node in outputs_of(forward) if isinstance(node, fx.Node)}
     for placeholder in backward.find_nodes(op="placeholder"):
@@ -89,7 +89,7 @@ def keep_secondary_shards(forward: fx.Graph, backward: fx.Graph, num_outputs: in
     """Save secondary shards of the parameters that backward gathers from another group, in place.
 
     Args:
-        num_outputs: how many of the forward's outputs are the user's; the rest is saved.
+        num_outputs: number of user outputs of the forward graph; its other outputs are saved.
     """
     saved: dict[fx.Node, fx.Node] = {}
     position = {node: i for i, node in enumerate(forward.nodes)}
@@ -97,7 +97,7 @@ def keep_secondary_shards(forward: fx.Graph, backward: fx.Graph, num_outputs: in
         spec = UnshardSpec.of_node(marker)
         if spec.regather_group in (None, spec.group):
             continue
-        users = uses(gathered) or [gathered]  # or it is returned alone
+        users = uses(gathered) or [gathered]  # no uses if it is only returned
         with forward.inserting_after(min(users, key=position.__getitem__)):
             emit = Emitter(forward, gathered.meta)
             secondary = emit(secondary_shard, gathered, spec.regather_group)

@@ -1,13 +1,13 @@
-"""Forward, backward and inference graph: markers become functional collectives, as planned.
+"""Forward, backward and inference graphs: replace markers with functional collectives, as planned.
 
-A bucket is launched before the step that its plan says, and waited for before another one:
+A bucket is launched before one step and waited for before another:
 
     before   a = mm(..)   w = unshard(shard)   b = mm(a, w)
     after    f = all_gather_into_tensor(shard)   a = mm(..)   w = wait_tensor(f)   b = mm(a, w)
 
-Shards that the host keeps are copied to the device before, and reduced ones to the host behind.
-Small tensors of a bucket share a buffer (``copy_in``, ``copy_out``); several buffers travel
-coalesced.
+Host shards are copied to the device before they are gathered, and reduced ones are copied to the
+host afterwards. Small tensors of a bucket share a buffer (``copy_in``, ``copy_out``); several
+buffers are sent as one coalesced collective.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def apply_buckets(
     marker_nodes: Sequence[fx.Node],
     steps: Sequence[fx.Node],
 ) -> None:
-    """Replace markers by the collectives of ``buckets``, in place.
+    """Replace markers with the collectives of ``buckets``, in place.
 
     Args:
-        marker_nodes: by position in ``Problem.transfers``.
-        steps: the first node of every step.
+        marker_nodes: markers, by position in ``Problem.transfers``.
+        steps: first node of each step.
     """
     writer = _BucketWriter(graph, buckets, marker_nodes)
     events = events_by_step(len(steps), buckets)
@@ -58,10 +58,10 @@ def apply_buckets(
 
 
 class _BucketWriter:
-    """Writes the launches and waits of buckets into a graph, where it inserts at the time.
+    """Writes the launches and waits of buckets at the current insertion point of a graph.
 
     Args:
-        marker_nodes: by position in ``Problem.transfers``.
+        marker_nodes: markers, by position in ``Problem.transfers``.
     """
 
     def __init__(
@@ -71,25 +71,26 @@ class _BucketWriter:
         self._buckets = buckets
         self._marker_nodes = marker_nodes
         self._next = next_in_chain(buckets)
-        self._launched: dict[int, list[fx.Node]] = {}  # by bucket, the results to wait for
-        self._copied: list[fx.Node] = []  # what the host reads
-        self._handed_on: dict[
-            int, list[fx.Node]
-        ] = {}  # by bucket, the results that it goes on with
+        self._launched: dict[int, list[fx.Node]] = {}  # by bucket: results to wait for
+        self._copied: list[fx.Node] = []  # copies that the host reads
+        self._handed_on: dict[int, list[fx.Node]] = {}  # by bucket: results of its predecessor
 
     def launch(self, position: int) -> None:
-        """Launch the bucket at that position."""
+        """Launch the bucket at ``position``."""
         bucket, nodes = self._buckets[position], self._markers_of(position)
         received = self._handed_on.get(position)
         self._launched[position] = _launch(self._emitter(nodes), bucket, nodes, received)
 
     def wait(self, position: int) -> None:
-        """Wait for that bucket; hand its results to the next of its chain, or to their users."""
+        """Wait for the bucket at ``position``.
+
+        Its results go to the next bucket in its chain, or replace the markers.
+        """
         bucket, nodes = self._buckets[position], self._markers_of(position)
         emit, next_position = self._emitter(nodes), self._next.get(position)
         next_kind = None if next_position is None else self._buckets[next_position].kind
         results = [_wait(emit, bucket, buffer) for buffer in self._launched[position]]
-        # Gathers and averages over replicas take buffers as they are.
+        # If a gather or an all-reduce over replicas comes next, it takes whole buffers.
         takes_buffers = (TransferKind.ALL_GATHER, TransferKind.ALL_REDUCE_SHARDS)
         if bucket.kind not in HOST_COPIES and next_kind not in takes_buffers:
             results = _copy_out(emit, bucket, nodes, results)
@@ -102,9 +103,9 @@ class _BucketWriter:
                 self._copied.append(result)
 
     def make_host_wait(self) -> None:
-        """Have the host wait for copies where they are used first: mostly at the graph's end.
+        """Make the host wait for copies before their first use, which is mostly the graph's end.
 
-        To be called last, since nothing is launched while the host waits.
+        Call this last: while the host waits, nothing is launched.
         """
         if not self._copied:
             return
@@ -125,7 +126,7 @@ class _BucketWriter:
 
 
 def _host_reads(marker: fx.Node) -> bool:
-    """Return whether the host reads what a marker copies to it: gradients, but no activations."""
+    """Return whether the host reads what a marker copies to it: gradients, but not activations."""
     return marker.target is not markers.offload_activation
 
 
@@ -138,8 +139,8 @@ def _launch(
     """Launch a bucket; return the results to wait for.
 
     Args:
-        nodes: the markers of every buffer.
-        received: the results of the bucket that this one goes on with; None: there is none.
+        nodes: markers of each buffer.
+        received: results of the previous bucket in its chain; None if there is none.
     """
     if bucket.kind == TransferKind.COPY_TO_DEVICE:
         sources = [source_of(marker) for marker in itertools.chain(*nodes)]
@@ -149,7 +150,8 @@ def _launch(
         sources = [source_of(marker) for marker in nodes[0]] if received is None else received
         memory, host_reads = _host_memory_of(nodes[0][0]), _host_reads(nodes[0][0])
         if not host_reads:
-            # Or else an activation would be computed when its copy is launched, which may be late.
+            # Otherwise Inductor might compute an activation only when its copy is launched, which
+            # may be late.
             for source in sources:
                 keep_in_memory(root_of(source))
         return collectives.launch_host_copies(emit, sources, memory, host_reads=host_reads)
@@ -172,14 +174,14 @@ def _inputs_of(nodes: Sequence[BufferMarkers]) -> list[list[CollectiveInput]]:
 
 
 def _device_of(marker: fx.Node) -> torch.device:
-    """The device that a marker copies to."""
+    """Return the device that a marker copies to."""
     spec = markers.read(marker)
     assert isinstance(spec, UnshardSpec | ReloadSpec) and spec.device is not None
     return spec.device
 
 
 def _host_memory_of(marker: fx.Node) -> str:
-    """The host's memory that a marker copies to."""
+    """Return the kind of host memory that a marker copies to."""
     spec = markers.read(marker)
     assert isinstance(spec, ReduceGradSpec | OffloadSpec) and spec.host_memory is not None
     return spec.host_memory
@@ -198,7 +200,7 @@ def _wait(emit: Emitter, bucket: Bucket, launched: fx.Node) -> fx.Node:
 def _copy_out(
     emit: Emitter, bucket: Bucket, nodes: Sequence[BufferMarkers], buffers: Sequence[fx.Node]
 ) -> list[fx.Node]:
-    """The result of every marker, from the buffers of their bucket."""
+    """Return the result of each marker, from the buffers of their bucket."""
     kind = bucket.kind
     if kind == TransferKind.ALL_REDUCE_SHARDS:
         kind = TransferKind.REDUCE_SCATTER
@@ -210,7 +212,7 @@ def _copy_out(
 
 
 def apply_replicate(graph: fx.Graph, marker_nodes: Iterable[fx.Node]) -> None:
-    """Replace ``replicate`` markers by parameters, in place; the graph returns no alias of one."""
+    """Replace ``replicate`` markers with parameters, in place; a returned parameter is cloned."""
     for marker in marker_nodes:
         source, dtype = source_of(marker), value_of(marker).dtype
         with graph.inserting_before(marker):

@@ -1,12 +1,15 @@
-"""Forward, backward and inference graph: nodes move to where they matter, and all have a value.
+"""Forward, backward and inference graphs: move nodes to where the planner expects them.
 
-Inputs come first. Gathered parameters, and views of them, move to their first use; tracing left
-them higher up. Views that the graph returns move behind what they are views of: Inductor lays that
-out as they need it, where it would write it twice if another kernel had read it before. Scales of
-fp8 weights that are inputs move to the front, as a gather can begin behind its scale:
+- Inputs come first, followed by the scales of fp8 weights that forward saved, because a gather can
+  start once its scales exist.
+- Gathered parameters and views of them move to their first use; tracing left them higher up.
+- Returned views move right after the value that they view. Inductor then computes this value in the
+  layout that they need; if another kernel read it first, it would be written twice.
 
     before   w = unshard(..)   v = unshard(..)   t = v.t()   a = x @ w   b = a.relu()   c = b @ t
     after    w = unshard(..)   a = x @ w   b = a.relu()   v = unshard(..)   t = v.t()   c = b @ t
+
+Every node also gets a fake value.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ def normalise(graph: fx.Graph) -> None:
 
 
 def _raise_inputs(graph: fx.Graph) -> None:
-    """Move all inputs to the front; Inductor makes tokens of effects before them."""
+    """Move all inputs to the front; Inductor creates the tokens of effects before them."""
     first = next(iter(graph.nodes))
     if first.op != "placeholder":
         for node in graph.find_nodes(op="placeholder"):
@@ -40,7 +43,7 @@ def _raise_inputs(graph: fx.Graph) -> None:
 
 
 def _raise_scales(graph: fx.Graph) -> None:
-    """Move to the front the scales of gathered parameters that forward saved."""
+    """Move the scales of gathered parameters that forward saved to the front."""
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for node in graph.find_nodes(op="call_function", target=copy_out):
         if node.args[0].op == "placeholder":
@@ -48,7 +51,7 @@ def _raise_scales(graph: fx.Graph) -> None:
 
 
 def _raise_returned_views(graph: fx.Graph) -> None:
-    """Move views that a graph returns behind what computes their memory."""
+    """Move views that a graph returns right after the node that computes their memory."""
     for node in outputs_of(graph):
         if not isinstance(node, fx.Node) or _is_gathered(node):
             continue
@@ -57,7 +60,7 @@ def _raise_returned_views(graph: fx.Graph) -> None:
 
 
 def _raise_view(node: fx.Node) -> None:
-    """Move a view, and those that it is a view of, behind the node that owns their memory."""
+    """Move a view, and the views that it is based on, right after the owner of their memory."""
     if is_view(node) and len(node.all_input_nodes) == 1:
         (source,) = node.all_input_nodes
         _raise_view(source)
@@ -66,9 +69,10 @@ def _raise_view(node: fx.Node) -> None:
 
 
 def _sink_gathered(graph: fx.Graph) -> None:
-    """Move every gathered parameter, and views of it, in front of its first use."""
+    """Move every gathered parameter, and views of it, right before its first use."""
     position = {node: i for i, node in enumerate(graph.nodes)}
-    last_moved: dict[fx.Node, fx.Node] = {}  # by node, the one that was moved in front of it last
+    # By node: the node that was last moved in front of it.
+    last_moved: dict[fx.Node, fx.Node] = {}
     for node in reversed(list(position)):
         if node.users and _is_gathered(node):
             first_user = min(node.users, key=position.__getitem__)
@@ -82,10 +86,10 @@ def _is_gathered(node: fx.Node) -> bool:
 
 
 def _fill_values(graph: fx.Graph) -> None:
-    """Give a fake value to nodes without one, so that their time and bytes are counted.
+    """Give nodes without a value a fake one, so that their time and bytes are counted.
 
-    AOTAutograd leaves it out where it wraps an operator in the state of a random generator, and of
-    operators that return nothing (``torch.cuda.synchronize()`` is one in a graph).
+    AOTAutograd sets none for operators that it wraps in the state of a random generator, and for
+    those that return nothing, such as ``torch.cuda.synchronize()``.
     """
     for node in graph.nodes:
         if node.op == "call_function" and "val" not in node.meta:
@@ -93,7 +97,7 @@ def _fill_values(graph: fx.Graph) -> None:
 
 
 def _value(node: fx.Node) -> Any:
-    """Compute the fake value of a node, which may have no tensors among its arguments."""
+    """Compute the fake value of a node, which may have no tensor arguments."""
     arguments: Any = (node.args, node.kwargs)
     args, kwargs = fx.map_arg(arguments, _value_or_subgraph)
     target: Any = node.target

@@ -1,11 +1,15 @@
-"""Joint graph: which parameters backward gathers does not rest on the sizes of a batch.
+"""Joint graph: make the set of parameters that backward gathers independent of batch sizes.
 
-With an activation budget the partitioner chooses by sizes what is recomputed, and batches of ranks
-may differ in size. Were ``y`` recomputed on one rank alone, that rank alone would gather the bias
-in backward. So vectors are kept, also where backward needs them by itself, which may depend on
-sizes, too; and a larger parameter that backward needs for nothing else, such as an embedding or the
-first layer's, is not gathered there at all: all its users are saved. What a checkpointed region
-recomputes is the user's choice, the same on all ranks.
+With an activation budget, the partitioner chooses by size what to recompute, and ranks may have
+batches of different sizes. If only one rank recomputed ``y``, that rank alone would gather the bias
+in backward. So:
+
+- Vectors are kept unsharded, even if backward itself needs them: whether it does may depend on
+  sizes, too.
+- A larger parameter that backward would gather only for recomputation, such as an embedding or the
+  first layer's weight, is not gathered in backward: the results of all its users are saved.
+
+What a checkpointed region recomputes is the user's choice, and the same on all ranks.
 
     y = addmm(unshard(bias), x, w); z = gelu(y)
     saved before   x, or y                    saved after   x, unshard(bias), or y
@@ -24,10 +28,10 @@ from graphshard.passes.reshard import parameter_derived
 
 
 def settle_gathers(gm: fx.GraphModule, *, ranks_differ: bool) -> None:
-    """Change markers of a joint graph, and tag it for the partitioner, if that has a budget.
+    """Make backward's gathers independent of sizes, in place, if there is an activation budget.
 
     Args:
-        ranks_differ: another rank may have one, though this rank has none.
+        ranks_differ: whether another rank may have an activation budget although this one has none.
     """
     if not (ranks_differ or has_activation_budget()):
         return
@@ -45,7 +49,7 @@ def settle_gathers(gm: fx.GraphModule, *, ranks_differ: bool) -> None:
 
 
 def _sources(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
-    """Return, by node that parameters alone determine, the markers of these parameters."""
+    """Return the markers of the parameters that each parameter-derived node depends on."""
     sources: dict[fx.Node, set[fx.Node]] = {}
     for node in parameter_derived(graph):
         sources[node] = {node} if node.target is unshard else _read(node, sources)
@@ -58,7 +62,7 @@ def _read(node: fx.Node, sources: dict[fx.Node, set[fx.Node]]) -> set[fx.Node]:
 
 
 def _backward(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that depend on a gradient of an output."""
+    """Return the nodes that depend on the gradient of an output."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "call_function" and any(

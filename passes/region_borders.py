@@ -1,14 +1,14 @@
-"""Borders of regions: what a region returns, and what its users make again for themselves.
+"""Borders of regions: let users recompute what a region should not return.
 
     before   region a: h = mm(..)   f = h.float()   m = f.mean()   v = h.t()
              region b: f - m   mm(v, ..)
     after    region a: h = mm(..)   f = h.float()   m = f.mean()
              region b: f = h.float()   f - m   v = h.t()   mm(v, ..)
 
-A compiler takes what a call of a subgraph returns for memory of its own. So a region returns no
-view, neither of what it is given nor of what else it returns: its users make the view of the value
-itself. And it returns no pointwise value that takes more bytes than what it is computed of: without
-regions such a value is in no memory, since every kernel that reads it computes it anew.
+A compiler assumes that the results of a subgraph call own their memory. So a region returns no view
+of its inputs or of its other results; users make the view themselves. Nor does it return a
+pointwise value that is larger than the values it is computed from: without regions such a value is
+never in memory, because every kernel that reads it recomputes it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _has_tensors(value: object) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Return whether a node's value is memory of another node's."""
+    """Return whether a node's value shares the memory of another node's."""
     if node.target is operator.getitem:
         return _is_view(node.args[0])  # type: ignore[arg-type]  # of a tuple's node
     op: Any = node.target
@@ -50,7 +50,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Return whether a node makes the same tensor always: it costs nothing to make it anew."""
+    """Return whether a node always makes the same tensor, so that recomputing it costs nothing."""
     made = node.op == "call_function" and not node.all_input_nodes
     return made and is_pure(node) and not _is_random(node)
 
@@ -60,10 +60,10 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _larger_than_sources(graph: fx.Graph) -> set[fx.Node]:
-    """Return the pointwise values that take more bytes than what they are computed of.
+    """Return the pointwise values that are larger than the values they are computed from.
 
-    Two kinds are left out: values that are in memory without regions, too, and values of something
-    that the graph writes to, which a later computation would find changed.
+    Values that are in memory even without regions are excluded. So are values computed from
+    something that the graph writes to, which might have changed before a recomputation.
     """
     values = GraphValues(graph)
     written = {
@@ -85,10 +85,10 @@ def _larger_than_sources(graph: fx.Graph) -> set[fx.Node]:
 
 
 def with_own_values(graph: fx.Graph, runs: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:
-    """Have users of a region make again what it does not return.
+    """Make users of a region recompute what it does not return.
 
     Returns:
-        The nodes of each run, in the order of the graph, without those that nobody uses any more.
+        The nodes of each run, in graph order, without those that are no longer used.
     """
     home = {node: i for i, run in enumerate(runs) for node in run}
     own_values = _OwnValues(graph, home)
@@ -112,7 +112,7 @@ class _OwnValues:
     """Copies nodes into the regions that use them.
 
     Args:
-        home: by node, the number of its region; copies are added to it.
+        home: region number of each node; copies are added to it.
     """
 
     def __init__(self, graph: fx.Graph, home: dict[fx.Node, int]) -> None:
@@ -121,7 +121,7 @@ class _OwnValues:
         self._copies: dict[tuple[int | None, fx.Node], fx.Node] = {}
 
     def copy_for(self, user: fx.Node, used: fx.Node) -> fx.Node:
-        """Return a copy of ``used`` where ``user`` is, made in front of it or earlier."""
+        """Return what ``user`` should read: a copy of ``used`` in its region, or ``used``."""
         place = self._home.get(user)
         if not self._is_needed(used, place):
             return used
@@ -136,7 +136,7 @@ class _OwnValues:
         return self._copies[key]
 
     def may_be_copied(self, node: fx.Node) -> bool:
-        """Return whether users of ``node`` elsewhere make it again."""
+        """Return whether users of ``node`` in other regions recompute it."""
         is_not_returned = _is_view(node) or node in self._larger
         return _is_constant(node) or (node in self._home and is_not_returned)
 

@@ -1,16 +1,16 @@
-"""Lowered graph: layers that are alike become calls of one subgraph, which is compiled once.
+"""Lowered graph: replace repeated layers with calls of one subgraph, which is compiled once.
 
     before   launch b   wait a   mm   relu   wait b   mm_1   relu_1   ..
     after    launch b   wait a   region_0(..)   wait b   region_0(..)   ..
 
-A region is a run of compute between launches and waits, which stay where they are. Regions have one
-form if they do the same operations, in the same order, on values of the same dtypes, sizes, strides
-and devices: what is compiled for one then serves all. What is found only once stays as it is, and
-fuses with its neighbours.
+A region is a run of compute between launches and waits, which stay where they are. Regions have the
+same form if they run the same operations in the same order on values of the same dtypes, sizes,
+strides and devices, so the code compiled for one serves all. A region that occurs only once stays
+inline, and fuses with its neighbours.
 
-[Note: channels last] Where Inductor lays out images with channels last, it does so from one
-convolution to the next, and a border would copy them from one layout to the other. So layers that
-convolve stay as they are in such a graph.
+[Note: channels last] If Inductor uses a channels-last layout, it keeps it from one convolution to
+the next, and a region's border would add copies between layouts. So in such a graph, layers with
+convolutions stay inline.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from graphshard.passes.region_borders import is_pure, with_own_values
 from graphshard.planning.plan import Regions
 from graphshard.planning.repeats import find_repeats, pieces
 
-_LEAST_SAVED = 24  # nodes that a repeat has to spare the compiler
-_LEAST_NODES = 4  # of a region: to call a smaller one costs more than it saves
+_LEAST_SAVED = 24  # minimum number of nodes that a repeat saves the compiler
+_LEAST_NODES = 4  # minimum size of a region: calling a smaller one costs more than it saves
 
 Form = tuple[Hashable, ...]
-"""What a region does, whichever nodes do it."""
+"""What a region does, independent of which nodes do it."""
 
 
 def share_regions(graph: fx.Graph, is_worth_it: Callable[[Regions], bool]) -> Regions:
-    """Replace the regions of a lowered graph that have equal forms by calls, in place.
+    """Replace regions that have the same form with calls of a shared subgraph, in place.
 
     Args:
-        is_worth_it: whether to do so, by how many regions there are.
+        is_worth_it: callback that decides whether to do so, from the counts of the regions.
 
     Returns:
-        The regions of the graph; none if it was not worth it.
+        The counts of the regions; all zero if it was not worth it.
     """
     _gather_parts_of_tuples(graph)
     compute = [node for node in graph.nodes if _may_be_inside(node)]
@@ -85,7 +85,7 @@ def _count(graph: fx.Graph, shared: Sequence[_Region]) -> Regions:
 
 
 def _gather_parts_of_tuples(graph: fx.Graph) -> None:
-    """Move what takes tensors out of a tuple right behind the operator that returns it."""
+    """Move ``getitem`` nodes right after the operator that returns their tuple."""
     for node in graph.nodes:
         if isinstance(node.meta.get("val"), (tuple, list)) and PLANNED not in node.meta:
             parts = [user for user in node.users if user.target is operator.getitem]
@@ -94,7 +94,7 @@ def _gather_parts_of_tuples(graph: fx.Graph) -> None:
 
 
 def _may_be_inside(node: fx.Node) -> bool:
-    """Return whether a node computes tensors of tensors, and does nothing else."""
+    """Return whether a node computes tensors from tensors, and does nothing else."""
     if node.op != "call_function" or PLANNED in node.meta:
         return False
     if node.target is operator.getitem:
@@ -107,13 +107,15 @@ def _convolves(node: fx.Node) -> bool:
 
 
 def _cuts(graph: fx.Graph, compute: Sequence[fx.Node]) -> list[int]:
-    """Return the positions in ``compute`` in front of which something else happens.
+    """Return the positions in ``compute`` before which something else happens.
 
-    What depends on no compute since the last cut could as well happen there, unless it was planned.
+    Other nodes that depend on no compute since the last cut could run at that cut as well, so they
+    make no new one, unless they are planned.
     """
     position = {node: i for i, node in enumerate(compute)}
     cuts, next_position = [0], 0
-    latest: dict[fx.Node, int] = {}  # by node, the position of the last compute that it rests on
+    # By node: the position of the last compute node that it depends on.
+    latest: dict[fx.Node, int] = {}
     for node in graph.nodes:
         of_inputs = max((latest[used] for used in node.all_input_nodes), default=-1)
         latest[node] = position.get(node, of_inputs)
@@ -128,7 +130,7 @@ def _cuts(graph: fx.Graph, compute: Sequence[fx.Node]) -> list[int]:
 
 
 def _label(node: fx.Node) -> Hashable:
-    """Return what a node does: equal for nodes of layers that are alike."""
+    """Return what a node does; equal for nodes of similar layers."""
     return _described(node, lambda used: _metadata(used.meta.get("val")))
 
 
@@ -143,7 +145,7 @@ def _described(node: fx.Node, describe: Any) -> Hashable:
 
 
 def _frozen(value: Any, describe: Any) -> Hashable:
-    """Return arguments with ``describe`` of their nodes, as something that can be compared."""
+    """Return arguments in hashable form, with ``describe(node)`` in place of nodes."""
     if isinstance(value, fx.Node):
         return describe(value)
     if isinstance(value, (tuple, list)):
@@ -154,7 +156,7 @@ def _frozen(value: Any, describe: Any) -> Hashable:
 
 
 def _metadata(value: Any) -> Hashable:
-    """Return what code for a value depends on."""
+    """Return the properties of a value that its code depends on."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_metadata, value))
     if not isinstance(value, torch.Tensor):
@@ -169,15 +171,15 @@ def _metadata(value: Any) -> Hashable:
 # --- regions -------------------------------------------------------------------------------------
 
 Input = tuple[fx.Node, int | None]
-"""A node that a region reads; of the seeds of random numbers, the number of one."""
+"""A node that a region reads; of the tensor of random seeds, also the position of one seed."""
 
 
 class _Region:
-    """Nodes that one call is to replace.
+    """Nodes to replace with one call.
 
     Attributes:
-        nodes: in order, nothing between them that rests on one of them.
-        form: equal for regions that one subgraph can replace.
+        nodes: nodes in graph order; no other node between them depends on any of them.
+        form: key that is equal for regions that one subgraph can replace.
     """
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
@@ -187,7 +189,7 @@ class _Region:
 
     @property
     def inputs(self) -> list[Input]:
-        """Return what the nodes read: other nodes, once calls have replaced earlier regions."""
+        """Outside nodes that this region reads. They change as calls replace earlier regions."""
         read = dict.fromkeys(
             (used, _seed_of(node)) for node in self.nodes for used in node.all_input_nodes
         )
@@ -195,7 +197,7 @@ class _Region:
 
     @property
     def outputs(self) -> list[fx.Node]:
-        """Return the nodes that others use."""
+        """Nodes that are used outside of the region."""
         return [n for n in self.nodes if any(user not in self._inside for user in n.users)]
 
     def _form(self) -> Form:
@@ -211,7 +213,7 @@ class _Region:
         return tuple(values), tuple(map(described, self.nodes)), outputs
 
     def subgraph(self, owner: fx.GraphModule) -> fx.GraphModule:
-        """Return the nodes as a graph of their own."""
+        """Return the nodes as a separate graph module."""
         graph = fx.Graph()
         made: dict[Input, fx.Node] = {}
         for i, (node, seed) in enumerate(self.inputs):
@@ -228,7 +230,7 @@ class _Region:
         return fx.GraphModule(owner, graph)
 
     def replace_by_call(self, graph: fx.Graph, name: str) -> None:
-        """Replace the nodes by a call of the subgraph of that name; make it if there is none."""
+        """Replace the nodes with a call of the subgraph ``name``; make that if it is missing."""
         owner = graph.owning_module
         assert owner is not None
         if not hasattr(owner, name):
@@ -247,7 +249,7 @@ class _Region:
 
 
 def _seed_of(node: fx.Node) -> int | None:
-    """Return the number of the seed that a node looks up; None: it is another operator."""
+    """Return the position of the seed that a node looks up; None for any other operator."""
     return node.args[1] if node.target is lookup_seed else None  # type: ignore[return-value]
 
 
@@ -257,7 +259,7 @@ def _value(node: fx.Node, seed: int | None) -> Any:
 
 
 def _argument(graph: fx.Graph, node: fx.Node, seed: int | None) -> fx.Node:
-    """Return what a call is given for an input: of seeds a view of one, or forms would differ."""
+    """Return the argument of a call for an input; slice seeds out, so that forms stay equal."""
     if seed is None:
         return node
     view = graph.call_function(torch.ops.aten.slice.Tensor, (node, 0, seed, seed + 1))
@@ -266,7 +268,7 @@ def _argument(graph: fx.Graph, node: fx.Node, seed: int | None) -> fx.Node:
 
 
 def _shared(regions: Iterable[_Region]) -> list[_Region]:
-    """Return the regions whose form others have, too."""
+    """Return the regions whose form occurs more than once."""
     large = [region for region in regions if len(region.nodes) >= _LEAST_NODES]
     counts = Counter(region.form for region in large)
     return [region for region in large if counts[region.form] > 1 and region.outputs]

@@ -1,7 +1,7 @@
-"""Joint graph: the partitioner saves nothing for backward that only parameters determine (ZeRO-3).
+"""Joint graph: save nothing for backward that depends on parameters alone (ZeRO-3).
 
-The partitioner would save gathered parameters, or casts and transposes of them, and training
-would silently be ZeRO-2. Every node that is derived from unsharded parameters alone is marked for
+Otherwise the partitioner would save gathered parameters, or casts and transposes of them, and
+training would silently be ZeRO-2. Every node derived from unsharded parameters alone is tagged for
 recomputation, so the backward graph starts from the shards and gathers again:
 
     saved before   unshard(p), t(unshard(p))          saved after   p
@@ -18,9 +18,9 @@ from graphshard.ops.markers import UNSHARD_MARKERS, replicate, unshard
 
 
 def parameter_derived(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that parameters, sizes and constants alone determine and that are not kept.
+    """Return the nodes that depend on parameters, sizes and constants alone, and are not kept.
 
-    A size of the batch, to which a parameter may be expanded, is a number that backward has, too.
+    Batch sizes, to which a parameter may be expanded, count as constants: backward has them, too.
     """
     derived: dict[fx.Node, None] = {}
     constant: set[fx.Node] = set()
@@ -42,7 +42,7 @@ def parameter_derived(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_kept(marker: fx.Node) -> bool:
-    """Return whether an ``unshard`` marker's parameter stays gathered for backward."""
+    """Return whether the parameter of an ``unshard`` marker stays gathered for backward."""
     return UnshardSpec.of_node(marker).regather_group is None
 
 
@@ -51,11 +51,11 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def reshard(gm: fx.GraphModule) -> None:
-    """Tag a joint graph for the partitioner, in place."""
+    """Tag the nodes of a joint graph for the partitioner, in place."""
     for node in gm.graph.nodes:
         if node.target is unshard and _is_kept(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for node in parameter_derived(gm.graph):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        # Without its region the partitioner does not save it at a checkpointed region's border.
+        # With this tag, the partitioner would save the node at the border of a checkpointed region.
         node.meta.pop("ac_graph_id", None)

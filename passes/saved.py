@@ -1,4 +1,4 @@
-"""The outputs of a forward graph that are saved for backward, behind those of the user."""
+"""Outputs of a forward graph that are saved for backward; they follow the user's outputs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from graphshard.ops.nodes import outputs_of
 
 
 def saved_nodes(forward: fx.Graph, num_outputs: int) -> list[fx.Node]:
-    """The nodes that a forward graph saves.
+    """Return the nodes that a forward graph saves.
 
     Args:
-        num_outputs: how many of its outputs are the user's.
+        num_outputs: number of user outputs of the graph.
     """
     return [node for node in outputs_of(forward)[num_outputs:] if isinstance(node, fx.Node)]
 
@@ -21,11 +21,11 @@ def saved_nodes(forward: fx.Graph, num_outputs: int) -> list[fx.Node]:
 def replace_saved(
     forward: fx.Graph, replacements: Mapping[fx.Node, fx.Node], num_outputs: int
 ) -> None:
-    """Save other nodes than the forward graph does, in place.
+    """Replace nodes that a forward graph saves, in place.
 
     Args:
-        replacements: by saved node, the one to save.
-        num_outputs: how many of the graph's outputs are the user's.
+        replacements: node to save instead, by saved node.
+        num_outputs: number of user outputs of the graph.
     """
     outputs = outputs_of(forward)
     saved = [

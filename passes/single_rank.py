@@ -1,10 +1,10 @@
-"""Joint and inference graph: in a group of one rank nothing travels.
+"""Joint and inference graphs: send nothing in a group of one rank.
 
     before   w = unshard(shard)   y = mm(x, w)   ...   g = reduce_grad(grad)
     after                         y = mm(x, shard)     g = grad
 
-What a policy casts is still cast. A parameter or gradient that the graph returns is memory of its
-own, as what a collective receives is.
+Casts that a policy asks for are kept. A parameter or gradient that the graph returns still owns its
+memory, like the result of a collective.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graphshard.ops.nodes import WHOLE_SHARD, Value, is_returned, is_view, value
 
 
 def send_nothing_alone(gm: fx.GraphModule) -> None:
-    """Replace the markers of a joint graph whose ranks are alone, in place."""
+    """Replace the markers of one-rank groups in a joint graph, in place."""
     use_whole_shards(gm.graph)
     for node in list(gm.graph.nodes):
         if node.target is reduce_grad and _stays_here(spec := ReduceGradSpec.of_node(node)):
@@ -35,7 +35,7 @@ def send_nothing_alone(gm: fx.GraphModule) -> None:
 
 
 def use_whole_shards(graph: fx.Graph) -> None:
-    """Replace ``unshard`` markers of groups of one rank by their shards, in place."""
+    """Replace the ``unshard`` markers of one-rank groups with their shards, in place."""
     for node in list(graph.nodes):
         if node.target is unshard and _is_here(spec := UnshardSpec.of_node(node)):
             tag = {"recompute": node.meta["recompute"]} if "recompute" in node.meta else {}
@@ -46,18 +46,18 @@ def use_whole_shards(graph: fx.Graph) -> None:
 
 
 def is_alone(group: str) -> bool:
-    """Return whether a group is of one rank."""
+    """Return whether a group has only one rank."""
     return span_of(group).world == 1
 
 
 def _is_here(spec: UnshardSpec) -> bool:
-    """Return whether the device has the parameter in the form that the graph uses."""
+    """Return whether the shard on the device is the full parameter, ready for use."""
     has_rows = value_of(spec.shard).shape[0] == spec.rows
     return is_alone(spec.group) and has_rows and spec.device is None and spec.scales is None
 
 
 def _stays_here(spec: ReduceGradSpec) -> bool:
-    """Return whether a gradient is added up with nobody's."""
+    """Return whether a gradient needs only a cast: no reduction, host copy or accumulated total."""
     alone = all(is_alone(group) for group in (spec.group, spec.replica_group) if group)
     return alone and spec.host_memory is None and spec.partial is None
 
@@ -71,7 +71,7 @@ def _replace(marker: fx.Node, value: Value, emit: Emitter) -> None:
 
 
 def _is_own(value: fx.Node) -> bool:
-    """Return whether a value is memory, laid out by rows, that nobody but one marker reads."""
-    maker = value.args[0] if value.target is operator.getitem else value  # of several values
+    """Return whether a value owns contiguous memory that only one marker reads."""
+    maker = value.args[0] if value.target is operator.getitem else value  # a tuple's operator
     is_made = isinstance(maker, fx.Node) and maker.op == "call_function" and not is_view(maker)
     return is_made and len(value.users) <= 1 and value_of(value).is_contiguous()

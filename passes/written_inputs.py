@@ -1,9 +1,9 @@
-"""Forward graph: what backward computes anew reads inputs as they were before forward wrote them.
+"""Forward graph: save mutated inputs as they were before forward wrote to them.
 
-The partitioner saves an input for what backward computes from it a second time, and does not ask
-whether forward writes it in between, as it does an average that is kept in a buffer. Backward would
-read the new value: a wrong gradient, without a word where Inductor's graph writes the input, and an
-error of autograd where AOTAutograd does (torch 2.11 to 2.13, pytorch/pytorch#197039).
+The partitioner saves an input from which backward recomputes something, even if forward writes to
+it in between, as it does to a running average in a buffer. Backward would read the new value: a
+wrong gradient without an error if Inductor's graph writes the input, and an autograd error if
+AOTAutograd does (torch 2.11 to 2.13, pytorch/pytorch#197039).
 
     y = x + average; average.copy_(new)
     saved before   x, average                saved after   x, clone(average)
@@ -23,10 +23,10 @@ from graphshard.passes.saved import replace_saved, saved_nodes
 
 
 def save_as_it_was(forward: fx.Graph, num_outputs: int) -> None:
-    """Save copies of the inputs that a forward graph writes, and views of these copies, in place.
+    """Save clones of the inputs that a forward graph writes to, and views of these, in place.
 
     Args:
-        num_outputs: how many of the graph's outputs are the user's.
+        num_outputs: number of user outputs of the graph.
     """
     written = written_inputs(forward)
     saved = [node for node in saved_nodes(forward, num_outputs) if root_of(node) in written]
@@ -35,14 +35,17 @@ def save_as_it_was(forward: fx.Graph, num_outputs: int) -> None:
 
 
 def _copied(node: fx.Node) -> fx.Node:
-    """Return a copy of an input's value, made before anything is written."""
+    """Return a clone of an input, made before anything is written."""
     inputs = node.graph.find_nodes(op="placeholder")
     with node.graph.inserting_after(inputs[-1]):
         return Emitter(node.graph, node.meta)(torch.ops.aten.clone.default, node)
 
 
 def _as_view(node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Return what ``node`` is of its root, of the root's copy: backward knows a view's strides."""
+    """Apply the view ``node`` to the clone of its root.
+
+    Backward expects a view with the strides of ``node``.
+    """
     if node in copies:
         return copies[node]
     view: Any = node.target

@@ -1,7 +1,9 @@
-"""Every private torch API that graphshard uses, by subsystem, read on torch 2.11.0 and 2.13.0.
+"""All private torch APIs that graphshard uses, by subsystem; checked on torch 2.11.0 and 2.13.0.
 
-Nothing outside of this package names what torch spells with an underscore, or the frames and the
-placeholders that torch names; ``tests/test_private_torch.py`` checks that. It imports torch alone,
-and Triton where a process stands in for a GPU (``no_gpu``).
-Each function says in which file of torch its subject is, and what differs between the two versions.
+No other package may use names that torch spells with an underscore, read torch's stack frames, or
+rely on the placeholder names of its graphs; ``tests/test_private_torch.py`` enforces this. This
+package imports only torch, plus Triton in a process that simulates a GPU (``no_gpu``).
+
+Each module or function names the torch file it relies on and any difference between the two
+versions.
 """

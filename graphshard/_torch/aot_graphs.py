@@ -1,20 +1,20 @@
-"""The graphs that AOTAutograd makes: their inputs by name, and which of them a graph is.
+"""AOTAutograd's graphs: their kinds, and the numbers of their inputs.
 
 AOTAutograd names the inputs of forward and backward graphs ``primals_1``, ``primals_2``, ..., the
-gradients of outputs ``tangents_1``, ..., and the inputs of an inference graph ``arg0_1``,
-``arg1_1``, ...: torch/_functorch/_aot_autograd/graph_capture_wrappers.py and
-torch/fx/experimental/proxy_tensor.py. In front of Dynamo's inputs come
+gradients of outputs ``tangents_1``, ..., and the inputs of inference graphs ``arg0_1``, ``arg1_1``,
+...: torch/_functorch/_aot_autograd/graph_capture_wrappers.py and
+torch/fx/experimental/proxy_tensor.py. Two kinds of inputs come before Dynamo's:
 
-- a token for each kind of effect that operators have (an error that one may raise, a print). A
-  backward graph has none, but counts it in its names: after ``primals_1``, a token, ``primals_2``
-  is Dynamo's first input, whose gradient is the first output of backward. Inductor removes tokens
-  and leaves the names: torch/_functorch/_aot_autograd/graph_compile.py;
-- constants that Dynamo keeps as attributes of its graph, which count as its inputs do:
+- A token for each kind of operator effect (raising an error, printing). A backward graph has no
+  tokens, but its names count them: if ``primals_1`` is a token, ``primals_2`` is Dynamo's first
+  input, whose gradient is the first output of backward. Inductor removes tokens and keeps the
+  names: torch/_functorch/_aot_autograd/graph_compile.py.
+- Constants that Dynamo stores as attributes of its graph. They are numbered like its inputs:
   ``prepare_aot_module_simplified`` in torch/_functorch/aot_autograd.py.
 
-Of a tensor subclass, the tensors that it wraps are inputs, and its symbolic sizes and strides:
-``unwrap_tensor_subclasses`` in torch/_functorch/_aot_autograd/subclass_utils.py. Backward returns
-one None for it if it requires no gradient.
+A tensor subclass becomes several inputs: its inner tensors, and its symbolic sizes and strides
+(``unwrap_tensor_subclasses`` in torch/_functorch/_aot_autograd/subclass_utils.py). If it requires
+no gradient, backward returns a single None for it.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from torch._functorch._aot_autograd.subclass_utils import unwrap_tensor_subclass
 _PRIMAL, _ARG = re.compile(r"primals_(\d+)"), re.compile(r"arg(\d+)_\d+")
 
 _INPUT = "graphshard_input"
-"""In ``meta`` of nodes of a backward graph: of a placeholder, its number as an input of forward; of
-a gradient, that of the input whose gradient it is."""
+"""Key in ``meta`` of backward nodes. On a placeholder: its number as an input of forward. On a
+gradient: the number of the input that it is the gradient of."""
 
 
 def num_constants(gm: fx.GraphModule) -> int:
-    """Return how many constants of Dynamo's graph come before its inputs."""
+    """Return the number of constants that precede the inputs of Dynamo's graph."""
     parameters = gm.named_parameters(remove_duplicate=False)
     return len([*parameters, *gm.named_buffers(remove_duplicate=False)])
 
 
 def flat_inputs(gm: fx.GraphModule) -> list[int | None]:
-    """Return Dynamo's input, by position, that each input of AOTAutograd's graph is or is part of.
+    """Return, for each input of AOTAutograd's graph, the position of its Dynamo input.
 
-    None stands for a constant. Tokens are not counted.
+    Constants have position None. Tokens are not counted.
     """
     positions: list[int | None] = [None] * num_constants(gm)
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
@@ -59,12 +59,13 @@ def flat_inputs(gm: fx.GraphModule) -> list[int | None]:
 
 
 def original_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return the number that each placeholder of an original input has, constants counted.
+    """Return the number of each placeholder that is an original input, counting constants.
 
-    A backward graph has to be known to :func:`number_inputs` if its forward graph has tokens.
+    Tokens are not counted. If the forward graph has tokens, its backward graph must have gone
+    through :func:`number_inputs`.
     """
     kind = graph_kind(graph)
-    # What forward saves has any name: it may begin as an input of an inference graph does.
+    # Saved activations have arbitrary names, even ones that match inputs of inference graphs.
     pattern = _ARG if kind == "inference" else _PRIMAL
     matches = {n: pattern.fullmatch(n.target) for n in graph.find_nodes(op="placeholder")}
     names = {node: match for node, match in matches.items() if match}
@@ -76,7 +77,7 @@ def original_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def number_inputs(forward: fx.Graph, backward: fx.Graph) -> None:
-    """Give a backward graph the numbers that the inputs have in its forward graph."""
+    """Mark a backward graph's inputs and gradients with the input numbers of its forward graph."""
     numbers = {node.target: number for node, number in original_inputs(forward).items()}
     for node in original_inputs(backward):
         node.meta[_INPUT] = numbers[node.target]
@@ -88,7 +89,7 @@ def number_inputs(forward: fx.Graph, backward: fx.Graph) -> None:
 
 
 def inputs_of_gradients(backward: fx.Graph) -> dict[fx.Node, int]:
-    """Return the number of the input whose gradient each output of a backward graph is."""
+    """Return, for each gradient that a backward graph outputs, the number of its input."""
     outputs = enumerate(_outputs(backward))
     return {n: n.meta.get(_INPUT, i) for i, n in outputs if isinstance(n, fx.Node)}
 
@@ -99,7 +100,7 @@ def _outputs(graph: fx.Graph) -> Sequence[object]:
 
 
 def graph_kind(graph: fx.Graph) -> Literal["forward", "backward", "inference"]:
-    """Which graph of AOTAutograd's it is."""
+    """Return which of AOTAutograd's graphs this is."""
     inputs = graph.find_nodes(op="placeholder")
     if any(map(is_tangent, inputs)):
         return "backward"
@@ -108,15 +109,15 @@ def graph_kind(graph: fx.Graph) -> Literal["forward", "backward", "inference"]:
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """Return whether a node is the gradient of an output, as an input."""
+    """Return whether a node is a placeholder for the gradient of an output."""
     return node.op == "placeholder" and str(node.target).startswith("tangents_")
 
 
 def written_inputs(forward: fx.Graph) -> set[fx.Node]:
-    """Return the inputs that a forward graph writes, by itself or when it is done.
+    """Return the inputs that a forward graph mutates, in the graph or after it.
 
-    Inductor's graph copies the new value into the input; where the graph cannot, it returns the
-    value, and AOTAutograd copies it behind the graph.
+    Inductor's graph copies the new value into the input. If it cannot, it returns the value, and
+    AOTAutograd copies it after the graph has run.
     """
     copies = forward.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     descriptions = forward.output_node().meta.get("desc", ())

@@ -1,7 +1,7 @@
-"""Make full parameters look to forward like ``nn.Parameter``, in traces and in eager parts.
+"""Full parameters that look like ``nn.Parameter`` to forward, in traces and in eager parts.
 
-Read in torch/_dynamo/variables (torch.py, tensor.py, builder.py) and torch/nn/parameter.py, the
-same in 2.11 and 2.13.
+Relies on torch/_dynamo/variables (torch.py, tensor.py, builder.py) and torch/nn/parameter.py, which
+are the same in 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from torch.nn.utils.stateless import _functional_call
 from .tensors import OpOverload
 
 _TRACED = "_graphshard_traced_parameters"
-"""The attribute of an ``OutputGraph`` that holds the parameters traced so far."""
+"""Attribute of an ``OutputGraph`` that holds the parameters traced so far."""
 
 
 class GatheredParameter(nn.Parameter):
-    """A gathered tensor that an eager part of forward takes for a leaf, and may register.
+    """A gathered tensor that looks like a leaf to eager parts of forward, which may register it.
 
-    Without it a slice of an ``nn.ParameterList`` makes new parameters, which get no gradient.
+    With a plain tensor, slicing an ``nn.ParameterList`` would create new parameters, which get no
+    gradient.
     """
 
-    # Dynamo, which copies the autograd graph's leaves, is told the truth.
+    # Dynamo gets the real values, because it copies tensors that are leaves.
     grad_fn: Any = property(lambda self: _is_in_graph(self, "grad_fn", None))
     is_leaf: Any = property(lambda self: _is_in_graph(self, "is_leaf", True))
     grad: Any = property(lambda self: None)
@@ -49,9 +50,10 @@ def _is_in_graph(tensor: torch.Tensor, attribute: str, as_a_leaf: object) -> obj
 class _ParameterVariable(TensorVariable):
     """A full parameter in a trace.
 
-    There is one for each parameter and trace, so identity is as in the plain model. Its marker is
-    emitted at each use, once for each graph (the code of a higher-order operator has its own) and
-    grad mode: a parameter that was read under ``no_grad`` gets gradients from uses outside of it.
+    A trace has one variable per parameter, so identity checks give the same result as in the plain
+    model. The parameter's marker is emitted on use, once per graph (the body of a higher-order
+    operator is its own graph) and grad mode. So a parameter that is first read under ``no_grad``
+    still gets gradients from uses outside of it.
     """
 
     _nonvar_fields = {"_markers", "_emit", "_shard", "_grad", *TensorVariable._nonvar_fields}
@@ -76,12 +78,12 @@ class _ParameterVariable(TensorVariable):
 
     @property
     def source(self) -> None:
-        """None: code after a graph break takes the full parameter, an output of the graph."""
+        """None, so code after a graph break takes the full parameter from the graph's outputs."""
         return None
 
     @source.setter
     def source(self, source: Source | None) -> None:
-        pass  # VariableBuilder gives every variable that has none the source it was asked for
+        pass  # VariableBuilder assigns a source to every variable without one
 
     def clone(self, **changed: Any) -> _ParameterVariable:
         copied = object.__new__(type(self))
@@ -93,7 +95,7 @@ class _ParameterVariable(TensorVariable):
 
 
 def _place() -> tuple[object, ...]:
-    """Return what a marker may not be shared across: graphs, grad modes and transforms."""
+    """Return the scope in which uses share a marker: graph, grad mode and ``torch.func`` level."""
     tracer = InstructionTranslator.current_tx().output.current_tracer
     level = torch._C._functorch.maybe_current_level()
     return (tracer, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), level)
@@ -109,13 +111,13 @@ def trace_as_parameters(
     dtensor_path: Iterable[str],
     on_functional_call: Callable[[Source], None],
 ) -> None:
-    """Have Dynamo take the results of ``ops`` for parameters.
+    """Make Dynamo treat the results of ``ops`` as parameters.
 
     Args:
-        dtensor_path: attributes that lead from an op's first argument, the shard, to the
-            parameter's DTensor.
-        on_functional_call: called with the source of the shard where
-            ``torch.func.functional_call`` runs the code that reads the parameter.
+        ops: operators that take a shard first and return the full parameter.
+        dtensor_path: attributes that lead from the shard to the parameter's DTensor.
+        on_functional_call: called with the source of the shard if the code that reads the parameter
+            runs under ``torch.func.functional_call``.
     """
 
     def trace(
@@ -133,12 +135,12 @@ def trace_as_parameters(
             variable._grad = functools.reduce(AttrSource, (*dtensor_path, "grad"), source)
         return traced[key]
 
-    for op in ops:  # Dynamo makes the table once, of the devices that it knows by then
+    for op in ops:  # Dynamo builds this table once, with the devices known by then
         TorchInGraphFunctionVariable._get_handlers()[op] = trace
 
 
 def shards_read() -> list[Source]:
-    """Return where the running trace found the shards of the parameters that it has read."""
+    """Return the sources of the shards whose parameters the running trace has read."""
     traced = InstructionTranslator.current_tx().output.__dict__.get(_TRACED, {})
     return list(dict.fromkeys(variable._shard for variable in traced.values()))
 
@@ -150,7 +152,7 @@ def _identity(argument: VariableTracker) -> object:
 
 
 def _in_functional_call(tx: Any) -> bool:
-    """Return whether ``_functional_call`` (torch/nn/utils/stateless.py) is among traced callers."""
+    """Return whether ``_functional_call`` (torch/nn/utils/stateless.py) is a traced caller."""
     while tx is not None and tx.f_code is not _functional_call.__code__:
         tx = tx.parent
     return tx is not None
@@ -179,22 +181,22 @@ def _parameter(
 
 
 def _as_parameter(fake: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    """Return a leaf that ``isinstance`` takes for an ``nn.Parameter``; Dynamo alone sees it."""
+    """Return a leaf that passes ``isinstance(_, nn.Parameter)``; only Dynamo sees it."""
     if torch._C._functorch.maybe_current_level() is None:
         with torch.enable_grad():
             fake = fake.detach().requires_grad_(requires_grad)
-    fake._is_param = True  # what _ParameterMeta looks at
+    fake._is_param = True  # what _ParameterMeta checks
     return fake
 
 
 def trace_tables_by_attribute(is_ours: Callable[[DTensor], bool]) -> None:
-    """Have Dynamo read a parameter as its module's attribute where it finds it in ``_parameters``.
+    """Make Dynamo read a parameter that it finds in ``_parameters`` as an attribute of its module.
 
-    That table holds DTensors; ``parameters()``, ``named_parameters()`` and ``state_dict()`` read
-    it.
+    ``_parameters`` holds DTensors; ``parameters()``, ``named_parameters()`` and ``state_dict()``
+    read it.
 
     Args:
-        is_ours: whether the code that is being traced is to see the full parameter.
+        is_ours: whether the code being traced should see the full parameter of a DTensor.
     """
 
     def wrap(builder: VariableBuilder, value: DTensor) -> VariableTracker:
@@ -210,7 +212,7 @@ def trace_tables_by_attribute(is_ours: Callable[[DTensor], bool]) -> None:
 
 
 def _owner_of_table(source: Source) -> Source | None:
-    """Return where the module is in whose ``_parameters`` a value was found, or None."""
+    """Return the source of the module in whose ``_parameters`` a value was found, or None."""
     table = source.base if isinstance(source, DictGetItemSource) else None
     is_table = isinstance(table, AttrSource) and table.member == "_parameters"
     return table.base if is_table else None  # type: ignore[union-attr]

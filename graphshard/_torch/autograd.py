@@ -1,6 +1,6 @@
-"""Hooks and versions of tensors; the end of a backward, and its errors.
+"""Tensor hooks and versions, and callbacks for the end of backward and its errors.
 
-Read in torch/_tensor.py and torch/autograd/variable.py.
+Relies on torch/_tensor.py and torch/autograd/variable.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .dynamo import run_with_callees_as_python
 
 
 def share_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Give ``new`` the hook tables of ``old``, so that handles given out earlier still remove."""
+    """Give ``new`` the hook tables of ``old``, so that existing handles can still remove hooks."""
     if old._backward_hooks:
         new._backward_hooks = old._backward_hooks
     if old._post_accumulate_grad_hooks:
@@ -25,7 +25,7 @@ def share_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def drop_hooks(tensor: torch.Tensor) -> None:
-    """Take its hook tables from ``tensor``; they stay as they are."""
+    """Detach the hook tables from ``tensor`` without emptying them; they may be shared."""
     tensor._backward_hooks = None
     tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
 
@@ -34,10 +34,11 @@ _SEEN = "graphshard: seen"
 
 
 def is_in_graph(leaf: torch.Tensor) -> bool:
-    """Return whether a graph of autograd that is alive leads to ``leaf``."""
+    """Return whether a live autograd graph leads to ``leaf``."""
     if not leaf.requires_grad or leaf.is_inference():
         return False
-    # The leaf refers to its node weakly: without a graph each look makes another one.
+    # The leaf refers to its node weakly. Unless a graph keeps the node alive, each lookup creates a
+    # new node, without our mark.
     _metadata_of(leaf)[_SEEN] = True
     return bool(_metadata_of(leaf).pop(_SEEN, False))
 
@@ -48,7 +49,7 @@ def _metadata_of(leaf: torch.Tensor) -> dict[str, object]:
 
 
 def take_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of ``tensor``, which has none from then on; by no method of its class."""
+    """Return the gradient of ``tensor`` and set it to None, bypassing ``__torch_function__``."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient, tensor.grad = tensor.grad, None
     return gradient
@@ -60,27 +61,28 @@ def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.
 
 
 def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
-    """Return the hooks that run once ``tensor.grad`` is there."""
+    """Return the hooks that run once ``tensor.grad`` has been accumulated."""
     return list((tensor._post_accumulate_grad_hooks or {}).values())
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return a number that grows with every change of ``tensor`` in place.
+    """Return the version counter of ``tensor``, which every in-place change increments.
 
-    0 where there is none, under ``torch.inference_mode``.
+    Return 0 for inference tensors, which have none.
     """
     return 0 if tensor.is_inference() else tensor._version
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Return where the tensor's memory is; 0 where a ``torch.func`` transform hides it."""
+    """Return the data pointer of ``tensor``; 0 if a ``torch.func`` transform hides it."""
     return 0 if torch._C._functorch.is_functorch_wrapped_tensor(tensor) else tensor.data_ptr()
 
 
 class _BackwardEnd:
-    """Calls functions when one backward is over.
+    """Callbacks for the end of one backward.
 
-    Autograd calls it if the backward has succeeded, and drops it in any case.
+    Autograd calls this object only if backward succeeds, but drops it in any case,
+    so ``__del__`` covers failures.
     """
 
     def __init__(self) -> None:
@@ -103,11 +105,12 @@ class _BackwardEnd:
 
 
 _ends: weakref.WeakValueDictionary[int, _BackwardEnd] = weakref.WeakValueDictionary()
-"""By number, the ends of backwards that are under way; autograd's queue keeps them alive."""
+"""Ends of the backwards in progress, by graph task ID. Autograd's callback queue keeps them
+alive."""
 
 
 def current_backward() -> int:
-    """Return the number of the backward that is under way in this thread; -1: there is none."""
+    """Return the graph task ID of the backward in progress on this thread, or -1."""
     return torch._C._current_graph_task_id()
 
 
@@ -123,37 +126,40 @@ def _current_end() -> _BackwardEnd | None:
 
 
 def after_backward(act: Callable[[], None]) -> None:
-    """Have ``act`` called when the backward that is under way is over, or has failed.
+    """Call ``act`` when the backward in progress ends, whether it succeeds or fails.
 
-    It must not communicate: ranks fail alone. Without a backward under way it is not called.
+    ``act`` must not communicate, because backward may fail on a single rank. Outside of a backward,
+    it is never called.
     """
     if (end := _current_end()) is not None:
         end.acts.append(act)
 
 
 def at_success_of_backward(act: Callable[[], None]) -> None:
-    """Have ``act`` called once when the backward that is under way has succeeded, if there is one,
-    behind all that was given to ``after_backward``.
+    """Call ``act`` once if the backward in progress succeeds.
+
+    It runs after all ``after_backward`` callbacks, and never outside of a backward.
 
     Args:
-        act: a function of a module, so that all calls pass the same object.
+        act: module-level function, so that all registrations pass the same object.
     """
     if (end := _current_end()) is not None:
         end.acts_of_success.setdefault(act)
 
 
 def on_backward_error(outputs: Iterable[object], act: Callable[[BaseException], None]) -> bool:
-    """Have ``act`` called with what the backward of a compiled graph raises, before it goes on;
-    what was given earlier is called earlier.
+    """Call ``act`` with any error from the backward of a compiled graph, before it propagates.
 
-    AOTAutograd makes a class of ``autograd.Function`` for every graph that it compiles, whose
-    ``backward`` runs the backward graph (torch/_functorch/_aot_autograd/runtime_wrappers.py).
+    Callbacks run in registration order.
+
+    AOTAutograd creates one ``autograd.Function`` class per compiled graph, whose ``backward`` runs
+    the backward graph (torch/_functorch/_aot_autograd/runtime_wrappers.py).
 
     Args:
-        outputs: of the forward graph.
+        outputs: outputs of the forward graph.
 
     Returns:
-        Whether the outputs lead to such a class.
+        Whether ``outputs`` lead to such a class.
     """
     compiled = {type(node)._forward_cls for node in compiled_nodes(outputs)}
     for function in compiled:
@@ -162,10 +168,10 @@ def on_backward_error(outputs: Iterable[object], act: Callable[[BaseException], 
 
 
 def before_backward(node: Any, act: Callable[[Any], None]) -> None:
-    """Have ``act`` called with the node of each run of a compiled graph, before its backward.
+    """Call ``act`` with the autograd node before every backward of a compiled graph.
 
     Args:
-        node: that of any run, from :func:`compiled_nodes`.
+        node: autograd node of any run of the graph, from :func:`compiled_nodes`.
     """
     backward = node._forward_cls.backward
 
@@ -178,13 +184,13 @@ def before_backward(node: Any, act: Callable[[Any], None]) -> None:
 
 
 def compiled_nodes(outputs: Iterable[object]) -> list[Any]:
-    """Return the autograd nodes of the compiled graphs that have made ``outputs``, or their bases.
+    """Return the autograd nodes of the compiled graphs that produced ``outputs`` or their bases.
 
-    A node is the ``ctx`` of its backward, and can have attributes.
+    A node is the ``ctx`` of its graph's backward and accepts new attributes.
     """
     nodes = [value.grad_fn for value in outputs if isinstance(value, torch.Tensor)]
     direct = [node for node in nodes if _is_compiled(type(node))]
-    # Not of compiled nodes: ``next_functions`` has one for each parameter, and takes as long.
+    # Skip compiled nodes: their ``next_functions`` has an entry per parameter, which is slow.
     views = [node for node in nodes if node is not None and node not in direct]
     bases = [node for view in views for node, _ in view.next_functions]
     return direct + [node for node in bases if _is_compiled(type(node))]
@@ -195,19 +201,19 @@ def _is_compiled(node_type: Any) -> bool:
 
 
 def saved_tensors(node: Any) -> list[torch.Tensor]:
-    """Return what one of ``compiled_nodes`` has saved for backward.
+    """Return what a node of ``compiled_nodes`` saved for backward.
 
-    AOTAutograd keeps what a user's ``autograd.Function`` has saved in a list of its own, whose
-    versions autograd does not compare.
+    AOTAutograd keeps what a user's ``autograd.Function`` saves in a separate list, whose versions
+    autograd does not check.
     """
     return [*node.saved_tensors, *node._tensors_no_vc_check]
 
 
 def saves_as_is() -> bool:
-    """Return whether autograd saves tensors themselves: no hook packs them into something else.
+    """Return whether autograd saves tensors themselves, without a hook that packs them.
 
-    ``saved_tensors_hooks`` in torch/autograd/graph.py. What a hook of ``torch.utils.checkpoint``
-    has packed is computed again when it is read.
+    See ``saved_tensors_hooks`` in torch/autograd/graph.py. Reading a tensor that a
+    ``torch.utils.checkpoint`` hook has packed would recompute it.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
@@ -217,14 +223,17 @@ def route_inputs(
     leaves_of: Callable[[object, bool], Sequence[Any] | None],
     gradient_of: Callable[[Any, torch.Tensor | None], torch.Tensor | None],
 ) -> None:
-    """Have ``torch.autograd.grad`` and ``backward(inputs=)`` take other tensors for some inputs.
+    """Make ``torch.autograd.grad`` and ``backward(inputs=)`` use other tensors for some inputs.
 
-    ``torch.compiler`` replaces the same function in both modules while it traces.
+    Patches the two modules that ``torch.compiler`` also patches during tracing
+    (torch/compiler/__init__.py).
 
     Args:
-        leaves_of: returns, of an input and whether its gradient is accumulated, the tensors in its
-            place, just one where it is not; None: the input stays.
-        gradient_of: returns the gradient of such an input, made of that of its leaf.
+        leaves_of: ``leaves_of(input, accumulates)`` returns the tensors that replace an input, or
+            None to keep it. If ``accumulates`` is False, ``torch.autograd.grad`` returns the
+            gradient, and exactly one tensor must replace the input.
+        gradient_of: ``gradient_of(input, leaf_gradient)`` returns the gradient of a replaced input,
+            computed from the gradient of its leaf.
     """
     run = torch.autograd.graph._engine_run_backward
 

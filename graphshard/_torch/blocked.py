@@ -1,4 +1,4 @@
-"""The collective in which a thread waits, and how many collectives of its group a rank has begun.
+"""The collective that a thread waits in, and how many of its group's collectives a rank has begun.
 
 Names of functions and local variables are those of torch/distributed/distributed_c10d.py in torch
 2.11.0 and 2.13.0.
@@ -26,9 +26,9 @@ class Blocked(NamedTuple):
     """A collective that a thread is in.
 
     Attributes:
-        what: the function, and the line that called it.
-        group: the name of the process group.
-        number: how many collectives of that group this rank has begun, this one included.
+        what: function, and the line that called it.
+        group: name of the process group.
+        number: number of this group's collectives that this rank has begun, including this one.
     """
 
     what: str
@@ -37,9 +37,9 @@ class Blocked(NamedTuple):
 
 
 def collective_of(thread: int) -> Blocked | None:
-    """Return the collective that a thread of this process is in, None if it does something else.
+    """Return the collective that a thread of this process is in, or None if it is in none.
 
-    A functional collective, or one of a compiled graph, is something else.
+    Ignores point-to-point operations, functional collectives and those of compiled graphs.
     """
     frame = sys._current_frames().get(thread)
     if frame is None or frame.f_code.co_filename != _COLLECTIVES:
@@ -53,16 +53,16 @@ def collective_of(thread: int) -> Blocked | None:
 
 
 def num_begun(group: str) -> int | None:
-    """Return how many collectives of a group this rank has begun; None if it is not told."""
+    """Return how many collectives of a group this rank has begun; None if unknown."""
     try:
         member: Any = process_group(group)  # mypy's stub lacks the method
         return int(member._get_sequence_number_for_group())
-    except RuntimeError:  # this rank is not in the group, or its backend counts nothing
+    except RuntimeError:  # this rank is not in the group, or its backend does not count
         return None
 
 
 def _place(frame: FrameType) -> str:
-    """Return the innermost line that is not torch's own."""
+    """Return the innermost line outside of torch."""
     place = next((f for f in _outwards(frame) if not _is_of_torch(f)), frame)
     return f"{place.f_code.co_filename}:{place.f_lineno}"
 

@@ -1,6 +1,6 @@
-"""The metadata of a checkpoint: classes that its pickle may name, and where it has its values.
+"""Checkpoint metadata: safe unpickling, and the location of each value.
 
-Read in torch/distributed/checkpoint/metadata.py and filesystem.py.
+Relies on torch/distributed/checkpoint/metadata.py and filesystem.py.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _CLASSES: dict[str, tuple[str, ...]] = {
     "torch.serialization": ("_get_layout",),
     "collections": ("OrderedDict",),
 }
-"""Names by module; none of them does more than to build a value."""
+"""Names that the pickle may contain, by module; none of them does more than build a value."""
 
 
 def _set_attributes(unpickler: Any) -> None:
-    """Set attributes of an object, which has to be one that the pickle has made.
+    """Set attributes of an object (the BUILD opcode), if the pickle itself has built the object.
 
-    Those that it names, such as a class, a function or a member of an enum, are torch's.
+    Classes, functions and enum members that the pickle names belong to torch and must not change.
 
     Raises:
-        UnpicklingError: it is one of those.
+        UnpicklingError: the object is one of those.
     """
     made = unpickler.stack[-2]
     if isinstance(made, type) or not dataclasses.is_dataclass(made):
@@ -50,9 +50,9 @@ def _set_attributes(unpickler: Any) -> None:
 
 
 class _Unpickler(pickle._Unpickler):
-    """Builds what a checkpoint's metadata consists of, and nothing else.
+    """An unpickler that builds the contents of checkpoint metadata, and nothing else.
 
-    The one that is written in Python: the other lets nobody look at what is about to be changed.
+    Derived from Python's implementation: the C one hides the object that is about to be changed.
     """
 
     dispatch: ClassVar = pickle._Unpickler.dispatch | {pickle.BUILD[0]: _set_attributes}
@@ -60,7 +60,7 @@ class _Unpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if module.split(".")[0] == "pathlib":  # where it was saved
+        if module.split(".")[0] == "pathlib":  # path it was saved to
             return PurePosixPath
         if name in _CLASSES.get(module, ()):
             return super().find_class(module, name)
@@ -70,10 +70,10 @@ class _Unpickler(pickle._Unpickler):
 
 
 def read_metadata(path: Path) -> Any:
-    """Return what is pickled in ``path``, a ``Metadata`` if it is no other file.
+    """Return the object pickled in ``path``: a ``Metadata``, unless it is another kind of file.
 
     Raises:
-        Exception: of any kind; the file is damaged, or names something that is none of metadata.
+        Exception: of any kind; the file is damaged, or names something that metadata never does.
     """
     with path.open("rb") as file:
         return _Unpickler(file).load()

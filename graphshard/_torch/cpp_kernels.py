@@ -1,21 +1,23 @@
-"""C++ kernels: a graph's compile in a few files, while the graphs behind it are lowered.
+"""C++ kernels of a graph, compiled in a few files while the next graphs are lowered.
 
-Inductor writes each kernel for a CPU into a file of its own, and waits for all of a graph's files
-before it lowers the next graph. But 0.3 s of the 0.5 that a file takes go to torch's headers,
-although they are precompiled: they are 160 MB, and each file instantiates templates of theirs anew.
-So a graph's kernels share as many files as compile at a time. As long as another graph is to be
-lowered, one core is left to that; with two cores:
+On a CPU, Inductor writes each kernel to its own file, and waits for all files of a graph before it
+lowers the next graph. Of the 0.5 s that a file takes, 0.3 s go to torch's headers: even precompiled
+they are 160 MB, and each file instantiates their templates again. So here the kernels of a graph
+share as many files as can compile in parallel. While another graph remains to be lowered, one core
+is reserved for that. With two cores:
 
     Inductor  lower forward   a.cpp b.cpp .. i.cpp   lower backward   j.cpp k.cpp .. r.cpp
     here      lower forward   lower backward   j.cpp k.cpp
                               a.cpp
 
-A kernel of a shared file is a module of Python as before: a library may hold several of them, by
-the names of their ``PyInit_`` functions. Kernels for GPUs are left alone: they compile in processes
-of their own, without such headers, and Inductor collects them for its cache where it waits.
+A kernel in a shared file is still a Python module of its own: a library may contain several, told
+apart by the names of their ``PyInit_`` functions. GPU kernels are left alone: they compile in
+separate processes, without such headers, and Inductor adds them to its cache where it waits for
+them.
 
-Read in torch/_inductor/async_compile.py (``AsyncCompile``, which the generated code of a graph
-makes) and torch/_inductor/codecache.py (``CppPythonBindingsCodeCache``, which compiles for it).
+Relies on torch/_inductor/async_compile.py (``AsyncCompile``, which a graph's generated code
+instantiates) and torch/_inductor/codecache.py (``CppPythonBindingsCodeCache``, which compiles for
+it).
 """
 
 from __future__ import annotations
@@ -42,12 +44,12 @@ _INCLUDE = re.compile(r"^[ \t]*#include.*$", re.MULTILINE)
 _OTHER_DIRECTIVE = re.compile(r"^[ \t]*#(?!include|pragma)", re.MULTILINE)
 
 _thread = threading.local()
-"""``put_off`` of a thread that is in ``few_cpp_files``."""
+"""Thread-local state: ``put_off`` is set inside `few_cpp_files`."""
 
 
 @dataclass
 class _PutOff:
-    """The waits that a thread has put off, and the number of graphs that it is still to compile."""
+    """The waits that a thread has postponed, and the number of graphs it has yet to compile."""
 
     num_graphs: int
     waits: list[Callable[[], None]] = field(default_factory=list)
@@ -55,13 +57,13 @@ class _PutOff:
 
 @contextmanager
 def few_cpp_files(num_graphs: int) -> Iterator[None]:
-    """Have the kernels of each graph that is compiled meanwhile share files.
+    """Make the kernels of each graph that is compiled in this context share files.
 
-    This thread waits for its kernels at the end, not for each graph's before it lowers the next.
+    The thread waits for all kernels at the end, instead of after each graph.
 
     Args:
-        num_graphs: that are expected: 2 for forward and backward. What is in a file depends on it,
-            so it has to be the same where the files are there already.
+        num_graphs: number of graphs expected, 2 for forward and backward. The contents of files
+            depend on it, so cached files are only found again with the same number.
     """
     put_off = _thread.put_off = _PutOff(num_graphs)
     try:
@@ -74,7 +76,7 @@ def few_cpp_files(num_graphs: int) -> Iterator[None]:
 
 
 class _FewFiles(AsyncCompile):
-    """Compiles the kernels of one graph."""
+    """An ``AsyncCompile`` for the kernels of one graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +92,7 @@ class _FewFiles(AsyncCompile):
         return LambdaFuture(lambda: self._loaded(kernel))
 
     def wait(self, scope: dict[str, Any]) -> None:
-        """Start the compile, and have the kernels in ``scope`` replaced, later or now."""
+        """Start compiling; replace the kernels in ``scope`` now or at the end of the context."""
         put_off: _PutOff = getattr(_thread, "put_off", _PutOff(1))
         put_off.num_graphs -= 1
         num_idle = get_compile_threads() - (put_off.num_graphs > 0)
@@ -104,21 +106,21 @@ class _FewFiles(AsyncCompile):
             wait()
 
     def _loaded(self, kernel: _Kernel) -> Any:
-        """Return the function of a kernel that was compiled."""
+        """Return the function of a compiled kernel."""
         file, position = self._places[kernel]
         try:
             return file.function(position)
-        except CppCompileError:  # alone it may compile; if not, the error shows its code alone
+        except CppCompileError:  # it may compile alone; if not, the error shows only its code
             return super().cpp_pybinding(list(kernel.argtypes), kernel.source).result()
 
 
 @dataclass(frozen=True, eq=False)
 class _Kernel:
-    """A kernel as the generated code of a graph has it.
+    """A C++ kernel as it appears in a graph's generated code.
 
     Attributes:
-        argtypes: of its C++ function, which is named "kernel".
-        source: that function, what it calls, and what it includes.
+        argtypes: types of the arguments of its C++ function, which is named "kernel".
+        source: code of that function, including its helpers and ``#include`` lines.
     """
 
     argtypes: tuple[str, ...]
@@ -126,12 +128,12 @@ class _Kernel:
 
     @property
     def may_share_a_file(self) -> bool:
-        """Return whether this is one function, and nothing in it reaches beyond a namespace."""
+        """Return whether this exports a single function, and all of it may stand in a namespace."""
         is_alone = len(_EXPORTED.findall(self.source)) == self.source.count('extern "C"') == 1
         return is_alone and not _OTHER_DIRECTIVE.search(self.source)
 
     def module_code(self, name: str) -> str:
-        """Return a module of Python with this kernel as its function ``name``."""
+        """Return the code of a Python module with this kernel as its function ``name``."""
         cache = CppPythonBindingsCodeCache
         arguments = ", ".join(
             f"parse_arg<{argtype.replace('const ', '')}>(args, {i})"
@@ -147,14 +149,14 @@ class _Kernel:
 
 
 class _File:
-    """Kernels that compile together."""
+    """Kernels that compile as one file."""
 
     def __init__(self, kernels: Sequence[_Kernel], submit: Callable[..., Any]) -> None:
         code = _in_namespaces([k.module_code(_name(i)) for i, k in enumerate(kernels)])
         self._load = CppPythonBindingsCodeCache.load_async(code, submit_fn=submit)
 
     def function(self, position: int) -> Any:
-        """Return the function of one of the kernels.
+        """Return the function of the kernel at ``position``.
 
         Raises:
             CppCompileError: the file does not compile.
@@ -166,11 +168,11 @@ class _File:
 
 
 def _name(position: int) -> str:
-    return f"kernel_{position}" if position else "kernel"  # torch loads the first by that name
+    return f"kernel_{position}" if position else "kernel"  # torch loads the first one by this name
 
 
 def _in_namespaces(modules: Sequence[str]) -> str:
-    """Return one file of several, none of which sees another one's names."""
+    """Merge modules into one file, each in its own namespace to avoid name clashes."""
     includes = dict.fromkeys(line for code in modules for line in _INCLUDE.findall(code))
     parts = [
         f"namespace graphshard_{i} {{\n{_INCLUDE.sub('', code)}\n}}"
@@ -180,7 +182,7 @@ def _in_namespaces(modules: Sequence[str]) -> str:
 
 
 def _balanced(kernels: Sequence[_Kernel], num_files: int) -> list[list[_Kernel]]:
-    """Return the kernels of each file, such that files have about as much code."""
+    """Distribute kernels over files so that each file has about as much code."""
     files: list[list[_Kernel]] = [[] for _ in range(min(num_files, len(kernels)))]
     sizes = [0] * len(files)
     for kernel in sorted(kernels, key=lambda k: len(k.source), reverse=True):
@@ -191,7 +193,7 @@ def _balanced(kernels: Sequence[_Kernel], num_files: int) -> list[list[_Kernel]]
 
 
 def _module_of(path: str | None, name: str) -> ModuleType:
-    """Return a module of a library that has several, by the name of its ``PyInit_`` function."""
+    """Return one module of a library that has several, by the name of its ``PyInit_`` function."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None

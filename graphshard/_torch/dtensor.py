@@ -1,6 +1,6 @@
-"""DTensors, made and taken apart without the cost of ``from_local`` and ``to_local``.
+"""DTensors wrapped and unwrapped without the overhead of ``from_local`` and ``to_local``.
 
-Read in torch/distributed/tensor/_api.py and _dtensor_spec.py.
+Relies on torch/distributed/tensor/_api.py and _dtensor_spec.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
 def local_tensor(dtensor: DTensor) -> torch.Tensor:
-    """Return the local tensor itself (``to_local()`` makes another view at each call)."""
+    """Return the local tensor itself (``to_local()`` creates a new view on each call)."""
     return dtensor._local_tensor
 
 
@@ -25,26 +25,26 @@ def set_local_tensor(dtensor: DTensor, local: torch.Tensor) -> None:
 
 
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
-    """Make a DTensor of ``local`` with the shape and placements of ``like``."""
+    """Wrap ``local`` in a DTensor with the shape and placements of ``like``."""
     return DTensor(local, like._spec, requires_grad=False)
 
 
 def dtensor_of(
     local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
 ) -> DTensor:
-    """Make a contiguous DTensor of the full ``shape`` with this local tensor.
+    """Wrap ``local`` in a contiguous DTensor of the full ``shape``.
 
-    ``DTensor.from_local`` would move a local tensor that the host keeps to the mesh's device.
+    ``DTensor.from_local`` would move an offloaded local tensor to the mesh's device.
     """
     meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
     return DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
 
 
 def replace_data(dtensor: DTensor, new: DTensor) -> None:
-    """Give ``dtensor`` the local tensor, dtype and placements of ``new``; it stays the same object.
+    """Give ``dtensor`` the local tensor, dtype and placements of ``new``, in place.
 
     Raises:
-        RuntimeError: torch lets no such tensor take its place.
+        RuntimeError: torch does not accept ``new`` as the data of ``dtensor``.
     """
     _set_data(dtensor, new)
     dtensor._spec = new._spec
@@ -52,10 +52,10 @@ def replace_data(dtensor: DTensor, new: DTensor) -> None:
 
 
 def on_data_assigned(act: Callable[[DTensor, object], bool]) -> None:
-    """Have ``act(dtensor, value)`` called at ``dtensor.data = value``.
+    """Call ``act(dtensor, value)`` on ``dtensor.data = value``.
 
-    Where it returns False, torch assigns. That replaces the storage of the wrapper, which has no
-    memory, and not the local tensor, so what is assigned is lost.
+    If ``act`` returns False, torch's own assignment runs. It replaces the storage of the wrapper,
+    which holds no memory, instead of the local tensor, so the assigned value is lost.
     """
 
     def assign(dtensor: DTensor, value: torch.Tensor) -> None:

@@ -1,8 +1,9 @@
-"""Dynamo: the errors that a backend may raise, the frame under trace, guards, and graph breaks.
+"""Dynamo: errors that a backend may raise, the frame being traced, guards and graph breaks.
 
-Read in torch/_dynamo: exc.py, output_graph.py, symbolic_convert.py, guards.py, callback.py and
-utils.py. ``errors`` takes ``ShortenTraceback`` from here: an error of this class passes through
-``OutputGraph.call_user_compiler`` as it is. torch 2.11 and 2.13 have the same names and arguments.
+Relies on exc.py, output_graph.py, symbolic_convert.py, guards.py, callback.py and utils.py in
+torch/_dynamo, with the same names and arguments in torch 2.11 and 2.13. ``graphshard.errors``
+derives from ``ShortenTraceback``, because ``OutputGraph.call_user_compiler`` lets such errors pass
+unchanged.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ __all__ = ["ShortenTraceback", "Source"]
 _F = TypeVar("_F", bound=Callable[..., object])
 
 set_grad_enabled = torch._C._set_grad_enabled
-"""What Dynamo's graphs call where a grad mode begins and ends."""
+"""The function that Dynamo's graphs call where a grad mode begins or ends."""
 
 Restart = TensorifyScalarRestartAnalysis
-"""An exception of a backend, or of AOTAutograd within it, that makes Dynamo trace the frame again:
-it does where a float that it took for a variable has to be a constant."""
+"""Exception that makes Dynamo trace the frame again if a backend raises it, or AOTAutograd within
+the backend. Torch raises it when a float that Dynamo treated as a variable has to be a constant."""
 
 
 class Retrace(Restart):
-    """An exception of the backend that makes Dynamo trace the frame again.
+    """An exception by which a backend makes Dynamo trace the frame again.
 
-    Of Dynamo's own restarts, ``OutputGraph.call_user_compiler`` passes on this kind alone.
+    Of Dynamo's restart exceptions, ``OutputGraph.call_user_compiler`` lets only ``Restart`` pass.
     """
 
     def __init__(self, reason: str) -> None:
@@ -63,45 +64,45 @@ class Trace:
         self._tx = InstructionTranslator.current_tx()
 
     def retrace(self, reason: str) -> Retrace:
-        """Return the exception to raise, after forgetting what an earlier trace speculated.
+        """Clear the speculation log, and return the exception to raise for a new trace.
 
-        The log of speculations must match the new trace, which takes other branches.
+        The log must match the trace, and the new trace takes other branches.
         """
         self._tx.speculation_log.clear()
         return Retrace(reason)
 
     def value(self, source: Source) -> object:
-        """Return the object that ``source`` names in the frame.
+        """Return the object that ``source`` refers to in the frame.
 
         Raises:
-            Exception: of any kind; Dynamo can evaluate the source only in its guards.
+            Exception: of any kind, for a source that Dynamo can evaluate only in its guards.
         """
         return source.get_value({"G": self._tx.f_globals, "L": self._tx.f_locals}, {}, {})
 
     def owners(self, source: Source) -> Iterator[object]:
-        """Yield the objects that ``source`` is an attribute or item of, the outermost first."""
+        """Yield the objects that ``source`` is an attribute or item of, outermost first."""
         chain = [source]
         while isinstance(chain[-1], ChainedSource):
             chain.append(chain[-1].base)
         for owner_source in reversed(chain[1:]):
             try:
                 yield self.value(owner_source)
-            except Exception:  # a source that Dynamo cannot evaluate outside its guards
+            except Exception:  # Dynamo can evaluate this source only in its guards
                 continue
 
     def owner(self) -> nn.Module | None:
-        """Return the module whose method is being traced; None in other functions."""
+        """Return the module whose method is being traced; None for other functions."""
         owner = self._tx.f_locals.get("self")
         return owner if isinstance(owner, nn.Module) else None
 
     def is_resumed(self) -> bool:
-        """Return whether the frame goes on after a graph break."""
+        """Return whether the frame continues a function after a graph break."""
         return is_resumed(self._tx.f_code)
 
     def graph_break(self) -> str | None:
-        """Return ``file:line: reason`` if this graph ends in a break, else None.
+        """Return ``file:line: reason`` if this graph ends in a graph break, otherwise None.
 
-        ``GraphCompileReason`` in torch/_dynamo/output_graph.py.
+        See ``GraphCompileReason`` in torch/_dynamo/output_graph.py.
         """
         reason = self._tx.output.compile_subgraph_reason
         if reason is None or not reason.graph_break:
@@ -113,14 +114,14 @@ class Trace:
     def guard(self, source: Source, attribute: str, holds: Callable[[Any], bool]) -> None:
         """Guard the frame on ``holds(value of source)``, evaluated at every call.
 
-        It is evaluated before Dynamo's own guards on the value, since guards on one source are in
-        the order of the lines that make them (``Guard.sort_key`` in torch/_guards.py); so it may
-        change what those look at.
+        ``holds`` runs before Dynamo's own guards on the value, so it may change what they check:
+        guards on one source are sorted by the line that creates them (``Guard.sort_key`` in
+        torch/_guards.py).
 
         Args:
-            attribute: one that the value has. Dynamo may skip guards on a tensor while the
-                dictionaries that lead to it have not changed, but not where there is a guard on an
-                attribute of it (``find_tag_safe_roots`` in torch/_dynamo/guards.py).
+            attribute: name of any attribute of the value. Dynamo may skip the guards on a tensor
+                while the dictionaries that lead to it are unchanged, but not if there is a guard on
+                one of its attributes (``find_tag_safe_roots`` in torch/_dynamo/guards.py).
         """
         text = f"graphshard: {source_name(source)} is in sync"
 
@@ -133,10 +134,10 @@ class Trace:
 
 
 def on_compile_start(act: Callable[[object], None]) -> None:
-    """Have ``act`` called before Dynamo traces a frame, whatever the frame's backend is.
+    """Call ``act`` before Dynamo traces a frame, whatever the frame's backend.
 
-    ``torch._dynamo.reset()`` clears the callbacks (torch/_dynamo/callback.py), so callers register
-    ``act`` again and again; it is called once all the same.
+    ``torch._dynamo.reset()`` clears the callbacks (torch/_dynamo/callback.py), so callers should
+    register ``act`` repeatedly. It still runs only once per compilation.
     """
     handler = torch._dynamo.callback_handler
     if act not in handler.start_callbacks:
@@ -144,7 +145,7 @@ def on_compile_start(act: Callable[[object], None]) -> None:
 
 
 def on_compile_error(act: Callable[[BaseException], None]) -> None:
-    """Have ``act`` called with the error that ends a compilation; see ``on_compile_start``.
+    """Call ``act`` with the error that ends a compilation; register it as in `on_compile_start`.
 
     End callbacks run while the error passes through ``install_callbacks``.
     """
@@ -155,7 +156,7 @@ def on_compile_error(act: Callable[[BaseException], None]) -> None:
 
 @dataclass(frozen=True)
 class _OnError:
-    """An end callback; equal ones are registered once."""
+    """An end callback; equal ones are registered only once."""
 
     act: Callable[[BaseException], None]
 
@@ -166,7 +167,7 @@ class _OnError:
 
 
 class _Noticing(dict[str, Any]):
-    """The functions that torch knows by name, which tells when one of them is asked for."""
+    """Torch's registry of backends by name, with a callback when a name is looked up."""
 
     def __init__(self, functions: dict[str, Any]) -> None:
         super().__init__(functions)
@@ -181,8 +182,8 @@ class _Noticing(dict[str, Any]):
 def on_lookup(name: str, act: Callable[[], None]) -> None:
     """Call ``act()`` whenever ``torch.compile`` looks up the backend ``name``.
 
-    It reads nothing of a backend that has a name before the first compile, which may never come:
-    ``lookup_backend`` in backends/registry.py.
+    ``torch.compile`` uses nothing else of a named backend before the first compilation, which may
+    never come (``lookup_backend`` in torch/_dynamo/backends/registry.py).
     """
     if not isinstance(registry._COMPILER_FNS, _Noticing):
         registry._COMPILER_FNS = _Noticing(registry._COMPILER_FNS)
@@ -190,18 +191,18 @@ def on_lookup(name: str, act: Callable[[], None]) -> None:
 
 
 def run_as_python(function: Callable[..., object]) -> None:
-    """Have Dynamo inline ``function`` into traces, but never compile a call of it from Python.
+    """Let Dynamo inline ``function`` into traces, but never compile a call of it from Python.
 
-    ``skip_code`` in torch/_dynamo/eval_frame.py.
+    See ``skip_code`` in torch/_dynamo/eval_frame.py.
     """
     skip_code(function.__code__)
 
 
 def run_with_callees_as_python(function: _F) -> _F:
-    """Have Dynamo compile neither calls of ``function`` from Python nor the calls that it makes.
+    """Keep Dynamo from compiling ``function`` when Python calls it, and all that it calls.
 
-    For hooks of backward: where a compiled function calls ``backward()``, that runs outside of any
-    graph, but with Dynamo on. A call costs nothing, in contrast to ``torch.compiler.disable``.
+    For backward hooks: if a compiled function calls ``backward()``, that runs outside of any graph,
+    but with Dynamo enabled. Unlike ``torch.compiler.disable``, this adds no cost per call.
     """
     strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
     set_code_exec_strategy(function.__code__, strategy)
@@ -209,37 +210,37 @@ def run_with_callees_as_python(function: _F) -> _F:
 
 
 def at_recompile_limit(code: CodeType) -> bool:
-    """Return whether Dynamo has compiled ``code`` as often as it may: it runs the rest eagerly.
+    """Return whether ``code`` has reached Dynamo's recompile limit and runs eagerly from now on.
 
-    ``recompile_limit`` in torch/_dynamo/config.py.
+    See ``recompile_limit`` in torch/_dynamo/config.py.
     """
     limit: int = torch._dynamo.config.recompile_limit
     return len(_debug_get_cache_entry_list(code)) >= limit
 
 
 def graph_break_reasons() -> list[str]:
-    """Return the first lines of all reasons counted since the last ``torch.compiler.reset``.
+    """Return the first line of each graph-break reason since the last ``torch.compiler.reset``.
 
-    ``counters`` in torch/_dynamo/utils.py.
+    See ``counters`` in torch/_dynamo/utils.py.
     """
     return [reason.splitlines()[0] for reason in counters["graph_break"]]
 
 
 def sources(gm: fx.GraphModule) -> list[Source]:
-    """Return where Dynamo found the value of every placeholder, in their order.
+    """Return the source of each placeholder's value, in placeholder order.
 
-    ``OutputGraph`` leaves it on the nodes (torch/_dynamo/output_graph.py).
+    ``OutputGraph`` stores it on the nodes (torch/_dynamo/output_graph.py).
     """
     return [node._dynamo_source for node in gm.graph.nodes if node.op == "placeholder"]
 
 
 def source_name(source: Source) -> str:
-    """Return the expression that ``source`` stands for, such as ``L['self'].weight``."""
+    """Return the expression for ``source``, such as ``L['self'].weight``."""
     return source.name
 
 
 class _Captured(ShortenTraceback):
-    """Ends a trace that is only made for its graph."""
+    """Raised to end a trace once its graph has been captured."""
 
 
 _capturing = False
@@ -251,9 +252,9 @@ def is_capturing() -> bool:
 
 
 def capture_graph(call: Callable[[], object]) -> tuple[fx.GraphModule, list[Any]] | None:
-    """Return the first graph that Dynamo traces of ``call()``, and its inputs; run nothing.
+    """Return the first graph that Dynamo traces of ``call()``, with its inputs; run nothing.
 
-    None: it traces no graph before it gives up.
+    Return None if Dynamo gives up before it has traced a graph.
     """
     global _capturing
     captured: list[tuple[fx.GraphModule, list[Any]]] = []
@@ -273,9 +274,9 @@ def capture_graph(call: Callable[[], object]) -> tuple[fx.GraphModule, list[Any]
 
 
 def compile_id() -> str:
-    """Return Dynamo's name for the compilation that is under way, as in "0/0"; "" without one.
+    """Return Dynamo's ID of the compilation in progress, such as "0/0"; "" if there is none.
 
-    ``CompileContext`` in torch/_guards.py.
+    See ``CompileContext`` in torch/_guards.py.
     """
     compiling = CompileContext.current_compile_id()
     return "" if compiling is None else str(compiling)

@@ -1,7 +1,7 @@
-"""Reads the cause and the user's lines out of Dynamo's errors, without advice on torch itself.
+"""Cause and user code of Dynamo's errors, without Dynamo's advice on torch itself.
 
-Read in torch/_dynamo/exc.py: ``BackendCompilerFailed`` has the error as ``inner_exception``, and an
-error of tracing has the user's frames as ``real_stack``.
+Relies on torch/_dynamo/exc.py: ``BackendCompilerFailed`` has the original error as
+``inner_exception``, and a tracing error has the user's frames as ``real_stack``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _GOT = re.compile(r"got (\w+)\((['\"])(.*)\2\)", re.DOTALL)
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Return the error behind one of Dynamo's; the error itself if it is none."""
+    """Return the original error that one of Dynamo's wraps, or the error itself."""
     while isinstance(inner := getattr(error, "inner_exception", None), BaseException):
         error = inner
     return error
 
 
 def words_of(error: BaseException) -> str:
-    """Return the type and the text of the error behind one of Dynamo's, on one line."""
+    """Return the type and message of the original error, on one line."""
     error = cause_of(error)
     text = _CUTS.split(str(error), maxsplit=1)[0]
     name, is_dynamos = type(error).__name__, type(error).__module__.startswith("torch._dynamo")
@@ -34,8 +34,10 @@ def words_of(error: BaseException) -> str:
 
 
 def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of an error, and of those that have led to it, innermost last: those of the
-    code that Dynamo traced, if it did."""
+    """Return the frames of an error and of its causes, innermost last.
+
+    If Dynamo was tracing, the frames of the traced code come last.
+    """
     frames: list[traceback.FrameSummary] = []
     for one in _chain(error):
         frames += traceback.extract_tb(one.__traceback__)
@@ -45,7 +47,7 @@ def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def _chain(error: BaseException) -> Iterable[BaseException]:
-    """Yield an error and what has led to it, as tracebacks show them."""
+    """Yield an error, its cause, the cause of that one, and so on."""
     following: BaseException | None = error
     while following is not None:
         yield following

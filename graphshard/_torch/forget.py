@@ -1,9 +1,9 @@
-"""Compiled graphs that are freed by ``torch._dynamo.reset()``.
+"""Compiled graphs that ``torch._dynamo.reset()`` frees.
 
-Dynamo keeps what a backend returns in a global, until the bytecode that calls it is gone
+Dynamo keeps what a backend returns in a global until the bytecode that calls it is gone
 (``CleanupHook`` in torch/_dynamo/utils.py). But that bytecode outlives the reset: the flight
-recorder of process groups holds the code on the Python stack of the last 2,000 collectives, and our
-graphs launch collectives. So what Dynamo keeps of ours is a wrapper that can be emptied.
+recorder of process groups keeps the code on the Python stack of the last 2,000 collectives, and our
+graphs launch collectives. So we give Dynamo a wrapper that can be emptied.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 
 
 def until_reset(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap what a backend returns, so that it is freed where Dynamo has dropped the frame that
-    is being compiled."""
+    """Wrap a backend's result, so that a reset frees it along with the frame being compiled."""
     wrapper = _UntilReset(function, weakref.ref(InstructionTranslator.current_tx().f_code))
     _wrappers().add(wrapper)
     return wrapper
 
 
 class _UntilReset:
-    """Calls a function.
+    """A callable that can be emptied.
 
     Args:
-        code: of the frame that calls it.
+        function: function to call.
+        code: weak reference to the code of the frame that calls it.
     """
 
-    # No __dict__: what Dynamo wraps around it would take over the entries.
+    # No __dict__: Dynamo's own wrapper would copy its entries and keep the function alive.
     __slots__ = ("__weakref__", "code", "function")
 
     def __init__(self, function: Callable[..., Any], code: weakref.ref[CodeType]) -> None:
@@ -44,7 +44,7 @@ class _UntilReset:
 
 
 class _OnReset:
-    """A start callback without an effect, which lives until ``reset()`` drops all callbacks."""
+    """A start callback without effect, which lives until ``reset()`` drops all callbacks."""
 
     def __init__(self) -> None:
         self.wrappers: weakref.WeakSet[_UntilReset] = weakref.WeakSet()
@@ -68,7 +68,7 @@ def _empty(wrappers: weakref.WeakSet[_UntilReset]) -> None:
     for wrapper in wrappers:
         code = wrapper.code()
         if code is not None and _debug_get_cache_entry_list(code):
-            _wrappers().add(wrapper)  # somebody has dropped the callbacks alone
+            _wrappers().add(wrapper)  # only the callbacks were dropped
         else:
             wrapper.function = _is_dropped
 

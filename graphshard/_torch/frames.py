@@ -1,10 +1,10 @@
-"""The call of compiled code that is under way, read off the Python stack.
+"""The compiled call in progress, read from the Python stack.
 
-Torch tells a backend neither which module is compiled, nor the arguments of ``torch.compile``, nor
-which call is under way. They are read from the frames of torch's own functions. All names of such
-functions and of their local variables are here and in ``call_scope``; they are those of torch
-2.11.0 and 2.13.0: torch/nn/modules/module.py, torch/__init__.py, torch/_dynamo/eval_frame.py and
-resume_execution.py.
+Torch does not tell a backend which module is compiled, what the arguments of ``torch.compile``
+were, or which call is in progress. This module reads them from the frames of torch's own functions.
+The names of these functions and of their local variables appear only here and in ``call_scope``.
+They are those of torch 2.11.0 and 2.13.0: torch/nn/modules/module.py, torch/__init__.py,
+torch/_dynamo/eval_frame.py and resume_execution.py.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch._dynamo.eval_frame import innermost_backend
 from .nn import uncompiled
 
 WRAPPED_CALL = "_wrapped_call_impl"
-"""The method of ``nn.Module`` that ``__call__`` is."""
+"""The ``nn.Module`` method that ``__call__`` is an alias of."""
 _MODULE_CALL = ("__call__", "_call_impl", WRAPPED_CALL)
 _RESUMED_PREFIX = "torch_dynamo_resume_in_"
 
 
 def frames() -> Iterator[FrameType]:
-    """Yield the frames of the Python stack, innermost first, from the caller's caller on."""
+    """Yield the frames of the Python stack, innermost first, starting at the caller's caller."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         yield frame
@@ -37,12 +37,12 @@ def frames() -> Iterator[FrameType]:
 
 
 def is_in_torch_save() -> bool:
-    """Return whether the caller runs inside of ``torch.save`` (torch/serialization.py)."""
+    """Return whether the caller runs inside ``torch.save`` (torch/serialization.py)."""
     return any(frame.f_code is torch.save.__code__ for frame in frames())
 
 
 def locals_at(error: BaseException) -> Iterator[object]:
-    """Yield the values of local variables in all frames that ``error`` has left so far."""
+    """Yield the local variables of all frames that ``error`` has propagated through so far."""
     step = error.__traceback__
     while step is not None:
         yield from step.tb_frame.f_locals.values()
@@ -51,17 +51,17 @@ def locals_at(error: BaseException) -> Iterator[object]:
 
 @dataclass(frozen=True)
 class CompiledCall:
-    """The call of compiled code that is under way; all fields are empty where there is none.
+    """The compiled call in progress; all fields are empty if there is none.
 
     Attributes:
-        module: the module that is compiled; None where a function is.
-        called: modules whose call Dynamo left to Python, outermost first. It may be about to trace
-            the forward of the innermost one. None where that is for another call of compiled code
-            inside of this one, which may have another backend.
-        running: modules with a method that Dynamo left to Python, outermost first.
-        codes: of all functions that run inside of it, innermost first.
-        backend: the ``backend`` argument of ``torch.compile``, resolved if it was a name.
-        options: the ``options`` argument of ``torch.compile``.
+        module: the compiled module; None if a function is compiled.
+        called: modules whose calls Dynamo left to Python, outermost first. Dynamo may be about to
+            trace the forward of the innermost one. Empty inside a nested compiled call, which may
+            have another backend.
+        running: modules with a running method that Dynamo left to Python, outermost first.
+        codes: code objects of all functions that run inside the call, innermost first.
+        backend: ``backend`` argument of ``torch.compile``, resolved if it was a name.
+        options: ``options`` argument of ``torch.compile``.
     """
 
     module: nn.Module | None = None
@@ -72,21 +72,26 @@ class CompiledCall:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def root(self) -> nn.Module | None:
-        """Return the compiled module; where a function is compiled, the outermost of ``called``, or
-        the running module that it is a part of."""
-        if self.module is not None:  # a module may have no truth value
+        """Return the compiled module; for a compiled function, the outermost module that it runs.
+
+        That is the outermost of ``called``, or the running module that it is a part of.
+        """
+        if self.module is not None:  # bool(module) may be False, or raise
             return self.module
         called = next(iter(self.called), None)
         owners = (m for m in self.running if any(part is called for part in m.modules()))
         return next(owners, called)
 
     def runs(self, root: nn.Module) -> bool:
-        """Return whether Dynamo left a method of ``root``, or of a part of it, to Python."""
+        """Return whether Dynamo left a running method of ``root`` or a submodule to Python."""
         return not set(root.modules()).isdisjoint(self.running)
 
 
 def compiled_call() -> CompiledCall:
-    """Read the stack from here to where ``torch.compile`` was entered first (eval_frame.py)."""
+    """Return the compiled call in progress, from the outermost entry of ``torch.compile``.
+
+    See torch/_dynamo/eval_frame.py.
+    """
     stack = list(frames())
     entries = [i for i, frame in enumerate(stack) if is_dynamo_entry(frame)]
     if not entries:
@@ -108,27 +113,27 @@ def compiled_call() -> CompiledCall:
 
 
 def _owners(methods: Iterable[FrameType]) -> tuple[nn.Module, ...]:
-    """Return the modules whose methods run in these frames, given innermost first, in reverse."""
+    """Return the modules whose methods run in these frames (innermost first), outermost first."""
     owners = [m for m in map(module_of_method, methods) if m is not None]
     return tuple(reversed(owners))
 
 
 def _called_module(caller: FrameType | None) -> nn.Module | None:
-    """Return the module whose call is the frame ``caller``; None if it is another function's."""
+    """Return the module whose call runs in ``caller``; None if no module's does."""
     if caller is not None and caller.f_code.co_qualname.endswith("_call_impl.<locals>.inner"):
-        caller = caller.f_back  # where a module has hooks
+        caller = caller.f_back  # the module has hooks
     called = caller is not None and caller.f_code.co_name in _MODULE_CALL
     return module_of_method(caller) if caller is not None and called else None
 
 
 @dataclass(frozen=True)
 class ToCompile:
-    """Holds the arguments of the running call of ``torch.compile``.
+    """Arguments of the ``torch.compile`` call in progress.
 
     Attributes:
-        given: a module, also where its ``compile()`` calls ``torch.compile``; or a function.
-        is_off: the call returns ``given`` itself.
-        options: the argument of that name.
+        given: the function or module to compile, also if ``module.compile()`` made the call.
+        is_off: whether the call returns ``given`` itself.
+        options: ``options`` argument of ``torch.compile``.
     """
 
     given: object
@@ -137,14 +142,15 @@ class ToCompile:
 
     @property
     def module(self) -> nn.Module | None:
-        """The module that was given; None: it was a function."""
+        """The module to compile; None for a function."""
         return self.given if isinstance(self.given, nn.Module) else None
 
 
 def to_compile() -> ToCompile | None:
-    """Return what the running call of ``torch.compile`` was given; None where none is running.
+    """Return the arguments of the ``torch.compile`` call in progress; None if there is none.
 
-    Read in torch/__init__.py, torch/nn/modules/module.py and ``_optimize`` in eval_frame.py.
+    Relies on torch/__init__.py, torch/nn/modules/module.py and ``_optimize`` in
+    torch/_dynamo/eval_frame.py.
     """
     for frame in frames():
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) == ("torch", "compile"):
@@ -158,10 +164,11 @@ def to_compile() -> ToCompile | None:
 
 
 def call_arguments(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of the innermost call of ``module`` that is under way in Python.
+    """Return the arguments of the innermost call of ``module`` in progress in Python.
 
-    None where there is no such call, or Dynamo is tracing it. The call of what ``torch.compile``
-    made of the module is none: it may have Dynamo trace the module's own.
+    Return None if there is no such call, or if Dynamo is tracing it. A call of the wrapper that
+    ``torch.compile`` returned for the module does not count, because Dynamo may trace the module's
+    own call inside it.
     """
     for frame in frames():
         if frame.f_code.co_name == "_call_impl" and _first_argument(frame) is module:
@@ -176,37 +183,37 @@ def is_dynamo_entry(frame: FrameType) -> bool:
 
 
 def describe_code(code: CodeType) -> str:
-    """Return a function's name and where it is."""
+    """Return the name and location of a function."""
     return f"{code.co_name!r} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def is_recomputation(frame: FrameType) -> bool:
-    """Return whether torch.utils.checkpoint, which reruns parts of a forward, owns ``frame``."""
+    """Return whether ``frame`` is in torch.utils.checkpoint, which reruns parts of a forward."""
     return frame.f_globals.get("__name__") == "torch.utils.checkpoint"
 
 
 def is_resumed(code: CodeType) -> bool:
-    """Return whether ``code`` is what Dynamo made of the rest of a function after a graph break."""
+    """Return whether ``code`` is Dynamo's continuation of a function after a graph break."""
     return code.co_name.startswith(_RESUMED_PREFIX)
 
 
 def is_forward(frame: FrameType) -> bool:
-    """Return whether ``frame`` has the name of a module's call, of its forward, or of a rest of it.
+    """Return whether ``frame`` is named like a module's call, its forward, or any continuation.
 
-    The rest of any other function, too: the names of resumed functions do not tell.
+    Continuations of other functions count, too.
     """
     name = frame.f_code.co_name
     return name in ("forward", "_call_impl", WRAPPED_CALL) or is_resumed(frame.f_code)
 
 
 def module_of_method(frame: FrameType) -> nn.Module | None:
-    """Return the frame's first argument, if it is a module; of a compiled one, the original."""
+    """Return the frame's first argument if it is a module; unwrap a compiled one."""
     owner = _first_argument(frame)
     owner = uncompiled(owner) if isinstance(owner, nn.Module) else None
     return owner if isinstance(owner, nn.Module) else None
 
 
 def _first_argument(frame: FrameType) -> object:
-    """Return the first positional argument of the frame's function; None: it has none."""
+    """Return the first positional argument of the frame's function; None if it has none."""
     code = frame.f_code
     return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None

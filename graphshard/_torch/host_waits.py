@@ -1,9 +1,9 @@
-"""Waits of the host that are nodes of a graph: ``torch.cuda.synchronize()`` in torch 2.13.
+"""Host waits that are nodes of a graph, such as ``torch.cuda.synchronize()`` in torch 2.13.
 
-AOTAutograd has all values from before a wait pass through it, so that nothing moves across
+AOTAutograd threads all earlier values through a wait, so that nothing moves across it
 (``wrap_all_sync_nodes_with_control_deps`` in torch/_functorch/_aot_autograd/streams.py):
 
-    control_deps((a, w), wait, a, w)      a, w = its items 1 and 2; ``wait`` is a submodule
+    control_deps((a, w), wait, a, w)      outputs 1 and 2 are a and w; ``wait`` is a submodule
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import fx
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Return whether values pass through a node that waits, or that has a stream wait."""
+    """Return whether ``node`` threads values through a host wait or a stream operator."""
     if node.op != "call_function" or str(node.target) != "control_deps":
         return False
     subgraph: Any = node.args[1]
     inside = getattr(node.graph.owning_module, subgraph.target).graph.nodes
-    # Others of that name only keep an operator behind others.
+    # Other ``control_deps`` only order operators.
     return any(str(other.target).startswith("streams.") for other in inside)
 
 
 def lead_past(wait: fx.Node, values: Container[fx.Node]) -> None:
-    """Have those of the values that pass through ``wait`` not do so, and none of them wait."""
+    """Make ``values`` bypass ``wait``, which then no longer depends on them."""
     arguments: Any = wait.args
     before, subgraph, *passing = arguments
     kept = [i for i, value in enumerate(passing) if value not in values]
@@ -41,7 +41,7 @@ def lead_past(wait: fx.Node, values: Container[fx.Node]) -> None:
 
 
 def _keep(wait: fx.GraphModule, kept: list[int]) -> None:
-    """Have a submodule take and return fewer values: those of the positions ``kept``."""
+    """Reduce the inputs and outputs of a wait's submodule to the positions ``kept``."""
     taken = list(wait.graph.find_nodes(op="placeholder"))
     output = wait.graph.output_node()
     results: Any = output.args[0]

@@ -1,13 +1,13 @@
-"""AOTAutograd and Inductor: compilers, custom passes, caches, and the settings they run with.
+"""AOTAutograd and Inductor: compilers, custom passes, caches and settings.
 
-Read in torch/_inductor, torch/_functorch, torch/_logging and torch/_guards.py; torch 2.11 and 2.13
-have the same names and arguments. Re-exported as they are:
+Relies on torch/_inductor, torch/_functorch, torch/_logging and torch/_guards.py, with the same
+names and arguments in torch 2.11 and 2.13. Re-exports:
 
-    aot_autograd              a Dynamo backend from compilers of forward and backward graphs
-    compile_fx                Inductor as a compiler of a graph
-    make_boxed_func           gives a graph's callable the calling convention of AOTAutograd
-    min_cut_rematerialization_partition     AOTAutograd's partitioner of a joint graph
-    CustomGraphPass, CustomPartitionerFn    passes and partitioners with a key for the caches
+    aot_autograd              makes a Dynamo backend from forward and backward compilers
+    compile_fx                compiles a graph with Inductor
+    make_boxed_func           gives a graph's callable AOTAutograd's calling convention
+    min_cut_rematerialization_partition     AOTAutograd's partitioner of the joint graph
+    CustomGraphPass, CustomPartitionerFn    passes and partitioners with a cache key
     get_hash_for_files, cache_dir           that key; the folder of Inductor's caches
 """
 
@@ -60,23 +60,23 @@ __all__ = [
 
 
 KEEP_ORDER = {
-    "combo_kernels": False,  # these are sorted anew behind `KeepWaits`
+    "combo_kernels": False,  # these are reordered after `KeepWaits`
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
 }
-"""Options of Inductor (torch/_inductor/config.py) that keep collectives in their written order."""
+"""Inductor options (torch/_inductor/config.py) that keep collectives in their written order."""
 
 KEEP_HOST_COPIES = {"layout_optimization": False}
-"""Options of Inductor for graphs that may copy activations to the host. It would have saved ones
-behind convolutions in channels-last order, and lay out the host's copies anew, on the host, which
-does not wait for them."""
+"""Inductor options for graphs that may offload activations to the host. With layout optimization,
+Inductor would store activations after convolutions channels-last and convert the host copies to
+another layout, on the host, before the copies have completed."""
 
 
 def decompositions_for(inputs: Sequence[object]) -> dict[Any, Any] | None:
-    """Return what Inductor decomposes in a graph with these inputs; None: what it always does.
+    """Return Inductor's decompositions for a graph with these inputs; None for the default ones.
 
-    A sum of complex numbers becomes views and a sum of real ones, which no pass knows as the sum
-    of two gradients of one parameter. Where there are complex inputs, it stays as it is.
+    By default a complex add becomes views and a real add, which no pass of ours recognizes as the
+    sum of two gradients of one parameter. So with complex inputs, adds are not decomposed.
     """
     if not any(isinstance(value, torch.Tensor) and value.is_complex() for value in inputs):
         return None
@@ -86,20 +86,20 @@ def decompositions_for(inputs: Sequence[object]) -> dict[Any, Any] | None:
 
 
 def options_of_plans(device: torch.device) -> dict[str, Any]:
-    """Return options of Inductor that keep the planned order, and free dead buffers.
-
-    Inductor keeps dead buffers for later ones of the same size as long as the peak is not larger,
-    by an estimate that does not count what collectives hold: a GPT's backward had 1491 MB in place
-    of 1358, since the gradient of its head waited for that of its embedding. Allocators of GPUs
-    find memory as quickly; that of a CPU does not.
-    """
+    """Return Inductor options that keep the planned order and free dead buffers at once."""
+    # Inductor keeps a dead buffer for a later one of the same size unless its estimate of peak
+    # memory grows, and that estimate ignores what collectives hold. In a GPT's backward, the head's
+    # gradient was kept for that of the embedding: the peak was 1491 MB instead of 1358. A GPU's
+    # allocator finds memory just as quickly; a CPU's does not.
     frees_at_once = {} if device.type == "cpu" else {"allow_buffer_reuse": False}
     return {**KEEP_ORDER, **frees_at_once, "_post_fusion_custom_pass": KeepWaits()}
 
 
 def with_planned_order(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a user's options of Inductor without those that would sort kernels, launches and waits
-    anew, and warn of these."""
+    """Return a user's Inductor options without those that reorder kernels, launches and waits.
+
+    Warns of each one that is switched on.
+    """
     undone = [f"{name}={asked[name]}" for name in KEEP_ORDER if asked.get(name, False)]
     if undone:
         warnings.warn(
@@ -112,17 +112,18 @@ def with_planned_order(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_cuda_graphs(options: Mapping[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
-    """Return options of Inductor with its CUDA graphs off, and warn if they were on.
+    """Return Inductor options with its CUDA graphs off, and warn if they were on.
 
-    They cannot replay NCCL's collectives: these keep buffers that CUDA graphs take for free
-    (pytorch/torchtitan#2444, pytorch/pytorch#187565). Where the user has set a
-    ``cudagraph_policy`` (torch 2.13), he captures graphs as a whole, and they stay on.
+    They cannot replay NCCL collectives, which hold buffers that CUDA graphs consider free
+    (pytorch/torchtitan#2444, pytorch/pytorch#187565). A user who sets a ``cudagraph_policy`` (torch
+    2.13) captures whole graphs, so they stay on.
 
     Args:
-        asked: ``meta`` of the graph module, where Dynamo notes ``override_cudagraphs`` (torch 2.13)
-            of the user's code; the note is dropped where it would turn them on again.
+        options: Inductor options.
+        asked: ``meta`` of the graph module, where Dynamo stores ``override_cudagraphs`` (torch
+            2.13) of the user's code. It is removed if it would turn CUDA graphs on again.
     """
-    # What it says of backward can only turn them off (``create_compiler_config_extra`` in
+    # Its ``bwd`` can only turn them off (``create_compiler_config_extra`` in
     # torch/_inductor/compile_fx.py).
     override = getattr(asked.get("cudagraph_annotation"), "fwd", None)
     with inductor_config.patch(dict(options)):
@@ -148,20 +149,21 @@ _OTHER_PASSES = (
     "joint_custom_post_pass",
     "post_grad_custom_pre_pass",
 )
-"""Options of Inductor for passes of the user, which change the graphs that ours are given."""
+"""Inductor options for the user's passes, which change the graphs that our passes receive."""
 
 
 def lower_as_collective(op: OpOverload) -> None:
-    """Have Inductor take an operator for a launch: ``wait_tensor`` of a result ends it.
+    """Make Inductor treat an operator as an asynchronous launch, which ``wait_tensor`` completes.
 
-    To Inductor a buffer is dead behind the last operator that reads it, and is written over or
-    handed on. What a collective reads stays as it is until the wait (``get_volatile_reads`` in
+    Inductor normally reuses or overwrites a buffer after the last operator that reads it. The
+    inputs of a collective stay intact until its wait (``get_volatile_reads`` in
     torch/_inductor/ir.py, ``register_comm_lowerings`` in torch/_inductor/comm_lowering.py).
-    Its tensors are laid out as traced, and so are its results: Inductor has ``wait_tensor`` take
-    what is laid out as traced, and would wait for a copy that it makes before.
+
+    Inputs and results keep their traced layouts, because Inductor passes ``wait_tensor`` the traced
+    layout. From any other, it would insert a copy before the wait, and wait for the copy.
 
     Args:
-        op: takes a list of tensors first, and returns a result for each.
+        op: operator that takes a list of tensors first and returns a result for each.
     """
 
     def lower(tensors: list[Any], *args: Any) -> list[Any]:
@@ -174,28 +176,28 @@ def lower_as_collective(op: OpOverload) -> None:
 
 
 def _laid_out_as(tensor: Any, traced: fx.Node) -> Any:
-    """Return Inductor's value of a node with strides in the order of those that were traced.
+    """Return Inductor's value of a node, with strides in the order of the traced strides.
 
-    ``constrain_to_fx_strides`` in torch/_inductor/lowering.py, which leaves lists as they are in
-    torch 2.11.
+    Does what ``constrain_to_fx_strides`` in torch/_inductor/lowering.py does; in torch 2.11 that
+    skips lists.
     """
     order = ir.get_stride_order(traced.meta["val"].stride(), V.graph.sizevars.shape_env)
     return ir.ExternKernel.require_stride_order(tensor, order)
 
 
 lookup_seed = torch.ops.prims.inductor_lookup_seed.default
-"""Takes one number out of those that Inductor seeds the random numbers of a graph with."""
+"""Reads one seed from the tensor of seeds that Inductor creates for a graph's random numbers."""
 
 
 def call_subgraph(graph: fx.Graph, name: str, arguments: Sequence[fx.Node]) -> fx.Node:
     """Insert a call of a graph's submodule, which Inductor compiles once for all of its calls.
 
-    ``InvokeSubgraph`` in torch/_inductor/ir.py. No result may be a view: see passes/regions.py.
+    See ``InvokeSubgraph`` in torch/_inductor/ir.py. No result may be a view: see passes/regions.py.
     """
     owner: Any = graph.owning_module
     output = getattr(owner, name).graph.output_node()
     values = [node.meta["val"] for node in output.args[0]]
-    # Inductor asks for these of each graph that it lowers: results are laid out as traced.
+    # Inductor reads these from every graph it lowers. They keep results in their traced layout.
     output.meta["user_visible_output_idxs"] = list(range(len(values)))
     output.meta["original_output_strides"] = [value.stride() for value in values]
     target = graph.get_attr(name)
@@ -203,9 +205,9 @@ def call_subgraph(graph: fx.Graph, name: str, arguments: Sequence[fx.Node]) -> f
 
 
 def keep_in_memory(node: fx.Node) -> None:
-    """Have Inductor write a node's value when it is computed, and nobody compute it anew.
+    """Make Inductor materialize a node's value where it is computed, and never recompute it.
 
-    ``run_node`` in torch/_inductor/graph.py.
+    See ``run_node`` in torch/_inductor/graph.py.
     """
     node.meta["inductor_realize_to_strides"] = True
 
@@ -217,14 +219,14 @@ def compile_without_code(
     decompositions: dict[Any, Any] | None,
     inner_compile: Callable[..., Any] | None = None,
 ) -> Any:
-    """Run all passes of Inductor on a graph, and generate no code; for inputs that are fake.
+    """Run all of Inductor's passes on a graph with fake inputs, without generating code.
 
     The result returns new fake tensors with the shapes of the graph's outputs. The passes are those
     of ``_InProcessFxCompile.codegen_and_compile`` in torch/_inductor/compile_fx.py.
 
     Args:
-        options: of Inductor, custom passes among them.
-        inner_compile: called with each graph in place of the passes behind the partition.
+        options: Inductor options, including custom passes.
+        inner_compile: called with each partitioned graph, in place of the post-grad passes.
     """
     patches = {**options, "force_disable_caches": True}
     return compile_fx(
@@ -237,7 +239,7 @@ def compile_without_code(
 
 
 def compiles_nothing(gm: fx.GraphModule, inputs: Sequence[Any], **arguments: Any) -> Any:
-    """Stand in for a compiler, where only what comes before it is wanted."""
+    """Stand in for a compiler if only the stages before it matter; the result cannot be called."""
 
     def run(*values: Any) -> Any:
         raise AssertionError("this graph was not compiled")
@@ -263,7 +265,7 @@ def _run_passes(gm: fx.GraphModule, inputs: Sequence[Any], **arguments: Any) -> 
 
 
 def _like(output: object) -> object:
-    """Return a tensor with the shape and layout of a graph's output; other outputs as they are."""
+    """Return a tensor with the shape and layout of a graph's output; other outputs unchanged."""
     value = output.meta["val"] if isinstance(output, fx.Node) else output
     if not isinstance(value, torch.Tensor):
         return value
@@ -271,36 +273,36 @@ def _like(output: object) -> object:
 
 
 def eager_backward() -> AbstractContextManager[None]:
-    """Have AOTAutograd compile a backward graph together with its forward graph.
+    """Make AOTAutograd compile a backward graph together with its forward graph.
 
-    ``force_non_lazy_backward_lowering`` in torch/_functorch/config.py.
+    See ``force_non_lazy_backward_lowering`` in torch/_functorch/config.py.
     """
     return functorch_config.patch(force_non_lazy_backward_lowering=True)
 
 
 def saving_activations(budget: float | None) -> AbstractContextManager[None]:
-    """Have the partitioner save no more than a part of the activations that it would.
+    """Limit the activations that the partitioner saves to a fraction of what it would save.
 
-    ``activation_memory_budget`` in torch/_functorch/config.py.
+    See ``activation_memory_budget`` in torch/_functorch/config.py.
 
     Args:
-        budget: the part, from 0 to 1; None: as the config says.
+        budget: fraction from 0 to 1; None keeps the configured one.
     """
     if budget is None:
         return nullcontext()
-    # With 0 it would also recompute what has to be saved.
+    # A budget of 0 would also recompute what has to be saved.
     return functorch_config.patch(activation_memory_budget=max(budget, 1e-9))
 
 
 def has_activation_budget() -> bool:
-    """Return whether the partitioner may save less than all activations that are cheap to save."""
+    """Return whether torch's config limits the activations that the partitioner saves."""
     return bool(functorch_config.activation_memory_budget < 1)
 
 
 def lays_out_channels_last(graph: fx.Graph, kind: str) -> bool:
-    """Return whether Inductor gives the images of a graph another layout than they have in it.
+    """Return whether Inductor converts the images in a graph to channels-last layout.
 
-    ``decide_layout_opt`` in torch/_inductor/graph.py.
+    See ``decide_layout_opt`` in torch/_inductor/graph.py.
 
     Args:
         kind: "forward", "backward" or "inference".
@@ -311,10 +313,10 @@ def lays_out_channels_last(graph: fx.Graph, kind: str) -> bool:
 
 
 def donate_nothing() -> None:
-    """Have the backward graph under compilation not write over activations that were saved for it.
+    """Keep the backward graph being compiled from overwriting the activations saved for it.
 
-    AOTAutograd donates them if the first backward does not retain its graph, which is not known
-    yet (``bw_donated_idxs`` in torch/_functorch/_aot_autograd/schemas.py).
+    AOTAutograd donates them to backward unless the first backward retains its graph, which is not
+    known yet (``bw_donated_idxs`` in torch/_functorch/_aot_autograd/schemas.py).
     """
     metadata = TracingContext.get().fw_metadata
     if metadata is not None:
@@ -322,20 +324,21 @@ def donate_nothing() -> None:
 
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
-    """Add a file to what ``TORCH_TRACE`` logs and tlparse shows (torch/_logging/_internal.py).
+    """Add a file to the ``TORCH_TRACE`` log, which tlparse shows (torch/_logging/_internal.py).
 
     Args:
         encoding: "json" or "string".
-        payload: returns the contents; called only if there is such a log.
+        payload: returns the file's contents; called only if the log is enabled.
     """
     metadata = {"name": name, "encoding": encoding}
     trace_structured("artifact", metadata_fn=lambda: metadata, payload_fn=payload)
 
 
 def caches_graphs() -> bool:
-    """Return whether Inductor finds again what another process on this host has compiled.
+    """Return whether Inductor can reuse graphs that another process on this host has compiled.
 
-    Ranks that tune kernels together (torch/_inductor/config.py) have to compile at the same time.
+    If ranks autotune kernels together (torch/_inductor/config.py), they have to compile at the same
+    time, so none can wait for another's graphs.
     """
     together = getattr(inductor_config, "distributed_max_autotune_gemm", False)
     disabled = inductor_config.force_disable_caches or together
@@ -343,21 +346,21 @@ def caches_graphs() -> bool:
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:
-    """Return the Inductor options that ``torch.compile(mode=...)`` stands for; None: none.
+    """Return the Inductor options that ``torch.compile(mode=...)`` stands for; none for None.
 
-    ``list_mode_options`` in torch/_inductor/__init__.py.
+    See ``list_mode_options`` in torch/_inductor/__init__.py.
     """
     return torch._inductor.list_mode_options(mode) if mode else {}
 
 
 def settings_text(options: Mapping[str, Any]) -> str:
-    """Everything that Inductor and AOTAutograd are set to, as text; the same in each process.
+    """Return all settings of Inductor and AOTAutograd as text that is the same in every process.
 
-    What torch itself leaves out of its keys is left out (``save_config_portable`` in
+    Leaves out what torch leaves out of its own cache keys (``save_config_portable`` in
     torch/utils/_config_module.py).
 
     Args:
-        options: of Inductor, in place of those of its config.
+        options: Inductor options that override its config.
     """
     with inductor_config.patch(dict(options)):
         configs = [
@@ -365,6 +368,6 @@ def settings_text(options: Mapping[str, Any]) -> str:
             for config in (inductor_config, functorch_config)
         ]
         passes = [getattr(inductor_config, name) for name in _OTHER_PASSES]
-    # Graphs of a pass without a key are not cached.
+    # Inductor does not cache graphs of passes without a key, so any text does for these.
     keys = [p.uuid() if isinstance(p, CustomGraphPass) else repr(p) for p in passes]
     return f"{configs} {keys}"

@@ -1,21 +1,21 @@
-"""Keeps launches and waits in their written order while Inductor fuses kernels around them.
+"""Keep launches and waits in their written order while Inductor fuses kernels around them.
 
-Inductor runs a fused kernel where its first node stood, and all that its nodes need before it. If
-a later node needs what is waited for later, that wait comes too early: before launches that were
-written between the two. So a fused kernel moves behind the waits that it needs:
+Inductor runs a fused kernel where its first node was, preceded by everything the kernel needs. If a
+later node needs a later wait, that wait moves up, ahead of launches that were written before it. So
+this pass moves the kernel after the waits that it needs:
 
-    written   embedding   launch b   wait a   norm     embedding and norm are one kernel
+    written   embedding   launch b   wait a   norm     embedding and norm are fused
     Inductor  wait a   kernel   launch b
     here      launch b   wait a   kernel
 
-Where the launch sends what the fused kernel computes, that cannot be: such a kernel is taken apart.
+If such a launch sends a result of the kernel, the kernel cannot move after it and is split:
 
-    written   grad   launch grad   wait a   norm     grad and norm, which read the same, are one
+    written   grad   launch grad   wait a   norm       grad and norm share an input: fused
     Inductor  wait a   kernel   launch grad
     here      grad   launch grad   wait a   norm
 
-The same holds for memory that is made behind a wait: the bytes that the wait frees are the room for
-it.
+A large allocation written after a wait is treated as if it needed the wait, because it is meant to
+reuse the memory that the wait frees.
 """
 
 from __future__ import annotations
@@ -29,34 +29,35 @@ from torch._inductor.scheduler import BaseSchedulerNode, FusedSchedulerNode
 from torch._inductor.utils import contains_collective, contains_wait
 
 _LARGE = 64 << 20
-"""Bytes for whose sake a kernel more is worth it."""
+"""Smallest allocation that justifies splitting a fused kernel, in bytes."""
 
-_Pass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)  # torch 2.11 has none
+_Pass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)  # torch 2.11 lacks it
 
 
 class KeepWaits(_Pass):
-    """The pass, for Inductor's ``_post_fusion_custom_pass``."""
+    """The scheduler pass, for Inductor's ``_post_fusion_custom_pass``."""
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
-        """Return the nodes of a scheduler in the order in which they are to run."""
+        """Return the scheduler's nodes in the order in which they should run."""
         while len(split := _split(nodes)) > len(nodes):
             nodes = split
         return _ordered(nodes)
 
     def uuid(self) -> bytes:
-        """Return the same always: the key of our other pass changes with all sources."""
+        """Return a constant: the cache key of our graph pass already covers all our sources."""
         return b"graphshard"
 
 
 Nodes = list[BaseSchedulerNode]
 Needed = dict[BaseSchedulerNode, Nodes]
-"""By node, those that it has to come after."""
+"""For each node, the nodes that it must come after."""
 
 
 def _split(nodes: Nodes) -> Nodes:
-    """Take apart the fused kernels that need a wait and are needed by what is written before it.
+    """Split each fused kernel that needs a wait but feeds a launch or wait written before it.
 
-    What needs the wait becomes a kernel of its own, or each node where they do not loop alike.
+    The nodes that need the wait become one kernel and the others another. Nodes that cannot share a
+    loop become one kernel each.
     """
     needed = _needed(nodes)
     last_wait = _last_waits_for_memory(nodes, needed)
@@ -77,13 +78,13 @@ def _split(nodes: Nodes) -> Nodes:
 
 
 def _is_fused(node: BaseSchedulerNode) -> bool:
-    """Return whether a node is several that can be kernels of their own."""
+    """Return whether a node consists of several that can be kernels of their own."""
     is_list_operator = getattr(node, "is_foreach", bool)()
     return len(getattr(node, "snodes", ())) > 1 and not is_list_operator
 
 
 def _comes_too_late(node: BaseSchedulerNode, wait: int, users: Needed) -> bool:
-    """Return whether a launch, or a wait, rests on a node that was written before ``wait``."""
+    """Return whether a launch or wait that was written before ``wait`` depends on ``node``."""
     return any(
         user.min_order < wait and (contains_wait(user) or contains_collective(user))
         for user in _resting_on(node, users)
@@ -91,7 +92,7 @@ def _comes_too_late(node: BaseSchedulerNode, wait: int, users: Needed) -> bool:
 
 
 def _parts(kernel: Any, late_buffers: set[str]) -> Nodes:
-    """Return kernels for a fused one: of nodes that need no late buffer, then of those that do."""
+    """Split a fused kernel into the nodes that need no late buffer, then those that do."""
     late = late_buffers.difference(kernel.get_buffer_names())
     groups: tuple[Nodes, Nodes] = [], []
     for node in kernel.snodes:
@@ -99,33 +100,36 @@ def _parts(kernel: Any, late_buffers: set[str]) -> Nodes:
         groups[is_late].append(node)
         if is_late:
             late.update(node.get_buffer_names())
-    if not all(groups):  # what comes too late is another kernel, which rests on this one
+    if not all(groups):  # another kernel has to be split
         return [kernel]
     parts: Nodes = []
     for group in groups:
+        # Inductor's CPU backend has fitted loops to each other that may now be in different parts.
         whole = kernel.get_device().type != "cpu" and _loop_alike(group)
         parts += [_fused(kernel, nodes) for nodes in ([group] if whole else [[n] for n in group])]
     return parts
 
 
 def _loop_alike(nodes: list[Any]) -> bool:
-    """Return whether nodes can be a kernel of Triton: over all elements, or behind a reduction
-    (``generate_node_schedule`` in torch/_inductor/codegen/simd.py). For CPUs Inductor has fitted
-    loops to each other that may be in different kernels now."""
+    """Return whether nodes can be one Triton kernel.
+
+    They can if each iterates over all elements, or over the results of a reduction
+    (``generate_node_schedule`` in torch/_inductor/codegen/simd.py).
+    """
     _, (rows, columns) = max(nodes, key=lambda node: node.is_reduction()).group
     sizes = ((rows, columns), (rows * columns, 1), (rows, 1))
     return all(tuple(node.group[1]) in sizes for node in nodes)
 
 
 def _fused(kernel: Any, nodes: Nodes) -> BaseSchedulerNode:
-    """Return some of a kernel's nodes as one, and tell the scheduler."""
+    """Fuse some of a kernel's nodes, and register the result with the scheduler."""
     one = nodes[0] if len(nodes) == 1 else FusedSchedulerNode(kernel.scheduler, nodes)
     kernel.scheduler.name_to_fused_node.update({node.get_name(): one for node in nodes})
     return one
 
 
 def _resting_on(node: BaseSchedulerNode, users: Needed) -> Iterator[BaseSchedulerNode]:
-    """Yield all nodes that need a node, directly or by way of others."""
+    """Yield all nodes that depend on ``node``, directly or indirectly."""
     pending, seen = [node], {node}
     while pending:
         for user in users[pending.pop()]:
@@ -136,14 +140,17 @@ def _resting_on(node: BaseSchedulerNode, users: Needed) -> Iterator[BaseSchedule
 
 
 def _last_waits(nodes: Nodes, needed: Needed) -> dict[BaseSchedulerNode, int]:
-    """Return where the last wait was written that each node needs; -1: it needs none."""
+    """Return the position of the last wait that each node depends on, as written; -1 if none."""
     own = {node: node.min_order if contains_wait(node) else -1 for node in nodes}
     return _latest(own, needed)
 
 
 def _last_waits_for_memory(nodes: Nodes, needed: Needed) -> dict[BaseSchedulerNode, int]:
-    """Return the same, or where a later wait was written whose collective frees memory before a
-    node needs much: such as the zeros that a gradient is added to, which need nothing."""
+    """Return `_last_waits`, as if large allocations also needed the last wait before them.
+
+    The collective of that wait frees memory for them. Large allocations are nodes without inputs
+    that write at least ``_LARGE`` bytes, such as the zeros that a gradient is added to.
+    """
     waits = [-1, *sorted(node.min_order for node in nodes if contains_wait(node))]
     own = {}
     for node in nodes:
@@ -154,7 +161,10 @@ def _last_waits_for_memory(nodes: Nodes, needed: Needed) -> dict[BaseSchedulerNo
 
 
 def _latest(own: dict[BaseSchedulerNode, int], needed: Needed) -> dict[BaseSchedulerNode, int]:
-    """Return the largest number of each node and of all that it needs, which come before it."""
+    """Return, for each node, the largest number among itself and all nodes that it depends on.
+
+    Nodes must come after those that they depend on.
+    """
     latest: dict[BaseSchedulerNode, int] = {}
     for node, number in own.items():
         latest[node] = max([number, *(latest.get(other, -1) for other in needed[node])])
@@ -164,7 +174,7 @@ def _latest(own: dict[BaseSchedulerNode, int], needed: Needed) -> dict[BaseSched
 def _ordered(nodes: Nodes) -> Nodes:
     needed = _needed(nodes)
     last_wait = _last_waits(nodes, needed)
-    # Among equals the wait comes first.
+    # Break ties in favour of waits.
     by_order = sorted(nodes, key=lambda n: (max(n.min_order, last_wait[n]), not contains_wait(n)))
     ordered: dict[BaseSchedulerNode, None] = {}
     for node in by_order:
@@ -173,14 +183,13 @@ def _ordered(nodes: Nodes) -> Nodes:
 
 
 def _writers(nodes: Nodes) -> dict[str, BaseSchedulerNode]:
-    """Return the node that writes each buffer."""
     return {name: node for node in nodes for name in node.get_buffer_names()}
 
 
 def _needed(nodes: Nodes) -> Needed:
-    """Return the nodes that each one has to come after.
+    """Return the nodes that each node must come after.
 
-    A fused node may name its own buffers, too.
+    A fused node may list its own buffers as dependencies; these are skipped.
     """
     writer = _writers(nodes)
     return {
@@ -198,7 +207,7 @@ def _visit(
     needed: Needed,
     ordered: dict[BaseSchedulerNode, None],
 ) -> None:
-    """Append a node behind those that it needs, unless it is there already."""
+    """Append a node and, before it, the nodes it needs; skip those that are in ``ordered``."""
     pending = [node]
     while pending:
         missing = [other for other in needed[pending[-1]] if other not in ordered]

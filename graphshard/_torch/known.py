@@ -1,7 +1,7 @@
-"""The optimizers and modules that were made after graphshard was imported.
+"""Optimizers and modules created since graphshard was imported.
 
-The garbage collector lists all that are alive, but for those that ``gc.freeze()`` has hidden from
-it. Read in torch/optim/optimizer.py and torch/nn/modules/module.py.
+The garbage collector lists all live objects, except those hidden from it by ``gc.freeze()``. Relies
+on torch/optim/optimizer.py and torch/nn/modules/module.py.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from torch.optim import Optimizer
 _T = TypeVar("_T")
 
 _known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""By id: a module of the user may not be hashable."""
+"""Keyed by id, because a user's module may not be hashable."""
 
 
 def known(kind: type[_T]) -> dict[int, _T]:
-    """Return the living objects of ``kind``, by id: optimizers, and modules that hold parameters or
-    modules."""
+    """Return the live objects of type ``kind``, by id.
+
+    These are optimizers, and modules that hold parameters or modules.
+    """
     return {key: thing for key, thing in _known.items() if issubclass(type(thing), kind)}
 
 
@@ -41,7 +43,7 @@ def _noting(method: Any) -> Any:
     return note
 
 
-# Called by __init__ and __setstate__, that is for copies, too.
+# Called by __init__ and by __setstate__, so copies are covered, too.
 Optimizer._patch_step_function = _noting(Optimizer._patch_step_function)  # type: ignore[method-assign]
 registration.register_module_parameter_registration_hook(_note_module)
 registration.register_module_module_registration_hook(_note_module)

@@ -1,4 +1,4 @@
-"""Optimizers: the call that loads their state. Read in torch/optim/optimizer.py."""
+"""Optimizers: a hook for loading their state. Relies on torch/optim/optimizer.py."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 @functools.cache
 def before_loading_optimizers(act: Callable[[Optimizer, dict[str, Any]], None]) -> None:
-    """Have ``act(optimizer, state_dict)`` called before any optimizer loads a state dict.
+    """Call ``act(optimizer, state_dict)`` before any optimizer loads a state dict.
 
-    ``register_load_state_dict_pre_hook`` is for one optimizer, and there is no global one. What is
-    registered again is called once.
+    Torch has no global hook: ``register_load_state_dict_pre_hook`` is per optimizer. Registering
+    ``act`` again has no effect.
     """
     load_state_dict = Optimizer.load_state_dict
 

@@ -1,6 +1,6 @@
-"""Fake tensors, symbolic sizes, operators' schemas, and kernels for lists of tensors.
+"""Fake tensors, symbolic sizes, operator schemas and foreach kernels.
 
-Read in torch/_subclasses/fake_tensor.py, torch/fx/experimental/symbolic_shapes.py and
+Relies on torch/_subclasses/fake_tensor.py, torch/fx/experimental/symbolic_shapes.py and
 torch/_ops.py.
 """
 
@@ -28,10 +28,10 @@ __all__ = [
 
 
 def fake_mode_of(values: Iterable[object]) -> FakeTensorMode:
-    """Return the mode of the first fake tensor in ``values``, or in containers among them.
+    """Return the mode of the first fake tensor in ``values``, including nested containers.
 
     Raises:
-        ValueError: there is none.
+        ValueError: ``values`` contains no fake tensor.
     """
     leaves = (leaf for value in values for leaf in tree_leaves(value))
     for leaf in leaves:
@@ -44,13 +44,13 @@ def fake_mode_of(values: Iterable[object]) -> FakeTensorMode:
 
 
 def new_fake_mode() -> FakeTensorMode:
-    """Return a mode in which operators may also take tensors that are real."""
+    """Return a fake mode whose operators also accept real tensors."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @contextmanager
 def quiet_fake_mode(value: torch.Tensor) -> Iterator[None]:
-    """Run calls in the mode of the fake tensor ``value``, and log no errors that they raise."""
+    """Enter the fake mode of ``value``, and do not log the errors that operators raise in it."""
     log = logging.getLogger(FakeTensor.__module__)
     log.addFilter(_reject)
     try:
@@ -65,22 +65,24 @@ def _reject(record: logging.LogRecord) -> bool:
 
 
 def traced_storage(node: fx.Node) -> int | None:
-    """Return a number for the memory of a node's value while Dynamo traced; equal for aliases.
+    """Return an ID of the storage a node's value had while Dynamo traced; None for non-tensors.
 
-    None: the value is no tensor.
+    Aliases share the ID.
     """
     value = traced_value(node)
     return storage_of(value) if isinstance(value, FakeTensor) else None
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return a number for the memory of a strided tensor, real or not; equal for aliases."""
+    """Return an ID of the storage of a strided tensor, real or fake; aliases share it."""
     return tensor.untyped_storage()._cdata
 
 
 def traced_value(node: fx.Node) -> object:
-    """Return the value that a node had while Dynamo traced, which it keeps as ``example_value``;
-    of a tensor in a ``torch.func`` transform, the tensor that it wraps."""
+    """Return the value of a node while Dynamo traced (``example_value`` in its ``meta``).
+
+    If ``torch.func`` transforms wrap the value, return the innermost tensor.
+    """
     value = node.meta.get("example_value")
     while isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(
         value
@@ -90,31 +92,34 @@ def traced_value(node: fx.Node) -> object:
 
 
 def base_name(op: object) -> str:
-    """Return the name of an operator: "mm" of ``aten.mm.out``; "" of one of a higher order."""
+    """Return an operator's name without namespace and overload: "mm" for ``aten.mm.out``.
+
+    Return "" for a higher-order operator.
+    """
     return op.name().partition("::")[2].partition(".")[0] if isinstance(op, OpOverload) else ""
 
 
 def returns_nothing(op: object) -> bool:
-    """Return whether an operator has no outputs; False of one of a higher order."""
+    """Return whether an operator has no outputs; False for higher-order operators."""
     return isinstance(op, OpOverload) and not op._schema.returns
 
 
 def writes_arguments(op: object) -> bool:
-    """Return whether an operator changes one of its arguments in place."""
+    """Return whether an operator mutates any of its arguments."""
     return isinstance(op, OpOverload) and op._schema.is_mutable
 
 
 def argument_names(op: object) -> list[str]:
-    """Return the names of an operator's arguments, in the order of its schema."""
+    """Return the names of an operator's arguments, in schema order."""
     assert isinstance(op, OpOverload), f"{op} has no schema"
     return [argument.name for argument in op._schema.arguments]
 
 
 def size_hint(size: int | torch.SymInt, fallback: int = 4096) -> int:
-    """Return the value that a size, or an expression of sizes, had in tracing; adds no guard.
+    """Return the value of a size, or of an expression of sizes, during tracing; adds no guard.
 
     Args:
-        fallback: the value of a size that only data determines.
+        fallback: value to return for a data-dependent size.
     """
     names = ("optimization_hint", "size_hint")  # 2.13, 2.11
     ask = next(getattr(symbolic_shapes, name) for name in names if hasattr(symbolic_shapes, name))
@@ -122,8 +127,11 @@ def size_hint(size: int | torch.SymInt, fallback: int = 4096) -> int:
 
 
 def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy and cast each source into its target: on a GPU by one kernel for each pair of dtypes,
-    if all are dense (aten/src/ATen/native/cuda/ForeachBinaryOpList.cu)."""
+    """Copy each source into its target, casting where dtypes differ.
+
+    On a GPU this takes one kernel per pair of dtypes if all tensors are dense
+    (aten/src/ATen/native/cuda/ForeachBinaryOpList.cu).
+    """
     by_dtypes: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]]
     by_dtypes = {}
     for target, source in zip(targets, sources, strict=True):
@@ -137,7 +145,7 @@ def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
 def chunk_cat_is_one_kernel(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> bool:
     """Return whether `chunk_cat_` is one kernel for these dtypes and devices.
 
-    Read in aten/src/ATen/native/cuda/TensorShape.cu; a CPU makes padded copies first.
+    See aten/src/ATen/native/cuda/TensorShape.cu. A CPU makes padded copies first.
     """
     dtypes = {source.dtype for source in sources}
     casts = dtypes == {torch.bfloat16} and target.dtype == torch.float32
@@ -147,12 +155,12 @@ def chunk_cat_is_one_kernel(target: torch.Tensor, sources: Sequence[torch.Tensor
 def chunk_cat_(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
     """Pad the rows of each source to a multiple of the rows of ``target``, and pack them.
 
-    Row ``i`` of ``target`` gets the ``i``-th part of every source, one behind the other.
+    Row ``i`` of ``target`` holds the ``i``-th chunk of every source, in the order of ``sources``.
     """
-    # The kernel takes what is dense for contiguous.
+    # The kernel treats any dense tensor as contiguous.
     torch._chunk_cat([s.contiguous() for s in sources], 0, target.shape[0], out=target)
 
 
 def foreach_max_abs(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return the largest absolute value of each tensor, as ``[tensors]``."""
+    """Return the largest absolute value of each tensor, in shape ``[len(tensors)]``."""
     return torch.stack(torch._foreach_norm(tensors, float("inf")))

@@ -1,2 +1,5 @@
-"""Checks of a training step for a GPU that is not there: its kernels, the order of its collectives
-and copies on their streams, and accesses that nothing keeps in order."""
+"""Checks of a training step on a simulated GPU.
+
+Do its kernels compile, do collectives and copies run in the planned order, are all memory accesses
+ordered, and does the step fit into memory?
+"""

@@ -1,8 +1,8 @@
-"""Actions that a training step asks of a device, in the order in which the host asks for them.
+"""What a training step asks of a device, as actions in the order in which the host issues them.
 
-A *block* is one allocation. Work on one stream is done in order; work on two streams is in no order
-unless one of them waits for an event that the other has recorded. What the host itself reads and
-writes stands on the stream `HOST`.
+A *block* is one allocation. Work on one stream runs in order; work on two streams is unordered
+unless one stream waits for an event recorded on the other. The host's own reads and writes are work
+on the stream `HOST`.
 
     Allocate(0)  Work("copy_in", compute)  Record(e, compute)  WaitEvent(e, nccl)
     Work("all_gather", nccl)  Record(f, nccl)  WaitEvent(f, compute)  Work("mm", compute)  Free(0)
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 HOST = "host"
-"""The stream of what the host itself does."""
+"""Stream of the host's own work."""
 
 
 @dataclass(frozen=True)
 class Allocate:
-    """Memory that an allocator hands out.
+    """An allocation of a new block.
 
     Attributes:
-        block: number of the allocation; each has its own.
-        num_bytes: as asked for.
-        stream: the one whose allocations may get the memory once it is freed; `HOST`: host memory.
+        block: number of the allocation, never reused.
+        num_bytes: requested size.
+        stream: stream whose later allocations may reuse the memory; `HOST` for host memory.
     """
 
     block: int
@@ -34,8 +34,10 @@ class Allocate:
 
 @dataclass(frozen=True)
 class Free:
-    """Nobody refers to a block any more, or its size changes: the next allocation of its stream may
-    get the memory."""
+    """The end of a block: its last reference is gone, or its size changes.
+
+    The next allocation on the block's stream may reuse the memory.
+    """
 
     block: int
 
@@ -45,12 +47,12 @@ class Work:
     """A kernel, a copy or a collective.
 
     Attributes:
-        name: of the kernel or operator.
-        reads: blocks.
-        writes: blocks.
-        kernels: that it is on a device; 0 of a collective, of a copy to or from the host, and of
-            what the host does.
-        blocks_host: whether the host stands still until it is done.
+        name: name of the kernel or operator.
+        reads: blocks that are read.
+        writes: blocks that are written.
+        kernels: number of device kernels; 0 for a collective, a copy to or from the host, and the
+            host's own work.
+        blocks_host: whether the host blocks until the work is done.
     """
 
     name: str
@@ -63,7 +65,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Record:
-    """An event that is reached once all work so far on ``stream`` is done."""
+    """An event that completes once all earlier work on ``stream`` is done."""
 
     event: int
     stream: str
@@ -71,7 +73,7 @@ class Record:
 
 @dataclass(frozen=True)
 class WaitEvent:
-    """Later work on ``stream`` waits for an event; the host's own, if it is `HOST`."""
+    """Later work on ``stream`` waits for an event; with `HOST`, the host itself waits."""
 
     event: int
     stream: str
@@ -79,8 +81,10 @@ class WaitEvent:
 
 @dataclass(frozen=True)
 class RecordStream:
-    """The allocator is told that ``stream`` uses a block, too: once freed, the block is handed out
-    again only when the work so far on that stream is done."""
+    """A call of ``record_stream``: ``stream`` uses a block, too.
+
+    After the block is freed, its memory is reused only once the work so far on ``stream`` is done.
+    """
 
     block: int
     stream: str

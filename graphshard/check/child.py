@@ -1,4 +1,4 @@
-"""The process with the stand-ins: see ``launch``."""
+"""Entry point of the child process that simulates a GPU; see ``launch``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .recorder import Recorder
 
 
 def main(library: str, request: str, answer: str) -> None:
-    """Do what the file ``request`` says, and write the result or the error to ``answer``."""
+    """Call the function that ``request`` names and write its result or error to ``answer``."""
     sys.path[:], *call = pickle.loads(Path(request).read_bytes())
-    # Of fake tensors, and of caches that are off.
+    # Expected here: fake tensors have no data, and caches are off.
     warnings.filterwarnings("ignore", "dynamo_pgo force disabled|Accessing the data pointer")
     try:
         written = pickle.dumps(Result(_run(library, *call)))
@@ -32,7 +32,7 @@ def main(library: str, request: str, answer: str) -> None:
 
 
 def _run(library: str, function: str, device: str, args: Sequence[Any]) -> Any:
-    """Put the stand-ins in place, and return what the function returns."""
+    """Install the stand-ins, call the function and return its result."""
     recorder = Recorder()
     install(GPUS[device], recorder)
     listener = listen(ctypes.CDLL(library), recorder.stream_asked)
@@ -45,6 +45,6 @@ def _run(library: str, function: str, device: str, args: Sequence[Any]) -> Any:
 
 
 def _device_fault(device: DeviceProperties) -> Callable[[str, str], str | None]:
-    """Return what tells why a device computes no fp8, without trying it on the device."""
+    """Return a ``device_fault`` that looks up fp8 support instead of trying it on the device."""
     fault = None if has_float8(device) else f"{device.name} has no products in fp8"
     return lambda device_type, recipe: fault

@@ -1,4 +1,4 @@
-"""``python -m graphshard check script.py:make_model --device H100 --world 64``."""
+"""The command ``python -m graphshard check script.py:make_model --device H100 --world 64``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ an argument is wrong.
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of ``python -m graphshard``."""
+    """Add the ``check`` command to ``python -m graphshard``."""
     text = "compile a training step for a GPU that is not there, and say what would fail on it"
     parser = commands.add_parser(
         "check",
@@ -71,7 +71,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _words(failure: Failure, verbose: bool) -> str:
-    """Return what has happened, where, and all of it if the user wants it."""
+    """Format a failure for the user; ``verbose`` adds the traceback."""
     lines = [f"error  {failure.cause}"]
     lines += [f"at     {failure.where}"] if failure.where else []
     if failure.details:
@@ -80,10 +80,10 @@ def _words(failure: Failure, verbose: bool) -> str:
 
 
 def _checked(args: argparse.Namespace) -> tuple[str, str]:
-    """Return script and function.
+    """Validate the arguments and return the script and the name of its function.
 
     Raises:
-        argparse.ArgumentTypeError: an argument is wrong.
+        argparse.ArgumentTypeError: an argument is invalid.
     """
     script, colon, function = args.model.rpartition(":")
     if not colon or not script:

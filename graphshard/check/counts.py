@@ -1,4 +1,4 @@
-"""Counts of what a step asks of a device: `count`, from the actions of its graphs."""
+"""Count the kernels, copies, collectives and waits of a step."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _BUCKET_COPIES = ("aten._foreach_copy_", "aten._chunk_cat", "aten.split_with_siz
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of kernels, copies and waits of a step: waits of all of it, the rest of its graphs.
+    """Kernels, copies and waits of a step; waits over the whole step, the rest within its graphs.
 
     Attributes:
-        kernels: all kernels, those of ``bucket_copies`` among them.
-        bucket_copies: kernels that copy into packed buffers and out of them.
-        collectives: launches.
-        host_copies: tensors that are copied between host and device.
-        host_waits: how often the host waits for the device: where it reads gradients, and for
-            what is in ``blocking``.
-        blocking: names of copies and synchronisations that make it wait.
+        kernels: number of kernels, including ``bucket_copies``.
+        bucket_copies: number of kernels that copy into and out of packed buffers.
+        collectives: number of launches.
+        host_copies: number of tensors copied between host and device.
+        host_waits: number of times that the host waits for the device, to read gradients or in
+            one of ``blocking``.
+        blocking: names of the copies and synchronisations that block the host.
     """
 
     kernels: int
@@ -34,10 +34,10 @@ class Counts:
 
 
 def count(actions: Sequence[Action], runs: Iterable[GraphRun]) -> Counts:
-    """Count what a step asks for.
+    """Count the actions of a step.
 
     Args:
-        actions: of the step, in which those of ``runs`` lie.
+        actions: all actions of the step; each run holds its positions in this list.
     """
     own = [action for run in runs for action in actions[slice(*run.actions)]]
     work = [action for action in own if isinstance(action, Work)]

@@ -1,4 +1,4 @@
-"""Errors of a user's script, from the process that ran it to the one that tells of them."""
+"""Errors of a user's script, in a form that one process can send to another."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Failure:
     """An error that ended a function.
 
     Attributes:
-        cause: its type and what it says, a line.
-        where: the line of the user's code, or of a library, that it comes from; "" if there is
-            none.
-        details: its traceback, or the last lines that the process wrote.
+        cause: type and message of the error, on one line.
+        where: file, line number and text of the line at fault, in the user's code or in a library;
+            "" if there is none.
+        details: the traceback, or the last lines that the process wrote.
     """
 
     cause: str
@@ -32,17 +32,17 @@ class Failure:
 
 @dataclass(frozen=True)
 class Result:
-    """Holds the value that a function returned."""
+    """Return value of a function that succeeded."""
 
     value: Any
 
 
 _TORCH_AND_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
-"""Where code of torch and of this project lies; and frozen modules, and code without a file."""
+"""Path prefixes of torch, of graphshard, and of code without a file or from a frozen module."""
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Return what a user is told about an error."""
+    """Return the description of an error for the user."""
     cause = words_of(error)
     if isinstance(error, SystemExit):
         cause = f"the script ended the process: sys.exit({error.code!r}); return the model instead"
@@ -51,8 +51,10 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _where(error: BaseException) -> str:
-    """Return file, number and text of the innermost line of the user's code; if there is none, of a
-    library that he uses, such as transformers."""
+    """Return file, line number and text of the innermost line of the user's code.
+
+    If no line is the user's, return the innermost line of a library such as transformers.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
     others = [f for f in reversed(frames_of(error)) if not _is_torch_or_ours(f.filename)]
@@ -63,7 +65,7 @@ def _where(error: BaseException) -> str:
 
 
 def _is_torch_or_ours(file: str) -> bool:
-    """Return whether code is of torch, written by Inductor, of this project, or Python's own."""
+    """Return whether a file belongs to torch, Inductor's output, graphshard or the stdlib."""
     is_pythons = file.startswith(sysconfig.get_path("stdlib")) and not _is_installed(file)
     return file.startswith((*_TORCH_AND_OURS, cache_dir())) or is_pythons
 

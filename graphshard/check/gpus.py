@@ -1,8 +1,8 @@
-"""GPUs that can be stood in for, as CUDA describes them to programs.
+"""GPUs that can be simulated, with the properties that CUDA reports.
 
-Numbers of multiprocessors and sizes of caches and memory: NVIDIA's architecture white papers of
-A100, GA102, H100 and Blackwell. Shared memory: CUDA C++ Programming Guide, technical
-specifications per compute capability; a block may have 1 KiB less than its multiprocessor.
+Sources: NVIDIA's architecture white papers of A100, GA102, H100 and Blackwell for multiprocessors,
+caches and memory; the CUDA C++ Programming Guide, technical specifications per compute capability,
+for shared memory. A thread block may use 1 KiB less than its multiprocessor has.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 def _gpu(
     name: str, capability: tuple[int, int], *, processors: int, memory: int, cache: int, shared: int
 ) -> DeviceProperties:
-    """Return a GPU; ``memory`` in GiB, ``cache`` in MiB, ``shared`` in KiB per multiprocessor."""
+    """Build a GPU; ``memory`` in GiB, ``cache`` in MiB, ``shared`` in KiB per multiprocessor."""
     return DeviceProperties(
         name=name,
         major=capability[0],
@@ -36,9 +36,9 @@ GPUS = {
     "H200": _gpu("NVIDIA H200", (9, 0), processors=132, memory=141, cache=50, shared=228),
     "B200": _gpu("NVIDIA B200", (10, 0), processors=148, memory=180, cache=126, shared=228),
 }
-"""By the name that ``graphshard.cost.devices`` has for it, too."""
+"""GPUs by the names that ``graphshard.cost.devices`` uses, too."""
 
 
 def has_float8(gpu: DeviceProperties) -> bool:
-    """Return whether tensor cores compute in fp8: from compute capability 8.9 on."""
+    """Return whether tensor cores compute in fp8 (compute capability 8.9 and later)."""
     return gpu.capability >= 89

@@ -1,4 +1,4 @@
-"""Keeps track of launched collectives and host copies until somebody waits for them."""
+"""Collectives and host copies that were launched and not yet waited for."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Launched:
     """A collective in flight.
 
     Attributes:
-        run: the call of a graph that has launched it.
-        number: of the launch in ``run``.
-        event: recorded behind it.
-        kept: tensors that it keeps until somebody waits.
+        run: graph call that launched it.
+        number: index of the launch in ``run``.
+        event: event recorded after the launch.
+        kept: tensors kept alive until the first wait.
     """
 
     run: GraphRun
@@ -28,20 +28,20 @@ class Launched:
     kept: list[torch.Tensor]
 
     def wait(self, stream: str) -> WaitEvent | None:
-        """Return what has ``stream`` wait, and keep nothing any more."""
+        """Release the kept tensors and return the action that makes ``stream`` wait."""
         self.kept.clear()
         return WaitEvent(self.event, stream)
 
 
 @dataclass(frozen=True)
 class Registered:
-    """A ``Work`` of this project's own; attributes as of `Launched`."""
+    """A ``Work`` of graphshard's operators; ``run`` and ``number`` as in `Launched`."""
 
     run: GraphRun
     number: int
     work: dist.Work
 
     def wait(self, stream: str) -> WaitEvent | None:
-        """Wait as the work does, which tells of it by itself."""
+        """Call the work's own wait, which records its actions itself."""
         self.work.wait()
         return None

@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels of a recording to machine code, for any GPU."""
+"""Compile the Triton kernels of a recording to machine code, for any GPU."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from .._torch.no_gpu.stand_ins import DeviceProperties, compile_kernel
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A kernel as it would be loaded.
+    """A kernel compiled for a GPU.
 
     Attributes:
-        error: why it cannot be; "" if it can.
-        shared_bytes: of shared memory that a block of it asks for, of all its configurations the
-            most.
+        error: reason why the kernel cannot be loaded; "" if it can.
+        shared_bytes: largest shared memory of a thread block over all configurations, in bytes.
     """
 
     name: str
@@ -27,14 +26,14 @@ class CompiledKernel:
 def compile_kernels(
     kernels: Iterable[tuple[str, str]], device: DeviceProperties
 ) -> list[CompiledKernel]:
-    """Return each distinct kernel, compiled for ``device``."""
+    """Compile each distinct kernel for ``device``."""
     return [_compile(name, _for_device(source, device), device) for name, source in set(kernels)]
 
 
 def _compile(name: str, source: str, device: DeviceProperties) -> CompiledKernel:
     try:
         metadata = compile_kernel(name, source)
-    except Exception as error:  # of Triton, of ptxas, of Inductor: all mean the same
+    except Exception as error:  # Triton, ptxas or Inductor: the kernel does not compile
         return CompiledKernel(name, error=f"{type(error).__name__}: {error}")
     limit = device.shared_memory_per_block_optin
     shared = max(made.shared for made in metadata)
@@ -43,7 +42,7 @@ def _compile(name: str, source: str, device: DeviceProperties) -> CompiledKernel
 
 
 def _for_device(source: str, device: DeviceProperties) -> str:
-    """Return the source as Inductor writes it for that device, whose properties stand in it."""
+    """Write the properties of ``device`` into a kernel's source, as Inductor would."""
     values = {
         "cc": device.capability,
         "major": device.major,

@@ -1,12 +1,11 @@
-"""Runs functions in a process that has a stand-in for a GPU.
+"""Run functions in a child process that simulates a GPU.
 
     this process                        child
     call("module:function", device, ..) ──► no_gpu.so, torch, stand-ins ──► function(recorder, ..)
-                                        ◄── Result: what it returns; Failure: what it raises
+                                        ◄── Result: the return value; Failure: the error
 
-The stand-ins change torch for good, and C++ has to be loaded before torch: hence a process of its
-own. Arguments and results are pickled. What the child writes to stderr, warnings among it, this
-process writes, too.
+The child is needed because the stand-ins change torch for good and C++ has to be loaded before
+torch. Arguments and results are pickled. The child's stderr, warnings included, is forwarded.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ main(*sys.argv[2:5])
 
 
 class CheckError(RuntimeError):
-    """Error of a function that raised in the child, or of a child that ended without an answer.
+    """The function raised in the child, or the child ended without an answer.
 
     Attributes:
-        failure: what has happened.
+        failure: description of the error.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -50,7 +49,7 @@ class CheckError(RuntimeError):
 
 
 def obstacle() -> str:
-    """Return why no GPU can be stood in for on this machine; "" if one can."""
+    """Return why this machine cannot simulate a GPU; "" if it can."""
     if torch.version.cuda is not None:
         return (
             f"needs a CPU build of torch, and this one is for CUDA {torch.version.cuda}: in an "
@@ -67,15 +66,15 @@ def obstacle() -> str:
 
 
 def call(function: str, device: str, *args: Any, timeout_s: float = 600.0) -> Any:
-    """Return ``function(recorder, *args)``, called in a new process.
+    """Call ``function(recorder, *args)`` in a new process and return its result.
 
     Args:
-        function: "module:name", at the top level of the module.
+        function: "module:name" of a function at the top level of a module.
         device: one of ``graphshard.check.gpus.GPUS``.
 
     Raises:
         CheckError: the function raised, the process ended, or it took longer than ``timeout_s``.
-        RuntimeError: there is no C++ compiler, or another ``obstacle``.
+        RuntimeError: there is no C++ compiler, or the machine has another ``obstacle``.
     """
     if fault := obstacle():
         raise RuntimeError(fault)
@@ -95,7 +94,7 @@ def call(function: str, device: str, *args: Any, timeout_s: float = 600.0) -> An
 
 
 def _run(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Run a command, and keep what it writes to stderr."""
+    """Run a command and capture its stderr."""
     try:
         return subprocess.run(
             command, stderr=subprocess.PIPE, text=True, timeout=timeout_s, env=_environment()
@@ -110,7 +109,7 @@ def _run(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProces
 
 
 def _death(done: subprocess.CompletedProcess[str]) -> Failure:
-    """Return what is known about a process that has ended without an answer."""
+    """Describe the end of a process that left no answer."""
     status = done.returncode
     cause = f"exit status {status}" if status >= 0 else f"signal {-status}"
     text = _for_users(done.stderr[-8000:]).strip()
@@ -119,19 +118,18 @@ def _death(done: subprocess.CompletedProcess[str]) -> Failure:
 
 
 def _forward(text: str) -> None:
-    """Write what the child has written."""
+    """Write the child's stderr to ours."""
     if text := _for_users(text).rstrip():
         print(text, file=sys.stderr)
 
 
 def _for_users(text: str) -> str:
-    """Remove the rank that torch writes in front of each line, and what it says in C++ of tensors
-    without data, which are not the user's."""
+    """Strip the rank that torch puts in front of each line, and C++ warnings on fake tensors."""
     text = re.sub(r"^\[rank\d+\]: ?", "", text, flags=re.MULTILINE)
     return re.sub(r"^\[W.*data pointer of FakeTensor.*\n?", "", text, flags=re.MULTILINE)
 
 
 def _environment() -> dict[str, str]:
-    # Where this process found modules, the child finds them; its own folder comes last, where a
-    # folder may have a module's name.
+    # The child must find modules where this process does. An empty entry, the working folder, is
+    # left out: a folder in it may have the name of a module.
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

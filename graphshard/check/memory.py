@@ -1,4 +1,4 @@
-"""Bytes of a device that a step or a graph needs, from their actions."""
+"""Device memory of a step or a graph, in bytes, computed from actions."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from .actions import HOST, Action, Allocate, Free
 from .runs import GraphRun
 
 ROUNDING = 512
-"""The caching allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.cpp)."""
+"""Allocation granularity of the caching allocator (c10/cuda/CUDACachingAllocator.cpp)."""
 
 
 def peak_bytes(actions: Sequence[Action], run: GraphRun) -> int:
-    """Return the most bytes of the device that are alive in a run, its arguments included.
+    """Return the peak of live device memory during a run, its arguments included.
 
     Args:
-        actions: of all steps, in which those of ``run`` lie.
+        actions: all actions of the step; ``run.actions`` holds positions in this list.
     """
     return max(alive_bytes(actions, run))
 
 
 def peak_bytes_of_step(actions: Sequence[Action]) -> int:
-    """Return the most bytes of the device that are alive, what there was before among them."""
+    """Return the peak of live device memory during a step, with the memory it starts with."""
     return max(_alive_bytes(actions, 0, _sizes(actions)), default=0)
 
 
 def planned_peak_bytes(plan: Plan) -> int:
-    """Return the most bytes of the device that are alive in a graph by its plan."""
+    """Return the peak of live device memory that a plan predicts for its graph."""
     return max(live_bytes.alive_bytes(plan.problem, plan.buckets), default=0)
 
 
 def alive_bytes(actions: Sequence[Action], run: GraphRun) -> Iterator[int]:
-    """Yield the bytes of the device that are alive when a run begins, and behind each change."""
+    """Yield the bytes of live device memory at the start of a run and after each action."""
     sizes = _sizes(actions)
     given = {block for block in run.arguments if block in sizes}
-    # Others may be freed meanwhile that have been there before.
+    # Only arguments and new blocks count: other older blocks may be freed during the run, too.
     start, stop = run.actions
     made = {a.block for a in actions[start:stop] if isinstance(a, Allocate)}
     known = {block: sizes[block] for block in sizes if block in given | made}
@@ -46,7 +46,7 @@ def alive_bytes(actions: Sequence[Action], run: GraphRun) -> Iterator[int]:
 
 
 def _sizes(actions: Sequence[Action]) -> dict[int, int]:
-    """Return the bytes of each block of the device."""
+    """Return the size of each device block, rounded as the allocator does."""
     return {
         action.block: -(-action.num_bytes // ROUNDING) * ROUNDING
         for action in actions
@@ -55,7 +55,7 @@ def _sizes(actions: Sequence[Action]) -> dict[int, int]:
 
 
 def _alive_bytes(actions: Sequence[Action], total: int, sizes: Mapping[int, int]) -> Iterator[int]:
-    """Yield the bytes of the blocks in ``sizes`` behind each action, from ``total`` on."""
+    """Yield ``total``, updated by the blocks in ``sizes``, after each action."""
     for action in actions:
         if isinstance(action, Allocate):
             total += sizes.get(action.block, 0)

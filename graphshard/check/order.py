@@ -1,4 +1,4 @@
-"""Compares the launches and waits of a graph that ran with those of its plan: `order_faults`."""
+"""Compare the launches and waits of a graph run with its plan."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ _OPS = {
 
 
 def plan_of(plans: Sequence[Plan], run: GraphRun) -> Plan | None:
-    """Return the plan of a run: of those with as many launches, that from which it differs least.
+    """Return the plan that a run most likely followed.
 
-    None if none has as many launches.
+    It is the plan with as many launches from which the run differs least; None if no plan has as
+    many launches.
     """
     same = [plan for plan in plans if len(plan.buckets) == len(run.launches)]
     return min(same, key=lambda plan: len(_differences(plan, run)), default=None)
 
 
 def order_faults(plans: Sequence[Plan], run: GraphRun) -> list[str]:
-    """Return how a run differs from its plan, a sentence each; none if it does not.
+    """Return one sentence for each difference between a run and its plan.
 
     Args:
-        plans: of all graphs.
+        plans: plans of all graphs.
     """
     if plan := plan_of(plans, run):
         return _differences(plan, run)
@@ -63,10 +64,7 @@ def _differences(plan: Plan, run: GraphRun) -> list[str]:
 
 
 def _settled(order: Sequence[int]) -> list[int]:
-    """Return an order in which waits that follow each other do so by number.
-
-    Inductor may exchange them where nothing else lies between.
-    """
+    """Sort each series of adjacent waits by number, because Inductor may swap adjacent waits."""
     by_kind = groupby(order, key=lambda number: number < 0)
     return [number for is_wait, run in by_kind for number in (sorted(run) if is_wait else run)]
 

@@ -1,11 +1,11 @@
-"""Accesses of one block that nothing keeps in order: `find_races`.
+"""Find unordered accesses to the same block.
 
-Each stream has a vector clock: of every stream, how many pieces of work are done before its own
-next one begins (Lamport 1978; Fidge, Mattern 1988). Recording an event copies the clock of a
-stream, waiting for it joins the copy into another one's. The host issues all work, so what the host
-has waited for is done before anything that it issues later.
+Each stream has a vector clock: for every stream, the number of its pieces of work that are done
+before this stream's next one begins (Lamport 1978; Fidge, Mattern 1988). Recording an event copies
+the clock of a stream; waiting for the event joins the copy into another stream's clock. The host
+issues all work, so whatever the host has waited for is done before anything it issues later.
 
-    compute   mm(a) ── record e          a is freed; compute may hand it out at once
+    compute   mm(a) ── record e          a is freed; compute may reuse it at once
     nccl               wait e ── all_gather(a)          unordered: reported
 """
 
@@ -20,7 +20,7 @@ from .actions import HOST, Action, Allocate, Free, Record, RecordStream, WaitEve
 
 
 class Access(NamedTuple):
-    """The ``number``-th piece of work on ``stream``, and its name."""
+    """The ``number``-th piece of work on ``stream``."""
 
     name: str
     stream: str
@@ -29,14 +29,13 @@ class Access(NamedTuple):
 
 @dataclass(frozen=True)
 class Race:
-    """Two accesses of a block in no order.
+    """Two unordered accesses to a block.
 
     Attributes:
         block: number of the allocation.
-        first: the one that is issued first.
-        second: the other one; None: the block's memory may be handed out again while ``first``
-            still runs.
-        stream: on which ``second`` runs, or that may get the memory.
+        first: the access that is issued first.
+        second: the other access; None if the block's memory may be reused while ``first`` runs.
+        stream: stream of ``second``, or the stream that may reuse the memory.
     """
 
     block: int
@@ -45,7 +44,7 @@ class Race:
     stream: str
 
     def __str__(self) -> str:
-        """One sentence."""
+        """Describe the race in one sentence."""
         if self.second is None:
             return (
                 f"block {self.block} is freed while {self.first.name} on stream "
@@ -59,7 +58,7 @@ class Race:
 
 @dataclass
 class _Block:
-    """Last write of a block, and the reads since."""
+    """Last write of a block, reads since then, and streams passed to ``record_stream``."""
 
     stream: str
     write: Access | None = None
@@ -67,7 +66,7 @@ class _Block:
     recorded: set[str] = field(default_factory=set)
 
     def accesses(self) -> list[Access]:
-        """The last write, and what has read since."""
+        """Return the last write and the reads since then."""
         return [*([self.write] if self.write else []), *self.reads]
 
 
@@ -97,9 +96,9 @@ class _Checker:
                 self._blocks[block].recorded.add(stream)
 
     def _known(self, stream: str) -> Clock:
-        """Return the clock of the next work on ``stream``, which the host has yet to issue.
+        """Return the clock of the next work that the host issues on ``stream``.
 
-        Joining is the elementwise maximum, which is what ``|`` of counters is.
+        ``|`` of two counters is the elementwise maximum, which is how clocks are joined.
         """
         return self._clocks[stream] | self._clocks[HOST]
 
@@ -119,9 +118,9 @@ class _Checker:
         self._clocks[work.stream][work.stream] = access.number
 
     def _free(self, number: int) -> None:
-        """Check what the next owner of the memory would have to wait for.
+        """Report accesses that the next owner of the memory would not wait for.
 
-        Memory of the host is left out: its allocator waits for copies (``CachingHostAllocator``).
+        Host memory is exempt, because its allocator waits for copies (``CachingHostAllocator``).
         """
         block = self._blocks.pop(number)
         done = self._known(block.stream)
@@ -134,8 +133,8 @@ class _Checker:
 def find_races(actions: Iterable[Action]) -> list[Race]:
     """Return the races of a step, in order.
 
-    A block that is freed counts as handed out again at once, to work of its own stream: what one
-    run of an allocator does not show, another one may.
+    A freed block is assumed to be reused at once by work on its own stream: whether an allocator
+    does so differs from run to run.
     """
     checker = _Checker()
     for action in actions:

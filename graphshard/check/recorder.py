@@ -1,27 +1,32 @@
-"""Writes down what generated code does while it runs over fake tensors: a list of actions.
+"""Record what generated code does while it runs over fake tensors, as a list of actions.
 
     generated code ──► operators, kernels, allocations ──► Recorder ──► Allocate, Work, Record, ..
                        streams, events (``no_gpu.cpp``) ──►
 
-A kernel reads its ``in_ptr`` and writes its ``out_ptr`` arguments; an operator tells by its schema.
-A block is a tensor's storage; it is freed when nothing refers to it any more, or its size changes,
-which is looked up before every action. Collectives run as in ``torch/csrc/distributed/c10d``: a
-stream of the group waits for the current one, and inputs and outputs are kept until somebody waits.
+A kernel reads its ``in_ptr`` and writes its ``out_ptr`` arguments; an operator writes what its
+schema says. A block is a tensor's storage. It ends when its last reference is gone or its size
+changes, which is checked before every action. Collectives behave as in
+``torch/csrc/distributed/c10d``: the group's stream waits for the current stream, and inputs and
+outputs stay alive until the first wait.
 
-[Note: lifetimes] What keeps the memory of a collective while it runs. Lines are of
-ProcessGroupNCCL.hpp in torch 2.13 (in brackets 2.11), whose comments tell what is said here of
-ProcessGroupNCCL.cpp; Functional.cpp was read on the main branch. ``all_gather_into_tensor`` and
-``reduce_scatter_tensor`` of one tensor are coalesced ones of a list (Functional.cpp), so they go
-through ``collectiveCoalesced``, 1173 (1180), and not ``collective``. The group's stream waits for
-the current one; inputs are stashed in the work, ``stashed_for_allocator_safety_``, 486-495
-(491-500), and there is no ``record_stream``: ``TORCH_NCCL_AVOID_RECORD_STREAMS`` asked for that
-before it was the default, 182-189 (181-188). The work is registered for each output.
-``wait_tensor`` has the stream that is then current wait for the work's end, and empties the stash.
-So the allocator may hand out the memory behind the wait, and the result is safe to use on that
-stream alone. Of works that nobody has waited for, the watchdog moves the stash of those that are
-done to a shelf, which the next call of the group empties: ``shelvesToUnstash_``, 1426-1432
-(1430-1436). That is memory freed later than here, and never earlier than the work's end. A host
-copy of this project keeps its tensors in the same way (``graphshard.ops.host_copy``).
+[Note: lifetimes] What keeps a collective's memory alive while it runs. Line numbers refer to
+ProcessGroupNCCL.hpp in torch 2.13 (2.11 in parentheses), whose comments describe what
+ProcessGroupNCCL.cpp does. Functional.cpp was read on the main branch.
+
+- ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` of one tensor are coalesced collectives
+  of a list of one (Functional.cpp), so they run ``collectiveCoalesced``, 1173 (1180), instead of
+  ``collective``.
+- The group's stream waits for the current stream. The work stashes its inputs,
+  ``stashed_for_allocator_safety_``, 486-495 (491-500), and does not call ``record_stream``; before
+  this was the default, ``TORCH_NCCL_AVOID_RECORD_STREAMS`` requested it, 182-189 (181-188).
+- The work is registered for each output. ``wait_tensor`` makes the stream that is current by then
+  wait for the end of the work, and empties the stash. After the wait, the allocator may reuse the
+  memory, and the result is safe to use on that stream only.
+- If nobody waits for a work, the watchdog moves its stash to a shelf once the work is done, and the
+  group's next call empties the shelf: ``shelvesToUnstash_``, 1426-1432 (1430-1436). Such memory is
+  freed later than recorded here, but never before the work ends.
+- Host copies of graphshard keep their tensors alive in the same way
+  (``graphshard.ops.host_copy``).
 """
 
 from __future__ import annotations
@@ -55,12 +60,12 @@ from .in_flight import Launched, Registered
 from .runs import GraphRun, Launch
 
 COMPUTE = "compute"
-"""The stream that is current when training begins."""
+"""Name of the stream that is current when training begins."""
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Memory that something refers to."""
+    """A live block; ``home`` is the stream it was allocated on."""
 
     number: int
     storage: WeakStorage
@@ -68,13 +73,13 @@ class _Block:
 
 
 class Recorder(Hooks):
-    """Kernels and graphs of a process, as they are made; and actions, while it records.
+    """Records kernels and graphs as they are compiled and, inside ``recording``, actions.
 
     Attributes:
-        actions: in the order in which the host asked for them.
-        kernels: name and source of each.
-        codes: of each graph.
-        runs: of graphs.
+        actions: actions in the order in which the host issued them.
+        kernels: name and source of each Triton kernel.
+        codes: source code of each graph.
+        runs: calls of graphs.
     """
 
     def __init__(self) -> None:
@@ -82,7 +87,7 @@ class Recorder(Hooks):
         self.clear()
 
     def clear(self) -> None:
-        """Forget all."""
+        """Discard everything recorded so far."""
         self.actions: list[Action] = []
         self.kernels: list[tuple[str, str]] = []
         self.codes: list[str] = []
@@ -90,12 +95,12 @@ class Recorder(Hooks):
         self._blocks: dict[int, _Block] = {}
         self._num_blocks = self._num_events = 0
         self._launched: dict[int, list[Launched | Registered]] = {}
-        self._run = GraphRun()  # of what is launched outside of graphs: it is not among the runs
+        self._run = GraphRun()  # collects launches outside of graphs; not one of ``runs``
         self._pinned: dict[int, WeakStorage] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what is asked of the device meanwhile, in graphs and between them."""
+        """Record all actions inside this context, in graphs and between them."""
         self._is_recording = True
         try:
             with _Operators(self):
@@ -104,11 +109,11 @@ class Recorder(Hooks):
             self._is_recording = False
 
     def see(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note the memory of tensors that there are when recording begins."""
+        """Record the memory of tensors that exist when recording begins."""
         for tensor in tensors:
             self._block(tensor)
 
-    # --- what the generated code tells ---------------------------------------------------------
+    # --- hooks called by generated code --------------------------------------------------------
 
     def kernel_made(self, name: str, source: str) -> None:
         self.kernels.append((name, source))
@@ -150,7 +155,7 @@ class Recorder(Hooks):
         self._pinned[storage.address] = storage
 
     def stream_asked(self, what: str, event: int, stream: int) -> None:
-        """Take in what ``no_gpu.cpp`` tells."""
+        """Record an action reported by ``no_gpu.cpp``."""
         if not self._is_recording:
             return
         match what:
@@ -171,7 +176,7 @@ class Recorder(Hooks):
             self._host_waits("synchronize_device", sorted(streams - {HOST}))
 
     def _host_waits(self, name: str, streams: Iterable[str]) -> None:
-        """Note that the host waits, once, for all work so far on ``streams``."""
+        """Record one wait of the host for all work so far on ``streams``."""
         for stream in streams:
             self._order(stream, name)
         self._order(name, HOST)
@@ -188,14 +193,14 @@ class Recorder(Hooks):
         kernels: int = 0,
         blocks_host: bool = False,
     ) -> None:
-        """Note that ``name`` runs on a stream, the current one by default."""
+        """Record a piece of work on ``stream``; None means the current stream."""
         self._free()
         read, written = (tuple(dict.fromkeys(map(self._block, side))) for side in (reads, writes))
         stream = stream or current_stream()
         self.actions.append(Work(name, stream, read, written, kernels, blocks_host))
 
     def _block(self, tensor: torch.Tensor) -> int:
-        """Return the number of a tensor's memory, which is new if it was never seen."""
+        """Return the block of a tensor's memory, allocating one for unknown memory."""
         storage = WeakStorage(tensor)
         known = self._blocks.get(storage.address)
         if known is None:
@@ -210,7 +215,7 @@ class Recorder(Hooks):
         return self._num_blocks - 1
 
     def _free(self) -> None:
-        """Note what nothing refers to any more, and what ``resize_`` has given another size."""
+        """Record the end of blocks without references and of those that ``resize_`` changed."""
         resized = []
         for address, block in list(self._blocks.items()):
             is_gone = block.storage.is_gone()
@@ -224,12 +229,12 @@ class Recorder(Hooks):
     # --- operators -----------------------------------------------------------------------------
 
     def operator(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run an operator and note what it does."""
+        """Run an operator and record what it does."""
         self._free()
         special = _SPECIAL.get(str(op))
         if special is not None:
             return special(self, op, *args, **kwargs)
-        if str(op).startswith("streams."):  # of the user's, in a graph
+        if str(op).startswith("streams."):  # from user code, traced into the graph
             return run_on_streams(op, args, kwargs)
         if str(op).startswith("graphshard."):
             return self._own(op, args, kwargs)
@@ -258,15 +263,16 @@ class Recorder(Hooks):
         inputs: list[torch.Tensor],
         outputs: list[torch.Tensor],
     ) -> None:
-        """Note an operator that is no view, of the host, of the device, or a copy between both."""
-        is_copy = base_name(op) in ("copy_", "_to_copy")  # others take numbers from the host
+        """Record a non-view operator: on the host, on the device, or a copy between both."""
+        # Only copies move a 0-dim CPU tensor; other operators take it as a scalar.
+        is_copy = base_name(op) in ("copy_", "_to_copy")
         on_host = [
             t for t in (*inputs, *outputs) if t.device.type == "cpu" and (t.dim() or is_copy)
         ]
         on_device = [t for t in (*inputs, *outputs) if t.device.type != "cpu"]
         if not on_device:
             self.work(str(op), inputs, outputs, HOST)
-        elif on_host and isinstance(op, OpOverload):  # others only keep states of generators there
+        elif on_host and isinstance(op, OpOverload):  # higher-order ops only have RNG states on it
             is_async = _is_non_blocking(op, args, kwargs)
             if is_async and base_name(op) == "_to_copy":
                 self._pin_copies(outputs)
@@ -278,8 +284,10 @@ class Recorder(Hooks):
             self.work(str(op), inputs, outputs, kernels=num_kernels(op, args, kwargs))
 
     def _pin_copies(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Note that the host's memory of a copy for which it is not to wait is made locked
-        (``_to_copy`` in aten/src/ATen/native/TensorConversions.cpp)."""
+        """Record the pinned result of a non-blocking copy to the host.
+
+        See ``_to_copy`` in aten/src/ATen/native/TensorConversions.cpp.
+        """
         for tensor in outputs:
             if tensor.device.type == "cpu":
                 self.pinned(tensor)
@@ -289,7 +297,7 @@ class Recorder(Hooks):
         return pinned is not None and not pinned.is_gone()
 
     def _launch(self, name: str, args: Sequence[Any], outputs: Any) -> None:
-        """Note a collective: on the stream of its group, from where the current stream is."""
+        """Record a collective on its group's stream, which first waits for the current stream."""
         inputs, results = list(tensors_in(args)), list(tensors_in([outputs]))
         for tensor in (*inputs, *results):
             self._block(tensor)
@@ -303,7 +311,7 @@ class Recorder(Hooks):
             self._launched.setdefault(self._block(result), []).append(launched)
 
     def _wait(self, op: Any, tensor: torch.Tensor) -> torch.Tensor:
-        """The current stream waits; then nothing keeps the tensors of the collective."""
+        """Make the current stream wait, then release the tensors that the collective kept alive."""
         for launched in self._launched.pop(self._block(tensor), ()):
             launched.run.wait(launched.number)
             if action := launched.wait(current_stream()):
@@ -311,14 +319,14 @@ class Recorder(Hooks):
         return tensor
 
     def _own(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run one of this project's operators as on a device: what it calls is noted."""
+        """Run one of graphshard's operators as on a device, and record the operators it calls."""
         if op in (host_copy.copy_to_device, host_copy.copy_to_host):
             self._run.launch(Launch(str(op), ""))
         with _Operators(self):
             return implementation_of(op)(*args, **kwargs)
 
     def register(self, tensor: torch.Tensor, work: dist.Work) -> None:
-        """Have the next wait for ``tensor`` wait for ``work``, which was launched last."""
+        """Make the next wait for ``tensor`` wait for ``work``, the most recent launch."""
         launched = Registered(self._run, len(self._run.launches) - 1, work)
         self._launched.setdefault(self._block(tensor), []).append(launched)
 
@@ -329,7 +337,7 @@ class Recorder(Hooks):
         self.synchronized()
 
     def _record(self, stream: str) -> int:
-        """Record an event; those of this class have numbers below 0."""
+        """Record an event, numbered below 0 to differ from the events of ``no_gpu.cpp``."""
         self._num_events -= 1
         self.actions.append(Record(self._num_events, stream))
         return self._num_events
@@ -346,7 +354,7 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
 
 
 class _Operators(DispatchMode):
-    """Hands every operator to a recorder."""
+    """Passes every operator to a recorder."""
 
     supports_higher_order_operators = True
 
@@ -360,22 +368,22 @@ class _Operators(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_traceable_wrapper_subclass, tensors_in([args, kwargs]))):
-            return NotImplemented  # a DTensor runs the operator again, on its shard
+            return NotImplemented  # a DTensor then runs the operator on its local shard
         return self._recorder.operator(func, args, kwargs or {})
 
 
 def stream_name(number: int) -> str:
-    """Return the name of a stream of ``no_gpu.cpp``."""
+    """Return the name of a stream that ``no_gpu.cpp`` numbered."""
     return f"stream {number}" if number else COMPUTE
 
 
 def current_stream() -> str:
-    """Return the name of the stream that is current on this thread."""
+    """Return the name of this thread's current stream."""
     return stream_name(torch.accelerator.current_stream("cuda:0").stream_id)
 
 
 def _is_non_blocking(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return the value of an operator's argument ``non_blocking``; False if it has none."""
+    """Return the value of an operator's ``non_blocking`` argument; False if it has none."""
     names = argument_names(op)
     if "non_blocking" not in names:
         return False

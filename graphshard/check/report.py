@@ -1,4 +1,4 @@
-"""A user's model, checked in a process with the stand-ins, and what to tell the user: `check`.
+"""Check a user's model inside the process that simulates a GPU, and report the findings.
 
 script.py:make_model ─► steps over fake tensors ─► kernels, order, races, memory ─► text
 """
@@ -48,8 +48,8 @@ class Target:
     """Model and machine of a check.
 
     Attributes:
-        script: path of a file of Python.
-        function: name of a function in it; see ``check``.
+        script: path of a Python file.
+        function: name of a function in ``script``; see ``check`` for what it returns.
         device: one of ``gpus.GPUS``.
         world: number of ranks.
         replicas: number of groups of ranks that hold the same shards.
@@ -69,8 +69,8 @@ class Report:
     """Findings of a check.
 
     Attributes:
-        faults: what would fail on the device, a sentence each.
-        text: all of it, to be read.
+        faults: one sentence for each thing that would fail on the device.
+        text: the whole report, formatted for the user.
     """
 
     faults: tuple[str, ...]
@@ -78,15 +78,16 @@ class Report:
 
 
 def check(recorder: Recorder, target: Target) -> Report:
-    """Train a few steps of a user's model on one rank of a GPU that is not there.
+    """Train a few steps of a user's model on one rank of a simulated GPU, and check the last one.
 
-    The function takes nothing and is called with the GPU as the default device. It returns a model,
-    the inputs of a step (a tuple, or a dictionary of keywords) and, if it likes, a dictionary of
-    options of ``graphshard.backend``.
+    The user's function takes no arguments and is called with the GPU as the default device. It
+    returns a model, the inputs of a step (a tuple, or a dictionary of keyword arguments) and,
+    optionally, a dictionary of options of ``graphshard.backend``.
 
     Raises:
-        ValueError: there is no such function, or it returns something else, or nothing is trained.
-        RuntimeError: the model depends on values of tensors.
+        ValueError: the function does not exist, it returns something else, or no parameter is
+            trained.
+        RuntimeError: the model depends on the values of tensors.
     """
     make = load_function(target.script, target.function)
     options: dict[str, Any] = {}
@@ -108,7 +109,7 @@ def check(recorder: Recorder, target: Target) -> Report:
 
 
 def _check_names(function: str, options: Mapping[str, Any]) -> None:
-    """Raise ValueError if ``graphshard.backend`` has no argument of such a name."""
+    """Raise ValueError if an option is not an argument of ``graphshard.backend``."""
     known = set(inspect.signature(backend).parameters) - {"mesh"}
     if wrong := sorted(options.keys() - known):
         raise ValueError(
@@ -118,12 +119,12 @@ def _check_names(function: str, options: Mapping[str, Any]) -> None:
 
 
 def _faults(recording: Recording, device: str) -> Iterator[str]:
-    """Yield what would fail, or compute something wrong, on the device."""
+    """Yield everything that would fail, or compute something wrong, on the device."""
     for kernel in compile_kernels(recording.kernels, GPUS[device]):
         if kernel.error:
             yield f"kernel {kernel.name} does not compile: {kernel.error}"
     yield from map(str, find_races(recording.actions))
-    # Of all graphs and what stays between them: by graph, two that fit would be taken for a step.
+    # The peak of the whole step: a check per graph would miss memory held between graphs.
     memory = GPUS[device].total_memory
     peak = peak_bytes_of_step(recording.actions)
     if peak > memory:
@@ -159,9 +160,9 @@ def _text(recording: Recording, target: Target, faults: tuple[str, ...]) -> str:
 
 
 def _memory(recording: Recording) -> Iterator[str]:
-    """Yield what a step and each of its graphs need at their peaks, and what the plans say."""
+    """Yield the peak memory of the step and of each of its graphs, next to the planned peaks."""
     step = peak_bytes_of_step(recording.actions)
-    adam = (step + recording.trained_bytes) / GB  # it has two states of each parameter
+    adam = (step + recording.trained_bytes) / GB  # Adam has one more state per parameter
     yield f"a step needs {step / GB:.3f} GB with SGD and momentum, {adam:.3f} with Adam"
     plans = list(recording.plans)
     names: Counter[str] = Counter()
@@ -171,7 +172,7 @@ def _memory(recording: Recording) -> Iterator[str]:
         graph = plan.graph if plan else "a graph without a plan"
         names[graph] += 1
         if plan:
-            plans.sort(key=lambda other: other is plan)  # it comes last where the next run fits two
+            plans.sort(key=lambda other: other is plan)  # on a tie, prefer plans not used yet
             needed += f" (planned {planned_peak_bytes(plan) / GB:.3f})"
         yield f"{graph} {names[graph]}".removesuffix(" 1") + f" {needed}"
 

@@ -1,4 +1,4 @@
-"""Calls of graphs: what they launch, and when they wait for it."""
+"""Calls of graphs: what each one launches and when it waits."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Launch:
-    """A collective, or host copies that go together.
+    """A collective, or a group of host copies.
 
     Attributes:
         op: name of the operator.
-        group: name of the process group; "" of a host copy.
+        group: name of the process group; "" for a host copy.
     """
 
     op: str
@@ -23,11 +23,11 @@ class GraphRun:
     """One call of a graph.
 
     Attributes:
-        launches: in order.
-        order: a number in ``launches`` where one is launched; its complement (``~``) where the
-            current stream first waits for it.
-        arguments: blocks that it is given.
-        actions: positions of its first action, and behind its last one.
+        launches: launches in order.
+        order: launches and waits in order: the index in ``launches`` for a launch, its complement
+            (``~index``) for the first wait of the current stream.
+        arguments: blocks of the arguments.
+        actions: positions of its first action and one past its last action.
     """
 
     launches: list[Launch] = field(default_factory=list)
@@ -36,12 +36,12 @@ class GraphRun:
     actions: tuple[int, int] = (0, 0)
 
     def launch(self, launch: Launch) -> int:
-        """Append a launch and return its number."""
+        """Append a launch and return its index."""
         self.launches.append(launch)
         self.order.append(len(self.launches) - 1)
         return self.order[-1]
 
     def wait(self, number: int) -> None:
-        """Append a wait, unless there is one."""
+        """Append a wait unless the launch was waited for already."""
         if ~number not in self.order:
             self.order.append(~number)

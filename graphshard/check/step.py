@@ -1,7 +1,7 @@
-"""Steps of training on one of many ranks, on a GPU that is not there: `record_steps`.
+"""Record a training step of one rank on a simulated GPU.
 
-The process group has the other ranks' places and no ranks; parameters and batches are fake. The
-first step compiles; the last one is what is recorded.
+The process group is fake: only this rank exists. Parameters and batches are fake tensors. The
+first step compiles, the last one is recorded.
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ from .recorder import Recorder
 from .runs import GraphRun
 
 NUM_STEPS = 3
-"""DTensor tries each new operator on fake tensors of full size, which would pass for memory. The
-optimizer's are new in the first step, and others in the second one, which finds its state."""
+"""Number of steps; only the last one is recorded.
+
+DTensor propagates each new operator through full-size fake tensors, which would be counted as
+memory. The optimizer runs new operators in the first step, and others in the second, when it has
+state.
+"""
 MakeModel = Callable[[], tuple[nn.Module, Any]]
-"""Returns a model, and the inputs of a step: a tuple, or a dictionary of keywords."""
+"""Returns a model and the inputs of a step: a tuple, or a dictionary of keyword arguments."""
 
 
 Step = Callable[[nn.Module, Callable[..., Any], Any], None]
-"""One step: of the model, the compiled model and the inputs."""
+"""Runs one step, given the model, the compiled model and the inputs."""
 
 
 def forward_backward(model: nn.Module, compiled: Callable[..., Any], inputs: Any) -> None:
@@ -52,8 +56,8 @@ class Cluster:
     """One rank of a mesh.
 
     Attributes:
-        mesh: sizes of its axes; two are replicas and shards.
-        rank: the one whose step is recorded.
+        mesh: sizes of the mesh axes: (shards,) or (replicas, shards).
+        rank: the rank whose step is recorded.
     """
 
     mesh: tuple[int, ...]
@@ -61,7 +65,7 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return math.prod(self.mesh)
 
 
@@ -70,13 +74,13 @@ class Recording:
     """Plans, code and actions of one step.
 
     Attributes:
-        plans: of all graphs.
-        codes: that Inductor wrote, by graph.
-        kernels: name and source of each.
-        actions: of the last step, the optimizer's among them.
-        runs: calls of graphs in the last step.
-        summary: ``Backend.summary()``; "" of an unsharded model.
-        trained_bytes: of the device, of the shards that are trained; 0 of an unsharded model.
+        plans: plans of all graphs.
+        codes: source code that Inductor wrote for each graph.
+        kernels: name and source of each Triton kernel.
+        actions: all actions of the last step, including the optimizer's.
+        runs: graph calls of the last step.
+        summary: ``Backend.summary()``; "" for an unsharded model.
+        trained_bytes: bytes of the trained shards on the device; 0 for an unsharded model.
     """
 
     plans: tuple[Plan, ...]
@@ -97,11 +101,11 @@ def record_steps(
     step: Step = forward_backward,
     dynamic: bool | None = None,
 ) -> Recording:
-    """Train a sharded model, and return what its last step does.
+    """Train a sharded model for a few steps and record the last one.
 
     Args:
         make_model: called with the GPU as the default device.
-        options: of ``graphshard.backend``, read behind the call of ``make_model``.
+        options: arguments of ``graphshard.backend``; read after ``make_model``, which may add some.
         dynamic: argument of ``torch.compile``.
     """
     recorder.clear()
@@ -109,11 +113,12 @@ def record_steps(
         fake = new_fake_mode()
         with fake, torch.device("cuda:0"):
             model, inputs = make_model()
-        # There is no rank to take values from; and ranks exchange names outside of the mode.
+        # No other rank exists to broadcast initial values.
         options = {**options, "sync_module_states": False}
         ours = backend(mesh, **options)
         with fake:
             ours.forward_check.trace_plain(model, lambda: _call(model, inputs))
+        # Outside of the fake mode, because ranks exchange parameter names in real tensors.
         shard(model, mesh, **options)
         compiled = torch.compile(model, backend=ours, dynamic=dynamic)
         train(recorder, fake, model, compiled, inputs, step)
@@ -126,7 +131,7 @@ def record_steps(
 
 @contextmanager
 def group_of(cluster: Cluster) -> Iterator[DeviceMesh]:
-    """Have a process group without the other ranks meanwhile."""
+    """Yield the mesh of a fake process group in which only one rank exists."""
     names = ("replicate", "shard")[-len(cluster.mesh) :]
     with fake_ranks(cluster.world_size, cluster.rank):
         yield init_device_mesh("cuda", cluster.mesh, mesh_dim_names=names)
@@ -140,7 +145,7 @@ def record_unsharded(
     step: Step = forward_backward,
     dynamic: bool | None = None,
 ) -> Recording:
-    """Train a model with ``torch.compile`` alone, and return what its last step does.
+    """Train a model with plain ``torch.compile`` for a few steps and record the last one.
 
     Args:
         dtype: default dtype while ``make_model`` is called.
@@ -165,7 +170,7 @@ def train(
     inputs: Any,
     step: Step = forward_backward,
 ) -> None:
-    """Train for ``NUM_STEPS`` under a fake mode, and record the last one."""
+    """Train for ``NUM_STEPS`` under a fake mode, recording the last step."""
     torch.compiler.reset()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
     for number in range(NUM_STEPS):
@@ -179,7 +184,7 @@ def train(
 
 
 def _kept(model: nn.Module, inputs: Any, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield the tensors that there are between two steps."""
+    """Yield the tensors that stay alive between two steps."""
     held = [*model.parameters(), *model.buffers(), *tree_leaves([inputs, optimizer.state_dict()])]
     for tensor in held:
         if isinstance(tensor, Tensor):
@@ -196,7 +201,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def recording_of(recorder: Recorder, plans: Sequence[Plan] = ()) -> Recording:
-    """Return what a recorder has taken in."""
+    """Return what ``recorder`` has recorded."""
     return Recording(
         plans=tuple(plans),
         codes=tuple(recorder.codes),

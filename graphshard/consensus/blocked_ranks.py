@@ -1,12 +1,13 @@
-"""Finds out that a rank waits for a call that another rank can never make.
+"""Detect that a rank waits for a call that another rank can never make.
 
     rank 0   waits in call 7                       rank 1   waits in dist.barrier(), before call 7
              ─► posts "call 7 runs plan P"                  ─► posts "I am in collective 12"
-             has begun 11 collectives of that group: it would come to no. 12 only after call 7
+             has begun 11 collectives of that group; begins no. 12 only after call 7
 
-Ranks begin the collectives of a group in one order, so the numbers prove it, and no verdict rests
-on time: a rank that is slow, or waits for a third one that is, has begun nothing that others have
-not. Only what a rank posts waits for a while, since most collectives end soon.
+Ranks begin the collectives of a group in the same order, so these numbers prove the deadlock, and
+no verdict depends on time: a rank that is slow, or that waits for a slow third rank, has begun
+nothing that the others have not. Only the post of a blocked rank is delayed, because most
+collectives end soon.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from .._torch.blocked import Blocked, collective_of, num_begun
 from .event_store import BlockedEvent
 
 BLOCKED_S = 2.0
-"""A rank that is in one collective for so long posts that, if others have made a further call."""
+"""Seconds that a rank is in one collective before it posts that, if its peers are a call ahead."""
 
 
 class BlockedRank:
-    """This rank's thread, the one that makes this, as others see it from outside."""
+    """This rank's thread, as other threads observe it; must be created in that thread."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -34,11 +35,11 @@ class BlockedRank:
         return threading.get_ident() == self._thread
 
     def new_event(self, rank: int, call: int) -> BlockedEvent | None:
-        """Return an event, once, if the rank has been in one collective for long.
+        """Return an event, once, if the rank has been in one collective for ``BLOCKED_S``.
 
         Args:
-            rank: this rank, as the group numbers its ranks.
-            call: the number of its next call.
+            rank: this rank's number in the group.
+            call: number of this rank's next call.
         """
         seen, now = collective_of(self._thread), time.monotonic()
         if seen != self._seen:
@@ -53,7 +54,8 @@ def never_comes(event: BlockedEvent, awaited: int | str | None) -> bool:
     """Return whether the rank that posted ``event`` can never make the call that this rank awaits.
 
     Args:
-        awaited: the number of the call in which this rank waits for all others, or another thing.
+        awaited: number of the call in which this rank waits for all others. For the key of a
+            choice, or None, the result is False.
     """
     if not isinstance(awaited, int) or awaited < event.call:
         return False

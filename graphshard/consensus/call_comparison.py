@@ -1,4 +1,4 @@
-"""Compare one rank's calls with those of its peers, and describe in what they differ."""
+"""Compare one rank's calls with its peers' calls, and describe how they differ."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .event_store import BlockedEvent, CallEvent, EventStore, FaultEvent
 
 
 class CallComparison:
-    """One rank's side of the comparison; the rank's thread and its watcher both use it.
+    """One rank's side of the comparison, used by the rank's thread and by its watcher.
 
     Args:
-        rank: this rank, as the group numbers its ranks.
-        global_ranks: the ranks of the group as the default group numbers them, for messages.
+        rank: this rank's number in the group.
+        global_ranks: global rank of each rank in the group, for messages.
     """
 
     def __init__(
@@ -25,17 +25,20 @@ class CallComparison:
         self._posted = [-1] * NUM_LOGGED  # calls that some rank has posted about
 
     def note_posted(self, call: int) -> None:
-        """Remember that some rank has posted about ``call``."""
+        """Record that some rank has posted about ``call``."""
         self._posted[call % NUM_LOGGED] = call
 
     def post_call(self, call: int) -> None:
-        """Post about ``call`` unless a rank has: once all agreed, a post begins another round."""
+        """Post about ``call`` unless a rank has already.
+
+        Once all ranks have agreed, another post would start another round.
+        """
         if self._posted[call % NUM_LOGGED] != call:
             plan_id, history = self._history.entry(call)
             self._events.post_call(call, plan_id, history, self._history.plan_text(plan_id))
 
     def compare(self, event: CallEvent) -> bool:
-        """Agree to an event about a call of this rank and return True, or post a fault."""
+        """Agree to an event about one of this rank's calls and return True, or post a fault."""
         ours = self._history.entry(event.call)
         if ours == LoggedCall(event.plan, event.history):
             self._events.agree(event)
@@ -50,12 +53,12 @@ class CallComparison:
         return f"{self.rank_names(*ranks)} differ in call {event.call}: {difference}"
 
     def post_fault(self, describe: Callable[[], str]) -> None:
-        """Have all ranks raise an error that says ``describe()``, unless a rank has posted one."""
+        """Have all ranks raise an error that says ``describe()``, unless a fault is posted."""
         if self._events.claim_fault():
             self._events.post(FaultEvent(text=describe()))
 
     def describe_blocked(self, event: BlockedEvent) -> str:
-        """Describe a rank that cannot come to where this one waits."""
+        """Describe a blocked rank that can never make the call in which this rank waits."""
         blocked, waiting = self.rank_names(event.rank), self.rank_names(self._rank)
         text = f"{blocked} is in {event.what}, which {waiting} has not called yet"
         text = f"{text}: {self.position()}"

@@ -1,20 +1,20 @@
-"""All ranks run the same graphs in the same order, or all of them raise the same error.
+"""The call log of a process group: all ranks make the same calls in order, or all raise.
 
-Each rank compiles by itself, and a guard that fails on one rank's data may give that rank another
-graph than its peers. Graphs whose collectives differ hang, or mix up data. So each rank numbers its
-calls of compiled graphs and logs their plans, and ranks compare through the store of the group:
+Each rank compiles by itself, and a guard that fails on one rank's data may give that rank a
+different graph. Graphs with different collectives hang or mix up data. So each rank numbers its
+calls of compiled graphs and logs their plans, and ranks compare calls through the group's store:
 
-    a rank      runs a graph, or an eager gather, for the first time, takes over a choice of the
-                first rank, or has made no call for seconds (and the first rank now and then)
+    a rank      runs a graph or an eager gather for the first time, takes part in a choice of the
+                first rank, or has made no call for seconds (the first rank also now and then)
                 ─► posts "call 7 runs plan P"
-    the others  compare with their own call 7, logged or to come ─► agree, or post a fault
-    a rank      is blocked in a collective that a rank that waits comes to only later
-                (``blocked_ranks``) ─► that one posts a fault
-    a fault     ends it on all ranks: a rank that waits raises, a rank that is blocked in a
-                collective is aborted
+    the others  compare with their own call 7, past or future ─► agree, or post a fault
+    a rank      waits for a peer that is blocked in a collective which this rank only reaches
+                later (``blocked_ranks``) ─► posts a fault
+    a fault     ends all ranks: a waiting rank raises, and a collective that blocks a rank is
+                aborted
 
-A thread of each rank (``watcher``) waits for what is posted. No verdict rests on time: ranks may
-come to a compile minutes apart. A run that no rank has posted about does not touch the store.
+A thread on each rank (``watcher``) waits for posts. No verdict depends on time, because ranks may
+reach a compile minutes apart. A call that no rank has posted about does not touch the store.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from .members import Members
 from .watcher import Inbox, Watcher
 
 READ_S = 10.0
-"""The longest wait for the watcher to read what is in the store already."""
+"""Longest wait, in seconds, for the watcher to read what is already in the store."""
 
 
 class CallLog:
-    """One rank's side of the log of all calls of a group; :func:`call_log_of` makes it.
+    """One rank's side of a group's call log; :func:`call_log_of` creates it.
 
     A call is a run of a graph with collectives, a gather or reduction outside of any graph, or a
     choice that the first rank makes for all. Every rank makes the same calls in the same order, one
-    at a time. After a fault every further call raises it again.
+    at a time. After a fault, every further call raises that fault again.
 
     Raises:
-        BackendError: from every method: ranks differ. The text is the same on all ranks.
+        BackendError: from every method, if ranks differ; all ranks raise the same text.
     """
 
     def __init__(self, members: Members, *, is_alone: bool) -> None:
@@ -55,40 +55,45 @@ class CallLog:
         self._watcher = None if is_alone else Watcher(members, self._history, self._inbox)
 
     def involve(self, group: dist.ProcessGroup) -> None:
-        """After a fault, release ranks that are blocked in ``group``, too.
+        """Also release ranks that are blocked in ``group`` after a fault.
 
         Args:
-            group: some of the ranks of this log's group.
+            group: process group of some of this log's ranks.
         """
         self._members.involve(group)
 
     def run(self, plan_id: str) -> None:
-        """Log a run of a graph, just before it, unless it is the graph's first."""
+        """Log a run of a graph, just before it starts.
+
+        A graph's first run is logged by :meth:`first_run` instead.
+        """
         call = self._history.append(plan_id)
-        if self._inbox.early_calls or self._inbox.fault is not None:  # after the count is written
+        # The count is written by now; the watcher writes ``early_calls``, then reads the count.
+        if self._inbox.early_calls or self._inbox.fault is not None:
             self._answer(call)
 
     def enters_mode(self, grad_enabled: bool) -> bool:
-        """Note the mode of the next run; return whether ranks have to agree to it, known or not.
+        """Record the next run's grad mode; return whether all ranks must agree on that run first.
 
-        Where one rank alone evaluates, it comes to a run in another mode than its last one. Others
-        find out when they hang; by then gloo would have ended a process.
+        A rank that evaluates alone starts a run in another mode than its last one. The others would
+        notice only when they hang, and by then gloo would have ended a process. So this holds for
+        known graphs, too.
         """
         enters, self._grad_enabled = grad_enabled != self._grad_enabled, grad_enabled
         return enters and self._watcher is not None and self._members.mix_up_fatally()
 
     def first_run(self, plan_id: str, text: str) -> None:
-        """Log a graph's first run, or another, in place of :meth:`run`, when all ranks agree to it.
+        """Log a run that all ranks must agree on first, instead of by :meth:`run`.
 
-        This waits until every rank has come to this call and runs the same plan, for the first
-        time or not: until the slowest rank has compiled.
+        Waits until every rank has reached this call and runs the same plan, for the first time or
+        not: that is, until the slowest rank has compiled.
 
         Args:
-            plan_id: a hash of ``text``.
-            text: the plan; an error shows the first line of it that differs.
+            plan_id: hash of ``text``.
+            text: the plan; an error shows its first line that differs.
 
         Raises:
-            BackendError: also if a rank does not come within the group's timeout, or has left.
+            BackendError: also if a rank does not arrive within the group's timeout, or has left.
         """
         self._history.remember_text(plan_id, text)
         if self._watcher is None:
@@ -100,11 +105,11 @@ class CallLog:
         self._wait(self._watcher)
 
     def announce(self, plan_id: str, text: str) -> None:
-        """Log a call of something that is no graph: as :meth:`first_run` when it is new.
+        """Log a call outside of any graph; if it is new, wait as :meth:`first_run` does.
 
         Args:
-            plan_id: equal on all ranks that do the same.
-            text: as of :meth:`first_run`.
+            plan_id: id that is equal on all ranks that do the same.
+            text: description of the call, as in :meth:`first_run`.
         """
         if self._history.knows(plan_id):
             self.run(plan_id)
@@ -119,19 +124,21 @@ class CallLog:
         *,
         elsewhere: Callable[[], str] | None = None,
     ) -> str:
-        """Return on every rank what ``choose()`` returns on the group's first rank.
+        """Return, on every rank, what ``choose()`` returns on the group's first rank.
 
-        It is a call: all ranks have to make it, for the same ``key``.
+        This is a call: all ranks must make it, with the same ``key``.
 
         Args:
-            choose: on other ranks, what they would choose: if it is the same, its text, which may
-                be long, does not travel.
-            text: what the choice is about; an error shows the first line of it that differs.
-            elsewhere: called on other ranks in place of ``choose``, where that takes long.
+            key: name of the choice.
+            choose: function that makes the choice. On other ranks it returns what they would
+                choose: if that is the same, the text, which may be long, is not sent.
+            text: what the choice is about; an error shows its first line that differs.
+            elsewhere: function for the other ranks to call instead of ``choose`` if that takes
+                long.
 
         Raises:
-            BackendError: also if the first rank cannot choose: ``choose`` raised there, the
-                group's timeout is over, or that rank has left.
+            BackendError: also if the first rank cannot choose: ``choose`` raised there, the group's
+                timeout expired, or that rank has left.
         """
         if self._watcher is None:
             return choose()
@@ -151,7 +158,11 @@ class CallLog:
         return own if same else self._watcher.events.choice_text(chosen)
 
     def can_agree(self) -> bool:
-        """Return whether the caller can wait for other ranks: there are some, and no fault yet."""
+        """Return whether the caller can wait for other ranks.
+
+        False in any thread but the rank's own, if there are no other ranks, after a fault, and once
+        the store is lost.
+        """
         watcher = self._watcher
         if watcher is None or not watcher.rank_thread.is_current():
             return False
@@ -159,10 +170,10 @@ class CallLog:
         return self._inbox.fault is None and self._inbox.lost is None
 
     def explain(self, error: BaseException) -> None:
-        """Raise the fault that caused ``error``, which a collective raised, if a fault did.
+        """Raise the fault that made a collective raise ``error``, if there is one.
 
-        A peer closes its connections after it posted the fault, but perhaps before this rank has
-        read it. A peer that is gone, or does not answer, posts nothing: then this rank does.
+        A peer posts a fault before it closes its connections, but this rank may not have read the
+        fault yet. A peer that is gone or does not answer posts nothing; then this rank does.
         """
         watcher = self._watcher
         if watcher is None or not isinstance(error, RuntimeError):
@@ -176,13 +187,13 @@ class CallLog:
             raise self._error() from error
 
     def _read_all_posted(self, watcher: Watcher) -> None:
-        """Wait until the watcher has read what is in the store now, if there still is one."""
+        """Wait until the watcher has read all that is in the store, if the store still exists."""
         with contextlib.suppress(RuntimeError):
             num_posted = watcher.events.num_posted()
             watcher.wait_until(lambda: self._inbox.num_read >= num_posted, READ_S)
 
     def _post_lost_peer(self, watcher: Watcher, error: RuntimeError) -> NoReturn:
-        """Have all ranks raise that a peer is gone; this rank alone if the store is gone, too."""
+        """Have all ranks raise that a peer is gone; only this rank if the store is gone as well."""
         text = (
             f"a rank has ended, or does not answer: its own output says why. "
             f"{watcher.comparison.position()}: {str(error).splitlines()[0]}"
@@ -193,7 +204,7 @@ class CallLog:
         raise self._error(text) from error
 
     def _answer(self, call: int) -> None:
-        """Raise a fault, or compare this call with what a rank has posted about it before."""
+        """Raise a fault, or compare this call with what a rank has already posted about it."""
         with self._inbox.changed:
             event = self._inbox.early_calls.pop(call, None)
         if self._inbox.fault is not None:
@@ -208,7 +219,7 @@ class CallLog:
         watcher.comparison.post_call(call)
 
     def _post_choice(self, watcher: Watcher, key: str, choose: Callable[[], str], call: int) -> str:
-        """Choose for all ranks; an error of ``choose`` becomes a fault on the other ranks."""
+        """Choose for all ranks; an error in ``choose`` becomes a fault on the other ranks."""
         try:
             text = choose()
         except BaseException as error:
@@ -220,7 +231,7 @@ class CallLog:
         return text
 
     def _wait(self, watcher: Watcher) -> None:
-        """Wait until what is awaited has come, at most for the timeout of the group."""
+        """Wait for what the inbox awaits, at most for the group's timeout."""
         inbox, timeout_s = self._inbox, self._members.timeout_s()
         try:
             watcher.wait_until(lambda: inbox.awaited is None, timeout_s)
@@ -234,18 +245,18 @@ class CallLog:
             inbox.awaited = None
 
     def _late(self, watcher: Watcher, timeout_s: float) -> str:
-        """Describe who did not come in time."""
+        """Describe which ranks did not arrive in time."""
         names = watcher.comparison.rank_names(*watcher.missing_ranks())
         text = f"{names} did not come within {timeout_s:g} s, the timeout of the group"
         return f"{text}; {watcher.comparison.position()}. {TOGETHER}"
 
     def _raise_fault(self, watcher: Watcher) -> NoReturn:
-        """Raise the fault that was posted first, as every rank does; one has been posted."""
+        """Raise the fault that was posted first, as every rank does; there must be one."""
         watcher.wait_until(lambda: False, READ_S)
         raise self._error()
 
     def _error(self, text: str = "ranks differ") -> BackendError:
-        """Make the error for the fault that was read, or with ``text`` if there is none."""
+        """Return the error for the fault that was read, or for ``text`` if there is none."""
         return BackendError(f"process group {self._members.name!r}: {self._inbox.fault or text}")
 
 
@@ -253,7 +264,7 @@ _call_logs: weakref.WeakKeyDictionary[dist.ProcessGroup, CallLog] = weakref.Weak
 
 
 def call_log_of(group: dist.ProcessGroup) -> CallLog:
-    """Return the call log of ``group``. Every rank of it has to ask for it, at any time."""
+    """Return the call log of ``group``; every rank of the group must call this, at any time."""
     if group not in _call_logs:
         is_alone = group.size() == 1 or has_fake_ranks(group)
         _call_logs[group] = CallLog(Members(group), is_alone=is_alone)

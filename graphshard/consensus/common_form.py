@@ -1,9 +1,9 @@
-"""Plans in a form that all ranks share, and the texts by which they compare them.
+"""Plans in a form that all ranks share, and the texts by which ranks compare them.
 
-Ranks need not trace a model alike: a batch of one sample, say, may turn two tensors around, and a
-parameter that one rank meets first is another rank's second. So ranks share nothing that rests on
-the order of a trace. A parameter is known by its name, a process group by a number, a transfer by
-what travels. Each rank puts its own graph inputs and groups in the place of names and numbers.
+Ranks need not trace a model identically: a batch of one sample, for example, may swap two tensors,
+and ranks may meet parameters in different orders. So nothing that ranks share depends on the order
+of a trace: a parameter is identified by its name, a process group by a number, and a transfer by
+its contents. Each rank replaces names and numbers by its own graph inputs and groups.
 """
 
 from __future__ import annotations
@@ -17,28 +17,30 @@ from ..planning.plan import Plan, PlanParam, Transfer
 from .difference import INFERENCE, TRAINING
 
 _NOT_COMMON = {"param", "kind", "ready", "due", "last", "stride", "replica_stride", "grad_bytes"}
-"""Fields of a transfer that its text begins with, or that may differ between ranks: the gradient of
-a batch of one sample may be an expanded tensor."""
+"""Fields that the text of a transfer leaves out: the text starts with them anyway, or they may
+differ between ranks. The gradient of a batch of one sample, for example, may be an expanded tensor.
+"""
 
 
 def group_numbers(plans: Sequence[Plan]) -> dict[str, str]:
     """Return "#0", "#1", ... for the names of the groups in which ``plans`` communicate.
 
-    All ranks give the same number to their groups along one axis of the mesh, whose names differ.
+    Group names differ between ranks. All ranks give the same number to their groups along the same
+    axis of the mesh.
     """
     described = [
         (plan.fqn_of(t), t.kind, t.dtype, t.num_bytes, t.group, t.replicas)
         for plan in plans
         for t in plan.problem.transfers
     ]
-    # Sorted without the names of groups, which differ between ranks.
+    # Leave out the names of groups, which differ between ranks.
     described.sort(key=lambda facts: facts[:-2])
     names = [name for *_, group, replicas in described for name in (group, replicas)]
     return {name: f"#{i}" for i, name in enumerate(filter(None, dict.fromkeys(names)))}
 
 
 def with_group_names(plan: Plan, names: Mapping[str, str]) -> Plan:
-    """Replace every group name in ``plan`` by what ``names`` has for it."""
+    """Return ``plan`` with every group name replaced by its entry in ``names``."""
     transfers = tuple(
         dataclasses.replace(t, group=names.get(t.group, ""), replicas=names.get(t.replicas, ""))
         for t in plan.problem.transfers
@@ -49,14 +51,14 @@ def with_group_names(plan: Plan, names: Mapping[str, str]) -> Plan:
 
 
 def with_inputs_of(plans: Sequence[Plan], own_plans: Sequence[Plan]) -> list[Plan]:
-    """Return another rank's plans with the graph inputs of this rank.
+    """Return another rank's plans with this rank's graph inputs.
 
-    Parameters that never travel need not be the same: graphs that differ in nothing else share
-    plans. These get the input -1.
+    Graphs share plans even if they differ in parameters that never travel. These parameters get the
+    input -1.
 
     Args:
-        plans: of all graphs of one Dynamo graph.
-        own_plans: this rank's plans for the same.
+        plans: the other rank's plans for all graphs of one Dynamo graph.
+        own_plans: this rank's plans for the same graphs.
     """
     own, theirs = (
         _inputs_by_fqn([param for plan in some for param in _travelling(plan)])
@@ -76,13 +78,13 @@ def with_inputs_of(plans: Sequence[Plan], own_plans: Sequence[Plan]) -> list[Pla
 
 
 def _travelling(plan: Plan) -> list[PlanParam]:
-    """Return the parameters that the plan's graph gathers, reduces or keeps gathered."""
+    """Return the parameters that the plan's graph gathers, reduces or keeps unsharded."""
     travelling = {transfer.param for transfer in plan.problem.transfers} | set(plan.kept)
     return [param for i, param in enumerate(plan.params) if i in travelling]
 
 
 def _inputs_by_fqn(params: Sequence[PlanParam]) -> dict[str, list[int]]:
-    """Return the inputs of the parameters of each name, of which two models may have one each."""
+    """Return the inputs by parameter name; two models may each have a parameter of that name."""
     inputs: dict[str, list[int]] = {}
     for param in sorted(params, key=lambda param: param.input):
         of_fqn = inputs.setdefault(param.fqn, [])
@@ -92,10 +94,10 @@ def _inputs_by_fqn(params: Sequence[PlanParam]) -> dict[str, list[int]]:
 
 
 def communication_text(plans: Sequence[Plan]) -> str:
-    """Describe what graphs need to have in common to follow one plan: what they gather and reduce.
+    """Describe what graphs must have in common to follow one plan: what they gather and reduce.
 
-    Left out are which parameters stay unsharded, in which order transfers come, and at which steps
-    they are ready or due: these may depend on the sizes of a rank's batch.
+    Excludes which parameters stay unsharded, the order of transfers, and the steps at which they
+    are ready or due: all of these may depend on a rank's batch size.
     """
     kinds = {plan.graph for plan in plans}
     lines = [INFERENCE if kinds == {GraphKind.INFERENCE} else TRAINING]
@@ -109,19 +111,22 @@ def communication_text(plans: Sequence[Plan]) -> str:
 
 
 def collectives_text(plans: Sequence[Plan]) -> str:
-    """Describe the collectives that graphs run, in their order."""
+    """Describe the collectives that graphs run, in order."""
     return "\n".join(plan.collectives_text() for plan in plans)
 
 
 def without_steps(transfer: Transfer) -> Transfer:
-    """Set to constants what may differ between ranks: steps, distances, and memory of gradients."""
+    """Return ``transfer`` with constants for the fields that may differ between ranks.
+
+    These are steps, strides and the bytes of gradients.
+    """
     return dataclasses.replace(
         transfer, ready=0, due=0, last=0, stride=1, replica_stride=1, grad_bytes=0
     )
 
 
 def _transfer_text(plan: Plan, transfer: Transfer) -> str:
-    """Describe all that ranks need to have in common of a transfer, its parameter first."""
+    """Describe all that ranks must have in common about a transfer, its parameter first."""
     names = (field.name for field in dataclasses.fields(transfer))
     facts = {name: getattr(transfer, name) for name in names if name not in _NOT_COMMON}
     param = None if transfer.param is None else plan.params[transfer.param]
@@ -134,9 +139,9 @@ def _transfer_text(plan: Plan, transfer: Transfer) -> str:
 
 
 def _float8_names(plan: Plan) -> list[str]:
-    """Return the parameters that are gathered by scales, in the order of their scales.
+    """Return the names of the parameters that are gathered in fp8, in the order of their scales.
 
-    That is the order of a rank's trace, and ranks have to have the same.
+    That order comes from a rank's trace, and must be the same on all ranks.
     """
     gathered = {
         transfer.param

@@ -1,8 +1,8 @@
-"""Describes a rank's call as text that it posts, and the difference of two ranks for a user.
+"""Describe to a user how the calls of two ranks differ.
 
-A text begins with a line that says what is called: graphs for training, a graph for inference, an
-eager gather, an optimizer's step. Lines with what is gathered and reduced follow. Errors show the
-first difference, and the one cause that most likely made it.
+Each call is posted as a text. Its first line says what is called: graphs for training, a graph for
+inference, an eager gather, an optimizer's step. The lines that follow list what is gathered and
+reduced. An error shows the first difference and its most likely cause.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Sequence
 
 TRAINING, INFERENCE = "graphs for training", "a graph for inference"
 OPTIMIZER_STEP = "a step"
-"""How the first line of an optimizer's step begins, in which ranks exchange something."""
+"""Start of the first line for an optimizer's step in which ranks exchange data."""
 LIMIT = "the recompile limit is reached"
-"""Part of the first line of an eager gather where Dynamo has given up to compile."""
+"""Part of the first line of an eager gather in code that Dynamo has given up compiling."""
 
 ANEW = "a choice anew"
-"""How the first line of a choice begins where an earlier one about the same does not serve."""
+"""Start of the first line of a choice that has to be made again: no earlier one serves."""
 
 BY_ALL_RANKS = "which all ranks have to call"
-"""Part of the first line of what scripts for DDP do on the first rank alone, such as to save."""
+"""Part of the first line of a call that DDP scripts make on the first rank only, such as saving."""
 
 MAX_SHOWN = 160
-"""Characters of a line that an error shows: around its first difference."""
+"""Largest number of characters that an error shows of a line, around its first difference."""
 
 ADVICE = (
     "All ranks must run the same graphs in the same order; a guard on a value or a shape that "
@@ -51,11 +51,11 @@ _ANEW = (
 
 
 def describe_difference(texts: Sequence[str], names: Sequence[str]) -> str:
-    """Describe in what the calls of two ranks differ, and the likely cause.
+    """Describe how the calls of two ranks differ, and the likely cause.
 
     Args:
-        texts: what each of them calls.
-        names: of the two ranks, as "rank 3".
+        texts: what each rank calls.
+        names: names of the two ranks, such as "rank 3".
     """
     ours, theirs = (text.splitlines() or ["nothing"] for text in texts)
     if ours == theirs:
@@ -68,7 +68,7 @@ def describe_difference(texts: Sequence[str], names: Sequence[str]) -> str:
 
 
 def _cause(ours: str, theirs: str) -> str:
-    """Return the likely cause of a difference, by what two ranks call."""
+    """Return the likely cause of a difference, given the first lines of both calls."""
     heads = (ours, theirs)
     if any(head.startswith(OPTIMIZER_STEP) for head in heads):
         return _STEP_TOGETHER
@@ -84,7 +84,7 @@ def _cause(ours: str, theirs: str) -> str:
 
 
 def _first_difference(ours: Sequence[str], theirs: Sequence[str], names: Sequence[str]) -> str:
-    """Describe the first line that only one of them has, or the first that comes earlier."""
+    """Describe the first line that only one rank has, or else the first that is out of order."""
     only = [[line for line in a if line not in set(b)] for a, b in ((ours, theirs), (theirs, ours))]
     if not any(only):
         pairs = itertools.zip_longest(ours, theirs, fillvalue="nothing")
@@ -94,7 +94,7 @@ def _first_difference(ours: Sequence[str], theirs: Sequence[str], names: Sequenc
 
 
 def _excerpts(ours: str, theirs: str) -> list[str]:
-    """Return both lines, cut to the part where they differ first if they are long."""
+    """Return both lines; long ones are cut to the part around their first difference."""
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs)))
     start = max(0, same - MAX_SHOWN // 2)
     return [_excerpt(line, start) for line in (ours, theirs)]

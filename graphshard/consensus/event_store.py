@@ -1,7 +1,7 @@
 """The events that the ranks of a process group post to each other, kept in the group's store.
 
-Events have an order that all ranks read alike. This module alone knows the keys of the store and
-the JSON form of an event; others handle :class:`Event` and its subclasses.
+All ranks read the events in the same order. Only this module knows the keys of the store and the
+JSON form of an event; others use :class:`Event` and its subclasses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One rank's message to all ranks.
+    """A message from one rank to all ranks.
 
     Attributes:
         index: position in the order of all events; -1 until the event is posted.
@@ -45,12 +45,12 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class CallEvent(Event):
-    """A rank runs a plan in a call, and asks all ranks to compare.
+    """A rank's request that all ranks compare the plan that they run in a call.
 
     Attributes:
         call: number of the call.
-        rank: the rank that posted this event, as the group numbers its ranks.
-        plan: the plan's id.
+        rank: number, in the group, of the rank that posted this event.
+        plan: id of the plan.
         history: checksum of the plans of all calls up to this one.
     """
 
@@ -63,11 +63,11 @@ class CallEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class AgreedEvent(Event):
-    """All ranks have compared a call with their own, and found the same plan.
+    """Notice that all ranks run the same plan in a call.
 
     Attributes:
         call: number of the call.
-        call_event: index of the :class:`CallEvent` about it.
+        call_event: index of the :class:`CallEvent` about the call.
     """
 
     kind = EventKind.AGREED
@@ -77,11 +77,11 @@ class AgreedEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceEvent(Event):
-    """The first rank has chosen something, which ``EventStore.choice_text`` reads.
+    """Notice that the first rank has made a choice; ``EventStore.choice_text`` reads it.
 
     Attributes:
-        key: the name of the choice.
-        digest: hash of what was chosen; ranks that would choose the same need not read it.
+        key: name of the choice.
+        digest: hash of what was chosen; ranks that would choose the same need not read the text.
         call: number of the call.
     """
 
@@ -93,7 +93,7 @@ class ChoiceEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class FaultEvent(Event):
-    """Ranks differ, or one is missing; ``text`` says how, for the error on every rank."""
+    """Notice that ranks differ or one is missing; every rank raises an error with ``text``."""
 
     kind = EventKind.FAULT
     text: str
@@ -101,21 +101,21 @@ class FaultEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class LeaveEvent(Event):
-    """The first of all ranks takes no further part; those that leave later post nothing."""
+    """Notice that a rank has left; only the first rank to leave posts it."""
 
     kind = EventKind.LEAVE
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockedEvent(Event):
-    """A rank is blocked in a collective, before a call that another one may wait for.
+    """Notice that a rank is blocked in a collective, before a call that others may wait for.
 
     Attributes:
-        rank: the rank that posted this event, as the group numbers its ranks.
-        call: number of its next call.
+        rank: number, in the group, of the rank that posted this event.
+        call: number of that rank's next call.
         what: the collective, and where it is called.
-        group: name of the process group of the collective.
-        number: how many collectives of that group the rank has begun, this one included.
+        group: name of the collective's process group.
+        number: number of that group's collectives that the rank has begun, this one included.
     """
 
     kind = EventKind.BLOCKED
@@ -129,7 +129,8 @@ class BlockedEvent(Event):
 _TYPES = (CallEvent, AgreedEvent, ChoiceEvent, FaultEvent, LeaveEvent, BlockedEvent)
 _EVENT_TYPES: dict[str, type[Event]] = {event_type.kind: event_type for event_type in _TYPES}
 _FOREVER = timedelta(days=20)
-"""Of a blocking wait; its milliseconds have 32 bits. Torch logs each wait that times out."""
+"""Timeout of a blocking wait: about as long as 32-bit milliseconds allow, since torch logs
+timeouts."""
 
 
 def digest(text: str) -> str:
@@ -138,15 +139,16 @@ def digest(text: str) -> str:
 
 
 class EventStore:
-    """The events of one process group. An event is deleted when all ranks have read it.
+    """The events of one process group; an event is deleted once all ranks have read it.
 
-    What one rank does here takes a constant number of operations of the store, but for the names
-    of ranks that did not come, which one rank finds out for all.
+    One rank's work takes a constant number of store operations, except for finding the names of
+    missing ranks, which one rank does for all.
 
     Args:
-        connect: returns a connection to the store of the group. One is blocked by ``wait``.
-        prefix: of all keys; another for every group that shares the store.
-        rank: this rank, as the group numbers its ranks.
+        connect: function that returns a new connection to the group's store; ``wait`` blocks one.
+        prefix: prefix of all keys, different for each group that shares the store.
+        rank: this rank's number in the group.
+        num_ranks: number of ranks in the group.
     """
 
     def __init__(
@@ -154,14 +156,14 @@ class EventStore:
     ) -> None:
         self._rank, self._num_ranks = rank, num_ranks
         store = connect()
-        # The store may have held a group of this name before; every rank has counted it.
+        # The store may have served earlier groups of this name; every rank has counted them.
         generation = dist.PrefixStore(prefix, store).add(f"generation/{rank}", 1)
         self._store = dist.PrefixStore(f"{prefix}/{generation}", store)
         self._reader = dist.PrefixStore(f"{prefix}/{generation}", connect())
-        self._first = 0  # events before it are deleted
-        self._agreeing = threading.Lock()  # both threads of a rank agree
+        self._first = 0  # events before this index are deleted
+        self._agreeing = threading.Lock()  # both threads of a rank call ``agree``
         self._progress = -1  # the last call that this rank has agreed to
-        self._choices: deque[int] = deque()  # calls of this rank whose choices the store has
+        self._choices: deque[int] = deque()  # calls whose choices the store still has
         self._left: list[int] = []  # ranks that are known to have left
 
     def post(self, event: Event) -> None:
@@ -171,7 +173,7 @@ class EventStore:
         self._store.set(f"event/{index}", json.dumps({"kind": event.kind, **fields}))
 
     def post_call(self, call: int, plan: str, history: int, text: str) -> None:
-        """Post that ``call`` runs ``plan``, unless a rank has posted about this call before.
+        """Post that ``call`` runs ``plan``, unless a rank has already posted about this call.
 
         Args:
             text: the plan itself, which other ranks read if they differ.
@@ -181,13 +183,13 @@ class EventStore:
             self.post(CallEvent(call=call, rank=self._rank, plan=plan, history=history))
 
     def post_choice(self, key: str, text: str, call: int) -> None:
-        """Post that the first rank, this one, has chosen ``text`` in a call."""
+        """Post that this rank, the group's first, has chosen ``text`` in a call."""
         self._choices.append(call)
         self._store.set(f"choice/{call}", text)
         self.post(ChoiceEvent(key=key, digest=digest(text), call=call))
 
     def choice_text(self, event: ChoiceEvent) -> str:
-        """Return what the first rank has chosen, until all ranks have made a later call."""
+        """Return what the first rank has chosen; valid until all ranks have made a later call."""
         return self._store.get(f"choice/{event.call}").decode()
 
     def read(self, index: int) -> Event | None:
@@ -199,64 +201,64 @@ class EventStore:
         return _EVENT_TYPES[fields.pop("kind")](**fields)
 
     def wait(self, index: int) -> None:
-        """Wait, without end, until the event at position ``index`` is posted."""
-        with contextlib.suppress(dist.DistStoreError):  # the caller reads in vain, and waits again
+        """Block, without a timeout, until the event at position ``index`` is posted."""
+        with contextlib.suppress(dist.DistStoreError):  # the caller finds no event and waits again
             self._reader.wait([f"event/{index}"], _FOREVER)
 
     def num_posted(self) -> int:
-        """Return how many events all ranks together have posted."""
+        """Return the number of events that all ranks have posted."""
         return self._store.add("events", 0)
 
     def plan_text(self, event: CallEvent) -> str:
-        """Return the plan that ``event`` is about, as long as this rank has not agreed to it."""
+        """Return the plan that ``event`` is about; valid until this rank has agreed to it."""
         return self._store.get(f"text/{event.call}").decode()
 
     def agree(self, event: CallEvent) -> None:
-        """Note that this rank runs the same plan in that call.
+        """Record that this rank runs the same plan in that call.
 
-        The last rank to agree posts an :class:`AgreedEvent` and deletes what all have read.
+        The last rank to agree posts an :class:`AgreedEvent` and deletes what all ranks have read.
         """
         call, index = event.call, event.index
         with self._agreeing:
             self._progress = max(self._progress, call)
             self._store.set(f"progress/{self._rank}", str(self._progress))
         if self._store.add(f"agreed/{index}", 1) == self._num_ranks:
-            # Before the post: this rank's other thread reads it at once, and moves ``_first``.
+            # Listed before the post: this rank's other thread may read it and move ``_first``.
             events = [f"event/{i}" for i in range(self._first, index + 1)]
             self.post(AgreedEvent(call=call, call_event=index))
             self._delete(*events, f"agreed/{index}", f"text/{call}", f"claim/{call}")
 
     def has_agreed(self, event: CallEvent, rank: int) -> bool:
-        """Return whether ``rank`` has agreed to ``event``, or to one about a later call."""
+        """Return whether ``rank`` has agreed to ``event`` or to an event about a later call."""
         key = f"progress/{rank}"
         return self._store.check([key]) and int(self._store.get(key)) >= event.call
 
     def forget(self, agreed: AgreedEvent) -> None:
-        """Note that all ranks have read the events up to the call that they agreed to."""
+        """Record that all ranks have read the events up to the call that they agreed to."""
         self._first = max(self._first, agreed.call_event + 1)
         while self._choices and self._choices[0] < agreed.call:
             self._delete(f"choice/{self._choices.popleft()}")
 
     def claim_fault(self) -> bool:
-        """Return True on the one rank that is to post a fault."""
+        """Return True on the one rank that has to post a fault."""
         return self._store.add("faults", 1) == 1
 
     def leave(self) -> None:
-        """Note that this rank takes no further part."""
+        """Record that this rank takes no further part."""
         number = self._store.add("left", 1) - 1
         self._store.set(f"left/{number}", str(self._rank))
         if number == 0:
             self.post(LeaveEvent())
 
     def ranks_that_left(self) -> list[int]:
-        """Return the ranks that take no further part."""
+        """Return the ranks that have left."""
         for number in range(len(self._left), self._store.add("left", 0)):
-            if not self._store.check([f"left/{number}"]):  # it is about to be set
+            if not self._store.check([f"left/{number}"]):  # counted, but not written yet
                 break
             self._left.append(int(self._store.get(f"left/{number}")))
         return self._left
 
     def _delete(self, *keys: str) -> None:
-        with contextlib.suppress(RuntimeError):  # not every store can
+        with contextlib.suppress(RuntimeError):  # not every store can delete
             for key in keys:
                 self._store.delete_key(key)

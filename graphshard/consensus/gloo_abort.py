@@ -1,6 +1,6 @@
-"""Release collectives over gloo that are blocked, by shutting down the connections they wait on.
+"""Release blocked gloo collectives by shutting down the connections that they wait on.
 
-A connection is found by the address at one of its ends, which gloo leaves in the group's store.
+A connection is found by the address of one of its ends, which gloo leaves in the group's store.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from .._torch.distributed import device_types
 def abort(group: dist.ProcessGroup, store: dist.Store) -> None:
     """Make collectives of ``group`` that are blocked on this rank raise, and all later ones.
 
-    ``ProcessGroup.abort`` does it for NCCL and nothing for gloo. A collective of gloo raises where
-    a peer closes its connection, so this closes the connections themselves.
+    ``ProcessGroup.abort`` does this for NCCL and does nothing for gloo. A gloo collective raises
+    when a peer closes its connection, so this shuts down the connections themselves.
     """
     shut_down(list(_gloo_addresses(group, store)))
     group.abort()
 
 
 def shut_down(listeners: Collection[bytes]) -> None:
-    """Shut down every TCP connection of this process with an end that is one of ``listeners``.
+    """Shut down every TCP connection of this process that has one of ``listeners`` as an end.
 
     Args:
-        listeners: bytes that contain a ``struct sockaddr_in`` or ``sockaddr_in6``.
+        listeners: byte strings that contain a ``struct sockaddr_in`` or ``sockaddr_in6``.
     """
     for number in map(int, os.listdir("/dev/fd") if listeners else ()):
         with contextlib.suppress(OSError):  # closed since it was listed, or not connected
@@ -44,7 +44,7 @@ def shut_down(listeners: Collection[bytes]) -> None:
 
 
 def _ends(connection: socket.socket) -> Iterator[bytes]:
-    """Yield both ends as ``struct sockaddr_in`` or ``sockaddr_in6``, up to the host."""
+    """Yield both ends as ``struct sockaddr_in`` or ``sockaddr_in6``, cut after the host."""
     if connection.family in (socket.AF_INET, socket.AF_INET6):
         flow = b"" if connection.family == socket.AF_INET else bytes(4)
         for host, port, *_ in (connection.getsockname(), connection.getpeername()):
@@ -55,7 +55,8 @@ def _ends(connection: socket.socket) -> Iterator[bytes]:
 def _gloo_addresses(group: dist.ProcessGroup, store: dist.Store) -> Iterator[bytes]:
     """Yield what gloo left in the store for every network device of every rank.
 
-    It contains the ``sockaddr`` at which gloo listens there. One end of each connection is one.
+    Each value contains the ``sockaddr`` on which gloo listens. Every connection has such an address
+    at one of its ends.
     """
     for device_type in device_types(group):
         for index in itertools.count():

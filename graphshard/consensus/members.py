@@ -1,4 +1,4 @@
-"""The ranks that keep one log of calls: a process group, as far as the log needs one."""
+"""The ranks that share one call log: a process group, reduced to what the log needs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .gloo_abort import abort
 
 
 class Members:
-    """The ranks of a process group, which may be destroyed meanwhile.
+    """The ranks of a process group, which may be destroyed in the meantime.
 
     Attributes:
-        name: of the group.
-        rank: this rank, as the group numbers its ranks.
-        global_ranks: all of them, as the default group numbers them.
+        name: name of the group.
+        rank: this rank's number in the group.
+        global_ranks: global rank of each member.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -41,33 +41,37 @@ class Members:
         return store_of(group)
 
     def exist(self) -> bool:
-        """Return whether the group has not been destroyed."""
+        """Return whether the group still exists, that is, has not been destroyed."""
         return is_registered(self._group())
 
     def timeout_s(self) -> float:
-        """Return how long a collective of the group may take."""
+        """Return the timeout of the group's collectives; 0 if the group is gone."""
         group = self._group()
         return 0.0 if group is None else group_timeout_s(group)
 
     def mix_up_fatally(self) -> bool:
-        """Return whether a process ends where ranks call collectives of different sizes.
+        """Return whether collectives of mismatched sizes end the process.
 
-        Gloo ends it in a thread of its own, which nobody can catch; others hang.
+        Gloo ends it from its own thread, where no one can catch the error; other backends hang.
         """
         group = self._group()
         return group is not None and is_of_gloo(group)
 
     def involve(self, group: dist.ProcessGroup) -> None:
-        """Abort collectives of ``group``, too, some of the members."""
-        # Nobody is blocked in groups with fake ranks, and their store makes no connections.
+        """Have :meth:`abort` also release ranks that are blocked in ``group``.
+
+        Args:
+            group: process group of some of the members.
+        """
+        # Groups with fake ranks never block, and their store makes no connections.
         if group not in self._stores and not has_fake_ranks(group):
             self._stores[group] = store_of(group)
 
     def involve_by_name(self, name: str) -> None:
-        """As :meth:`involve`; members may be some of that group."""
+        """Do as :meth:`involve` for the group ``name``, some of whose ranks may not be members."""
         self.involve(process_group(name))
 
     def abort(self) -> None:
-        """Make collectives raise that are blocked on this rank, and all later ones."""
+        """Make this rank's blocked collectives raise, and all later ones."""
         for group, store in list(self._stores.items()):
             abort(group, store)

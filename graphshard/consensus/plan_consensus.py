@@ -1,11 +1,11 @@
 """One plan on all ranks, for graphs that each rank compiles by itself.
 
-A plan follows from predicted times, and those from the sizes of a rank's batch. So the first rank
-of the group chooses which transfers each bucket carries, and in which order buckets are launched; a
-rank whose own plan differs compiles again. Each rank chooses for itself at which steps it launches
-a bucket and waits for it.
+A plan follows from predicted times, which depend on a rank's batch size. So the first rank of the
+group chooses which transfers each bucket carries and the order in which buckets are launched; a
+rank whose own plan differs compiles again. Each rank chooses by itself at which steps it launches a
+bucket and waits for it.
 
-    every rank   compile ─► the first rank's plans for these transfers ─► not mine? compile again
+    every rank   compile ─► the first rank's plans for these transfers ─► differ? compile again
     every call   the call log of the group ─► run the graph
 
 Transfers that the first rank has planned before keep their buckets, so a rank may compile again,
@@ -48,10 +48,10 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class _GraphKey:
-    """The things that ranks share to follow one plan.
+    """The facts that ranks must share to follow one plan.
 
     Attributes:
-        text: what the graphs communicate, and what their plans depend on besides.
+        text: what the graphs communicate, and what else their plans depend on.
         groups: names of the process groups of all ranks that have the graphs.
     """
 
@@ -60,7 +60,7 @@ class _GraphKey:
 
 
 class PlanConsensus:
-    """The first rank's plans for the graphs of one backend, as far as this rank has asked."""
+    """The first rank's plans for one backend's graphs, as far as this rank has asked for them."""
 
     def __init__(self) -> None:
         self._plans: dict[_GraphKey, list[Plan]] = {}
@@ -75,18 +75,22 @@ class PlanConsensus:
         serves: Callable[[str], bool],
         excess: Callable[[str], int],
     ) -> str:
-        """Return what the first rank chooses for all, before there is a plan.
+        """Return what the first rank chooses for all ranks, before there is a plan.
 
-        It chooses anew where nothing serves that it has chosen before about the same. Then all
-        ranks have to ask; otherwise one may ask alone, which compiles again and its peers do not.
+        If an earlier choice about the same subject serves this rank, returns that one without
+        communication. This lets a rank compile again while its peers do not. Otherwise the first
+        rank makes a new choice, and all ranks must call this.
 
         Args:
-            about: what the choice is about; equal on all ranks.
-            choose: called on the first rank alone; "" is no choice, and is not kept. It is given
-                the largest excess of all ranks by its last choice: at first 0.
+            about: subject of the choice; equal on all ranks.
+            choose: function that makes the choice on the first rank, given the largest excess of
+                any rank under the previous attempt (0 at first). "" means no choice and is not
+                remembered.
             groups: names of the process groups of all ranks that have to choose.
-            serves: whether this rank can do with an earlier choice; the oldest such one is taken.
-            excess: how little this rank can do with a new choice; 0: it can.
+            serves: function that returns whether an earlier choice serves this rank; the oldest one
+                that does is taken.
+            excess: function that returns how badly a new choice suits this rank; 0 if it serves.
+                While any rank returns more, the first rank chooses again.
         """
         known = self._choices.setdefault(_GraphKey(about, tuple(groups)), [])
         if (earlier := next(filter(serves, known), None)) is not None:
@@ -103,11 +107,11 @@ class PlanConsensus:
     def common_plans(
         self, plans: Sequence[Plan], context: str, groups: Sequence[str]
     ) -> list[Plan]:
-        """Return the plans that all ranks follow in place of their own.
+        """Return the plans that all ranks follow instead of their own.
 
         Args:
             plans: this rank's plans for one Dynamo graph.
-            context: what plans depend on besides the graph.
+            context: what plans depend on in addition to the graph.
             groups: names of the process groups of all ranks that have this graph.
 
         Raises:
@@ -138,7 +142,7 @@ def _chosen_by_first(choose: Callable[[], str], text: str, groups: Sequence[str]
 
 
 def _largest(number: int, groups: Sequence[str]) -> int:
-    """Return the largest number of all ranks; a collective of each group."""
+    """Return the largest number of any rank; runs one collective in each group."""
     for name in groups:
         group = process_group(name)
         largest = torch.tensor(number, device=device_for(group))
@@ -159,18 +163,18 @@ class _LaunchRange(NamedTuple):
 
 
 def follow(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> tuple[Bucket, ...]:
-    """Return the buckets of ``plan``, in their order, launched and waited for in ``problem``.
+    """Return the buckets of ``plan``, in their order, with launches and waits that fit ``problem``.
 
-    A bucket stays at its steps as far as ``problem`` has the transfers ready and not yet due there.
+    A bucket keeps its steps as far as its transfers are ready and not yet due there in ``problem``.
 
     Args:
         problem: this rank's graph.
-        params: of ``problem``.
-        plan: the first rank's plan for the same transfers, perhaps in another order and with other
-            steps; its parameters are known by the graph inputs of this rank.
+        params: parameters of ``problem``.
+        plan: the first rank's plan for the same transfers, possibly in another order and with other
+            steps; its parameters are identified by this rank's graph inputs.
 
     Raises:
-        BackendError: this problem has other transfers, or does not allow their order.
+        BackendError: ``problem`` has other transfers, or does not allow their order.
     """
     end, buckets = problem.num_steps, _buckets_for(problem, params, plan)
     bucket_transfers = [[problem.transfers[i] for i in bucket.transfers] for bucket in buckets]
@@ -191,10 +195,10 @@ def follow(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> tuple[B
 
 
 def _buckets_for(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> list[Bucket]:
-    """Return the buckets of ``plan`` with the positions that their transfers have in ``problem``.
+    """Return the collectives of ``plan`` as buckets of the transfers in ``problem``.
 
     Raises:
-        BackendError: the problem has other transfers.
+        BackendError: ``problem`` has other transfers.
     """
     collectives = without_host_copies(plan.problem).transfers
     ours = _positions(problem.transfers)
@@ -216,7 +220,7 @@ def _buckets_for(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> l
 def _numbered(
     transfers: Sequence[Transfer], theirs: Sequence[PlanParam], ours: Sequence[PlanParam]
 ) -> list[Transfer]:
-    """Number the parameters of ``transfers`` by their positions in ``ours``; -1 if not there."""
+    """Number the parameters of ``transfers`` by their positions in ``ours``; -1 if missing."""
     numbers = {param.input: i for i, param in enumerate(ours)}
     return [
         t
@@ -227,7 +231,7 @@ def _numbered(
 
 
 def _positions(transfers: Sequence[Transfer]) -> dict[Transfer, list[int]]:
-    """Return the positions of every transfer; several of those that are alike but for steps."""
+    """Return the positions of each transfer; transfers that differ only in steps share a key."""
     positions: dict[Transfer, list[int]] = {}
     for i, transfer in enumerate(transfers):
         positions.setdefault(without_steps(transfer), []).append(i)
@@ -237,7 +241,7 @@ def _positions(transfers: Sequence[Transfer]) -> dict[Transfer, list[int]]:
 def _launch_ranges(
     bucket_transfers: Sequence[Sequence[Transfer]], due: Sequence[int]
 ) -> list[_LaunchRange]:
-    """Return for each bucket, in launch order, the steps between those of its neighbours."""
+    """Return the steps at which each bucket can be launched; buckets are in launch order."""
     ready = [max(t.ready for t in transfers) for transfers in bucket_transfers]
     earliest = accumulate(ready, max)
     latest = list(accumulate(reversed(due), min))[::-1]
@@ -245,7 +249,7 @@ def _launch_ranges(
 
 
 def _waited_before_replicas(bucket: Bucket, buckets: Sequence[Bucket]) -> Bucket:
-    """Have ``bucket`` waited for where the average over replicas of its shards is launched."""
+    """Move the wait of ``bucket`` to the launch of the all-reduce of its shards over replicas."""
     if bucket.kind == TransferKind.ALL_REDUCE_SHARDS:
         return bucket
     averages = [
@@ -259,10 +263,11 @@ def _waited_before_replicas(bucket: Bucket, buckets: Sequence[Bucket]) -> Bucket
 def log_every_call(
     compiled: Callable[..., R], plans: Sequence[Plan], groups: Sequence[str]
 ) -> Callable[..., R]:
-    """Wrap a compiled graph so that each call of it is logged with those of the other ranks.
+    """Wrap a compiled graph so that each of its calls goes into the call logs of its groups.
 
     Args:
-        plans: what the graph runs; without collectives, ``compiled`` itself is returned.
+        plans: plans that the graph runs; if they have no collectives, ``compiled`` is returned as
+            is.
         groups: names of the process groups of all ranks that have this graph.
     """
     numbers = group_numbers(plans)
@@ -282,7 +287,7 @@ def _logged(
 
     def call(*args: object) -> R:
         nonlocal is_first
-        # First what it notes: each run has a mode.
+        # ``enters_mode`` comes first, since it has to see the mode of every run.
         if call_log.enters_mode(torch.is_grad_enabled()) or is_first:
             call_log.first_run(plan_id, text)
         else:
@@ -301,7 +306,7 @@ def _logged(
 
 
 def _call_logs(plans: Sequence[Plan], groups: Sequence[str]) -> list[CallLog]:
-    """Return the call logs of ``groups``; none if ``plans`` do not communicate."""
+    """Return the call logs of ``groups``; none if ``plans`` have no collectives."""
     communicate = any(plan.buckets for plan in plans)
     return [call_log_of(process_group(name)) for name in groups] if communicate else []
 

@@ -1,8 +1,8 @@
 """The thread of each rank that reads its peers' events, in one order for all ranks.
 
-It compares what they run with this rank's own calls, wakes this rank where it waits, and releases
-it where it is blocked in a collective after a fault. The rank's thread finds in an :class:`Inbox`
-what the watcher has read.
+It compares the peers' calls with this rank's calls, wakes this rank when what it awaits has arrived
+and, after a fault, releases it from a blocked collective. It leaves what it has read in an
+:class:`Inbox` for the rank's thread.
 """
 
 from __future__ import annotations
@@ -32,29 +32,30 @@ from .event_store import (
 from .members import Members
 
 TICK_S = 0.25
-"""Time between looks at what this rank does; they do not touch the store."""
+"""Seconds between checks of this rank's state, which do not touch the store."""
 POLL_S = 0.5
-"""Time between reads of the store once a rank has left; before, reads wait for what is posted."""
+"""Seconds between reads of the store once a rank has left; before that, reads block."""
 AUDIT_S = 30.0
-"""Time between audit posts of the first rank, which find differences that make no rank hang."""
+"""Seconds between audit posts of the first rank, which find differences that hang no rank."""
 STALL_S = 2.0
-"""A rank without a call for so long may be blocked in another graph than its peers: it posts."""
+"""Seconds without a call after which a rank posts its last one: it may be blocked in a graph that
+its peers do not run."""
 
 
 @dataclass(eq=False)
 class Inbox:
-    """The knowledge that a rank has of its peers; ``changed`` guards all fields.
+    """What this rank has received from its peers; ``changed`` guards all fields.
 
     Attributes:
         early_calls: events about calls that this rank has not made yet, by call.
-        choices: events about what the first rank has chosen, by key, until they are taken out.
-        awaited: the number of a call that all ranks must agree to, or the key of a choice: the
-            rank's thread sets it and waits until the watcher sets it to None.
-        awaited_event: the event about the awaited call, None until a rank posts one.
-        blocked: the last event of each rank about a collective in which it is, by rank.
-        num_read: events that were read.
-        fault: the first fault of any rank.
-        lost: why no more events can be read, None while they can.
+        choices: events about the first rank's choices, by key; the rank's thread removes them.
+        awaited: number of a call that all ranks must agree to, or key of a choice: the rank's
+            thread sets it and waits until the watcher resets it to None.
+        awaited_event: event about the awaited call; None until a rank posts one.
+        blocked: latest event of each rank about the collective it is blocked in, by rank.
+        num_read: number of events read so far.
+        fault: text of the first fault of any rank; None if there is none.
+        lost: reason why no more events can be read; None while they can.
     """
 
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -69,11 +70,11 @@ class Inbox:
 
 
 class Watcher:
-    """Reads the events of one group in a thread of its own, from when it is made.
+    """A thread that reads the events of one group; the constructor starts it.
 
-    The thread waits in the store, which costs nothing while nobody posts. It ends with the group,
-    after a fault, or when the store is lost. The rank's thread calls the public methods; it writes
-    ``history``, and reads ``inbox``. A second thread looks after all watchers: ``_look_after_all``.
+    It blocks in the store, which costs nothing while nobody posts, and ends with the group, after a
+    fault, or when the store is lost. The rank's thread calls the public methods, writes ``history``
+    and reads ``inbox``. A second thread, ``_look_after_all``, ticks the watchers of all groups.
     """
 
     def __init__(self, members: Members, history: CallHistory, inbox: Inbox) -> None:
@@ -84,7 +85,7 @@ class Watcher:
         ranks = members.global_ranks
         self.comparison = CallComparison(history, self.events, self._rank, ranks)
         self.rank_thread = BlockedRank()
-        self._num_seen = 0  # calls of this rank
+        self._num_seen = 0  # calls of this rank at the last tick
         self._stalls_at = self._audit_at = time.monotonic() + AUDIT_S
         self._some_left = False
         self._stopped = threading.Event()
@@ -96,7 +97,7 @@ class Watcher:
     # --- called by the rank's thread ---------------------------------------------------------
 
     def wait_until(self, done: Callable[[], bool], timeout_s: float) -> None:
-        """Wait for ``done()``, a fault, or the end of all events; at most for ``timeout_s``."""
+        """Wait for ``done()``, a fault, or the end of all events, for at most ``timeout_s``."""
         inbox = self._inbox
         with inbox.changed:
             inbox.changed.wait_for(
@@ -104,19 +105,19 @@ class Watcher:
             )
 
     def missing_ranks(self) -> list[int]:
-        """Return the ranks that have not done what this rank waits for."""
+        """Return the ranks that this rank is waiting for."""
         if isinstance(self._inbox.awaited, str):
             return [0]
         event, ranks = self._inbox.awaited_event, range(self._num_ranks)
         return [rank for rank in ranks if event is None or not self.events.has_agreed(event, rank)]
 
-    # --- called by the thread that looks after all watchers, and when the process ends --------
+    # --- called by the thread that ticks all watchers, and at exit ----------------------------
 
     def tick(self) -> None:
-        """Post what is due by time, and end the thread with the group."""
+        """Post what is due, and end the thread if the group is gone."""
         if not self._thread.is_alive() or self._stopped.is_set():
             return
-        with contextlib.suppress(RuntimeError):  # the thread meets the same and says so
+        with contextlib.suppress(RuntimeError):  # the watcher's thread reports the same error
             if not self._members.exist():
                 self.leave()
                 return
@@ -125,20 +126,20 @@ class Watcher:
             self._post_never_comes()
 
     def leave(self) -> None:
-        """Tell the other ranks that this one takes no further part, which ends the thread, too."""
+        """Tell the other ranks that this one takes no further part, and end the thread."""
         self._stopped.set()
         with contextlib.suppress(RuntimeError):
             if self._thread.is_alive() and self._inbox.fault is None:
                 self.events.leave()
 
     def stop(self) -> None:
-        """End the thread, and wait for that, at most two seconds."""
+        """End the thread, and wait at most two seconds for that."""
         if not self._stopped.is_set():
             self.leave()
         self._thread.join(2.0)
 
     def _post_last_call(self) -> None:
-        """Post this rank's last call if it made it a while ago, or if an audit is due."""
+        """Post this rank's last call if it was made ``STALL_S`` ago, or if an audit is due."""
         now, num_calls = time.monotonic(), self._history.num_calls
         if num_calls != self._num_seen:
             self._num_seen, self._stalls_at = num_calls, now + STALL_S
@@ -148,15 +149,15 @@ class Watcher:
             self.comparison.post_call(num_calls - 1)
 
     def _post_if_blocked(self) -> None:
-        """Post that this rank is in a collective if others have made a call that it has not."""
+        """Post that this rank is in a collective, if others have made a call that it has not."""
         if self._inbox.early_calls:
             event = self.rank_thread.new_event(self._rank, self._history.num_calls)
             if event is not None:
-                self._members.involve_by_name(event.group)  # a fault has to release this rank
+                self._members.involve_by_name(event.group)  # so that a fault releases this rank
                 self.events.post(event)
 
     def _post_never_comes(self) -> None:
-        """Post a fault if this rank waits for one that can never come."""
+        """Post a fault if this rank waits for a rank that can never make the call."""
         for event in list(self._inbox.blocked.values()):
             if never_comes(event, self._inbox.awaited):
                 self.comparison.post_fault(partial(self.comparison.describe_blocked, event))
@@ -164,7 +165,7 @@ class Watcher:
     # --- the watcher's thread ----------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Read events until there is a reason to end or abort, and tell the rank why."""
+        """Read events until there is a reason to stop or abort, then tell the rank's thread why."""
         lost = "the group was destroyed"
         try:
             self._read_all()
@@ -189,7 +190,7 @@ class Watcher:
                 self._stopped.wait(POLL_S)
 
     def _take_in(self, event: Event) -> None:
-        """Put ``event`` into the inbox, and compare it if this rank has made the call."""
+        """Put ``event`` into the inbox; compare it if this rank has made the call."""
         inbox, due = self._inbox, None
         with inbox.changed:
             match event:
@@ -213,12 +214,12 @@ class Watcher:
             self.comparison.compare(due)
 
     def _take_in_call(self, event: CallEvent) -> CallEvent | None:
-        """Keep ``event`` for when this rank makes the call; return it if it has done so."""
+        """Keep ``event`` until this rank makes the call; return it if it has already."""
         inbox, call = self._inbox, event.call
         self.comparison.note_posted(call)
         if call == inbox.awaited:
             inbox.awaited_event = event
-        inbox.early_calls[call] = event  # before the count is read: see CallLog.run
+        inbox.early_calls[call] = event  # stored before the count is read: see CallLog.run
         return inbox.early_calls.pop(call, None) if call < self._history.num_calls else None
 
     def _end_wait_for(self, call_or_key: int | str) -> None:
@@ -230,7 +231,7 @@ class Watcher:
         if self._inbox.awaited is None or not (left := self.events.ranks_that_left()):
             return
         gone = sorted(set(self.missing_ranks()) & set(left))
-        if gone and self.events.num_posted() == self._inbox.num_read:  # all they posted is read
+        if gone and self.events.num_posted() == self._inbox.num_read:  # all posts are read
             names = self.comparison.rank_names(*gone)
             self.comparison.post_fault(lambda: f"{names} left; {self.comparison.position()}")
 
@@ -241,7 +242,7 @@ _ended = threading.Event()
 
 
 def _start_looking() -> None:
-    """Start the one thread that looks after the watchers of all groups, unless it runs."""
+    """Start the one thread that ticks the watchers of all groups, unless it is running."""
     if _looking.acquire(blocking=False):
         threading.Thread(target=_look_after_all, name="graphshard ticks", daemon=True).start()
 
@@ -254,7 +255,7 @@ def _look_after_all() -> None:
 
 @atexit.register
 def _stop_all() -> None:
-    # A thread that comes back from C++ while the interpreter ends would crash the process.
+    # A thread that returns from C++ while the interpreter exits would crash the process.
     _ended.set()
     for watcher in list(_watchers):
         watcher.stop()

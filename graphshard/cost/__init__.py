@@ -1,6 +1,6 @@
-"""Predicted times: what a device and its interconnects can do, and what that means for a graph.
+"""Predict the times of a graph from the rates of a device and its interconnects.
 
-``hardware`` has the classes of rates and the JSON form of what ``calibrate`` measures, ``devices``
-a table of common GPUs. ``flops`` counts what a node computes, ``fusion`` guesses which nodes share
-a kernel, and ``model`` predicts times of nodes, collectives and copies. May import ``ops``.
+``hardware`` defines rates and the JSON form in which ``calibrate`` writes them; ``devices`` is a
+table of common GPUs. ``flops`` counts the operations of a node, ``fusion`` guesses which nodes
+share a kernel, and ``model`` predicts times of nodes, collectives and copies. May import ``ops``.
 """

@@ -1,14 +1,14 @@
-"""Measures this machine and writes a file for ``schedule.hardware``.
+"""Measure this machine, and write a file for ``schedule.hardware``.
 
     python -m graphshard calibrate --out machine.json                        one device
     torchrun --nproc-per-node 8 -m graphshard calibrate --out machine.json   and its interconnects
 
-It measures matrix products by dtype and size, copies by size, on the device, from the host and in
-its memory, exponentials, and an empty kernel; with several ranks the three collectives by size, as
-graphs run them. All are medians of rank 0, while the other ranks measure the same. Operands rotate
-through more memory than caches hold, as in training. What it does not measure stays as in the table
-of devices: fp8, interconnects that these ranks do not span, and what compute loses to hidden
-collectives.
+This measures matrix products by dtype and size; copies by size on the device, from the host, and
+within host memory; exponentials; an empty kernel; and, with several ranks, the three collectives by
+size, launched as graphs launch them. The file holds the medians of rank 0, measured while the other
+ranks measure the same. Operands rotate through more memory than caches hold, as in training. The
+rest is taken from the table of devices: fp8, interconnects that these ranks do not span, and the
+compute time that hidden collectives cost.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .measure import Effort, measure
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command ``calibrate`` to those of ``python -m graphshard``."""
+    """Add the command ``calibrate`` to ``python -m graphshard``."""
     parser = commands.add_parser(
         "calibrate",
         help="measure this machine, for schedule.hardware",
@@ -62,7 +62,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    """Measure on all ranks, and have rank 0 write the file."""
+    """Measure on all ranks; rank 0 writes the file."""
     device = _pick_device(args.device)
     effort = Effort.for_device(device, quick=args.quick)
     if args.sizes is not None:
@@ -86,7 +86,7 @@ def _pick_device(name: str | None) -> torch.device:
 
 @contextlib.contextmanager
 def _joined_ranks(device: torch.device) -> Iterator[None]:
-    """Join the ranks of torchrun, if there are some and nobody has joined them yet."""
+    """Join the process group of torchrun, if there is one that is not joined yet."""
     joins = "RANK" in os.environ and not dist.is_initialized()
     if joins:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -98,7 +98,7 @@ def _joined_ranks(device: torch.device) -> Iterator[None]:
 
 
 def summary(hardware: Hardware) -> str:
-    """Return the rates at the largest sizes, as lines of text."""
+    """Return the rates at the largest sizes, as text."""
     flops = [f"{dtype} {rate.largest / 1e12:.3g}" for dtype, rate in hardware.flops.items()]
     lines = [
         hardware.name,

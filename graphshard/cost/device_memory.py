@@ -1,4 +1,4 @@
-"""The memory of the GPUs in the table of hardware, which their rates do not tell; and its waste."""
+"""Memory sizes of the GPUs in the hardware table, and the fraction lost to fragmentation."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ MEMORY_BYTES: dict[str, int] = {
     "L40S": 48 * _GIB,
     "RTX-4090": 24 * _GIB,
 }
-"""Bytes, by name of an entry of ``devices.HARDWARE``: of the datasheets that are cited there."""
+"""Memory in bytes by name in ``devices.HARDWARE``, from the datasheets cited there."""
 
 FRAGMENTED = 0.03
-"""Part of memory that an allocator cannot hand out. Assumed: most allocations here are large, and
-those are rounded up to 2 MiB (c10/cuda/CUDACachingAllocator.cpp)."""
+"""Fraction of memory that the allocator cannot hand out.
+
+Assumed: most allocations here are large, and these are rounded up to 2 MiB
+(c10/cuda/CUDACachingAllocator.cpp).
+"""

@@ -1,4 +1,4 @@
-"""Stands in for what the cost model fails on, with a warning: no compile fails by its price."""
+"""Replace failed predictions by fallbacks, with a warning: no compile may fail over a price."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import fx
 T = TypeVar("T")
 
 _warned: set[str] = set()
-"""What a warning has named: ops, and whatever else was to be predicted."""
+"""Ops, and other predictions, that have been warned about."""
 
 
 def read_or(fallback: T, read: Callable[[fx.Node], T], node: fx.Node) -> T:
-    """Return ``read(node)``; if that raises, ``fallback``, with one warning for each op.
+    """Return ``read(node)`` or, if that raises, ``fallback``; warn once for each op.
 
-    With the fallbacks that are in use an op takes the time of the bytes that it moves.
+    With the fallbacks in use, an op then takes the time of the bytes that it moves.
     """
     try:
         return read(node)
@@ -31,7 +31,7 @@ def read_or(fallback: T, read: Callable[[fx.Node], T], node: fx.Node) -> T:
 
 
 def find_or(fallback: T, find: Callable[[], T], what: str) -> T:
-    """Return ``find()``; if that raises, ``fallback``, with one warning for each ``what``."""
+    """Return ``find()`` or, if that raises, ``fallback``; warn once for each ``what``."""
     try:
         return find()
     except Exception as error:

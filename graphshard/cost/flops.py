@@ -1,4 +1,4 @@
-"""The work of a node: its floating-point operations, and how well kernels do such work."""
+"""Count the floating-point operations of a node, and estimate how efficiently they run."""
 
 from __future__ import annotations
 
@@ -13,35 +13,37 @@ from torch.fx.node import Argument, Target
 from .._torch.tensors import OpOverload, argument_names, base_name, size_hint
 from ..ops.dtypes import dtype_name
 
-# Fractions of the rate of matrix products that attention reaches. FlashAttention-2 (arXiv
-# 2307.08691) has 73 % of an A100's peak forward and 63 % backward, FlashAttention-3 (arXiv
-# 2407.08608) has 75 and 57 % of an H100's; large matrix products have 87 and 80 %.
+# Attention's rate as a fraction of the rate of matrix products. FlashAttention-2 (arXiv 2307.08691)
+# reaches 73 % of an A100's peak in forward and 63 % in backward; FlashAttention-3 (arXiv
+# 2407.08608), 75 and 57 % of an H100's. Large matrix products reach 87 % (A100) and 80 % (H100).
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.85, 0.7
-CAUSAL_BLOCK = 128  # keys that an attention kernel skips or computes together
+CAUSAL_BLOCK = 128  # number of keys that an attention kernel skips or computes as one block
 
 
 def op_names(text: str) -> frozenset[str]:
-    """Return the set of the names in ``text``, which spaces separate."""
+    """Return the set of the space-separated names in ``text``."""
     return frozenset(text.split())
 
 
-# Matrix products, by the position of the left matrix.
+# Matrix products, by the position of their left operand.
 _LEFT_IS_FIRST = op_names("_grouped_mm _scaled_grouped_mm _scaled_mm bmm linear matmul mm mv")
 _LEFT_IS_SECOND = op_names("addbmm addmm addmv baddbmm")
 _GROUPED = "transformers.grouped_mm_fallback"
-"""How an operator of transformers is called, and its backward begins: tokens ``[s, k]`` times the
-weights ``[experts, k, n]`` of the expert that each goes to."""
+"""Prefix of the names of transformers' grouped matrix product and of its backward.
+
+It multiplies each of the tokens ``[s, k]`` by its expert's weights in ``[experts, k, n]``.
+"""
 
 _FLEX = ("flex_attention", "flex_attention_backward")
 
 
 class Flops(NamedTuple):
-    """Floating-point operations of a node.
+    """The floating-point operations of a node.
 
     Attributes:
-        num_flops: how many.
-        dtype: of the operands, as ``Hardware.flops`` has it.
-        efficiency: fraction of the rate of matrix products that they reach.
+        num_flops: number of operations.
+        dtype: dtype of the operands, as a key of ``Hardware.flops``.
+        efficiency: rate achieved, as a fraction of the rate of matrix products.
     """
 
     num_flops: float
@@ -50,7 +52,7 @@ class Flops(NamedTuple):
 
 
 def flops(node: fx.Node) -> Flops:
-    """Return the operations of an ATen node; none where memory alone decides its time."""
+    """Return the operations of an ATen node; 0 if its time depends on memory alone."""
     name = aten_name(_called_op(node).op)
     if name in _LEFT_IS_FIRST or name in _LEFT_IS_SECOND:
         left = node.args[1 if name in _LEFT_IS_SECOND else 0]
@@ -70,13 +72,13 @@ def flops(node: fx.Node) -> Flops:
 def _matmul(node: fx.Node, left: torch.Tensor) -> Flops:
     out = shape_of(node.meta["val"])
     num_flops = 2.0 * math.prod(out) * shape_of(left)[-1]
-    if len(out) == 3 and left.dim() == 2:  # grouped: each group has a range of the inner dimension
+    if len(out) == 3 and left.dim() == 2:  # grouped: each group has its own inner range
         num_flops /= out[0]
     return Flops(num_flops, _dtype_name(left))
 
 
 def _grouped_fallback(node: fx.Node) -> Flops:
-    """Return the operations of a product by groups, or of the two of its backward."""
+    """Return the operations of a grouped matrix product, or of the products in its backward."""
     arguments = argument_values(node)
     tokens, weight = shape_of(arguments["input"]), shape_of(arguments["weight"])
     products = 2 if "grad_output" in arguments else 1
@@ -86,9 +88,9 @@ def _grouped_fallback(node: fx.Node) -> Flops:
 
 
 def _attention(node: fx.Node, *, backward: bool) -> Flops:
-    """Return the operations of scaled dot product attention; backward computes the scores again.
+    """Return the operations of scaled dot product attention; backward recomputes the scores.
 
-    Of a causal mask the kernels skip whole blocks: about half of them where there are many.
+    With a causal mask, kernels skip whole blocks: about half of them if there are many.
     """
     arguments = argument_values(node)
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
@@ -98,8 +100,10 @@ def _attention(node: fx.Node, *, backward: bool) -> Flops:
 
 
 def _flex_attention(node: fx.Node) -> Flops:
-    """Return the operations of ``flex_attention``, or of its backward, as if nothing was masked:
-    which blocks of scores are left out is known when it runs."""
+    """Return the operations of ``flex_attention``, or of its backward, without any mask.
+
+    The blocks of scores to skip are known only at run time.
+    """
     query, key, value = (arg.meta["val"] for arg in node.args[:3] if isinstance(arg, fx.Node))
     return _products(query, key, value, 1.0, str(node.target).endswith("_backward"))
 
@@ -107,10 +111,10 @@ def _flex_attention(node: fx.Node) -> Flops:
 def _products(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: float, backward: bool
 ) -> Flops:
-    """Return the operations of the products of attention.
+    """Return the operations of attention's matrix products.
 
     Args:
-        part: of the scores that are computed.
+        part: fraction of the scores that is computed.
     """
     depth, depth_of_value = shape_of(query)[-1], shape_of(value)[-1]
     scores = part * 2.0 * math.prod(shape_of(query)[:-1]) * shape_of(key)[-2]
@@ -123,8 +127,9 @@ def _products(
 def _convolution(node: fx.Node) -> Flops:
     """Return the operations of a convolution, or of its backward.
 
-    Each element of the output (transposed: of the input) takes a product for each weight of a
-    filter. Backward does so once for each of the gradients of input and weight that it computes.
+    Each output element (transposed: input element) takes one multiply-add for each weight of a
+    filter. Backward takes as many for each gradient, of the input and of the weight, that it
+    computes.
     """
     arguments = argument_values(node)
     x, grad = arguments["input"], arguments.get("grad_output")
@@ -142,9 +147,9 @@ class _OpCall(NamedTuple):
 
 
 def _called_op(node: fx.Node) -> _OpCall:
-    """Return the operator that runs, and its arguments.
+    """Return the operator that a node runs, and its arguments.
 
-    ``run_with_rng_state`` and its like take the operator that they run as an argument.
+    Wrappers such as ``run_with_rng_state`` take the operator that they run as an argument.
     """
     for i, arg in enumerate(node.args):
         if isinstance(arg, OpOverload):
@@ -153,7 +158,7 @@ def _called_op(node: fx.Node) -> _OpCall:
 
 
 def argument_values(node: fx.Node) -> Mapping[str, Any]:
-    """Return the arguments by name; of those that are nodes, their values."""
+    """Return the arguments of a node by name, with values in place of nodes."""
     op, args = _called_op(node)
     arguments = {**dict(zip(argument_names(op), args)), **node.kwargs}
     return {
@@ -168,9 +173,9 @@ def _dtype_name(value: torch.Tensor) -> str:
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """Return the shape of a tensor, or of the first of several; symbolic sizes as traced.
+    """Return the shape of a tensor, or of the first of several, with symbolic sizes as traced.
 
-    A number has that of a tensor without dimensions; so has None.
+    A number, or None, has the shape ``()``.
     """
     while isinstance(value, (list, tuple)):
         value = next((item for item in value if item is not None), None)
@@ -179,7 +184,7 @@ def shape_of(value: Any) -> tuple[int, ...]:
 
 
 def aten_name(target: Target) -> str:
-    """Return ``add`` for ``aten.add.Tensor``; "" for what is not an operator of ATen."""
+    """Return the name of an ATen operator, as in ``add`` for ``aten.add.Tensor``; "" for others."""
     if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
         return ""
     return base_name(target)

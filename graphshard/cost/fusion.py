@@ -1,15 +1,16 @@
-"""Which nodes share a kernel: a guess at what Inductor does, for the cost model.
+"""Guess which nodes Inductor fuses into one kernel, for the cost model.
 
-    x ─► mm ─► add ─► var_mean ─► sub ─► mul ─► mm         one kernel: add ... mul. It reads what mm
-                │                         │                wrote and what add adds, and writes what
-                └─────────► output        └─► output       others use: each once; views are free.
+    x ─► mm ─► add ─► var_mean ─► sub ─► mul ─► mm         one kernel, add ... mul: it reads what
+                │                         │                comes from outside and writes what is
+                └─────────► output        └─► output       used outside, each once. Views are free.
 
 [Note: fused kernels] Pointwise nodes, and reductions over the last dimensions, share a kernel with
-those that they read from or are read by, unless a path between the two leads through another
-kernel. A reduction over other dimensions, or over all of them, loops differently. Its kernel has
-the pointwise nodes that serve nothing else, and other such reductions over what it reads; whoever
-uses its result is in another kernel. So it is with an update, such as ``index_put``: it shares the
-kernel of the values that it writes, which therefore has the memory of the whole result.
+the nodes that they read or that read them, unless a path between the two passes through another
+kernel. A reduction over other dimensions, or over all of them, loops differently. Its kernel
+contains the pointwise nodes that only such reductions use, and other such reductions of the same
+inputs; users of its result are in another kernel. So are the users of an update, such as
+``index_put``. The update shares a kernel with the values that it writes, so that kernel also counts
+the bytes of the whole result.
 """
 
 from __future__ import annotations
@@ -33,25 +34,25 @@ from .flops import argument_values, aten_name, op_names, shape_of
 
 
 class NodeKind(Enum):
-    """The role of a node for a compiler that fuses."""
+    """The role of a node in fusion."""
 
     VIEW = auto()
-    """Part of another node's value; free."""
+    """A view or part of another node's value; free."""
     BARRIER = auto()
-    """Free, or priced elsewhere, as collectives are; nothing fuses across it."""
+    """Free, or priced elsewhere like collectives; nothing fuses across it."""
     POINTWISE = auto()
     """Fuses with its neighbours."""
     REDUCTION = auto()
-    """Fuses with its neighbours, depending on the dimensions that it reduces."""
+    """Fuses with its neighbours, depending on the dimensions reduced."""
     UPDATE = auto()
-    """Writes to places of a new tensor, or of a copy; fuses with what it writes."""
+    """Writes into parts of a new tensor or a copy; fuses with the values that it writes."""
     KERNEL = auto()
     """A kernel of its own."""
 
 
 FUSED = (NodeKind.POINTWISE, NodeKind.REDUCTION, NodeKind.UPDATE)
 
-# Pointwise in Inductor's eyes, though without the tag.
+# Pointwise in Inductor, but without ``torch.Tag.pointwise``.
 _POINTWISE = op_names(
     "_to_copy _unsafe_index _unsafe_masked_index arange cat constant_pad_nd copy embedding empty "
     "empty_like fill flip full full_like gather index index_select inductor_lookup_seed "
@@ -62,9 +63,9 @@ _UPDATES = op_names(
     "_unsafe_index_put _unsafe_masked_index_put_accumulate embedding_dense_backward index_add "
     "index_put scatter scatter_add scatter_reduce"
 )
-# These read as many bytes of their first argument as they return.
+# These read only as many bytes of their first argument as they return.
 _INDEXING = op_names("_unsafe_index _unsafe_masked_index embedding gather index index_select")
-# Computed by a unit of their own, or by a polynomial.
+# Computed by special function units, or by polynomials.
 _SPECIAL = op_names(
     "cos erf erfc exp exp2 expm1 gelu gelu_backward log log1p log2 pow sigmoid silu silu_backward "
     "sin softplus tan tanh"
@@ -85,7 +86,7 @@ def _node_kind(node: fx.Node) -> NodeKind:
         return NodeKind.VIEW
     if read_or(0.0, _bytes_of_value, node):
         return NodeKind.KERNEL
-    # No tensor: a size that is read off one, or arithmetic on sizes.
+    # Not a tensor: the size of one, or arithmetic on sizes.
     return NodeKind.BARRIER if is_operator else NodeKind.VIEW
 
 
@@ -93,7 +94,7 @@ def _node_kind(node: fx.Node) -> NodeKind:
 def _op_kind(op: OpOverload[..., Any]) -> NodeKind:
     if op is local_amax:
         return NodeKind.KERNEL
-    if aten_name(op) == "prepare_softmax_online":  # the largest value, and the sum of exponentials
+    if aten_name(op) == "prepare_softmax_online":  # the maximum and the sum of exponentials
         return NodeKind.REDUCTION
     if op.namespace in ("_c10d_functional", "c10d_functional", "graphshard"):
         return NodeKind.BARRIER
@@ -111,16 +112,16 @@ def _op_kind(op: OpOverload[..., Any]) -> NodeKind:
 # --- sizes, and which node reads what ------------------------------------------------------------
 
 ReadBytes = dict[fx.Node, dict[fx.Node, float]]
-"""By the node that computed a value, the views of it that a kernel reads, and their bytes."""
+"""Bytes that a kernel reads, by the node that computed the value, then by the view of it."""
 
 
 class GraphValues:
-    """Kinds, sizes and origins of the values in a graph.
+    """The kinds, sizes and origins of the values in a graph.
 
     Attributes:
-        kinds: by node, in graph order.
-        num_bytes: of each node's value; of several tensors, all of them.
-        roots: by node, the node that computed its value, behind views and tuples.
+        kinds: kind of each node, in graph order.
+        num_bytes: bytes of each node's value; of all tensors if there are several.
+        roots: for each node, the node that computed its value, looking through views and tuples.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -142,11 +143,11 @@ class GraphValues:
     def read_bytes(
         self, node: fx.Node, reads: ReadBytes, computed_inside: Container[fx.Node] = ()
     ) -> float:
-        """Return the bytes that ``node`` adds to what its kernel reads.
+        """Return the bytes that ``node`` adds to the reads of its kernel.
 
         Args:
-            reads: what the kernel reads already; what ``node`` reads is added to it.
-            computed_inside: nodes of the same kernel, whose values need not be read.
+            reads: previous reads of the kernel; updated with the reads of ``node``.
+            computed_inside: nodes of the same kernel, whose values are not read from memory.
         """
         added = 0.0
         for position, source in enumerate(node.all_input_nodes):
@@ -157,21 +158,21 @@ class GraphValues:
             num_bytes = self.num_bytes[source]
             if position == 0 and aten_name(node.target) in _INDEXING:
                 num_bytes = min(num_bytes, self.num_bytes[node])
-            # No more than the value has: an expanded view repeats it, and views may overlap.
+            # At most the bytes of the value: an expanded view repeats it, and views may overlap.
             unread = self.num_bytes[root] - sum(views.values())
             views[source] = max(0.0, min(num_bytes, unread))
             added += views[source]
         return added
 
     def updated(self, node: fx.Node) -> fx.Node | None:
-        """Return the node whose value an update copies before it writes, if it copies any."""
+        """Return the node whose value ``node`` updates in a copy; None if there is none."""
         name = aten_name(node.target)
         if name not in _UPDATES or name == "embedding_dense_backward":
             return None
         return self.roots[node.all_input_nodes[0]]
 
     def users(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Yield the nodes that use the value of ``node``, directly or by way of views."""
+        """Yield the nodes that use the value of ``node``, directly or through views."""
         for user in node.users:
             if self.kinds[user] == NodeKind.VIEW:
                 yield from self.users(user)
@@ -200,9 +201,9 @@ class FusedKernel:
     """Nodes that become one kernel; see [Note: fused kernels].
 
     Attributes:
-        nodes: in graph order; a dict as an ordered set.
-        num_bytes: read and written by the kernel.
-        num_special: exponentials and the like that it computes.
+        nodes: nodes in graph order; a dict as an ordered set.
+        num_bytes: bytes that the kernel reads and writes.
+        num_special: number of exponentials and similar functions that it computes.
     """
 
     nodes: dict[fx.Node, None] = field(default_factory=dict)
@@ -230,10 +231,10 @@ def _find_kernels(values: GraphValues) -> list[FusedKernel]:
 
 
 def _kernel_representatives(values: GraphValues) -> dict[fx.Node, fx.Node]:
-    """Return every fused node, in graph order, with the one node that stands for its kernel.
+    """Return, for every fused node in graph order, the node that represents its kernel.
 
-    A node's stage is the number of kernels on the longest path that leads to its value. Nodes of a
-    kernel are of one stage, so that no path between two of them leads through another kernel.
+    A node's stage is the number of kernels on the longest path to its value. All nodes of a kernel
+    have the same stage, so no path between two of them passes through another kernel.
     """
     column_nodes = _column_nodes(values)
     kernels: UnionFind[fx.Node] = UnionFind()
@@ -255,7 +256,7 @@ def _kernel_representatives(values: GraphValues) -> dict[fx.Node, fx.Node]:
             if source in fused and stages[source] == stage:
                 kernels.union(source, node)
             elif node in column_nodes:
-                # Loops over columns that read the same value become one.
+                # Column loops that read the same value become one kernel.
                 key = (stage, source, shape_of(source.meta.get("val")))
                 kernels.union(first_reader.setdefault(key, node), node)
     return {node: kernels[node] for node in fused}
@@ -264,9 +265,9 @@ def _kernel_representatives(values: GraphValues) -> dict[fx.Node, fx.Node]:
 def _needs_new_kernel(
     source: fx.Node, node: fx.Node, values: GraphValues, column_nodes: Container[fx.Node]
 ) -> bool:
-    """Return whether ``node`` cannot be in the kernel of ``source``, from which it reads."""
+    """Return whether ``node`` cannot share a kernel with ``source``, which it reads."""
     if values.kinds[source] not in FUSED:
-        return False  # its stage counts its own kernel already
+        return False  # the stage of ``source`` already counts its kernel
     if values.kinds[source] == NodeKind.UPDATE or values.updated(node) is source:
         return True
     ends_loop = values.kinds[source] == NodeKind.REDUCTION and source in column_nodes
@@ -276,8 +277,8 @@ def _needs_new_kernel(
 def _column_nodes(values: GraphValues) -> set[fx.Node]:
     """Return the nodes whose kernels loop over columns.
 
-    They are the reductions over other than the last dimensions, and the pointwise nodes that only
-    such reductions use.
+    These are reductions over dimensions other than the last, and the pointwise nodes that only such
+    reductions use.
     """
     column_nodes: set[fx.Node] = set()
     for node in reversed(values.kinds):
@@ -292,13 +293,13 @@ def _column_nodes(values: GraphValues) -> set[fx.Node]:
 
 
 def _reduces_last_dims(node: fx.Node) -> bool:
-    """Return whether a reduction is over the last dimensions, and keeps at least the first."""
+    """Return whether a reduction is over the last dimensions and keeps at least the first."""
     arguments = argument_values(node)
-    # Not by position: ``linalg_vector_norm`` has its order there, others have nothing.
+    # By name: ``linalg_vector_norm`` has ``ord`` in that position, and some ops have no dimensions.
     dims = next((arguments[name] for name in ("dim", "dims") if name in arguments), None)
     if isinstance(dims, int):
         dims = [dims]
-    if not dims:  # over all
+    if not dims:  # over all dimensions
         return False
     num_dims = len(shape_of(next(iter(arguments.values()))))
     num_kept = num_dims - len(dims)

@@ -1,7 +1,6 @@
-"""The rates of a machine: those of matrix products, memory, kernel launches and interconnects.
+"""Rates of a machine (matrix products, memory, kernel launches, interconnects) and their JSON form.
 
-The classes that describe a machine, and their JSON form. ``devices`` has a table of common GPUs;
-``calibrate`` measures a machine and writes the JSON form.
+``devices`` has a table of common GPUs; ``calibrate`` measures a machine and writes the JSON form.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from pathlib import Path
 from ..kinds import TransferKind
 from .json_fields import Fields
 
-VERSION = 4  # of the JSON form; a file of another version is refused
+VERSION = 4  # version of the JSON form; files of other versions are refused
 
 DATASHEET, CALIBRATED = "datasheet", "calibrated"
-"""Where rates are from: published numbers, or measurements of the machine itself."""
+"""Sources of rates: published numbers, or measurements of the machine itself."""
 
 COLLECTIVE_KINDS = (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER, TransferKind.ALL_REDUCE)
-"""The collectives that an interconnect has a rate for; the others run at one of these."""
+"""Collectives for which an interconnect has a rate; others run at one of these rates."""
 
 Points = tuple[tuple[float, float], ...]
-"""Amounts of work, each with the fraction of a peak rate that it achieves."""
+"""Pairs of an amount of work and the fraction of a peak rate that it achieves."""
 
 
 def _check_positive(field: str, value: float, *, zero: bool = False) -> None:
@@ -37,12 +36,12 @@ def _check_positive(field: str, value: float, *, zero: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Rate:
-    """Work per second, as a peak and the fraction of it that each amount of work achieves.
+    """A rate of work: a peak, and the fraction of it that each amount of work achieves.
 
     Attributes:
         peak: flops, bytes or operations per second.
-        achieved: ``(amount, fraction of the peak)``, by growing amount. Below the first and above
-            the last amount their fractions hold; in between, time is interpolated.
+        achieved: pairs ``(amount, fraction of the peak)``, by increasing amount. Fractions are
+            constant below the first and above the last amount; in between, time is interpolated.
 
     Raises:
         ValueError: a number is not positive, or a larger amount would take less time.
@@ -67,11 +66,11 @@ class Rate:
 
     @property
     def largest(self) -> float:
-        """The rate that the largest amounts achieve, per second."""
+        """Rate that the largest amounts achieve, per second."""
         return self.peak * self.achieved[-1][1]
 
     def us(self, amount: float) -> float:
-        """Return the time of ``amount`` in microseconds; it never falls when ``amount`` grows."""
+        """Return the time of ``amount`` in microseconds; it never decreases as ``amount`` grows."""
         points = self.achieved
         after = bisect_left(points, (amount,))
         if after == 0 or after == len(points):
@@ -82,11 +81,12 @@ class Rate:
 
 
 HOST_MEMORY = Rate(409.6e9 / 8, ((1.0, 0.5),))
-"""Bytes that a host reads and writes for each of 8 GPUs, where nothing better is known.
+"""Default rate of host memory for each of 8 GPUs, in bytes read and written per second.
 
-Assumed: two sockets with 8 channels of DDR4-3200 each, as in a DGX A100 (2 x EPYC 7742), and half
-of their peak: fused optimizers read and write four tensors at once, beside the data loader. One
-core of an AMD EPYC (Zen 4) runs a fused AdamW at 54 GB/s; 8 processes with a core each would do.
+Assumed: two sockets with 8 channels of DDR4-3200 each, as in a DGX A100 (2 x EPYC 7742), at half
+their peak, since fused optimizers read and write four tensors at once while the data loader runs.
+8 processes with a core each suffice for that: one core of an AMD EPYC (Zen 4) runs a fused AdamW at
+54 GB/s.
 """
 
 
@@ -95,11 +95,11 @@ class Interconnect:
     """A kind of link between ranks, as collectives see it.
 
     Attributes:
-        latency_us: time of a collective of no bytes between two ranks.
-        hop_us: what each step of a ring over this link adds to ``latency_us``.
-        buffer_us: what each tensor after the first adds to a coalesced collective.
+        latency_us: fixed time of a collective, without ring steps and bytes.
+        hop_us: time that each ring step over this link adds.
+        buffer_us: time that each tensor after the first adds to a coalesced collective.
         bus: bus bandwidth in bytes/s by kind of collective, as a rate over the bytes of the full
-            buffer. nccl-tests defines both (doc/PERFORMANCE.md); here the latency is taken off.
+            buffer. nccl-tests defines both (doc/PERFORMANCE.md); here latency is subtracted.
 
     Raises:
         ValueError: a number is negative, or ``bus`` lacks one of ``COLLECTIVE_KINDS``.
@@ -123,25 +123,25 @@ class Interconnect:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device, and the interconnects between it and the others.
+    """The rates of one device, and of its interconnects to other devices.
 
     Attributes:
-        name: of the device, or of the file's origin.
+        name: name of the device, or origin of the file.
         flops: floating-point operations per second of matrix products, by dtype: float32, tf32,
             bfloat16, float16, float8.
-        memory: bytes read and written per second.
-        host: bytes copied per second between pinned host memory and the device, each way.
-        special_per_s: exponentials, error functions and the like per second.
-        launch_us: time of a kernel that does nothing.
-        issue_us: compute time that every collective costs, even a hidden one.
-        contention: fraction of a hidden collective's time that compute loses besides.
-        ranks_per_node: ranks that ``intra`` connects; more ranks than these use ``inter``.
-        intra: the interconnect between the ranks of a node.
-        inter: the interconnect between nodes.
-        device_type: of its tensors, "cuda" or "cpu".
-        source: of its rates, ``DATASHEET`` or ``CALIBRATED``.
-        host_memory: bytes that the host reads and writes per second for each device, as an
-            optimizer does.
+        memory: bytes read and written per second in device memory.
+        host: bytes copied per second between pinned host memory and the device, per direction.
+        special_per_s: exponentials, error functions and similar functions per second.
+        launch_us: time of an empty kernel.
+        issue_us: compute time lost to the launch of any collective, even a hidden one.
+        contention: further compute time lost to a hidden collective, as a fraction of its time.
+        ranks_per_node: number of ranks that ``intra`` connects; larger groups also use ``inter``.
+        intra: interconnect between the ranks of a node.
+        inter: interconnect between nodes.
+        device_type: device type of its tensors, "cuda" or "cpu".
+        source: source of the rates, ``DATASHEET`` or ``CALIBRATED``.
+        host_memory: bytes read and written per second in host memory, per device, as by an
+            optimizer.
 
     Raises:
         ValueError: a value is out of range, or ``flops`` lacks float32.
@@ -178,7 +178,7 @@ class Hardware:
         return self.flops.get(dtype, self.flops["float32"])
 
     def to_json(self) -> str:
-        """Return the contents of a file that ``load`` reads."""
+        """Return the JSON form, which ``from_json`` and ``load`` read."""
         raw = {"version": VERSION, **dataclasses.asdict(self)}
         for name in ("intra", "inter"):
             raw[name] = {_JSON_KEYS.get(key, key): value for key, value in raw[name].items()}
@@ -186,10 +186,14 @@ class Hardware:
 
     @classmethod
     def from_json(cls, text: str, source: str = "hardware") -> Hardware:
-        """Return the hardware that ``to_json`` wrote.
+        """Return the hardware whose JSON form is ``text``.
+
+        Args:
+            text: JSON from ``to_json``.
+            source: origin of the text, for errors.
 
         Raises:
-            ValueError: the text is not of this form. The error names ``source`` and the field.
+            ValueError: the text does not have this form; the error names ``source`` and the field.
         """
         try:
             top = Fields(json.loads(text), "")
@@ -207,7 +211,7 @@ class Hardware:
         """Read a file that ``calibrate`` wrote.
 
         Raises:
-            ValueError: as ``from_json``.
+            ValueError: see ``from_json``.
             OSError: the file cannot be read.
         """
         return cls.from_json(path.read_text(), str(path))
@@ -221,7 +225,7 @@ def _check_one_of(field: str, value: str, choices: tuple[str, ...]) -> None:
 # --- the JSON form -------------------------------------------------------------------------------
 
 _JSON_KEYS = {"buffer_us": "parcel_us"}
-"""JSON keys of those fields of ``Interconnect`` that files call by another name."""
+"""JSON keys of the fields of ``Interconnect`` that have another name in files."""
 
 
 def _read_hardware(fields: Fields) -> Hardware:
@@ -240,7 +244,7 @@ def _read_hardware(fields: Fields) -> Hardware:
         inter=_read_interconnect(fields.nested("inter")),
         device_type=fields.value("device_type", str, '"cuda" or "cpu"'),
         source=fields.value("source", str, f'"{DATASHEET}" or "{CALIBRATED}"'),
-        # Older files of this version have none.
+        # Older files of this version lack it.
         host_memory=_read_rate(fields, "host_memory")
         if "host_memory" in fields.raw
         else HOST_MEMORY,

@@ -1,4 +1,4 @@
-"""Reading JSON that a user may have written: an error names the field that is wrong."""
+"""Read JSON that a user may have written; errors name the field that is wrong."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Fields:
-    """A JSON object, and where in the file it stands.
+    """A JSON object and its path in the file.
 
     Attributes:
-        raw: the parsed object.
-        path: the keys that lead to it, as in ``"intra.bus"``; "" for the top level.
+        raw: parsed object.
+        path: keys that lead to the object, as in ``"intra.bus"``; "" for the top level.
 
     Raises:
-        ValueError: from the constructor and from every method that reads a field.
+        ValueError: ``raw`` is not an object. Methods raise it for a field that is missing or wrong.
     """
 
     raw: dict[str, object]
@@ -29,11 +29,11 @@ class Fields:
             raise ValueError(f"{self.path or 'the top level'} must be an object")
 
     def path_of(self, key: str) -> str:
-        """Return the keys that lead to the field ``key`` of this object."""
+        """Return the path of the field ``key`` of this object."""
         return f"{self.path}.{key}" if self.path else key
 
     def value(self, key: str, kind: type[T], description: str) -> T:
-        """Return a field of type ``kind``; ``description`` tells the user what it must be."""
+        """Return a field of type ``kind``; errors say that it must be ``description``."""
         value = self.raw.get(key)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise self._wrong_type(key, description)
@@ -47,11 +47,11 @@ class Fields:
         return float(value)
 
     def nested(self, key: str) -> Fields:
-        """Return a field that is an object itself."""
+        """Return a field that is itself an object."""
         return Fields(self.value(key, dict, "an object"), self.path_of(key))
 
     def build(self, factory: Callable[..., T], **arguments: object) -> T:
-        """Return ``factory(**arguments)``; a ValueError that it raises gets this object's path."""
+        """Return ``factory(**arguments)``; prefix a ValueError that it raises with the path."""
         try:
             return factory(**arguments)
         except ValueError as error:

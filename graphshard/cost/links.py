@@ -1,7 +1,7 @@
-"""The links between common GPUs: NVLink, PCIe and Infinity Fabric in a node, and networks.
+"""Links between common GPUs: NVLink, PCIe and Infinity Fabric within a node, and networks.
 
-A link has a *line*, which is its peak, and rates that collectives achieve on it, by size. Sources
-that ``devices`` names in brackets are listed there.
+A link has a *line* rate, which is its peak, and rates that collectives achieve on it, by size.
+``devices`` lists the sources in brackets.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from .hardware import COLLECTIVE_KINDS, Hardware, Interconnect, Points, Rate
 
 _MiB = float(1 << 20)
 
-# [tuning]: 6.6 us to start a collective, and for each step 0.6 us over NVLink, 1.0 us over PCIe.
-# Check: an all-reduce of 8 ranks has 14 steps, which makes 15 us; [mle] measured 18 us.
+# [tuning]: 6.6 us to start a collective, and 0.6 us (NVLink) or 1.0 us (PCIe) per ring step.
+# Check: an all-reduce over 8 ranks has 14 steps, which makes 15 us; [mle] measured 18 us.
 START_US = 6.6
 _NVLINK_HOP_US = 0.6
 _PCIE_HOP_US = 1.0
 
-# [mle] measured 95 us for 32 KiB on 4 x 8 B200. Start and steps inside of the nodes take 40 us of
-# that, which leaves 9 us for each of the 6 steps between nodes. [tuning] has 2.7 us (protocol LL)
-# to 14 us (Simple).
+# [mle] measured 95 us for 32 KiB on 4 x 8 B200. The start and the steps within nodes take 40 us of
+# it, which leaves 9 us for each of the 6 steps between nodes. [tuning] has 2.7 us (protocol LL) to
+# 14 us (Simple).
 NETWORK_HOP_US = 9.0
 
-# Fractions of the rate at 16 GiB, by MiB. [mle] measured all-reduce on 8 and on 32 ranks; their
-# latencies, 18 and 95 us, are taken off. The other kinds and generations are taken to be the same.
+# Fractions of the rate at 16 GiB, by size in MiB. [mle] measured all-reduce on 8 and on 32 ranks;
+# the latencies of 18 and 95 us are subtracted. Other collectives and link generations are assumed
+# to achieve the same fractions.
 _FRACTIONS_IN_NODE = (
     (1, 0.55),
     (4, 0.45),
@@ -43,36 +44,46 @@ _FRACTIONS_BETWEEN_NODES = (
     (1024, 0.99),
 )
 
-# Assumed: NCCL puts the tensors of a coalesced collective into few kernels, but the host prepares
-# each tensor.
+# Assumed: a coalesced collective takes NCCL few kernels, but the host prepares each tensor.
 BUFFER_US = 20.0
 
-# [network]: 46-48 of 50 GB/s. [mle] has 376 of 400 GB/s for 8 cards of 400 Gb/s.
+# [network]: 46-48 of 50 GB/s. [mle]: 376 of 400 GB/s for 8 cards of 400 Gb/s.
 _NETWORK_EFFICIENCY = 0.94
 
 
 def _bus_rate(line: float, full_fraction: float, fractions: Points) -> Rate:
-    """Return the rate of a line of ``line`` bytes/s.
+    """Return the rate of collectives on a link.
 
     Args:
-        full_fraction: of the line, what the largest buffers achieve.
-        fractions: of that rate, what smaller buffers achieve, by MiB.
+        line: line rate in bytes/s.
+        full_fraction: fraction of the line rate that the largest buffers achieve.
+        fractions: fractions of the rate of the largest buffers, by size in MiB.
     """
     return Rate(line, tuple((mib * _MiB, share * full_fraction) for mib, share in fractions))
 
 
 def in_node(*, hop_us: float, line: float, ring: float, all_reduce: float) -> Interconnect:
-    """Return the interconnect of a node: bytes/s of the line, NCCL's rings and its all-reduce."""
+    """Return the interconnect within a node.
+
+    Args:
+        hop_us: time of a ring step.
+        line: line rate in bytes/s.
+        ring: bus bandwidth in bytes/s that NCCL's rings achieve.
+        all_reduce: bus bandwidth in bytes/s that NCCL's all-reduce achieves.
+    """
     bus = {kind: _bus_rate(line, ring / line, _FRACTIONS_IN_NODE) for kind in COLLECTIVE_KINDS}
     bus[TransferKind.ALL_REDUCE] = _bus_rate(line, all_reduce / line, _FRACTIONS_IN_NODE)
     return Interconnect(latency_us=START_US, hop_us=hop_us, buffer_us=BUFFER_US, bus=bus)
 
 
 def with_network(hardware: Hardware, gbit_per_s: float) -> Hardware:
-    """Return ``hardware`` with a network of ``gbit_per_s`` for each rank, one way, between nodes.
+    """Return ``hardware`` with a network between nodes.
 
-    A ring that spans nodes runs once over each rank's network card. So the cards of a node add up,
-    but to no more than the interconnect inside of the node carries.
+    A collective that spans nodes runs a ring over each rank's network card. So the bandwidths of a
+    node's cards add up, to at most the bandwidth within the node.
+
+    Args:
+        gbit_per_s: bandwidth of the network in Gb/s, per rank and direction.
 
     Raises:
         ValueError: ``gbit_per_s`` is not a positive number.
@@ -89,17 +100,17 @@ def with_network(hardware: Hardware, gbit_per_s: float) -> Hardware:
 
 
 # Line: 450 GB/s one way (H100 datasheet: 900 GB/s both ways). Rings and all-reduce: [nvlink]. [mle]
-# has 482 GB/s for all-reduce on H200.
+# measured 482 GB/s for all-reduce on H200.
 NVLINK4 = in_node(hop_us=_NVLINK_HOP_US, line=450e9, ring=370e9, all_reduce=480e9)
 # Line: 300 GB/s one way (A100 datasheet: 600 GB/s both ways). Rings: [topo], 12 links of 20 GB/s.
 NVLINK3 = in_node(hop_us=_NVLINK_HOP_US, line=300e9, ring=240e9, all_reduce=240e9)
 # Line: 900 GB/s one way (DGX B200 datasheet: 1.8 TB/s both ways). Rings: [topo], 18 links of
 # 40.1 GB/s. All-reduce: [mle].
 NVLINK5 = in_node(hop_us=_NVLINK_HOP_US, line=900e9, ring=722e9, all_reduce=839e9)
-# PCIe 4.0 x16 without peer access: 10 GB/s, as torch/_inductor/comm_analysis.py has it.
+# PCIe 4.0 x16 without peer access: 10 GB/s, from torch/_inductor/comm_analysis.py.
 PCIE4 = in_node(hop_us=_PCIE_HOP_US, line=32e9, ring=10e9, all_reduce=10e9)
-# PCIe 5.0 x16 has twice the line; assumed: NCCL achieves twice as much.
+# PCIe 5.0 x16 has twice the line rate. Assumed: NCCL achieves twice as much.
 PCIE5 = in_node(hop_us=_PCIE_HOP_US, line=64e9, ring=20e9, all_reduce=20e9)
 # MI300X datasheet: 7 links of 128 GB/s both ways to the other GPUs of a node, so 448 GB/s one way.
-# Assumed: rings achieve the fraction of it that they do on NVLink 4.
+# Assumed: rings achieve the same fraction of the line rate as on NVLink 4.
 INFINITY_FABRIC = in_node(hop_us=_NVLINK_HOP_US, line=448e9, ring=368e9, all_reduce=368e9)

@@ -1,7 +1,8 @@
-"""Measures the rates of a device, and of the interconnects between the ranks of a process group.
+"""Measure the rates of a device, and of the interconnects between the ranks of a process group.
 
-Matrix products by dtype and size, copies on the device and from the host by size, exponentials, an
-empty kernel; with several ranks the three collectives by size, launched as graphs launch them.
+These are matrix products by dtype and size; copies by size on the device, from the host, and within
+host memory; exponentials; an empty kernel; and, with several ranks, the three collectives by size,
+launched as graphs launch them.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from .hardware import CALIBRATED, COLLECTIVE_KINDS, Hardware, Interconnect, Rate
 from .timing import Timer, num_cold, rotating
 
 _KiB, _MiB = 1 << 10, 1 << 20
-_NUM_BUFFERS = 8  # of the coalesced collectives that are compared with one of a single buffer
+_NUM_BUFFERS = 8  # in a coalesced collective, to compare with a single buffer
 _BUFFER_ELEMENTS = 1 << 14
-_CALLS_PER_SAMPLE = 4  # of a collective: all ranks have to make as many
+_CALLS_PER_SAMPLE = 4  # of a collective; fixed, since all ranks must make equally many
 
 
 @dataclass(frozen=True)
 class Effort:
-    """The sizes that are measured, and how often.
+    """The sizes to measure, and the number of samples.
 
     Attributes:
-        dtypes: of the matrix products; "tf32" is float32 in that mode.
-        matmul_sizes: ``n`` of the matrix products, ``[n, n]`` by ``[n, n]``.
-        copy_bytes: sizes of the copies.
-        collective_bytes: sizes of the full buffers of the collectives.
-        num_samples: of each median.
+        dtypes: dtypes of the matrix products; "tf32" means float32 tensors in tf32 mode.
+        matmul_sizes: sizes ``n`` of the matrix products, ``[n, n]`` by ``[n, n]``.
+        copy_bytes: bytes of the copies.
+        collective_bytes: bytes of the full buffers of the collectives.
+        num_samples: number of samples for each median.
     """
 
     dtypes: tuple[str, ...]
@@ -53,7 +54,7 @@ class Effort:
 
     @classmethod
     def for_device(cls, device: torch.device, *, quick: bool) -> Effort:
-        """Return what a few minutes allow on ``device``, or with ``quick`` some seconds."""
+        """Return an effort that takes minutes on ``device``, or seconds if ``quick``."""
         if device.type == "cuda":
             return cls(
                 dtypes=("float32", "tf32", "bfloat16", "float16"),
@@ -74,11 +75,11 @@ class Effort:
 
 
 class Measurement(NamedTuple):
-    """The results of the measurements.
+    """The result of the measurements.
 
     Attributes:
-        hardware: the table's entry for the device, with what was measured in its place.
-        warning: why that entry is not the device's own; None where it is.
+        hardware: table entry for the device, with measured values where there are any.
+        warning: warning if the device has no table entry of its own; otherwise None.
     """
 
     hardware: Hardware
@@ -86,9 +87,9 @@ class Measurement(NamedTuple):
 
 
 def measure(device: torch.device, effort: Effort) -> Measurement:
-    """Measure ``device``, and the ranks of the default process group if there is one.
+    """Measure ``device`` and, if there is a default process group, its interconnects.
 
-    Every rank of the group has to call this; each returns what it measured itself.
+    Every rank of the group must call this. Each returns its own measurements.
     """
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     table_entry, warning = find_hardware_or_default(name)
@@ -131,11 +132,12 @@ def _launch_us(timer: Timer) -> float:
 
 
 def _matmul_rate(name: str, sizes: Sequence[int], timer: Timer, launch_us: float) -> Rate:
-    """Return the rate of products, as a mean of the three layouts of a linear layer.
+    """Return the rate of matrix products, averaged over the three layouts of a linear layer.
 
     Args:
-        name: of the dtype, or "tf32".
-        sizes: ``n`` of the products, ``[n, n]`` by ``[n, n]``.
+        name: name of the dtype, or "tf32".
+        sizes: sizes ``n`` of the products, ``[n, n]`` by ``[n, n]``.
+        launch_us: time of an empty kernel, which is subtracted.
     """
     dtype = torch.float32 if name == "tf32" else getattr(torch, name)
     samples = []
@@ -179,7 +181,7 @@ def _matmul(
 
 
 def _copy_rate(sizes: Sequence[int], timer: Timer, launch_us: float) -> Rate:
-    """Return the rate of bytes read and written, by copies of ``sizes`` bytes on the device."""
+    """Return the rate of bytes read and written by copies of ``sizes`` bytes on the device."""
     samples = []
     for num_bytes in sizes:
         pairs = [
@@ -192,7 +194,7 @@ def _copy_rate(sizes: Sequence[int], timer: Timer, launch_us: float) -> Rate:
 
 
 def _host_copy_rate(sizes: Sequence[int], timer: Timer, launch_us: float) -> Rate:
-    """Return the rate of bytes that copies of ``sizes`` bytes bring from host memory."""
+    """Return the rate of copies of ``sizes`` bytes from host memory to the device."""
     pinned, samples = timer.device.type != "cpu", []
     for num_bytes in sizes:
         sources = [
@@ -205,13 +207,13 @@ def _host_copy_rate(sizes: Sequence[int], timer: Timer, launch_us: float) -> Rat
 
 
 def _host_memory_rate(effort: Effort) -> Rate:
-    """Return the rate of bytes that the host reads and writes by the threads of this rank."""
+    """Return the rate of bytes that this rank's threads read and write in host memory."""
     host = Timer(torch.device("cpu"), effort.num_samples)
     return _copy_rate(effort.copy_bytes, host, launch_us=0.0)
 
 
 def _special_per_s(timer: Timer) -> float:
-    """Return how many exponentials, or error functions, the device computes per second."""
+    """Return the number of exponentials or error functions that the device computes per second."""
     num_elements = _MiB // 4 if timer.device.type == "cpu" else 64 * _MiB
     x = torch.rand(num_elements, device=timer.device)
     out = torch.empty_like(x)
@@ -224,12 +226,14 @@ def _special_per_s(timer: Timer) -> float:
 
 
 def _with_interconnects(hardware: Hardware, sizes: Sequence[int], timer: Timer) -> Hardware:
-    """Return ``hardware`` with the interconnects that the ranks of the default group span.
+    """Return ``hardware`` with measured interconnects.
 
-    All ranks on one node measure the interconnect of a node. Ranks on several nodes measure the
-    network with all of them, and that of a node with those of each node, if these are several.
+    If all ranks of the default group are on one node, they measure the interconnect within a node.
+    Otherwise all ranks measure the network and, if a node has several ranks, these measure the
+    interconnect within it.
 
     Args:
+        hardware: table entry, which keeps the interconnects that are not measured.
         sizes: bytes of the full buffers.
     """
     world = dist.get_world_size()
@@ -262,7 +266,7 @@ def _interconnect(group: dist.ProcessGroup, sizes: Sequence[int], timer: Timer) 
 def _collective_us(
     kind: TransferKind, num_bytes: int, group: dist.ProcessGroup, timer: Timer
 ) -> float:
-    """Return the time of a collective with one full buffer of ``num_bytes``."""
+    """Return the time of a collective with a single full buffer of ``num_bytes``."""
     world = group.size()
     shard_elements = max(num_bytes // 4 // world, 1)
     gathers = kind == TransferKind.ALL_GATHER
@@ -271,9 +275,10 @@ def _collective_us(
 
 
 def _buffer_us(group: dist.ProcessGroup, timer: Timer) -> float:
-    """Return what each further tensor adds to a coalesced collective.
+    """Return the time that each further tensor adds to a coalesced collective.
 
-    That is the mean of all-gather and reduce-scatter, each beside one tensor of the same bytes.
+    This is the mean for all-gather and reduce-scatter, each compared with a single tensor of as
+    many bytes.
     """
     num_elements = {
         TransferKind.ALL_GATHER: _BUFFER_ELEMENTS,
@@ -308,7 +313,7 @@ def _launch_to_wait_us(
 def fit_rate(samples: Iterable[Sample]) -> Rate:
     """Return the rate that predicts the times of ``samples``.
 
-    Disturbances only ever add time, so an amount takes no longer than a larger one was measured to.
+    Disturbances only ever add time, so no amount takes longer than a larger one was measured to.
     """
     least_us, per_s = math.inf, {}
     for amount, us in sorted(samples, reverse=True):
@@ -323,18 +328,19 @@ def fit_interconnect(
 ) -> Interconnect:
     """Return the interconnect that predicts the times of ``samples``.
 
-    The latency is the shortest time of all. With one number of ranks, latency and hops cannot be
-    told apart, so ``hop_us`` is 0.
+    The latency is the shortest time of all. A single number of ranks does not separate latency and
+    hops, so ``hop_us`` is 0.
 
     Args:
         samples: bytes of the full buffer, and times, by kind of collective.
         world: number of ranks.
+        buffer_us: time that each tensor after the first adds to a coalesced collective.
     """
     latency_us = min(us for of_kind in samples.values() for _, us in of_kind)
     bus = {}
     for kind, of_kind in samples.items():
         rounds = (2 if kind == TransferKind.ALL_REDUCE else 1) * (world - 1) / world
-        # At least a fiftieth of the time is for the bytes, or their rate would be without bounds.
+        # The bytes take at least 2 % of the time; otherwise their rate would be unbounded.
         bus[kind] = fit_rate(
             Sample(num_bytes, max(us - latency_us, us / 50) / rounds) for num_bytes, us in of_kind
         )

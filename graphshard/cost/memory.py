@@ -1,10 +1,10 @@
-"""Which values of a graph need no memory where kernels are fused: a guess at what Inductor does.
+"""Guess which values of a graph Inductor's fusion keeps out of memory.
 
     m = mm(..)   a = m + 1   b = exp(a)   c = b.sum(-1)   d = b / c      m, c and d are in memory
 
-A pointwise value is computed anew in every kernel that reads it, unless something else than a fused
-kernel reads it, or it is read more than once and takes much to compute (``should_realize_on_reuse``
-in torch/_inductor/ir.py). Any other value needs no memory if its own kernel alone reads it.
+A pointwise value is recomputed in every kernel that reads it, unless something other than a fused
+kernel reads it, or it is read more than once and is expensive (``should_realize_on_reuse`` in
+torch/_inductor/ir.py). Any other value needs no memory if only its own kernel reads it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _HEAVY_ON_CPU = op_names("exp log log10 log1p log2 sigmoid tanh")
 
 @dataclass(frozen=True)
 class _Expression:
-    """A pointwise value that is not in memory.
+    """The computation of a pointwise value from values in memory.
 
     Attributes:
-        reads: what is in memory that it is computed of.
-        num_ops: that it takes.
-        is_heavy: whether a CPU computes it once where it is read more than once.
+        reads: values in memory that it reads.
+        num_ops: number of pointwise operations.
+        is_heavy: whether it contains an op that Inductor does not repeat on a CPU.
     """
 
     reads: frozenset[fx.Node]
@@ -43,11 +43,11 @@ class _Expression:
 
 
 class WithoutMemory(NamedTuple):
-    """Nodes whose values are never in memory.
+    """The nodes whose values are never written to memory.
 
     Attributes:
-        inside: read by their own kernel alone, which cannot compute them anew.
-        inlined: computed anew wherever they are read.
+        inside: nodes that only their own kernel reads, without recomputing them.
+        inlined: nodes that are recomputed in every kernel that reads them.
     """
 
     inside: frozenset[fx.Node] = frozenset()
@@ -55,10 +55,10 @@ class WithoutMemory(NamedTuple):
 
 
 def values_without_memory(values: GraphValues, device_type: str | None = None) -> WithoutMemory:
-    """Return the nodes whose values are never in memory.
+    """Return the nodes whose values are never written to memory.
 
     Args:
-        device_type: that kernels are made for; None: that of each value.
+        device_type: device type that kernels are compiled for; None: the device type of each value.
     """
     inside = frozenset(
         node
@@ -71,7 +71,7 @@ def values_without_memory(values: GraphValues, device_type: str | None = None) -
 
 
 def _inlined(values: GraphValues, device_type: str | None) -> frozenset[fx.Node]:
-    """Return the nodes that are computed anew in every kernel that reads them."""
+    """Return the nodes that are recomputed in every kernel that reads them."""
     inlined: dict[fx.Node, _Expression] = {}
     for node, kind in values.kinds.items():
         if kind != NodeKind.POINTWISE:

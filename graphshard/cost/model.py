@@ -1,9 +1,9 @@
-"""Predicts how long the nodes of a graph take, its collectives, and the copies around them.
+"""Predict the times of a graph's nodes, its collectives, and the copies around them.
 
 Pure: nothing is measured and no other rank is asked, so ranks with the same ``Hardware`` predict
-the same. A kernel takes the longer of the times for what it computes and for what it moves (the
-roofline model: Williams et al., CACM 52(4), 2009), plus its launch. ``fusion`` guesses which nodes
-share a kernel.
+the same times. A kernel takes its launch plus the longer of its compute time and its memory time
+(the roofline model: Williams et al., CACM 52(4), 2009). ``fusion`` guesses which nodes share a
+kernel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .hardware import COLLECTIVE_KINDS, Hardware, Interconnect
 from .memory import WithoutMemory, values_without_memory
 
 _PACKING_RATE = 2.5e12
-"""Bytes per second that kernels which pack and unpack buffers read and write at most.
+"""Highest rate of kernels that pack and unpack buffers, in bytes read and written per second.
 
 Measured for Llama-3 8B on 8 ranks: ``chunk_cat`` 2.4e12 on an H100 and 2.6e12 on an H200,
 ``split_with_sizes_copy`` 2.7e12 on an H100.
@@ -31,21 +31,22 @@ _PREDICTED_AS = {
     TransferKind.ALL_REDUCE_MAX: TransferKind.ALL_REDUCE,
     TransferKind.ALL_REDUCE_SHARDS: TransferKind.ALL_REDUCE,
 }
-"""Kinds of collectives that take as long as one of ``COLLECTIVE_KINDS``."""
+"""Collectives that take as long as one of ``COLLECTIVE_KINDS``."""
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Predicts times in microseconds.
+    """A predictor of times, in microseconds.
 
     Attributes:
-        hardware: the machine that everything runs on.
-        node_cost: called with every node. It returns the node's time in microseconds, which
-            replaces the prediction, or None. None: all nodes are predicted.
-        tf32: matrix products of float32 run in tf32, as ``torch.set_float32_matmul_precision`` can
-            ask for.
-        fuses: whether what fused kernels do not write needs no memory.
-        device_type: that kernels are made for; None: that of the graph's tensors.
+        hardware: machine that everything runs on.
+        node_cost: function that returns a node's time in microseconds, or None to have it
+            predicted; None: predict all nodes.
+        tf32: whether float32 matrix products run in tf32, as after
+            ``torch.set_float32_matmul_precision``.
+        fuses: whether fusion is assumed to save the memory of values that no kernel writes.
+        device_type: device type that kernels are compiled for; None: the device type of the graph's
+            tensors.
     """
 
     hardware: Hardware
@@ -55,7 +56,7 @@ class CostModel:
     device_type: str | None = None
 
     def without_memory(self, values: GraphValues) -> WithoutMemory:
-        """Return the nodes whose values are never in memory (``cost.memory``)."""
+        """Return the nodes whose values are never written to memory (see ``cost.memory``)."""
         if not self.fuses:
             return WithoutMemory()
         what = "which values of a graph need no memory"
@@ -66,18 +67,19 @@ class CostModel:
     def compute_us(
         self, graph: fx.Graph, values: GraphValues | None = None
     ) -> dict[fx.Node, float]:
-        """Return the time of every node of a functional ATen graph; all have ``meta["val"]``.
+        """Return the time of every node of a functional ATen graph.
 
-        The last node of a kernel (see [Note: fused kernels] in ``fusion``) has its time, its
-        others have 0. So have inputs, outputs, views, collectives, and graphshard's ops that copy.
-        Symbolic sizes count as they were when the graph was traced; sizes that depend on data count
-        as the fallback of ``size_hint``.
+        The time of a kernel (see [Note: fused kernels] in ``fusion``) counts for its last node; its
+        other nodes take 0. Inputs, outputs, views, collectives and graphshard's copy ops also take
+        0. Symbolic sizes have the value from tracing; data-dependent sizes have the fallback of
+        ``size_hint``.
 
         Args:
-            values: of the graph; None: they are read here.
+            graph: graph whose nodes have ``meta["val"]``.
+            values: values of the graph; None: read them here.
 
         Raises:
-            ValueError: ``node_cost`` returned something that is not a time.
+            ValueError: ``node_cost`` returned something other than a time or None.
         """
         values = values or GraphValues(graph)
         times = dict.fromkeys(graph.nodes, 0.0)
@@ -95,17 +97,17 @@ class CostModel:
     ) -> float:
         """Return the time of one collective, or of one copy between host and device.
 
-        A ring (Patarasuk and Yuan, JPDC 69(2), 2009): ``n - 1`` steps carry ``(n - 1) / n`` of the
-        buffer, twice that for an all-reduce. Ranks fill one node of ``ranks_per_node`` after the
-        other. With more than one node, the ring takes a step over the network for each node but
-        one, and the network sets latency and bandwidth.
+        A collective over n ranks is a ring (Patarasuk and Yuan, JPDC 69(2), 2009): ``n - 1`` steps
+        carry ``(n - 1) / n`` of the buffer. An all-reduce takes twice that. Global ranks fill nodes
+        of ``ranks_per_node`` one after the other. If the ring spans m nodes, ``m - 1`` of its steps
+        cross the network, which then also sets latency and bandwidth.
 
         Args:
             kind: any kind; host copies do not depend on ``world`` and ``stride``.
-            num_bytes: of the full buffer: what is gathered, or what each rank reduces.
-            world: number of ranks; a single one copies.
-            stride: distance from one of them to the next; each node has ``ranks_per_node`` of all
-                ranks.
+            num_bytes: bytes of the full buffer: the gathered result, or the input that each rank
+                reduces.
+            world: number of ranks; a single rank only copies.
+            stride: difference between the global ranks of neighbours.
 
         Raises:
             ValueError: ``kind`` is not a kind of collective, or a number is out of range.
@@ -128,15 +130,15 @@ class CostModel:
         return slowest.latency_us + rounds * (hops_us + moved_us)
 
     def buffer_us(self, world: int, stride: int = 1) -> float:
-        """Return what each further buffer adds to a coalesced collective over ``world`` ranks."""
+        """Return the time that each further buffer adds to a coalesced collective."""
         return self._interconnect(world, stride).buffer_us
 
     def lost_us(self, lane_us: float) -> float:
-        """Return what compute loses to a hidden collective that takes ``lane_us``."""
+        """Return the compute time lost to a hidden collective that takes ``lane_us``."""
         return self.hardware.issue_us + self.hardware.contention * lane_us
 
     def copy_us(self, num_bytes: float) -> float:
-        """Return the time of a kernel that copies ``num_bytes`` on the device, as copy-in does."""
+        """Return the time to copy ``num_bytes`` on the device in one kernel, such as a copy-in."""
         moved_us = max(self.hardware.memory.us(2 * num_bytes), 2 * num_bytes / _PACKING_RATE * 1e6)
         return moved_us + self.hardware.launch_us
 
@@ -145,7 +147,7 @@ class CostModel:
         return self.hardware.intra if within_node else self.hardware.inter
 
     def _num_nodes(self, world: int, stride: int) -> int:
-        """Return how many nodes the ranks are on, if the first one is the first of its node."""
+        """Return the number of nodes that the ranks span, if the first one starts a node."""
         spanned = (world - 1) * stride + 1
         return min(world, math.ceil(spanned / self.hardware.ranks_per_node))
 
@@ -167,7 +169,7 @@ class CostModel:
 def _overrides(
     graph: fx.Graph, node_cost: Callable[[fx.Node], float | None]
 ) -> Iterator[tuple[fx.Node, float]]:
-    """Yield the nodes that ``node_cost`` has a time for, with their times."""
+    """Yield the nodes for which ``node_cost`` returns a time, with that time."""
     for node in graph.nodes:
         time_us = node_cost(node)
         if time_us is None:

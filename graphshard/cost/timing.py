@@ -1,4 +1,4 @@
-"""Times of work on a device: medians of samples, of operands that no cache holds."""
+"""Time work on a device: medians of samples, with operands that no cache holds."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 COLD_BYTES = 256 << 20
-"""What operands rotate through: more than caches hold; a B200 caches 126 MB."""
+"""Bytes that operands rotate through: more than caches hold (a B200 caches 126 MB)."""
 SAMPLE_US = 2000.0
-"""How long a sample repeats short work."""
-_MAX_CALLS = 200  # in one sample
+"""Duration of a sample, in which short work is repeated."""
+_MAX_CALLS = 200  # per sample
 _MAX_OPERANDS = 256
 
 
 @dataclass(frozen=True)
 class Timer:
-    """Measures times on ``device``, as medians of ``num_samples`` samples."""
+    """A timer for work on ``device``, by medians of ``num_samples`` samples."""
 
     device: torch.device
     num_samples: int
@@ -34,11 +34,11 @@ class Timer:
         num_calls: int | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> float:
-        """Return the median time of a call of ``work``, in microseconds.
+        """Return the median time of one call of ``work``, in microseconds.
 
         Args:
-            num_calls: in each sample; None: as many as ``SAMPLE_US`` allow.
-            group: ranks that start each sample together; None: this rank measures alone.
+            num_calls: number of calls in a sample; None: as many as fit into ``SAMPLE_US``.
+            group: ranks that start each sample together; None: this rank alone.
         """
         first_us = min(self._sample_us(work, 1) for _ in range(3))
         if num_calls is None:
@@ -64,7 +64,7 @@ class Timer:
 
 
 def num_cold(num_bytes: int) -> int:
-    """Return how many operands of ``num_bytes`` do not fit into caches together."""
+    """Return a number of operands of ``num_bytes`` that together exceed the caches."""
     return max(1, min(_MAX_OPERANDS, COLD_BYTES // num_bytes))
 
 

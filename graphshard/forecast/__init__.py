@@ -1,2 +1,4 @@
-"""Forecasts of training on machines that are not there: step time, memory, what binds, what would
-help, from the graphs that would run."""
+"""Forecast training on hardware you do not have, from the graphs that would run on it.
+
+A forecast has the step time, the memory, the bottleneck, and changes that would help.
+"""

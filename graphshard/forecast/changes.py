@@ -1,4 +1,4 @@
-"""Finds what would help a training step: plans the same graphs with one thing different."""
+"""Find what would speed up a training step: plan the same graphs with one thing changed."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .trace import FASTER_COMPUTE, FASTER_MEMORY, NO_LAUNCHES, TracedStep, faste
 
 @dataclass(frozen=True)
 class Change:
-    """A step that is planned anew with one thing different.
+    """A training step, planned with one thing changed.
 
     Attributes:
-        what: is different.
-        step_us: that a step would take; per step of as many tokens.
-        gain: part of the time of a step that it saves; below 0: it costs time.
-        memory_bytes: that a rank would need, margin included.
-        fits: whether a device has that.
-        is_machine: whether the machine differs, and not the recipe.
+        what: description of the change.
+        step_us: time of the changed step, for as many tokens as the original step.
+        gain: fraction of the step time that the change saves; negative if it costs time.
+        memory_bytes: peak memory of a rank, margin included.
+        fits: whether that fits on a device.
+        is_machine: whether the machine changes, rather than the recipe.
     """
 
     what: str
@@ -59,9 +59,10 @@ _BINDS = {
 
 
 def find_changes(traced: TracedStep, recipe: Recipe, cluster: Cluster) -> list[Change]:
-    """Plan the step anew with one thing different, by the quick search; compare with that.
+    """Plan the step with each change, and compare with the unchanged step.
 
-    What no schedule can do within the budget is left out.
+    Both are planned by the quick search. A change is left out if no schedule stays within the
+    budget.
     """
     quick = functools.partial(plan_step, traced, refine=False)
     base = quick(recipe, cluster).time.step_us
@@ -119,7 +120,10 @@ def _scaled_links(cluster: Cluster, *, rate: float = 1.0, latency: float = 1.0) 
 
 
 def what_binds(memory: MemoryForecast, changes: Sequence[Change]) -> str:
-    """Return what a step is bound by: memory that is lacking, else the part to be twice as fast."""
+    """Return the bottleneck of a step.
+
+    That is memory if the step does not fit, otherwise the machine part whose speed-up gains most.
+    """
     if not memory.fits:
         return "memory"
     machine = [change for change in changes if change.is_machine]

@@ -1,4 +1,4 @@
-"""``python -m graphshard plan MODEL --device H100 --gpus 64 --nodes 8 --batch 1x8192``."""
+"""Command ``python -m graphshard plan MODEL --device H100 --gpus 64 --nodes 8 --batch 1x8192``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODEL is one of
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of ``python -m graphshard``."""
+    """Add the command ``plan`` to ``python -m graphshard``."""
     text = "forecast a training step on a cluster: time, memory, what binds and what would help"
     parser = commands.add_parser(
         "plan",
@@ -98,10 +98,10 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _print_largest(args: argparse.Namespace, batch: Batch, recipe: Recipe) -> int:
-    """Print the largest models and batches.
+    """Print the largest models and batches that fit.
 
     Raises:
-        ValueError: the model cannot grow.
+        ValueError: the model cannot grow, or ``--json`` is given.
     """
     if not is_config(args.model):
         raise ValueError(f"--largest: {args.model} cannot grow: give a config, not a function")
@@ -122,7 +122,7 @@ def _print_largest(args: argparse.Namespace, batch: Batch, recipe: Recipe) -> in
 
 
 def _write(path: Path | None, make: Callable[[], str]) -> None:
-    """Write a file, if it is asked for."""
+    """Write the text from ``make`` to ``path``, if there is a path."""
     if path is None:
         return
     text = make()
@@ -133,10 +133,10 @@ def _write(path: Path | None, make: Callable[[], str]) -> None:
 
 
 def _searched(args: argparse.Namespace, batch: Batch, recipe: Recipe) -> SearchResult:
-    """Search, and print the best ways to train.
+    """Search all recipes, and print the fastest for each amount of memory.
 
     Raises:
-        ValueError: nothing fits, or the model has a batch of its own.
+        ValueError: the model is a function, which fixes the batch, or cannot be built.
     """
     if args.model.rpartition(":")[0].endswith(".py"):
         raise ValueError("--search cuts the batch, and a function returns one: give a config")
@@ -168,10 +168,13 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 
 def gigabytes(name: str, text: str) -> float:
-    """Return the number of a text such as "72GB".
+    """Parse a size such as "72GB", and return it in GB (1e9 bytes).
+
+    Args:
+        name: option that an error names.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: ``text`` is not a positive size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:GB)?", text, re.IGNORECASE)
     if match is None or not float(match[1]):

@@ -1,4 +1,4 @@
-"""The machines of a forecast: GPUs, how many are in a node, their memory and their network."""
+"""Clusters to forecast for: GPUs and their memory, nodes, and the network between them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..cost.links import with_network
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs of one kind, in nodes of equally many; made by :func:`cluster`.
+    """GPUs of one kind, in nodes of equal size; made by :func:`cluster`.
 
     Attributes:
-        hardware: one GPU and its interconnects; ``ranks_per_node`` of them are in a node.
-        num_gpus: of all nodes.
-        memory_bytes: of one GPU.
+        hardware: one GPU and its interconnects; a node has ``hardware.ranks_per_node`` GPUs.
+        num_gpus: number of GPUs in all nodes together.
+        memory_bytes: memory of one GPU.
     """
 
     hardware: Hardware
@@ -44,19 +44,19 @@ def cluster(
     link: str | None = None,
     memory_gb: float | None = None,
 ) -> Cluster:
-    """Return a cluster.
+    """Return a cluster of GPUs of one kind.
 
     Args:
-        device: a name of ``graphshard.cost.devices.HARDWARE``, a file of ``python -m graphshard
-            calibrate``, or rates of your own.
-        gpus: of all nodes.
-        nodes: that they are in; None: as few as the device's nodes allow.
-        link: the network between nodes for each GPU, one way, as in "100Gb/s,5us" or "100Gb/s";
-            the time is that of a step from one node to the next. None: the device's own.
-        memory_gb: of one GPU, in GB of a billion bytes; None: the device's own.
+        device: name in ``graphshard.cost.devices.HARDWARE``, path of a file written by ``python -m
+            graphshard calibrate``, or a ``Hardware``.
+        gpus: number of GPUs in all nodes together.
+        nodes: number of nodes; None: as few as the device's usual node size allows.
+        link: network bandwidth between nodes, per GPU and direction, and optionally the latency of
+            one hop between nodes, as in "100Gb/s,5us" or "100Gb/s"; None: the device's default.
+        memory_gb: memory of one GPU in GB (1e9 bytes); None: the device's own.
 
     Raises:
-        ValueError: a device is not known, or a number does not fit.
+        ValueError: the device is unknown, or another argument is invalid.
     """
     hardware = _hardware(device) if isinstance(device, str) else device
     if not (isinstance(gpus, int) and gpus > 0):
@@ -75,7 +75,7 @@ def _hardware(device: str) -> Hardware:
 
 
 def _with_node_of(hardware: Hardware, num_gpus: int) -> Hardware:
-    """Return hardware with other nodes; the network of each GPU is the same, and they add up."""
+    """Return ``hardware`` with ``num_gpus`` per node, at the same network bandwidth per GPU."""
     ratio = num_gpus / hardware.ranks_per_node
     bus = {
         kind: dataclasses.replace(rate, peak=rate.peak * ratio)

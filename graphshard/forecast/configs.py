@@ -1,8 +1,8 @@
-"""Models of transformers by their configurations, with any number of layers.
+"""Build models from transformers configurations, with any number of layers.
 
-Attention is scaled dot product attention that is causal without a mask, as a flash kernel has it.
-transformers itself makes a mask of all pairs in a graph that is compiled, unless its attention is
-``flash_attention_2`` or the like.
+Attention is causal scaled dot product attention without a mask tensor, as a flash kernel computes
+it. In compiled graphs transformers itself materializes a mask of all pairs of tokens, unless its
+attention is ``flash_attention_2`` or similar.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FLASH = "attention is a flash kernel without a mask, as with attn_implementatio
 
 
 def is_config(model: str) -> bool:
-    """Return whether a text names a configuration: a folder, ``FAMILY:..`` or a public model."""
+    """Return whether ``model`` names a configuration: a folder, ``FAMILY:..`` or a public model."""
     family, colon, _ = model.partition(":")
     return (
         model.lower() in PUBLIC_MODELS
@@ -43,7 +43,7 @@ def _families() -> Any:
 
 
 def find_config(model: str) -> Any:
-    """Return the configuration that a text names.
+    """Return the configuration that ``model`` names.
 
     Raises:
         ValueError: it cannot be built.
@@ -87,8 +87,12 @@ def config_workload(
     """Return the fields of a ``Workload``.
 
     Args:
-        size: samples of a microbatch.
-        length: tokens of each; None: as many as the model has positions for.
+        size: number of samples in a microbatch.
+        length: number of tokens in a sample; None: as many as the model has positions.
+
+    Raises:
+        ValueError: ``length`` is missing or exceeds the model's positions, or the model is neither
+            a causal language model nor an image classifier.
     """
     auto, inputs_of = _auto_class(config)
     is_image = auto.__name__.endswith("ImageClassification")
@@ -113,7 +117,7 @@ def config_workload(
 
 
 def _auto_class(config: Any) -> tuple[Any, Any]:
-    """Return the class that trains models of a configuration, and what makes its inputs."""
+    """Return the auto class for ``config``, and the function that makes its inputs."""
     import transformers
 
     choices = (
@@ -144,7 +148,7 @@ def _images(config: Any, size: int, length: int | None) -> Inputs:
 
 
 def _with_layers(config: Any, num_layers: int | None) -> Any:
-    """Return a configuration with so many layers, the first ones of the model."""
+    """Return a copy of ``config`` with ``num_layers`` layers; None: as many as it has."""
     config = copy.deepcopy(config)
     if num_layers is not None:
         config.num_hidden_layers = num_layers
@@ -155,9 +159,9 @@ def _with_layers(config: Any, num_layers: int | None) -> Any:
 
 
 def scaled(config: Any, factor: float) -> Any:
-    """Return a configuration with about ``factor`` times the width and the layers of another.
+    """Return a configuration about ``factor`` times as wide and as deep.
 
-    Heads stay as large as they are, so that widths are whole numbers of them.
+    The head size stays the same, so the width is a whole number of heads.
     """
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", heads) or heads
@@ -174,14 +178,14 @@ def scaled(config: Any, factor: float) -> Any:
 
 
 def _period(config: Any) -> int:
-    """Return the number of layers after which their types repeat."""
+    """Return the number of layers after which the layer types repeat."""
     types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
     periods = range(1, len(types) + 1)
     return next(p for p in periods if all(a == b for a, b in zip(types, types[p:])))
 
 
 def _know_attention() -> None:
-    """Have transformers know an attention without a mask."""
+    """Register an attention without a mask in transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

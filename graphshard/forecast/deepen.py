@@ -1,14 +1,14 @@
-"""The graphs of a deep model, from those of two shallow ones: `deepen`; pure.
+"""Derive the graphs of a deep model from the graphs of two shallow ones. Pure.
 
     short    | embed | layer | layer | head |
-    longer   | embed | layer | layer | layer | head |          one period of layers more
+    longer   | embed | layer | layer | layer | head |          one more period of layers
     deep     | embed | layer | layer | layer | layer | .. | head |
 
-The longer graph has to be the shorter one with a *segment* of steps inserted. That proves little by
-itself, so the segment must also equal the steps in front of it or behind it; and what is alive must
-have grown by one amount right in front of the segment, by one behind it, and evenly in between.
-Then more layers insert more segments, and whatever else grows (such as a step that computes the
-scales of all weights in fp8) grows by the same amounts.
+The longer graph must be the short one with a *segment* of steps inserted. That alone proves little,
+so the segment must also equal the steps just before or just after it. And live bytes must have
+grown by one amount just before the segment, by another just after it, and evenly in between. Then
+each further period inserts another segment, and whatever else grows (such as a step that computes
+the fp8 scales of all weights) grows by the same amount again.
 """
 
 from __future__ import annotations
@@ -28,32 +28,33 @@ _Number = TypeVar("_Number", int, float)
 
 
 class NotPeriodicError(ValueError):
-    """Error of graphs that more layers do not prolong evenly."""
+    """Error raised if graphs do not grow evenly with the number of layers."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Layers of a model, by name.
+    """The naming of a model's layers.
 
     Attributes:
-        path: of the list that holds them: parameters are named ``path.0.``, ``path.1.``, ...
-        period: layers after which they repeat.
+        path: name of the list that holds them; names of parameters begin with ``path.0.``,
+            ``path.1.``, ...
+        period: number of layers after which they repeat.
     """
 
     path: str
     period: int = 1
 
     def shifted(self, fqn: str, num_layers: int) -> str:
-        """Return the name of the same parameter so many layers further."""
+        """Return the name of the same parameter, ``num_layers`` layers later."""
         pattern = rf"^({re.escape(self.path)}\.)(\d+)(?=\.)"
         return re.sub(pattern, lambda found: f"{found[1]}{int(found[2]) + num_layers}", fqn)
 
 
 def deepen(short: TracedStep, longer: TracedStep, periods: int, layers: Layers) -> TracedStep:
-    """Return the step of the model that has ``periods`` periods of layers more than ``short``.
+    """Return the step of a model with ``periods`` more periods of layers than ``short``.
 
     Args:
-        longer: has one period more than ``short``.
+        longer: step of a model with one more period than ``short``.
 
     Raises:
         NotPeriodicError: the graphs do not show that layers repeat.
@@ -71,7 +72,7 @@ def _deepened(
 ) -> TracedGraphOfStep:
     if short.problem.transfers or longer.problem.num_steps != short.problem.num_steps:
         return _Segment.find(short, longer, layers).deepened(periods)
-    # Nothing travels, as in the forward of replicated parameters: all of it is one step.
+    # No transfers, as in a forward of replicated parameters: the whole graph is one step.
     a, b = short.problem, longer.problem
 
     def grown(short: Sequence[_Number], longer: Sequence[_Number]) -> tuple[_Number, ...]:
@@ -99,12 +100,14 @@ def _grown(short: _Number, longer: _Number, periods: int) -> _Number:
 
 @dataclass(frozen=True)
 class _Segment:
-    """The steps that a longer graph has more than a short one.
+    """The steps that the longer graph has and the short one lacks.
 
     Attributes:
-        start: the first of them; in the short graph, the step in front of which they go.
-        length: how many.
-        transfers: positions in the longer problem of those that belong to them.
+        start: first step of the segment; in the short graph, the step before which it is inserted.
+        length: number of steps.
+        transfers: positions of the segment's transfers in the longer problem.
+        front_shift: layers by which each inserted segment renumbers the parameters before it.
+        back_shift: layers by which each inserted segment renumbers the parameters after it.
     """
 
     short: TracedGraphOfStep
@@ -118,13 +121,14 @@ class _Segment:
 
     @classmethod
     def find(cls, short: TracedGraphOfStep, longer: TracedGraphOfStep, layers: Layers) -> _Segment:
-        """Return a segment with which the short graph becomes the longer one.
+        """Return a segment that turns the short graph into the longer one.
 
         Raises:
             NotPeriodicError: there is none.
         """
         length = longer.problem.num_steps - short.problem.num_steps
         for start in _likely_starts(short.problem, longer.problem, length):
+            # Layers may run in order, as in forward, or in reverse, as in backward.
             for shifts in ((0, layers.period), (layers.period, 0)):
                 transfers = _of_segment(longer.problem.transfers, start, length)
                 if transfers is None:
@@ -199,7 +203,7 @@ class _Segment:
         return (*before, *inserted, *after)
 
     def _transfers(self, params: _Params, periods: int) -> Iterator[Transfer]:
-        """Yield the transfers, each with its steps moved and its parameter renamed."""
+        """Yield all transfers, with their steps moved and their parameters renamed."""
         front, back = self.front_shift, self.back_shift
         first, transfers = self.transfers, self.longer.problem.transfers
         for transfer, other in zip(self.short.problem.transfers[: first.start], transfers):
@@ -219,17 +223,19 @@ class _Segment:
     def _moved(
         self, transfer: Transfer, other: Transfer, periods: int, param: int | None
     ) -> Transfer:
-        """Return a transfer of the short graph where ``periods`` segments are inserted.
+        """Return a transfer of the short graph after ``periods`` segments are inserted.
 
         Args:
-            other: the same one in the longer graph: scales of weights are more there.
+            other: same transfer in the longer graph; it has more bytes if it carries the scales of
+                all weights.
+            param: position of its parameter in the deep graph.
         """
         added = periods * self.length
 
         def moved(step: int, border: int) -> int:
             return step + added if step >= border else step
 
-        # What the step in front of the segment completes is ready at the segment's first step.
+        # A gradient completed just before the segment is ready at its first step, and stays there.
         ready = moved(transfer.ready, self.start + (not _gathers(transfer)))
         due = ready if transfer.due == transfer.ready else moved(transfer.due, self.start)
         last = moved(transfer.last, self.start)
@@ -245,7 +251,7 @@ class _Segment:
         )
 
     def _copied(self, transfer: Transfer, copy: int, periods: int, param: int | None) -> Transfer:
-        """Return a transfer of the segment in one of its copies."""
+        """Return a transfer of the segment in the copy with index ``copy``."""
         stop = self.start + self.length
 
         def moved(step: int, begin: int, end: int) -> int:
@@ -261,7 +267,7 @@ class _Segment:
 
 
 class _Params:
-    """Parameters of a deep graph, in the order in which transfers name them."""
+    """The parameters of a deep graph, in the order in which its transfers refer to them."""
 
     def __init__(self) -> None:
         self.params: list[PlanParam] = []
@@ -291,10 +297,11 @@ def _named_transfers(graph: TracedGraphOfStep) -> list[tuple[str, Transfer]]:
 
 
 def _likely_starts(short: Problem, longer: Problem, length: int) -> list[int]:
-    """Return where a segment may begin: those with the fewest growths first, then the middle ones.
+    """Return where a segment may start, the likeliest first.
 
-    Where layers of two kinds take as long in a graph, a segment seems to fit among either kind. But
-    among the other kind what is alive would grow by another amount in each part of the graph.
+    These are the starts with the fewest distinct growths of live bytes, then those nearest to the
+    middle. If two kinds of layers take equally long, a segment seems to fit among either. But among
+    the wrong kind, live bytes would grow by a different amount in each part of the graph.
     """
     a, b = short.compute_us, longer.compute_us
     starts = [
@@ -313,14 +320,14 @@ def _alive(short: Problem, longer: Problem) -> tuple[tuple[Sequence[int], Sequen
 
 
 def _num_growths(short: Sequence[int], longer: Sequence[int], length: int) -> list[int]:
-    """Return, for each start of a segment, by how many amounts bytes grow in front and behind."""
+    """Return, for each start, the number of distinct growths of bytes before and after it."""
     front = _num_distinct([b - a for a, b in zip(short, longer)])
     behind = _num_distinct([b - a for a, b in zip(short, longer[length:])][::-1])
     return list(map(add, front, behind[::-1]))
 
 
 def _num_distinct(values: Sequence[int]) -> list[int]:
-    """Return how many different values are among the first ones: of none, of one, and so on."""
+    """Return the number of distinct values among the first 0, 1, 2, ... values."""
     seen: set[int] = set()
     counts = [0]
     for value in values:
@@ -332,7 +339,7 @@ def _num_distinct(values: Sequence[int]) -> list[int]:
 def _is_alike_around(
     short: Sequence[float], longer: Sequence[float], start: int, length: int
 ) -> bool:
-    """Return whether a segment takes as long as its neighbour, and those beside it as before."""
+    """Return whether a segment takes as long as a neighbour, and neighbours are as in ``short``."""
     stop, least = start + length, max(0, start - length)
     if not _alike(short[least:start], longer[least:start]):
         return False
@@ -344,12 +351,12 @@ def _is_alike_around(
 
 
 def _alike(a: Sequence[float], b: Sequence[float]) -> bool:
-    """Return whether times are equal but for the order in which they were added up."""
+    """Return whether times are equal up to rounding, which depends on the order of summation."""
     return len(a) == len(b) and all(abs(x - y) <= 1e-6 * (1 + abs(x)) for x, y in zip(a, b))
 
 
 def _of_segment(transfers: Sequence[Transfer], start: int, length: int) -> range | None:
-    """Return the positions of the transfers that belong to a segment; None: they are scattered."""
+    """Return the positions of a segment's transfers; None if it has none or they are scattered."""
     stop = start + length
     own = [
         i
@@ -366,7 +373,7 @@ def _gathers(transfer: Transfer) -> bool:
 
 
 def _growths(short: Sequence[int], longer: Sequence[int], start: int, stop: int) -> tuple[int, int]:
-    """Return by how much bytes have grown right in front of a segment, and right behind it."""
+    """Return the growth of bytes just before a segment, and just after it."""
     return longer[start - 1] - short[start - 1], longer[stop] - short[start]
 
 

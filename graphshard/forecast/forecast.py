@@ -1,4 +1,4 @@
-"""A forecast of a training step: `Forecast`, and `forecast_of` from graphs that are traced."""
+"""The forecast of a training step, made from traced graphs and shown as text or JSON."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Exposed:
-    """A collective for which compute waits.
+    """A collective that compute waits for.
 
     Attributes:
-        what: the graph, the kind and what travels.
-        us: in one microbatch.
-        why: nothing hides it.
+        what: graph, kind and contents of the collective.
+        us: time that compute waits for it in one microbatch, in microseconds.
+        why: reason why it is not hidden.
     """
 
     what: str
@@ -44,21 +44,22 @@ class Forecast:
     """Time and memory of a training step on a cluster; ``print`` shows them.
 
     Attributes:
-        model: its name.
-        num_params: of the full model.
-        tokens: samples, or tokens, that all ranks train on in a step.
-        unit: what ``tokens`` counts.
-        mfu: part of the peak of the GPU's matrix products, in the dtype of the recipe (fp8: in
-            bfloat16), that the model's own products take; three times those of forward, so that
-            what is recomputed does not count.
-        exposed: collectives that compute waits for longest.
-        binds: what a step is bound by: memory, compute, memory bandwidth, link or latency.
-        changes: what would help, the largest gain first.
-        dumps: the plan of each graph.
-        graphs: the same, with the shards that each takes.
-        held: what a rank holds between graphs.
-        notes: what was assumed.
-        recomputed: the layers that backward recomputes, where it is a part: "model.layers[:3]".
+        model: name of the model.
+        num_params: number of parameters in the full model.
+        tokens: number of tokens, or samples, that all ranks train on in a step.
+        unit: unit of ``tokens``: "tokens" or "samples".
+        mfu: model flops utilization: the model's matrix products as a fraction of what the GPU
+            could compute in that time at its peak in float32, or in bfloat16 for bf16 and fp8.
+            Counted as three times the products of forward, so recomputation does not count.
+        exposed: collectives with the longest exposed time, longest first.
+        binds: bottleneck of a step: memory, compute, memory bandwidth, link, latency or host.
+        changes: changes that would help, largest gain first.
+        dumps: plan of each graph.
+        graphs: problem and buckets of each graph, with the bytes of its shards.
+        held: memory that a rank holds between graphs.
+        notes: assumptions.
+        recomputed: layers that backward recomputes, as in "model.layers[:3]", if these are only a
+            part of all.
     """
 
     model: str
@@ -81,23 +82,23 @@ class Forecast:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return how many tokens, or samples, all ranks together train on in a second."""
+        """Tokens, or samples, that all ranks together train on in a second."""
         return self.tokens / self.time.step_us * 1e6
 
     @property
     def fits(self) -> bool:
-        """Return whether a device has the memory, and the schedule keeps its budget."""
+        """Whether the step fits into the memory of a device."""
         return self.memory.fits
 
     @property
     def host_bytes(self) -> int:
-        """Return what each node needs of its host's memory for shards that the host keeps."""
+        """Host memory that each node needs with ``offload``, in bytes."""
         cluster = self.cluster
         return self.memory.host * min(cluster.num_gpus, cluster.hardware.ranks_per_node)
 
     @property
     def padding(self) -> str | None:
-        """Return what parameters with few rows cost, and what to do; None where it is little."""
+        """Cost of padding parameters with few rows, with advice, as text; None if it is small."""
         params = [param for dump in self.dumps for param in dump.plan.params]
         shapes = {param.fqn: param.shape for param in params if param.padded_rows is not None}
         num_gpus = self.cluster.num_gpus
@@ -109,7 +110,7 @@ class Forecast:
         return f"{padding}{hsdp if padding.splits_evenly(num_gpus) else ''}"
 
     def code(self) -> str:
-        """Return the lines of Python that train so."""
+        """Return the Python code that trains by this recipe."""
         budget = self.dumps[0].limits.peak
         return self.recipe.code(
             self.cluster.num_gpus,
@@ -119,7 +120,7 @@ class Forecast:
         )
 
     def to_json(self) -> str:
-        """Return all numbers; times in microseconds, sizes in bytes."""
+        """Return all numbers as JSON; times in microseconds, sizes in bytes."""
         raw = {
             "model": self.model,
             "num_params": self.num_params,
@@ -159,12 +160,17 @@ def forecast_of(
     notes: Sequence[str] = (),
     recomputed: Sequence[str] = (),
 ) -> Forecast:
-    """Return the forecast of a step whose graphs are traced.
+    """Return the forecast of a traced step.
 
     Args:
-        tokens: of a microbatch on one rank.
-        unit: what ``tokens`` counts.
-        recomputed: as of ``Forecast``.
+        model: name of the model.
+        tokens: number of tokens, or samples, in a microbatch of one rank.
+        unit: unit of ``tokens``: "tokens" or "samples".
+        recomputed: recomputed layers; see ``Forecast``.
+
+    Raises:
+        BackendError: no schedule stays within the budget.
+        ValueError: parameters and optimizer state alone exceed the budget.
     """
     step = plan_step(traced, recipe, cluster)
     changes = find_changes(traced, recipe, cluster)
@@ -192,12 +198,12 @@ def forecast_of(
 
 
 def _with_properties(part: TimeForecast | MemoryForecast, *names: str) -> dict[str, object]:
-    """Return the fields of a part, and some of its properties."""
+    """Return the fields of ``part``, and the properties of the given names."""
     return {**dataclasses.asdict(part), **{name: getattr(part, name) for name in names}}
 
 
 def _exposed(dumps: Sequence[Dump], most: int = 8) -> list[Exposed]:
-    """Return the collectives that compute waits for, the longest first."""
+    """Return the ``most`` collectives with the longest exposed time, longest first."""
     found = [
         Exposed(
             f"{dump.plan.graph} {bucket.kind} of {dump.bucket_label(bucket)}",
@@ -215,7 +221,7 @@ def _exposed(dumps: Sequence[Dump], most: int = 8) -> list[Exposed]:
 
 
 def forecast_text(forecast: Forecast) -> str:
-    """Return a forecast, to be read."""
+    """Return a forecast as text."""
     rows = list(summary_rows(forecast))
     width = max(len(name) for name, _ in rows)
     head = [f"{name:{width}}  {value}" for name, value in rows]
@@ -237,7 +243,7 @@ _INTERVALS = {
 
 
 def summary_rows(forecast: Forecast) -> Iterator[tuple[str, str]]:
-    """Yield names and values of what matters most."""
+    """Yield the most important results, as pairs of name and text."""
     recipe, time, memory = forecast.recipe, forecast.time, forecast.memory
     yield "model", f"{forecast.model}, {forecast.num_params / 1e9:.2f} billion parameters"
     yield "cluster", f"{forecast.cluster}, {memory.device / GB:.1f} GB each"

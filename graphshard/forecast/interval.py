@@ -1,4 +1,4 @@
-"""How far measurements were from forecasts, and the intervals that follow from it."""
+"""Errors of past forecasts, and the prediction intervals that follow from them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from ..cost.hardware import CALIBRATED, DATASHEET
 
 HELD = 0.9
-"""Part of past measurements that an interval holds."""
+"""Fraction of past measurements that an interval covers."""
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Ratios of measured to modelled numbers.
+    """Ratios of measured to modelled values.
 
     Attributes:
-        low: lower end of the interval.
-        likely: median.
-        high: upper end of the interval.
+        low: lower end of the prediction interval.
+        likely: median of past ratios.
+        high: upper end of the prediction interval.
     """
 
     low: float
@@ -28,15 +28,15 @@ class Errors:
     high: float
 
     def covers(self, ratio: float) -> bool:
-        """Return whether a measurement of ``ratio`` times its model is in the interval."""
+        """Return whether ``ratio``, of a measured to a modelled value, is in the interval."""
         return self.low <= ratio <= self.high
 
 
 def errors_of(ratios: Iterable[float]) -> Errors:
-    """Return the median of past ratios, and the narrowest interval that holds ``HELD`` of them.
+    """Return the median of past ratios, and the narrowest interval that covers ``HELD`` of them.
 
     Args:
-        ratios: measured to modelled; at least one.
+        ratios: ratios of measured to modelled values; at least one.
     """
     ordered = sorted(ratios)
     held = math.ceil(HELD * len(ordered))
@@ -51,7 +51,7 @@ STEP_TIME = {
     # benchmarks/results/forecast.md: compiled models on A100, H100 and H200.
     DATASHEET: Errors(1.15, 1.31, 1.55),
 }
-"""Ratios of measured steps to modelled ones, by the source of the machine's rates."""
+"""Ratios of measured to modelled step times, by the source of the machine's rates."""
 
 MEMORY = Errors(1.00, 1.04, 1.18)
-"""Ratios of bytes that a step allocates to planned ones: benchmarks/results/forecast_cpu.md."""
+"""Ratios of allocated to planned bytes of a step: benchmarks/results/forecast_cpu.md."""

@@ -1,4 +1,4 @@
-"""Forward and backward problem with some parameters kept gathered in between; pure."""
+"""Keep parameters unsharded between the problems of forward and backward. Pure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..planning.plan import Problem, Transfer
 def kept_from_forward(
     forward: Problem, backward: Problem, gathered: Mapping[int, Transfer]
 ) -> tuple[Problem, Problem]:
-    """Return both problems without some gathers of backward.
+    """Return both problems, with some gathers removed from backward.
 
-    What is kept is in memory from its last use in forward to the one in backward.
+    A kept parameter occupies memory from its last use in forward to its last use in backward.
 
     Args:
-        gathered: by position of a transfer of ``backward`` that is left out, the one of ``forward``
-            that gathers the same parameter.
+        gathered: gathers of ``forward``, by the position in ``backward.transfers`` of the gather
+            of the same parameter that is removed.
     """
     after = [
         Span(launches(t.last + 1), num_moments(forward.num_steps), t.num_bytes)
@@ -36,7 +36,7 @@ def kept_from_forward(
 
 
 def _with_more(problem: Problem, spans: list[Span]) -> Problem:
-    """Return a problem with more bytes alive in some moments."""
+    """Return a problem in which the bytes of ``spans`` are alive as well."""
     added = sum_spans(spans, num_moments(problem.num_steps))
     alive = [a + b for a, b in zip(other_by_moment(problem), added)]
     return with_other_bytes(problem, alive)

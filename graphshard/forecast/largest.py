@@ -1,7 +1,7 @@
-"""The largest model of a family, and the largest batch, that a cluster can train: `largest`.
+"""Find the largest model of a family, and the largest batch, that a cluster can train.
 
-Deeper models cost nothing to trace: two shallow copies tell of any number of layers. Wider ones are
-traced anew, at the aspect ratio (layers to width) of the model.
+Deeper models need no further traces: two shallow copies determine any number of layers. Each wider
+model is traced, at the ratio of layers to width of the original.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from .workload import Workload
 
 GB = 1e9
 WIDTHS = 2**0.5
-"""Each width that is tried, times the one before."""
+"""Ratio of each width tried to the one before."""
 SMALLEST = 1 / 64
-"""Width that is tried at last, if nothing fits, as a part of the model's."""
+"""Smallest width to try if nothing fits, as a fraction of the model's width."""
 
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest that a strategy can train in one way of growing.
+    """The largest size that a strategy can train if one thing grows.
 
     Attributes:
-        grown: what grew: layers, width or batch.
-        what: its sizes.
+        grown: what grows: "layers", "layers and width" or "samples".
+        what: description of the size, as in "136 layers".
+        memory_bytes: peak memory of a rank, margin included.
     """
 
     strategy: str
@@ -47,7 +48,7 @@ class Largest:
 
 @dataclass(frozen=True)
 class LargestResult:
-    """By strategy and way of growing; ``print`` shows it."""
+    """The largest sizes, by what grows and by strategy; ``print`` shows a table."""
 
     found: tuple[Largest, ...]
 
@@ -59,7 +60,7 @@ HEADERS = ["grown", "strategy", "largest", "billion parameters", "step ms", "GB"
 
 
 def largest_row(one: Largest) -> list[Any]:
-    """Return a row of a table with ``HEADERS``."""
+    """Return a table row, with the columns of ``HEADERS``."""
     return [
         one.grown,
         one.strategy,
@@ -71,7 +72,7 @@ def largest_row(one: Largest) -> list[Any]:
 
 
 def strategies(cluster: Cluster) -> list[str]:
-    """Return the strategies that one trace serves: HSDP by nodes where there are several."""
+    """Return the strategies that one trace serves; on several nodes also HSDP within each node."""
     node = cluster.hardware.ranks_per_node
     hybrid = [f"hsdp:{node}"] if node < cluster.num_gpus and cluster.num_gpus % node == 0 else []
     return ["zero3", "zero2", *hybrid]
@@ -80,7 +81,7 @@ def strategies(cluster: Cluster) -> list[str]:
 def plan_by(
     step: TracedStep, strategy: str, recipe: Recipe, cluster: Cluster
 ) -> PlannedStep | None:
-    """Plan a step of ZeRO-3 by another strategy; None: it has to be traced for that."""
+    """Plan a ZeRO-3 step with another strategy; None if that needs its own trace."""
     recipe = dataclasses.replace(recipe, strategy=strategy)
     moved: TracedStep | None = step
     if recipe.kind == "hsdp":
@@ -91,10 +92,14 @@ def plan_by(
 
 
 def most_that_fits(memory_of: Callable[[int], int], limit: int, least: int) -> int | None:
-    """Return the largest number whose memory is within a limit; None: not even the least is.
+    """Return the largest number whose memory is within ``limit``; None if ``least`` is not.
 
-    Memory grows nearly in proportion to the number: so the next one that is tried is on the line
-    through the last two, or in the middle of what is known if that was too much.
+    Memory grows almost linearly with the number. So the next number is extrapolated from the last
+    two that fit or, after one that does not fit, taken halfway.
+
+    Args:
+        memory_of: function from a number to its memory in bytes.
+        least: smallest number to try.
     """
     fits, memory = least, memory_of(least)
     if memory > limit:
@@ -124,13 +129,14 @@ def largest(
     """Return the largest model, by depth alone and by depth and width, and the largest batch.
 
     Args:
-        workload_of: returns the workload of a model that is so many times as wide and deep, with
-            microbatches of so many samples.
-        size: samples of a microbatch where the model grows.
+        workload_of: function from a factor on width and depth, and a number of samples in a
+            microbatch, to a workload.
+        recipe: settings of the training run; its strategy is ignored.
+        size: number of samples in a microbatch while the model grows.
 
     Raises:
         NotPeriodicError: layers do not repeat.
-        ValueError: a part of the layers is recomputed.
+        ValueError: ``recipe.recompute`` is neither 0 nor 1.
     """
     if recipe.recompute not in (0, 1):
         raise ValueError(
@@ -154,7 +160,7 @@ class _Grower:
         self._size, self._progress = size, progress
 
     def by_depth(self) -> Iterator[Largest]:
-        """Yield by strategy the deepest model of the same width."""
+        """Yield, for each strategy, the deepest model of the same width."""
         step_of = self._steps(self._workload_of(1.0, self._size))
         for strategy in strategies(self._cluster):
 
@@ -168,7 +174,7 @@ class _Grower:
                 yield from self._at("layers", f"{layers} layers", step_of(layers), [strategy])
 
     def by_width(self) -> Iterator[Largest]:
-        """Yield by strategy the largest model at the aspect ratio."""
+        """Yield, for each strategy, the largest model with the same ratio of layers to width."""
         grown = list(self._growing("layers and width", self._of_factor, 1.0, WIDTHS))
         factor = 1.0
         while not grown and factor > SMALLEST:
@@ -177,13 +183,13 @@ class _Grower:
         yield from grown
 
     def by_batch(self) -> Iterator[Largest]:
-        """Yield by strategy the largest microbatch of the model itself."""
+        """Yield, for each strategy, the largest microbatch of the model itself."""
         yield from self._growing("samples", self._of_size, 1, 2)
 
     def _growing(
         self, grown: str, make: Callable[[Any], tuple[str, TracedStep]], start: Any, ratio: Any
     ) -> Iterator[Largest]:
-        """Try one number after the other, from ``start`` on, until no strategy fits."""
+        """Multiply a number by ``ratio`` until no strategy fits; yield the last fit of each."""
         best: dict[str, Largest] = {}
         number = start
         while found := list(self._at(grown, *make(number))):
@@ -194,7 +200,7 @@ class _Grower:
     def _at(
         self, grown: str, what: str, step: TracedStep, tried: Sequence[str] = ()
     ) -> Iterator[Largest]:
-        """Yield the strategies that fit: of those to be tried, or of all."""
+        """Yield the results of the strategies that fit, among ``tried`` or, by default, all."""
         for strategy in tried or strategies(self._cluster):
             planned = self._plan(step, strategy)
             if planned is not None and planned.memory.fits:

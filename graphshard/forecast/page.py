@@ -1,4 +1,4 @@
-"""A forecast as a page: `forecast_page`. It is that of a dump, with memory by kind and tables."""
+"""Render a forecast as an HTML page: the page of its dumps, plus memory by kind and tables."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ GB = 1e9
 
 
 def forecast_page(forecast: Forecast, others: Sequence[TableData] = ()) -> str:
-    """Return the HTML file of a forecast.
+    """Return a forecast as an HTML page.
 
     Args:
-        others: further tables, such as those of a search.
+        others: further tables, such as the results of a search.
     """
     graphs = [_graph(forecast, number, graph) for number, graph in enumerate(forecast.graphs)]
     notes = [f"assumed: {note}" for note in forecast.notes]
@@ -37,7 +37,7 @@ def forecast_page(forecast: Forecast, others: Sequence[TableData] = ()) -> str:
 
 
 def _graph(forecast: Forecast, number: int, graph: PlannedGraph) -> GraphData:
-    """Return what the page shows of one graph, and in its memory all that a rank holds."""
+    """Return the page data of one graph; its memory chart shows all that the rank holds."""
     data = graph_data(forecast.dumps[number])
     outside = outside_of_graphs(forecast.held, forecast.recipe, forecast.memory.device)
     steps = range(graph.problem.num_steps)
@@ -87,7 +87,7 @@ def _tables(forecast: Forecast) -> list[TableData]:
 
 
 def largest_page(found: LargestResult, title: str) -> str:
-    """Return the HTML file of the largest models: bars by strategy, and the table."""
+    """Return an HTML page of the largest models: bar charts by strategy, and a table."""
     charts = []
     for grown in dict.fromkeys(one.grown for one in found.found if one.grown != "samples"):
         bars = [
@@ -109,7 +109,7 @@ def largest_page(found: LargestResult, title: str) -> str:
 
 
 def search_table(found: SearchResult) -> TableData:
-    """Return the table of all ways to train that fit, the quickest first."""
+    """Return a table of all candidates that fit, fastest first."""
     rows = []
     for candidate in filter(lambda candidate: candidate.fits, found.candidates):
         *names, step_ms, gigabytes = candidate_row(candidate)
@@ -118,7 +118,7 @@ def search_table(found: SearchResult) -> TableData:
 
 
 def text_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> TableData:
-    """Return a table of texts, whose columns but the first are numbers where all cells are."""
+    """Return a table of strings; columns after the first are numeric if all their cells are."""
     cells = [[str(cell) for cell in row] for row in rows]
     numbers = [
         column

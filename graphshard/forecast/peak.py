@@ -1,7 +1,8 @@
-"""The most memory that a step needs on a rank, by what it is for: `peak_of_step`.
+"""Predict the peak memory of a training step on a rank, by kind.
 
-While a graph runs, what its plan counts is alive, and beside it what the graph does not take: the
-other shards, the optimizer's state, buffers and, where microbatches add up, gradients.
+While a graph runs, its plan counts what the graph itself keeps alive. The rank also holds what the
+graph does not take: other shards, optimizer state, buffers and, with several microbatches,
+accumulated gradients.
 """
 
 from __future__ import annotations
@@ -22,27 +23,30 @@ from .recipe import OPTIMIZERS, Recipe
 from .trace import Held
 
 OUTSIDE_BYTES = {"cuda": 1_300_000_000, "cpu": 500_000_000}
-"""What a device holds that no tensor has. A GPU: context and kernels; 1.3 GB are what Hugging
-Face's page "Model memory anatomy" measures on a V100; assumed to be the same on others. A CPU: a
-process of Python that has compiled a step (benchmarks/results/forecast_cpu.md)."""
+"""Device memory in use outside of tensors, by device type.
+
+GPU: CUDA context and kernels. Hugging Face's page "Model memory anatomy" measures 1.3 GB on a V100;
+other GPUs are assumed to need the same. CPU: a Python process that has compiled a step
+(benchmarks/results/forecast_cpu.md).
+"""
 
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """Bytes on a rank when it needs most.
+    """Memory of a rank at the peak of a step, in bytes.
 
     Attributes:
-        when: the graph that runs then, or "optimizer".
-        parameters: shards, padding included.
-        gradients: reduced shards, those of earlier microbatches among them.
-        optimizer: its state.
-        activations: of the batch, with inputs, results and temporary values.
-        gathered: full parameters, and buffers that they travel in.
-        reducing: full gradients, and buffers that they travel in.
-        buffers: of the model.
-        margin: for what is outside of the allocator, and what it cannot hand out.
-        device: all that a device has.
-        host: what the host keeps for the rank: parameters, gradients and optimizer of ``offload``.
+        when: graph that runs at the peak, or "optimizer".
+        parameters: parameter shards, padding included.
+        gradients: reduced gradient shards, including those of earlier microbatches.
+        optimizer: optimizer state.
+        activations: activations, inputs, outputs and temporary values.
+        gathered: unsharded parameters and their communication buffers.
+        reducing: full gradients and their communication buffers.
+        buffers: buffers of the model.
+        margin: allowance for memory outside of the allocator and for fragmentation.
+        device: memory of the device.
+        host: host memory for the parameters, gradients and optimizer state of ``offload``.
     """
 
     when: str
@@ -59,13 +63,13 @@ class MemoryForecast:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """Bytes of the device by kind, without the margin."""
+        """Device memory by kind, without the margin."""
         apart = ("when", "margin", "device", "host")
         return {name: value for name, value in vars(self).items() if name not in apart}
 
     @property
     def allocated(self) -> int:
-        """All bytes but the margin: what ``torch.cuda.max_memory_allocated`` counts."""
+        """Device memory without the margin, as ``torch.cuda.max_memory_allocated`` counts it."""
         return sum(self.kinds.values())
 
     @property
@@ -74,12 +78,12 @@ class MemoryForecast:
 
     @property
     def low(self) -> int:
-        """The least bytes that a device would be expected to need: no margin is taken."""
+        """Lower end of the expected interval, if none of the margin is needed."""
         return int(MEMORY.low * self.allocated)
 
     @property
     def high(self) -> int:
-        """The most bytes that a device would be expected to need: all of the margin is taken."""
+        """Upper end of the expected interval, if all of the margin is needed."""
         return int(MEMORY.high * self.allocated) + self.margin
 
     @property
@@ -89,10 +93,10 @@ class MemoryForecast:
 
 @dataclass(frozen=True)
 class PlannedGraph:
-    """A graph with its buckets.
+    """A graph and its planned buckets.
 
     Attributes:
-        input_bytes: of the shards that the graph takes; its problem counts them.
+        input_bytes: bytes of the shards that the graph takes as inputs; ``problem`` counts them.
     """
 
     problem: Problem
@@ -107,12 +111,12 @@ def peak_of_step(
     accumulate: int,
     device_type: str = "cuda",
 ) -> MemoryForecast:
-    """Return the memory at the moment of a step that needs most.
+    """Return the memory at the peak of a step.
 
     Args:
-        outside: as of ``outside_of_graphs``.
+        outside: memory from ``outside_of_graphs``.
         accumulate: number of microbatches.
-        device_type: a key of ``OUTSIDE_BYTES``.
+        device_type: key of ``OUTSIDE_BYTES``.
     """
     earlier = outside.gradients if accumulate > 1 else 0
     candidates = [outside]
@@ -125,10 +129,10 @@ def peak_of_step(
 
 
 def outside_of_graphs(held: Held, recipe: Recipe, device_bytes: int) -> MemoryForecast:
-    """Return the memory while the optimizer runs, which updates in place.
+    """Return the memory while the optimizer runs; it updates in place.
 
     Args:
-        device_bytes: that a device has.
+        device_bytes: memory of the device.
     """
     optimizer_bytes = OPTIMIZERS[recipe.optimizer].states * held.trained
     on_device = MemoryForecast(
@@ -145,18 +149,18 @@ def outside_of_graphs(held: Held, recipe: Recipe, device_bytes: int) -> MemoryFo
     )
     if not recipe.offload:
         return on_device
-    # Gradients of a microbatch are copied to the host before they are added to those before.
+    # The host receives the gradients of a microbatch before it adds them to the earlier ones.
     copies = 2 if recipe.accumulate > 1 else 1
     host = int(held.parameters + copies * held.trained + optimizer_bytes)
     return dataclasses.replace(on_device, parameters=0, gradients=0, optimizer=0, host=host)
 
 
 class Beside(NamedTuple):
-    """Bytes of other graphs of the step while one of them runs.
+    """Bytes that other graphs of a step hold while one graph runs.
 
     Attributes:
-        saved: what the forwards before it have saved.
-        gradients: what the backwards that run before its own have reduced.
+        saved: activations that earlier forward graphs have saved.
+        gradients: gradients that earlier backward graphs have reduced.
     """
 
     saved: int
@@ -164,9 +168,11 @@ class Beside(NamedTuple):
 
 
 def beside_graphs(graphs: Sequence[PlannedGraph]) -> list[Beside]:
-    """Return what is beside each graph: one of a pair, forward and backward, in order of forward.
+    """Return what the other graphs hold while each graph runs.
 
-    Where a model has graph breaks, it has several; backwards run in the opposite order.
+    Args:
+        graphs: pairs of forward and backward graph, in forward order. A model with graph breaks has
+            several pairs, whose backward graphs run in reverse order.
     """
     saved, own, found = 0, 0, list[Beside]()
     for position, graph in enumerate(graphs):
@@ -187,7 +193,7 @@ def _reduced_bytes(graph: PlannedGraph) -> int:
 
 
 def _most(graph: PlannedGraph, outside: MemoryForecast, beside: Beside) -> MemoryForecast:
-    """Return the memory in the moment of a graph that needs most."""
+    """Return the memory at the peak of one graph."""
     parts = parts_by_moment(graph)
     alive = list(map(sum, zip(*parts.values())))
     moment = max(range(len(alive)), key=alive.__getitem__)
@@ -198,7 +204,7 @@ def _most(graph: PlannedGraph, outside: MemoryForecast, beside: Beside) -> Memor
 
 
 def parts_by_moment(graph: PlannedGraph) -> dict[str, list[int]]:
-    """Return what is alive in each moment of a graph, by kind, without its shards."""
+    """Return the bytes alive at each point in time of a graph, by kind, without its shards."""
     problem = graph.problem
     other = other_by_moment(problem)
     nothing = with_other_bytes(problem, [0] * len(other))

@@ -1,4 +1,4 @@
-"""A forecast from a model: trace it, or shallow copies of it that are deepened, and plan."""
+"""Forecast a training step of a model: trace it, or shallow copies of it, and plan."""
 
 from __future__ import annotations
 
@@ -26,32 +26,34 @@ def plan(
     budget_gb: float | None = None,
     offload: bool = False,
 ) -> Forecast:
-    """Forecast a training step of a model on a cluster that need not be there.
+    """Forecast a training step of a model on a cluster, which need not exist.
 
-    Nothing is computed, and the model stays as it is: its graphs are traced with tensors and ranks
-    that do not exist, planned as ``graphshard.backend`` plans them, and simulated. What Dynamo has
-    compiled in this process before is compiled again at its next call.
+    Nothing is computed, and the model is not modified: its graphs are traced with fake tensors and
+    fake ranks, planned as ``graphshard.backend`` plans them, and simulated. Dynamo's caches are
+    reset, so functions that this process compiled before are compiled again at their next call.
 
     Args:
-        model: plain, on any device, meta among them. Its outputs have a ``loss``, or their first
-            tensor is one.
-        inputs: of one microbatch on one rank: a tuple, or a dictionary of keywords. Values do not
-            matter.
-        cluster: see :func:`graphshard.cluster`.
-        strategy: zero3, zero2, hsdp:N, hpz:N or ddp, N being a number of ranks.
-        dtype: float32; bf16: parameters are gathered and used in bfloat16, gradients reduced in
-            float32; fp8: as bf16, with inner linears in fp8.
-        optimizer: adamw, adam, momentum or sgd, fused.
-        recompute: the part of the layers, the first ones, that backward recomputes: from 0 to 1;
-            True: all.
-        accumulate: microbatches in a step; each reduces its gradients.
-        budget_gb: memory in GB of a billion bytes that the schedule may use; None: any.
-        offload: have the host keep shards, gradients and optimizer, as ``CPUOffloadPolicy()`` does.
+        model: unsharded model on any device, including meta. The loss is the ``loss`` of its
+            outputs, or their first tensor (summed, unless it is a scalar).
+        inputs: inputs of one microbatch on one rank: a tuple of positional arguments, or a
+            dictionary of keyword arguments. Values do not matter.
+        cluster: cluster from :func:`graphshard.cluster`.
+        strategy: "zero3", "zero2", "hsdp:N", "hpz:N" or "ddp", where N is a number of ranks.
+        dtype: "float32"; "bf16": parameters gathered and used in bfloat16, gradients reduced in
+            float32; "fp8": as "bf16", with inner linears in fp8.
+        optimizer: "adamw", "adam", "momentum" or "sgd"; fused.
+        recompute: fraction of the layers that backward recomputes, starting with the first: from 0
+            to 1; True: all.
+        accumulate: number of microbatches in a step; each reduces its gradients.
+        budget_gb: memory that the schedule may use, in GB (1e9 bytes); None: no limit.
+        offload: whether the host keeps shards, gradients and optimizer state, as with
+            ``CPUOffloadPolicy()``.
 
     Raises:
-        ValueError: an argument is wrong, the mesh cannot have the strategy, or the model reads
-            values of tensors.
-        RuntimeError: this process has a process group.
+        ValueError: an argument is invalid, the strategy's N does not divide the number of GPUs, or
+            the model reads values of tensors.
+        BackendError: no schedule stays within ``budget_gb``.
+        RuntimeError: this process already has a process group.
     """
     recipe = Recipe(strategy, dtype, optimizer, recompute, accumulate, budget_gb, offload)
     return forecast(module_workload(model, inputs), recipe, cluster)
@@ -67,10 +69,11 @@ def forecast(
     """Forecast a step of a workload.
 
     Args:
-        traced: the step, if it is traced already.
+        traced: traced step, if there is one already.
 
     Raises:
-        ValueError: as ``plan``.
+        ValueError: see ``plan``.
+        BackendError: see ``plan``.
     """
     step, notes = traced or traced_step(workload, recipe, cluster, progress)
     progress("planning")

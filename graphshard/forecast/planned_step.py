@@ -1,4 +1,4 @@
-"""A step planned for a machine, and the time and memory that it takes: `plan_step`."""
+"""Plan a training step for a machine, and predict its time and memory."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ from .recipe import OPTIMIZERS, Recipe
 from .trace import AS_IS, Held, TracedGraphOfStep, TracedStep
 
 ADDING = 3
-"""How often the host reads or writes one number for each parameter to add a gradient to another."""
+"""Reads and writes per element to add one gradient to another on the host."""
 
 
 @dataclass(frozen=True)
 class TimeForecast:
-    """Microseconds of a step.
+    """Predicted time of a training step, in microseconds.
+
+    Times cover all microbatches of the step.
 
     Attributes:
-        compute_us: in which a GPU computes or copies, in all microbatches.
-        exposed_us: in which it waits for communication.
-        lost_us: that hidden communication costs it.
-        optimizer_us: that it, or the host with ``offload``, updates parameters; the host also adds
-            up the gradients of microbatches.
-        errors: ratios of measured steps to ``modelled_us``.
+        compute_us: time in which a GPU computes or copies.
+        exposed_us: time in which compute waits for communication.
+        lost_us: time by which hidden communication slows down compute.
+        optimizer_us: time of the optimizer. With ``offload`` the host runs it, and also adds up the
+            gradients of microbatches.
+        errors: ratios of measured step times to ``modelled_us``, from past measurements.
     """
 
     compute_us: float
@@ -48,37 +50,37 @@ class TimeForecast:
 
     @property
     def modelled_us(self) -> float:
-        """The sum of the parts."""
+        """Sum of the parts."""
         return self.compute_us + self.exposed_us + self.lost_us + self.optimizer_us
 
     @property
     def step_us(self) -> float:
-        """The modelled time, scaled by the median ratio of past measurements to it."""
+        """Expected time: the modelled time multiplied by the median error."""
         return self.errors.likely * self.modelled_us
 
     @property
     def not_modelled_us(self) -> float:
-        """The difference between ``step_us`` and ``modelled_us``."""
+        """Difference between ``step_us`` and ``modelled_us``."""
         return self.step_us - self.modelled_us
 
     @property
     def low_us(self) -> float:
-        """The shortest time that a measured step would be expected to take."""
+        """Lower end of the interval in which a measured step is expected."""
         return self.errors.low * self.modelled_us
 
     @property
     def high_us(self) -> float:
-        """The longest time that a measured step would be expected to take."""
+        """Upper end of the interval in which a measured step is expected."""
         return self.errors.high * self.modelled_us
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step on one machine.
+    """A training step, planned for one machine.
 
     Attributes:
-        dumps: the plan of each graph.
-        graphs: the same, with the shards that each takes.
+        dumps: plan of each graph, with the machine and the limits that it was made for.
+        graphs: problem and buckets of each graph, with the bytes of its shards.
     """
 
     dumps: tuple[Dump, ...]
@@ -96,15 +98,17 @@ def plan_step(
     keep_all: bool = False,
     refine: bool = True,
 ) -> PlannedStep:
-    """Plan the graphs of a step, and predict what it takes.
+    """Plan the graphs of a step, and predict its time and memory.
 
     Args:
-        prices: of compute, a key of ``TracedGraphOfStep.compute_us``; the cluster has the links.
-        keep_all: have every gathered parameter stay for backward, as ZeRO-2 does.
+        prices: key of ``TracedGraphOfStep.compute_us``: the machine whose compute times to use. The
+            rates of links come from ``cluster``.
+        keep_all: keep every gathered parameter unsharded for backward, as ZeRO-2 does.
         refine: see ``planning.search.find_schedule``.
 
     Raises:
-        BackendError: no schedule keeps the budget.
+        BackendError: no schedule stays within the budget.
+        ValueError: parameters and optimizer state alone exceed the budget.
     """
     held, hardware = traced.held, cluster.hardware
     outside = outside_of_graphs(held, recipe, cluster.memory_bytes)
@@ -135,9 +139,14 @@ def _priced(graph: TracedGraphOfStep, prices: str) -> TracedGraphOfStep:
 def _limits(
     graphs: Sequence[TracedGraphOfStep], recipe: Recipe, outside: MemoryForecast
 ) -> ScheduleLimits:
-    """Return the limits of every graph: its own shards count, those outside of it do not."""
+    """Return the limits of every graph: the budget, less what the rank holds outside of graphs.
+
+    Raises:
+        ValueError: parameters and optimizer state alone exceed the budget.
+    """
     if recipe.budget_gb is None:
         return ScheduleLimits()
+    # A graph counts the shards that it takes, so these are not outside of it.
     inside = min((graph.input_bytes for graph in graphs), default=0)
     held = outside.allocated - (outside.gradients if recipe.accumulate == 1 else 0)
     peak = int(recipe.budget_gb * 1e9) - held + inside
@@ -155,7 +164,7 @@ def _with_kept(
     budget: int | None,
     keep_all: bool,
 ) -> list[TracedGraphOfStep]:
-    """Keep gathered for backward what the planner would, as the partitioner's pass does."""
+    """Keep parameters unsharded for backward, as the partitioner's pass does in training."""
     kept = list(graphs)
     for i, (forward, backward) in enumerate(pairwise(graphs)):
         if (forward.kind, backward.kind) == (GraphKind.FORWARD, GraphKind.BACKWARD):
@@ -203,7 +212,7 @@ def _time(dumps: Sequence[Dump], recipe: Recipe, held: Held, hardware: Hardware)
 
 
 def _optimizer_us(recipe: Recipe, held: Held, hardware: Hardware) -> float:
-    """Return the time to update parameters, where the memory that holds them is all that counts."""
+    """Return the time of the optimizer, which is bound by memory bandwidth."""
     passes = OPTIMIZERS[recipe.optimizer].passes
     if not recipe.offload:
         return hardware.memory.us(passes * held.trained) + hardware.launch_us

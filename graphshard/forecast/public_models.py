@@ -1,8 +1,8 @@
-"""Sizes of public models, as their papers and configurations have them.
+"""Sizes of public models, from their papers and configurations.
 
-Each has its source: Radford et al. 2019 is "Language models are unsupervised multitask learners".
-What a source leaves out (sizes of vocabularies and of feed-forward layers) is in the
-``config.json`` that each model has on the Hugging Face Hub.
+Each model cites its source. Radford et al. 2019 is "Language models are unsupervised multitask
+learners". Sizes that a source omits (of vocabularies and feed-forward layers) are from the model's
+``config.json`` on the Hugging Face Hub.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PublicModel:
-    """A model by its sizes.
+    """The family and the sizes of a model.
 
     Attributes:
-        family: ``model_type`` of its configuration in transformers.
-        sizes: arguments of that class.
-        source: where the sizes are published.
+        family: ``model_type`` of its transformers configuration.
+        sizes: arguments of the configuration class.
+        source: publication of the sizes.
     """
 
     family: str
@@ -37,7 +37,7 @@ def _decoder(
     vocab: int,
     **more: Any,
 ) -> PublicModel:
-    """Return a model with heads of queries, and of keys and values."""
+    """Return a decoder; ``heads`` are the numbers of query heads and of key-value heads."""
     sizes = {
         "hidden_size": hidden,
         "intermediate_size": feed_forward,
@@ -52,7 +52,7 @@ def _decoder(
 
 def _gpt2(hidden: int, layers: int, heads: int) -> PublicModel:
     sizes = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": 1024}
-    # Dropout is off: attention with it is no flash kernel on the CPU, where graphs are traced.
+    # No dropout: with it, attention is not a flash kernel on the CPU, where graphs are traced.
     dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     return PublicModel("gpt2", {**sizes, **dropout}, "Radford et al. 2019, table 2")
 
@@ -106,4 +106,4 @@ PUBLIC_MODELS: dict[str, PublicModel] = {
     "vit-l16": _vit(1024, 4096, 24, 16, 16),
     "vit-h14": _vit(1280, 5120, 32, 16, 14),
 }
-"""By name, in lower case."""
+"""Public models by lower-case name."""

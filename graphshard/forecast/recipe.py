@@ -1,4 +1,4 @@
-"""How a model is to be trained: strategy, precision, optimizer, and the code that says so."""
+"""Training recipes: strategy, precision, optimizer, and the code that sets them up."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ DTYPES = ("float32", "bf16", "fp8")
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer of ``torch.optim``, fused.
+    """A fused optimizer of ``torch.optim``.
 
     Attributes:
-        states: numbers that it keeps for each parameter.
-        passes: how often it reads or writes one number for each parameter in a step.
-        code: that makes it.
+        states: number of states for each parameter, each as large as the parameter.
+        passes: number of reads and writes per parameter element in a step.
+        code: Python expression that constructs it.
     """
 
     states: int
@@ -33,7 +33,7 @@ class Optimizer:
     code: str
 
 
-# Parameter, gradient and each state are read, and all but the gradient are written.
+# Passes: read the parameter, the gradient and each state; write all but the gradient.
 OPTIMIZERS = {
     "adamw": Optimizer(2, 7, "torch.optim.AdamW(model.parameters(), fused=True)"),
     "adam": Optimizer(2, 7, "torch.optim.Adam(model.parameters(), fused=True)"),
@@ -46,21 +46,23 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained.
+    """The settings of a training run.
 
     Attributes:
         strategy: one of ``STRATEGIES``.
-        dtype: float32; bf16: gathered and computed in bfloat16, gradients reduced in float32; fp8:
-            as bf16, but inner linears compute in fp8 and are gathered in it.
-        optimizer: one of ``OPTIMIZERS``; fused.
-        recompute: the part of the layers, from 0 to 1, that backward recomputes from their inputs:
-            the first ones, since backward needs them when it has freed the others.
-        accumulate: microbatches in a step, each of which reduces its gradients.
-        budget_gb: memory that the schedule may use on a device; None: as much as it likes.
-        offload: whether the host keeps shards, gradients and optimizer, and runs that.
+        dtype: "float32"; "bf16": parameters gathered and used in bfloat16, gradients reduced in
+            float32; "fp8": as "bf16", with inner linears gathered and computed in fp8.
+        optimizer: key of ``OPTIMIZERS``.
+        recompute: fraction of the layers, from 0 to 1, that backward recomputes from their inputs.
+            These are the first layers: backward reaches them last, when it has freed the
+            activations of the others.
+        accumulate: number of microbatches in a step; each reduces its gradients.
+        budget_gb: memory of a device that the schedule may use, in GB; None: no limit.
+        offload: whether the host keeps shards, gradients and optimizer state, and runs the
+            optimizer.
 
     Raises:
-        ValueError: a value is not one of these.
+        ValueError: a value is invalid, or two values exclude each other.
     """
 
     strategy: str = "zero3"
@@ -92,9 +94,10 @@ class Recipe:
         self._check_offload()
 
     def _check_offload(self) -> None:
-        """
+        """Check that ``offload`` works with the strategy and the dtype.
+
         Raises:
-            ValueError: the strategy or the precision cannot be with the host.
+            ValueError: it does not.
         """
         if not self.offload:
             return
@@ -110,19 +113,19 @@ class Recipe:
 
     @property
     def kind(self) -> str:
-        """The strategy without its number of ranks."""
+        """Name of the strategy, without its number of ranks."""
         return self.strategy.partition(":")[0]
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks that the strategy names; 0 where it names none."""
+        """Number of ranks in the strategy; 0 if it has none."""
         return int(self.strategy.partition(":")[2] or 0)
 
     def ranks(self, num_gpus: int) -> Ranks:
-        """Return the mesh over so many ranks.
+        """Return the mesh over ``num_gpus`` ranks.
 
         Raises:
-            ValueError: the mesh cannot have the strategy.
+            ValueError: the strategy's number of ranks does not divide ``num_gpus``.
         """
         if num_gpus % max(self.num_ranks, 1):
             raise ValueError(
@@ -134,7 +137,7 @@ class Recipe:
         return Ranks(1, num_gpus)
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments of ``graphshard.backend`` but for mesh and schedule."""
+        """Return the arguments of ``graphshard.backend``, except mesh and schedule."""
         options: dict[str, Any] = {"reshard_after_forward": True}
         if self.kind == "zero2":
             options["reshard_after_forward"] = False
@@ -151,7 +154,7 @@ class Recipe:
         return options
 
     def traced_options(self) -> dict[str, Any]:
-        """Return the arguments with which a step is traced: nothing is scheduled yet."""
+        """Return the arguments for tracing a step, which schedules nothing."""
         return {**self.options(), "schedule": SchedulePolicy(overlap=False)}
 
     def code(
@@ -161,12 +164,12 @@ class Recipe:
         device_type: str = "cuda",
         recomputed: Sequence[str] = (),
     ) -> str:
-        """Return the lines of Python that train so.
+        """Return the Python code that trains by this recipe.
 
         Args:
-            memory_budget_gb: of a graph; None: none.
-            recomputed: lists of layers, as of ``workload.recomputed_layers``; where ``recompute``
-                is neither 0 nor 1.
+            memory_budget_gb: memory budget of a graph; None: no budget.
+            recomputed: slices of layers from ``workload.recomputed_layers``; only for a
+                ``recompute`` strictly between 0 and 1.
         """
         replicas, shards = self.ranks(num_gpus)
         is_2d = replicas > 1
@@ -197,7 +200,7 @@ class Recipe:
         return "\n".join(lines)
 
     def _recomputing(self, recomputed: Sequence[str]) -> list[str]:
-        """Return the lines that have layers recomputed."""
+        """Return the lines that enable recomputation."""
         if self.recompute == 1:
             return ["model.gradient_checkpointing_enable()  # or checkpoint() of each layer"]
         recomputing = "functools.partial(checkpoint, layer.forward, use_reentrant=False)"

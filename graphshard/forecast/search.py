@@ -1,15 +1,16 @@
-"""All ways to train a model on a cluster, planned and compared: `search`.
+"""Plan and compare all recipes for training a model on a cluster.
 
-A trace serves all strategies that only say who holds what: ZeRO-2 keeps what ZeRO-3 gathers again,
-HSDP has another mesh, and offload has shards on the host. So a model is traced once for each
-precision and size of microbatches, without recomputation and with all of it, once more for hpZ, and
-once more for DDP where replicas could fit.
+One trace serves all strategies that differ only in who holds what: ZeRO-2 keeps what ZeRO-3 gathers
+again, HSDP uses another mesh, and offload puts shards on the host. So each combination of
+precision, microbatch size and recomputation (of no layer or of all) takes one trace for these
+strategies, one for hpZ on several nodes, and one for DDP where replicas could fit.
 
-More costs more traces, or is slower wherever it is not needed, and so is planned by rule:
+Other recipes need further traces, or are slower wherever they are not needed. They are planned by
+rule:
 
 - offload, where ZeRO-3 does not fit without it;
-- parts of the layers recomputed, for the smallest microbatch that ZeRO-3 does not fit without
-  recomputation, and for what fits if all layers are recomputed: as few as have to be.
+- partial recomputation, for the smallest microbatch at which ZeRO-3 does not fit without
+  recomputation, and for strategies that fit if all layers are recomputed: as few layers as needed.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ from .workload import Workload, WorkloadOf
 
 GB = 1e9
 RESERVED = 0.03
-"""Part of a device's memory that parts of recomputation leave free.
+"""Fraction of a device's memory left free when choosing how many layers to recompute.
 
-They are chosen by schedules of the quick search, and what is forecast in the end is refined,
-without a limit of memory. Measured: that added 1.5 % to Llama 3 70B on 8 GPUs. If it is smaller,
-the quickest that fits may not fit in the end; if larger, more is recomputed than has to be.
+That choice plans by the quick search. The final forecast is refined, without a memory limit, and
+may need more. Measured: 1.5 % more for Llama 3 70B on 8 GPUs. If this is too small, the fastest
+candidate may not fit in the final forecast; if too large, more is recomputed than necessary.
 """
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to train.
+    """A recipe, planned with one microbatch size.
 
     Attributes:
-        microbatch: samples of a microbatch on a rank.
-        step_us: of a whole step.
-        memory_bytes: of a rank, margin included.
-        fits: whether a device has that.
-        traced: the step, where a forecast may take it over.
+        microbatch: number of samples in a microbatch of a rank.
+        step_us: time of a whole step.
+        memory_bytes: peak memory of a rank, margin included.
+        fits: whether that fits on a device.
+        traced: traced step that a forecast of this candidate may reuse; None if it may not.
     """
 
     recipe: Recipe
@@ -65,11 +66,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Candidates, the quickest that fits first; ``print`` shows the front of time and memory.
+    """The result of a search; ``print`` shows the Pareto front of time and memory.
 
     Attributes:
+        candidates: candidates that fit, fastest first, then the others.
         refused: what was not planned, and why.
-        num_traces: that it took.
+        num_traces: number of traces that the search took.
     """
 
     candidates: tuple[Candidate, ...]
@@ -78,7 +80,7 @@ class SearchResult:
 
     @property
     def best(self) -> Candidate:
-        """The quickest that fits.
+        """Fastest candidate that fits.
 
         Raises:
             ValueError: nothing fits.
@@ -88,7 +90,7 @@ class SearchResult:
         return self.candidates[0]
 
     def front(self) -> list[Candidate]:
-        """Return those that fit and that no other beats in both time and memory."""
+        """Return the candidates that fit and that no other beats in both time and memory."""
         return pareto_front([c for c in self.candidates if c.fits])
 
     def __str__(self) -> str:
@@ -109,7 +111,7 @@ HEADERS = ["strategy", "dtype", "recompute", "offload", "microbatches", "step ms
 
 
 def candidate_row(candidate: Candidate) -> list[Any]:
-    """Return a row of a table with ``HEADERS``."""
+    """Return the table row of a candidate, with the columns of ``HEADERS``."""
     recipe = candidate.recipe
     return [
         recipe.strategy,
@@ -123,7 +125,7 @@ def candidate_row(candidate: Candidate) -> list[Any]:
 
 
 def pareto_front(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates that no other one beats in both time and memory, quickest first."""
+    """Return the candidates that no other beats in both time and memory, fastest first."""
     front: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.step_us, c.memory_bytes)):
         if not front or candidate.memory_bytes < front[-1].memory_bytes:
@@ -132,7 +134,7 @@ def pareto_front(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def microbatches(size: int) -> list[int]:
-    """Return the sizes that a batch can be cut into: powers of two that divide it, and itself."""
+    """Return the microbatch sizes for a batch: the powers of two that divide it, and itself."""
     powers = [1 << i for i in range(size.bit_length()) if size % (1 << i) == 0]
     return sorted({*powers, size})
 
@@ -144,11 +146,12 @@ def search(
     cluster: Cluster,
     progress: Progress = lambda text: None,
 ) -> SearchResult:
-    """Plan all ways to train on ``size`` samples of each rank in a step.
+    """Plan all recipes for a step with ``size`` samples on each rank.
 
     Args:
-        workload_of: returns the workload of a microbatch of so many samples.
-        recipe: its optimizer, and what is not searched for; its other fields do not matter.
+        workload_of: function from the number of samples in a microbatch to its workload.
+        size: number of samples of a rank in a step, over all microbatches.
+        recipe: recipe with the optimizer and the memory budget; its other fields are ignored.
     """
     searching = _Search(workload_of, size, recipe, cluster, progress)
     for base in searching.bases():
@@ -182,7 +185,7 @@ class _Search:
         return ["bf16", "fp8"] if "float8" in self._cluster.hardware.flops else ["bf16"]
 
     def bases(self) -> Iterator[Recipe]:
-        """Yield ZeRO-3 in each precision, without and with recomputation."""
+        """Yield ZeRO-3 recipes: each precision, with no layer and with all layers recomputed."""
         if "fp8" not in self.dtypes:
             self.refused.append(f"fp8: {self._cluster.hardware.name} has no products in it")
         for dtype in self.dtypes:
@@ -192,7 +195,7 @@ class _Search:
                 )
 
     def add(self, base: Recipe, microbatch: int) -> bool:
-        """Plan a recipe with all strategies; return whether any fits."""
+        """Plan a recipe with all strategies; return whether any candidate fits."""
         recipe = dataclasses.replace(base, accumulate=self._size // microbatch)
         workload = self._workload_of(microbatch)
         found = list(self._of_one_trace(recipe, workload, microbatch))
@@ -218,12 +221,12 @@ class _Search:
             yield from self._traced(f"hpz:{node}", recipe, workload, microbatch)
 
     def _ways(self, recipe: Recipe) -> list[Recipe]:
-        """Return a recipe by the strategies that a trace of ZeRO-3 serves."""
+        """Return variants of a recipe for the strategies that a trace of ZeRO-3 serves."""
         hybrid = [f"hsdp:{shards}" for shards in self._shard_groups()]
         return [dataclasses.replace(recipe, strategy=s) for s in ("zero3", "zero2", *hybrid)]
 
     def _offloaded(self, traced: Traced, recipe: Recipe, microbatch: int) -> Iterator[Candidate]:
-        """Yield what does not fit with its shards on the host, where a forecast knows of that."""
+        """Yield the candidate with its shards on the host, if that can be forecast."""
         if self._cluster.hardware.device_type == "cpu":
             return
         if recipe.dtype == "fp8":
@@ -235,7 +238,7 @@ class _Search:
             yield found
 
     def add_parts(self, dtype: str) -> None:
-        """Plan parts of the layers recomputed: see the top of this module."""
+        """Plan partial recomputation, by the rule in the module docstring."""
         found = [c for c in self.found if c.recipe.dtype == dtype]
         without = [c for c in found if not c.recipe.recompute]
         too_large = [
@@ -248,7 +251,7 @@ class _Search:
         microbatch = min(too_large)
         wanted = _that_need_parts([c for c in found if c.microbatch == microbatch])
         quickest = min((c.step_us for c in self.found if c.fits), default=math.inf)
-        # To recompute less than all is slower than to recompute nothing.
+        # Partial recomputation is slower than none: skip what is too slow even without any.
         ways = [c.recipe for c in wanted if c.step_us < quickest]
         if ways:
             self._add_parts_of(ways, self._workload_of(microbatch), microbatch)
@@ -271,10 +274,15 @@ class _Search:
     def _least_recomputed(
         self, way: Recipe, found: Repeating, tried: Sequence[Depth], microbatch: int
     ) -> Candidate | None:
-        """Plan as few layers recomputed as fit, and leave free what is ``RESERVED``.
+        """Plan a recipe with as few recomputed layers as fit, leaving ``RESERVED`` free.
 
         Args:
-            tried: depths to choose from, the fewest saved layers first.
+            way: recipe without recomputation.
+            found: traced steps, from which the step at any depth is derived.
+            tried: depths to choose from, those that recompute most layers first.
+
+        Returns:
+            The candidate; None if none of the depths fits.
         """
 
         @functools.cache
@@ -292,13 +300,13 @@ class _Search:
         return None if best is None else planned(best)
 
     def _shard_groups(self) -> list[int]:
-        """Return sizes of groups of shards for HSDP: a node, and two and four of them."""
+        """Return the sizes of HSDP's shard groups to try: one, two and four nodes."""
         num_gpus, node = self._cluster.num_gpus, self._cluster.hardware.ranks_per_node
         sizes = [node, 2 * node, 4 * node]
         return [size for size in sizes if size < num_gpus and num_gpus % size == 0]
 
     def _may_replicate(self) -> bool:
-        """Return whether full parameters, gradients and optimizer alone could fit on a device."""
+        """Return whether full parameters, gradients and optimizer state could fit on a device."""
         fits = self._needs_of_replicas < self._cluster.memory_bytes
         if not fits:
             needed = self._needs_of_replicas / GB
@@ -320,7 +328,7 @@ class _Search:
         return traced
 
     def _candidate(self, traced: Traced, recipe: Recipe, microbatch: int) -> Candidate | None:
-        """Plan a trace of ZeRO-3 by a recipe; None: it has to be traced for that."""
+        """Plan a recipe from a trace of ZeRO-3; None if the recipe needs its own trace."""
         step: TracedStep | None = traced.step
         if recipe.kind == "hsdp":
             num_gpus = self._cluster.num_gpus
@@ -344,7 +352,7 @@ class _Search:
 
 
 def _that_need_parts(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return those of one trace that do not fit, but do if all layers are recomputed."""
+    """Return the candidates that do not fit, but whose variant with full recomputation does."""
 
     def place(candidate: Candidate) -> tuple[str, bool]:
         return candidate.recipe.strategy, candidate.recipe.offload

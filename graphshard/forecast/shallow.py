@@ -1,8 +1,9 @@
-"""The step of a deep model, from copies of it with few layers: `traced_step`.
+"""Trace a step of a deep model by tracing copies of it with few layers.
 
-Layers repeat: two copies tell of all numbers of layers (``deepen``). Where backward recomputes the
-first layers of a model and not the rest, there are two kinds of layers, and four copies tell of all
-numbers of each: with few layers, with a period more of one kind, of the other, and of both.
+If layers repeat, two copies determine any number of layers (``deepen``). If backward recomputes
+only the first layers of a model, there are two kinds of layers, and four copies determine any
+number of each: one with few layers, and three with one more period of one kind, of the other, and
+of both.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from .trace import TracedStep, trace
 from .workload import Workload, num_recomputed, recompute_layers
 
 Progress = Callable[[str], None]
-"""Told what is done next."""
+"""Callback that is told what happens next."""
 
 LEAST_PERIODS = 3
-"""Of layers of a kind in a shallow copy: the first and the last may differ from those between."""
+"""Fewest periods of each kind of layers in a shallow copy, since the first and last may differ."""
 
 
 class Traced(NamedTuple):
-    """A traced step, and how it was traced."""
+    """A traced step, and notes on how it was traced."""
 
     step: TracedStep
     notes: list[str]
 
 
 class Depth(NamedTuple):
-    """Numbers of layers: of the first ones, which backward recomputes, and of those behind."""
+    """Numbers of layers: the first ones, which backward recomputes, and the ones after them."""
 
     recomputed: int
     saved: int
@@ -46,7 +47,7 @@ class Depth(NamedTuple):
         return cls(first, num_layers - first)
 
     def shallow(self, period: int) -> Depth:
-        """Return the depth of the shallowest copy that tells of this one."""
+        """Return the depth of the shallowest copy from which this depth can be derived."""
         return Depth(*(_few(number, period) for number in self))
 
 
@@ -57,12 +58,14 @@ def _few(num_layers: int, period: int) -> int:
 
 
 class Repeating(NamedTuple):
-    """Steps of shallow copies of a model whose layers repeat.
+    """The steps of shallow copies of a model whose layers repeat.
 
     Attributes:
-        steps: in each row with a period more of the first layers, from row to row with a period
-            more of the others; what does not grow has one.
-        shallow: depth of the first.
+        steps: steps in rows. Within a row, the second step has one more period of recomputed
+            layers; the second row has one more period of saved layers. A kind of layers that does
+            not grow has a single entry.
+        layers: naming and period of the layers.
+        shallow: depth of the first step.
     """
 
     steps: Sequence[Sequence[TracedStep]]
@@ -71,13 +74,13 @@ class Repeating(NamedTuple):
 
     @property
     def note(self) -> str:
-        """Says which depths were traced."""
+        """Sentence that says which depths were traced."""
         few, num_numbers = sum(self.shallow), len(self.steps) + len(self.steps[0]) - 1
         *most, last = (str(few + i * self.layers.period) for i in range(num_numbers))
         return f"{', '.join(most)} and {last} layers were traced, and repeat: the rest is like them"
 
     def of_depth(self, depth: Depth) -> TracedStep:
-        """Return the step of the model of a depth, or of one a little less: whole periods.
+        """Return the step at ``depth``, rounded down to whole periods.
 
         Raises:
             NotPeriodicError: the copies do not show that layers repeat.
@@ -95,7 +98,7 @@ class Repeating(NamedTuple):
 def traced_step(
     workload: Workload, recipe: Recipe, cluster: Cluster, progress: Progress = lambda text: None
 ) -> Traced:
-    """Trace a step: of the whole model, or of shallow copies where layers repeat."""
+    """Trace a step of the whole model, or of shallow copies if layers repeat."""
     if workload.num_layers is None:
         return Traced(_traced(workload, None, recipe, cluster, progress), [])
     depth = Depth.of(workload.num_layers, recipe)
@@ -116,10 +119,10 @@ def repeating(
     cluster: Cluster,
     progress: Progress = lambda text: None,
 ) -> Repeating:
-    """Trace the shallow copies that tell of models as deep as ``depth``.
+    """Trace the shallow copies from which a model as deep as ``depth`` can be derived.
 
     Args:
-        recipe: its ``recompute`` does not count: ``depth`` says which layers are recomputed.
+        recipe: settings of the training run; ``depth`` overrides its ``recompute``.
     """
     period = workload.period
     few = depth.shallow(period)
@@ -135,7 +138,7 @@ def repeating(
 
 
 def depths(num_layers: int, period: int) -> list[Depth]:
-    """Return the depths of a model that four copies tell of, the fewest saved layers first."""
+    """Return the depths of a model that four copies determine, fewest saved layers first."""
     least, more = LEAST_PERIODS * period, num_layers % period
     saved = range(least + more, num_layers - least + 1, period)
     return [Depth(num_layers - number, number) for number in saved]
@@ -144,7 +147,7 @@ def depths(num_layers: int, period: int) -> list[Depth]:
 def of_all_depths(
     workload: Workload, recipe: Recipe, cluster: Cluster, progress: Progress = lambda text: None
 ) -> Repeating:
-    """Trace the four copies that tell of all ``depths`` of a model."""
+    """Trace the four copies that determine all ``depths`` of a model."""
     assert workload.num_layers is not None
     deep = (LEAST_PERIODS + 2) * workload.period
     depth = Depth(deep, deep + workload.num_layers % workload.period)
@@ -158,10 +161,10 @@ def _traced(
     cluster: Cluster,
     progress: Progress,
 ) -> TracedStep:
-    """Trace a copy of a depth; None: the model as it is, which cannot be made with other layers.
+    """Trace a copy of the given depth; None: the model as it is, whose depth cannot change.
 
     Raises:
-        ValueError: there is no host beside the device.
+        ValueError: offload from a CPU, which is the host itself.
     """
     if recipe.offload and cluster.hardware.device_type == "cpu":
         raise ValueError("offload: a CPU is the host itself; leave offload out, or plan for a GPU")
@@ -180,7 +183,7 @@ def _traced(
 
 
 def _path_of_layers(workload: Workload, num_layers: int) -> str:
-    """Return the name of the list of so many layers in a shallow copy; "" if there is none."""
+    """Return the name of the list with ``num_layers`` layers in a shallow copy, or ""."""
     with torch.device("meta"):
         model, _ = workload.make(num_layers)
     lists = [

@@ -1,12 +1,11 @@
-"""The graphs of a training step, traced with tensors and ranks that do not exist: `trace`.
+"""Trace the graphs of a training step with fake tensors and fake ranks.
 
-    workload ─► model of fake tensors ─► shards on rank 0 of a fake group ─► every pass of Inductor
-             ─► each graph as a ``Problem``, priced by the machine and by faster ones
+    workload ─► model of fake tensors ─► shards of rank 0 in a fake group ─► all passes of Inductor
+             ─► each graph as a ``Problem``, priced for the machine and for faster ones
 
-Tensors are on the CPU, and prices are those of the machine. A stand-in for a GPU
-(``graphshard.check``) would need a CPU build of torch, a compiler and a process of its own. On a
-CPU attention is one operator, as on a GPU. Nothing is left behind in the process but that Dynamo
-has forgotten what it had compiled.
+Tensors are on the CPU; only the prices are for the machine. A simulated GPU (``graphshard.check``)
+would need a CPU build of torch, a compiler and its own process. Attention is a single operator on a
+CPU, as on a GPU. The only side effect on the process is that Dynamo's caches are reset.
 """
 
 from __future__ import annotations
@@ -42,17 +41,19 @@ from ..planning.plan import PlanParam, Problem
 from ..scripts import loss_of
 
 Inputs = tuple[Any, ...] | Mapping[str, Any]
-"""Of a step: arguments, or keywords."""
+"""Inputs of a step: positional or keyword arguments."""
 MakeModel = Callable[[], tuple[nn.Module, Inputs]]
-"""Returns a model and the inputs of one microbatch on one rank; called with the meta device as the
-default one. The model is copied before anything is done to it."""
+"""Function that returns a model and the inputs of one microbatch on one rank.
+
+It is called with meta as the default device. Its model is copied, never modified.
+"""
 
 AS_IS, FASTER_COMPUTE, FASTER_MEMORY, NO_LAUNCHES = "as is", "compute", "memory", "launches"
-"""Machines by which kernels are priced: this one, and others of which a part is faster."""
+"""Machines that kernels are priced for: the given one, and variants with one faster part."""
 
 
 class UntraceableError(ValueError):
-    """Error of a model of which no graph can be traced."""
+    """Error raised for a model whose graphs cannot be traced."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,11 @@ class TracedGraphOfStep:
     """One graph of a step.
 
     Attributes:
-        params: that its transfers have positions in; named.
-        problem: with the times of the machine.
-        compute_us: time of every step, by machine.
-        input_bytes: of the shards, and of replicated parameters, that the graph takes.
-        num_flops: of its matrix products.
+        params: parameters that transfers refer to by position, with their names.
+        problem: scheduling problem, with the compute times of the given machine.
+        compute_us: compute time of every step of ``problem``, by machine.
+        input_bytes: bytes of the shards and replicated parameters that the graph takes.
+        num_flops: floating-point operations of its matrix products.
     """
 
     params: tuple[PlanParam, ...]
@@ -80,15 +81,15 @@ class TracedGraphOfStep:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes that a rank holds between graphs.
+    """Memory that a rank holds between graphs.
 
     Attributes:
-        parameters: shards, padding included.
-        trained: the part of them that has gradients.
-        trained_elements: numbers in it.
-        buffers: of the model.
-        num_params: numbers in the full model.
-        params_bytes: of the full model.
+        parameters: bytes of parameter shards, padding included.
+        trained: bytes of the shards that have gradients.
+        trained_elements: number of elements in the shards that have gradients.
+        buffers: bytes of the model's buffers.
+        num_params: number of parameter elements in the full model.
+        params_bytes: bytes of the full model's parameters.
     """
 
     parameters: float
@@ -101,14 +102,14 @@ class Held:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """Graphs of a step, in the order of their compilation, and what is held between them."""
+    """Graphs of a step in compilation order, and the memory held between them."""
 
     graphs: tuple[TracedGraphOfStep, ...]
     held: Held
 
 
 class Ranks(NamedTuple):
-    """Ranks that a step is traced for: groups of replicas, and the shards of each."""
+    """Mesh that a step is traced for: ``replicas`` groups of ``shards`` ranks each."""
 
     replicas: int
     shards: int
@@ -121,16 +122,18 @@ def trace(
     options: Mapping[str, Any],
     prepare: Callable[[nn.Module], None] = lambda model: None,
 ) -> TracedStep:
-    """Trace a training step of the first rank.
+    """Trace a training step on rank 0.
 
     Args:
-        prepare: called with the copy of the model.
-        options: of ``graphshard.backend``.
+        ranks: mesh to shard over.
+        hardware: machine to price kernels for.
+        options: arguments of ``graphshard.backend``.
+        prepare: function to call with the copy of the model before it is sharded.
 
     Raises:
-        UntraceableError: the model depends on values of tensors.
-        ValueError: it has no loss, or nothing of it is trained.
-        RuntimeError: this process has a process group.
+        UntraceableError: the model reads values of tensors.
+        ValueError: the model has no loss, or no trainable parameter.
+        RuntimeError: this process already has a process group.
     """
     if dist.is_initialized():
         raise RuntimeError(
@@ -146,7 +149,8 @@ def trace(
         with fake:
             model, inputs = _without_values(*made)
             prepare(model)
-        # There is no rank to take values from; and ranks exchange names outside of the mode.
+        # No other rank exists to send its values. ``shard`` exchanges names between ranks, which
+        # needs real tensors, so it runs outside of the fake mode.
         options = {**options, "sync_module_states": False}
         shard(model, mesh, **options)
         with fake:
@@ -159,7 +163,7 @@ def trace(
 
 
 def _without_values(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]:
-    """Return a copy of a model and its inputs; their tensors are made anew, and have no values."""
+    """Return copies of a model and its inputs, with new tensors that have no values."""
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         made = _empty_like(tensor)
@@ -177,7 +181,11 @@ def _empty_like(value: Any) -> Any:
 
 
 def _run(compiled: Callable[..., Any], inputs: Inputs) -> None:
-    """Compile forward and backward of one microbatch."""
+    """Compile forward and backward of one microbatch.
+
+    Raises:
+        UntraceableError: the model reads values of tensors.
+    """
     try:
         outputs = compiled(**inputs) if isinstance(inputs, Mapping) else compiled(*inputs)
         loss_of(outputs).backward()
@@ -195,7 +203,7 @@ _DATA_DEPENDENT = ("DataDependent", "DynamicOutputShape")
 
 
 def _data_dependence(error: BaseException | None) -> str | None:
-    """Return what an error says about values of tensors; None: it is another error."""
+    """Return the message of a data-dependence error in the chain of ``error``, or None."""
     while error is not None:
         if any(name in type(error).__name__ for name in _DATA_DEPENDENT):
             return str(error).strip().splitlines()[0][:120]
@@ -220,7 +228,7 @@ def _held(model: nn.Module) -> Held:
 
 
 class _TracingBackend(Backend):
-    """A backend that hands graphs to a reader, and compiles nothing."""
+    """A backend that passes graphs to a reader instead of compiling them."""
 
     def __init__(self, options: Mapping[str, Any], mesh: DeviceMesh, reader: _GraphReader) -> None:
         super().__init__(backend(mesh, **options).options)
@@ -234,14 +242,14 @@ class _TracingBackend(Backend):
 
 
 class _GraphReader:
-    """Collects the graphs of a step, priced by the machine and by faster ones."""
+    """Collector of the graphs of a step, priced for the machine and for faster ones."""
 
     def __init__(self, hardware: Hardware) -> None:
         self._machines = faster_machines(hardware)
         self.graphs: list[TracedGraphOfStep] = []
 
     def read(self, graph: fx.Graph, kind: GraphKind, traced: TracedGraph) -> None:
-        """Read a graph before it would be lowered."""
+        """Read a graph at the point where it would be lowered."""
         num_flops = sum(read_or(Flops(0.0, ""), flops, node).num_flops for node in _calls(graph))
         models = [CostModel(h, device_type=h.device_type) for h in self._machines.values()]
         params, problems = passes.read_problem(graph, kind, models)
@@ -261,7 +269,7 @@ def _calls(graph: fx.Graph) -> list[fx.Node]:
 
 
 def faster_machines(hardware: Hardware) -> dict[str, Hardware]:
-    """Return the machine, and those that would differ from it in one part alone."""
+    """Return the machine itself, and variants with one faster part each."""
     flops = {dtype: scaled(rate, 2.0) for dtype, rate in hardware.flops.items()}
     return {
         AS_IS: hardware,
@@ -274,13 +282,13 @@ def faster_machines(hardware: Hardware) -> dict[str, Hardware]:
 
 
 def scaled(rate: Rate, factor: float) -> Rate:
-    """Return a rate that is so many times as high."""
+    """Return ``rate`` multiplied by ``factor``."""
     return dataclasses.replace(rate, peak=factor * rate.peak)
 
 
 @contextlib.contextmanager
 def _fake_mesh(ranks: Ranks) -> Iterator[DeviceMesh]:
-    """Make a mesh of ranks that do not exist but for this one."""
+    """Make a mesh in which only this rank exists."""
     shape = tuple(ranks) if ranks.replicas > 1 else (ranks.shards,)
     names = ("replicate", "shard")[-len(shape) :]
     with fake_ranks(ranks.replicas * ranks.shards):

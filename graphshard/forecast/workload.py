@@ -1,4 +1,4 @@
-"""Workloads: a model that can be made again, with any number of layers, and its inputs."""
+"""Workloads: a model that can be rebuilt, with any number of layers, and its inputs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .trace import Inputs
 
 
 class Batch(NamedTuple):
-    """A microbatch on one rank.
+    """The size of a microbatch on one rank.
 
     Attributes:
         size: number of samples.
-        length: tokens of each; None: as the model has it.
+        length: number of tokens in a sample; None: the model's own.
     """
 
     size: int
@@ -33,10 +33,10 @@ class Batch(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Batch:
-        """Read "1x8192", samples and tokens, or "64", samples.
+        """Parse "1x8192" (samples x tokens) or "64" (samples).
 
         Raises:
-            ValueError: the text is something else.
+            ValueError: ``text`` is neither.
         """
         parts = text.lower().split("x")
         if len(parts) > 2 or not all(part.isdigit() and int(part) for part in parts):
@@ -49,13 +49,13 @@ class Workload:
     """A model and a microbatch on one rank.
 
     Attributes:
-        name: to show.
-        make: returns model and inputs, with as many layers as it is given, or None for all.
-        tokens: of the microbatch.
-        unit: what ``tokens`` counts.
-        num_layers: of the model; None: it cannot be made with other numbers.
-        period: layers after which they repeat.
-        notes: what was assumed.
+        make: function that returns the model and its inputs, with the given number of layers; None:
+            all layers.
+        tokens: number of tokens, or samples, in the microbatch.
+        unit: unit of ``tokens``: "tokens" or "samples".
+        num_layers: number of layers of the model; None: ``make`` cannot change it.
+        period: number of layers after which they repeat.
+        notes: assumptions.
     """
 
     name: str
@@ -68,14 +68,14 @@ class Workload:
 
 
 WorkloadOf = Callable[[int], Workload]
-"""Returns the workload with a microbatch of so many samples."""
+"""Function from the number of samples in a microbatch to its workload."""
 
 
 def find_workload(model: str, batch: Batch) -> Workload:
-    """Return the workload of a text: see ``python -m graphshard plan --help``.
+    """Return the workload that ``model`` names; see ``python -m graphshard plan --help``.
 
     Raises:
-        ValueError: there is no such model, or it cannot be made.
+        ValueError: there is no such model, or it cannot be built.
     """
     script, colon, function = model.rpartition(":")
     if colon and script.endswith(".py"):
@@ -103,7 +103,7 @@ def _script_workload(script: str, function: str) -> Workload:
 
 
 def module_workload(model: nn.Module, inputs: Inputs, name: str | None = None) -> Workload:
-    """Return the workload of a module, which stays as it is."""
+    """Return the workload of a module, which is not modified."""
     tokens, unit = count_tokens(inputs)
 
     def make(num_layers: int | None) -> tuple[nn.Module, Inputs]:
@@ -113,7 +113,11 @@ def module_workload(model: nn.Module, inputs: Inputs, name: str | None = None) -
 
 
 def count_tokens(inputs: Inputs) -> tuple[int, str]:
-    """Return how much one microbatch trains on: tokens, or samples where no input has tokens."""
+    """Return what one microbatch trains on: a number, and its unit, "tokens" or "samples".
+
+    Raises:
+        ValueError: no input is a tensor with a batch dimension.
+    """
     leaves = tree_leaves(dict(inputs) if isinstance(inputs, Mapping) else inputs)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
     if not tensors:
@@ -125,12 +129,12 @@ def count_tokens(inputs: Inputs) -> tuple[int, str]:
 
 
 def num_recomputed(num_layers: int, part: float) -> int:
-    """Return how many of so many layers a part of them is; the first ones are recomputed."""
+    """Return how many layers the fraction ``part`` is; the first ones are recomputed."""
     return round(num_layers * part)
 
 
 def layer_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
-    """Return the lists of layers that are alike, by name; what a layer consists of is none.
+    """Return the outermost lists of layers of one type, by name.
 
     Raises:
         ValueError: there is none.
@@ -148,10 +152,10 @@ def layer_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
 
 
 def recompute_layers(model: nn.Module, part: float = 1) -> None:
-    """Have backward recompute the first ones of each list of layers from their inputs, in place.
+    """Make backward recompute the first layers of each list from their inputs, in place.
 
     Args:
-        part: of the layers, from 0 to 1.
+        part: fraction of the layers, from 0 to 1.
 
     Raises:
         ValueError: the model has no list of layers.
@@ -168,7 +172,7 @@ def recompute_layers(model: nn.Module, part: float = 1) -> None:
 
 
 def recomputed_layers(model: nn.Module, part: float) -> tuple[str, ...]:
-    """Return the layers that ``recompute_layers`` has recomputed, as Python: "model.layers[:3]".
+    """Return the layers that ``recompute_layers`` selects, as Python code: "model.layers[:3]".
 
     Raises:
         ValueError: the model has no list of layers.

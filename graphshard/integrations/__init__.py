@@ -1,5 +1,5 @@
-"""graphshard inside other people's training loops: one module for each framework.
+"""graphshard inside the training loops of other frameworks: one module per framework.
 
-Each needs its framework, which graphshard itself does not install: ``pip install
-"graphshard[accelerate]"``, and so on. None of them is imported by ``import graphshard``.
+Each module needs its framework, which is an extra: ``pip install "graphshard[accelerate]"``, and so
+on. ``import graphshard`` imports none of them.
 """

@@ -1,13 +1,13 @@
-"""Hugging Face Accelerate: ``prepare`` for a model that graphshard shards, in place of its own.
+"""Hugging Face Accelerate: a ``prepare`` that has graphshard shard the model.
 
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)               # DDP
     model, optimizer, loader = prepare(accelerator, model, optimizer, loader)              # this
 
-Accelerate puts DDP around a model, or refuses one of DTensors, unless it holds it for prepared:
-so ``Accelerator.prepare_model`` does to the model what it does for evaluation (device, autocast by
-``mixed_precision``), then the model is sharded and compiled in place, and counts as prepared.
-The accelerator becomes an instance of a subclass of its class, since what it would save are the
-first rank's shards. Read of Accelerate 1.15: ``accelerator.py``, ``checkpointing.py``.
+Accelerate wraps a model in DDP, or refuses one of DTensors, unless it counts the model as prepared.
+So ``Accelerator.prepare_model`` first prepares the model as for evaluation (device, autocast by
+``mixed_precision``), which marks it as prepared; then the model is sharded and compiled in place.
+The accelerator's class is replaced by a subclass, because the original would save only the first
+rank's shards. Based on Accelerate 1.15: ``accelerator.py``, ``checkpointing.py``.
 """
 
 from __future__ import annotations
@@ -31,32 +31,33 @@ from .generation import generate_together
 from .sharded_checkpoint import load_sharded, save_sharded
 
 FOLDER = "graphshard"
-"""The checkpoint of the first sharded model in the folder of ``save_state``. Those of others have a
-number behind the name."""
+"""Subfolder of a ``save_state`` folder with the checkpoint of the first sharded model; other models
+append a number to the name."""
 
 _PLAIN = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
 def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options: Any) -> Any:
-    """Shard and compile ``model``, and have Accelerate prepare the others.
+    """Shard and compile ``model``, and have Accelerate prepare ``others``.
 
     ``accumulate``, ``no_sync``, ``backward``, ``clip_grad_norm_``, ``autocast`` and
-    ``unwrap_model`` then work as ever. With ``save_state`` and ``load_state`` all ranks write and
-    read one folder; another number of ranks can load it. ``get_state_dict`` and ``save_model``
-    gather full tensors, which only the first rank gets; all ranks have to call them, as under FSDP.
+    ``unwrap_model`` then work as usual. ``save_state`` and ``load_state`` write and read one folder
+    on all ranks; a different number of ranks can load it. ``get_state_dict`` and ``save_model``
+    gather full tensors on the first rank; all ranks must call them, as under FSDP.
 
     Args:
-        model: of any device, ``meta`` too; :func:`graphshard.shard` may have sharded it before.
-            Several models are prepared by a call each.
-        others: its optimizers, made before or after, schedulers and data loaders.
-        options: the arguments of :func:`graphshard.backend`.
+        accelerator: accelerator without a sharding strategy, compiler or fp8 of its own.
+        model: model on any device, including ``meta``, or already sharded by
+            :func:`graphshard.shard`. Call ``prepare`` once per model.
+        others: optimizers of the model (made before or after sharding), schedulers and data
+            loaders.
+        options: arguments of :func:`graphshard.backend`.
 
     Returns:
-        What ``Accelerator.prepare`` returns for all of them, in the same order. The model is the
-        same object.
+        The result of ``Accelerator.prepare(model, *others)``. The model is the same object.
 
     Raises:
-        ValueError: the accelerator has a strategy, a compiler or fp8 of its own, an argument among
+        ValueError: the accelerator has a sharding strategy, compiler or fp8 of its own, one of
             ``others`` is a module, or :func:`graphshard.backend` refuses an option.
     """
     _check(accelerator, model, others)
@@ -74,12 +75,9 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
 
 
 def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) -> None:
-    """
-    Raises:
-        ValueError: something is in the way of sharding ``model``.
-    """
+    """Raise ValueError if a setting or an argument prevents graphshard from sharding ``model``."""
     kind, how = accelerator.distributed_type, "leave it to graphshard.backend's arguments"
-    # Accelerate silently ignores FSDP on CPUs.
+    # Accelerate silently ignores FSDP on CPUs, so ``distributed_type`` does not show it.
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         kind = DistributedType.FSDP
     if kind not in _PLAIN:
@@ -107,20 +105,20 @@ def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) 
 
 
 class ShardedAccelerator(Accelerator):
-    """An accelerator some of whose models are sharded; made of an ``Accelerator`` by `prepare`."""
+    """Accelerator with sharded models; `prepare` turns an ``Accelerator`` into one."""
 
     _models: list[Any]
     _optimizers: list[Any]
     _saves_state = False
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Return a model's state dict; a sharded one's is full on the first rank, else empty."""
+        """Return a model's state dict: if sharded, full on the first rank and empty on others."""
         if not is_sharded(model):
             return super().get_state_dict(model, unwrap)
         return {} if self._saves_state else full_state_dict(model)
 
     def save_state(self, *args: Any, **kwargs: Any) -> str:
-        """Save all there is; the sharded models, with their optimizers, by all ranks."""
+        """Save everything; all ranks write the sharded models and their optimizers."""
         optimizers = self._optimizers_by_model()
         self._saves_state = True
         try:
@@ -134,7 +132,7 @@ class ShardedAccelerator(Accelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Load what `save_state` has saved, by any number of ranks."""
+        """Load what `save_state` saved, on any number of ranks."""
         optimizers = self._optimizers_by_model()
         folder = Path(input_dir) if input_dir is not None else self._newest_folder()
         for path, model in self._folders(folder):
@@ -143,10 +141,10 @@ class ShardedAccelerator(Accelerator):
             super().load_state(str(folder), *args, **kwargs)
 
     def _newest_folder(self) -> Path:
-        """Return the last of the folders that Accelerate numbers.
+        """Return the latest of the checkpoint folders that Accelerate numbers.
 
         Raises:
-            ValueError: it numbers none, or there is none yet.
+            ValueError: automatic naming is off, or there is no folder yet.
         """
         numbered = self.project_configuration.automatic_checkpoint_naming
         root = Path(self.project_dir or ".", "checkpoints")
@@ -156,7 +154,7 @@ class ShardedAccelerator(Accelerator):
         return max(folders, key=lambda path: int(path.name.rpartition("_")[2]))
 
     def _folders(self, folder: Path) -> Iterator[tuple[Path, nn.Module]]:
-        """Yield each sharded model with its folder."""
+        """Yield each sharded model with its checkpoint folder."""
         for number, model in enumerate(filter(is_sharded, self._models)):
             yield folder / (f"{FOLDER}_{number}" if number else FOLDER), model
 
@@ -182,10 +180,10 @@ class ShardedAccelerator(Accelerator):
 
     @contextmanager
     def _plain_optimizers(self, by_model: Mapping[nn.Module, list[Optimizer]]) -> Iterator[None]:
-        """Have Accelerate save and load the optimizers of models that are not sharded alone.
+        """Have Accelerate save and load only the optimizers of models that are not sharded.
 
         Args:
-            by_model: the optimizers of those that are.
+            by_model: optimizers of the sharded models.
         """
         every = self._optimizers
         sharded = {id(optimizer) for of_model in by_model.values() for optimizer in of_model}
@@ -201,10 +199,10 @@ def _unwrapped(optimizer: Optimizer) -> Optimizer:
 
 
 def _drop_sharded_weights(models: list[nn.Module], weights: list[Any], folder: str) -> None:
-    """Leave to Accelerate what to save of models that are not sharded; a hook of ``save_state``."""
+    """Remove sharded models from the state that Accelerate saves; a hook of ``save_state``."""
     weights[:] = [state for model, state in zip(models, weights) if not is_sharded(model)]
 
 
 def _drop_sharded_models(models: list[nn.Module], folder: str) -> None:
-    """Leave to Accelerate the models to load that are not sharded; a hook of ``load_state``."""
+    """Remove sharded models from those that Accelerate loads; a hook of ``load_state``."""
     models[:] = [model for model in models if not is_sharded(model)]

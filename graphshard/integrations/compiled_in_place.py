@@ -1,7 +1,7 @@
-"""Shard a module and compile it in place: it stays the object that a framework knows.
+"""Shard a module and compile it in place, so that it stays the object that a framework knows.
 
-Frameworks keep the module that they were given, look for its attributes and save it by its names;
-what ``torch.compile`` returns is another object, whose names start with ``_orig_mod.``.
+Frameworks keep the module they were given, look up its attributes and save it under its parameter
+names; ``torch.compile`` returns a different object, whose names start with ``_orig_mod.``.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ..params.sharded_model import sharded_model_of
 
 
 def is_sharded(model: object) -> bool:
-    """Return whether graphshard has sharded ``model``, or the module in which it is."""
+    """Return whether graphshard has sharded ``model``, or a module that contains it."""
     return isinstance(model, nn.Module) and sharded_model_of(model) is not None
 
 
 def may_be_moved(model: nn.Module, options: Mapping[str, Any]) -> bool:
     """Return whether a framework may move ``model`` to its device before it is sharded.
 
-    It may not where the host is to keep the shards, or where the model has no values yet.
+    It may not if shards are offloaded to the host, or a parameter is on the meta device.
 
     Args:
-        options: the arguments of :func:`graphshard.backend`.
+        options: arguments of :func:`graphshard.backend`.
     """
     stays = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
     return not stays and not any(param.is_meta for param in model.parameters())
@@ -38,13 +38,15 @@ def may_be_moved(model: nn.Module, options: Mapping[str, Any]) -> bool:
 def shard_and_compile(model: nn.Module, made: Backend, options: Mapping[str, Any]) -> None:
     """Shard ``model`` and compile it in place.
 
-    It gets a method ``no_sync``, by which frameworks accumulate gradients, as they know it of DDP.
+    This adds a ``no_sync`` method like DDP's, which frameworks call to accumulate gradients.
 
     Args:
-        made: ``graphshard.backend(**options)``, which the caller makes before it changes anything.
+        made: ``graphshard.backend(**options)``. Callers make it before they change anything,
+            because it raises for wrong options.
+        options: arguments of :func:`graphshard.backend`.
 
     Raises:
-        ValueError: ``model`` cannot be sharded; nothing is changed then.
+        ValueError: ``model`` cannot be sharded; it is unchanged.
     """
     shard(model, **options)
     model.compile(backend=made)

@@ -1,8 +1,9 @@
 """``generate`` of transformers for a sharded model: all ranks make the same number of calls.
 
-Every call of the model gathers, so a rank whose texts end early has to go on until the others are
-done: ``synced_gpus``, which transformers sets where it finds FSDP or DeepSpeed. Its mark for FSDP
-would do, but makes Dynamo leave the model to Python (torch/_dynamo/variables/builder.py).
+Every forward gathers parameters, so a rank whose texts end early must keep calling the model until
+all ranks are done. That is the option ``synced_gpus``, which transformers sets if it detects FSDP
+or DeepSpeed. Marking the model as FSDP would set it too, but then Dynamo leaves the model to Python
+(torch/_dynamo/variables/builder.py).
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from torch import nn
 
 
 def generate_together(model: nn.Module) -> None:
-    """Have every ``generate`` in ``model`` go on until it is done on all ranks.
+    """Make every ``generate`` in ``model`` run until all ranks are done.
 
-    A peft model hands the call on to the model inside of it, so all modules are looked at.
+    All modules are patched, because a peft model forwards the call to the model inside it.
     """
     for module in model.modules():
         method = getattr(type(module), "generate", None)
@@ -30,7 +31,7 @@ def generate_together(model: nn.Module) -> None:
 def _together(generate: Any) -> Any:
     @functools.wraps(generate)
     def together(*args: Any, **kwargs: Any) -> Any:
-        # The model is compiled already; transformers would compile it once more, by Inductor.
+        # The model is already compiled; transformers would compile it again, with Inductor.
         kwargs["disable_compile"] = True
         kwargs["synced_gpus"] = dist.get_world_size() > 1
         return generate(*args, **kwargs)

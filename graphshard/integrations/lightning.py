@@ -1,17 +1,18 @@
 """Lightning: strategies for its Trainer and for Fabric, and ``configure`` for a LightningModule.
 
     class Model(LightningModule):
-        def configure_model(self):                        # Lightning calls it before it trains
+        def configure_model(self):                        # Lightning calls it before training
             configure(self, self.net, mp_policy=policy)   # shards self.net over all ranks
 
     Trainer(strategy=ShardedStrategy(), accelerator="auto", devices=8)
     Fabric(strategy=ShardedFabricStrategy(mp_policy=policy), devices=8)
 
-Both are Lightning's ``ModelParallelStrategy``, which saves DTensors (a folder by all ranks, or one
-file) and leaves sharding to others. They differ in two things: all ranks share the data, where its
-sizes "auto" shard nothing on one node; and microbatches that are accumulated communicate nothing,
-which it knows of DDP and FSDP2 alone. Read of Lightning 2.6: ``pytorch/strategies/parallel.py``,
-``pytorch/strategies/model_parallel.py`` and ``fabric/strategies/model_parallel.py``.
+Both strategies are Lightning's ``ModelParallelStrategy``, which saves DTensors (one folder written
+by all ranks, or one file) and leaves sharding to the user. They change two things: all ranks are
+data parallel, while Lightning's "auto" sizes shard nothing on one node; and accumulated
+microbatches communicate nothing, which Lightning supports only for DDP and FSDP2. Based on
+Lightning 2.6: ``pytorch/strategies/parallel.py``, ``pytorch/strategies/model_parallel.py`` and
+``fabric/strategies/model_parallel.py``.
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ from .compiled_in_place import is_sharded, may_be_moved, shard_and_compile
 def configure(owner: LightningModule, model: nn.Module, **options: Any) -> None:
     """Shard and compile a module of ``owner``; call it in ``configure_model``.
 
-    Lightning calls that again for validation and for every further ``fit``: the module stays as it
-    is then.
+    Lightning calls ``configure_model`` again for validation and for every further ``fit``; a module
+    that is already sharded stays as it is.
 
     Args:
-        model: what ``training_step`` calls; not ``owner``, whose forward Lightning does not call.
-        options: the arguments of :func:`graphshard.backend`; the mesh is the strategy's by default.
+        owner: LightningModule attached to a Trainer.
+        model: module that ``training_step`` calls; not ``owner``, whose forward Lightning does not
+            call.
+        options: arguments of :func:`graphshard.backend`; the mesh defaults to the strategy's.
 
     Raises:
         ValueError: ``model`` is ``owner``, the Trainer's strategy has no mesh (DDP, FSDP), or
@@ -63,7 +66,7 @@ def configure(owner: LightningModule, model: nn.Module, **options: Any) -> None:
 
 
 class _AllShareTheData:
-    """Gives Lightning's strategies a mesh of all ranks; stands before one among the bases."""
+    """Mixin, placed before a Lightning strategy, that makes all ranks data parallel."""
 
     _data_parallel_size: Any
     num_processes: int
@@ -76,10 +79,10 @@ class _AllShareTheData:
 
 
 class ShardedStrategy(_AllShareTheData, ModelParallelStrategy):
-    """For ``lightning.Trainer``: all ranks share the data, and accumulation communicates nothing.
+    """Strategy for ``lightning.Trainer``: data parallel, accumulation without communication.
 
     Args:
-        kwargs: those of ``ModelParallelStrategy``, such as ``save_distributed_checkpoint``.
+        kwargs: arguments of ``ModelParallelStrategy``, such as ``save_distributed_checkpoint``.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -87,18 +90,19 @@ class ShardedStrategy(_AllShareTheData, ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Communicate no gradients, as for microbatches before the last."""
+        """Communicate no gradients in this context: for all microbatches but the last."""
         assert self.model is not None
         with no_sync(self.model):
             yield
 
 
 class ShardedFabricStrategy(_AllShareTheData, FabricStrategy):
-    """For ``lightning.Fabric``: ``fabric.setup(model)`` shards the model and compiles it in place.
+    """Strategy for ``lightning.Fabric``: ``fabric.setup(model)`` shards and compiles in place.
 
     Args:
-        save_distributed_checkpoint: False: ``fabric.save`` writes one file with full tensors.
-        options: the arguments of :func:`graphshard.backend`.
+        save_distributed_checkpoint: True: ``fabric.save`` writes a folder of shards. False: it
+            writes one file with full tensors.
+        options: arguments of :func:`graphshard.backend`.
     """
 
     def __init__(self, *, save_distributed_checkpoint: bool = True, **options: Any) -> None:
@@ -123,7 +127,7 @@ class _NoSync(BackwardSyncControl):
 def _shard_on(
     device: torch.device, model: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any]
 ) -> None:
-    """Shard and compile a model; Lightning itself makes one of the meta device real afterwards."""
+    """Shard and compile a model; Lightning itself materialises a meta-device model afterwards."""
     options = {"mesh": mesh["data_parallel"], **options}
     made = backend(**options)
     if may_be_moved(model, options):

@@ -1,8 +1,10 @@
-"""peft: the adapters of a sharded model, gathered without the base that they stand in.
+"""peft: gather the adapters of a sharded model, without its base.
 
-state = adapter_state_dict(model)                        # on all ranks
-if rank == 0:
-    model.save_pretrained("adapters", state_dict=state)  # as PeftModel.from_pretrained loads it
+    state = adapter_state_dict(model)                        # on all ranks
+    if rank == 0:
+        model.save_pretrained("adapters", state_dict=state)
+
+``PeftModel.from_pretrained`` loads that folder.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""A pretrained model of Hugging Face, read from its files straight into shards.
+"""Read a pretrained Hugging Face model from its files straight into shards.
 
-    cls.from_pretrained   on the meta device, by the names, shapes and dtypes that files tell:
+    cls.from_pretrained   on the meta device, from the names, shapes and dtypes in the files:
                           renames, casts, fuses, ties, reports; initialises what no file has
     graphshard.shard      on the meta device
-    fill                  each rank reads its rows, one parameter after the other
+    fill                  each rank reads its rows, one parameter at a time
 
-transformers' own code decides what becomes of the tensors of a checkpoint. Here it meets tensors
-that are still in their files (``graphshard.params.stored``) and remember what is done to them.
-Read of transformers 5.23: ``modeling_utils.py``, ``core_model_loading.py``.
+transformers' own code decides what to do with the tensors of a checkpoint. Here it works on tensors
+that are still in their files and record what is done to them (``graphshard.params.stored``).
+Based on transformers 5.23: ``modeling_utils.py``, ``core_model_loading.py``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ..tools.safetensors import SafetensorsFile
 
 logger = logging.getLogger(__name__)
 Values: TypeAlias = dict[str, torch.Tensor]
-"""Full tensors, some of which are still in files, by a parameter's name."""
+"""Full tensors, possibly still in files, by parameter name."""
 
 _REFUSED = {
     "device_map": "the mesh says where shards are",
@@ -57,10 +57,10 @@ _REFUSED = {
 }
 """Arguments of ``from_pretrained`` that contradict sharding, and what to do instead."""
 _INITIALISED = "_is_hf_initialized"
-"""The attribute of a parameter or buffer that transformers does not initialise."""
+"""Attribute that marks a parameter or buffer that transformers must not initialise."""
 _SAME_FILES = "All ranks have to load the same checkpoint: is the folder of one node another one?"
 _COMPARED_BYTES = 64 << 20
-"""Bytes of each of two tensors that are in memory while they are compared."""
+"""Bytes of each tensor to hold in memory while two tensors are compared."""
 
 
 def from_pretrained(
@@ -72,31 +72,33 @@ def from_pretrained(
     strict: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Return what ``cls.from_pretrained`` and :func:`graphshard.shard` return, bitwise.
+    """Load a sharded model, bitwise as ``cls.from_pretrained`` and :func:`graphshard.shard` would.
 
-    All ranks of the mesh have to call it. Each reads its rows of the tensors in safetensors files
-    (of a tensor that transformers rebuilds in a way that mixes rows, all, one at a time), and holds
-    its shards and one parameter's rows. Parameters that no file has are initialised as the model
-    does it, in full, and are those of the mesh's first rank.
+    All ranks of the mesh must call this. Each rank reads only its rows of the tensors in
+    safetensors files, and holds its shards plus its rows of one parameter. Tensors that
+    transformers rebuilds by mixing rows are the exception: they are read in full, one at a time.
+    Parameters that no file has are initialised by the model, in full, and have the values of the
+    mesh's first rank.
 
     Args:
-        cls: a model class of transformers, or one of its ``AutoModelFor...``.
-        name_or_path: a folder, or a name of the Hub, which every node downloads.
-        mesh: as in :func:`graphshard.backend`.
-        sharding: further arguments of :func:`graphshard.backend`, as a dictionary.
-        strict: parameters that no file has, and tensors of files that the model has not, are errors
-            and not a report.
-        kwargs: those of ``cls.from_pretrained``: ``dtype``, ``config``, ``attn_implementation``,
-            ``output_loading_info``, ``ignore_mismatched_sizes`` and so on.
+        cls: model class of transformers, or one of its ``AutoModelFor...`` classes.
+        name_or_path: folder, or name on the Hub, which every node downloads.
+        mesh: see :func:`graphshard.backend`.
+        sharding: other arguments of :func:`graphshard.backend`, as a dictionary.
+        strict: whether to raise, rather than only report, if a parameter is in no file or a tensor
+            in a file is not in the model.
+        kwargs: arguments of ``cls.from_pretrained``: ``dtype``, ``config``,
+            ``attn_implementation``, ``output_loading_info``, ``ignore_mismatched_sizes`` and so on.
 
     Returns:
-        The model, sharded, in evaluation mode; with ``output_loading_info=True`` also its report.
+        The sharded model in evaluation mode; with ``output_loading_info=True`` a tuple of the model
+        and the loading report.
 
     Raises:
         ValueError: on all ranks, if an argument contradicts sharding, a rank cannot load the model,
-            ranks find different checkpoints, or for ``strict``.
-        Exception: on a rank that cannot load the model, what ``cls.from_pretrained`` raises there,
-            such as ``RuntimeError`` for a tensor of another shape.
+            ranks find different checkpoints, or ``strict`` finds a mismatch.
+        Exception: on a rank that cannot load the model, the error of ``cls.from_pretrained``, such
+            as ``RuntimeError`` for a tensor of another shape.
     """
     options = dict(sharding or {})
     made = backend(mesh, **options)
@@ -126,10 +128,7 @@ def from_pretrained(
 
 
 def _check_arguments(cls: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        ValueError: an argument contradicts sharding, or ``cls`` loads no models.
-    """
+    """Raise ValueError if an argument contradicts sharding, or ``cls`` is not a model class."""
     if not (isinstance(cls, type) and issubclass(cls, (PreTrainedModel, _BaseAutoModelClass))):
         raise ValueError(
             f"cls={cls!r}: give a model class of transformers, or one of its AutoModelFor... "
@@ -146,10 +145,7 @@ def _check_arguments(cls: Any, options: Mapping[str, Any], kwargs: Mapping[str, 
 
 
 def _check_complete(report: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        ValueError: parameters are in no file, or tensors in no model.
-    """
+    """Raise ValueError if parameters are in no file, or tensors in files are not in the model."""
     faults = []
     for key, what in (("missing_keys", "no file has"), ("unexpected_keys", "the model has not")):
         if names := sorted(report[key]):
@@ -165,10 +161,10 @@ def _check_complete(report: Mapping[str, Any]) -> None:
 
 
 class _Outline:
-    """Builds a pretrained model whose parameters are on the meta device where a file has them.
+    """Builder of a pretrained model whose parameters stay on the meta device if a file has them.
 
     Attributes:
-        stored: what these are to be read from.
+        stored: stored tensors to read these parameters from.
     """
 
     def __init__(self) -> None:
@@ -177,7 +173,7 @@ class _Outline:
         self._thread, self._has_loaded = threading.get_ident(), False
 
     def build(self, cls: Any, name_or_path: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return the model and the report of ``cls.from_pretrained``."""
+        """Return the model and the loading report of ``cls.from_pretrained``."""
         arguments = {**kwargs, "output_loading_info": True}
         loads = staticmethod(self._load_outline)
         with mock.patch.object(PreTrainedModel, "_load_pretrained_model", loads):
@@ -197,7 +193,7 @@ class _Outline:
         load_config: Any,
         expected_keys: list[str] | None = None,
     ) -> tuple[Any, Any]:
-        """Stand for ``PreTrainedModel._load_pretrained_model``, which gives a model its values."""
+        """Stand in for ``PreTrainedModel._load_pretrained_model``, which loads a model's values."""
         if threading.get_ident() != self._thread:
             return self._load(model, state_dict, checkpoint_files, load_config, expected_keys)
         if load_config.is_quantized:
@@ -218,9 +214,9 @@ class _Outline:
         return info, offload_index
 
     def _take_stored(self, model: nn.Module) -> dict[str, StoredTensor]:
-        """Put plain parameters of the meta device in the place of stored ones; read buffers.
+        """Replace stored parameters by plain ones on the meta device, and read stored buffers.
 
-        transformers then initialises what is not marked as initialised.
+        Both are marked as initialised: transformers then initialises the others.
         """
         by_name: dict[str, StoredTensor] = {}
         for prefix, module in model.named_modules():
@@ -238,7 +234,7 @@ class _Outline:
 
 
 def _of_other_shapes(model: nn.Module, keys: Iterable[tuple[str, Any, Any]]) -> str:
-    """Return the text of the error about tensors that do not fit."""
+    """Return the error message for tensors whose shapes do not match the model's."""
     found = [f"{name!r} {tuple(stored)}, not {tuple(own)}" for name, stored, own in sorted(keys)]
     more = f" and {len(found) - 10} more" if len(found) > 10 else ""
     return (
@@ -250,7 +246,7 @@ def _of_other_shapes(model: nn.Module, keys: Iterable[tuple[str, Any, Any]]) -> 
 def _stored_state(
     state_dict: Mapping[str, torch.Tensor] | None, files: Sequence[str], load_config: Any
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint, which are still in its files."""
+    """Return the tensors of a checkpoint as stored tensors, still in their files."""
     stored = {name: _of_tensor(tensor) for name, tensor in (state_dict or {}).items()}
     for path in map(Path, files):
         if path.suffix == ".safetensors":
@@ -281,16 +277,17 @@ def _of_file(path: Path) -> dict[str, StoredTensor]:
 
 
 def _of_tensor(tensor: torch.Tensor) -> StoredTensor:
-    """Return a tensor that is in memory, or mapped from a file, as one that is to be read."""
+    """Return a tensor that is in memory, or mapped from a file, as a stored tensor."""
     meta = torch.empty_like(tensor, device="meta")
     return StoredTensor.of(meta, lambda rows: tensor if rows is None else tensor[rows])
 
 
 def _settle_ties(model: Any, stored: Mapping[str, StoredTensor], info: Any) -> None:
-    """Decide about parameters that are to be tied and are both in the checkpoint.
+    """Decide whether to tie parameters that the config ties and that are both in the checkpoint.
 
-    transformers ties them if they are equal, or else keeps both and warns. It cannot tell on the
-    meta device: here one of two equal ones counts as missing, and others are tied no more.
+    transformers ties them if they are equal; otherwise it keeps both and warns. On the meta device
+    it cannot compare them, so this does: if they are equal, the tied one counts as missing;
+    otherwise, they are untied.
     """
     ties = getattr(model, "all_tied_weights_keys", {})
     for target, source in list(ties.items()):
@@ -318,7 +315,7 @@ def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def _take_values(model: nn.Module, stored: Mapping[nn.Parameter, StoredTensor]) -> Values:
-    """Return the value of every parameter by its first name, and leave all on the meta device."""
+    """Return every parameter's value by its first name, and move all parameters to meta."""
     values: Values = {}
     for name, param in model.named_parameters():
         values[name] = stored[param] if param in stored else param.detach()
@@ -331,17 +328,17 @@ def _take_values(model: nn.Module, stored: Mapping[nn.Parameter, StoredTensor]) 
 
 
 def _make_new_equal(model: nn.Module, values: Values, groups: MeshGroups) -> None:
-    """Give all ranks the first one's buffers, and its values of parameters that no file has."""
+    """Copy the first rank's buffers, and its values of parameters in no file, to all ranks."""
     new = {name: value for name, value in values.items() if _is_new(value)}
     for _, tensor in sorted([*new.items(), *model.named_buffers()]):
         make_equal(tensor, groups)
 
 
 def _is_new(value: torch.Tensor) -> bool:
-    """Return whether no file has a value, and the model has initialised it."""
+    """Return whether a value is in no file, so the model has initialised it."""
     return not isinstance(value, StoredTensor)
 
 
 def _describe(value: torch.Tensor) -> str:
-    """Return what ranks compare."""
+    """Return the text by which ranks compare a value."""
     return f"{value.dtype} {tuple(value.shape)}, {'new' if _is_new(value) else 'of the checkpoint'}"

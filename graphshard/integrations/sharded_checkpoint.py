@@ -1,8 +1,8 @@
-"""The state of a sharded model and its optimizers in a folder, each rank writing its shards.
+"""Save and load a sharded model and its optimizers in one folder; each rank writes its shards.
 
-It is a checkpoint of ``torch.distributed.checkpoint`` with the keys ``model`` and, where there are
-optimizers, ``optim``. Any number of ranks loads it, and ``python -m graphshard consolidate FOLDER
-model.safetensors --key model`` makes a plain file of it.
+The folder is a ``torch.distributed.checkpoint`` with the keys ``model`` and, if there are
+optimizers, ``optim``. Any number of ranks can load it. ``python -m graphshard consolidate FOLDER
+model.safetensors --key model`` converts it to a plain file.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torch.optim import Optimizer
 def save_sharded(
     folder: Path, model: nn.Module, optimizers: Iterable[Optimizer], *, weights: bool = True
 ) -> None:
-    """Write the state of ``model`` and of its optimizers; all ranks have to call it.
+    """Save the state of ``model`` and its optimizers; all ranks must call this.
 
     Args:
-        weights: False: the optimizers alone.
+        weights: whether to save the model, too; False: the optimizers only.
     """
     dcp.save(_state(model, list(optimizers), weights), checkpoint_id=folder)
 
@@ -36,10 +36,10 @@ def save_sharded(
 def load_sharded(
     folder: Path, model: nn.Module, optimizers: Iterable[Optimizer], *, weights: bool = True
 ) -> None:
-    """Load in place what :func:`save_sharded` wrote; all ranks have to call it.
+    """Load in place what :func:`save_sharded` saved; all ranks must call this.
 
     Raises:
-        ValueError: there is no such checkpoint.
+        ValueError: ``folder`` is not a checkpoint of :func:`save_sharded`.
     """
     if not (folder / ".metadata").is_file():
         raise ValueError(
@@ -58,6 +58,6 @@ def load_sharded(
 
 def _state(model: nn.Module, optimizers: Sequence[Optimizer], weights: bool) -> dict[str, Any]:
     state: dict[str, Any] = {"model": get_model_state_dict(model)} if weights else {}
-    if optimizers:  # a teacher has none
+    if optimizers:  # a frozen teacher has none
         state["optim"] = get_optimizer_state_dict(model, optimizers)
     return state

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: a mixin that has it train a model sharded and compiled.
+"""Hugging Face Trainer: a mixin that shards and compiles the model that it trains.
 
     trainer = Trainer(model=model, args=args, ...)               # DDP
     trainer = ShardedTrainer(model=model, args=args, ...)        # this
@@ -6,11 +6,11 @@
     class ShardedSFTTrainer(ShardedTrainerMixin, SFTTrainer):    # any other trainer
         pass
 
-The Trainer wraps and prepares its model once, when training begins: there the mixin shards it, by
-``graphshard.integrations.accelerate``, whose accelerator the Trainer uses. The Trainer saves on its
-first process alone, where only that rank's shards are: so all ranks gather the model, one parameter
-at a time, and the first writes it, as a plain checkpoint; all ranks write the optimizer. Read of
-transformers 5.23: ``trainer.py``.
+The Trainer wraps and prepares its model once, when training begins. At that point the mixin shards
+it through ``graphshard.integrations.accelerate``, with the Trainer's accelerator. The Trainer saves
+only on its first process, which has only its own shards. So all ranks gather the model, one
+parameter at a time, and the first rank writes it as a plain checkpoint; all ranks write the
+optimizer. Based on transformers 5.23: ``trainer.py``.
 """
 
 from __future__ import annotations
@@ -32,21 +32,23 @@ from .pretrained import from_pretrained as from_pretrained
 from .sharded_checkpoint import load_sharded, save_sharded
 
 FOLDER = "graphshard_optimizer"
-"""In a checkpoint's folder: the optimizer's state, by ``torch.distributed.checkpoint``."""
+"""Subfolder of a checkpoint with the optimizer state, saved by ``torch.distributed.checkpoint``."""
 
 
 class ShardedTrainerMixin(Trainer):
-    """Makes a ``Trainer`` shard, save and resume its model; stands before it among the bases.
+    """Mixin that makes a ``Trainer`` shard, save and resume its model; list it before the trainer.
 
     Args:
-        sharding: the arguments of :func:`graphshard.backend`, as a dictionary.
-        args, kwargs: those of the trainer. The model is sharded when training begins; an optimizer
-            may be given. ``gradient_checkpointing``, ``bf16`` and peft models work as ever.
+        sharding: arguments of :func:`graphshard.backend`, as a dictionary.
+        args, kwargs: arguments of the trainer, which may include an optimizer. The model is sharded
+            when training begins. ``gradient_checkpointing``, ``bf16`` and peft models work as
+            usual.
 
     Raises:
-        ValueError: ``sharding`` is no dictionary, or ``args`` has ``fsdp`` or ``fsdp_config``; when
-            training begins: ``args`` sets another strategy or compiler (``deepspeed``,
-            ``torch_compile``), ``save_on_each_node`` or Adafactor; peft learns prompts.
+        ValueError: ``sharding`` is not a dictionary, or ``args`` has ``fsdp`` or ``fsdp_config``.
+            When training begins: ``args`` sets another strategy or compiler (``deepspeed``,
+            ``torch_compile``), ``save_on_each_node`` or Adafactor, or a peft adapter uses
+            prompt learning.
     """
 
     model: Any
@@ -62,7 +64,7 @@ class ShardedTrainerMixin(Trainer):
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Refuse FSDP before there is an accelerator, which sets up FSDP for the process."""
+        """Refuse FSDP before the accelerator is made, which would set up FSDP process-wide."""
         for name in ("fsdp", "fsdp_config"):
             if value := getattr(self.args, name, None):
                 raise ValueError(
@@ -72,7 +74,7 @@ class ShardedTrainerMixin(Trainer):
         super().create_accelerator_and_postprocess()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leave a model where it is that has no values yet, or whose shards are kept somewhere."""
+        """Move the model, unless it is on the meta device, to be offloaded, or already sharded."""
         if may_be_moved(model, self.sharding) and not is_sharded(model):
             super()._move_model_to_device(model, device)
 
@@ -89,13 +91,13 @@ class ShardedTrainerMixin(Trainer):
         return super()._wrap_model(model, training, dataloader)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Write the full model on the first rank; all ranks have to call it."""
+        """Write the full model on the first rank; all ranks must call this."""
         if state_dict is None and is_sharded(self.model):
             state_dict = _to_save(self.model)
         super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write the optimizer's shards on all ranks, and the schedule on the first."""
+        """Write the optimizer's shards on all ranks, and the LR schedule on the first."""
         if not is_sharded(self.model):
             super()._save_optimizer_and_scheduler(output_dir)
             return
@@ -134,22 +136,23 @@ def _check_args(args: TrainingArguments) -> None:
 
 
 def _to_save(model: nn.Module) -> StateDict:
-    """Return in full, on the first rank, what is written: of a peft model the adapters alone."""
+    """Return the full state dict on the first rank; for a peft model, only the adapters."""
     if is_peft_model(model):
         return adapter_state_dict(model)
     return full_state_dict(model)
 
 
 def _remove_input_hooks(model: nn.Module) -> None:
-    """Remove what has embeddings return tensors that require gradients.
+    """Remove the hooks that make embeddings return tensors that require gradients.
 
-    The hooks are there for reentrant checkpointing of a frozen base. Other checkpointing does not
-    need them, and Dynamo cannot trace them: the graph would break in every layer.
+    They are for reentrant checkpointing of a frozen base. Other checkpointing does not need them,
+    and Dynamo cannot trace them: the graph would break in every layer.
     """
     for module in model.modules():
-        for name in ("make_inputs_require_grads", "make_inputs_require_grad"):  # of peft
+        # The names of the hooks of transformers and of peft.
+        for name in ("make_inputs_require_grads", "make_inputs_require_grad"):
             remove_forward_hooks(module, name)
 
 
 class ShardedTrainer(ShardedTrainerMixin, Trainer):
-    """A ``transformers.Trainer`` whose model is sharded and compiled."""
+    """``transformers.Trainer`` with a sharded and compiled model."""

@@ -1,4 +1,4 @@
-"""Accumulators of the gradients of microbatches, found by number from inside of a graph."""
+"""Accumulators for the gradients of microbatches, which graphs look up by number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from .._torch.autograd import after_backward, current_backward
 
 UNSYNCED, PARTIAL = ACCUMULATOR_NAMES = ("unsynced", "partial")
-"""Arguments of markers that take an accumulator's stand-in, or its key."""
+"""Marker arguments that take an accumulator's stand-in or its key."""
 
 
 _accumulators: weakref.WeakValueDictionary[int, Accumulator] = weakref.WeakValueDictionary()
@@ -23,41 +23,42 @@ _numbers = itertools.count()
 def take(key: torch.Tensor) -> torch.Tensor | None:
     """Take the total of the accumulator with that key, to add it to a gradient.
 
-    None: nothing has added up, or the accumulator is there no more.
+    Returns:
+        None if nothing has accumulated, or if the accumulator no longer exists.
     """
     accumulator = _accumulators.get(int(key))
     return None if accumulator is None else accumulator.take()
 
 
 class Accumulator:
-    """The total of gradients that are not reduced yet, or not all the way.
+    """A total of gradients that are not reduced yet, or only partly.
 
     Attributes:
-        stand_in: a tensor without memory of its own, whose ``.grad`` autograd adds gradients up in.
-        key: its number as a tensor. A graph finds the accumulator by it, also where hooks have
-            copied the tensors that are saved for backward.
+        stand_in: tensor without memory of its own, in whose ``.grad`` autograd accumulates.
+        key: the accumulator's number as a tensor. A graph looks the accumulator up by it, even if
+            hooks have copied the tensors that are saved for backward.
     """
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
         self.stand_in = torch.zeros((), dtype=dtype, device=device).expand(shape).requires_grad_()
         number = next(_numbers)
-        self.key = torch.tensor(number, device="cpu")  # whatever the default device is
+        self.key = torch.tensor(number, device="cpu")  # regardless of the default device
         _accumulators[number] = self
-        self._taken: dict[int, list[torch.Tensor]] = {}  # by number of the backward that has them
+        self._taken: dict[int, list[torch.Tensor]] = {}  # by number of the backward that took them
 
     @property
     def total(self) -> torch.Tensor | None:
         return self.stand_in.grad
 
     def add(self, grad: torch.Tensor) -> None:
-        """Add a gradient that no graph hands to autograd."""
+        """Add a gradient to the total directly, without autograd."""
         grad = grad.detach().to(self.stand_in)
         self.stand_in.grad = grad if self.total is None else self.total + grad
 
     def take(self) -> torch.Tensor | None:
-        """Take the total away; it comes back at the end of this backward unless it is delivered.
+        """Take the total away until the end of this backward.
 
-        Also where the backward fails.
+        It is put back then unless it was delivered, even if the backward fails.
         """
         total = self.total
         if total is not None:
@@ -68,10 +69,10 @@ class Accumulator:
         return total
 
     def delivered(self) -> None:
-        """Forget what this backward has taken: it has come to its parameter."""
+        """Forget what this backward has taken: it has reached its parameter."""
         self._taken.pop(current_backward(), None)
 
     def _put_back(self, backward: int) -> None:
-        """Add what that backward has taken again."""
+        """Add back what that backward has taken."""
         for total in self._taken.pop(backward, []):
             self.add(total)

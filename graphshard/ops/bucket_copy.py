@@ -1,6 +1,6 @@
-"""The operators that copy into packed buffers and out of them, opaque to Inductor.
+"""Operators that copy into and out of packed buffers, opaque to Inductor.
 
-``graphshard.ops.collectives`` says why, and where they stand.
+``graphshard.ops.collectives`` explains why, and where they are called.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ def _copy_in(
     wire_dtypes: list[str],
     world: int,
 ) -> list[torch.Tensor]:
-    """Cast, pad and pack tensors, the first ``counts[0]`` of them into the first buffer, and so on.
+    """Cast, pad and pack tensors: the first ``counts[0]`` into the first buffer, and so on.
 
     Args:
-        rows: of each tensor, how many rows each rank is sent; 0 of a tensor without rows.
-        dtypes: as which each tensor travels.
-        wire_dtypes: of each buffer; uint8 where its tensors travel as bytes.
+        rows: number of rows of each tensor that each rank is sent; 0 for a tensor without rows.
+        dtypes: dtype in which each tensor travels.
+        counts: number of tensors in each buffer.
+        wire_dtypes: dtype of each buffer; uint8 if its tensors travel as bytes.
         world: number of ranks that each get a part of a buffer; 1 for a gather.
     """
     buffers = _copy_in_fake(tensors, rows, dtypes, counts, wire_dtypes, world)
@@ -58,11 +59,11 @@ def _copy_in(
 
 
 _Sent: TypeAlias = tuple[torch.Tensor, int, str]
-"""A tensor, how many of its rows each rank is sent, and as which dtype."""
+"""A tensor, the number of its rows that each rank is sent, and the dtype in which it travels."""
 
 
 def _is_chunk_cat(buffer: torch.Tensor, sent: Sequence[_Sent], world: int) -> bool:
-    """Return whether one kernel packs ``sent`` for several ranks, each of them its own rows."""
+    """Return whether one kernel can pack ``sent`` for several ranks, each with its own rows."""
     if world == 1 or not sent:
         return False
     evenly = all(rows and rows == -(-tensor.shape[0] // world) for tensor, rows, _ in sent)
@@ -72,7 +73,7 @@ def _is_chunk_cat(buffer: torch.Tensor, sent: Sequence[_Sent], world: int) -> bo
 def _parts(
     buffer: torch.Tensor, sent: Sequence[_Sent], world: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield parts of a buffer with what to copy there; set the padding to zero."""
+    """Yield the parts of a buffer, each with its source; set the padding to zero."""
     start = 0
     for tensor, num_rows, dtype in sent:
         flat = _flattened(tensor, dtype_named(dtype), buffer.dtype)
@@ -87,7 +88,7 @@ def _parts(
 
 
 def _flattened(tensor: torch.Tensor, dtype: torch.dtype, wire_dtype: torch.dtype) -> torch.Tensor:
-    """Return ``tensor`` in one dimension: as bytes of ``dtype`` where ``wire_dtype`` differs.
+    """Return ``tensor`` in one dimension, as bytes of ``dtype`` if ``wire_dtype`` differs.
 
     Otherwise it keeps its dtype, and the copy casts it.
     """
@@ -97,7 +98,7 @@ def _flattened(tensor: torch.Tensor, dtype: torch.dtype, wire_dtype: torch.dtype
 
 
 def _num_sent_per_rank(flat: torch.Tensor, tensor: torch.Tensor, num_rows: int) -> int:
-    """How many elements of ``flat`` each rank is sent, padding included."""
+    """Return how many elements of ``flat`` each rank is sent, padding included."""
     return flat.numel() // tensor.shape[0] * num_rows if num_rows else flat.numel()
 
 
@@ -127,7 +128,7 @@ def _copy_in_fake(
 def _copy_out(buffer: torch.Tensor, sizes: list[int], world: int) -> list[torch.Tensor]:
     """Split a buffer of all ranks' parts into one contiguous ``[world, size]`` for each size."""
     parts = _copy_out_fake(buffer, sizes, world)
-    # Without outputs given, CUDA would have a kernel for each.
+    # Without ``out``, CUDA would launch one kernel per output.
     torch.split_with_sizes_copy(buffer.view(world, -1), sizes, 1, out=parts)
     return parts
 
@@ -141,7 +142,7 @@ def _copy_out_fake(buffer: torch.Tensor, sizes: list[int], world: int) -> list[t
 def _add_accumulated(
     flat: torch.Tensor, keys: list[torch.Tensor], starts: list[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Copy ``flat`` as ``dtype``, and add the total of each accumulator from its start on."""
+    """Return a copy of ``flat`` as ``dtype``, plus each accumulator's total from its start on."""
     result = flat.to(dtype, copy=True, memory_format=torch.contiguous_format)
     for key, start in zip(keys, starts):
         if (total := take(key)) is not None:

@@ -1,13 +1,14 @@
-"""Calls of a bucket's collective: copy-in, launch, wait, copy-out; run now, or put into a graph.
+"""The calls of a bucket's collective (copy-in, launch, wait, copy-out), eager or in a graph.
 
-Transfers that share a packed buffer lie in it rank by rank; several buffers travel coalesced:
+Transfers that share a packed buffer are laid out in it rank by rank; several buffers are sent in
+one coalesced collective:
 
-    buffer of one, as it is   shard ─► all_gather_into_tensor ─► wait ─► full
-    any other                 shards ─► copy_in ─► all_gather_into_tensor ─► wait ─► copy_out ─► ..
+    one tensor as it is   shard ─► all_gather_into_tensor ─► wait ─► full
+    any other buffer      shards ─► copy_in ─► all_gather_into_tensor ─► wait ─► copy_out ─► ..
 
-``copy_in`` casts, pads and packs all of a bucket at once. Both copies are opaque to Inductor: the
-C++ of a `cat` of a hundred tensors takes longer to compile than the rest of a graph, and slices of
-one buffer differ in their offsets, so that equal layers would not share their kernels.
+``copy_in`` casts, pads and packs all of a bucket at once. Both copies are opaque to Inductor: its
+C++ for a `cat` of a hundred tensors takes longer to compile than the rest of a graph, and slices of
+one buffer have different offsets, which would keep equal layers from sharing kernels.
 """
 
 from __future__ import annotations
@@ -38,24 +39,25 @@ WIRE_DTYPES = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8}
     | {torch.int8, torch.int32, torch.int64}
 )
-"""Dtypes that no backend refuses; others travel as bytes."""
+"""Dtypes that every backend accepts; tensors of other dtypes travel as bytes."""
 
 
 class CollectiveInput(NamedTuple):
-    """A tensor that travels.
+    """A tensor that a collective sends.
 
     Attributes:
-        source: a padded shard, or a full gradient.
-        rows: number of rows of the result: of the full parameter, or of the padded shard of a
-            gradient; 0: replicated.
-        dtype: dtype in which it travels; a gathered tensor comes out in it.
+        source: padded shard, or full gradient.
+        rows: number of rows of the result: of the full parameter, or of a gradient's padded shard;
+            0: replicated.
+        dtype: dtype in which the tensor travels; a gathered tensor comes out in it.
         result_dtype: dtype of a reduced result; a source with scales is converted to it before it
             is scaled.
-        scales: of several tensors, each ``[1, 1]`` or ``[1, rows of all ranks' padded shards]``.
-            The source is multiplied by its own before it is cast to ``dtype``. None: it is not.
-        scale_index: position of its own scale.
-        partial: key of an accumulator, whose total is added to the reduced shard before that is
-            averaged over replicas; None: nothing is.
+        scales: scales of several tensors, each ``[1, 1]`` or ``[1, rows of all ranks' padded
+            shards]``. The source is multiplied by its own scale before it is cast to ``dtype``.
+            None: no scaling.
+        scale_index: position of the source's own scale in ``scales``.
+        partial: key of an accumulator whose total is added to the reduced shard before the shard is
+            averaged over replicas; None: nothing is added.
     """
 
     source: Value
@@ -77,25 +79,28 @@ BufferInputs: TypeAlias = Sequence[CollectiveInput]
 
 
 def wire_dtype(kind: TransferKind, inputs: BufferInputs) -> torch.dtype:
-    """The dtype of a packed buffer. Gathered tensors travel as bytes where their dtypes differ, or
-    where a backend may refuse theirs; reduced ones have one dtype."""
+    """Return the dtype of a packed buffer.
+
+    Gathered tensors travel as bytes if their dtypes differ, or if a backend may refuse theirs;
+    reduced tensors have one dtype.
+    """
     dtypes = {sent.dtype for sent in inputs}
     as_bytes = kind == TransferKind.ALL_GATHER and (len(dtypes) > 1 or not dtypes <= WIRE_DTYPES)
     return torch.uint8 if as_bytes else inputs[0].dtype
 
 
 def exchanges(group: str, dtype: torch.dtype) -> bool:
-    """Return whether ranks exchange shards of gradients, and each averages what it receives.
+    """Return whether gradients are reduced by an all-to-all, with each rank averaging its part.
 
-    gloo itself does an all-reduce of a copy (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp),
-    which sends twice as much: measured on two ranks, 40 MB took 52 ms, and 20 ms by an exchange.
-    gloo exchanges no complex numbers.
+    gloo's own reduce-scatter is an all-reduce of a copy
+    (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp), which sends twice as many bytes: on two
+    ranks, 40 MB took 52 ms, and 20 ms by an all-to-all. gloo has no all-to-all of complex numbers.
     """
     return not dtype.is_complex and copies_sent(group)
 
 
 def copies_sent(group: str) -> bool:
-    """Return whether the backend copies what it sends until it is waited for, as gloo does."""
+    """Return whether the backend keeps a copy of what it sends until the wait, as gloo does."""
     return set(_backends(group).values()) == {"gloo"}
 
 
@@ -108,7 +113,7 @@ def averages(group: str, value: Value) -> bool:
 
 
 def _backends(group: str) -> dict[str, str]:
-    """Return the backend of each type of device."""
+    """Return the backend of each device type."""
     pairs = dist.get_backend_config(process_group(group)).split(",")
     return dict(pair.split(":") for pair in pairs)
 
@@ -116,7 +121,11 @@ def _backends(group: str) -> dict[str, str]:
 def launch_bucket(
     call: Call, kind: TransferKind, buffers: Sequence[BufferInputs], group: str, world: int
 ) -> list[Any]:
-    """Copy in and launch a bucket; return the results to wait for, one for each buffer."""
+    """Copy in and launch a bucket.
+
+    Returns:
+        The results to wait for, one per buffer.
+    """
     buffers = [[_scaled(call, sent, group) for sent in inputs] for inputs in buffers]
     packed = {i: _packed_without_copy_in(call, kind, inputs) for i, inputs in enumerate(buffers)}
     copied = [i for i, inputs in enumerate(buffers) if _needs_copy_in(kind, inputs, world)]
@@ -134,13 +143,13 @@ def launch_bucket(
         packed |= {i: call(operator.getitem, results, k) for k, i in enumerate(copied)}
     to_send = list(packed.values())
     if len({value_of(buffer).dtype for buffer in to_send}) > 1:
-        # gloo casts all of them to the first one's dtype.
+        # gloo would cast all buffers to the first one's dtype.
         to_send = [_viewed_as(call, buffer, torch.uint8) for buffer in to_send]
     return launch_collective(call, kind, to_send, group, world)
 
 
 def _scaled(call: Call, sent: CollectiveInput, group: str) -> CollectiveInput:
-    """Apply a transfer's scale, in one kernel: the source is then of one byte for each element."""
+    """Scale the source of a transfer that has scales, and cast it to fp8, in one kernel."""
     if sent.scales is None:
         return sent
     scale = call(operator.getitem, sent.scales, sent.scale_index)
@@ -151,7 +160,7 @@ def _scaled(call: Call, sent: CollectiveInput, group: str) -> CollectiveInput:
 
 
 def _packed_without_copy_in(call: Call, kind: TransferKind, inputs: BufferInputs) -> Any:
-    """The buffer where ``copy_in`` has nothing to do: Inductor's kernels pack fp8."""
+    """Return the buffer of inputs that need no ``copy_in``; Inductor's kernels pack fp8."""
     source = inputs[0].source
     if not _is_float8(inputs):
         return source
@@ -166,14 +175,14 @@ def _is_float8(inputs: BufferInputs) -> bool:
 
 
 def _needs_copy_in(kind: TransferKind, inputs: BufferInputs, world: int) -> bool:
-    """False where a tensor travels as it is, or was cast to fp8: Inductor's kernels copy that."""
+    """Return False for a single unchanged tensor, and for fp8, which Inductor's kernels pack."""
     if _is_float8(inputs):
         return False
     return len(inputs) > 1 or is_copied_alone(kind, inputs[0], world)
 
 
 def is_copied_alone(kind: TransferKind, sent: CollectiveInput, world: int) -> bool:
-    """Return whether a tensor with a buffer of its own is sent as a copy: cast, padded, dense."""
+    """Return whether a tensor with its own buffer is copied: cast, padded or made contiguous."""
     tensor = sent.tensor
     padded = kind == TransferKind.REDUCE_SCATTER and tensor.shape[0] != sent.rows * world
     casts = wire_dtype(kind, [sent]) != tensor.dtype
@@ -181,7 +190,7 @@ def is_copied_alone(kind: TransferKind, sent: CollectiveInput, world: int) -> bo
 
 
 def _rows_per_rank(kind: TransferKind, sent: CollectiveInput) -> int:
-    """How many rows each rank is sent, or sends; 0 of a tensor without rows."""
+    """Return how many rows each rank is sent (reduction) or sends; 0 for a tensor without rows."""
     if kind == TransferKind.REDUCE_SCATTER:
         return sent.rows
     return sent.tensor.shape[0] if sent.tensor.dim() else 0
@@ -192,10 +201,10 @@ def launch_collective(
 ) -> list[Any]:
     """Launch one collective for all buffers, coalesced if there are several.
 
-    Exchanges cannot be coalesced: each buffer has one.
+    All-to-alls (``exchanges``) cannot be coalesced: each buffer has its own.
 
     Returns:
-        The results to wait for, one for each buffer.
+        The results to wait for, one per buffer.
     """
     if kind == TransferKind.REDUCE_SCATTER and exchanges(group, value_of(buffers[0]).dtype):
         sizes = [[value_of(buffer).shape[0] // world] * world for buffer in buffers]
@@ -231,18 +240,21 @@ def launch_collective(
 
 
 def wait_tensor(call: Call, launched: Value) -> Any:
-    """Wait for one result of a launch."""
+    """Wait for one launched result."""
     return call(_c10d.wait_tensor.default, launched)
 
 
 def launch_host_copies(
     call: Call, tensors: Sequence[Value], target: torch.device | str, *, host_reads: bool
 ) -> list[Any]:
-    """Launch copies to a device, or to that memory of the host.
+    """Launch copies to a device or to host memory.
+
+    Args:
+        target: device, or kind of host memory (``graphshard.ops.host_copy``).
+        host_reads: whether the host reads the copies, which then take a second wait each.
 
     Returns:
-        The copies to wait for, one for each tensor; twice if ``host_reads`` them there
-        (``graphshard.ops.host_copy``).
+        The copies to wait for, one per tensor.
     """
     if isinstance(target, str):
         copies = call(copy_to_host, list(tensors), target, host_reads)
@@ -252,7 +264,7 @@ def launch_host_copies(
 
 
 def copy_and_wait(call: Call, tensors: Sequence[Value], target: torch.device | str) -> list[Any]:
-    """Copy tensors to a device, or to that memory of the host, until the host may read them."""
+    """Copy tensors to a device or a kind of host memory, and wait until the host may read them."""
     copies = launch_host_copies(call, tensors, target, host_reads=isinstance(target, str))
     return [wait_tensor(call, wait_tensor(call, copy)) for copy in copies]
 
@@ -260,15 +272,15 @@ def copy_and_wait(call: Call, tensors: Sequence[Value], target: torch.device | s
 def launch_replica_reduce(
     call: Call, buffers: Sequence[BufferInputs], reduced: Sequence[Value], group: str, world: int
 ) -> list[Any]:
-    """Launch the average over replicas of the shards that a reduction left.
+    """Launch the average, over replicas, of the shards that a reduction has produced.
 
     Args:
-        reduced: the buffers of shards.
+        reduced: buffers of reduced shards.
 
     Returns:
-        The results to wait for, each with one more dimension in front. Without that Inductor would
-        take the wait for one for the reduction, and keep what that sent until then
-        (``_WaitKernel.get_volatile_reads`` in torch/_inductor/ir.py).
+        The results to wait for, one per buffer, each with an additional leading dimension. Without
+        it, Inductor would take the wait for the reduction's own, and keep the reduction's input
+        alive until then (``_WaitKernel.get_volatile_reads`` in torch/_inductor/ir.py).
     """
     shards = [_with_partials(call, *pair) for pair in zip(buffers, reduced, strict=True)]
     shards = [
@@ -280,12 +292,12 @@ def launch_replica_reduce(
 
 
 def _divides_first(group: str, shard: Value) -> bool:
-    """Return whether the sum of shards may be too large for their dtype, float16."""
+    """Return whether the sum of shards may overflow their dtype, float16."""
     return value_of(shard).dtype == torch.float16 and not averages(group, shard)
 
 
 def _with_partials(call: Call, inputs: BufferInputs, shards: Value) -> Any:
-    """Add to a buffer of shards the totals of earlier microbatches, where there are any."""
+    """Add the totals of earlier microbatches, if any, to a buffer of reduced shards."""
     sizes = [_reduced_shape(TransferKind.REDUCE_SCATTER, sent).numel() for sent in inputs]
     starts = [0, *itertools.accumulate(sizes)]
     partials = [(s.partial, start) for s, start in zip(inputs, starts) if s.partial is not None]
@@ -312,15 +324,18 @@ def wait_buffer(call: Call, kind: TransferKind, buffer: Value, group: str, world
 def results_in_buffer(
     call: Call, kind: TransferKind, inputs: BufferInputs, buffer: Value, world: int
 ) -> list[Any]:
-    """Copy out of a buffer that ``wait_buffer`` returned: full parameters, or this rank's shards of
-    the means."""
+    """Copy the results out of a buffer that ``wait_buffer`` returned.
+
+    Returns:
+        Full parameters, or this rank's shards of the means.
+    """
     if kind == TransferKind.ALL_GATHER:
         return _gathered(call, inputs, _viewed_as(call, buffer, wire_dtype(kind, inputs)), world)
     return _reduced(call, kind, inputs, buffer)
 
 
 def _gathered(call: Call, inputs: BufferInputs, buffer: Value, world: int) -> list[Any]:
-    """The full ``[rows, ...]`` of each padded shard ``[ceil(rows / world), ...]``."""
+    """Return the full ``[rows, ...]`` of each padded shard ``[ceil(rows / world), ...]``."""
     wire = wire_dtype(TransferKind.ALL_GATHER, inputs)
     shapes = [_gathered_shape(sent, wire, world) for sent in inputs]
     parts = [buffer]
@@ -338,7 +353,7 @@ def _gathered(call: Call, inputs: BufferInputs, buffer: Value, world: int) -> li
 
 
 def _gathered_shape(sent: CollectiveInput, wire: torch.dtype, world: int) -> torch.Size:
-    """``[world * padded rows, ...]``, and ``[..., itemsize]`` of what travels as bytes."""
+    """Return ``[world * padded rows, ...]``, plus a last dimension ``itemsize`` for bytes."""
     rows, *others = sent.tensor.shape
     size = sent.dtype.itemsize
     as_bytes = wire != sent.dtype and size > 1
@@ -355,8 +370,8 @@ def _from_wire(call: Call, full: Value, dtype: torch.dtype, wire: torch.dtype) -
 
 
 def _reduced(call: Call, kind: TransferKind, inputs: BufferInputs, buffer: Value) -> list[Any]:
-    """The reduced tensors of a buffer, each as its ``result_dtype``."""
-    if len({sent.result_dtype for sent in inputs}) == 1:  # one kernel for all
+    """Return the reduced tensors of a buffer, each in its ``result_dtype``."""
+    if len({sent.result_dtype for sent in inputs}) == 1:  # one kernel casts all
         buffer = as_dtype(call, buffer, inputs[0].result_dtype)
     results, start = [], 0
     for sent in inputs:
@@ -388,8 +403,8 @@ class GroupSpan(NamedTuple):
     """The extent of a process group.
 
     Attributes:
-        world: number of its ranks.
-        stride: from one of its ranks to the next, at most; at least 1.
+        world: number of ranks in the group.
+        stride: largest distance between the global ranks of neighbours in the group; at least 1.
     """
 
     world: int
@@ -397,7 +412,7 @@ class GroupSpan(NamedTuple):
 
 
 def span_of(group: str) -> GroupSpan:
-    """Number and stride of the ranks of a process group."""
+    """Return the number and stride of the ranks of a process group."""
     ranks = dist.get_process_group_ranks(process_group(group))
     stride = max((after - before for before, after in pairwise(ranks)), default=1)
     return GroupSpan(len(ranks), max(1, stride))

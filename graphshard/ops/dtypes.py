@@ -1,4 +1,4 @@
-"""Dtypes by name, as operators and JSON files spell them: ``"bfloat16"``."""
+"""Dtypes by name, as in op schemas and JSON files: ``"bfloat16"``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype called ``name``, with or without a leading ``torch.``."""
+    """Return the dtype called ``name``, with or without a leading ``torch.``."""
     dtype = getattr(torch, name.removeprefix("torch."))
     assert isinstance(dtype, torch.dtype), name
     return dtype

@@ -1,4 +1,4 @@
-"""Calls that run now, or go into a graph, so that eager code and rewrites share their functions."""
+"""Calls that run now or go into a graph, so that eager code and rewrites share functions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .._torch.tensors import fake_mode_of
 Call: TypeAlias = Callable[..., Any]
 """``call(op, *args)`` runs ``op`` on tensors, or inserts it into a graph for nodes."""
 
-# Other entries describe the replaced node's own call (Inductor reads its eager inputs), not its
-# origin.
+# Other entries of ``meta`` describe the replaced node's call, not its origin: its eager inputs,
+# for example, which Inductor reads.
 _ORIGIN = ("stack_trace", "nn_module_stack", "seq_nr", "custom")
 
 
@@ -24,10 +24,10 @@ def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class Emitter:
-    """Inserts calls into a graph, with the fake values and the origin of the node they replace.
+    """A ``Call`` that inserts nodes, with fake values and the origin of the node that they replace.
 
     Args:
-        origin: ``meta`` of that node.
+        origin: ``meta`` of the replaced node.
         extra: entries for the ``meta`` of every inserted node.
     """
 
@@ -43,7 +43,7 @@ class Emitter:
             value = op(*fake_args, **fake_kwargs)
         node.meta = {**self._meta, "val": value}
         if torch.Tag.needs_exact_strides in getattr(op, "tags", ()):
-            # As in torch/fx/experimental/proxy_tensor.py; without it Inductor lays out arguments of
-            # ``_scaled_mm`` as it likes, and cuBLASLt refuses them.
+            # As in torch/fx/experimental/proxy_tensor.py. Without it, Inductor may choose layouts
+            # for the arguments of ``_scaled_mm`` that cuBLASLt refuses.
             node.meta["eager_input_vals"] = fake_args, fake_kwargs
         return node

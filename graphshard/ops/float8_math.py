@@ -1,19 +1,22 @@
-"""fp8 training of linears: which ones, and the arithmetic of scaled casts and products.
+"""The arithmetic of fp8 linears: scaled casts and products.
 
-Dynamic scaling by the recipes of ``torchao.float8`` (torchao/float8/config.py, float8_utils.py):
-before each of a linear's three products both sides are multiplied by ``largest fp8 value / largest
-value``, clamped and cast, and the product is divided by both scales:
+Scaling is dynamic, by the recipes of ``torchao.float8`` (torchao/float8/config.py,
+float8_utils.py). Before each of a linear's three products, both sides are multiplied by a scale,
+``largest fp8 value / largest absolute value``, then clamped and cast; the product is divided by
+both scales:
 
     y      = x8 @ w8.T          x8: e4m3   w8: e4m3
     grad_x = g8 @ w8            g8: e5m2 ("tensorwise"), e4m3 ("rowwise")
     grad_w = g8.T @ x8
 
-"tensorwise" has one scale for a tensor. "rowwise" has one, rounded down to a power of two, for each
-vector along which a product sums. Unlike in torchao, the weight then has one scale for each of its
-rows in both products, so that backward uses the bytes of forward. Where the product sums over the
-weight's rows, the gradient's columns are divided by their scales before it is cast.
+"tensorwise" has one scale per tensor. "rowwise" has one scale, rounded down to a power of two, for
+each vector along which a product sums. Unlike in torchao, the weight has one scale per row in both
+of its products, so that backward uses the bytes of forward. Where a product sums over the weight's
+rows (``grad_x``), the gradient's columns are divided by the rows' scales before the gradient is
+cast.
 
-All functions make their ATen calls through a ``Call``: run now, or put into a graph.
+All functions make their ATen calls through a ``Call``, which runs them or inserts them into a
+graph.
 """
 
 from __future__ import annotations
@@ -29,10 +32,10 @@ from .nodes import Value, value_of
 TENSORWISE, ROWWISE = RECIPES = ("tensorwise", "rowwise")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = (torch.bfloat16, torch.float32)
-"""Dtypes of matrices that may be cast to fp8, and of their products."""
+"""Dtypes of the matrices that may be cast to fp8, and of their products."""
 
-_EPS = 1e-12  # the least value that is scaled, as in torchao/float8/float8_utils.py
-_EXPONENT = 0x7F800000  # bits of a float32
+_EPS = 1e-12  # smallest amax, as in torchao/float8/float8_utils.py
+_EXPONENT = 0x7F800000  # exponent bits of a float32
 ALIGNMENT = 16
 
 _Value = TypeVar("_Value", bound=Value)
@@ -42,13 +45,13 @@ convert = torch.ops.prims.convert_element_type.default
 
 
 def is_of_torchao(value: object) -> bool:
-    """Return whether ``torchao.float8`` made a module or a tensor, also without torchao."""
+    """Return whether the type of ``value`` is from ``torchao.float8``; does not import torchao."""
     return type(value).__module__.startswith("torchao.float8.")
 
 
 @functools.cache
 def device_fault(device_type: str, recipe: str) -> str | None:
-    """The error of a device that does not compute products in fp8; None if it does."""
+    """Return the error of a device that cannot compute products in fp8; None if it can."""
     values = torch.ones(ALIGNMENT, ALIGNMENT, dtype=torch.bfloat16, device=device_type)
     try:
         weight = quantised(run, values, E4M3, recipe, 1)
@@ -64,9 +67,9 @@ class Scaled(NamedTuple):
     """A matrix in fp8.
 
     Attributes:
-        values: ``[rows, columns]``.
-        inverse: factor that undoes the scaling: a scalar, or one for each of the vectors along
-            which the product sums.
+        values: fp8 values, ``[rows, columns]``.
+        inverse: factor that undoes the scaling: a scalar, or one value per vector along which the
+            product sums.
     """
 
     values: Value
@@ -74,7 +77,7 @@ class Scaled(NamedTuple):
 
 
 def scale_of(call: Call, amax: _Value, dtype: torch.dtype, recipe: str) -> _Value:
-    """The scale for a largest absolute value, as torchao's ``amax_to_scale`` computes it."""
+    """Return the scale for a largest absolute value, computed as by torchao's ``amax_to_scale``."""
     wide = call(_aten.clamp_min.default, call(convert, amax, torch.float64), _EPS)
     inverse = call(_aten.mul.Tensor, call(_aten.reciprocal.default, wide), torch.finfo(dtype).max)
     scale = call(convert, inverse, torch.float32)
@@ -86,10 +89,10 @@ def scale_of(call: Call, amax: _Value, dtype: torch.dtype, recipe: str) -> _Valu
 
 
 def cast(call: Call, x: _Value, scale: Value, dtype: torch.dtype, dim: int) -> _Value:
-    """``x * scale`` as ``dtype``, saturated (eager casts do so from torch 2.12 on).
+    """Return ``x * scale`` as ``dtype``, saturated (eager casts saturate only from torch 2.12 on).
 
     Args:
-        dim: over which the product sums; used where ``scale`` is a vector.
+        dim: dimension over which the product sums; used if ``scale`` is a vector.
     """
     largest = torch.finfo(dtype).max
     if value_of(scale).dim() == 1:
@@ -102,10 +105,10 @@ def cast(call: Call, x: _Value, scale: Value, dtype: torch.dtype, dim: int) -> _
 
 
 def quantised(call: Call, x: _Value, dtype: torch.dtype, recipe: str, dim: int) -> Scaled:
-    """``x`` scaled by its own largest values and cast.
+    """Return ``x`` scaled by its own largest absolute values and cast.
 
     Args:
-        dim: over which the product sums.
+        dim: dimension over which the product sums.
     """
     scale = scale_of(call, _amax(call, x, [] if recipe == TENSORWISE else [dim]), dtype, recipe)
     return Scaled(cast(call, x, scale, dtype, dim), call(_aten.reciprocal.default, scale))
@@ -120,16 +123,17 @@ def _amax(call: Call, x: _Value, dims: list[int]) -> _Value:
 
 
 def forward(call: Call, x: _Value, weight: Scaled, recipe: str) -> _Value:
-    """``x @ weight.T``."""
+    """Return ``x @ weight.T``."""
     left = quantised(call, x, E4M3, recipe, 1)
     return _product(call, left, _transposed(call, weight), value_of(x).dtype, recipe, fast=True)
 
 
 def grad_input(call: Call, grad: _Value, weight: Scaled, recipe: str) -> _Value:
-    """``grad @ weight``."""
+    """Return ``grad @ weight``."""
     dtype = value_of(grad).dtype
     if recipe == ROWWISE:
-        # grad @ (values / scale): the sum runs over the weight's rows, which the scale differs in.
+        # grad @ (values / scale) sums over the weight's rows, which differ in scale. So the
+        # gradient is divided by the scales instead.
         grad = call(_aten.mul.Tensor, as_dtype(call, grad, torch.float32), weight.inverse)
         values = value_of(weight.values)
         options = {"dtype": torch.float32, "device": values.device}
@@ -139,7 +143,7 @@ def grad_input(call: Call, grad: _Value, weight: Scaled, recipe: str) -> _Value:
 
 
 def grad_weight(call: Call, grad: _Value, x: _Value, recipe: str) -> _Value:
-    """``grad.T @ x``."""
+    """Return ``grad.T @ x``."""
     grad, x = _padded(call, grad), _padded(call, x)
     left = _transposed(call, _grad(call, grad, recipe, 0))
     right = quantised(call, x, E4M3, recipe, 0)
@@ -147,7 +151,7 @@ def grad_weight(call: Call, grad: _Value, x: _Value, recipe: str) -> _Value:
 
 
 def _padded(call: Call, x: _Value) -> _Value:
-    """``x`` with rows of zeros behind, so that tensor cores can sum over its rows."""
+    """Return ``x`` with zero rows appended, so that tensor cores can sum over its rows."""
     rows, device = value_of(x).shape[0], value_of(x).device
     if device.type != "cuda" or not isinstance(rows, int) or not rows % ALIGNMENT:
         return x
@@ -161,14 +165,14 @@ def _grad(call: Call, grad: _Value, recipe: str, dim: int) -> Scaled:
 def _product(
     call: Call, a: Scaled, b: Scaled, dtype: torch.dtype, recipe: str, *, fast: bool = False
 ) -> Any:
-    """``a @ b`` with the scaling undone; laid out as tensor cores read rows and columns."""
+    """Return ``a @ b`` with the scaling undone; ``a`` is made row-major and ``b`` column-major."""
     product = call(
         _aten._scaled_mm.default,
         _contiguous(call, a.values),
         _t(call, _contiguous(call, _t(call, b.values))),
         _factor(call, a.inverse, recipe, 1),
         _factor(call, b.inverse, recipe, 0),
-        # Kernels with row-wise scales write bfloat16 alone (torchao/float8/float8_ops.py).
+        # Kernels with row-wise scales only write bfloat16 (torchao/float8/float8_ops.py).
         out_dtype=dtype if recipe == TENSORWISE else torch.bfloat16,
         use_fast_accum=fast,
     )
@@ -180,10 +184,10 @@ def _transposed(call: Call, matrix: Scaled) -> Scaled:
 
 
 def _factor(call: Call, inverse: _Value, recipe: str, dim: int) -> _Value:
-    """An inverse scale as products take it.
+    """Return an inverse scale in the shape that ``_scaled_mm`` takes.
 
-    "tensorwise" it has no dimensions, as Inductor wants both sides' to have equally many. Else it
-    is a matrix of size 1 in ``dim``, with all strides 1, which some kernels check.
+    For "tensorwise" it has no dimensions, because Inductor requires the same number for both sides.
+    Otherwise it is a matrix of size 1 in ``dim`` with all strides 1, which some kernels check.
     """
     num_dims = value_of(inverse).dim()
     if recipe == TENSORWISE and num_dims:

@@ -1,13 +1,13 @@
-"""The operators of fp8 linears, before ``graphshard.passes.float8`` takes them apart.
+"""The operators of fp8 linears, before ``graphshard.passes.float8`` decomposes them.
 
     traced    float8_linear(x, w, bias)
     joint     y = float8_mm(x, w)      grad_x = float8_mm_grad_input(g, w)
                                        grad_w = float8_mm_grad_weight(g, w, x)
 
-``w`` is a full weight in its own dtype: run for real, the ops cast it themselves. The pass moves
-that cast in front of the gather. (``float8_mm_grad_weight`` does not compute with ``w``; the
-argument tells which weight the gradient is for.) For that the pass inserts ``local_amax``, the
-largest absolute values of shards, and ``own_rows``, the scales of the rows that this rank owns.
+``w`` is a full weight in its own dtype; when run eagerly, the ops cast it themselves. The pass
+moves that cast ahead of the all-gather. (``float8_mm_grad_weight`` takes ``w`` only to identify the
+weight that the gradient is for.) To scale shards, the pass inserts ``local_amax``, the largest
+absolute values of shards, and ``own_rows``, the scales of the rows that this rank owns.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PRODUCTS: dict[OpOverload, str] = {
     float8_mm_grad_input: "grad_input",
     float8_mm_grad_weight: "grad_weight",
 }
-"""The result of each product of a linear, as torchao names it."""
+"""torchao's name for the result of each product of a linear."""
 
 
 @implement(float8_linear, "CompositeImplicitAutograd")
@@ -108,7 +108,7 @@ differentiate(float8_mm, _save, _backward)
 
 
 def _autocast(device_type: str) -> Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]:
-    """``float8_mm`` under autocast: its inputs are cast as those of a linear are."""
+    """Return ``float8_mm`` for autocast, which casts its inputs like those of a linear."""
 
     def cast_inputs(x: torch.Tensor, weight: torch.Tensor, recipe: str) -> torch.Tensor:
         dtype = torch.get_autocast_dtype(device_type)
@@ -126,13 +126,13 @@ for _device_type in ("cpu", "cuda"):
 def _local_amax(
     shards: list[torch.Tensor], dtype: torch.dtype, group: str, recipe: str
 ) -> torch.Tensor:
-    """The largest absolute values of shards cast to ``dtype``, in float32.
+    """Return the largest absolute values of shards cast to ``dtype``, in float32.
 
     Returns:
-        ``[shards]``; "rowwise" ``[rows of all ranks' padded shards]``, 0 in the rows of other
-        ranks.
+        ``[shards]``; for "rowwise", ``[rows of all ranks' padded shards]``, with 0 in the rows of
+        other ranks.
     """
-    # Rounding keeps order, so the cast may come last.
+    # Rounding is monotonic, so the cast may come last.
     if recipe != ROWWISE:
         return foreach_max_abs(shards).to(dtype).float()
     amax = _local_amax_fake(shards, dtype, group, recipe).zero_()
@@ -156,7 +156,7 @@ def _local_amax_fake(
 
 @implement(own_rows)
 def _own_rows(full: torch.Tensor, group: str) -> torch.Tensor:
-    """This rank's ``[rows, 1]`` of ``[1, rows of all ranks' padded shards]``."""
+    """Return this rank's ``[rows, 1]`` of ``[1, rows of all ranks' padded shards]``."""
     process = process_group(group)
     return full.view(process.size(), -1, 1)[process.rank()].clone()
 

@@ -1,12 +1,12 @@
-"""The operators that copy between the host's memory and the device, beside compute.
+"""Operators that copy between host memory and the device, while compute runs.
 
     host tensors ─► copy_to_device ─► wait ─► all_gather ..
                                               .. reduce_scatter ─► copy_to_host ─► wait ─► wait
 
-Copies of one direction follow each other on a stream of their own. A copy begins where the compute
-stream is when it is launched. The first wait for a copy makes the compute stream wait; from there
-on the memory that was copied is free. The second wait, for what the host reads, makes the host
-wait. On a CPU they are plain copies. ``graphshard.planning.host_copies`` plans them.
+Copies in one direction run one after the other on their own stream. A copy starts once the compute
+stream has reached its launch. The first wait for a copy makes the compute stream wait, and frees
+the source. A second wait, for copies that the host reads, makes the host wait. On a CPU these are
+plain copies. ``graphshard.planning.host_copies`` plans them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .._torch.inductor import lower_as_collective
 from .library import define, fake, implement
 
 PINNED, PAGEABLE = "pinned", "pageable"
-"""Kinds of the host's memory, as operators are told of them."""
+"""Kinds of host memory, as operators take them."""
 
 copy_to_device = define("copy_to_device(Tensor[] host_tensors, Device device) -> Tensor[]")
 copy_to_host = define(
@@ -33,10 +33,10 @@ lower_as_collective(copy_to_host)
 
 
 def to_host_memory(tensor: torch.Tensor, host_memory: str | None) -> torch.Tensor:
-    """``tensor`` in that memory of the host, now.
+    """Return ``tensor`` in the given kind of host memory, copied now.
 
     Returns:
-        ``tensor`` itself if it is there, if ``host_memory`` is None, and if it has no data.
+        ``tensor`` itself if it is already there, if ``host_memory`` is None, or if it has no data.
     """
     if not host_memory or tensor.is_meta:
         return tensor
@@ -45,10 +45,10 @@ def to_host_memory(tensor: torch.Tensor, host_memory: str | None) -> torch.Tenso
 
 
 class _Launch:
-    """Copies that were launched together, and who has waited for them.
+    """Copies that were launched together, and the streams that have waited for them.
 
     Args:
-        event: reached when all of them are done.
+        event: event that is recorded after all of them.
     """
 
     def __init__(self, event: torch.Event, device: torch.device) -> None:
@@ -71,8 +71,10 @@ class _Launch:
 
 
 class _HostCopy(dist.Work):
-    """A launched copy: the compute stream waits for it, then its source may be freed. If the host
-    reads the target, a second wait for the target makes the host wait."""
+    """A launched copy. After the compute stream waits for it, its source may be freed.
+
+    If the host reads the target, a second wait for the target makes the host wait.
+    """
 
     def __init__(
         self, launch: _Launch, target: torch.Tensor, source: torch.Tensor, host_reads: bool
@@ -90,7 +92,7 @@ class _HostCopy(dist.Work):
 
 
 class _HostWait(dist.Work):
-    """A copy whose target the host is about to read."""
+    """A copy whose target the host is about to read: the second wait."""
 
     def __init__(self, launch: _Launch) -> None:
         super().__init__()
@@ -103,7 +105,7 @@ class _HostWait(dist.Work):
 
 @functools.cache
 def _copy_stream(device: torch.device, target_type: str) -> torch.Stream:
-    """The stream of copies between the host and ``device`` in one direction."""
+    """Return the stream of copies between the host and ``device`` in one direction."""
     return torch.Stream(device=device)
 
 
@@ -149,7 +151,7 @@ def _launch_copies(
             target.copy_(source)
         return
     stream = _copy_stream(device, targets[0].device.type)
-    # The side on the device was allocated on the compute stream: its earlier uses have to be done.
+    # The device's tensors were allocated on the compute stream, which must be done with them.
     stream.wait_stream(torch.accelerator.current_stream(device))
     with stream:
         for target, source in zip(targets, sources, strict=True):

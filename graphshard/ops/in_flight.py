@@ -1,12 +1,12 @@
-"""Waits for the collectives that a graph had launched when an error ended it.
+"""Wait for the collectives that are still in flight when an error ends a graph.
 
     launched = all_gather_into_tensor(..)    error!    (wait_tensor(launched))
 
-Torch keeps a launched collective, with the memory that it reads and writes, until somebody waits
-for it. Somebody who catches "out of memory" and tries a smaller batch would have less memory each
-time. So an error that leaves a graph waits for all that is in flight. The generated code has it in
-its local variables, which are there as long as the error has a traceback; a run without an error
-pays for none of it.
+Torch keeps a launched collective, with the memory that it reads and writes, until it is waited for.
+A user who catches "out of memory" and tries a smaller batch would have less memory each time. So
+before an error leaves a graph, everything in flight is waited for. The launched tensors are local
+variables of the generated code, which the error's traceback keeps alive; a run without an error
+pays nothing.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ from .._torch.frames import locals_at
 R = TypeVar("R")
 
 LIMIT_S = 5.0
-"""How long an error is held up at most. Ranks that run the same graph launch all that a failed one
-has launched, unless they fail earlier in it; then the process group's timeout ends the wait, behind
-the error's back."""
+"""Longest delay of an error, in seconds. Ranks that run the same graph launch everything that a
+failed rank has launched, unless they fail at an earlier point; in that case a background thread
+goes on waiting until the process group's timeout."""
 
 _wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
 
 def waiting_at_errors(compiled: Callable[..., R]) -> Callable[..., R]:
-    """Wrap a compiled graph so that nothing is in flight where an error has left it, or has left
-    its backward."""
+    """Wrap a compiled graph so that an error in it or its backward leaves nothing in flight."""
     is_first = True
 
     def run(*args: object) -> R:
@@ -58,15 +57,18 @@ def _wait_at(error: BaseException) -> None:
 
 
 def _tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among ``values``, and in the lists among them: coalesced collectives."""
+    """Yield the tensors among ``values``, and in lists among them (coalesced collectives)."""
     for value in values:
         for part in value if isinstance(value, list | tuple) else [value]:
-            if type(part) is torch.Tensor:  # a subclass is never what a graph launched
+            if type(part) is torch.Tensor:  # graphs never launch on subclasses
                 yield part
 
 
 def _wait_for(tensors: list[torch.Tensor]) -> None:
-    """Wait for what is registered for ``tensors``: on a device in its stream, else here."""
+    """Wait for work that is registered for ``tensors``, for at most ``LIMIT_S`` on the host.
+
+    Device tensors only make their stream wait.
+    """
     on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
     _wait_now([tensor for tensor in tensors if tensor.device.type != "cpu"])
     waiter = threading.Thread(target=_wait_now, args=(on_host,), daemon=True)
@@ -76,7 +78,7 @@ def _wait_for(tensors: list[torch.Tensor]) -> None:
 
 def _wait_now(tensors: list[torch.Tensor]) -> None:
     for tensor in tensors:
-        # What the host reads is waited for twice (``host_copy``). What fails is not in flight.
+        # Copies that the host reads take two waits (``host_copy``). Failed work is not in flight.
         for _ in range(2):
             with contextlib.suppress(Exception), torch.no_grad():
                 _wait_tensor(tensor)

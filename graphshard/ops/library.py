@@ -1,6 +1,6 @@
-"""The operator library ``graphshard``: defines, implements, fakes and differentiates its operators.
+"""The operator library ``graphshard``: defines, implements, fakes and differentiates operators.
 
-Dynamo, AOTAutograd and Inductor see each operator as one call that they do not look into.
+Dynamo, AOTAutograd and Inductor see each operator as one opaque call.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _implementations: dict[OpOverload, Callable[..., Any]] = {}
 
 
 def define(schema: str) -> OpOverload:
-    """Define an operator, as in ``"own_rows(Tensor full, str group) -> Tensor"``; return it."""
+    """Define and return an operator, such as ``"own_rows(Tensor full, str group) -> Tensor"``."""
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     return operator_named(schema.partition("(")[0])
 
 
 @functools.cache
 def operator_named(name: str) -> OpOverload:
-    """The operator that ``define`` made under ``name``."""
+    """Return the operator that ``define`` created under ``name``."""
     overload: OpOverload = getattr(torch.ops.graphshard, name).default
     return overload
 
@@ -35,7 +35,7 @@ def operator_named(name: str) -> OpOverload:
 def implement(
     op: OpOverload, dispatch_key: str = "CompositeExplicitAutograd"
 ) -> Callable[[_Function], _Function]:
-    """Decorate the function that runs ``op`` on real tensors."""
+    """Register the decorated function as the kernel that runs ``op`` on real tensors."""
     decorate: Any = torch.library.impl(_library, base_name(op), dispatch_key)
 
     def register(function: _Function) -> _Function:
@@ -52,7 +52,7 @@ def implementation_of(op: OpOverload) -> Callable[..., Any]:
 
 
 def fake(op: OpOverload) -> Callable[[_Function], _Function]:
-    """Decorate the function that makes results of ``op`` without data, from fake tensors."""
+    """Register the decorated function as the fake of ``op``, which returns results without data."""
     decorate: Any = torch.library.register_fake(f"{_NAMESPACE}::{base_name(op)}", lib=_library)
     return cast(Callable[[_Function], _Function], decorate)
 
@@ -62,6 +62,6 @@ def differentiate(
     setup_context: Callable[[Any, tuple[Any, ...], torch.Tensor], None],
     backward: Callable[[Any, torch.Tensor], tuple[torch.Tensor | None, ...]],
 ) -> None:
-    """Register the backward of ``op``, and what it saves for it."""
+    """Register the backward of ``op``, and the function that saves tensors for it."""
     name = f"{_NAMESPACE}::{base_name(op)}"
     torch.library.register_autograd(name, backward, setup_context=setup_context, lib=_library)

@@ -1,14 +1,14 @@
-"""The arguments of every marker op, by name: the only place that knows their order and their types.
+"""The arguments of every marker op: the only place that knows their order and their types.
 
-The fields of a spec are the arguments of its op. The op's schema is made of them, and so are the
-arguments of a call; implementations read what they are given back into a spec:
+The fields of a spec are the arguments of its op. They define the op's schema and the arguments of a
+call; implementations and passes read arguments back into a spec:
 
     schema            UnshardSpec.schema()    "unshard(Tensor shard, int rows, ..) -> Tensor"
     call              UnshardSpec(shard=.., rows=..).call(run)
     implementation    def _unshard(*args): spec = UnshardSpec(*args)
     node of a graph   UnshardSpec.of_node(node)
 
-Tensors in a spec are real ones, fake ones, or nodes of a graph. Process groups are given by name.
+Tensors in a spec are real tensors, fake tensors or graph nodes. Process groups are given by name.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class MarkerSpec:
     """The arguments of one marker op.
 
     Attributes:
-        name: of the op.
-        accumulators: names of the last arguments: what gradients of microbatches add up in.
+        name: name of the op.
+        accumulators: names of the last arguments, in which gradients of microbatches accumulate.
     """
 
     name: ClassVar[str]
@@ -59,34 +59,37 @@ class MarkerSpec:
 
     @classmethod
     def schema(cls) -> str:
-        """The op's definition, in the language of ``torch.library``."""
+        """Return the op's schema for ``torch.library``."""
         types = get_type_hints(cls)
         arguments = [f"{_SCHEMA_TYPES[types[name]]} {name}" for name in cls.argument_names()]
         return f"{cls.name}({', '.join(arguments)}) -> Tensor"
 
     @classmethod
-    @functools.cache  # asked for in every call
+    @functools.cache  # read in every call
     def argument_names(cls) -> tuple[str, ...]:
         return tuple(field.name for field in dataclasses.fields(cls))
 
     @classmethod
     def of_node(cls, node: fx.Node) -> Self:
-        """Read the arguments of a call in a graph."""
+        """Return the spec of a call in a graph."""
         assert node.target is cls.op(), f"{node.name} is no {cls.name}"
         return cls(*node.args)
 
     @classmethod
     def gradients(cls, **gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The result of the op's backward, from the gradients of some arguments."""
+        """Return the result of the op's backward, given the gradients of some arguments."""
         assert gradients.keys() <= {*cls.argument_names()}
         return tuple(gradients.get(name) for name in cls.argument_names())
 
     def arguments(self) -> tuple[Argument, ...]:
-        """The arguments in the order of the schema."""
+        """Return the arguments in the order of the schema."""
         return tuple(getattr(self, name) for name in self.argument_names())
 
     def constants(self) -> tuple[Any, ...]:
-        """The arguments between first tensor and accumulators; hashable if ``scales`` is None."""
+        """Return the arguments between the first tensor and the accumulators.
+
+        They are hashable if ``scales`` is None.
+        """
         return self.arguments()[1 : len(self.argument_names()) - len(self.accumulators)]
 
     def call(self, call: Call) -> Any:
@@ -96,26 +99,26 @@ class MarkerSpec:
 
 @dataclass(frozen=True, eq=False)
 class UnshardSpec(MarkerSpec):
-    """The full parameter of a padded shard.
+    """Arguments of ``unshard``, which gathers a full parameter from padded shards.
 
     Attributes:
-        shard: ``[ceil(rows / world), ...]``, padded.
+        shard: padded shard, ``[ceil(rows / world), ...]``.
         rows: number of rows of the full parameter.
-        group: the ranks that hold the shards.
-        regather_group: the ranks from which backward gathers again: ``group`` (ZeRO-3), some of
-            them (ZeRO++'s hpZ); None: the full parameter is kept for backward (ZeRO-2).
-        replica_group: the ranks that hold the same shard, over which reduced gradients are averaged
-            once more (HSDP); None: there are no others.
-        dtype: as which the parameter travels and is used; None: its own.
-        reduce_dtype: as which its gradient is reduced; None: that of the gradient.
-        float8_recipe: how linears are to use it in fp8; None: they do not.
-        scales: of several parameters; with them, the parameter travels in fp8.
+        group: ranks that hold the shards.
+        regather_group: ranks from which backward gathers again: ``group`` (ZeRO-3) or some of them
+            (ZeRO++'s hpZ); None: the full parameter is kept for backward (ZeRO-2).
+        replica_group: ranks that hold the same shard, over which reduced gradients are also
+            averaged (HSDP); None: there are no others.
+        dtype: dtype in which the parameter travels and is used; None: its own.
+        reduce_dtype: dtype in which its gradient is reduced; None: the gradient's own.
+        float8_recipe: recipe by which linears use the parameter in fp8; None: they do not.
+        scales: scales of several parameters; if given, the parameter travels in fp8.
         scale_index: position of the parameter's own scale in ``scales``.
-        device: where to copy the shard before it is gathered; None: it is there.
-        host_memory: the host's memory that keeps the shard (``graphshard.ops.host_copy``); None:
+        device: device to copy the shard to before it is gathered; None: it is already there.
+        host_memory: kind of host memory that keeps the shard (``graphshard.ops.host_copy``); None:
             the device keeps it.
-        unsynced: a stand-in that full gradients add up in, or the key of an accumulator.
-        partial: a stand-in that reduced shards add up in, or the key of an accumulator.
+        unsynced: stand-in in which full gradients accumulate, or key of an accumulator.
+        partial: stand-in in which reduced shards accumulate, or key of an accumulator.
     """
 
     name: ClassVar[str] = "unshard"
@@ -139,15 +142,15 @@ class UnshardSpec(MarkerSpec):
 
 @dataclass(frozen=True, eq=False)
 class ReduceGradSpec(MarkerSpec):
-    """This rank's padded shard of the mean of all ranks' gradients.
+    """Arguments of ``reduce_grad``, which returns this rank's padded shard of the mean gradient.
 
     Attributes:
-        grad: full, ``[rows, ...]``.
-        padded_rows: number of rows of the shard.
-        replica_group: as of ``UnshardSpec``.
-        partial: key of an accumulator, whose total is added before the mean over replicas.
-        result_dtype: that of the shard; None: that of ``grad``.
-        host_memory: where to copy the shard; None: it stays on the device.
+        grad: full gradient, ``[rows, ...]``.
+        padded_rows: number of rows of the padded shard.
+        replica_group: same as in ``UnshardSpec``.
+        partial: key of an accumulator whose total is added before the mean over replicas.
+        result_dtype: dtype of the shard; None: the dtype of ``grad``.
+        host_memory: kind of host memory to copy the shard to; None: it stays on the device.
     """
 
     name: ClassVar[str] = "reduce_grad"
@@ -164,7 +167,7 @@ class ReduceGradSpec(MarkerSpec):
 
 @dataclass(frozen=True, eq=False)
 class ReplicateSpec(MarkerSpec):
-    """A parameter that every rank holds; attributes as of ``UnshardSpec``."""
+    """Arguments of ``replicate``, for a parameter that every rank holds; see ``UnshardSpec``."""
 
     name: ClassVar[str] = "replicate"
     accumulators: ClassVar[tuple[str, ...]] = (UNSYNCED,)
@@ -178,7 +181,7 @@ class ReplicateSpec(MarkerSpec):
 
 @dataclass(frozen=True, eq=False)
 class AllReduceGradSpec(MarkerSpec):
-    """The mean of all ranks' gradients; attributes as of ``ReduceGradSpec``."""
+    """Arguments of ``all_reduce_grad``, which returns the mean gradient; see ``ReduceGradSpec``."""
 
     name: ClassVar[str] = "all_reduce_grad"
 
@@ -190,7 +193,7 @@ class AllReduceGradSpec(MarkerSpec):
 
 @dataclass(frozen=True, eq=False)
 class MaxOverRanksSpec(MarkerSpec):
-    """The largest of all ranks' values, element by element."""
+    """Arguments of ``max_over_ranks``, which returns the elementwise maximum over all ranks."""
 
     name: ClassVar[str] = "max_over_ranks"
 
@@ -200,7 +203,7 @@ class MaxOverRanksSpec(MarkerSpec):
 
 @dataclass(frozen=True, eq=False)
 class OffloadSpec(MarkerSpec):
-    """An activation, copied to that memory of the host until backward."""
+    """Arguments of ``offload_activation``, which copies an activation to host memory."""
 
     name: ClassVar[str] = "offload_activation"
 
@@ -210,7 +213,7 @@ class OffloadSpec(MarkerSpec):
 
 @dataclass(frozen=True, eq=False)
 class ReloadSpec(MarkerSpec):
-    """An offloaded activation, copied back to ``device``."""
+    """Arguments of ``reload_activation``, which copies an offloaded activation to ``device``."""
 
     name: ClassVar[str] = "reload_activation"
 

@@ -1,29 +1,32 @@
-"""The marker ops: what a sharded parameter and its gradient are in every graph before lowering.
+"""The marker ops: a sharded parameter and its gradient in every graph before lowering.
 
-A parameter enters the graph as its padded local shard. ``unshard`` makes the full parameter of it
-and autograd turns the full gradient back into a shard by ``reduce_grad``, averaged over the group:
+A parameter enters the graph as its padded local shard. ``unshard`` turns it into the full
+parameter. In backward, ``reduce_grad`` turns the full gradient into a shard, averaged over the
+group:
 
     forward    shard ─► unshard ─► linear         backward   grad ─► reduce_grad ─► shard's grad
 
-A parameter that is not split (a scalar, or one that is to be replicated) has ``replicate`` and
-``all_reduce_grad``. ``max_over_ranks`` reduces the largest values that fp8 scales by.
-``secondary_shard`` is a padded shard of a full parameter, from which backward gathers within few
-ranks. ``offload_activation`` and ``reload_activation`` copy activations to the host and back.
-``graphshard.ops.marker_specs`` has the arguments.
+A parameter that is not split (a scalar, or one to be replicated) has ``replicate`` and
+``all_reduce_grad``. ``max_over_ranks`` reduces the largest absolute values, from which fp8 scales
+are computed. ``secondary_shard`` returns a padded shard of a full parameter, from which backward
+gathers within a few ranks (hpZ). ``offload_activation`` and ``reload_activation`` copy activations
+to the host and back. ``graphshard.ops.marker_specs`` defines the arguments.
 
-Gradients of microbatches add up in accumulators. A marker takes an accumulator's stand-in, which
-requires a gradient: the stand-in gets the gradient in place of the shard, not reduced
-(``unsynced``) or not averaged over replicas (``partial``). Or the marker takes an accumulator's
-key: its backward adds the total to the gradient before the reduction (``unsynced``), or between
-reduce-scatter and average over replicas (``partial``). See ``graphshard.params.grad_accumulation``.
+Gradients of microbatches add up in accumulators (``graphshard.params.grad_accumulation``). A marker
+takes an accumulator in one of two forms:
+
+- Its stand-in, which requires a gradient and receives it instead of the shard: before the reduction
+  (``unsynced``), or before the average over replicas (``partial``).
+- Its key. The marker's backward adds the total to the gradient: before the reduction
+  (``unsynced``), or between reduce-scatter and the average over replicas (``partial``).
 
 The ops are opaque to Dynamo, AOTAutograd and Inductor's joint passes; ``graphshard.passes`` lowers
-them to functional collectives. In eager parts of a model they run for real, by the same lowering.
+them to functional collectives. In eager parts of a model they run directly, by the same lowering.
 
-[Note: padded shards] Rows are split as ``torch.chunk`` splits them: ``ceil(rows / world)`` to each
-rank, the last ranks with fewer or none. The tensor that enters the graph is padded to
-``ceil(rows / world)`` rows on every rank, so that all ranks trace one and the same graph. Gathered
-rows past ``rows`` are padding, cut off by a view; the padding of a gradient is zero.
+[Note: padded shards] Rows are split as ``torch.chunk`` splits them: ``ceil(rows / world)`` per
+rank, fewer or none on the last ranks. The tensor that enters the graph is padded to
+``ceil(rows / world)`` rows on every rank, so that all ranks trace the same graph. Gathered rows
+past ``rows`` are padding, which a view cuts off; the padding of a gradient is zero.
 """
 
 from __future__ import annotations
@@ -86,7 +89,7 @@ KIND_OF_MARKER: dict[OpOverload, TransferKind] = {
     offload_activation: TransferKind.COPY_TO_HOST,
     reload_activation: TransferKind.COPY_TO_DEVICE,
 }
-"""The transfer that each marker stands for; ``replicate`` is none."""
+"""Kind of transfer that each marker stands for; ``replicate`` has none."""
 
 _Dtype = torch.dtype | None
 _Tensor = torch.Tensor | None
@@ -97,15 +100,15 @@ def is_marker(node: fx.Node) -> bool:
 
 
 def read(node: fx.Node) -> MarkerSpec:
-    """The arguments of any marker in a graph."""
+    """Return the arguments of any marker in a graph."""
     return SPECS[node.target].of_node(node)  # type: ignore[index]  # targets are ops or names
 
 
 def change(node: fx.Node, **fields: Any) -> None:
-    """Give a marker in a graph other arguments, in place.
+    """Change some arguments of a marker in a graph, in place.
 
     Args:
-        fields: of the marker's spec.
+        fields: new values of fields of the marker's spec.
     """
     spec = dataclasses.replace(read(node), **fields)
     node.args = spec.arguments()
@@ -116,19 +119,19 @@ def change(node: fx.Node, **fields: Any) -> None:
 
 
 def used_dtype(param: torch.Tensor, dtype: _Dtype) -> torch.dtype:
-    """The dtype in which a graph sees a parameter: only floating ones are cast, as by FSDP2."""
+    """Return the dtype in which a graph sees a parameter; only floats are cast, as in FSDP2."""
     return dtype if dtype is not None and param.is_floating_point() else param.dtype
 
 
 def reduction_dtype(grad: torch.Tensor, kind: TransferKind, reduce_dtype: _Dtype) -> torch.dtype:
-    """The dtype in which a gradient is reduced."""
+    """Return the dtype in which a gradient is reduced."""
     dtype = used_dtype(grad, reduce_dtype)
-    # Some backends can only add all-reduced values up, and float16 overflows early.
+    # Some backends can only sum in an all-reduce, and float16 overflows early.
     return torch.float32 if kind == TransferKind.ALL_REDUCE and dtype == torch.float16 else dtype
 
 
 def unshard_input(spec: UnshardSpec) -> CollectiveInput:
-    """The input of the collective of an ``unshard`` marker."""
+    """Return the input of an ``unshard`` marker's collective."""
     used = used_dtype(value_of(spec.shard), spec.dtype)
     return CollectiveInput(
         source=spec.shard,
@@ -141,7 +144,7 @@ def unshard_input(spec: UnshardSpec) -> CollectiveInput:
 
 
 def reduce_grad_input(spec: ReduceGradSpec) -> CollectiveInput:
-    """The input of the collective of a ``reduce_grad`` marker."""
+    """Return the input of a ``reduce_grad`` marker's collective."""
     grad = value_of(spec.grad)
     return CollectiveInput(
         source=spec.grad,
@@ -153,7 +156,7 @@ def reduce_grad_input(spec: ReduceGradSpec) -> CollectiveInput:
 
 
 def all_reduce_grad_input(spec: AllReduceGradSpec) -> CollectiveInput:
-    """The input of the collective of an ``all_reduce_grad`` marker."""
+    """Return the input of an ``all_reduce_grad`` marker's collective."""
     grad = value_of(spec.grad)
     return CollectiveInput(
         source=spec.grad,
@@ -164,13 +167,13 @@ def all_reduce_grad_input(spec: AllReduceGradSpec) -> CollectiveInput:
 
 
 def max_over_ranks_input(spec: MaxOverRanksSpec) -> CollectiveInput:
-    """The input of the collective of a ``max_over_ranks`` marker."""
+    """Return the input of a ``max_over_ranks`` marker's collective."""
     dtype = value_of(spec.amax).dtype
     return CollectiveInput(source=spec.amax, rows=0, dtype=dtype, result_dtype=dtype)
 
 
 def collective_input(spec: MarkerSpec) -> CollectiveInput:
-    """The input of a marker's collective."""
+    """Return the input of any marker's collective."""
     if isinstance(spec, UnshardSpec):
         return unshard_input(spec)
     if isinstance(spec, ReduceGradSpec):
@@ -184,7 +187,7 @@ def collective_input(spec: MarkerSpec) -> CollectiveInput:
 def _communicate(
     kind: TransferKind, sent: CollectiveInput, group: str, replica_group: str | None = None
 ) -> torch.Tensor:
-    """Send one tensor, now, and wait for the result."""
+    """Send one tensor now, and wait for the result."""
     world = process_group(group).size()
     (buffer,) = collectives.launch_bucket(run, kind, [[sent]], group, world)
     done = collectives.wait_buffer(run, kind, buffer, group, world)
@@ -320,12 +323,12 @@ def _secondary_shard_fake(full: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def _is_stand_in(accumulator: Value | None) -> bool:
-    """Return whether a marker's accumulator takes the gradient; else it is a key, or None."""
+    """Return whether a marker's accumulator is a stand-in, as opposed to a key or None."""
     return accumulator is not None and value_of(accumulator).requires_grad
 
 
 def _add_unsynced(grad: torch.Tensor, key: _Tensor, reduce_dtype: _Dtype) -> torch.Tensor:
-    """``grad`` and the total of that accumulator, if any, in the dtype in which it is reduced."""
+    """Return ``grad`` plus the accumulator's total, if any, in the dtype of the reduction."""
     if key is None:
         return grad
     return add_accumulated(grad, [key], [0], used_dtype(grad, reduce_dtype))

@@ -1,4 +1,4 @@
-"""Values, views, sizes and uses, read off the nodes of a graph; our keys in ``node.meta``."""
+"""Values, views, sizes and uses of graph nodes, and graphshard's keys in ``node.meta``."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from torch.fx.node import Argument
 from .._torch.tensors import size_hint
 
 Value: TypeAlias = torch.Tensor | fx.Node
-"""A tensor, or the node of a graph that stands for one."""
+"""A tensor, or the graph node that stands for one."""
 
 Values: TypeAlias = Sequence[torch.Tensor] | fx.Node
-"""Tensors, or the node of a list of them."""
+"""Tensors, or the node of a list of tensors."""
 
 PLANNED = "graphshard_planned"
-"""Key in ``node.meta`` that marks what a rewrite inserted for a plan."""
+"""Key in ``node.meta`` that marks nodes inserted by a rewrite for a plan."""
 
 REASON = "graphshard_reason"
-"""Key in ``node.meta`` of why a parameter travels as it does."""
+"""Key in ``node.meta`` for the reason why a parameter travels in its wire dtype."""
 
 WHOLE_SHARD = "graphshard_whole_shard"
-"""Key in ``node.meta`` that marks an input that is a parameter, and its only shard."""
+"""Key in ``node.meta`` that marks an input that is a parameter's only shard."""
 
 HELD_BYTES = "graphshard_held_bytes"
-"""Key in ``node.meta`` of an input that is a parameter as forward gathered it, or a part of that:
-the bytes of its memory, padding included. It is free behind its last use."""
+"""Key in ``node.meta`` of an input that is a parameter as gathered in forward, or a part of one:
+bytes of its memory, padding included. That memory is freed after its last use."""
 
 
 def value_of(value: Value) -> torch.Tensor:
-    """The tensor itself, or the fake one of a node."""
+    """Return the tensor itself, or a node's fake tensor."""
     return value.meta["val"] if isinstance(value, fx.Node) else value
 
 
@@ -44,15 +44,15 @@ def is_view(node: fx.Node) -> bool:
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor; symbolic sizes count as what they were when they were traced."""
+    """Return the bytes of a tensor; a symbolic size counts as its value during tracing."""
     return size_hint(tensor.numel()) * tensor.element_size()
 
 
 def memory_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the memory that a tensor reads: an expanded dimension has one element's."""
+    """Return the bytes of memory that a tensor reads; an expanded dimension counts once."""
     if tensor.layout is not torch.strided:
         return num_bytes(tensor)
-    # A symbolic size or stride is not asked for its value: that could add a guard.
+    # Do not evaluate a symbolic size or stride: that could add a guard.
     sizes = [
         min(size, 1) if isinstance(size, int) and isinstance(stride, int) and not stride else size
         for size, stride in zip(tensor.shape, tensor.stride())
@@ -61,7 +61,7 @@ def memory_bytes(tensor: torch.Tensor) -> int:
 
 
 def root_of(node: fx.Node) -> fx.Node:
-    """The node that owns the memory of a node's value."""
+    """Return the node that owns the memory of a node's value."""
     while is_view(node) and isinstance(source := node.args[0], fx.Node):
         node = source
     return node
@@ -73,7 +73,7 @@ def is_returned(node: fx.Node) -> bool:
 
 
 def uses(node: fx.Node) -> list[fx.Node]:
-    """The nodes that use a node's value, also through views; the graph's output is none of them."""
+    """Return the nodes that use a node's value, directly or through views; excludes the output."""
     users = []
     for user in node.users:
         users += uses(user) if is_view(user) else [user]
@@ -81,11 +81,11 @@ def uses(node: fx.Node) -> list[fx.Node]:
 
 
 def graph_modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    """Return a graph that Dynamo traced, and the graphs in it, such as checkpointed parts."""
+    """Return a graph that Dynamo traced and all of its subgraphs, such as checkpointed parts."""
     return [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
 
 
 def outputs_of(graph: fx.Graph) -> Sequence[Argument]:
-    """The values that a graph returns, in order; not all of them are nodes."""
+    """Return the values that a graph returns, in order; not all of them are nodes."""
     outputs: Any = graph.output_node().args[0]
     return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)

@@ -1,19 +1,19 @@
-"""Which rows of a tensor a rank owns.
+"""The rows of a tensor that each rank owns.
 
-Rows are split as ``torch.chunk`` splits them: ``ceil(rows / world)`` to each rank, fewer or none to
-the last ones. See [Note: padded shards] in ``graphshard.ops.markers``.
+Rows are split as ``torch.chunk`` splits them: ``ceil(rows / world)`` per rank, fewer or none on the
+last ranks. See [Note: padded shards] in ``graphshard.ops.markers``.
 """
 
 from __future__ import annotations
 
 
 def padded_rows(rows: int, world: int) -> int:
-    """How many rows every rank's shard has, padding included."""
+    """Return the number of rows of every rank's shard, padding included."""
     return -(-rows // world)
 
 
 def rows_of_rank(rows: int, world: int, rank: int) -> slice:
-    """The rows that ``rank`` owns, without padding."""
+    """Return the rows that ``rank`` owns, without padding."""
     size = padded_rows(rows, world)
     start = min(size * rank, rows)
     return slice(start, min(start + size, rows))

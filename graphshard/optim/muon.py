@@ -1,15 +1,15 @@
 """Muon whose orthogonalisation is spread over the ranks that hold the matrices.
 
 ``torch.optim.Muon`` on DTensors gathers every matrix on every rank, one after the other, and each
-rank orthogonalises all of them. Here each rank orthogonalises its part of them:
+rank orthogonalises all of them. Here each rank orthogonalises only its share:
 
     rows of each rank   momentum ─► all-to-all ─► whole matrices ─► results ─► all-to-all ─► step
     bucket i + 1                    launched ····│ bucket i is computed │···· waited for
     bucket i                                       launched ····│ i + 1 is computed │···· applied
 
-What travels is bfloat16 in both directions, in which Muon orthogonalises anyway. Every rank
-orthogonalises other matrices, so all have to step the same ones: they log what they step with each
-other, and agree, before anything is sent, where it is not what they stepped before.
+Both directions send bfloat16, in which Muon orthogonalises anyway. Since every rank orthogonalises
+different matrices, all ranks must step the same ones. So ranks log what they step, and if that has
+changed since the last step, they agree before anything is sent.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from .spread import Bucket, MatrixSpec, plan_buckets
 
 Group = dict[str, Any]
 BUCKET_BYTES = 8 * 2**20
-"""Bytes of a bucket's matrices for each rank. Up to three buckets are there at a time."""
+"""Bytes of a bucket's matrices per rank. Up to three buckets are in memory at a time."""
 
 
 class _Stepped(NamedTuple):
-    """A matrix that has a gradient, with its group of the optimizer."""
+    """A matrix that has a gradient, and its parameter group."""
 
     param: Tensor
     group: Group
 
 
 class _Spread(NamedTuple):
-    """Matrices whose rows one mesh holds, and how they are spread over its ranks.
+    """Matrices whose rows one mesh holds, and their distribution over its ranks.
 
     Attributes:
-        text: what ranks have to agree on.
-        plan_id: a hash of it.
+        text: description of what ranks have to agree on.
+        plan_id: hash of ``text``.
     """
 
     groups: MeshGroups
@@ -63,7 +63,7 @@ class _Spread(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """All matrices of a step: those that this rank orthogonalises by itself, and the others."""
+    """All matrices of a step: ``alone`` needs no other rank, ``spreads`` has one entry per mesh."""
 
     matrices: list[_Stepped]
     alone: list[_Stepped]
@@ -71,23 +71,27 @@ class _Plan(NamedTuple):
 
 
 class Muon(torch.optim.Muon):
-    """``torch.optim.Muon`` for sharded matrices: the same arguments, state and numbers.
+    """``torch.optim.Muon`` for sharded matrices, with the same arguments, state and numerics.
 
-    Parameters are matrices, plain, replicated, or split by rows over a mesh of one axis, or over
-    the second of two (``Shard(0)``; ``Replicate(), Shard(0)``), as graphshard and FSDP2 split them.
-    All ranks of the mesh have to step together. A step sends each matrix twice, in bfloat16.
+    Parameters are matrices: plain, replicated, or split by rows over a 1D mesh (``Shard(0)``) or
+    over the second axis of a 2D mesh (``Replicate(), Shard(0)``), as graphshard and FSDP2 split
+    them. All ranks of the mesh have to step together. A step sends each matrix twice, in bfloat16.
 
     Raises:
-        ValueError: a parameter is no matrix: give it to AdamW. Or, in a step, it is split in
-            another way, is complex, or has a sparse gradient.
+        ValueError: a parameter is not a matrix: give it to AdamW. Or, in a step, a parameter is
+            split in another way, is complex, or has a sparse gradient.
         BackendError: in a step, on all ranks: they do not step the same matrices.
     """
 
     _plan: _Plan | None = None
-    """Of the last step. An optimizer that is copied makes it anew."""
+    """Plan of the last step; a copied optimizer makes a new one."""
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group of parameters, as every optimizer does."""
+        """Add a group of parameters.
+
+        Raises:
+            ValueError: a parameter is not a matrix.
+        """
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         for i, param in enumerate(self.param_groups[number]["params"]):
@@ -102,10 +106,10 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step.
+        """Perform one optimization step.
 
         Args:
-            closure: computes the loss anew, and returns it.
+            closure: function that recomputes and returns the loss.
         """
         loss = None
         if closure is not None:
@@ -114,7 +118,7 @@ class Muon(torch.optim.Muon):
         self._step_all()
         return loss
 
-    @torch.compiler.disable  # an exchange is launched ahead, which no graph of an optimizer does
+    @torch.compiler.disable  # exchanges are launched ahead, which a compiled optimizer cannot do
     def _step_all(self) -> None:
         plan, is_new = self._planned()
         for param, group in plan.alone:
@@ -125,7 +129,7 @@ class Muon(torch.optim.Muon):
                 self._step_spread(spread)
 
     def _planned(self) -> tuple[_Plan, bool]:
-        """Return the plan of this step, and whether it is not that of the last one."""
+        """Return the plan of this step, and whether it differs from the last step's."""
         matrices = [
             _Stepped(param, group)
             for group in self.param_groups
@@ -167,10 +171,7 @@ class Muon(torch.optim.Muon):
             apply(len(buckets) - 1, leaving)
 
     def _direction(self, param: Tensor, group: Group) -> Tensor:
-        """Take the gradient into the momentum, and return what is to be orthogonalised.
-
-        All of them are of this rank's rows.
-        """
+        """Update the momentum with the gradient, and return this rank's rows to orthogonalise."""
         assert param.grad is not None
         state, momentum = self.state[param], group["momentum"]
         if "momentum_buffer" not in state:
@@ -186,7 +187,7 @@ class Muon(torch.optim.Muon):
 
 
 def _are_same(ours: Sequence[_Stepped], theirs: Sequence[_Stepped]) -> bool:
-    """Return whether the same parameters are in the same groups."""
+    """Return whether both have the same parameters in the same parameter groups."""
     return len(ours) == len(theirs) and all(
         a.param is b.param and a.group is b.group for a, b in zip(ours, theirs)
     )
@@ -227,10 +228,10 @@ def _spread(
 
 
 def _mesh_of(param: Tensor, name: str) -> DeviceMesh | None:
-    """Return the mesh that splits the rows of a matrix; None: this rank has all of them.
+    """Return the mesh that splits the rows of a matrix; None if this rank has all of them.
 
     Raises:
-        ValueError: it cannot be stepped.
+        ValueError: Muon cannot step the matrix.
     """
     assert param.grad is not None
     if param.is_complex() or param.grad.is_sparse:
@@ -251,7 +252,7 @@ def _mesh_of(param: Tensor, name: str) -> DeviceMesh | None:
 
 
 def _name(param_groups: Sequence[Group], number: int, index: int) -> str:
-    """Return a parameter's name for messages, as far as it is known."""
+    """Return the name of a parameter for messages, or its position if it has no known name."""
     group = param_groups[number]
     sharded_param = sharded_param_of(group["params"][index])
     if sharded_param is not None:
@@ -282,7 +283,7 @@ def _apply(param: Tensor, group: Group, rows: Tensor) -> None:
 
 
 def _lr_factor(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
-    """Return what the learning rate of a matrix is multiplied by (``_adjust_lr`` of torch)."""
+    """Return the factor for the learning rate of a matrix (``_adjust_lr`` in torch)."""
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1, rows / columns))

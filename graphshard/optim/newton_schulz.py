@@ -1,6 +1,6 @@
-"""Orthogonalises matrices of one shape together, by the arithmetic of ``torch.optim.Muon``.
+"""Batched orthogonalisation of matrices of one shape, by the arithmetic of ``torch.optim.Muon``.
 
-Read in torch/optim/_muon.py (``_zeropower_via_newtonschulz``, the same in torch 2.11 and 2.13).
+Follows ``_zeropower_via_newtonschulz`` in torch/optim/_muon.py, the same in torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -9,25 +9,27 @@ import torch
 
 Coefficients = tuple[float, float, float]
 WIRE_DTYPE = torch.bfloat16
-"""The dtype of all steps; matrices are cast to it first, so nothing is lost by sending it."""
+"""Dtype of all steps. Matrices are cast to it first, so sending them in it loses nothing."""
 MAX_STEPS = 99
 
 
 def orthogonalize(
     matrices: torch.Tensor, coefficients: Coefficients, steps: int, eps: float
 ) -> torch.Tensor:
-    """Return the matrices with singular values moved towards one, by Newton-Schulz steps.
+    """Return the matrices with singular values moved towards one by Newton-Schulz steps.
 
     Args:
-        matrices: ``[batch, rows, columns]`` in ``WIRE_DTYPE``.
-        coefficients: of the quintic polynomial that each step applies to the singular values.
-        eps: the least norm that a matrix is divided by.
+        matrices: tensor ``[batch, rows, columns]`` in ``WIRE_DTYPE``.
+        coefficients: coefficients of the quintic polynomial that each step applies to the singular
+            values.
+        steps: number of steps.
+        eps: lower bound for the norm that a matrix is divided by.
 
     Returns:
-        The same shape and dtype.
+        A tensor of the same shape and dtype.
 
     Raises:
-        ValueError: there are not three coefficients, or there are 100 steps or more.
+        ValueError: there are not three coefficients, or more than 99 steps.
     """
     if steps > MAX_STEPS:
         raise ValueError(f"ns_steps={steps}: must be at most {MAX_STEPS}")

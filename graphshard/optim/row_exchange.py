@@ -1,12 +1,12 @@
-"""Brings the rows of matrices to the ranks that orthogonalise them, and the results back.
+"""Send the rows of matrices to the ranks that orthogonalise them, and the results back.
 
-Both ways are one all-to-all of a bucket, launched here and waited for by whoever reads:
+Each direction is one all-to-all per bucket, launched here and waited for by the reader:
 
     rows of each rank ──► [owner, batch, matrix, rows] ─► all_to_all ─► whole matrices of owner
     rows of each rank ◄── all_to_all ◄─ [rank, batch, matrix, rows] ◄── results at their owner
 
-With replicas (HSDP) an owner takes rows from the ranks of its own replica, and gives results to all
-ranks: the work is spread over all of them, and replicas stay equal bit by bit.
+With replicas (HSDP), an owner takes rows from the ranks of its own replica and sends results to all
+ranks: the work is spread over all ranks, and replicas stay bitwise equal.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .spread import Batch, Bucket
 
 
 class InFlight(NamedTuple):
-    """An all-to-all that was launched.
+    """An all-to-all that has been launched.
 
     Attributes:
-        work: what to wait for.
-        received: elements from each rank, one rank after the other.
-        sent: what is read until then.
+        work: handle to wait for.
+        received: receive buffer, with the elements from each rank in rank order.
+        sent: send buffer, which is read until the wait.
     """
 
     work: dist.Work
@@ -45,7 +45,7 @@ class InFlight(NamedTuple):
 
 
 class RowExchange:
-    """Exchanges rows among all ranks of a mesh, one of them in every step of an optimizer."""
+    """Exchange of rows among all ranks of a mesh, used in every step of an optimizer."""
 
     def __init__(self, groups: MeshGroups) -> None:
         self._group = process_group(groups.all_ranks)
@@ -56,16 +56,16 @@ class RowExchange:
             rank: divmod(i, self._num_shards) for i, rank in enumerate(table.flatten().tolist())
         }
         ranks = dist.get_process_group_ranks(self._group)
-        # By number in the group, which may order ranks in another way than the mesh.
+        # Indexed by rank in the group, which may order ranks differently from the mesh.
         self._replicas, self._shards = zip(*(places[rank] for rank in ranks))
         self.num_ranks = len(ranks)
 
     def to_owners(self, bucket: Bucket, rows_of: Callable[[int], torch.Tensor]) -> InFlight:
-        """Send this rank's rows of each matrix to its owner.
+        """Send this rank's rows of each matrix to the matrix's owner.
 
         Args:
-            rows_of: returns this rank's rows of a matrix, by its number; called once for each, in
-                the order of ``bucket``.
+            rows_of: function that returns this rank's rows of a matrix, given its number; called
+                once per matrix, in the order of ``bucket``.
         """
         own = self._shards[self.rank]
         to, of = [0] * self.num_ranks, [0] * self.num_ranks
@@ -85,7 +85,7 @@ class RowExchange:
         return self._launch(sent, to, of)
 
     def whole(self, bucket: Bucket, received: torch.Tensor) -> list[torch.Tensor]:
-        """Return the matrices of this rank's batches, each ``[matrices, rows, columns]``."""
+        """Return the whole matrices of this rank's batches, each ``[matrices, rows, columns]``."""
         batches = self._own(bucket)
         whole = [self._empty(len(b.matrices), *b.shape) for b in batches]
         start = 0
@@ -97,7 +97,11 @@ class RowExchange:
         return whole
 
     def to_all(self, bucket: Bucket, results: Sequence[torch.Tensor]) -> InFlight:
-        """Send each rank its rows of the results, which are as those of :meth:`whole`."""
+        """Send each rank its rows of the results.
+
+        Args:
+            results: one tensor per batch of this rank, shaped as returned by :meth:`whole`.
+        """
         batches, own = self._own(bucket), self._shards[self.rank]
         to = [sum(self._num_elements(b, shard) for b in batches) for shard in self._shards]
         of = [0] * self.num_ranks
@@ -114,7 +118,7 @@ class RowExchange:
     def own_rows(
         self, bucket: Bucket, received: torch.Tensor
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield each matrix of the bucket with this rank's rows of its result."""
+        """Yield the number of each matrix in the bucket, with this rank's rows of its result."""
         start, shard = 0, self._shards[self.rank]
         for batch in bucket:
             rows = self._rows(batch, shard)
@@ -124,7 +128,7 @@ class RowExchange:
             start += size
 
     def _is_near(self, rank: int) -> bool:
-        """Return whether ``rank`` is of this rank's replica."""
+        """Return whether ``rank`` belongs to this rank's replica."""
         return bool(self._replicas[rank] == self._replicas[self.rank])
 
     def _own(self, bucket: Bucket) -> list[Batch]:

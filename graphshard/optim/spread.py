@@ -1,12 +1,12 @@
-"""Decides which rank orthogonalises which matrix, and which matrices travel together; pure.
+"""Decide which rank orthogonalises which matrix, and which matrices travel together; pure.
 
     matrices, largest first    A A A A B B B c c c c
     owners (least work so far) 0 1 2 3 0 1 2 3 3 0 1
     buckets (bytes)            |A A A A|B B B c c c c|
-    batches of a bucket        one for each owner, shape and group of the optimizer
+    batches of a bucket        one per owner, shape and parameter group
 
-Equal shapes stand next to each other, so that a bucket gives each rank about the same work, and the
-matrices that a rank gets of it can be orthogonalised by batched products.
+Equal shapes are adjacent, so that a bucket gives each rank about the same work, and a rank can
+orthogonalise its matrices of a bucket by batched products.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .newton_schulz import WIRE_DTYPE
 
 
 class MatrixSpec(NamedTuple):
-    """The facts of a matrix that decide where it goes.
+    """The facts about a matrix that decide where it goes.
 
     Attributes:
         shape: ``(rows, columns)``, both at least 1.
-        group: the group of the optimizer that it is in, by number.
+        group: number of the optimizer's parameter group.
     """
 
     shape: tuple[int, int]
@@ -30,7 +30,7 @@ class MatrixSpec(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """Multiplications of a Newton-Schulz step, but for a factor."""
+        """Number of multiplications in a Newton-Schulz step, up to a constant factor."""
         rows, columns = self.shape
         return rows * columns * min(rows, columns)
 
@@ -44,9 +44,9 @@ class Batch(NamedTuple):
     """Matrices of one shape and group that one rank orthogonalises together.
 
     Attributes:
-        owner: the rank, by number in the process group.
-        shape: of each of them.
-        matrices: their numbers.
+        owner: number of the rank in the process group.
+        shape: shape of each matrix.
+        matrices: numbers of the matrices.
     """
 
     owner: int
@@ -55,17 +55,17 @@ class Batch(NamedTuple):
 
 
 Bucket = tuple[Batch, ...]
-"""The batches that one exchange carries, by owner."""
+"""The batches of one exchange, ordered by owner."""
 
 
 def plan_buckets(
     specs: Sequence[MatrixSpec], num_ranks: int, max_bytes_per_rank: float
 ) -> list[Bucket]:
-    """Return the buckets, in the order in which they are exchanged; every matrix is in one.
+    """Return the buckets in the order of their exchange; every matrix is in exactly one.
 
     Args:
-        max_bytes_per_rank: bytes of a bucket's matrices, divided by the number of ranks. A bucket
-            may have one matrix for each rank, whatever its bytes.
+        max_bytes_per_rank: largest size of a bucket's matrices in bytes, divided by the number of
+            ranks. A bucket may have one matrix per rank, whatever its size.
     """
     order = sorted(range(len(specs)), key=lambda i: (-specs[i].cost, specs[i], i))
     owners, num_bytes = _owners(specs, order, num_ranks), 0
@@ -82,7 +82,7 @@ def plan_buckets(
 
 
 def _owners(specs: Sequence[MatrixSpec], order: Sequence[int], num_ranks: int) -> dict[int, int]:
-    """Return the owner of each matrix: the rank with the least work so far, the first of these."""
+    """Assign each matrix to the rank with the least work so far; ties go to the lowest rank."""
     work, owners = [0] * num_ranks, {}
     for i in order:
         owners[i] = work.index(min(work))

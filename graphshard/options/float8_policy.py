@@ -1,4 +1,4 @@
-"""The choice of linears that compute in fp8, and the recipe by which they do."""
+"""Which linears compute in fp8, and by which recipe."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _HEADS = frozenset(
 
 
 def is_inner_linear(fqn: str, shape: Sequence[int]) -> bool:
-    """Return whether fp8 suits a weight ``[out, in]`` by its sizes and its name.
+    """Return whether fp8 suits a weight ``[out, in]``, judged by its size and name.
 
-    Both sizes have to be multiples of 16, and the weight must not be that of an output head: a
-    module outside of all numbered layers that has a usual name of heads (``lm_head``, ``output``,
-    ``head``, ..).
+    Both dimensions must be multiples of 16, and the weight must not belong to an output head: a
+    module outside of all numbered layers with a usual name for heads (``lm_head``, ``output``,
+    ``head``, ...).
     """
     *path, _ = fqn.split(".")
     is_head = bool(path) and path[-1] in _HEADS and not any(map(str.isdigit, path))
@@ -28,15 +28,15 @@ def is_inner_linear(fqn: str, shape: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class Float8Policy:
-    """Linears compute in fp8, and their weights are gathered in it.
+    """Policy for linears that compute in fp8 and whose weights are gathered in fp8.
 
     Attributes:
-        recipe_name: "tensorwise" (one scale for a tensor), or "rowwise" (one scale for a row),
-            which has less error; ``graphshard.ops.float8_math`` describes both.
-        filter_fn: takes a weight's FQN and its shape ``(out, in)``, and returns whether its linears
-            compute in fp8. It is called for every two-dimensional floating-point parameter that no
-            ``nn.Embedding`` holds. A weight that is also used by something else than a linear stays
-            as it is, and plans say so.
+        recipe_name: "tensorwise" (one scale per tensor) or "rowwise" (one scale per row), which has
+            less error; ``graphshard.ops.float8_math`` describes both.
+        filter_fn: function that takes a weight's FQN and shape ``(out, in)`` and returns whether
+            its linears compute in fp8. It is called for every 2D floating-point parameter that no
+            ``nn.Embedding`` holds. A weight that is also used by anything other than a linear stays
+            out of fp8, and plans say so.
 
     Raises:
         ValueError: a field has a wrong type or value.
@@ -54,7 +54,7 @@ class Float8Policy:
             )
 
     def recipe_for(self, fqns: Sequence[str], param: torch.Tensor) -> str | None:
-        """Return the recipe of the parameter with these names; None where it stays out of fp8."""
+        """Return the recipe of the parameter with these names; None if it stays out of fp8."""
         if param.dim() != 2 or not param.is_floating_point():
             return None
         chosen = all(self.filter_fn(fqn, tuple(param.shape)) for fqn in fqns)
@@ -62,13 +62,14 @@ class Float8Policy:
 
 
 def check_fp8(fp8: object, param_dtype: torch.dtype | None) -> None:
-    """
+    """Check the type of ``fp8``, and whether it goes with ``param_dtype``.
+
     Args:
-        fp8: None: no linear computes in fp8.
-        param_dtype: the dtype in which parameters are used; None: their own.
+        fp8: policy; None: no linear computes in fp8.
+        param_dtype: dtype in which parameters are used; None: their own.
 
     Raises:
-        ValueError: ``fp8`` is no policy, or contradicts ``param_dtype``.
+        ValueError: ``fp8`` is not a policy, or contradicts ``param_dtype``.
     """
     if fp8 is None:
         return

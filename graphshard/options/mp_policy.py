@@ -1,4 +1,4 @@
-"""The check of FSDP2's ``MixedPrecisionPolicy``, before a model is changed by it."""
+"""The check of FSDP2's ``MixedPrecisionPolicy``, before it changes a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def check_mp_policy(policy: object) -> None:
     """Check the type of ``policy``, its dtypes and its flag.
 
     Raises:
-        ValueError: ``policy`` is no ``MixedPrecisionPolicy``, or a field has a value that no
+        ValueError: ``policy`` is not a ``MixedPrecisionPolicy``, or a field has a value that no
             parameter can be cast to.
     """
     if not isinstance(policy, MixedPrecisionPolicy):

@@ -1,4 +1,4 @@
-"""The arguments of ``graphshard.backend`` and ``graphshard.shard``, checked before all else."""
+"""The arguments of ``graphshard.backend`` and ``graphshard.shard``, checked before use."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Options:
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> Options:
-        """Make options of all arguments of ``backend``, by name; None becomes the default."""
+        """Return options from all arguments of ``backend``, by name; None becomes the default."""
         values = {f.name: arguments[f.name] for f in fields(cls)}
         defaults = {name: make() for name, make in _DEFAULTS.items() if values[name] is None}
         return cls(**{**values, **defaults})
@@ -82,20 +82,20 @@ class Options:
         object.__setattr__(self, "dump", _writable_folder(self.dump))
 
     def fingerprint(self) -> str:
-        """Return all that has to be equal on all ranks, as text."""
+        """Return everything that must be equal on all ranks, as text."""
         names = [f.name for f in fields(self) if f.name not in _MAY_DIFFER_BETWEEN_RANKS]
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     def num_ranks(self) -> int:
-        """Return the size of the mesh; 1 where there is none yet."""
+        """Return the size of the mesh, or of the default process group; 1 if there is neither."""
         if self.mesh is not None:
             return self.mesh.size()
         return dist.get_world_size() if dist.is_initialized() else 1
 
     def for_parameter(self, fqns: Sequence[str]) -> ParamOptions:
-        """Return the options of the parameter with these names (several where it is tied).
+        """Return the options of the parameter with these names (several if it is tied).
 
-        Where several ``overrides`` match, later ones win.
+        If several ``overrides`` match, later ones win.
         """
         values = {
             f.name: getattr(self, f.name) for f in fields(ParamOptions) if hasattr(self, f.name)
@@ -106,17 +106,21 @@ class Options:
         return ParamOptions(**values)
 
     def with_own_reshard(self, fqns: Sequence[str]) -> frozenset[int]:
-        """Return the positions of parameters for which ``overrides`` say ``reshard_after_forward``.
+        """Return the positions of parameters whose ``overrides`` set ``reshard_after_forward``.
 
         Args:
-            fqns: "" where there is no parameter.
+            fqns: name of the parameter at each position; "" if there is no parameter.
         """
         globs = [g for g, given in self.overrides.items() if "reshard_after_forward" in given]
         own = (i for i, fqn in enumerate(fqns) if fqn and any(matches(g, fqn) for g in globs))
         return frozenset(own)
 
     def not_held_by(self, other: Options) -> list[str]:
-        """Return what is asked for here of parameters, and not left out, that ``other`` has not."""
+        """Return the parameter options that differ from their defaults and from those of ``other``.
+
+        Returns:
+            Texts such as "reshard_after_forward=False".
+        """
         names = [f.name for f in fields(ParamOptions) if hasattr(self, f.name)]
         left_out = {name: getattr(ParamOptions(), name) for name in names} | {"overrides": {}}
         return [
@@ -126,15 +130,15 @@ class Options:
         ]
 
     def policy_glob(self, fqn: str) -> str | None:
-        """Return the glob of ``overrides`` whose ``mp_policy`` holds for the module ``fqn``.
+        """Return the glob in ``overrides`` whose ``mp_policy`` applies to the module ``fqn``.
 
-        None: the whole model's does. The model itself is the module "".
+        None means the policy of the whole model. The model itself is the module "".
         """
         globs = [glob for glob, arguments in self.overrides.items() if "mp_policy" in arguments]
         return next((glob for glob in reversed(globs) if matches(glob, fqn)), None)
 
     def policy_of(self, glob: str | None) -> MixedPrecisionPolicy:
-        """Return the ``mp_policy`` of a glob of ``overrides``; None: that of the whole model."""
+        """Return the ``mp_policy`` of a glob in ``overrides``; None selects the whole model's."""
         if glob is None:
             return self.mp_policy
         policy: MixedPrecisionPolicy = self.overrides[glob]["mp_policy"]
@@ -142,7 +146,7 @@ class Options:
 
 
 def matches(glob: str, fqn: str) -> bool:
-    """Return whether ``glob`` matches a parameter or a module, or a module that it is part of."""
+    """Return whether ``glob`` matches a parameter or module, or a module that contains it."""
     parts = fqn.split(".")
     parents = (".".join(parts[:depth]) for depth in range(len(parts)))
     return fnmatchcase(fqn, glob) or any(fnmatchcase(parent, glob) for parent in parents)
@@ -169,9 +173,10 @@ def _check_overrides(overrides: object) -> None:
 
 
 def _check_backward_ranks(options: Options, num_shards: int) -> None:
-    """
+    """Check that every number of ranks to gather from divides the number of shards.
+
     Raises:
-        ValueError: a number of ranks to gather from does not divide the shards.
+        ValueError: one of them does not.
     """
     values = {"": options.reshard_after_forward}
     for glob, arguments in options.overrides.items():
@@ -200,10 +205,10 @@ def _parameter_set(params: Iterable[nn.Parameter] | None) -> frozenset[nn.Parame
 
 
 def _writable_folder(dump: object) -> Path | None:
-    """Return the absolute path of the folder, made if it is missing.
+    """Return the absolute path of the folder, which is created if it is missing.
 
     Raises:
-        ValueError: it is no path, or no file can be written there.
+        ValueError: ``dump`` is not a path, or no file can be written there.
     """
     if dump is None:
         return None
@@ -221,9 +226,10 @@ def _writable_folder(dump: object) -> Path | None:
 
 
 def check_mesh(mesh: object) -> None:
-    """
+    """Check that ``mesh`` is a ``DeviceMesh`` with one or two axes.
+
     Raises:
-        ValueError: ``mesh`` is no ``DeviceMesh`` of one or two axes.
+        ValueError: ``mesh`` is anything else.
     """
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(
@@ -238,7 +244,7 @@ def check_mesh(mesh: object) -> None:
 
 
 def _default_mesh(device_type: str) -> DeviceMesh:
-    """Make a 1D mesh over the default process group.
+    """Return a 1D mesh over the default process group.
 
     Raises:
         BackendError: there is no process group.
@@ -253,14 +259,14 @@ def _default_mesh(device_type: str) -> DeviceMesh:
 
 
 def mesh_for(options: Options, params: Iterable[nn.Parameter]) -> DeviceMesh:
-    """Return the mesh that is given, or that of all ranks on the device of these parameters."""
+    """Return the mesh of ``options``, or one over all ranks on the device of these parameters."""
     return options.mesh or _default_mesh(_device_type(params, options))
 
 
 def _device_type(params: Iterable[nn.Parameter], options: Options) -> str:
-    """Return the device type of the default mesh: that of the parameters.
+    """Return the device type of the default mesh: the parameters' own, or the accelerator's.
 
-    Where they need not be on their device yet (meta, offload), it is that of the accelerator.
+    It is the accelerator's if parameters need not be on their device yet (meta, offload).
     """
     kind = next((param.device.type for param in params), "meta")
     if kind == "meta" or (kind == "cpu" and isinstance(options.offload_policy, CPUOffloadPolicy)):
@@ -270,9 +276,9 @@ def _device_type(params: Iterable[nn.Parameter], options: Options) -> str:
 
 
 def hashable(value: object) -> Hashable:
-    """Return what is equal for equal options, containers among them."""
+    """Return a hashable value that is equal for equal options, including containers."""
     if isinstance(value, Mapping):
-        # In their order: of several overrides that match, the last one holds.
+        # Order matters: if several overrides match, the last one wins.
         return tuple((key, hashable(item)) for key, item in value.items())
     if isinstance(value, (list, tuple)):
         return tuple(map(hashable, value))

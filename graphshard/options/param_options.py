@@ -13,7 +13,7 @@ from .mp_policy import check_mp_policy
 
 @dataclass(frozen=True)
 class ParamOptions:
-    """The arguments that hold for one parameter; see ``Options.for_parameter``.
+    """The arguments that apply to one parameter; see ``Options.for_parameter``.
 
     Raises:
         ValueError: an argument has a wrong type or value.
@@ -42,9 +42,9 @@ class ParamOptions:
         check_fp8(self.fp8, param_dtype=None)
 
     def host_memory(self, device_type: str) -> str | None:
-        """Return the host's memory that keeps the shards, a name of ``graphshard.ops.host_copy``.
+        """Return the kind of host memory that keeps the shards (see ``graphshard.ops.host_copy``).
 
-        None: the device keeps them.
+        None if the device keeps them.
         """
         if not self.shard or not isinstance(self.offload_policy, CPUOffloadPolicy):
             return None
@@ -52,13 +52,13 @@ class ParamOptions:
         return PINNED if pins else PAGEABLE
 
     def num_backward_ranks(self, num_shards: int) -> int | None:
-        """Return how many ranks backward gathers this parameter from.
+        """Return the number of ranks from which backward gathers this parameter.
 
         Args:
-            num_shards: ranks that hold the shards of one replica.
+            num_shards: number of ranks that hold the shards of one replica.
 
         Returns:
-            None where backward does not gather, because the parameter is kept unsharded.
+            None if backward does not gather, because the parameter is kept unsharded.
 
         Raises:
             ValueError: the number of ranks does not divide ``num_shards``.

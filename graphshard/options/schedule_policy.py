@@ -1,4 +1,4 @@
-"""How collectives are to be scheduled, and the cost model and limits that follow from it."""
+"""The user's options for scheduling collectives, and the limits and cost model that they imply."""
 
 from __future__ import annotations
 
@@ -21,39 +21,43 @@ from ..planning.without_overlap import schedule_without_overlap
 
 @dataclass(frozen=True)
 class SchedulePolicy:
-    """How collectives are bucketed and ordered.
+    """Policy for bucketing and ordering collectives.
 
     Attributes:
-        overlap: buckets, and the places where they are launched, follow from predicted times, so
-            that they hide behind compute; ranks follow the first one's plan. False: each collective
-            is launched where its result is needed, and waited for at once.
-        bucket_cap_mb: largest bucket, in MB of full parameters; "auto": the cost model decides.
-            A larger parameter travels alone.
-        max_in_flight_gb: buffers between launch and wait, in GB; None: no limit.
-        memory_budget_gb: peak of a graph on one rank, in GB: inputs, activations, gathered
-            parameters, gradients; None: no limit. On a GPU activations that do not fit wait for
-            backward on the host, and more of them where that makes the schedule faster.
-        activation_memory_budget: the part, from 0 to 1, that is saved of the activations that a
-            graph would save otherwise. The others are recomputed, those first that cost least for
-            their memory: 1 recomputes none, 0 all. None: as ``torch._functorch.config`` says, whose
-            setting it is. A parameter is gathered once in backward, for recomputation and for
-            gradients alike, and none for recomputation alone: vectors are kept, and what
-            uses another such parameter is saved.
-        hardware: a name of ``graphshard.cost.devices.HARDWARE``, or a file that ``python -m
-            graphshard calibrate`` wrote; "auto": by the name of the device. Equal on all ranks.
-        regions: compile layers that are alike once, between the same launches and waits: "auto"
-            where that saves Inductor more time than the calls cost over a thousand steps, True
-            wherever layers are alike, False nowhere.
-        auto: at the first compile, plan several ways to save things for backward, and take the
-            one that is predicted to be quickest within ``memory_budget_gb`` (on a GPU None stands
-            for its free memory, less two states of an optimizer): ``activation_memory_budget`` in
-            five steps, unless it is given; parameters kept that are exposed, or all; on a GPU,
-            activations on the host or none. What ``reshard_after_forward`` says of single
-            parameters (``overrides``), or of groups of ranks, stays. The first rank chooses for
-            all ranks; one with a larger batch, or a later graph, saves less of the activations
-            where it would exceed the budget. ``Backend.summary()`` shows what was tried.
-        node_cost: called with every node of a graph; a number, in microseconds, replaces the cost
-            model's time of that node, None leaves it. Graphs are then not cached.
+        overlap: whether collectives overlap with compute. True: buckets and the places where they
+            are launched follow from predicted times, and all ranks follow the first rank's plan.
+            False: each collective is launched where its result is needed, and waited for at once.
+        bucket_cap_mb: size of the largest bucket, in MB of full parameters; "auto": the cost model
+            decides. A larger parameter travels alone.
+        max_in_flight_gb: limit for the buffers between launch and wait, in GB; None: no limit.
+        memory_budget_gb: limit for the peak memory of a graph on one rank, in GB: inputs,
+            activations, gathered parameters and gradients; None: no limit. On a GPU, activations
+            that do not fit are offloaded to the host until backward, and more of them if that makes
+            the schedule faster.
+        activation_memory_budget: fraction, from 0 to 1, to save of the activations that a graph
+            would save otherwise. The rest is recomputed, starting with what is cheapest to
+            recompute for its memory: 1 recomputes none, 0 all. None: the setting of that name in
+            ``torch._functorch.config``. Backward gathers each parameter at most once, for
+            recomputation and gradients together, and never for recomputation alone: vectors are
+            kept unsharded, and the results of ops that use another such parameter are saved.
+        hardware: name in ``graphshard.cost.devices.HARDWARE``, or path of a file that
+            ``python -m graphshard calibrate`` wrote; "auto": the entry for the device's name. Equal
+            on all ranks.
+        regions: whether to compile repeated layers only once, between the same launches and waits.
+            True: wherever layers repeat. "auto": only where that saves Inductor more time than the
+            calls cost over a thousand steps. False: nowhere.
+        auto: whether to plan several strategies of saving tensors for backward, at the first
+            compile, and to take the one predicted to be fastest within ``memory_budget_gb`` (None
+            on a GPU: its free memory, less two optimizer states). The strategies combine
+            ``activation_memory_budget`` in five steps, unless it is given; keeping unsharded the
+            parameters whose gathers are exposed, or all of them; and, on a GPU, offloading
+            activations or not. A ``reshard_after_forward`` for single parameters (``overrides``) or
+            with a number of ranks stays as it is. The first rank chooses for all ranks; a rank with
+            a larger batch, or a later graph, saves fewer activations if it would exceed the budget.
+            ``Backend.summary()`` shows what was tried.
+        node_cost: function that is called with every node of a graph; a number replaces the cost
+            model's time of that node, in microseconds, and None keeps it. Graphs are then not
+            cached.
 
     Raises:
         ValueError: a field has a wrong type or value.
@@ -105,13 +109,13 @@ class SchedulePolicy:
     def plan_buckets(
         self, problem: Problem, cost_model: CostModel, *, refine: bool = True
     ) -> tuple[Bucket, ...]:
-        """Return the buckets of a graph, and where they are launched and waited for."""
+        """Return the buckets of a graph, with the steps of their launches and waits."""
         if self.overlap:
             return find_schedule(problem, cost_model, self.limits(), refine=refine)
         return schedule_without_overlap(problem)
 
     def limits(self) -> ScheduleLimits:
-        """Return the limits of the schedule in bytes."""
+        """Return the limits of the schedule, in bytes."""
         return ScheduleLimits(
             cap=None if self.bucket_cap_mb == "auto" else _bytes(self.bucket_cap_mb, 1e6),
             in_flight=_bytes(self.max_in_flight_gb, 1e9),

@@ -1,7 +1,7 @@
-"""The adapters of a sharded peft model, gathered without the base that they stand in.
+"""Gather the adapters of a sharded peft model without its base model.
 
-peft itself chooses what of a state dict it saves; it is asked for names, by tensors without values.
-It is imported only where a model is a ``PeftModel``, so it need not be installed.
+peft itself selects what to save: it gets a state dict of meta tensors, and only the tensors that it
+selects are gathered. It is imported only for a ``PeftModel``, so it need not be installed.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ def is_peft_model(model: object) -> TypeGuard[PeftModel]:
 
 
 def adapter_state_dict(model: nn.Module) -> StateDict:
-    """Return in full, on the first rank, the tensors that ``model.save_pretrained`` reads.
+    """Gather on the mesh's first rank the tensors that ``model.save_pretrained`` saves.
 
-    All ranks have to call it. Nothing of the base is gathered, unless peft saves it, too (modules
-    to save, resized embeddings).
+    All ranks have to call it. The base model is not gathered, except for parts that peft saves as
+    well (``modules_to_save``, resized embeddings).
 
     Returns:
-        Tensors on the host, by their names in ``model.state_dict()``; empty on all other ranks.
+        Full tensors on the first rank's host, by their names in ``model.state_dict()``; empty on
+        all other ranks.
 
     Raises:
-        ValueError: ``model`` is no ``PeftModel``, or one of prompts, whose values peft computes.
-        Exception: what peft raises on the first rank; on all others a ``ValueError`` tells of it.
+        ValueError: ``model`` is not a ``PeftModel``, or it uses prompt learning, for which peft
+            computes what it saves.
+        Exception: peft's own error, on the first rank; the others raise a ``ValueError`` that
+            quotes it.
     """
     root: Any = uncompiled(model)
     if not is_peft_model(root):
@@ -50,7 +53,7 @@ def adapter_state_dict(model: nn.Module) -> StateDict:
     remedy = "state = adapter_state_dict(model) outside of any `if rank == 0:`"
     agree_on_gathering(groups, "adapter_state_dict", type(root).__name__, remedy)
     names, error = [], None
-    # The first rank's: peft looks at files of the base, which others may not have.
+    # Only the first rank asks peft, which may read files of the base model that others lack.
     if is_first_rank(groups):
         try:
             names = _names(root)
@@ -61,9 +64,11 @@ def adapter_state_dict(model: nn.Module) -> StateDict:
 
 
 def check_can_be_saved(model: object) -> None:
-    """
+    """Check that ``model`` has no prompt-learning adapters, if it is a ``PeftModel``.
+
     Raises:
-        ValueError: ``model`` learns prompts: peft computes what it saves by the model, on one rank.
+        ValueError: it has one. peft would compute the saved prompts by a forward on one rank, which
+            has only its shards.
     """
     configs = model.peft_config if is_peft_model(model) else {}
     for name, config in configs.items():
@@ -75,7 +80,7 @@ def check_can_be_saved(model: object) -> None:
 
 
 def _names(model: PeftModel) -> list[str]:
-    """Return the names of what peft saves of all adapters."""
+    """Return the names of the tensors that peft saves for all adapters."""
     from peft import get_peft_model_state_dict
 
     state = {
@@ -89,9 +94,9 @@ def _names(model: PeftModel) -> list[str]:
             get_peft_model_state_dict(model, state, adapter).values()
             for adapter in model.peft_config
         ]
-    except (RuntimeError, NotImplementedError):  # it reads values: of AdaLoRA's ranks, say
+    except (RuntimeError, NotImplementedError):  # peft reads values, e.g. AdaLoRA's ranks
         return list(state)
     wanted = {id(value) for values in chosen for value in values}
-    # What is trained is saved in any case: peft may compute new tensors of it.
+    # Always keep trained parameters: peft may save new tensors that it computes from them.
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     return [name for name, value in state.items() if id(value) in wanted or name in trained]

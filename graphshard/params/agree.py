@@ -1,7 +1,8 @@
-"""Ranks agree on what to shard: one reduction before anything is changed, or one error for all.
+"""Agreement of all ranks on what to shard, before anything is changed.
 
-Agreement on plans and calls, from the first compile on, is in ``graphshard.consensus``. Around
-graph breaks ranks also agree on which gradients there are: ``eager_unshard._used_on_any_rank`` and
+One reduction compares the ranks; if they differ, all raise. Agreement on plans and calls, from the
+first compile on, is in ``graphshard.consensus``. Around graph breaks, ranks also agree on which
+parameters have gradients: ``eager_unshard._used_on_any_rank`` and
 ``ShardedModel._pending_on_any_rank``.
 """
 
@@ -28,7 +29,7 @@ ARGUMENTS, REQUIRES_GRAD, WITH_GRADIENT = (
     " requires_grad",
     " with a gradient",
 )
-"""Parts of the text of a difference by which its likely cause is told."""
+"""Parts of descriptions from which ``_cause`` guesses why ranks differ."""
 
 
 def raise_together(
@@ -39,13 +40,12 @@ def raise_together(
     *,
     fault: str | None,
 ) -> None:
-    """Compare what every rank is about to shard, by one reduction of a hash.
+    """Raise on all ranks if one has a fault, or if they are about to shard different things.
 
-    Only where ranks differ they exchange what in: what the first rank of the mesh is about to
-    shard, with which each rank compares, and the text of the first that found a fault.
+    Costs one reduction unless ranks differ: see :func:`raise_if_different`.
 
     Args:
-        fault: the reason why this rank cannot; None: it can.
+        fault: reason why this rank cannot shard ``root``; None if it can.
 
     Raises:
         BackendError: on all ranks, if one has a fault or is about to shard something else.
@@ -64,12 +64,16 @@ def raise_if_different(
     fault: str | None = None,
     advice: str | None = None,
 ) -> None:
-    """Compare what every rank has, by one reduction of a hash; texts travel only if they differ.
+    """Raise on all ranks if one has a fault, or if their descriptions differ.
+
+    One reduction compares a hash. Only if it differs are texts sent: each rank compares itself with
+    the first rank of the mesh, and all ranks raise the text of the first rank that has a fault. If
+    none has, they raise the text of the first rank that differs.
 
     Args:
         descriptions: texts that have to be equal on all ranks, by name.
-        fault: the reason why this rank cannot go on; None: it can.
-        advice: what to do where texts differ; None: the likely cause is told by what does.
+        fault: reason why this rank cannot go on; None if it can.
+        advice: what the user should do if texts differ; None derives it from the difference.
 
     Raises:
         BackendError: on all ranks, if one has a fault or another description.
@@ -81,17 +85,17 @@ def raise_if_different(
     difference = None if fault is not None else _difference(first, descriptions, rank, advice)
     if fault is not None:
         difference = f"rank {rank} of the mesh: {fault}"
-    # Faults come first: a rank that has one describes nothing, and so differs from all.
+    # Faults first: a rank with a fault describes less, so it also differs from all others.
     turn = 0 if fault is not None else 1
     raise BackendError(first_text(difference, groups, turn=turn) or "ranks differ")
 
 
 def raise_if_any(error: Exception | None, groups: MeshGroups) -> None:
-    """Raise on all ranks if one has caught an error: there its own, which tells the others'.
+    """Raise on all ranks if one has caught an error.
 
     Raises:
         Exception: ``error``, if this rank has one.
-        BackendError: another rank has one.
+        BackendError: otherwise, if another rank has one; quotes the first such rank's.
     """
     rank = dist.get_rank(process_group(groups.all_ranks))
     text = None if error is None else f"rank {rank} of the mesh: {type(error).__name__}: {error}"
@@ -103,12 +107,12 @@ def raise_if_any(error: Exception | None, groups: MeshGroups) -> None:
 
 
 def first_text(text: str | None, groups: MeshGroups, *, turn: int = 0) -> str | None:
-    """Return, on all ranks, the text of the first rank that has one; if none has, None.
+    """Return, on all ranks, the text of the first rank that has one; None if no rank has.
 
-    One reduction, and one broadcast if there is a text.
+    Costs one reduction, and one broadcast if there is a text.
 
     Args:
-        turn: 0 or 1; ranks that give 1 come after those that give 0.
+        turn: priority of this rank's text: all texts with 0 come before those with 1.
     """
     rank, num_ranks = dist.get_rank(process_group(groups.all_ranks)), groups.mesh.size()
     nobody = 2 * num_ranks
@@ -118,7 +122,7 @@ def first_text(text: str | None, groups: MeshGroups, *, turn: int = 0) -> str | 
 
 
 def _all_agree(descriptions: Mapping[str, str], fault: str | None, groups: MeshGroups) -> bool:
-    """Return, on all ranks alike, whether all have these descriptions and none has a fault."""
+    """Return, on every rank, whether all have equal descriptions and none has a fault."""
     text = "\n".join(f"{name} {value}" for name, value in sorted(descriptions.items()))
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     most, least, faults = _max_over_ranks([digest, -digest, fault is not None], groups)
@@ -126,10 +130,11 @@ def _all_agree(descriptions: Mapping[str, str], fault: str | None, groups: MeshG
 
 
 def _max_over_ranks(values: Sequence[int], groups: MeshGroups) -> list[int]:
-    """Return the largest of each value on any rank."""
-    group = process_group(groups.all_ranks)  # perhaps the fault is that the mesh has no device
+    """Return the elementwise maximum over all ranks."""
+    group = process_group(groups.all_ranks)
     if has_fake_ranks(group):
-        return list(values)  # also where a tensor has no values, in a FakeTensorMode
+        return list(values)  # uses no tensor: it has no values in a FakeTensorMode
+    # Not on groups.device: the fault may be that the mesh's device does not exist.
     largest = torch.tensor(values, dtype=torch.int64, device=device_for(group))
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     result: list[int] = largest.tolist()
@@ -137,7 +142,7 @@ def _max_over_ranks(values: Sequence[int], groups: MeshGroups) -> list[int]:
 
 
 def value_of_rank(value: T, rank: int, groups: MeshGroups) -> T:
-    """Return, on all ranks, the value of one rank of the mesh."""
+    """Return the value of one rank of the mesh, on all ranks."""
     group, box = process_group(groups.all_ranks), [value]
     source = dist.get_global_rank(group, rank)
     dist.broadcast_object_list(box, source, group=group)
@@ -147,7 +152,7 @@ def value_of_rank(value: T, rank: int, groups: MeshGroups) -> T:
 def _difference(
     first: Mapping[str, str], other: Mapping[str, str], rank: int, advice: str | None
 ) -> str | None:
-    """Compare the descriptions of the mesh's first rank with those of ``rank``."""
+    """Describe the first difference of ``rank`` from the mesh's first rank; None if equal."""
     for name in [*first, *other]:
         ours, theirs = first.get(name, "missing"), other.get(name, "missing")
         if ours != theirs:
@@ -159,7 +164,7 @@ def _difference(
 
 
 def _cause(name: str, ours: str, theirs: str) -> str:
-    """Return the likely cause of a difference, as advice."""
+    """Return advice about the likely cause of a difference."""
     if name == ARGUMENTS:
         return "All ranks have to give the same ones: is one read from a file or a rank?"
     if ours.removesuffix(WITH_GRADIENT) == theirs.removesuffix(WITH_GRADIENT):
@@ -170,7 +175,7 @@ def _cause(name: str, ours: str, theirs: str) -> str:
 
 
 def _describe(tensor: torch.Tensor) -> str:
-    """Return the facts of a parameter or buffer that have to be equal on all ranks."""
+    """Return the properties of a parameter or buffer that have to be equal on all ranks."""
     text = f"{tensor.dtype} {tuple(tensor.shape)}"
     if tensor.requires_grad:
         text += REQUIRES_GRAD

@@ -1,8 +1,9 @@
-"""``p.data = x`` on a sharded parameter: its shard takes this rank's rows of x, at once.
+"""``p.data = x`` on a sharded parameter: give it a new shard with this rank's rows of ``x``.
 
-Sharpness-aware optimizers, weight clamping and averages swap values so. As for a plain parameter,
-what ``p.data`` returned before keeps the old values, and so does a forward whose backward is to
-come: the parameter gets another shard. The value is copied: x and p share no memory.
+Sharpness-aware optimizers, weight clamping and weight averaging swap values like this. As with a
+plain parameter, the old values stay valid for tensors that ``p.data`` returned before, and for a
+forward whose backward has yet to run. Unlike with a plain parameter, ``x`` is copied: it shares no
+memory with ``p``.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from .sharded_param import sharded_param_of
 
 @torch.no_grad()
 def assign_data(dtensor: DTensor, value: object) -> bool:
-    """Split ``value`` like ``dtensor`` if that is a sharded parameter; return whether it is.
+    """Assign this rank's rows of ``value`` to a sharded parameter.
 
-    A DTensor with other placements is redistributed, by a collective.
+    A DTensor ``value`` with other placements is redistributed, which is a collective.
+
+    Returns:
+        False, with nothing done, unless ``dtensor`` is a sharded parameter and ``value`` a tensor.
 
     Raises:
-        BackendError: ``value`` has another shape, or another mesh.
+        BackendError: ``value`` has another shape, or is on another mesh.
     """
     sharded_param = sharded_param_of(dtensor)
     if sharded_param is None or not isinstance(value, torch.Tensor):
@@ -53,7 +57,7 @@ def _fault(value: torch.Tensor, layout: Layout) -> str | None:
 
 
 def _own_rows(value: torch.Tensor, layout: Layout, device: torch.device) -> torch.Tensor:
-    """Return a copy of this rank's rows of ``value``, padded."""
+    """Return a padded copy of this rank's rows of ``value``."""
     if isinstance(value, DTensor):
         own = local_tensor(value.redistribute(placements=layout.placements))
     else:

@@ -1,7 +1,7 @@
-"""Sharded parameters as inputs of ``torch.autograd.grad`` and of ``backward(inputs=)``.
+"""Sharded parameters as inputs of ``torch.autograd.grad`` and ``backward(inputs=)``.
 
-Autograd knows the shard and the stand-ins of accumulators. For the DTensor, which users name, it
-would return None.
+Users pass the DTensor, but the autograd graph has only the shard and the accumulators' stand-ins as
+leaves, so autograd would return None.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from .sharded_param import sharded_param_of
 
 
 def leaves_of(value: object, accumulates: bool) -> list[torch.Tensor] | None:
-    """Return the leaves that get the gradient of a sharded parameter; None: it is not one.
+    """Return the leaves that get a sharded parameter's gradient, or None for any other value.
 
     Args:
-        accumulates: its gradient is accumulated; else it is returned.
+        accumulates: True if the gradient is accumulated (``backward``), False if it is returned
+            (``grad``).
 
     Raises:
-        BackendError: it is to be returned, and gradients of microbatches accumulate.
+        BackendError: the gradient is to be returned while microbatch gradients accumulate.
     """
     sharded_param = sharded_param_of(value)
     if sharded_param is None:
@@ -35,10 +36,11 @@ def leaves_of(value: object, accumulates: bool) -> list[torch.Tensor] | None:
 
 
 def gradient_of(param: torch.Tensor, padded_grad: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the gradient of a sharded parameter, made of that of its shard.
+    """Convert the padded gradient of a shard to the gradient of its sharded parameter.
 
     Raises:
-        BackendError: it is to be differentiated again.
+        BackendError: the gradient is to be differentiated again (``create_graph=True``), or a
+            forward has changed a parameter in place.
     """
     sharded_param = sharded_param_of(param)
     assert sharded_param is not None

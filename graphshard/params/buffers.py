@@ -1,6 +1,6 @@
-"""Makes buffers equal on all ranks, such as BatchNorm's statistics, which are each rank's own.
+"""Make buffers equal on all ranks: each rank updates its own, such as BatchNorm's statistics.
 
-buffers ─► one packed tensor of bytes ─► broadcast of the mesh's first rank ─► buffers
+buffers ─► one packed tensor of bytes ─► broadcast from the mesh's first rank ─► buffers
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from .full_tensor import without_repeats
 
 
 def sync_buffers(model: nn.Module) -> None:
-    """Give all ranks the buffers of the mesh's first rank, by one broadcast.
+    """Copy the buffers of the mesh's first rank to all ranks, in one broadcast.
 
-    As under FSDP2, each rank's forwards write its own buffers. DDP broadcasts them at the start of
-    a forward, unless the forward before was without gradients or in ``no_sync``: a call of this
-    there makes them equal to DDP's bit by bit. One before an evaluation, or before a save by each
-    rank, gives what DDP evaluates with and what its first rank saves, because the first rank's
-    buffers are its own in any case. A :func:`full_state_dict` has these without it.
+    As under FSDP2, the forwards of each rank update only that rank's buffers. DDP broadcasts them
+    at the start of a forward, unless the previous forward ran without gradients or in ``no_sync``.
+    Called at the same points, this makes them bitwise equal to DDP's. Called only before an
+    evaluation, or before every rank saves, it still yields the buffers that DDP evaluates with and
+    its first rank saves, because the first rank's buffers do not depend on broadcasts. A
+    :func:`full_state_dict` has the first rank's buffers without it.
 
-    All ranks of the mesh have to call it. A model that is not sharded yet is left as it is, since
-    sharding makes buffers equal (``sync_module_states``).
+    All ranks of the mesh have to call it. It leaves a model that is not sharded yet unchanged,
+    since sharding makes buffers equal (``sync_module_states``).
 
     Raises:
-        ValueError: ``model`` is no module.
-        BackendError: ranks do something else, or have other buffers.
+        ValueError: ``model`` is not a module.
+        BackendError: other ranks do something else, or have different buffers.
     """
     root = uncompiled(model)
     if not isinstance(root, nn.Module):
@@ -49,7 +50,7 @@ def sync_buffers(model: nn.Module) -> None:
         packed = torch.cat([_bytes(buffer).to(groups.device) for buffer in buffers])
         dist.broadcast(packed, group=process_group(groups.all_ranks), group_src=0)
         for buffer, part in zip(buffers, packed.split([b.nbytes for b in buffers])):
-            # A copy, which begins where any dtype may.
+            # Clone for alignment: a part may start at any byte.
             buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
 

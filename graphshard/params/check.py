@@ -1,7 +1,7 @@
-"""The checks that a model has to pass before it is sharded, and the options of each parameter.
+"""Check that a model can be sharded, and resolve the options of each parameter.
 
-A check returns a fault as text, and does not raise: another rank may have none, and all ranks have
-to raise together (``graphshard.params.agree``).
+A check returns a fault as text instead of raising: other ranks may have none, and all ranks have to
+raise together (``graphshard.params.agree``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def find_fault(
 ) -> str | None:
     """Return the first fault that keeps this rank from sharding ``root``, or None.
 
-    Sets the options of all ``plain_params`` on the way.
+    Also sets ``options``, ``host_memory`` and ``float8`` of all ``plain_params``.
     """
     return (
         _fault_of_modules(root)
@@ -95,7 +95,7 @@ def _fault_of_parameters(plain_params: Sequence[PlainParam], allow_meta: bool) -
 
 
 def _fault_of_optimizers(plain_params: Sequence[PlainParam]) -> str | None:
-    """Return the fault of an optimizer that has loaded shards for full parameters, or None."""
+    """Return a fault if an optimizer has loaded sharded state for a parameter, or None."""
     for optimizer in living(torch.optim.Optimizer):
         for plain in plain_params:
             state = optimizer.state.get(plain.param, {})
@@ -109,10 +109,10 @@ def _fault_of_optimizers(plain_params: Sequence[PlainParam]) -> str | None:
 
 
 def _fault_of_ddp(plain_params: Sequence[PlainParam]) -> str | None:
-    """Return the fault of a model inside of ``DistributedDataParallel``, or None."""
+    """Return a fault if a living ``DistributedDataParallel`` reduces a parameter, or None."""
     if not any(plain.in_ddp for plain in plain_params):
         return None
-    gc.collect()  # a wrapper that nobody uses any more may still be there
+    gc.collect()  # an unused wrapper may not have been collected yet
     reduced = find_reduced_by_ddp()
     plain = next((plain for plain in plain_params if plain.param in reduced), None)
     if plain is None:
@@ -146,7 +146,7 @@ def _instead_of_subclass(param: nn.Parameter) -> str:
     if is_of_torchao(param.data):
         return "; for fp8 on the wire give the plain module and fp8=graphshard.Float8Policy()"
     if param.requires_grad:
-        return ""  # nobody would reduce its gradient
+        return ""  # if ignored, its gradient would not be reduced
     return (
         ". It is frozen: to keep it whole on every rank, as the quantised base of QLoRA, give "
         "ignored_params=[p for p in model.parameters() if isinstance(p.data, "
@@ -174,7 +174,7 @@ def _fault_of_overrides(
 
 
 def _nearest(glob: str, fqns: Sequence[str]) -> str:
-    """Return what a glob that matches none of ``fqns`` may have meant, as text."""
+    """Suggest parameters to a user whose glob matches none of ``fqns``."""
     if not fqns:
         return "there is none"
     nearest = difflib.get_close_matches(glob, fqns, n=3, cutoff=0.0)
@@ -182,7 +182,7 @@ def _nearest(glob: str, fqns: Sequence[str]) -> str:
 
 
 def _field_of_modules(policy: MixedPrecisionPolicy) -> str | None:
-    """Return a field of ``policy``, as text, that does something to modules alone, or None."""
+    """Return a field of ``policy`` that only affects modules, as text, or None."""
     if policy.output_dtype is not None:
         return f"output_dtype={policy.output_dtype}"
     return None if policy.cast_forward_inputs else "cast_forward_inputs=False"
@@ -191,17 +191,17 @@ def _field_of_modules(policy: MixedPrecisionPolicy) -> str | None:
 def _resolve_options(
     plain_params: Sequence[PlainParam], mesh: DeviceMesh, options: Options
 ) -> str | None:
-    """Set the options of every parameter; return what is wrong with them, or None."""
+    """Set the options of every parameter; return the first fault, or None."""
     num_shards = MeshGroups(mesh).num_shards
     for plain in plain_params:
         try:
             plain.options = options.for_parameter(plain.fqns)
-            plain.options.num_backward_ranks(num_shards)  # raises if they do not divide the shards
+            plain.options.num_backward_ranks(num_shards)  # raises if it does not divide num_shards
             plain.host_memory = plain.options.host_memory(mesh.device_type)
             if fault := _fault_of_device(plain, mesh):
                 return f"parameter {plain.fqn!r} {fault}"
             plain.float8 = _float8_recipe(plain)
-        except Exception as error:  # of the user's filter, too: no rank may be alone with it
+        except Exception as error:  # also from the user's fp8 filter: all ranks have to raise
             return f"parameter {plain.fqn!r}: {type(error).__name__}: {error}"
     return None
 
@@ -216,10 +216,10 @@ def _fault_of_device(plain: PlainParam, mesh: DeviceMesh) -> str | None:
 
 
 def _float8_recipe(plain: PlainParam) -> str | None:
-    """Return the recipe by which the linears of a parameter compute in fp8; None: they do not.
+    """Return the fp8 recipe of a parameter's linears, or None if they do not compute in fp8.
 
     Raises:
-        ValueError: fp8 contradicts the dtype in which the parameter is used.
+        ValueError: the fp8 policy conflicts with ``mp_policy.param_dtype``.
     """
     policy = plain.options.fp8
     embeds = any(isinstance(module, nn.Embedding) for module, _ in plain.holders)

@@ -1,7 +1,7 @@
-"""Raises where a traced forward changes full parameters, or is given others instead.
+"""Refuse traced forwards that change full parameters in place, or have them replaced.
 
-Both would be lost in silence. A full parameter is a copy that is gathered for each forward, and
-graphs read it through its shard, whatever stands in the module's table of parameters.
+Either would be silently ignored: a full parameter is a copy gathered for one forward, and graphs
+read it through its shard, whatever ``module._parameters`` holds.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def _refuse_functional_call(shard: Source) -> None:
 
 @functools.cache
 def trace_parameters() -> None:
-    """Have Dynamo take what markers return for parameters, from now on."""
+    """Make Dynamo treat the results of unshard markers as parameters from now on."""
     path = (SHARDED_PARAM, "dtensor")
     trace_as_parameters(markers.UNSHARD_MARKERS, path, _refuse_functional_call)
 
 
 def check_reads(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
-    """Check a graph that Dynamo traced, and the graphs in it.
+    """Check how a graph that Dynamo traced, and its subgraphs, use sharded parameters.
 
     Args:
         inputs: one value for each placeholder of ``gm``.
 
     Raises:
-        BackendError: it changes a full parameter in place, or takes one as a DTensor.
+        BackendError: the graph changes a full parameter in place, or takes its DTensor as an input.
     """
     params = [sharded_param_of(value) for value in inputs]
     for value, param in zip(inputs, params):
@@ -67,9 +67,13 @@ def check_reads(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
 
 
 def _check_graph(graph: fx.Graph, shards: Mapping[int | None, ShardedParam]) -> None:
-    """
+    """Check that a graph changes no full parameter in place.
+
     Args:
-        shards: the parameters by the storages that their shards had while Dynamo traced.
+        shards: sharded parameters, by the storage of their shard in the trace.
+
+    Raises:
+        BackendError: it changes one.
     """
     fqns: dict[int | None, str] = {}
     for node in _reads(graph):
@@ -81,7 +85,7 @@ def _check_graph(graph: fx.Graph, shards: Mapping[int | None, ShardedParam]) -> 
 
 
 def _fqn_of(read: fx.Node, shards: Mapping[int | None, ShardedParam]) -> str:
-    """Return the name of the parameter that is read, or of its node where it is not known."""
+    """Return the FQN of the parameter that a marker reads; if unknown, its shard's node name."""
     shard = read.args[0]
     assert isinstance(shard, fx.Node)
     param = shards.get(traced_storage(shard))

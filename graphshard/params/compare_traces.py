@@ -1,8 +1,8 @@
-"""Compare what Dynamo traced before and after a model was sharded.
+"""Compare the graphs that Dynamo traces before and after a model is sharded.
 
-A forward may look at the class of a module (``type(m) is nn.Linear``) and take another branch once
-its parameters are sharded. Both traces start from the same Python state, so their graphs have to
-call the same operators on the same values:
+A forward may test a module's class (``type(m) is nn.Linear``), which sharding changes, and then
+take another branch. Both traces start from the same Python state, so their graphs have to call the
+same operators on the same values:
 
     plain      matmul(x, parameter 'w')              add(value 0, parameter 'b')
     sharded    matmul(x, unshard(shard of 'w'))      add(value 0, unshard(shard of 'b'))
@@ -31,9 +31,9 @@ class _Step(NamedTuple):
     """A call in a traced graph.
 
     Attributes:
-        op: name of what is called.
-        arguments: labels of values, and constants; None for operators with graphs of their own.
-        line: the line of the user's code.
+        op: name of the called function, method or module.
+        arguments: labels of values, and constants; None for higher-order operators.
+        line: file, line number and text of the user's code.
     """
 
     op: str
@@ -42,10 +42,10 @@ class _Step(NamedTuple):
 
 
 class ForwardCheck:
-    """Checks that the first graph of a sharded model is that of the plain model."""
+    """A check that the first graph of a sharded model equals that of the plain model."""
 
     def __init__(self, options: Options) -> None:
-        # Casts of parameters and inputs change what a forward does, as they should.
+        # With casts of parameters or inputs the graphs differ as intended: nothing is compared.
         policies = [options.mp_policy, *(o.get("mp_policy") for o in options.overrides.values())]
         self._casts = any(p.param_dtype or p.output_dtype for p in policies if p is not None)
         self._ignored = options.ignored_params
@@ -54,7 +54,7 @@ class ForwardCheck:
     def trace_plain(self, module: nn.Module, call: Callable[[], object]) -> None:
         """Trace a call of a module that is about to be sharded, if ``GRAPHSHARD_CHECK=1`` is set.
 
-        Nothing is computed. The trace ends at the first graph break.
+        Computes nothing. The trace ends at the first graph break.
         """
         enabled = os.environ.get("GRAPHSHARD_CHECK") == "1" and not self._casts
         captured = capture_graph(call) if enabled else None
@@ -62,11 +62,11 @@ class ForwardCheck:
             self.expect(*captured, names_of(module))
 
     def expect(self, gm: fx.GraphModule, inputs: Sequence[object], fqns: Mapping[int, str]) -> None:
-        """Take the graph of a plain model for what its sharded one has to be.
+        """Store the graph of a plain model, for :meth:`check` to compare with the next graph.
 
         Args:
-            fqns: names of the parameters that are sharded now, by ``id``; empty: the model was
-                sharded before, and nothing is expected.
+            fqns: names of the parameters that are being sharded, by ``id``; empty if the model was
+                sharded before, in which case nothing is stored.
         """
         if fqns and not self._casts:
             self._plain = _trace_of(gm, [self._fqn(value, fqns) for value in inputs])
@@ -78,10 +78,10 @@ class ForwardCheck:
         return None if ignored else fqns.get(id(value))
 
     def check(self, gm: fx.GraphModule, inputs: Sequence[object]) -> None:
-        """Compare the next graph of a sharded model.
+        """Compare a sharded model's graph with the stored one, if any, and drop the stored one.
 
         Raises:
-            BackendError: forward does something else; the error names the first difference.
+            BackendError: the graphs differ; the error names the first difference.
         """
         plain, self._plain = self._plain, None
         if plain is None:
@@ -111,7 +111,7 @@ def _difference(before: _Step | None, after: _Step | None) -> str:
 
 
 class _Labels(dict[fx.Node, _Label]):
-    """What each value is: a parameter, a result, or an input, in order of first use."""
+    """Labels of a graph's values: parameters by name, inputs and results in order of use."""
 
     def __init__(self) -> None:
         self._inputs, self._results = itertools.count(), itertools.count()
@@ -140,9 +140,10 @@ def _steps(gm: fx.GraphModule, labels: _Labels) -> Iterator[_Step]:
             labels[node] = ("attribute",)
             graph = getattr(gm, node.target, None)
             if isinstance(graph, fx.GraphModule):
-                # The code of a higher-order operator: its inputs have no common order.
+                # The body of a higher-order operator. The order of its inputs may differ between
+                # the two traces, so arguments are not compared.
                 yield from (step._replace(arguments=None) for step in _steps(graph, _Labels()))
-        # A parameter read under ``no_grad`` leaves an empty block in one of the graphs only.
+        # Skip set_grad_enabled: a read under no_grad leaves an empty block in one graph only.
         elif node.op not in ("placeholder", "output") and node.target is not set_grad_enabled:
             yield _Step(_name(node), _arguments(node, labels), _line(node))
             labels.add_result(node)

@@ -1,4 +1,4 @@
-"""Find the module of a traced parameter, and where Dynamo left its forward to Python."""
+"""Find the root module of a traced parameter, note graph breaks, and guard sharded parameters."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .sharded_param import SHARDED_PARAM, ShardedParam, in_sync, sharded_param_o
 
 
 def modules_of(owners: Iterable[object]) -> Iterator[nn.Module]:
-    """Yield the modules among ``owners``; of compiled ones, the originals."""
+    """Yield the modules among ``owners``, without the wrapper of ``torch.compile``."""
     return (owner for owner in map(uncompiled, owners) if isinstance(owner, nn.Module))
 
 
 def note_breaks(trace: Trace, params: Sequence[ShardedParam | None], call: CompiledCall) -> None:
-    """Remember where a model's graphs end early, for the one warning about it."""
+    """Record the graph breaks of a model, and what ran eagerly, for its one warning about them."""
     owner = trace.owner()
     models = [param.model for param in params if param]
     model = models[0] if models else sharded_model_of(owner) if owner is not None else None
@@ -40,10 +40,13 @@ def note_breaks(trace: Trace, params: Sequence[ShardedParam | None], call: Compi
 def find_root(
     trace: Trace, source: Any, param: nn.Parameter, call: CompiledCall
 ) -> tuple[nn.Module, bool]:
-    """Find the outermost module that holds ``param``, and whether its forward runs already.
+    """Return the outermost module that holds ``param``, and whether its forward already runs.
 
-    It is the compiled module; or an outer module whose forward Dynamo left to Python; or, where a
-    function is compiled, an object that the parameter's source passes through.
+    That is the compiled module, an outer module whose forward Dynamo left to Python, or, if a
+    function is compiled, a module on the path of the parameter's source.
+
+    Raises:
+        BackendError: none of these holds ``param``.
     """
     for candidate in [call.module, *call.running, *trace.owners(source)]:
         candidate = uncompiled(candidate)
@@ -56,8 +59,10 @@ def find_root(
 
 
 def sync_params(trace: Trace, gm: fx.GraphModule, inputs: Sequence[object]) -> bool:
-    """Guard every sharded parameter; return False if one, or its ``requires_grad``, was not as
-    traced."""
+    """Guard every sharded parameter, and sync its shard; return False to have Dynamo trace again.
+
+    That is needed if a parameter was replaced, or its ``requires_grad`` has changed.
+    """
     # Dynamo drops a shard from the inputs if forward only reads attributes of its parameter.
     for shard in shards_read():
         trace.guard(shard, SHARDED_PARAM, in_sync)

@@ -1,4 +1,4 @@
-"""Advice behind torch's errors of dtypes that differ: with a policy, a border may be missing."""
+"""Advice for torch's dtype-mismatch errors: ``mp_policy`` may have to cast at more modules."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .sharded_param import sharded_param_of
 _R = TypeVar("_R")
 
 _DTYPES_DIFFER = re.compile("dtype|scalar type|type.* should be the same")
-"""Matches errors of linears, attention, norms and convolutions, as their ops word them."""
+"""Matches the error texts of linear, attention, norm and convolution operators."""
 
 
 def advising(run: Callable[..., _R]) -> Callable[..., _R]:
-    """Return a compiled graph like ``run`` whose errors come with the advice."""
+    """Wrap a compiled graph so that its dtype errors carry the advice."""
 
     @functools.wraps(run)
     def call(*args: object) -> _R:
@@ -36,9 +36,9 @@ def advising(run: Callable[..., _R]) -> Callable[..., _R]:
 
 
 def advise(error: BaseException) -> None:
-    """Add a note to an error of dtypes that a compiled model with a policy has raised."""
+    """Add the advice to a dtype error of a compiled model that has an ``mp_policy``."""
     model = compiled_call().module
-    # Without Dynamo's text around it, which prints the dtypes of all arguments.
+    # Search the original error only: Dynamo's text around it has the dtypes of all arguments.
     about_dtypes = _DTYPES_DIFFER.search(words_of(error)) and not isinstance(error, BackendError)
     if about_dtypes and isinstance(error, RuntimeError) and model is not None and _is_cast(model):
         error.add_note(
@@ -50,13 +50,13 @@ def advise(error: BaseException) -> None:
 
 
 def _is_cast(model: nn.Module) -> bool:
-    """Return whether any parameter of ``model`` is used in another dtype than its own."""
+    """Return whether any parameter of ``model`` is used in a dtype other than its own."""
     sharded_params = map(sharded_param_of, model.parameters())
     return any(param is not None and param.layout.dtype is not None for param in sharded_params)
 
 
 def _repeated(model: nn.Module) -> str:
-    """Return the glob of the children of the largest outermost list; if none, a placeholder."""
+    """Return a glob for the layers in the largest outermost ``ModuleList``, or a placeholder."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and n}
     outermost = [n for n in lists if not any(n.startswith(f"{other}.") for other in lists)]
     callable_lists = [n for n in outermost if any(map(has_forward, lists[n]))]

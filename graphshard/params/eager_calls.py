@@ -1,9 +1,9 @@
-"""Gathers, reductions and exchanges outside of any graph, as calls that all ranks log.
+"""Log collectives outside of any graph, so that ranks that diverge raise instead of hanging.
 
-A rank may leave a graph that its peers run: where Dynamo has compiled a function too often, say,
-it runs that in Python from then on. So a gather that is new inside of compiled code waits until all
-ranks have come to it, before anything is sent. Plain calls of a model, and reductions, whose order
-follows from that of the gathers, are only logged.
+A rank may leave a graph that its peers still run: past Dynamo's recompile limit, a function runs in
+Python. So within a call of compiled code, a gather that is new to this rank first waits until all
+ranks have reached it. Gathers in plain calls of a model are only logged, and so are reductions,
+whose order follows from that of the gathers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .mesh_groups import MeshGroups
 
 @contextmanager
 def eager_gather(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
-    """Log a gather of parameters of one module, that is made in this context.
+    """Log the gather of one module's parameters that runs in this context.
 
     Raises:
         BackendError: other ranks do something else.
@@ -39,7 +39,7 @@ def eager_gather(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def eager_reduction(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
-    """Log a reduction of gradients that is made in this context.
+    """Log the reduction of gradients that runs in this context.
 
     Raises:
         BackendError: other ranks do something else.
@@ -54,13 +54,13 @@ def eager_reduction(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
 def agreed_exchange(
     groups: MeshGroups, plan_id: str, text: str, *, is_new: bool = False
 ) -> Iterator[None]:
-    """Log an exchange that is made in this context; where it is new here, wait until all agree.
+    """Log the exchange that runs in this context; if it is new, wait until all ranks agree.
 
     Args:
-        plan_id: a hash of ``text``.
-        text: what is exchanged; its first line says what for.
-        is_new: wait, also if this rank knows ``text``. Where each rank does so unless it repeats
-            its last exchange of this kind, nobody meets another one than its own.
+        plan_id: hash of ``text``.
+        text: description of the exchange; its first line names the purpose.
+        is_new: whether to wait even if this rank knows ``text``. If every rank passes True unless
+            it repeats its last exchange of this kind, different exchanges never run together.
 
     Raises:
         BackendError: other ranks do something else.
@@ -75,15 +75,15 @@ def agreed_exchange(
 
 
 def agree_on_gathering(groups: MeshGroups, what: str, name: str, remedy: str) -> None:
-    """Wait until all ranks have come to gather, or to save, all there is.
+    """Wait until all ranks have reached a call that gathers or saves a model.
 
     Args:
-        what: the function that all ranks have to call.
-        name: what is gathered or saved, such as the model's class.
-        remedy: what to write instead of a call on one rank.
+        what: name of the function that all ranks have to call.
+        name: name of what is gathered or saved, such as the model's class.
+        remedy: code to write instead of a call on one rank, for the error.
 
     Raises:
-        BackendError: a rank does something else, has left, or never comes.
+        BackendError: a rank does something else, has exited, or does not call it in time.
     """
     plan_id = f"{what} of {name}, {BY_ALL_RANKS}: {remedy}"
     with agreed_exchange(groups, plan_id, plan_id, is_new=True):
@@ -91,7 +91,7 @@ def agree_on_gathering(groups: MeshGroups, what: str, name: str, remedy: str) ->
 
 
 def _call_log(groups: MeshGroups) -> CallLog:
-    """Return the log of all ranks of the mesh, which releases ranks in any of its groups."""
+    """Return the mesh's call log, which on a fault releases ranks blocked in any of its groups."""
     call_log = call_log_of(process_group(groups.all_ranks))
     for name in filter(None, (groups.shards, groups.replicas)):
         call_log.involve(process_group(name))
@@ -108,6 +108,6 @@ def _explained(call_log: CallLog) -> Iterator[None]:
 
 
 def _reason(call: CompiledCall) -> str:
-    """Return why the function that reads a parameter is not compiled, as far as that is known."""
+    """Return why the function that reads a parameter is not compiled, or "" if unknown."""
     limited = [describe_code(code) for code in call.codes if at_recompile_limit(code)]
     return f": {LIMIT} for {limited[0]}" if limited else ""

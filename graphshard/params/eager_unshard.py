@@ -1,15 +1,15 @@
 """Full parameters for the parts of a forward that run outside of any graph.
 
-An eager part reads parameters one by one, as its code comes to them. How often, and which of them,
-may depend on a rank's data (the experts of a mixture, a loop over ``index.unique()``); ranks that
-gather at each read would issue different collectives. So the unit is the module, as it is of
-FSDP2's ``fully_shard(module)``: the first read of any of its parameters gathers all of them, later
-reads in the same call get the same tensors, and one backward reduces all their gradients:
+Eager code reads parameters one at a time. Which ones, and how often, may depend on a rank's data
+(mixture-of-experts routing, a loop over ``index.unique()``), so gathering at each read would issue
+different collectives on different ranks. Instead, as with FSDP2's ``fully_shard(module)``, the unit
+is the module: the first read of any of its parameters gathers all of them, later reads in the same
+call get the same tensors, and one backward reduces all their gradients:
 
     call of the module    shards ──► _Unshard ──► full parameters ──► read, read, ...
-    backward              their gradients ◄── _Unshard ◄── added up over the reads, None if not read
+    backward              their gradients ◄── _Unshard ◄── sum over all reads, None if not read
 
-Ranks still have to run the same modules. The full parameters of a call are kept in its scope: see
+Ranks still have to run the same modules. The call's scope keeps its full parameters: see
 [Note: call scope] in ``graphshard._torch.call_scope``.
 """
 
@@ -38,10 +38,10 @@ from .sharded_param import ShardedParam, is_unattached, owned_by
 
 
 class _Read(NamedTuple):
-    """The key under which a call's scope holds a full parameter.
+    """The key of a full parameter in a call's scope.
 
     Attributes:
-        version: version of the shard: a shard that has changed is gathered again.
+        version: version of the shard; one that has changed is gathered again.
     """
 
     param: ShardedParam
@@ -50,13 +50,14 @@ class _Read(NamedTuple):
 
 
 def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor] | None:
-    """Return the full parameters of ``module``, differentiable, or None outside of any forward.
+    """Return differentiable full parameters of ``module`` by name; None outside of any forward.
 
     Args:
-        names: the sharded parameters that are registered in it.
+        names: names of the module's own sharded parameters.
 
     Raises:
-        BackendError: a parameter was replaced after it was sharded.
+        BackendError: a parameter was replaced after it was sharded, or a full parameter was changed
+            in place.
     """
     model = sharded_model_of(module)
     scope = call_scope(lambda called: sharded_model_of(called) is model)
@@ -70,7 +71,7 @@ def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.
         param.sync()
         param.model.reads_eagerly = True
         reads[name] = _Read(param, torch.is_inference_mode_enabled(), version_of(param.shard))
-    # A tied parameter may be here already, by another module.
+    # A tied parameter may have been gathered for another module already.
     missing = [read.param for read in dict.fromkeys(reads.values()) if read not in scope]
     if missing:
         gathered = _Gathered(missing)
@@ -82,17 +83,17 @@ def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.
 
 
 class _Gathered:
-    """Parameters that were gathered together in one call, which nobody may change in place.
+    """Parameters gathered together in one call; changing one in place is an error.
 
-    A change of ``tensor.data`` in place is not seen: it leaves no trace on the tensor.
+    In-place changes of ``tensor.data`` are not detected: they leave no trace on the tensor.
 
     Attributes:
-        full: the full parameters.
+        full: full parameters, by sharded parameter.
     """
 
     def __init__(self, sharded_params: Sequence[ShardedParam]) -> None:
         shards = [param.shard for param in sharded_params]
-        with torch.enable_grad():  # what is read under no_grad may be used outside of it
+        with torch.enable_grad():  # a tensor read under no_grad may be used outside of it
             tensors = _Unshard.apply(sharded_params, *shards)
         for tensor in tensors:
             tensor.__class__ = GatheredParameter
@@ -103,15 +104,15 @@ class _Gathered:
         return [(version_of(tensor), address_of(tensor)) for tensor in self.full.values()]
 
     def note_changes(self) -> None:
-        """Tell the model which parameter was changed, if one was."""
+        """Record in the model which parameter was changed in place, if any."""
         now = self._read_states()
         for sharded_param, before, after in zip(self.full, self._states, now):
             if before != after:
                 sharded_param.model.changed_in_place = sharded_param.fqn
 
-    @torch.compiler.disable  # Python may run it while a function of the user is traced
+    @torch.compiler.disable  # may run while Dynamo traces user code
     def __del__(self) -> None:
-        self.note_changes()  # with the call: the next read, or backward, raises the error
+        self.note_changes()  # the call is over; the next read or backward raises the error
 
 
 def _sharded(module: nn.Module, name: str) -> ShardedParam:
@@ -125,10 +126,10 @@ def _sharded(module: nn.Module, name: str) -> ShardedParam:
 
 
 class _Context(FunctionCtx):
-    """The values that forward leaves for backward; a class for the type checker alone.
+    """The values that forward saves for backward; this class only serves the type checker.
 
     Attributes:
-        destinations: the accumulator that each gradient goes to; None: it is reduced.
+        destinations: accumulator that each gradient goes to, or None if it is reduced.
     """
 
     sharded_params: Sequence[ShardedParam]
@@ -139,8 +140,8 @@ class _Context(FunctionCtx):
 class _Unshard(torch.autograd.Function):
     """``shards -> full parameters`` of one module.
 
-    Dynamo compiles nothing inside of ``torch.func.jvp`` and its like, so they come here; hence the
-    context apart, and the rule for vmap.
+    Dynamo does not compile the inside of ``torch.func.jvp`` and similar transforms, so they call
+    this function. The transforms require a separate ``setup_context`` and a vmap rule.
     """
 
     @staticmethod
@@ -179,14 +180,14 @@ class _Unshard(torch.autograd.Function):
 
 
 def _dense(grad: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a gradient as it is reduced; behind ``nn.Embedding(sparse=True)`` it is sparse."""
+    """Convert a gradient to strided layout: that of ``nn.Embedding(sparse=True)`` is sparse."""
     return grad if grad is None or grad.layout == torch.strided else grad.to_dense()
 
 
 def _gradients_of_shards(
     ctx: _Context, grads: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """Reduce full gradients, or accumulate them; None: the shard gets no gradient now."""
+    """Reduce or accumulate full gradients; return None for shards that get no gradient now."""
     to_reduce = []
     for i, (sharded_param, grad) in enumerate(zip(ctx.sharded_params, grads)):
         if not ctx.needs_input_grad[i + 1]:
@@ -208,11 +209,12 @@ def _gradients_of_shards(
 def _reduce(
     sharded_param: ShardedParam, grad: torch.Tensor | None, destination: str | None
 ) -> torch.Tensor | None:
-    """Reduce a full gradient and what has accumulated before.
+    """Reduce the sum of a full gradient and what has accumulated before.
 
     Args:
-        grad: None: other ranks have one, this rank does not.
-        destination: ``PARTIAL``: the reduced shard goes there, and None is returned.
+        grad: this rank's gradient; None if only other ranks have one.
+        destination: None to return the reduced shard; ``PARTIAL`` to accumulate it there and return
+            None.
     """
     layout, accumulation = sharded_param.layout, sharded_param.accumulation
     if grad is None:
@@ -231,10 +233,10 @@ def _reduce(
 def _used_on_any_rank(
     sharded_params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]
 ) -> list[bool]:
-    """Return which parameters have a gradient on any rank.
+    """Return, for each parameter, whether any rank has a gradient.
 
-    Only a rank without some gradient waits for the device. A single parameter needs no exchange:
-    backward would not come here without its gradient.
+    Only a rank that lacks some gradient waits for the device. A single parameter needs no exchange:
+    without its gradient, backward would not get here on any rank.
     """
     used_here = [grad is not None for grad in grads]
     if len(sharded_params) <= 1:

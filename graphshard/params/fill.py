@@ -1,4 +1,4 @@
-"""Gives a sharded model of the meta device values that are known, each rank its rows of them."""
+"""Fill a sharded meta-device model with known values: each rank reads only its rows."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from .stored import StoredTensor, read_stored
 def fill(root: nn.Module, values: Mapping[str, torch.Tensor], groups: MeshGroups) -> None:
     """Allocate the parameters of a sharded model, and write this rank's rows into its shards.
 
-    Nothing is communicated. Beside the shards there are at most one parameter's rows, and of a
-    tensor whose rows cannot be read alone all of it.
+    Communicates nothing. Apart from the shards it allocates one parameter's rows at a time, or a
+    whole tensor if its rows cannot be read separately.
 
     Args:
-        values: full tensors by first name of every parameter, or tensors that are still in files.
+        values: full tensors, in memory or still in files (``StoredTensor``), by the first name of
+            every parameter.
     """
     allocate(root, groups)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The parameters of a model that are to be sharded, and all modules that hold each of them."""
+"""Find the parameters of a model that are to be sharded, and all modules that hold them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class Holder(NamedTuple):
-    """A module that holds a parameter, and the parameter's name there."""
+    """A module that holds a parameter, and the parameter's name in it."""
 
     module: nn.Module
     name: str
@@ -30,12 +30,14 @@ class PlainParam:
     """A parameter that is to be sharded.
 
     Attributes:
-        fqns: its names in the model; several where it is tied.
-        holders: all modules that hold it, also outside of the model.
-        in_ddp: a ``DistributedDataParallel`` reduces its gradient, perhaps one that is garbage.
-        options: the options that hold for it; set by ``graphshard.params.check``, as are the next.
-        float8: the recipe of fp8 for its linears; None: they do not compute in fp8.
-        host_memory: the host's memory that is to keep its shards; None: the device keeps them.
+        fqns: its names in the model; several if it is tied.
+        holders: all modules that hold it, inside and outside of the model.
+        in_ddp: whether a ``DistributedDataParallel`` reduces its gradient, perhaps one that has yet
+            to be garbage-collected.
+        options: its options; like the next two, set by ``graphshard.params.check``.
+        float8: fp8 recipe of its linears; None if they do not compute in fp8.
+        host_memory: kind of host memory for its shards (``graphshard.ops.host_copy``); None keeps
+            them on the device.
     """
 
     param: nn.Parameter
@@ -48,7 +50,7 @@ class PlainParam:
 
     @property
     def fqn(self) -> str:
-        """Its first name."""
+        """The first of its names."""
         return self.fqns[0]
 
 
@@ -67,7 +69,7 @@ def find_plain_params(root: nn.Module, ignored: frozenset[nn.Parameter]) -> list
         if module in inside:
             continue
         for name, param in parameters_if_initialised(module).items():
-            if param in plain_params:  # tied to this model from outside, such as a loss's weight
+            if param in plain_params:  # tied from outside of the model, such as a loss's weight
                 plain_params[param].holders.append(Holder(module, name))
         if isinstance(module, DistributedDataParallel):
             for param in plain_params.keys() & reduced_by(module):
@@ -76,11 +78,13 @@ def find_plain_params(root: nn.Module, ignored: frozenset[nn.Parameter]) -> list
 
 
 def living(kind: type[_T]) -> Iterator[_T]:
-    """Yield all living objects of ``kind``; by type, as ``isinstance`` asks proxies for theirs.
+    """Yield all living instances of ``kind`` and its subclasses.
 
-    After ``gc.freeze()`` those from before it have to be ``known``.
+    The garbage collector does not list objects frozen by ``gc.freeze()``; these are found only if
+    they are registered in ``graphshard._torch.known``.
     """
-    things = gc.get_objects()  # many, of few types
+    # Filter types, not objects: there are few types, and isinstance would run code of proxies.
+    things = gc.get_objects()
     kinds = {cls for cls in set(map(type, things)) if issubclass(cls, kind)}
     frozen = known(kind) if gc.get_freeze_count() else {}
     for thing in things if kinds else ():
@@ -91,5 +95,5 @@ def living(kind: type[_T]) -> Iterator[_T]:
 
 
 def find_reduced_by_ddp() -> set[nn.Parameter]:
-    """Return the parameters whose gradients some living ``DistributedDataParallel`` reduces."""
+    """Return the parameters whose gradients a living ``DistributedDataParallel`` reduces."""
     return {param for ddp in living(DistributedDataParallel) for param in reduced_by(ddp)}

@@ -1,22 +1,21 @@
-"""Shards a module that ``torch.compile`` was given before its first forward begins.
+"""Shard a module that was given to ``torch.compile`` before its first forward begins.
 
-[Note: first forward] With a mixed-precision policy FSDP2 casts a model's inputs and outputs, by
-hooks that sharding adds to the module. A module calls the hooks that it has when its forward
-begins. Dynamo first calls the backend after that, in the middle of the first forward: too late to
-cast its inputs. It may also never do so: it is switched off, or it leaves the whole call to Python,
-as it does where ``compile()`` of a module of torch.nn was called. So graphshard has to meet the
-module before.
+[Note: first forward] With a mixed-precision policy, FSDP2 casts a model's inputs and outputs in
+hooks that sharding adds. A module only calls hooks that it has when its forward begins, but
+Dynamo calls the backend later, in the middle of the first forward: too late to cast the inputs. Or
+it never calls the backend: Dynamo is disabled, or it leaves the whole call to Python, as it does
+after ``compile()`` of a torch.nn module. So graphshard has to get hold of the module earlier.
 
-``torch.compile`` hands a backend nothing but graphs. While it is given a module, though, it reads
+``torch.compile`` passes nothing but graphs to a backend. But when it is given a module, it reads
 the backend's ``__name__`` (``_TorchCompileWrapper`` in torch/__init__.py, 2.11 and 2.13), and the
-module is the argument ``model`` of the call that does. ``Backend.__name__`` is a property for that
-reason alone. Of a backend that is given by name it reads nothing, but looks it up: ``on_lookup`` in
-_torch/dynamo.py. All that hangs on either is in this file and in ``unsharded``: a hook that shards
-the module when its first compiled forward begins, casts the inputs of that one, and removes itself.
-If torch stops doing either, the first forward raises an error with advice where inputs are cast,
-and tests/graph/test_first_forward.py fails.
+module is the argument ``model`` of the calling function. That is the only reason why
+``Backend.__name__`` is a property. A backend that is given by name is looked up instead:
+``on_lookup`` in _torch/dynamo.py. All code that depends on either is in this file and in
+``unsharded``: a hook shards the module when its first compiled forward begins, casts the inputs of
+that forward, and removes itself. If torch stops doing either, the first forward raises an error
+with advice if inputs are to be cast, and tests/graph/test_first_forward.py fails.
 
-Hooks that the user registered before ``torch.compile``, and global ones, run before this hook. If
+Global hooks, and those that the user registered before ``torch.compile``, run before this hook. If
 Dynamo compiles one of them, the module is sharded at that point, and this hook only casts.
 """
 
@@ -40,10 +39,10 @@ from .unsharded import Sharder
 def shard_before_first_forward(
     sharder: Sharder, request: ToCompile, policy: MixedPrecisionPolicy
 ) -> None:
-    """Hook the module that ``torch.compile`` is being given: see [Note: first forward].
+    """Register the hook on the module in a ``torch.compile`` call: see [Note: first forward].
 
     Args:
-        policy: casts the inputs of the first forward.
+        policy: policy by which the hook casts the inputs of the first forward.
     """
     root = request.module
     if root is None:
@@ -61,8 +60,10 @@ def forget_first_forward(root: nn.Module) -> None:
 
 
 def has_yet_to_cast(root: nn.Module, call: CompiledCall) -> bool:
-    """Return whether a hook before ``_FirstForward`` runs, which is then going to cast the inputs
-    even though the module is sharded already."""
+    """Return whether a hook that precedes ``_FirstForward`` is running.
+
+    If so, ``_FirstForward`` will cast the inputs even though the module is sharded by then.
+    """
     begun = call.module is root and root in call.called
     hooks = _hooks_of(root) if begun else []
     for hook in hooks:
@@ -75,20 +76,22 @@ def _hooks_of(root: nn.Module) -> list[_FirstForward]:
 
 
 class _Copied:
-    """Stands in for the hook in a copy of a hooked module, or a pickled one, and does nothing."""
+    """Replaces the hook in copies and pickles of a hooked module, and does nothing."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         return None
 
 
 class _FirstForward:
-    """A forward pre-hook that runs once, in the first forward of compiled code.
+    """A forward pre-hook that acts once, in the first compiled forward.
 
     Args:
-        is_off: ``torch.compile`` compiles nothing, so that no call can be told from a compiled one.
+        is_off: whether ``torch.compile`` is disabled. Compiled and plain calls then look the same,
+            so the hook acts in the first forward of either.
 
     Attributes:
-        casts_anyway: the inputs are to be cast even though the module is sharded already.
+        handle: handle that removes the hook.
+        casts_anyway: whether to cast the inputs even if the module is sharded already.
     """
 
     handle: RemovableHandle
@@ -101,7 +104,7 @@ class _FirstForward:
         return _Copied, ()
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
-        # A hook before this one may have removed it: torch calls it all the same, without kwargs.
+        # If an earlier hook has removed this one, torch still calls it, but without kwargs.
         forgotten = kwargs is None or torch.compiler.is_compiling()
         return None if forgotten else self._run(module, args, kwargs)
 

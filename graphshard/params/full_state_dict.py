@@ -1,9 +1,9 @@
-"""Full state dicts: of plain tensors, on the first rank of the mesh alone.
+"""Full state dicts: plain tensors, on the first rank of the mesh only.
 
     shards ──gather──► full tensor ──► host of the first rank
 
-One tensor at a time is gathered, so that the first rank never holds more than one parameter beside
-its shards and the result. ``graphshard.params.load_full_state_dict`` goes the other way.
+Tensors are gathered one at a time, so the first rank never holds more than one full tensor on top
+of its shards and the result. ``graphshard.params.load_full_state_dict`` is the inverse.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .mesh_groups import MeshGroups
 from .sharded_param import sharded_param_of
 
 StateDict = OrderedDict[str, Any]
-"""A module's state dict; torch has it carry more than its values."""
+"""A module's state dict; torch attaches module versions to it as ``_metadata``."""
 _Key = TypeVar("_Key", bound=Hashable)
 
 
@@ -45,28 +45,29 @@ def full_state_dict(
     *,
     names: Collection[str] | None = None,
 ) -> StateDict | tuple[StateDict, dict[str, Any]]:
-    """Return the unsharded state dict of ``model``, on the host of the mesh's first rank.
+    """Gather the unsharded state dict of ``model`` on the host of the mesh's first rank.
 
-    All ranks of the mesh have to call it. Names are those of the module without ``torch.compile``;
-    a plain model loads it by ``load_state_dict``, and so does a sharded one where all ranks have
-    it; :func:`load_full_state_dict` needs it on the first rank alone.
+    All ranks of the mesh have to call it. Names have no ``torch.compile`` prefix. A plain model
+    loads the result with ``load_state_dict``, and so does a sharded one if all ranks have it;
+    :func:`load_full_state_dict` needs it on the first rank only.
 
     Args:
-        optim: its state is wanted, too: with names of parameters, not numbers, as
-            ``torch.distributed.checkpoint.state_dict`` has it, whose ``set_optimizer_state_dict``
-            loads it into the optimizer of a plain model. States that torchao keeps in 8 bits are
-            float32 here; an optimizer that has stepped loads them, rounded again to 8 bits.
-        names: in the model's state dict, of what is wanted and gathered, the same on all ranks:
-            adapters alone, say. None: of everything.
+        optim: optimizer of ``model`` whose state to gather, too. Like that of
+            ``torch.distributed.checkpoint.state_dict``, its state dict has names of parameters
+            instead of numbers; ``set_optimizer_state_dict`` of that module loads it into a plain
+            model's optimizer. 8-bit states of torchao are converted to float32; an optimizer that
+            has stepped quantizes them again when it loads them.
+        names: names in the model's state dict to gather, such as those of adapters, the same on all
+            ranks; None gathers everything. The optimizer's state is always gathered in full.
 
     Returns:
-        The state dict; with ``optim``, that of the model and that of the optimizer. They are empty
-        on all other ranks. Tied weights are one tensor.
+        The state dict; with ``optim``, a pair of the model's and the optimizer's. Empty on all
+        other ranks. Tied weights are one tensor.
 
     Raises:
-        ValueError: ``model`` is no module, ``optim`` no optimizer of it, a parameter is on the
-            meta device, or ``names`` has one that the state dict has not.
-        BackendError: on all ranks, if ``names`` differs between them, or some do not call it.
+        ValueError: ``model`` is not a module, ``optim`` is not its optimizer, a parameter is on the
+            meta device, or the state dict lacks one of ``names``.
+        BackendError: on all ranks, if ``names`` differs between them or some do not call it.
     """
     root = checked_module(model, optim)
     groups = mesh_groups_of(root)
@@ -87,7 +88,11 @@ def full_state_dict(
 def _of_names(
     state: Mapping[str, Any], names: Collection[str], groups: MeshGroups | None
 ) -> StateDict:
-    """Return the entries of a state dict that are wanted, in its order, with its versions."""
+    """Return the entries of a state dict in ``names``, in its order and with its versions.
+
+    Raises:
+        ValueError: it lacks one of them, or ranks ask for different ones.
+    """
     wanted = {names} if isinstance(names, str) else set(names)
     unknown = sorted(wanted - {plain_name(name) for name in state})
     fault = f"names has {unknown[0]!r}, which the state dict has not" if unknown else None
@@ -104,7 +109,12 @@ def _of_names(
 def checked_module(
     model: nn.Module, optim: torch.optim.Optimizer | None, *, allow_meta: bool = False
 ) -> nn.Module:
-    """Return the module itself, where ``torch.compile`` wrapped it."""
+    """Check the arguments; return ``model`` without the wrapper of ``torch.compile``.
+
+    Raises:
+        ValueError: ``model`` is not a module or is on the meta device, or ``optim`` is not an
+            optimizer.
+    """
     root = uncompiled(model)
     if not isinstance(root, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}: give the module that is trained")
@@ -119,33 +129,33 @@ def checked_module(
 
 
 def mesh_groups_of(root: nn.Module) -> MeshGroups | None:
-    """Return the groups of the mesh over which ``root`` is sharded; None: it is not."""
+    """Return the groups of the mesh that ``root`` is sharded over; None if it is not sharded."""
     sharded_params = (sharded_param_of(param) for param in root.parameters())
     return next((p.layout.groups for p in sharded_params if p is not None), None)
 
 
 def is_first_rank(groups: MeshGroups | None) -> bool:
-    """Return whether this is the first rank of the mesh; of all ranks, where there is no mesh."""
+    """Return whether this is the first rank of the mesh, or of all ranks without a mesh."""
     if groups is not None:
         return int(groups.mesh.mesh.flatten()[0]) == dist.get_rank()
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a parameter, or of a module, without ``torch.compile``."""
+    """Return a parameter or module name without the prefixes of ``torch.compile``."""
     return name.replace(COMPILED_PREFIX, "")
 
 
 def plain_versions(state_dict: Mapping[str, object]) -> dict[str, Any]:
-    """Return the versions of modules in a state dict, by their names without ``torch.compile``."""
+    """Return the module versions in a state dict, by module name without compile prefixes."""
     return {plain_name(f"{n}.").removesuffix("."): v for n, v in versions_of(state_dict).items()}
 
 
 def names_of(root: nn.Module, optim: torch.optim.Optimizer) -> list[list[str]]:
-    """Return the first names of the parameters of ``optim``, by group.
+    """Return the names of the parameters of ``optim``, by param group; of tied ones the first.
 
     Raises:
-        ValueError: it has a parameter that is none of ``root``.
+        ValueError: ``optim`` has a parameter that ``root`` does not have.
     """
     names = {param: plain_name(name) for name, param in root.named_parameters()}
     groups = [group["params"] for group in optim.param_groups]
@@ -156,13 +166,13 @@ def names_of(root: nn.Module, optim: torch.optim.Optimizer) -> list[list[str]]:
     return [[names[param] for param in group] for group in groups]
 
 
-# --- to the first rank ---------------------------------------------------------------------------
+# --- gather to the first rank --------------------------------------------------------------------
 
 
 def _gathered(values: Mapping[_Key, object], is_first: bool) -> dict[_Key, Any]:
-    """Return ``values`` with full tensors on the host; empty on all but the first rank."""
+    """Return ``values`` with full tensors on the first rank's host; empty on the other ranks."""
     full: dict[int, object] = {}
-    # By name: ranks may have registered them in another order.
+    # In order of names: ranks may have registered parameters in different orders.
     for key in sorted(values, key=str):
         value = values[key]
         if id(value) not in full:  # tied parameters are one object
@@ -171,7 +181,7 @@ def _gathered(values: Mapping[_Key, object], is_first: bool) -> dict[_Key, Any]:
 
 
 def _on_first_host(value: object, is_first: bool) -> object:
-    """Return ``value`` with its tensor in full on the host of the first rank, else None."""
+    """Return ``value`` on the first rank, gathered to its host if a tensor; None on other ranks."""
     if isinstance(value, DTensor):
         full = gather(value)
         return full.to("cpu") if is_first and full is not None else None
@@ -183,7 +193,7 @@ def _on_first_host(value: object, is_first: bool) -> object:
 def _gathered_optimizer(
     root: nn.Module, optim: torch.optim.Optimizer, is_first: bool
 ) -> dict[str, Any]:
-    """Return the state dict of ``optim`` with full tensors and the names of parameters."""
+    """Return the state dict of ``optim`` with full tensors, keyed by names of parameters."""
     names, state = names_of(root, optim), optim.state_dict()
     by_number = [name for group in names for name in group]
     values = {

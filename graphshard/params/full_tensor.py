@@ -1,7 +1,8 @@
-"""One tensor between the first rank of a mesh, which has it in full, and the shards of all ranks.
+"""Gather shards to a full tensor on the first rank of a mesh, or scatter one from that rank.
 
-Rows travel as bytes, which every backend sends, and straight from or to where they are wanted. The
-other replicas of a 2D mesh take no part in a gather, and get from the first one what it scattered.
+Rows travel as bytes, which every backend can send, and straight to or from their place in the full
+tensor, unless they are padded. On a 2D mesh only the first replica gathers and scatters; the others
+then receive their shards from it.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from .mesh_groups import MeshGroups
 
 
 def layout_of(dtensor: DTensor) -> Layout | None:
-    """Return the layout by which rows of ``dtensor`` are split; None: it is split otherwise."""
+    """Return the layout of ``dtensor``; None if it is split other than by rows over shards."""
     sharded = dtensor.placements[-1] == Shard(0)
     layout = Layout(dtensor.shape, MeshGroups(dtensor.device_mesh), shard=sharded)
     return layout if tuple(dtensor.placements) == layout.placements else None
 
 
 def gather(dtensor: DTensor) -> torch.Tensor | None:
-    """Return a copy in full on the first rank of the mesh, None or anything on the others."""
+    """Return a full copy on the first rank of the mesh; the result on other ranks is undefined."""
     layout = layout_of(dtensor)
     if layout is None:
         return dtensor.full_tensor().detach()
@@ -51,11 +52,11 @@ def gather(dtensor: DTensor) -> torch.Tensor | None:
 
 
 def scatter(full: torch.Tensor | None, dtype: torch.dtype, layout: Layout) -> DTensor:
-    """Return a tensor of which the first rank has all, on the mesh's device.
+    """Scatter a full tensor from the first rank; return its DTensor on the mesh's device.
 
     Args:
-        full: the tensor of ``layout.shape`` on the first rank, on any device; None elsewhere.
-        dtype: its dtype.
+        full: tensor of ``layout.shape`` on the first rank, on any device; None on the others.
+        dtype: dtype of the tensor.
     """
     groups = layout.groups
     shard = torch.empty(layout.padded_shape, dtype=dtype, device=groups.device)
@@ -73,7 +74,7 @@ def scatter(full: torch.Tensor | None, dtype: torch.dtype, layout: Layout) -> DT
 
 
 def broadcast(full: torch.Tensor | None, buffer: torch.Tensor, groups: MeshGroups) -> torch.Tensor:
-    """Return ``buffer`` with the values of the first rank's ``full``."""
+    """Broadcast the first rank's ``full`` into ``buffer``, and return that."""
     if full is not None:
         buffer.copy_(full.detach())
     if buffer.numel():
@@ -86,9 +87,9 @@ def _is_of_first_replica(layout: Layout) -> bool:
 
 
 class _Part(NamedTuple):
-    """A rank's rows of a full tensor, and what of ``padded_shape`` travels for them.
+    """A rank's rows of a full tensor, and the padded tensor that is sent or received for them.
 
-    Both are the same view of the full tensor where there is no padding.
+    Both are the same view of the full tensor if there is no padding.
     """
 
     rows: torch.Tensor
@@ -96,7 +97,7 @@ class _Part(NamedTuple):
 
 
 def _parts(full: torch.Tensor, layout: Layout) -> list[_Part]:
-    """Return the parts of ``full`` by rank."""
+    """Return the parts of ``full``, one for each rank."""
     assert layout.rows is not None
     size, parts = layout.groups.num_shards, []
     for rank in range(size):
@@ -107,21 +108,21 @@ def _parts(full: torch.Tensor, layout: Layout) -> list[_Part]:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of ``tensor``, which may be a subclass that keeps them in fewer bits.
+    """Return ``tensor`` detached, and dequantized if it is a quantized subclass.
 
-    torchao's 8-bit optimizers have such states; each knows how to ``dequantize()`` itself.
+    The states of torchao's 8-bit optimizers are such subclasses; all have ``dequantize()``.
     """
     return tensor.dequantize() if is_traceable_wrapper_subclass(tensor) else tensor.detach()
 
 
 def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of the elements of ``tensor`` that have memory of their own.
+    """Return a view of ``tensor`` with one element of each expanded (stride 0) dim.
 
-    Elements of an expanded dim share memory: one of them is enough.
+    The elements of such a dim share memory.
     """
     return tensor[tuple(slice(None) if stride else 0 for stride in tensor.stride())]
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor as bytes."""
+    """Return a 1D view of a contiguous tensor as bytes."""
     return tensor.view(-1).view(torch.uint8)

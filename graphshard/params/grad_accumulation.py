@@ -1,13 +1,14 @@
-"""Gradients of microbatches that are not reduced, or not all the way, and where they accumulate.
+"""Accumulate microbatch gradients that are not reduced, or not yet averaged over replicas.
 
 A marker takes a stand-in: a tensor that requires a gradient and has the shape of the parameter
-(``unsynced``), or of its shard (``partial``), but no memory of its own. Autograd accumulates its
-``.grad``. The step that reduces takes a number instead, by which its backward finds the total:
+(``unsynced``) or of its shard (``partial``), but no memory of its own. Autograd accumulates into
+its ``.grad``. The microbatch that reduces takes a key instead, by which its backward looks up the
+total:
 
     microbatch   unshard(shard, unsynced=stand-in)      stand-in.grad += gradient
     last one     unshard(shard, unsynced=key)           shard.grad = reduce(gradient + total of key)
 
-A total is added once, by whichever backward comes first. It is put back if it never reaches the
+A total is added once, by the first backward that takes it. It is put back if it never reaches the
 parameter (``torch.autograd.grad`` of an input runs all of a compiled backward).
 """
 
@@ -23,11 +24,11 @@ from .._torch.dynamo import run_with_callees_as_python
 from ..ops.accumulators import PARTIAL, UNSYNCED, Accumulator
 
 SYNCS, ALL_REDUCES = "_graphshard_syncs", "_graphshard_all_reduces"
-"""Flags of modules: gradients of their parameters are reduced; and over replicas, too."""
+"""Flags of a module: whether to reduce its gradients; whether to average them over replicas."""
 
 
 def module_flag(module: nn.Module, name: str) -> bool:
-    """Return the flag ``SYNCS`` or ``ALL_REDUCES`` of ``module``; True unless it was set."""
+    """Return the flag ``SYNCS`` or ``ALL_REDUCES`` of ``module``, True by default."""
     flag: bool = module.__dict__.get(name, True)
     return flag
 
@@ -41,11 +42,11 @@ class GradAccumulation:
     """The accumulators of one parameter, and whether its gradients go there.
 
     Attributes:
-        syncs: gradients are reduced over shards.
-        all_reduces: reduced shards are averaged over replicas.
+        syncs: whether gradients are reduced over shards.
+        all_reduces: whether reduced shards are averaged over replicas.
 
     Args:
-        on_accumulated: called when autograd has brought a gradient to an accumulator.
+        on_accumulated: callback for when autograd has added a gradient to an accumulator.
     """
 
     def __init__(self, on_accumulated: Callable[[], None]) -> None:
@@ -56,7 +57,7 @@ class GradAccumulation:
     def accumulator(
         self, name: str, *, shape: torch.Size, dtype: torch.dtype, device: torch.device
     ) -> Accumulator:
-        """Return the accumulator of that name; a total of another dtype or device moves to it."""
+        """Return the accumulator ``name``; a new dtype or device makes a new one with its total."""
         known = self._accumulators.get(name)
         if known is not None and (known.stand_in.dtype, known.stand_in.device) == (dtype, device):
             return known
@@ -76,20 +77,20 @@ class GradAccumulation:
         self._on_accumulated()
 
     def key(self, name: str) -> torch.Tensor | None:
-        """Return the key of that accumulator; None where it has no total to be reduced."""
+        """Return the key of accumulator ``name``, or None if it has no total to reduce."""
         accumulator = self._accumulators.get(name)
         return None if accumulator is None or accumulator.total is None else accumulator.key
 
     def stand_ins(self) -> list[torch.Tensor]:
-        """Return the leaves that may get gradients in place of the shard."""
+        """Return the leaves that may get gradients instead of the shard."""
         return [accumulator.stand_in for accumulator in self._accumulators.values()]
 
     def totals(self) -> list[torch.Tensor]:
-        """Return all that has accumulated and was not reduced."""
+        """Return all totals that are not reduced yet."""
         totals = [accumulator.total for accumulator in self._accumulators.values()]
         return [total for total in totals if total is not None]
 
     def delivered(self) -> None:
-        """Forget totals that were taken: they have reached the parameter."""
+        """Drop the totals that were taken, once they have reached the parameter."""
         for accumulator in self._accumulators.values():
             accumulator.delivered()

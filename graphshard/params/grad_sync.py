@@ -1,4 +1,4 @@
-"""Gradient accumulation: which backward passes communicate, by the names of FSDP2 and DDP."""
+"""Control which backward passes reduce gradients, with the function names of FSDP2 and DDP."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from .sharded_model import sharded_model_of
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Do not reduce gradients of microbatches whose forward runs in this context.
+    """Skip the gradient reduction of microbatches whose forward runs in this context.
 
-    Their full gradients accumulate on each rank, in ``reduce_dtype`` if there is one. The backward
-    of the next forward outside adds them to its own gradients, once, and reduces the total. Until
-    then a rank holds full gradients.
+    Full gradients accumulate on each rank instead, in ``reduce_dtype`` if that is set. The backward
+    of the next forward outside of the context adds them to its own gradients, once, and reduces the
+    total. Until then every rank holds full gradients.
 
     Args:
-        model: a module that graphshard has sharded or will shard, compiled or not, or a part of it.
+        model: module that graphshard has sharded or will shard, compiled or not, or a submodule of
+            one.
 
     Raises:
-        ValueError: ``model`` is no module.
+        ValueError: ``model`` is not a module.
     """
     _check(model, True)
     before = {module: module_flag(module, SYNCS) for module in model.modules()}
@@ -37,39 +38,39 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -> None:
-    """Set whether gradients of the forwards that follow are reduced, as FSDP2's method does.
+    """Set whether gradients of later forwards are reduced, like FSDP2's method.
 
     See :func:`no_sync`.
 
     Raises:
-        ValueError: ``model`` is no module, or the flag no bool.
+        ValueError: ``model`` is not a module, or the flag not a bool.
     """
     _check(model, requires_gradient_sync)
     set_flags(dict.fromkeys(model.modules(), requires_gradient_sync), SYNCS)
 
 
 def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool) -> None:
-    """Set whether gradients of the forwards that follow are averaged over replicas, too.
+    """Set whether gradients of later forwards are averaged over replicas, like FSDP2's method.
 
-    As FSDP2's method does, for a mesh with replicas (HSDP). Without this all-reduce, the shards
-    that are reduced within each replica accumulate, and the next backward that averages over
-    replicas averages the total once. A rank never holds full gradients for this.
+    This is for a mesh with replicas (HSDP). Without the all-reduce, shards that were reduced within
+    each replica accumulate, and the next backward that averages over replicas averages the total
+    once. Unlike :func:`no_sync`, this keeps no full gradients.
 
     Raises:
-        ValueError: ``model`` is no module, or the flag no bool.
+        ValueError: ``model`` is not a module, or the flag not a bool.
     """
     _check(model, requires_all_reduce)
     set_flags(dict.fromkeys(model.modules(), requires_all_reduce), ALL_REDUCES)
 
 
 def set_gradient_divide_factor(model: nn.Module, factor: float) -> None:
-    """Divide the sums of gradients over all ranks by ``factor``, and not by the number of ranks.
+    """Divide gradient sums over all ranks by ``factor`` instead of by the number of ranks.
 
-    As FSDP2's method does, for a whole model: 1.0 is for losses that are divided by what all ranks
-    have together, such as the number of their tokens.
+    Like FSDP2's method, but always for the whole model. Use 1.0 if the loss is divided by a total
+    over all ranks already, such as their number of tokens.
 
     Args:
-        model: a module that graphshard has sharded, or a part of it.
+        model: module that graphshard has sharded, or a submodule of one.
 
     Raises:
         ValueError: ``model`` is not sharded, or ``factor`` is not a positive number.

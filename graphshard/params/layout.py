@@ -1,4 +1,4 @@
-"""The split of one parameter over a mesh, and the markers that gather it and reduce its gradient.
+"""How one parameter is split over a mesh, and the markers that gather it and reduce its gradient.
 
 Rows are split as ``torch.chunk`` splits them and padded to the same number on every rank: see
 [Note: padded shards] in ``graphshard.ops.markers``.
@@ -25,11 +25,11 @@ from .mesh_groups import MeshGroups
 
 
 class MarkerCall(NamedTuple):
-    """A call of a parameter's marker, without its tensors.
+    """The call of a parameter's marker op, without tensors.
 
     Attributes:
-        constants: the arguments between the shard and the accumulators.
-        accumulators: names of the last arguments; None for those without an accumulator.
+        constants: arguments between the shard and the accumulators.
+        accumulators: names of the trailing accumulator arguments; None for those not passed.
     """
 
     op: OpOverload
@@ -42,15 +42,16 @@ class Layout:
     """How one parameter is split over a mesh, and how it and its gradient travel.
 
     Attributes:
-        shape: of the full parameter, ``[rows, ...]``.
-        regather_group: the ranks from which backward gathers; None: what forward gathered is kept.
-        dtype: the dtype in which the parameter is gathered and used; None: its own.
-        reduce_dtype: the dtype in which its gradient is reduced; None: that of the gradient.
-        float8_recipe: the recipe of fp8 for its linears; None: they do not compute in fp8.
-        shard: False: it is replicated.
-        host_memory: the host's memory that keeps the shards, ``PINNED`` or ``PAGEABLE`` of
-            ``graphshard.ops.host_copy``; None: the device keeps them.
-        rows: number of rows that are split; None where the parameter is replicated.
+        shape: shape of the full parameter, ``[rows, ...]``.
+        regather_group: group that backward gathers from; None keeps the parameter unsharded between
+            forward and backward.
+        dtype: dtype in which the parameter is gathered and used; None for its own.
+        reduce_dtype: dtype in which its gradient is reduced; None for the gradient's own.
+        float8_recipe: fp8 recipe of its linears; None if they do not compute in fp8.
+        shard: whether to split the parameter; False replicates it.
+        host_memory: kind of host memory that holds the shards, ``PINNED`` or ``PAGEABLE`` of
+            ``graphshard.ops.host_copy``; None keeps them on the device.
+        rows: number of rows that are split; None if the parameter is replicated.
     """
 
     shape: torch.Size
@@ -77,7 +78,7 @@ class Layout:
         return self.groups.mesh
 
     def group_names(self) -> set[str]:
-        """Return the names of all groups that markers of this parameter may have."""
+        """Return the names of all process groups that this parameter's markers may use."""
         groups = self.groups
         names = (groups.shards, groups.replicas, groups.all_ranks, self.regather_group)
         return {name for name in names if name is not None}
@@ -103,11 +104,11 @@ class Layout:
 
     @functools.cached_property
     def num_own_rows(self) -> int:
-        """How many rows these are."""
+        """Number of this rank's rows, without padding."""
         return self.own_rows.stop - self.own_rows.start
 
     def marker(self, shard: torch.Tensor) -> UnshardSpec | ReplicateSpec:
-        """Return the marker that makes the full parameter of ``shard``, without accumulators."""
+        """Return the marker that unshards ``shard``, without accumulators."""
         if self.rows is None:
             return ReplicateSpec(
                 param=shard,
@@ -129,13 +130,10 @@ class Layout:
         )
 
     def marker_call(self, shard: torch.Tensor) -> MarkerCall:
-        """Return the marker's op and arguments but its tensors, which are the same for all shards.
-
-        They are made once, since accessors are refreshed at every begin and end of ``no_sync``;
-        but not where the host keeps the shard: its device is that which is current.
-        """
+        """Return the marker's op and non-tensor arguments, which are the same for all shards."""
         if self.host_memory is not None:
-            return self._marker_call(shard)
+            return self._marker_call(shard)  # not cached: it contains the current device
+        # Cached: accessors are refreshed at every entry to and exit from no_sync.
         if "_known_marker_call" not in self.__dict__:
             object.__setattr__(self, "_known_marker_call", self._marker_call(shard))
         known: MarkerCall = self.__dict__["_known_marker_call"]
@@ -146,18 +144,18 @@ class Layout:
         return MarkerCall(spec.op(), spec.constants(), spec.accumulators)
 
     def unshard(self, shard: torch.Tensor) -> torch.Tensor:
-        """Gather the full parameter now, from ``shard`` of ``padded_shape``."""
+        """Gather the full parameter from ``shard`` of ``padded_shape``, eagerly."""
         full: torch.Tensor = self.marker(shard).call(run)
         return full
 
     def reduce(
         self, grad: torch.Tensor, result_dtype: torch.dtype, partial: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Reduce all ranks' full gradients to this rank's padded shard of their mean, now.
+        """Reduce full gradients to this rank's padded shard of their mean, eagerly.
 
         Args:
-            partial: key of an accumulator; its total is added to the mean over shards before that
-                is averaged over replicas.
+            partial: key of an accumulator whose total is added after the reduction over shards,
+                before the average over replicas.
         """
         marker: ReduceGradSpec | AllReduceGradSpec
         if self.rows is None:
@@ -182,7 +180,7 @@ class Layout:
         return shard
 
     def reduce_to_partial(self, grad: torch.Tensor) -> torch.Tensor:
-        """Reduce full gradients within one replica, now, to a shard in the reduction's dtype."""
+        """Reduce full gradients within each replica to a shard in the reduction dtype, eagerly."""
         dtype = used_dtype(grad, self.reduce_dtype)
         marker = ReduceGradSpec(
             grad=grad,
@@ -197,7 +195,7 @@ class Layout:
     def average_over_replicas(
         self, partial: torch.Tensor, result_dtype: torch.dtype
     ) -> torch.Tensor:
-        """Average a shard that was reduced within each replica, now."""
+        """Average a shard that was reduced within each replica over the replicas, eagerly."""
         assert self.groups.replicas is not None
         marker = AllReduceGradSpec(
             grad=partial, group=self.groups.replicas, result_dtype=result_dtype
@@ -205,7 +203,7 @@ class Layout:
         return to_host_memory(marker.call(run), self.host_memory)
 
     def padded_shard(self, full: torch.Tensor) -> torch.Tensor:
-        """Copy this rank's rows of ``full``, padded with zeros, to where they are kept.
+        """Copy this rank's rows of ``full``, zero-padded, to the memory that keeps them.
 
         The result is contiguous and has ``padded_shape``.
         """
@@ -216,7 +214,7 @@ class Layout:
         return to_host_memory(self.padded(full.detach()[self.own_rows]), self.host_memory)
 
     def padded(self, own: torch.Tensor) -> torch.Tensor:
-        """Copy this rank's rows into a tensor of ``padded_shape``, with zeros behind them."""
+        """Copy this rank's rows into a tensor of ``padded_shape``, followed by zeros."""
         padded = own.new_zeros(self.padded_shape)
         padded[: own.shape[0]] = own
         return padded

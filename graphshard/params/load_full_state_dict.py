@@ -1,10 +1,10 @@
-"""Loading of a full state dict that the first rank of the mesh alone has.
+"""Load a full state dict that only the first rank of the mesh has.
 
     host of the first rank ──► full tensor ──scatter──► shards ──► copy_
 
-The first rank tells all others names, sizes and dtypes; then ``load_state_dict`` of torch walks the
-modules on every rank, and one tensor at a time is sent when it comes to its parameter. So
-strictness, messages and the hooks of a model are as always.
+The first rank sends names, shapes and dtypes to all others. Then torch's ``load_state_dict`` walks
+the modules on every rank, and each tensor is sent when the walk reaches its parameter. So
+strictness, error messages and load hooks work as usual.
 """
 
 from __future__ import annotations
@@ -48,24 +48,23 @@ def load_full_state_dict(
     *,
     strict: bool = True,
 ) -> Any:
-    """Load what the first rank of the mesh has in full into a sharded model, in place.
+    """Load full state dicts of the first rank into a sharded model and its optimizer, in place.
 
-    All ranks of the mesh have to call it; what others than the first give is ignored.
+    All ranks of the mesh have to call it. The state dicts that other ranks pass are ignored.
 
     Args:
-        state_dict: full tensors by name, such as those of :func:`full_state_dict` or of a plain
-            model.
-        optim: an optimizer of ``model``, to be loaded, too.
-        optim_state_dict: its state, as :func:`full_state_dict` returns it.
+        state_dict: full tensors by name, from :func:`full_state_dict` or a plain model.
+        optim: optimizer of ``model`` to load, too.
+        optim_state_dict: state dict of an optimizer, as :func:`full_state_dict` returns it.
         strict: as in ``load_state_dict``.
 
     Returns:
-        What ``load_state_dict`` returns: missing and unexpected keys.
+        Missing and unexpected keys, as ``load_state_dict`` does.
 
     Raises:
-        RuntimeError: names or sizes differ; the error is that of ``load_state_dict``.
-        ValueError: on all ranks, if ``model`` is not sharded yet or on the meta device, or the
-            first rank gave no such dicts.
+        RuntimeError: names or shapes differ; raised by ``load_state_dict``.
+        ValueError: on all ranks, if ``model`` is not sharded yet or is on the meta device, or the
+            first rank's state dicts cannot be loaded.
     """
     root = checked_module(model, optim)
     groups = mesh_groups_of(root)
@@ -87,10 +86,10 @@ def load_full_state_dict(
 
 
 class _Sent(NamedTuple):
-    """State dicts that the first rank loads from; an outline has its tensors on the meta device.
+    """The state dicts that are sent from the first rank, or their outline, with meta tensors.
 
     Attributes:
-        versions: of the modules, by name.
+        versions: module versions, by module name.
     """
 
     model: Any
@@ -99,13 +98,13 @@ class _Sent(NamedTuple):
 
 
 def _outline(sent: _Sent, names: list[list[str]], groups: MeshGroups) -> _Sent:
-    """Return the outline of what the first rank has.
+    """Broadcast the outline of the first rank's state dicts, and return it on all ranks.
 
     Args:
-        names: of the parameters of an optimizer that is to be loaded, by group.
+        names: names of the optimizer's parameters, by param group; empty without an optimizer.
 
     Raises:
-        BackendError: on all ranks, if it is not what can be loaded.
+        BackendError: on all ranks, if the first rank's state dicts cannot be loaded.
     """
     message: list[Any] = [None]
     if is_first_rank(groups):
@@ -134,7 +133,7 @@ def _fault_of_optim(state: object, names: list[list[str]]) -> str | None:
     """Return why the first rank's state dict of the optimizer cannot be loaded, or None.
 
     Args:
-        names: of the parameters that the optimizer has, by group.
+        names: names of the optimizer's parameters, by param group.
     """
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
         return "optim_state_dict is no state dict of an optimizer: give that of full_state_dict"
@@ -155,16 +154,16 @@ def _fault_of_optim(state: object, names: list[list[str]]) -> str | None:
 
 
 def _on_meta(value: Any) -> Any:
-    """Return ``value`` with all tensors in its dicts on the meta device."""
+    """Return ``value`` with all tensors in nested dicts on the meta device."""
     if isinstance(value, Mapping):
         return {key: _on_meta(entry) for key, entry in value.items()}
     return value.detach().to("meta") if isinstance(value, torch.Tensor) else value
 
 
 def _incoming(root: nn.Module, sent: _Sent, outline: _Sent, groups: MeshGroups) -> StateDict:
-    """Return the state dict that ``root`` is to load, with the names that it has there.
+    """Return the state dict for ``root`` to load, by the names of ``root.state_dict()``.
 
-    What is not sharded is in it; the rest is received when it is asked for.
+    Tensors that are not sharded are received now, all others when their parameter is loaded.
     """
     own = root.state_dict(keep_vars=True)
     own_names = {plain_name(name): name for name in own}
@@ -186,7 +185,7 @@ def _incoming(root: nn.Module, sent: _Sent, outline: _Sent, groups: MeshGroups) 
 def _received(
     full: torch.Tensor | None, outline: torch.Tensor, layout: Layout | None, groups: MeshGroups
 ) -> torch.Tensor:
-    """Return a tensor of the first rank: as a DTensor of ``layout``, or else in full."""
+    """Receive a tensor from the first rank as a DTensor of ``layout``; if None, in full."""
     if layout is not None:
         return scatter(full, outline.dtype, layout)
     buffer = torch.empty(outline.shape, dtype=outline.dtype, device=groups.device)
@@ -200,7 +199,7 @@ def _received_optimizer(
     outline: _Sent,
     groups: MeshGroups,
 ) -> dict[str, Any]:
-    """Return the state dict that ``optim`` is to load, with numbers for parameters."""
+    """Return the state dict for ``optim`` to load, with numbers for parameters."""
     param_groups = _regrouped(optim, names, outline.optim["param_groups"])
     numbers = {name: number for number, name in enumerate(n for group in names for n in group)}
     params = [param for group in optim.param_groups for param in group["params"]]
@@ -219,7 +218,7 @@ def _received_optimizer(
 
 
 def _as_kept(received: torch.Tensor, present: object) -> torch.Tensor:
-    """Return a tensor of an optimizer's state in as few bits as that in its place has, if fewer."""
+    """Return ``received``, quantized if ``present``, the state that it replaces, is quantized."""
     if isinstance(present, DTensor) and isinstance(received, DTensor):
         local = local_tensor(present)
         if is_traceable_wrapper_subclass(local):
@@ -231,10 +230,10 @@ def _as_kept(received: torch.Tensor, present: object) -> torch.Tensor:
 def _regrouped(
     optim: torch.optim.Optimizer, names: list[list[str]], saved: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the saved options of every group of an optimizer, with numbers for parameters.
+    """Return the saved options of each of the optimizer's param groups, with numbered parameters.
 
     Args:
-        names: of its parameters, by group.
+        names: names of the optimizer's parameters, by param group.
     """
     options_of = {name: group for group in saved for name in group["params"]}
     groups, start = [], 0
@@ -246,11 +245,11 @@ def _regrouped(
 
 
 def _layout_like(outline: torch.Tensor, param: nn.Parameter, present: object) -> Layout | None:
-    """Return the layout that a tensor of an optimizer's state is to have; None: it is not split.
+    """Return the layout for a tensor of optimizer state, or None if it is not split.
 
     Args:
-        outline: the tensor, in full.
-        present: what the optimizer has in its place.
+        outline: meta tensor of its full shape.
+        present: optimizer state in its place.
     """
     for like in (present, param):
         if isinstance(like, DTensor) and like.shape == outline.shape:

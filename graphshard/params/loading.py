@@ -1,15 +1,15 @@
-"""Makes shards of tensors that ``load_state_dict`` is given; nothing is communicated.
+"""Convert tensors that ``load_state_dict`` is given to shards, without communication.
 
-    a full tensor              this rank's rows of it
-    a DTensor of this layout   itself; where it was unpickled, it gets this model's mesh
-    another rank's shard       an error: see [Note: whose shard]
+    a full tensor              becomes this rank's rows of it
+    a DTensor of this layout   stays as it is; if it was unpickled, it gets this model's mesh
+    another rank's shard       raises an error: see [Note: whose shard]
 
-What fits in no way is left as it is: torch's own errors name it, with whatever else is wrong.
+Anything else is left alone: torch's own errors report it, along with whatever else is wrong.
 
 [Note: whose shard] A DTensor pickles with its mesh, and the mesh with the coordinates of the rank
 that pickled it. So a file that one rank saved (``if rank == 0: torch.save(model.state_dict(), f)``)
-tells in every process whose rows it has. Without a look at the coordinates all ranks would load
-those rows, without an error wherever ranks have equally many.
+tells every process whose rows it has. Without comparing the coordinates, all ranks would load
+those rows, silently if they have equally many.
 """
 
 from __future__ import annotations
@@ -40,32 +40,33 @@ _REMEDY_OF_OPTIMIZERS = (
 
 
 class Incoming(torch.Tensor):
-    """A tensor that this rank does not have yet: shape and dtype, on the meta device.
+    """A meta tensor with the shape and dtype of a tensor that this rank has yet to receive.
 
     Attributes:
-        receive: returns it, split by a layout of its shape; a collective.
+        receive: collective that returns the tensor, split by a given layout of its shape.
     """
 
     receive: Callable[[Layout], DTensor]
 
     @staticmethod
     def of(like: torch.Tensor, receive: Callable[[Layout], DTensor]) -> Incoming:
-        """Return one with the shape and dtype of ``like``, a tensor on the meta device."""
+        """Return one with the shape and dtype of the meta tensor ``like``."""
         incoming = like.as_subclass(Incoming)
         incoming.receive = receive
         return incoming
 
 
 def to_load(value: object, sharded_param: ShardedParam, name: str, assigns: bool) -> object:
-    """Return what a sharded parameter can be loaded from.
+    """Convert a state dict's value to what a sharded parameter can load.
 
     Args:
-        value: what a state dict has for it.
-        name: its key there, for messages.
-        assigns: it takes the parameter's place, and is not copied into it.
+        value: value in the state dict.
+        name: key in the state dict, for error messages.
+        assigns: whether the value replaces the parameter (``assign=True``) instead of being copied
+            into it.
 
     Raises:
-        BackendError: ``value`` is the shard of another rank, or of other ranks.
+        BackendError: ``value`` is the shard of another rank, or of a model over other ranks.
     """
     layout = sharded_param.layout
     if isinstance(value, Incoming):
@@ -74,7 +75,7 @@ def to_load(value: object, sharded_param: ShardedParam, name: str, assigns: bool
         value = _own_shard(value, layout, name)
     if not isinstance(value, torch.Tensor) or is_traceable_wrapper_subclass(value):
         return value
-    if value.shape == (1,) and layout.shape == ():  # as old versions of torch saved it
+    if value.shape == (1,) and layout.shape == ():  # how old versions of torch saved scalars
         value = value[0]
     if value.shape != layout.shape:
         return value
@@ -82,7 +83,7 @@ def to_load(value: object, sharded_param: ShardedParam, name: str, assigns: bool
 
 
 def _assigned(full: torch.Tensor, sharded_param: ShardedParam) -> nn.Parameter:
-    """Return a parameter made of ``full``, the same where a tied one takes the same tensor."""
+    """Return a parameter made from ``full``, the same one if tied modules load the same tensor."""
     known = sharded_param.assigned
     if known is not None and (source := known.source()) is not None and _is_same(source, full):
         return known.parameter
@@ -93,7 +94,7 @@ def _assigned(full: torch.Tensor, sharded_param: ShardedParam) -> nn.Parameter:
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are the same memory, as tied weights in a state dict are."""
+    """Return whether two tensors are the same view of one memory, as tied weights are."""
     return (
         one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
         and one.storage_offset() == other.storage_offset()
@@ -102,14 +103,14 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _shard_of(full: torch.Tensor, layout: Layout) -> DTensor:
-    """Return ``full`` as a DTensor that holds this rank's rows, on the device that keeps them."""
+    """Return a DTensor of this rank's rows of ``full``, on the device that keeps them."""
     if layout.rows is None or layout.host_memory is not None or full.is_meta:
         return layout.dtensor(layout.padded_shard(full))
     return layout.dtensor(layout.padded(full[layout.own_rows].to(layout.groups.device)))
 
 
 def _own_shard(value: DTensor, layout: Layout, name: str) -> torch.Tensor:
-    """Return ``value`` with this model's mesh; the full tensor where every rank has all of it."""
+    """Return ``value`` with this model's mesh, or its full tensor if it is replicated."""
     mesh = value.device_mesh
     if all(isinstance(placement, Replicate) for placement in value.placements):
         return local_tensor(value)
@@ -120,13 +121,14 @@ def _own_shard(value: DTensor, layout: Layout, name: str) -> torch.Tensor:
 
 
 def check_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """
+    """Check that an optimizer loads no shards of another rank.
+
     Raises:
-        BackendError: the state of a sharded parameter is the shard of another rank.
+        BackendError: the state of a sharded parameter is another rank's shard.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    for param, number in zip(params, numbers):  # torch raises if there are more of the one
+    for param, number in zip(params, numbers):  # torch itself checks the counts
         sharded_param, state = sharded_param_of(param), state_dict["state"].get(number, {})
         if sharded_param is None:
             continue
@@ -137,10 +139,7 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: dict[str
 
 
 def _check_whose(saved: DeviceMesh, own: DeviceMesh, name: str, remedy: str) -> None:
-    """
-    Raises:
-        BackendError: a shard over the mesh ``saved`` is not this rank's over ``own``.
-    """
+    """Raise ``BackendError`` unless the shard over ``saved`` is this rank's over mesh ``own``."""
     their_ranks, ranks = saved.mesh.tolist(), own.mesh.tolist()
     if their_ranks != ranks:
         raise BackendError(

@@ -1,15 +1,12 @@
-"""Gives a sharded model of the meta device its values, a few parameters at a time.
+"""Materialize a sharded model from the meta device, a few parameters per pass.
 
-    shard(model)             DTensors of the meta device
-    init(model), pass 1      the first parameters are plain, full and real, the others on the meta
-                             device ─► this rank's rows of the first are kept
-    init(model), pass 2      the next ones are real ...
+    shard(model)             DTensors on the meta device
+    init(model), pass 1      the first few parameters are plain, full and real, the rest on the meta
+                             device ─► each rank keeps its rows of the first few
+    init(model), pass 2      the next few parameters are real ...
 
-So what an initialisation does to plain parameters counts (rows that it writes, ``p.data``, its
-random numbers), and not what DTensors make of it. [Note: passes] All parameters of a pass are whole
-at once, and every pass runs ``init`` over the whole model. It has at most the size of the largest
-module, which has to fit anyway, or where that is more, a sixteenth of the model up to 1 GiB: a
-deep model of small modules would take a pass for each of them.
+Because ``init`` sees plain parameters, writes to single rows, ``p.data`` and random numbers work as
+in the unsharded model, which they do not on DTensors.
 """
 
 from __future__ import annotations
@@ -38,22 +35,23 @@ T = TypeVar("T")
 
 
 def materialize(model: nn.Module, init: Init | None = None) -> None:
-    """Allocate what a sharded model has on the meta device, and initialise it.
+    """Allocate and initialise a sharded model whose parameters are on the meta device.
 
-    All ranks of its mesh have to call it. Each computes whole parameters and keeps its rows: values
-    do not depend on the number of ranks, but on ``torch.manual_seed`` of the mesh's first rank.
-    Buffers that are not on the meta device stay as they are, if ``init`` leaves them.
+    All ranks of the mesh must call this. Each rank computes full parameters and keeps its rows of
+    them, so values depend on ``torch.manual_seed`` of the mesh's first rank, but not on the number
+    of ranks. Buffers that are not on the meta device keep their values unless ``init`` changes
+    them.
 
     Args:
-        model: a model that :func:`graphshard.shard` has sharded.
-        init: initialises the model that it is given. It is called some times, in each of which some
-            parameters are plain and real ones, and all others on the meta device, so it cannot
-            make one parameter of the values of another. None: ``model.init_weights()`` if there is
-            such a method, or else ``reset_parameters()`` of every module.
+        model: model sharded by :func:`graphshard.shard`.
+        init: function that initialises the model it is passed. It is called several times; in each
+            call some parameters are plain and real, and all others are on the meta device, so it
+            cannot compute one parameter from another. None: ``model.init_weights()`` if the model
+            has that method, otherwise ``reset_parameters()`` of every module.
 
     Raises:
-        ValueError: the model is not sharded, or ``init`` does not write a parameter or a buffer, or
-            reads one that is on the meta device. The model is on the meta device as before.
+        ValueError: the model is not sharded, or ``init`` leaves a parameter or buffer unwritten, or
+            reads one that is on the meta device. The model is then on the meta device as before.
     """
     root = checked_module(model, None, allow_meta=True)
     groups = mesh_groups_of(root)
@@ -76,26 +74,33 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
 
 
 def _common_seed(groups: MeshGroups) -> int:
-    """Return a number that the first rank draws; every rank draws one, to stay in step."""
+    """Return a seed drawn by the mesh's first rank."""
+    # Every rank draws, so that the generators of all ranks advance equally.
     seed = torch.randint(2**48, (), dtype=torch.int64).to(groups.device)
     dist.broadcast(seed, group=process_group(groups.all_ranks), group_src=0)
     return int(seed)
 
 
 def allocate(root: nn.Module, groups: MeshGroups) -> None:
-    """Give all parameters memory, with any values; shards where they are to be kept."""
+    """Allocate uninitialised memory for all parameters, on the device that keeps each of them."""
     replace_parameters(root, lambda p: torch.empty_like(p, device=_device_of(p, groups)))
 
 
 def _device_of(param: nn.Parameter, groups: MeshGroups) -> torch.device:
-    """Return where a shard is to be: on the host, where a policy keeps it."""
+    """Return the device that keeps a parameter: the CPU if its shard is offloaded."""
     sharded = sharded_param_of(param)
     kept = sharded is not None and sharded.layout.host_memory is not None
     return torch.device("cpu") if kept else groups.device
 
 
 def _passes(root: nn.Module, names: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the names of parameters that are made in one pass: see [Note: passes]."""
+    """Yield the names of the parameters to initialise in each pass.
+
+    All parameters of a pass are full-size at once, and every pass runs ``init`` on the whole model.
+    A pass may be as large as the largest module, which has to fit anyway, or as 1/16 of the model
+    up to 1 GiB, if that is more: otherwise a deep model of small modules would need a pass for
+    each module.
+    """
     sizes = {name: root.get_parameter(name).nbytes for name in names}
     largest = max(sum(p.nbytes for p in m.parameters(recurse=False)) for m in root.modules())
     limit = max(largest, min(sum(sizes.values()) // 16, 1 << 30))
@@ -110,7 +115,7 @@ def _passes(root: nn.Module, names: Sequence[str]) -> Iterator[list[str]]:
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the generators of the host and of ``device``, which are as before afterwards."""
+    """Seed the generators of the host and of ``device`` within the context; disable autograd."""
     devices = [] if device.type == "cpu" else [device]
     kind = device.type if devices else "cuda"
     with torch.random.fork_rng(devices, device_type=kind), torch.no_grad():
@@ -120,10 +125,11 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Shell:
-    """Remembers what a module was before it was initialised, and restores it.
+    """Snapshot of a module before initialisation, which can be restored.
 
     Attributes:
-        attributes: all that its ``__dict__`` has.
+        kind: class of the module.
+        attributes: contents of its ``__dict__``.
     """
 
     module: nn.Module
@@ -138,7 +144,7 @@ class _Shell:
         return _Shell(module, type(module), dict(vars(module)), dict(parameters), dict(buffers))
 
     def make_plain(self, twins: Mapping[nn.Parameter, nn.Parameter], device: torch.device) -> None:
-        """Give the module its own class, plain parameters, and new buffers in place of meta's."""
+        """Give the module its plain class, plain parameters, and real buffers for meta ones."""
         self.restore_attributes()
         self.module.__class__ = plain_class(self.module)
         parameters_of(self.module).update(
@@ -149,12 +155,12 @@ class _Shell:
         )
 
     def restore_parameters(self) -> None:
-        """Give the module its sharded class and parameters again."""
+        """Restore the module's sharded class and parameters."""
         self.module.__class__ = self.kind
         _refill(parameters_of(self.module), self.parameters)
 
     def restore_attributes(self) -> None:
-        """Undo what an initialisation has left in the module."""
+        """Restore the module's attributes and buffers, undoing what ``init`` did to them."""
         _refill(vars(self.module), self.attributes)
         _refill(buffers_of(self.module), self.buffers)
 
@@ -171,7 +177,7 @@ def _init_some(
     init: Init,
     device: torch.device,
 ) -> None:
-    """Initialise the model with some real parameters, and keep this rank's rows of these."""
+    """Run ``init`` with the parameters ``names`` real, and keep this rank's rows of them."""
     shards = {name: root.get_parameter(name) for name in names}
     real = set(shards.values())
     twins = {p: plain_twin(p, device if p in real else None) for p in root.parameters()}
@@ -189,7 +195,11 @@ def _init_some(
 
 
 def plain_twin(param: nn.Parameter, device: torch.device | None) -> nn.Parameter:
-    """Return a full parameter with the attributes that users gave it; None: of the meta device."""
+    """Return a plain, full-size and unwritten parameter with the attributes users set on ``param``.
+
+    Args:
+        device: where to allocate it; None: the meta device.
+    """
     place = torch.device("meta") if device is None else device
     empty = torch.empty(param.shape, dtype=param.dtype, device=place)
     mark_unfilled(empty)
@@ -199,10 +209,7 @@ def plain_twin(param: nn.Parameter, device: torch.device | None) -> nn.Parameter
 
 
 def _run(init: Init, root: nn.Module) -> None:
-    """
-    Raises:
-        BackendError: ``init`` reads what is on the meta device.
-    """
+    """Call ``init``; raise BackendError if it reads a tensor on the meta device."""
     try:
         init(root)
     except (NotImplementedError, RuntimeError) as error:
@@ -215,7 +222,7 @@ def _run(init: Init, root: nn.Module) -> None:
 
 
 def _own_init(root: nn.Module) -> None:
-    """Initialise a model by its own methods."""
+    """Initialise a model by its own ``init_weights`` or ``reset_parameters`` methods."""
     if callable(init_weights := getattr(root, "init_weights", None)):
         init_weights()
         return
@@ -227,10 +234,7 @@ def _own_init(root: nn.Module) -> None:
 
 
 def _check_written(name: str, full: torch.Tensor, param: nn.Parameter) -> None:
-    """
-    Raises:
-        BackendError: a parameter has other sizes now, or not all of its elements were written.
-    """
+    """Raise BackendError if ``init`` replaced a parameter or did not write all of its elements."""
     if full.is_meta or full.shape != param.shape:
         raise BackendError(
             f"init replaced {name!r}, {tuple(param.shape)}, by a parameter of {tuple(full.shape)} "
@@ -244,7 +248,7 @@ def _check_written(name: str, full: torch.Tensor, param: nn.Parameter) -> None:
 
 
 def _keep_rows(full: torch.Tensor, param: nn.Parameter) -> None:
-    """Write this rank's rows of a full parameter into its shard."""
+    """Copy this rank's rows of a full parameter into its shard."""
     sharded = sharded_param_of(param)
     if sharded is None:
         param.detach().copy_(full)
@@ -259,7 +263,7 @@ def _is_meta(tensor: torch.Tensor | None) -> bool:
 
 
 def _marked(meta: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    """Return a real buffer, filled with what tells that nobody has written it."""
+    """Return a real buffer for a meta one, marked as unwritten unless its dtype is bool."""
     if meta is None:
         return None
     buffer = torch.zeros_like(meta, device=device)
@@ -276,10 +280,7 @@ def _is_unwritten(buffer: torch.Tensor) -> bool:
 
 
 def _check_buffers(shells: Sequence[_Shell]) -> None:
-    """
-    Raises:
-        BackendError: a buffer of the meta device was not written.
-    """
+    """Raise BackendError if ``init`` did not write a buffer that was on the meta device."""
     for shell in shells:
         for name, buffer in buffers_of(shell.module).items():
             if _is_meta(shell.buffers.get(name)) and buffer is not None and _is_unwritten(buffer):

@@ -1,4 +1,4 @@
-"""The memory that a sharded model needs on a rank, beside what it would need unsharded."""
+"""Memory that a sharded model needs on a rank, compared with the unsharded model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .sharded_param import ShardedParam, sharded_param_of
 
 
 class Held(NamedTuple):
-    """Bytes on this rank, and those without sharding."""
+    """Bytes on this rank, and bytes without sharding."""
 
     rank: int
     unsharded: int
@@ -23,15 +23,15 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """A model's memory by purpose; ``print`` shows a table in MB of a million bytes.
+    """Memory of a model by purpose; ``print`` shows a table in MB (1e6 bytes).
 
     Attributes:
-        parameters: shards, padding included.
-        gradients: of the parameters that require one, once backward has run.
-        sums: unreduced gradients of microbatches that are there now (``no_sync``).
-        optimizer: its state as it is now.
-        gathered: the most that any graph compiled so far holds gathered at once, by its plan.
-        on_host: the part of parameters, gradients and optimizer that the host keeps
+        parameters: shards, including padding.
+        gradients: gradients of all parameters that require one, as after a backward.
+        sums: unreduced microbatch gradients currently held (``no_sync``).
+        optimizer: current optimizer state.
+        gathered: planned peak of unsharded parameters, over all graphs compiled so far.
+        on_host: part of parameters, gradients and optimizer state kept in host memory
             (``offload_policy``).
     """
 
@@ -45,10 +45,7 @@ class MemoryReport:
 
     @property
     def total(self) -> Held:
-        """The memory with the most gathered parameters that are ever there at once.
-
-        Activations are not in it.
-        """
+        """Total at the planned peak of unsharded parameters, without activations."""
         parts = [held for name, held in vars(self).items() if name != "on_host"]
         return Held(*map(sum, zip(*parts)))
 
@@ -60,7 +57,7 @@ class MemoryReport:
 
 
 class _Trained(NamedTuple):
-    """The memory of some parameters, of their gradients, and of their optimizer's state."""
+    """Memory of some parameters, their gradients and their optimizer state."""
 
     parameters: Held
     gradients: Held
@@ -68,13 +65,14 @@ class _Trained(NamedTuple):
 
 
 def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
-    """Return the memory of ``model`` and its optimizer on this rank; nothing is communicated.
+    """Return the memory of ``model`` and its optimizer on this rank, without communication.
 
     Args:
-        model: sharded by graphshard or not yet, compiled or not.
+        model: module to measure, sharded or not, compiled or not.
+        optimizer: optimizer whose state is included.
 
     Raises:
-        ValueError: ``model`` is no module, or ``optimizer`` no optimizer.
+        ValueError: ``model`` is not a module, or ``optimizer`` is not an optimizer.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}: give the module that is trained")
@@ -110,7 +108,7 @@ def _trained(params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer | 
 
 
 def _held(values: Iterable[object]) -> Held:
-    """Return the memory of those values that are tensors, each counted once."""
+    """Return the memory of the tensors among ``values``, counting each tensor once."""
     tensors = {id(value): value for value in values if isinstance(value, torch.Tensor)}.values()
     return Held(
         rank=sum(_rank_bytes(tensor) for tensor in tensors),

@@ -1,4 +1,4 @@
-"""The process groups of a mesh: ranks that hold its shards, its replicas, and parts of these."""
+"""Process groups of a mesh: shard group, replica group, all ranks, parts of the shard group."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._torch.distributed import group_timeout_s, is_registered, process_group
 
 _created: dict[tuple[int, ...], dist.ProcessGroup] = {}
-"""Process groups that were created here, by their sorted ranks."""
+"""Process groups created by this module, by their sorted ranks."""
 
 
 @dataclass(frozen=True)
 class MeshGroups:
-    """The process groups of one mesh, by name.
+    """Names of the process groups of one mesh.
 
     Args:
-        mesh: 1D: parameters are sharded over it; 2D: (replicas, shards), for HSDP.
+        mesh: 1D mesh to shard over, or 2D mesh of (replicas, shards) for HSDP.
     """
 
     mesh: DeviceMesh
 
     @property
     def device(self) -> torch.device:
-        """The device on which this rank computes."""
+        """Compute device of this rank."""
         kind = self.mesh.device_type
         if kind == "cpu":
             return torch.device(kind)
@@ -37,36 +37,37 @@ class MeshGroups:
 
     @property
     def num_shards(self) -> int:
-        """How many ranks hold the shards of one replica."""
+        """Number of ranks that hold the shards of one replica."""
         return self.mesh.size(self.mesh.ndim - 1)
 
     @property
     def shard_index(self) -> int:
-        """This rank's position among them."""
+        """Index of this rank in its shard group."""
         return self.mesh.get_local_rank(self.mesh.ndim - 1)
 
     @cached_property
     def shards(self) -> str:
-        """The group of ranks that hold the shards of one replica."""
+        """Name of the shard group: the ranks that hold the shards of one replica."""
         return self.mesh.get_group(self.mesh.ndim - 1).group_name
 
     @cached_property
     def replicas(self) -> str | None:
-        """The group of ranks that hold the same shards; None where there are no others."""
+        """Name of the replica group: the ranks that hold the same shards; None for one replica."""
         several = self.mesh.ndim == 2 and self.mesh.size(0) > 1
         return self.mesh.get_group(0).group_name if several else None
 
     @cached_property
     def all_ranks(self) -> str:
-        """The group of all ranks of the mesh."""
+        """Name of the group of all ranks of the mesh."""
         if self.mesh.ndim == 1:
             return self.shards
         return self._group_of(self.mesh.mesh.flatten().tolist())
 
     def neighbours(self, num_ranks: int) -> str:
-        """Return the group of ``num_ranks`` consecutive ranks of this rank's replica.
+        """Return the group of this rank and its neighbours: consecutive ranks of its replica.
 
-        This rank is among them; ``num_ranks`` divides ``num_shards``.
+        Args:
+            num_ranks: size of the group, which divides ``num_shards``.
         """
         if num_ranks == self.num_shards:
             return self.shards
@@ -74,9 +75,10 @@ class MeshGroups:
         return self._group_of(next(ranks for ranks in rows if dist.get_rank() in ranks))
 
     def _group_of(self, ranks: Sequence[int]) -> str:
-        """Return the group of these ranks; the first time, all of them have to call this.
+        """Return the group of ``ranks``, creating it if needed.
 
-        Its collectives may take as long as those of the mesh.
+        The first call must be made by all of these ranks. A new group has the same timeout as the
+        shard group.
         """
         if len(ranks) == dist.get_world_size():
             return dist.group.WORLD.group_name  # type: ignore[union-attr]  # it is initialised
@@ -84,7 +86,8 @@ class MeshGroups:
         group = _created.get(key)
         if group is None or not is_registered(group):
             timeout = timedelta(seconds=group_timeout_s(process_group(self.shards)))
-            # Ranks of other parts of a larger mesh may shard something else, or nothing.
+            # Synchronize only ``ranks``: the mesh may be a slice of a larger one, whose other ranks
+            # may shard something else, or nothing.
             group = dist.new_group(list(key), timeout=timeout, use_local_synchronization=True)
             _created[key] = group
         return group.group_name

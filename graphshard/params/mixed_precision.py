@@ -1,11 +1,11 @@
-"""The casts of FSDP2's ``MixedPrecisionPolicy`` at the borders of a model and of its parts.
+"""Cast the inputs and outputs of a model and its parts by FSDP2's ``MixedPrecisionPolicy``.
 
     forward inputs ─► param_dtype ─► module ─► output_dtype
 
-A border is where a policy begins: around the model, and around each outermost module that a glob of
-``overrides`` gives a policy (a module that FSDP2 wraps by itself). Parameters are cast by the
-graphs, before they are gathered, and gradients before and after they are reduced
-(``graphshard.ops.markers``). Parameters and their gradients keep their own dtype.
+A border is a module at which a policy begins: the model itself, and each outermost module that a
+glob of ``overrides`` gives a policy (with FSDP2, a module wrapped separately). Graphs cast
+parameters before gathering them, and gradients before and after reducing them
+(``graphshard.ops.markers``). The parameters and gradients that users see keep their own dtype.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class Border(NamedTuple):
-    """A module whose inputs and outputs are cast, and the policy that says to what."""
+    """A module whose inputs and outputs are cast, and the policy that sets the dtypes."""
 
     module: nn.Module
     policy: MixedPrecisionPolicy
@@ -36,12 +36,13 @@ class Border(NamedTuple):
 def find_borders(root: nn.Module, options: Options) -> list[Border]:
     """Return the borders of ``root``, its own first.
 
-    Inside of a module, those whose policy is of another glob than that of the module around them.
+    A module inside ``root`` is a border if its policy comes from another glob than the policy of
+    the nearest callable module around it.
     """
     globs = {"": options.policy_glob("")}
     borders = [Border(root, options.policy_of(globs[""]))]
     for fqn, module in list(root.named_modules())[1:]:
-        if not has_forward(module):  # nn.ModuleList: nobody calls it
+        if not has_forward(module):  # a container such as nn.ModuleList is never called
             continue
         parts = fqn.split(".")
         around = (".".join(parts[:depth]) for depth in reversed(range(len(parts))))
@@ -52,15 +53,15 @@ def find_borders(root: nn.Module, options: Options) -> list[Border]:
 
 
 def _input_dtype(policy: MixedPrecisionPolicy) -> torch.dtype | None:
-    """Return the dtype that floating-point inputs are cast to; None: they are not."""
+    """Return the dtype that floating-point inputs are cast to, or None for no cast."""
     return policy.param_dtype if policy.cast_forward_inputs else None
 
 
 def cast_at_border(border: Border) -> None:
-    """Cast the inputs of every forward of the module, and its outputs, by hooks."""
+    """Register hooks that cast the inputs and outputs of the module's forward."""
     module, policy = border
     if _input_dtype(policy) is not None:
-        # Behind the user's hooks: Dynamo of torch 2.11 cannot trace one that was prepended.
+        # Runs after the user's hooks: Dynamo in torch 2.11 cannot trace a prepended hook.
         module.register_forward_pre_hook(
             functools.partial(_before_forward, policy), with_kwargs=True
         )
@@ -69,16 +70,16 @@ def cast_at_border(border: Border) -> None:
 
 
 def check_borders(root: nn.Module, options: Options, in_use: bool, will_cast: bool = False) -> None:
-    """Check that hooks which cast at a border do not come too late for a forward that has begun.
+    """Check that no forward has begun whose inputs should have been cast.
 
     Args:
-        in_use: the forward of ``root`` runs already.
-        will_cast: the inputs of ``root`` will still be cast.
+        in_use: whether the forward of ``root`` is already running.
+        will_cast: whether the inputs of ``root`` will still be cast.
 
     Raises:
-        BackendError: they do.
+        BackendError: the hooks that cast at a border would come too late for a running forward.
     """
-    for module, policy in find_borders(root, options)[will_cast:]:  # that of root is first
+    for module, policy in find_borders(root, options)[will_cast:]:  # root's border is first
         begun, runs = call_arguments(module), in_use and module is root
         if crosses_border(begun, policy) if begun else runs and has_border(policy):
             raise BackendError(
@@ -90,17 +91,17 @@ def check_borders(root: nn.Module, options: Options, in_use: bool, will_cast: bo
 
 
 def has_border(policy: MixedPrecisionPolicy) -> bool:
-    """Return whether inputs or outputs are cast."""
+    """Return whether ``policy`` casts inputs or outputs."""
     return _input_dtype(policy) is not None or policy.output_dtype is not None
 
 
 def crosses_border(inputs: object, policy: MixedPrecisionPolicy) -> bool:
-    """Return whether a forward with these inputs differs from one without the casts."""
+    """Return whether the casts of ``policy`` may change a forward with these inputs."""
     return policy.output_dtype is not None or _is_cast(inputs, _input_dtype(policy))
 
 
 def _is_cast(inputs: object, dtype: torch.dtype | None) -> bool:
-    """Return whether any tensor in ``inputs`` would change if it was cast to ``dtype``."""
+    """Return whether a cast to ``dtype`` would change any tensor in ``inputs``."""
     if dtype is None:
         return False
     dtypes = []
@@ -122,7 +123,7 @@ def _before_forward(
 def cast_inputs(
     policy: MixedPrecisionPolicy, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a forward with their floating-point tensors cast."""
+    """Cast the floating-point tensors in the arguments of a forward."""
     dtype = _input_dtype(policy)
     return (args, kwargs) if dtype is None else _cast_floating((args, kwargs), dtype)
 
@@ -132,7 +133,7 @@ def _after_forward(dtype: torch.dtype, module: nn.Module, args: object, output: 
 
 
 def _cast_floating(values: _T, dtype: torch.dtype) -> _T:
-    """Return containers and dataclasses with their floating-point tensors cast."""
+    """Cast the floating-point tensors in ``values``, also in containers and dataclasses."""
     if torch.compiler.is_compiling():
         return apply_to_tensors(functools.partial(_cast, dtype), values)
     return _cast_eagerly(values, dtype)
@@ -148,4 +149,4 @@ def _cast(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
 
 
 for _hook in (_before_forward, cast_inputs, _after_forward, _cast_floating):
-    run_as_python(_hook)  # not a graph of its own where a module is called from Python
+    run_as_python(_hook)  # inlined into traces, never compiled on its own

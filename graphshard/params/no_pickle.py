@@ -1,8 +1,8 @@
-"""Sharded parameters and their modules are copied, but not pickled: a sentence says what to do.
+"""Allow copies of sharded parameters and modules, but make pickling raise with advice.
 
-A pickled shard would know its rank's rows alone, and neither mesh nor sharded model in the process
-that reads it. ``copy`` and ``pickle`` take an object apart by the same method, ``__reduce_ex__``.
-So that only the second fails, what a module is made of is in an object that may be copied.
+A pickled shard would hold only its rank's rows, and the process that loads it has neither the mesh
+nor the sharded model. ``copy`` and ``pickle`` both call ``__reduce_ex__``. To fail only for
+``pickle``, the reduced module contains a ``_Recipe``, which can be copied but not pickled.
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ import torch
 from ..errors import BackendError
 
 Reduced = tuple[Any, ...]
-"""What ``__reduce_ex__`` returns: a function, its arguments, and state."""
+"""Result of ``__reduce_ex__``: a function, its arguments, and state."""
 
 
 def refuse(what: str) -> NoReturn:
-    """
-    Raises:
-        BackendError: always.
-    """
+    """Raise the BackendError for pickling ``what``."""
     raise BackendError(
         f"{what} is sharded by graphshard and cannot be pickled: save "
         "graphshard.full_state_dict(model), or model.state_dict() and optimizer.state_dict() by "
@@ -31,13 +28,12 @@ def refuse(what: str) -> NoReturn:
 
 
 class _Recipe:
-    """How to make an object; it is copied as it is.
+    """Recipe for rebuilding an object, which can be copied but not pickled.
 
     Args:
-        what: names the object, for the error.
-        make: makes it, without its state.
-        gradients: of its parameters. ``Tensor.__deepcopy__`` fails on a DTensor whose local tensor
-            is a part of a storage, as gradients are, of a buffer that several were reduced in.
+        what: name of the object, for the error.
+        make: function that makes the object, without its state.
+        gradients: gradients of its parameters.
     """
 
     def __init__(
@@ -46,8 +42,11 @@ class _Recipe:
         self.what, self.make, self.gradients = what, make, gradients
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Recipe:
+        # Copy gradients before deepcopy reaches the state: ``Tensor.__deepcopy__`` fails on a
+        # DTensor whose local tensor is only part of a storage, such as a gradient that is a slice
+        # of a reduction buffer.
         for grad in self.gradients:
-            memo.setdefault(id(grad), grad.detach().clone())  # copied before the state
+            memo.setdefault(id(grad), grad.detach().clone())
         return self
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -59,11 +58,12 @@ def _make(recipe: _Recipe) -> object:
 
 
 def for_copies_alone(what: str, reduced: Reduced, gradients: Sequence[torch.Tensor]) -> Reduced:
-    """Return ``reduced`` so that ``copy`` makes the same of it, and ``pickle`` an error.
+    """Wrap ``reduced`` so that ``copy`` works as before, and ``pickle`` raises.
 
     Args:
-        what: names the object, for the error.
-        gradients: of the object's parameters.
+        what: name of the object, for the error.
+        reduced: result of the object's ``__reduce_ex__``.
+        gradients: gradients of the object's parameters.
     """
     make, arguments, *rest = reduced
     return (_make, (_Recipe(what, lambda: make(*arguments), gradients),), *rest)

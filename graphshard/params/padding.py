@@ -1,7 +1,7 @@
-"""Finds parameters with fewer rows than ranks that share them, where their padding takes much.
+"""Find parameters with fewer rows than shards whose padding takes notable memory.
 
-A parameter is split by rows, and each rank has room for as many as the one with most. Of 8 experts
-that are stacked in one parameter, 64 ranks hold one expert each, 8 times what an even share is.
+Parameters are split by rows, and all shards are padded to the size of the largest. If 8 experts are
+stacked in one parameter, each of 64 ranks holds the memory of one expert: 8 times an even share.
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ from dataclasses import dataclass
 from .sharded_param import ShardedParam
 
 NOTABLE, LEAST_BYTES = 0.1, 1e6
-"""Part of an even share that padding may add before it is told of, and bytes on a rank. Judged."""
+"""Fraction of an even share, and bytes on a rank, above which padding is reported.
+
+Chosen by judgement, not measured.
+"""
 
 
 @dataclass(frozen=True)
 class Padding:
-    """The padded parameters of a model.
+    """Padded parameters of a model.
 
     Attributes:
-        names: of those with fewer rows than ranks, the largest first.
-        rows: of the largest one.
+        names: parameters with fewer rows than shards, largest first.
+        rows: number of rows of the largest one.
         shards: number of ranks that share a parameter.
-        held_bytes: of parameters on a rank.
-        even_bytes: that it would hold without padding.
+        held_bytes: bytes of parameters on a rank, with padding.
+        even_bytes: bytes of parameters on a rank, without padding.
     """
 
     names: tuple[str, ...]
@@ -45,20 +48,20 @@ class Padding:
         )
 
     def splits_evenly(self, num_ranks: int) -> bool:
-        """Return whether HSDP over as many ranks as there are rows would send no padding."""
+        """Return whether HSDP with ``rows`` shards per replica would avoid this padding."""
         return self.rows > 1 and num_ranks % self.rows == 0
 
 
 def find_padding(
     shapes: Mapping[str, Sequence[int]], shards: int, held_bytes: float, full_bytes: float
 ) -> Padding | None:
-    """Return what padding takes; None where it is little.
+    """Return the padded parameters, or None if padding takes little memory.
 
     Args:
-        shapes: of the parameters that are split by rows, by name.
-        shards: number of ranks that share them.
-        held_bytes: of parameters on a rank.
-        full_bytes: of the full parameters.
+        shapes: full shapes of the parameters that are split by rows, by name.
+        shards: number of ranks that share each parameter.
+        held_bytes: bytes of these parameters on a rank, with padding.
+        full_bytes: bytes of the full parameters.
     """
     padded = {name: shape for name, shape in shapes.items() if 0 < shape[0] < shards}
     even_bytes = full_bytes / shards
@@ -69,10 +72,10 @@ def find_padding(
 
 
 def padding_advice(sharded_params: Collection[ShardedParam]) -> str:
-    """Return what padding takes of the parameters of one mesh, and what to do; "" if it is little.
+    """Return a description of notable padding with a remedy, or "" if padding takes little.
 
     Args:
-        sharded_params: of one model.
+        sharded_params: parameters of one model, sharded over one mesh.
     """
     split = {param.fqn: param.layout for param in sharded_params if param.layout.rows is not None}
     if not split:

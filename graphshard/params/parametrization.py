@@ -1,14 +1,19 @@
-"""How a sharded module's forward comes to full parameters while everyone else sees DTensors.
+"""Accessors: a sharded module's forward reads full parameters, everyone else reads DTensors.
 
-The class of a module that owns sharded parameters becomes a subclass with one property per
-parameter. Under tracing the property returns ``graphshard::unshard(shard)``, which Dynamo takes for
-an ``nn.Parameter`` (_torch/as_parameter.py); in an eager part of a forward (a graph break, a plain
-call of the model) it runs that op for real; anywhere else it returns the DTensor. ``_parameters``
-holds the DTensor, so ``named_parameters``, ``state_dict`` and ``torch.distributed.checkpoint``
-never meet the property.
+The class of a module that owns sharded parameters is replaced by a subclass with one property per
+parameter, which returns
 
-Classes are shared by all modules of one class with equally laid out parameters: graphs are compiled
-once for all equal layers, because Dynamo guards on the class and not on the module.
+- under tracing, ``graphshard::unshard(shard)``, which Dynamo treats as an ``nn.Parameter``
+  (_torch/as_parameter.py);
+- in eager parts of a forward (a graph break, a call of the plain model), the result of running
+  that op;
+- anywhere else, the DTensor.
+
+``_parameters`` holds the DTensor, so ``named_parameters``, ``state_dict`` and
+``torch.distributed.checkpoint`` never call the property.
+
+Modules of one class whose parameters have equal layouts share a subclass. Dynamo guards on the
+class rather than on the module, so identical layers share one compiled graph.
 """
 
 from __future__ import annotations
@@ -39,11 +44,11 @@ from .sharded_param import ShardedParam, owned_by, shard_attribute, sharded_para
 
 
 class ShardedModule(NoticesReplacement):
-    """Mixed in before the module's own class: keeps shards and DTensors together.
+    """Mixin, placed before the module's own class, that keeps shards and DTensors linked.
 
     Attributes:
         _graphshard_plain_class: the module's own class.
-        _graphshard_markers: what reads each parameter, by name.
+        _graphshard_markers: marker call that reads each parameter, by the parameter's name.
     """
 
     _graphshard_plain_class: ClassVar[type]
@@ -53,8 +58,10 @@ class ShardedModule(NoticesReplacement):
         if not _is_ours(cls):
             super().__init_subclass__(**kwargs)
 
-    # A slice of a ParameterList calls self.__class__(): what it makes is not sharded. Copies and
-    # pickles call cls.__new__(cls) for an instance of cls; Dynamo does not trace a change of class.
+    # Slicing a ParameterList calls self.__class__(), which has to make a plain module. Copying and
+    # unpickling call cls.__new__(cls) and need an instance of cls, so it is __init__ that switches
+    # to the plain class. Dynamo cannot trace that switch: under tracing, __new__ makes the plain
+    # module.
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         new: Any = super().__new__
@@ -81,13 +88,12 @@ class ShardedModule(NoticesReplacement):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """DDP's name for what ``graphshard.set_requires_gradient_sync`` sets: code that was written
-        for DDP assigns it."""
+        """DDP's name for the ``set_requires_gradient_sync`` flag; code written for DDP sets it."""
         return module_flag(self, SYNCS)
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        # As DDP does, whatever is true is True.
+        # Any truthy value is accepted, as in DDP.
         set_flags(dict.fromkeys(self.modules(), bool(value)), SYNCS)
 
     def _graphshard_on_replacement(self, *, empty: bool = False) -> None:
@@ -102,20 +108,19 @@ class ShardedModule(NoticesReplacement):
                 state_dict[key] = to_load(state_dict[key], sharded_param, key, assigns)
 
     def _graphshard_refresh_accessors(self) -> None:
-        """Read parameters by markers that reduce or accumulate their gradients as asked for now."""
+        """Switch to markers that reduce or accumulate gradients as currently requested."""
         cls = type(self)
         kept = cls._graphshard_markers
         _give_class(self, cls._graphshard_plain_class, kept, kept)
 
 
 def _is_ours(cls: type) -> bool:
-    """Return whether ``_sharded_class`` made ``cls``, instead of a user who subclasses it."""
+    """Return whether ``_sharded_class`` made ``cls``, rather than a user who subclassed one."""
     return "_graphshard_plain_class" in vars(cls)
 
 
 def set_flags(flags: Mapping[nn.Module, bool], name: str) -> None:
-    """Set the flag ``SYNCS`` or ``ALL_REDUCES`` of modules, and have them read their parameters
-    accordingly."""
+    """Set the flag ``SYNCS`` or ``ALL_REDUCES`` of modules, and refresh their accessors."""
     for module, flag in flags.items():
         set_module_flag(module, name, flag)
     for module in flags:
@@ -126,16 +131,17 @@ def set_flags(flags: Mapping[nn.Module, bool], name: str) -> None:
 def install(
     module: nn.Module, sharded_params: Mapping[str, ShardedParam], model: ShardedModel
 ) -> None:
-    """Give ``module`` accessors and shards, beside those that it may have already.
+    """Add accessors and shards to ``module``, keeping those that it has already.
 
     Args:
-        sharded_params: by the names that they have in ``module``.
+        sharded_params: parameters to add, by their names in ``module``.
+        model: sharded model that ``module`` is part of.
     """
     plain: type = type(module)
     kept: Mapping[str, MarkerCall] = {}
     if isinstance(module, ShardedModule):
         plain, kept = type(module)._graphshard_plain_class, type(module)._graphshard_markers
-    module.__dict__.pop(FLAT_WEIGHTS, None)  # nn.RNNBase: a property from now on
+    module.__dict__.pop(FLAT_WEIGHTS, None)  # nn.RNNBase: becomes a property
     for name, sharded_param in sharded_params.items():
         sharded_param.add_owner(module, name)
     _give_class(module, plain, [*kept, *sharded_params], kept)
@@ -145,12 +151,12 @@ def install(
 def _give_class(
     module: nn.Module, plain: type, names: Iterable[str], kept: Mapping[str, MarkerCall]
 ) -> None:
-    """Give ``module`` the class whose accessors fit its sharded parameters.
+    """Switch ``module`` to the class whose accessors match its sharded parameters.
 
     Args:
         plain: the module's own class.
-        names: of the parameters, in the order of the accessors.
-        kept: the markers so far, for names that have no sharded parameter any more.
+        names: names of the parameters, in the order of the accessors.
+        kept: previous markers, which remain for names that no longer have a sharded parameter.
     """
     markers: dict[str, MarkerCall] = {}
     for name in names:
@@ -170,7 +176,7 @@ def _give_class(
 
 
 def fault_of_class(cls: type[nn.Module]) -> str | None:
-    """Return why modules of this class cannot be given accessors, or None."""
+    """Return why modules of this class cannot have accessors, or None if they can."""
     try:
         object.__setattr__(object.__new__(cls), "__class__", _sharded_class(cast(Any, cls), ()))
     except TypeError as error:
@@ -179,41 +185,41 @@ def fault_of_class(cls: type[nn.Module]) -> str | None:
 
 
 def reattach(module: nn.Module) -> None:
-    """Attach new shards to what has replaced DTensors of a module that owns sharded parameters."""
+    """Attach new shards where DTensors of ``module`` were replaced, if it is sharded."""
     if isinstance(module, ShardedModule):
         module._graphshard_on_replacement()
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that ``module`` has when it is not sharded."""
+    """Return the class of ``module`` without accessors."""
     if isinstance(module, ShardedModule):
         return type(module)._graphshard_plain_class
     return type(module)
 
 
 def had_sharded(module: nn.Module, name: str) -> bool:
-    """Return whether ``module`` had a sharded parameter ``name``, whatever it holds now."""
+    """Return whether ``name`` was sharded in ``module``, whatever ``module`` holds now."""
     return isinstance(module, ShardedModule) and name in type(module)._graphshard_markers
 
 
 @functools.cache
 def _sharded_class(cls: type, markers: tuple[tuple[str, MarkerCall], ...]) -> type[ShardedModule]:
-    """Return the subclass of ``cls`` that reads its parameters by these markers."""
+    """Return the subclass of ``cls`` that reads its parameters through ``markers``."""
     namespace: dict[str, object] = {name: _accessor(name, marker) for name, marker in markers}
-    # Libraries look at a module's class name (transformers picks the loss by it).
+    # Keep the class name: libraries look at it (transformers picks the loss by it).
     namespace.update(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__)
     namespace.update(_graphshard_plain_class=cls, _graphshard_markers=dict(markers))
     if issubclass(cls, nn.RNNBase):
         namespace[FLAT_WEIGHTS] = property(flat_weights, lambda self, value: None)
     if has_save_pretrained(cls):
         namespace[METHOD] = save_in_full(getattr(cls, METHOD))
-    # Its own metaclass would register it, say, or ask for arguments.
+    # Bypass __new__ of a custom metaclass, which might register the class or need arguments.
     make = ABCMeta.__new__ if isinstance(cls, ABCMeta) else type.__new__
     return cast(type[ShardedModule], make(type(cls), cls.__name__, (ShardedModule, cls), namespace))
 
 
 def _accumulator_attribute(name: str, argument: str) -> str:
-    """Return the attribute of a module that holds this argument of the marker of ``name``."""
+    """Return the module attribute that holds this marker argument of parameter ``name``."""
     return f"_graphshard_{argument}_of_{name}"
 
 
@@ -228,8 +234,9 @@ def _marker_call(
 def _accessor(name: str, marker: MarkerCall) -> property:
     """Return the property of a sharded class that reads its parameter ``name``.
 
-    Dynamo traces it for every parameter of a model, and guards on whatever its closure holds. So
-    what one class always passes to the marker stands in the code itself, which is guarded as one.
+    Dynamo traces the property once per parameter of a model, and guards on everything in its
+    closure. Arguments that a class always passes to the marker are therefore written into the code
+    object, which needs only one guard.
     """
     op = marker.op
     attributes = tuple(
@@ -263,7 +270,7 @@ def _accessor(name: str, marker: MarkerCall) -> property:
 
 @torch.compiler.disable
 def _eager_value(module: ShardedModule, name: str) -> torch.Tensor | None:
-    """Return the full parameter inside of a forward, the DTensor outside."""
+    """Return the full parameter inside a forward, the DTensor outside."""
     parameters, model = parameters_of(module), sharded_model_of(module)
     if name not in parameters:
         raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
@@ -283,7 +290,7 @@ def _reattach(module: ShardedModule, empty: bool) -> None:
     """Attach new shards where this module's DTensors, or their storages, were replaced.
 
     Args:
-        empty: nobody has written the new storages yet.
+        empty: whether the new storages are uninitialised.
     """
     for name in type(module)._graphshard_markers:
         param = parameters_of(module).get(name)
@@ -301,10 +308,10 @@ def _reattach(module: ShardedModule, empty: bool) -> None:
 
 
 def _check_replacement(param: nn.Parameter, name: str, previous: ShardedParam | None) -> DTensor:
-    """Return ``param``, which took the place of ``previous``, if a shard can be made for it.
+    """Return ``param``, which replaced ``previous``, after checking that it can have a shard.
 
     Raises:
-        BackendError: it is not a DTensor, or not on the host that has to keep it.
+        BackendError: it is not a DTensor, or it left the host although it is offloaded.
     """
     if not isinstance(param, DTensor):
         fqn = previous.fqn if previous else name
@@ -322,13 +329,13 @@ def _check_replacement(param: nn.Parameter, name: str, previous: ShardedParam | 
 
 
 def _sharded_param_for(dtensor: DTensor, previous: ShardedParam | None) -> ShardedParam:
-    """Return the sharded parameter that ``dtensor`` belongs to, or a new one with its layout.
+    """Return the sharded parameter of ``dtensor``, or a new one with the same layout.
 
     Args:
-        previous: the one whose place ``dtensor`` takes.
+        previous: sharded parameter that ``dtensor`` replaces.
 
     Raises:
-        BackendError: ``dtensor`` is laid out in another way.
+        BackendError: ``dtensor`` has another layout.
     """
     known = sharded_param_of(dtensor)
     for candidate in (previous, known):
@@ -343,10 +350,7 @@ def _sharded_param_for(dtensor: DTensor, previous: ShardedParam | None) -> Shard
 
 
 def _check_layout(dtensor: DTensor, layout: Layout, fqn: str) -> None:
-    """
-    Raises:
-        BackendError: ``dtensor`` does not have this layout.
-    """
+    """Raise BackendError unless ``dtensor`` has this layout."""
     expected = (tuple(layout.shape), layout.placements)
     actual = (tuple(dtensor.shape), tuple(dtensor.placements))
     if actual != expected or dtensor.device_mesh != layout.mesh:

@@ -1,11 +1,11 @@
-"""``save_pretrained`` of a sharded model: all ranks call it, and the first one writes the model.
+"""``save_pretrained`` of a sharded model: all ranks call it, the first rank writes the model.
 
-    model.save_pretrained(folder)    gathers the full state dict (of a peft model the adapters) on
-                                     the first rank, whose modules return it from ``state_dict()``
+    model.save_pretrained(folder)    gathers the full state dict (adapters only, if peft) on the
+                                     first rank; there, ``state_dict()`` of every module returns it
                                      while the library's own ``save_pretrained`` writes it
 
-So any library's method works, whether it takes a state dict or not (transformers, peft, diffusers,
-huggingface_hub). The method of a class is replaced, not that of an object: copies have it, too.
+This works for any library's method, whether it takes a state dict or not (transformers, peft,
+diffusers, huggingface_hub). The method is replaced on the class, so copies of a model have it too.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ def has_save_pretrained(cls: type) -> bool:
 
 
 def save_in_full(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the ``save_pretrained`` of a class of sharded modules.
+    """Wrap a class's ``save_pretrained`` to gather the full model and write it on the first rank.
 
     Raises:
         ValueError: from the wrapper, on all ranks: ``is_main_process`` is false on the first rank,
-            which alone has what is to be written.
+            the only one that has the full model.
     """
     signature = inspect.signature(save)
 
     @functools.wraps(save)
     def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs).arguments
-        given |= kwargs  # those that the method takes as **kwargs
+        given |= kwargs  # also those that the method collects in **kwargs
         groups = mesh_groups_of(self)
-        is_within = "state_dict" in vars(self)  # of the save of a module that holds this one
+        is_within = "state_dict" in vars(self)  # an enclosing module is being saved
         if groups is None or is_within or given.get("state_dict") is not None:
             return save(self, *args, **kwargs)
         agree_on_gathering(groups, METHOD, type(self).__name__, _REMEDY)
@@ -75,7 +75,7 @@ def save_in_full(save: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _returned_from_state_dict(root: nn.Module, state: StateDict) -> Iterator[None]:
-    """Have ``root`` and all modules in it return ``state``, or their part of it."""
+    """Make ``state_dict()`` of ``root`` and of modules in it return their part of ``state``."""
     modules = list(root.named_modules())
     for name, module in modules:
         prefix = plain_name(f"{name}.") if name else ""
@@ -95,7 +95,7 @@ def _part(
     prefix: str = "",
     keep_vars: bool = False,
 ) -> StateDict:
-    """Return the entries of ``state`` that begin with ``own_prefix``, as ``Module.state_dict``."""
+    """Return the entries of ``state`` under ``own_prefix``; same signature as ``state_dict``."""
     destination = OrderedDict() if destination is None else destination
     for name, value in state.items():
         if name.startswith(own_prefix):

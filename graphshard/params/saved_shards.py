@@ -1,13 +1,12 @@
-"""``torch.save`` of shards: all ranks do it, or it is an error at once.
+"""Make ``torch.save`` of shards raise at once unless all ranks call it.
 
     torch.save(model.state_dict(), f"{rank}.pt")              each rank loads its own: allowed
     if rank == 0: torch.save(model.state_dict(), "all.pt")    has the rows of rank 0: an error
 
-Every DTensor pickles its mesh, once for each file: so what is asked stands in the mesh, and covers
-parameters, gradients, states of optimizers, and what was computed of them. It is asked only within
-``torch.save`` and by the thread that trains: a pickle that is sent to another process, or a file
-that a thread of its own writes, cannot wait for other ranks. torch.distributed.checkpoint pickles
-no DTensor.
+Every DTensor pickles its mesh, once per file. The check is therefore an attribute of the mesh, and
+covers parameters, gradients, optimizer state, and tensors computed from them. It runs only within
+``torch.save`` on the training thread: a pickle for another process, or a file written by a separate
+thread, cannot wait for other ranks. torch.distributed.checkpoint does not pickle DTensors.
 """
 
 from __future__ import annotations
@@ -31,7 +30,10 @@ _REMEDY = (
 
 
 class _SavedTogether:
-    """An attribute of a mesh that is pickled with it, as an empty container that loads anywhere."""
+    """Mesh attribute that raises, when ``torch.save`` pickles it, unless all ranks do so.
+
+    It is pickled as an empty ``OrderedDict``, which loads anywhere.
+    """
 
     def __init__(self, groups: MeshGroups) -> None:
         self._groups = groups
@@ -47,12 +49,12 @@ class _SavedTogether:
     def _can_agree(self) -> bool:
         try:
             group = process_group(self._groups.all_ranks)
-        except RuntimeError:  # it was destroyed
+        except RuntimeError:  # the group was destroyed
             return False
         return call_log_of(group).can_agree()
 
 
 def save_together(mesh: DeviceMesh) -> None:
-    """Have ``torch.save`` of shards over ``mesh`` raise an error unless all ranks do it."""
+    """Make ``torch.save`` of shards over ``mesh`` raise unless all ranks call it."""
     if not isinstance(mesh.__dict__.get(_ATTRIBUTE), _SavedTogether):
         mesh.__dict__[_ATTRIBUTE] = _SavedTogether(MeshGroups(mesh))

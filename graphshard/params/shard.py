@@ -1,11 +1,11 @@
-"""Turns a module's parameters into shards, in place.
+"""Shard a module's parameters in place.
 
-Nothing is changed before all ranks have compared, in one reduction, what they are about to shard
-and whether one found a fault with it. Then one parameter after the other is made equal on all
-ranks, split, and its full copy freed, so that the peak is the full model plus one parameter.
+Before anything changes, all ranks compare, in one reduction, what they are about to shard and
+whether any of them found a fault. Then, one parameter at a time, the values are made equal on all
+ranks and split, and the full copy is freed: peak memory is the full model plus one parameter.
 
     full parameter ─► Layout.padded_shard (this rank's rows, padded) ─► ShardedParam.attach
-                      (the shard that graphs take) and a DTensor whose local tensor is a view of it
+                      (the shard that graphs take, and a DTensor whose local tensor is a view of it)
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from .sharded_param import ShardedParam, is_unattached
 
 
 class StaleParameter(nn.Parameter):
-    """The class of a parameter's old object once it is sharded: any use of it raises an error."""
+    """Class of an old parameter object after sharding: any use of it raises an error."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,10 +73,10 @@ def shard_module(
     """Shard every parameter of ``root`` in place.
 
     Args:
-        in_use: an eager part of the running forward may hold full parameters already; they are
-            then kept for its backward, and their gradients handed to the shards. So are those
-            that a graph of autograd has saved before.
-        allow_meta: a module on the meta device is fine; it is sharded there.
+        in_use: whether an eager part of a running forward may already hold full parameters. These
+            are then kept for its backward, and their gradients go to the shards. The same holds
+            for parameters that an existing autograd graph has saved.
+        allow_meta: whether a module on the meta device is accepted; it is sharded there.
 
     Raises:
         BackendError: on every rank, if any rank's module cannot be sharded or ranks differ.
@@ -87,11 +87,11 @@ def shard_module(
         return
     fault = find_fault(root, plain_params, mesh, options, allow_meta=allow_meta)
     raise_together(root, plain_params, groups, options, fault=fault)
-    call_log_of(process_group(groups.all_ranks))  # all ranks watch, also before they compile
+    call_log_of(process_group(groups.all_ranks))  # start the watcher before any compile
     save_together(mesh)
     _warn_of_torchao(root)
     model = ShardedModel(type(root).__name__, options)
-    # A part that was sharded before keeps its policy.
+    # Modules that were sharded earlier keep their policy.
     borders = [b for b in find_borders(root, options) if sharded_model_of(b.module) is None]
     with torch.no_grad(), torch.inference_mode(False):
         on_meta = any(plain.param.is_meta for plain in plain_params)
@@ -105,14 +105,14 @@ def shard_module(
             for _, buffer in sorted(root.named_buffers()):
                 make_equal(buffer, groups)
         sharded_params = {}
-        # By name: ranks may have registered them in another order.
+        # Sorted by name: ranks may have registered parameters in different orders.
         for plain in sorted(plain_params, key=lambda plain: plain.fqn):
             if broadcasts:
                 make_equal(plain.param, groups)
             sharded_param = sharded_params[plain.param] = _shard_parameter(plain, groups, model)
             if plain.param in used:
                 _hand_over_grads(plain.param, sharded_param)
-            else:  # now, though a trace that is under way still refers to the object
+            else:  # free the memory now: a running trace still refers to the object
                 plain.param.data = plain.param.data.new_empty(0)
         _install(root, plain_params, sharded_params, model)
         for border in borders:
@@ -132,10 +132,11 @@ def shard_module(
 def _raise_if_used_unequal(
     root: nn.Module, plain_params: Sequence[PlainParam], groups: MeshGroups
 ) -> None:
-    """Check that ranks have equal values, with which a forward that has begun may have computed.
+    """Check that ranks have equal values, because a running forward may have used them.
 
     Raises:
-        BackendError: on all ranks, if a rank's parameter or buffer is not the first rank's.
+        BackendError: on all ranks, if a parameter or buffer of any rank differs from the first
+            rank's.
     """
     tensors = {plain.fqn: plain.param for plain in plain_params} | dict(root.named_buffers())
     unequal = [name for name in sorted(tensors) if _is_unequal(tensors[name], groups)]
@@ -151,7 +152,7 @@ def _raise_if_used_unequal(
 
 
 def _is_unequal(tensor: torch.Tensor, groups: MeshGroups) -> bool:
-    """Return whether a value differs from the first rank's, bit by bit."""
+    """Return whether ``tensor`` differs bitwise from the first rank's."""
     own = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
     first = own.clone()
     make_equal(first, groups)
@@ -170,10 +171,10 @@ def _warn_of_torchao(root: nn.Module) -> None:
 
 
 def take_replacements(root: nn.Module) -> bool:
-    """Take DTensors that were assigned in place of sharded parameters; return whether there are.
+    """Attach shards to DTensors assigned in place of sharded parameters; return whether any were.
 
     Raises:
-        BackendError: one is laid out in another way than what it replaces.
+        BackendError: a DTensor has another layout than the parameter it replaces.
     """
     replaced = [module for module in root.modules() if _holds_replacement(module)]
     for module in replaced:
@@ -189,27 +190,28 @@ def _holds_replacement(module: nn.Module) -> bool:
 
 
 def move_buffers(root: nn.Module, device: torch.device) -> None:
-    """Move buffers to the device, as FSDP2 does: with offload a whole model may be on the host."""
+    """Move buffers to ``device``, as FSDP2 does: with offload the model may be on the host."""
     for buffer in root.buffers():
         if not buffer.is_meta:
             buffer.data = buffer.to(device)
 
 
 def make_equal(tensor: torch.Tensor, groups: MeshGroups) -> None:
-    """Make ``tensor`` equal to the first rank's, in place; as bytes, which every backend takes."""
+    """Overwrite ``tensor`` with the first rank's values."""
     if tensor.numel() == 0:
         return
     tensor = without_repeats(tensor)
     group = process_group(groups.all_ranks)
     whole = tensor.detach().to(groups.device).contiguous()
     source = dist.get_global_rank(group, 0)
+    # As bytes, which every backend supports.
     dist.broadcast(whole.view(-1).view(torch.uint8), src=source, group=group)
     if whole.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(whole)
 
 
 def _shard_parameter(plain: PlainParam, groups: MeshGroups, model: ShardedModel) -> ShardedParam:
-    """Make the DTensor and the shard of one parameter; a gradient that it has moves along."""
+    """Make the DTensor and the shard of one parameter, and move its gradient to them."""
     old = plain.param
     layout = _layout_for(plain, groups)
     new = nn.Parameter(layout.dtensor(layout.padded_shard(old)), requires_grad=old.requires_grad)
@@ -240,8 +242,8 @@ def _layout_for(plain: PlainParam, groups: MeshGroups) -> Layout:
 
 
 def _hand_over_grads(old: nn.Parameter, sharded_param: ShardedParam) -> None:
-    """Have the gradients of a full parameter, which a graph of autograd keeps, go to its shard."""
-    drop_hooks(old)  # they run with the gradients of the shard
+    """Send gradients of a full parameter that an autograd graph still holds to its shard."""
+    drop_hooks(old)  # they run on the shard's gradients instead
     if not old.requires_grad:
         return
 
@@ -256,7 +258,7 @@ def _hand_over_grads(old: nn.Parameter, sharded_param: ShardedParam) -> None:
 
 
 def _accumulate_full_grad(sharded_param: ShardedParam, grad: torch.Tensor) -> None:
-    """Average a full gradient that no graph of ours made, and hand over this rank's rows."""
+    """Average a full gradient from outside our graphs, and accumulate this rank's rows of it."""
     layout = sharded_param.layout
     group = process_group(layout.groups.all_ranks)
     mean = grad.detach().to(layout.groups.device).contiguous() / dist.get_world_size(group)
@@ -270,16 +272,16 @@ def _install(
     sharded_params: Mapping[nn.Parameter, ShardedParam],
     model: ShardedModel,
 ) -> None:
-    """Have all modules that hold a parameter read it through its sharded parameter."""
+    """Make all modules that hold a parameter read it through its sharded parameter."""
     by_module: dict[nn.Module, dict[str, ShardedParam]] = {root: {}}
-    # Modules that are saved on their own may have no parameters but those of modules inside.
+    # Modules with save_pretrained need it wrapped, even if only their submodules own parameters.
     by_module |= {m: {} for m in root.modules() if has_save_pretrained(type(m))}
     for plain in plain_params:
         for module, name in plain.holders:
             by_module.setdefault(module, {})[name] = sharded_params[plain.param]
     for module in root.modules():
         join_model(module, model)
-    # An attribute of a plain module; of a sharded one a property.
+    # A plain module has it as an attribute; for a sharded one it is a property.
     ddp_flag = root.__dict__.pop("require_backward_grad_sync", None)
     for module, by_name in by_module.items():
         install(module, by_name, model)
@@ -288,7 +290,7 @@ def _install(
 
 
 def _repoint_optimizers(sharded_params: Mapping[nn.Parameter, ShardedParam]) -> None:
-    """Give living optimizers that hold an old parameter its DTensor, in groups and in state."""
+    """Replace old parameters by their DTensors in the param groups and state of live optimizers."""
     for optimizer in living(torch.optim.Optimizer):
         for group in optimizer.param_groups:
             params = group["params"]
@@ -302,7 +304,7 @@ def _repoint_optimizers(sharded_params: Mapping[nn.Parameter, ShardedParam]) -> 
 
 
 def _shard_state(value: object, layout: Layout) -> object:
-    """Split optimizer state of the parameter's shape like it; keep the rest (``step``)."""
+    """Shard a state tensor that has the parameter's shape; return other state (``step``) as is."""
     if isinstance(value, torch.Tensor) and value.shape == layout.shape and layout.rows is not None:
         return layout.dtensor(layout.padded_shard(value))
     return value

@@ -1,4 +1,4 @@
-"""The state that all modules and sharded parameters of one model share."""
+"""State shared by all modules and sharded parameters of one model."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _WHY_NOT_COMPILED = (
 )
 
 _accumulating: weakref.WeakKeyDictionary[ShardedModel, None] = weakref.WeakKeyDictionary()
-"""Models with unreduced gradients, in the order in which they began to accumulate."""
+"""Models with unreduced gradients, in the order in which they started to accumulate."""
 
 
 class ModelParam(Protocol):
-    """The part of a ``ShardedParam`` that its model calls; that class has the docstrings."""
+    """Interface of ``ShardedParam`` that its model uses; see that class for docstrings."""
 
     fqn: str
     layout: Layout
@@ -54,7 +54,7 @@ class ModelParam(Protocol):
 
 
 def changed_in_place(fqn: str) -> str:
-    """Return the text of the error about a forward that changes a full parameter in place."""
+    """Return the error message for a forward that changes a full parameter in place."""
     return (
         f"forward changes parameter {fqn!r} in place, which would be lost, since forward has a "
         "gathered copy: change model.get_parameter(name) between steps under torch.no_grad(), or "
@@ -64,25 +64,28 @@ def changed_in_place(fqn: str) -> str:
 
 @dataclass(eq=False)
 class ShardedModel:
-    """One sharded module tree.
+    """State of one sharded module tree.
 
     Attributes:
-        name: the root's class.
-        options: what it was sharded with.
-        told: whether the user was told that a backend's arguments are others.
-        breaks: where its graphs broke, as ``file:line: reason``.
-        eager_classes: classes of its modules whose forward ran outside a graph while parts of the
+        name: class name of the root.
+        options: options it was sharded with.
+        told: whether the user was warned that a backend's arguments differ from ``options``.
+        breaks: graph breaks, as ``file:line: reason``.
+        eager_classes: names of module classes whose forward ran outside a graph while parts of the
             model were compiled; a dictionary keeps them in order.
-        warned: whether the user was told of both.
-        sharded_params: all sharded parameters that are alive.
-        accumulates: gradients of some parameter accumulate, or did and may not be reduced yet.
-        compiled: a graph was compiled for it; it may also use that of an equal model.
-        reads_eagerly: some parameter was read outside of any graph.
-        trains_eagerly: some gradient came from outside of any graph.
-        gathered_bytes: the most that any of its graphs holds gathered at once.
-        padding: what padding takes of a rank, and what to do; "" if it is little.
-        changed_in_place: a parameter whose gathered copy an eager part of a forward has changed.
-        gradient_divide_factor: what sums of gradients are divided by; None: the number of ranks.
+        warned: whether the user was warned of ``breaks`` and ``eager_classes``.
+        sharded_params: all live sharded parameters.
+        accumulates: whether gradients of some parameter accumulate, or have accumulated and may
+            not be reduced yet.
+        compiled: whether a graph was compiled for this model; False if it only reuses graphs of an
+            identical model.
+        reads_eagerly: whether some parameter was read outside any graph.
+        trains_eagerly: whether some gradient came from outside any graph.
+        gathered_bytes: most bytes of unsharded parameters that any of its graphs holds at once.
+        padding: description of notable padding with a remedy; "" if padding takes little.
+        changed_in_place: FQN of a parameter whose unsharded copy was changed by an eager part of a
+            forward; None: there is none.
+        gradient_divide_factor: divisor of summed gradients; None: the number of ranks.
     """
 
     name: str
@@ -102,7 +105,7 @@ class ShardedModel:
     gradient_divide_factor: float | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
-        # The copied parameters add themselves.
+        # Copied parameters register themselves.
         divide_factor = self.gradient_divide_factor
         return ShardedModel(self.name, self.options, gradient_divide_factor=divide_factor)
 
@@ -110,21 +113,18 @@ class ShardedModel:
         refuse(f"a module of {self.name}")
 
     def raise_if_changed(self) -> None:
-        """
-        Raises:
-            BackendError: a forward has changed a parameter in place.
-        """
+        """Raise BackendError if a forward has changed a parameter in place."""
         fqn, self.changed_in_place = self.changed_in_place, None
         if fqn is not None:
             raise BackendError(changed_in_place(fqn))
 
     def start_accumulating(self) -> None:
-        """Note that gradients of some parameter are about to accumulate unreduced."""
+        """Record that gradients of some parameter are about to accumulate unreduced."""
         self.accumulates = True
         _accumulating.setdefault(self)
 
     def reduce_leftovers(self) -> None:
-        """Reduce, after a backward, the totals of parameters for which it made no gradient."""
+        """Reduce accumulated gradients of parameters for which the last backward made none."""
         done = [p for p in self.sharded_params if p.is_owned() and p.accumulates_in is None]
         done.sort(key=lambda sharded_param: sharded_param.fqn)
         self.accumulates = any(p.accumulates_in is not None for p in self.sharded_params)
@@ -139,21 +139,21 @@ class ShardedModel:
                 sharded_param.reduce_accumulated(unsynced=unsynced)
 
     def _pending_on_any_rank(self, sharded_params: list[ModelParam]) -> list[list[bool]]:
-        """Return, for each parameter, whether each of its two accumulators has to be reduced."""
+        """Return, per parameter, whether each of its two accumulators must be reduced."""
         pending = [
             [sharded_param.accumulation.key(name) is not None for name in ACCUMULATOR_NAMES]
             for sharded_param in sharded_params
         ]
         if not self.reads_eagerly or not sharded_params:
             return pending
-        # In eager parts each rank's data decides which parameters get a gradient.
+        # In eager parts, which parameters get a gradient may depend on a rank's data.
         groups = sharded_params[0].layout.groups
         flags = torch.tensor(pending, dtype=torch.int32, device=groups.device)
         dist.all_reduce(flags, group=process_group(groups.all_ranks))
         return [[flag > 0 for flag in row] for row in flags.tolist()]
 
     def warn_of_other_options(self, options: Options) -> None:
-        """Warn once if a backend asks for what the model was not sharded with."""
+        """Warn once if a backend's options differ from those the model was sharded with."""
         ignored = options.not_held_by(self.options)
         if ignored and not self.told:
             self.told = True
@@ -164,7 +164,10 @@ class ShardedModel:
             )
 
     def warn_of_breaks(self) -> None:
-        """Warn once, when a backward starts: by then a forward has met all its breaks."""
+        """Warn once about parts that are not compiled.
+
+        Called in backward: by then, forward has met all its graph breaks.
+        """
         broken = bool(self.breaks or self.eager_classes)
         if self.warned or not (broken or (self.trains_eagerly and not self.compiled)):
             return
@@ -185,7 +188,7 @@ class ShardedModel:
 
 
 def join_model(module: nn.Module, model: ShardedModel) -> None:
-    """Note which sharded model ``module`` is part of; modules without parameters are, too."""
+    """Record which sharded model ``module`` is part of, even if it owns no parameters."""
     module.__dict__[_MODEL] = model
 
 
@@ -200,7 +203,7 @@ def any_model_accumulates() -> bool:
 
 
 def reduce_leftovers_after_backward() -> None:
-    """Reduce the leftovers of all models when the backward that is under way has succeeded."""
+    """Reduce the leftovers of all models once the running backward has succeeded."""
     at_success_of_backward(_reduce_all_leftovers)
 
 

@@ -1,16 +1,16 @@
-"""A sharded parameter: the DTensor that users see, joined with the plain shard that graphs take.
+"""A sharded parameter: the DTensor that users see, linked with the plain shard that graphs take.
 
     module._parameters["weight"] ──► DTensor (Shard(0)) ──► local tensor
                                         ▲                      │ view of the first rows
                                   .grad │                      ▼
     module.<shard of weight> ───────► shard: this rank's rows, padded   (see [Note: padded shards])
 
-A compiled graph takes the shard, because flattening, wrapping and guarding a DTensor costs more
-than FSDP2's hooks do. Autograd accumulates into the shard; a post-accumulate hook hands the
-gradient to the DTensor and runs the DTensor's own hooks. What replaces a parameter's storage
-(``to_empty``, ``.to``, ``p.data = x``, ``load_state_dict(assign=True)``, ``copy.deepcopy``)
-attaches a new shard, as FSDP2's ``reset_sharded_param`` does. Where a DTensor was replaced in
-another way, the next step raises an error.
+Compiled graphs take the shard because flattening, wrapping and guarding a DTensor costs more than
+FSDP2's hooks. Autograd accumulates into the shard; a post-accumulate hook hands the gradient to the
+DTensor and runs the DTensor's own hooks. Calls that replace a parameter's storage (``to_empty``,
+``.to``, ``p.data = x``, ``load_state_dict(assign=True)``, ``copy.deepcopy``) attach a new shard, as
+FSDP2's ``reset_sharded_param`` does. If a DTensor is replaced by any other means, the next step
+raises an error.
 """
 
 from __future__ import annotations
@@ -38,38 +38,38 @@ from .sharded_model import ShardedModel, any_model_accumulates, reduce_leftovers
 from .unfilled import mark_unfilled, num_unfilled
 
 SHARDED_PARAM = "_graphshard_sharded_param"
-"""The attribute of a DTensor and of a shard that holds their ``ShardedParam``."""
+"""Attribute of a DTensor and of a shard that holds their ``ShardedParam``."""
 
 FUNCTIONAL_CALL = (
     "torch.func.functional_call replaces it, too: give it a copy of the module that is not "
     "sharded, or name what it replaces in ignored_params"
 )
-"""What errors of a replaced parameter say of a likely cause that no code shows."""
+"""Hint in errors about replaced parameters: a likely cause that user code does not show."""
 
 
 def shard_attribute(name: str) -> str:
-    """Return the attribute of a module that holds the shard of its parameter ``name``."""
+    """Return the module attribute that holds the shard of parameter ``name``."""
     return f"_graphshard_shard_of_{name}"
 
 
 class _HasAccessors(Protocol):
-    """A module of ``graphshard.params.parametrization.ShardedModule``."""
+    """Interface of ``graphshard.params.parametrization.ShardedModule``."""
 
     def _graphshard_refresh_accessors(self) -> None: ...
 
 
 class _Owner(NamedTuple):
-    """A module that holds a parameter, and the parameter's name there."""
+    """A module that holds a parameter, and the parameter's name in it."""
 
     module: weakref.ref[nn.Module]
     name: str
 
 
 class Assigned(NamedTuple):
-    """A parameter that ``load_state_dict(assign=True)`` has put in another one's place.
+    """A parameter that replaced another one in ``load_state_dict(assign=True)``.
 
     Attributes:
-        source: the full tensor that it was made of.
+        source: full tensor that it was made from.
     """
 
     source: weakref.ref[torch.Tensor]
@@ -77,14 +77,15 @@ class Assigned(NamedTuple):
 
 
 class ShardedParam:
-    """Joins one DTensor parameter, its shard, and the modules that own it (several where tied).
+    """Link between a DTensor parameter, its shard, and the modules that own it (several if tied).
 
     Attributes:
-        fqn: its first FQN when it was sharded, for messages.
-        dtensor: the parameter that users see; set by ``attach``.
-        shard: the tensor that graphs take, of ``layout.padded_shape``; set by ``attach``.
-        accumulation: its gradients of microbatches that are not reduced, or not all the way.
-        assigned: what took its place in a module; other owners, to whom it is tied, may follow.
+        fqn: first FQN at the time of sharding, for messages.
+        dtensor: parameter that users see; set by ``attach``.
+        shard: tensor that graphs take, of shape ``layout.padded_shape``; set by ``attach``.
+        accumulation: microbatch gradients that are not reduced yet, or only within a replica.
+        assigned: parameter that replaced it in one module; its other (tied) owners may get the
+            same one.
     """
 
     dtensor: DTensor
@@ -102,17 +103,17 @@ class ShardedParam:
         model.sharded_params.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
-        # The copied modules attach and own it again, in their __setstate__.
+        # Copied modules attach and own the copy in their __setstate__.
         return ShardedParam(self.layout, self.fqn, copy.deepcopy(self.model, memo))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse(f"parameter {self.fqn!r}")
 
     def attach(self, dtensor: DTensor, *, empty: bool = False) -> None:
-        """Make a shard for ``dtensor``, whose local tensor becomes a view of it.
+        """Make a shard for ``dtensor``, whose local tensor becomes a view of the shard.
 
         Args:
-            empty: nobody has written ``dtensor`` yet; a forward will raise if that stays so.
+            empty: whether ``dtensor`` is uninitialised; the next forward raises if it still is.
         """
         local = local_tensor(dtensor).detach()
         if local.shape == self.layout.padded_shape and local.is_contiguous():
@@ -128,7 +129,7 @@ class ShardedParam:
         setattr(dtensor, SHARDED_PARAM, self)
         setattr(self.shard, SHARDED_PARAM, self)
         if self.shard.is_floating_point() or self.shard.is_complex():
-            # Registering needs requires_grad, which a frozen parameter may get later.
+            # Registering the hook needs requires_grad, which a frozen parameter may get later.
             self.shard.requires_grad_(True).register_post_accumulate_grad_hook(_on_shard_gradient)
             self.shard.requires_grad_(dtensor.requires_grad)
         for owner in self._owners:
@@ -136,28 +137,28 @@ class ShardedParam:
                 self._give_shard(module, owner.name)
 
     def is_attached(self) -> bool:
-        """Return whether it has a DTensor and a shard; a copy has none before it is attached."""
+        """Return whether ``attach`` was called; False for a fresh copy."""
         return self._local is not None
 
     def is_attached_to(self, dtensor: DTensor) -> bool:
-        """Return whether ``dtensor`` is its DTensor, with the storage that it was attached with."""
+        """Return whether ``dtensor`` is attached and still has the storage it was attached with."""
         return (
             self.is_attached() and self.dtensor is dtensor and local_tensor(dtensor) is self._local
         )
 
     def add_owner(self, module: nn.Module, name: str) -> None:
-        """Note that ``module`` holds the parameter as ``name``; give it DTensor and shard."""
+        """Set DTensor and shard in ``module``, and record it as an owner under ``name``."""
         parameters_of(module)[name] = cast(nn.Parameter, self.dtensor)
         self._give_shard(module, name)
         if not any(self._is_owner(owner, module, name) for owner in self._owners):
             self._owners.append(_Owner(weakref.ref(module), name))
 
     def remove_owner(self, module: nn.Module, name: str) -> None:
-        """Note that ``module`` holds another parameter as ``name`` now."""
+        """Record that ``module`` no longer holds the parameter as ``name``."""
         self._owners = [o for o in self._owners if not self._is_owner(o, module, name)]
 
     def is_owned(self) -> bool:
-        """Return whether any module holds it; False once it was replaced everywhere."""
+        """Return whether any live module holds the parameter."""
         return any(owner.module() is not None for owner in self._owners)
 
     @staticmethod
@@ -169,9 +170,9 @@ class ShardedParam:
 
     @property
     def accumulates_in(self) -> str | None:
-        """The accumulator that gradients go to, one of ``ACCUMULATOR_NAMES``.
+        """Name of the accumulator that gradients go to, one of ``ACCUMULATOR_NAMES``.
 
-        None where they are reduced, or there are none.
+        None if gradients are reduced, or the parameter requires none.
         """
         if not self.dtensor.requires_grad:
             return None
@@ -182,11 +183,11 @@ class ShardedParam:
 
     @property
     def averages_over_replicas(self) -> bool:
-        """Return whether reduced shards are averaged over replicas."""
+        """Whether reduced shards are averaged over replicas (HSDP)."""
         return self.layout.rows is not None and self.layout.groups.replicas is not None
 
     def marker_accumulators(self) -> dict[str, torch.Tensor]:
-        """Return stand-ins and keys, by the names of the marker's arguments that take them."""
+        """Return the stand-ins and keys to pass to the marker, by argument name."""
         destination = self.accumulates_in
         if destination is not None:
             self.model.start_accumulating()
@@ -201,7 +202,7 @@ class ShardedParam:
         return pending
 
     def accumulator(self, name: str) -> Accumulator:
-        """Return the accumulator of that name, in the dtype in which its gradients are reduced."""
+        """Return the accumulator ``name``, in the dtype that gradients are reduced in."""
         used = used_dtype(self.shard, self.layout.dtype)
         reduced = self.layout.reduce_dtype if used.is_floating_point else None
         return self.accumulation.accumulator(
@@ -212,21 +213,22 @@ class ShardedParam:
         )
 
     def _on_accumulated(self) -> None:
-        """Have the next forward take the accumulator's key, if gradients are reduced again."""
+        """Make the next forward take the accumulator's key, if gradients are reduced again."""
         if self.accumulates_in is None:
             self.refresh_accessors()
 
     def refresh_accessors(self) -> None:
-        """Have the owners' accessors use what ``marker_accumulators`` returns now."""
+        """Update the owners' accessors to the current ``marker_accumulators``."""
         for owner in self._owners:
             if (module := owner.module()) is not None:
                 cast(_HasAccessors, module)._graphshard_refresh_accessors()
 
     def reduce_accumulated(self, *, unsynced: bool) -> None:
-        """Reduce what has accumulated here or on another rank, without a gradient to add it to.
+        """Reduce gradients accumulated on any rank, when there is no new gradient to add them to.
 
         Args:
-            unsynced: full gradients have accumulated; else shards, which replicas average.
+            unsynced: whether full gradients have accumulated, rather than shards that still have to
+                be averaged over replicas.
         """
         layout, dtype = self.layout, self.shard.dtype
         accumulator = self.accumulator(UNSYNCED if unsynced else PARTIAL)
@@ -242,7 +244,7 @@ class ShardedParam:
         self.accumulation.delivered()
 
     def is_lost(self) -> bool:
-        """Return whether a module's parameter, or its storage, was replaced unnoticed."""
+        """Return whether an owner's parameter, or its storage, was replaced unnoticed."""
         if local_tensor(self.dtensor) is not self._local:
             return True
         for ref, name in self._owners:
@@ -254,11 +256,11 @@ class ShardedParam:
         return False
 
     def sync(self) -> bool:
-        """Give the shard the DTensor's ``requires_grad``; return False if that changed anything.
+        """Copy the DTensor's ``requires_grad`` to the shard; return False if it differed.
 
         Raises:
-            BackendError: the DTensor, or its storage, was replaced unnoticed, or nobody has
-                initialised all of it.
+            BackendError: the DTensor or its storage was replaced unnoticed, or is not fully
+                initialised.
         """
         if self.is_lost():
             raise BackendError(
@@ -276,10 +278,7 @@ class ShardedParam:
         return False
 
     def _check_filled(self) -> None:
-        """
-        Raises:
-            BackendError: elements have been as ``to_empty`` left them.
-        """
+        """Raise BackendError if elements are still as ``to_empty`` left them."""
         num_elements = 0 if self._local is None else num_unfilled(self._local)
         if num_elements:
             raise BackendError(
@@ -290,9 +289,9 @@ class ShardedParam:
         self._unfilled = False
 
     def gradient(self, padded_grad: torch.Tensor) -> torch.Tensor:
-        """Return the DTensor's gradient, after its hooks, made of this rank's padded gradient."""
+        """Make the DTensor's gradient from this rank's padded gradient, and run its hooks on it."""
         param, factor = self.dtensor, self.model.gradient_divide_factor
-        if factor is not None:  # it is averaged over all ranks
+        if factor is not None:  # padded_grad is an average over all ranks
             padded_grad.mul_(self.layout.mesh.size() / factor)
         grad: torch.Tensor = dtensor_like(self.layout.local_view(padded_grad), param)
         for hook in gradient_hooks(param):
@@ -313,26 +312,26 @@ class ShardedParam:
 
 
 def sharded_param_of(tensor: object) -> ShardedParam | None:
-    """Return the sharded parameter that a shard or a sharded DTensor belongs to, else None."""
+    """Return the sharded parameter of a shard or a sharded DTensor; None for other objects."""
     return getattr(tensor, SHARDED_PARAM, None)
 
 
 def is_unattached(param: object) -> bool:
-    """Return whether ``param`` is a DTensor that no shard was made for, such as a user's own."""
+    """Return whether ``param`` is a DTensor without a shard, such as a user's own."""
     return isinstance(param, DTensor) and sharded_param_of(param) is None
 
 
 def owned_by(module: nn.Module, name: str) -> ShardedParam | None:
-    """Return the sharded parameter that ``module`` has the shard of as ``name``, or None."""
+    """Return the sharded parameter whose shard ``module`` holds for ``name``, or None."""
     return sharded_param_of(module.__dict__.get(shard_attribute(name)))
 
 
 def in_sync(shard: torch.Tensor) -> bool:
-    """Return whether a graph may take this shard: a guard on each shard of every compiled graph.
+    """Return whether a graph may take this shard: the guard on each shard of every compiled graph.
 
-    False makes Dynamo try another graph, or ask the backend for one. A ``requires_grad`` that was
-    flipped since the last call is handed to the shard here, before Dynamo compares it with what
-    the graph was compiled for: graphs of earlier flips are found again.
+    False makes Dynamo try another graph, or call the backend for a new one. If ``requires_grad``
+    was flipped since the last call, this copies it to the shard before Dynamo compares it with
+    the value that the graph was compiled for, so flipping it back reuses the earlier graph.
     """
     sharded_param = sharded_param_of(shard)
     if sharded_param is None or sharded_param.is_lost():
@@ -343,10 +342,10 @@ def in_sync(shard: torch.Tensor) -> bool:
 
 @run_with_callees_as_python
 def _on_shard_gradient(shard: torch.Tensor) -> None:
-    """Hand a gradient that autograd has brought to the shard on to the DTensor."""
+    """Move the gradient that autograd accumulated in the shard to the DTensor."""
     sharded_param, grad = sharded_param_of(shard), shard.grad
     assert sharded_param is not None
-    if grad is None:  # autograd came by without a gradient
+    if grad is None:  # autograd may run the hook without a gradient
         return
     shard.grad = None
     sharded_param.model.raise_if_changed()

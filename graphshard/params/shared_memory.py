@@ -1,11 +1,11 @@
-"""Parameters that share memory without being one object: sharding would untie them silently.
+"""Find distinct parameters that share memory, which sharding would silently untie.
 
     o.weight.data = e.weight.data                       the same elements
     o.weight = nn.Parameter(e.weight.t())               the same elements in another order
     nn.Parameter(flat[:6]), nn.Parameter(flat[6:])      disjoint views of one buffer: fine
 
-They are not tied for the user: an optimizer steps each object, with a state of its own, so one tied
-parameter would train in another way.
+graphshard does not tie them for the user: an optimizer steps each object with its own state, so a
+single tied parameter would train differently.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .full_tensor import without_repeats
 
 
 def fault_of_shared_memory(root: nn.Module, plain_params: Sequence[PlainParam]) -> str | None:
-    """Return which parameter that is to be sharded shares elements with another one, or None."""
+    """Return a fault if a parameter to be sharded shares elements with another one, or None."""
     plain = {plain_param.param for plain_param in plain_params}
     for one, other in _sharing_storage(root):
         if not plain.isdisjoint((one[1], other[1])) and _share_elements(one[1], other[1]):
@@ -34,7 +34,7 @@ _Named = tuple[str, nn.Parameter]
 
 
 def _sharing_storage(root: nn.Module) -> Iterator[tuple[_Named, _Named]]:
-    """Yield pairs of parameters whose elements lie in overlapping ranges of one storage."""
+    """Yield pairs of parameters whose byte ranges in one storage overlap."""
     by_storage: dict[int, list[_Named]] = {}
     for name, param in root.named_parameters():
         if _has_memory(param):
@@ -56,14 +56,14 @@ def _has_memory(param: nn.Parameter) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> range:
-    """Return the range of bytes of its storage in which the elements of ``tensor`` lie."""
+    """Return the range of bytes that ``tensor`` spans in its storage."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     start = tensor.storage_offset()
     return range(start * tensor.itemsize, (start + last + 1) * tensor.itemsize)
 
 
 def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors in overlapping ranges of one storage have an element in common."""
+    """Return whether two tensors with overlapping byte ranges have an element in common."""
     if one.itemsize != other.itemsize:
         return True
     first = min(one.storage_offset(), other.storage_offset())

@@ -1,11 +1,11 @@
-"""Raises in the backward of a forward whose parameters have changed since.
+"""Raise in backward if a parameter has changed since the forward.
 
-Backward gathers a parameter again from the shard that forward has saved. Autograd compares the
-versions of saved tensors, but an operator that changes a DTensor in place increments the version of
-the DTensor alone, not that of its local tensor, with which the shard shares its version. So each
-run of a graph notes the versions of the DTensors whose shards it saves. Parameters that stay
-gathered between forward and backward keep their values, and are not checked. A foreach operator on
-DTensors increments no version at all, so each step of an optimizer is counted by a hook.
+Backward gathers a parameter again from the shard that forward saved. Autograd checks the versions
+of saved tensors, but an in-place op on a DTensor increments only the version of the DTensor, not
+the version that its local tensor shares with the shard. So each run of a graph records the versions
+of the DTensors whose shards it saves. Parameters that are kept unsharded between forward and
+backward keep their values, and are not checked. Foreach ops on DTensors increment no version at
+all, so a hook on all optimizers does so after each step.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from .sharded_param import ShardedParam, sharded_param_of
 R = TypeVar("R")
 
 _VERSIONS = "graphshard_versions"
-"""The attribute of a run's autograd node with the parameters that it has saved, and versions."""
+"""Attribute of a run's autograd node: the parameters whose shards it saved, with versions."""
 
 
 class _Saved(NamedTuple):
-    """What every run of a graph saves.
+    """Shards that every run of a graph saves for backward.
 
     Attributes:
-        node_type: the class of its autograd nodes.
-        shards: positions of the shards among its inputs.
+        node_type: class of the graph's autograd nodes.
+        shards: positions of the saved shards among the graph's inputs.
     """
 
     node_type: type
@@ -49,18 +49,17 @@ class _Saved(NamedTuple):
 
 
 _hook: list[RemovableHandle] = []
-"""The hook of all optimizers, once a graph has saved a shard."""
+"""Hook on all optimizers; empty until a graph saves a shard."""
 
 
 def refusing_stale_forwards(compiled: Callable[..., R]) -> Callable[..., R]:
-    """Wrap a compiled graph so that its backward raises if a parameter that it gathers again was
-    changed in place since the forward."""
+    """Wrap a compiled graph so that backward raises if a parameter it regathers has changed."""
     saved: _Saved | None = None
 
     def run(*args: object) -> R:
         nonlocal saved
         outputs = compiled(*args)
-        # What hooks have packed is a copy, or is computed again with the parameters of then.
+        # Saved-tensor hooks pack a copy, or recompute with the parameters as they are in backward.
         if not isinstance(outputs, Sequence) or not saves_as_is():
             return outputs
         saved = saved or _find_saved(outputs, args)
@@ -72,14 +71,14 @@ def refusing_stale_forwards(compiled: Callable[..., R]) -> Callable[..., R]:
 
 
 def _find_saved(outputs: Sequence[object], args: Sequence[object]) -> _Saved | None:
-    """Return what a graph saves, as its first run for training shows, or None."""
-    # A graph may return its inputs: these have the nodes of other graphs.
+    """Return what a graph saves, read from its first training run; None for any other run."""
+    # A graph may return its inputs, whose nodes belong to other graphs.
     nodes = set(compiled_nodes(outputs)).difference(compiled_nodes(args))
     if not nodes:
         return None
     node = nodes.pop()
     before_backward(node, _raise_if_stale)
-    # By memory: what a single rank gathers is a view of its shard.
+    # Compared by storage: on a single rank, the gathered parameter is a view of its shard.
     kept = {storage_of(tensor) for tensor in saved_tensors(node)}
     shards = [
         i
@@ -99,13 +98,10 @@ def _note_versions(outputs: Sequence[object], args: Sequence[object], saved: _Sa
 
 
 def _raise_if_stale(node: Any) -> None:
-    """
-    Raises:
-        BackendError: a parameter was changed in place since the forward of ``node``.
-    """
+    """Raise BackendError if a parameter was changed in place since the forward of ``node``."""
     noted: list[tuple[ShardedParam, int]] = getattr(node, _VERSIONS, [])
     for sharded_param, version in noted:
-        # Another DTensor that has taken its place begins at 0, and has memory of its own.
+        # Not so if a new DTensor replaced it: its version starts at 0, and it has its own memory.
         if version_of(sharded_param.dtensor) > version:
             raise BackendError(
                 f"parameter {sharded_param.fqn!r} was modified by an inplace operation, such as "

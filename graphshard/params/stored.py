@@ -1,12 +1,14 @@
-"""Tensors that are still in a file: what they are is known, and how to read some of their rows.
+"""Tensors that are still in a file: their shape and dtype are known, their rows read on demand.
 
     StoredTensor.of(meta, read)    shape and dtype, and a function that reads rows
-    torch.cat([a, b], 1)           computes nothing: the result remembers operator and arguments
-    read_stored(c, slice(2, 4))    reads rows 2 and 3 of a and of b, and runs the operator on these
+    c = torch.cat([a, b], 1)       computes nothing: c records the operator and its arguments
+    read_stored(c, slice(2, 4))    reads rows 2 and 3 of a and b, and runs the operator on them
 
-So code that casts, fuses or splits the tensors of a checkpoint runs unchanged, and of its results a
-rank reads what its rows need. [Note: rows] Operators that keep rows apart are in ``_BY_ROWS``: they
-run on the rows alone. Of all others the arguments are read whole, and the result is cut.
+Code that casts, fuses or splits the tensors of a checkpoint therefore runs unchanged, and a rank
+reads only what its rows of the results need.
+
+[Note: rows] Operators in ``_BY_ROWS`` compute rows of the result from rows of the arguments, and
+run on only those rows. For all others, the arguments are read whole and the result is sliced.
 """
 
 from __future__ import annotations
@@ -21,17 +23,17 @@ from .._torch.tensors import OpOverload, tree_map, writes_arguments
 
 aten = torch.ops.aten
 Read: TypeAlias = Callable[[slice | None], torch.Tensor]
-"""Reads some rows of a tensor, or for None all of it; the host has the result."""
+"""Function that reads some rows of a tensor, or all of it for None, into host memory."""
 
 
 class StoredTensor(torch.Tensor):
-    """A tensor of the meta device that can be read from somewhere.
+    """A tensor on the meta device whose values can be read.
 
-    Operators on it return such tensors again; those that write one raise an error.
+    Operators on stored tensors return stored tensors; operators that write to one raise.
 
     Attributes:
-        meta: the plain tensor of the meta device.
-        origin: how it is read.
+        meta: plain tensor on the meta device, of the same shape and dtype.
+        origin: function that reads the tensor, or operator call that computes it.
     """
 
     meta: torch.Tensor
@@ -39,7 +41,7 @@ class StoredTensor(torch.Tensor):
 
     @staticmethod
     def of(meta: torch.Tensor, read: Read) -> StoredTensor:
-        """Return a tensor of the shape and dtype of ``meta``, of which ``read`` reads rows."""
+        """Return a tensor with the shape and dtype of ``meta`` whose rows ``read`` reads."""
         return _stored(meta, read)
 
     @classmethod
@@ -59,10 +61,10 @@ class StoredTensor(torch.Tensor):
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """A call of an operator that made a tensor.
+    """The operator call that computes a tensor.
 
     Attributes:
-        output: which of its results it is, where it returns several.
+        output: index of the tensor among the operator's results; 0 for a single result.
     """
 
     op: OpOverload
@@ -71,20 +73,21 @@ class _Call:
     output: int
 
     def run(self, read: Callable[[StoredTensor], torch.Tensor]) -> torch.Tensor:
-        """Run it on what ``read`` returns for its tensors; on the host, where that is."""
+        """Run the call on the host, on the values that ``read`` returns for its stored tensors."""
+        # Without device="meta", the result is where the values are.
         kwargs = {k: v for k, v in self.kwargs.items() if v != torch.device("meta")}
         result = self.op(*_with(read, self.args), **_with(read, kwargs))
         tensor: torch.Tensor = result if isinstance(result, torch.Tensor) else result[self.output]
         return tensor
 
     def argument(self, position: int, name: str, default: Any) -> Any:
-        """Return an argument that may be given by position or by name."""
+        """Return an argument that was passed by position or by name, or its default."""
         if position < len(self.args):
             return self.args[position]
         return self.kwargs.get(name, default)
 
     def dim(self, position: int, name: str, ndim: int) -> int:
-        """Return an argument that is a dim, from 0 to ``ndim - 1``; 0 where it is not given."""
+        """Return a dim argument as 0 to ``ndim - 1``; 0 if it was not passed."""
         return int(self.argument(position, name, 0)) % ndim
 
 
@@ -106,7 +109,7 @@ def read_stored(stored: StoredTensor, rows: slice | None = None) -> torch.Tensor
     """Return some rows of a stored tensor, or all of it, on the host: see [Note: rows].
 
     Args:
-        rows: of the first dim, with a step of 1.
+        rows: slice of the first dim, with step 1; None: all rows.
     """
     if rows is not None:
         start, stop, _ = rows.indices(stored.shape[0])
@@ -124,12 +127,12 @@ def read_stored(stored: StoredTensor, rows: slice | None = None) -> torch.Tensor
     return full if rows is None else full[rows]
 
 
-# --- operators of which rows can be computed from rows -------------------------------------------
-# Each returns the rows of a call's result, or None where that needs more than rows.
+# --- operators whose rows can be computed from rows of the arguments -----------------------------
+# Each function returns rows of a call's result, or None if they need more than rows.
 
 
 def _same_rows(call: _Call, rows: slice) -> torch.Tensor:
-    """Run a call whose results have the rows of its arguments."""
+    """Run a call whose result rows depend only on the same rows of its arguments."""
     return call.run(lambda stored: read_stored(stored, rows))
 
 
@@ -155,7 +158,7 @@ def _rows_of_cat(call: _Call, rows: slice) -> torch.Tensor:
 
 
 def _rows_of_split(call: _Call, rows: slice) -> torch.Tensor:
-    """Rows of one part; sizes are those of all parts, or one for each."""
+    """Return rows of one part; ``sizes`` is one size for all parts, or one size per part."""
     tensor, sizes = call.args[0], call.args[1]
     if call.dim(2, "dim", tensor.dim()) > 0:
         return _same_rows(call, rows)

@@ -1,15 +1,15 @@
-"""Notices parameters that were to be sharded, and that an optimizer is about to step unsharded.
+"""Detect optimizers that are about to step parameters that should be sharded, but are not.
 
-Nothing shards a model whose compiled code never runs: somebody calls the plain model, or Dynamo is
-switched off while a function is compiled. Every rank would then train a model of its own, and
-nobody would see it. What tells is an optimizer that steps with gradients of such parameters:
+A model is never sharded if its compiled code never runs: the user calls the plain model, or Dynamo
+is off while a function is compiled. Each rank would then silently train a model of its own. The
+symptom is an optimizer step on plain parameters that have gradients:
 
     torch.compile is given a model, or a function that names it    watched until it is sharded
-    an optimizer steps plain parameters of it, with gradients      error
-    a backend sharded nothing, and none of its models is known;
-    an optimizer steps any plain parameters, with gradients        warning: they may be another's
+    an optimizer steps plain parameters of a watched model         error
+    an optimizer steps any plain parameters while a backend has
+    sharded nothing and knows no model                             warning: they may be unrelated
 
-Parameters that ``DistributedDataParallel`` reduces are nobody's mistake, and one rank needs no one.
+Parameters that ``DistributedDataParallel`` reduces are exempt, and so are single-rank runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .sharded_param import sharded_param_of
 
 
 class Sharder(Protocol):
-    """The part of a backend that shards; that class has the docstrings."""
+    """Interface of ``Backend`` for sharding; see that class for docstrings."""
 
     options: Options
     forward_check: ForwardCheck
@@ -54,13 +54,13 @@ class Sharder(Protocol):
 
 @dataclass(frozen=True)
 class _Watched:
-    """A module, a function or the owner of a method that ``torch.compile`` was given."""
+    """A module, a function, or the owner of a method that was passed to ``torch.compile``."""
 
     sharder: Sharder
     given: weakref.ref[Any]
 
     def plain_modules(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-        """Yield each module with the parameters that are to be sharded and are not yet."""
+        """Yield each module that has parameters still to be sharded, with these parameters."""
         for module in modules_named_by(self.given()):
             plain = [p for p in self.sharder.plain_parameters(module) if not _is_split(p)]
             if plain:
@@ -69,43 +69,43 @@ class _Watched:
 
 _watched: list[_Watched] = []
 _idle: weakref.WeakSet[Sharder] = weakref.WeakSet()
-"""Backends that sharded nothing, and that no ``torch.compile`` was given with a known model."""
+"""Backends that sharded nothing and that ``torch.compile`` never got together with a model."""
 _hook: list[RemovableHandle] = []
-"""The hook of all optimizers; empty while nothing is watched."""
+"""Hook on all optimizers; empty while nothing is watched."""
 
 
 def is_plain(value: object) -> bool:
-    """Return whether ``value`` is a parameter that is not sharded."""
+    """Return whether ``value`` is a parameter that graphshard has not sharded."""
     if not isinstance(value, nn.Parameter) or isinstance(value, GatheredParameter):
         return False
     return sharded_param_of(value) is None
 
 
 def _is_split(param: nn.Parameter) -> bool:
-    """Return whether something else has sharded the parameter, such as FSDP2."""
+    """Return whether the parameter is a DTensor, sharded by something else such as FSDP2."""
     return isinstance(param, DTensor)
 
 
 def watch_idle(sharder: Sharder) -> None:
-    """Watch a backend that was made."""
+    """Watch a new backend, which has no known model yet."""
     _idle.add(sharder)
     _hook_optimizers()
 
 
 def watch(sharder: Sharder, given: object) -> None:
-    """Watch the models of what ``torch.compile`` was given, until they are sharded."""
+    """Watch the models of an object passed to ``torch.compile``, until they are sharded."""
     _watched[:] = [w for w in _watched if w.given() is not None]
     target = given.__self__ if isinstance(given, types.MethodType) else given
     if not any(w.sharder is sharder and w.given() is target for w in _watched):
-        with contextlib.suppress(TypeError):  # an object of a class that takes no weak references
+        with contextlib.suppress(TypeError):  # the object cannot be weakly referenced
             _watched.append(_Watched(sharder, weakref.ref(target)))
-    if any(True for _ in modules_named_by(target)):  # a module may have no truth value
+    if any(True for _ in modules_named_by(target)):  # bool(module) may raise
         _idle.discard(sharder)
     _hook_optimizers()
 
 
 def settle(sharder: Sharder) -> None:
-    """Stop watching ``sharder``, which has sharded something, and all models that are sharded."""
+    """Stop watching ``sharder``, which has sharded a model, and all models sharded by now."""
     _idle.discard(sharder)
     _watched[:] = [w for w in _watched if any(w.plain_modules())]
     if not _watched and not _idle:
@@ -119,10 +119,13 @@ def _hook_optimizers() -> None:
 
 
 def modules_named_by(given: object) -> Iterator[nn.Module]:
-    """Yield the modules that compiled code names: a function's closure, globals and defaults.
+    """Yield the modules that compiled code refers to.
+
+    For a function, these are in its closure, globals, defaults and attributes; for the owner of a
+    method, in its attributes.
 
     Args:
-        given: a module, a function, or the object whose method is compiled; None: nothing.
+        given: module, function, or object whose method is compiled; None: no modules.
     """
     if isinstance(given, nn.Module):
         yield given
@@ -131,7 +134,7 @@ def modules_named_by(given: object) -> Iterator[nn.Module]:
     if isinstance(given, types.FunctionType):
         try:
             names = inspect.getclosurevars(given)
-        except ValueError:  # a variable of the closure has no value yet
+        except ValueError:  # a closure variable is not assigned yet
             return
         values += [*names.nonlocals.values(), *names.globals.values(), *(given.__defaults__ or ())]
     for value in map(uncompiled, values):
@@ -140,7 +143,7 @@ def modules_named_by(given: object) -> Iterator[nn.Module]:
 
 
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Raise or warn if the optimizer steps what was to be sharded; a hook of every optimizer."""
+    """Raise or warn if an optimizer steps parameters that should be sharded; a step pre-hook."""
     if torch.compiler.is_compiling():
         return
     stepped = _stepped_plainly(optimizer) if _watched or _idle else set()
@@ -157,7 +160,7 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 
 def _stepped_plainly(optimizer: Optimizer) -> set[nn.Parameter]:
-    """Return the plain parameters of the optimizer that have gradients."""
+    """Return the optimizer's plain parameters that have gradients."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     return {p for p in params if is_plain(p) and not _is_split(p) and p.grad is not None}
 

@@ -1,6 +1,6 @@
-"""A Dynamo graph in, a compiled callable out.
+"""Compile a Dynamo graph into a callable.
 
-``compile`` hands a graph to AOTAutograd and a compiler with our passes in their places,
-``plan_cache`` keeps plans beside the compiler's own cache, ``verify`` checks every graph that was
-lowered. May import ``passes``, ``planning``, ``cost``, ``consensus`` and ``show``.
+``compile`` runs AOTAutograd and a compiler with our passes hooked in, ``plan_cache`` stores plans
+next to the compiler's own cache, and ``verify`` checks every lowered graph. This package may import
+``passes``, ``planning``, ``cost``, ``consensus`` and ``show``.
 """

@@ -1,22 +1,22 @@
-"""Lists the facts that a compiled graph depends on, and that its Dynamo graph does not show.
+"""List the facts that a compiled graph depends on but its Dynamo graph does not show.
 
-A graph out of a cache runs no pass and asks nothing again. So whatever a pass, the planner, or
-torch itself reads while a graph is made is in the one key that every cache has of us:
-``CompileSettings.cache_key``. AOTAutograd's and Inductor's caches take it for the key of our
-passes, and files of plans are named after it.
+A graph from a cache runs no pass and reads nothing again. Therefore everything that a pass, the
+planner or torch itself reads while a graph is compiled is part of the one key that we add to every
+cache, ``CompileSettings.cache_key``. AOTAutograd's and Inductor's caches use it as the key of our
+passes, and plan files are named after it.
 
-    read by                                what                             in the key by
+    read by                                what                             part of the key
     ------------------------------------   ------------------------------   ------------------------
     all passes, planning, cost             our own code                     hash of the source files
     compile, planning, cost                compiler, ``SchedulePolicy``,    ``fingerprint``
                                            hardware, the first rank's
                                            plans, ``saving``
-    keep_unsharded                         ``overrides`` of               ``cache_key``:
-                                           ``reshard_after_forward``       ``regathered``
-    lower, ops.collectives, describe,      number of ranks of each group    ``baked_in``: groups
-    float8, keep_unsharded, cost           and its stride, by name
+    keep_unsharded                         ``overrides`` of                 ``cache_key``:
+                                           ``reshard_after_forward``        ``regathered``
+    lower, ops.collectives, describe,      number of ranks and stride of    ``baked_in``: groups
+    float8, keep_unsharded, cost           each group, by name
     ops.collectives (exchanges)            backend of each group            ``baked_in``: groups
-    float8 (products that are refused)     torch, the device, by name       ``baked_in``: machine
+    float8 (unsupported products)          torch, the device, by name       ``baked_in``: machine
     cost (symbolic sizes, as traced)       sizes of the inputs              ``baked_in``: inputs
     cost (tf32), AOTAutograd's trace,      precision of matrix products,    ``baked_in``: modes
     casts                                  autocast, grad mode, default
@@ -24,10 +24,10 @@ passes, and files of plans are named after it.
     partitioner, Inductor's own passes     settings of both, and other      ``baked_in``: torch's
                                            custom passes                    settings
     all passes                             dtypes, rows, names of groups,   text of the Dynamo
-                                           devices: arguments of markers    graph, in torch's own
-                                                                            keys, too
+                                           devices: arguments of markers    graph, which torch's own
+                                                                            keys contain, too
 
-A rank's own number is in no graph: ops that need it read it when they run.
+No graph contains a rank's own number: ops that need it read it at run time.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def baked_in(
     device: torch.device,
     inductor_options: Mapping[str, Any],
 ) -> str:
-    """Return a text that differs wherever any of it does; a line for each thing.
+    """Return a text that differs if any of these facts does, one fact per line.
 
     Args:
         inputs: one example for each placeholder of the Dynamo graph.
-        groups: names of all groups that markers of the graph may have.
-        device: the one that computes.
+        groups: names of all groups that the graph's markers may use.
+        device: compute device.
         inductor_options: the user's options of ``torch.compile``.
     """
     return "\n".join(
@@ -82,7 +82,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _describe_input(value: object) -> str:
-    """Return what plans depend on: sizes as traced, and whether a gradient is wanted."""
+    """Return what plans depend on: sizes as traced, and whether a gradient is required."""
     if isinstance(value, torch.Tensor):
         sizes = [_size(size) for size in value.shape]
         return f"{value.dtype} {sizes} {value.device.type} {value.requires_grad}"
@@ -94,7 +94,7 @@ def _size(size: int | torch.SymInt) -> int:
 
 
 def _modes() -> tuple[object, ...]:
-    """Return torch's global modes that change what is traced, or what it costs."""
+    """Return torch's global modes that affect the trace or its cost."""
     autocast = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in ("cpu", "cuda")

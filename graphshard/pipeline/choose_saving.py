@@ -1,13 +1,14 @@
-"""Chooses what forward saves for backward, before a graph is compiled: ``SchedulePolicy.auto``.
+"""Choose what forward saves for backward, before a graph is compiled: ``SchedulePolicy.auto``.
 
-    Dynamo graph ─► AOTAutograd ─► joint graph ─► each way: joint passes, partition, plan ─► best
+    Dynamo graph ─► AOTAutograd ─► joint graph ─► each candidate: joint passes, cut, plan ─► best
 
-The first rank chooses for all ranks. They have to gather alike, so all keep the parameters that it
-keeps. How much of the activations is saved shows in no collective: a rank with a larger batch, or
-that compiles again while its peers do not, saves less of them where it would exceed the budget.
+The first rank chooses for all ranks. All ranks must run the same all-gathers, so all keep the same
+parameters unsharded. How many activations a rank saves does not affect its collectives. A rank that
+would exceed the budget, because its batch is larger or because it compiles again while its peers do
+not, therefore saves fewer of them.
 
-The graph is then compiled as if the user had asked for what was chosen, so no cache and no plan
-knows of this.
+The graph is then compiled as if the user had asked for the chosen candidate, so caches and plans
+need no special case.
 """
 
 from __future__ import annotations
@@ -39,30 +40,30 @@ from .settings import CompileSettings
 from .traced_graph import TracedGraph
 
 RESERVED = 0.1
-"""Part of the budget that ways leave free by Inductor, whose own passes come behind the partition.
+"""Fraction of the budget reserved for Inductor's own passes, which run after the partitioner.
 
-Measured: they added 10 % to the peak of a GPT of one layer, and nothing by ATen. If it is larger,
-less is saved than could be; if smaller, the way that is taken may exceed the budget in the end.
+Measured: they added 10 % to the peak of a GPT of one layer; ATen added nothing. A larger value
+saves less than would fit; with a smaller one, the chosen candidate may exceed the budget.
 """
 
 STEP = 0.02
-"""Part of a GPU's memory, to a multiple of which what is free is rounded down.
+"""Granularity of free memory, as a fraction of a GPU's memory; free memory is rounded down to it.
 
-It is in the keys of caches, and no two starts have the same number of bytes free. Judged: with
-smaller steps a restart compiles anew more often, with larger ones more memory is left unused.
+Free memory is part of cache keys, and differs by some bytes from start to start. Chosen by
+judgement: smaller steps recompile after more restarts, larger ones leave more memory unused.
 """
 
 FITS, MAY_FIT, NOTHING_FITS = range(3)
-"""Whether a rank keeps the budget: by what was chosen, where fewer parameters are kept, or not."""
+"""Whether a rank fits the budget: as chosen, only with fewer parameters kept, or not at all."""
 
 
 class ChosenSaving(NamedTuple):
-    """How this rank saves things.
+    """What this rank saves for backward.
 
     Attributes:
-        settings: with what it saves.
-        tried: the table of what was tried; "" if nothing.
-        context: what ranks have chosen; plans that they share depend on it.
+        settings: settings that include the choice.
+        tried: table of all candidates; "" if none were tried.
+        context: description of the choices of the ranks, on which their common plans depend.
     """
 
     settings: CompileSettings
@@ -75,12 +76,12 @@ def choose_saving(
 ) -> ChosenSaving:
     """Choose what this rank saves.
 
-    Where the policy does not ask for it, or nothing is differentiated, settings stay as they are.
+    The settings stay unchanged if the policy does not ask for a choice, or nothing is trained.
 
     Raises:
-        ValueError: there is no budget, and the device does not say how much memory it has.
-        NothingFitsError: no way keeps the budget.
-        BackendError: an error was raised on the first rank, or no way keeps the budget on another.
+        ValueError: there is no budget, and the device does not report its memory.
+        NothingFitsError: no candidate fits the budget.
+        BackendError: the first rank raised an error, or no candidate fits on another rank.
     """
     unchosen = ChosenSaving(settings, "", settings.fingerprint())
     if not settings.schedule.auto or not traced.trains():
@@ -97,7 +98,7 @@ def choose_saving(
     )
     if chooser.raised is not None:
         raise chooser.raised
-    if not text:  # the first rank has raised; the compile raises the same on this one
+    if not text:  # the first rank raised a Restart; the compile raises it on this rank, too
         return unchosen
     common = SavingChoice.from_json(text)
     if common.best is None and (common.tried or common.error):
@@ -108,20 +109,20 @@ def choose_saving(
     writer.write_saving(choice)
     saving = choice.best.saving
     settings = with_saving(settings, saving, choice.budget_gb)
-    # A later choice is for a larger batch, and is no reason to follow the plans of an earlier one.
+    # Plans depend on the choice: a later one, for a larger batch, must not reuse earlier plans.
     return ChosenSaving(settings, saving_table(choice), f"{unchosen.context} {text}")
 
 
 @dataclass
 class _Chooser:
-    """Chooses for one graph: on the first rank for all, on others what they save less.
+    """Chooses for one graph: the first rank for all ranks, other ranks only to save less.
 
     Attributes:
-        raised: what was raised on this rank: also to have Dynamo trace the frame anew. All ranks
-            have to raise that, and AOTAutograd raises it once on each of them.
-        budget_gb: of earlier choices: what a GPU had free before there were gradients and an
-            optimizer's state.
-        own: what this rank has tried for itself; None: it saves what the first rank does.
+        raised: error raised on this rank, or the ``Restart`` that makes Dynamo trace the frame
+            again. All ranks must raise a ``Restart``; AOTAutograd raises it once on each of them.
+        budget_gb: budget of an earlier choice, such as a GPU's free memory before gradients and
+            optimizer states existed; None: not known yet.
+        own: candidates that this rank tried for itself; None if it saves what the first rank does.
     """
 
     traced: TracedGraph
@@ -131,12 +132,13 @@ class _Chooser:
     own: SavingChoice | None = None
 
     def choose(self, excess: int) -> str:
-        """Return a ``SavingChoice``; "" where the frame is traced anew.
+        """Return a ``SavingChoice`` as JSON; "" if the frame is traced again.
 
-        An error is no fault of the call log, behind which nobody could try a smaller batch.
+        Errors are returned in the choice. If raised, they would become a fault of the call log,
+        after which no rank could try a smaller batch.
 
         Args:
-            excess: what ``excess`` has returned of the last choice, the largest of all ranks.
+            excess: largest value that ``excess`` returned on any rank for the last choice.
         """
         if excess == NOTHING_FITS:
             error = "auto=True: on another rank, with a larger batch, nothing fits into the budget"
@@ -152,7 +154,11 @@ class _Chooser:
             return SavingChoice(0.0, (), error=what).to_json()
 
     def serves(self, text: str) -> bool:
-        """Return whether this rank keeps the budget with the parameters of an earlier choice."""
+        """Return whether this rank fits the budget with the parameters kept by an earlier choice.
+
+        If this rank cannot save as many activations as the first rank, ``own`` is set to what it
+        tried instead.
+        """
         choice, self.own = SavingChoice.from_json(text), None
         self.budget_gb = choice.budget_gb or None
         if choice.best is None:
@@ -165,14 +171,14 @@ class _Chooser:
         return self.own.best is not None
 
     def excess(self, text: str) -> int:
-        """Return ``FITS`` where this rank keeps the budget by a new choice, or else what may help.
+        """Return ``FITS``, ``MAY_FIT`` or ``NOTHING_FITS`` for a new choice on this rank.
 
-        An error must not leave the other ranks alone in what they do next.
+        An error is stored instead of raised, because the other ranks wait for this rank's answer.
         """
         choice = SavingChoice.from_json(text)
         if choice.best is None:
             return FITS
-        self.own = None  # what it was by the last choice
+        self.own = None  # discard the result for the last choice
         try:
             if choice.inputs == self.traced.batch_sizes()[0] or self.serves(text):
                 return FITS
@@ -182,17 +188,17 @@ class _Chooser:
         return MAY_FIT if choice.best.saving.all_params else NOTHING_FITS
 
     def error_of(self, common: SavingChoice) -> BackendError:
-        """Return the error where nothing fits, with the table of the rank where nothing does."""
+        """Return the error to raise if nothing fits, with the table of a rank that failed."""
         failed = self.own if self.own is not None and self.own.best is None else common
         if failed.error:
             return BackendError(failed.error)
         return NothingFitsError(failed, saving_table(failed))
 
     def _try_all(self, all_params: bool | None) -> SavingChoice:
-        """Plan every way on this rank.
+        """Plan all candidates on this rank.
 
         Args:
-            all_params: of the ways; None: both.
+            all_params: value of ``Saving.all_params`` to try; None: both.
         """
         traced, settings, budget_gb = self.traced, self.settings, self._budget_gb()
         parts, notes = _parts_to_try(settings)
@@ -227,9 +233,10 @@ class _Chooser:
 
 
 def _check_budget(settings: CompileSettings) -> None:
-    """
+    """Check that there is a budget, or a device that reports its free memory.
+
     Raises:
-        ValueError: there is neither a budget nor a device with memory of its own.
+        ValueError: there is neither.
     """
     if settings.schedule.memory_budget_gb is None and settings.device.type != "cuda":
         raise ValueError(
@@ -271,10 +278,10 @@ def _notes_of_params(traced: TracedGraph) -> list[str]:
 
 
 def _free_gb(traced: TracedGraph, device: torch.device) -> float:
-    """Return the memory that a GPU has for a graph, its inputs among it, in GB, rounded down.
+    """Return the GPU memory available to a graph and its inputs, in GB, rounded down.
 
-    An optimizer like Adam, which has no state before the first step, will have two numbers for each
-    parameter that is trained.
+    Two values per trained parameter are reserved for an optimizer like Adam, which has no state
+    before the first step.
     """
     free, total = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,12 +1,12 @@
-"""Compiles a Dynamo graph: compile, take the plans, agree, compile again where ranks differ.
+"""Compile a Dynamo graph, agree on plans, and compile again if this rank's plan differs.
 
     Dynamo graph ─► AOTAutograd ─► joint passes, partition ─► forward, backward ─► lower ─► compiler
                                                                                       │
-                          another plan than the first rank's? compile by that one ◄─ plans
+                        differs from the first rank's plan? compile again with it ◄─ plans
 
-``Partitioner`` and ``Lowering`` are our passes in the places that AOTAutograd and Inductor have for
-them. Both compilers run the same ones: "inductor" by its custom-pass hooks, which take part in its
-cache keys; "aot_eager" by calls on the graphs that it then runs op by op.
+``Partitioner`` and ``Lowering`` hook our passes into AOTAutograd and Inductor. Both compilers run
+the same passes: "inductor" through its custom-pass hooks, which are part of its cache keys;
+"aot_eager" by calling them on graphs that then run op by op.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ from .settings import CompileSettings
 from .traced_graph import Runnable, TracedGraph
 from .verify import verify_lowered
 
-_WAIT_S = 120.0  # in place of the timeout of a group where a graph has none
+_WAIT_S = 120.0  # timeout for graphs without a process group
 
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """A graph that runs, with the plans that it runs by.
+    """A compiled graph with its plans.
 
     Attributes:
-        run: takes the inputs of the Dynamo graph.
-        plans: of its forward, backward and inference graphs, those that it has; parameters named.
-        compile_id: Dynamo's name for the compilation, as in "0/0"; "" if it has none.
-        tried: the table of what ``SchedulePolicy.auto`` has tried; "" if nothing.
+        run: callable that takes the inputs of the Dynamo graph.
+        plans: plans of its forward, backward or inference graphs, with parameter names.
+        compile_id: Dynamo's name for the compilation, such as "0/0"; "" if it has none.
+        tried: table of what ``SchedulePolicy.auto`` tried; "" if nothing.
     """
 
     run: Runnable
@@ -77,12 +77,12 @@ class CompiledGraph:
     tried: str = ""
 
     def max_gathered_bytes(self) -> int:
-        """Return the bytes of full parameters that one of the graphs holds at most, by its plan."""
+        """Return the largest number of bytes of unsharded parameters in any graph, by its plan."""
         by_step = (gathered_bytes(plan.problem, plan.buckets) for plan in self.plans)
         return max((num_bytes for graph in by_step for num_bytes in graph), default=0)
 
     def dumps(self) -> list[Dump]:
-        """Return the plans, each with what it was made for."""
+        """Return the plans, each with the settings that it was made for."""
         return [_dump_of(plan, self.settings, self.compile_id) for plan in self.plans]
 
 
@@ -91,12 +91,12 @@ class CompiledGraph:
 def compile_traced(
     traced: TracedGraph, settings: CompileSettings, consensus: PlanConsensus, writer: DumpWriter
 ) -> CompiledGraph:
-    """Compile a Dynamo graph by plans that all ranks follow.
+    """Compile a Dynamo graph with plans that all ranks follow.
 
-    Every call of the result takes part in the call log of its ranks.
+    Every call of the result is recorded in the call logs of its process groups.
 
     Raises:
-        BackendError: ranks compile graphs that communicate different things.
+        BackendError: ranks compile graphs with different communication.
     """
     settings = dataclasses.replace(
         settings, baked_in=_baked_in(traced, settings), regathered=traced.regathered
@@ -115,7 +115,7 @@ def compile_traced(
 
 
 def _warn_over_budget(compiled: CompiledGraph) -> None:
-    """Warn where the first rank's buckets, which fit its batch, are too large beside this one's."""
+    """Warn if the first rank's buckets, planned for a smaller batch, exceed this rank's budget."""
     budget = compiled.settings.schedule.limits().peak
     for dump in compiled.dumps():
         needed = dump.totals.peak_bytes
@@ -134,17 +134,17 @@ def _baked_in(traced: TracedGraph, settings: CompileSettings) -> str:
 
 
 def _compile(traced: TracedGraph, settings: CompileSettings, writer: DumpWriter) -> CompiledGraph:
-    """Compile by what ``settings`` decide, and write the dumps."""
+    """Compile as ``settings`` say, and write the dumps."""
     recorder = _PlanRecorder(traced, settings, writer)
     warn_unless_loaded(recorder.cache.key)
-    # Another rank may be faster by a whole graph: what it has compiled since is no warm start.
+    # A graph that another rank has compiled since this backend was created is no warm start.
     starts_warm = recorder.cache.was_compiled_before(writer.since_s)
-    # Whoever dumps wants to see the passes run, and waits for nobody.
+    # A dump shows code only if the passes run on this rank, so do not wait for another's compile.
     wait_s = 0.0 if writer.dumps else _half_timeout_s(traced.groups)
     with recorder.cache.compiling(wait_s):
         run, plans = _compile_graphs(traced, settings, recorder, traced.inductor_options)
     is_without_code = writer.dumps and recorder.has_loaded and not starts_warm
-    if is_without_code or not _is_complete(plans):  # or somebody deleted plans of cached graphs
+    if is_without_code or not _is_complete(plans):  # plans may be missing if files were deleted
         uncached = {**traced.inductor_options, "force_disable_caches": True}
         run, plans = _compile_graphs(traced, settings, recorder, uncached)
     named = tuple(plan.named(traced.fqns) for plan in plans)
@@ -152,25 +152,28 @@ def _compile(traced: TracedGraph, settings: CompileSettings, writer: DumpWriter)
 
 
 def _half_timeout_s(groups: Sequence[str]) -> float:
-    """Return how long a rank may wait for another one's compile: a stopped one is missed later."""
+    """Return how long to wait for another rank's compile: half of the shortest group timeout.
+
+    A rank that has stopped is noticed later, when the group times out.
+    """
     timeouts = (group_timeout_s(process_group(name)) for name in groups)
     return min(timeouts, default=_WAIT_S) / 2
 
 
 def _is_complete(plans: Sequence[Plan]) -> bool:
-    """Return whether there is a plan for inference, or for both graphs of training."""
+    """Return whether there is a plan for inference or for both graphs of training."""
     kinds = {plan.graph for plan in plans}
     return GraphKind.INFERENCE in kinds or {GraphKind.FORWARD, GraphKind.BACKWARD} <= kinds
 
 
 class _PlanRecorder:
-    """Writes the plans of one compile: to the cache of plans, and to the dumps.
+    """Writes the plans of one compile to the plan cache and to the dumps.
 
     Attributes:
-        cache: of the plans.
+        cache: plan cache.
         compile_id: Dynamo's name for the compilation.
-        writer: of the dumps.
-        has_loaded: whether a graph came from Inductor's cache, so that no pass ran.
+        writer: writer of the dumps.
+        has_loaded: whether a graph came from Inductor's cache, so no pass ran.
     """
 
     def __init__(self, traced: TracedGraph, settings: CompileSettings, writer: DumpWriter) -> None:
@@ -181,17 +184,17 @@ class _PlanRecorder:
         self.has_loaded = False
 
     def lowered(self, plan: Plan) -> None:
-        """Record the plan of a graph that was just lowered.
+        """Record the plan of a graph right after lowering.
 
-        Now, and not when all is compiled: another process may find this graph in Inductor's cache
-        as soon as it is there, and then looks for its plan. And where the compiler fails, the dump
-        says by which plan.
+        This cannot wait for the end of the compile: as soon as the graph is in Inductor's cache,
+        another process may load it and look for its plan. Also, if the compiler fails, the dump
+        shows the plan.
         """
         self.cache.save(plan)
         self._dump(plan)
 
     def load(self, kind: GraphKind) -> Plan | None:
-        """Return the plan of a graph that Inductor's cache had; None if there is none."""
+        """Return the plan of a graph from Inductor's cache; None if no plan was saved."""
         plan = self.cache.load(kind)
         if plan is not None:
             self.has_loaded = True
@@ -203,7 +206,7 @@ class _PlanRecorder:
 
 
 def _dump_of(plan: Plan, settings: CompileSettings, compile_id: str) -> Dump:
-    """Return ``plan`` with what it was made for."""
+    """Return ``plan`` with the settings that it was made for."""
     hardware = settings.cost_model().hardware
     return Dump(plan, hardware, settings.schedule.limits(), compile_id)
 
@@ -214,11 +217,11 @@ def _compile_graphs(
     recorder: _PlanRecorder,
     inductor_options: Mapping[str, Any],
 ) -> tuple[Runnable, list[Plan]]:
-    """Compile forward and backward now, so that all plans are known before anything is sent.
+    """Compile forward and backward right away, so all plans are known before any communication.
 
     Returns:
-        What runs, and its plans: those that the passes made, or, where Inductor's cache had a graph
-        and no pass ran, those of the cache of plans; none if that one does not have them.
+        The callable and its plans. Plans come from the passes or, if Inductor's cache had the graph
+        and no pass ran, from the plan cache; plans missing in both are left out.
     """
     lowering = Lowering(settings, recorder)
     partition = Partitioner(settings, recorder.writer)
@@ -229,7 +232,7 @@ def _compile_graphs(
             run = _by_aten(traced, lowering, partition)
     known = {kind: lowering.plans.get(kind) or recorder.load(kind) for kind in GraphKind}
     if known[GraphKind.FORWARD]:
-        known.pop(GraphKind.INFERENCE)  # of a part of it: Inductor lowers subgraphs, too
+        known.pop(GraphKind.INFERENCE)  # from a subgraph: Inductor lowers those, too
     return run, [plan for plan in known.values() if plan is not None]
 
 
@@ -264,7 +267,8 @@ def _by_aten(traced: TracedGraph, lowering: Lowering, partition: Partitioner) ->
     def lower_and_run(gm: fx.GraphModule, _: Sequence[object]) -> Runnable:
         lowering(gm.graph)
         gm.recompile()
-        # Not the module itself: its call drops the tracebacks of errors, with all local variables.
+        # Not ``gm`` itself: calling it drops the traceback of an error with all local variables,
+        # in which ``waiting_at_errors`` finds collectives in flight.
         return make_boxed_func(gm.forward)
 
     compiler = aot_autograd(fw_compiler=lower_and_run, partition_fn=partition)
@@ -273,10 +277,10 @@ def _by_aten(traced: TracedGraph, lowering: Lowering, partition: Partitioner) ->
 
 
 class Lowering(CustomGraphPass):
-    """Lowers a forward, backward or inference graph by a plan, and verifies it.
+    """Lowers a forward, backward or inference graph according to a plan, and verifies it.
 
     Attributes:
-        plans: by kind of graph, the plan of each graph that was lowered; parameters not named yet.
+        plans: plan of each lowered graph by its kind, still without parameter names.
     """
 
     def __init__(self, settings: CompileSettings, recorder: _PlanRecorder) -> None:
@@ -304,4 +308,4 @@ class Lowering(CustomGraphPass):
         return self._settings.pass_uuid()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # what is pickled into a cache key is the uuid
+        return {}  # cache keys contain the uuid instead

@@ -1,4 +1,4 @@
-"""The joint graph of a training step becomes a forward and a backward graph."""
+"""Partition the joint graph of a training step into a forward and a backward graph."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .verify import verify_partition
 
 
 class CutGraphs(NamedTuple):
-    """A joint graph that was cut in two.
+    """A joint graph cut in two.
 
     Attributes:
-        derived: names of the nodes that forward must not save, since parameters determine them.
-        num_outputs: how many of the forward's outputs are the user's; the rest is saved.
+        derived: names of the nodes that forward must not save, because parameters determine them.
+        num_outputs: number of the forward's outputs that go to the user; the others are saved.
     """
 
     forward: fx.GraphModule
@@ -35,7 +35,7 @@ class CutGraphs(NamedTuple):
 
 
 class Partitioner(CustomPartitionerFn):
-    """Runs the joint passes, then torch's min-cut partitioner, and checks what it saves."""
+    """Runs the joint passes and torch's min-cut partitioner, and verifies what forward saves."""
 
     def __init__(self, settings: CompileSettings, writer: DumpWriter) -> None:
         self._settings, self._writer = settings, writer
@@ -46,15 +46,15 @@ class Partitioner(CustomPartitionerFn):
         return self.save(self.cut(gm, joint_inputs, **kwargs))
 
     def cut(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> CutGraphs:
-        """Cut a joint graph, which is changed by that, where little has to be saved."""
+        """Run the joint passes on ``gm``, in place, then torch's min-cut partitioner."""
         with saving_activations(self._settings.schedule.activation_memory_budget):
             with self._rewriting(joint=gm):
                 for joint_pass in passes.JOINT:
                     joint_pass(gm)
-                # By ``auto`` a rank may recompute more than others: see ``choose_saving``.
+                # With ``auto``, ranks may recompute different amounts: see ``choose_saving``.
                 passes.settle_gathers(gm, ranks_differ=self._settings.saving is not None)
                 passes.reshard(gm)
-                # Transfers part a graph into steps, between which activations leave and come back.
+                # Activation offload needs single-rank collectives, which delimit steps, too.
                 if not self._settings.may_offload_activations:
                     passes.send_nothing_alone(gm)
             derived = {node.name for node in passes.parameter_derived(gm.graph)}
@@ -63,7 +63,7 @@ class Partitioner(CustomPartitionerFn):
         return CutGraphs(forward, backward, frozenset(derived), kwargs["num_fwd_outputs"])
 
     def save(self, cut: CutGraphs) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Choose what forward saves; in place. Return both graphs."""
+        """Choose what forward saves, rewrite both graphs in place, and return them."""
         forward, backward, derived, num_outputs = cut
         kept = self._choose_what_is_saved(forward, backward, num_outputs)
         passes.save_as_it_was(forward.graph, num_outputs)
@@ -74,10 +74,10 @@ class Partitioner(CustomPartitionerFn):
     def _choose_what_is_saved(
         self, forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int
     ) -> list[str]:
-        """Save more of some parameters than their shards, and less of the activations.
+        """Save some parameters unsharded or as secondary shards, and offload some activations.
 
         Returns:
-            Names of the forward's nodes that hold a gathered parameter and are saved.
+            Names of the saved forward nodes that hold an unsharded parameter.
         """
         settings, kept, problems = self._settings, list[str](), None
         graphs, cost_model = (forward.graph, backward.graph, num_outputs), settings.cost_model()
@@ -100,7 +100,7 @@ class Partitioner(CustomPartitionerFn):
 
     @contextmanager
     def _rewriting(self, **parts: fx.GraphModule) -> Iterator[None]:
-        """Dump the code of ``parts`` before and after a rewrite, and check them behind it."""
+        """Dump the code of ``parts`` before and after a rewrite, and lint them after it."""
         for name, part in parts.items():
             self._writer.write_code(name, "before", part.graph)
         yield
@@ -112,7 +112,7 @@ class Partitioner(CustomPartitionerFn):
         return self._settings.pass_uuid()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # what is pickled into a cache key is the uuid
+        return {}  # cache keys contain the uuid instead
 
 
 def _check(gm: fx.GraphModule) -> None:

@@ -1,15 +1,15 @@
-"""Plans kept beside Inductor's cache, for graphs that it returns without running any pass.
+"""Store plans next to Inductor's cache, for graphs that it returns without running any pass.
 
-A warm cache of Inductor hands back compiled graphs, in which the schedule is baked in. Only the
-process that compiled them knew the plan. So each plan is written to a file whose name is
-a key of the Dynamo graph and of everything that a plan depends on.
+A warm Inductor cache returns compiled graphs that contain the schedule, but only the process that
+compiled them knew the plan. So each plan is written to a file, named by a key of the Dynamo graph
+and of everything else that a plan depends on.
 
     rank 0   lock ─► compile ──────────────► KEY.compiled, unlock
     rank 1   wait for the lock ......................... ─► compile: all is in the cache
 
-Graphs are the same on all ranks, so of those that share a cache one compiles, by all cores of its
-host. Where it raises or ends, the system unlocks, and the next one compiles; where it takes too
-long, or does not answer, all others compile, and then miss it as ever.
+All ranks have the same graphs, so one rank compiles for all ranks that share a cache, with all
+cores of its host. If it raises or ends, the system releases the lock and the next rank compiles. If
+it takes too long or hangs, all others compile; the hanging rank is noticed later, as usual.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from ..planning.plan import Plan
 from .settings import CompileSettings
 
 PLANS_FOLDER = "graphshard"
-"""In the folder of Inductor's caches."""
+"""Name of the folder of plans in the folder of Inductor's caches."""
 
 GRAPHS: dict[str, str] = {}
-"""By key, what each graph was compiled for that this process has asked Inductor for."""
+"""What each graph that this process requested from Inductor was compiled for, by its key."""
 
 
 class PlanCache:
-    """The files with the plans of one Dynamo graph.
+    """Plan files of one Dynamo graph.
 
     Args:
-        gm: the Dynamo graph.
-        settings: those by which it is compiled.
+        gm: Dynamo graph.
+        settings: settings with which the graph is compiled.
 
     Attributes:
-        key: of the graph, and of all that its plans depend on.
+        key: key of the graph and everything else that its plans depend on.
     """
 
     def __init__(self, gm: fx.GraphModule, settings: CompileSettings) -> None:
@@ -52,32 +52,32 @@ class PlanCache:
             GRAPHS[self.key] = settings.facts()
 
     def save(self, plan: Plan) -> None:
-        """Write the plan of one graph; parameters are not named yet."""
+        """Write the plan of one graph, still without parameter names."""
         self._folder().mkdir(parents=True, exist_ok=True)
         write_whole(self._path(plan.graph), plan.to_json())
 
     def load(self, kind: GraphKind) -> Plan | None:
-        """Read the plan of the graph of this kind; None if there is no file."""
+        """Read the plan of the graph of this kind; None if it has no file."""
         path = self._path(kind)
         return Plan.from_json(path.read_text()) if path.exists() else None
 
     def was_compiled_before(self, time_s: float) -> bool:
-        """Return whether a process had compiled the graph into Inductor's cache by then.
+        """Return whether the graph was compiled into Inductor's cache before a point in time.
 
         Args:
-            time_s: in seconds since the epoch.
+            time_s: seconds since the epoch.
         """
         mark = self._mark()
         return mark.exists() and mark.stat().st_mtime < time_s
 
     @contextlib.contextmanager
     def compiling(self, wait_s: float) -> Iterator[None]:
-        """Compile alone among the processes that share Inductor's cache and have this graph.
+        """Hold the lock of this graph, so one process compiles for all that share Inductor's cache.
 
-        Its code is for one device: those with another one do not wait.
+        Code is for one device, so processes on other devices do not wait.
 
         Args:
-            wait_s: how long to wait for another one at most.
+            wait_s: longest time to wait for the lock.
         """
         settings = self._settings
         if not (settings.compiler == "inductor" and settings.caches_graphs and caches_graphs()):
@@ -91,7 +91,7 @@ class PlanCache:
         lock = FileLock(compiled.with_suffix(".lock"))
         with contextlib.suppress(Timeout):
             lock.acquire(wait_s)
-        if compiled.exists():  # what cannot be cached is then compiled by all at once
+        if compiled.exists():  # if it was not cacheable after all, let all processes compile now
             lock.release()
         try:
             yield

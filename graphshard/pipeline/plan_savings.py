@@ -1,6 +1,6 @@
-"""Plans a graph in several ways to save things for backward, and compiles nothing.
+"""Plan a graph under several candidates for what forward saves, without compiling it.
 
-joint graph ─► each way: joint passes, partition, plan of forward and of backward
+joint graph ─► for each candidate: joint passes, partition, plan of forward and of backward
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .traced_graph import TracedGraph
 
 
 def with_saving(settings: CompileSettings, saving: Saving, budget_gb: float) -> CompileSettings:
-    """Return settings as of a user who asks for ``saving`` himself."""
+    """Return the settings of a user who asks for ``saving`` explicitly."""
     schedule = dataclasses.replace(
         settings.schedule,
         auto=False,
@@ -45,14 +45,14 @@ def with_saving(settings: CompileSettings, saving: Saving, budget_gb: float) -> 
 def plan_ways(
     traced: TracedGraph, settings: CompileSettings, ways: Sequence[Saving], within_gb: float
 ) -> Sequence[TriedSaving]:
-    """Plan some ways; none where there is no joint graph."""
+    """Plan each candidate in ``ways``; the result is empty if there is no joint graph."""
     trials = _Trials([with_saving(settings, saving, within_gb) for saving in ways])
     _partition(traced, settings, trials)
     return trials.tried
 
 
 def _partition(traced: TracedGraph, settings: CompileSettings, trials: _Trials) -> None:
-    """Trace a graph up to its joint graph, hand that to ``trials``, and compile nothing."""
+    """Trace a graph up to its joint graph and pass that to ``trials``; compile nothing."""
     if settings.compiler == "aot_eager":
         aot_autograd(fw_compiler=compiles_nothing, partition_fn=trials)(traced.gm, traced.inputs)
         return
@@ -69,10 +69,10 @@ def _partition(traced: TracedGraph, settings: CompileSettings, trials: _Trials) 
 
 
 class _Trials(CustomPartitionerFn):
-    """Partitions and plans copies of a joint graph in several ways.
+    """Partitions and plans copies of a joint graph, once for each candidate.
 
     Attributes:
-        tried: the ways, in the order of the settings; none before there was a joint graph.
+        tried: planned candidates, in the order of the settings; empty if there is no joint graph.
     """
 
     def __init__(self, ways: Sequence[CompileSettings]) -> None:
@@ -91,7 +91,7 @@ class _Trials(CustomPartitionerFn):
             self.tried += planned
             if is_slower:
                 break
-        return parts  # some: nothing is compiled
+        return parts  # any pair will do: nothing is compiled
 
     def uuid(self) -> bytes | None:
         return None
@@ -107,9 +107,10 @@ def _partitioned(
     ways: Sequence[CompileSettings],
     **kwargs: Any,
 ) -> Iterator[tuple[CompileSettings, tuple[fx.GraphModule, fx.GraphModule]]]:
-    """Yield each way with the forward and backward graph that it has of a joint graph.
+    """Yield the settings of each candidate with its forward and backward graph.
 
-    To cut takes longest, and what parameters are kept does not matter to it.
+    Cutting the joint graph takes longest and does not depend on which parameters stay unsharded,
+    so candidates that differ only in that share one cut.
     """
     by_stows = itertools.groupby(ways, key=lambda settings: settings.may_offload_activations)
     for _, alike in by_stows:
@@ -122,7 +123,7 @@ def _partitioned(
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a graph, as ``copy.deepcopy`` does it, but for how its code takes inputs."""
+    """Copy a graph as ``copy.deepcopy`` does, except for how its generated code takes inputs."""
     graph = fx.Graph()
     output = graph.output(graph.graph_copy(gm.graph, {}))
     output.meta = dict(gm.graph.output_node().meta)
@@ -130,7 +131,7 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _plan(parts: tuple[fx.GraphModule, fx.GraphModule], settings: CompileSettings) -> TriedSaving:
-    """Plan a forward and a backward graph."""
+    """Plan the forward and the backward graph of one candidate."""
     saving, cost_model = settings.saving, settings.cost_model()
     budget = settings.schedule.limits().peak
     assert saving is not None and budget is not None

@@ -1,10 +1,11 @@
-"""Compiled code in a file, so that the first start on another machine compiles nothing.
+"""Save compiled code to a file, so the first start on another machine compiles nothing.
 
-    save_compiled   graphs of torch's caches, our plans, C++ kernels that are loaded ─► one file
+    save_compiled   graphs in torch's caches, our plans, loaded C++ kernels ─► one file
     load_compiled   one file ─► the caches of this machine
 
-Nothing is taken on trust: what a graph is compiled from is in the keys of the caches, so a file of
-another model is not used. It would compile anew without a word, and hence there are words.
+Loading the file of another model does no harm: the keys of the caches cover all that a graph is
+compiled from, so nothing in the file is used. If a graph is compiled although a file was loaded,
+graphshard warns.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _FORMAT, _HEADER, _GRAPHS, _FILES = 1, "header.json", "graphs", "files/"
 _WORDS = {"inputs": "sizes of inputs or parameters", "modes": "modes of torch, such as autocast"}
 
 _loaded: dict[str, str] = {}
-"""What files that were loaded have: by key of a graph, what it was compiled for."""
+"""Graphs of all loaded files: what each was compiled for, by its key."""
 
 
 def save_compiled(path: str | Path) -> None:
-    """Write all that Inductor has compiled in this process, or found in its caches, to a file.
+    """Write everything that Inductor compiled in this process, or found in its caches, to a file.
 
-    To be called behind the first steps of training and evaluation. On GPUs code is for one device:
-    each rank of a host saves a file of its own.
+    Call it after the first steps of training and evaluation. GPU code is for one device: each rank
+    of a host saves its own file.
 
     Raises:
         RuntimeError: Inductor has compiled nothing for graphshard in this process.
@@ -58,12 +59,12 @@ def save_compiled(path: str | Path) -> None:
 
 
 def load_compiled(path: str | Path) -> None:
-    """Put what ``save_compiled`` wrote into the caches of this machine, before the first step.
+    """Put what ``save_compiled`` wrote into the caches of this machine; call before the first step.
 
-    Where a graph is then compiled that the file does not have, a warning says what differs.
+    If a graph is compiled later that the file does not contain, a warning says what differs.
 
     Raises:
-        ValueError: the file is none of ``save_compiled``, or was written with another torch,
+        ValueError: the file is not from ``save_compiled``, or was written with another torch,
             Python, graphshard or device.
         OSError: the file cannot be read, or the caches cannot be written.
     """
@@ -82,7 +83,7 @@ def load_compiled(path: str | Path) -> None:
 
 
 def warn_unless_loaded(key: str) -> None:
-    """Warn about a graph that is compiled though a file was loaded, and say what differs."""
+    """Warn if a file was loaded but does not contain this graph, and say what differs."""
     if not _loaded or key in _loaded or key not in GRAPHS:
         return
     made_for = _facts(GRAPHS[key])
@@ -108,7 +109,7 @@ def _different(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
 
 
 def _circumstances() -> dict[str, str]:
-    """Return what code is compiled for, besides what keys of graphs have."""
+    """Return the environment that compiled code depends on."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
         "torch": torch.__version__,
@@ -132,10 +133,10 @@ def _check(path: str, header: dict[str, Any]) -> None:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield the files of the caches that torch does not save: plans, and libraries in use."""
+    """Yield the cache files that torch does not save: plans, and libraries in use."""
     for key in GRAPHS:
         yield from (folder / PLANS_FOLDER).glob(f"{key}-*")
-    # By these Inductor has found out which vectors the CPU has.
+    # Libraries with which Inductor probed the vector instructions of the CPU.
     yield from (path for path in folder.glob("??/*.so") if path.with_suffix(".cpp").exists())
     maps = Path("/proc/self/maps")
     if maps.exists():

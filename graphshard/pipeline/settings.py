@@ -1,8 +1,8 @@
-"""Settings of one compile: by which compiler, for which device, and how its schedule is decided.
+"""Settings of one compile: the compiler, the device, and the policy that decides the schedule.
 
-The passes ask here for every decision: which gathered parameters to keep, which activations to
-offload, which buckets to make. All answers follow from the user's ``SchedulePolicy``, unless ranks
-differed: then they follow the plans of the first rank (``graphshard.consensus.plan_consensus``).
+Passes ask here for every decision: which parameters to keep unsharded, which activations to
+offload, which buckets to make. All answers follow from the user's ``SchedulePolicy``, unless this
+rank follows the plans of the first rank (``graphshard.consensus.plan_consensus``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FOLDERS = (Path(__file__).parents[1], Path(passes.__file__).parent)
 
 
 def source_files() -> list[str]:
-    """Paths of all our source files, of which every key of a compile cache has a hash."""
+    """Return the paths of our source files, whose hash is part of every compile cache's key."""
     return sorted({str(path) for folder in _FOLDERS for path in folder.rglob("*.py")})
 
 
@@ -40,7 +40,7 @@ _SOURCES = tuple(source_files())
 
 
 def sources_hash() -> str:
-    """Return a hash of all our source files."""
+    """Return a hash of our source files."""
     return get_hash_for_files(_SOURCES).hex()
 
 
@@ -51,11 +51,12 @@ class CompileSettings:
     Attributes:
         compiler: "inductor" or "aot_eager".
         schedule: the user's policy.
-        device: the device that computes.
-        baked_in: what else graphs and plans depend on (``pipeline.baked_in``); ranks may differ.
-        first_rank_plans: by kind of graph, the plan of the first rank, where this rank's own plan
-            differed from it; empty while this rank decides for itself.
-        saving: what ``SchedulePolicy.auto`` has chosen; None: the schedule alone decides.
+        device: compute device.
+        baked_in: other facts that graphs and plans depend on (``pipeline.baked_in``); ranks may
+            differ.
+        first_rank_plans: the first rank's plans by kind of graph, if they differ from this rank's;
+            empty while this rank decides for itself.
+        saving: choice of ``SchedulePolicy.auto``; None: the schedule alone decides.
         regathered: graph inputs that ``saving`` leaves to the schedule; ranks may differ.
     """
 
@@ -68,33 +69,35 @@ class CompileSettings:
     regathered: frozenset[int] = frozenset()
 
     def following(self, plans: Sequence[Plan]) -> CompileSettings:
-        """Return settings by which the graphs get the buckets of ``plans``, one of each kind."""
+        """Return settings under which graphs get the buckets of ``plans``, one of each kind."""
         return dataclasses.replace(self, first_rank_plans={plan.graph: plan for plan in plans})
 
     def fingerprint(self) -> str:
-        """Return a text of what is chosen, for all ranks alike."""
+        """Return a text of the settings that are chosen for all ranks."""
         hardware = self.cost_model().hardware.to_json()
         where = self.device.type
         chosen = f"{self.schedule} {self.saving}"
         return f"{self.compiler} {chosen} {hardware} {where} {self.first_rank_plans}"
 
     def facts(self) -> str:
-        """Return what a graph is compiled for besides its Dynamo graph, a line for each thing."""
+        """Return the facts that a compile depends on besides its Dynamo graph, one per line."""
         return f"options: {self.fingerprint()!r}\n{self.baked_in}"
 
     def cache_key(self, *texts: str) -> bytes:
-        """Return a hash of our sources, of ``texts``, and of all that graphs and plans depend on
-        besides: the table in ``pipeline.baked_in`` says what that is."""
+        """Return a hash of our sources, ``texts``, and everything else that graphs and plans use.
+
+        The table in ``pipeline.baked_in`` lists all of it.
+        """
         facts = [*texts, self.fingerprint(), self.baked_in, str(sorted(self.regathered))]
         return get_hash_for_files(_SOURCES, "\n".join(facts))
 
     def pass_uuid(self) -> bytes | None:
-        """Return the key of our passes in Inductor's caches; None: do not cache the graphs."""
+        """Return the key of our passes in Inductor's caches, or None to disable caching."""
         return self.cache_key() if self.caches_graphs else None
 
     @property
     def caches_graphs(self) -> bool:
-        """Return whether graphs may be cached: a function of the user's cannot be part of a key."""
+        """Whether graphs may be cached; a user's function cannot be part of a key."""
         return self.schedule.node_cost is None
 
     def cost_model(self) -> CostModel:
@@ -109,7 +112,7 @@ class CompileSettings:
         gathered_in_forward: Mapping[int, Transfer],
         cost_model: CostModel,
     ) -> Sequence[int]:
-        """Return which transfers of ``backward`` to leave out: see ``planning.keep_unsharded``."""
+        """Return the transfers that ``backward`` leaves out; see ``planning.keep_unsharded``."""
         if GraphKind.FORWARD in self.first_rank_plans:
             inputs = kept_inputs(self.first_rank_plans[GraphKind.FORWARD])
             return [i for i, t in gathered_in_forward.items() if t.param in inputs]
@@ -122,19 +125,19 @@ class CompileSettings:
 
     @property
     def may_offload_activations(self) -> bool:
-        """Return whether activations may leave the device to keep a memory budget."""
+        """Whether activations may be offloaded to stay within a memory budget."""
         limited = self.schedule.limits().peak is not None
         stows = self.saving is None or self.saving.stows
         return limited and stows and self.schedule.overlap and self.device.type != "cpu"
 
     @property
     def may_share_regions(self) -> bool:
-        """Return whether layers that are alike may be compiled once; ATen compiles nothing."""
+        """Whether repeated layers may be compiled once; "auto" does so with Inductor only."""
         regions = self.schedule.regions
         return regions is True or (regions == "auto" and self.compiler == "inductor")
 
     def shares(self, regions: Regions) -> bool:
-        """Return whether to compile regions once of which there are so many."""
+        """Return whether compiling these regions once is worth it."""
         return self.schedule.regions is True or saves_time(regions)
 
     def choose_offloaded(
@@ -144,7 +147,7 @@ class CompileSettings:
         saved: Sequence[SavedActivation],
         cost_model: CostModel,
     ) -> Sequence[int]:
-        """Return which of ``saved`` leave the device: see ``planning.activation_offload``."""
+        """Return which of ``saved`` to offload; see ``planning.activation_offload``."""
         return choose_offloaded(forward, backward, saved, self.schedule.limits(), cost_model)
 
     def plan_buckets(
@@ -158,7 +161,7 @@ class CompileSettings:
         """Return the buckets of a graph, host copies included, in launch order.
 
         Args:
-            params: of ``problem``.
+            params: parameters of ``problem``.
             refine: see ``planning.search.find_schedule``.
         """
         collectives = without_host_copies(problem)

@@ -1,8 +1,8 @@
-"""Takes a Dynamo graph through every pass up to its plans, and compiles nothing.
+"""Run a Dynamo graph through every pass up to its plans, without compiling it.
 
     Dynamo graph ─► AOTAutograd ─► joint passes, partition ─► Inductor's passes ─► read each graph
 
-Tensors are fake, and so is what the result returns: it has the shapes of the graph's outputs.
+All tensors are fake. The result returns fake tensors with the shapes of the graph's outputs.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .settings import CompileSettings
 from .traced_graph import Runnable, TracedGraph
 
 Read = Callable[[fx.Graph, GraphKind], None]
-"""Reads a forward, backward or inference graph, before collectives are in it."""
+"""Reads a forward, backward or inference graph before it is lowered."""
 
 
 class _Reader(CustomGraphPass):
-    """Hands a graph to a function, in the place where it would be lowered."""
+    """Passes a graph to a function at the point where it would be lowered."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
@@ -45,7 +45,7 @@ class _Reader(CustomGraphPass):
 
 
 def trace_only(traced: TracedGraph, settings: CompileSettings, read: Read) -> Runnable:
-    """Trace a Dynamo graph, and call ``read`` with each graph that would be lowered."""
+    """Trace a Dynamo graph and call ``read`` with each graph that would be lowered."""
     for traced_pass in passes.TRACED:
         traced_pass(traced.gm)
     options: dict[str, Any] = {

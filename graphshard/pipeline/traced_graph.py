@@ -1,4 +1,4 @@
-"""A graph of Dynamo's, and what is needed besides to compile it."""
+"""A Dynamo graph with everything needed to compile it."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from .._torch.dynamo import source_name, sources
 from .._torch.tensors import size_hint
 
 Runnable = Callable[..., Any]
-"""A compiled graph: inputs in, outputs out."""
+"""A compiled graph, called with its inputs."""
 
 
 @dataclass(frozen=True)
 class TracedGraph:
-    """A graph as Dynamo hands it to the backend.
+    """A graph as Dynamo passes it to the backend.
 
     Attributes:
-        gm: the graph; passes change it.
+        gm: graph; passes modify it.
         inputs: one example for each placeholder.
-        fqns: by input of the graph that AOTAutograd makes of it, the name of the parameter whose
-            shard it is; "" for others.
-        shards: of parameters, among the inputs.
-        groups: for each mesh of its parameters, the name of the group of all ranks; they compile
+        fqns: parameter name for each input of AOTAutograd's graph that is a shard; "" for others.
+        shards: inputs that are shards of parameters.
+        groups: for each mesh of its parameters, the name of the group of all ranks, which compile
             this graph, too.
-        marker_groups: names of all groups that its markers may have.
+        marker_groups: names of all groups that the markers may use.
         inductor_options: the user's options of ``torch.compile``.
-        regathered: positions in ``fqns`` of the parameters for which the user's ``overrides`` say
-            what is kept for backward.
+        regathered: positions in ``fqns`` of the parameters for which the user's ``overrides``
+            decide what is kept for backward.
     """
 
     gm: fx.GraphModule
@@ -49,15 +48,15 @@ class TracedGraph:
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
     def trains(self) -> bool:
-        """Return whether a graph of backward follows that of forward."""
+        """Return whether the forward graph will have a backward graph."""
         tensors = (value for value in self.inputs if isinstance(value, torch.Tensor))
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
     def batch_sizes(self) -> tuple[str, bool]:
-        """Describe the sizes of inputs that are neither parameters nor buffers.
+        """Describe the sizes of the inputs that are neither parameters nor buffers.
 
         Returns:
-            The sizes of each one, as in "16x24, 16", and whether the graph runs with others, too.
+            The sizes of each input, as in "16x24, 16", and whether the graph accepts others, too.
         """
         shards = {id(shard) for shard in self.shards}
         nodes = self.gm.graph.find_nodes(op="placeholder")

@@ -1,6 +1,6 @@
-"""Checks every partition and every lowered graph against what was decided.
+"""Verify every partition, and every lowered graph against its plan.
 
-A violation is a bug of ours, never of the user's; it is raised before the graph can run.
+A violation is a bug of graphshard, never of the user; it is raised before the graph can run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KIND_OF_LAUNCH: dict[object, TransferKind] = {
 
 @dataclass(frozen=True)
 class Launch:
-    """The launch of a collective or of a host copy; ``num_bytes`` of its full buffers."""
+    """The launch of a collective or host copy; ``num_bytes`` is the size of its full buffers."""
 
     kind: TransferKind
     num_bytes: int
@@ -44,7 +44,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Wait:
-    """The wait for one buffer of a launch; ``launch`` counts launches from the graph's begin."""
+    """The wait for one buffer of a launch; ``launch`` is the index of the launch in the graph."""
 
     kind: TransferKind
     launch: int
@@ -54,11 +54,11 @@ Event = Launch | Wait
 
 
 def verify_partition(forward: fx.GraphModule, derived: Sequence[str], num_outputs: int) -> None:
-    """Check that nothing is saved for backward that follows from parameters alone (ZeRO-3).
+    """Check that nothing computed from parameters alone is saved for backward (ZeRO-3).
 
     Args:
         derived: names of the joint graph's nodes that are computed from parameters alone.
-        num_outputs: number of the forward's outputs that the user gets; the rest is saved.
+        num_outputs: number of the forward's outputs that go to the user; the others are saved.
     """
     saved = {node.name for node in saved_nodes(forward.graph, num_outputs)}
     wrongly_saved = sorted(saved.intersection(derived))
@@ -69,10 +69,10 @@ def verify_partition(forward: fx.GraphModule, derived: Sequence[str], num_output
 
 
 def verify_lowered(graph: fx.Graph, plan: Plan) -> None:
-    """Check that the graph is sound and does what ``plan`` says.
+    """Check that the graph is valid and does what ``plan`` says.
 
-    It has to launch every collective once and wait for each of its buffers once, all in the
-    plan's order, and no marker may be left.
+    It must launch every collective once and wait for each buffer once, all in the plan's order,
+    and contain no markers.
     """
     graph.lint()
     left = [node.name for node in graph.nodes if node.target in markers.MARKERS]
@@ -85,12 +85,12 @@ def verify_lowered(graph: fx.Graph, plan: Plan) -> None:
 
 def _planned_events(plan: Plan) -> list[Event]:
     events: list[Event] = []
-    launch_of: dict[tuple[int, int], int] = {}  # by bucket and buffer, the number of its launch
+    launch_of: dict[tuple[int, int], int] = {}  # (bucket, buffer) to index of the launch
     num_launched = 0
     for step in events_by_step(plan.problem.num_steps, plan.buckets):
         for i, is_wait in step:
             bucket = plan.buckets[i]
-            # A graph does not tell an all-reduce of shards from another one.
+            # In a graph, an all-reduce of shards looks like any other all-reduce.
             over_replicas = bucket.kind == TransferKind.ALL_REDUCE_SHARDS
             kind = TransferKind.ALL_REDUCE if over_replicas else bucket.kind
             buffers = range(_num_waits(bucket))
@@ -110,7 +110,7 @@ def _num_waits(bucket: Bucket) -> int:
 
 
 def _launched_bytes(plan: Plan, bucket: Bucket) -> list[int]:
-    """Bytes of each launch of a bucket: one, but exchanges cannot be coalesced."""
+    """Return the bytes of each launch of a bucket; exchanges cannot be coalesced into one."""
     transfers = plan.problem.transfers
     dtype = dtype_named(transfers[bucket.transfers[0]].dtype)
     if bucket.kind == TransferKind.REDUCE_SCATTER and collectives.exchanges(bucket.group, dtype):
@@ -119,9 +119,9 @@ def _launched_bytes(plan: Plan, bucket: Bucket) -> list[int]:
 
 
 def _graph_events(graph: fx.Graph) -> list[Event]:
-    """Launches and waits of ours; a model may have collectives of its own, which we leave alone."""
+    """Return graphshard's launches and waits in order, without the model's own collectives."""
     events: list[Event] = []
-    launches: dict[fx.Node, Wait] = {}  # by buffer, the event of the wait for it
+    launches: dict[fx.Node, Wait] = {}  # the event of the wait for each buffer
     num_launched = 0
     for node in graph.nodes:
         if PLANNED not in node.meta:
@@ -135,7 +135,7 @@ def _graph_events(graph: fx.Graph) -> list[Event]:
                 launches[buffer] = Wait(kind, num_launched)
             num_launched += 1
         elif node.target is _c10d.wait_tensor.default and node.args[0] in launches:
-            # Other waits are those of the host for what was copied to it.
+            # Other waits of ours make the host wait for copies to it; plans do not list them.
             events.append(launches[node.args[0]])
     return events
 
@@ -153,7 +153,7 @@ def _verify_one_wait(buffer: fx.Node) -> None:
 
 
 def _full_bytes(node: fx.Node) -> int:
-    """Bytes of a gather's output, or of what another launch takes."""
+    """Return the bytes of a gather's output, or of the input of another launch."""
     is_gather = _KIND_OF_LAUNCH[node.target] == TransferKind.ALL_GATHER
     full: Any = node if is_gather else node.args[0]
     return sum(map(num_bytes, tree_leaves(fx.map_arg(full, lambda n: n.meta["val"]))))

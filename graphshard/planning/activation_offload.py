@@ -1,11 +1,11 @@
-"""Chooses activations that wait for backward in host memory, to keep a budget or to save time.
+"""Choose saved activations to offload to the host, to fit a memory budget or to save time.
 
-Some have to leave because a graph has no memory for them. More may leave, since a schedule that has
-memory left launches gathers earlier. So the planner tries a few amounts, and schedules both graphs
-for each.
+Some must be offloaded because the graph does not fit otherwise. Offloading more can save time,
+because gathers can be launched earlier in the memory that becomes free. So the planner tries a few
+amounts, and schedules both graphs for each.
 
-    budget   ├───────────────── needed ─────────────┤     all gathers exposed
-             ├────────── needed ─────────┤ ahead ───┤     hidden behind compute, if the copies are
+    budget   ├──────────── least memory ──────────┤     all gathers exposed
+             ├─────── least memory ───┤ prefetch ─┤     gathers hidden, if the copies are hidden
 """
 
 from __future__ import annotations
@@ -24,27 +24,29 @@ from .search import find_schedule
 from .simulate import TransferCostModel, clock
 
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
-"""Parts of the budget that a graph's least memory may take; the rest is for gathering earlier. All
-are tried.
+"""Fractions of the budget that a graph's least memory may take; all are tried.
 
-Judged: each share costs a search of both graphs without refinement, and times differ little between
-neighbours. Fewer shares would miss a good one; more take longer to plan.
+The rest of the budget is for launching gathers earlier. Judgement call: each fraction costs a
+search of both graphs (without local search), and times differ little between neighbours. Fewer
+fractions would miss a good one; more take longer to plan.
 """
 LEAST_GAIN = 0.02
-"""The part of the predicted time that must be saved for more activations to leave than have to.
+"""Fraction of the predicted time that offloading more than necessary has to save.
 
-Judged: predictions are no better than that. If it is larger, fewer activations leave, and gathers
-stay exposed that could hide; at 0 copies load the bus to the host for a gain that may be none.
+Judgement call: predictions are no more accurate than that. With a larger value fewer activations
+are offloaded, and gathers stay exposed that could be hidden; at 0, copies load the host link for a
+gain that may not be real.
 """
 
 
 class SavedActivation(NamedTuple):
-    """An activation that is saved for backward.
+    """An activation that forward saves for backward.
 
     Attributes:
-        last: the step of the forward graph that uses it last.
-        first: the step of the backward graph that uses it first.
-        until: the step of the backward graph that uses it last.
+        num_bytes: size of the activation.
+        last: last step of the forward graph that uses it.
+        first: first step of the backward graph that uses it.
+        until: last step of the backward graph that uses it.
     """
 
     num_bytes: int
@@ -62,8 +64,9 @@ def choose_offloaded(
 ) -> list[int]:
     """Return the positions in ``saved`` of the activations to offload.
 
-    They are enough to keep ``limits.peak`` in each graph, as far as that is possible; none if there
-    is no such limit. More are offloaded where gathers are then launched earlier, and time is saved.
+    They are enough to keep each graph within ``limits.peak``, as far as that is possible. More are
+    offloaded if gathers can then be launched earlier and that saves time (see ``LEAST_GAIN``).
+    Without ``limits.peak`` nothing is offloaded.
     """
     if limits.peak is None:
         return []
@@ -77,14 +80,15 @@ def choose_offloaded(
         if max(peaks) <= limits.peak:
             times_us[chosen] = sum(_predicted_us(p, limits, cost_model) for p in problems)
     if not times_us:
-        # There is one choice, or none keeps the budget: then scheduling reports what is missing.
+        # There is only one choice, or none fits. In the latter case scheduling reports what is
+        # missing.
         return list(choices[0])
     within_us = min(times_us.values()) * (1 + LEAST_GAIN)
     return list(next(chosen for chosen, us in times_us.items() if us <= within_us))
 
 
 class _Absence(NamedTuple):
-    """The moments of both graphs in which an activation need not be on the device."""
+    """The points in time, in both graphs, at which an activation may be off the device."""
 
     forward: Span
     backward: Span
@@ -100,9 +104,10 @@ def _absence(activation: SavedActivation, forward_steps: int) -> _Absence:
 def _offload_enough(
     forward: Problem, backward: Problem, saved: Sequence[SavedActivation], budget: int
 ) -> list[int]:
-    """Return positions of activations without which each graph's least memory is within ``budget``.
+    """Return the activations to offload for each graph's least memory to fit ``budget``.
 
-    Activations that backward needs last come first, since the most time hides their copies.
+    Activations that backward needs last are chosen first: their copies have the most time to hide
+    in.
     """
     in_forward, in_backward = map(LiveBytes, map(least_by_moment, (forward, backward)))
     chosen = []
@@ -120,7 +125,7 @@ def _offload_enough(
 def _offloaded(
     forward: Problem, backward: Problem, chosen: Sequence[SavedActivation]
 ) -> tuple[Problem, Problem]:
-    """Return both problems as they are read from graphs in which ``chosen`` is offloaded."""
+    """Return both problems as they would be read from graphs in which ``chosen`` is offloaded."""
     end = forward.num_steps
     offloads = [
         _host_copy(
@@ -142,7 +147,7 @@ def _offloaded(
         )
         for activation in chosen
     ]
-    # Their transfers account for them from the last use in forward to the last one in backward.
+    # From the last use in forward to the last use in backward, the transfers count the activations.
     saved = [_absence(activation, end).forward for activation in chosen]
     taken = [Span(0, launches(a.until + 1), a.num_bytes) for a in chosen]
     return _with_transfers(forward, offloads, saved), _with_transfers(backward, reloads, taken)
@@ -167,7 +172,7 @@ def _host_copy(kind: TransferKind, num_bytes: int, *, ready: int, due: int, last
 def _with_transfers(
     problem: Problem, transfers: Sequence[Transfer], replaced: Sequence[Span]
 ) -> Problem:
-    """Return ``problem`` with ``transfers`` in place of the bytes of ``replaced``."""
+    """Return ``problem`` with ``transfers`` in place of the bytes in ``replaced``."""
     other = LiveBytes(other_by_moment(problem))
     for span in replaced:
         other.remove(span)

@@ -1,4 +1,4 @@
-"""Forms buckets: queues of transfers are split into candidates, each of neighbours in its queue."""
+"""Split queues of transfers into candidate buckets of neighbouring transfers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .simulate import BucketCost, TransferCostModel, bucket_cost
 
 
 class CostedBucket(NamedTuple):
-    """A bucket, its cost and its memory."""
+    """A bucket, its cost and its memory footprint."""
 
     bucket: Bucket
     cost: BucketCost
@@ -22,12 +22,12 @@ class CostedBucket(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """Neighbours in a queue, positions ``[begin, end)``, as a bucket that may be made of them.
+    """A possible bucket: neighbours in a queue, at positions ``[begin, end)``.
 
     Attributes:
-        bucket: launched as early, and waited for as late, as its transfers allow.
-        replica_average: the all-reduce of its shards over their replicas; None if there are none.
-        continues: whether an average, or a copy to the host, follows the wait.
+        bucket: bucket that is launched as early and waited for as late as its transfers allow.
+        replica_average: all-reduce of its shards over replicas; None without replicas.
+        continues: whether an all-reduce over replicas, or a copy to the host, follows the wait.
     """
 
     begin: int
@@ -40,18 +40,18 @@ class Candidate(NamedTuple):
 
 
 Split = Sequence[Candidate]
-"""A queue split into candidates: each of its transfers is in one. In the order of the queue."""
+"""A partition of a queue into candidates, in queue order."""
 
 
 class Queue:
-    """The transfers of one direction, gathers or reductions, the hardest to hide first.
+    """All gathers, or all reductions, of a problem; those that are hardest to hide come first.
 
-    Only transfers that are alike may share a bucket. So the queue is sorted into runs of such
-    transfers, and neighbours are those of one run: transfers of other runs may be between them in
-    ``order``. Below, a position is an index into the runs laid end to end.
+    Only transfers with the same ``_key`` may share a bucket. So the queue is regrouped into one run
+    per key, and neighbours are transfers of one run, even if transfers of other runs lie between
+    them in ``order``. A position is an index into the concatenated runs.
 
     Args:
-        cap: bytes of a candidate of more than one transfer; None: no limit.
+        cap: maximum bytes of a candidate with more than one transfer; None: no limit.
         order: positions in ``Problem.transfers``.
     """
 
@@ -66,7 +66,8 @@ class Queue:
         runs: dict[tuple[str, ...], list[int]] = {}
         for rank, i in enumerate(order):
             runs.setdefault(_key(problem, i), []).append(rank)
-        self._rank = [rank for run in runs.values() for rank in run]  # in ``order``, by position
+        # Index in ``order``, by position.
+        self._rank = [rank for run in runs.values() for rank in run]
         self._order = [order[rank] for rank in self._rank]
         run_ends = accumulate(map(len, runs.values()))
         self._run_end = [end for run, end in zip(runs.values(), run_ends) for _ in run]
@@ -76,7 +77,7 @@ class Queue:
         self._candidates: dict[tuple[int, int], Candidate] = {}
 
     def split(self, size: int) -> Split:
-        """Return candidates of at most ``size`` bytes each, or of one transfer that is larger."""
+        """Return candidates of at most ``size`` bytes; a larger transfer has one of its own."""
         split: list[Candidate] = []
         begin = 0
         while begin < len(self._order):
@@ -87,18 +88,18 @@ class Queue:
         return self._in_queue_order(split)
 
     def variants(self, split: Split, index: int) -> Iterator[Split]:
-        """Yield ``split`` with the candidate at ``index`` split in other ways.
+        """Yield variants of ``split`` that re-split the candidate at ``index``.
 
-        It is split alone, and together with the next one of its run: merged, or with the border
-        between the two 1, 2, 4, ... transfers from each place where a border is now. What is behind
-        the new border stays whole or is halved. Powers of two keep this to O(log n) variants.
+        It is re-split alone, or together with the next candidate of its run: the two are merged, or
+        the border between them moves to 1, 2, 4, ... transfers from an existing border. The part
+        after the new border stays whole or is halved. Powers of two keep this to O(log n) variants.
         """
         begin, end = split[index].begin, split[index].end
         steps = _powers_of_two(end - begin)
         inner = {border for step in steps for border in (begin + step, end - step)}
         recuts = [(border, end) for border in sorted(inner)]
         if end < self._run_end[begin]:
-            # Candidates of other runs may be between the two in ``split``.
+            # In ``split``, candidates of other runs may lie between the two.
             last = next(neighbour.end for neighbour in split[index:] if neighbour.begin == end)
             outer = [end + step for step in _powers_of_two(last - end)]
             recuts += [(border, last) for border in [*sorted(inner), *outer, last]]
@@ -110,7 +111,7 @@ class Queue:
                 yield from self._with_borders(split, begin, border, middle, last)
 
     def _with_borders(self, split: Split, *borders: int) -> Iterator[Split]:
-        """Yield ``split`` with new candidates between ``borders``, unless one of them cannot be."""
+        """Yield ``split`` with new candidates between ``borders``, if all of these are allowed."""
         ranges = [(begin, end) for begin, end in pairwise(borders) if begin < end]
         if all(self._fits(begin, end) for begin, end in ranges):
             kept = [c for c in split if not borders[0] <= c.begin < borders[-1]]
@@ -120,20 +121,20 @@ class Queue:
         return sorted(split, key=lambda candidate: self._rank[candidate.begin])
 
     def _fits(self, begin: int, end: int) -> bool:
-        """Return whether positions ``[begin, end)`` may be a candidate."""
+        """Return whether positions ``[begin, end)`` may form a candidate."""
         num_bytes = self._bytes_before[end] - self._bytes_before[begin]
         return end - begin <= 1 or (num_bytes <= self._cap and self._is_in_time(begin, end))
 
     def _is_in_time(self, begin: int, end: int) -> bool:
-        """Return whether all of them are ready before the first one is due.
+        """Return whether all transfers are ready before the first one is due.
 
-        Gathers in fp8 are ready when their scales are: a graph may compute some of these late.
+        An fp8 gather is ready once its scales are, and a graph may compute some scales late.
         """
         bucket = self.candidate(begin, end).bucket
         return bucket.launch <= bucket.wait
 
     def _last_end_in_time(self, begin: int, end: int) -> int:
-        """Return the last end, up to ``end``, with which candidates from ``begin`` are in time."""
+        """Return ``end``, reduced until a candidate from ``begin`` is in time."""
         if self._is_in_time(begin, end):
             return end
         late = bisect_left(
@@ -142,7 +143,7 @@ class Queue:
         return begin + late
 
     def candidate(self, begin: int, end: int) -> Candidate:
-        """Return the candidate of positions ``[begin, end)``, which is made only once."""
+        """Return the candidate at positions ``[begin, end)``, from a cache."""
         if (begin, end) not in self._candidates:
             self._candidates[begin, end] = self._make_candidate(begin, end)
         return self._candidates[begin, end]
@@ -170,7 +171,7 @@ class Queue:
         return CostedBucket(bucket, cost, footprint(self._problem, bucket))
 
     def _buffers(self, members: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Return small transfers in shared buffers, and then the others each in its own."""
+        """Return shared buffers for the small transfers, then one buffer for each of the others."""
         transfers = self._problem.transfers
         float8: list[int] = []
         others: list[int] = []
@@ -179,13 +180,17 @@ class Queue:
             if not _is_small(transfers[i], self._cost_model):
                 alone.append((i,))
             else:
-                # The kernel that casts to fp8 packs as well: fp8 has a shared buffer of its own.
+                # fp8 has a shared buffer of its own, because the kernel that casts to fp8 also
+                # packs.
                 (float8 if "float8" in transfers[i].dtype else others).append(i)
         return (*filter(None, (tuple(float8), *self._packed(others))), *alone)
 
     def _packed(self, members: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return one buffer, or two: one kernel packs gradients for all ranks if they are alike in
-        dtype (``chunk_cat_`` in ``graphshard._torch.tensors``), and one for each if not."""
+        """Return one shared buffer, or two if packing mixed dtypes costs more than another buffer.
+
+        One kernel packs gradients for all ranks if their dtypes are equal (``chunk_cat_`` in
+        ``graphshard._torch.tensors``); otherwise packing takes one kernel per gradient.
+        """
         transfers = [self._problem.transfers[i] for i in members]
         cast = tuple(i for i, t in zip(members, transfers) if t.casts)
         as_it_is = tuple(i for i, t in zip(members, transfers) if not t.casts)
@@ -203,10 +208,10 @@ def _powers_of_two(stop: int) -> list[int]:
 
 
 def _key(problem: Problem, i: int) -> tuple[str, ...]:
-    """Return what transfers that may share a bucket have in common.
+    """Return a key that is equal for transfers that may share a bucket.
 
-    A collective that adds has one dtype. A result that the graph itself uses does not wait for
-    other transfers.
+    A reduction has one dtype. A reduced value that the graph itself uses gets a bucket of its own,
+    so that it does not wait for other transfers.
     """
     transfer = problem.transfers[i]
     if transfer.kind == TransferKind.ALL_GATHER:
@@ -219,7 +224,8 @@ def _key(problem: Problem, i: int) -> tuple[str, ...]:
 def _is_small(transfer: Transfer, cost_model: TransferCostModel) -> bool:
     """Return whether copying a tensor into a shared buffer costs less than a buffer of its own.
 
-    A gradient that is cast is copied in any case, and needs no copy out: its shard is a slice.
+    A gradient that is cast is copied anyway, and needs no copy-out: its shard is a slice of the
+    buffer.
     """
     if transfer.casts and transfer.kind != TransferKind.ALL_GATHER:
         return True

@@ -1,11 +1,13 @@
-"""Plans host copies: of shards whose home is host memory, and of offloaded activations.
+"""Schedule host copies: of shards that live in host memory, and of offloaded activations.
 
-Buckets are first formed and placed as if all shards were on the device. Then each bucket that
-gathers shards of the host gets a copy to the device. It is waited for where the gather is launched,
-and launched as late as still arrives in time; the host link carries one copy after the other.
-Each bucket that reduces to shards of the host gets a copy to the host. It is launched where the
-reduction is waited for, and waited for when it is done; the host itself waits at the graph's end.
-Activations are copied one by one: to the host after their last use in forward, back like shards.
+Buckets are first formed and placed as if all shards were on the device. Then host copies are added;
+the host link runs one copy at a time in each direction.
+
+- A gather of host shards gets a copy to the device. It is waited for where the gather is launched,
+  and launched as late as it can be to arrive in time.
+- A reduction to host shards gets a copy to the host. It is launched where the reduction is waited
+  for, and waited for when it is done; the host itself waits at the graph's end.
+- Activations are copied one by one: to the host after their last use in forward, back like shards.
 
     to device      [shards of a][shards of b]
     communication               [gather a   ][gather b]              [reduce a]
@@ -29,9 +31,9 @@ from .simulate import TransferCostModel, bucket_cost, clock
 
 
 def without_host_copies(problem: Problem) -> Problem:
-    """Return the problem of collectives alone, as if host copies took no time.
+    """Return the problem without host copies, as if they took no time.
 
-    They take place where an activation is due, or ready.
+    An activation leaves the device as soon as it is ready, and is back when it is due.
     """
     if not any(t.kind in HOST_COPIES for t in problem.transfers):
         return problem
@@ -55,9 +57,9 @@ def add_host_copies(
     """Return ``buckets`` and the host copies of shards and activations, in launch order.
 
     Args:
-        buckets: those of ``without_host_copies(problem)``, whose transfers are the first ones of
+        buckets: buckets of ``without_host_copies(problem)``, whose transfers come first in
             ``problem``.
-        cost_model: None: each copy is waited for where it is launched.
+        cost_model: predicts when copies are done; None: each is waited for at its launch.
     """
     to_device = _copies_to_device(problem, buckets)
     to_host = _copies_to_host(problem, buckets)
@@ -89,7 +91,7 @@ def _copies_to_host(problem: Problem, buckets: Sequence[Bucket]) -> list[Bucket]
     copies = [
         _copy_of_shards(problem, bucket, TransferKind.COPY_TO_HOST, bucket.wait)
         for i, bucket in enumerate(buckets)
-        # Shards that are still averaged over replicas are copied after that.
+        # If an all-reduce over replicas follows, the shards are copied after that.
         if bucket.kind != TransferKind.ALL_GATHER
         and _is_on_host(problem, bucket)
         and i not in successors
@@ -124,12 +126,12 @@ def _launch_early(
     memory: FreeMemory,
     step_us: Sequence[float],
 ) -> list[Bucket]:
-    """Return ``copies`` launched early enough to be done when they are waited for.
+    """Launch copies early enough to be done when they are waited for, if memory allows.
 
-    As far as memory allows. Times are those of ``MARGIN``.
+    Predicted durations are multiplied by ``MARGIN``.
     """
-    # From the last copy to the first, in a time that runs backward: a copy begins, in that time,
-    # when it is waited for and the copies behind it are done with the lane, and ends at its launch.
+    # In reversed time, from the last copy to the first: a copy begins at its wait, once the copies
+    # after it have left the lane, and ends at its launch.
     lane = Lane(-math.inf)
     placed = []
     for copy in reversed(copies):
@@ -148,9 +150,9 @@ def _wait_late(
     memory: FreeMemory,
     step_us: Sequence[float],
 ) -> list[Bucket]:
-    """Return ``copies`` waited for when they are done, or earlier where memory runs out.
+    """Wait for copies when they are done, or earlier if memory runs out.
 
-    Times are those of ``MARGIN``.
+    Predicted durations are multiplied by ``MARGIN``.
     """
     lane = Lane()
     placed = []

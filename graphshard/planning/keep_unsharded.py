@@ -1,11 +1,11 @@
-"""Decides which gathered parameters stay from forward to backward, instead of being gathered again.
+"""Choose parameters to keep unsharded from forward to backward instead of gathering them again.
 
-Nothing hides the gathers that backward needs first, and on a slow interconnect these are many: they
-are exposed in any schedule. They are left out as far as memory allows, in the order in
-which backward needs them, since those are held for the shortest time. This is the selective
-unsharding of DeepCompile (arXiv 2504.09983), decided by exposed time.
+Nothing can hide the gathers that backward needs first, and on a slow interconnect there are many.
+They are dropped as far as memory allows, in the order in which backward needs them, because those
+parameters are held for the shortest time. This is the selective unsharding of DeepCompile (arXiv
+2504.09983), decided by exposed time.
 
-    forward   .. gather w   use w  [ w stays   ]    backward   [     ] use w   gather v   use v ..
+    forward   .. gather w   use w  [ w is kept  ]    backward   [     ] use w   gather v   use v ..
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from .plan import Problem, Transfer
 from .simulate import TransferCostModel, start_times_us
 
 LEAST_US = 1.0
-"""A parameter is kept only if its gather would be exposed for longer.
+"""Minimum exposed time of a gather, in microseconds, that justifies keeping its parameter.
 
-Judged: below the launch of a kernel. If it is larger, gathers stay exposed that memory could have
-saved; at 0 a parameter could be held for an error of rounding.
+Judgement call: less than the launch of a kernel. With a larger value gathers stay exposed that
+memory could have saved; at 0 a rounding error could keep a parameter.
 """
 
 
 class _GraphMemory(NamedTuple):
-    """Bytes alive in a graph so far, and the budget of each moment."""
+    """Bytes alive so far at each point in time of a graph, and the budget for its peak."""
 
     alive: LiveBytes
     budget: int
@@ -42,16 +42,16 @@ def choose_kept(
     cost_model: TransferCostModel,
     budget: int | None,
 ) -> list[int]:
-    """Return the positions in ``backward.transfers`` of the gathers to leave out.
+    """Return the positions in ``backward.transfers`` of the gathers to drop.
 
     Args:
-        gathered: by such a position, the gather of the same parameter in ``forward``; a parameter
-            that cannot be kept is missing.
-        budget: peak of a graph, in bytes; None: the least peak of each.
+        gathered: gather of the same parameter in ``forward``, by position in
+            ``backward.transfers``; parameters that cannot be kept are missing.
+        budget: peak memory of a graph, in bytes; None: the smallest possible peak of each graph.
     """
     memory = _graph_memory(forward, budget), _graph_memory(backward, budget)
     start_us = start_times_us(backward)
-    late_us = 0.0  # of compute, by the gathers that are exposed
+    late_us = 0.0  # delay of compute by exposed gathers
     communication: Lane | None = None
     kept: list[int] = []
     for i in _gathers_by_due(backward):
@@ -62,7 +62,7 @@ def choose_kept(
             )
             for num_bytes in (0, transfer.num_bytes)
         )
-        # Gathers that follow each other closely can share buckets: only the first pays latency.
+        # Back-to-back gathers can share buckets, so only the first one pays latency.
         lane = Lane(free_us=latency_us) if communication is None else communication
         end_us = lane.free_us + (lane_us - latency_us)
         exposed_us = end_us - start_us[transfer.due] - late_us
@@ -88,7 +88,7 @@ def _gathers_by_due(problem: Problem) -> list[int]:
 def _hold(
     memory: tuple[_GraphMemory, _GraphMemory], in_forward: Transfer, in_backward: Transfer
 ) -> bool:
-    """Hold a parameter from its last use in forward to its first in backward; False: no memory."""
+    """Reserve memory from last use in forward to first use in backward; return whether it fits."""
     forward, backward = memory
     num_bytes = in_backward.num_bytes
     after_use = Span(launches(in_forward.last + 1), len(forward.alive.by_moment), num_bytes)

@@ -1,8 +1,8 @@
-"""Places the waits of reductions: as late as memory allows.
+"""Place the waits of reductions as late as memory allows.
 
-Only the end of the graph needs a reduced gradient. A wait before that frees what was sent, and
-stalls compute where the link is slower than predicted. So waits depend on bytes and on the order of
-launches, never on predicted times.
+Reduced gradients are needed only at the graph's end. An earlier wait frees what was sent, but
+stalls compute if the link is slower than predicted. So waits depend on bytes and launch order,
+never on predicted times.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Sent(NamedTuple):
 
     Attributes:
         launch: step before which it is launched.
-        due: step before which it has to be waited for at the latest.
-        footprint: its changes of memory.
+        due: last step before which it can be waited for.
+        footprint: its changes to the bytes alive.
     """
 
     launch: int
@@ -29,7 +29,7 @@ class Sent(NamedTuple):
     footprint: Footprint
 
     def with_copy(self) -> Sent:
-        """Return the same with another copy of what is sent, from launch to wait."""
+        """Return this reduction with a second copy of what is sent, from launch to wait."""
         footprint = self.footprint
         at_wait = footprint.at_wait - footprint.in_flight_bytes
         return self._replace(footprint=footprint._replace(at_wait=at_wait))
@@ -44,14 +44,14 @@ def place_waits(
 ) -> list[int]:
     """Return the step before which each reduction is waited for, in O(steps + reductions).
 
-    They are waited for in the order of their launches, or where they are due.
+    Reductions are waited for in launch order, or where they are due.
 
     Args:
-        sent: in the order of their launches.
-        alive: bytes alive at each moment if each is waited for where it is launched.
-        max_alive: bytes that may be alive at moments in which a reduction is in flight longer.
-        in_flight: bytes of other buckets between launch and wait in each step.
-        max_in_flight: limit of all bytes between launch and wait.
+        sent: reductions in launch order.
+        alive: bytes alive at each point in time if each is waited for at its launch.
+        max_alive: maximum bytes alive while a reduction stays in flight longer than that.
+        in_flight: bytes of other buckets between launch and wait, in each step.
+        max_in_flight: maximum bytes of all buckets between launch and wait.
     """
     num_steps = len(in_flight)
     placed = [num_steps] * len(sent)
@@ -68,7 +68,7 @@ def place_waits(
         for i in launched[step]:
             held.launch(i)
         for i in due[step]:
-            if placed[i] == num_steps:  # memory has not asked for it before
+            if placed[i] == num_steps:  # not waited for earlier to free memory
                 placed[i] = held.wait(i, step)
         while held.queue and not (
             before_waits + held.sent + held.casting <= max_alive
@@ -82,13 +82,14 @@ def place_waits(
 
 
 class _Held:
-    """Bytes that reductions hold longer than if they were waited for where they are launched.
+    """Bytes that reductions hold because they are not waited for at their launch.
 
     Attributes:
         queue: positions of the reductions in flight, the oldest first.
-        sent: bytes that a wait frees, less what it takes for casts.
-        received: bytes that are free once results are cast.
-        casting: bytes received that are still alive while results of this step's waits are cast.
+        sent: bytes that the waits will free, minus the memory for casts of the results.
+        received: bytes that become free once the results are cast.
+        casting: received bytes that are still alive while the results of this step's waits are
+            cast.
         in_flight: bytes of full gradients.
     """
 
@@ -102,7 +103,7 @@ class _Held:
         self._add(self._all[i].footprint, 1)
 
     def wait(self, i: int, step: int) -> int:
-        """Wait for a reduction before ``step``, and return that."""
+        """Wait for a reduction before ``step``; return ``step``."""
         self.queue.remove(i)
         self._add(self._all[i].footprint, -1)
         if self._all[i].launch < step:

@@ -1,9 +1,8 @@
-"""The bytes that are alive at each moment of a graph with its buckets.
+"""Bytes alive at each point in time of a graph, for a given list of buckets.
 
-A bucket of parameters takes memory for what it sends and receives when it is launched, and for
-copies out of shared buffers when it is waited for. A bucket of gradients packs them when it is
-launched: they are free from then on, and what it sends is free when it is waited for. A tensor that
-travels as it is, in a buffer of its own, is neither packed nor copied.
+A gather takes memory at its launch, for what it sends and receives, and at its wait, for copies out
+of shared buffers. A reduction packs gradients at its launch, which frees them; its wait frees what
+was sent. A tensor that is sent as it is, in a buffer of its own, is neither packed nor copied out.
 
     parameters   shards ──► packed ~~~► full ──► copies    gradients   grads ──► packed ~~~► shards
                      launch ┴─────┴ wait                           launch ┴──────────┴ wait
@@ -31,14 +30,14 @@ from .plan import Bucket, Problem, Transfer, bucket_of, is_copied_in, replica_bu
 
 
 class Footprint(NamedTuple):
-    """How a bucket changes the memory in use; a negative number frees bytes.
+    """How one bucket changes the bytes alive; negative numbers free memory.
 
     Attributes:
-        in_flight_bytes: full tensors that travel, between launch and wait.
-        at_launch: what it packs, and receives; of packed gradients the former alone.
-        after_launch: what it receives in place of gradients that were packed.
-        at_wait: copies out of what it received, and casts of that, less what it sent.
-        after_wait: what was copied.
+        in_flight_bytes: size of the full tensors, in flight between launch and wait.
+        at_launch: packed and received bytes; only the packed ones if gradients are packed.
+        after_launch: received bytes minus the gradients, if gradients are packed.
+        at_wait: copies and casts of what was received, minus what was sent.
+        after_wait: minus the received bytes that were copied out, cast or sent to the host.
     """
 
     in_flight_bytes: int
@@ -48,12 +47,12 @@ class Footprint(NamedTuple):
     after_wait: int = 0
 
     def launch(self, changes: ByteChanges, step: int) -> None:
-        """Count the launch before ``step``."""
+        """Add the launch before ``step`` to ``changes``."""
         changes.add(launches(step), self.at_launch)
         changes.add(waits(step), self.after_launch)
 
     def wait(self, changes: ByteChanges, step: int) -> None:
-        """Count the wait before ``step``."""
+        """Add the wait before ``step`` to ``changes``."""
         changes.add(waits(step), self.at_wait)
         changes.add(running(step), self.after_wait)
 
@@ -61,7 +60,7 @@ class Footprint(NamedTuple):
 def footprint(problem: Problem, bucket: Bucket) -> Footprint:
     """Return the footprint of ``bucket``, without the memory that ``count_transfers`` counts.
 
-    A collective of shards whose home is the host is as if their host copies took no time.
+    The collective of host shards is counted as if the host copies took no time.
     """
     if bucket.kind == TransferKind.COPY_TO_DEVICE:
         return Footprint(bucket.num_bytes, at_launch=bucket.num_bytes)
@@ -83,7 +82,8 @@ def _gather_footprint(buffer: Sequence[Transfer]) -> Footprint:
     packed = full // buffer[0].world if is_packed else 0
     return Footprint(
         in_flight_bytes=full,
-        # Shards that were packed are free before full parameters take memory.
+        # Once they are packed, copies of host shards are freed before the full parameters are
+        # allocated.
         at_launch=packed + full + (0 if is_packed else from_host),
         at_wait=copies - packed - (0 if is_packed else from_host),
         after_wait=-copies,
@@ -92,15 +92,15 @@ def _gather_footprint(buffer: Sequence[Transfer]) -> Footprint:
 
 def _reduction_footprint(buffer: Sequence[Transfer]) -> Footprint:
     sent, grads = sum(t.num_bytes for t in buffer), sum(t.grad_bytes for t in buffer)
-    is_packed = is_copied_in(buffer)  # if not, the gradient itself is what is sent
-    is_split = buffer[0].kind == TransferKind.REDUCE_SCATTER  # others reduce in place
+    is_packed = is_copied_in(buffer)  # otherwise the gradient itself is sent
+    is_split = buffer[0].kind == TransferKind.REDUCE_SCATTER  # all-reduces are in place
     received = sent // buffer[0].world if is_split else 0
     averaged = bool(buffer[0].replicas)
     results = Footprint(0) if averaged else _results_footprint(buffer, received or sent)
     return Footprint(
         in_flight_bytes=sent,
         at_launch=sent if is_packed else received,
-        # Packed gradients are freed before results take memory.
+        # Packed gradients are freed before the results are allocated.
         after_launch=received - grads if is_packed else 0,
         at_wait=results.at_wait - (sent if is_split else 0),
         after_wait=results.after_wait,
@@ -108,13 +108,13 @@ def _reduction_footprint(buffer: Sequence[Transfer]) -> Footprint:
 
 
 def _average_footprint(buffer: Sequence[Transfer]) -> Footprint:
-    """An average over replicas is computed in place."""
+    """Return the footprint of an all-reduce over replicas, which is in place."""
     shards = sum(t.num_bytes // t.world for t in buffer)
     return _results_footprint(buffer, shards)._replace(in_flight_bytes=shards)
 
 
 def _results_footprint(buffer: Sequence[Transfer], received: int) -> Footprint:
-    """Count casts of a buffer of reduced shards, and shards that leave for the host."""
+    """Return the footprint of casting reduced shards, and of freeing those that go to the host."""
     shards = sum(t.shard_bytes for t in buffer)
     cast = shards if shards != received else 0
     to_host = shards if buffer[0].host else 0
@@ -122,10 +122,9 @@ def _results_footprint(buffer: Sequence[Transfer], received: int) -> Footprint:
 
 
 def count_transfers(changes: ByteChanges, transfers: Iterable[Transfer]) -> None:
-    """Count what any schedule takes and frees at the same time.
+    """Count the changes in memory that are the same in every schedule.
 
-    A gradient takes memory from when it is ready, and a full parameter frees its own behind its
-    last use.
+    A gradient takes memory once it is ready, and a full parameter is freed after its last use.
     """
     for t in transfers:
         if t.kind in (TransferKind.ALL_GATHER, TransferKind.COPY_TO_DEVICE):
@@ -137,7 +136,7 @@ def count_transfers(changes: ByteChanges, transfers: Iterable[Transfer]) -> None
 
 
 def other_by_moment(problem: Problem) -> list[int]:
-    """Return the bytes alive in each moment whatever the schedule."""
+    """Return the schedule-independent bytes alive at each point in time."""
     by_moment = [0] * num_moments(problem.num_steps)
     by_moment[0::3] = by_moment[1::3] = problem.between_bytes
     by_moment[2::3] = problem.other_bytes
@@ -145,22 +144,22 @@ def other_by_moment(problem: Problem) -> list[int]:
 
 
 def with_other_bytes(problem: Problem, by_moment: Sequence[int]) -> Problem:
-    """Return ``problem`` with other bytes than those of ``other_by_moment``."""
+    """Return ``problem`` with ``by_moment`` as its schedule-independent bytes."""
     return dataclasses.replace(
         problem, other_bytes=tuple(by_moment[2::3]), between_bytes=tuple(by_moment[0::3])
     )
 
 
 def alive_bytes(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
-    """Return the most bytes alive in each step and at its border, ``other_bytes`` included."""
+    """Return the peak bytes alive in each step and at its border, ``other_bytes`` included."""
     return most_by_step(alive_by_moment(problem, buckets))
 
 
 def alive_by_moment(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
-    """Return the bytes alive in each moment.
+    """Return the bytes alive at each point in time.
 
-    Shards whose home is the host are on the device only until they are gathered, or until their
-    host copy is done.
+    Host shards are on the device only until they are gathered, or until their copy to the host is
+    done.
     """
     changes = ByteChanges(num_moments(problem.num_steps))
     for bucket in buckets:
@@ -170,15 +169,15 @@ def alive_by_moment(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
         transfers = [problem.transfers[i] for i in bucket.transfers]
         if transfers[0].kind == bucket.kind:
             count_transfers(changes, transfers)
-        elif bucket.kind == TransferKind.COPY_TO_DEVICE:  # from the wait on, the gather counts them
+        elif bucket.kind == TransferKind.COPY_TO_DEVICE:  # the gather counts them from here on
             changes.add(launches(bucket.wait), -bucket.num_bytes)
-        elif bucket.kind == TransferKind.COPY_TO_HOST:  # up to then, the reduction counts them
+        elif bucket.kind == TransferKind.COPY_TO_HOST:  # the reduction counts them up to here
             changes.add(running(bucket.launch), bucket.num_bytes)
     return list(map(add, other_by_moment(problem), changes.by_moment()))
 
 
 def gathered_bytes(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
-    """Return the bytes of full parameters in each step, from the launch of a gather to last use."""
+    """Return the bytes of full parameters in each step, from gather launch to last use."""
     spans = (
         Span(bucket.launch, problem.transfers[i].last + 1, problem.transfers[i].num_bytes)
         for bucket in buckets
@@ -195,7 +194,7 @@ def in_flight_bytes(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
 
 
 def least_by_moment(problem: Problem) -> list[int]:
-    """Return the bytes of each moment if every transfer is alone, as late and short as can be."""
+    """Return the bytes at each point in time with the smallest, shortest-lived buckets."""
     buckets = []
     for i, t in enumerate(problem.transfers):
         step = t.due if t.kind == TransferKind.ALL_GATHER else t.ready
@@ -205,5 +204,5 @@ def least_by_moment(problem: Problem) -> list[int]:
 
 
 def smallest_peak(problem: Problem) -> int:
-    """Return the least peak of any schedule of ``problem``, in bytes."""
+    """Return the smallest peak memory of any schedule of ``problem``, in bytes."""
     return max(least_by_moment(problem), default=0)

@@ -1,4 +1,4 @@
-"""The limits of a schedule, and the memory that they leave while buckets are placed."""
+"""The limits of a schedule, and the memory left within them while buckets are placed."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from .live_bytes import Footprint
 from .moments import LiveBytes, Span, launches, running, waits
 
 MEMORY_BUDGET, IN_FLIGHT_LIMIT = "memory budget", "in-flight limit"
-"""The limits, as tables call them."""
+"""Names of the limits, as shown in tables."""
 
 
 @dataclass(frozen=True)
 class ScheduleLimits:
-    """The limits of a schedule, in bytes; None: no limit. The names are keys of dumps.
+    """Limits of a schedule, in bytes; None: no limit. Field names are keys in dumps.
 
     Attributes:
-        cap: bytes of a bucket; a larger tensor travels alone. None: the search finds a size.
-        in_flight: bytes of all buckets between launch and wait; one alone may be larger.
-        peak: bytes alive at any moment, everything included.
+        cap: maximum size of a bucket; a larger tensor travels alone. None: the search finds a size.
+        in_flight: maximum bytes of all buckets between launch and wait; a single one may be larger.
+        peak: maximum bytes alive at any point in time, everything included.
     """
 
     cap: int | None = None
@@ -29,10 +29,11 @@ class ScheduleLimits:
 
 
 class FreeMemory:
-    """The memory left in every moment, while buckets are placed one after the other.
+    """Memory left at each point in time while buckets are placed one after the other.
 
     Args:
-        alive: bytes alive in each moment before any of those buckets takes time.
+        alive: bytes alive at each point in time if each of these buckets were waited for at its
+            launch.
         in_flight: bytes between launch and wait in each step; None: none.
     """
 
@@ -45,7 +46,7 @@ class FreeMemory:
         self._limit = math.inf if limits.in_flight is None else limits.in_flight
 
     def take_earliest(self, footprint: Footprint, wish: int, wait: int) -> int:
-        """Return the first launch, from step ``wish`` on, with memory until ``wait``; take that."""
+        """Reserve memory for the earliest launch from step ``wish`` on; return that step."""
         launch = wait
         while launch > wish and not self.limit_before(footprint, launch):
             launch -= 1
@@ -54,7 +55,7 @@ class FreeMemory:
         return launch
 
     def take_latest(self, footprint: Footprint, launch: int, wish: int) -> int:
-        """Return the last wait, up to step ``wish``, with memory from ``launch`` on; take that."""
+        """Reserve memory for the latest wait up to step ``wish``; return that step."""
         wait = launch
         while wait < wish and not self.limit_behind(footprint, wait):
             for span in _of_a_later_wait(footprint, wait):
@@ -64,17 +65,17 @@ class FreeMemory:
         return wait
 
     def limit_before(self, footprint: Footprint, launch: int) -> str | None:
-        """Return the limit that keeps a bucket from being launched a step earlier, if any does."""
+        """Return the limit that rules out a launch one step earlier; None if there is none."""
         step = launch - 1
         held = Span(launches(step), launches(launch), footprint.at_launch)
         return self._limit_of(step, footprint, [held])
 
     def limit_behind(self, footprint: Footprint, wait: int) -> str | None:
-        """Return the limit that keeps a bucket from being waited for a step later, if any does."""
+        """Return the limit that rules out a wait one step later; None if there is none."""
         return self._limit_of(wait, footprint, _of_a_later_wait(footprint, wait))
 
     def _limit_of(self, step: int, footprint: Footprint, held: Sequence[Span]) -> str | None:
-        """Return the limit that a bucket would exceed in flight in ``step``; None if none."""
+        """Return the limit that a bucket in flight in ``step`` would exceed; None if none."""
         if not all(self._alive.has_room(span, self._peak) for span in held):
             return MEMORY_BUDGET
         in_flight = Span(step, step + 1, footprint.in_flight_bytes)
@@ -82,7 +83,7 @@ class FreeMemory:
 
 
 def _of_a_later_wait(footprint: Footprint, wait: int) -> list[Span]:
-    """Return what is alive longer if a bucket is waited for one step later than ``wait``."""
+    """Return the bytes that live longer if a wait moves from ``wait`` to the next step."""
     at_wait, after_wait = -footprint.at_wait, -footprint.after_wait
     return [
         Span(waits(wait), running(wait), at_wait),

@@ -1,10 +1,10 @@
-"""The moments of a graph, spans of bytes between them, and what sums and changes such spans.
+"""Points in time in the run of a graph, and the bytes alive at them.
 
-A step has three moments: buckets are launched before it, which packs what they send; buckets are
-waited for, which copies out of what they received; and its nodes run. The graph's end has the first
-two:
+Each step has three points: buckets are launched before it (which packs what they send), buckets are
+waited for before it (which copies out what they received), and its nodes run. The graph's end has
+the first two:
 
-    moment   0 launches  1 waits  2 step 0   3 launches  4 waits  5 step 1   6 launches  7 waits
+    point    0 launches  1 waits  2 step 0   3 launches  4 waits  5 step 1   6 launches  7 waits
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from typing import NamedTuple
 
 
 def launches(step: int) -> int:
-    """Return the moment in which buckets are launched before ``step``."""
+    """Return the point at which buckets are launched before ``step``."""
     return 3 * step
 
 
 def waits(step: int) -> int:
-    """Return the moment in which buckets are waited for before ``step``."""
+    """Return the point at which buckets are waited for before ``step``."""
     return 3 * step + 1
 
 
 def running(step: int) -> int:
-    """Return the moment in which the nodes of ``step`` run."""
+    """Return the point at which the nodes of ``step`` run."""
     return 3 * step + 2
 
 
 def num_moments(num_steps: int) -> int:
-    """Return the number of moments of a graph of ``num_steps`` steps."""
+    """Return the number of points of a graph with ``num_steps`` steps."""
     return running(num_steps)
 
 
 class Span(NamedTuple):
-    """Bytes that are alive in moments ``[begin, end)``, or in steps; an empty range holds none."""
+    """Bytes alive at points ``[begin, end)``, or in such steps; an empty range holds none."""
 
     begin: int
     end: int
@@ -43,7 +43,7 @@ class Span(NamedTuple):
 
 
 class ByteChanges:
-    """Live bytes as differences from each moment to the next; their running sum is the bytes."""
+    """Changes to the bytes alive at each point; their running sum is the bytes alive."""
 
     __slots__ = ("_changes",)
 
@@ -56,19 +56,19 @@ class ByteChanges:
         return other
 
     def add(self, moment: int, num_bytes: int) -> None:
-        """Add bytes from ``moment`` on; a negative number takes them away."""
+        """Add bytes from point ``moment`` on; a negative number frees them."""
         self._changes[moment] += num_bytes
 
     def by_moment(self) -> Iterator[int]:
-        """Yield the bytes of each moment."""
+        """Yield the bytes alive at each point."""
         return islice(accumulate(self._changes), len(self._changes) - 1)
 
 
 class LiveBytes:
-    """Bytes alive in each moment, changed span by span.
+    """Bytes alive at each point, changed span by span.
 
     Attributes:
-        by_moment: the bytes of each moment.
+        by_moment: bytes alive at each point.
     """
 
     def __init__(self, by_moment: Iterable[int]) -> None:
@@ -82,16 +82,16 @@ class LiveBytes:
         self.add(span._replace(num_bytes=-span.num_bytes))
 
     def has_room(self, span: Span, budget: float) -> bool:
-        """Return whether ``span`` could be added with no moment in it above ``budget`` bytes."""
+        """Return whether ``span`` can be added with no point in it above ``budget`` bytes."""
         return not self.exceeds(budget - span.num_bytes, span)
 
     def exceeds(self, budget: float, span: Span) -> bool:
-        """Return whether a moment in the range of ``span`` holds more than ``budget`` bytes."""
+        """Return whether a point in the range of ``span`` holds more than ``budget`` bytes."""
         return any(num_bytes > budget for num_bytes in self.by_moment[span.begin : span.end])
 
 
 def sum_spans(spans: Iterable[Span], length: int) -> list[int]:
-    """Return, for each of ``length`` moments or steps, the bytes of all spans that include it."""
+    """Return, for each of ``length`` points or steps, the bytes of all spans that include it."""
     changes = ByteChanges(length)
     for begin, end, num_bytes in spans:
         if begin < end:
@@ -101,7 +101,7 @@ def sum_spans(spans: Iterable[Span], length: int) -> list[int]:
 
 
 def most_by_step(by_moment: Sequence[int]) -> list[int]:
-    """Return, for each step, the most of its moments; the last step includes the graph's end."""
+    """Return the maximum of each step's points; the last step includes the graph's end."""
     num_steps = len(by_moment) // 3
     ends = [launches(step + 1) for step in range(num_steps - 1)] + [len(by_moment)]
     return [max(by_moment[launches(step) : end]) for step, end in zip(range(num_steps), ends)]

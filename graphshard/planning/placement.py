@@ -1,9 +1,9 @@
-"""Places candidates in time and scores the result: a draft of a schedule.
+"""Place the buckets of a candidate schedule, and score it.
 
-Placement is greedy list scheduling. A gather is waited for at its first use, and launched as early
-as a number of bytes in flight and the limits of memory allow. A reduction is launched when its last
-gradient exists, and waited for as late as memory allows (``late_waits``). Nothing is placed by
-predicted times; these only tell which draft is better, for several speeds of links.
+Placement is greedy list scheduling. A gather is waited for at its first use and launched as early
+as the in-flight and memory limits allow. A reduction is launched once its last gradient exists and
+waited for as late as memory allows (``late_waits``). Predicted times do not affect placement: they
+only rank candidate schedules, at several link speeds.
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ from .plan import Bucket, Problem, in_launch_order
 from .simulate import AS_PREDICTED, Scenario, TransferCostModel, start_times_us, sweep
 
 MEMORY_PRICE = 1.0
-"""Without a budget, memory above a modest peak (see ``Placer``) has to save time: 10 % more memory
-1 % of the time, 20 % more 4 %.
+"""Weight of memory above the modest peak (see ``Placer``), if there is no budget.
 
-Measured by ``benchmarks/robustness.py``: at 0.5, 405B on 1,024 GPUs with slow links takes 5 % more
-memory than under FSDP2's rule, and 1 % less of the time than now.
+The penalty is quadratic: 10 % more memory must save 1 % of the time, 20 % more must save 4 %.
+
+Measured with ``benchmarks/robustness.py``: at 0.5, 405B on 1,024 GPUs with slow links takes 5 %
+more memory than with FSDP2's rule, and 1 % less time than at 1.0.
 """
 MODEST_BUCKETS = 1.5
-"""Number of modest buckets that a modest peak has room for.
+"""Number of modest buckets that the modest peak has room for (see ``Placer``).
 
-Measured: with 1, links slower than planned cost 70B on 1,024 GPUs up to 5 % more than under FSDP2's
-rule.
+Measured: at 1, if links are slower than planned, 70B on 1,024 GPUs takes up to 5 % longer than with
+FSDP2's rule.
 """
 
 SCENARIOS = (AS_PREDICTED, Scenario(2.0, 2.5), Scenario(5.0, 1.5))
-"""The times by which drafts are judged: as predicted, slow links, and slow starts of transfers."""
+"""Transfer speeds for scoring: as predicted, low bandwidth, and high latency."""
 
 
 class BucketSizes(NamedTuple):
-    """The sizes that determine a draft, in bytes.
+    """Sizes that determine a candidate schedule, in bytes.
 
     Attributes:
-        gather: largest bucket of gathers.
-        reduction: largest bucket of reductions.
-        in_flight: bytes of gathers between launch and wait.
+        gather: maximum size of a bucket of gathers.
+        reduction: maximum size of a bucket of reductions.
+        in_flight: maximum bytes of gathers between launch and wait.
     """
 
     gather: int
@@ -57,7 +58,7 @@ class BucketSizes(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The candidates of a draft: gathers as they are due, reductions from the last one on."""
+    """Candidate buckets: gathers in due order, reductions from the last to the first."""
 
     gathers: Split
     reductions: Split
@@ -69,12 +70,13 @@ class Splits(NamedTuple):
 
 
 class Score(NamedTuple):
-    """How good a draft is; the smaller is the better one, field by field.
+    """Score of a candidate schedule; lower is better, compared field by field.
 
     Attributes:
-        over_budget_bytes: peak above ``ScheduleLimits.peak``; 0 without a budget.
-        price_us: mean of the predicted times in ``SCENARIOS``, what compute loses next to
-            collectives, and the price of memory.
+        over_budget_bytes: peak memory above ``ScheduleLimits.peak``; 0 without a budget.
+        price_us: mean predicted time in ``SCENARIOS``, plus the slowdown of compute by concurrent
+            collectives, plus the penalty for memory.
+        peak_bytes: peak memory.
     """
 
     over_budget_bytes: int
@@ -83,13 +85,15 @@ class Score(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """A schedule under consideration.
+    """A candidate schedule.
 
-    Steps of launches and waits are in the order of ``splits``.
+    Launches and waits are given as steps, in the order of ``splits``.
 
     Attributes:
-        sizes: those that the search began with; ``in_flight`` is also that of this draft.
-        average_waits: of ``splits.averages``, which are launched where reductions are waited for.
+        sizes: sizes that the search started from. Local search changes the splits, but keeps
+            ``in_flight``.
+        average_waits: waits of ``splits.averages``; each is launched where its reduction is waited
+            for.
     """
 
     score: Score
@@ -120,14 +124,14 @@ class Draft(NamedTuple):
 
 
 class Placer:
-    """Makes drafts of one problem.
+    """Places and scores candidate schedules of one problem.
 
-    With b buckets and s steps, a draft takes O(b log b + s). A limit of memory adds the moments in
-    which each gather is in flight.
+    With b buckets and s steps, one candidate schedule takes O(b log b + s). With a memory limit,
+    each gather adds the number of points in time at which it is in flight.
 
     Args:
-        modest_bytes: size of a modest bucket. A modest peak is the least peak of any schedule and
-            ``MODEST_BUCKETS`` of these; up to it memory has no price.
+        modest_bytes: size of a modest bucket. The modest peak is the smallest peak of any schedule
+            plus ``MODEST_BUCKETS`` of these; memory up to it costs nothing.
     """
 
     def __init__(
@@ -141,7 +145,8 @@ class Placer:
         self._cost_model, self._limits = cost_model, limits
         self._start_us = start_times_us(problem)
         self._modest_peak = max(1, smallest_peak(problem) + int(MODEST_BUCKETS * modest_bytes))
-        # A draft adds what its buckets take and free: O(b), not O(transfers).
+        # What every schedule allocates and frees is counted once, here. A candidate schedule then
+        # adds only its own buckets: O(b) instead of O(transfers).
         self._other_bytes = other_by_moment(problem)
         self._changes = ByteChanges(num_moments(problem.num_steps))
         count_transfers(self._changes, problem.transfers)
@@ -154,7 +159,7 @@ class Placer:
         return Draft(score, sizes, splits, launches, waits, average_waits)
 
     def _free_memory(self, splits: Splits) -> FreeMemory | None:
-        """Return the memory left by ``splits`` as late and short as can be; None: no limit."""
+        """Return the memory left if buckets are as short-lived as possible; None: no limit."""
         if self._limits.peak is None and self._limits.in_flight is None:
             return None
         due = [candidate.bucket.wait for candidate in splits.gathers]
@@ -164,8 +169,8 @@ class Placer:
     def _place_reductions(
         self, splits: Splits, gather_launches: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """Return the waits of reductions, and of their averages over replicas."""
-        reductions = splits.reductions[::-1]  # in the order of their launches
+        """Return the waits of the reductions, and of their all-reduces over replicas."""
+        reductions = splits.reductions[::-1]  # in launch order
         at_once = [c.bucket.launch for c in splits.reductions]
         alive = self._alive(splits, gather_launches, at_once)
         gather_waits = [c.bucket.wait for c in splits.gathers]
@@ -200,8 +205,8 @@ class Placer:
     def _due(self, reductions: Sequence[Candidate], k: int) -> int:
         """Return the step before which reduction ``k`` has to be waited for.
 
-        What continues with its shards, an average or a copy to the host, begins with the wait: it
-        should not be later than the next reduction.
+        A follow-up on its shards (an all-reduce over replicas, a copy to the host) starts only at
+        this wait, so the wait should not come after the launch of the next reduction.
         """
         candidate = reductions[k]
         due = candidate.bucket.wait
@@ -212,17 +217,17 @@ class Placer:
     def _place_gathers(
         self, gathers: Split, in_flight: int, memory: FreeMemory | None
     ) -> list[int]:
-        """Return launches: as early as the bytes in flight and memory allow, in order.
+        """Launch each gather as early as in-flight and memory limits allow; return the launches.
 
         Args:
-            gathers: in the order of their waits, each at the first use.
+            gathers: gathers in wait order, each waited for at its first use.
         """
         bytes_before = _bytes_before(gathers)
         launch = 0
         launches = []
         for k, candidate in enumerate(gathers):
             bucket = candidate.bucket
-            # The number of gathers that have to be waited for before this one may be in flight.
+            # Number of gathers that have to be waited for before this one may be launched.
             done = min(bisect_left(bytes_before, bytes_before[k + 1] - in_flight), k)
             launch = max(launch, bucket.launch, gathers[done - 1].bucket.wait if done else 0)
             if memory is not None:
@@ -250,7 +255,8 @@ class Placer:
         costs += [average.cost for average in splits.averages]
         launches += _average_launches(reductions, reduction_waits)
         waits += average_waits
-        # ``sweep`` takes buckets in launch order, and which average continues which reduction.
+        # ``sweep`` needs launch order, and which all-reduce over replicas continues which
+        # reduction.
         order = sorted(range(len(costs)), key=launches.__getitem__)
         launches, waits = [launches[i] for i in order], [waits[i] for i in order]
         successors = _successors(splits, order)
@@ -275,10 +281,10 @@ class Placer:
         reduction_waits: Sequence[int],
         average_waits: Sequence[int] | None = None,
     ) -> list[int]:
-        """Return ``live_bytes.alive_by_moment`` of the buckets of ``splits``.
+        """Return the bytes alive at each point in time, like ``live_bytes.alive_by_moment``.
 
         Args:
-            average_waits: None: averages are waited for where they are launched.
+            average_waits: waits of ``splits.averages``; None: each is waited for at its launch.
         """
         changes = self._changes.copy()
         for candidate, launch in zip(splits.gathers, gather_launches):
@@ -299,7 +305,8 @@ class Placer:
     ) -> list[int]:
         """Return the bytes in flight in each step.
 
-        A bucket that is waited for at once counts in the step behind it, or in the last one.
+        A bucket that is waited for at its launch counts in the next step; at the graph's end, in
+        the last one.
         """
         begins = [min(launch, self._num_steps - 1) for launch in launches]
         spans = (
@@ -310,12 +317,12 @@ class Placer:
 
 
 def _bytes_before(split: Split) -> list[int]:
-    """Return the bytes of the candidates before each one, and of all of them."""
+    """Return the bytes before each candidate, followed by the total."""
     return [0, *accumulate(candidate.bucket.num_bytes for candidate in split)]
 
 
 def _with_average(candidate: Candidate) -> Footprint:
-    """Return the footprint of a reduction, and of its average, which is waited for with it."""
+    """Return a reduction's footprint, with its all-reduce over replicas done at the same wait."""
     taken, average = candidate.footprint, candidate.replica_average
     if average is None:
         return taken
@@ -326,15 +333,15 @@ def _with_average(candidate: Candidate) -> Footprint:
 
 
 def _average_launches(reductions: Sequence[Candidate], reduction_waits: Sequence[int]) -> list[int]:
-    """Return the launches of averages over replicas: where their reductions are waited for."""
+    """Return the launches of the all-reduces over replicas: the waits of their reductions."""
     return [wait for c, wait in zip(reductions, reduction_waits) if c.replica_average]
 
 
 def _successors(splits: Splits, order: Sequence[int]) -> dict[int, int]:
-    """Return which average continues which reduction, as places in ``order``.
+    """Map each reduction to its all-reduce over replicas; both are indices into ``order``.
 
     Args:
-        order: positions among gathers, reductions and averages, one after the other.
+        order: launch order, as positions in the list of all gathers, reductions and averages.
     """
     num_gathers = len(splits.gathers)
     averaged = [i for i, c in enumerate(splits.reductions, num_gathers) if c.replica_average]

@@ -1,10 +1,10 @@
-"""The data of this room: a ``Problem`` that a graph poses, and the ``Plan`` that solves it.
+"""Data of the planner: a ``Problem``, read from a graph, and the ``Plan`` that solves it.
 
-A ``Problem`` describes a graph as steps of compute and as transfers. A *step* is a run of compute
-between two points where communication may have to be waited for or may begin: before the first use
-of a gathered parameter, and after the node that completes a gradient. A ``Plan`` lists buckets in
-launch order, each with the step before which it is launched and the one before which it is waited
-for. Everything is frozen, made by pure functions, and saved as JSON.
+A ``Problem`` describes a graph as compute steps and transfers. A *step* is a run of compute between
+two points where a wait may be needed or a launch becomes possible: before the first use of a
+gathered parameter, and after the node that completes a gradient. A ``Plan`` lists buckets in launch
+order, each with the step before which it is launched and the step before which it is waited for.
+All records are frozen and can be saved as JSON.
 
     nodes   a   b   mm(w)   c   d   mm(v)   dw   e      steps   [a b] [mm(w) c d] [mm(v) dw] [e]
 """
@@ -22,18 +22,18 @@ from ..kinds import HOST_COPIES, GraphKind, TransferKind
 
 _Record = TypeVar("_Record")
 VERSION = 8
-"""Version of the JSON form."""
+"""Version of the JSON format."""
 
 
 @dataclass(frozen=True)
 class PlanParam:
-    """One sharded parameter as a graph takes it.
+    """A parameter that a graph takes as an input.
 
     Attributes:
-        input: its position among the graph's original inputs (as Dynamo passes them).
+        input: position among the graph's original inputs, in Dynamo's order.
         shape: full shape.
         dtype: dtype of the shard.
-        padded_rows: number of rows of the padded shard; None if the parameter is replicated.
+        padded_rows: number of rows of the padded shard; None for a replicated parameter.
         fqn: name in the sharded module; "" until a plan is shown (see ``Plan.named``).
     """
 
@@ -46,31 +46,30 @@ class PlanParam:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One parameter that a graph gathers, gradient that it reduces, or activation that it copies.
+    """A parameter to gather, a gradient to reduce, or an activation to copy.
 
     Attributes:
         param: position in ``Plan.params``; None for an activation, and for a reduction that serves
             several parameters at once.
-        kind: all_gather, reduce_scatter, all_reduce or all_reduce_max; for an activation, one of
-            ``HOST_COPIES``.
-        num_bytes: bytes of the full tensor as it travels, padding included.
+        kind: all_gather, reduce_scatter, all_reduce or all_reduce_max; one of ``HOST_COPIES`` for
+            an activation.
+        num_bytes: size of the full tensor in its wire dtype, padding included.
         dtype: wire dtype.
-        shard_bytes: bytes of this rank's shard, as it is stored.
-        casts: whether the wire dtype differs from that of the tensor.
-        group: name of the process group; "" for an activation, as in JSON.
+        shard_bytes: size of this rank's shard in the dtype in which it is stored.
+        casts: whether the wire dtype differs from the tensor's dtype.
+        group: name of the process group; "" for an activation.
         world: number of ranks in ``group``.
-        ready: the first step before which it can be launched; 0 for a gather without a scale.
-        due: the step before which it has to be waited for at the latest; the number of steps for a
-            gradient that only leaves the graph.
-        last: the last step that uses the result.
-        stride: difference of the global ranks of neighbours in ``group``.
-        replicas: name of the group over which a reduced shard is averaged once more; "" for none,
-            as in JSON.
+        ready: first step before which it can be launched; 0 for a gather without fp8 scales.
+        due: last step before which it can be waited for; ``Problem.num_steps`` for a gradient that
+            the graph only returns.
+        last: last step that uses the result.
+        stride: difference between the global ranks of neighbours in ``group``.
+        replicas: name of the group that averages the reduced shards (HSDP); "" if there is none.
         num_replicas: number of ranks in ``replicas``.
-        replica_stride: like ``stride``, of ``replicas``.
-        host: whether the home of the shard, and of the reduced gradient, is host memory.
-        grad_bytes: bytes of the full gradient, before it is cast and padded; 0 of what is gathered.
-        copied_in: whether it is copied to be sent also where it has a buffer of its own.
+        replica_stride: ``stride`` within ``replicas``.
+        host: whether the shard and its reduced gradient live in host memory.
+        grad_bytes: size of the full gradient before it is cast and padded; 0 for a gather.
+        copied_in: whether copy-in is needed even if it has a buffer of its own.
     """
 
     param: int | None
@@ -95,17 +94,18 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Problem:
-    """A graph to be scheduled.
+    """A graph to schedule.
 
     Attributes:
         graph: kind of the graph.
-        steps: name of the first node of every step.
-        compute_us: predicted time of every step.
-        other_bytes: most bytes alive in every step whatever the schedule: activations, inputs (the
-            shards among them), results; less the full parameters that are free by then.
-        between_bytes: those that are alive in front of every step, and at the graph's end.
-        transfers: everything that travels, in graph order.
-        copies_sent: whether the backend copies what it reduces until that is waited for.
+        steps: name of the first node of each step.
+        compute_us: predicted time of each step.
+        other_bytes: peak schedule-independent bytes in each step: activations, inputs (shards
+            included) and results, minus full parameters that are freed before the step ends.
+        between_bytes: schedule-independent bytes before each step and at the graph's end.
+        transfers: all transfers in graph order, copies of activations last.
+        copies_sent: whether the backend holds a copy of what it reduces until the wait, as gloo
+            does.
     """
 
     graph: GraphKind
@@ -123,17 +123,18 @@ class Problem:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Transfers of one kind that travel in one collective.
+    """Transfers of one kind that share a collective or a host copy.
 
     Attributes:
-        kind: kind of its transfers, or of what is done with their shards (``ALL_REDUCE_SHARDS``,
+        kind: kind of the transfers, or of a follow-up on their shards (``ALL_REDUCE_SHARDS``,
             ``HOST_COPIES``).
-        buffers: positions in ``Problem.transfers``, by buffer. Transfers of one buffer are copied
-            into it and out again; one alone is copied only if it has to be cast or padded.
-        num_bytes: bytes of all full tensors together.
-        group, world, stride: as in ``Transfer``.
-        launch: the step before which it is launched.
-        wait: the step before which it is waited for.
+        buffers: positions in ``Problem.transfers``, grouped by buffer. Transfers that share a
+            buffer are copied in and out; a transfer with a buffer of its own is copied only to be
+            cast or padded.
+        num_bytes: total size of the full tensors; of the shards in a follow-up on shards.
+        group, world, stride: same as in ``Transfer``.
+        launch: step before which it is launched.
+        wait: step before which it is waited for.
     """
 
     kind: TransferKind
@@ -153,7 +154,7 @@ class Bucket:
 def bucket_of(
     problem: Problem, buffers: tuple[tuple[int, ...], ...], *, launch: int, wait: int
 ) -> Bucket:
-    """Return the bucket that carries the transfers of ``buffers``, which are alike."""
+    """Return the bucket for ``buffers``, whose transfers have the same kind and group."""
     first = problem.transfers[buffers[0][0]]
     return Bucket(
         kind=first.kind,
@@ -168,18 +169,17 @@ def bucket_of(
 
 
 def is_copied_in(buffer: Sequence[Transfer]) -> bool:
-    """Return whether what a buffer sends is a copy."""
+    """Return whether a buffer needs copy-in before it is sent."""
     return len(buffer) > 1 or buffer[0].copied_in
 
 
 def replica_bucket(bucket: Bucket, transfers: Sequence[Transfer]) -> Bucket | None:
-    """Return the all-reduce of the shards that ``bucket`` reduces, over their replicas.
+    """Return the all-reduce over replicas that follows a reduce-scatter; None without replicas.
 
-    It is launched where ``bucket`` is waited for, on the buffers that this leaves. None if there
-    are no replicas.
+    It is launched where ``bucket`` is waited for, and reduces the output buffers of ``bucket``.
 
     Args:
-        transfers: those of the problem.
+        transfers: transfers of the problem.
     """
     reduced = [transfers[i] for i in bucket.transfers]
     first = reduced[0]
@@ -200,7 +200,7 @@ class BucketEvent(NamedTuple):
     """The launch of a bucket, or the wait for it.
 
     Attributes:
-        bucket: position among the buckets of the plan.
+        bucket: position in ``Plan.buckets``.
     """
 
     bucket: int
@@ -208,10 +208,11 @@ class BucketEvent(NamedTuple):
 
 
 def events_by_step(num_steps: int, buckets: Sequence[Bucket]) -> list[list[BucketEvent]]:
-    """Return the events before every step, in order; the last list holds those at the graph's end.
+    """Return the launches and waits before each step; the last list is at the graph's end.
 
-    Launches come before waits, in the order of ``buckets``. A bucket that another one continues
-    (see ``next_in_chain``) is an exception: its wait comes right before the launch of the other.
+    In each list launches come before waits, both in the order of ``buckets``. One exception: if
+    another bucket continues this one (see ``next_in_chain``), the wait comes right before that
+    bucket's launch.
     """
     events: list[list[BucketEvent]] = [[] for _ in range(num_steps + 1)]
     successors = next_in_chain(buckets)
@@ -235,14 +236,14 @@ _CHAIN = (
     TransferKind.ALL_REDUCE_SHARDS,
     TransferKind.COPY_TO_HOST,
 )
-"""The order in which buckets with the same buffers follow each other."""
+"""Order of the kinds in a chain of buckets with the same buffers."""
 
 
 def next_in_chain(buckets: Sequence[Bucket]) -> dict[int, int]:
-    """Return, by position of a bucket, the position of the one that continues with its buffers.
+    """Map each bucket to the one that continues with its buffers, by position.
 
     Shards are copied to the device, then gathered; gradients are reduced, then averaged over
-    replicas, then copied to the host. The last bucket of a chain is not among the keys.
+    replicas, then copied to the host. The last bucket of a chain has no entry.
     """
     chains: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for i, bucket in enumerate(buckets):
@@ -254,20 +255,20 @@ def next_in_chain(buckets: Sequence[Bucket]) -> dict[int, int]:
 
 
 def in_launch_order(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
-    """Return ``buckets`` by launch; those of one step stay in their order."""
+    """Return ``buckets`` sorted by launch step; the sort is stable."""
     return tuple(sorted(buckets, key=lambda bucket: bucket.launch))
 
 
 @dataclass(frozen=True)
 class Regions:
-    """Parts of a graph that are alike and compiled once, counted.
+    """Counts of regions: repeated parts of a graph that are compiled once.
 
     Attributes:
-        num_forms: of subgraphs that are compiled.
-        num_calls: of them in the graph.
-        num_nodes: of the graph that lie in a region.
-        num_compiled: nodes of the subgraphs.
-        num_lost_fusions: kernels that are more because nothing fuses across a region's border.
+        num_forms: number of distinct subgraphs, each compiled once.
+        num_calls: number of calls of these subgraphs.
+        num_nodes: number of graph nodes that the calls replace.
+        num_compiled: total number of nodes in the distinct subgraphs.
+        num_lost_fusions: number of extra kernels, because nothing fuses across a region's border.
     """
 
     num_forms: int = 0
@@ -282,11 +283,13 @@ class Plan:
     """All collectives and host copies of one graph.
 
     Attributes:
-        buckets: in launch order.
+        params: parameters of the graph, in the order of its inputs.
+        problem: problem that the plan solves.
+        buckets: buckets in launch order.
         kept: positions in ``params`` of the parameters that stay unsharded for backward.
-        reasons: pairs of a position in ``params`` and the reason why that parameter does not travel
-            in a smaller dtype.
-        regions: of the lowered graph.
+        reasons: pairs of a position in ``params`` and the reason why that parameter is not sent in
+            a smaller dtype.
+        regions: regions of the lowered graph.
     """
 
     params: tuple[PlanParam, ...]
@@ -301,21 +304,24 @@ class Plan:
         return self.problem.graph
 
     def count(self, kind: TransferKind) -> int:
+        """Return the number of buckets of this kind."""
         return sum(bucket.kind == kind for bucket in self.buckets)
 
     def num_bytes(self, kind: TransferKind) -> int:
+        """Return the total bytes of the buckets of this kind."""
         return sum(bucket.num_bytes for bucket in self.buckets if bucket.kind == kind)
 
     def params_of(self, bucket: Bucket) -> list[PlanParam]:
-        """Return the parameters that ``bucket`` carries, in its order."""
+        """Return the parameters in ``bucket``, in its order."""
         positions = [self.problem.transfers[i].param for i in bucket.transfers]
         return [self.params[i] for i in positions if i is not None]
 
     def wire_dtypes(self, bucket: Bucket) -> tuple[str, ...]:
-        """Return the dtypes in which the transfers of ``bucket`` travel, each once: "bfloat16".
+        """Return the distinct wire dtypes in ``bucket``, such as "bfloat16".
 
-        Transfers of a gather may differ. What differs, or what a backend may refuse, such as fp8,
-        is sent as its bytes. Host copies of shards have the dtype of the shards.
+        Transfers of one gather may have different wire dtypes. A buffer with mixed dtypes, or with
+        a dtype that a backend may refuse (fp8), is sent as bytes. Host copies of shards use the
+        shards' own dtype.
         """
         transfers = (self.problem.transfers[i] for i in bucket.transfers)
         dtypes = (
@@ -327,16 +333,20 @@ class Plan:
         return tuple(dict.fromkeys(dtype.removeprefix("torch.") for dtype in dtypes))
 
     def fqn_of(self, transfer: Transfer) -> str:
-        """Return the name of the parameter of ``transfer``; "" where it has none."""
+        """Return the name of the transfer's parameter; "" if it has none."""
         return "" if transfer.param is None else self.params[transfer.param].fqn
 
     def named(self, fqns: Sequence[str]) -> Plan:
-        """Return the plan with names of parameters; ``fqns`` holds them by graph input."""
+        """Return a copy of the plan with parameter names.
+
+        Args:
+            fqns: parameter names, by graph input.
+        """
         params = tuple(dataclasses.replace(p, fqn=fqns[p.input]) for p in self.params)
         return dataclasses.replace(self, params=params)
 
     def collectives_text(self) -> str:
-        """Return the collectives as text, a line for each, in launch order."""
+        """Return the collectives as text, one line each, in launch order."""
         collectives = [bucket for bucket in self.buckets if bucket.kind not in HOST_COPIES]
         return "\n".join([f"{self.graph} graph", *map(self._bucket_text, collectives)])
 
@@ -355,10 +365,10 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Return the plan of ``to_json``.
+        """Load a plan that ``to_json`` wrote.
 
         Raises:
-            ValueError: ``text`` is of another version.
+            ValueError: ``text`` has a different version.
         """
         raw: dict[str, Any] = _as_tuples(json.loads(text))
         if raw.get("version") != VERSION:
@@ -381,20 +391,20 @@ class Plan:
 
 
 def _rename_key(raw: dict[str, Any], old: str, new: str) -> dict[str, Any]:
-    """Return ``raw`` with a key renamed, in its place.
+    """Return ``raw`` with one key renamed; the order of keys is kept.
 
-    Files call a bucket's buffers ``parcels``, as they did before the code had this word for them.
+    The JSON format calls the buffers of a bucket ``parcels``, their former name.
     """
     return {new if key == old else key: value for key, value in raw.items()}
 
 
 def _with_kind(cls: Callable[..., _Record], raw: dict[str, Any]) -> _Record:
-    """Build a record whose kind is a string in ``raw``."""
+    """Build a record from ``raw``, whose kind is a string."""
     return cls(**{**raw, "kind": TransferKind(raw["kind"])})
 
 
 def _as_tuples(value: Any) -> Any:
-    """Return a JSON value with lists, on every level, as tuples."""
+    """Convert all lists in a JSON value to tuples, recursively."""
     if isinstance(value, dict):
         return {key: _as_tuples(item) for key, item in value.items()}
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value

@@ -1,10 +1,10 @@
-"""Repeats in a sequence, such as the layers in a graph: found, and cut into pieces; pure.
+"""Find repeats in a sequence, such as the layers in a graph, and cut them into pieces; pure.
 
     labels     a b | c d e f | c d e f | c d e f | g     one repeat: start 2, length 4, count 3
     cut at 8                     ^                       pieces: c d | e f | c d | e f | c d | e f
 
-Every part is cut wherever one of them has to be: so pieces at the same place are equal, and what
-one of them is compiled to serves all.
+A cut in one part is made in all of them. So pieces at the same offset are equal, and one compiled
+subgraph serves them all.
 """
 
 from __future__ import annotations
@@ -16,22 +16,24 @@ from itertools import pairwise
 
 from .plan import Regions
 
-_MAX_LENGTHS = 16  # that are tried at one place
+_MAX_LENGTHS = 16  # part lengths tried in one range
 _NODE_US, _CALL_US = 3000.0, 20.0
-"""What Inductor takes for a node of a graph, and a step for a call of a subgraph: measured with a
-GPT of 24 layers on a CPU. A kernel that is more costs as much as a call."""
-_NUM_STEPS = 1000  # over which a step that is slower has to pay
+"""Microseconds that Inductor takes to compile a node, and that a step takes to call a subgraph.
+
+Measured with a GPT of 24 layers on a CPU. An additional kernel costs as much as a call.
+"""
+_NUM_STEPS = 1000  # training steps over which sharing must still save time
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """Equal parts of a sequence, one behind the other.
+    """Consecutive equal parts of a sequence.
 
     Attributes:
         start: position of the first part.
-        length: of each part.
-        count: of parts, two or more.
-        rest: how many labels behind the last part go on as another one would.
+        length: number of labels in a part.
+        count: number of parts, two or more.
+        rest: number of labels after the last part that continue like another part.
     """
 
     start: int
@@ -41,26 +43,28 @@ class Repeat:
 
     @property
     def stop(self) -> int:
-        """Position behind the last part, without the rest."""
+        """Position after the last part, without ``rest``."""
         return self.start + self.length * self.count
 
     @property
     def num_saved(self) -> int:
-        """How many labels equal those of the first part, and lie in another one."""
+        """Number of labels in all parts but the first."""
         return self.length * (self.count - 1)
 
 
 def saves_time(regions: Regions) -> bool:
-    """Return whether to compile each form once saves more than its calls cost in many steps."""
+    """Return whether compiling each distinct subgraph once saves more time than its calls cost."""
     saved_us = (regions.num_nodes - regions.num_compiled) * _NODE_US
     return saved_us > (regions.num_calls + regions.num_lost_fusions) * _CALL_US * _NUM_STEPS
 
 
 def find_repeats(labels: Sequence[int], least_saved: int) -> list[Repeat]:
-    """Return disjoint repeats, in order; the largest is chosen first, then those beside it.
+    """Return disjoint repeats, in order.
+
+    The largest repeat is chosen first, then the largest on either side of it, and so on.
 
     Args:
-        least_saved: a repeat with a smaller ``num_saved`` is none.
+        least_saved: minimum ``num_saved`` of a repeat.
     """
     found: list[Repeat] = []
     pending = [(0, len(labels))]
@@ -76,12 +80,12 @@ def find_repeats(labels: Sequence[int], least_saved: int) -> list[Repeat]:
 def _largest_repeat(labels: Sequence[int], offset: int, least_saved: int) -> Repeat | None:
     runs = [_longest_run(labels, length, offset) for length in _likely_lengths(labels)]
     large = [run for run in runs if run.count > 1 and run.num_saved >= least_saved]
-    # Of two that cover as much, the one of shorter parts, then the first.
+    # Ties go to the shorter parts, then to the first repeat.
     return max(large, key=lambda r: (r.stop + r.rest - r.start, -r.length, -r.start), default=None)
 
 
 def _likely_lengths(labels: Sequence[int]) -> list[int]:
-    """Return the distances at which labels come again most often."""
+    """Return the most frequent distances between a label and its next occurrence."""
     last: dict[int, int] = {}
     distances: Counter[int] = Counter()
     for position, label in enumerate(labels):
@@ -92,7 +96,7 @@ def _likely_lengths(labels: Sequence[int]) -> list[int]:
 
 
 def _longest_run(labels: Sequence[int], length: int, offset: int) -> Repeat:
-    """Return the longest repeat with parts of this length; of one part where there is none."""
+    """Return the longest repeat with parts of this length; its ``count`` is 1 if there is none."""
     longest, run, stop = 0, 0, 0
     for position in range(len(labels) - length):
         run = run + 1 if labels[position] == labels[position + length] else 0
@@ -105,10 +109,10 @@ def _longest_run(labels: Sequence[int], length: int, offset: int) -> Repeat:
 def pieces(repeat: Repeat, cuts: Iterable[int]) -> list[range]:
     """Cut the parts of a repeat into pieces.
 
-    The repeat may begin later, within its rest, where that saves a piece of every part.
+    The repeat may start later, by up to ``rest`` labels, if each part then has fewer pieces.
 
     Args:
-        cuts: positions in front of which a piece has to end.
+        cuts: positions before which a piece has to end.
 
     Returns:
         The positions of each piece, in order.
@@ -126,6 +130,6 @@ def pieces(repeat: Repeat, cuts: Iterable[int]) -> list[range]:
 
 
 def _offsets(repeat: Repeat, cuts: Iterable[int]) -> list[int]:
-    """Return where each part is cut, counted from its begin; the first is 0."""
+    """Return the offsets within a part at which it is cut; the first is 0."""
     inside = (cut - repeat.start for cut in cuts if repeat.start < cut < repeat.stop)
     return sorted({0, *(offset % repeat.length for offset in inside)})

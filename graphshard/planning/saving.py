@@ -1,9 +1,10 @@
-"""Lists the ways to save things for backward, and picks the quickest that fits.
+"""List strategies for what forward saves for backward, and pick the fastest that fits.
 
-saved       of activations      ├ all ┤ 3/4 ┤ 1/2 ┤ 1/4 ┤ none ┤   the rest is recomputed
-            of parameters       those whose second gather is exposed │ all that are gathered
-            on a GPU, on the    what else does not fit │ nothing
-            host
+The strategies are all combinations of:
+
+    activations saved        all │ 3/4 │ 1/2 │ 1/4 │ none       the rest is recomputed
+    parameters kept          those whose second gather is exposed │ all that both graphs gather
+    offloaded, on a GPU      activations that do not fit otherwise │ nothing
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from itertools import product
 from ..errors import BackendError
 
 PARTS = (1.0, 0.75, 0.5, 0.25, 0.0)
-"""Parts of the activations that are saved, in this order; each costs a partition of the graph.
+"""Fractions of the activations to save, in the order tried; each costs a partition of the graph.
 
-Judged: with fewer, what fits may recompute much more than it has to.
+Judgement call: with fewer, the strategy that fits may recompute much more than necessary.
 """
 
 
 @dataclass(frozen=True)
 class Saving:
-    """Says what forward saves for backward.
+    """A strategy: what forward saves for backward.
 
     Attributes:
-        activations: the part of them, from 0 to 1; None: as torch's config says.
-        all_params: every parameter that both graphs gather stays gathered; False: those that
-            ``keep_unsharded`` chooses.
-        stows: on a GPU, activations may wait on the host.
+        activations: fraction of the activations to save, from 0 to 1; None: torch's config decides.
+        all_params: whether to keep every parameter unsharded that both graphs gather; False: only
+            those that ``keep_unsharded`` chooses.
+        stows: whether activations may be offloaded to the host (on a GPU).
     """
 
     activations: float | None
@@ -41,12 +42,12 @@ class Saving:
 
 @dataclass(frozen=True)
 class TriedSaving:
-    """A way that was planned.
+    """A strategy that was planned.
 
     Attributes:
         step_us: predicted time of forward and backward; None: there is no schedule.
-        peak_bytes: of the graph that needs more; where there is no schedule, the least it needs.
-        refused: why it cannot be; "": it fits.
+        peak_bytes: peak memory of the larger graph; without a schedule, the least it needs.
+        refused: why it does not fit; "": it fits.
     """
 
     saving: Saving
@@ -57,14 +58,14 @@ class TriedSaving:
 
 @dataclass(frozen=True)
 class SavingChoice:
-    """The ways that one rank has planned, for all ranks.
+    """The strategies that one rank has planned.
 
     Attributes:
-        budget_gb: peak of a graph on one rank.
-        tried: in order; none where nothing is differentiated.
-        inputs: sizes of the first rank's inputs.
+        budget_gb: maximum peak of a graph on one rank.
+        tried: strategies in the order tried; empty if nothing is differentiated.
+        inputs: input sizes on that rank.
         notes: what was not tried, and why.
-        error: why nothing could be planned; "": it could.
+        error: why nothing could be planned; "" if there was no error.
     """
 
     budget_gb: float
@@ -75,7 +76,7 @@ class SavingChoice:
 
     @property
     def best(self) -> TriedSaving | None:
-        """The quickest that fits, and of those the one with the least memory; None: none does."""
+        """The fastest strategy that fits, ties broken by memory; None if none fits."""
         fitting = [t for t in self.tried if not t.refused]
         return min(fitting, key=lambda t: (t.step_us or 0.0, t.peak_bytes), default=None)
 
@@ -90,10 +91,10 @@ class SavingChoice:
 
 
 class NothingFitsError(BackendError):
-    """No way keeps the budget.
+    """Raised when no strategy fits the memory budget.
 
     Args:
-        table: of all that were tried.
+        table: table of all strategies that were tried.
     """
 
     def __init__(self, choice: SavingChoice, table: str) -> None:
@@ -106,16 +107,17 @@ class NothingFitsError(BackendError):
 
 
 def savings(activations: Sequence[float | None], *, may_stow: bool) -> list[Saving]:
-    """Return the ways to try, those that save most first."""
+    """Return the strategies to try, those that save most first."""
     ways = product(activations, (False, True) if may_stow else (False,), (False, True))
     return [Saving(part, all_params, stows) for part, stows, all_params in ways]
 
 
 def saves_enough(planned: Sequence[TriedSaving], earlier: Sequence[TriedSaving]) -> bool:
-    """Return whether to recompute more than in ``planned`` is not worth a try.
+    """Return whether recomputing more than in ``planned`` can be skipped.
 
-    It is not once that was slower than to recompute less. Where all that fits has activations on
-    the host, it may be: less of them wait for their copies.
+    It can once ``planned`` is slower than an earlier strategy, which recomputes less. Earlier
+    strategies with offloading do not count: with offloading, recomputing more may still be faster,
+    because fewer activations wait for their copies.
     """
     alone = [t.step_us for t in earlier if t.step_us is not None and not t.saving.stows]
     quickest = min(alone, default=None)
@@ -124,9 +126,9 @@ def saves_enough(planned: Sequence[TriedSaving], earlier: Sequence[TriedSaving])
 
 
 def without_repeats(tried: Sequence[TriedSaving]) -> tuple[TriedSaving, ...]:
-    """Return those that differ in what they take from the ones before them.
+    """Return ``tried`` without strategies that have the same result as an earlier one.
 
-    To allow more is to do the same where nothing more is worth it, or possible.
+    Allowing more changes nothing if more is impossible or not worth it.
     """
     first: dict[object, TriedSaving] = {}
     for t in tried:

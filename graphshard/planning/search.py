@@ -1,15 +1,16 @@
-"""Finds the schedule of a graph: which transfers share buckets, and when each bucket travels.
+"""Find the schedule of a graph: which transfers share buckets, and when each bucket travels.
 
-A schedule is two splits (which gathers share a bucket, which reductions do) and a placement, which
-follows from them and from a number of bytes in flight (``placement``). The search has two parts:
+A schedule consists of two splits (which gathers share a bucket, which reductions do) and a
+placement, which follows from the splits and a limit on bytes in flight (``placement``). The search
+has two parts:
 
-- coordinate descent over ``BucketSizes``, three sizes on a geometric scale, which give the splits;
-- a local search, in which neighbours are split in other ways while that helps. It begins with what
-  nothing hides: the first gathers and the last reductions.
+- coordinate descent over ``BucketSizes``: three sizes on a geometric scale, which give the splits;
+- a local search that re-splits neighbouring buckets while that helps. It starts with what nothing
+  can hide: the first gathers and the last reductions.
 
-Descent makes 42 drafts in each of a few rounds. With n transfers, the local search makes O(log n)
-drafts at each of its b buckets, but no more than ``WORK / n`` in all. Sizes of their own for the
-first gather and the last reduction were tried; after the local search they gained nothing.
+Descent tries 42 candidate schedules in each of a few rounds. With n transfers, the local search
+tries O(log n) at each of its b buckets, but at most ``WORK / n`` in total. Separate sizes for the
+first gather and the last reduction were tried; they gained nothing after the local search.
 """
 
 from __future__ import annotations
@@ -26,30 +27,30 @@ from .plan import Bucket, Problem
 from .simulate import TransferCostModel
 
 NUM_SIZES = 14
-"""Number of sizes on the scale: all bytes, each time half of that, and 0, which leaves each alone.
+"""Number of sizes on the scale: all bytes, repeatedly halved, and 0 (one transfer per bucket).
 
-The smallest but 0 is a four-thousandth of all bytes, less than a matrix of any model. More sizes
-would only repeat 0; fewer would leave out buckets of a few small matrices.
+The smallest nonzero size is 1/4096 of all bytes, less than a matrix of any model. More sizes would
+have the same effect as 0; fewer would leave out buckets of a few small matrices.
 """
 CAP_BUCKETS = 3
-"""Without a budget, a bucket is no larger than this number of modest ones (see ``_modest_bytes``).
+"""Maximum size of a bucket without a budget, in modest buckets (see ``_modest_bytes``).
 
-Measured by ``benchmarks/robustness.py``: with 2, links slower than planned cost a model of four
-layers up to 11 % more than under FSDP2's rule; with more, buffers take more memory.
+Measured with ``benchmarks/robustness.py``: at 2, if links are slower than planned, a model of four
+layers takes up to 11 % longer than with FSDP2's rule; at more, buffers take more memory.
 """
 WORK = 300_000
-"""Drafts of the local search times transfers.
+"""Budget of the local search: number of candidate schedules times number of transfers.
 
-Measured: for Llama-3 8B and 70B ten times as many gain less than 0.3 % in any scenario of
-``benchmarks/robustness.py``; none loses up to 2.6 %.
+Measured in all scenarios of ``benchmarks/robustness.py`` for Llama-3 8B and 70B: a ten times larger
+budget gains less than 0.3 %; without local search, schedules are up to 2.6 % slower.
 """
 
 
 class BudgetError(BackendError):
-    """No schedule keeps ``ScheduleLimits.peak``.
+    """Raised when no schedule fits ``ScheduleLimits.peak``.
 
     Attributes:
-        needed: the least peak of any schedule, in bytes.
+        needed: smallest peak of any schedule, in bytes.
     """
 
     def __init__(self, graph: str, budget: int, needed: int) -> None:
@@ -67,10 +68,10 @@ def find_schedule(
     """Return the buckets of ``problem``, in launch order.
 
     Args:
-        refine: False: without the local search, in a tenth of the time.
+        refine: whether to run the local search; without it, the search takes a tenth of the time.
 
     Raises:
-        BudgetError: no schedule keeps ``limits.peak``.
+        BudgetError: no schedule fits ``limits.peak``.
     """
     if limits.peak is not None and limits.peak < (needed := smallest_peak(problem)):
         raise BudgetError(problem.graph, limits.peak, needed)
@@ -94,10 +95,11 @@ class _Search:
         self._placer = Placer(problem, cost_model, limits, modest)
 
     def descend(self) -> Draft:
-        """Return the best draft that coordinate descent over ``BucketSizes`` finds.
+        """Return the best candidate schedule of a coordinate descent over ``BucketSizes``.
 
-        It begins with the best of equal sizes. Among these are buckets of one transfer each, one
-        after the other, which need the least memory: so a budget that can be kept is kept.
+        It starts from the best schedule with three equal sizes. Size 0 is among them: one transfer
+        per bucket, one bucket at a time, which needs the least memory. So a feasible budget is
+        always met.
         """
         scale = self._scale()
         best = min((self._draft(BucketSizes(size, size, size)) for size in scale), key=_score)
@@ -123,10 +125,10 @@ class _Search:
         return self._placer.draft(splits, sizes)
 
     def refine(self, best: Draft) -> Draft:
-        """Return what local search makes of ``best``.
+        """Return ``best``, improved by local search.
 
-        It splits the candidates at one index of both queues in other ways until none is better,
-        then goes on to the next index.
+        At one index of both queues, it re-splits the candidates until no variant is better, then
+        moves to the next index.
         """
         tries = WORK // max(1, len(self._transfers))
         index = 0
@@ -140,7 +142,7 @@ class _Search:
         return best
 
     def _variants(self, splits: Splits, index: int) -> Iterator[Splits]:
-        """Yield ``splits`` with the candidates at ``index`` of either queue split in other ways."""
+        """Yield variants of ``splits`` with the candidate at ``index`` of either queue re-split."""
         if index < len(splits.gathers):
             for split in self._gathers.variants(splits.gathers, index):
                 yield splits._replace(gathers=split)
@@ -166,11 +168,11 @@ def _reductions_by_ready(problem: Problem) -> list[int]:
 
 
 def _modest_bytes(problem: Problem, cost_model: TransferCostModel) -> float:
-    """Return a size of buckets beyond which they save little time by growing.
+    """Return the bucket size beyond which larger buckets save little time.
 
-    It is the size at which the fixed cost of a bucket (latency, and what compute loses to any
-    collective) is half of its time: to merge two of that size saves a quarter of their time.
-    It is never less than the largest transfer, whose rate is used for all.
+    At this size, the fixed cost of a bucket (latency, and what compute loses to any collective) is
+    half of its time: merging two such buckets saves a quarter of their time. It is never less than
+    the largest transfer, whose rate is used for all.
     """
     if not problem.transfers:
         return 0

@@ -1,16 +1,16 @@
-"""Predicts when everything in a planned graph happens: in compute, communication and host copies.
+"""Predict when everything in a planned graph happens: compute, communication and host copies.
 
-The compute lane runs the steps in order. Before each it issues the buckets that are launched there,
-then stands still for those that are waited for there. The communication lane carries one collective
-after the other in the order of their launches, as NCCL does on the stream of a group and gloo in
-its queue. Host copies have a lane for each direction:
+The compute lane runs the steps in order. Before each step it issues the launches of that step, then
+blocks on its waits. The communication lane runs one collective after the other in launch order,
+like NCCL on the stream of a group, or gloo in its queue. Host copies have a lane for each
+direction:
 
     compute        [step 0][step 1]......[step 2][step 3]
     communication  [gather a][gather b    ][reduce c]
                                     └ exposed: step 2 needs b
 
-``simulate`` returns everything that the lanes do; ``clock`` only the times, which the search
-computes many thousands of times by ``sweep``.
+``simulate`` returns everything that the lanes do. ``clock`` returns only the times; it uses
+``sweep``, which the search calls many thousands of times.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ class TransferCostModel(Protocol):
     def collective_us(
         self, kind: TransferKind, num_bytes: int, world: int, stride: int = 1
     ) -> float:
-        """Return the time of a collective, or host copy, of one buffer."""
+        """Return the time of a collective, or of a host copy, with one buffer."""
 
     def copy_us(self, num_bytes: int) -> float:
         """Return the time of a copy on the device."""
 
     def buffer_us(self, world: int, stride: int = 1) -> float:
-        """Return what each buffer but the first adds to a collective."""
+        """Return the time that each buffer after the first adds to a collective."""
 
     def lost_us(self, lane_us: float) -> float:
-        """Return how much compute slows down beside a collective that takes ``lane_us``."""
+        """Return how long a concurrent collective of ``lane_us`` delays compute."""
 
 
 class BucketCost(NamedTuple):
     """The time of one bucket.
 
     Attributes:
-        copy_in_us: time on the compute lane before it is launched.
+        copy_in_us: time on the compute lane before the launch.
         lane_us: time on its own lane.
         copy_out_us: time on the compute lane after the wait.
         lane: its own lane, one of ``LANES``.
-        latency_us: the part of ``lane_us`` that does not depend on the number of bytes.
+        latency_us: part of ``lane_us`` that does not depend on the number of bytes.
     """
 
     copy_in_us: float
@@ -70,7 +70,7 @@ class BucketCost(NamedTuple):
 
 
 class Scenario(NamedTuple):
-    """Factors on predicted times, relative to those of compute.
+    """Factors on predicted transfer times, relative to compute.
 
     Attributes:
         latency: factor on the part of a transfer's time that does not depend on its bytes.
@@ -92,7 +92,7 @@ class Noise(NamedTuple):
     """Random factors on predicted times, one for each step and each bucket.
 
     Attributes:
-        seed: the same seed gives the same factors.
+        seed: seed of the random numbers; equal seeds give equal factors.
         spread: standard deviation of a factor's logarithm; 0.2 is about 20 %.
     """
 
@@ -111,13 +111,13 @@ NO_NOISE = Noise()
 
 @dataclass(frozen=True)
 class Slot:
-    """One thing that a lane does.
+    """One piece of work on a lane.
 
     Attributes:
-        kind: step, copy-in, collective (which stands for a host copy too) or copy-out.
+        kind: step, copy-in, collective (also a host copy) or copy-out.
         index: position of the step or of the bucket.
-        start_us: time since the graph began.
-        lane: one of ``LANES``.
+        start_us: start time, counted from the start of the graph.
+        lane: lane, one of ``LANES``.
     """
 
     kind: str
@@ -136,13 +136,14 @@ class Timeline:
     """The predicted run of a graph.
 
     Attributes:
-        slots: in order of issue.
-        exposed_us: for each bucket, how long the compute lane stands still at its wait.
-        alive_bytes: for each step; see ``live_bytes.alive_bytes``.
-        in_flight_bytes: for each step, bytes of the buckets between launch and wait.
-        critical_path: the slots that determine the end; each begins where the one before it ends.
+        slots: slots in issue order.
+        exposed_us: for each bucket, how long the compute lane is blocked at its wait.
+        alive_bytes: peak bytes alive in each step; see ``live_bytes.alive_bytes``.
+        in_flight_bytes: bytes of the buckets between launch and wait, in each step.
+        critical_path: slots that determine the end; each starts when the one before it ends.
         total_us: time until all lanes are done.
-        lost_us: rough time that compute loses to hidden collectives; not a part of ``total_us``.
+        lost_us: rough estimate of the time that compute loses to hidden collectives; not included
+            in ``total_us``.
     """
 
     slots: tuple[Slot, ...]
@@ -167,7 +168,7 @@ def simulate(
     cost_model: TransferCostModel,
     noise: Noise = NO_NOISE,
 ) -> Timeline:
-    """Return the predicted timeline of ``problem`` with ``buckets`` in launch order."""
+    """Return the predicted timeline of ``problem`` with ``buckets``, which are in launch order."""
     factors = noise.factors()
     compute_us = [us * factor for us, factor in zip(problem.compute_us, factors)]
     predicted = [bucket_cost(problem, bucket, cost_model) for bucket in buckets]
@@ -201,18 +202,18 @@ def simulate(
 
 
 class _Run:
-    """Slots in order of issue, and which of them each one waits for."""
+    """Slots in issue order, and the slots that each of them waits for."""
 
     def __init__(self) -> None:
         self.slots: list[Slot] = []
         self.lanes: defaultdict[str, Lane] = defaultdict(Lane)
-        self._last: dict[str, Slot] = {}  # by lane
-        self._blockers: dict[tuple[str, int], list[Slot]] = {}  # by kind and index of the blocked
+        self._last: dict[str, Slot] = {}  # latest slot of each lane
+        self._blockers: dict[tuple[str, int], list[Slot]] = {}  # by (kind, index)
 
     def add(
         self, lane: str, kind: str, index: int, duration_us: float, after: Slot | None = None
     ) -> Slot:
-        """Add what begins when its lane is free and ``after`` is done."""
+        """Add a slot that starts when its lane is free and ``after`` is done."""
         ready_us = 0.0 if after is None else after.end_us
         start_us = self.lanes[lane].start_us(ready_us)
         self.lanes[lane].run(duration_us, ready_us)
@@ -224,7 +225,7 @@ class _Run:
         return slot
 
     def critical_path(self) -> tuple[Slot, ...]:
-        """Return, in order of time, the slots up to the last one, each the blocker of the next."""
+        """Return the slots that lead to the last one, each the blocker of the next."""
         path = []
         slot = max(self.slots, key=lambda slot: slot.end_us, default=None)
         while slot is not None:
@@ -236,11 +237,11 @@ class _Run:
 
 @dataclass(frozen=True)
 class Clock:
-    """The times of a timeline alone.
+    """The times of a timeline, without its slots.
 
     Attributes:
-        step_us: when every step starts, and last when the compute lane is done.
-        exposed_us, total_us: as in ``Timeline``.
+        step_us: start time of each step, then the time when the compute lane is done.
+        exposed_us, total_us: same as in ``Timeline``.
     """
 
     step_us: list[float]
@@ -266,7 +267,7 @@ def clock(
 
 
 def start_times_us(problem: Problem) -> list[float]:
-    """Return when each step starts if nothing delays compute, and last when the graph ends."""
+    """Return when each step starts if nothing delays compute, then when the graph ends."""
     return [0.0, *accumulate(problem.compute_us)]
 
 
@@ -280,13 +281,15 @@ def sweep(
     """Return the times of b buckets in s steps, in O(b log b + s).
 
     Args:
-        start_us: ``start_times_us`` of the problem.
-        launches: step of the launch of every bucket, ascending; ``waits`` and ``costs`` likewise.
-        successors: by position of a bucket, the one that continues with its buffers; see
+        start_us: result of ``start_times_us``.
+        launches: launch step of each bucket, ascending; ``waits`` and ``costs`` have the same
+            order.
+        successors: for the position of a bucket, the bucket that continues with its buffers; see
             ``plan.next_in_chain``.
     """
-    # Sorted tuples give the order of ``plan.events_by_step``: by step, launches before waits, each
-    # by position; but the wait for what a successor continues comes right before its launch.
+    # Sorting these tuples gives the order of ``plan.events_by_step``: by step, launches before
+    # waits, by position. The wait for a bucket with a successor comes right before the launch of
+    # that successor.
     events = [(launch, False, i, True, i) for i, launch in enumerate(launches)]
     for i, wait in enumerate(waits):
         if i in successors:
@@ -296,8 +299,8 @@ def sweep(
     events.sort()
     end_us, exposed_us = [0.0] * len(launches), [0.0] * len(launches)
     lanes: defaultdict[str, Lane] = defaultdict(Lane)
-    # Steps run back to back but for what is added before them. So the compute lane need not run
-    # step by step: it is late by the sum of what was added so far.
+    # Steps run back to back, except for the work added before them. So there is no need to run the
+    # compute lane step by step: its delay is the sum of the work added so far.
     added_us = [0.0] * len(start_us)
     late_us = 0.0
     for step, _, _, is_launch, i in events:
@@ -319,9 +322,10 @@ def sweep(
 def bucket_cost(problem: Problem, bucket: Bucket, cost_model: TransferCostModel) -> BucketCost:
     """Return the time of ``bucket`` and of the copies around it.
 
-    Before a gather the shards of a shared buffer are packed, before a reduction full gradients;
-    tensors that are cast or padded are written once more in any case. After a gather full
-    parameters are copied out of shared buffers, while reduced shards are slices of theirs.
+    Copy-in packs the shards of a gather, or the full gradients of a reduction, into shared buffers;
+    tensors that are cast or padded are copied in any case. After a gather, copy-out copies full
+    parameters out of shared buffers. Reduced shards are slices of their buffer, and need no
+    copy-out.
     """
     lane_us = cost_model.collective_us(bucket.kind, bucket.num_bytes, bucket.world, bucket.stride)
     if bucket.kind in HOST_COPIES:
@@ -331,7 +335,7 @@ def bucket_cost(problem: Problem, bucket: Bucket, cost_model: TransferCostModel)
     if bucket.kind == TransferKind.ALL_REDUCE_SHARDS:
         return BucketCost(buffers_us, lane_us, 0.0, latency_us=latency_us)  # nothing to copy
     gathers = bucket.kind == TransferKind.ALL_GATHER
-    num_shards = bucket.world if gathers else 1  # a rank writes one shard of what it gathers
+    num_shards = bucket.world if gathers else 1  # a rank packs only its own shard for a gather
     copy_in_us, copy_out_us = buffers_us, 0.0
     for buffer in bucket.buffers:
         transfers = [problem.transfers[i] for i in buffer]

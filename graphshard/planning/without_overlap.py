@@ -1,4 +1,4 @@
-"""The schedule without overlap: each transfer where it is needed or ready, waited for at once."""
+"""Build the schedule without overlap: launch transfers when needed or ready, and wait at once."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from ..kinds import TransferKind
 from .plan import Bucket, Problem, Transfer, bucket_of, in_launch_order, replica_bucket
 
 SMALL_BYTES, SMALL_CAP_BYTES = 1 << 20, 4 << 20
-"""The largest transfer that shares a bucket, and the largest shared bucket.
+"""Largest transfer that shares a bucket, and largest shared bucket.
 
-By the cost model a MiB on the wire takes about as long as the fixed cost of a collective, within a
-factor of a few: 5 us beside 11 for 8 H100 on NVLink, 36 us beside 103 for 64 on a network. With
-larger sizes more is copied into buffers, and nothing hides that; with smaller ones there are more
+By the cost model, 1 MiB on the wire takes about as long as the fixed cost of a collective, within a
+factor of a few: 5 us compared with 11 us on 8 H100 with NVLink, 36 us compared with 103 us on 64
+over a network. Larger sizes copy more into buffers, which nothing hides; smaller sizes need more
 launches.
 """
 
 
 def schedule_without_overlap(problem: Problem) -> tuple[Bucket, ...]:
-    """Return buckets that are waited for where they are launched; small transfers share them.
+    """Return buckets that are waited for at their launch; small transfers share buckets.
 
-    The result depends on the transfers alone, not on predicted times.
+    The result depends only on the transfers, not on predicted times.
     """
     members: list[list[int]] = []
-    filling: dict[tuple[str, ...], list[int]] = {}  # by key, the bucket that takes more
+    filling: dict[tuple[str, ...], list[int]] = {}  # by key: the bucket that is being filled
     for i, transfer in enumerate(problem.transfers):
         key = _key(problem, transfer)
         if key is None:
@@ -41,13 +41,13 @@ def schedule_without_overlap(problem: Problem) -> tuple[Bucket, ...]:
 
 
 def _fits(transfers: Sequence[Transfer]) -> bool:
-    """Return whether small transfers may share a bucket: all are ready before one is due."""
+    """Return whether small transfers fit into a bucket, and all are ready before one is due."""
     in_time = max(t.ready for t in transfers) <= min(t.due for t in transfers)
     return in_time and sum(t.num_bytes for t in transfers) <= SMALL_CAP_BYTES
 
 
 def _key(problem: Problem, transfer: Transfer) -> tuple[str, ...] | None:
-    """Return what transfers of one bucket have in common; None for one that travels alone."""
+    """Return a key that is equal for transfers that may share a bucket; None: it travels alone."""
     used_in_graph = transfer.kind != TransferKind.ALL_GATHER and transfer.due < problem.num_steps
     if used_in_graph or transfer.num_bytes > SMALL_BYTES:
         return None

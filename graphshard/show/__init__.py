@@ -1,9 +1,9 @@
-"""Schedules for people to read: tables, traces, a page, files, differences.
+"""Schedules in readable form: files, tables, traces, a page, differences.
 
-``dump`` is a plan in a file, with what it was made for, and ``dump_folder`` where such files go.
-``table``, ``trace``, ``page`` and ``diff`` present dumps; ``measured`` puts predictions beside a
-profile, in which ``graph_runs`` finds graphs; ``cli`` has the commands. May import ``cost`` and
-``planning``.
+``dump`` is the file of one plan and ``dump_folder`` the folder of such files. ``table``, ``trace``,
+``page`` and ``diff`` present dumps. ``measured`` adds predictions to a profile, in which
+``graph_runs`` finds the runs of graphs. ``cli`` defines the commands. This package may import
+``cost`` and ``planning``.
 """
 
 from .diff import diff

@@ -1,4 +1,4 @@
-"""``python -m graphshard show`` and ``diff``: read what ``dump="folder"`` wrote."""
+"""The commands ``show`` and ``diff`` of ``python -m graphshard``, which read dumped plans."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Command = Callable[[argparse.Namespace], int]
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the commands ``show`` and ``diff`` to those of ``python -m graphshard``."""
+    """Add the commands ``show`` and ``diff`` to ``python -m graphshard``."""
     text = "show plans as tables"
     parser = commands.add_parser("show", help=text, description=text)
     parser.add_argument(
@@ -42,7 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _refusing_bad_files(command: Command) -> Command:
-    """Return ``command``; a file that it cannot read is an error of the command line: status 2."""
+    """Return ``command`` with unreadable files reported as errors of its arguments (status 2)."""
 
     def checked(args: argparse.Namespace) -> int:
         try:
@@ -76,7 +76,7 @@ def _write_page(args: argparse.Namespace) -> int:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the dumps in the folder ``path``, or the file ``path`` itself."""
+    """Return the dumps in the folder ``path``, or ``path`` itself if it is a file."""
     paths = dump_paths(path) if path.is_dir() else [path]
     if not paths:
         raise ValueError(f"{path}: there is no dump in this folder")

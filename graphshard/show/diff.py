@@ -1,6 +1,6 @@
-"""The changes between two plans of a graph, as text.
+"""Report the changes between two plans of a graph, as text.
 
-Buckets that share a parameter are related, and each set of related buckets makes one line:
+Buckets that share a parameter are related; each set of related buckets makes one line:
 
     merged     2 all_gather -> 1: norm.weight, up.weight -> norm.weight .. up.weight (2)
     split, regrouped, moved, added, removed
@@ -22,11 +22,11 @@ from ..planning.plan import Bucket, PlanParam
 from .dump import Dump, param_name
 
 _DISPLAY_UNITS = {"us": (1e3, "ms"), "bytes": (1e9, "GB")}
-"""By the unit in a field's name, what to divide its values by, and the unit that is shown."""
+"""Divisor and displayed unit for each unit in a field's name."""
 
 
 def diff(before: Dump, after: Dump) -> str:
-    """Return a report of what changed; "" if the two are equal."""
+    """Return a report of the changes; "" if the dumps are equal."""
     lines = [
         *_setting_changes(before, after),
         *_param_changes(before, after),
@@ -39,7 +39,7 @@ def diff(before: Dump, after: Dump) -> str:
 
 
 def _equal(before: Dump, after: Dump) -> bool:
-    """Return whether two dumps differ in nothing but Dynamo's name for the compilation."""
+    """Return whether two dumps are equal except for Dynamo's name for the compilation."""
     return dataclasses.replace(before, compiled="") == dataclasses.replace(after, compiled="")
 
 
@@ -79,12 +79,12 @@ def _shape(param: PlanParam) -> str:
 
 
 _Member = tuple[TransferKind, str | int]
-"""A kind of bucket, and a parameter; for a bucket without parameters, its number in the kind."""
+"""Kind of a bucket, and a parameter's name, or the bucket's index in its kind if it has none."""
 
 
 @dataclass
 class _RelatedBuckets:
-    """Buckets of one kind that share parameters, directly or by way of others."""
+    """Buckets of one kind that share parameters, directly or through other buckets."""
 
     kind: TransferKind
     before: list[Bucket] = field(default_factory=list)
@@ -102,7 +102,7 @@ def _bucket_changes(before: Dump, after: Dump) -> Iterator[str]:
 
 
 def _related_buckets(before: Dump, after: Dump) -> list[_RelatedBuckets]:
-    """Return all buckets of both dumps, in the order of the first of each set."""
+    """Group the buckets of both dumps; the groups are in the order of their first bucket."""
     members = [_members(dump) for dump in (before, after)]
     sets: UnionFind[_Member] = UnionFind()
     for of_bucket in itertools.chain(*members):
@@ -116,7 +116,7 @@ def _related_buckets(before: Dump, after: Dump) -> list[_RelatedBuckets]:
 
 
 def _members(dump: Dump) -> list[list[_Member]]:
-    """Return by bucket what relates it to others: its parameters, or its number without any."""
+    """Return the members of each bucket; buckets with a common member are related."""
     num_nameless: Counter[TransferKind] = Counter()
     members: list[list[_Member]] = []
     for bucket in dump.plan.buckets:
@@ -149,14 +149,14 @@ def _regrouping(before: Dump, after: Dump, related: _RelatedBuckets) -> str:
 
 
 def _moves(before: Dump, old: Bucket, after: Dump, new: Bucket) -> Iterator[str]:
-    """Yield what changed of a bucket of the same parameters."""
+    """Yield the changes of a bucket whose parameters are the same in both plans."""
     name = f"{old.kind} of {before.bucket_label(old)}"
     for what, old_step, new_step in (
         ("launch", old.launch, new.launch),
         ("wait", old.wait, new.wait),
     ):
         old_label, new_label = before.step_label(old_step), after.step_label(new_step)
-        # Where the graph has other steps, a step is the same by its number or by its first node.
+        # If the graph's steps changed, a step counts as the same by its number or its first node.
         if old_step != new_step and old_label.split()[-1] != new_label.split()[-1]:
             yield f"moved: {name}: {what} before {old_label} -> before {new_label}"
     if old.num_bytes != new.num_bytes or old.world != new.world:
@@ -174,7 +174,7 @@ def _buffer_params(dump: Dump, bucket: Bucket) -> set[frozenset[str]]:
 
 
 def _totals_table(before: Dump, after: Dump) -> list[str]:
-    """Return a table of the totals that differ, if there are any."""
+    """Return a table of the totals that differ; empty if none do."""
     old_totals, new_totals = dataclasses.asdict(before.totals), dataclasses.asdict(after.totals)
     rows = []
     for name, old in old_totals.items():
@@ -190,7 +190,7 @@ def _totals_table(before: Dump, after: Dump) -> list[str]:
 
 
 def _changed_fields(before: Dump, after: Dump) -> list[str]:
-    """Return a line for each field that differs, where no other part of the report shows it."""
+    """Return a line for each field that differs but is not covered by the rest of the report."""
     old_fields, new_fields = _all_fields(before), _all_fields(after)
     return [
         f"differs in detail: {name}" for name, old in old_fields.items() if old != new_fields[name]

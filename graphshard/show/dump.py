@@ -1,13 +1,13 @@
-"""One graph's plan in a file, with what it was planned for.
+"""A file with the plan of one graph and the settings that it was made for.
 
 A dump is a JSON object:
 
-    version    of this form; a file of another version is refused
-    compiled   Dynamo's name for the compilation, as in "0/0"; "" if there is none
-    predicted  ``Totals``; for readers, since they follow from the rest
-    limits     cap, in_flight, peak: as ``ScheduleLimits``, in bytes or null
-    hardware   as ``Hardware.to_json``
-    plan       as ``Plan.to_json``, parameters named
+    version    version of this format; a file of another version is refused
+    compiled   Dynamo's name for the compilation, such as "0/0"; "" if there is none
+    predicted  ``Totals``, derived from the other fields for the reader's convenience
+    limits     cap, in_flight, peak: as in ``ScheduleLimits``, in bytes or null
+    hardware   as in ``Hardware.to_json``
+    plan       as in ``Plan.to_json``, with parameter names
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ..planning.simulate import (
 
 VERSION = 3
 SLOWNESS = 1.5
-"""Factor on the time of transfers, for the pessimistic end of what is exposed.
+"""Slowdown of transfers in the pessimistic estimate of exposed time.
 
 Measured on an H200: modelled links took 1.3 to 1.6 times as long as planned.
 """
@@ -49,14 +49,14 @@ class Totals:
     """Sums and peaks of a timeline.
 
     Attributes:
-        total_us: until all lanes are done.
-        compute_us: in which the compute lane is busy.
-        communication_us: in which the communication lane is busy.
-        exposed_us: in which compute waits.
-        slow_exposed_us: the same, if transfers take ``SLOWNESS`` times as long.
-        lost_us: what hidden collectives cost compute; not in ``total_us``.
-        peak_bytes: alive in the step that has most.
-        in_flight_bytes: between launch and wait in the step that has most.
+        total_us: time until all lanes are done.
+        compute_us: busy time of the compute lane.
+        communication_us: busy time of the communication lane.
+        exposed_us: time that compute spends waiting.
+        slow_exposed_us: ``exposed_us`` if transfers take ``SLOWNESS`` times as long.
+        lost_us: slowdown of compute by hidden collectives; not part of ``total_us``.
+        peak_bytes: live memory in the step with the most.
+        in_flight_bytes: memory between launch and wait in the step with the most.
     """
 
     total_us: float
@@ -71,13 +71,13 @@ class Totals:
 
 @dataclass(frozen=True)
 class Dump:
-    """A plan with its parameters named, and what it was made for.
+    """A plan with named parameters, and the settings that it was made for.
 
     Attributes:
-        plan: of one graph.
-        hardware: that times are predicted for.
-        limits: that the schedule had to keep.
-        compiled: Dynamo's name for the compilation, which profiles have too; "" if there is none.
+        plan: plan of one graph.
+        hardware: hardware for which times are predicted.
+        limits: limits that the schedule had to respect.
+        compiled: Dynamo's name for the compilation, also used in profiles; "" if there is none.
     """
 
     plan: Plan
@@ -87,24 +87,24 @@ class Dump:
 
     @functools.cached_property
     def timeline(self) -> Timeline:
-        """The predicted timeline of the plan on the hardware."""
+        """Predicted timeline of the plan on the hardware."""
         cost_model = CostModel(self.hardware)
         return simulate(self.plan.problem, self.plan.buckets, cost_model)
 
     @functools.cached_property
     def slots(self) -> dict[tuple[str, int], Slot]:
-        """The timeline's slots by kind, and index of the step or of the bucket."""
+        """Slots of the timeline, by kind and by index of the step or bucket."""
         return {(slot.kind, slot.index): slot for slot in self.timeline.slots}
 
     @functools.cached_property
     def free_memory(self) -> FreeMemory:
-        """The memory that the limits leave in every moment; to be read only."""
+        """Memory that the limits leave free at each point in time; read-only."""
         alive = alive_by_moment(self.plan.problem, self.plan.buckets)
         return FreeMemory(alive, self.limits, self.timeline.in_flight_bytes)
 
     @property
     def totals(self) -> Totals:
-        """The totals of the timeline."""
+        """Totals of the timeline."""
         problem, buckets = self.plan.problem, self.plan.buckets
         slow = clock(problem, buckets, CostModel(self.hardware), Scenario(SLOWNESS, SLOWNESS))
         return Totals(
@@ -120,30 +120,30 @@ class Dump:
 
     @property
     def worlds(self) -> list[int]:
-        """The numbers of ranks that collectives have, ascending."""
+        """World sizes of the collectives, ascending."""
         buckets = (b for b in self.plan.buckets if b.kind not in HOST_COPIES)
         return sorted({bucket.world for bucket in buckets})
 
     def param_names(self, bucket: Bucket) -> list[str]:
-        """Return the names of the parameters in ``bucket``, each once, in graph order."""
+        """Return the names of the parameters in ``bucket``, without duplicates, in graph order."""
         transfers = (self.plan.problem.transfers[i] for i in sorted(bucket.transfers))
         positions = [transfer.param for transfer in transfers if transfer.param is not None]
         return list(dict.fromkeys(param_name(self.plan.params[i]) for i in positions))
 
     def bucket_label(self, bucket: Bucket) -> str:
-        """Return what travels, as in ``blocks.0.up.weight .. blocks.1.norm.bias (12)``."""
+        """Describe a bucket's content, as in ``blocks.0.up.weight .. blocks.1.norm.bias (12)``."""
         names = self.param_names(bucket)
         if not names:
             return "an activation" if bucket.kind in HOST_COPIES else "scales of fp8"
         return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
 
     def step_label(self, index: int) -> str:
-        """Return a step's number and first node; ``end`` for the end of the graph."""
+        """Return a step's number and first node, or ``end`` for the end of the graph."""
         steps = self.plan.problem.steps
         return f"{index} {steps[index]}" if index < len(steps) else "end"
 
     def to_json(self) -> str:
-        """Return the contents of a file that ``load`` reads."""
+        """Return the content of a dump file."""
         raw = {
             "version": VERSION,
             "compiled": self.compiled,
@@ -156,16 +156,16 @@ class Dump:
 
     @classmethod
     def from_json(cls, text: str, source: str = "dump") -> Dump:
-        """Return the dump that ``to_json`` wrote.
+        """Parse the content of a dump file.
 
         Raises:
-            ValueError: the text is not of this form. The error names ``source``.
+            ValueError: the text is not a dump. The message names ``source``.
         """
         try:
             return cls._from_raw(json.loads(text))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{source}: is not a plan that graphshard dumped") from error
-        except ValueError as error:  # JSONDecodeError is one
+        except ValueError as error:  # includes JSONDecodeError
             raise ValueError(f"{source}: {error}") from error
 
     @classmethod
@@ -184,10 +184,10 @@ class Dump:
 
     @classmethod
     def load(cls, path: Path) -> Dump:
-        """Read a file.
+        """Read a dump file.
 
         Raises:
-            ValueError: the file cannot be read, or is not a dump. The error names the file.
+            ValueError: the file cannot be read or is not a dump. The message names the file.
         """
         try:
             text = path.read_text()
@@ -197,12 +197,12 @@ class Dump:
 
 
 def param_name(param: PlanParam) -> str:
-    """Return the FQN of a parameter, or the number of its graph input where it has none."""
+    """Return the FQN of a parameter, or the number of its graph input if it has no name."""
     return param.fqn or f"input {param.input}"
 
 
 def exposure(dumps: Sequence[Dump]) -> float:
-    """Return which part of the time of graphs that train is exposed; 0 where there are none."""
+    """Return the exposed fraction of the time of all training graphs; 0 if there are none."""
     training = [dump.totals for dump in dumps if dump.plan.graph != GraphKind.INFERENCE]
     total_us = sum(totals.total_us for totals in training)
     return sum(totals.exposed_us for totals in training) / total_us if total_us else 0.0

@@ -1,21 +1,21 @@
-"""The places of dumps: the folder that a user names, and torch's own trace log.
+"""Write dumps to the folder that a user names and to torch's trace log.
 
-``dump="folder"`` writes for Dynamo's graph number NN, on the first rank of the mesh alone:
+``dump="folder"`` writes these files for Dynamo's graph number NN, on the first rank of the mesh:
 
     NN-forward.json, NN-forward.trace.json, NN-forward.txt      the dump, its trace and its table
-    NN-forward.before.py, NN-forward.after.py                   FX code around the lowering
-    NN-regions-forward.after.py                                 and where layers share code
-    NN-joint.before.py, NN-joint.after.py                       and around the joint passes
-    NN-keep-forward.before.py, NN-keep-forward.after.py         and around what keeps parameters
-    NN-stow-forward.before.py, NN-stow-forward.after.py         and around activation offload
+    NN-forward.before.py, NN-forward.after.py                   FX code around lowering
+    NN-regions-forward.after.py                                 after repeated layers share code
+    NN-joint.before.py, NN-joint.after.py                       around the joint passes
+    NN-keep-forward.before.py, NN-keep-forward.after.py         around keeping parameters unsharded
+    NN-stow-forward.before.py, NN-stow-forward.after.py         around activation offload
     NN-saving.json, NN-saving.txt                               what ``SchedulePolicy.auto`` tried
 
     index.html                                                  the page of all graphs
 
-All but ``joint`` and ``saving`` exist for ``backward``, too; an inference has ``NN-inference``
-files alone. Files of these names from an earlier run are replaced, so each backend needs a folder
-of its own. The page shows all dumps that lie in the folder, and beside them what profiles there
-have measured.
+All but ``joint`` and ``saving`` exist for ``backward``, too; an inference graph has only
+``NN-inference`` files. Files with these names from an earlier run are replaced, so each backend
+needs its own folder. The page shows all dumps in the folder, next to measurements from profiles in
+the same folder.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NO_CODE = "No FX code was written: the graph came from a compiler's cache, so th
 
 
 def dump_paths(folder: Path) -> list[Path]:
-    """Return the files in ``folder`` that are named as dumps, in the order of its graphs."""
+    """Return the files in ``folder`` that have names of dumps, in the order of the graphs."""
     kinds = list(GraphKind)
     pattern = re.compile(rf"(\d+)-({'|'.join(kinds)})\.json")
     matches = [(path, pattern.fullmatch(path.name)) for path in folder.iterdir()]
@@ -60,9 +60,9 @@ def dump_paths(folder: Path) -> list[Path]:
 
 
 def folder_page(folder: Path) -> str:
-    """Return the page of the dumps in ``folder``, with what the profiles there have measured.
+    """Return the page of the dumps in ``folder``, with measurements from its profiles.
 
-    It names the files that cannot be read.
+    The page names the files that cannot be read.
     """
     dumps: list[tuple[str, Dump]] = []
     notes: list[str] = []
@@ -80,12 +80,12 @@ def folder_page(folder: Path) -> str:
 
 
 def saving_choices(folder: Path) -> list[SavingChoice]:
-    """Return what ``SchedulePolicy.auto`` has chosen for the graphs in ``folder``, each once."""
+    """Return the distinct choices of ``SchedulePolicy.auto`` for the graphs in ``folder``."""
     choices: dict[SavingChoice, None] = {}
     for path in sorted(folder.glob("*-saving.json")):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
             choice = SavingChoice.from_json(path.read_text())
-            if saving_rows(choice):  # as all that were written; others are none of ours
+            if saving_rows(choice):  # a choice without rows was not written by graphshard
                 choices.setdefault(choice)
     return list(choices)
 
@@ -100,12 +100,12 @@ def _saving_data(choice: SavingChoice) -> TableData:
 
 @functools.lru_cache(maxsize=256)
 def _load(path: Path, mtime_ns: int) -> Dump:
-    """Read a dump; once, since the page is written anew whenever a graph is added to it."""
+    """Read a dump; cached because the page is rewritten whenever a graph is added."""
     return Dump.load(path)
 
 
 def _measured(folder: Path, dumps: Sequence[Dump]) -> list[Measured | None]:
-    """Return by dump how long its graph took in the latest profile that has it."""
+    """Return, for each dump, the durations of its graph in the latest profile that contains it."""
     found: list[Measured | None] = [None] * len(dumps)
     for profile in _profiles(folder):
         for i, durations in enumerate(measured_us(profile, dumps)):
@@ -115,20 +115,20 @@ def _measured(folder: Path, dumps: Sequence[Dump]) -> list[Measured | None]:
 
 
 def _profiles(folder: Path) -> Iterator[Trace]:
-    """Yield what ``measured.profile`` wrote to ``folder``, from the oldest to the latest."""
+    """Yield the traces that ``measured.profile`` wrote to ``folder``, oldest first."""
     ours = re.compile(r"\d+-\w+(\.trace)?\.json")
     paths = [path for path in folder.glob("*.json") if not ours.fullmatch(path.name)]
     for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns):
         text = path.read_text(errors="replace")
-        if f'"{MEASURED}: ' in text:  # before anything is parsed: it may be any file, and large
-            with contextlib.suppress(ValueError):  # it is being written
+        if f'"{MEASURED}: ' in text:  # checked before parsing: it may be any file, and large
+            with contextlib.suppress(ValueError):  # the file may still be being written
                 yield json.loads(text)
 
 
 def write_page(folder: Path) -> None:
-    """Write the page of a folder into it; a failure is a warning.
+    """Write the page of a folder into it; warn if that fails.
 
-    One rank must not fail in the middle of a training for it.
+    It does not raise, because only one rank writes and must not fail in the middle of training.
     """
     try:
         write_whole(folder / PAGE, folder_page(folder))
@@ -140,9 +140,9 @@ class DumpWriter:
     """Writes the plans and the code of one Dynamo graph.
 
     Args:
-        folder: it exists; None: no file is written.
-        number: of the graph; names of files begin with it.
-        since_s: when the backend was made, in seconds since the epoch.
+        folder: existing folder; None: write no files.
+        number: number of the graph, with which file names begin.
+        since_s: time when the backend was created, in seconds since the epoch.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class DumpWriter:
 
     @property
     def dumps(self) -> bool:
-        """Return whether files are written."""
+        """Whether files are written."""
         return self._folder is not None
 
     def write_code(self, stage: str, when: Literal["before", "after"], graph: fx.Graph) -> None:
@@ -167,9 +167,9 @@ class DumpWriter:
             self._write(self._folder, f"{stage}.{when}.py", code.strip() + "\n")
 
     def write_plan(self, dump: Dump) -> None:
-        """Write the dump, its trace and its table, and log them where ``TORCH_TRACE`` says."""
+        """Write the dump, its trace and its table, and log them to ``TORCH_TRACE``."""
         kind = dump.plan.graph
-        if self._logged.get(kind) != dump:  # equal where it is compiled again for its code
+        if self._logged.get(kind) != dump:  # unchanged if compiled again for its code
             self._logged[kind] = dump
             trace_artifact(f"graphshard_{kind}_plan", "json", dump.to_json)
             trace_artifact(f"graphshard_{kind}_table", "string", lambda: table(dump))
@@ -181,7 +181,7 @@ class DumpWriter:
             write_page(self._folder)
 
     def write_saving(self, choice: SavingChoice) -> None:
-        """Write what ``SchedulePolicy.auto`` tried, and log it where ``TORCH_TRACE`` says."""
+        """Write what ``SchedulePolicy.auto`` tried, and log it to ``TORCH_TRACE``."""
         trace_artifact("graphshard_saving", "string", lambda: saving_table(choice))
         if self._folder is not None:
             self._write(self._folder, "saving.json", choice.to_json())
@@ -191,5 +191,5 @@ class DumpWriter:
     def _write(self, folder: Path, name: str, text: str) -> None:
         try:
             (folder / f"{self._number:02}-{name}").write_text(text)
-        except OSError as error:  # one rank must not fail in the middle of a training for it
+        except OSError as error:  # only one rank writes; it must not fail in the middle of training
             warnings.warn(f"graphshard: dump cannot be written: {error}", stacklevel=2)

@@ -1,7 +1,7 @@
-"""The runs of graphs that a profile has.
+"""Find the runs of compiled graphs in a profile.
 
-A profile says which graphs ran ("Torch-Compiled Region: 0/0", and the sequence number that links
-autograd's backward to it).
+A profile names the graphs that ran: "Torch-Compiled Region: 0/0", and the sequence number that
+links autograd's backward to its forward.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 
 
 class GraphRun(NamedTuple):
-    """A run of the graph of ``dump``, as it was measured.
+    """A measured run of the graph of ``dump``.
 
     Attributes:
-        start_us: when its first kernel on a GPU began, or else its call.
-        us: until its last kernel on a GPU ended, or else its call.
+        start_us: start of its first GPU kernel; start of the call if it launched none.
+        us: time until its last GPU kernel ended; until the call ended if it launched none.
+        dump: dump of the graph.
     """
 
     start_us: float
@@ -33,7 +34,7 @@ class GraphRun(NamedTuple):
 
 
 def measured_us(trace: Trace, dumps: Sequence[Dump]) -> list[list[float]]:
-    """Return by dump how long each run of its graph took in a trace of ``measured.profile``."""
+    """Return, for each dump, how long its graph's runs took in a trace of ``measured.profile``."""
     events = [event for event in trace["traceEvents"] if event.get("pid") != PID]
     durations: dict[int, list[float]] = {id(dump): [] for dump in dumps}
     for run in graph_runs(events, dumps):
@@ -42,7 +43,7 @@ def measured_us(trace: Trace, dumps: Sequence[Dump]) -> list[list[float]]:
 
 
 def graph_runs(events: Sequence[TraceEvent], dumps: Sequence[Dump]) -> Iterator[GraphRun]:
-    """Yield the runs of graphs that were measured, in order of time, with each one's latest dump.
+    """Yield the measured runs of graphs in order of time, each with the latest dump of its graph.
 
     Graphs without a dump are left out.
     """
@@ -67,7 +68,7 @@ def graph_runs(events: Sequence[TraceEvent], dumps: Sequence[Dump]) -> Iterator[
 
 
 def _span_us(call: TraceEvent, events: Sequence[TraceEvent]) -> tuple[float, float]:
-    """Return begin and end of the kernels that ``call`` launched on a GPU, or else of the call."""
+    """Return start and end of the GPU kernels that ``call`` launched, or of the call itself."""
     start_us, end_us = call["ts"], call["ts"] + call["dur"]
     launched = {
         event["args"].get("correlation")

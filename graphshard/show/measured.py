@@ -1,10 +1,10 @@
-"""A run under torch's profiler, with what was predicted of its graphs beside it.
+"""Profile a run with torch's profiler, and add the predicted timelines of its graphs.
 
     with graphshard.show.profile("dump/step.trace.json"):  # dump: the backend's folder
         loss = compiled(batch)
         loss.backward()
 
-The predicted timeline of each graph begins when its run was measured to begin (``graph_runs``).
+Each predicted timeline starts where the measured run of its graph started (``graph_runs``).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .trace import MEASURED, PREDICTED, Trace, TraceEvent, process_events, run_e
 
 @contextlib.contextmanager
 def profile(path: str | Path, dump: str | Path | None = None) -> Iterator[torch.profiler.profile]:
-    """Profile a block on CPU and GPU, and write a trace of it, measured and predicted.
+    """Profile a block on CPU and GPU, and write a trace with measured and predicted events.
 
-    Every rank may enter it; the first rank writes. HolisticTraceAnalysis sees what was measured.
-    If the trace lies in the backend's folder, the page there has measured times beside predicted.
+    All ranks may enter; only the first one writes. HolisticTraceAnalysis reads the measured part.
+    If the trace is in the backend's dump folder, the page in it shows measured times, too.
 
     Args:
-        path: of the trace, ``.json``; its folder exists.
-        dump: the folder that the backend was given as ``dump``; None: the folder of ``path``.
+        path: path of the trace, ``.json``; its folder must exist.
+        dump: the backend's ``dump`` folder; None: the folder of ``path``.
 
     Raises:
         ValueError: a folder does not exist.
@@ -65,7 +65,7 @@ def _measured_trace(profiler: torch.profiler.profile) -> Trace:
 
 
 def with_predictions(measured: Trace, dumps: Sequence[Dump]) -> Trace:
-    """Return ``measured`` with a process for what was predicted of each run of a graph."""
+    """Add a process to ``measured`` with the predicted timeline of each run of a graph."""
     events = [_with_label(event) for event in measured["traceEvents"]]
     predicted: list[TraceEvent] = []
     free_us = 0.0
@@ -79,7 +79,7 @@ def with_predictions(measured: Trace, dumps: Sequence[Dump]) -> Trace:
 
 
 def _with_label(event: TraceEvent) -> TraceEvent:
-    """Return ``event``; if it names a process, the name says that the process was measured."""
+    """Mark ``event`` as measured if it names a process."""
     if event["ph"] != "M" or event["name"] != "process_name":
         return event
     return {**event, "args": {"name": f"{MEASURED}: {event['args']['name']}"}}

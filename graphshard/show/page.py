@@ -1,9 +1,9 @@
-"""The page of some graphs: one HTML file, which needs no other, that draws a JSON document.
+"""An HTML page of several graphs: one self-contained file that draws a JSON document.
 
     dumps ─► page_data ─► PageData, as JSON in the page ─► page.html draws it
 
-``page.html`` knows nothing but ``PageData``. Whatever else can say in it what a graph does, when
-and in how much memory, has the same page. Times are in microseconds; what is not known is null.
+``page.html`` depends on ``PageData`` only, so any source of such data gets the same page. Times
+are in microseconds; unknown values are null.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .dump import Dump, param_name
 from .table import exposed_reason, is_notable
 
 TEMPLATE = Path(__file__).with_name("page.html")
-"""The page, with comments where its title and its data go."""
+"""Template of the page, with comments as placeholders for its title and data."""
 
 
 class Predicted(TypedDict):
-    """Totals as of ``dump.Totals``; host copies are apart from communication."""
+    """Totals as in ``dump.Totals``, with host copies counted apart from communication."""
 
     total_us: float
     compute_us: float
@@ -41,19 +41,19 @@ class Predicted(TypedDict):
 
 
 class Measured(TypedDict):
-    """Runs that a profile has of a graph."""
+    """Runs of a graph in a profile."""
 
     runs: int
     median_us: float
 
 
 class SummaryData(TypedDict):
-    """Sums over graphs, and the highest peaks among them.
+    """Sums over several graphs, and their highest peaks.
 
     Attributes:
-        name: what is summed up.
+        name: name of the group of graphs.
         graphs: positions in ``PageData.graphs``.
-        measured_us: the sum of medians; None unless all of them were measured.
+        measured_us: sum of the medians; None unless all graphs were measured.
     """
 
     name: str
@@ -63,7 +63,7 @@ class SummaryData(TypedDict):
 
 
 class ParamData(TypedDict):
-    """A parameter; ``used``: the first step that uses it gathered, if there is one."""
+    """A parameter; ``used`` is the first step that uses it unsharded, or None."""
 
     name: str
     shape: list[int]
@@ -72,7 +72,7 @@ class ParamData(TypedDict):
 
 
 class StepsData(TypedDict):
-    """The steps of a graph: by column, since there may be thousands."""
+    """The steps of a graph, stored by column because there may be thousands."""
 
     name: list[str]
     start_us: list[float]
@@ -80,14 +80,15 @@ class StepsData(TypedDict):
 
 
 class BucketData(TypedDict):
-    """A bucket in launch order.
+    """A bucket, in launch order.
 
     Attributes:
         params: positions in ``GraphData.params``.
         lane: one of ``GraphData.lanes``.
-        copy_in, copy_out: start and duration, on the compute lane.
-        reason: why it is exposed; None if it is not.
-        launch, wait: numbers of the steps in front of which they are; the number of steps: the end.
+        copy_in, copy_out: start and duration on the compute lane.
+        reason: why the bucket is exposed; None if it is not.
+        launch, wait: steps before which it is launched and waited for; the number of steps stands
+            for the end of the graph.
     """
 
     kind: str
@@ -108,24 +109,24 @@ class BucketData(TypedDict):
 
 
 class BytesData(TypedDict):
-    """Bytes by step."""
+    """Bytes for each step."""
 
     name: str
     bytes: list[int]
 
 
 class LimitData(TypedDict):
-    """Bytes that a schedule had to keep below."""
+    """Upper limit on memory that a schedule had to respect."""
 
     name: str
     bytes: int
 
 
 class MemoryData(TypedDict):
-    """Memory over time; what is alive is the sum of the areas.
+    """Memory over time; the areas add up to the live memory.
 
     Attributes:
-        until_us: when each step ends; it begins where the one before ends.
+        until_us: end of each step; a step begins where the one before it ends.
     """
 
     until_us: list[float]
@@ -135,7 +136,7 @@ class MemoryData(TypedDict):
 
 
 class GraphData(TypedDict):
-    """A graph; ``source`` names its file, ``lanes`` are those that anything happens in."""
+    """A graph; ``source`` names its file, ``lanes`` are the lanes in use."""
 
     name: str
     source: str
@@ -154,7 +155,7 @@ class GraphData(TypedDict):
 
 
 class TableData(TypedDict):
-    """A table of texts; ``numbers`` are the columns that are numbers."""
+    """A table of strings; ``numbers`` are the numeric columns."""
 
     title: str
     headers: list[str]
@@ -163,7 +164,7 @@ class TableData(TypedDict):
 
 
 class BarData(TypedDict):
-    """A bar; ``text`` says what ``value`` is."""
+    """A bar; ``text`` is the label of ``value``."""
 
     name: str
     value: float
@@ -171,18 +172,18 @@ class BarData(TypedDict):
 
 
 class BarsData(TypedDict):
-    """Bars beside each other, from 0 to the longest."""
+    """A bar chart; its axis runs from 0 to the longest bar."""
 
     title: str
     bars: list[BarData]
 
 
 class PageData(TypedDict):
-    """Everything that a page shows; ``notes`` say what is missing in it, and why.
+    """Everything that a page shows; ``notes`` say what is missing, and why.
 
     Attributes:
-        charts: what stands before the tables.
-        tables: what is to be read before all graphs.
+        charts: bar charts, shown before the tables.
+        tables: tables, shown before the graphs.
     """
 
     title: str
@@ -194,9 +195,9 @@ class PageData(TypedDict):
 
 
 def page(data: PageData) -> str:
-    """Return the HTML file that shows ``data``.
+    """Return the HTML page that shows ``data``.
 
-    Names in it may be anything: the page makes text of them and never HTML.
+    Names in ``data`` may be any text: the page never interprets them as HTML.
     """
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     parts = {"title": html.escape(data["title"]), "data": text}
@@ -210,7 +211,7 @@ def page_data(
     tables: Sequence[TableData] = (),
     charts: Sequence[BarsData] = (),
 ) -> PageData:
-    """Return the document of some graphs, with sums over those of training and of inference."""
+    """Assemble a page's document, with sums over its training and its inference graphs."""
     summary = []
     for name, is_inference in (("training", False), ("inference", True)):
         members = [
@@ -250,10 +251,10 @@ def _summary(name: str, members: list[int], graphs: Sequence[GraphData]) -> Summ
 
 
 def graph_data(dump: Dump, source: str = "", measured: Measured | None = None) -> GraphData:
-    """Return what the page shows of one graph.
+    """Return a graph's data for the page.
 
     Args:
-        source: name of its file.
+        source: name of the dump file.
     """
     plan = dump.plan
     return GraphData(

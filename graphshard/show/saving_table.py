@@ -1,4 +1,4 @@
-"""Shows what ``SchedulePolicy(auto=True)`` has tried, as text."""
+"""Show what ``SchedulePolicy(auto=True)`` tried, as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..planning.saving import SavingChoice, TriedSaving
 
 
 def saving_table(choice: SavingChoice) -> str:
-    """Return a table of the ways, the one that was taken, and why the others were not."""
+    """Return a table of the candidates: the chosen one, and why the others were not chosen."""
     rows = tabulate(saving_rows(choice), headers="keys", disable_numparse=True)
     return "\n".join([saving_title(choice), "", rows, *choice.notes])
 
@@ -23,7 +23,7 @@ def saving_title(choice: SavingChoice) -> str:
 
 
 def saving_rows(choice: SavingChoice) -> list[dict[str, str]]:
-    """Return the rows of the table, each by the names of its columns."""
+    """Return the rows of the table, as dictionaries by column name."""
     best, stows = choice.best, any(tried.saving.stows for tried in choice.tried)
     rows = [_row(tried, best) for tried in choice.tried]
     if stows:

@@ -1,4 +1,4 @@
-"""A plan as text: totals, what is exposed and why, what travels together and when."""
+"""A plan as text: totals, exposed collectives with reasons, and the schedule of its buckets."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _KIND_ORDER = (
     *HOST_COPIES,
 )
 _FETCHES = (TransferKind.ALL_GATHER, TransferKind.COPY_TO_DEVICE)
-"""Kinds that compute waits for, and that an earlier launch would hide; later waits hide others."""
-NUM_EXPOSED = 10  # collectives that are listed with a reason
-NUM_BUCKETS = 24  # more than so many are not all listed
+"""Kinds that an earlier launch would hide; the others are hidden by a later wait."""
+NUM_EXPOSED = 10  # most collectives listed with a reason
+NUM_BUCKETS = 24  # most buckets listed unless all are requested
 
 
 def summary(dumps: Sequence[Dump], *, all_buckets: bool = False) -> str:
-    """Return the tables of several graphs; ``all_buckets`` as of ``table``."""
+    """Return the tables of several graphs; ``all_buckets`` as in ``table``."""
     if not dumps:
         return "no graph with collectives was compiled yet"
     return "\n\n\n".join(table(dump, all_buckets=all_buckets) for dump in dumps)
@@ -77,7 +77,7 @@ class _KindRow(NamedTuple):
 
 
 def _kinds_table(dump: Dump) -> str:
-    """Return a table of the kinds of collectives, with the counts before and after bucketing."""
+    """Return a table of the kinds of collectives, with counts before and after bucketing."""
     plan, rows = dump.plan, []
     for kind in _KIND_ORDER:
         positions = [i for i, bucket in enumerate(plan.buckets) if bucket.kind == kind]
@@ -96,7 +96,7 @@ def _kinds_table(dump: Dump) -> str:
 
 
 def _dtypes(dump: Dump, positions: Sequence[int]) -> str:
-    """Return the dtypes that buckets have on the wire."""
+    """Return the wire dtypes of several buckets."""
     plan = dump.plan
     dtypes = (plan.wire_dtypes(plan.buckets[i]) for i in positions)
     return ", ".join(dict.fromkeys(itertools.chain.from_iterable(dtypes)))
@@ -132,15 +132,15 @@ def _exposed(totals: Totals) -> str:
 
 
 def _hidden(dump: Dump, busy_us: float, counts: Sequence[bool]) -> str:
-    """Return how long lanes are busy, in ms, and which part of it hides behind compute.
+    """Return the busy time of lanes in ms, and the fraction of it that is hidden.
 
     Args:
-        counts: by bucket, whether it is one of those lanes.
+        counts: for each bucket, whether it uses one of the lanes.
     """
     if not busy_us:
         return f"{busy_us:.3f}"
     exposed_us = sum(us for us, counted in zip(dump.timeline.exposed_us, counts) if counted)
-    fraction = max(0.0, 1 - exposed_us / busy_us)  # -0% by rounding
+    fraction = max(0.0, 1 - exposed_us / busy_us)  # rounding could give -0%
     return f"{busy_us / 1e3:.3f}, {fraction:.0%} of it hidden"
 
 
@@ -150,12 +150,12 @@ def _kept_params(dump: Dump) -> str:
 
 
 def _dtype_reasons(dump: Dump) -> str:
-    """Return why parameters do not travel in a smaller dtype, a line for each."""
+    """Return a line for each parameter that cannot use a smaller wire dtype, with the reason."""
     return "\n".join(f"{param_name(dump.plan.params[i])} {why}" for i, why in dump.plan.reasons)
 
 
 def _regions(dump: Dump) -> str:
-    """Return what was compiled once for layers that are alike."""
+    """Return how many repeated layers share compiled code."""
     regions = dump.plan.regions
     if not regions.num_calls:
         return ""
@@ -171,7 +171,7 @@ def _size(num_bytes: float) -> str:
 
 
 def is_notable(exposed_us: float) -> bool:
-    """Return whether a time would not show as 0.000 ms."""
+    """Return whether a time would show as more than 0.000 ms."""
     return exposed_us >= 0.5
 
 
@@ -184,7 +184,7 @@ class _ExposedRow(NamedTuple):
 
 
 def _exposed_table(dump: Dump) -> str:
-    """Return a table of the most exposed collectives, without those that are not notable."""
+    """Return a table of the most exposed collectives, omitting times that are not notable."""
     exposed_us = dump.timeline.exposed_us
     worst = sorted(range(len(exposed_us)), key=lambda i: -exposed_us[i])[:NUM_EXPOSED]
     rows = [
@@ -213,7 +213,7 @@ _BUCKET_HEADERS = [
 
 
 class _BucketRow(NamedTuple):
-    """A bucket, or with None some buckets that are left out."""
+    """A bucket; a row with ``bucket=None`` stands for the buckets left out."""
 
     bucket: int | None
     kind: TransferKind | None
@@ -265,7 +265,7 @@ def _tabulate(rows: Sequence[tuple[object, ...]], headers: Sequence[str]) -> str
 
 
 def _collective_ms(dump: Dump, i: int) -> float:
-    """Return how long bucket ``i`` takes on its lane."""
+    """Return the time of bucket ``i`` on its lane."""
     return dump.slots[COLLECTIVE, i].duration_us / 1e3
 
 
@@ -290,7 +290,7 @@ def exposed_reason(dump: Dump, i: int) -> str:
 
 
 def _limit_in_the_way(dump: Dump, bucket: Bucket) -> str | None:
-    """Return the limit that keeps ``bucket`` from one more step in flight; None if none does."""
+    """Return the limit that stops ``bucket`` from staying in flight one step longer, if any."""
     problem, memory = dump.plan.problem, dump.free_memory
     taken = footprint(problem, bucket)
     if bucket.kind in _FETCHES:

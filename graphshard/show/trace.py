@@ -1,14 +1,14 @@
-"""The predicted timeline as a trace: ui.perfetto.dev and chrome://tracing open it.
+"""The predicted timeline as a trace for ui.perfetto.dev and chrome://tracing.
 
-One process with the lanes of ``simulate``. Arrows lead from where a collective is launched to the
-collective, and on to the first thing that needs its result; counters show what is in memory.
+The trace has one process with the lanes of ``simulate``. Arrows lead from the launch of a
+collective to the collective and on to the first use of its result; counters show memory.
 
     compute        [copy-in]──┐  [step 0: mm   ]         ┌─►[copy-out]─►[step 1: mm_1 ]
     communication             └─►[ncclDevKernel_AllGather]
 
-Kernels have a category, names and streams by which HolisticTraceAnalysis tells communication from
-compute (hta/utils/utils.py), so that its ``get_comm_comp_overlap`` gives the predicted overlap. The
-format: "Trace Event Format", by the Chrome team; times in microseconds.
+Kernels have the categories, names and streams that HolisticTraceAnalysis uses to separate
+communication from compute (hta/utils/utils.py), so its ``get_comm_comp_overlap`` returns the
+predicted overlap. Format: "Trace Event Format" by the Chrome team; times in microseconds.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .dump import Dump, param_name
 
 PREDICTED, MEASURED = "predicted", "measured"
 PID = 1 << 30
-"""Process of the predicted events; no process of a measured trace has this number."""
+"""Process of the predicted events; measured traces never use this number."""
 THREADS = {lane: number for number, lane in enumerate(LANES, 1)}
-"""By lane, its thread in the process, and its stream."""
-_MAX_BUCKETS = 1 << 20  # of a graph; arrows are numbered by run and bucket
+"""Thread of each lane in the process, and also the number of its stream."""
+_MAX_BUCKETS = 1 << 20  # per graph; arrow ids combine the number of a run and of a bucket
 
 _KERNEL_NAMES = {
     TransferKind.ALL_GATHER: "ncclDevKernel_AllGather",
@@ -39,7 +39,7 @@ _KERNEL_NAMES = {
 
 
 class TraceEvent(TypedDict, total=False):
-    """An event of a trace; ``ph``, its phase, says which of the keys it has."""
+    """An event of a trace; its phase ``ph`` determines which keys it has."""
 
     ph: Required[str]
     name: Required[str]
@@ -54,7 +54,7 @@ class TraceEvent(TypedDict, total=False):
 
 
 class Trace(TypedDict, total=False):
-    """The contents of a trace file."""
+    """Content of a trace file."""
 
     traceEvents: Required[list[TraceEvent]]
     displayTimeUnit: str
@@ -62,10 +62,9 @@ class Trace(TypedDict, total=False):
 
 
 class _Span(NamedTuple):
-    """When a slot is drawn, in whole nanoseconds.
+    """Start and end of a drawn slot, in whole nanoseconds, the resolution of viewers.
 
-    Viewers count in these. Both ends are rounded, so that what ends when another thing begins still
-    does.
+    Both ends are rounded, so a slot that ends where another begins still does after rounding.
     """
 
     begin_ns: int
@@ -73,12 +72,12 @@ class _Span(NamedTuple):
 
 
 def trace(dump: Dump) -> Trace:
-    """Return the contents of a trace file with the timeline of one graph."""
+    """Return the content of a trace file with the timeline of one graph."""
     title = f"{PREDICTED}: {dump.plan.graph} on {dump.hardware.name}"
     return {
         "traceEvents": [*process_events(title), *run_events(dump)],
         "displayTimeUnit": "ms",
-        "distributedInfo": {"rank": 0},  # HolisticTraceAnalysis asks for one
+        "distributedInfo": {"rank": 0},  # HolisticTraceAnalysis requires a rank
     }
 
 
@@ -102,9 +101,9 @@ def run_events(
     """Return the events of one run of the graph.
 
     Args:
-        start_us: when the run begins.
-        number: of the run in its file; it keeps the arrows of different runs apart.
-        streams: kernels say which stream they are on.
+        start_us: start of the run.
+        number: number of the run in its file, which keeps the arrows of different runs apart.
+        streams: whether kernels name their stream.
     """
     spans = {slot: _span(slot, start_us) for slot in dump.timeline.slots}
     drawn = {slot: span for slot, span in spans.items() if span.begin_ns < span.end_ns}
@@ -142,7 +141,7 @@ def _slice_name(dump: Dump, slot: Slot) -> str:
 
 
 def _slice_args(dump: Dump, slot: Slot) -> dict[str, object]:
-    """Return what a viewer shows of a slice that was clicked on."""
+    """Return the details that a viewer shows for a selected slice."""
     plan = dump.plan
     if slot.kind == STEP:
         params = [
@@ -168,7 +167,7 @@ def _slice_args(dump: Dump, slot: Slot) -> dict[str, object]:
 def _arrow(
     dump: Dump, index: int, drawn: Mapping[Slot, _Span], identity: int
 ) -> Iterator[TraceEvent]:
-    """Yield the arrow from a bucket's launch to its collective, its wait and its first use."""
+    """Yield the arrow from a bucket's launch through its collective and wait to its first use."""
     path = [slot for slot in _arrow_path(dump, index, drawn) if slot in drawn]
     if len(path) < 2:
         return
@@ -187,10 +186,10 @@ def _arrow(
 
 
 def _arrow_path(dump: Dump, index: int, drawn: Mapping[Slot, _Span]) -> list[Slot]:
-    """Return the slots that the arrow of a bucket leads through.
+    """Return the slots that the arrow of a bucket passes through.
 
-    Where no copy-in is drawn, the arrow begins at the slot before it; where no copy-out is drawn,
-    the slot behind stands for the wait.
+    If no copy-in is drawn, the arrow begins at the slot before it; if no copy-out is drawn, the
+    next slot stands for the wait.
     """
     bucket, problem = dump.plan.buckets[index], dump.plan.problem
     launched_us = dump.slots[COPY_IN, index].end_us
@@ -202,7 +201,7 @@ def _arrow_path(dump: Dump, index: int, drawn: Mapping[Slot, _Span]) -> list[Slo
 
 
 def _memory_counters(dump: Dump, spans: Mapping[Slot, _Span]) -> Iterator[TraceEvent]:
-    """Yield the memory in use at the start of every step."""
+    """Yield the memory in use at the start of each step."""
     timeline = dump.timeline
     for step, sizes in enumerate(zip(timeline.alive_bytes, timeline.in_flight_bytes)):
         ts = spans[dump.slots[STEP, step]].begin_ns / 1e3

@@ -1,9 +1,9 @@
-"""A checkpoint of ``torch.distributed.checkpoint`` (DCP), read as a file of a stranger.
+"""Read a checkpoint of ``torch.distributed.checkpoint`` (DCP) from an untrusted source.
 
-Its metadata is a pickle; here it may build metadata and call nothing. What it then says is checked,
-before any tensor is made: that every tensor consists of its chunks, none of which overlap, and that
-each chunk is somewhere in a file of the folder, and as large there as it has to be. All else in
-such a checkpoint is read by ``torch.load(weights_only=True)``.
+The metadata is a pickle; unpickling may build metadata objects but call nothing. The metadata is
+checked before any tensor is created: each tensor must consist of its chunks, chunks must not
+overlap, and each chunk must lie in a file of the folder with all its bytes. Everything else in the
+checkpoint is read by ``torch.load(weights_only=True)``.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from .._torch.checkpoint import StorageInfo, read_metadata
 from .._torch.nn import unflatten_state_dict
 
 BATCH_BYTES = 1 << 30
-"""Bytes of tensors that are in memory at a time, unless one tensor alone has more."""
+"""Bytes of tensors held in memory at a time, unless a single tensor is larger."""
 
 
 @contextlib.contextmanager
 def reading(source: Path) -> Iterator[None]:
-    """Name ``source`` in whatever is raised while it is read.
+    """Raise every error as a ValueError that names ``source``.
 
     Raises:
-        ValueError: instead of every other error; torch raises many kinds for a damaged file.
+        ValueError: any error occurred; torch raises many kinds for a damaged file.
     """
     try:
         yield
@@ -48,14 +48,14 @@ def reading(source: Path) -> Iterator[None]:
 
 
 def without_prefix(names: Iterable[str], prefix: str | None, source: Path) -> dict[str, str]:
-    """Map names to themselves without ``prefix``, where they begin with it.
+    """Return a map from each name to the name without ``prefix``, if it has it.
 
     Args:
-        prefix: the name of a module, with or without the dot that follows; None: nothing.
-        source: what has the names, for errors.
+        prefix: name of a module, with or without the trailing dot; None: change nothing.
+        source: file or folder that contains the names, for error messages.
 
     Raises:
-        ValueError: no name begins with it, or two are equal without it.
+        ValueError: no name has the prefix, or two names are equal without it.
     """
     names = list(names)
     if not prefix:
@@ -72,28 +72,30 @@ def without_prefix(names: Iterable[str], prefix: str | None, source: Path) -> di
 
 
 def require(holds: bool, what: str) -> None:
-    """
+    """Raise an error unless a condition holds.
+
     Raises:
-        ValueError: ``what`` is wrong, as it does not hold.
+        ValueError: ``holds`` is false; ``what`` is the message.
     """
     if not holds:
         raise ValueError(what)
 
 
 class Checkpoint:
-    """A checkpoint, by the flat names that DCP gives to the values of a state dict.
+    """A checkpoint, with values under the flat names that DCP gives them.
 
     Args:
-        key: leaves out all that is not under this key; None: nothing.
-        prefix: removed from the names under the key; see :func:`without_prefix`.
+        folder: folder of the checkpoint.
+        key: read only what is under this key; None: everything.
+        prefix: prefix to remove from the names under the key; see :func:`without_prefix`.
 
     Attributes:
-        tensors: size and dtype of every tensor, by flat name.
+        tensors: size and dtype of each tensor, by flat name.
         others: flat names of all other values.
 
     Raises:
-        ValueError: ``folder`` is no checkpoint, or a damaged one, has nothing under ``key``, or no
-            name with ``prefix``.
+        ValueError: ``folder`` is not a checkpoint or is damaged, has nothing under ``key``, or has
+            no name with ``prefix``.
     """
 
     def __init__(self, folder: Path, key: str | None, prefix: str | None = None) -> None:
@@ -114,24 +116,24 @@ class Checkpoint:
             if isinstance(entry := entries[name], TensorStorageMetadata)
         }
         self.others = [name for name in chosen if name not in self.tensors]
-        # Each name once, in their order: a dictionary under the key has several flat names.
+        # Deduplicated, in order: a dictionary under the key has several flat names.
         self._names = {str(self._own_path(name)[0]): None for name in chosen}
         self._new_names = without_prefix(self._names, prefix, folder)
 
     def _own_path(self, name: str) -> tuple[object, ...]:
-        """Return the path of a value without the key; that of the key's own value is the key."""
+        """Return the path of a value below the key, or the key itself for the key's own value."""
         path = self._paths[name]
         return path[1:] or path if self._key else path
 
     def short_name(self, name: str) -> str:
-        """Return a flat name without the key, and without the prefix."""
+        """Return a flat name without the key and the prefix."""
         short = name.removeprefix(f"{self._key}.") if self._key else name
         first = str(self._own_path(name)[0])
-        # A stranger's flat name need not begin as its path does.
+        # In an untrusted checkpoint, a flat name may begin differently from its path.
         return self._new_names[first] + short[len(first) :] if short.startswith(first) else short
 
     def nested(self, flat: Mapping[str, object]) -> object:
-        """Return the state dict that was saved, made from its values by flat name."""
+        """Rebuild the saved state dict from its values by flat name."""
         with reading(self._folder):
             state = unflatten_state_dict(dict(flat), {name: self._paths[name] for name in flat})
             state = state[self._key] if self._key else state
@@ -140,7 +142,7 @@ class Checkpoint:
             return {self._new_names.get(name, name): value for name, value in state.items()}
 
     def load_others(self) -> dict[str, object]:
-        """Return all values that are no tensors, by flat name."""
+        """Return all values that are not tensors, by flat name."""
         with reading(self._folder):
             return {name: self._load_value(name) for name in self.others}
 
@@ -159,7 +161,7 @@ class Checkpoint:
             ) from error
 
     def load_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield flat name and tensor, in the order of ``tensors``, ``BATCH_BYTES`` at a time."""
+        """Yield flat names and tensors, in the order of ``tensors``, ``BATCH_BYTES`` at a time."""
         batch: dict[str, torch.Tensor] = {}
         for name, entry in self.tensors.items():
             with reading(self._folder):
@@ -178,7 +180,7 @@ class Checkpoint:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads a checkpoint whose metadata were read already."""
+    """Reads a checkpoint whose metadata was read and checked already."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -189,7 +191,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 def _checked(metadata: object, folder: Path) -> Metadata:
-    """Return metadata that agree with each other and with the files of ``folder``."""
+    """Check that metadata is consistent and matches the files in ``folder``; return it."""
     require(isinstance(metadata, Metadata), "its .metadata are none of a checkpoint")
     assert isinstance(metadata, Metadata)
     entries, paths, stored = (
@@ -215,17 +217,17 @@ def _checked(metadata: object, folder: Path) -> Metadata:
 
 
 def _check_path(name: str, path: object, num_entries: int) -> None:
-    """Check where ``name`` is in the nested state dict: keys, and indices of lists."""
+    """Check the path of ``name`` in the nested state dict: keys, and indices of lists."""
     require(isinstance(path, tuple) and len(path) > 0, f"{name!r} has the path {path!r}")
     assert isinstance(path, tuple)
     for part in path:
         if not isinstance(part, str):
-            # A list is made as long as its largest index asks for.
+            # A list grows to its largest index, so bound the index.
             require(_is_size(part) and part < num_entries, f"{name!r} has the path {path!r}")
 
 
 def _check_one_each(paths: Sequence[tuple[object, ...]]) -> None:
-    """Check that no value has another's place in the state dict, or is inside of it."""
+    """Check that no value has the same path as another, or lies inside another."""
     taken = set(paths)
     require(len(taken) == len(paths), "two values have one path")
     for path in paths:
@@ -236,7 +238,7 @@ def _check_one_each(paths: Sequence[tuple[object, ...]]) -> None:
 def _check_tensor(
     name: str, entry: TensorStorageMetadata, stored: Mapping[object, StorageInfo]
 ) -> None:
-    """Check that a tensor is what its chunks cover, and that files have these."""
+    """Check that a tensor's chunks cover it and are stored in files."""
     dtype, size = entry.properties.dtype, entry.size
     require(isinstance(dtype, torch.dtype) and _is_shape(size), f"{name!r} is {dtype} {size}")
     require(isinstance(entry.chunks, list), f"{name!r} has no chunks")
@@ -269,7 +271,7 @@ def _is_shape(value: object) -> bool:
 
 
 def _is_inside(chunk: ChunkStorageMetadata, size: Sequence[int]) -> bool:
-    """Return whether offsets and sizes are those of a part of a tensor of ``size``."""
+    """Return whether a chunk is valid and lies inside a tensor of ``size``."""
     if not (_is_shape(chunk.offsets) and _is_shape(chunk.sizes)):
         return False
     if not len(chunk.offsets) == len(chunk.sizes) == len(size):
@@ -278,12 +280,12 @@ def _is_inside(chunk: ChunkStorageMetadata, size: Sequence[int]) -> bool:
 
 
 def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Return whether two of the chunks have an element in common."""
+    """Return whether any two chunks share an element."""
     full = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     full.sort(key=lambda chunk: chunk.offsets)
     open_chunks: list[ChunkStorageMetadata] = []
     for chunk in full:
-        # Those that begin at earlier rows, and reach into this one's.
+        # Earlier chunks that reach into the rows of this one.
         open_chunks = [
             other
             for other in open_chunks
@@ -303,7 +305,7 @@ def _meet(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
 
 
 def _check_places(stored: Mapping[object, object], folder: Path) -> None:
-    """Check that every value has bytes of its own in a file of ``folder``."""
+    """Check that each value has its own bytes in a file of ``folder``."""
     places: list[tuple[str, int, int]] = []
     for index, info in stored.items():
         require(

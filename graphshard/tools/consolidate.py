@@ -1,13 +1,15 @@
-"""``python -m graphshard consolidate``: turn a checkpoint of ``torch.distributed.checkpoint`` (DCP)
-into one file, or such a file into a checkpoint.
+"""The command ``python -m graphshard consolidate``: convert a checkpoint to one file, or back.
 
-    consolidate DIR OUT.pt            torch.load(OUT.pt) is the state dict that was saved, unsharded
-    consolidate DIR OUT.safetensors   tensors alone, by the names that DCP gave them
-    consolidate FILE DIR              a checkpoint that any number of ranks loads
+A checkpoint is a folder that ``torch.distributed.checkpoint`` (DCP) wrote.
 
-Tensors are read a gigabyte at a time, whatever the size of the checkpoint, and go to a file beside
-the target, which gets its name when it is whole. One process does it, without a process group.
-No code that a file brings along is run, and a damaged file is an error that names it.
+    consolidate DIR OUT.pt            torch.load(OUT.pt) is the saved state dict, unsharded
+    consolidate DIR OUT.safetensors   tensors only, under the names that DCP gave them
+    consolidate FILE DIR              a checkpoint that any number of ranks can load
+
+Tensors are read one gigabyte at a time, whatever the size of the checkpoint. They are written to a
+scratch file next to the target, which is renamed once it is complete. One process does it all,
+without a process group. No code contained in a file is run; a damaged file raises an error that
+names it.
 """
 
 from __future__ import annotations
@@ -32,17 +34,17 @@ def consolidate(
     *,
     strip_prefix: str | None = None,
 ) -> None:
-    """Write the checkpoint ``source`` as the file ``target``, or such a file as a checkpoint.
+    """Convert the checkpoint ``source`` to the file ``target``, or a file to a checkpoint.
 
     Args:
-        source: the folder of a checkpoint, or a file: .pt, .pth or .safetensors.
-        target: a file with one of these suffixes, or a folder.
-        key: write only what the state dict has under this key, such as "model"; None: everything.
-        strip_prefix: remove this prefix, such as "model.", from the names that have it.
+        source: folder of a checkpoint, or a .pt, .pth or .safetensors file.
+        target: file with one of these suffixes, or a folder.
+        key: write only what the state dict holds under this key, such as "model"; None: everything.
+        strip_prefix: prefix to remove from the names that have it, such as "model.".
 
     Raises:
-        ValueError: ``source`` does not exist, ``target`` does, or it cannot hold the contents; no
-            name has the prefix, or two are equal without it.
+        ValueError: ``source`` does not exist, ``target`` exists or cannot hold the content, no name
+            has the prefix, or two names are equal without it.
     """
     source, target = Path(source), Path(target)
     if target.exists():
@@ -57,20 +59,20 @@ def consolidate(
         state = _under(state, key, source) if key else state
         new_names = without_prefix(state, strip_prefix, source)
         state = {new_names[name]: value for name, value in state.items()}
-        with _new(target) as scratch, reading(source):  # what is mapped is read now
+        with _new(target) as scratch, reading(source):  # saving reads the mapped tensors
             dcp.save(state, checkpoint_id=scratch, no_dist=True)
     else:
         raise ValueError(f"{source}: there is no such checkpoint or file")
 
 
 def _new(target: Path) -> AbstractContextManager[Path]:
-    """Make the folder of ``target``, and return the scratch path for :func:`whole`."""
+    """Create the parent folder of ``target`` and return the scratch path of :func:`whole`."""
     target.parent.mkdir(parents=True, exist_ok=True)
     return whole(target)
 
 
 def _writer(target: Path) -> Callable[[Checkpoint, Path], None]:
-    """Return the function that writes a file with the suffix of ``target``."""
+    """Return the function that writes files with the suffix of ``target``."""
     writers = {".pt": _write_pt, ".pth": _write_pt, ".safetensors": write_safetensors}
     if target.suffix not in writers:
         raise ValueError(f"{target}: must end in one of {', '.join(writers)}")
@@ -78,7 +80,7 @@ def _writer(target: Path) -> Callable[[Checkpoint, Path], None]:
 
 
 def _write_pt(checkpoint: Checkpoint, path: Path) -> None:
-    """Write with ``torch.save``, which does not read mapped tensors into memory."""
+    """Write with ``torch.save``, which does not load mapped tensors into memory."""
     flat = checkpoint.load_others()
     for number, (name, tensor) in enumerate(checkpoint.load_tensors()):
         flat[name] = _mapped(tensor, path.with_name(f"{number}.bin"))
@@ -86,7 +88,7 @@ def _write_pt(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def _mapped(tensor: torch.Tensor, path: Path) -> torch.Tensor:
-    """Copy ``tensor`` to a new file, and return it mapped from there."""
+    """Copy ``tensor`` to a new file and return it memory-mapped."""
     if not tensor.numel():
         return tensor
     mapped = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype)
@@ -94,10 +96,10 @@ def _mapped(tensor: torch.Tensor, path: Path) -> torch.Tensor:
 
 
 def _read(path: Path) -> dict[str, object]:
-    """Return the state dict in a file, with its tensors mapped from there.
+    """Return the state dict in a file, with memory-mapped tensors.
 
     Raises:
-        ValueError: it is damaged, or holds something else.
+        ValueError: the file is damaged or holds something else.
     """
     with reading(path):
         if path.suffix == ".safetensors":
@@ -109,7 +111,7 @@ def _read(path: Path) -> dict[str, object]:
 
 
 def _under(state: Mapping[str, object], key: str, source: Path) -> dict[str, object]:
-    """Return the dict that ``state``, read from ``source``, has under ``key``."""
+    """Return the dictionary under ``key`` in ``state``, which was read from ``source``."""
     inner = state.get(key)
     if not isinstance(inner, dict):
         raise ValueError(
@@ -119,7 +121,7 @@ def _under(state: Mapping[str, object], key: str, source: Path) -> dict[str, obj
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command ``consolidate`` to those of ``python -m graphshard``."""
+    """Add the ``consolidate`` command to ``python -m graphshard``."""
     text = (
         "write a checkpoint of torch.distributed.checkpoint as one file, or such a file as a "
         "checkpoint"

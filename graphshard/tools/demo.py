@@ -1,10 +1,10 @@
-"""``python -m graphshard demo``: train one small GPT in three ways, side by side, and compare them.
+"""The command ``python -m graphshard demo``: compare graphshard, DDP and FSDP2 on a small GPT.
 
     python -m graphshard demo ──► torchrun ──► python -m graphshard.tools.demo, once per rank
                                                step k: graphshard, DDP, FSDP2, in turn
 
 All three start from the same parameters and see the same batches. Each step of each is timed
-between barriers. All numbers of the table at the end are measured in that run.
+between barriers. All numbers in the final table are measured in that run.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from .demo_training import (
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command ``demo`` to those of ``python -m graphshard``."""
+    """Add the ``demo`` command to ``python -m graphshard``."""
     text = "train a small GPT with graphshard, DDP and FSDP2 in turn, and compare the three"
     parser = commands.add_parser("demo", help=text, description=text)
     parser.add_argument(
@@ -81,7 +81,7 @@ def _default_steps() -> str:
 
 
 def _at_least(least: int) -> Callable[[str], int]:
-    """Return a parser of arguments that are whole numbers from ``least`` up."""
+    """Return a parser for arguments that must be integers of at least ``least``."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -95,7 +95,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     """Fill in defaults.
 
     Raises:
-        argparse.ArgumentTypeError: there are fewer GPUs than ranks, or no chart can be written.
+        argparse.ArgumentTypeError: there are fewer GPUs than ranks, or the chart cannot be written.
     """
     gpus = torch.cuda.device_count()
     device = args.device or ("cuda" if gpus else "cpu")
@@ -119,7 +119,7 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Start the ranks by torchrun, wait for them, and return the exit status."""
+    """Start the ranks with torchrun, wait for them, and return the exit status."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -143,7 +143,7 @@ def launch(args: argparse.Namespace) -> int:
 
 
 class Progress:
-    """Output of rank 0 during the training: one line that is rewritten, or a line now and then."""
+    """Progress output of rank 0: one line rewritten on a terminal, occasional lines elsewhere."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -156,7 +156,7 @@ class Progress:
             print(text, flush=True)
 
     def print_step(self, training: Training) -> None:
-        """Print the step, its loss, and the speed of ``training`` in the last few steps."""
+        """Print the latest step, its loss, and the recent speed of ``training``."""
         step, steps = len(training.losses), self._settings.num_steps
         rate = tokens_per_second(self._settings, training.seconds[1:][-NUM_FINAL_STEPS:])
         text = f"step {step}/{steps}  loss {training.losses[-1]:.4f}  {rate} tokens/s"
@@ -171,7 +171,7 @@ class Progress:
 
 
 def _join_group(settings: Settings) -> torch.device:
-    """Join the process group, and return the device of this rank."""
+    """Join the process group and return the device of this rank."""
     if settings.device == "cpu":
         dist.init_process_group("gloo")
         return torch.device("cpu")
@@ -184,7 +184,7 @@ def _join_group(settings: Settings) -> torch.device:
 def _train(
     trainings: list[Training], settings: Settings, data: Iterator[torch.Tensor], progress: Progress
 ) -> None:
-    """Train all, step by step, on the same batches of ``data``."""
+    """Run all trainings step by step, on the same batches of ``data``."""
     for step in range(settings.num_steps):
         batch = next(data)
         for training in trainings:
@@ -205,7 +205,7 @@ class _Step(NamedTuple):
 
 
 def _timed_step(training: Training, batch: torch.Tensor) -> _Step:
-    """Train one step, which all ranks start together."""
+    """Train one step, started on all ranks at the same time."""
     dist.barrier()
     _synchronize(batch.device)
     start = time.perf_counter()
@@ -220,7 +220,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def run_rank(settings: Settings) -> None:
-    """Train and compare. Every rank runs this, and rank 0 prints."""
+    """Train and compare; runs on every rank, prints on rank 0."""
     device = _join_group(settings)
     mesh = init_device_mesh(device.type, (settings.num_ranks,))
     sharding = backend(mesh, compiler=settings.compiler)
@@ -254,5 +254,5 @@ def run_rank(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # torchrun passes Ctrl-C on; it is not an error
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # torchrun forwards Ctrl-C: end without traceback
     run_rank(Settings(**json.loads(sys.argv[1])))

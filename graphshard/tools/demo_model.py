@@ -1,7 +1,6 @@
-"""The demo's model and data: a byte-level GPT, and the sources of Python's standard library.
+"""The demo's model and data: a byte-level GPT and the sources of Python's standard library.
 
-Nothing in this module knows of shards or ranks: the same model runs under graphshard, DDP and
-FSDP2.
+The model knows nothing about sharding: the same code runs under graphshard, DDP and FSDP2.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ TEXT_BYTES = 4_000_000
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of the model and of its training.
+    """Sizes of the model and its training.
 
     Attributes:
-        context: tokens in a sequence.
-        batch: sequences in the batch of one rank.
-        steps: how many steps are trained by default.
+        context: tokens per sequence.
+        batch: sequences per batch of one rank.
+        steps: default number of training steps.
     """
 
     layers: int
@@ -40,7 +39,7 @@ class Size:
 
     @property
     def tokens(self) -> int:
-        """Tokens that one rank trains on in one step."""
+        """Number of tokens that one rank trains on in one step."""
         return self.batch * self.context
 
 
@@ -48,7 +47,7 @@ SIZES = {
     "cpu": Size(layers=4, heads=4, dim=256, context=128, batch=8, steps=60),
     "cuda": Size(layers=12, heads=12, dim=768, context=512, batch=8, steps=200),
 }
-"""By type of device. On CPUs the whole demo has to end within a few minutes."""
+"""Sizes by device type. On a CPU, the whole demo has to finish within a few minutes."""
 
 
 class Attention(nn.Module):
@@ -87,7 +86,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT over bytes that returns its loss. The output layer is the token embedding."""
+    """A byte-level GPT that returns its loss; the output layer shares the embedding's weight."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -114,7 +113,7 @@ class GPT(nn.Module):
 
 
 def _init(name: str, param: nn.Parameter, layers: int) -> None:
-    """Initialise as GPT-2: normal weights, smaller where they add to the residual stream."""
+    """Initialise like GPT-2: normal weights, smaller where they add to the residual stream."""
     if name.endswith(("out.weight", "down.weight")):
         nn.init.normal_(param, std=0.02 / math.sqrt(2 * layers))
     elif param.dim() == 2:
@@ -124,10 +123,10 @@ def _init(name: str, param: nn.Parameter, layers: int) -> None:
 
 
 def load_text(num_bytes: int = TEXT_BYTES) -> torch.Tensor:
-    """Return the first bytes of the standard library's modules, in order of their names.
+    """Return the first bytes of the standard library's modules, sorted by name.
 
     Raises:
-        RuntimeError: this installation of Python has no sources.
+        RuntimeError: this Python installation has no sources.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
@@ -144,7 +143,7 @@ def load_text(num_bytes: int = TEXT_BYTES) -> torch.Tensor:
 
 
 def batches(text: torch.Tensor, size: Size, seed: int) -> Iterator[torch.Tensor]:
-    """Yield batches of random stretches of ``text``, ``[batch, context + 1]``, without end."""
+    """Yield random batches of ``text``, ``[batch, context + 1]``, endlessly."""
     rng = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(text) - size.context, (size.batch,), generator=rng)

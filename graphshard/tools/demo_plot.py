@@ -1,4 +1,4 @@
-"""The demo's chart: loss curves, and bars of speed and memory, a colour for each training."""
+"""The demo's chart: loss curves, and bars for speed and memory, one colour per training."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .demo_training import HeldMemory, Settings, Training
 
 
 def check_plot(path: Path) -> None:
-    """Refuse a chart that could not be written, before anything is trained.
+    """Raise if the chart could not be written, before anything is trained.
 
     Raises:
-        ValueError: matplotlib is not installed, there is no such folder, or the name ends in no
+        ValueError: matplotlib is not installed, the folder does not exist, or the suffix is not a
             format that matplotlib writes.
     """
     try:
@@ -35,7 +35,7 @@ def plot(
     """Write the chart.
 
     Args:
-        held: the memory of each training.
+        held: memory of each training.
     """
     from matplotlib.figure import Figure
 
@@ -43,7 +43,7 @@ def plot(
     curves, speeds, memory = figure.subplots(1, 3)
     names = [training.name for training in trainings]
     colors = [f"C{index}" for index in range(len(names))]
-    # Curves that agree lie on each other: the first is drawn broad, those over it thinner.
+    # Equal curves cover each other: draw the first one wide, later ones thinner on top.
     for training, color, width in zip(trainings, colors, (6, 3, 1)):
         steps = range(1, len(training.losses) + 1)
         curves.plot(steps, training.losses, color=color, linewidth=width, label=training.name)

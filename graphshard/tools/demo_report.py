@@ -1,4 +1,4 @@
-"""The output of the demo: the machine, a table of its trainings, the collectives."""
+"""The demo's output: the machine, a table of its trainings, the collectives, and explanations."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .demo_model import GPT
 from .demo_training import HeldMemory, Settings, Training, gather
 
 NUM_FINAL_STEPS = 10
-"""The final loss is the mean of so many steps."""
+"""Number of last steps over which the final loss is averaged."""
 
 
 def rate(settings: Settings, seconds: Sequence[float]) -> float:
-    """Return the tokens a second of all ranks together, the median over steps."""
+    """Return the throughput of all ranks in tokens/s, as the median over steps."""
     return settings.num_ranks * settings.size.tokens / statistics.median(seconds)
 
 
 def tokens_per_second(settings: Settings, seconds: Sequence[float]) -> str:
-    """Return :func:`rate` as text; a dash where there is no step."""
+    """Return :func:`rate` as text, or a dash if there are no steps."""
     return f"{rate(settings, seconds):,.0f}" if seconds else "–"
 
 
@@ -33,7 +33,7 @@ def name_ranks(settings: Settings) -> str:
 
 
 def headline(settings: Settings, model: GPT, text: torch.Tensor) -> str:
-    """Describe the machine, the model and the batches."""
+    """Describe the machine, the model and the data."""
     ranks = name_ranks(settings)
     if settings.device == "cuda":
         machine = f"{ranks} over NCCL on {torch.cuda.get_device_name()}"
@@ -52,10 +52,10 @@ def headline(settings: Settings, model: GPT, text: torch.Tensor) -> str:
 def comparison(
     trainings: Sequence[Training], held: Sequence[HeldMemory], settings: Settings
 ) -> str:
-    """Return the table: a row for each measurement, a column for each training.
+    """Return a table with a row for each measurement and a column for each training.
 
     Args:
-        held: the memory of each training.
+        held: memory of each training.
     """
     first, last = settings.num_untimed, min(NUM_FINAL_STEPS, settings.num_steps)
     rows = [
@@ -82,13 +82,13 @@ def comparison(
 
 
 def largest(held: HeldMemory) -> HeldMemory:
-    """Return for each kind of tensor the bytes of the rank that holds most."""
+    """Return, for each kind of tensor, the bytes on the rank that holds the most."""
     device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
     return HeldMemory(*gather(held, device).max(dim=0).values.tolist())
 
 
 def collectives(sharding: Backend) -> str:
-    """Return the table of what graphshard's graphs send in every step."""
+    """Return a table of the collectives in each step of graphshard's graphs."""
     rows = []
     for plan in sharding.plans:
         for kind in (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER, TransferKind.ALL_REDUCE):
@@ -116,7 +116,7 @@ With aot_eager the eager kernels run, between the same kinds of collectives: not
 
 
 def explain_speed(trainings: Sequence[Training], settings: Settings) -> str:
-    """Say how fast graphshard was beside the others in this run, and why one is slower."""
+    """Compare graphshard's speed in this run with the others', and explain the differences."""
     ours, *rates = (rate(settings, t.seconds[settings.num_untimed :]) for t in trainings)
     others = [f"{ours / r:.2f} times those of {t.name}" for r, t in zip(rates, trainings[1:])]
     lines = [f"Why? graphshard's tokens/s are {', and '.join(others)}."]
@@ -143,12 +143,12 @@ _WORDS = (
 
 
 def explain_words() -> str:
-    """Return the words of the tables, each with its meaning."""
+    """Return a glossary of the terms in the tables."""
     return "Words\n" + tabulate(_WORDS, tablefmt="plain")
 
 
 def next_steps(settings: Settings) -> str:
-    """Return what to try next, each with its command."""
+    """Return suggestions for what to try next, each with its command."""
     command = "python -m graphshard demo"
     rows = [
         ("train a model of yours", 'the script in README.md, "Use"'),

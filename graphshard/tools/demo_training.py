@@ -1,5 +1,4 @@
-"""The demo's three trainings: the same GPT and AdamW under graphshard, DDP and FSDP2; and their
-settings."""
+"""The demo's trainings: the same GPT and AdamW under graphshard, DDP and FSDP2."""
 
 from __future__ import annotations
 
@@ -22,22 +21,22 @@ from .demo_model import GPT, SIZES, Size
 SEED = 0
 LEARNING_RATE = 1e-3
 RAMP_STEPS = 20
-"""Steps in which the learning rate rises; without a ramp the loss is unsteady at first."""
+"""Number of warmup steps of the learning rate; without warmup the loss is unsteady at first."""
 
 
 NUM_UNTIMED_STEPS = 10
-"""First steps that no median counts."""
+"""Number of first steps left out of medians."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of the command, checked and with defaults filled in, for every rank.
+    """The validated arguments of the command, with defaults filled in; equal on all ranks.
 
     Attributes:
         device: "cpu" or "cuda".
-        num_steps: steps of each training.
-        compiler: the option of ``backend``.
-        plot: the file of a chart, or None.
+        num_steps: number of steps of each training.
+        compiler: ``compiler`` argument of ``backend``.
+        plot: path of the chart, or None.
     """
 
     device: str
@@ -48,17 +47,17 @@ class Settings:
 
     @property
     def size(self) -> Size:
-        """Sizes of model and batch on this device."""
+        """Sizes of the model and batch on this device."""
         return SIZES[self.device]
 
     @property
     def num_untimed(self) -> int:
-        """First steps that no median counts; no more than half of all."""
+        """Number of first steps left out of medians; at most half of all steps."""
         return min(NUM_UNTIMED_STEPS, self.num_steps // 2)
 
 
 class HeldMemory(NamedTuple):
-    """Memory of one rank's parameters, gradients and AdamW state; of its shards, if sharded."""
+    """Memory of one rank's parameters, gradients and AdamW state; shards only, if sharded."""
 
     params_bytes: float
     grads_bytes: float
@@ -67,12 +66,12 @@ class HeldMemory(NamedTuple):
 
 @dataclass(eq=False)
 class Training:
-    """One of the trainings that run side by side, and what was measured of it.
+    """One of the trainings that run side by side, with its measurements.
 
     Attributes:
-        schedule: of the learning rate.
-        losses: the loss of each step, the mean over the ranks.
-        seconds: the time of each step on the slowest rank.
+        schedule: learning-rate schedule.
+        losses: loss of each step, averaged over ranks.
+        seconds: time of each step on the slowest rank.
     """
 
     name: str
@@ -83,9 +82,9 @@ class Training:
     seconds: list[float] = field(default_factory=list)
 
     def step(self, batch: torch.Tensor) -> torch.Tensor:
-        """Train one step as a user's loop does, and return the loss.
+        """Run one step of a usual training loop and return the loss.
 
-        Gradients stay until the next step, for :meth:`held_memory`.
+        Gradients are kept until the next step, so :meth:`held_memory` can count them.
         """
         self.optimizer.zero_grad()
         loss = self.model(batch)
@@ -95,7 +94,7 @@ class Training:
         return loss.detach()
 
     def held_memory(self) -> HeldMemory:
-        """Return what this rank holds of parameters, gradients and optimizer state."""
+        """Return the memory of this rank's parameters, gradients and optimizer state."""
         params = list(self.model.parameters())
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         return HeldMemory(
@@ -105,12 +104,15 @@ class Training:
         )
 
     def largest_difference(self, other: Training) -> float:
-        """Return the largest difference between the losses of the same step."""
+        """Return the largest difference between the two losses of a step."""
         return max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))
 
 
 def _storage_bytes(values: Iterable[object]) -> int:
-    """Bytes of memory behind the tensors among ``values``, each block once; DTensors' shards."""
+    """Return the bytes of storage of all tensors in ``values``, counting each storage once.
+
+    For a DTensor, only the local shard counts.
+    """
     blocks: dict[int, int] = {}
     for value in values:
         local = value.to_local() if isinstance(value, DTensor) else value
@@ -121,33 +123,33 @@ def _storage_bytes(values: Iterable[object]) -> int:
 
 
 def new_model(size: Size, device: torch.device) -> GPT:
-    """Make the model. Every call on every rank gets the same parameters."""
+    """Create the model; every call on every rank returns the same parameters."""
     torch.manual_seed(SEED)
     return GPT(size).to(device)
 
 
 def new_training(name: str, model: nn.Module) -> Training:
-    """Return a training of ``model`` by AdamW with a ramp of the learning rate."""
+    """Create a training of ``model`` with AdamW and learning-rate warmup."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     ramp = LinearLR(optimizer, 1 / RAMP_STEPS, total_iters=RAMP_STEPS)
     return Training(name=name, model=model, optimizer=optimizer, schedule=ramp)
 
 
 def with_graphshard(model: nn.Module, sharding: Backend) -> Training:
-    """Return the training that ``sharding`` compiles and shards."""
+    """Create the training with graphshard; ``sharding`` compiles and shards the model."""
     compiled = torch.compile(model, backend=sharding)
     assert isinstance(compiled, nn.Module)
     return new_training("graphshard", compiled)
 
 
 def with_ddp(model: nn.Module, device: torch.device) -> Training:
-    """Return the training by eager DDP."""
+    """Create the training with eager DDP."""
     ids = None if device.index is None else [device.index]
     return new_training("DDP, eager", DistributedDataParallel(model, device_ids=ids))
 
 
 def with_fsdp2(model: GPT, mesh: DeviceMesh) -> Training:
-    """Return the training by eager FSDP2, with one unit for each block."""
+    """Create the training with eager FSDP2, one unit per block."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -155,7 +157,7 @@ def with_fsdp2(model: GPT, mesh: DeviceMesh) -> Training:
 
 
 def gather(values: Sequence[float], device: torch.device) -> torch.Tensor:
-    """Return the values of all ranks, ``[ranks, values]``, on the CPU."""
+    """Gather the values of all ranks, ``[ranks, values]``, on the CPU."""
     mine = torch.tensor(values, dtype=torch.float64, device=device)
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, mine)

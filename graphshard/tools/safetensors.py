@@ -1,4 +1,4 @@
-"""Files of the format safetensors: https://github.com/huggingface/safetensors.
+"""Read and write safetensors files: https://github.com/huggingface/safetensors.
 
 length of the header (8 bytes) | header (JSON) | bytes of all tensors
 """
@@ -31,15 +31,20 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The names that the format has for dtypes."""
+"""Names of dtypes in the format."""
 _MAX_HEADER = 100_000_000
-"""Bytes of a header; the format's own limit."""
+"""Largest header in bytes, as limited by the format."""
 _NOTES = "__metadata__"
-"""The entry of a header that is no tensor."""
+"""Name of the header entry that is not a tensor."""
 
 
 def write_safetensors(checkpoint: Checkpoint, path: Path) -> None:
-    """Write the length of a JSON header, the header, and the bytes of all tensors."""
+    """Write a checkpoint as a safetensors file.
+
+    Raises:
+        ValueError: the checkpoint has a value that is not a tensor, or a dtype or name that the
+            format does not support.
+    """
     if checkpoint.others:
         raise ValueError(
             f"a safetensors file holds tensors alone, and {checkpoint.others[0]!r} is none: choose "
@@ -50,12 +55,12 @@ def write_safetensors(checkpoint: Checkpoint, path: Path) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in checkpoint.load_tensors():
-            # numpy, which could lend its memory, need not be installed.
+            # Not through numpy, which need not be installed.
             file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 def _header(checkpoint: Checkpoint) -> dict[str, object]:
-    """Return dtype, shape and range of bytes of every tensor, by name."""
+    """Return dtype, shape and byte range of each tensor, by name."""
     header: dict[str, object] = {_NOTES: {"format": "pt"}}
     start = 0
     for name, entry in checkpoint.tensors.items():
@@ -76,7 +81,7 @@ def _header(checkpoint: Checkpoint) -> dict[str, object]:
 
 
 class Place(NamedTuple):
-    """A tensor, and the bytes behind the header that it has."""
+    """A tensor and its byte range, relative to the end of the header."""
 
     start: int
     stop: int
@@ -85,13 +90,14 @@ class Place(NamedTuple):
 
 
 class SafetensorsFile:
-    """A file whose header was read and checked; its tensors are read when they are asked for.
+    """A file with a checked header; tensors are read on demand.
 
     Attributes:
-        tensors: what its tensors are, by name.
+        tensors: places of the tensors, by name.
 
     Raises:
-        Exception: of any kind, if the file is damaged; a ``ValueError`` where its header is wrong.
+        ValueError: the header is invalid.
+        Exception: any other error that a damaged file may cause.
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,10 +113,10 @@ class SafetensorsFile:
         _check_ranges(self.tensors, size - self._begin)
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """Return a tensor, or some of its rows, in new memory of the host; nothing else is read.
+        """Read a tensor, or some of its rows, into new host memory; read nothing else.
 
         Args:
-            rows: of the first dim, with a step of 1; None: all of the tensor.
+            rows: slice of the first dim with a step of 1; None: the whole tensor.
 
         Raises:
             ValueError: the file has become shorter.
@@ -122,14 +128,15 @@ class SafetensorsFile:
             shape[0] = max(last - first, 0)
             start += first * math.prod(shape[1:]) * place.dtype.itemsize
         num_bytes = math.prod(shape) * place.dtype.itemsize
-        data = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")  # whatever the default is
+        # Explicitly on the CPU: the default device may be another.
+        data = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         with self._path.open("rb", buffering=0) as file:
             file.seek(start)
             _fill(file, data, self._path)
         return data.view(place.dtype).view(shape)
 
     def mapped(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and tensor, mapped from the file unless it is not aligned there."""
+        """Yield names and tensors, mapped from the file, or copied if misaligned in it."""
         size, begin = self._path.stat().st_size, self._begin
         data = torch.from_file(str(self._path), shared=False, size=size, dtype=torch.uint8)
         for name, place in self.tensors.items():
@@ -139,10 +146,10 @@ class SafetensorsFile:
 
 
 def _fill(file: FileIO, data: torch.Tensor, path: Path) -> None:
-    """Read bytes into memory; one call of the system returns at most 2 GB."""
+    """Fill ``data`` from ``file``; one system call reads at most 2 GB."""
     done = 0
     while done < data.numel():
-        # numpy, which could lend its memory, need not be installed.
+        # Not through numpy, which need not be installed.
         rest = (ctypes.c_char * (data.numel() - done)).from_address(data.data_ptr() + done)
         count = file.readinto(rest)
         require(bool(count), f"{path} ends early: it became shorter while it was read")
@@ -150,14 +157,14 @@ def _fill(file: FileIO, data: torch.Tensor, path: Path) -> None:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object, in which no name may be there twice."""
+    """Return a JSON object; raise ValueError if a name occurs twice."""
     names = dict(pairs)
     require(len(names) == len(pairs), "its header has a name twice")
     return names
 
 
 def _place(name: str, entry: Any) -> Place:
-    """Return what the header says of one tensor."""
+    """Return the checked header entry of one tensor."""
     dtypes = {of: dtype for dtype, of in DTYPES.items()}
     require(isinstance(entry, Mapping), f"{name!r} is {entry!r}")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
@@ -174,12 +181,12 @@ def _place(name: str, entry: Any) -> Place:
 
 
 def _are_sizes(values: object) -> bool:
-    """Return whether these are what JSON has for sizes: a list of integers, none negative."""
+    """Return whether these are sizes in JSON: a list of non-negative integers."""
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
 def _check_ranges(entries: Mapping[str, Place], size: int) -> None:
-    """Check that the tensors have all ``size`` bytes behind the header, and share none."""
+    """Check that the tensors cover all ``size`` bytes after the header without overlap."""
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1][:2]):
         require(entry.start == end, f"{name!r} begins at byte {entry.start}, not at {end}")

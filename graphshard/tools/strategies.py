@@ -1,5 +1,4 @@
-"""``python -m graphshard strategies``: strategies and habits of other libraries, and how to ask
-for the same here."""
+"""The command ``python -m graphshard strategies``: how to get what other libraries offer."""
 
 from __future__ import annotations
 
@@ -11,10 +10,10 @@ from tabulate import tabulate
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One strategy or habit, by the name that each library has for it; "" where it has none.
+    """One strategy or feature, by its name in each library; "" if a library lacks it.
 
     Attributes:
-        what_travels: the collectives of a training step.
+        what_travels: collectives of a training step.
     """
 
     fsdp1: str = ""
@@ -26,7 +25,7 @@ class Row:
 
 
 HEADERS = ("FSDP1", "FSDP2", "TorchAcc", "DeepSpeed", "graphshard", "what travels")
-"""Of the fields of a row."""
+"""Column titles, one for each field of ``Row``."""
 
 STRATEGIES = (
     Row(
@@ -73,7 +72,7 @@ STRATEGIES = (
         what_travels="gather from all in forward, from 8 in backward; reduce-scatter",
     ),
 )
-"""What is sharded, and for how long it is gathered."""
+"""What is sharded, and for how long it stays unsharded."""
 
 HABITS = (
     Row(
@@ -146,7 +145,7 @@ HABITS = (
         what_travels="broadcast, once",
     ),
 )
-"""What training scripts ask for besides."""
+"""Other features that training scripts use."""
 
 
 def table(tablefmt: str = "simple") -> str:
@@ -156,7 +155,7 @@ def table(tablefmt: str = "simple") -> str:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command ``strategies`` to those of ``python -m graphshard``."""
+    """Add the ``strategies`` command to ``python -m graphshard``."""
     text = "show how strategies and habits of FSDP, TorchAcc and DeepSpeed are asked for here"
     parser = commands.add_parser("strategies", help=text, description=text)
     parser.set_defaults(run=_run, parser=parser)

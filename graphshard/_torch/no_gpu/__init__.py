@@ -1,1 +1,1 @@
-"""A CUDA device that is not there: what torch and Triton ask of one, answered."""
+"""A simulated CUDA device: answers to what torch and Triton ask of one."""

@@ -1,4 +1,4 @@
-"""Compiles ``no_gpu.cpp`` against the installed torch, once for each version of both."""
+"""Compile ``no_gpu.cpp`` against the installed torch, once per version of either."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ SOURCE = Path(__file__).with_name("no_gpu.cpp")
 
 
 def torch_library() -> Path:
-    """Return the library that ``no_gpu.cpp`` is linked with."""
+    """Return the path of the library that ``no_gpu.cpp`` links against."""
     return Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 
 
 def build() -> Path:
-    """Return the compiled library.
+    """Return the path of the compiled library, and build it if needed.
 
     Raises:
-        RuntimeError: there is no C++ compiler, or it fails.
+        RuntimeError: there is no C++ compiler, or compilation fails.
     """
     text = f"{SOURCE.read_text()}\n{torch.__version__}\n{torch_library()}"
     name = f"no_gpu_{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     library = Path(cache_dir()) / "graphshard" / name
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may build it, too: it appears whole or not at all.
+        # Another process may be building it, too. os.replace() makes it appear atomically.
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / name
             _compile(made)

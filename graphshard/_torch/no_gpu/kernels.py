@@ -1,8 +1,8 @@
-"""How many kernels an operator is on CUDA, where it may be one for each of its tensors.
+"""Number of CUDA kernels per operator call, for operators that may launch one per tensor.
 
-    _foreach_copy_([a, b], [c, d])      1, or 2 where a tensor has gaps or another dtype
+    _foreach_copy_([a, b], [c, d])      1, or 2 if a tensor has gaps or another dtype
 
-Read in aten/src/ATen/native/ForeachUtils.h, and in ForeachBinaryOpList.cu and TensorShape.cu of
+Relies on aten/src/ATen/native/ForeachUtils.h, and on ForeachBinaryOpList.cu and TensorShape.cu in
 aten/src/ATen/native/cuda.
 """
 
@@ -18,13 +18,13 @@ from .operators import tensors_in
 
 
 def num_kernels(op: object, args: Sequence[object], kwargs: Mapping[str, object]) -> int:
-    """Return the number; 1 of an operator that is not known to be several."""
+    """Return the number of kernels that an operator call launches; 1 for unknown operators."""
     name = base_name(op)
     if name.startswith("_foreach_"):
         return _num_of_foreach(args, casts=name == "_foreach_copy_")
     if name == "split_with_sizes_copy":
         whole, *parts = tensors_in([args, kwargs])
-        # Without outputs given there is one for each of them.
+        # Without ``out`` tensors, each part takes a kernel of its own.
         one = parts and all(is_dense(t) and t.dtype == whole.dtype for t in (whole, *parts))
         sizes = args[1]
         assert isinstance(sizes, Sequence)
@@ -39,8 +39,10 @@ def num_kernels(op: object, args: Sequence[object], kwargs: Mapping[str, object]
 
 
 def _num_of_foreach(args: Sequence[object], *, casts: bool) -> int:
-    """Return 1 if all tensors are dense, those of a list of one dtype, and those that belong
-    together of one layout; else as many as there are.
+    """Return 1 if a foreach operator takes its fast path, otherwise the number of tensors per list.
+
+    The fast path requires dense tensors, one dtype per list, and the same layout for tensors at the
+    same position.
 
     Args:
         casts: whether lists may differ in dtype.
@@ -59,6 +61,6 @@ def _num_of_foreach(args: Sequence[object], *, casts: bool) -> int:
 
 
 def _layout(tensor: torch.Tensor) -> tuple[torch.Size, list[int]]:
-    """Return the shape, and the strides of dimensions that have more than one element."""
+    """Return the shape, and the strides of all dimensions whose size is not 1."""
     strides = [stride for size, stride in zip(tensor.shape, tensor.stride()) if size != 1]
     return tensor.shape, strides

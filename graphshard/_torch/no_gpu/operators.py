@@ -1,6 +1,6 @@
-"""Operators, and the memory of tensors, as generated code uses them.
+"""Operators and tensor storages as generated code uses them.
 
-Read in torch/utils/_python_dispatch.py, torch/_ops.py and torch/multiprocessing/reductions.py.
+Relies on torch/utils/_python_dispatch.py, torch/_ops.py and torch/multiprocessing/reductions.py.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _ALLOCATIONS = frozenset(
 
 
 class WeakStorage:
-    """A tensor's memory, as long as somebody else refers to it.
+    """A weak reference to a tensor's storage.
 
     Attributes:
-        address: a number of its own while this object lives.
+        address: ID of the storage, unique while this object lives.
+        num_bytes: last known size of the storage.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -36,10 +37,10 @@ class WeakStorage:
         self._weak = StorageWeakRef(storage)
 
     def take_in_size(self) -> bool:
-        """Update ``num_bytes``, which ``resize_`` may have changed, as FSDP2 frees memory.
+        """Update ``num_bytes``, which ``resize_`` may have changed (FSDP2 frees memory this way).
 
         Returns:
-            Whether it has changed.
+            Whether it changed.
         """
         before = self.num_bytes
         storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
@@ -48,33 +49,33 @@ class WeakStorage:
         return self.num_bytes != before
 
     def is_gone(self) -> bool:
-        """Return whether nothing refers to it any more."""
+        """Return whether the storage has been freed."""
         return bool(self._weak.expired())
 
 
 def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among ``values``, and in containers among them."""
+    """Yield the tensors in ``values``, including nested containers."""
     leaves = (leaf for value in values for leaf in tree_leaves(value))
     return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def is_view(op: object) -> bool:
-    """Return whether the outputs of an operator are its inputs' memory, or no tensors."""
-    if not isinstance(op, OpOverload):  # of a higher order: it runs another one
+    """Return whether an operator returns only views of its inputs, or no tensors."""
+    if not isinstance(op, OpOverload):  # a higher-order operator runs others
         return False
     return op.is_view or op.namespace == "prim" or not op._schema.returns
 
 
 def is_allocation(op: object) -> bool:
-    """Return whether an operator makes tensors and writes nothing into them."""
+    """Return whether an operator allocates tensors without writing to them."""
     return base_name(op) in _ALLOCATIONS
 
 
 def run_on_streams(op: object, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-    """Run an operator on streams and events; its variant for fake tensors does nothing.
+    """Run an operator on streams and events for real; its fake implementation does nothing.
 
-    Those that take tensors (``streams.record_stream``, ``streams.sync_dealloc``) do nothing here,
-    too.
+    Operators that take tensors (``streams.record_stream``, ``streams.sync_dealloc``) have no effect
+    here either.
     """
     assert isinstance(op, OpOverload)
     with unset_fake_temporarily():
@@ -84,7 +85,7 @@ def run_on_streams(op: object, args: Sequence[object], kwargs: Mapping[str, obje
 def written_in(
     op: object, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an operator writes, by its schema."""
+    """Yield the tensors that an operator mutates according to its schema."""
     if not isinstance(op, OpOverload):
         return
     for position, described in enumerate(op._schema.arguments):

@@ -1,10 +1,11 @@
-"""Replace a CUDA device, its driver and its allocator in this process, so that Inductor and Triton
-compile for the device and the generated code runs over fake tensors.
+"""Replacements for a CUDA device, its driver and its allocator in this process.
 
-``no_gpu.cpp`` was loaded before torch: autograd, streams and events of ``cuda`` work, and do
-nothing. `install` puts the rest in place, for good: this process can do nothing else afterwards.
-Every function that is replaced is named here, with what it would have asked of the device. Read in
-torch 2.13 and Triton 3.7.
+With them, Inductor and Triton compile for the device, and the generated code runs over fake
+tensors. ``no_gpu.cpp``, which was loaded before torch, makes autograd, streams and events of
+``cuda`` work without effect. `install` replaces the rest for good: the process cannot do anything
+else afterwards. Every replaced function is named here, with what it would ask of the device.
+
+Relies on torch 2.13 and Triton 3.7.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ TRITON_VERSIONS = ("3.7",)
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """Properties of a device that Inductor reads, as of ``torch.cuda.get_device_properties``.
+    """Device properties that Inductor reads, as from ``torch.cuda.get_device_properties``.
 
     Attributes:
-        shared_memory_per_block_optin: bytes of shared memory that a kernel may ask for.
+        shared_memory_per_block_optin: most shared memory that a kernel may request, in bytes.
     """
 
     name: str
@@ -66,14 +67,15 @@ class DeviceProperties:
 
     @property
     def capability(self) -> int:
-        """The compute capability as one number: 90 of 9.0."""
+        """The compute capability as one number: 90 for 9.0."""
         return 10 * self.major + self.minor
 
 
 def check_versions() -> None:
-    """
+    """Check that the stand-ins support the installed torch and Triton.
+
     Raises:
-        RuntimeError: the stand-ins are not known to serve this torch or Triton.
+        RuntimeError: they do not support one of them.
     """
     import triton
 
@@ -89,14 +91,14 @@ def check_versions() -> None:
 
 
 StreamListener = Callable[[str, int, int], None]
-"""Called with what is asked of a stream, the event's number, and the stream's."""
+"""Called with the operation asked of a stream, the event's ID and the stream's ID."""
 
 
 def listen(library: ctypes.CDLL, listener: StreamListener) -> object:
-    """Tell ``listener`` what is asked of streams.
+    """Call ``listener`` for every operation asked of a stream.
 
     Returns:
-        What has to be kept as long as it listens.
+        An object to keep alive as long as ``listener`` is in use.
     """
     kind = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64)
     callback = kind(lambda what, event, stream: listener(what.decode(), event, stream))
@@ -105,36 +107,35 @@ def listen(library: ctypes.CDLL, listener: StreamListener) -> object:
 
 
 class Hooks:
-    """Called while generated code is made and runs. Each does nothing until it is set."""
+    """Callbacks for the creation and execution of generated code; they do nothing by default."""
 
     def kernel_made(self, name: str, source: str) -> None:
-        """Inductor has written a Triton kernel."""
+        """Handle a Triton kernel that Inductor has written."""
 
     def kernel_runs(self, name: str, source: str, arguments: tuple[Any, ...]) -> None:
-        """The generated code launches a kernel."""
+        """Handle the launch of a Triton kernel by generated code."""
 
     def host_kernel_runs(self, types: list[str], arguments: tuple[Any, ...]) -> None:
-        """The generated code calls a kernel of the host; ``types`` are C++ types of arguments."""
+        """Handle the call of a host kernel by generated code; ``types`` are C++ argument types."""
 
     def pinned(self, tensor: torch.Tensor) -> None:
-        """A tensor's memory on the host is locked, as copies that the host does not wait for need
-        it."""
+        """Handle a new tensor in pinned host memory, which asynchronous copies require."""
 
     def synchronized(self) -> None:
-        """The host waits for all that the device has been asked for."""
+        """Handle the host's wait for all work on the device."""
 
     def graph_made(self, source: str) -> None:
-        """Inductor has written the code of a graph."""
+        """Handle the code that Inductor has written for a graph."""
 
     def graph_runs(self, call: Callable[..., Any], arguments: Any) -> Any:
-        """The generated code of a graph is called."""
+        """Run the generated code of a graph, which is ``call``."""
         return call(arguments)
 
 
 def install(device: DeviceProperties, hooks: Hooks) -> None:
-    """Put all stand-ins in place."""
+    """Install all replacements."""
     check_versions()
-    # It writes tracebacks of errors that are raised, too.
+    # This logger prints tracebacks even of errors that are then raised.
     logging.getLogger(FakeTensorMode.__module__).setLevel(logging.CRITICAL)
     _stand_in_for_torch_cuda(device)
     _stand_in_for_waiting(hooks)
@@ -147,7 +148,7 @@ def install(device: DeviceProperties, hooks: Hooks) -> None:
 
 
 def _stand_in_for_torch_cuda(device: DeviceProperties) -> None:
-    """``torch.cuda``: the CPU build's functions raise, or say that there is no device."""
+    """Replace ``torch.cuda`` functions, which raise or report no device in the CPU build."""
     properties = types.SimpleNamespace(**asdict(device))
     answers: dict[str, Any] = {
         "is_available": True,
@@ -162,7 +163,7 @@ def _stand_in_for_torch_cuda(device: DeviceProperties) -> None:
         "memory_allocated": 0,
         "memory_reserved": 0,
         "mem_get_info": (device.total_memory, device.total_memory),
-        # Nothing is initialised or moved.
+        # There is nothing to initialise or move.
         "_lazy_init": None,
         "set_device": None,
         "manual_seed": None,
@@ -172,25 +173,25 @@ def _stand_in_for_torch_cuda(device: DeviceProperties) -> None:
     replace(torch.cuda, get_rng_state=lambda *args: torch.zeros(16, dtype=torch.uint8))
     replace(torch.cuda, Stream=_Stream, Event=_Event, stream=_in_stream)
     replace(torch.cuda, current_stream=lambda *args: torch.accelerator.current_stream("cuda:0"))
-    # A fake tensor would make a context on its device first.
+    # Otherwise a fake tensor would first create a context on its device.
     replace(FakeTensorMode, avoid_device_init=property(lambda mode: True))
-    # A trace computes what it makes of constants, on the device, if they are no larger than this.
+    # Tracing evaluates operators on constants of up to this many elements, on the device.
     replace(proxy_tensor, CONSTANT_NUMEL_LIMIT=-1)
-    # The generated code asks for the stream, and that a tensor's address is a multiple of 16.
+    # Generated code reads the current stream, and checks that addresses are multiples of 16.
     replace(torch._C, _cuda_getCurrentRawStream=_returns(0))
     replace(torch._C._dynamo.guards, assert_alignment=_returns(None))
 
 
 def _stand_in_for_waiting(hooks: Hooks) -> None:
-    """The host's waits for the whole device: there is nothing to wait for, but it is told."""
+    """Replace host waits for the whole device by a callback: there is nothing to wait for."""
 
     for module in (torch.cuda, torch.accelerator):
-        # A function for each: Dynamo looks up by it what to trace.
+        # Each module gets its own function, because Dynamo looks up handlers by function.
         replace(module, synchronize=lambda device=None: hooks.synchronized())
 
 
 class _Stream(torch.Stream):
-    """A stream as eager FSDP2 makes them; its number is of ``no_gpu.cpp``."""
+    """A stream as eager FSDP2 creates it; ``no_gpu.cpp`` assigns its ID."""
 
     def __new__(cls, device: object = None, priority: int = 0) -> _Stream:
         return super().__new__(cls, "cuda:0")
@@ -202,7 +203,7 @@ class _Event(torch.Event):
 
 
 def _in_stream(stream: torch.Stream | None) -> AbstractContextManager[object]:
-    """Return a context in which ``stream`` is the current one, if it is not None."""
+    """Return a context in which ``stream`` is current; one without effect for None."""
     return nullcontext() if stream is None else stream
 
 
@@ -217,7 +218,7 @@ def _returns(value: Any) -> Callable[..., Any]:
 
 
 def _stand_in_for_dynamo(device: DeviceProperties) -> None:
-    """``DeviceInterface``: what Dynamo and Inductor ask of the device's runtime."""
+    """Replace ``DeviceInterface``, by which Dynamo and Inductor query the device's runtime."""
     properties = types.SimpleNamespace(**asdict(device))
 
     class Worker(device_interface.CudaInterface.Worker):
@@ -251,7 +252,7 @@ def _stand_in_for_dynamo(device: DeviceProperties) -> None:
 
 
 def _stand_in_for_triton(device: DeviceProperties) -> None:
-    """Triton's driver, which would load libcuda to find out for what to compile."""
+    """Replace Triton's driver, which would load libcuda to find the target to compile for."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -265,13 +266,13 @@ def _stand_in_for_triton(device: DeviceProperties) -> None:
 
     triton.runtime.driver.set_active(Driver())
     triton_helpers.set_driver_to_gpu = _returns(None)
-    # What was asked before there was a device.
+    # Drop answers from before there was a device.
     for function in vars(triton_utils).values():
         if hasattr(function, "cache_clear"):
             function.cache_clear()
     hints.DeviceProperties.create.cache_clear()
-    # Nothing may run on the device to be measured or computed, its random generators have no state,
-    # and no other process may compile: it would not have these stand-ins.
+    # Nothing can run on the device, neither benchmarks nor constant folding; its random generators
+    # have no state; and other processes cannot compile, because they lack these stand-ins.
     functorch_config.graphsafe_rng_functionalization = False
     inductor_config.compile_threads = 1
     inductor_config.force_disable_caches = True
@@ -282,7 +283,7 @@ def _stand_in_for_triton(device: DeviceProperties) -> None:
 
 
 def _stand_in_for_allocation(hooks: Hooks) -> None:
-    """Inductor's allocations and views, which are C++ that fake tensors do not pass."""
+    """Replace Inductor's allocations and views, C++ functions that do not support fake tensors."""
 
     def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device="cuda:0")
@@ -307,14 +308,17 @@ def _stand_in_for_allocation(hooks: Hooks) -> None:
 
 
 def _stand_in_for_scaled_mm() -> None:
-    """``_scaled_mm`` into a given tensor takes no fake tensors. The variant without one does, and
-    raises where cuBLASLt would refuse layouts or sizes (torch/_meta_registrations.py): for fp8 the
-    first matrix has to be row-major and the second one column-major ("TN"), and sizes and addresses
-    have to be multiples of 16 bytes (cuBLAS documentation, ``cublasLtMatmul``)."""
+    """Register ``_scaled_mm.out`` for fake tensors, by means of the variant without ``out``.
+
+    That variant raises for layouts or sizes that cuBLASLt would refuse
+    (torch/_meta_registrations.py): for fp8, the first matrix must be row-major and the second
+    column-major ("TN"), and sizes and addresses must be multiples of 16 bytes (cuBLAS
+    documentation, ``cublasLtMatmul``).
+    """
 
     def scaled_mm(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         for matrix in (*args[:2], out):
-            # Of the storage, whose address is a multiple of 512.
+            # The storage's address is a multiple of 512.
             offset = matrix.storage_offset() * matrix.element_size()
             if offset % 16:
                 raise ValueError(f"matrices must begin at multiples of 16 bytes, not at {offset}")
@@ -326,9 +330,11 @@ def _stand_in_for_scaled_mm() -> None:
 
 
 def _stand_in_for_cudnn() -> None:
-    """The layout of what a convolution returns: the CPU build has no cuDNN, and would choose an
-    implementation that knows no channels last (``cudnn_conv_suggest_memory_format`` in
-    aten/src/ATen/native/ConvUtils.h)."""
+    """Choose the memory format of a convolution's result as cuDNN would.
+
+    The CPU build has no cuDNN, and would choose an implementation without channels-last support
+    (``cudnn_conv_suggest_memory_format`` in aten/src/ATen/native/ConvUtils.h).
+    """
     on_cpu = torch._C._conv_determine_backend_memory_format
 
     def memory_format(
@@ -343,8 +349,11 @@ def _stand_in_for_cudnn() -> None:
 
 
 def _stand_in_for_running(hooks: Hooks) -> None:
-    """Kernels are kept as text, and their launches are told; so are the calls of graphs. Kernels
-    of the host, for values that are on it, would read memory that fake tensors do not have."""
+    """Report kernels, launches and graph calls to ``hooks``; run no kernels.
+
+    Triton kernels are kept as source code. Host kernels, for values on the host, would read memory
+    that fake tensors do not have.
+    """
 
     class Kernel:
         def __init__(self, name: str, source: str) -> None:
@@ -374,7 +383,7 @@ def _stand_in_for_running(hooks: Hooks) -> None:
 
 
 def compile_kernel(name: str, source: str) -> list[Any]:
-    """Compile a Triton kernel to machine code, as Inductor does before it runs it.
+    """Compile a Triton kernel to machine code, as Inductor does before it runs one.
 
     Returns:
         Triton's metadata of each configuration that compiles.

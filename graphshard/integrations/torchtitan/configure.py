@@ -1,13 +1,13 @@
-"""A configuration of torchtitan's trainer, changed to have graphshard shard and compile its model.
+"""Change a configuration of torchtitan's trainer so that graphshard shards and compiles the model.
 
     Trainer.__init__                      parallelize()
     a model on the meta device      ───►  activation checkpointing, as torchtitan does it
-                                          sharded over the mesh of "fsdp" (and "dp_replicate")
+                                          sharded over the mesh axes "fsdp" (and "dp_replicate")
     to_empty, init_weights          ◄───  compiled in place; gradients are summed
-    each step                             losses are sums over the number of all ranks' tokens
+    each step                             losses are sums divided by the tokens of all ranks
 
-The loss has to be one that takes logits: by ``ChunkedLossWrapper`` torchtitan calls the last layer
-in pieces, outside of the model's forward, and so outside of its graph. Read of torchtitan 0.3:
+The loss must take logits: with ``ChunkedLossWrapper`` torchtitan calls the last layer in chunks,
+outside the model's forward and therefore outside its graph. Based on torchtitan 0.3:
 ``trainer.py``, ``distributed/fsdp.py``, ``models/llama3/parallelize.py``.
 """
 
@@ -33,25 +33,26 @@ from ...params.grad_sync import set_gradient_divide_factor
 from ..compiled_in_place import shard_and_compile
 
 _SPMD = "partial_dtensor"
-"""How torchtitan is told that it need not make DTensors of a step's inputs, nor check their types.
-"""
+"""The ``spmd_backend`` with which torchtitan neither makes DTensors of a step's inputs nor checks
+their types."""
 
 
 def configure(config: Trainer.Config, **options: Any) -> Trainer.Config:
-    """Change ``config`` to train its model by graphshard, and return it.
+    """Change ``config`` in place to train its model with graphshard, and return it.
 
-    All else stays: optimizer, data, activation checkpointing, checkpoints, and what the command
-    line says. ``--compile.backend`` is graphshard's ``compiler``; ``--compile.enable`` has
-    torchtitan compile the loss, too. CUDA graphs over a step are turned off.
+    Everything else stays: optimizer, data, activation checkpointing, checkpoints and command-line
+    overrides. ``--compile.backend`` sets graphshard's ``compiler``; with ``--compile.enable``
+    torchtitan compiles the loss, too. CUDA graphs over a step are turned off.
 
     Args:
-        options: further arguments of :func:`graphshard.backend`. ``mesh``, ``mp_policy``,
-            ``offload_policy``, ``reshard_after_forward`` and ``compiler`` are settings of
-            torchtitan's.
+        config: torchtitan configuration with a model.
+        options: other arguments of :func:`graphshard.backend`. ``mesh``, ``mp_policy``,
+            ``offload_policy``, ``reshard_after_forward`` and ``compiler`` come from torchtitan's
+            settings.
 
     Raises:
-        ValueError: ``config`` has no model, or an option is one of torchtitan's settings. When the
-            trainer is made: it sets another parallelism, or graphshard refuses an option.
+        ValueError: ``config`` has no model, or an option duplicates a torchtitan setting. When the
+            trainer is made: ``config`` sets another parallelism, or graphshard refuses an option.
     """
     given = {"mesh", "mp_policy", "offload_policy", "reshard_after_forward", "compiler"}
     if taken := sorted(given & options.keys()):
@@ -68,7 +69,7 @@ def configure(config: Trainer.Config, **options: Any) -> Trainer.Config:
 
 
 def configs_of(registry: ModuleType) -> dict[str, Callable[[], Trainer.Config]]:
-    """Return the functions of a ``config_registry`` of torchtitan's, each of which `configure`s."""
+    """Return the functions of a torchtitan ``config_registry`` by name, wrapped in `configure`."""
 
     def configured(make: Callable[[], Trainer.Config]) -> Callable[[], Trainer.Config]:
         return lambda: configure(make())
@@ -91,10 +92,10 @@ def parallelize(
     dump_folder: str,
     options: dict[str, Any],
 ) -> nn.Module:
-    """Shard and compile ``model`` in place; a ``parallelize_fn`` of torchtitan's.
+    """Shard and compile ``model`` in place; the ``parallelize_fn`` of torchtitan's ``model_spec``.
 
     Raises:
-        ValueError: a setting is in the way, or graphshard refuses an option.
+        ValueError: graphshard does not support a setting, or refuses an option.
     """
     _check(parallel_dims, parallelism)
     names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
@@ -122,22 +123,20 @@ def parallelize(
 
 
 def _count_tokens_once(model: nn.Module) -> None:
-    """Have torchtitan take the counts of experts' tokens as they are.
+    """Make torchtitan use the token counts of experts as they are.
 
-    It halves those of a checkpointed block, rounding down, before it compares them with their mean
-    to balance experts: op by op, recomputation counts a second time. A compiled graph does not, and
-    halves of odd counts would move the bias of some experts the wrong way.
+    To balance experts, torchtitan compares their token counts with the mean. It first halves the
+    counts of a checkpointed block, rounding down, because eager recomputation counts every token a
+    second time. A compiled graph counts once, and halving odd counts would move the bias of some
+    experts the wrong way.
     """
     for module in model.modules():
-        if hasattr(module, "checkpoint_impl"):  # what it tells checkpointed blocks by
+        if hasattr(module, "checkpoint_impl"):  # how torchtitan recognises checkpointed blocks
             module.checkpoint_impl = None  # type: ignore[assignment]
 
 
 def _check(dims: ParallelDims, parallelism: ParallelismConfig) -> None:
-    """
-    Raises:
-        ValueError: a setting asks for what graphshard does not do.
-    """
+    """Raise ValueError if graphshard does not support a setting."""
     others = {
         "tensor": dims.tp_enabled,
         "context": dims.cp_enabled,

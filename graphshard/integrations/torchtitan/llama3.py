@@ -1,4 +1,4 @@
-"""torchtitan's configurations of Llama3, trained by graphshard.
+"""torchtitan's Llama3 configurations, trained with graphshard.
 
     torchrun --nproc_per_node=8 -m torchtitan.train \
         --module graphshard.integrations.torchtitan.llama3 --config llama3_8b
@@ -10,5 +10,5 @@ from torchtitan.models.llama3 import config_registry
 
 from .configure import configs_of
 
-# torchtitan's --config is the name of a function of this module.
+# torchtitan's --config names a function in this module.
 globals().update(configs_of(config_registry))

@@ -1,4 +1,4 @@
-"""torchtitan's configurations of Qwen3, trained by graphshard.
+"""torchtitan's Qwen3 configurations, trained with graphshard.
 
     torchrun --nproc_per_node=8 -m torchtitan.train \
         --module graphshard.integrations.torchtitan.qwen3 --config qwen3_14b
@@ -10,5 +10,5 @@ from torchtitan.models.qwen3 import config_registry
 
 from .configure import configs_of
 
-# torchtitan's --config is the name of a function of this module.
+# torchtitan's --config names a function in this module.
 globals().update(configs_of(config_registry))
