@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..cost.hardware import Hardware
-from ..planning.search import BudgetError
 from .cluster import Cluster
 from .peak import MemoryForecast
 from .planned_step import PlannedStep, plan_step
@@ -81,7 +80,8 @@ def find_changes(traced: TracedStep, recipe: Recipe, cluster: Cluster) -> list[C
         plans[FOUR] = lambda: quick(dataclasses.replace(recipe, accumulate=4), cluster)
     changes = []
     for what, plan in plans.items():
-        with contextlib.suppress(BudgetError):
+        # The unchanged step could be planned, so an error is about the budget.
+        with contextlib.suppress(ValueError):
             changes.append(_change(what, plan(), base))
     return changes
 

@@ -39,8 +39,7 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
 
     All ranks of the mesh must call this. Each rank computes full parameters and keeps its rows of
     them, so values depend on ``torch.manual_seed`` of the mesh's first rank, but not on the number
-    of ranks. Buffers that are not on the meta device keep their values unless ``init`` changes
-    them.
+    of ranks. What is not on the meta device keeps its values, but ``init`` may change buffers.
 
     Args:
         model: model sharded by :func:`graphshard.shard`.
@@ -69,7 +68,10 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
     except BaseException:
         for shell in shells:
             shell.restore_attributes()
-        replace_parameters(root, lambda p: torch.empty_like(p, device="meta"))
+        allocated = {root.get_parameter(name) for name in names}
+        replace_parameters(
+            root, lambda p: torch.empty_like(p, device="meta") if p in allocated else p
+        )
         raise
 
 
@@ -82,8 +84,10 @@ def _common_seed(groups: MeshGroups) -> int:
 
 
 def allocate(root: nn.Module, groups: MeshGroups) -> None:
-    """Allocate uninitialised memory for all parameters, on the device that keeps each of them."""
-    replace_parameters(root, lambda p: torch.empty_like(p, device=_device_of(p, groups)))
+    """Allocate uninitialised memory for parameters on the meta device, where each is kept."""
+    replace_parameters(
+        root, lambda p: torch.empty_like(p, device=_device_of(p, groups)) if p.is_meta else p
+    )
 
 
 def _device_of(param: nn.Parameter, groups: MeshGroups) -> torch.device:

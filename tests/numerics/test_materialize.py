@@ -158,13 +158,16 @@ def test_what_is_not_written_or_read_is_an_error_and_changes_nothing() -> None:
 
 
 def _partly() -> None:
-    """A buffer that has values already keeps them."""
+    """Buffers and parameters that have values keep them."""
     with torch.device("meta"):
         model = nn.Linear(4, 6)
     model.register_buffer("kept", torch.ones(3))
     graphshard.shard(model, world_mesh())
     graphshard.materialize(model)
+    values = model.weight.full_tensor()
+    graphshard.materialize(model)
     assert torch.equal(model.kept, torch.ones(3))
+    assert torch.equal(model.weight.full_tensor(), values)
 
 
 def test_what_has_values_keeps_them() -> None:
