@@ -144,17 +144,24 @@ class Placer:
         self._num_steps, self._copies_sent = problem.num_steps, problem.copies_sent
         self._cost_model, self._limits = cost_model, limits
         self._start_us = start_times_us(problem)
-        self._modest_peak = max(1, smallest_peak(problem) + int(MODEST_BUCKETS * modest_bytes))
+        self._room = int(MODEST_BUCKETS * modest_bytes)
+        self._modest_peak = max(1, smallest_peak(problem) + self._room)
         # What every schedule allocates and frees is counted once, here. A candidate schedule then
         # adds only its own buckets: O(b) instead of O(transfers).
         self._other_bytes = other_by_moment(problem)
         self._changes = ByteChanges(num_moments(problem.num_steps))
         count_transfers(self._changes, problem.transfers)
 
-    def draft(self, splits: Splits, sizes: BucketSizes) -> Draft:
-        """Place and score ``splits``."""
+    def draft(self, splits: Splits, sizes: BucketSizes, room: float = 1.0) -> Draft:
+        """Place and score ``splits``.
+
+        Args:
+            room: fraction of the memory between the smallest and the modest peak that waits may
+                use.
+        """
         launches = self._place_gathers(splits.gathers, sizes.in_flight, self._free_memory(splits))
-        waits, average_waits = self._place_reductions(splits, launches)
+        max_alive = self._modest_peak - int((1 - room) * self._room)
+        waits, average_waits = self._place_reductions(splits, launches, max_alive)
         score = self._score(splits, launches, waits, average_waits)
         return Draft(score, sizes, splits, launches, waits, average_waits)
 
@@ -167,7 +174,7 @@ class Placer:
         return FreeMemory(self._alive(splits, due, ready), self._limits)
 
     def _place_reductions(
-        self, splits: Splits, gather_launches: Sequence[int]
+        self, splits: Splits, gather_launches: Sequence[int], max_alive: int
     ) -> tuple[list[int], list[int]]:
         """Return the waits of the reductions, and of their all-reduces over replicas."""
         reductions = splits.reductions[::-1]  # in launch order
@@ -179,7 +186,7 @@ class Placer:
             Sent(c.bucket.launch, self._due(reductions, k), _with_average(c))
             for k, c in enumerate(reductions)
         ]
-        waits = self._place_waits(sent, alive, in_flight)
+        waits = self._place_waits(sent, alive, max_alive, in_flight)
         averaged = [(c.replica_average, w) for c, w in zip(reductions, waits) if c.replica_average]
         if not averaged:
             return waits[::-1], []
@@ -188,13 +195,17 @@ class Placer:
             Sent(wait, max(wait, average.bucket.wait), average.footprint)
             for average, wait in averaged
         ]
-        return waits[::-1], self._place_waits(sent, alive, in_flight)[::-1]
+        return waits[::-1], self._place_waits(sent, alive, max_alive, in_flight)[::-1]
 
     def _place_waits(
-        self, sent: Sequence[Sent], alive: Sequence[int], in_flight: Sequence[int]
+        self,
+        sent: Sequence[Sent],
+        alive: Sequence[int],
+        max_alive: int,
+        in_flight: Sequence[int],
     ) -> list[int]:
         if self._limits.peak is None:
-            peak: float = max(self._modest_peak, *alive)
+            peak: float = max(max_alive, *alive)
             if self._copies_sent:
                 sent = [each.with_copy() for each in sent]
         else:
