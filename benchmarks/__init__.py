@@ -1,7 +1,7 @@
-"""Benchmarks: one script for each question, run from the repository root.
+"""Benchmarks: one script per question, run from the repository root.
 
-``python -m benchmarks.NAME --help`` tells a script's options. Each prints the command, the versions
-and a Markdown table; ``results/`` keeps the output of runs. ``gpu.sh`` runs all that need a GPU.
-``common``, ``ways``, ``gpt``, ``models``, ``llama``, ``links``, ``modelled_links`` and
-``compare_report`` are no scripts: they hold what scripts share.
+``python -m benchmarks.NAME --help`` lists the options of a script; ``forecast`` takes row numbers
+instead. Most scripts print their command line, the torch version and a Markdown table; ``results/``
+has the output of past runs. ``gpu.sh`` runs everything that needs a GPU. Modules without a ``main``
+hold code that scripts share.
 """

@@ -1,11 +1,11 @@
-"""What it costs ranks to agree on their calls, by simulated ranks at one real TCPStore.
+"""Measure what it costs ranks to agree on their calls, with simulated ranks at one real TCPStore.
 
     python -m benchmarks.agreement --ranks 64 256 1024 --out benchmarks/results/agreement.md
 
-Every rank is a thread of this process, with connections of its own and the watcher of a real
-rank; nothing is gathered. Phases: all ranks compile graphs for the first time; they run them; one
-compiles again; one runs another graph than the rest. Times are of threads that share a few cores
-and one interpreter: for a real job they are upper bounds. Operations of the store are exact.
+Each rank is a thread of this process, with its own connections and a real watcher; no collective
+runs. Phases: all ranks compile graphs for the first time; all run them; one rank compiles again;
+one rank runs another graph than the rest. All threads share a few cores and one interpreter, so
+times are upper bounds for a real job. Counts of store operations are exact.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ NUM_GRAPHS = 4
 PLAN = "graphs for training\n" + "\n".join(f"all_gather of layers.{i}.weight" for i in range(1000))
 OTHER = PLAN.replace("layers.700.", "head.")
 IDLE_S = 3.0
-"""Time without any call: longer than the time after which a rank posts its last call."""
+"""Idle seconds after the steps; more than ``watcher.STALL_S``, so a rank posts its last call."""
 
 
 class SimulatedMembers(Members):
-    """One rank of a group without a process group."""
+    """One rank of a simulated group, without a process group."""
 
     def __init__(self, rank: int, num_ranks: int, port: int) -> None:
         self.name, self.rank = "simulated", rank
@@ -59,7 +59,7 @@ class SimulatedMembers(Members):
 
 
 class _Counting:
-    """A store that counts its operations."""
+    """Wrapper around a store that counts operations."""
 
     def __init__(self, store: Any) -> None:
         self._store, self.num_operations = store, 0
@@ -71,15 +71,17 @@ class _Counting:
 
 @dataclass(frozen=True)
 class Phase:
-    """What one phase took.
+    """Cost of one phase.
 
     Attributes:
-        seconds: until the last rank was done.
-        operations: of the store, of all ranks.
-        most: those of the rank that made most of them.
-        events: that ranks posted: a call that they compare and its agreement, choices, faults.
-        keys: in the store afterwards.
-        num_bytes: of these keys and their values, in the memory of the first rank.
+        name: description of the phase.
+        seconds: time until the last rank was done.
+        operations: number of store operations, over all ranks.
+        most: largest number of store operations of one rank.
+        events: number of events that ranks posted: calls to compare, agreements, choices, faults.
+        keys: number of keys in the store afterwards.
+        num_bytes: size of these keys and their values, in the memory of the rank that hosts the
+            store.
     """
 
     name: str
@@ -92,7 +94,7 @@ class Phase:
 
 
 class Simulation:
-    """A TCPStore and the logs of all ranks at it."""
+    """A TCPStore, and the call logs of all ranks that use it."""
 
     def __init__(self, num_ranks: int) -> None:
         timeout = timedelta(seconds=300)
@@ -116,7 +118,11 @@ class Simulation:
         return list(self._pool.map(act, range(self.num_ranks)))
 
     def phase(self, name: str, act: Callable[[int, CallLog], object], idle_s: float = 0.0) -> Phase:
-        """Run ``act`` on all ranks, and count what it takes, and what ``idle_s`` after it do."""
+        """Run ``act`` on all ranks and return its cost.
+
+        Counts of operations include those of the ``idle_s`` seconds after ``act``; ``seconds`` does
+        not.
+        """
         before, old, start = self._counts(), self._num_events(), time.monotonic()
         self._on_all(lambda rank: act(rank, self._logs[rank]))
         seconds = time.monotonic() - start
@@ -131,7 +137,7 @@ class Simulation:
         return [sum(store.num_operations for store in stores) for stores in self._stores]
 
     def _settled_counts(self) -> list[int]:
-        """Return the operations of each rank once the watchers have made all of theirs."""
+        """Return the operations of each rank, once the watchers make no more."""
         counts: list[int] = []
         while counts != (counts := self._counts()):
             time.sleep(0.5)
@@ -141,7 +147,7 @@ class Simulation:
         return max(call_log._inbox.num_read for call_log in self._logs)
 
     def close(self) -> None:
-        """End the watchers."""
+        """Stop the watchers and the ranks' threads."""
         self._on_all(lambda rank: self._logs[rank]._watcher.leave())
         self._pool.shutdown()
 
@@ -162,7 +168,7 @@ def _compile_alone(rank: int, call_log: CallLog) -> None:
 
 
 def _differ(rank: int, call_log: CallLog) -> str:
-    """Return the error of a rank."""
+    """Run a different graph on rank 1 than on the others, and return this rank's error."""
     try:
         call_log.first_run(*(("other", OTHER) if rank == 1 else ("new", PLAN)))
     except BackendError as error:
@@ -171,7 +177,7 @@ def _differ(rank: int, call_log: CallLog) -> str:
 
 
 def measure(num_ranks: int) -> tuple[list[Phase], set[str]]:
-    """Return what each phase took, and the different errors of the last one."""
+    """Return the cost of each phase, and the distinct errors of the last phase."""
     simulation, errors = Simulation(num_ranks), list[str]()
     try:
         phases = [
@@ -201,7 +207,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    threading.stack_size(1 << 20)  # of two thousand threads
+    threading.stack_size(1 << 20)  # small, for up to two thousand threads
     rows = [row for num_ranks in arguments.ranks for row in _report(num_ranks)]
     lines = [
         "# What it costs ranks to agree on their calls",

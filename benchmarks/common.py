@@ -1,6 +1,6 @@
-"""Shared by the benchmarks: arguments, a process group of one rank, interleaved timing, and output.
+"""Code that the benchmarks share: arguments, a one-rank process group, timing and output.
 
-The names are those of the ways to train that are compared; ``benchmarks/ways.py`` builds them.
+The names of the training variants are defined here; ``benchmarks/ways.py`` builds the variants.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GRAPHSHARD, GRAPHSHARD_FP8 = "graphshard", "graphshard, fp8"
 
 
 def new_parser(doc: str | None, *, with_device: bool = False) -> argparse.ArgumentParser:
-    """Return a parser that shows ``doc`` as it is, with the option ``--device`` on demand."""
+    """Return a parser that shows ``doc`` unwrapped, with an option ``--device`` if asked for."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=formatter)
     if with_device:
@@ -43,19 +43,19 @@ def new_parser(doc: str | None, *, with_device: bool = False) -> argparse.Argume
 
 
 def add_counts(parser: argparse.ArgumentParser, **defaults: int) -> None:
-    """Add an option for each of ``defaults``, a whole number; ``warm_up`` is ``--warm-up``."""
+    """Add positive-integer options with these defaults; ``warm_up`` becomes ``--warm-up``."""
     for name, value in defaults.items():
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=count, default=value, help="default: %(default)s")
 
 
 def add_out(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add the option for the Markdown file to write."""
+    """Add the option ``--out``, the Markdown file to write."""
     parser.add_argument("--out", type=Path, default=Path(default), help="default: %(default)s")
 
 
 def count(text: str) -> int:
-    """Parse an argument that is a whole number from 1 up."""
+    """Parse a positive integer."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from 1 up")
     return int(text)
@@ -65,13 +65,13 @@ def count(text: str) -> int:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """Return the device called ``name``; None: a GPU if there is one."""
+    """Return the device ``name``; None: a GPU if there is one, otherwise the CPU."""
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 @contextmanager
 def group_of_one(device: torch.device) -> Iterator[DeviceMesh]:
-    """Make a process group of this process alone, over NCCL or gloo, and the mesh over it."""
+    """Create a process group of this process only, over NCCL or gloo, and yield its mesh."""
     if device.type == "cpu":
         torch.set_num_threads(1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -88,11 +88,11 @@ def group_of_one(device: torch.device) -> Iterator[DeviceMesh]:
 
 @dataclass(frozen=True)
 class Timing:
-    """How long some work took.
+    """Duration of a piece of work.
 
     Attributes:
-        host_s: until the call returned.
-        done_s: until the device had done it.
+        host_s: seconds until the call returned.
+        done_s: seconds until the device was done.
     """
 
     host_s: float
@@ -100,7 +100,7 @@ class Timing:
 
 
 def timed(work: Callable[[], object], device: torch.device) -> Timing:
-    """Run and time ``work`` on an idle device."""
+    """Run ``work`` on an idle device and return its timing."""
     synchronize(device)
     start = time.perf_counter()
     work()
@@ -110,16 +110,16 @@ def timed(work: Callable[[], object], device: torch.device) -> Timing:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU is idle."""
+    """Wait until a GPU is idle; do nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def interleave(runs: Mapping[str, Callable[[], T]], steps: int, warm_up: int) -> dict[str, list[T]]:
-    """Return what each of ``runs`` returns in ``steps`` rounds after the warm-up.
+    """Call all ``runs`` round by round; return their results in the rounds after the warm-up.
 
-    Every round runs each once, in an order that is rotated from round to round. If the machine is
-    slow for a while, it is slow for all of them, and none always follows the same other one.
+    The order rotates from round to round. So a slow phase of the machine slows all of them, and
+    none always runs after the same other one.
     """
     names = list(runs)
     results: dict[str, list[T]] = {name: [] for name in runs}
@@ -136,7 +136,7 @@ def interleave(runs: Mapping[str, Callable[[], T]], steps: int, warm_up: int) ->
 
 
 def heading(module: str, device: torch.device) -> str:
-    """Return a line with the command, the version of torch and the machine."""
+    """Return a line with the command line, the torch version and the machine."""
     command = shlex.join(["python", "-m", module, *sys.argv[1:]])
     if device.type == "cuda":
         machine = torch.cuda.get_device_name(device)
@@ -146,29 +146,29 @@ def heading(module: str, device: torch.device) -> str:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; the first column is text, the others are numbers."""
+    """Return a Markdown table whose first column is text and whose other columns are numbers."""
     align = ("left", *("right" for _ in headers[1:]))
     return tabulate(rows, headers, "github", disable_numparse=True, colalign=align)
 
 
 def show(*paragraphs: str) -> None:
-    """Print paragraphs."""
+    """Print paragraphs, separated by blank lines."""
     for paragraph in paragraphs:
         print(paragraph, end="\n\n", flush=True)
 
 
 def write_report(path: Path, paragraphs: Sequence[str]) -> None:
-    """Write paragraphs to a Markdown file, and make its folder."""
+    """Write paragraphs to a Markdown file; create its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n\n".join(paragraphs) + "\n")
 
 
 def chart(steps_s: Mapping[str, Sequence[float]], path: Path) -> str:
-    """Draw a bar for each way to train.
+    """Draw a bar chart of median step times.
 
     Args:
-        steps_s: by way, the seconds of its steps.
-        path: of the SVG file to write.
+        steps_s: seconds of each step, by training variant.
+        path: SVG file to write.
 
     Returns:
         Markdown that shows the chart, or says why there is none.

@@ -1,20 +1,21 @@
-"""How fast is a training step, beside DDP and all forms of FSDP2, over the same links?
+"""How fast is a training step, compared with DDP and with all variants of FSDP2?
 
     python -m benchmarks.compare                     2 gloo ranks on this machine
     python -m benchmarks.compare --wire 4,1          over a modelled wire: 4 ms and 1 GB/s
-    python -m benchmarks.compare --wire 6,0.6 --told 4,1     slower than the plan was told
+    python -m benchmarks.compare --wire 6,0.6 --told 4,1     planned for a faster wire
     python -m benchmarks.compare --link-gbit 4       between network namespaces (root, Linux)
     python -m benchmarks.compare --mixed             in bfloat16, with a row in fp8
-    torchrun --nproc-per-node 8 -m benchmarks.compare        NCCL, where there are GPUs
+    torchrun --nproc-per-node 8 -m benchmarks.compare        over NCCL, if there are GPUs
 
-The same GPT, batch and SGD in every way, in one run: each round runs every way once, in a rotated
-order. On a modelled wire (tests/recording.py) a collective takes its latency and its bytes' time,
-one collective after the other. Each round then runs every way once more without the wire; the time
-that the wire adds to a step is the exposed communication. The same group counts what a step sends.
+All variants train the same GPT on the same batch with SGD over the same links, in one run: each
+round runs every variant once, in rotating order. On a modelled wire (tests/recording.py) a
+collective takes the latency plus the time of its bytes, one collective after the other. Each round
+then also runs every variant without the wire, and the difference is the exposed communication. The
+process group in tests/recording.py also counts what a step sends.
 
-On a CPU, FSDP2 waits for every gather at once unless it is told not to: "async" is its fair form
-there. On GPUs --mixed has torchao's fp8 under FSDP2, too, if torchao is installed. Compiling is
-timed with empty caches.
+On CPUs, FSDP2 by default waits for every gather at once; "async" rows avoid that, for a fair
+comparison. On GPUs, --mixed includes torchao's fp8 under FSDP2 if torchao is installed. First steps
+compile with empty caches, except with --link-gbit and under torchrun.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ MMAP_ENV = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # see benchmarks.memory
 
 
 def ways(job: Job, device_type: str) -> dict[str, Build]:
-    """Return all ways to train, graphshard last."""
+    """Return all training variants, graphshard last."""
     return {DDP: ddp, **sharded(device_type, mixed=job.mixed, hardware=job.hardware)}
 
 
 class _Training:
-    """A training of a copy of the model, in one way."""
+    """A copy of the model, trained by one variant."""
 
     def __init__(self, job: Job, name: str, build: Build, mesh: DeviceMesh) -> None:
         self._device = torch.device(mesh.device_type)
@@ -68,7 +69,7 @@ class _Training:
         add_hooks(name, model, self._optimizer)
 
     def step(self) -> float:
-        """Train one step, and return its seconds."""
+        """Train one step and return its seconds."""
         return common.timed(self.train, self._device).done_s
 
     def train(self) -> None:
@@ -79,7 +80,7 @@ class _Training:
 
 
 def measure(job: Job, device_type: str) -> dict[str, Result]:
-    """Return the measurements of this rank by way to train, graphshard last."""
+    """Return this rank's measurements of each variant, graphshard last."""
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     builds = ways(job, device_type)
     backend = sharding(mesh, hardware=job.hardware, mp_policy=mp_policy(job.mixed))
@@ -114,7 +115,7 @@ def measure(job: Job, device_type: str) -> dict[str, Result]:
 
 
 def _predict(plans: Sequence[Plan], cost_model: CostModel) -> Prediction:
-    """Return the planner's forecast for the graphs of a step."""
+    """Return the planner's prediction for the graphs of a step."""
     timelines = [simulate(plan.problem, plan.buckets, cost_model) for plan in plans]
     return Prediction(
         total_us=sum(timeline.total_us + timeline.lost_us for timeline in timelines),
@@ -123,7 +124,7 @@ def _predict(plans: Sequence[Plan], cost_model: CostModel) -> Prediction:
 
 
 def _peak(training: _Training) -> int:
-    """Return what a step adds to the memory of the GPU, at most."""
+    """Return the peak GPU memory of a step, minus what was allocated before."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     training.step()
@@ -131,7 +132,7 @@ def _peak(training: _Training) -> int:
 
 
 def alone(job: Job, name: str) -> Sent:
-    """Measure the way called ``name`` in a process that does nothing else."""
+    """Measure variant ``name`` in a process that does nothing else."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     training = _Training(job, name, ways(job, "cpu")[name], mesh)
     training.step()
@@ -151,7 +152,11 @@ def alone(job: Job, name: str) -> Sent:
 
 
 def on_this_machine(job: Job, world: int, with_sent: bool) -> Report:
-    """Measure with ``world`` ranks on this machine."""
+    """Measure with ``world`` ranks on this machine.
+
+    Args:
+        with_sent: whether to also measure each variant's memory and what it sends.
+    """
     with tempfile.TemporaryDirectory() as cache:
         env = {"TORCHINDUCTOR_CACHE_DIR": cache}
         run = functools.partial(ranks.run_fresh, world, timeout_s=600.0)
@@ -160,7 +165,7 @@ def on_this_machine(job: Job, world: int, with_sent: bool) -> Report:
         sent = {}
         if with_sent and peak_is_known():
             for name in results:
-                for _ in range(2):  # the second finds its graphs compiled
+                for _ in range(2):  # the second run finds its graphs in the cache
                     each = run(alone, job, name, env={**env, **MMAP_ENV}, backend=recording.BACKEND)
                 sent[name] = max(each, key=lambda of_rank: of_rank.peak_bytes)
     setting = f"{world} gloo ranks"
@@ -172,7 +177,7 @@ def on_this_machine(job: Job, world: int, with_sent: bool) -> Report:
 
 
 def main() -> None:
-    """Measure on this machine, between namespaces, or as a rank of torchrun."""
+    """Measure on this machine, between namespaces, or as one rank under torchrun."""
     args = _arguments()
     hardware = str(args.calibrated or "auto")
     if args.told and not args.wire:
@@ -211,7 +216,7 @@ def _job(args: argparse.Namespace, hardware: str) -> Job:
 
 
 def _under_torchrun(job: Job, args: argparse.Namespace) -> None:
-    """Measure as one rank of a group that torchrun or :func:`between_namespaces` has started."""
+    """Measure as one rank of a group that torchrun or :func:`between_namespaces` started."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

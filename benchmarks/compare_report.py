@@ -1,4 +1,4 @@
-"""The records of ``benchmarks.compare``, and its report as a table, a chart and a file."""
+"""Records of ``benchmarks.compare``, and its report: a table, a chart and a file."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ VOCAB, HEAD_DIM = 256, 64
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank has to do.
+    """Settings of a run, equal on all ranks.
 
     Attributes:
-        rows: sequences in a batch of one rank.
-        wire: the modelled wire; None: the links that there are.
-        told: the wire that schedules are planned for, if it is another one.
-        hardware: the planner's option.
-        mixed: in bfloat16 and fp8, as ``benchmarks.ways.sharded`` does it.
+        rows: number of sequences in a rank's batch.
+        wire: modelled wire; None: the links of this machine.
+        told: wire that schedules are planned for; None: the same as ``wire``.
+        hardware: ``hardware`` of ``SchedulePolicy``.
+        mixed: whether to train in bfloat16 and fp8, as in ``benchmarks.ways.sharded``.
     """
 
     dim: int
@@ -44,7 +44,7 @@ class Job:
     mixed: bool
 
     def model(self) -> GPT:
-        """Make the model on the CPU, with the same parameters in every call."""
+        """Return the model on the CPU, with the same parameters on every call."""
         return GPT.seeded(
             torch.device("cpu"),
             dim=self.dim,
@@ -56,7 +56,7 @@ class Job:
 
 
 class Prediction(NamedTuple):
-    """The planner's forecast of a step without the optimizer."""
+    """The planner's prediction for a step, without the optimizer."""
 
     total_us: float
     exposed_us: float
@@ -64,13 +64,14 @@ class Prediction(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """Measurements of one way to train on one rank; None where this machine cannot tell.
+    """Measurements of one training variant on one rank.
 
     Attributes:
-        steps_s: seconds of each step, with the optimizer's.
-        alone_s: the same without the modelled wire.
+        steps_s: seconds of each step, optimizer included.
+        alone_s: seconds of each step without the modelled wire.
         first_s: seconds of the first step, which compiles.
-        peak_bytes: memory of a GPU that one step adds to what was there before.
+        predicted: prediction for the step; None for other variants than graphshard.
+        peak_bytes: peak GPU memory of a step, minus what was allocated before; None on a CPU.
     """
 
     steps_s: list[float]
@@ -82,12 +83,13 @@ class Result:
 
 @dataclass(frozen=True)
 class Sent:
-    """One step of a rank that trains in one way alone, on a CPU.
+    """Memory and communication of one step, on a CPU rank that trains only one variant.
 
     Attributes:
-        peak_bytes: the most resident memory.
-        num_collectives: collectives of the step; ``num_bytes`` of their full buffers.
-        max_in_flight: most collectives at once.
+        peak_bytes: peak resident memory.
+        num_collectives: number of collectives.
+        num_bytes: size of the collectives' full buffers.
+        max_in_flight: largest number of collectives in flight at once.
     """
 
     peak_bytes: int
@@ -98,12 +100,12 @@ class Sent:
 
 @dataclass(frozen=True)
 class Report:
-    """All that was measured, by way to train.
+    """All measurements, by training variant.
 
     Attributes:
-        results: of rank 0.
-        sent: of the rank that needs most memory; empty where it was not measured.
-        setting: the ranks and their links, in words.
+        results: measurements of rank 0.
+        sent: measurements of the rank with the highest peak memory; empty if not measured.
+        setting: description of the ranks and their links.
     """
 
     results: dict[str, Result]
@@ -152,10 +154,10 @@ HEADERS = (
 
 
 def _row(job: Job, name: str, best_s: float, result: Result, sent: Sent | None) -> list[str]:
-    """Return the cells of one way to train.
+    """Return the table row of one variant.
 
     Args:
-        best_s: median step of the best other way.
+        best_s: median step time of the fastest variant other than graphshard's.
     """
     half = median(result.steps_s)
     low, _, high = statistics.quantiles(result.steps_s, n=4)
@@ -182,7 +184,7 @@ def _or_dash(value: float | None, digits: int = 1) -> str:
 
 
 def publish(job: Job, report: Report, out: Path) -> None:
-    """Print the report, and write it with a chart to ``out``."""
+    """Print the report, and write it to ``out`` with a chart next to it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     parts = [common.heading("benchmarks.compare", device), *paragraphs(job, report)]
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -3,18 +3,18 @@
     python -m benchmarks.compile_time [--layers 4 12 24 48] [--dim 128] [--ranks 1] [--repeats 1]
         [--ways "graphshard, regions" ...] [--device cpu|cuda] [--out FILE]
 
-Seconds to the first gradient of a GPT, in processes of their own with a TORCHINDUCTOR_CACHE_DIR of
-their own: cold in an empty folder, warm in new processes with that folder. Imports do not count;
-sharding does. Nor does what a compiler needs once on a machine, such as precompiled headers and
-probes of the processor: a graph of one operation is compiled before.
+Measures the time to the first gradient of a GPT, in new processes with their own
+TORCHINDUCTOR_CACHE_DIR: cold with an empty folder, then warm with the same folder. Sharding counts.
+Imports do not, nor does what a compiler needs once per machine, such as precompiled headers and
+probes of the processor: a graph of one op is compiled first.
 
-"step" and "peak" are of later steps: the median of their times, and what a step adds to the
-resident memory. Ranks share the machine's cores, and the first step is that of the slowest. The
-order of the ways is turned round from repeat to repeat. "tracing alone" is ``torch.compile`` with
-``backend="aot_eager"``: what Dynamo and AOTAutograd take.
+"step" is the median time of later steps, and "peak" is what a later step adds to resident memory at
+its peak. Ranks share the machine's cores, and the slowest rank counts. Every other repeat runs the
+variants in reverse order. "tracing alone" is ``torch.compile`` with ``backend="aot_eager"``: the
+time of Dynamo and AOTAutograd.
 
-The first process to compile reads the compiler from disk. So one process more runs before the
-others and is not counted; --no-warm-up leaves it out where something was compiled just now.
+The first process to compile reads the compiler from disk. So one extra process runs first and is
+not counted; skip it with --no-warm-up if something was compiled just before.
 """
 
 from __future__ import annotations
@@ -71,19 +71,20 @@ WAYS: dict[str, Build] = {
     REGIONS: functools.partial(_one_line, regions=True),
 }
 OF_ONE_RANK = (TRACING, PLAIN)
-"""The ways that shard nothing."""
+"""Variants without sharding, which run on one rank only."""
 
 
 @dataclass(frozen=True)
 class First:
-    """The first forward and backward of some processes, and steps after it; seconds and bytes.
+    """The first forward and backward of a run, and steps after it.
 
     Attributes:
-        seconds: of everything.
-        parts: of it, by name; see ``_parts``.
-        graphs: that Inductor made code of, subgraphs among them; ``files``: that the C++ compiler
-            read.
-        step_s: the median of later steps; ``peak``: the most that they add to resident memory.
+        seconds: time of the first forward and backward.
+        parts: seconds of each part of it, by name; see ``_parts``.
+        graphs: number of graphs that Inductor generated code for, subgraphs included.
+        files: number of files that the C++ compiler read.
+        step_s: median time of later steps, in seconds.
+        peak: bytes that a later step adds to resident memory at its peak.
     """
 
     seconds: float
@@ -96,7 +97,7 @@ class First:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured in some processes."""
+    """What a run measures."""
 
     way: str
     layers: int
@@ -106,7 +107,7 @@ class Setting:
 
 
 def main() -> None:
-    """Measure and print tables; in the processes that it starts, one measurement as JSON."""
+    """Measure and print tables; in a child process, measure once and print the result as JSON."""
     args = _arguments()
     if args.measure:
         _measure(Setting(**json.loads(args.measure)), args.rank, args.store)
@@ -142,18 +143,18 @@ def _arguments() -> argparse.Namespace:
     limit = "seconds that one process may take; default: %(default)s"
     parser.add_argument("--timeout", type=common.count, default=600, metavar="S", help=limit)
     parser.add_argument("--out", type=Path, help="a file for the tables")
-    for hidden in ("measure", "store"):  # in the new processes
+    for hidden in ("measure", "store"):  # for the child processes
         parser.add_argument(f"--{hidden}", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 Runs = dict[str, list[First]]
-"""By way, what was measured in each repeat."""
+"""Results of each repeat, by variant."""
 
 
 def _repeat(settings: Sequence[Setting], args: argparse.Namespace) -> tuple[Runs, Runs]:
-    """Return cold and warm runs."""
+    """Return the cold and the warm runs."""
     cold: Runs = {setting.way: [] for setting in settings}
     warm: Runs = {setting.way: [] for setting in settings}
     for repeat in range(args.repeats):
@@ -166,9 +167,9 @@ def _repeat(settings: Sequence[Setting], args: argparse.Namespace) -> tuple[Runs
 
 
 def _in_new_processes(setting: Setting, cache: str, timeout_s: float) -> First:
-    """Measure in a process for each rank, whose folder for Inductor's caches is ``cache``."""
+    """Measure in one new process per rank, with Inductor's caches in folder ``cache``."""
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "GLOO_SOCKET_IFNAME": "lo"}
-    env.pop("TRITON_CACHE_DIR", None)  # Inductor then puts it into its own folder
+    env.pop("TRITON_CACHE_DIR", None)  # Inductor then uses a subfolder of its own
     command = [sys.executable, "-m", "benchmarks.compile_time"]
     command += ["--measure", json.dumps(dataclasses.asdict(setting))]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
@@ -192,11 +193,11 @@ def _in_new_processes(setting: Setting, cache: str, timeout_s: float) -> First:
     return First(**json.loads(out.splitlines()[-1]))
 
 
-# --- in the new processes ------------------------------------------------------------------------
+# --- in the child processes ----------------------------------------------------------------------
 
 
 def _measure(setting: Setting, rank: int, store: str) -> None:
-    """Join the other ranks and measure; the first rank prints the result as JSON."""
+    """Join the other ranks and measure; rank 0 prints the slowest rank's result as JSON."""
     device = torch.device(setting.device)
     torch.set_num_threads(1)
     if device.type == "cuda":
@@ -214,7 +215,7 @@ def _measure(setting: Setting, rank: int, store: str) -> None:
 
 
 def _make_headers(device: torch.device) -> None:
-    """Compile a graph of one operation, and forget what it took."""
+    """Compile a graph of one op, so that headers exist, and clear the metrics."""
     torch.compile(torch.sin)(torch.ones(64, device=device))
     torch._dynamo.reset()
     compilation_time_metrics.clear()
@@ -261,18 +262,26 @@ def _first_step(setting: Setting, device: torch.device, mesh: DeviceMesh) -> Fir
 
 
 def _parts(seconds: float, ours: dict[str, float], setting: Setting) -> dict[str, float]:
-    """Return what a first step took, in seconds: of Dynamo, of AOTAutograd's trace, of Inductor's
-    passes over the joint graph and the partitioner, of our passes, planning and agreement, of
-    Inductor for forward and backward, and of the rest (sharding, guards, the step itself)."""
+    """Return the seconds of each part of a first step.
+
+    The parts are Dynamo; AOTAutograd's trace; Inductor's passes over the joint graph, with the
+    partitioner; graphshard's passes, planning and plan consensus; Inductor for forward and
+    backward; and the rest (sharding, guards, the step itself).
+
+    Args:
+        seconds: time of the whole step.
+        ours: result of ``_timed_parts``.
+    """
     cut, lowering = ours.get("cut", 0.0), ours.get("lowering", 0.0)
+    # graphshard/_torch/cpp_kernels.py moves these waits out of ``compile_fx_inner``.
     waits_behind = setting.way in (WHOLE, REGIONS) and setting.device == "cpu"
-    waited = _spent("async_compile.wait") if waits_behind else 0.0  # graphshard/_torch/cpp_kernels
+    waited = _spent("async_compile.wait") if waits_behind else 0.0
     by_torch = _spent("_recursive_joint_graph_passes", "min_cut_rematerialization_partition")
     parts = {
         "Dynamo": _spent("_compile.compile_inner") - _spent("OutputGraph.call_user_compiler"),
         "AOT trace": _spent("aot_collect_metadata", "aot_trace_joint_graph"),
         "partition": by_torch + cut,
-        "ours": sum(ours.values()) - 2 * cut,  # it is among the partitioner's
+        "ours": sum(ours.values()) - 2 * cut,  # "partitioner" includes it, too
         "Inductor": _spent("compile_fx_inner") - lowering + waited,
     }
     return {**parts, "rest": seconds - sum(parts.values())}
@@ -280,7 +289,7 @@ def _parts(seconds: float, ours: dict[str, float], setting: Setting) -> dict[str
 
 @contextmanager
 def _timed_parts() -> Iterator[dict[str, float]]:
-    """Yield the seconds of our passes, of agreement, and of torch's cut among our passes."""
+    """Yield the seconds of graphshard's parts, by name; "cut" is torch's share of "partitioner"."""
     spent: dict[str, float] = {}
     places: tuple[tuple[Any, str, str], ...] = (
         (pipeline.Lowering, "__call__", "lowering"),
@@ -296,7 +305,7 @@ def _timed_parts() -> Iterator[dict[str, float]]:
 
 
 def _adding(spent: dict[str, float], part: str, function: Callable[..., Any]) -> Any:
-    """Return ``function``, whose seconds are added to those of a part."""
+    """Wrap ``function`` so that its seconds are added to ``spent[part]``."""
 
     @functools.wraps(function)
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -310,7 +319,7 @@ def _adding(spent: dict[str, float], part: str, function: Callable[..., Any]) ->
 
 
 def _spent(*names: str) -> float:
-    """Return the seconds that torch noted for these parts of a compile."""
+    """Return the seconds that torch recorded for these parts of a compile."""
     return sum(sum(compilation_time_metrics.get(name, ())) for name in names)
 
 
@@ -318,7 +327,7 @@ def _spent(*names: str) -> float:
 
 
 def _table(cold: Runs, warm: Runs) -> str:
-    """Return a row for each way; ratios are to the whole graph without shards."""
+    """Return a table with a row per variant; ratios are to unsharded ``torch.compile``."""
     headers = [
         "first gradient",
         "cold s",
@@ -349,7 +358,7 @@ def _table(cold: Runs, warm: Runs) -> str:
 
 
 def _split(cold: Runs) -> str:
-    """Return the parts of the cold seconds of each way."""
+    """Return a table of the parts of each variant's cold seconds."""
     names = list(next(iter(cold.values()))[0].parts)
     rows = [
         [way, *(f"{median(run.parts[name] for run in runs):.1f}" for name in names)]

@@ -1,8 +1,8 @@
-"""Compare forecasts with published measurements: ``python -m benchmarks.forecast``.
+"""Compare forecasts with published measurements: ``python -m benchmarks.forecast [ROW ...]``.
 
-``published`` has the measurements and their sources. Only the interval of forecasts is chosen by
-them. Memory is what the allocator has in use in the forecast, and what it has reserved in the
-measurement, next to the formulas that others use.
+``published`` has the measurements and their sources. Only the prediction intervals of forecasts are
+fitted to them. The memory table compares allocated bytes (forecast) with reserved bytes (measured),
+and with the formulas of other projects.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.graphshard.float8_mm.default)
 
 
 def _policy(counts: dict[str, int], context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Save attention and every second matrix product, as torchtitan's selective option "op"."""
+    """Save attention and every other matrix product, like torchtitan's selective option "op"."""
     if op in _PRODUCTS:
         name = "recomputed" if context.is_recompute else "forward"
         counts[name] = counts.get(name, 0) + 1
@@ -72,14 +72,14 @@ def _workload(published: Published) -> Workload:
 
 
 def predict(published: Published) -> Forecast:
-    """Forecast what was measured."""
+    """Forecast the published run."""
     machine = cluster(published.device, published.gpus, link=published.link)
     recipe = Recipe(published.strategy, published.dtype)
     return forecast(_workload(published), recipe, machine)
 
 
 def ratio(published: Published, found: Forecast) -> float:
-    """Return the measured time of a step to the modelled one."""
+    """Return the ratio of the measured to the modelled time of a step."""
     measured_s = found.tokens / found.cluster.num_gpus / published.tokens_per_s
     return measured_s * 1e6 / found.time.modelled_us
 
@@ -88,7 +88,7 @@ _COMPILED = {True: "blocks", False: "no", None: "not said"}
 
 
 def time_row(published: Published, found: Forecast) -> list[Any]:
-    """Return a row of the table of speed."""
+    """Return a row of the throughput table."""
     tokens_per_s = found.tokens_per_s / found.cluster.num_gpus
     return [
         f"{published.name} {published.source}",
@@ -104,7 +104,7 @@ def time_row(published: Published, found: Forecast) -> list[Any]:
 
 
 def interval(ratios: Sequence[float]) -> str:
-    """Return what follows from the ratios, and how it does on a measurement that is left out."""
+    """Describe the interval that follows from ``ratios``, and its leave-one-out accuracy."""
     errors = errors_of(ratios)
     others = [errors_of([*ratios[:i], *ratios[i + 1 :]]) for i in range(len(ratios))]
     covered = sum(error.covers(ratio) for error, ratio in zip(others, ratios))
@@ -118,7 +118,7 @@ def interval(ratios: Sequence[float]) -> str:
 
 
 def main() -> None:
-    """Print the tables; arguments are the numbers of rows."""
+    """Print the tables; command-line arguments are the numbers of the rows to forecast."""
     chosen = [int(text) for text in sys.argv[1:]] or list(range(len(PUBLISHED)))
     found = []
     for number in chosen:

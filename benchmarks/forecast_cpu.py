@@ -1,21 +1,21 @@
-"""How true are forecasts on this machine? Predicted beside measured, on CPU ranks.
+"""How accurate are forecasts on this machine? Steps on CPU ranks, predicted and measured.
 
-    python -m benchmarks.forecast_cpu                       all, on 2 idle cores
+    python -m benchmarks.forecast_cpu                       everything, on 2 idle cores
     python -m benchmarks.forecast_cpu --models GPT --ranks 2 --dtypes float32 --steps 5
-    python -m benchmarks.forecast_cpu --only compile        ahead, on cores that need not be idle
-    python -m benchmarks.forecast_cpu --only predict        what was measured, once more
+    python -m benchmarks.forecast_cpu --only compile        fill the caches, also on busy cores
+    python -m benchmarks.forecast_cpu --only predict        predict earlier measurements again
 
-It calibrates the machine (``graphshard calibrate``) with as many busy processes as train at once,
-then measures steps of six models, compiled by Inductor, with AdamW:
+Calibrates the machine (``graphshard calibrate``) with as many busy processes as will train at once.
+Then measures steps of six models, compiled by Inductor, with AdamW:
 
     1 rank     alone
     2 ranks    gloo over loopback, one thread each
-    4 ranks    behind modelled wires (``modelled_links``): the first rank alone exists, so that
-               four ranks do not share two cores
+    4 ranks    over modelled wires (``modelled_links``); only the first rank exists, because four
+               ranks would share two cores
 
-and predicts them as ``graphshard.plan`` does, from the calibrated file. What is measured and
-calibrated is kept in a JSON file; a run that was stopped goes on where it was. With --fresh all of
-it is measured anew. Most of the time goes to compiling, unless Inductor's cache has it already.
+Predictions are made as by ``graphshard.plan``, from the calibrated file. A JSON file keeps
+calibrations and measurements, so an interrupted run continues where it stopped; --fresh discards
+them. Most of the time goes to compiling, unless Inductor's cache is warm.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ from tests import ranks
 ALONE, LOOPBACK = "alone", "loopback"
 SLOW, FAST = "4,1", "1,4"
 LINKS = {1: (ALONE,), 2: (LOOPBACK,), 4: (SLOW, FAST)}
-"""By number of ranks: gloo, or milliseconds and GB/s of a modelled wire."""
+"""Links for each number of ranks; a modelled wire is written as milliseconds and GB/s."""
 STRATEGIES = {1: ("zero3",), 2: ("zero3", "zero2", "ddp"), 4: ("zero3", "zero2", "hsdp:2", "ddp")}
 MEMORY_GB = 16.0
 CALIBRATE, COMPILE, MEASURE, PREDICT = "calibrate", "compile", "measure", "predict"
 
 
 class Case(NamedTuple):
-    """Trainings of one model that are measured together."""
+    """Training runs of one model that are measured together."""
 
     model: str
     ranks: int
@@ -71,7 +71,7 @@ class Case(NamedTuple):
 
     @property
     def wire(self) -> Wire | None:
-        """The modelled wire; None: there is none."""
+        """The modelled wire; None: real links, or one rank."""
         return None if self.link in (ALONE, LOOPBACK) else parse_wire(self.link)
 
     @property
@@ -81,13 +81,13 @@ class Case(NamedTuple):
 
     @property
     def recipes(self) -> list[Recipe]:
-        """How the model is trained; in bfloat16 by ZeRO-3 alone."""
+        """Recipes to train with; in bfloat16 only ZeRO-3."""
         names = STRATEGIES[self.ranks][: None if self.dtype == "float32" else 1]
         return [Recipe(name, self.dtype) for name in names]
 
 
 def cases(models: Iterable[str], num_ranks: Iterable[int], dtypes: Iterable[str]) -> list[Case]:
-    """Return all cases; in bfloat16 without wires."""
+    """Return all cases; bfloat16 is not combined with wires."""
     return [
         Case(model, world, link, dtype)
         for model in models
@@ -100,11 +100,11 @@ def cases(models: Iterable[str], num_ranks: Iterable[int], dtypes: Iterable[str]
 
 @dataclass
 class Store:
-    """What was measured, kept in a file.
+    """Calibrations and measurements, kept in a file.
 
     Attributes:
-        calibrated: the machine, by the number of processes that were busy.
-        rows: a training each.
+        calibrated: calibrated machine, by number of busy processes.
+        rows: one row per training run.
     """
 
     path: Path
@@ -113,7 +113,7 @@ class Store:
 
     @classmethod
     def load(cls, path: Path) -> Store:
-        """Read a file; an empty store where there is none."""
+        """Read a store from a file; return an empty store if there is no file."""
         if not path.exists():
             return cls(path)
         raw = json.loads(path.read_text())
@@ -136,7 +136,7 @@ class Store:
 
 
 def calibrate(busy: int) -> Hardware:
-    """Return this machine, as ``busy`` processes at once measure it."""
+    """Return this machine's rates, calibrated in ``busy`` processes at once."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "machine.json")
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(busy)]
@@ -147,10 +147,10 @@ def calibrate(busy: int) -> Hardware:
 
 
 def machine_of(case: Case, recipe: Recipe, calibrated: Hardware) -> Hardware:
-    """Return the machine on which a recipe is planned.
+    """Return the machine that a recipe is planned for.
 
-    Behind a modelled wire each collective copies its bytes first, at the rate of memory, and takes
-    nothing else from compute.
+    On a modelled wire, a collective takes time from compute only for its launch, and to copy its
+    bytes at the rate of memory.
     """
     if case.wire is None:
         return calibrated
@@ -163,7 +163,7 @@ def machine_of(case: Case, recipe: Recipe, calibrated: Hardware) -> Hardware:
 
 
 def measured(case: Case, calibrated: Hardware, steps: int) -> list[Measured]:
-    """Measure a case; of several ranks the slowest counts."""
+    """Measure a case; return the slowest rank's measurements for each recipe."""
     with tempfile.TemporaryDirectory() as folder:
         recipes = []
         for number, recipe in enumerate(case.recipes):
@@ -189,7 +189,7 @@ def _in_new_process(job: Job) -> list[Measured]:
 
 @functools.cache
 def _traced(model: str, num_ranks: int, recipe: Recipe, hardware_json: str) -> TracedStep:
-    """Return a traced step, priced by the calibrated machine; wires do not change it."""
+    """Return a traced step with times of the calibrated machine; links do not change it."""
     hardware = Hardware.from_json(hardware_json)
     machine = cluster(hardware, num_ranks, memory_gb=MEMORY_GB)
     made = MODELS[model]()
@@ -197,7 +197,7 @@ def _traced(model: str, num_ranks: int, recipe: Recipe, hardware_json: str) -> T
 
 
 def predicted(case: Case, recipe: Recipe, calibrated: Hardware) -> dict[str, Any]:
-    """Return the fields of a row that are predicted."""
+    """Return the predicted fields of a row."""
     traced = _traced(case.model, case.ranks, recipe, calibrated.to_json())
     hardware = machine_of(case, recipe, calibrated)
     step = plan_step(traced, recipe, cluster(hardware, case.ranks, memory_gb=MEMORY_GB))
@@ -215,7 +215,7 @@ def predicted(case: Case, recipe: Recipe, calibrated: Hardware) -> dict[str, Any
 
 
 def measured_rows(case: Case, calibrated: Hardware, steps: int) -> Iterator[Row]:
-    """Yield the rows of a case, not yet predicted."""
+    """Measure a case and yield its rows, still without predictions."""
     for recipe, found in zip(case.recipes, measured(case, calibrated, steps), strict=True):
         yield Row(
             *case,

@@ -1,5 +1,7 @@
-"""Six small models of different kinds, whose steps take a core of a CPU about 0.1 to 0.3 seconds:
-what ``forecast_cpu`` predicts and measures."""
+"""Six small models of different kinds that ``forecast_cpu`` measures and predicts.
+
+A step takes about 0.1 to 0.3 seconds on one CPU core.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ VOCAB, LENGTH = 2048, 256
 
 
 class Made(NamedTuple):
-    """A model, and the keywords or arguments of a step on one rank."""
+    """A model, and the positional or keyword arguments of one step on one rank."""
 
     model: nn.Module
     inputs: dict[str, Any] | tuple[Any, ...]
@@ -98,7 +100,7 @@ def t5() -> Made:
 
 
 def moe() -> Made:
-    """Return a mixture of four experts in each layer, of which a token uses two."""
+    """Return a mixture of experts: four experts per layer, two per token."""
     import transformers
 
     config = transformers.MixtralConfig(

@@ -1,9 +1,8 @@
-"""Measures training steps on CPU ranks, for ``forecast_cpu``: their time, and what they allocate.
+"""Measure the time and memory of training steps on CPU ranks, for ``forecast_cpu``.
 
-Peak memory is counted by the profiler: what the model, its optimizer and its batch hold between two
-steps, and the most that one step allocates beyond that. What libraries take from the system by
-themselves (oneDNN's scratch space, gloo's buffers) is not counted, as it is not by CUDA's
-allocator.
+Peak memory is what model, optimizer and batch hold between two steps, plus the most that the
+profiler sees a step allocate in addition. Memory that libraries take from the system directly
+(oneDNN's scratch space, gloo's buffers) does not count, as it would not with CUDA's allocator.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Job:
-    """Trainings of one model that are measured together, in turns.
+    """Training runs of one model that are measured together, step by step in turns.
 
     Attributes:
-        model: a key of ``MODELS``.
-        recipes: how it is trained, by the file of ``SchedulePolicy.hardware`` of each.
-        num_ranks: of each.
-        wire: between ranks of which all but the first do not exist; None: gloo ranks.
-        steps: of each training.
+        model: key of ``MODELS``.
+        recipes: recipe of each run, with the path of its ``hardware`` file (``SchedulePolicy``).
+        num_ranks: number of ranks of each run.
+        wire: modelled wire, on which only the first rank exists; None: real gloo ranks.
+        steps: number of measured steps of each run.
     """
 
     model: str
@@ -58,14 +57,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Measured:
-    """A training on one rank.
+    """Measurements of a training run on one rank.
 
     Attributes:
         step_s: median time of a step.
-        optimizer_s: the part of it that the optimizer takes.
-        processor_s: the part of it that this process computes or copies, in all of its threads.
-        peak_bytes: the most that is allocated.
-        others: part of one core that other processes took meanwhile.
+        optimizer_s: median time of the optimizer in a step.
+        processor_s: median CPU time of this process in a step, over all its threads.
+        peak_bytes: largest number of bytes allocated at once.
+        others: load by other processes meanwhile, as a fraction of one core.
     """
 
     step_s: float
@@ -76,7 +75,7 @@ class Measured:
 
 
 class Step(NamedTuple):
-    """Seconds of one step, as ``Measured`` has them."""
+    """Seconds of one step; the fields are as in ``Measured``."""
 
     step_s: float
     optimizer_s: float
@@ -84,7 +83,7 @@ class Step(NamedTuple):
 
 
 def measure(job: Job) -> list[Measured]:
-    """Return the measurements of this rank, by recipe."""
+    """Return the measurements of this rank for each recipe."""
     torch.set_num_threads(1)
     trainings = [_Training(job, recipe, file) for recipe, file in job.recipes]
     runs = {str(i): training.step for i, training in enumerate(trainings)}
@@ -107,19 +106,19 @@ def measure(job: Job) -> list[Measured]:
 
 
 def measure_behind_wire(job: Job) -> list[Measured]:
-    """Return the measurements of the first rank, in a process that has no group."""
+    """Return the measurements of the first rank; the process must not have a process group yet."""
     assert job.wire is not None
     with group_behind(job.wire, job.num_ranks, torch.device("cpu")):
         return measure(job)
 
 
 def resident_bytes() -> int:
-    """Return the bytes of a rank that are resident now."""
+    """Return the bytes of this rank that are resident now."""
     return resident("VmRSS")
 
 
 class _Training:
-    """A training of a model of its own."""
+    """A training run with its own model."""
 
     def __init__(self, job: Job, recipe: Recipe, hardware_file: str) -> None:
         torch.manual_seed(0)
@@ -130,7 +129,7 @@ class _Training:
             _mesh(recipe, job.num_ranks), schedule=schedule, **recipe.options()
         )
         self._compiled = torch.compile(self._model, backend=backend, dynamic=False)
-        self._run()  # from now on the parameters are shards
+        self._run()  # shards the parameters, before the optimizer takes them
         self._optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         self.step()
 
@@ -140,7 +139,7 @@ class _Training:
         loss_of(called).backward()
 
     def step(self) -> Step:
-        """Train a step."""
+        """Train one step and return its times."""
         dist.barrier()
         processor, start = time.process_time(), time.perf_counter()
         self._run()
@@ -151,7 +150,7 @@ class _Training:
         return Step(end - start, end - middle, time.process_time() - processor)
 
     def peak_bytes(self) -> int:
-        """Return the most bytes that are allocated in a step."""
+        """Return the largest number of bytes allocated at once in a step."""
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
         ) as profile:
@@ -166,7 +165,7 @@ class _Training:
         return self._held_bytes() + max(0, *alive)
 
     def _held_bytes(self) -> int:
-        """Return what is allocated between two steps."""
+        """Return the bytes allocated between two steps."""
         report = memory_report(self._model, self._optimizer)
         inputs = self._inputs
         values = inputs.values() if isinstance(inputs, Mapping) else inputs
@@ -184,7 +183,7 @@ def _mesh(recipe: Recipe, num_ranks: int) -> DeviceMesh:
 
 
 def _busy_s() -> float:
-    """Return the seconds that all cores have been busy since the machine was started."""
+    """Return the busy seconds of all cores together since the machine booted."""
     fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     idle = int(fields[3]) + int(fields[4])
     return (sum(map(int, fields[:8])) - idle) / os.sysconf("SC_CLK_TCK")

@@ -1,5 +1,8 @@
-"""The report of ``forecast_cpu``: the table of predicted beside measured, how many were right, and
-the interval that the errors make."""
+"""The report of ``forecast_cpu``.
+
+A table of predicted and measured steps, the number of accurate predictions, and the intervals that
+follow from the errors.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,19 @@ from graphshard.forecast.interval import Errors, errors_of
 
 TIME_WITHIN, MEMORY_WITHIN = 0.15, 0.05
 DIFFERENT = 1.1
-"""Ratio of two times from which strategies are taken to differ."""
+"""Ratio of two step times above which the strategies count as different."""
 MB = 1e6
 
 
 @dataclass
 class Row:
-    """A training: predicted, and measured. What is None is not predicted yet.
+    """A training run, measured and predicted; predicted fields are None until it is predicted.
 
     Attributes:
-        link: between ranks.
-        processor_ms: of all threads of a rank, measured.
-        exposed_ms: predicted time in which communication costs compute.
-        others: part of one core that other processes took while it was measured.
+        link: link between ranks: "alone", "loopback", or milliseconds and GB/s as in "4,1".
+        processor_ms: measured CPU time of a rank, over all its threads.
+        exposed_ms: predicted time that communication adds to compute.
+        others: load by other processes during the measurement, as a fraction of one core.
     """
 
     model: str
@@ -45,24 +48,24 @@ class Row:
 
     @property
     def time_ratio(self) -> float:
-        """Measured to predicted time of a step."""
+        """Ratio of measured to predicted step time."""
         assert self.predicted_ms is not None
         return self.measured_ms / self.predicted_ms
 
     @property
     def memory_ratio(self) -> float:
-        """Measured to predicted peak of memory."""
+        """Ratio of measured to predicted peak memory."""
         assert self.predicted_bytes is not None
         return self.measured_bytes / self.predicted_bytes
 
     @property
     def group(self) -> tuple[str, ...]:
-        """What rows of one line of the summary share."""
+        """Fields that all rows of one line in the summary share."""
         return (f"{self.ranks}", self.link, self.dtype)
 
 
 def paragraphs(rows: Sequence[Row]) -> list[str]:
-    """Return the report."""
+    """Return the report as paragraphs of Markdown."""
     busiest = max(row.others for row in rows)
     return [
         _table(rows),
@@ -128,7 +131,7 @@ def _models(rows: Iterable[Row]) -> list[str]:
 
 
 def orders(rows: Sequence[Row]) -> tuple[int, int]:
-    """Return how many pairs of strategies are in the right order, of how many that differ."""
+    """Return how many strategy pairs are predicted in the right order, of how many that differ."""
     right = pairs = 0
     for one, other in itertools.combinations(rows, 2):
         if (one.model, *one.group) != (other.model, *other.group):
@@ -142,8 +145,7 @@ def orders(rows: Sequence[Row]) -> tuple[int, int]:
 
 
 def _interval(what: str, rows: Sequence[Row], ratio_of: Callable[[Row], float]) -> str:
-    """Return a sentence: the interval that the errors make, and how it does on models it has not
-    seen."""
+    """Describe the interval that follows from the errors, and how well it covers unseen models."""
     errors = errors_of(map(ratio_of, rows))
     covered = sum(errors.covers(ratio_of(row)) for row in rows)
     text = (
@@ -157,6 +159,6 @@ def _interval(what: str, rows: Sequence[Row], ratio_of: Callable[[Row], float]) 
 
 
 def _without(model: str, rows: Sequence[Row], ratio_of: Callable[[Row], float]) -> int:
-    """Return how many rows of a model are in the interval of the others."""
+    """Return how many rows of ``model`` are in the interval that follows from the other models."""
     others: Errors = errors_of(ratio_of(row) for row in rows if row.model != model)
     return sum(others.covers(ratio_of(row)) for row in rows if row.model == model)

@@ -1,14 +1,15 @@
-"""How long does a pretrained model take to become shards, and how much memory?
+"""How long does it take to load a pretrained model into shards, and how much memory?
 
     python -m benchmarks.from_pretrained [--layers 14] [--ranks 2] [--rounds 3] [--out FILE]
 
-A Llama of 2 GB in float32 is made, with random values, and saved by ``save_pretrained`` into a
-temporary folder. Ranks then load it over gloo on the CPU, each time in new processes: by
-``graphshard.integrations.transformers.from_pretrained``, and by ``from_pretrained`` on every rank,
-``graphshard.shard`` after. The file is in the page cache for both. transformers maps files into
-memory: what a rank has read of a mapped file counts as resident, but ranks of a node share it and
-the kernel may take it back; what a rank holds for itself (``RssAnon``) is listed beside, sampled
-each five milliseconds.
+A Llama of 2 GB in float32, with random weights, is saved to a temporary folder. Ranks then load it
+over gloo on the CPU, in new processes each time: either by
+``graphshard.integrations.transformers.from_pretrained``, or by ``from_pretrained`` on every rank,
+followed by ``graphshard.shard``. The file is in the page cache for both.
+
+transformers maps files into memory. Pages of a mapped file that a rank has read count as resident,
+but ranks of a node share them and the kernel may reclaim them. So the table also lists a rank's
+anonymous memory (``RssAnon``), sampled every five milliseconds.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ SAMPLE_S = 0.005
 
 
 class Cost(NamedTuple):
-    """What loading cost a rank.
+    """Cost of loading on one rank.
 
     Attributes:
-        seconds: until all ranks had loaded.
-        resident: bytes at the peak, beyond those before.
-        own: the same of memory that is no file's.
+        seconds: time until all ranks had loaded.
+        resident: peak resident bytes, minus those before.
+        own: peak bytes of anonymous memory, minus those before.
         shards: bytes of the shards.
     """
 
@@ -53,7 +54,7 @@ class Cost(NamedTuple):
 
 
 def make(folder: Path, layers: int, scale: int = 1) -> None:
-    """Save a Llama with random values; ``scale`` divides its sizes."""
+    """Save a Llama with random weights; ``scale`` divides its sizes."""
     import transformers
 
     config = transformers.LlamaConfig(
@@ -92,7 +93,7 @@ WAYS = {"straight into shards": _straight, "all on every rank, then shard": _who
 
 @contextlib.contextmanager
 def _sampled_peak() -> Iterator[list[int]]:
-    """Yield a list that gets the most memory of its own that the process has in the block."""
+    """Yield a list of one number: the peak so far of this process's anonymous memory, sampled."""
     peak, ends = [resident("RssAnon")], threading.Event()
 
     def sample() -> None:
@@ -109,9 +110,9 @@ def _sampled_peak() -> Iterator[list[int]]:
 
 
 def load(way: str, folder: Path, small: Path) -> Cost:
-    """Return what loading by one of ``WAYS`` costs, after a small model was loaded alike."""
+    """Load by one of ``WAYS`` and return the cost, after loading a small model in the same way."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    WAYS[way](small, mesh)  # imports, and connects ranks
+    WAYS[way](small, mesh)  # imports modules and connects ranks
     models, seconds = [], []
 
     def work() -> None:
@@ -121,7 +122,7 @@ def load(way: str, folder: Path, small: Path) -> Cost:
         dist.barrier()
         seconds.append(time.perf_counter() - start)
 
-    peak_of(lambda: None, 0)  # gives back what is free
+    peak_of(lambda: None, 0)  # returns free memory to the kernel
     before = resident("RssAnon")
     with _sampled_peak() as own:
         memory = peak_of(work, 0)
@@ -133,7 +134,7 @@ def load(way: str, folder: Path, small: Path) -> Cost:
 
 
 def measure(way: str, world: int, folder: Path, small: Path) -> Cost:
-    """Return the cost of the slowest rank, and of the one that needs most memory."""
+    """Return the maximum of each cost over all ranks."""
     costs = ranks.run_fresh(world, load, way, folder, small, env={}, timeout_s=600)
     return Cost(*map(max, zip(*costs)))
 

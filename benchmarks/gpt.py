@@ -1,5 +1,8 @@
-"""The GPT that the benchmarks train: random tokens, blocks of the demo's model, and an output layer
-of its own. It is apart from ``models``, as the demo's module imports all of graphshard."""
+"""The GPT that the benchmarks train on random tokens.
+
+Its blocks are those of the demo's model; its embeddings and output layer are its own. It is not in
+``models`` because the demo's module imports all of graphshard.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from graphshard.tools.demo_model import Block
 
 
 class GPT(nn.Module):
-    """A GPT that returns its loss; 12 parameters for each layer and 5 more."""
+    """A GPT that returns its loss; 12 parameters per layer and 5 more."""
 
     def __init__(self, *, dim: int, layers: int, heads: int, vocab: int, context: int) -> None:
         super().__init__()
@@ -26,7 +29,7 @@ class GPT(nn.Module):
     def seeded(
         cls, device: torch.device, *, dim: int, layers: int, head_dim: int, vocab: int, context: int
     ) -> GPT:
-        """Make a model on ``device``, with the same parameters in every call."""
+        """Return a model on ``device``, with the same parameters on every call."""
         torch.manual_seed(0)
         heads = max(1, dim // head_dim)
         with device:
@@ -36,7 +39,7 @@ class GPT(nn.Module):
         """Return the mean cross entropy of predicting ``ids[:, 1:]``.
 
         Args:
-            ids: ``[batch, length + 1]``, at most ``context + 1`` tokens in a row.
+            ids: tokens ``[batch, length + 1]``; ``length`` is at most ``context``.
         """
         inputs, targets = ids[:, :-1], ids[:, 1:]
         x = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# All that needs a GPU: the tests marked gpu, then the benchmarks, in 9 minutes at most.
+# Run everything that needs a GPU, in 9 minutes at most: the tests marked gpu, then the benchmarks.
 #
 #     benchmarks/gpu.sh          on one GPU
-#     benchmarks/gpu.sh cpu      tries this script without one: small sizes, no test marked gpu
+#     benchmarks/gpu.sh cpu      try this script without a GPU: small sizes, no test marked gpu
 #
-# PYTHON (default: python3) is used as it is, with its torch, pytest, pytest-timeout, pytest-xdist,
-# hypothesis and tabulate; nothing is installed, and no network is needed. The output ends in a table.
-# It goes to gpu.md, what was written to stderr to gpu.log, and the profiles and plans of the race to
-# race.tar.gz, in OUT (default: benchmarks/results).
+# PYTHON (default: python3) must have torch, pytest, pytest-timeout, pytest-xdist, hypothesis and
+# tabulate; the script installs nothing and needs no network. The output ends with a table. In OUT
+# (default: benchmarks/results), gpu.md gets the output, gpu.log what is written to stderr, and
+# race.tar.gz the profiles and plans of the race.
 set -uo pipefail
 
 device=${1:-cuda}
@@ -19,7 +19,8 @@ trap 'rm -rf "$work"' EXIT
 mkdir -p "$out"
 : >"$out/gpu.log"
 
-# graphshard.passes is the folder passes/, which only an installation maps. A copy needs none.
+# Only an installation maps graphshard.passes to the folder passes/. Run in a copy that has the
+# folder in the right place instead.
 mkdir "$work/tree"
 cp -r "$root"/{graphshard,benchmarks,tests,pyproject.toml} "$work/tree"
 cp -r "$root/passes" "$work/tree/graphshard/passes"
@@ -30,10 +31,10 @@ unset TRITON_CACHE_DIR
 
 rows=()
 failed=0
-due=$SECONDS # when the part that runs has to be done
+due=$SECONDS # deadline of the current part
 
-# part NAME SECONDS COMMAND...: runs it within a time limit; its last line becomes its result. What a
-# part leaves of its time is there for the next ones, and none can take theirs.
+# part NAME SECONDS COMMAND...: run a command with a time limit; its last line becomes its result.
+# A part may use the time that earlier parts left over, but never that of later parts.
 part() {
     local name=$1 limit start=$SECONDS status result
     due=$((due + $2)) limit=$((due - start))
@@ -58,8 +59,8 @@ part() {
     rows+=("| $name | ${result//|/ } | $((SECONDS - start)) |")
 }
 
-# tests SECONDS OPTION...: tests of tests/gpu as a part, named as they pass, so that a time limit
-# does not hide them.
+# tests SECONDS OPTION...: run tests of tests/gpu as a part. -v prints each test as it passes, so
+# these results are not lost if the part times out.
 tests() {
     local seconds=$1
     shift
@@ -76,8 +77,8 @@ nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available(
 print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}, {name}")
 sys.exit(sys.argv[1] == "cuda" and not torch.cuda.is_available())
 EOF
-    # In the order of what they teach: if tests fail, nothing else is worth the time. Files of tests
-    # run side by side, since none measures time. The limits on a GPU add up to 540 seconds.
+    # Most important first: if tests fail, nothing else is worth the time. Test files run in
+    # parallel, since none measures time. The limits on a GPU add up to 540 seconds.
     local small=(--layers 2) flat=() race=()
     if [[ $device == cpu ]]; then
         small=(--layers 1 --steps 3) flat=(--layers 1 --dim 64)
@@ -86,10 +87,10 @@ EOF
     else
         tests 280 tests/gpu -m gpu -n 3 --dist loadfile --timeout 90
     fi
-    # Four processes fit on a GPU of 80 GB.
+    # Its four processes (2 variants, 2 links) fit on an 80 GB GPU.
     part race 95 "$python" -m benchmarks.race --device "$device" --out "$out" "${race[@]}" \
         --ways 'FSDP2, compiled blocks' graphshard
-    # The row of torchao's fp8 is there if this Python has torchao.
+    # Has a row for torchao's fp8 if torchao is installed.
     part 'race, fp8 and unsharded' 90 "$python" -m benchmarks.race --device "$device" "${race[@]}" \
         --links 0.03,370 --ways 'FSDP2, torchao float8' 'graphshard, fp8' torch.compile
     part 'offload streams' 35 "$python" -m benchmarks.offload_streams --device "$device" "${flat[@]}"

@@ -1,4 +1,4 @@
-"""The kernel of a collective over a modelled link. It needs Triton, hence a module of its own."""
+"""The kernel of a collective over a modelled link, in its own module because it needs Triton."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 
 
 def run(outputs: Sequence[Tensor], inputs: Sequence[Tensor], seconds: float) -> None:
-    """Fill ``outputs`` and keep one block of the GPU busy for ``seconds``, by one kernel.
+    """Launch a kernel that fills ``outputs`` and keeps one block of the GPU busy for ``seconds``.
 
-    Gathers repeat the inputs, reductions take the means of their rows. A kernel starts when the
-    running matmul leaves room for it. NCCL has one for a collective of several tensors, too; more
-    of them would wait more often.
+    A gather repeats its input; a reduction takes the mean over the rows of its input. The kernel
+    starts once running matmuls leave room for it. A coalesced collective is one kernel, as in NCCL;
+    several kernels would have to wait for room more often.
     """
     pairs = [(o, i.contiguous()) for o, i in zip(outputs, inputs) if not _is_same(o, i)]
     reduces = any(output.nbytes < sent.nbytes for output, sent in pairs)
@@ -40,12 +40,12 @@ def _is_same(output: Tensor, sent: Tensor) -> bool:
 
 
 def _word_size(pairs: Sequence[tuple[Tensor, Tensor]]) -> int:
-    """Return the largest size in bytes of words in which all tensors can be copied."""
+    """Return the largest word size, in bytes, that divides all sizes and addresses."""
     numbers = [n for pair in pairs for t in pair for n in (t.nbytes, t.data_ptr())]
     return next(size for size in _INTS if all(n % size == 0 for n in numbers))
 
 
-# By the clock of the GPU: torch.cuda._sleep counts cycles, and a busy GPU has a lower clock.
+# Reads the GPU's timer. torch.cuda._sleep counts cycles instead, and a busy GPU clocks lower.
 @triton.jit(do_not_specialize=["num_pairs", "ns"])
 def _fill_and_spin(  # type: ignore[no-untyped-def]
     table, num_pairs, ns, dtype: tl.constexpr, reduces: tl.constexpr, words_at_once: tl.constexpr

@@ -1,4 +1,4 @@
-"""The kernels of a profiled step over modelled links, and what its time is made of."""
+"""Record the kernels of steps over modelled links, and split the step time into parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class Kernel(NamedTuple):
-    """A kernel or a copy on a GPU; times are in microseconds."""
+    """A kernel, copy or memset on a GPU; times are in microseconds."""
 
     start_us: float
     us: float
@@ -32,19 +32,19 @@ class Kernel(NamedTuple):
 
     @property
     def is_collective(self) -> bool:
-        """Whether it is one of ``benchmarks.gpu_link``."""
+        """Whether it is a collective of ``benchmarks.gpu_link``."""
         return "spin" in self.name
 
 
 class Streams(NamedTuple):
-    """Kernels of the stream that computes, and of those with collectives."""
+    """Kernels on the compute stream, and kernels on the streams with collectives."""
 
     compute: list[Kernel]
     links: list[Kernel]
 
 
 def record(call: Callable[[], object]) -> list[Kernel]:
-    """Run ``call`` under the profiler and return its kernels, by start."""
+    """Run ``call`` under the profiler and return its kernels, sorted by start."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         call()
         torch.cuda.synchronize()
@@ -57,17 +57,21 @@ def record(call: Callable[[], object]) -> list[Kernel]:
 
 
 def write(kernels: Sequence[Kernel], path: Path) -> None:
-    """Write kernels as packed JSON."""
+    """Write kernels as compressed JSON."""
     path.write_bytes(gzip.compress(json.dumps(kernels).encode()))
 
 
 def parse(packed: bytes) -> list[Kernel]:
-    """Return what was written."""
+    """Return the kernels that :func:`write` compressed."""
     return [Kernel(*fields) for fields in json.loads(gzip.decompress(packed))]
 
 
 def split(kernels: Sequence[Kernel], steps: int) -> dict[str, float]:
-    """Return the milliseconds of a step by ``PARTS``, from the kernels of ``steps`` of them."""
+    """Return the milliseconds per step of each part in ``PARTS``.
+
+    Args:
+        kernels: kernels of ``steps`` consecutive steps.
+    """
     own, on_links = map(_busy_us, streams(kernels))
     busy = _busy_us(kernels)
     span = max(k.end_us for k in kernels) - min(k.start_us for k in kernels)
@@ -76,7 +80,7 @@ def split(kernels: Sequence[Kernel], steps: int) -> dict[str, float]:
 
 
 def streams(kernels: Iterable[Kernel]) -> Streams:
-    """Tell streams apart: the busiest one without collectives computes."""
+    """Split kernels by stream; the busiest stream without collectives is the compute stream."""
     by_stream: dict[int, list[Kernel]] = defaultdict(list)
     for kernel in kernels:
         by_stream[kernel.stream].append(kernel)
@@ -86,7 +90,7 @@ def streams(kernels: Iterable[Kernel]) -> Streams:
 
 
 def _busy_us(kernels: Iterable[Kernel]) -> float:
-    """Return how long at least one of the kernels runs."""
+    """Return the time in which at least one of the kernels runs."""
     total, end = 0.0, -math.inf
     for kernel in sorted(kernels):
         total += max(0.0, kernel.end_us - max(kernel.start_us, end))

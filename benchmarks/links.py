@@ -1,5 +1,9 @@
-"""Links that this machine does not have: a modelled wire, as the planner is told of it, and two
-network namespaces with a shaped link between them."""
+"""Links that this machine does not have.
+
+``behind_wire`` describes a modelled wire to the planner; ``modelled_links`` and ``tests.recording``
+run collectives on one. ``between_namespaces`` joins two network namespaces by a real link of
+limited bandwidth.
+"""
 
 from __future__ import annotations
 
@@ -20,29 +24,29 @@ _PORT = "29583"
 
 
 class Wire(NamedTuple):
-    """A modelled wire: its latency, and what it carries."""
+    """A modelled wire, by its latency and bandwidth."""
 
     alpha_s: float
     bytes_per_s: float
 
     def seconds(self, num_bytes: int) -> float:
-        """Return how long a collective whose full buffers have ``num_bytes`` takes."""
+        """Return the time of a collective whose full buffers have ``num_bytes`` in total."""
         return self.alpha_s + num_bytes / self.bytes_per_s
 
     def __str__(self) -> str:
-        """Return the latency and the rate, with units."""
+        """Return the latency and the bandwidth, with units."""
         return f"{self.alpha_s * 1e3:g} ms and {self.bytes_per_s / 1e9:g} GB/s"
 
 
 def behind_wire(base: Hardware, wire: Wire, world: int) -> Hardware:
     """Return ``base`` with a modelled wire between all ranks.
 
-    A collective takes the latency of the wire, and the time of all bytes of its full buffer.
+    A collective takes the latency of the wire plus the time of all bytes of its full buffer.
 
     Args:
         world: number of ranks.
     """
-    share = (world - 1) / world  # of a buffer, that a ring moves; twice for an all-reduce
+    share = (world - 1) / world  # fraction of a buffer that a ring moves; an all-reduce twice
     bus = {
         kind: Rate(
             wire.bytes_per_s * share * (2 if kind == TransferKind.ALL_REDUCE else 1), ((1.0, 1.0),)
@@ -54,7 +58,7 @@ def behind_wire(base: Hardware, wire: Wire, world: int) -> Hardware:
 
 
 def write_behind_wire(base: Hardware, wire: Wire, world: int, folder: str) -> str:
-    """Write :func:`behind_wire` to a file in ``folder`` for ``SchedulePolicy(hardware=...)``."""
+    """Write :func:`behind_wire` to ``folder``; return the path, for ``SchedulePolicy.hardware``."""
     path = Path(folder, "wire.json")
     path.write_text(behind_wire(base, wire, world).to_json())
     return str(path)
@@ -64,7 +68,7 @@ def between_namespaces(command: Sequence[str], gbit: float, timeout_s: float = 9
     """Run ``command`` as two ranks in network namespaces, joined by a link of ``gbit`` Gb/s.
 
     Raises:
-        SystemExit: such a link cannot be made here, or a rank failed.
+        SystemExit: this machine cannot make such a link, or a rank failed.
     """
     if sys.platform != "linux" or os.geteuid() != 0:
         sys.exit("--link-gbit: needs Linux and root, for network namespaces; see --wire")
@@ -91,7 +95,7 @@ def between_namespaces(command: Sequence[str], gbit: float, timeout_s: float = 9
 
 
 def _shape(gbit: float) -> None:
-    """Make two namespaces and a pair of interfaces, with a token bucket at both ends."""
+    """Create two namespaces and a pair of interfaces, with a token bucket filter at both ends."""
 
     def run(*args: str) -> None:
         subprocess.run(args, check=True, capture_output=True, text=True)
@@ -110,7 +114,7 @@ def _shape(gbit: float) -> None:
 
 
 def parse_wire(text: str) -> Wire:
-    """Parse an argument that is milliseconds and GB/s, with a comma between them."""
+    """Parse an argument "ALPHA_MS,GB_PER_S", as in "4,1"."""
     try:
         alpha_ms, gb_per_s = map(float, text.split(","))
         if alpha_ms < 0 or gb_per_s <= 0:
@@ -123,7 +127,7 @@ def parse_wire(text: str) -> Wire:
 
 
 def positive(text: str) -> float:
-    """Parse an argument that is a number above 0."""
+    """Parse a number above 0."""
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text!r}: must be more than 0")

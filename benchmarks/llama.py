@@ -1,8 +1,8 @@
-"""Llama-3 (arXiv 2407.21783) by its published sizes, and its graphs, traced without ranks or data.
+"""Llama-3 (arXiv 2407.21783) in its published sizes, and plans of its graphs, traced without ranks.
 
 The model has grouped-query attention, rotary positions, SwiGLU, RMSNorm and an untied head; its
-parameters have no particular values. ``trace`` compiles a training step with fake tensors and a
-fake process group. ``TrainableLlama`` is the same model as it is trained.
+weights are arbitrary. ``trace`` compiles a training step with fake tensors and a fake process
+group. ``TrainableLlama`` is the same model, ready to be trained.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class LlamaSizes:
     """Sizes of a Llama.
 
     Attributes:
-        hidden: of the SwiGLU.
-        recompute: keep only the input of each block for backward, and recompute the rest.
+        hidden: width of the SwiGLU.
+        recompute: whether backward recomputes each block from its input, the only activation saved.
     """
 
     dim: int
@@ -50,7 +50,7 @@ class LlamaSizes:
 
     @classmethod
     def of(cls, dim: int, layers: int, hidden: int, vocab: int) -> LlamaSizes:
-        """Return sizes with heads of 128, four of which share keys and values, as in 8B."""
+        """Return sizes with heads of 128, and four query heads per key/value head, as in 8B."""
         heads = max(1, dim // 128)
         return cls(dim, layers, heads, max(1, heads // 4), hidden, recompute=False, vocab=vocab)
 
@@ -60,7 +60,7 @@ LLAMA3 = {
     "70B": LlamaSizes(8192, 80, 64, 8, 28672, recompute=True),
     "405B": LlamaSizes(16384, 126, 128, 8, 53248, recompute=True),
 }
-"""Table 3 of the paper. With 8192 tokens on a GPU only the smallest can keep its activations."""
+"""Table 3 of the paper. With 8192 tokens on a GPU, only 8B has room to save its activations."""
 ROTARY_BASE = 500000.0
 
 
@@ -98,13 +98,13 @@ class LlamaBlock(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary positions (arXiv 2104.09864): rotate the halves of ``x`` together."""
+    """Apply rotary positions (arXiv 2104.09864); the two halves of ``x`` form the pairs."""
     one, other = x.chunk(2, -1)
     return torch.cat((one * cos - other * sin, other * cos + one * sin), -1)
 
 
 class Llama(nn.Module):
-    """A Llama that returns its loss; 9 parameters for each layer and 3 more."""
+    """A Llama that returns its loss; 9 parameters per layer and 3 more."""
 
     def __init__(self, sizes: LlamaSizes) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Llama(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def angles(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine of the rotation at every position, ``[length, head_dim / 2]``."""
+        """Return cosine and sine of the rotary angles, each ``[length, head_dim / 2]``."""
         half = torch.arange(0, self.head_dim, 2, device=like.device) / self.head_dim
         angle = torch.outer(
             torch.arange(length, device=like.device), (-half * math.log(ROTARY_BASE)).exp()
@@ -144,10 +144,10 @@ class Llama(nn.Module):
 
 
 class TrainableLlama(Llama):
-    """A Llama as it is trained: rotations are buffers, and the loss is taken in float32.
+    """A Llama for real training: angles are buffers, and the loss is computed in float32.
 
     Args:
-        length: of the sequences.
+        length: length of the sequences, in tokens.
     """
 
     def __init__(self, sizes: LlamaSizes, length: int) -> None:
@@ -158,7 +158,7 @@ class TrainableLlama(Llama):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Fill parameters, or their shards, and buffers."""
+        """Fill the parameters, or their shards, and the buffers."""
         generator = torch.Generator(self.cos.device).manual_seed(0)
         for name, param in self.named_parameters():
             values = param.to_local() if isinstance(param, DTensor) else param
@@ -170,26 +170,26 @@ class TrainableLlama(Llama):
             buffer.copy_(angles)
 
     def angles(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the buffers."""
+        """Return cosine and sine from the buffers."""
         return self.cos, self.sin
 
     @staticmethod
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross entropy, in float32."""
+        """Return the mean cross entropy, computed in float32."""
         return Llama.loss(logits.float(), targets)
 
 
 def as_torchtitan(model: TrainableLlama, mesh: DeviceMesh, **options: Any) -> TrainableLlama:
-    """Shard and compile by FSDP2 as torchtitan does (torchtitan/models/llama3/parallelize.py).
+    """Shard with FSDP2 and compile as torchtitan does (torchtitan/models/llama3/parallelize.py).
 
-    ``options`` are those of ``fully_shard``.
+    ``options`` are arguments of ``fully_shard``.
     """
     for block in model.blocks:
         block.compile(fullgraph=True)
     model.loss = torch.compile(model.loss)
     for part in (model.tokens, *model.blocks):
         fully_shard(part, mesh=mesh, **options)
-    last = [model.norm, model.head]  # backward begins with them
+    last = [model.norm, model.head]  # backward uses them first
     fully_shard(last, mesh=mesh, reshard_after_forward=False, **options)
     return fully_shard(model, mesh=mesh, **options)
 
@@ -198,12 +198,14 @@ def as_torchtitan(model: TrainableLlama, mesh: DeviceMesh, **options: Any) -> Tr
 
 
 def trace(sizes: LlamaSizes, world: int = WORLD, tokens: int = TOKENS) -> list[Plan]:
-    """Return the plans of forward and backward, for one sequence of ``tokens`` on each rank.
+    """Return the plans of forward and backward, in bfloat16.
 
-    The model is in bfloat16.
+    Args:
+        world: number of ranks.
+        tokens: length of the one sequence on each rank.
     """
-    policy = graphshard.SchedulePolicy(hardware=DEVICE, overlap=False)  # nothing is kept
-    fake = new_fake_mode()  # the state of the random generator is real
+    policy = graphshard.SchedulePolicy(hardware=DEVICE, overlap=False)  # keeps nothing unsharded
+    fake = new_fake_mode()  # accepts the RNG state, which is a real tensor
     with fake_ranks(world):
         mesh = init_device_mesh("cpu", (world,))
         with _bfloat16(), fake:

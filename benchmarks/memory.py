@@ -1,18 +1,17 @@
-"""How much memory does a sharded training step need at its peak, beside eager FSDP2?
+"""How much memory does a sharded training step need at its peak, compared with eager FSDP2?
 
     python -m benchmarks.memory [--mb 400] [--linears 52] [--ranks 4]      an even number of ranks
 
-The largest resident memory of a rank during steps of a deep MLP over gloo on the CPU, after a
-warm-up that compiles. Each kind of training runs in processes of its own, once with and once
-without [Note: memory that is given back]. tests/multirank/test_peak_memory.py asserts on the
-numbers of the former.
+Measures the peak resident memory of a rank during steps of a deep MLP over gloo on the CPU, after a
+warm-up that compiles. Each variant runs in its own processes, once with glibc's own threshold and
+once with a fixed one, as the note below explains. tests/multirank/test_peak_memory.py checks the
+peaks with the fixed threshold.
 
-[Note: memory that is given back] glibc gives a freed block above a threshold back to the kernel at
-once, and keeps a smaller one for itself. It raises the threshold (up to 32 MB) whenever it frees a
-larger block. Then the resident memory is that of all live blocks, and of all holes that earlier
-blocks have left. Setting the threshold keeps glibc from raising it (MALLOC_MMAP_THRESHOLD_ in the
-environment does the same). Each parameter is then a mapping of its own, and the resident memory is
-that of the live blocks.
+[Note: freed memory returned to the kernel] glibc returns a freed block to the kernel at once if it
+is larger than a threshold, and keeps it otherwise. It raises the threshold (up to 32 MB) whenever
+it frees a larger block. So resident memory is all live blocks, plus all holes that earlier blocks
+left. Setting the threshold keeps glibc from raising it (as does MALLOC_MMAP_THRESHOLD_ in the
+environment). Then each parameter has its own mapping, and resident memory is the live blocks only.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from benchmarks.models import DeepMLP, parameter_bytes
 from benchmarks.ways import Build, fsdp2, fsdp2_compiled_blocks, one_line
 from tests import ranks
 
-M_MMAP_THRESHOLD = -3  # of malloc.h
+M_MMAP_THRESHOLD = -3  # from malloc.h
 ROWS, STEPS = 8, 2
 MB = 1e6
 
@@ -48,11 +47,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ZeRO-2": {"reshard_after_forward": False},
     "DDP": {"overrides": {"*": {"shard": False}}},
 }
-"""Options of each strategy, in the order of the memory that they need."""
+"""Options of each strategy, least memory first."""
 
 
 def kind_name(compiler: str, strategy: str) -> str:
-    """Return the key in ``KINDS`` of graphshard with that compiler and strategy."""
+    """Return the key in ``KINDS`` of graphshard with this compiler and strategy."""
     return f"{compiler}, {strategy}"
 
 
@@ -65,12 +64,12 @@ KINDS: dict[str, Build] = {FSDP2: fsdp2, FSDP2_BLOCKS: fsdp2_compiled_blocks} | 
 
 @dataclass(frozen=True)
 class Memory:
-    """Resident bytes of a process that runs some work.
+    """Resident memory of a process that runs some work.
 
     Attributes:
         params: bytes of all parameters, unsharded.
-        before: before the work.
-        peak: the most during the work.
+        before: resident bytes before the work.
+        peak: peak resident bytes during the work.
     """
 
     params: int
@@ -82,7 +81,7 @@ class Memory:
 
 
 def peak_is_known() -> bool:
-    """Whether this kernel tells the peak of a process and forgets it when asked to."""
+    """Return whether the kernel reports the peak memory of a process, and resets it on request."""
     try:
         _forget_peak()
         return resident("VmHWM") > 0
@@ -91,7 +90,11 @@ def peak_is_known() -> bool:
 
 
 def resident(key: str) -> int:
-    """Return VmRSS, the bytes that are resident now, or VmHWM, the most since `_forget_peak`."""
+    """Return a field of /proc/self/status in bytes.
+
+    Args:
+        key: "VmRSS": resident now; "VmHWM": peak since `_forget_peak`; "RssAnon": anonymous memory.
+    """
     status = Path("/proc/self/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())
     return int(fields[key].removesuffix("kB")) * 1024
@@ -102,7 +105,7 @@ def _forget_peak() -> None:
 
 
 def peak_of(work: Callable[[], object], params: int) -> Memory:
-    """Run ``work``, and return its memory; ``params`` is passed on."""
+    """Run ``work`` and return its memory, with ``params`` passed through."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     before = resident("VmRSS")
@@ -112,7 +115,7 @@ def peak_of(work: Callable[[], object], params: int) -> Memory:
 
 
 def give_memory_back() -> None:
-    """Set glibc's threshold: see [Note: memory that is given back]."""
+    """Set glibc's threshold: see [Note: freed memory returned to the kernel]."""
     ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1_000_000)
 
 
@@ -120,9 +123,10 @@ def step_memory(kind: str, num_bytes: float, linears: int, give_back: bool) -> M
     """Return the memory of forward, backward and an SGD step, after a warm-up.
 
     Args:
-        kind: a key of ``KINDS``.
-        num_bytes: of all parameters; ``linears``: number of layers.
-        give_back: see [Note: memory that is given back].
+        kind: key of ``KINDS``.
+        num_bytes: size of all parameters.
+        linears: number of linear layers.
+        give_back: whether to apply [Note: freed memory returned to the kernel].
     """
     if give_back:
         give_memory_back()
@@ -131,7 +135,7 @@ def step_memory(kind: str, num_bytes: float, linears: int, give_back: bool) -> M
     params = parameter_bytes(model)
     x = torch.randn(ROWS, model.dim)
     called = KINDS[kind](model, mesh)
-    called(x).backward()  # from now on the parameters are shards, in all kinds
+    called(x).backward()  # shards the parameters in all kinds, before the optimizer takes them
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def train(steps: int) -> None:
@@ -145,7 +149,7 @@ def step_memory(kind: str, num_bytes: float, linears: int, give_back: bool) -> M
 
 
 def strategies_memory(compiler: str, num_bytes: float, linears: int) -> list[int]:
-    """Return the peak of a step, model included, for each strategy, one after the other."""
+    """Return the peak of a step for each strategy, model included; they run one after the other."""
     peaks = []
     for strategy in STRATEGIES:
         give_memory_back()
@@ -157,7 +161,7 @@ def strategies_memory(compiler: str, num_bytes: float, linears: int) -> list[int
 
 
 def resident_by_step(kind: str, num_bytes: float, linears: int, steps: int) -> list[int]:
-    """Return the resident bytes after each training step behind a warm-up of two."""
+    """Return the resident bytes after each training step, following two steps of warm-up."""
     give_memory_back()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = DeepMLP.of_bytes(num_bytes, linears)
@@ -175,14 +179,16 @@ def sharding_memory(at_first_call: bool, num_bytes: float, linears: int) -> Memo
     """Return the memory of sharding a model.
 
     Args:
-        at_first_call: by the first call of the compiled model, not by ``graphshard.shard``.
+        at_first_call: whether the first call of the compiled model shards it, instead of
+            ``graphshard.shard``.
     """
     import graphshard
 
     give_memory_back()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     small, model = DeepMLP(16, 2), DeepMLP.of_bytes(num_bytes, linears)
-    one_line(small, mesh, compiler="aot_eager")(torch.randn(ROWS, small.dim))  # imports, connects
+    # Imports modules and connects ranks.
+    one_line(small, mesh, compiler="aot_eager")(torch.randn(ROWS, small.dim))
     if not at_first_call:
         return peak_of(lambda: graphshard.shard(model, mesh), parameter_bytes(model))
     called, x = one_line(model, mesh, compiler="aot_eager"), torch.randn(ROWS, model.dim)
@@ -193,8 +199,8 @@ def sharding_memory(at_first_call: bool, num_bytes: float, linears: int) -> Memo
 
 
 def measure(kind: str, num_bytes: float, linears: int, world: int, give_back: bool) -> Memory:
-    """Return the step memory of the rank that needs most."""
-    # With an environment, a rank imports by itself what it needs; see `run_fresh`.
+    """Return the step memory of the rank with the highest peak."""
+    # With ``env``, even an empty one, each rank imports only what it needs; see ``run_fresh``.
     by_rank = ranks.run_fresh(world, step_memory, kind, num_bytes, linears, give_back, env={})
     return max(by_rank, key=lambda memory: memory.peak)
 

@@ -1,11 +1,11 @@
-"""What formulas say that a training step needs, beside a forecast and a measurement.
+"""Memory of a training step by the formulas of other projects, next to forecast and measurement.
 
 - DeepSpeed: ``estimate_zero3_model_states_mem_needs_all_live`` without offload
-  (deepspeed/runtime/zero/stage3.py): 4 bytes for each parameter of the largest layer, and 18 for
-  each of all parameters, over the ranks. No activations.
-- Megatron-LM: ``report_theoretical_memory`` with the distributed optimizer, one rank of tensors and
-  pipelines, without sequence parallelism (megatron/training/theoretical_memory_usage.py): 6 bytes
-  for each parameter, 12 over the ranks, and activations that are all kept (arXiv 2205.05198).
+  (deepspeed/runtime/zero/stage3.py): 4 bytes per parameter of the largest layer, and 18 / n bytes
+  per parameter of the model on n ranks. No activations.
+- Megatron-LM: ``report_theoretical_memory`` with the distributed optimizer, without tensor,
+  pipeline or sequence parallelism (megatron/training/theoretical_memory_usage.py): 6 + 12 / n bytes
+  per parameter on n ranks, and all activations, none recomputed (arXiv 2205.05198).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ GIB = 1 << 30
 
 
 def deepspeed_bytes(num_params: int, largest_layer: int, num_gpus: int) -> float:
-    """Return what a GPU needs for parameters, gradients and optimizer under ZeRO-3.
+    """Return the bytes of a GPU's parameters, gradients and optimizer state under ZeRO-3.
 
     Args:
-        largest_layer: number of parameters of one module.
+        largest_layer: number of parameters of the largest module.
     """
     return 4 * largest_layer + 18 * num_params / num_gpus
 
 
 def megatron_bytes(num_params: int, num_gpus: int, published: Published) -> float:
-    """Return what a GPU needs, activations included."""
+    """Return the bytes that a GPU needs, activations included."""
     sizes, tokens = published.sizes, published.batch * published.length
     states = num_params * (6 + 12 / num_gpus)
     layers = tokens * sizes.dim * 34 * sizes.layers
@@ -41,7 +41,11 @@ def megatron_bytes(num_params: int, num_gpus: int, published: Published) -> floa
 
 
 def memory_table(found: Iterable[tuple[Published, Forecast]]) -> str:
-    """Return a table in GiB; without those that differ in speed alone."""
+    """Return a table in GiB with one row per setting.
+
+    Of runs with equal settings, the last one is shown. Uncompiled runs with measured memory are
+    left out.
+    """
     lines = {}
     for published, forecast in found:
         num_params, num_gpus = forecast.num_params, published.gpus

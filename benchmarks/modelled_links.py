@@ -1,12 +1,13 @@
-"""A process group whose links are modelled: one process stands for the first of many ranks.
+"""A process group over modelled links, in which one process is the first of many ranks.
 
-The other ranks do not exist. A collective copies as many bytes as it would write, and then takes up
-the link for ``alpha + bytes of its full buffers / rate``, as on ``tests.recording.wire``; one after
-the other. On a GPU it is one kernel on a stream of the group, after what the current stream was
-asked for; it spins on one block, while NCCL takes more of the processors. On a CPU the host copies
-at once, and whoever waits sleeps. So the times of a step are those over such links, whatever makes
-the schedule. Numbers are not: nobody sends anything, and what is gathered is the first rank's shard
-again and again.
+The other ranks do not exist. A collective copies as many bytes as it would write, then occupies the
+link for ``alpha + bytes of its full buffers / rate``, as on ``tests.recording.wire``; collectives
+run one after the other. On a GPU, a collective is one kernel on the group's own stream, which
+starts after the work already on the current stream; it spins on one block, whereas NCCL uses more.
+On a CPU, the host copies at once, and ``wait`` sleeps.
+
+So steps take as long as over such links, under any scheduler. Their values are wrong: nothing is
+sent, and a gather repeats the first rank's shard.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Tensors = list[Tensor]
 
 
 class _GpuLink:
-    """A stream; a collective is a kernel that copies and spins."""
+    """A link of a GPU: a stream, on which a collective is a kernel that copies and spins."""
 
     def __init__(self, wire: Wire) -> None:
         from benchmarks.gpu_link import run
@@ -38,7 +39,7 @@ class _GpuLink:
         self._stream = torch.cuda.Stream()
 
     def launch(self, outputs: Tensors, inputs: Tensors, num_bytes: int) -> dist.Work:
-        """Run after the current stream; tensors are not freed before somebody waits."""
+        """Run after the work on the current stream; tensors stay alive until ``wait``."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._run_kernel(outputs, inputs, self._wire.seconds(num_bytes))
@@ -49,13 +50,13 @@ class _GpuLink:
 
 
 class _CpuLink:
-    """The host copies; a link is a time until which it is taken."""
+    """A link of a CPU: the host copies, and the link is occupied until ``_free_at``."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire, self._free_at = wire, 0.0
 
     def launch(self, outputs: Tensors, inputs: Tensors, num_bytes: int) -> dist.Work:
-        """Copy now; the link is taken from then on."""
+        """Copy now; the link is occupied from now on, or once it is free."""
         for output, sent in zip(outputs, inputs):
             _fill(output.view(-1), sent.reshape(-1))
         start = max(self._free_at, time.perf_counter())
@@ -65,26 +66,29 @@ class _CpuLink:
 
 
 class _Work(dist.Work):
-    """A collective; it keeps its tensors until somebody waits."""
+    """A collective, which keeps its tensors alive until it is waited for."""
 
     def __init__(self, wait: Callable[[], object], kept: Tensors) -> None:
         super().__init__()
         self._wait, self._kept = wait, kept
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Have the current stream, or the host, wait."""
+        """Make the current stream (on a GPU) or the host (on a CPU) wait."""
         self._wait()
         self._kept = []
         return True
 
 
 Link: TypeAlias = _GpuLink | _CpuLink
-"""Runs a device's collectives, one after the other."""
+"""A link that runs the collectives of a device, one after the other."""
 
 
 class ModelledLinks(dist.ProcessGroup):
-    """The methods are those that FSDP2, graphshard and ``init_device_mesh`` call, by c10d; others
-    take no time."""
+    """A process group whose collectives run on a modelled link.
+
+    It has the methods that FSDP2, graphshard and ``init_device_mesh`` call through c10d; other
+    collectives take no time.
+    """
 
     def __init__(self, rank: int, num_ranks: int, device: torch.device, link: Link) -> None:
         super().__init__(rank, num_ranks)
@@ -94,7 +98,7 @@ class ModelledLinks(dist.ProcessGroup):
         self._link = link
 
     def _run(self, outputs: Tensors, inputs: Tensors) -> dist.Work:
-        """Fill outputs from inputs; the larger side are the full buffers."""
+        """Fill outputs from inputs; the larger side counts as the full buffers."""
         num_bytes = max(sum(t.nbytes for t in side) for side in (outputs, inputs))
 
         return self._link.launch(outputs, inputs, num_bytes)
@@ -136,7 +140,7 @@ class ModelledLinks(dist.ProcessGroup):
 
 
 def _fill(output: Tensor, sent: Tensor) -> None:
-    """Read and write all bytes: of a gather the shard many times, of a reduction the mean."""
+    """Fill ``output`` with copies of a gather's shard, or with the mean of a reduction's shards."""
     if output.data_ptr() == sent.data_ptr() and output.numel() == sent.numel():
         return
     if output.numel() >= sent.numel():
@@ -147,9 +151,9 @@ def _fill(output: Tensor, sent: Tensor) -> None:
 
 @contextmanager
 def group_behind(wire: Wire, num_ranks: int, device: torch.device) -> Iterator[DeviceMesh]:
-    """Make a process group of ``num_ranks`` behind modelled links, and the mesh over it.
+    """Create a process group of ``num_ranks`` over a modelled link, and yield its mesh.
 
-    It is called "fake", which tells graphshard that there are no ranks to agree with.
+    It is registered as "fake", so graphshard knows that there are no other ranks to agree with.
     """
 
     if device.type == "cpu":

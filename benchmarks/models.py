@@ -1,4 +1,4 @@
-"""A chain of linear layers for the memory benchmark, and the bytes of any model's parameters."""
+"""A chain of linear layers for the memory benchmark, and the parameter bytes of any model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class MLPBlock(nn.Module):
-    """Two linear layers of one size, with a residual connection around them."""
+    """Two ``dim`` x ``dim`` linear layers with a residual connection around them."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class MLPBlock(nn.Module):
 
 
 class DeepMLP(nn.Module):
-    """Blocks of two linear layers, all of one size. Its memory is that of its parameters."""
+    """A chain of linear layers of one size, whose memory is almost only parameters."""
 
     def __init__(self, dim: int, linears: int) -> None:
         super().__init__()
@@ -29,16 +29,16 @@ class DeepMLP(nn.Module):
 
     @classmethod
     def of_bytes(cls, num_bytes: float, linears: int) -> DeepMLP:
-        """Make a model of so many linear layers whose parameters have about ``num_bytes``."""
+        """Return a model with ``linears`` layers and about ``num_bytes`` of float32 parameters."""
         return cls(round((num_bytes / linears / 4) ** 0.5 / 16) * 16, linears)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a loss; ``x`` is ``[rows, dim]``."""
+        """Return a loss of ``x``, ``[rows, dim]``."""
         for block in self.blocks:
             x = block(x)
         return x.square().mean()
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """Return the bytes of the unsharded parameters, also where they are sharded."""
+    """Return the unsharded bytes of all parameters, whether or not they are sharded."""
     return sum(param.numel() * param.element_size() for param in model.parameters())

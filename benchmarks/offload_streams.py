@@ -1,15 +1,15 @@
-"""Do host copies of offloaded parameters run beside kernels, and in the order that they need?
+"""Do host copies of offloaded parameters overlap with kernels, and run in the required order?
 
     python -m benchmarks.offload_streams [--layers 4] [--dim 1024] [--device cpu|cuda]
 
-One rank trains a GPT whose parameters' home is the host. Torch's profiler tells when each copy and
-each collective ran on the GPU, and on which stream. Behind the profile stands what the model of
-streams says (graphshard/check/races.py), and that of a GPU has to agree with:
+One rank trains a GPT with parameters offloaded to the host. Torch's profiler tells when each copy
+and each collective ran on the GPU, and on which stream. The profile must show these orders, which
+follow from the model of streams in graphshard/check/races.py:
 
     copy to the device ──► gather         a gather begins when the copies that it reads are done
     reduction ──► copy to the host        a copy begins when the reduction of its gradients is done
 
-Without a GPU the times are those of the host's calls.
+Without a GPU, times are those of the host's calls.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ OPS = {
     "_c10d_functional::all_gather_into_tensor_coalesced": TransferKind.ALL_GATHER,
     "_c10d_functional::reduce_scatter_tensor": TransferKind.REDUCE_SCATTER,
     "_c10d_functional::reduce_scatter_tensor_coalesced": TransferKind.REDUCE_SCATTER,
-    "_c10d_functional::all_to_all_single": TransferKind.REDUCE_SCATTER,  # by gloo
+    "_c10d_functional::all_to_all_single": TransferKind.REDUCE_SCATTER,  # over gloo
 }
-"""Operators that launch, as a profile names them."""
+"""Ops that launch a transfer, by their name in a profile."""
 _COPIES = (TransferKind.COPY_TO_DEVICE, TransferKind.COPY_TO_HOST)
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _RUNTIME = ("cuda_runtime", "cuda_driver")
@@ -50,11 +50,11 @@ _RUNTIME = ("cuda_runtime", "cuda_driver")
 
 @dataclass
 class Launched:
-    """What a launch did, in microseconds of a profile.
+    """The work of one launch; times are microseconds of the profile.
 
     Attributes:
-        kind: of the bucket.
-        spans: when its work ran, on which stream; a stream is "host" without a GPU.
+        kind: kind of the bucket.
+        spans: start, end and stream of each piece of work; without a GPU the stream is "host".
     """
 
     kind: TransferKind
@@ -70,10 +70,13 @@ class Launched:
 
 
 def launches_of(trace: Trace) -> list[Launched]:
-    """Return all launches of a profile, as torch.profiler exports it, in the host's order.
+    """Return all launches in a profile, in the order of the host's calls.
+
+    Args:
+        trace: profile as torch.profiler exports it.
 
     Raises:
-        RuntimeError: the profile of a GPU does not tell what a launch did there.
+        RuntimeError: the profile of a GPU lacks the work of a launch.
     """
     on_gpu = defaultdict(list)
     for event in _complete(trace, _ON_GPU):
@@ -91,7 +94,7 @@ def launches_of(trace: Trace) -> list[Launched]:
 
 
 def _complete(trace: Trace, categories: Sequence[str]) -> list[TraceEvent]:
-    """Return the events with a duration in one of the categories."""
+    """Return the events of some categories that have a duration."""
     events = (event for event in trace["traceEvents"] if event.get("ph") == "X")
     return [event for event in events if event.get("cat") in categories]
 
@@ -106,14 +109,17 @@ def _span(event: TraceEvent, stream: str) -> tuple[float, float, str]:
 
 
 def faults(plans: Sequence[Plan], launches: Sequence[Launched]) -> tuple[int, list[str]]:
-    """Return how many orders the plans ask for, and a sentence for each that is not kept.
+    """Count the orders that the plans require, and describe each violation.
 
     Args:
-        plans: of the graphs, in the order in which they ran.
-        launches: of those graphs.
+        plans: plans of the graphs, in the order in which the graphs ran.
+        launches: launches of these graphs.
+
+    Returns:
+        Number of required orders, and a sentence for each violated one.
 
     Raises:
-        RuntimeError: there are other launches than those of the plans.
+        RuntimeError: the launches differ from the plans' buckets.
     """
     kinds = [bucket.kind for plan in plans for bucket in plan.buckets]
     if kinds != [launched.kind for launched in launches]:
@@ -136,7 +142,7 @@ def faults(plans: Sequence[Plan], launches: Sequence[Launched]) -> tuple[int, li
 
 
 def hidden_part(launched: Sequence[Launched], trace: Trace) -> float:
-    """Return the part of the time of launches in which kernels ran on other streams."""
+    """Return the fraction of the launches' time in which kernels ran on other streams."""
     kernels = [_span(e, str(e["args"].get("stream"))) for e in _complete(trace, ("kernel",))]
     total = hidden = 0.0
     for start, end, stream in (span for one in launched for span in one.spans):

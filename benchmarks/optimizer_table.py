@@ -1,9 +1,9 @@
-"""The optimizers that are tried on sharded parameters, and what is known of each.
+"""Optimizers to try on sharded parameters, with the expected result of each.
 
-Each steps a sharded model beside an unsharded copy that gets the same gradients, on two ranks, one
-with fewer rows than the other. Then model and optimizer are saved, loaded into other sharded ones,
-and both step on. ``tests/numerics/test_optimizer_table.py`` does so for those of torch and
-transformers, ``benchmarks/optimizers.py`` for all.
+An optimizer steps a sharded model and an unsharded copy with the same gradients, on two ranks with
+unequal numbers of rows. Then model and optimizer are saved and loaded into another sharded model,
+and both sharded models take one more step. ``tests/numerics/test_optimizer_table.py`` does this for
+the optimizers of torch and transformers, ``benchmarks/optimizers.py`` for all.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ GPU = "runs on GPUs alone: offload_policy offloads state, too"
 
 @dataclass(frozen=True)
 class Case:
-    """An optimizer, and what is expected of it.
+    """An optimizer, and its expected behavior on sharded parameters.
 
     Attributes:
-        path: its module and class.
-        options: the arguments it gets.
-        error: a pattern in the error that it raises on sharded parameters; None: it works.
-        why: the reason, for the table; and what to use instead.
-        tolerance: of the difference from the unsharded one, in the norm of a parameter.
-        even: the number of ranks divides all rows.
-        matrices: it steps parameters of two dims alone.
+        path: module and class.
+        options: keyword arguments of the class.
+        error: pattern of the error that it raises; None: it works.
+        why: reason for the result, and what to use instead; shown in the table.
+        tolerance: allowed relative difference from the unsharded copy, in the norm of a parameter.
+        even: whether the ranks split all rows evenly.
+        matrices: whether it only steps 2D parameters.
     """
 
     path: str
@@ -59,22 +59,22 @@ class Case:
 
     @property
     def package(self) -> str:
-        """The package that it comes from."""
+        """Top-level package of the optimizer."""
         return self.path.split(".")[0]
 
     @property
     def name(self) -> str:
-        """Its row in the table; unique."""
+        """Name of its row in the table; unique."""
         options = ", ".join(f"{name}={value}" for name, value in self.options.items())
         rows = ", even rows" if self.even else ""
         return f"{self.path.replace('.optimization', '')}({options}){rows}"
 
     def build(self, model: nn.Module) -> Any:
-        """Make the optimizer of all parameters that it can have."""
+        """Create the optimizer over all parameters of ``model`` that it supports."""
         module, _, kind = self.path.rpartition(".")
         params = [p for p in model.parameters() if p.ndim == 2 or not self.matrices]
         optimizer = getattr(importlib.import_module(module), kind)(params, **self.options)
-        if hasattr(optimizer, "train"):  # schedule-free ones have two modes
+        if hasattr(optimizer, "train"):  # schedule-free optimizers have two modes
             optimizer.train()
         return optimizer
 
@@ -101,7 +101,7 @@ CASES = [
         "matrices: use graphshard.optim.Muon",
     ),
     Case("torch.optim.Adafactor", {"foreach": False}, "_NormPartial", NORM),
-    # torch 2.11 raises earlier.
+    # Two patterns, because torch 2.11 raises earlier.
     Case("torch.optim.Adafactor", {"foreach": True}, "_NormPartial|_foreach_lerp_", NORM),
     Case("transformers.optimization.Adafactor", {}, "mixed torch.Tensor and DTensor", MIXES),
     Case("torch.optim.Rprop", {"foreach": True}, "_foreach_copy_", NO_STRATEGY),
@@ -125,11 +125,11 @@ CASES = [
     Case("pytorch_optimizer.Prodigy", {}, "unevenly sharded", FLATTENS),
     Case("pytorch_optimizer.Kron", {}, "unevenly sharded", FLATTENS),
 ]
-"""In the order of the table."""
+"""All optimizers, in the order of the table."""
 
 
 class Model(nn.Module):
-    """Matrices that two ranks split unevenly, or evenly, and a bias."""
+    """Linear layers, most with a bias, whose rows two ranks split evenly or unevenly."""
 
     def __init__(self, even: bool) -> None:
         super().__init__()
@@ -139,12 +139,12 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an optimizer did.
+    """Observed behavior of an optimizer.
 
     Attributes:
-        error: the first line of what it raised; None: nothing.
-        difference: the largest from the unsharded one, relative, of any parameter.
-        state: what became of its state: ``SAME`` after it was loaded, or an error.
+        error: first line of the error that it raised; None: it raised none.
+        difference: largest relative difference of any parameter from the unsharded copy.
+        state: result of loading its saved state: ``SAME``, "differs", or an error.
     """
 
     error: str | None = None
@@ -153,7 +153,7 @@ class Outcome:
 
 
 def try_out(case: Case) -> Outcome:
-    """Step the optimizer on this rank, beside an unsharded copy."""
+    """Step a sharded model and an unsharded copy on this rank, and compare them."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = Model(case.even)
@@ -187,7 +187,7 @@ def _step(models: Sequence[nn.Module], optimizers: Sequence[Any], step: int) -> 
 
 
 def _closure(model: nn.Module) -> Callable[[], Tensor]:
-    """Return a closure that computes the gradients of half the squares of all parameters."""
+    """Return a closure that sets the gradients of half the sum of all squared parameters."""
 
     def closure() -> Tensor:
         for param in model.parameters():
@@ -203,7 +203,11 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _resume(case: Case, model: nn.Module, optimizer: Any) -> str:
-    """Save, load into another sharded model, and step both; return what came of it."""
+    """Save, load into another sharded model, step both, and return whether they are equal.
+
+    Returns:
+        ``SAME``, "differs", or the first line of an error.
+    """
     try:
         full, state = graphshard.full_state_dict(model, optimizer)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))

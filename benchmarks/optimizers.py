@@ -2,13 +2,13 @@
 
     python -m benchmarks.optimizers [--layers 8] [--dim 320] [--steps 7] [--warm-up 2]
 
-Muon: steps of all matrices of a GPT's blocks over gloo on the CPU, no forward and backward, by
-torch.optim.Muon on DTensors and by graphshard.optim.Muon, interleaved step by step. Bytes are what
-a rank sends in a step, the mean over ranks, by a process group that counts. Memory is the largest
-resident memory of a rank during a step, above what it was before.
+Muon: steps of all matrices of a GPT's blocks over gloo on the CPU, without forward and backward, by
+torch.optim.Muon on DTensors and by graphshard.optim.Muon, interleaved. A process group counts the
+bytes that a rank sends in a step; they are averaged over ranks. Memory is the peak resident memory
+of a rank during a step, minus its resident memory before the step.
 
-The table: benchmarks/optimizer_table.py. Optimizers of packages that are not installed are left out
-(pip install torchao transformers schedulefree pytorch_optimizer).
+The table: see benchmarks/optimizer_table.py. Optimizers of packages that are not installed are left
+out (pip install torchao transformers schedulefree pytorch_optimizer).
 """
 
 from __future__ import annotations
@@ -42,15 +42,17 @@ MUONS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 LIMIT_S = 600.0
 SENT = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0, "all_to_all": 1.0}
-"""By kind of collective, how often the bytes of its full buffers are sent, by all ranks together
-and but for the part that stays at home."""
+"""Bytes that a rank sends per byte of the full buffers, by kind of collective.
+
+On n ranks, multiply by (n - 1) / n.
+"""
 
 
 # --- on a rank -----------------------------------------------------------------------------------
 
 
 def _stepped(dim: int, layers: int) -> tuple[nn.Module, dict[str, Callable[[], object]]]:
-    """Return a sharded model with gradients, and a step of each Muon."""
+    """Return a sharded model with gradients, and the step function of each Muon."""
     device = torch.device("cpu")
     model = GPT.seeded(
         device, dim=dim, layers=layers, head_dim=HEAD_DIM, vocab=VOCAB, context=CONTEXT
@@ -64,7 +66,7 @@ def _stepped(dim: int, layers: int) -> tuple[nn.Module, dict[str, Callable[[], o
 
 
 def time_steps(dim: int, layers: int, steps: int, warm_up: int) -> dict[str, list[float]]:
-    """Return the seconds of each step, by way; the slowest rank's are those of all."""
+    """Return the seconds of each step, by optimizer; a step ends when the slowest rank is done."""
     device, (_, runs) = torch.device("cpu"), _stepped(dim, layers)
 
     def timed(run: Callable[[], object]) -> float:
@@ -76,14 +78,15 @@ def time_steps(dim: int, layers: int, steps: int, warm_up: int) -> dict[str, lis
 
 
 def sent_and_peak(dim: int, layers: int) -> dict[str, tuple[float, int]]:
-    """Return, by way, the bytes that a rank sends in a step, and those of its peak above before.
+    """Return the bytes that a rank sends in a step, and the step's peak memory, by optimizer.
 
-    What is sent is the mean over ranks.
+    Assumes that all ranks send equally many bytes in a collective. The peak is above the resident
+    memory before the step.
     """
     give_memory_back()
     (model, runs), world, found = _stepped(dim, layers), dist.get_world_size(), {}
     for name, run in runs.items():
-        run()  # makes the state, and ranks agree
+        run()  # creates the state, and lets ranks agree on their calls
         recording.clear()
         memory = peak_of(run, parameter_bytes(model))
         full = sum(SENT[event.kind] * event.bytes for event in recording.collectives())
@@ -123,7 +126,7 @@ def _muon_table(args: argparse.Namespace) -> str:
 
 
 def _outcome(case: Case) -> Outcome:
-    """Return what both ranks found, the worse of them."""
+    """Return the worse outcome of the two ranks."""
     try:
         found = ranks.run(2, try_out, case, timeout_s=120.0)
     except ranks.RankError as error:
@@ -173,7 +176,7 @@ def _size(args: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    """Measure, try all optimizers, and write the report."""
+    """Measure Muon, try all optimizers, and write the report."""
     args = _arguments()
     heading = common.heading("benchmarks.optimizers", torch.device("cpu"))
     muon = _muon_table(args)

@@ -1,10 +1,10 @@
-"""How much host time does a training step cost beyond plain torch.compile?
+"""How much host time does a training step cost, compared with plain torch.compile?
 
     python -m benchmarks.overhead [--layers 24] [--steps 60] [--device cpu|cuda]
 
 Forward and backward of a GPT with d=16 on one rank. The device has next to nothing to compute, so
-the time is that of guards, autograd, wrappers, hooks and launches. 24 layers have 293 parameters,
-each of them sharded (over one rank) and gathered by itself. The ways are interleaved step by step.
+the time goes to guards, autograd, wrappers, hooks and launches. 24 layers have 293 parameters, all
+of them sharded (over one rank). The variants are interleaved step by step.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _median_host_s(timings: Sequence[Timing]) -> float:
 
 
 def _table(timings: Mapping[str, Sequence[Timing]], device: torch.device) -> str:
-    """Return a row for each way; the ratio is to plain torch.compile."""
+    """Return a table with a row per variant; ratios are to plain torch.compile."""
     base = _median_host_s(timings[PLAIN])
     headers = ["fwd+bwd", "median ms", "min ms", "ratio"]
     if device.type == "cuda":

@@ -1,11 +1,11 @@
-"""What do bfloat16 and fp8 change in what is learned, and in what is gathered?
+"""How do bfloat16 and fp8 change what a model learns, and what is gathered?
 
     python -m benchmarks.precision [--steps 200] [--ranks 2] [--compiler inductor]
 
-The demo's GPT learns the demo's text over gloo on the CPU, with the demo's AdamW and ramp, under
-graphshard. It does so in float32, in bfloat16 reduced in float32, and in the latter with fp8
-linears of either recipe. All start from the same parameters and see the same batches, one training
-after the other; the loss itself is always computed in float32.
+Under graphshard, the demo's GPT learns the demo's text over gloo on the CPU, with the demo's AdamW
+and learning rate warmup: in float32, in bfloat16 reduced in float32, and in the latter with fp8
+linears, once for each recipe. All trainings start from the same parameters and see the same
+batches; they run one after the other. The loss itself is always computed in float32.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests import ranks
 
 SIZE = SIZES["cpu"]
 NUM_UNSTEADY_STEPS = 50
-"""First steps, whose differences are not compared."""
+"""Number of first steps whose losses are not compared."""
 FLOAT32, BFLOAT16 = "float32", "bfloat16"
 FP8 = {f"fp8, {recipe}": recipe for recipe in RECIPES}
 HEADERS = (
@@ -43,12 +43,12 @@ HEADERS = (
 
 @dataclass(frozen=True)
 class Learned:
-    """One training.
+    """Result of one training.
 
     Attributes:
-        losses: by step, on one rank or the mean over all.
-        gathered_bytes: of full tensors that one step gathers.
-        scales_bytes: of the largest absolute values that one step reduces for scales.
+        losses: loss of each step, on one rank or averaged over all.
+        gathered_bytes: size of the full tensors that one step gathers.
+        scales_bytes: size of the absolute maxima that one step reduces for scales.
     """
 
     losses: list[float]
@@ -57,7 +57,7 @@ class Learned:
 
     @property
     def final(self) -> float:
-        """The final loss."""
+        """Mean loss of the last steps."""
         return mean(self.losses[-NUM_FINAL_STEPS:])
 
 
@@ -65,7 +65,7 @@ class Learned:
 
 
 def train(kind: str, steps: int, compiler: str) -> Learned:
-    """Train on this rank in the precision ``kind``."""
+    """Train on this rank in precision ``kind``."""
     mesh, model = init_device_mesh("cpu", (dist.get_world_size(),)), _model()
     policy = mp_policy(kind != FLOAT32)
     backend = sharding(mesh, mp_policy=policy, fp8=FP8.get(kind), compiler=compiler)
@@ -83,7 +83,7 @@ def train(kind: str, steps: int, compiler: str) -> Learned:
 
 def _model() -> GPT:
     model = new_model(SIZE, torch.device("cpu"))
-    # A loss in bfloat16 has three digits: differences would be those of its own rounding.
+    # A loss in bfloat16 has three digits, so differences would be its own rounding errors.
     model.head.register_forward_hook(lambda head, inputs, logits: logits.float())
     return model
 
@@ -92,7 +92,7 @@ def _model() -> GPT:
 
 
 def measure(kind: str, args: argparse.Namespace) -> Learned:
-    """Train on all ranks in the precision ``kind``, and return the mean losses."""
+    """Train on all ranks in precision ``kind``, and average the losses."""
     limit_s = 600.0 + 20.0 * args.steps
     task = (train, kind, args.steps, args.compiler)
     by_rank = ranks.run_fresh(args.ranks, *task, timeout_s=limit_s)

@@ -1,14 +1,14 @@
-"""Measurements of training steps that others have published, for ``forecast``.
+"""Published measurements of training steps, for ``forecast``.
 
-Sources of rows; all gather parameters in bfloat16 and use AdamW:
+All runs use AdamW, and gather parameters in bfloat16 (or in fp8, where the dtype is fp8). Sources:
 
     [h100]   torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: Llama 3.1, FSDP2, H100 with
-             96 GB of 2.4 TB/s at 500 W, 400 Gb/s for each
+             96 GB at 2.4 TB/s and 500 W, 400 Gb/s per GPU
     [h200]   torchtitan, benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md: the same on H200
     [a100]   torchtitan, docs/performance.md of 2024: Llama 2 and 3, FSDP2, 64 A100
     [fms]    github.com/foundation-model-stack/fms-fsdp, README.md: Llama 2, FSDP1, 128 A100 with
-             400 Gb/s for each node (pytorch.org/blog/maximizing-training)
-    [ibm]    pytorch.org/blog/maximizing-training: the same on 96 H100 with 800 Gb/s for each node
+             400 Gb/s per node (pytorch.org/blog/maximizing-training)
+    [ibm]    pytorch.org/blog/maximizing-training: the same on 96 H100 with 800 Gb/s per node
     [race]   results/race.md: FSDP2 and graphshard on one H200 as the first of 8 ranks, over
              modelled links
 """
@@ -22,20 +22,20 @@ from .llama import LLAMA3, LlamaSizes
 LLAMA2_7B = LlamaSizes(4096, 32, 32, 32, 11008, recompute=False, vocab=32000)
 LLAMA2_13B = LlamaSizes(5120, 40, 40, 40, 13824, recompute=False, vocab=32000)
 LLAMA2_70B = LlamaSizes(8192, 80, 64, 8, 28672, recompute=True, vocab=32000)
-"""arXiv 2307.09288, and their config.json."""
+"""Sizes from arXiv 2307.09288 and the config.json of each model."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """A measurement.
+    """A published measurement.
 
     Attributes:
-        source: a name in the module's list.
-        compiled: whether blocks were; None: the source does not say.
-        recompute: none, op (torchtitan's selective option) or full.
-        tokens_per_s: on each GPU.
-        memory_gib: reserved; None: not published.
-        link: between nodes, as of ``cluster``; None: the device's own.
+        source: name of the source in the module docstring.
+        compiled: whether blocks are compiled; None: the source does not say.
+        recompute: what backward recomputes: "none", "op" (torchtitan's selective option) or "full".
+        tokens_per_s: throughput of each GPU.
+        memory_gib: reserved memory of each GPU; None: not published.
+        link: network between nodes, as in ``cluster``; None: the device's default.
     """
 
     source: str

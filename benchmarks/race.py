@@ -4,20 +4,21 @@
         [--rounds 3] [--steps 5] [--device cpu|cuda] [--out FOLDER]
 
 Links are modelled (benchmarks/modelled_links.py). Parameters are gathered and used in bfloat16,
-gradients reduced in float32, and AdamW is fused. FSDP2 is wrapped as torchtitan wraps it. Plain
+gradients are reduced in float32, and AdamW is fused. FSDP2 is wrapped as torchtitan wraps it. Plain
 torch.compile shards nothing, and its weights are in bfloat16. With --told, graphshard plans for
 other links than it runs on.
 
-Each way runs in a process of its own for each of the links. Up to --at-once of them build the model
-and take the first step, which compiles, at the same time. After that one at a time uses the device:
-in every round each of them takes --steps steps in a row. "step" is the median over the rounds,
-"host" the time until a step's Python returns on an idle device, "peak" that of later steps.
+Each variant runs in a separate process for each link. Up to --at-once of them build the model and
+take the first step, which compiles, at the same time. After that they use the device in turns: in
+every round, each takes --steps steps in a row. "step" is the median over the rounds, "host" the
+time until a step's Python returns if the device was idle, and "peak" the peak memory of later
+steps.
 
-On a GPU two more steps are profiled: "compute" is the time in which the compute stream is busy,
-"exposed" that in which only others are, "idle" that in which none is, "links" that in which streams
-with modelled collectives are. --out is a folder for race.tar.gz, with the kernels as [start us,
-duration us, stream, name] and graphshard's plans. Ratios are to FSDP2 with compiled blocks; those
-of fp8 to torchao's.
+On a GPU, two more steps are profiled. "compute" is the time in which the compute stream is busy,
+"exposed" the time in which only other streams are, "idle" the time in which no stream is, and
+"links" the time in which streams with modelled collectives are. --out is a folder for race.tar.gz:
+the kernels as [start us, duration us, stream, name], and graphshard's plans. Ratios are to FSDP2
+with compiled blocks, and for fp8 to torchao's.
 """
 
 from __future__ import annotations
@@ -61,21 +62,21 @@ PROFILED_STEPS = 2
 
 
 class Entry(NamedTuple):
-    """A way over some links; no links for the one that shards nothing."""
+    """A training variant and its link; the unsharded variant has none."""
 
     way: str
     wire: Wire | None
 
     @property
     def name(self) -> str:
-        """The name of its files."""
+        """Name of its folder in race.tar.gz."""
         links = f" {self.wire.alpha_s * 1e3:g} {self.wire.bytes_per_s / 1e9:g}" if self.wire else ""
         return re.sub("[^A-Za-z0-9.]+", "-", self.way + links)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a process measured; without a GPU 0 bytes, and no milliseconds of the parts."""
+    """Measurements of one process; without a GPU, ``peak_bytes`` is 0 and ``parts_ms`` is empty."""
 
     first_s: float
     step_s: float
@@ -85,7 +86,7 @@ class Result:
 
 
 def main() -> None:
-    """Measure and print a table; in the processes that it starts, take turns."""
+    """Measure and print a table; in a child process, take turns."""
     args = _arguments()
     if args.child:
         way, wire, folder = json.loads(args.child)
@@ -120,12 +121,12 @@ def _arguments() -> argparse.Namespace:
     limit = "seconds that a turn of a process may take; default: %(default)s"
     parser.add_argument("--timeout", type=common.count, default=300, metavar="S", help=limit)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="for race.tar.gz")
-    parser.add_argument("--child", help=argparse.SUPPRESS)  # in the new processes
+    parser.add_argument("--child", help=argparse.SUPPRESS)  # for the child processes
     return parser.parse_args()
 
 
 def _entries(ways: Sequence[str], links: Sequence[Wire]) -> list[Entry]:
-    """Return what to measure, what has the same links side by side; torchao if it is installed."""
+    """Return what to measure, grouped by link; torchao only if it is installed."""
     left_out = (PLAIN, *(() if importlib.util.find_spec("torchao") else (TORCHAO,)))
     sharded = [way for way in ways if way not in left_out]
     unsharded = [Entry(PLAIN, None)] if PLAIN in ways else []
@@ -136,7 +137,7 @@ def _entries(ways: Sequence[str], links: Sequence[Wire]) -> list[Entry]:
 
 
 def _race(entries: Sequence[Entry], args: argparse.Namespace, folder: str) -> dict[Entry, Result]:
-    """Measure in processes that compile at the same time, and use the device in turns."""
+    """Measure in processes that compile at the same time, then use the device in turns."""
     command = [sys.executable, "-m", "benchmarks.race", *sys.argv[1:], "--child"]
     with ExitStack() as running:
         racers = {}
@@ -156,7 +157,7 @@ def _race(entries: Sequence[Entry], args: argparse.Namespace, folder: str) -> di
 
 
 class Racer:
-    """A process that takes a turn for each line that it reads, and answers with a line of JSON."""
+    """A child process that takes a turn for each line it reads, and answers with a line of JSON."""
 
     def __init__(self, command: Sequence[str], timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -164,15 +165,15 @@ class Racer:
         self._process = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe)
 
     def go(self) -> None:
-        """Have it begin a turn."""
-        with suppress(BrokenPipeError):  # it has ended, which ``answer`` finds
+        """Start a turn."""
+        with suppress(BrokenPipeError):  # the process has ended; ``answer`` reports that
             self._process.stdin.write(b"go\n")
 
     def answer(self) -> Any:
-        """Return the answer of the turn that was begun.
+        """Return the answer to the turn that was started.
 
         Raises:
-            SystemExit: the process ended, took too long, or wrote something else.
+            SystemExit: the process ended, took too long, or wrote something other than JSON.
         """
         limit = threading.Timer(self._timeout_s, self._process.kill)
         limit.start()
@@ -185,7 +186,7 @@ class Racer:
             sys.exit(f"{command}: no answer within {self._timeout_s:g} s, but {line!r}; see above")
 
     def turn(self) -> Any:
-        """Have it take a turn, and return its answer."""
+        """Take a turn and return the answer."""
         self.go()
         return self.answer()
 
@@ -196,8 +197,11 @@ class Racer:
 
 
 def _take_turns(turns: Iterator[Any]) -> None:
-    """Answer each line of stdin. What libraries print goes to stderr, away from the answers."""
-    answers = os.fdopen(os.dup(1), "w")  # if it is closed, this process is killed
+    """Answer each line of stdin.
+
+    What libraries print goes to stderr, away from the answers.
+    """
+    answers = os.fdopen(os.dup(1), "w")  # open until the parent kills this process
     os.dup2(2, 1)
     for _, answer in zip(sys.stdin, turns):
         print(json.dumps(answer), file=answers, flush=True)
@@ -243,7 +247,7 @@ def _turns(entry: Entry, args: argparse.Namespace, parent: str) -> Iterator[Any]
 def _build(
     entry: Entry, model: TrainableLlama, mesh: DeviceMesh, told: Wire | None, folder: Path
 ) -> tuple[Trained, Backend | None]:
-    """Return what is called in the model's place, and the backend of graphshard."""
+    """Return the module to call in place of the model, and graphshard's backend, if it is used."""
     if told is None or entry.way == PLAIN:
         return torch.compile(model.bfloat16()), None
     if entry.way in (GRAPHSHARD, GRAPHSHARD_FP8):
@@ -255,13 +259,13 @@ def _build(
         return torch.compile(model, backend=backend, fullgraph=True), backend
     if entry.way == TORCHAO:
         _convert_to_float8(model)
-    if mesh.device_type == "cpu":  # where FSDP2 waits for every gather at once by default
+    if mesh.device_type == "cpu":  # by default, FSDP2 waits there for every gather at once
         return asynchronous(model, mesh, build=as_torchtitan, mp_policy=MIXED), None
     return as_torchtitan(model, mesh, mp_policy=MIXED), None
 
 
 def _hardware(wire: Wire, mesh: DeviceMesh, folder: Path) -> str:
-    """Return the file that tells the planner of this device and these links."""
+    """Write a file that describes this device and these links to the planner; return its path."""
     base = HARDWARE["cpu"]
     if mesh.device_type == "cuda":
         base = find_hardware_or_default(torch.cuda.get_device_name()).hardware
@@ -269,7 +273,7 @@ def _hardware(wire: Wire, mesh: DeviceMesh, folder: Path) -> str:
 
 
 def _convert_to_float8(model: TrainableLlama) -> None:
-    """Have torchao compute in fp8 where graphshard does."""
+    """Convert the linears that graphshard computes in fp8 to torchao's."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     convert_to_float8_training(
@@ -299,8 +303,8 @@ def _step(
 
 
 def _warm_up(step: Callable[[], Tensor], device: torch.device) -> None:
-    """Train two steps, and forget the memory that compiling took."""
-    torch.cuda.empty_cache()  # other processes need it
+    """Train two steps, and reset the peak memory, which includes compiling."""
+    torch.cuda.empty_cache()  # other processes need the memory
     for _ in range(2):
         step()
     common.synchronize(device)
@@ -309,7 +313,7 @@ def _warm_up(step: Callable[[], Tensor], device: torch.device) -> None:
 
 
 def _round(step: Callable[[], Tensor], steps: int, device: torch.device) -> tuple[float, float]:
-    """Return the seconds of a step among ``steps`` in a row, and those of the host for one."""
+    """Return the seconds per step over ``steps`` steps in a row, and the host's for one step."""
     host_s = common.timed(step, device).host_s
     losses: list[Tensor] = []
     done_s = common.timed(lambda: losses.extend(step() for _ in range(steps)), device).done_s
@@ -322,7 +326,7 @@ def _round(step: Callable[[], Tensor], steps: int, device: torch.device) -> tupl
 
 
 def _table(results: Mapping[Entry, Result]) -> str:
-    """Return a row for each process; the ratio is to FSDP2 or torchao on the same links."""
+    """Return a table with a row per process; ratios are to FSDP2 or torchao on the same link."""
     headers = ["way", "links", "step ms", "ratio"]
     headers += [f"{part} ms" for part in (*gpu_trace.PARTS, "host")] + ["peak GB", "first step s"]
     rows = []
@@ -340,7 +344,7 @@ def _table(results: Mapping[Entry, Result]) -> str:
 
 
 def _ratios(results: Mapping[Entry, Result]) -> list[str]:
-    """Return the line that ``gpu.sh`` puts into its summary, if there is anything to compare."""
+    """Return the line for the summary of ``gpu.sh``; empty if there is nothing to compare."""
     ratios = []
     for entry, ours in results.items():
         rival = RIVALS.get(entry.way, "")

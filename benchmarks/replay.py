@@ -1,16 +1,18 @@
-"""Does the simulator say how long compute waits, if it is told how long everything takes?
+"""Does the simulator predict how long compute waits, if it is told all measured durations?
 
     python -m benchmarks.replay [RACE]
 
-RACE is what ``benchmarks.race --out`` leaves on a GPU; default: benchmarks/results/race.tar.gz. Of
-the last profiled step and each plan the simulator is told
+RACE is the file that ``benchmarks.race --out`` writes on a GPU; default:
+benchmarks/results/race.tar.gz. For each plan, the simulator is told these durations from the last
+profiled step:
 
-    of a step           its predicted share of the kernels between two launches
-    of a copy-in        the time of its kernels
-    of a collective     the time from when it could start, after its copy and the collective before
-                        it. It starts later where kernels leave no room for it.
+    step            its predicted share of the time that kernels take between two launches
+    copy-in         the time of its kernels
+    collective      the time from when it could start, after its copy-in and the collective before
+                    it. It starts later if kernels leave no room for it.
 
-"predicted" is what the plan was made for. "exposed" is the time in which compute waits.
+"predicted" is the forecast that the plan was made with. "exposed" is the time in which compute
+waits.
 """
 
 from __future__ import annotations
@@ -32,18 +34,18 @@ from graphshard.planning.simulate import BucketCost, Clock, clock, start_times_u
 RECORDED = Path(__file__).parent / "results" / "race.tar.gz"
 COPIES_IN = ("multi_tensor_apply", "chunk_cat")
 WAIT_US = 20.0
-"""A longer pause of the compute stream is a wait; shorter ones are between kernels."""
+"""Longest pause between kernels of the compute stream that is not a wait, in microseconds."""
 
 
 class Times(NamedTuple):
-    """Milliseconds of a graph, and those of them in which compute waits."""
+    """Milliseconds of a graph in total, and those in which compute waits."""
 
     total_ms: float
     exposed_ms: float
 
 
 class Replayed(NamedTuple):
-    """A graph of an entry of the race."""
+    """Times of one graph of an entry of the race."""
 
     name: str
     measured: Times
@@ -53,11 +55,11 @@ class Replayed(NamedTuple):
 
 @dataclass
 class Stretch:
-    """Kernels from one launch to the next.
+    """Kernels of the compute stream from one launch to the next.
 
     Attributes:
-        copies: of the buckets that are launched.
-        others: compute, and copies out of gathered buckets.
+        copies: copy-in kernels of the launched buckets.
+        others: kernels of compute and copy-out.
     """
 
     copies: list[Kernel]
@@ -78,7 +80,7 @@ def main() -> None:
 
 
 def replay(path: Path) -> Iterator[Replayed]:
-    """Yield the forward and the backward graph of every entry of graphshard in ``path``."""
+    """Yield the results for both graphs of each of graphshard's entries in the file ``path``."""
     with tarfile.open(path) as packed:
         files = {m.name: packed.extractfile(m).read() for m in packed.getmembers() if m.isfile()}
     for file in sorted(f for f in files if f.endswith("wire.json")):
@@ -114,11 +116,12 @@ def _replay(
 
 
 def _last_step(compute: Sequence[Kernel], start_us: float, end_us: float) -> list[Stretch]:
-    """Return what the compute stream runs from one step's last collective to the next one's."""
+    """Return the stretches between the last collectives of two consecutive steps."""
     kernels = [k for k in compute if "Memcpy" not in k.name and k.start_us < end_us]
     first = [kernel for kernel in kernels if kernel.start_us < start_us]
     last = [kernel for kernel in kernels if kernel.start_us >= start_us]
-    # The optimizer's kernels, which come first, have the names of copies.
+    # The optimizer's kernels come first, and are named like copies. Skip them: keep only as many
+    # leading copies as the first step has.
     num_copies, num_leading = (sum(1 for _ in takewhile(_is_copy, some)) for some in (first, last))
     runs = [list(run) for _, run in groupby(last[num_leading - num_copies :], _is_copy)]
     return [Stretch(*pair) for pair in zip_longest(runs[::2], runs[1::2], fillvalue=[])]
@@ -129,14 +132,14 @@ def _is_copy(kernel: Kernel) -> bool:
 
 
 def _launch_steps(plan: Plan) -> list[int]:
-    """Return the steps before which buckets are launched; of those with no time between, one."""
+    """Return the steps before which buckets are launched, one for each start time."""
     start_us = start_times_us(plan.problem)
     launches = sorted({bucket.launch for bucket in plan.buckets})
     return [next(run) for _, run in groupby(launches, start_us.__getitem__)]
 
 
 def _measured(stretches: Sequence[Stretch], end_us: float) -> Times:
-    """Return the times from the first copy to ``end_us``."""
+    """Return the times from the first copy-in to ``end_us``."""
     kernels = [k for stretch in stretches for k in (*stretch.copies, *stretch.others)]
     kernels = [kernel for kernel in kernels if kernel.start_us < end_us]
     waits_us = _waits_us(kernels, end_us)
@@ -150,7 +153,7 @@ def _waits_us(kernels: Sequence[Kernel], end_us: float) -> float:
 
 
 def _simulate(plan: Plan, stretches: Mapping[int, Stretch], sent: Sequence[Kernel]) -> Clock:
-    """Simulate a plan whose compute, copies and collectives take as long as was measured."""
+    """Simulate a plan with the measured durations of compute, copy-ins and collectives."""
     compute_us = list(plan.problem.compute_us)
     borders = [*stretches, len(compute_us)]
     copy_us: dict[int, float] = {}

@@ -1,12 +1,12 @@
-"""Are schedules still good where links and kernels are not as fast as predicted?
+"""How good are schedules if links and kernels are not as fast as predicted?
 
     python -m benchmarks.robustness [--models 8B 70B 405B] [--gpus 8 64 1024] [--out FILE]
 
-Llama-3 is traced as in ``benchmarks.schedules`` and scheduled once for each number of GPUs and each
-kind of link: the table's H100, and links of 3.7 times its time per byte. Each schedule is then
-simulated in ``SCENARIOS``, next to
+Llama-3 is traced as in ``benchmarks.schedules``, and scheduled once for each number of GPUs and
+each kind of link: the H100's in the hardware table, and links that take 3.7 times as long per byte.
+Each schedule is then simulated in ``SCENARIOS``, next to
 
-    FSDP2's rule    the faster of it with and without copies into and out of packed buffers
+    FSDP2's rule    the faster of its two schedules, with and without packed buffers
     exact           a schedule that was planned for the times of that scenario
 """
 
@@ -36,7 +36,7 @@ from graphshard.planning.search import find_schedule
 from graphshard.planning.simulate import clock
 
 LINKS = (1.0, 3.7)
-"""Factors on the time per byte of the planned links."""
+"""Factors on the time per byte of the links that are planned for."""
 
 
 class Scenario(NamedTuple):
@@ -57,13 +57,13 @@ AS_PLANNED = Scenario(1.0, 1.0, 1.0)
 SCENARIOS = [Scenario(*f) for f in itertools.product((0.5, 1, 1.5, 2), (0.8, 1, 1.2), (1, 5))]
 
 Schedules = Sequence[Sequence[Bucket]]
-"""The buckets of the forward and of the backward graph."""
+"""Buckets of the forward and of the backward graph."""
 
 
 def step_us(
     problems: Sequence[Problem], schedules: Schedules, hardware: Hardware, scenario: Scenario
 ) -> float:
-    """Return the time of forward and backward in a scenario."""
+    """Return the time of forward and backward in a scenario, in microseconds."""
     cost_model = CostModel(slowed(hardware, scenario))
     return sum(
         clock(_computing(problem, scenario), buckets, cost_model).total_us
@@ -83,7 +83,7 @@ def plan_for(
 
 
 def slowed(hardware: Hardware, scenario: Scenario) -> Hardware:
-    """Return ``hardware`` with the links of a scenario."""
+    """Return ``hardware`` with its links changed by the factors of a scenario."""
 
     def slow(links: Interconnect) -> Interconnect:
         bus = {
@@ -106,11 +106,11 @@ def _computing(problem: Problem, scenario: Scenario) -> Problem:
 
 
 class Ratios(NamedTuple):
-    """The times of our schedules, over those of others, by scenario.
+    """Ratios of our schedules' times to others', one per scenario.
 
     Attributes:
-        rule: over FSDP2's rule.
-        exact: over schedules planned for the scenario; empty where they were not made.
+        rule: ratios to the better of FSDP2's schedules.
+        exact: ratios to schedules planned for the scenario; empty if these were not made.
     """
 
     rule: list[float]
@@ -125,7 +125,11 @@ def ratios(
     *,
     exact: bool,
 ) -> Ratios:
-    """Compare schedules in all ``SCENARIOS``."""
+    """Compare schedules in all ``SCENARIOS``.
+
+    Args:
+        exact: whether to also plan for each scenario, and compare with that.
+    """
     theirs = [
         [rule(plan, problem) for plan, problem in zip(plans, problems, strict=True)]
         for rule in (fsdp2_rule, uncopied)
@@ -157,7 +161,7 @@ HEADERS = (
 
 
 def row(name: str, plans: Sequence[Plan], gpus: int, link: float, *, exact: bool) -> list[str]:
-    """Return a line of the table."""
+    """Return a row of the table."""
     problems = [at_world(plan, gpus) for plan in plans]
     hardware = slowed(HARDWARE[DEVICE], Scenario(link, 1.0, 1.0))
     begin = time.perf_counter()
@@ -185,7 +189,7 @@ def row(name: str, plans: Sequence[Plan], gpus: int, link: float, *, exact: bool
 
 
 def peak_bytes(problems: Sequence[Problem], schedules: Schedules) -> int:
-    """Return the larger peak of both graphs."""
+    """Return the larger peak of the two graphs."""
     return max(max(alive_bytes(p, s)) for p, s in zip(problems, schedules, strict=True))
 
 
@@ -195,7 +199,7 @@ the simulator. *Exact*: planned for the times of the scenario. *Peak*: as in `sc
 
 
 def main() -> None:
-    """Print the table, and write it."""
+    """Print the table, and write it if asked to."""
     args = _arguments()
     parts = [common.heading("benchmarks.robustness", torch.device("cpu"))]
     lines = []

@@ -1,21 +1,21 @@
-"""How well are Llama-3's training graphs scheduled on GPUs that nobody here has?
+"""How well are Llama-3's training graphs scheduled, on GPUs that we do not have?
 
     python -m benchmarks.schedules [--models 8B 70B 405B] [--gpus 8 64 256 1024] [--out FILE]
 
-No ranks and no data: fake tensors and a fake process group. A model is traced once, by Dynamo and
-AOTAutograd with graphshard's own passes. Its forward and backward graph, each a ``Problem``, are
-scheduled for every number of GPUs by
+Needs no ranks and no data, only fake tensors and a fake process group. A model is traced once, by
+Dynamo and AOTAutograd with graphshard's own passes. Its forward and backward graphs, each a
+``Problem``, are scheduled for every number of GPUs by
 
     graphshard           the planner
-    FSDP2's rule         a bucket for each block and one for the rest, copied in and out; a gather
-                         is launched when the one before it has arrived, a reduction when its
-                         block's gradients are ready, and is waited for when the next is launched
-    ... no copies        the same buckets as coalesced groups of tensors
-    ... root kept        as FSDP2 does it: the rest is not gathered again in backward
-    unscheduled          FSDP2's buckets, launched when they are needed and waited for at once
+    FSDP2's rule         a bucket per block and one for the rest, copied in and out. A gather is
+                         launched when the one before it has arrived. A reduction is launched when
+                         its block's gradients are ready, and waited for when the next is launched
+    ... no copies        the same buckets, sent as coalesced collectives
+    ... root kept        as FSDP2 does: the rest also stays unsharded from forward to backward
+    unscheduled          FSDP2's buckets, launched where they are needed and waited for at once
 
-and all are judged by ``graphshard.planning.simulate``, on the table's H100 with 400 Gb/s for each
-GPU.
+All schedules are simulated by ``graphshard.planning.simulate``, on the hardware table's H100 with
+400 Gb/s per GPU.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ Rule = Callable[[Plan, Problem], Sequence[Bucket]]
 
 
 def at_world(plan: Plan, world: int) -> Problem:
-    """Return the problem of ``plan`` for ``world`` ranks: with other shards and other padding.
+    """Return the problem of ``plan`` for ``world`` ranks, with other shards and other padding.
 
-    Of a parameter that is free before its last step ends, the padding stays as it was traced.
+    Full parameters that are freed before their last step ends are an exception: the padding in
+    their bytes stays as traced.
     """
     before = plan.problem
     transfers = tuple(_resized(plan, transfer, world) for transfer in before.transfers)
-    # The shards are inputs, which are alive all the time.
+    # Shards are inputs, so they are alive throughout.
     grown = sum(
         new.num_bytes // new.world - old.num_bytes // old.world
         for new, old in zip(transfers, before.transfers)
@@ -64,7 +65,7 @@ def at_world(plan: Plan, world: int) -> Problem:
 
 
 def _with_more_bytes(problem: Problem, num_bytes: int) -> Problem:
-    """Return ``problem`` with more bytes alive all the time."""
+    """Return ``problem`` with ``num_bytes`` more alive throughout."""
     other = [alive + num_bytes for alive in other_by_moment(problem)]
     return with_other_bytes(problem, other)
 
@@ -92,18 +93,18 @@ def _resized(plan: Plan, transfer: Transfer, world: int) -> Transfer:
 # --- rules ---------------------------------------------------------------------------------------
 
 Positions = list[int]
-"""The transfers of a bucket, by position in ``Problem.transfers``."""
+"""Positions in ``Problem.transfers`` of the transfers in a bucket."""
 
 
 class Blocks(NamedTuple):
-    """Buckets of gathers and of reductions, each in the order in which they are launched."""
+    """Buckets of gathers and of reductions, each in launch order."""
 
     gathers: list[Positions]
     reductions: list[Positions]
 
 
 def by_block(plan: Plan, problem: Problem) -> Blocks:
-    """Return a bucket for each of ``blocks`` and one for all other parameters."""
+    """Return one bucket for each of ``blocks``, and one for all other parameters."""
     gathers: dict[str, list[int]] = {}
     reductions: dict[str, list[int]] = {}
     for i, transfer in enumerate(problem.transfers):
@@ -141,7 +142,7 @@ def _bucket(problem: Problem, positions: Sequence[int], launch: int, wait: int) 
 
 
 def fsdp2_rule(plan: Plan, problem: Problem) -> list[Bucket]:
-    """Schedule as eager FSDP2 does by default, in its ``_fsdp_param_group.py``."""
+    """Schedule as eager FSDP2 does by default (``_fsdp_param_group.py``)."""
     blocks = by_block(plan, problem)
     due = [_due(problem, positions) for positions in blocks.gathers]
     ready = [_ready(problem, positions) for positions in blocks.reductions]
@@ -153,7 +154,7 @@ def fsdp2_rule(plan: Plan, problem: Problem) -> list[Bucket]:
 
 
 def uncopied(plan: Plan, problem: Problem) -> list[Bucket]:
-    """Schedule by ``fsdp2_rule``, with coalesced collectives in place of packed buffers."""
+    """Schedule by ``fsdp2_rule``, with coalesced collectives instead of packed buffers."""
     buckets = fsdp2_rule(plan, problem)
     return [dataclasses.replace(b, buffers=tuple((i,) for i in b.transfers)) for b in buckets]
 
@@ -168,7 +169,7 @@ def unscheduled(plan: Plan, problem: Problem) -> list[Bucket]:
 
 
 def root_kept(plan: Plan, problem: Problem) -> Problem:
-    """Return the problem if parameters outside of blocks stay unsharded after forward."""
+    """Return the problem with all parameters outside of blocks kept unsharded after forward."""
     if plan.graph != GraphKind.BACKWARD:
         return problem
     is_root = [not plan.params[t.param].fqn.startswith("blocks.") for t in problem.transfers]
@@ -185,11 +186,11 @@ def root_kept(plan: Plan, problem: Problem) -> Problem:
 
 
 def lower_bound_us(problem: Problem, cost_model: TransferCostModel) -> float:
-    """Return a time that no schedule of ``problem`` is faster than.
+    """Return a lower bound on the time of any schedule of ``problem``.
 
-    The communication lane is busy for all bytes of a kind in one collective. The compute lane runs
-    all steps, each after all parameters that are due by then are gathered. After each step, all
-    gradients that become ready later still have to be reduced.
+    It is the larger of two bounds. The communication lane sends all bytes, in one collective per
+    kind. The compute lane runs all steps: each step after all parameters due by then are gathered,
+    and after each step, all gradients that become ready later must still be reduced.
     """
     start_us = [0.0, *accumulate(problem.compute_us)]
     gathers = [t for t in problem.transfers if t.kind == TransferKind.ALL_GATHER]
@@ -205,7 +206,7 @@ def lower_bound_us(problem: Problem, cost_model: TransferCostModel) -> float:
 
 
 def _at_once_us(transfers: Sequence[Transfer], cost_model: TransferCostModel) -> float:
-    """Time of one collective for each kind."""
+    """Return the time of one collective per kind."""
     by_kind: dict[str, list[Transfer]] = {}
     for transfer in transfers:
         by_kind.setdefault(transfer.kind, []).append(transfer)
@@ -217,16 +218,16 @@ def _at_once_us(transfers: Sequence[Transfer], cost_model: TransferCostModel) ->
 
 @dataclass(frozen=True)
 class Outcome:
-    """The prediction for one step, forward and backward.
+    """The prediction for one step (forward and backward).
 
     Attributes:
-        step_us: without the optimizer.
-        bound_us: the sum of both graphs' lower bounds.
-        exposed_us: how long compute waits for communication.
-        communication_us: how long communication takes.
-        peak_bytes: the larger peak of both graphs, with all sharded parameters and gradients.
-        num_collectives: of both graphs.
-        planning_s: how long scheduling took.
+        step_us: time of the step, without the optimizer.
+        bound_us: sum of the lower bounds of both graphs.
+        exposed_us: time that compute waits for communication.
+        communication_us: time that the communication lane is busy.
+        peak_bytes: larger peak of the two graphs, with all sharded parameters and gradients.
+        num_collectives: number of collectives in both graphs.
+        planning_s: seconds that scheduling took.
     """
 
     step_us: float
@@ -244,7 +245,8 @@ def judge(
     """Predict a step whose graphs are scheduled by ``rule``.
 
     Args:
-        problems: of ``plans``, in their order.
+        plans: plans of the traced graphs.
+        problems: problem to schedule for each plan.
     """
     begin = time.perf_counter()
     schedules = [rule(plan, problem) for plan, problem in zip(plans, problems)]
@@ -282,7 +284,7 @@ HEADERS = (
 
 
 def judged(plans: Sequence[Plan], gpus: int) -> dict[str, Outcome]:
-    """Return a prediction for each schedule, by its name."""
+    """Return the prediction for each schedule, by its name."""
     problems = [at_world(plan, gpus) for plan in plans]
     kept = [root_kept(plan, problem) for plan, problem in zip(plans, problems)]
     return {
@@ -295,7 +297,7 @@ def judged(plans: Sequence[Plan], gpus: int) -> dict[str, Outcome]:
 
 
 def budgeted(plans: Sequence[Plan], gpus: int) -> dict[str, Outcome]:
-    """Return predictions for graphshard with FSDP2's peak as its budget, and the least possible."""
+    """Return predictions for graphshard with two budgets: FSDP2's peak, and the least possible."""
     problems = [at_world(plan, gpus) for plan in plans]
     least = max(map(smallest_peak, problems))
     theirs = judge(plans, problems, fsdp2_rule, COST_MODEL).peak_bytes
@@ -328,10 +330,10 @@ def _row(name: str, compute_us: float, outcome: Outcome) -> list[str]:
 
 
 def traced(name: str, folder: Path | None) -> list[Plan]:
-    """Return the plans of ``trace``, from files in ``folder`` if they exist.
+    """Return the plans of ``trace``, read from ``folder`` if it has them.
 
     Args:
-        folder: where plans are kept; None: nowhere.
+        folder: folder that keeps plans; None: trace every time.
     """
     paths = (
         [folder / f"{name}-{kind}.json" for kind in (GraphKind.FORWARD, GraphKind.BACKWARD)]
@@ -358,7 +360,7 @@ to it, it asks triton for the memory bandwidth of a GPU."""
 
 
 def main() -> None:
-    """Print a table for each model, and write all of them."""
+    """Print a table for each model, and write all of them if asked to."""
     args = _arguments()
     parts = [common.heading("benchmarks.schedules", torch.device("cpu"))]
     for name in args.models:

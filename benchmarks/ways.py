@@ -1,6 +1,7 @@
-"""The ways to train that are compared, each built from the same model.
+"""Build the training variants that the benchmarks compare, each from the same model.
 
-They are plain torch.compile, DDP, the forms of FSDP2, torchao's fp8 under it, and graphshard.
+The variants are plain torch.compile, DDP, FSDP2 in several forms (one with torchao's fp8), and
+graphshard.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
     from graphshard.backend import Backend
 
 Model: TypeAlias = Any
-"""A module with ``blocks``, in which FSDP2 shards one by one."""
+"""A module whose ``blocks`` FSDP2 shards one by one."""
 Trained: TypeAlias = Any
-"""A module that is called in the model's place."""
+"""A module to call in place of the model."""
 Build = Callable[[Model, DeviceMesh], Trained]
 
 
@@ -32,7 +33,7 @@ def plain(model: Model, mesh: DeviceMesh) -> Trained:
 
 
 def fsdp2(model: Model, mesh: DeviceMesh, **options: Any) -> Trained:
-    """Build eager FSDP2, one unit for each block; ``options`` are those of ``fully_shard``."""
+    """Build eager FSDP2, one unit per block; ``options`` are arguments of ``fully_shard``."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
@@ -48,7 +49,7 @@ def fsdp2_compiled_blocks(model: Model, mesh: DeviceMesh, **options: Any) -> Tra
 def asynchronous(
     model: Model, mesh: DeviceMesh, *, build: Callable[..., Trained], **options: Any
 ) -> Trained:
-    """Build a form of FSDP2 that does not wait for every gather at once, its default on CPUs."""
+    """Build FSDP2 with asynchronous gathers; on CPUs it otherwise waits for each gather at once."""
     model = build(model, mesh, **options)
     model._set_unshard_async_op(True)
     return model
@@ -57,7 +58,7 @@ def asynchronous(
 def fsdp2_torchao(model: Model, mesh: DeviceMesh, **options: Any) -> Trained:
     """Build FSDP2 with torchao's fp8, in the linears that graphshard chooses.
 
-    Blocks are compiled; without that, torchao's casts are kernels of their own.
+    Blocks are compiled; otherwise torchao's casts would be separate kernels.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -72,7 +73,7 @@ def fsdp2_torchao(model: Model, mesh: DeviceMesh, **options: Any) -> Trained:
 
 
 def add_hooks(name: str, model: Trained, optimizer: torch.optim.Optimizer) -> None:
-    """Add what the way called ``name`` has to do after each step of the optimizer."""
+    """Add the hooks that variant ``name`` needs after each optimizer step."""
     if name == TORCHAO:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
@@ -89,13 +90,14 @@ def ddp(model: Model, mesh: DeviceMesh) -> Trained:
 def sharding(
     mesh: DeviceMesh, *, hardware: str = "auto", fp8: str | None = None, **options: Any
 ) -> Backend:
-    """Return the backend of :func:`one_line`.
+    """Return the backend that :func:`one_line` uses.
 
     Args:
-        fp8: name of a recipe; None: no fp8.
-        options: of ``graphshard.backend``.
+        hardware: ``hardware`` of ``SchedulePolicy``.
+        fp8: name of an fp8 recipe; None: no fp8.
+        options: further arguments of ``graphshard.backend``.
     """
-    # Imported here, so that a process that measures FSDP2 holds no more than FSDP2 needs.
+    # Imported here: it would add to the memory of a process that measures FSDP2.
     import graphshard
 
     schedule = graphshard.SchedulePolicy(hardware=hardware)
@@ -104,7 +106,7 @@ def sharding(
 
 
 def one_line(model: Model, mesh: DeviceMesh, **options: Any) -> Trained:
-    """Build graphshard; ``options`` are those of :func:`sharding`."""
+    """Build graphshard; ``options`` are arguments of :func:`sharding`."""
     return torch.compile(model, backend=sharding(mesh, **options))
 
 
@@ -120,15 +122,15 @@ WAYS: dict[str, Build] = {
 
 
 def mp_policy(mixed: bool) -> MixedPrecisionPolicy:
-    """Return the policy of all ways whose names say nothing else."""
+    """Return the precision of all variants whose names do not say otherwise."""
     return MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
 
 
 def mixed_dtypes(float32: str) -> str:
-    """Describe the dtypes of :func:`sharded` ways that are mixed.
+    """Describe the dtypes of a mixed-precision run in words.
 
     Args:
-        float32: name of the way beside them that computes in float32.
+        float32: name of a variant in the run that computes in float32.
     """
     return (
         f"bfloat16 reduced in float32 ({float32} and what says so: all in float32; float8, fp8: "
@@ -137,7 +139,7 @@ def mixed_dtypes(float32: str) -> str:
 
 
 def sharded(device_type: str, *, mixed: bool, hardware: str = "auto") -> dict[str, Build]:
-    """Return all forms of FSDP2 and of graphshard, plain graphshard last."""
+    """Return all variants of FSDP2 and of graphshard, plain graphshard last."""
     policy = mp_policy(mixed)
     builds: dict[str, Build] = {
         name: functools.partial(form, mp_policy=policy)
@@ -151,7 +153,7 @@ def sharded(device_type: str, *, mixed: bool, hardware: str = "auto") -> dict[st
 
 
 def _forms(device_type: str, mixed: bool) -> dict[str, Callable[..., Trained]]:
-    """Return the forms of FSDP2; on GPUs torchao's, too, if it is installed."""
+    """Return the variants of FSDP2; if ``mixed``, on GPUs also torchao's, if it is installed."""
     if device_type != "cuda":
         return {
             FSDP2: fsdp2,

@@ -1,1 +1,1 @@
-"""Tests of graphshard: a package, so that rank processes import test modules by their full name."""
+"""Tests of graphshard. A package, so rank processes can import test modules by full name."""

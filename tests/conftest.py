@@ -1,7 +1,4 @@
-"""What holds for all tests: the root of the repository is importable, so that rank processes find
-test modules under the names that pytest gives them; tests marked `gpu` are skipped without CUDA;
-hypothesis is deterministic and without deadlines; the garbage collector does not look at what was
-imported, compiling is quick, and deep calls find a large stack; idle ranks end with the session."""
+"""Set-up shared by all tests: import path, hypothesis, GPU skips, faster compilation, clean-up."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 ROOT = str(Path(__file__).resolve().parents[1])
-if ROOT not in sys.path:
+if ROOT not in sys.path:  # rank processes import test modules under the names that pytest uses
     sys.path.insert(0, ROOT)
 
-# --hypothesis-profile on the command line still wins: it is read after this.
+# Deterministic. --hypothesis-profile on the command line still wins: it is read after this.
 settings.register_profile(
     "ci",
     deadline=None,
@@ -29,11 +26,11 @@ settings.load_profile("ci")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is no CUDA device."""
+    """Skip tests marked `gpu` if there is no CUDA device."""
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
-    import torch  # here, since it takes a second that most selections need not spend
+    import torch  # imported late: it takes a second, and most selections contain no GPU test
 
     if not torch.cuda.is_available():
         for item in gpu_items:
@@ -41,22 +38,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt everything that was imported from garbage collection, and compile quickly."""
-    from tests.quick import compile_quicker  # not found before
+    """Speed up compilation and exempt all imported objects from garbage collection."""
+    from tests.quick import compile_quicker  # importable only once ROOT is in sys.path
 
     compile_quicker()
-    gc.freeze()  # torch alone is some 400,000 objects, which every full collection would look at
+    gc.freeze()  # torch alone has some 400,000 objects, which every full collection would visit
 
 
 def pytest_sessionfinish() -> None:
-    """End the ranks, if any were started."""
+    """Shut down the idle rank processes, if any were started."""
     if ranks := sys.modules.get("tests.ranks"):
         ranks.close_pools()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Call each test on a large stack."""
+    """Call each test on a large stack (see `quick.on_large_stack`)."""
     from tests.quick import on_large_stack
 
     test = pyfuncitem.obj

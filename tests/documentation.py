@@ -1,8 +1,8 @@
-"""The code blocks of README.md and docs/, and how they are run on ranks.
+"""Extract the code blocks of README.md and docs/, and run them on ranks.
 
-Blocks of a page run in order, in one folder and with the same names. What they may use without
-making it is in `common_names`. Before each block `model` is a new one; behind it a step is trained.
-An HTML comment in front of a fence says that a block is a file, or why it is not run:
+The blocks of a page run in order, in one folder and one namespace, which starts with the names in
+`common_names`. Each block gets a new `model`, which is trained for one step after the block. An
+HTML comment before the fence says that a block is a file, or why it is not run:
 
     <!-- file: train.py -->
     <!-- not run: needs a GPU -->
@@ -32,7 +32,8 @@ from graphshard.__main__ import main as graphshard_command
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-# What is written for GPUs runs on CPUs, by op-by-op graphs: the scripts of README by Inductor.
+# Replacements in Python blocks that make code for GPUs run on CPUs, with `aot_eager`. Blocks that
+# are files are not changed.
 ON_CPU = {
     '"cuda"': '"cpu"',
     "graphshard.backend(mesh": 'graphshard.backend(mesh, compiler="aot_eager"',
@@ -51,9 +52,12 @@ class Block:
     """A fenced block of a page.
 
     Attributes:
-        language: "" for a diagram; braces for a directive of the site.
-        mark: of the comment in front: "file", "not run", or "".
-        text: behind the mark.
+        page: path of the page, relative to the repository's root.
+        line: line number of the opening fence.
+        language: language after the fence; "" for a diagram, braces for a Sphinx directive.
+        mark: "file" or "not run", from the comment before the fence; "" without a comment.
+        text: rest of that comment.
+        code: lines between the fences.
     """
 
     page: str
@@ -90,7 +94,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def file_of(name: str) -> str:
-    """Return the code of the block that is a file."""
+    """Return the code of the block that is marked as the file `name`."""
     (code,) = (b.code for page in PAGES for b in blocks(page) if (b.mark, b.text) == ("file", name))
     return code
 
@@ -101,7 +105,7 @@ def commands(block: Block) -> list[list[str]]:
 
 
 class Model(nn.Module):
-    """What a page calls `Model`; its forward returns the loss."""
+    """The `Model` of the pages; its forward returns the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +119,7 @@ class Model(nn.Module):
 
 
 def common_names() -> dict[str, Any]:
-    """Return what blocks may use without making it."""
+    """Return the names that blocks may use without defining them."""
     loader = [torch.randn(16, 32) for _ in range(3)]
     return {
         "Model": Model,
@@ -137,7 +141,7 @@ def renew_model(names: dict[str, Any]) -> None:
 
 
 def train_model(names: dict[str, Any]) -> None:
-    """Train a step of the model that a block has left."""
+    """Train the model that a block has left for one step."""
     model = names["model"]
     loss = model(next(names["batches"]))
     loss.backward()
@@ -151,7 +155,13 @@ def run_page(
     before: Callable[[dict[str, Any]], None] = renew_model,
     after: Callable[[dict[str, Any]], None] = train_model,
 ) -> int:
-    """Run the blocks of a page in `folder`; return how many were run."""
+    """Run the blocks of a page in `folder` and return how many were run.
+
+    Args:
+        names: namespace of the blocks.
+        before: called with `names` before each Python block.
+        after: called with `names` after each Python block.
+    """
     number = 0
     with _inside(folder):
         for block in blocks(page):
@@ -190,7 +200,7 @@ def _on_cpu(code: str) -> str:
 def _run_shell(block: Block) -> None:
     for words in commands(block):
         if words[0] == "python" and (words[1] != "-m" or words[3] == "plan"):
-            # In a process of its own, which is in no group.
+            # Needs a process of its own, without a process group.
             subprocess.run([sys.executable, *words[1:]], check=True)
         elif words[:3] == ["python", "-m", "graphshard"]:
             assert graphshard_command(words[3:]) == 0, f"{block.place}: {shlex.join(words)}"

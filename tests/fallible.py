@@ -1,4 +1,4 @@
-"""A model that fails in the middle of its graphs when it is told to, as if memory had run out."""
+"""A model whose graphs fail midway on demand, as if out of memory."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from graphshard._torch.distributed import num_registered_works
 DIM, ROWS = 64, 4
 
 fails_in: set[str] = set()
-"""Where the next runs raise: "forward", "backward"."""
+"""Graphs whose next runs raise: "forward", "backward"."""
 
 passes_left: list[int] = []
-"""How often nothing fails before."""
+"""Number of calls in those graphs that still pass before one fails; empty for none."""
 
 in_flight_then: list[int] = []
-"""How many collectives were in flight whenever something was raised."""
+"""Number of collectives in flight at each failure."""
 
 
 @torch.library.custom_op("graphshard_test::may_fail", mutates_args=())
 def may_fail(x: Tensor, where: str) -> Tensor:
-    """Return a copy of `x`, or run out of memory."""
+    """Return a copy of `x`, or raise a MemoryError if `where` is due to fail."""
     if where in fails_in and not _pass_once():
         in_flight_then.append(num_registered_works())
         raise MemoryError(where)
@@ -44,14 +44,14 @@ may_fail.register_autograd(lambda ctx, grad: (may_fail(grad, "backward"), None))
 
 
 class Fallible(nn.Module):
-    """Layers, between which something may fail while others are gathered or reduced."""
+    """Linear layers; between any two, a graph may fail while collectives are in flight."""
 
     def __init__(self, layers: int = 6) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the loss of `x` `[4, 64]`."""
+        """Return the loss for `x` `[4, 64]`."""
         for layer in self.layers:
             x = may_fail(torch.tanh(layer(x)), "forward")
         return x.square().mean()

@@ -1,5 +1,7 @@
-"""FSDP2's functions and methods, made of graphshard's: what `tests.fsdp2_suite` gives to FSDP2's
-tests in the place of torch's."""
+"""FSDP2's functions and methods, implemented with graphshard.
+
+`tests.fsdp2_suite` substitutes them for torch's when it runs FSDP2's own tests.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ import graphshard
 from graphshard.params.grad_accumulation import ALL_REDUCES, SYNCS, module_flag
 from graphshard.params.sharded_param import sharded_param_of
 
-# Methods of FSDPModule that say when to gather or to free, which the planner decides.
+# Methods of FSDPModule that control when to unshard or reshard. Here the planner decides that, so
+# they only leave a note.
 WITHOUT_EFFECT = [
     "reshard",
     "set_is_last_backward",
@@ -29,13 +32,13 @@ WITHOUT_EFFECT = [
     "unshard",
 ]
 
-sharded: set[nn.Module] = set()  # what the running test has given to fully_shard
-backends: list[graphshard.Backend] = []  # that compile it
-notes: list[str] = []  # what the running test has asked for in vain
+sharded: set[nn.Module] = set()  # modules that the running test has passed to fully_shard
+backends: list[graphshard.Backend] = []  # one for each call of fully_shard
+notes: list[str] = []  # requests of the running test that had no effect
 
 
 class NoCounterpartError(Exception):
-    """A test wants what graphshard has no interface for."""
+    """A test uses a feature of FSDP2 that graphshard has no interface for."""
 
 
 def fully_shard(
@@ -48,7 +51,11 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
 ) -> object:
-    """Shard and compile, with the signature of FSDP2."""
+    """Shard and compile a module; the signature is that of FSDP2's ``fully_shard``.
+
+    Raises:
+        NoCounterpartError: for ``shard_placement_fn``, or parameters that are DTensors already.
+    """
     if shard_placement_fn is not None:
         raise NoCounterpartError("shard_placement_fn")
     options: dict[str, Any] = {
@@ -77,7 +84,7 @@ fully_shard.state = lambda module: Anything()  # type: ignore[attr-defined]
 
 
 def _compile_in_place(module: nn.Module, backend: graphshard.Backend) -> None:
-    """Do what ``module.compile`` does, but also for containers of torch.nn."""
+    """Compile a module as ``module.compile`` does, but also containers of torch.nn."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
@@ -91,13 +98,13 @@ class _IsSharded(type):
 
 
 class FSDPModule(metaclass=_IsSharded):
-    """What `isinstance` is asked about."""
+    """Stand-in whose ``isinstance`` check is true for sharded modules."""
 
 
 def _set_flag(
     setter: Callable[..., None], name: str, root: nn.Module, flag: bool, *, recurse: bool = True
 ) -> None:
-    """Set a flag; without `recurse`, for the parameters that belong to `root` in FSDP2."""
+    """Set a flag; without `recurse`, only for the parameters that FSDP2 would assign to `root`."""
     kept = {} if recurse else {part: module_flag(part, name) for part in root.modules()}
     setter(root, flag)
     for part, before in kept.items():
@@ -106,7 +113,7 @@ def _set_flag(
 
 
 def add_methods() -> None:
-    """Give every module the methods of FSDPModule."""
+    """Add the methods of FSDPModule to ``nn.Module``."""
 
     def all_reduce(self: nn.Module, flag: bool, *, recurse: bool = True) -> None:
         _set_flag(graphshard.set_requires_all_reduce, ALL_REDUCES, self, flag, recurse=recurse)
@@ -121,7 +128,7 @@ def add_methods() -> None:
 
 
 class Anything:
-    """Equal to whatever a test expects of FSDP2's state, or of its number of collectives."""
+    """Object that equals any value that a test expects of FSDP2's state or collective counts."""
 
     def __getattr__(self, name: str) -> Anything:
         return self

@@ -1,11 +1,12 @@
-"""Runs FSDP2's own tests with graphshard in the place of `fully_shard`, on gloo ranks:
+"""Run FSDP2's own tests with graphshard in place of `fully_shard`, on gloo ranks.
 
     python -m tests.fsdp2_suite --torch CHECKOUT [--ranks 4] [--only NAME] [FILE ...]
 
-CHECKOUT is a working copy of PyTorch of the installed version; the helpers of its tests need
-`expecttest`. Every call of `fully_shard` shards its module by `graphshard.shard` and compiles it
-with `compiler="aot_eager"`. What cannot be compared is left out: counts of collectives, since
-buckets are planned here; calls into FSDP2's own functions; streams. Prints a row for every test."""
+CHECKOUT is a working copy of PyTorch at the installed version; its test helpers need `expecttest`.
+Every call of `fully_shard` shards its module with `graphshard.shard` and compiles it with
+`compiler="aot_eager"`. Not compared are counts of collectives (here the planner chooses buckets),
+calls of FSDP2's own functions, and streams. Prints one row per test.
+"""
 
 from __future__ import annotations
 
@@ -32,25 +33,25 @@ FOLDER = Path("test/distributed/_composable/fsdp")
 NAMES = ["training", "autograd", "frozen", "clip_grad_norm_", "mixed_precision"]
 NAMES += ["ignore_params", "state_dict"]
 TIMEOUT_S = 400.0
-# Tests name a GPU even where they need none. No replacement changes the number of a line.
+# Tests name a GPU even if they need none. The replacements keep line numbers.
 TO_CPU = [('"cuda"', '"cpu"'), (".cuda()", ".cpu()"), ("torch.cuda.device", "torch.cpu.device")]
 
 
 class CommDebugMode(contextlib.nullcontext[Any]):
-    """Counts nothing: Dynamo compiles nothing under torch's own."""
+    """Stand-in that counts nothing; under torch's CommDebugMode, Dynamo compiles nothing."""
 
     def __init__(self) -> None:
         super().__init__(self)
 
     def get_comm_counts(self) -> Mapping[object, shim.Anything]:
-        """Return what is equal to every expectation."""
+        """Return counts that compare equal to any expectation."""
         return defaultdict(shim.Anything)
 
 
 def _run_subtests(
     case: object, config: Mapping[str, Sequence[Any]], fn: Callable[..., None], *args: Any
 ) -> None:
-    """Run all combinations; those without a counterpart are noted."""
+    """Run all combinations, and note those that have no counterpart in graphshard."""
     for values in itertools.product(*config.values()):
         chosen = dict(zip(config, values))
         torch._dynamo.reset()
@@ -67,7 +68,7 @@ def _run_subtests(
 
 @contextlib.contextmanager
 def _count_enough(fn: Callable[[], object]) -> Iterator[None]:
-    """Call what counts the backward hooks of FSDP2 as often as any test expects."""
+    """Call `fn`, which counts FSDP2's backward hooks, as often as any test expects."""
     for _ in range(100):
         fn()
     yield
@@ -77,7 +78,7 @@ Replacements = list[tuple[Any, dict[str, Any]]]
 
 
 def _for_graphshard() -> Replacements:
-    """Return what takes the place of FSDP2."""
+    """Return the replacements for FSDP2's functions and classes."""
     import torch.distributed.tensor.debug as debug
     import torch.testing._internal.common_fsdp as common_fsdp
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -93,7 +94,7 @@ def _for_graphshard() -> Replacements:
 
 
 def _for_ranks() -> Replacements:
-    """Return what has tests run in the ranks that there are, and on CPUs."""
+    """Return the replacements that make tests run in existing ranks and on CPUs."""
     import torch.distributed._composable as composable
     import torch.testing._internal.common_cuda as common_cuda
     import torch.testing._internal.common_device_type as common_device_type
@@ -102,7 +103,7 @@ def _for_ranks() -> Replacements:
     import torch.testing._internal.common_utils as common_utils
 
     class RankTest(common_utils.TestCase):
-        """A test that runs on this rank, in the process group that there is."""
+        """A test case that runs on this rank, in the existing process group."""
 
         rank = property(lambda self: dist.get_rank())
         world_size = property(lambda self: dist.get_world_size())
@@ -139,10 +140,10 @@ def _skip_if_lt_x_gpu(number: int, **_: Any) -> Any:
 
 @functools.cache
 def _patch_torch(reference: bool) -> None:
-    """Replace what test modules import, before they do. For the rest of this process's life.
+    """Replace functions before test modules import them, for the rest of this process's life.
 
     Args:
-        reference: leave FSDP2 as it is.
+        reference: whether to leave FSDP2 as it is.
     """
     if not reference:
         shim.add_methods()
@@ -153,7 +154,7 @@ def _patch_torch(reference: bool) -> None:
 
 @functools.cache
 def _load(path: Path, reference: bool) -> types.ModuleType:
-    """Import a file of tests with our functions in the place of torch's."""
+    """Import a test file with our functions in place of torch's."""
     _patch_torch(reference)
     text = path.read_text()
     for gpu, cpu in TO_CPU:
@@ -164,18 +165,19 @@ def _load(path: Path, reference: bool) -> types.ModuleType:
 
 
 def list_tests(path: Path, reference: bool) -> list[tuple[str, str]]:
-    """Return (class, test) for all tests of a file, in its order."""
+    """Return (class, test) for all tests of a file, in the file's order."""
     classes = [value for value in vars(_load(path, reference)).values() if isinstance(value, type)]
     own = [kind for kind in classes if kind.__module__ == path.stem]
     return [(kind.__name__, name) for kind in own for name in vars(kind) if name[:5] == "test_"]
 
 
 def run_test(path: Path, reference: bool, kind: str, name: str, float64: bool) -> str:
-    """Run one test on this rank; return its result, or raise what it raises."""
+    """Run one test on this rank and return its result in words; an error of the test propagates."""
     shim.sharded.clear()
     shim.notes.clear()
     shim.backends.clear()
-    torch._dynamo.config.recompile_limit = 64  # each fully_shard compiles one function of ours
+    # Each fully_shard compiles the same function (`call` in fsdp2_shim) for another module.
+    torch._dynamo.config.recompile_limit = 64
     case = getattr(_load(path, reference), kind)(name)
     if float64:
         torch.set_default_dtype(torch.float64)
@@ -195,14 +197,14 @@ def run_test(path: Path, reference: bool, kind: str, name: str, float64: bool) -
 
 
 def _cause(error: ranks.RankError) -> str:
-    """Return the line of the first failure that names the exception, or its last one."""
+    """Return the line of the first failure that names the exception, or its last line."""
     lines = error.failures[0].text.strip().splitlines()
     named = [line for line in lines if re.match(r"[\w.]*(Error|Unsupported)\b", line)]
     return (named or lines)[-1]
 
 
 def main() -> None:
-    """Print one row for every test of the files."""
+    """Print one row for each test of the files."""
     parser = argparse.ArgumentParser(prog="python -m tests.fsdp2_suite")
     parser.add_argument("--torch", type=Path, required=True, help="a checkout of PyTorch")
     parser.add_argument("--ranks", type=int, default=2)

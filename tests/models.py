@@ -1,6 +1,9 @@
-"""Small models that several test folders train. Each returns its loss for a batch, and its static
-method `batch` draws one from a generator, so that a test needs no more than the class. None of them
-has a size that the number of ranks divides, so every parameter is padded somewhere."""
+"""Small models that several test folders train.
+
+Each returns its loss for a batch, and its static method `batch` draws one from a generator, so a
+test needs only the class. No size is divisible by 4, so on 4 ranks every parameter is padded; on 2
+ranks, those of odd size are.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,16 @@ from torch import Tensor, nn
 
 
 class Trainable(Protocol):
-    """A class of models that can be trained without knowing anything else of it."""
+    """A model class that a test can train without knowing anything else about it."""
 
     def __call__(self) -> nn.Module: ...
 
     def batch(self, rng: torch.Generator) -> Any:
-        """Return a random batch, the argument of a call."""
+        """Return a random batch, the argument of the model's forward."""
 
 
 class MLP(nn.Module):
-    """Three linear layers, one of them without a bias."""
+    """Three linear layers, the second without a bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +33,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(11, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the loss of `x` `[5, 7]`."""
+        """Return the loss for `x` `[5, 7]`."""
         x = torch.tanh(self.mid(F.gelu(self.up(x))))
         return self.down(x).square().mean()
 
@@ -54,12 +57,12 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * dim + 1, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `[batch, length, dim]` for the same shape."""
+        """Return the block's output `[batch, length, dim]`, the shape of `x`."""
         x = x + self.attend(self.norm1(x))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
     def attend(self, x: Tensor) -> Tensor:
-        """Return causal attention over `[batch, length, dim]`."""
+        """Return the causal self-attention of `x` `[batch, length, dim]`."""
         batch, length, dim = x.shape
         heads = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
@@ -68,9 +71,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT whose output layer is its token embedding.
+    """A GPT whose output layer is tied to its token embedding.
 
-    It has one layer, since most tests spend their time on compiling; see `DeepGPT`.
+    It has one layer by default, since tests spend most of their time compiling; see `DeepGPT`.
     """
 
     VOCAB = 51
@@ -85,7 +88,7 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the mean cross entropy of the next tokens; `ids` is `[rows, length]`."""
+        """Return the mean next-token cross entropy of `ids` `[rows, length]`."""
         inputs, targets = ids[:, :-1], ids[:, 1:]
         x = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
         for block in self.blocks:
@@ -99,18 +102,18 @@ class GPT(nn.Module):
 
 
 class DeepGPT(GPT):
-    """Two layers, for tests of what happens to one layer while another computes."""
+    """A GPT of two layers, for tests where one layer communicates while the other computes."""
 
     def __init__(self, dim: int = 18) -> None:
         super().__init__(dim, layers=2)
 
 
 class ConvNet(nn.Module):
-    """Convolutions with BatchNorm, whose running statistics stay each rank's own."""
+    """Convolutions with BatchNorm, whose running statistics differ between ranks."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Neither convolution has a bias: BatchNorm makes its gradient noise around zero.
+        # No biases: before a BatchNorm, the gradient of a bias is only noise around zero.
         self.conv1 = nn.Conv2d(3, 5, 3, bias=False)
         self.norm1 = nn.BatchNorm2d(5)
         self.conv2 = nn.Conv2d(5, 7, 3, stride=2, bias=False)
@@ -118,7 +121,7 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(7, 9)
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the cross entropy of a batch of images and labels."""
+        """Return the cross entropy of a batch (images, labels)."""
         x, labels = batch
         x = F.relu(self.norm1(self.conv1(x)))
         x = F.relu(self.norm2(self.conv2(x))).mean((2, 3))
@@ -126,6 +129,6 @@ class ConvNet(nn.Module):
 
     @staticmethod
     def batch(rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return images `[6, 3, 10, 10]` and their labels `[6]`."""
+        """Return images `[6, 3, 10, 10]` and labels `[6]`."""
         x = torch.randn(6, 3, 10, 10, generator=rng)
         return x, torch.randint(9, (6,), generator=rng)

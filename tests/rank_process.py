@@ -1,6 +1,8 @@
-"""What runs in a rank process of `tests.ranks`: it joins the process group, then calls one function
-after the other for the parent and sends back what each returns, or the traceback of what it raises.
-Between calls it puts back the global state that it started with."""
+"""The rank process of `tests.ranks`.
+
+It joins the process group, then calls one function after another for the parent and replies with
+the result of each, or with its traceback. Between calls it restores its initial global state.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ from .quick import compile_quicker, on_large_stack
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 _make_group = ProcessGroupGloo.__init__
-# Global settings of torch that are put back after each call: how to read and how to set one.
+# (getter, setter) of the global settings of torch that are restored after each call.
 SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
@@ -46,32 +48,32 @@ SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
 ]
-UNFREEZE_EVERY = 25  # calls; frees the cycles that became garbage after they were frozen
+UNFREEZE_EVERY = 25  # calls; unfreezing lets cycles be collected that became garbage while frozen
 CONFIGS = ["torch._dynamo.config", "torch._functorch.config", "torch._inductor.config"]
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank did not return a result."""
+    """The reason why a rank did not return a result."""
 
     rank: int
-    text: str  # the traceback, or what became of the rank
-    at: float  # time.monotonic(), which is the same clock in all processes
+    text: str  # the traceback, or what happened to the rank
+    at: float  # time.monotonic(), the same clock in all processes
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a rank is told at its start."""
+    """The start-up arguments of a rank process."""
 
     rank: int
     world_size: int
     backend: str
-    port: int  # of the parent's store
+    port: int  # port of the parent's store
     folder: Path
 
     @property
     def task(self) -> Path:
-        """What all ranks are to call, while the parent waits for their replies."""
+        """The file of the call that all ranks are to make."""
         return self.folder / "task"
 
     @property
@@ -81,30 +83,30 @@ class Spec:
 
     @property
     def stacks(self) -> Path:
-        """Of all threads, written on SIGUSR1 or on a crash."""
+        """The file of all threads' stacks, written on SIGUSR1 and on a crash."""
         return self.folder / f"stacks.{self.rank}"
 
 
 def to_bytes(value: Any) -> bytes:
-    """Return the bytes of `torch.save`, which share no memory with the value."""
+    """Serialize a value with `torch.save`, so no memory is shared between processes."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def from_bytes(data: bytes) -> Any:
-    """Return the value of `to_bytes`, with all tensors on the CPU."""
+    """Deserialize a value from `to_bytes`, with all tensors on the CPU."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
 def pack_task(fn: Callable[..., Any], args: Any, kwargs: Any, env: Mapping[str, str]) -> bytes:
-    """Return the bytes of a call, for `_call`."""
-    # The path apart and first: without it a rank may not find fn's module.
+    """Serialize a call for `_call`."""
+    # sys.path is unpickled first, because a rank may need it to import fn's module.
     return pickle.dumps((sys.path, dict(env), to_bytes((fn, args, kwargs))))
 
 
 def _call(task: Path) -> Any:
-    """Make the call that the parent has written to a file."""
+    """Make the call that the parent has written to the file `task`."""
     path, env, data = pickle.loads(task.read_bytes())
     sys.path[:] = path
     os.environ.update(env)
@@ -113,14 +115,14 @@ def _call(task: Path) -> Any:
 
 
 def main(pipe: Connection, spec: Spec) -> None:
-    """Serve the parent's calls until it closes the pipe: the entry point of a rank process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its ranks
+    """Serve the parent's calls until it closes the pipe; the entry point of a rank process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends its ranks
     threading.Thread(target=_end_with_parent, args=(spec.folder,), daemon=True).start()
     stacks = spec.stacks.open("a")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
     _redirect_output(spec.output)
-    # Most lines run on all ranks, and to count them takes half as long again.
+    # One rank measures coverage: most lines run on all ranks, and measuring takes 50 % more time.
     counts_lines = spec.rank == (0 if spec.world_size <= 2 else spec.world_size - 1)
     if not counts_lines:
         _stop_coverage()
@@ -133,37 +135,40 @@ def main(pipe: Connection, spec: Spec) -> None:
             _reply(pipe, spec, lambda: on_large_stack(lambda: _call(spec.task)))
             defaults.restore()
     if counts_lines and (coverage := _coverage()):
-        coverage.save()  # before what may hang
+        coverage.save()  # first, since destroying the group may hang
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _coverage() -> Any:
-    """Return what counts the lines that run in this process, None if nothing does."""
+    """Return the active coverage measurement of this process, or None."""
     module: Any = sys.modules.get("coverage")
     return module and module.Coverage.current()
 
 
 def _stop_coverage() -> None:
-    """End what counts lines, which are two in a process that imports torch itself."""
+    """Stop measuring coverage; a process that imports torch itself has two measurements."""
     for _ in range(2):
         if coverage := _coverage():
-            # One that the server of a forked process has started counts nothing here.
+            # One inherited from the fork server measures nothing here, and cannot be stopped.
             with contextlib.suppress(AssertionError):
                 coverage.stop()
 
 
 def _end_with_parent(folder: Path) -> None:
-    """Wait for the end of the parent, then end this process."""
+    """Exit this process as soon as the parent has died."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    shutil.rmtree(folder, ignore_errors=True)  # which the parent had no time to do
+    shutil.rmtree(folder, ignore_errors=True)  # the parent had no time to remove it
     os._exit(1)
 
 
 def _redirect_output(path: Path) -> None:
-    """Into a file, which the parent prints: its own stdout may be another one for each test."""
+    """Redirect stdout and stderr to a file, which the parent prints.
+
+    They cannot be inherited: pytest may replace the parent's stdout for each test.
+    """
     fd = os.open(path, os.O_WRONLY | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, io.TextIOWrapper)
@@ -174,10 +179,10 @@ def _redirect_output(path: Path) -> None:
 def _make_gloo(
     group: ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: timedelta
 ) -> None:
-    """Make a group whose collectives one thread runs, in order.
+    """Initialize a gloo group that runs its collectives in order, in one thread.
 
-    From its usual two threads gloo writes one string without a lock, and once in some thousands of
-    tests a rank dies of it: `lastCompletedWorkName` in `ProcessGroupGloo::runLoop`, 2.11 to 2.13.
+    By default two threads write the string `lastCompletedWorkName` in `ProcessGroupGloo::runLoop`
+    without a lock (torch 2.11 to 2.13), which kills a rank once in several thousand tests.
     """
     options = ProcessGroupGloo._Options()
     options._devices = [ProcessGroupGloo.create_device(interface="lo")]
@@ -186,7 +191,7 @@ def _make_gloo(
 
 
 def _join_group(spec: Spec) -> None:
-    """Initialise the default process group."""
+    """Initialize the default process group."""
     ProcessGroupGloo.__init__ = _make_gloo
     if spec.backend == "recording":
         from . import recording  # noqa: F401 (registers the backend)
@@ -201,8 +206,10 @@ def _join_group(spec: Spec) -> None:
 
 
 def _reply(pipe: Connection, spec: Spec, work: Callable[[], Any]) -> None:
-    """Send what work returns, and whether there is a process group behind it. If it raises, send
-    the traceback and end this rank."""
+    """Send the result of `work()`, and whether a process group still exists afterwards.
+
+    If it raises, send the traceback and exit this process.
+    """
     reply: tuple[bytes, bool] | Failure
     try:
         reply = to_bytes(work()), dist.is_initialized()
@@ -212,11 +219,11 @@ def _reply(pipe: Connection, spec: Spec, work: Callable[[], Any]) -> None:
         stream.flush()
     pipe.send_bytes(pickle.dumps(reply))
     if isinstance(reply, Failure):
-        os._exit(1)  # closes its connections, so that ranks that wait for this one fail at once
+        os._exit(1)  # closes its connections, so ranks that wait for this one fail at once
 
 
 def _describe(error: BaseException) -> str:
-    """Return the traceback of an error, without the frames that lead to the call."""
+    """Format the traceback of an error, without the frames of this module at its top."""
     frames = error.__traceback__
     own = (__file__, on_large_stack.__code__.co_filename)
     while frames and frames.tb_next and frames.tb_frame.f_code.co_filename in own:
@@ -228,7 +235,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _describe_locals(frames: TracebackType | None) -> str:
-    """Those of the innermost frame, since pytest does not explain the asserts of a rank."""
+    """Format the locals of the innermost frame: pytest does not rewrite the asserts of a rank."""
     while frames and frames.tb_next:
         frames = frames.tb_next
     short = reprlib.Repr()
@@ -238,8 +245,11 @@ def _describe_locals(frames: TracebackType | None) -> str:
 
 
 class _Defaults:
-    """The global state that every call starts with. Process groups that a call has made stay: the
-    caches of DTensor hold meshes, which refer to groups by name."""
+    """The global state in which every call starts.
+
+    Process groups made by a call are kept: the caches of DTensor hold meshes, which refer to groups
+    by name.
+    """
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -251,7 +261,7 @@ class _Defaults:
         self.restore()
 
     def restore(self) -> None:
-        """Put back all settings, forget compiled graphs, and seed random generators with 0."""
+        """Restore all settings, discard compiled graphs, and seed random generators with 0."""
         set_environ(self._environ)
         for get, put, value in self._settings:
             if get() != value:
@@ -267,10 +277,10 @@ class _Defaults:
         torch.manual_seed(0)
 
     def _collect_garbage(self) -> None:
-        """Free what the call has left; later collections need not look at what has survived.
+        """Collect the garbage of the last call, then exempt the surviving objects.
 
-        Caches of torch keep hundreds of thousands of objects. Looking at all of them in every
-        collection would double the time of a call after some fifty calls.
+        The caches of torch keep hundreds of thousands of objects. If every collection visited them,
+        a call would take twice as long after some fifty calls.
         """
         if self._num_calls % UNFREEZE_EVERY == 0:
             gc.unfreeze()
@@ -279,7 +289,7 @@ class _Defaults:
         gc.freeze()
 
     def _restore_configs(self) -> None:
-        """Put back the settings of torch's compilers that differ from the defaults."""
+        """Restore the settings of torch's compilers that have changed."""
         for module, values in self._configs:
             now = module.get_config_copy()
             for name, value in values.items():
@@ -288,7 +298,7 @@ class _Defaults:
 
 
 def set_environ(values: Mapping[str, str]) -> None:
-    """Make the environment equal to `values`."""
+    """Replace the environment by `values`."""
     for name in os.environ.keys() - values.keys():
         del os.environ[name]
     os.environ.update(values)

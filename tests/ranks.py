@@ -1,9 +1,11 @@
-"""Run a function on several ranks, cheaply: `run(world_size, fn, *args)` returns what fn returned
-on every rank. Starting ranks takes time, so the processes of a (world size, backend) stay alive for
-the next call, and are reset between calls. A rank that raises, dies or hangs fails the call with a
-`RankError` that has the traceback or the stacks of every failing rank; its pool is then thrown away
-and started anew by the next call. Every value travels as the bytes of `torch.save`, never through
-shared memory."""
+"""Run a function on several ranks, in a pool of rank processes.
+
+`run(world_size, fn, *args)` returns the results of all ranks. Starting ranks is slow, so the
+processes of each (world size, backend) stay alive for the next call and are reset between calls. If
+a rank raises, dies or hangs, the call raises a `RankError` with the traceback or stacks of every
+failing rank, and the pool is discarded; the next call starts a new one. Values travel as bytes of
+`torch.save`, never through shared memory.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +33,21 @@ from .rank_process import Failure, Spec, from_bytes, pack_task, set_environ
 T = TypeVar("T")
 
 MAX_POOLS = 2  # alive at once: a rank that has compiled something holds hundreds of MB
-GRACE_S = 10.0  # what the other ranks are given after the first failure
+GRACE_S = 10.0  # time for the other ranks to reply after the first failure
 STARTUP_S = 120.0
 EXIT_S = 5.0
 
-# What ranks find in their environment, unless the caller's own has it.
+# Environment variables of ranks; the caller's own values take precedence.
 RANK_ENV = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
-    # Two C++ compilers at once. Ranks compile the same kernels, and Inductor's locks make each of
-    # them wait for the other's: with one thread a second core would be idle.
+    # Two C++ compilers at once. Ranks compile the same kernels, and Inductor's locks make them wait
+    # for each other, so one thread each would leave the second core idle.
     "TORCHINDUCTOR_COMPILE_THREADS": "2",
-    "TORCH_WARM_POOL": "0",  # a rank on a CPU needs no processes for Triton
-    "GLOO_SOCKET_IFNAME": "lo",  # or gloo resolves the host's name, which may fail
+    "TORCH_WARM_POOL": "0",  # on CPUs, no worker processes for Triton are needed
+    "GLOO_SOCKET_IFNAME": "lo",  # otherwise gloo resolves the host name, which may fail
 }
-# Imported once, by the server that ranks are forked from. None of these starts a thread.
+# Imported once, by the server from which ranks are forked. None of these starts a thread.
 PRELOAD = [
     "torch",
     "torch._dynamo",
@@ -57,7 +59,11 @@ PRELOAD = [
 
 
 class RankError(RuntimeError):
-    """At least one rank failed; `failures` are in the order in which they happened."""
+    """At least one rank failed.
+
+    Attributes:
+        failures: failures of all ranks, in the order in which they happened.
+    """
 
     def __init__(self, failures: Sequence[Failure], world_size: int) -> None:
         self.failures = tuple(failures)
@@ -74,12 +80,19 @@ def run(
     env: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[T]:
-    """fn(*args, **kwargs) on each of world_size ranks: the results, in rank order.
+    """Call fn(*args, **kwargs) on each of world_size ranks; return the results in rank order.
 
-    fn is a function at the top level of a module. It finds the default process group initialised,
-    seeds at 0, one thread, Dynamo reset, and torch's global settings at their defaults. Of the
-    environment it sees what was there when the first rank was started, and env, which is set
-    during the call; what is read when torch is imported needs `run_fresh`.
+    The default process group is initialized, seeds are 0, torch uses one thread, Dynamo is reset,
+    and torch's global settings have their defaults.
+
+    Args:
+        fn: function at the top level of a module.
+        timeout_s: time after which ranks that have not replied fail.
+        env: variables to set during the call. Other variables have the values that they had when
+            the first rank was started. Variables that torch reads on import need `run_fresh`.
+
+    Raises:
+        RankError: if a rank raises, dies or does not reply in time.
     """
     __tracebackhide__ = True
     task = pack_task(fn, args, kwargs, env or {})
@@ -91,7 +104,7 @@ def run(
         pool = _Pool(world_size, backend)
     results = pool.call(task, timeout_s)
     if pool.has_group:
-        _pools[key] = pool  # last: the most recently used
+        _pools[key] = pool  # at the end, as the most recently used
     else:
         pool.close()
     return results
@@ -106,10 +119,10 @@ def run_fresh(
     env: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[T]:
-    """`run` in new processes that are thrown away, to measure memory or to start without caches.
+    """Call `run` in new processes that end afterwards, to measure memory or start without caches.
 
-    With env (an empty one too) a rank imports torch itself, with env set, instead of being forked
-    from a server that has imported it; this takes seconds.
+    If env is given, even if it is empty, each rank imports torch itself with env set, rather than
+    being forked from a server that has imported it. This takes seconds.
     """
     __tracebackhide__ = True
     task = pack_task(fn, args, kwargs, {})
@@ -120,7 +133,7 @@ def run_fresh(
 
 
 def close_pools() -> None:
-    """End all ranks that wait for the next call."""
+    """End all idle ranks."""
     while _pools:
         _pools.popitem()[1].close()
 
@@ -129,13 +142,13 @@ class _Pool:
     """The processes of one process group, and the parent's ends of their pipes.
 
     Attributes:
-        has_group: whether no rank has destroyed it. Ranks that have cannot be used again: DTensor
-            keeps the names of groups in its caches.
+        has_group: whether all ranks still have the group. Otherwise the pool cannot be used again,
+            because DTensor keeps the names of groups in its caches.
     """
 
     def __init__(self, world_size: int, backend: str, env: Mapping[str, str] | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        # Hosted here, since the parent outlives the ranks; the system picks a free port.
+        # Hosted here, since the parent outlives the ranks. The system picks a free port.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port, folder = self._store.port, Path(self._folder.name)
         self._specs = [Spec(rank, world_size, backend, port, folder) for rank in range(world_size)]
@@ -153,7 +166,7 @@ class _Pool:
             raise
 
     def _start(self, spec: Spec, context: Any) -> None:
-        """Start the process of one rank and keep the parent's ends of its pipe and output."""
+        """Start the process of one rank, and keep the parent's ends of its pipe and output."""
         spec.stacks.touch()
         spec.output.touch()
         self._outputs.append(spec.output.open(errors="replace"))
@@ -162,23 +175,27 @@ class _Pool:
         process = context.Process(target=rank_process.main, args=(theirs, spec), daemon=True)
         process.start()
         self._processes.append(process)
-        theirs.close()  # now the pipe ends when the rank does
+        theirs.close()  # now the pipe closes when the rank ends
 
     def call(self, task: bytes, timeout_s: float) -> list[Any]:
-        """The results of a task. If this raises anything, the pool is gone."""
+        """Run a task and return its results in rank order. On any error, kill all ranks."""
         __tracebackhide__ = True
         try:
             self._specs[0].task.write_bytes(task)
             for pipe in self._pipes:
-                with contextlib.suppress(OSError):  # the rank is dead, which _collect reports
+                with contextlib.suppress(OSError):  # _collect reports that the rank is dead
                     pipe.send_bytes(b"go")
             return [from_bytes(value) for value in self._collect(timeout_s)]
-        except BaseException:  # KeyboardInterrupt too: the ranks are in the middle of the task
+        except BaseException:  # including KeyboardInterrupt: ranks are in the middle of the task
             self._kill()
             raise
 
     def _collect(self, timeout_s: float) -> list[bytes]:
-        """The reply of each rank, in rank order."""
+        """Return the reply of each rank, in rank order.
+
+        Raises:
+            RankError: if a rank fails or does not reply in time.
+        """
         __tracebackhide__ = True
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         values: dict[int, bytes] = {}
@@ -218,27 +235,27 @@ class _Pool:
         return value
 
     def _stuck(self, ranks: list[int], late: str) -> list[Failure]:
-        """The stacks of ranks that have not replied."""
+        """Return failures, with stacks, for ranks that have not replied."""
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._processes[rank].pid, signal.SIGUSR1)
         if ranks:
-            time.sleep(0.5)  # for the ranks to write them; nothing tells when they have
+            time.sleep(0.5)  # lets the ranks write their stacks; there is no signal for completion
         text = f"still running {late}; its stacks:\n"
         return [Failure(r, text + self._read_stacks(r), time.monotonic()) for r in ranks]
 
     def _read_stacks(self, rank: int) -> str:
-        """Return the stacks that a rank has written, or the empty string."""
+        """Return the stacks that a rank has written; "" if it has not."""
         return self._specs[rank].stacks.read_text(errors="replace")
 
     def _forward_output(self) -> None:
-        """Print what ranks have printed since the last call, with their numbers."""
+        """Print the ranks' output since the last call, each line with its rank."""
         for rank, output in enumerate(self._outputs):
             for line in output.read().splitlines():
                 print(f"[rank {rank}] {line}")
 
     def close(self) -> None:
-        """End the ranks, which wait for a task."""
+        """End the idle ranks by closing their pipes."""
         for pipe in self._pipes:
             pipe.close()
         deadline = time.monotonic() + EXIT_S
@@ -247,7 +264,7 @@ class _Pool:
         self._kill()
 
     def _kill(self) -> None:
-        """End the ranks at once and free what the pool holds."""
+        """Kill the ranks and release the pool's resources."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -261,13 +278,17 @@ class _Pool:
 
 
 _pools: OrderedDict[tuple[int, str], _Pool] = OrderedDict()
-# Before the exit handler of multiprocessing, which would ask nicely and wait.
+# Runs before the exit handler of multiprocessing, which would terminate the ranks and wait.
 atexit.register(close_pools)
 
 
 def _start_context(fork: bool) -> Any:
-    """How to start ranks: forked from a server that has imported torch, or from nothing."""
-    # CUDA cannot be used in a fork of a process in which something has looked at it.
+    """Return the start method for ranks: forked from a server that has imported torch, or spawned.
+
+    Args:
+        fork: whether to fork if possible.
+    """
+    # CUDA cannot be used in a fork of a process that has queried it.
     if not fork or torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -277,7 +298,7 @@ def _start_context(fork: bool) -> Any:
 
 @contextlib.contextmanager
 def _environ(values: Mapping[str, str]) -> Iterator[None]:
-    """Set the environment to `values` alone for the time of a `with` block."""
+    """Replace the environment by `values` within a `with` block."""
     before = dict(os.environ)
     set_environ(values)
     try:
@@ -287,7 +308,7 @@ def _environ(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _describe_exit(code: int | None) -> str:
-    """Return a process's exit code in words; a negative one names its signal."""
+    """Describe a process's exit code; a negative one is given as its signal."""
     if code is not None and code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}"

@@ -1,10 +1,11 @@
-"""A process group that writes down what is sent: gloo behind a Python class, registered as the
-backend "recording" for CPU tensors. Each collective appends an `Event` to a list of this process
-(`events()`, `clear()`), and so does each wait for one, so a test can assert how many bytes were
-gathered, in which order, and how many collectives were in flight. `wire()` adds a modelled network:
-one wire per rank that carries a collective in alpha + bytes / rate seconds, one after the other; a
-wait sleeps until the wire is done. Eager FSDP2, DDP, object and functional collectives run on
-it."""
+"""A process group that records collectives: a Python class over gloo.
+
+It is registered as the backend "recording" for CPU tensors. Each collective, and each wait for one,
+appends an `Event` to a list of this process (`events()`, `clear()`). So tests can assert the bytes
+and order of collectives, and how many were in flight. `wire()` adds a modelled network: each rank's
+wire carries one collective at a time, in alpha + bytes / rate seconds, and a wait sleeps until the
+wire is done. Eager FSDP2, DDP, and object and functional collectives run on it.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +29,19 @@ Tensors = list[Tensor]
 
 @dataclass(frozen=True)
 class Event:
-    """One collective, or one wait for it (kind "wait", the other fields repeated)."""
+    """One collective, or one wait for it (kind "wait"; other fields repeat the collective's)."""
 
     kind: str  # "all_gather", "reduce_scatter", "all_reduce", "broadcast", ..., or "wait"
-    index: int  # of the collective among those of this rank since clear(); shared by its waits
-    bytes: int  # of the full buffers: gathered output, unreduced input
-    dtype: torch.dtype | None  # of the first tensor; None for a barrier
+    index: int  # position among this rank's collectives since clear(); shared with its waits
+    bytes: int  # size of the full buffers: gathered output, unreduced input
+    dtype: torch.dtype | None  # dtype of the first tensor; None for a barrier
     group_size: int
     group_name: str
     num_tensors: int = 1  # more than one in a coalesced call
 
 
 class _Wire:
-    """What the modelled network of this rank is busy with."""
+    """The modelled network of this rank."""
 
     def __init__(self, alpha_s: float, bytes_per_s: float) -> None:
         self.alpha_s = alpha_s
@@ -53,7 +54,7 @@ class _Wire:
         return self.alpha_s == 0.0 and math.isinf(self.bytes_per_s)
 
     def send(self, num_bytes: int) -> float:
-        """The time at which a collective issued now is through."""
+        """Return the time at which a collective issued now will be done."""
         start = max(self.free_at, time.perf_counter())
         self.free_at = start + self.alpha_s + num_bytes / self.bytes_per_s
         return self.free_at
@@ -65,36 +66,38 @@ _wire = _Wire(0.0, math.inf)
 
 
 def clear() -> None:
-    """Forget all events and count collectives from 0 again."""
+    """Discard all events and restart the index of collectives at 0."""
     global _num_collectives
     _events.clear()
     _num_collectives = 0
 
 
 def events(*kinds: str) -> list[Event]:
-    """What happened on this rank since clear(), in order; only these kinds if any are given."""
+    """Return this rank's events since clear(), in order; only those of `kinds` if any are given."""
     return [event for event in _events if not kinds or event.kind in kinds]
 
 
 def collectives() -> list[Event]:
-    """The events that are not waits."""
+    """Return the events that are not waits."""
     return [event for event in _events if event.kind != WAIT]
 
 
 def wire(alpha_s: float = 0.0, bytes_per_s: float = math.inf) -> None:
-    """Collectives issued from now on take alpha_s + bytes / bytes_per_s; without arguments,
-    none."""
+    """Model a wire for collectives issued from now on: each takes alpha_s + bytes / bytes_per_s.
+
+    Without arguments they take no extra time.
+    """
     global _wire
     _wire = _Wire(alpha_s, bytes_per_s)
 
 
 def max_in_flight(*kinds: str) -> int:
-    """The largest number of collectives (of these kinds) issued and not yet waited for."""
+    """Return the largest number of collectives (of `kinds`) issued but not yet waited for."""
     return _peak(kinds, lambda event: 1)
 
 
 def max_bytes_in_flight(*kinds: str) -> int:
-    """The largest sum of full-buffer bytes (of these kinds) issued and not yet waited for."""
+    """Return the most full-buffer bytes of collectives (of `kinds`) issued but not waited for."""
     return _peak(kinds, lambda event: event.bytes)
 
 
@@ -112,7 +115,7 @@ def _peak(kinds: Sequence[str], size: Callable[[Event], int]) -> int:
 
 
 class _RecordedWork(dist.Work):
-    """The gloo works of one collective, done when the last one and the wire are done."""
+    """The gloo works of one collective; done when the last one and the wire are done."""
 
     def __init__(self, event: Event, works: list[dist.Work], done_at: float | None) -> None:
         super().__init__()
@@ -123,19 +126,19 @@ class _RecordedWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for gloo and the wire, and record the wait."""
         for work in self._works:
-            # An absent or zero timeout means the group's, which gloo must not be handed as a value.
+            # A missing or zero timeout means the group's, and must not be passed to gloo.
             work.wait(timeout) if timeout else work.wait()
         self._await_wire()
         _events.append(replace(self._event, kind=WAIT))
         return True
 
     def is_completed(self) -> bool:
-        """Whether a wait would return at once."""
+        """Return whether a wait would return at once."""
         sent = self._done_at is None or time.perf_counter() >= self._done_at
         return sent and all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Whether gloo has finished all parts without an error."""
+        """Return whether gloo has finished all parts without an error."""
         return all(work.is_success() for work in self._works)
 
     def result(self) -> list[Tensor]:
@@ -143,17 +146,17 @@ class _RecordedWork(dist.Work):
         return [tensor for work in self._works for tensor in work.result()]
 
     def _source_rank(self) -> int:
-        """Return the rank that sent what a `recv_anysource` has received."""
+        """Return the sender of a message received by `recv_anysource`."""
         return self._works[0]._source_rank()
 
     def get_future(self) -> Future[Any]:
-        """What DDP waits for in place of the work; such waits are not recorded."""
+        """Return the future that DDP waits for instead of the work; this records no wait."""
         futures = [work.get_future() for work in self._works]
         future = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
         if self._done_at is None:
             return future
-        # The callback sleeps on a gloo thread: later collectives are behind this one on the wire
-        # anyway.
+        # The callback may sleep on a gloo thread: later collectives queue behind this one on the
+        # wire anyway.
         return future.then(lambda done: (self._await_wire(), done.value())[1])
 
     def _await_wire(self) -> None:
@@ -163,21 +166,25 @@ class _RecordedWork(dist.Work):
 
 
 class RecordingProcessGroup(dist.ProcessGroup):
-    """Gloo with a log. The method names are those c10d calls on a Python process group."""
+    """Gloo with a log. Methods have the names that c10d calls on a Python process group."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._num_ranks = size
-        # Gives the C++ side a backend to ask for the group's name, devices and store.
+        # The C++ side needs a backend that knows the group's name, devices and store.
         self._register_backend(torch.device("cpu"), self.BackendType.GLOO, self._gloo)
         self._set_default_backend(self.BackendType.GLOO)
 
     def _record(
         self, kind: str, full: Sequence[Tensor], issue: Callable[[], list[dist.Work]]
     ) -> dist.Work:
-        """Record a collective, issue it by gloo, and occupy the wire; `full` has its full
-        buffers."""
+        """Record a collective, issue it on gloo, and occupy the wire.
+
+        Args:
+            full: full buffers of the collective.
+            issue: launches the collective and returns gloo's works.
+        """
         global _num_collectives
         num_bytes = sum(tensor.nbytes for tensor in full)
         event = Event(
@@ -195,7 +202,7 @@ class RecordingProcessGroup(dist.ProcessGroup):
         done_at = None if alone or _wire.instant else _wire.send(num_bytes)
         return _RecordedWork(event, issue(), done_at)
 
-    # The names of torch 2.13.
+    # Method names of torch 2.13.
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """All-gather one tensor."""
@@ -231,7 +238,7 @@ class RecordingProcessGroup(dist.ProcessGroup):
         input_splits: list[int],
         opts: Any = None,
     ) -> dist.Work:
-        """Exchange rows of one tensor."""
+        """All-to-all: exchange rows of one tensor."""
         exchange = self._gloo.alltoall_base
         return self._record(
             "all_to_all",
@@ -239,7 +246,7 @@ class RecordingProcessGroup(dist.ProcessGroup):
             lambda: [exchange(output, input, output_splits, input_splits)],
         )
 
-    # The names of torch 2.11.
+    # Method names of torch 2.11.
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -247,7 +254,7 @@ class RecordingProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # The same on both.
+    # Method names of both.
 
     def allreduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         """All-reduce tensors in place."""
@@ -279,15 +286,15 @@ class RecordingProcessGroup(dist.ProcessGroup):
         return self._record("gather", inputs, lambda: [self._gloo.gather(outputs, inputs, opts)])
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
-        """Scatter the tensors of one rank."""
+        """Scatter tensors from one rank."""
         return self._record("scatter", outputs, lambda: [self._gloo.scatter(outputs, inputs, opts)])
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        """Exchange lists of tensors."""
+        """All-to-all: exchange lists of tensors."""
         return self._record("all_to_all", inputs, lambda: [self._gloo.alltoall(outputs, inputs)])
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have arrived."""
         return self._record("barrier", [], lambda: [self._gloo.barrier()])
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:

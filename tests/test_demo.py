@@ -1,4 +1,4 @@
-"""`python -m graphshard demo`, and what it says of a chart that it cannot write."""
+"""`python -m graphshard demo`, and its errors for charts that it cannot write."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphshard.__main__ import main
 pytestmark = pytest.mark.alone
 
 
-def test_the_demo_compares_explains_and_draws(tmp_path: Path) -> None:
+def test_demo_prints_comparison_and_writes_chart(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "graphshard", "demo", "--steps", "4"]
     command += ["--compiler", "aot_eager"]
     chart = tmp_path / "demo.svg"
@@ -27,7 +27,7 @@ def test_the_demo_compares_explains_and_draws(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     for text in ("loss, first step", "tokens/s", "Why?", "all_gather", "Words", "Next"):
         assert text in done.stdout
-    # Op by op, the first step of all three is the same to the bit.
+    # With aot_eager, the first loss of all three is bitwise equal.
     (losses,) = (line for line in done.stdout.splitlines() if line.startswith("loss, first step"))
     assert len(set(losses.split()[3:])) == 1
     assert "--plot" not in command or "<svg" in chart.read_text()
@@ -36,7 +36,7 @@ def test_the_demo_compares_explains_and_draws(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "message"), [("nowhere/demo.svg", "no folder nowhere"), ("demo.doc", "end in one of")]
 )
-def test_a_chart_that_cannot_be_written_is_refused(
+def test_unwritable_chart_path_is_refused(
     path: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -45,7 +45,7 @@ def test_a_chart_that_cannot_be_written_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_without_matplotlib_the_chart_is_refused(
+def test_chart_without_matplotlib_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("matplotlib", "matplotlib.figure"):

@@ -1,6 +1,7 @@
-"""Every code block of README.md and of docs/ is run, but for those that say why not.
+"""Run all code blocks of README.md and docs/, except those with a reason not to run.
 
-`tests/documentation.py` says how; `tests/zoo/test_documentation.py` has what needs frameworks.
+`tests/documentation.py` explains the marks; blocks that need frameworks run in
+`tests/zoo/test_documentation.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.alone
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_blocks_are_of_kinds_that_are_run(page: str) -> None:
+def test_blocks_have_known_marks_languages_and_commands(page: str) -> None:
     for block in blocks(page):
         assert block.mark != "file" or block.text in FILES, block.place
         assert block.language in ("", "python", "sh") or block.language[0] == "{", block.place
@@ -46,7 +47,7 @@ def test_blocks_are_of_kinds_that_are_run(page: str) -> None:
 
 
 def check_command(words: list[str], place: str) -> None:
-    """Fail for a command that does not exist, or that nothing here runs."""
+    """Fail if a command does not exist, or if no test runs it."""
     match words:
         case ["make", target]:
             assert f"\n{target}:" in (ROOT / "Makefile").read_text(), f"{place}: {target}"
@@ -72,12 +73,12 @@ def _run_page_on_rank(page: str, folder: Path) -> int:
     return run_page(page, folder, common_names())
 
 
-def test_a_pass_is_added(tmp_path: Path) -> None:
+def test_documented_pass_can_be_added(tmp_path: Path) -> None:
     assert ranks.run(1, _add_pass) == [["2 linears"]]
 
 
 def _add_pass() -> list[str]:
-    """Compile a model with the pass of docs/how_it_works.md; return what it logs."""
+    """Compile a model with the pass of docs/how_it_works.md; return its log messages."""
     name = "graphshard.passes.count_linears"
     sys.modules[name] = module = types.ModuleType(name)
     exec(file_of("passes/count_linears.py"), vars(module))
@@ -97,7 +98,7 @@ def _add_pass() -> list[str]:
     return messages
 
 
-def test_the_reference_has_every_public_name_and_command() -> None:
+def test_reference_lists_all_public_names_and_commands() -> None:
     api, pages = (ROOT / "docs/api.md").read_text(), (ROOT / "docs/commands.md").read_text()
     names = {*graphshard.__all__, *graphshard.show.__all__} - {"__version__"}
     missing = [name for name in names if not re.search(rf":: {name}(\(\))?$", api, re.MULTILINE)]

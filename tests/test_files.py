@@ -1,4 +1,4 @@
-"""Files are complete or not there, and nothing else is left in their folder."""
+"""Atomic writes: a file is complete or absent, and no scratch file is left."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from graphshard.files import whole, write_whole
 
 
-def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+def test_write_whole_replaces_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     write_whole(path, "one")
     write_whole(path, "two")
@@ -19,13 +19,13 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_two_writers_do_not_see_each_other(tmp_path: Path) -> None:
+def test_concurrent_writers_do_not_interfere(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     with whole(path) as first, whole(path) as second:
         first.write_text("first")
         second.write_text("second")
         assert not path.exists()
-    assert path.read_text() == "first"  # which is renamed last
+    assert path.read_text() == "first"  # its scratch file is renamed last
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -39,8 +39,8 @@ def _write(path: Path, text: str, barrier: Barrier) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-def test_forked_writers_do_not_see_each_other(tmp_path: Path) -> None:
-    """Objects have the same `id()` in both, and the state of the random generator is the same."""
+def test_forked_writers_do_not_interfere(tmp_path: Path) -> None:
+    # Neither `id()` nor a random number can tell the scratch files of forked processes apart.
     fork, path = multiprocessing.get_context("fork"), tmp_path / "plan.json"
     barrier = fork.Barrier(2, timeout=20)
     writers = [fork.Process(target=_write, args=(path, text, barrier)) for text in ("a", "b")]
@@ -53,7 +53,7 @@ def test_forked_writers_do_not_see_each_other(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_writer_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+def test_failed_write_keeps_old_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     write_whole(path, "one")
     with pytest.raises(KeyboardInterrupt), whole(path) as scratch:
@@ -63,7 +63,7 @@ def test_a_writer_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_folder_is_made_as_a_whole(tmp_path: Path) -> None:
+def test_folder_appears_only_when_complete(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint"
     with whole(target) as scratch:
         scratch.mkdir()

@@ -1,7 +1,7 @@
-"""Which room of the house may import which, and that a reader can rely on it.
+"""The table of allowed imports between packages, and tests that the code keeps to it.
 
-A room is a sub-package of ``graphshard``, or a module at its top level. ``passes/`` is the room
-``passes``, as which it is installed.
+A "room" is a sub-package of ``graphshard`` or a module at its top level. The top-level folder
+``passes/`` counts as the sub-package ``passes``, as which it is installed.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ ALLOWED: dict[str, set[str]] = {
     },
     "__main__": {"__init__", "check", "cost", "forecast", "show", "tools"},
 }
-"""By room, the rooms that it may import."""
+"""Packages that each package may import."""
 
 MAX_FLOORS = 9
-"""A room stands one floor above the highest room that it imports."""
+"""Maximum number of layers; a package is one layer above the highest package that it imports."""
 
 
 def _files() -> Iterator[tuple[str, str, Path]]:
-    """Room, dotted package (for relative imports) and path of every file of the product."""
+    """Yield (room, dotted package for relative imports, path) of all product files."""
     for path in sorted((ROOT / "graphshard").rglob("*.py")):
         parts = path.relative_to(ROOT / "graphshard").parts
         yield Path(parts[0]).stem, ".".join(["graphshard", *parts[:-1]]), path
@@ -91,7 +91,7 @@ def _files() -> Iterator[tuple[str, str, Path]]:
 
 
 def _imported(node: ast.AST, package: str) -> Iterator[str]:
-    """Dotted names of our own that ``node`` imports."""
+    """Yield the dotted names within graphshard that ``node`` imports."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "graphshard")
     elif isinstance(node, ast.ImportFrom):
@@ -104,13 +104,13 @@ def _imported(node: ast.AST, package: str) -> Iterator[str]:
 
 
 def _room(dotted: str) -> str:
-    """The room of a dotted name, such as "ops" of ``graphshard.ops.markers.unshard``."""
+    """Return the room of a dotted name, such as "ops" for ``graphshard.ops.markers.unshard``."""
     parts = dotted.split(".")
     return parts[1] if len(parts) > 1 and parts[1] in ALLOWED else "__init__"
 
 
 def _imports() -> dict[str, dict[str, set[str]]]:
-    """By room, the rooms that it imports, and the files that do."""
+    """Return, for each room, the rooms that it imports, each with the importing files."""
     found: dict[str, dict[str, set[str]]] = {room: {} for room in ALLOWED}
     for room, package, path in _files():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -121,7 +121,7 @@ def _imports() -> dict[str, dict[str, set[str]]]:
     return found
 
 
-def test_a_room_imports_only_what_it_may() -> None:
+def test_packages_import_only_allowed_packages() -> None:
     imports = _imports()
     assert set(imports) == set(ALLOWED), "a room is missing in the table, or is there no more"
     unexpected = {
@@ -133,37 +133,37 @@ def test_a_room_imports_only_what_it_may() -> None:
     assert not unexpected
 
 
-def test_the_table_allows_no_more_than_is_used() -> None:
+def test_all_allowed_imports_are_used() -> None:
     unused = {room: ALLOWED[room] - set(others) for room, others in _imports().items()}
     assert not {room: others for room, others in unused.items() if others}
 
 
-def test_rooms_import_each_other_in_one_direction() -> None:
+def test_package_imports_are_acyclic() -> None:
     rooms = nx.DiGraph((room, other) for room, others in ALLOWED.items() for other in others)
     assert nx.is_directed_acyclic_graph(rooms)
     floors = nx.dag_longest_path_length(rooms) + 1
     assert floors <= MAX_FLOORS
 
 
-def test_files_import_each_other_in_one_direction() -> None:
+def test_file_imports_are_acyclic() -> None:
     files = {_module(path, package): path for _, package, path in _files()}
     imports = nx.DiGraph()
     for _, package, path in _files():
         for node in ast.walk(ast.parse(path.read_text())):
             for dotted in _imported(node, package):
                 other = dotted if dotted in files else dotted.rpartition(".")[0]
-                # A package's __init__ may hand on what its modules import from it.
+                # A package's __init__ may re-export names of modules that import the package.
                 if other in files and files[other].name != "__init__.py":
                     imports.add_edge(_module(path, package), other)
     assert nx.is_directed_acyclic_graph(imports), nx.find_cycle(imports)
 
 
 def _module(path: Path, package: str) -> str:
-    """The dotted name of a file's module."""
+    """Return the dotted name of a file's module."""
     return package if path.stem == "__init__" else f"{package}.{path.stem}"
 
 
-def test_no_import_of_ours_hides_in_a_function() -> None:
+def test_no_function_imports_graphshard_modules() -> None:
     hidden = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for _, package, path in _files()
@@ -176,7 +176,7 @@ def test_no_import_of_ours_hides_in_a_function() -> None:
 
 
 @pytest.mark.parametrize("room", sorted(ALLOWED))
-def test_every_package_says_what_is_in_it(room: str) -> None:
+def test_packages_have_docstrings(room: str) -> None:
     init = (ROOT / "passes" if room == "passes" else ROOT / "graphshard" / room) / "__init__.py"
     if init.exists():
         assert ast.get_docstring(ast.parse(init.read_text())), f"{init}: no docstring"

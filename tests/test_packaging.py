@@ -1,8 +1,8 @@
-"""The source archive, the wheel and an editable install all give the package that we mean.
+"""The sdist, the wheel and an editable install provide the intended package.
 
 graphshard.passes lives in the top-level folder passes/, and a mistake in that mapping shows only
-once the package is installed. So each kind of install goes into its own virtual environment, and
-is looked at from there by an isolated interpreter that never sees the source tree.
+after installation. So each kind of install goes into its own virtual environment, and is inspected
+there by an isolated interpreter that does not see the source tree.
 """
 
 import json
@@ -25,14 +25,14 @@ ROOT = Path(__file__).resolve().parents[1]
 FILES = ("pyproject.toml", "README.md", "LICENSE")
 # Folder in the source tree -> folder when installed.
 FOLDERS = {"graphshard": "graphshard", "passes": "graphshard/passes"}
-# Files that are read, and not imported.
+# Data files, which are read rather than imported.
 DATA = {
     "graphshard/py.typed",
     "graphshard/_torch/no_gpu/no_gpu.cpp",
     "graphshard/show/page.html",
 }
 
-# Run inside an environment: prints what it has of graphshard.
+# Run inside an environment: prints the facts about its graphshard as JSON.
 LOOK = """
 import importlib.metadata, importlib.util, json
 import graphshard, graphshard.passes
@@ -61,7 +61,7 @@ def run(*args: object, cwd: Path) -> str:
 
 
 def modules() -> set[str]:
-    """Every module of the source tree, by its path when installed."""
+    """Return the installed paths of all modules of the source tree."""
     return {
         f"{target}/{path.relative_to(ROOT / source).as_posix()}"
         for source, target in FOLDERS.items()
@@ -71,7 +71,7 @@ def modules() -> set[str]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what is packaged, so that building leaves nothing in the real tree."""
+    """Copy the packaged files, so building leaves nothing in the real tree."""
     copy = tmp_path_factory.mktemp("source")
     for name in FILES:
         shutil.copy(ROOT / name, copy)
@@ -83,7 +83,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def archives(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     out = tmp_path_factory.mktemp("dist")
-    # Asked for neither --sdist nor --wheel, build makes the wheel from the sdist.
+    # Without --sdist and --wheel, build makes the wheel from the sdist.
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source, cwd=out)
     (sdist,) = out.glob("*.tar.gz")
     (wheel,) = out.glob("*.whl")
@@ -91,11 +91,11 @@ def archives(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 def environment(path: Path) -> Path:
-    """A new environment that sees this one's packages as well. Returns its interpreter.
+    """Create an environment that also sees this one's packages; return its interpreter.
 
-    Where this one's own graphshard is an editable install, the new environment does not see it:
-    Python reads no .pth file in a folder that was itself added by one. Where it is a plain
-    install, it comes later on the path than the new environment's own.
+    It does not see an editable install of graphshard in this environment, because Python ignores
+    .pth files in folders that a .pth file has added. A plain install comes later on its path than
+    its own graphshard.
     """
     venv.create(path)
     python = path / "bin" / "python"
@@ -107,14 +107,14 @@ def environment(path: Path) -> Path:
 
 def install_and_look(path: Path, *what: object) -> dict[str, Any]:
     python = environment(path)
-    # --ignore-installed: pip must not take the outer environment's graphshard for this one's.
+    # --ignore-installed: pip must not mistake the outer environment's graphshard for this one's.
     options = ("--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed")
     run(sys.executable, "-m", "pip", "--python", python, "install", *options, *what, cwd=path)
     seen: dict[str, Any] = json.loads(run(python, "-I", "-c", LOOK, cwd=path))
     return seen
 
 
-def test_sdist_holds_all_that_the_build_needs(archives: dict[str, Path]) -> None:
+def test_sdist_contains_all_build_inputs(archives: dict[str, Path]) -> None:
     with tarfile.open(archives["sdist"]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     sources = {
@@ -125,7 +125,7 @@ def test_sdist_holds_all_that_the_build_needs(archives: dict[str, Path]) -> None
     assert {*FILES, *DATA, *sources} <= names
 
 
-def test_wheel_holds_every_module_and_one_package(archives: dict[str, Path]) -> None:
+def test_wheel_contains_one_package_with_all_modules(archives: dict[str, Path]) -> None:
     with zipfile.ZipFile(archives["wheel"]) as archive:
         names = set(archive.namelist())
     assert {name for name in names if name.endswith(".py")} == modules()
@@ -142,7 +142,7 @@ def test_install(kind: str, source: Path, archives: dict[str, Path], tmp_path: P
 
     metadata = Path(seen["metadata"])
     assert metadata.is_relative_to(tmp_path)
-    # An editable install's modules stay where they were, passes/ under its own name.
+    # Modules of an editable install stay in the source tree, with passes/ at its top level.
     package = (source if kind == "editable" else metadata) / "graphshard"
     passes = source / "passes" if kind == "editable" else package / "passes"
     assert Path(seen["graphshard"]) == package / "__init__.py"
@@ -156,7 +156,7 @@ def test_install(kind: str, source: Path, archives: dict[str, Path], tmp_path: P
     assert seen["entry_loads"]
 
 
-def test_the_documentation_has_the_table_of_strategies() -> None:
+def test_strategies_page_matches_strategy_tables() -> None:
     page = (ROOT / "docs/strategies.md").read_text().replace("`", "")
     for row in (HEADERS, *map(astuple, (*STRATEGIES, *HABITS))):
         assert f"| {' | '.join(row)} |" in page

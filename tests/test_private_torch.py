@@ -1,13 +1,13 @@
-"""Private names of torch stand in ``graphshard/_torch/`` alone, read on every version of torch.
+"""Private names of torch are used only in ``graphshard/_torch/``, which states what it relies on.
 
-The test reads the syntax trees of all other files. It takes for private
+The test parses all other files. It treats as private
 
-- modules and names that torch spells with an underscore, imported or reached by attributes,
+- modules and names of torch with a leading underscore, imported or accessed as attributes,
 - an attribute ``x._y`` of any object, unless our own code defines an attribute or function ``_y``,
 - the Python stack, and the names that torch gives to its frames,
 - the names that AOTAutograd gives to the placeholders of a graph.
 
-Operators (``torch.ops...``) have public and private names alike: those of an operator are its own.
+Operators (``torch.ops...``) are exempt: public ones may have names with an underscore, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 ALLOWED: dict[str, str] = {}
-"""By "file: expression", why a private name of torch may stand outside ``_torch/``."""
+"""Exceptions: "file: expression" -> reason why a private name may be used outside ``_torch/``."""
 
 FRAME_ATTRIBUTES = {
     *("f_locals", "f_globals", "f_back", "f_code", "f_lineno"),
@@ -35,7 +35,7 @@ PLACEHOLDER_NAMES = re.compile(r"^\W*(primals|tangents)_")
 PRIVATE_MODULES = re.compile(r"^torch(\.\w+)*\._[a-z]")
 ATTRIBUTE_FUNCTIONS = {"getattr", "hasattr", "setattr", "delattr"}
 NAMED_TUPLE = {"_replace", "_asdict", "_fields", "_make"}
-"""Documented parts of Python's named tuples; underscores keep them apart from fields."""
+"""Public attributes of named tuples; the underscore avoids conflicts with field names."""
 
 
 def _sources() -> Iterator[Path]:
@@ -45,12 +45,15 @@ def _sources() -> Iterator[Path]:
 
 
 def _is_private(name: str) -> bool:
-    """Whether ``name`` begins with an underscore; ``__version__`` and the like are public."""
+    """Return whether ``name`` begins with an underscore; names like ``__version__`` are public."""
     return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
 
 
 def _own_names(tree: ast.AST) -> set[str]:
-    """Private names that our code defines: functions, class attributes, attributes of ``self``."""
+    """Return the private names that a file defines.
+
+    These are functions, classes, variables of classes and modules, and attributes of ``self``.
+    """
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -74,7 +77,7 @@ def _own_names(tree: ast.AST) -> set[str]:
 
 
 def _targets(node: ast.AST) -> list[ast.expr]:
-    """Return what ``node`` assigns to, with the elements of tuples."""
+    """Return the targets that ``node`` assigns to, with tuples flattened."""
     targets: list[ast.expr] = []
     if isinstance(node, ast.Assign):
         targets = list(node.targets)
@@ -87,23 +90,23 @@ def _targets(node: ast.AST) -> list[ast.expr]:
 
 
 class _Finder:
-    """Finds private uses of torch in one file.
+    """Search for uses of private torch names in one file.
 
     Args:
-        own: private names that our own code defines anywhere.
+        own: private names that our own code defines in any file.
     """
 
     def __init__(self, tree: ast.AST, own: set[str]) -> None:
         self._tree, self._own = tree, own
-        self._torch_roots: set[str] = set()  # local names of torch and of its modules
-        self._other_roots: set[str] = set()  # of other imports, and of operators
+        self._torch_roots: set[str] = set()  # local names of torch and its modules
+        self._other_roots: set[str] = set()  # local names of other imports, and of operators
         for node in ast.walk(tree):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self._add_roots(node)
             elif isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("torch.ops."):
                 names = [target.id for target in _targets(node) if isinstance(target, ast.Name)]
                 self._other_roots.update(names)
-        # Strings that are statements are docstrings.
+        # String statements are docstrings, which may name anything.
         statements = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
         self._docstrings = {id(value) for value in statements if isinstance(value, ast.Constant)}
 
@@ -117,7 +120,7 @@ class _Finder:
             (self._torch_roots if is_torch else self._other_roots).add(name)
 
     def uses(self) -> Iterator[tuple[int, str, str]]:
-        """Yield line, expression, and what is private about it."""
+        """Yield (line, expression, reason why it is private)."""
         for node in ast.walk(self._tree):
             match node:
                 case ast.Import() | ast.ImportFrom():
@@ -166,7 +169,7 @@ class _Finder:
 
 
 def _chain(node: ast.Attribute) -> tuple[str | None, list[str]]:
-    """Return the root of ``root.a.b``, None unless it is a name, and the attributes in order."""
+    """Return the root of ``root.a.b`` (None if it is not a name) and the attributes in order."""
     segments = []
     value: ast.expr = node
     while isinstance(value, ast.Attribute):
@@ -175,7 +178,7 @@ def _chain(node: ast.Attribute) -> tuple[str | None, list[str]]:
     return (value.id if isinstance(value, ast.Name) else None), segments[::-1]
 
 
-def test_private_torch_is_used_in_one_package() -> None:
+def test_private_torch_names_are_used_only_in_torch_package() -> None:
     trees = {path: ast.parse(path.read_text()) for path in _sources()}
     own = set().union(*map(_own_names, trees.values()))
     uses = [
@@ -222,7 +225,7 @@ def _found(source: str) -> list[str]:
         "sys.modules['torch._dynamo']",
     ],
 )
-def test_a_private_use_is_found(source: str) -> None:
+def test_finder_reports_private_use(source: str) -> None:
     assert _found(source)
 
 
@@ -242,5 +245,5 @@ def test_a_private_use_is_found(source: str) -> None:
         "def f():\n    'Of primals_1 and _call_impl.'",
     ],
 )
-def test_a_public_use_is_not(source: str) -> None:
+def test_finder_ignores_public_use(source: str) -> None:
     assert not _found(source)

@@ -1,4 +1,4 @@
-"""The harness itself: what `ranks.run` gives back, what it resets between calls, how it fails."""
+"""The harness itself: results of `ranks.run`, resets between calls, and failures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_results_are_in_rank_order(world_size: int) -> None:
     assert all(torch.equal(value, torch.tensor([total])) for _, value in results)
 
 
-def test_a_view_travels_by_value() -> None:
+def test_view_is_passed_by_value() -> None:
     (column,) = ranks.run(1, _column, torch.arange(6).reshape(2, 3).t())
     assert torch.equal(column, torch.tensor([1, 4]))
 
@@ -46,7 +46,7 @@ def _column(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _pid_and_state() -> tuple[int, tuple[Any, ...]]:
-    """This rank's process, and the state a call starts with; then spoils that state."""
+    """Return this rank's process id and the state in which the call starts; then change it."""
     state = (
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
@@ -65,7 +65,7 @@ def _pid_and_state() -> tuple[int, tuple[Any, ...]]:
     return os.getpid(), state
 
 
-def test_processes_are_kept_and_their_state_is_not() -> None:
+def test_processes_are_reused_with_fresh_state() -> None:
     first = ranks.run(2, _pid_and_state)
     second = ranks.run(2, _pid_and_state)
     assert first == second
@@ -75,7 +75,7 @@ def test_processes_are_kept_and_their_state_is_not() -> None:
     assert state[4:6] == ("cpu", None)
 
 
-def test_ranks_that_destroy_their_group_are_thrown_away() -> None:
+def test_pool_with_destroyed_group_is_discarded() -> None:
     pids = ranks.run(2, os.getpid)
     ranks.run(2, dist.destroy_process_group)
     assert len(ranks.run(2, _sum_ranks, 1)) == 2
@@ -91,7 +91,7 @@ def test_env_lasts_for_one_call() -> None:
     assert ranks.run(1, _environ, "RANKS_ENV") == [None]
 
 
-def test_fresh_ranks_are_new_and_thrown_away() -> None:
+def test_run_fresh_uses_new_processes_that_end() -> None:
     kept = ranks.run(1, os.getpid)
     fresh = ranks.run_fresh(1, os.getpid)
     assert fresh != kept
@@ -105,7 +105,7 @@ def _max_autotune() -> tuple[str | None, str]:
     return os.environ.get("TORCHINDUCTOR_MAX_AUTOTUNE"), str(config.max_autotune)
 
 
-def test_env_of_fresh_ranks_is_there_when_torch_is_imported() -> None:
+def test_env_of_run_fresh_is_set_before_torch_import() -> None:
     env = {"TORCHINDUCTOR_MAX_AUTOTUNE": "1"}
     assert ranks.run_fresh(1, _max_autotune, env=env) == [("1", "True")]
 
@@ -121,7 +121,7 @@ def _alive(pid: int) -> bool:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
-    return stat.rpartition(")")[2].split()[0] != "Z"  # a zombie is only waited for
+    return stat.rpartition(")")[2].split()[0] != "Z"  # a zombie has ended, but is not reaped yet
 
 
 def _speak() -> None:
@@ -129,14 +129,14 @@ def _speak() -> None:
     os.write(2, b"to stderr\n")
 
 
-def test_output_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_ranks_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     ranks.run(2, _speak)
     lines = capsys.readouterr().out.splitlines()
     expected = [f"[rank {rank}] to {name}" for rank in (0, 1) for name in ("stdout", "stderr")]
     assert lines == expected
 
 
-# Failures. Each is followed by a call that works, in a new pool.
+# Failures. Most are followed by a call that works, in a new pool.
 
 
 def _raise_on(rank: int) -> None:
@@ -146,7 +146,7 @@ def _raise_on(rank: int) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def test_an_exception_ends_ranks_that_wait_in_a_collective(
+def test_exception_ends_ranks_blocked_in_collective(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     start = time.monotonic()
@@ -167,7 +167,7 @@ def _raise_or_sleep() -> None:
     time.sleep(600)
 
 
-def test_ranks_that_go_on_after_a_failure_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_still_running_after_failure_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "GRACE_S", 0.5)
     with pytest.raises(ranks.RankError, match=r"still running 0\.5 s after the first") as caught:
         ranks.run(2, _raise_or_sleep)
@@ -182,7 +182,7 @@ def _compare() -> None:
     assert left.tolist() == right
 
 
-def test_an_assertion_shows_the_values() -> None:
+def test_failed_assertion_shows_local_values() -> None:
     with pytest.raises(ranks.RankError) as caught:
         ranks.run(1, _compare)
     assert "left = tensor([0, 1])" in str(caught.value)
@@ -197,7 +197,7 @@ def _die(code: int) -> None:
 
 
 @pytest.mark.parametrize(("code", "text"), [(3, "died, exit code 3"), (-11, "by SIGSEGV")])
-def test_a_dead_rank(code: int, text: str) -> None:
+def test_dead_rank_is_reported(code: int, text: str) -> None:
     with pytest.raises(ranks.RankError, match=text) as caught:
         ranks.run(2, _die, code)
     assert {failure.rank for failure in caught.value.failures} == {0, 1}
@@ -209,7 +209,7 @@ def _sleep_on(rank: int) -> None:
         time.sleep(600)
 
 
-def test_a_timeout_shows_where_the_rank_is() -> None:
+def test_timeout_shows_stack_of_hanging_rank() -> None:
     with pytest.raises(ranks.RankError, match="still running after 1 s") as caught:
         ranks.run(2, _sleep_on, 1, timeout_s=1)
     (failure,) = caught.value.failures
@@ -222,7 +222,7 @@ def _return_a_lambda() -> object:
     return lambda: None
 
 
-def test_a_result_that_cannot_travel() -> None:
+def test_unpicklable_result_is_reported() -> None:
     with pytest.raises(ranks.RankError, match="lambda"):
         ranks.run(1, _return_a_lambda)
 

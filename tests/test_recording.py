@@ -1,4 +1,4 @@
-"""What the recording process group sees of functional collectives, DDP and eager FSDP2."""
+"""Events of the recording process group for functional collectives, DDP and eager FSDP2."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch.distributed.fsdp import fully_shard
 from tests import ranks, recording
 
 DIM = 8
-LAYER_BYTES = (DIM * DIM + DIM) * 4  # of one linear layer of `_mlp`
+LAYER_BYTES = (DIM * DIM + DIM) * 4  # parameters of one linear layer of `_mlp`
 
-Summary = list[tuple[str, int, int]]  # kind, index and bytes of each event
+Summary = list[tuple[str, int, int]]  # (kind, index, bytes) of each event
 
 
 def _summary() -> Summary:
-    """What was recorded, which is then forgotten."""
+    """Return the recorded events, and clear them."""
     summary = [(event.kind, event.index, event.bytes) for event in recording.events()]
     recording.clear()
     return summary
@@ -98,7 +98,7 @@ def test_other_collectives_run_and_are_recorded() -> None:
     for rank, kinds in enumerate(ranks.run(2, _other_collectives, backend="recording")):
         assert kinds[:3] == ["all_gather_list"] * 3
         assert kinds[3:8] == ["broadcast", "reduce", "scatter", "gather", "all_to_all"]
-        # new_group has a barrier of its own in some versions.
+        # In some versions of torch, new_group adds a barrier of its own.
         assert kinds[8] == ("send", "recv")[rank]
         assert set(kinds[9:-1]) == {"barrier"} and kinds[-1] == "all_reduce"
 
@@ -118,7 +118,7 @@ def _grads(model: nn.Module) -> list[Any]:
 
 def _train_ddp() -> tuple[Summary, list[torch.Tensor]]:
     model = nn.parallel.DistributedDataParallel(_mlp())
-    recording.clear()  # the broadcast of the parameters
+    recording.clear()  # drops the broadcast of the parameters
     model(_batch()).sum().backward()
     return _summary(), _grads(model)
 
@@ -135,7 +135,7 @@ def _train_fsdp2() -> tuple[Summary, list[torch.Tensor]]:
 def test_ddp_and_fsdp2_are_recorded_and_agree() -> None:
     (ddp, ddp_grads), _ = ranks.run(2, _train_ddp, backend="recording")
     (fsdp2, fsdp2_grads), _ = ranks.run(2, _train_fsdp2, backend="recording")
-    # DDP waits for the future of the work, which leaves no event.
+    # DDP waits for the work's future, which records no event.
     assert ddp == [("all_reduce", 0, 2 * LAYER_BYTES)]
     # Each layer is gathered in forward and again in backward.
     kinds = ["all_gather"] * 4 + ["reduce_scatter"] * 2
@@ -171,9 +171,9 @@ def _modelled_wire() -> tuple[float, float]:
     return first, time.perf_counter() - start
 
 
-def test_a_modelled_wire_carries_one_collective_after_the_other() -> None:
+def test_modelled_wire_carries_one_collective_at_a_time() -> None:
     for first, both in ranks.run(2, _modelled_wire, backend="recording"):
-        # Lower bounds only: a busy machine makes everything later.
+        # Lower bounds only: a busy machine delays everything.
         assert first >= 0.15 and both >= 0.30
 
 
@@ -186,7 +186,7 @@ def _is_completed() -> tuple[bool, bool]:
     return slow.is_completed(), fast.is_completed()
 
 
-def test_a_collective_is_not_completed_before_the_wire_is_done() -> None:
+def test_collective_is_completed_only_when_wire_is_done() -> None:
     assert ranks.run(2, _is_completed, backend="recording") == [(False, True)] * 2
     assert ranks.run(2, _wire_is_instant, backend="recording") == [True, True]
 

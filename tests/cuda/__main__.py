@@ -1,4 +1,4 @@
-"""Runs all cases of the CUDA tier, and makes a table of them.
+"""Run all cases of the CUDA tier, and print a table of the results.
 
     python -m tests.cuda [--out benchmarks/results/cuda.md]
 
@@ -107,7 +107,7 @@ def _counts(recording: Recording) -> Counts:
 
 
 def _peaks(recording: Recording) -> list[str]:
-    """Return what the last forward and backward graphs needed, and what their plans say."""
+    """Return peak and planned memory of the last forward graph, then of the last backward graph."""
     texts = []
     for plan, run in zip(recording.plans[-2:], recording.runs[-2:], strict=True):
         needed = peak_bytes(recording.actions, run)

@@ -1,5 +1,8 @@
-"""The cases of this tier: models x strategies x ranks, and what one of them does on a GPU that is
-not there. `run` is called in a process that has the stand-ins (``graphshard.check.launch``)."""
+"""The cases of this tier, models x strategies x ranks, and their steps on a simulated GPU.
+
+Functions that take a ``Recorder`` run in a process that simulates a GPU
+(``graphshard.check.launch``).
+"""
 
 from __future__ import annotations
 
@@ -32,22 +35,22 @@ from tests.cuda.fsdp2 import record_fsdp2
 DEVICE = "H100"
 TARGETS = ("A100-80GB", "H100", "B200")
 OF_FSDP2 = {"mp_policy", "offload_policy", "reshard_after_forward"}
-"""Options that eager FSDP2 has, too."""
+"""Options that eager FSDP2 has as well."""
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """How a model is trained.
+    """A way to train a model.
 
     Attributes:
-        options: of ``graphshard.backend``, beside a bf16 policy.
-        replicas: number of the mesh's replicas.
-        change: what is done to the model, which has blocks; None: nothing.
-        step: what a step does, instead of one forward and backward.
+        options: arguments of ``graphshard.backend``, in addition to a bf16 policy.
+        replicas: number of replicas in the mesh.
+        change: function that changes a model with blocks; None for no change.
+        step: function that runs one step.
         dynamic: argument of ``torch.compile``.
-        dtype: of the model that ``torch.compile`` alone trains, to compare with; None: there is
-            none that computes the same.
+        dtype: dtype of the unsharded model to compare with, trained by ``torch.compile`` alone;
+            None if no such model computes the same.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -76,7 +79,7 @@ def _changes_sizes(model: nn.Module, compiled: Callable[..., Tensor], inputs: An
 
 
 def _half(batch: Tensor) -> Tensor:
-    """Return the first half of every text, or of the rows."""
+    """Return the first half of each text of a batch of tokens, or of the rows of another batch."""
     is_text = batch.dtype == torch.int64
     return batch[:, : batch.shape[1] // 2] if is_text else batch[: len(batch) // 2]
 
@@ -104,12 +107,12 @@ STRATEGIES = {
 
 
 BUDGET_GB = {"gpt": 1.2, "llama": 1.0, "convnet": 0.008, "wide_convnet": 0.016, "moe": 0.25}
-"""Of device memory, by model, where activations are stowed."""
+"""Budget of device memory by model, for the strategy that offloads activations."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One rank's step."""
+    """The step of one rank."""
 
     model: str
     strategy: str
@@ -118,16 +121,16 @@ class Case:
 
     @property
     def budget_gb(self) -> float | None:
-        """Of device memory, if activations are stowed."""
+        """The budget of device memory if activations are offloaded, otherwise None."""
         return BUDGET_GB[self.model] if self.strategy == STOWED else None
 
     def __str__(self) -> str:
-        """Name the case as a test's parameter."""
+        """Return the name of the case as a parameter of tests."""
         return f"{self.model}, {self.strategy}, rank {self.rank} of {self.world}"
 
 
 FEW = (0, 512, 1023)
-NUM_CASES = 4  # of one process, which needs seconds to start
+NUM_CASES = 4  # cases per process, which takes seconds to start
 ALL = [
     *(Case(model, strategy) for model in ("gpt", "llama") for strategy in STRATEGIES),
     *(
@@ -152,20 +155,20 @@ ALL = [
     ),
     *(Case("gpt", name, 1024, 1023) for name in ("ZeRO-2", "hpZ", "CPU offload", "fp8 rowwise")),
 ]
-"""The convnet and the MoE have no blocks that could be changed; their linears, a head and routers,
-are too small for fp8."""
+"""The convnet and the MoE run neither strategies that change blocks, of which they have none, nor
+fp8, for which their linear layers (a head and routers) are too small."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a case came to.
+    """The result of a case.
 
     Attributes:
-        recording: None if it raised.
-        error: the traceback; "" if it did not raise.
-        kernels: by GPU.
-        unsharded: of ``torch.compile`` alone; None of a case that computes something else.
-        fsdp2: of eager FSDP2; None of a case that it does not have.
+        recording: recording of the step; None if it raised.
+        error: traceback; "" if the step did not raise.
+        unsharded: recording of ``torch.compile`` alone; None if that computes something else.
+        fsdp2: recording of eager FSDP2; None if that does not have the strategy.
+        kernels: compiled kernels by GPU.
     """
 
     recording: Recording | None
@@ -178,10 +181,10 @@ class Outcome:
 def run(
     recorder: Recorder, cases: Sequence[Case], targets: Sequence[str] = TARGETS
 ) -> list[Outcome]:
-    """Return what each case came to.
+    """Run cases and return their results.
 
     Args:
-        targets: GPUs for which kernels are compiled.
+        targets: names of the GPUs for which kernels are compiled.
     """
     return [_run(recorder, case, targets) for case in cases]
 
@@ -217,15 +220,17 @@ def _run(recorder: Recorder, case: Case, targets: Sequence[str]) -> Outcome:
 
 
 def _is_of_fsdp2(strategy: Strategy) -> bool:
-    """Return whether eager FSDP2 trains so. Its ``reshard_after_forward=4`` reads numbers of
-    tensors, which fake ones do not have."""
+    """Return whether eager FSDP2 can run the strategy on fake tensors.
+
+    With an integer ``reshard_after_forward`` it reads values of tensors, which fake ones lack.
+    """
     options, step = strategy.options, strategy.step
     has_number = type(options.get("reshard_after_forward")) is int
     return options.keys() <= OF_FSDP2 and not has_number and step is not _accumulates
 
 
 def compile_planted(recorder: Recorder, name: str, source: str) -> list[str]:
-    """Return errors of a kernel: as it is, with a wrong name, and with no shared memory."""
+    """Return the errors of a kernel: unchanged, with a wrong name, and without shared memory."""
     gpu = GPUS[DEVICE]
     poor = dataclasses.replace(gpu, shared_memory_per_block_optin=-1)
     wrong = source.replace("tl.load(", "tl.lode(")
@@ -234,8 +239,11 @@ def compile_planted(recorder: Recorder, name: str, source: str) -> list[str]:
 
 
 def convolve(recorder: Recorder) -> list[bool]:
-    """Return whether a convolution returns channels last: of images and a weight of contiguous
-    channels, and where the former, or the latter, has channels last."""
+    """Return whether outputs of convolutions have channels last.
+
+    The cases are contiguous images and weight, images with channels last, and a weight with
+    channels last.
+    """
     last = torch.channels_last
     with new_fake_mode(), torch.device("cuda:0"):
         images, weight = torch.empty(2, 8, 4, 4), torch.empty(8, 8, 3, 3)
@@ -248,9 +256,11 @@ def convolve(recorder: Recorder) -> list[bool]:
 
 
 def multiply_planted(recorder: Recorder) -> list[str]:
-    """Return errors of products in fp8: one as cuBLASLt takes it, one whose second matrix is
-    row-major, one of sizes that are no multiples of 16, and one whose first matrix lies 8 bytes
-    behind the beginning of its memory."""
+    """Return the errors of four fp8 products.
+
+    The first is one that cuBLASLt accepts. The others have a row-major second matrix, an inner size
+    that is not a multiple of 16, and a first matrix at an offset of 8 bytes.
+    """
     planted = ((32, True, 0), (32, False, 0), (24, True, 0), (32, True, 8))
     return [_error_of_product(*case) for case in planted]
 

@@ -1,4 +1,4 @@
-"""Eager FSDP2 on a GPU that is not there, to compare with: `record_fsdp2`."""
+"""Record a step of eager FSDP2 on a simulated GPU, as a baseline."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def record_fsdp2(
     options: Mapping[str, Any],
     step: Step,
 ) -> Recording:
-    """Train a model whose layers and whose rest are groups of FSDP2's, without a compiler.
+    """Record a step of a model under eager FSDP2, with a group per layer and one for the rest.
 
     Args:
-        options: of ``fully_shard``.
+        options: arguments of ``fully_shard``.
     """
     recorder.clear()
     with group_of(cluster) as mesh:

@@ -1,4 +1,4 @@
-"""Small models of the kinds that users train, with a batch each, for GPUs that are not there."""
+"""Small models of the kinds that users train, each with a batch, for simulated GPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class GPT(nn.Module):
     """A GPT that returns its loss.
 
     Attributes:
-        recompute: the activations of each block.
+        recompute: whether blocks use activation checkpointing.
     """
 
     recompute = False
@@ -31,7 +31,7 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocab, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the mean cross entropy of ``[batch, length]`` tokens."""
+        """Return the mean cross entropy of tokens ``[batch, length]``."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
@@ -58,7 +58,7 @@ class _Block(nn.Module):
 
 
 class LoRALinear(nn.Linear):
-    """A frozen linear with a trained addition of rank 8 (arXiv 2106.09685)."""
+    """A frozen linear layer with a trained update of rank 8 (arXiv 2106.09685)."""
 
     def __init__(self, of: nn.Linear) -> None:
         super().__init__(of.in_features, of.out_features, of.bias is not None)
@@ -71,7 +71,7 @@ class LoRALinear(nn.Linear):
 
 
 def add_lora(model: nn.Module) -> None:
-    """Replace the linears of a model's blocks."""
+    """Replace the linear layers of a model's blocks by :class:`LoRALinear`."""
     for parent in list(model.get_submodule("blocks").modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):
@@ -79,13 +79,13 @@ def add_lora(model: nn.Module) -> None:
 
 
 def recompute_blocks(model: nn.Module) -> None:
-    """Have a model checkpoint its blocks."""
+    """Turn on activation checkpointing of a model's blocks."""
     assert isinstance(model, GPT | Llama)
     model.recompute = True
 
 
 class ConvNet(nn.Module):
-    """Convolutions with batch norms, and a linear."""
+    """Convolutions with batch norms, and a linear head."""
 
     def __init__(self, channels: int = 64) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class ConvNet(nn.Module):
 
 
 class MoE(nn.Module):
-    """Layers of experts, each token to one of them; all are computed, and one is taken."""
+    """Layers of experts with one expert per token; all are computed, and one is selected."""
 
     def __init__(self, *, layers: int = 2, dim: int = 1024, experts: int = 4) -> None:
         super().__init__()
@@ -129,23 +129,23 @@ class MoE(nn.Module):
 
 
 def gpt() -> Made:
-    """A GPT of four layers."""
+    """Return a GPT of four layers and its batch."""
     return GPT(), (_tokens(1024),)
 
 
 def llama() -> Made:
-    """A Llama of three layers: grouped-query attention, rotary positions, SwiGLU."""
+    """Return a Llama of three layers (grouped-query attention, rotary positions, SwiGLU)."""
     sizes = LlamaSizes(2048, 3, 16, 4, 5632, recompute=False, vocab=32000)
     return Llama(sizes), (_tokens(1024), _tokens(1024))
 
 
 def llama_8b() -> Made:
-    """One layer of Llama-3 8B."""
+    """Return one layer of Llama-3 8B, with embedding and head."""
     return _layer_of("8B")
 
 
 def llama_70b() -> Made:
-    """One layer of Llama-3 70B."""
+    """Return one layer of Llama-3 70B, with embedding and head."""
     return _layer_of("70B")
 
 
@@ -155,17 +155,17 @@ def _layer_of(name: str) -> Made:
 
 
 def convnet() -> Made:
-    """Four convolutions with batch norms."""
+    """Return four convolutions with batch norms, of 64 channels."""
     return ConvNet(), (torch.randn(8, 3, 32, 32),)
 
 
 def wide_convnet() -> Made:
-    """As wide as convolutions have to be for Inductor to lay them out with channels last."""
+    """Return a convnet wide enough for Inductor to choose the channels-last layout."""
     return ConvNet(128), (torch.randn(8, 3, 32, 32),)
 
 
 def moe() -> Made:
-    """Two layers of four experts."""
+    """Return two layers of four experts."""
     return MoE(), (torch.randn(2048, 1024),)
 
 

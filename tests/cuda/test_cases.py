@@ -1,6 +1,8 @@
-"""What a step does on an H100 that is not there: its kernels compile, it launches and waits as its
-plan says, nothing races, the host waits for nothing else, and it needs the memory that the plan
-says."""
+"""Training steps on a simulated H100: kernels, order, races, waits of the host, and memory.
+
+The kernels compile, launches and waits follow the plan, nothing races, the host waits only for
+gradients copied to it, and memory is as planned.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from tests.cuda.cases import DEVICE, NUM_CASES, Case, Outcome
 
 
 def is_skipped(obstacle: str, environment: Mapping[str, str]) -> bool:
-    """Return whether tests may be skipped: in CI they fail instead."""
+    """Return whether tests are skipped because of an obstacle; in CI they fail instead."""
     return bool(obstacle) and not environment.get("CI")
 
 
@@ -31,7 +33,7 @@ skip_without_stand_ins = pytest.mark.skipif(
 )
 pytestmark = [
     skip_without_stand_ins,
-    pytest.mark.timeout(600),  # the first test of a process waits for all its cases
+    pytest.mark.timeout(600),  # the first test waits for all cases of its process
 ]
 CASES = [
     *(Case("gpt", strategy) for strategy in ("ZeRO-3", "fp8 rowwise", "CPU offload")),
@@ -39,7 +41,7 @@ CASES = [
     Case("gpt", "ZeRO-3", rank=7),
     Case("gpt", "HSDP", world=1024, rank=1023),
 ]
-"""Few of ``cases.ALL``: `python -m tests.cuda` runs those."""
+"""A few of ``cases.ALL``; `python -m tests.cuda` runs them all."""
 
 
 @functools.cache
@@ -72,13 +74,13 @@ def test_kernels_compile(case: Case) -> None:
 
 
 @cases
-def test_nothing_races(case: Case) -> None:
+def test_step_has_no_races(case: Case) -> None:
     races = find_races(recording_of(case).actions)
     assert not races, "\n".join(map(str, races))
 
 
 @cases
-def test_launches_and_waits_are_those_of_the_plan(case: Case) -> None:
+def test_launches_and_waits_follow_the_plan(case: Case) -> None:
     recording = recording_of(case)
     assert recording.runs
     for run in recording.runs:
@@ -86,8 +88,8 @@ def test_launches_and_waits_are_those_of_the_plan(case: Case) -> None:
 
 
 @cases
-def test_the_host_waits_for_gradients_alone(case: Case) -> None:
-    """It waits once for each copy of gradients, whose home is the host; nothing else stops it."""
+def test_host_waits_only_for_gradients(case: Case) -> None:
+    # Under CPU offload, the host waits once for each copy of gradients to it.
     recording = recording_of(case)
     copies = [
         bucket
@@ -101,7 +103,7 @@ def test_the_host_waits_for_gradients_alone(case: Case) -> None:
 
 
 @cases
-def test_kernels_are_those_of_an_unsharded_model_and_one_for_each_copy(case: Case) -> None:
+def test_sharding_adds_only_kernels_for_bucket_copies(case: Case) -> None:
     unsharded, recording = _outcome(case).unsharded, recording_of(case)
     if unsharded is None:
         pytest.skip("torch.compile alone computes something else")
@@ -111,17 +113,17 @@ def test_kernels_are_those_of_an_unsharded_model_and_one_for_each_copy(case: Cas
 
 
 def too_many(ours: Counts, theirs: Counts) -> str:
-    """Return which kernels are too many; "" if none are."""
+    """Return a message if there are too many kernels, otherwise ""."""
     if ours.kernels - ours.bucket_copies > max(1.01 * theirs.kernels, theirs.kernels + 1):
         return f"{ours.kernels - ours.bucket_copies} beside copies, {theirs.kernels} unsharded"
-    # In, out, and in once more where gradients are cast and others of the bucket are not.
+    # Copy-in, copy-out, and a second copy-in if only some gradients of a bucket are cast.
     if not 0 < ours.bucket_copies <= 3 * ours.collectives:
         return f"{ours.bucket_copies} copies for {ours.collectives} collectives"
     return ""
 
 
 @cases
-def test_graphs_need_the_memory_that_their_plans_say(case: Case) -> None:
+def test_graphs_need_the_planned_memory(case: Case) -> None:
     recording = recording_of(case)
     assert [plan.graph for plan in recording.plans] == [GraphKind.FORWARD, GraphKind.BACKWARD]
     for plan, run in zip(recording.plans, recording.runs, strict=True):
@@ -132,28 +134,28 @@ def test_graphs_need_the_memory_that_their_plans_say(case: Case) -> None:
 
 
 def is_planned(plan: Plan, needed: int) -> bool:
-    """Return whether a graph needs the bytes that its plan says, give or take 2 %."""
+    """Return whether a graph's peak is within 2 % of its plan."""
     return abs(planned_peak_bytes(plan) - needed) <= 0.02 * needed
 
 
 @cases
-def test_a_step_needs_no_more_memory_than_eager_fsdp2_needs(case: Case) -> None:
+def test_step_needs_no_more_memory_than_eager_fsdp2(case: Case) -> None:
     recording, theirs = recording_of(case), _outcome(case).fsdp2
     if theirs is None:
         pytest.skip("eager FSDP2 does not train so")
     assert peak_bytes_of_step(recording.actions) <= peak_bytes_of_step(theirs.actions)
 
 
-def test_all_ranks_run_the_same_text() -> None:
+def test_all_ranks_run_the_same_code() -> None:
     first, last = (recording_of(Case("gpt", "ZeRO-3", rank=rank)) for rank in (0, 7))
     assert is_same_text(first.codes, last.codes)
 
 
 def is_same_text(codes: Sequence[str], others: Sequence[str]) -> bool:
-    """Return whether two ranks run the same code."""
+    """Return whether two ranks run the same generated code."""
     return list(map(_text, codes)) == list(map(_text, others))
 
 
 def _text(code: str) -> list[str]:
-    """Return the lines of a graph's code, but for comments, which name files and number graphs."""
+    """Return the lines of a graph's code without comments, which have file names and graph ids."""
     return [line for line in code.splitlines() if not line.startswith("#")]

@@ -1,4 +1,4 @@
-"""``python -m graphshard check``: what a user is told about a script of his own."""
+"""``python -m graphshard check``: its report on a user's script."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_model_that_runs(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_on_model_that_runs(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", f"{script}:make_model", "--world", "64", "--replicas", "2"]) == 0
     text = capsys.readouterr().out
     assert "would fail   nothing" in text and "rank 0 of 64" in text
@@ -210,21 +210,23 @@ def test_a_model_that_runs(script: str, capsys: pytest.CaptureFixture[str]) -> N
     assert "order        as planned" in text and "reduce_scatter" in text
 
 
-def test_a_parameter_within_flex_attention(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parameter_within_flex_attention_is_sharded(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["check", f"{script}:attention_has_a_learned_bias"]) == 0
     text = capsys.readouterr().out
     assert "would fail   nothing" in text
     assert re.search(r"all_gather +8 -> 1 ", text) and "order        as planned" in text
 
 
-def test_a_model_that_needs_too_much_memory(
+def test_model_that_needs_too_much_memory_fails(
     script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", f"{script}:too_large", "--device", "A100-40GB"]) == 1
     assert "out of memory: a step needs" in capsys.readouterr().out
 
 
-def test_a_model_for_which_the_host_waits(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_waits_of_the_host_are_counted(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", f"{script}:copies_to_the_host"]) == 0
     assert "waits 2 times, for aten.copy_" in capsys.readouterr().out
 
@@ -238,7 +240,7 @@ def test_a_model_for_which_the_host_waits(script: str, capsys: pytest.CaptureFix
         ("waits_between_graphs", "waits 1 times, for synchronize_stream\n"),
     ],
 )
-def test_a_copy_for_which_the_host_waits_or_does_not(
+def test_copies_to_the_host_with_and_without_waits(
     script: str, capsys: pytest.CaptureFixture[str], function: str, expected: str
 ) -> None:
     status = main(["check", f"{script}:{function}"])
@@ -247,7 +249,7 @@ def test_a_copy_for_which_the_host_waits_or_does_not(
     assert status == int(function == "reads_too_early"), text
 
 
-def test_parameters_are_not_kept_for_a_wait_of_the_host(
+def test_host_wait_in_graph_does_not_keep_more_parameters(
     script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", f"{script}:waits_between_layers"]) == 0
@@ -258,7 +260,7 @@ def test_parameters_are_not_kept_for_a_wait_of_the_host(
     assert "all_gather      2 -> " in backward and "inference 0/0" not in backward
 
 
-def test_two_graphs_each_beside_its_own_plan(
+def test_each_of_two_graphs_is_compared_with_its_plan(
     script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", f"{script}:breaks"]) == 0
@@ -271,7 +273,7 @@ def test_two_graphs_each_beside_its_own_plan(
         assert float(needed) == pytest.approx(float(planned), rel=0.02, abs=0.01)
 
 
-def test_a_model_that_makes_a_constant(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_that_makes_a_constant_runs(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", f"{script}:makes_a_constant"]) == 0
     assert "would fail   nothing" in capsys.readouterr().out
 
@@ -295,7 +297,7 @@ def test_a_model_that_makes_a_constant(script: str, capsys: pytest.CaptureFixtur
         ("dies", "the process was ended by exit status 0"),
     ],
 )
-def test_a_script_that_fails(
+def test_error_of_a_failing_script_is_reported(
     script: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -311,7 +313,7 @@ def test_a_script_that_fails(
         "shapes_do_not_fit": "return super().forward(x) @ x",
         "file_is_missing": 'open("no such file")',
         "leaves": "sys.exit(0)",
-        "branches_in_a_graph": "def forward(self, x):",  # and no line that Inductor wrote
+        "branches_in_a_graph": "def forward(self, x):",  # rather than a line of generated code
         "takes_some_rows": "return x[x > 0].sum()",
         "inputs_are_elsewhere": "inputs_embeds: torch.Tensor = self.embed_tokens(input_ids)",
     }
@@ -320,7 +322,9 @@ def test_a_script_that_fails(
         assert re.search(rf"^at +{file}:\d+: {re.escape(lines[function])}$", text, re.MULTILINE)
 
 
-def test_a_script_that_is_no_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_script_with_a_syntax_error_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "script.py"
     script.write_text("def f(:\n")
     assert main(["check", f"{script}:f", "--verbose"]) == 1
@@ -329,12 +333,14 @@ def test_a_script_that_is_no_python(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"{script}:1: def f(:" in text
 
 
-def test_a_script_that_does_not_end(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_script_that_hangs_is_stopped(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", f"{script}:hangs", "--timeout", "12"]) == 1
     assert "error  no result after 12 s" in capsys.readouterr().out
 
 
-def test_warnings(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warning_about_cuda_graphs_is_shown(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["check", f"{script}:wants_cuda_graphs"]) == 0
     assert "graphs of this backend run without CUDA graphs" in capsys.readouterr().err
 
@@ -348,7 +354,7 @@ def test_warnings(script: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["a.py:f", "--rank", "8"], "--rank 8: must be from 0 to 7"),
     ],
 )
-def test_bad_arguments(
+def test_bad_arguments_are_refused(
     capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
 ) -> None:
     with pytest.raises(SystemExit):

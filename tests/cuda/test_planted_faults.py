@@ -1,4 +1,4 @@
-"""Each check finds a fault that is planted in a step that ran without one."""
+"""Each check finds a fault that is planted in a faultless step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _races_without(actions: Sequence[Action], dropped: Action) -> list[Race]:
 
 
 def _last_wait(actions: Sequence[Action], stream: str, on: str) -> WaitEvent:
-    """Return the last wait of ``stream`` for work on a stream whose name begins with ``on``."""
+    """Return the last wait of ``stream`` for a stream whose name begins with ``on``."""
     origin = {action.event: action.stream for action in actions if isinstance(action, Record)}
     waits = [
         action
@@ -39,27 +39,27 @@ def _last_wait(actions: Sequence[Action], stream: str, on: str) -> WaitEvent:
     return waits[-1]
 
 
-def test_a_collective_that_nobody_waits_for() -> None:
+def test_collective_without_a_wait_is_a_race() -> None:
     recording = recording_of(Case("gpt", "ZeRO-3"))
-    start, stop = recording.runs[0].actions  # of the forward graph, whose last gather is used
+    start, stop = recording.runs[0].actions  # the forward graph, which uses its last gather
     wait = _last_wait(recording.actions[start:stop], COMPUTE, "nccl")
     races = _races_without(recording.actions, wait)
     assert any(race.first.name.startswith("_c10d_functional.all_gather") for race in races)
 
 
-def test_an_optimizer_that_reads_gradients_before_they_are_copied() -> None:
+def test_optimizer_reading_gradients_before_their_copy_is_a_race() -> None:
     actions = recording_of(Case("gpt", "CPU offload")).actions
     races = _races_without(actions, _last_wait(actions, HOST, "stream"))
     assert any(race.first.name.startswith("aten.copy_") and race.stream == HOST for race in races)
 
 
-def test_an_activation_that_is_read_before_it_is_back() -> None:
+def test_activation_read_before_its_copy_back_is_a_race() -> None:
     actions = recording_of(Case("llama", "stowed activations")).actions
     races = _races_without(actions, _last_wait(actions, COMPUTE, "stream"))
     assert any(race.first.name.startswith("aten.copy_") for race in races)
 
 
-def test_a_wait_before_its_time() -> None:
+def test_early_wait_is_an_order_fault() -> None:
     recording = recording_of(Case("gpt", "ZeRO-3"))
     run = recording.runs[-1]
     last_launch = max(i for i, number in enumerate(run.order) if number >= 0)
@@ -70,13 +70,13 @@ def test_a_wait_before_its_time() -> None:
     assert order_faults(recording.plans, dataclasses.replace(run, order=run.order[:-1]))
 
 
-def test_kernels_that_a_gpu_refuses() -> None:
+def test_kernels_that_a_gpu_refuses_have_errors() -> None:
     kernel = recording_of(Case("gpt", "ZeRO-3")).kernels[0]
     fine, wrong, poor = call("tests.cuda.cases:compile_planted", DEVICE, *kernel)
     assert not fine and "lode" in wrong and "bytes of shared memory" in poor
 
 
-def test_products_in_fp8_that_cublaslt_refuses() -> None:
+def test_fp8_products_that_cublaslt_refuses_raise() -> None:
     fine, row_major, odd, shifted = call("tests.cuda.cases:multiply_planted", DEVICE)
     assert not fine
     assert "mat2 must be col_major" in row_major
@@ -84,18 +84,18 @@ def test_products_in_fp8_that_cublaslt_refuses() -> None:
     assert "multiples of 16 bytes, not at 8" in shifted
 
 
-def test_convolutions_return_the_layout_of_cudnn() -> None:
+def test_convolutions_return_cudnn_layout() -> None:
     assert call("tests.cuda.cases:convolve", DEVICE) == [False, True, True]
 
 
 def _fallen_apart(action: Action) -> Action:
-    """Return a copy of a bucket as one kernel for each tensor, as dtypes that differ make it."""
+    """Return a bucket copy with many kernels instead of one, as if dtypes differed."""
     if isinstance(action, Work) and action.name.startswith("aten._foreach_copy_"):
         return dataclasses.replace(action, kernels=len(action.writes) * 10)
     return action
 
 
-def test_a_copy_that_falls_apart() -> None:
+def test_bucket_copy_of_many_kernels_is_found() -> None:
     recording = recording_of(Case("gpt", "ZeRO-3"))
     outcome = test_cases._outcome(Case("gpt", "ZeRO-3"))
     assert outcome.unsharded
@@ -108,7 +108,7 @@ def test_a_copy_that_falls_apart() -> None:
     assert "beside copies" in test_cases.too_many(cast, theirs)
 
 
-def test_memory_that_no_plan_knows() -> None:
+def test_unplanned_memory_is_found() -> None:
     recording = recording_of(Case("gpt", "ZeRO-3"))
     plan, run = recording.plans[0], recording.runs[0]
     needed = peak_bytes(recording.actions, run)
@@ -120,7 +120,7 @@ def test_memory_that_no_plan_knows() -> None:
     assert not test_cases.is_planned(plan, peak_bytes(actions, planted))
 
 
-def test_ranks_that_run_other_code() -> None:
+def test_ranks_with_different_code_are_found() -> None:
     codes = recording_of(Case("gpt", "ZeRO-3")).codes
     launch = "torch.ops._c10d_functional.all_gather_into_tensor"
     assert launch in codes[0]
@@ -130,13 +130,13 @@ def test_ranks_that_run_other_code() -> None:
     assert not test_cases.is_same_text(codes, planted)
 
 
-def test_a_torch_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_build_of_torch_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.version.cuda", "13.0")
     assert "this one is for CUDA 13.0: in an environment of its own, pip install" in obstacle()
 
 
-def test_a_torch_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a skip with a reason; in CI it is none, and each test fails with the reason."""
+def test_unknown_torch_version_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Tests are skipped with the reason; in CI, they are not, and fail with the reason.
     monkeypatch.setattr(stand_ins, "TORCH_VERSIONS", ("1.0",))
     reason = obstacle()
     assert "can be stood in for with torch 1.0 alone" in reason

@@ -1,4 +1,4 @@
-"""``python -m graphshard plan``, as a user runs it: numbers, page, files and errors."""
+"""``python -m graphshard plan`` as a user runs it: numbers, page, files and errors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def _plan(*arguments: str) -> int:
     return main(["plan", *arguments])
 
 
-def test_a_user_plans_a_model(tmp_path: Path) -> None:
-    """A command in a process of its own; its text, JSON and page have the same numbers."""
+def test_text_json_and_page_have_the_same_numbers(tmp_path: Path) -> None:
+    """Runs the command in its own process."""
     numbers, page = tmp_path / "plan.json", tmp_path / "plan.html"
     command = [sys.executable, "-m", "graphshard", "plan", LLAMA, "--gpus", "16", "--batch", "2x32"]
     files = ["--json", str(numbers), "--html", str(page)]
@@ -47,7 +47,7 @@ def test_a_user_plans_a_model(tmp_path: Path) -> None:
         assert max(alive) == graph["predicted"]["peak_bytes"]
 
 
-def test_a_function_of_a_script_and_its_own_hardware(
+def test_a_model_of_a_script_on_hardware_from_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "mine.py"
@@ -64,7 +64,7 @@ def test_a_function_of_a_script_and_its_own_hardware(
     arguments = [f"{script}:make", "--gpus", "2", "--device", str(device), "--dtype", "float32"]
     assert _plan(*arguments, "--memory", "8GB") == 0
     assert "8 samples" in capsys.readouterr().out
-    assert _plan(*arguments, "--memory", "0.4GB") == 1  # not even what a process needs
+    assert _plan(*arguments, "--memory", "0.4GB") == 1  # less than a process needs by itself
     assert "DOES NOT FIT" in capsys.readouterr().out
 
 
@@ -93,7 +93,7 @@ def test_errors_are_one_sentence(
     assert error in last and last.startswith("python -m graphshard plan: error:")
 
 
-def test_search_finds_the_quickest_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_finds_the_fastest_recipe_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [LLAMA, "--gpus", "16", "--batch", "1x32", "--device", "A100-40GB", "--search"]
     assert _plan(*arguments) == 0
     out = capsys.readouterr().out
@@ -105,7 +105,7 @@ def test_search_finds_the_quickest_that_fits(capsys: pytest.CaptureFixture[str])
     assert f"recipe    {quickest[0]}, bf16, adamw" in out
 
 
-def test_the_largest_of_a_family(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_largest_lists_models_that_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     arguments = ["--gpus", "2", "--batch", "1x16384", "--device", "A100-40GB"]
     assert _plan(LLAMA, *arguments) == 0
     needed = float(re.findall(r"^memory +([\d.]+) of", capsys.readouterr().out, re.M)[0])
@@ -113,7 +113,8 @@ def test_the_largest_of_a_family(capsys: pytest.CaptureFixture[str], tmp_path: P
     limit = ["--memory", f"{needed + 0.1:.1f}GB"]
     assert _plan(LLAMA, *arguments, *limit, "--largest", "--html", str(page)) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
-    assert {row[0] for row in rows} == {"layers", "samples"}  # "layers and width" begins so, too
+    # "layers" is also the first word of "layers and width".
+    assert {row[0] for row in rows} == {"layers", "samples"}
     assert all(float(row[-1]) <= needed + 0.1 for row in rows)
     assert any(row[:3] == ["samples", "zero3", "1"] for row in rows)
     data = json.loads(re.findall(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)[0])

@@ -1,4 +1,4 @@
-"""Pure parts of a forecast: memory by kind, machines, recipes, and the front of a search."""
+"""Pure parts of a forecast: memory by kind, clusters, recipes, and the front of a search."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_memory_by_kind_adds_up(problem: Problem) -> None:
 
 
 @given(problems(), st.data())
-def test_what_is_kept_is_not_gathered_and_takes_memory(
+def test_kept_parameters_take_memory_instead_of_a_gather(
     problem: Problem, data: st.DataObject
 ) -> None:
     gathers = [i for i, t in enumerate(problem.transfers) if t.kind == TransferKind.ALL_GATHER]
@@ -65,7 +65,7 @@ ways = st.builds(
 
 
 @given(st.lists(ways, min_size=1))
-def test_nothing_beats_the_front(candidates: list[Candidate]) -> None:
+def test_no_candidate_beats_the_pareto_front(candidates: list[Candidate]) -> None:
     front = pareto_front(candidates)
     for candidate in candidates:
         assert any(
@@ -82,7 +82,7 @@ def test_microbatches_divide_the_batch(size: int) -> None:
     assert sizes[0] == 1 and sizes[-1] == size and all(size % part == 0 for part in sizes)
 
 
-def test_nodes_share_their_network() -> None:
+def test_cluster_sets_bandwidth_and_latency_of_its_network() -> None:
     h100 = cluster("H100", 64)
     assert (h100.num_nodes, h100.memory_bytes) == (8, 80 * GIB)
     halves = cluster("H100", 64, nodes=16)
@@ -107,13 +107,13 @@ def test_nodes_share_their_network() -> None:
         ({"device": "H100", "gpus": 8, "memory_gb": -1}, "memory_gb=-1"),
     ],
 )
-def test_clusters_that_cannot_be(arguments: dict[str, object], error: str) -> None:
+def test_invalid_clusters_are_refused(arguments: dict[str, object], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         cluster(**arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "hsdp:4", "hpz:2", "ddp"])
-def test_the_code_of_a_recipe_is_python(strategy: str) -> None:
+def test_the_code_of_a_recipe_is_valid_python(strategy: str) -> None:
     recipe = Recipe(strategy, "bf16" if strategy == "ddp" else "fp8", recompute=True)
     ast.parse(recipe.code(16, memory_budget_gb=12.3))
     part = Recipe(strategy, recompute=0.5, offload=strategy != "ddp")
@@ -121,7 +121,7 @@ def test_the_code_of_a_recipe_is_python(strategy: str) -> None:
     assert recipe.ranks(16) == (Ranks(4, 4) if strategy == "hsdp:4" else Ranks(1, 16))
 
 
-def test_recipes_and_batches_that_cannot_be() -> None:
+def test_invalid_recipes_and_batches_are_refused() -> None:
     for arguments in ({"strategy": "zero4"}, {"dtype": "int4"}, {"optimizer": "lion"}):
         with pytest.raises(ValueError, match=next(iter(arguments.values()))):
             Recipe(**arguments)
@@ -144,14 +144,16 @@ def test_recipes_and_batches_that_cannot_be() -> None:
         gigabytes("--budget", "lots")
 
 
-def test_layers_are_renamed() -> None:
+def test_shifted_changes_the_number_of_a_layer() -> None:
     layers = Layers("model.layers")
     assert layers.shifted("model.layers.3.mlp.0.weight", 9) == "model.layers.12.mlp.0.weight"
     assert layers.shifted("model.norm.weight", 9) == "model.norm.weight"
 
 
 @given(st.integers(1, 50), st.integers(0, 1000), st.integers(0, 3000), st.integers(1, 8))
-def test_the_most_that_fits(slope: int, offset: int, spare: int, least: int) -> None:
+def test_most_that_fits_is_the_largest_number_within_the_limit(
+    slope: int, offset: int, spare: int, least: int
+) -> None:
     def memory_of(number: int) -> int:
         return offset + slope * number + number * number // 7
 

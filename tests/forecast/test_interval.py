@@ -1,4 +1,4 @@
-"""Intervals of forecasts, and the report of the benchmark that they are made from."""
+"""Intervals of forecasts, and the report of the benchmark that they come from."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROW = dataclasses.replace(
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "forecast_cpu.json"
 
 
-def test_intervals_are_those_of_the_measured_steps() -> None:
+def test_intervals_match_the_measured_steps() -> None:
     rows = Store.load(RESULTS).rows
     for shown, ratios in (
         (STEP_TIME[CALIBRATED], [row.time_ratio for row in rows]),
@@ -45,7 +45,7 @@ def test_intervals_are_those_of_the_measured_steps() -> None:
         )
 
 
-def test_the_interval_of_datasheets_is_that_of_published_steps() -> None:
+def test_the_interval_of_datasheets_matches_published_steps() -> None:
     errors = STEP_TIME[DATASHEET]
     text = RESULTS.with_name("forecast.md").read_text()
     assert (
@@ -55,14 +55,14 @@ def test_the_interval_of_datasheets_is_that_of_published_steps() -> None:
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=80))
-def test_an_interval_holds_nine_of_ten_and_the_median(ratios: list[float]) -> None:
+def test_an_interval_covers_nine_of_ten_and_the_median(ratios: list[float]) -> None:
     errors = errors_of(ratios)
     assert sum(map(errors.covers, ratios)) >= 0.9 * len(ratios)
     assert errors.covers(errors.likely)
     assert errors.low in ratios and errors.high in ratios
 
 
-def test_a_forecast_has_the_interval_of_its_rates() -> None:
+def test_a_forecast_has_the_interval_of_the_source_of_its_rates() -> None:
     traced = trace_stack(3, Recipe())
     for source in (DATASHEET, CALIBRATED):
         machine = cluster(dataclasses.replace(HARDWARE["H100"], source=source), 8)
@@ -80,7 +80,7 @@ def test_a_forecast_has_the_interval_of_its_rates() -> None:
         assert shown in forecast_text(found)
 
 
-def test_a_file_says_what_it_is_of() -> None:
+def test_hardware_files_state_device_type_and_source() -> None:
     measured = dataclasses.replace(HARDWARE["cpu"], source=CALIBRATED)
     assert Hardware.from_json(measured.to_json()) == measured
     assert measured.device_type == "cpu" and HARDWARE["H100"].device_type == "cuda"
@@ -90,7 +90,7 @@ def test_a_file_says_what_it_is_of() -> None:
             Hardware.from_json(json.dumps(raw))
 
 
-def test_a_modelled_wire_is_priced_as_it_is_slept() -> None:
+def test_a_modelled_wire_is_priced_by_the_time_it_sleeps() -> None:
     case = Case("GPT", 4, "4,1", "float32")
     for recipe in case.recipes:
         model = CostModel(machine_of(case, recipe, HARDWARE["cpu"]))
@@ -100,7 +100,7 @@ def test_a_modelled_wire_is_priced_as_it_is_slept() -> None:
             assert model.collective_us(kind, 10_000_000, group) == pytest.approx(seconds * 1e6)
 
 
-def test_what_was_measured_is_kept(tmp_path: Path) -> None:
+def test_measured_rows_are_stored(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     store = Store.load(path)
     store.calibrated[2] = HARDWARE["cpu"]
@@ -112,7 +112,7 @@ def test_what_was_measured_is_kept(tmp_path: Path) -> None:
     assert [len(again.of_case(case)) for case in wanted] == [1, 0]
 
 
-def test_the_order_of_strategies_counts_where_they_differ() -> None:
+def test_the_order_of_strategies_counts_only_if_times_differ() -> None:
     def row(strategy: str, measured: float, predicted: float) -> Row:
         return dataclasses.replace(
             ROW, strategy=strategy, measured_ms=measured, predicted_ms=predicted

@@ -1,4 +1,4 @@
-"""The memory of a forecast is what the code of a GPU that is not there needs (``check``)."""
+"""The memory of a forecast is what compiled code needs on a simulated GPU (``check``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from graphshard.options.schedule_policy import SchedulePolicy
 from .test_trace import HARDWARE
 
 RECIPES = (
-    Recipe(optimizer="momentum"),  # as of ``check``
+    Recipe(optimizer="momentum"),  # the optimizer of ``check``
     Recipe("hsdp:4", optimizer="momentum"),
     Recipe(optimizer="momentum", offload=True),
 )
@@ -33,7 +33,7 @@ def _make() -> tuple[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def peaks(recorder: Any) -> list[int]:
-    """Return the bytes of a step by each of ``RECIPES``, from the actions of its code."""
+    """Return the peak bytes of a step of each of ``RECIPES``, from the actions of its code."""
     found = []
     for recipe in RECIPES:
         replicas, shards = recipe.ranks(8)
@@ -45,7 +45,7 @@ def peaks(recorder: Any) -> list[int]:
 
 
 @pytest.mark.skipif(bool(launch.obstacle()), reason=launch.obstacle())
-def test_peaks_are_those_of_the_code() -> None:
+def test_forecast_peaks_match_the_compiled_code() -> None:
     measured = launch.call("tests.forecast.test_peak:peaks", "H100")
     for recipe, needed in zip(RECIPES, measured, strict=True):
         traced = trace(_make, recipe.ranks(8), HARDWARE, recipe.traced_options())

@@ -1,4 +1,4 @@
-"""A step of one mesh becomes that of another, or says that it has to be traced."""
+"""`on_mesh` adapts a traced step to another mesh, or returns None if it must be traced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .test_trace import trace_stack
 
 
 @pytest.mark.parametrize("ranks", [Ranks(2, 4), Ranks(1, 4)])
-def test_another_mesh_is_as_if_traced_for_it(ranks: Ranks) -> None:
+def test_a_step_adapted_to_a_mesh_equals_one_traced_for_it(ranks: Ranks) -> None:
     sharded = trace_stack(3, Recipe(), 8)
     strategy = "hsdp:4" if ranks.replicas > 1 else "zero3"
     traced = trace_stack(3, Recipe(strategy), ranks.replicas * ranks.shards)
@@ -31,7 +31,7 @@ def test_another_mesh_is_as_if_traced_for_it(ranks: Ranks) -> None:
             assert bool(mine.replicas) == bool(other.replicas)
 
 
-def test_scales_of_fp8_travel_among_the_shards() -> None:
+def test_fp8_scales_are_reduced_among_the_shards() -> None:
     recipe = Recipe(dtype="fp8")
     made = on_mesh(trace_stack(3, recipe, 8), 8, Ranks(2, 4))
     traced = trace_stack(3, Recipe("hsdp:4", dtype="fp8"), 8)
@@ -42,5 +42,5 @@ def test_scales_of_fp8_travel_among_the_shards() -> None:
     ]
 
 
-def test_rows_that_are_padded_have_to_be_traced() -> None:
+def test_steps_with_padded_rows_must_be_traced() -> None:
     assert on_mesh(trace_stack(3, Recipe(), 8), 8, Ranks(1, 5)) is None

@@ -1,4 +1,4 @@
-"""Traced steps are those that the backend compiles, and shallow ones deepen to them."""
+"""Traced steps equal the backend's, and steps deepened from few layers equal traced ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Embedding, blocks and a head; returns its loss."""
+    """A model of embedding, blocks and head that returns its loss."""
 
     def __init__(self, num_layers: int, dim: int = 64) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def trace_stack(num_layers: int, recipe: Recipe, ranks: int = 8) -> TracedStep:
 
 
 def assert_same_step(made: TracedStep, traced: TracedStep) -> None:
-    """Check that a step that was made from others is one that was traced, but for rounding."""
+    """Check that a step made from other traces equals a traced one, up to rounding."""
     assert dataclasses.asdict(made.held) == pytest.approx(dataclasses.asdict(traced.held))
     for ours, theirs in zip(made.graphs, traced.graphs, strict=True):
         assert ours.num_flops == pytest.approx(theirs.num_flops)
@@ -104,7 +104,7 @@ def test_a_deepened_step_equals_the_traced_one(recipe: Recipe) -> None:
     assert_same_step(deepen(short, longer, 4, Layers("blocks")), deep)
 
 
-def test_layers_of_two_kinds_deepen_to_what_is_traced() -> None:
+def test_layers_of_two_kinds_deepen_to_the_traced_step() -> None:
     recipe = Recipe(dtype="fp8", recompute=5 / 11)
     workload = Workload("stack", lambda n: (Stack(n or 11), (_ids(),)), 64, num_layers=11)
     made, (note,) = traced_step(workload, recipe, cluster("H100", 8))
@@ -125,20 +125,20 @@ def test_the_code_of_a_recipe_recomputes_the_same_layers() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "hsdp:4"])
-def test_shards_on_the_host_are_as_if_traced_there(strategy: str) -> None:
+def test_on_host_equals_a_step_traced_with_offload(strategy: str) -> None:
     on_device = trace_stack(3, Recipe(strategy))
     assert_same_step(on_host(on_device), trace_stack(3, Recipe(strategy, offload=True)))
 
 
-def test_the_host_takes_memory_and_time() -> None:
+def test_offload_takes_host_memory_and_time() -> None:
     recipe, machine = Recipe(offload=True, accumulate=2), cluster("H100", 8)
     traced = trace_stack(3, recipe)
     planned = plan_step(traced, recipe, machine)
     memory, held = planned.memory, traced.held
     assert memory.parameters == memory.gradients == memory.optimizer == 0
-    # Parameters, two gradients of microbatches, two states of Adam.
+    # Parameters, gradients of two microbatches, two states of Adam.
     assert memory.host == pytest.approx(5 * held.trained)
-    # Seven passes of the optimizer, three to add up two gradients.
+    # The optimizer takes seven passes over memory, adding two gradients takes three.
     host_us = machine.hardware.host_memory.us(10 * held.trained)
     assert planned.time.optimizer_us == pytest.approx(host_us)
     kinds = {bucket.kind for dump in planned.dumps for bucket in dump.plan.buckets}
@@ -146,12 +146,13 @@ def test_the_host_takes_memory_and_time() -> None:
     slow = dataclasses.replace(machine.hardware.host, peak=1e6)
     slower = dataclasses.replace(machine, hardware=dataclasses.replace(machine.hardware, host=slow))
     transfers = [t for graph in traced.graphs for t in graph.problem.transfers]
-    copied = sum(t.shard_bytes for t in transfers)  # there for each gather, back from reductions
+    # Shards are copied to the device for each gather, and back after each reduction.
+    copied = sum(t.shard_bytes for t in transfers)
     exposed = plan_step(traced, recipe, slower).time.exposed_us - planned.time.exposed_us
     assert exposed == pytest.approx(2 * 1e6 * copied / slow.largest, rel=0.01)
 
 
-def test_a_rank_that_is_alone_keeps_its_parameters_while_backward_runs() -> None:
+def test_a_single_rank_holds_its_parameters_during_backward() -> None:
     traced = trace_stack(3, Recipe(dtype="float32"), 1)
     backward = traced.graphs[1]
     assert not backward.problem.transfers and backward.input_bytes
@@ -176,7 +177,7 @@ def test_layers_that_differ_do_not_deepen() -> None:
     [Recipe(dtype="float32"), Recipe("hsdp:4", "float32"), Recipe(dtype="float32", offload=True)],
     ids=["zero3", "hsdp:4", "offload"],
 )
-def test_plans_are_those_of_the_backend(recipe: Recipe) -> None:
+def test_plans_equal_those_of_the_backend(recipe: Recipe) -> None:
     traced = trace_stack(3, recipe)
     planned = plan_step(traced, recipe, cluster("H100", 8))
     ranks = recipe.ranks(8)
@@ -196,7 +197,7 @@ def test_plans_are_those_of_the_backend(recipe: Recipe) -> None:
         assert ours.plan.problem.between_bytes == theirs.problem.between_bytes
 
 
-def test_a_trace_leaves_nothing_behind() -> None:
+def test_a_trace_has_no_side_effects() -> None:
     model, before = Stack(2), torch.get_rng_state()
     kinds = {name: type(param) for name, param in model.named_parameters()}
     forecast = graphshard.plan(model, (_ids(),), graphshard.cluster("H100", 8))
@@ -208,7 +209,7 @@ def test_a_trace_leaves_nothing_behind() -> None:
 
 
 class Experts(nn.Module):
-    """Stacked experts, all of which a token takes."""
+    """Stacked experts; each token uses all of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +219,7 @@ class Experts(nn.Module):
         return torch.einsum("bd,edh->bh", x, self.up).square().mean()
 
 
-def test_padding_is_told_of() -> None:
+def test_padding_is_reported() -> None:
     with torch.device("meta"):
         model = Experts()
     padded = graphshard.plan(model, (torch.zeros(8, 1024),), graphshard.cluster("H100", 8))
@@ -232,7 +233,7 @@ def test_padding_is_told_of() -> None:
     assert evenly.padding is None and evenly.memory.parameters == padded.memory.parameters
 
 
-def test_values_of_tensors_are_refused() -> None:
+def test_models_that_read_tensor_values_are_refused() -> None:
     class Chooses(Stack):
         def forward(self, ids: Tensor) -> Tensor:
             return super().forward(ids) * ids.nonzero().shape[0]
@@ -241,7 +242,7 @@ def test_values_of_tensors_are_refused() -> None:
         graphshard.plan(Chooses(1), (_ids(),), graphshard.cluster("H100", 8))
 
 
-def test_a_budget_is_kept_and_what_breaks_it_is_no_advice() -> None:
+def test_a_budget_is_kept_and_changes_that_break_it_are_left_out() -> None:
     machine, traced = cluster("H100", 8), trace_stack(4, Recipe())
     free = plan_step(traced, Recipe(), machine).memory
     tight = Recipe(budget_gb=free.allocated / 1e9)

@@ -1,3 +1,5 @@
-"""Tests that need a GPU (marker `gpu`), and the same trainings on the CPU: what runs here without a
-GPU, `training.py`, is tried by `test_training.py` on gloo ranks, so that a GPU meets no typing
-error. `benchmarks/gpu.sh` runs the folder."""
+"""Tests that need a GPU (marker `gpu`); `benchmarks/gpu.sh` runs them.
+
+`test_training.py` runs the same helper functions on CPU tensors over gloo, so simple mistakes show
+up without a GPU.
+"""

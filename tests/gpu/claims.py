@@ -1,6 +1,9 @@
-"""What is claimed of GPUs without one, measured on one: kernels, waits of the host, memory, CUDA
-graphs; layers that are compiled once, compiled code in a file, where a model from the meta device
-comes to lie. Each function runs on one rank, on CPU tensors or on CUDA tensors."""
+"""Measurements on a GPU of properties that are otherwise checked only on a simulated one.
+
+They cover kernels, waits of the host, memory, CUDA graphs, regions compiled once, saved compiled
+code, and the devices of a model from the meta device. Each function runs on one rank, on CPU or
+CUDA tensors.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +28,18 @@ from graphshard.planning.live_bytes import alive_bytes
 from graphshard.planning.plan import Plan
 from tests.numerics.compare import relative_error
 
-_WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")  # the profiler calls a third one itself
+# Without cudaDeviceSynchronize, which the profiler itself calls.
+_WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
 
 
 @dataclass(frozen=True)
 class Profiled:
-    """What a step did by a profile; nothing of it is there on a CPU.
+    """The profile of a step; without kernels and waits on a CPU.
 
     Attributes:
-        kernels: but those of NCCL.
-        waits: of the host for the device, by name.
-        plans: of the graphs; none of a model that is not sharded.
+        kernels: number of kernels, without NCCL's.
+        waits: names of the calls in which the host waited for the device.
+        plans: plans of the graphs; empty for an unsharded model.
     """
 
     kernels: int
@@ -57,10 +61,10 @@ def _backend(device: str, **options: Any) -> graphshard.Backend:
 
 
 def profiled(device: str, sharded: bool, **options: Any) -> Profiled:
-    """Profile a step.
+    """Profile a step after three for warm-up.
 
     Args:
-        options: of ``graphshard.backend``.
+        options: arguments of ``graphshard.backend``.
     """
     model, x = _model(device)
     ours = _backend(device, **options) if sharded else None
@@ -77,7 +81,7 @@ def profiled(device: str, sharded: bool, **options: Any) -> Profiled:
 
 
 def peaks(device: str) -> list[tuple[int, int]]:
-    """Return the bytes that a forward and a backward need, each with what its plan says."""
+    """Return (peak bytes, planned peak bytes) of forward and of backward."""
     model, x = _model(device)
     ours = _backend(device)
     compiled = torch.compile(model, backend=ours)
@@ -109,7 +113,7 @@ def _peak(device: str) -> int:
 
 
 def warnings_about_cuda_graphs(device: str) -> list[str]:
-    """Train with CUDA graphs asked for, and return the warnings; the numbers are as without."""
+    """Train with CUDA graphs enabled, which must not change losses; return the warnings."""
     without = _losses(device)
     with (
         warnings.catch_warnings(record=True) as caught,
@@ -122,9 +126,9 @@ def warnings_about_cuda_graphs(device: str) -> list[str]:
 
 
 def graphs_that_a_policy_captures(device: str) -> int:
-    """Train under a policy that says how graphs are captured, and return how many it was asked for.
+    """Return how many graphs a policy for CUDA graphs is asked to capture in a training.
 
-    It captures none of them: whether NCCL's collectives can be is another question.
+    The policy captures none of them, so this does not test whether NCCL's collectives can be.
     """
     asked: list[bool] = []
 
@@ -141,8 +145,11 @@ def graphs_that_a_policy_captures(device: str) -> int:
 
 
 def error_of_regions(device: str) -> tuple[int, float]:
-    """Train with layers that are alike compiled once, and return how many calls of one region there
-    are, and the relative error of the losses."""
+    """Train with repeated layers compiled once.
+
+    Returns:
+        The number of calls of compiled regions, and the relative error of the losses.
+    """
     without = _losses(device)
     model, x = _model(device)
     ours = _backend(device, schedule=graphshard.SchedulePolicy(regions=True))
@@ -151,22 +158,24 @@ def error_of_regions(device: str) -> tuple[int, float]:
 
 
 def save(device: str, path: Path) -> Tensor:
-    """Train with the caches of this process, save what was compiled, and return the losses."""
+    """Train, save the compiled code, and return the losses."""
     losses = _losses(device)
     graphshard.save_compiled(path)
     return losses
 
 
 def load(device: str, path: Path) -> tuple[Tensor, int]:
-    """Train with what was saved, and return the losses, and how many graphs were compiled."""
+    """Train with saved code; return the losses and the number of graphs that were compiled."""
     graphshard.load_compiled(path)
     losses = _losses(device)
     return losses, counters["inductor"]["fxgraph_cache_miss"]
 
 
 def devices_of_an_offloaded_model(device: str) -> tuple[set[str], set[str]]:
-    """Return where parameters and buffers of a model from the meta device lie, once it has made a
-    step."""
+    """Return the device types of parameters and of buffers of an offloaded model after a step.
+
+    The model starts on the meta device.
+    """
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32))
     mesh = init_device_mesh(device, (dist.get_world_size(),))
@@ -185,7 +194,7 @@ def _losses(device: str) -> Tensor:
 
 
 def _train(model: nn.Module, compiled: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return the losses of some steps."""
+    """Train for three steps with SGD, and return the losses."""
     losses = []
     for _ in range(3):
         loss = compiled(x)

@@ -1,7 +1,10 @@
-"""Several NCCL ranks on one GPU. NCCL refuses a GPU that two ranks of one host use, and what it
-takes for a host is NCCL_HOSTID: each rank names a host of its own, and they talk over the loopback
-interface. Good for numbers, order and memory, and never for speed: every collective takes
-milliseconds, since the GPU runs the processes in turns."""
+"""Run several NCCL ranks on one GPU.
+
+NCCL refuses a GPU that two ranks of one host use, but identifies hosts by NCCL_HOSTID. So each rank
+sets another host id, and ranks communicate over the loopback interface. This is good for numbers,
+order and memory, but not for speed: each collective takes milliseconds, since the GPU runs the
+processes in turns.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ T = TypeVar("T")
 
 ENV = {
     "NCCL_NET": "Socket",
-    "NCCL_SOCKET_IFNAME": "=lo",  # exactly lo, and no interface that begins so
+    "NCCL_SOCKET_IFNAME": "=lo",  # exactly lo; without "=" it is a prefix
     "NCCL_SOCKET_FAMILY": "AF_INET",
     "NCCL_IB_DISABLE": "1",
     "NCCL_P2P_DISABLE": "1",
@@ -27,20 +30,20 @@ ENV = {
     "NCCL_CUMEM_ENABLE": "0",
     "NCCL_ALGO": "Ring",
     "NCCL_PROTO": "Simple",
-    "NCCL_MAX_CTAS": "4",  # the kernels of a rank wait for the other's on the same GPU
-    "NCCL_DEBUG": "WARN",  # says why it refuses
+    "NCCL_MAX_CTAS": "4",  # kernels of one rank wait for those of another on the same GPU
+    "NCCL_DEBUG": "WARN",  # logs the reason of a refusal
     "LOCAL_RANK": "0",
 }
 
 
 def run(world_size: int, backend: str, fn: Callable[..., T], *args: Any) -> list[T]:
-    """fn(*args) on ranks that share the GPU, in new processes."""
-    # The group connects at its first collective, so `_on_rank` is in time for NCCL_HOSTID.
+    """Call fn(*args) in new rank processes that share the GPU; return the results."""
+    # The group connects in its first collective, so `_on_rank` can still set NCCL_HOSTID.
     return ranks.run_fresh(world_size, _on_rank, fn, *args, backend=backend, env=ENV, timeout_s=90)
 
 
 def _on_rank(fn: Callable[..., T], *args: Any) -> T:
-    """Call `fn` as a host of its own, with a share of the GPU's memory."""
+    """Call `fn` with a host id of this rank, and a share of the GPU's memory."""
     os.environ["NCCL_HOSTID"] = f"rank{dist.get_rank()}"
     torch.cuda.set_device(0)
     torch.cuda.set_per_process_memory_fraction(0.9 / dist.get_world_size())
@@ -48,12 +51,12 @@ def _on_rank(fn: Callable[..., T], *args: Any) -> T:
 
 
 def refusal(backend: str) -> str | None:
-    """Why two ranks cannot talk over ``backend`` about CUDA tensors, or None if they can."""
+    """Return why two ranks cannot exchange CUDA tensors over ``backend``, or None if they can."""
     try:
         run(2, backend, collectives, "cuda")
     except ranks.RankError as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        # The reason is the exception of the first rank; NCCL's own words are in the next lines.
+        # The first rank's exception has the reason; NCCL's own message is in the lines after it.
         causes = [
             line for line in lines if "Error" in line or "NCCL" in line or "Duplicate" in line
         ]
@@ -62,7 +65,7 @@ def refusal(backend: str) -> str | None:
 
 
 def collectives(device: str) -> None:
-    """Try those that sharded training sends."""
+    """Run the collectives of sharded training, and assert their results."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = torch.full((4,), float(rank), device=device)
     full = torch.empty(4 * world, device=device)

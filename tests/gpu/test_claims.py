@@ -1,5 +1,8 @@
-"""A GPU that is there does as one that is not there said it would: kernels of a step, waits of the
-host, memory, CUDA graphs (see benchmarks/results/cuda.md); and as it is said of GPUs in docs/."""
+"""A real GPU confirms the results of the simulated one, and the claims about GPUs in docs/.
+
+These are kernels of a step, waits of the host, memory and CUDA graphs (see
+benchmarks/results/cuda.md).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def test_kernels_are_those_of_an_unsharded_model_and_one_for_each_copy() -> None
 def test_graphs_need_no_more_memory_than_their_plans_say() -> None:
     found = on_one_rank("cuda", claims.peaks, "cuda")
     for measured, planned in found:
-        # Less where a kernel writes over what it reads: here one of eleven activations.
+        # Less if a kernel overwrites its input: here, one of eleven activations.
         assert 0.88 * planned <= measured <= 1.01 * planned, found
 
 

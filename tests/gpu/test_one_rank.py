@@ -1,5 +1,8 @@
-"""One NCCL rank: the numbers of plain torch.compile, the same memory in every step, full parameters
-that are given up after use, and a host that never waits for the GPU."""
+"""Training on one NCCL rank.
+
+It agrees with plain torch.compile, needs the same memory in every step, frees full parameters after
+use, and the host never waits for the GPU.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def test_gradients_in_fp8(compiler: str, recipe: str) -> None:
 
 
 def _trainer(reshard_after_forward: bool = True) -> Trainer:
-    """Of a model that has made the steps of the warm-up."""
+    """Return a trainer after the warm-up steps."""
     torch.cuda.set_device(0)
     model = DeepMLP(DIM, LINEARS).to("cuda")
     trainer = Trainer(model, "cuda", reshard_after_forward=reshard_after_forward)
@@ -50,7 +53,7 @@ def _trainer(reshard_after_forward: bool = True) -> Trainer:
 
 
 def _memory_by_step(reshard_after_forward: bool) -> list[tuple[int, int]]:
-    """Of each step: bytes allocated after it, and at most during it."""
+    """Return (bytes allocated after the step, peak bytes during it) of each step."""
     trainer, memory = _trainer(reshard_after_forward), []
     for _ in range(STEPS):
         torch.cuda.reset_peak_memory_stats()
@@ -67,19 +70,18 @@ def test_every_step_needs_the_same_memory(reshard_after_forward: bool) -> None:
 
 
 class _Forward(NamedTuple):
-    """Bytes that a forward keeps for backward, and those that it needs at most, in parts of the
-    parameters, which are 1.0 themselves; what its plan says that it needs."""
+    """Memory of a forward, relative to the bytes of all parameters."""
 
-    kept: float
-    peak: float
-    planned: float
+    kept: float  # kept for backward
+    peak: float  # including the parameters, which are 1.0
+    planned: float  # planned peak
 
 
 def _memory_of_forward(reshard_after_forward: bool) -> _Forward:
     trainer = _trainer(reshard_after_forward)
     trainer.model.zero_grad(set_to_none=True)
     num_bytes = parameter_bytes(trainer.model)
-    others = torch.cuda.memory_allocated() - num_bytes  # momentum, the batch
+    others = torch.cuda.memory_allocated() - num_bytes  # momentum and the batch
     torch.cuda.reset_peak_memory_stats()
     loss = trainer.forward()
     kept = torch.cuda.memory_allocated() - others - num_bytes
@@ -91,7 +93,7 @@ def _memory_of_forward(reshard_after_forward: bool) -> _Forward:
 
 
 def test_full_parameters_are_freed_after_use() -> None:
-    # On one rank a gathered parameter is a second copy of its shard, so they can be told apart.
+    # On one rank, a gathered parameter is a copy of its shard, so it shows in memory.
     ours = on_one_rank("cuda", _memory_of_forward, True)
     by_zero2 = on_one_rank("cuda", _memory_of_forward, False)
     assert ours.kept <= 0.1, ours
@@ -104,7 +106,7 @@ def _steps_without_synchronisation() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with pytest.raises(RuntimeError):  # the mode does find a synchronisation
+        with pytest.raises(RuntimeError):  # the mode does detect a synchronization
             torch.ones(1, device="cuda").item()
         for _ in range(STEPS):
             trainer.step()
@@ -118,20 +120,19 @@ def test_the_host_never_waits_for_the_gpu() -> None:
 
 
 class _Trained(NamedTuple):
-    """Losses and gradients of all steps; bytes allocated behind them, and at most during the last;
-    whether shards are pinned; the plans."""
+    """The result of a training."""
 
-    numbers: list[list[torch.Tensor]]
-    held: int
-    peak: int
-    pinned: bool
+    numbers: list[list[torch.Tensor]]  # loss and gradients of each step
+    held: int  # bytes allocated after the last step
+    peak: int  # peak bytes during the last step
+    pinned: bool  # whether shards are in pinned memory
     plans: list[Plan]
 
 
 def _train(rows: int, **options: Any) -> _Trained:
     torch.cuda.set_device(0)
     torch._dynamo.reset()
-    gc.collect()  # of the model before
+    gc.collect()  # frees the previous model
     torch.manual_seed(0)
     model = DeepMLP(DIM, 8).to("cuda")
     backend = graphshard.backend(init_device_mesh("cuda", (1,)), **options)
@@ -169,7 +170,7 @@ def test_offloaded_shards() -> None:
 
 
 def _train_with_activations_on_the_host() -> None:
-    rows = 16 * DIM  # an activation has sixteen times the bytes of a parameter
+    rows = 16 * DIM  # so an activation is sixteen times as large as a parameter
     plain = _train(rows)
     peak_gb = max(max(alive_bytes(p.problem, p.buckets)) for p in plain.plans) / 1e9
     policy = graphshard.SchedulePolicy(memory_budget_gb=0.7 * peak_gb)
@@ -178,7 +179,7 @@ def _train_with_activations_on_the_host() -> None:
     assert (
         forward.count(TransferKind.COPY_TO_HOST) == backward.count(TransferKind.COPY_TO_DEVICE) > 0
     )
-    _assert_equal_numbers(stowed, plain, 1e-6)  # other fusions
+    _assert_equal_numbers(stowed, plain, 1e-6)  # kernels are fused differently
     assert stowed.peak < 0.85 * plain.peak
 
 

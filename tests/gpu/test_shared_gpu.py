@@ -1,5 +1,7 @@
-"""Several ranks on one GPU, over NCCL or, where NCCL refuses that, over gloo with CUDA tensors: the
-numbers of DDP."""
+"""Training on several ranks that share one GPU agrees with DDP.
+
+Ranks communicate over NCCL or, if NCCL refuses to share a GPU, over gloo with CUDA tensors.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ _refusal = functools.cache(shared.refusal)
 
 @pytest.fixture
 def backend() -> str:
-    """The backend that works; none is a skip that says why."""
+    """The first backend that works; without one, the test is skipped with the reasons."""
     refusals = {}
     for name in ("nccl", "gloo"):
         reason = _refusal(name)
@@ -32,11 +34,11 @@ def test_nccl_takes_several_ranks_on_one_gpu() -> None:
         pytest.skip(f"the tests below run on gloo, since NCCL refuses: {reason}")
 
 
-# Three ranks: no size of the model is a multiple of it, so shards differ in size.
+# No size of the model is divisible by three, so with three ranks shards differ in size.
 @pytest.mark.parametrize(
     ("world_size", "compiler"),
     [(2, "aot_eager"), (2, "inductor"), (3, "aot_eager"), (4, "inductor")],
 )
 def test_agrees_with_ddp(backend: str, world_size: int, compiler: str) -> None:
     losses = shared.run(world_size, backend, agree, by_ddp, "cuda", compiler)
-    assert len({tuple(of_rank) for of_rank in losses}) == world_size  # each had its own batches
+    assert len({tuple(of_rank) for of_rank in losses}) == world_size  # batches differ by rank

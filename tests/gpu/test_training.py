@@ -1,4 +1,4 @@
-"""The trainings of this folder's GPU tests, on gloo ranks and CPU tensors."""
+"""The helper functions of this folder's GPU tests, run on CPU tensors over gloo."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_one_rank_agrees_with_torch_compile() -> None:
 
 def test_several_ranks_agree_with_ddp() -> None:
     losses = ranks.run(2, agree, by_ddp, "cpu", "aot_eager")
-    assert losses[0] != losses[1]  # each rank has batches of its own
+    assert losses[0] != losses[1]  # batches differ by rank
 
 
 @NEEDS_FP8
@@ -51,7 +51,7 @@ def _claims() -> None:
     ours, theirs = (claims.profiled("cpu", sharded) for sharded in (True, False))
     assert ours.plans and not theirs.plans and ours.kernels == 0
     assert all(planned for _, planned in claims.peaks("cpu"))
-    assert claims.warnings_about_cuda_graphs("cpu") == []  # a CPU has none
+    assert claims.warnings_about_cuda_graphs("cpu") == []  # there are no CUDA graphs on a CPU
     if hasattr(inductor_config, "cudagraph_policy"):
         assert claims.graphs_that_a_policy_captures("cpu") == 0
 

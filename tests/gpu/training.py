@@ -1,5 +1,8 @@
-"""Trains a model on a device in two ways, from the same weights on the same batches, and compares:
-each function runs on the ranks of `tests.ranks`, on CPU tensors or on CUDA tensors."""
+"""Train a model with graphshard and with another implementation, and compare the two.
+
+Both trainings use the same weights and batches. Functions run on the ranks of `tests.ranks`, on CPU
+or CUDA tensors.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +31,18 @@ from tests.models import DeepGPT
 from tests.numerics.compare import assert_close, assert_sharded, generator, sgd, whole
 
 STEPS = 5
-# Kernels of a GPU add in an order that is not fixed (atomics in an embedding's backward), and two
-# compilations fuse differently. A gradient that is wrong is wrong by more.
+# GPU kernels may add in varying order (atomics in an embedding's backward), and two compilations
+# fuse differently. Wrong gradients have larger errors.
 TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
 
 T = TypeVar("T")
 Wrap = Callable[[nn.Module, DeviceMesh], Any]
-"""``wrap(model, mesh)``: what is called in the model's place."""
+"""``wrap(model, mesh)`` returns the callable to train with instead of the model."""
 
 
 @dataclass
 class History:
-    """What a training did: per step the loss and the full gradients; the parameters at its end."""
+    """Loss and full gradients of each step of a training, and its final parameters."""
 
     losses: list[Tensor] = field(default_factory=list)
     grads: list[dict[str, Tensor]] = field(default_factory=list)
@@ -47,10 +50,10 @@ class History:
 
 
 def by_graphshard(compiler: str) -> Wrap:
-    """Return the way that compiles a model by graphshard."""
+    """Return a function that compiles a model with graphshard."""
 
     def wrap(model: nn.Module, mesh: DeviceMesh) -> Any:
-        """Return the compiled model, which is one graph."""
+        """Return the model, compiled as one graph."""
         backend = graphshard.backend(mesh, compiler=compiler)
         return torch.compile(model, backend=backend, fullgraph=True)
 
@@ -58,7 +61,7 @@ def by_graphshard(compiler: str) -> Wrap:
 
 
 def by_torch_compile(model: nn.Module, mesh: DeviceMesh) -> Any:
-    """Return the model compiled without graphshard, by Inductor on a GPU."""
+    """Return the model compiled without graphshard: by Inductor on a GPU, otherwise aot_eager."""
     on_gpu = mesh.device_type == "cuda"
     return torch.compile(model, backend="inductor" if on_gpu else "aot_eager")
 
@@ -70,7 +73,7 @@ def by_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def train(wrap: Wrap, device: str) -> tuple[nn.Module, History]:
-    """SGD steps of a GPT; the model that was trained, and what happened."""
+    """Train a GPT with SGD; return the model and its history."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model, history = DeepGPT().to(device), History()
@@ -99,7 +102,7 @@ def _assert_agree(ours: History, theirs: History, tolerance: float) -> None:
 
 
 def agree(theirs: Wrap, device: str, compiler: str) -> list[float]:
-    """graphshard agrees with another way at every step; graphshard's losses."""
+    """Assert that graphshard agrees with `theirs` in every step, and return graphshard's losses."""
     model, history = train(by_graphshard(compiler), device)
     assert_sharded(model)
     for name, param in model.named_parameters():
@@ -111,7 +114,7 @@ def agree(theirs: Wrap, device: str, compiler: str) -> list[float]:
 
 
 def cosines_in_fp8(device: str, compiler: str, recipe: str) -> list[float]:
-    """Of every gradient of a GPT in bfloat16 and fp8 with that in float32."""
+    """Return the cosine similarity of each gradient of a GPT in bfloat16 and fp8 to float32's."""
     size = Size(layers=2, heads=2, dim=128, context=64, batch=4, steps=0)
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     fp8 = graphshard.Float8Policy(recipe)
@@ -128,7 +131,7 @@ def cosines_in_fp8(device: str, compiler: str, recipe: str) -> list[float]:
 
 
 def on_one_rank(device: str, function: Callable[..., T], *args: Any) -> T:
-    """Return what a function returns on one rank, which sends to itself what several would send."""
+    """Call a function on one rank that runs all collectives, as several ranks would."""
     backend = "nccl" if device == "cuda" else "gloo"
     [result] = ranks.run(1, _sending, function, *args, backend=backend)
     return result
@@ -137,18 +140,18 @@ def on_one_rank(device: str, function: Callable[..., T], *args: Any) -> T:
 def _sending(function: Callable[..., T], *args: Any) -> T:
     with (
         mock.patch.object(single_rank, "is_alone", return_value=False),
-        inductor_config.patch(force_disable_caches=True),  # keys do not tell
+        inductor_config.patch(force_disable_caches=True),  # cache keys do not include the patch
     ):
         torch.compiler.reset()
         return function(*args)
 
 
 class Trainer:
-    """Training steps of a model that read nothing on the host.
+    """Training steps that read no value on the host.
 
     Args:
-        model: takes a tensor of ``dim`` columns and returns its loss.
-        options: those of ``graphshard.backend``.
+        model: model to train; it returns a loss for a tensor of ``model.dim`` columns.
+        options: arguments of ``graphshard.backend``.
     """
 
     def __init__(self, model: DeepMLP, device: str, **options: Any) -> None:
@@ -161,7 +164,7 @@ class Trainer:
 
     @property
     def plans(self) -> list[Plan]:
-        """Of forward and backward, once there was a step."""
+        """The plans of forward and backward, after the first step."""
         return self._backend.plans
 
     def forward(self) -> Tensor:

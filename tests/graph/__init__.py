@@ -1,1 +1,1 @@
-"""Tests of the graphs that are built, on a fake process group of eight ranks in one process."""
+"""Tests of passes and compiled graphs, on a fake process group of eight ranks in one process."""

@@ -1,4 +1,4 @@
-"""Builds small graphs as AOTAutograd would hand them to a pass: every node has a fake value."""
+"""A builder of small graphs like those that AOTAutograd hands to passes: nodes have fake values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PlanBuckets = Callable[[Problem], tuple[Bucket, ...]]
 
 
 class Builder:
-    """A graph in the making, over one process group."""
+    """A graph under construction, whose markers use one process group."""
 
     def __init__(self, group: str, world_size: int = 8, device: str = "cpu") -> None:
         self.graph = fx.Graph()
@@ -56,17 +56,17 @@ class Builder:
         return node
 
     def primal(self, *shape: int, dtype: torch.dtype = torch.float32, device: str = "") -> fx.Node:
-        """The next input of a forward graph."""
+        """Add the next input of a forward graph."""
         self._num_primals += 1
         return self._placeholder(f"primals_{self._num_primals}", shape, dtype, device)
 
     def tangent(self, *shape: int) -> fx.Node:
-        """An input of a backward graph."""
+        """Add a gradient as the next input of a backward graph."""
         number = sum(node.op == "placeholder" for node in self.graph.nodes) + 1
         return self._placeholder(f"tangents_{number}", shape, torch.float32)
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Add a call of `op`; its fake value is what `op` makes of fake arguments."""
+        """Add a call of `op`, and compute its fake value."""
         node = self.graph.call_function(op, args, kwargs)
         values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with self._mode:
@@ -76,9 +76,12 @@ class Builder:
     def unshard(
         self, shard: fx.Node, rows: int, reshard: bool = True, device: torch.device | None = None
     ) -> fx.Node:
-        """
+        """Add the marker of a parameter that is gathered from its shards.
+
         Args:
-            device: where it is gathered, if the host keeps the shard.
+            rows: number of rows of the full parameter.
+            reshard: whether backward may gather the parameter again.
+            device: device to gather on, if the host keeps the shard.
         """
         return self.marker(
             UnshardSpec(
@@ -96,7 +99,8 @@ class Builder:
         return self.marker(ReplicateSpec(param=param, group=self.group, dtype=dtype))
 
     def reduce(self, grad: fx.Node, **fields: Any) -> fx.Node:
-        """
+        """Add the marker that reduce-scatters a gradient.
+
         Args:
             fields: other fields of the marker.
         """
@@ -113,7 +117,7 @@ class Builder:
         return node
 
     def module(self, *outputs: fx.Node | None) -> fx.GraphModule:
-        """The finished graph."""
+        """Finish the graph and return it as a module."""
         self.graph.output(outputs)
         return fx.GraphModule(torch.nn.Module(), self.graph)
 
@@ -121,7 +125,7 @@ class Builder:
 def lowered(
     gm: fx.GraphModule, kind: str, plan_buckets: PlanBuckets = schedule_without_overlap
 ) -> Plan:
-    """Plan and lower a graph, and verify it."""
+    """Plan, lower and verify a graph, and return the plan."""
     cost_model = CostModel(HARDWARE["cpu"])
     plan = lower(
         gm.graph,
@@ -134,12 +138,12 @@ def lowered(
 
 
 def overlapped(limits: ScheduleLimits) -> PlanBuckets:
-    """Return the planner with overlap, for `lowered`."""
+    """Return a planner with overlap, for `lowered`."""
     return lambda problem: find_schedule(problem, CostModel(HARDWARE["cpu"]), limits)
 
 
 def targets(graph: fx.Graph) -> list[Any]:
-    """What a graph calls, in order."""
+    """Return the targets of all calls in a graph, in order."""
     return [node.target for node in graph.nodes if node.op == "call_function"]
 
 
@@ -149,7 +153,7 @@ def count(graph: fx.Graph, op: Any) -> int:
 
 
 def output(graph: fx.Graph, position: int = 0) -> fx.Node:
-    """An output of a graph."""
+    """Return an output of a graph."""
     outputs: Any = graph.output_node().args[0]
     node = outputs[position]
     assert isinstance(node, fx.Node)

@@ -1,5 +1,7 @@
-"""A fake process group for all tests of this folder: rank 0 of eight, the only one that runs.
-Collectives return at once and move nothing."""
+"""A fake process group for the tests in this folder: only rank 0 of eight exists.
+
+Collectives return at once and transfer nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,13 @@ WORLD_SIZE = 8
 
 @pytest.fixture(scope="package")
 def _group() -> Iterator[None]:
-    """Initialise a fake process group for the tests of this folder."""
     with fake_ranks(WORLD_SIZE):
         yield
 
 
 @pytest.fixture
 def mesh(_group: None) -> Iterator[DeviceMesh]:
-    """A mesh over the fake ranks; Dynamo has forgotten what other tests compiled."""
+    """Return a mesh over the fake ranks; Dynamo is reset before and after the test."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     yield init_device_mesh("cpu", (WORLD_SIZE,))
@@ -32,5 +33,5 @@ def mesh(_group: None) -> Iterator[DeviceMesh]:
 
 @pytest.fixture
 def group(mesh: DeviceMesh) -> str:
-    """The name of the fake group."""
+    """Return the name of the fake group."""
     return mesh.get_group().group_name

@@ -1,4 +1,4 @@
-"""Inputs of AOTAutograd's graphs, told from what forward saved by their names."""
+"""Inputs of AOTAutograd's graphs, which are told from saved activations by their names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.graph.builder import Builder
 
 
 @pytest.mark.parametrize("saved", ["argmax", "argmin_1", "argsort", "arg1", "arg1_1", "primals"])
-def test_what_is_saved_is_no_input_whatever_its_name(saved: str) -> None:
+def test_saved_activations_are_no_inputs_whatever_their_names(saved: str) -> None:
     builder = Builder("0")
     shard = builder.primal(4, 2)
     builder._placeholder(saved, (4,), torch.int64)
@@ -34,7 +34,7 @@ def test_inputs_of_inference_are_counted_from_0() -> None:
 
 
 class _WithTokenAndConstant(nn.Module):
-    """``linalg.solve`` has an effect (it may raise); Dynamo keeps static addresses as constants."""
+    """A model whose graphs take a token (``linalg.solve`` may raise) and a constant (``table``)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What `Backend.plans` and `Backend.summary()` tell of the graphs that were compiled."""
+"""`Backend.plans` and `Backend.summary()` of compiled graphs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_plans_of_a_training_step(mesh: DeviceMesh, compiler: str) -> None:
         == names
     )
     kept = [forward.params[i].fqn for i in forward.kept]
-    assert kept == ["down.weight"]  # what backward needs at once
+    assert kept == ["down.weight"]  # backward needs it first
     assert _fqns(backward, TransferKind.ALL_GATHER) == ["mid.weight"]
     assert (
         forward.num_bytes(TransferKind.ALL_GATHER)
@@ -60,7 +60,7 @@ def test_plans_of_a_training_step(mesh: DeviceMesh, compiler: str) -> None:
     assert all(bucket.world == WORLD_SIZE for plan in backend.plans for bucket in plan.buckets)
 
 
-def test_parameters_are_described(mesh: DeviceMesh) -> None:
+def test_plans_describe_parameters(mesh: DeviceMesh) -> None:
     backend = _backend(mesh)
     torch.compile(MLP(), backend=backend)(torch.ones(5, 7)).backward()
     for plan in backend.plans:
@@ -71,7 +71,7 @@ def test_parameters_are_described(mesh: DeviceMesh) -> None:
 
 
 class WrappedFirst(nn.Module):
-    """A frozen tensor subclass, which AOTAutograd takes apart, is used before a parameter."""
+    """A model that uses a frozen tensor subclass, which AOTAutograd unwraps, before a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,9 +84,7 @@ class WrappedFirst(nn.Module):
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_parameters_have_their_names_after_a_tensor_subclass(
-    mesh: DeviceMesh, compiler: str
-) -> None:
+def test_parameter_names_are_right_after_a_tensor_subclass(mesh: DeviceMesh, compiler: str) -> None:
     model = WrappedFirst()
     backend = graphshard.backend(mesh, compiler=compiler, ignored_params=[model.frozen])
     torch.compile(model, backend=backend, fullgraph=True)(torch.ones(5, 7)).backward()
@@ -104,7 +102,7 @@ def test_a_tied_weight_is_one_parameter_of_a_plan(mesh: DeviceMesh) -> None:
     assert _fqns(backend.plans[1], TransferKind.REDUCE_SCATTER).count("tokens.weight") == 1
 
 
-def test_scalars_are_all_reduced(mesh: DeviceMesh) -> None:
+def test_gradients_of_scalars_are_all_reduced(mesh: DeviceMesh) -> None:
     model = nn.Linear(3, 3)
     model.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
     model.forward = lambda x: (x @ model.weight * model.scale + model.bias).sum()  # type: ignore[method-assign]
@@ -130,7 +128,7 @@ def test_no_plans_before_a_compile(mesh: DeviceMesh) -> None:
     assert "no graph" in backend.summary()
 
 
-def test_the_summary_says_what_travels(mesh: DeviceMesh) -> None:
+def test_the_summary_counts_parameters_and_bytes(mesh: DeviceMesh) -> None:
     model, backend = MLP(), _backend(mesh)
     num_params, num_bytes = len(list(model.parameters())), _padded_bytes(model)
     torch.compile(model, backend=backend)(torch.ones(5, 7)).backward()
@@ -191,8 +189,8 @@ class _Calls(MLP):
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_an_operator_without_tensors(mesh: DeviceMesh, compiler: str) -> None:
-    """As `torch.cuda.synchronize` is in a graph."""
+def test_an_operator_without_tensors_runs(mesh: DeviceMesh, compiler: str) -> None:
+    """Example: `torch.cuda.synchronize`."""
     _calls.clear()
     model = torch.compile(_Calls(), backend=_backend(mesh, compiler), fullgraph=True)
     model(torch.ones(5, 7)).backward()

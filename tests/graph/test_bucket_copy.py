@@ -1,5 +1,7 @@
-"""Inductor's code copies a bucket in by one call, which casts, pads and packs all its tensors and
-reads them where they are."""
+"""Copy-in of a bucket in Inductor's code: one call that casts, pads and packs.
+
+The call reads the tensors of the bucket in place, without kernels before it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ LAUNCH = re.compile(
 
 
 def _copied(body: str) -> list[list[str]]:
-    """The tensors that each call of ``copy_in`` reads, as text."""
+    """Return the tensors that each call of ``copy_in`` reads, as source code."""
     copied = []
     for line in body.splitlines():
         if "copy_in.default(" in line:
@@ -54,18 +56,18 @@ def test_a_bucket_is_copied_in_by_one_call(mesh: DeviceMesh) -> None:
         shards = {name for names in copied for name in names if name.startswith("primals_")}
         gathers = [t for t in plan.problem.transfers if t.kind == TransferKind.ALL_GATHER]
         assert len(shards) == len(gathers) > 1
-        # Nothing else is done to a shard: no kernel reads one.
+        # Nothing else reads a shard.
         kernels = re.findall(r"cpp_fused\w*\((.*?)\)", body)
         assert kernels and not [args for args in kernels if shards & set(args.split(", "))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_kernel_packs_gradients_as_copies_do(dtype: torch.dtype) -> None:
-    """On CUDA one kernel packs all of a bucket; it runs on a CPU, too, where copies are used."""
+def test_chunk_cat_packs_gradients_like_copies(dtype: torch.dtype) -> None:
+    """On CUDA one kernel packs a bucket, on a CPU copies do; that kernel also runs on a CPU."""
     world = 4
     shapes = [(8, 3), (5,), (1, 2, 2), (9, 2), (3, 0)]
     grads = [torch.randn(shape).to(dtype) for shape in shapes]
-    grads.append(torch.randn(6, 7).to(dtype).t())  # dense, and not contiguous
+    grads.append(torch.randn(6, 7).to(dtype).t())  # dense, but not contiguous
     rows = [-(-grad.shape[0] // world) for grad in grads]
     dtypes = ["float32"] * len(grads)
     (expected,) = bucket_copy.copy_in(grads, rows, dtypes, [len(grads)], ["float32"], world)
@@ -74,7 +76,7 @@ def test_one_kernel_packs_gradients_as_copies_do(dtype: torch.dtype) -> None:
     assert torch.equal(packed.view(-1), expected)
 
 
-def test_kernels_of_copies_are_counted_by_the_rules_of_cuda() -> None:
+def test_num_kernels_counts_copies_like_cuda() -> None:
     aten = torch.ops.aten
     ours, theirs = [torch.zeros(4, 3) for _ in range(3)], [torch.ones(4, 3) for _ in range(3)]
     copy = aten._foreach_copy_.default

@@ -1,5 +1,4 @@
-"""Normalising a graph twice is as good as once; reading it as a problem changes nothing, and counts
-the memory of what kernels write."""
+"""`normalise` is idempotent; `build_problem` changes nothing, and counts memory by kernel."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def _two_layers(group: str) -> fx.Graph:
     return build.graph
 
 
-def test_parameters_are_gathered_where_they_are_used_first(group: str) -> None:
+def test_normalise_moves_gathers_to_the_first_use(group: str) -> None:
     graph = _two_layers(group)
     assert targets(graph) == [unshard, unshard, t, mul, mul]
     for _ in range(2):
@@ -38,8 +37,8 @@ def test_parameters_are_gathered_where_they_are_used_first(group: str) -> None:
         assert targets(graph) == [unshard, mul, unshard, t, mul]
 
 
-def test_an_operator_that_takes_no_tensor(group: str) -> None:
-    """AOTAutograd notes no value of one that is wrapped in the state of a random generator."""
+def test_normalise_adds_the_value_of_a_random_op_without_inputs(group: str) -> None:
+    """AOTAutograd stores no value for an operator wrapped in ``run_and_save_rng_state``."""
     build = Builder(group)
     x = build.primal(8, 8)
     save_state = torch.ops.higher_order.run_and_save_rng_state
@@ -52,7 +51,7 @@ def test_an_operator_that_takes_no_tensor(group: str) -> None:
     build_problem(build.graph, GraphKind.FORWARD, CostModel(HARDWARE["cpu"]), {})
 
 
-def test_a_reading_leaves_the_graph_as_it_is(group: str) -> None:
+def test_build_problem_leaves_the_graph_unchanged(group: str) -> None:
     graph = _two_layers(group)
     normalise(graph)
     before = str(graph)
@@ -79,7 +78,7 @@ def test_returned_views_move_to_their_sources(group: str) -> None:
 
 MM, RELU = torch.ops.aten.mm.default, torch.ops.aten.relu.default
 SIZE = 64 * 64 * 4
-"""Of a matrix of 64 rows and columns, as all here are."""
+"""Bytes of a float32 matrix of 64 rows and columns, like those in most tests below."""
 
 
 def _problem(build: Builder) -> Problem:
@@ -87,7 +86,7 @@ def _problem(build: Builder) -> Problem:
     return build_problem(build.graph, GraphKind.FORWARD, CostModel(HARDWARE["cpu"]), {}).problem
 
 
-def test_between_steps_only_what_is_used_later_is_alive(group: str) -> None:
+def test_between_steps_only_values_used_later_are_alive(group: str) -> None:
     build = Builder(group)
     x = build.primal(64, 64)
     first = build.call(MM, x, x)
@@ -97,12 +96,12 @@ def test_between_steps_only_what_is_used_later_is_alive(group: str) -> None:
     graph = _problem(build)
     shard = SIZE // 8
     assert list(graph.other_bytes) == [3 * SIZE + shard, 3 * SIZE + shard]
-    # x; x and what is multiplied by the parameter; x and the result.
+    # x; x and `second`; x and the result; and always the shard.
     assert list(graph.between_bytes) == [SIZE + shard, 2 * SIZE + shard, 2 * SIZE + shard]
 
 
-def test_a_parameter_is_free_behind_its_last_use_in_a_step(group: str) -> None:
-    """The second product is written where the parameter was."""
+def test_a_parameter_is_freed_after_its_last_use_in_a_step(group: str) -> None:
+    """The second product reuses the memory of the parameter."""
     build = Builder(group)
     x = build.primal(64, 64)
     first = build.call(MM, x, build.unshard(build.primal(8, 64), 64))
@@ -110,7 +109,7 @@ def test_a_parameter_is_free_behind_its_last_use_in_a_step(group: str) -> None:
     assert _problem(build).other_bytes == (2 * SIZE + SIZE // 8,)
 
 
-def test_each_result_of_an_operator_is_free_behind_its_own_last_use(group: str) -> None:
+def test_each_result_of_an_operator_is_freed_after_its_last_use(group: str) -> None:
     """Nothing reads the indices."""
     build = Builder(group)
     both = build.call(torch.ops.aten.sort.default, build.primal(64, 64))
@@ -121,7 +120,7 @@ def test_each_result_of_an_operator_is_free_behind_its_own_last_use(group: str) 
 
 
 def test_a_saved_parameter_is_held_with_its_padding(group: str) -> None:
-    """Eight ranks have one row each of a parameter of five rows."""
+    """A parameter of five rows is padded to eight, one row per rank."""
     forward, backward = Builder(group), Builder(group)
     saved = forward.call(t, forward.unshard(forward.primal(1, 64), 5))
     forward.module(saved)
@@ -134,8 +133,8 @@ def test_a_saved_parameter_is_held_with_its_padding(group: str) -> None:
     assert problem.between_bytes[0] == SIZE + 64 * 8 * 4
 
 
-def test_a_fused_kernel_has_all_that_it_reads_and_writes(group: str) -> None:
-    """Its first node reads the product, its last one writes the result: both are there at once."""
+def test_inputs_and_results_of_a_fused_kernel_are_alive_at_once(group: str) -> None:
+    """Its first node reads the product, its last one writes the result: both are alive at once."""
     build = Builder(group)
     x = build.primal(64, 64)
     inside = build.call(RELU, build.call(MM, x, x))
@@ -143,8 +142,8 @@ def test_a_fused_kernel_has_all_that_it_reads_and_writes(group: str) -> None:
     assert _problem(build).other_bytes == (3 * SIZE,)
 
 
-def test_kernels_that_wait_for_a_late_product_run_within_the_graph(group: str) -> None:
-    """The second product is computed late, and two more kernels read what needs it."""
+def test_kernels_delayed_by_a_late_matmul_run_within_the_graph(group: str) -> None:
+    """A kernel needs the second product, which is computed late; two more read its results."""
     build = Builder(group)
     x = build.primal(64, 64)
     first = build.call(RELU, build.call(MM, x, x))
@@ -168,7 +167,7 @@ def test_a_replicated_parameter_in_another_dtype_is_a_copy(group: str) -> None:
     assert list(graph.between_bytes) == [SIZE // 2 + SIZE, SIZE // 2 + SIZE + SIZE // 2]
 
 
-def test_an_expanded_tensor_has_the_memory_of_one_element(group: str) -> None:
+def test_an_expanded_tensor_takes_the_memory_of_one_element(group: str) -> None:
     build = Builder(group)
     x = build.primal(64, 64)
     key = build.primal(64, 64)

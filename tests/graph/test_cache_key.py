@@ -1,5 +1,4 @@
-"""A change in any source file of ours, or in what else is read while a graph is made, makes other
-keys for the caches of compiled graphs."""
+"""Cache keys of compiled graphs cover our source files and everything else that a compile reads."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ FOLDERS = [os.path.dirname(os.path.realpath(p.__file__)) for p in (graphshard, g
 
 
 def _sources_on_disk() -> set[str]:
-    """Real paths of all Python files below the folders of the package and of its passes."""
+    """Return the real paths of all Python files of the package and its passes."""
     return {
         os.path.join(folder, name)
         for top in FOLDERS
@@ -64,7 +63,7 @@ def _memory_budget() -> AbstractContextManager[object]:
     return torch._functorch.config.patch(activation_memory_budget=0.5)
 
 
-def test_what_is_read_while_a_graph_is_made_changes_the_key(group: str) -> None:
+def test_everything_baked_into_a_graph_changes_the_key(group: str) -> None:
     cpu, x = torch.device("cpu"), torch.ones(4, 3)
     text = baked_in([x, 5], [group], cpu, {})
     assert f"group {group}: 8 ranks, stride 1" in text and "fake" in text

@@ -1,4 +1,4 @@
-"""The place for values that live as long as a call: [Note: call scope] in graphshard/_torch."""
+"""Storage for values that live as long as a call: [Note: call scope] in graphshard/_torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from graphshard._torch.frames import compiled_call, frames, is_resumed
 
 
 class _Value:
-    """Something that weak references can watch."""
+    """An object that can have weak references."""
 
 
 class _Calls:
-    """What reads of one model found, in order."""
+    """The reads of one model and what they found, in order."""
 
     def __init__(self) -> None:
         self.scopes: list[int] = []
@@ -43,7 +43,7 @@ class _Calls:
 
 
 class _Part(nn.Module):
-    """Reads before and after a graph break."""
+    """A part of the model of interest, which reads before and after a graph break."""
 
     def __init__(self, calls: _Calls) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class _Part(nn.Module):
 
 
 class _Model(nn.Module):
-    """Not of the model that is asked about, and calls a part of it that is, twice."""
+    """A module outside of the model of interest, which calls a part of it twice."""
 
     def __init__(self, calls: _Calls) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, _compiled])
-def test_a_place_lives_as_long_as_the_call_of_a_part(wrap: Callable[..., Any]) -> None:
+def test_a_scope_lives_as_long_as_the_call_of_a_part(wrap: Callable[..., Any]) -> None:
     calls = _Calls()
     model = wrap(_Model(calls))
     for _ in range(2):
@@ -86,7 +86,7 @@ def test_a_place_lives_as_long_as_the_call_of_a_part(wrap: Callable[..., Any]) -
 
 
 @pytest.mark.parametrize("hooks", [False, True])
-def test_a_compiled_part_has_the_place_of_its_call(hooks: bool) -> None:
+def test_a_compiled_part_has_the_scope_of_its_call(hooks: bool) -> None:
     calls = _Calls()
     part = _Part(calls)
     if hooks:
@@ -98,7 +98,7 @@ def test_a_compiled_part_has_the_place_of_its_call(hooks: bool) -> None:
     assert calls.alive() == [False] * 2
 
 
-def test_a_compiled_function_has_a_place_of_its_own() -> None:
+def test_a_compiled_function_has_its_own_scope() -> None:
     calls = _Calls()
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -114,25 +114,25 @@ def test_a_compiled_function_has_a_place_of_its_own() -> None:
     assert calls.alive() == [False] * 2
 
 
-def test_an_error_ends_the_place() -> None:
+def test_an_error_ends_the_scope() -> None:
     calls = _Calls()
     part = _Part(calls)
     with pytest.raises(AssertionError):
         part(torch.ones(3), one=torch.ones(3), two=torch.ones(3))
-    # pytest keeps the traceback, and with it the frames, in what it caught.
+    # The scope itself is still alive: pytest keeps the traceback, and with it the frames.
     assert calls.found == [False]
     part(torch.ones(3))
     assert calls.found == [False, False, True]
 
 
-def test_there_is_none_outside_of_a_call() -> None:
+def test_there_is_no_scope_outside_of_a_call() -> None:
     assert call_scope(lambda module: True) is None
     calls = _Calls()
     _Part(calls)(torch.ones(3))
     assert call_scope(lambda module: True) is None
 
 
-def test_others_have_none() -> None:
+def test_other_modules_have_no_scope() -> None:
     scopes = []
 
     class Other(nn.Module):
@@ -143,7 +143,7 @@ def test_others_have_none() -> None:
     assert scopes == [None]
 
 
-def test_a_bare_forward_and_a_recomputation_have_a_passing_one() -> None:
+def test_a_bare_forward_and_a_recomputation_get_a_new_scope() -> None:
     calls = _Calls()
     _Part(calls).forward(torch.ones(3))
     assert calls.found == [False, False]
@@ -158,7 +158,7 @@ def test_a_bare_forward_and_a_recomputation_have_a_passing_one() -> None:
     assert scopes == [{}, {}]
 
 
-def test_frames_have_the_names_that_are_read() -> None:
+def test_frames_of_a_compiled_call_have_the_expected_names() -> None:
     seen: list[tuple[nn.Module | None, Any, bool]] = []
 
     @torch.compiler.disable

@@ -1,4 +1,4 @@
-"""Casts move in front of gathers and into reductions where nothing else changes."""
+"""Casts move before gathers and into reductions if that changes nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _cast(build: Builder, node: fx.Node, dtype: torch.dtype, op: Any = convert) 
 
 
 @pytest.mark.parametrize("op", [convert, to_copy])
-def test_a_parameter_travels_as_it_is_used(group: str, op: Any) -> None:
+def test_a_parameter_is_gathered_in_the_dtype_of_its_uses(group: str, op: Any) -> None:
     build = Builder(group)
     full = build.unshard(build.primal(2, 3), 13)
     gm = build.module(build.call(mul, *(_cast(build, full, BF16, op) for _ in range(2))))
@@ -61,7 +61,7 @@ def test_a_replicated_parameter_is_cast_once(group: str) -> None:
         ((torch.int32, None), None),
     ],
 )
-def test_a_parameter_travels_as_it_is(
+def test_a_parameter_without_a_common_narrower_dtype_is_not_cast(
     group: str, dtypes: tuple[torch.dtype | None, ...], reason: str | None
 ) -> None:
     build = Builder(group)
@@ -77,7 +77,7 @@ def test_a_parameter_travels_as_it_is(
 
 
 @pytest.mark.parametrize(("reduce_dtype", "reduced"), [(None, FP32), (BF16, BF16), (FP32, FP32)])
-def test_an_upcast_of_a_gradient_is_made_where_it_is_packed(
+def test_an_upcast_of_a_gradient_becomes_part_of_the_packing(
     group: str, reduce_dtype: torch.dtype | None, reduced: torch.dtype
 ) -> None:
     build = Builder(group)
@@ -96,8 +96,8 @@ def test_an_upcast_of_a_gradient_is_made_where_it_is_packed(
     assert transfer.casts == (reduced is FP32)
 
 
-def test_a_rounded_or_shared_gradient_stays_so(group: str) -> None:
-    """Rounding is not exact, and a sum of gradients is not one of them."""
+def test_a_rounded_or_summed_gradient_is_left_unchanged(group: str) -> None:
+    """Rounding changes values, and the cast is only one term of the sum."""
     build = Builder(group)
     grad = build.tangent(13, 3)
     rounded = build.reduce(_cast(build, grad, BF16), result_dtype=BF16)
@@ -117,4 +117,4 @@ def test_a_bucket_is_cast_padded_and_packed_at_once(group: str, rows: int) -> No
     plan = lowered(gm, GraphKind.BACKWARD)
     assert plan.count(TransferKind.REDUCE_SCATTER) == 1 and plan.count(TransferKind.ALL_GATHER) == 0
     assert count(gm.graph, torch.ops.graphshard.copy_in.default) == 1
-    assert count(gm.graph, convert) == 3  # of this test
+    assert count(gm.graph, convert) == 3  # those that this test made

@@ -1,4 +1,4 @@
-"""What ``SchedulePolicy(auto=True)`` chooses to save for backward, of real graphs."""
+"""What ``SchedulePolicy(auto=True)`` chooses to save for backward in real graphs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from graphshard.pipeline.traced_graph import TracedGraph
 from graphshard.show.dump_folder import PAGE
 
 DIM, LAYERS, ROWS = 64, 4, 512
-FULL_GB = 4 * DIM * DIM / 1e9  # of one weight
+FULL_GB = 4 * DIM * DIM / 1e9  # one weight
 AMPLE_GB = 1.0
-NODE_US = 1e4  # hides all gathers: to recompute is slow, and a parameter kept saves little
+NODE_US = 1e4  # hides all gathers: recomputing is slow, keeping a parameter saves little
 
 
 class Deep(nn.Module):
-    """Activations are much larger than weights."""
+    """A model whose activations are much larger than its weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ _OF_POLICY = ("memory_budget_gb", "activation_memory_budget")
 
 
 def _taken(backend: graphshard.Backend) -> list[str]:
-    """Return the first two columns of the row that was taken."""
+    """Return the first two columns of the chosen row."""
     rows = [line for line in backend.summary().splitlines() if line.endswith("taken")]
     assert len(rows) == 1
     return [cell.strip() for cell in rows[0].split("  ") if cell.strip()][:2]
@@ -63,7 +63,7 @@ def _peak_gb(backend: graphshard.Backend) -> float:
 
 
 def _gathered(backend: graphshard.Backend, kind: GraphKind) -> dict[str, int]:
-    """Return the parameters that a graph gathers, and from how many ranks."""
+    """Return the number of ranks that a graph gathers each parameter from, by name."""
     (plan,) = (plan for plan in backend.plans if plan.graph == kind)
     transfers = plan.problem.transfers
     return {plan.fqn_of(t): t.world for t in transfers if t.kind == TransferKind.ALL_GATHER}
@@ -82,14 +82,14 @@ def test_less_is_saved_where_memory_is_tight(compiler: str, mesh: DeviceMesh) ->
     assert "refused: " in tight.summary()
 
 
-def test_nothing_fits(mesh: DeviceMesh) -> None:
+def test_an_error_if_nothing_fits(mesh: DeviceMesh) -> None:
     with pytest.raises(Exception, match="none of the ways that auto=True tries fits") as caught:
         _train(mesh, memory_budget_gb=FULL_GB)
     assert "0%" in str(caught.value) and "refused: forward needs" in str(caught.value)
 
 
-def test_what_the_user_says_stays(mesh: DeviceMesh) -> None:
-    """Activations as given; one layer is gathered again, another one is from few neighbours."""
+def test_explicit_settings_are_not_overridden(mesh: DeviceMesh) -> None:
+    """All activations are saved; one layer is gathered again from all ranks, another from two."""
     overrides = {
         "layers.1": {"reshard_after_forward": True},
         "layers.2": {"reshard_after_forward": 2},
@@ -121,7 +121,7 @@ def test_evaluation_saves_nothing(mesh: DeviceMesh) -> None:
     assert "taken" not in backend.summary()
 
 
-def test_a_trace_that_saves_nothing_does_not_decide_for_training(mesh: DeviceMesh) -> None:
+def test_a_trace_without_backward_does_not_decide_for_training(mesh: DeviceMesh) -> None:
     """The first graph has no backward, though gradients are enabled."""
     schedule = graphshard.SchedulePolicy(auto=True, memory_budget_gb=AMPLE_GB)
     backend = graphshard.backend(mesh, schedule=schedule, compiler="aot_eager")
@@ -137,7 +137,7 @@ def test_a_trace_that_saves_nothing_does_not_decide_for_training(mesh: DeviceMes
     assert len(_taken(backend)) == 2
 
 
-def test_what_was_tried_is_in_the_dump_folder(
+def test_the_tried_strategies_are_in_the_dump_folder(
     mesh: DeviceMesh, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backend = _train(mesh, memory_budget_gb=AMPLE_GB, dump=tmp_path)
@@ -149,8 +149,10 @@ def test_what_was_tried_is_in_the_dump_folder(
     assert capsys.readouterr().out == f"{backend.summary()}\n"
 
 
-def test_the_same_memory_of_a_gpu_is_free_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is in the keys of caches. Two states of what is trained will be needed besides."""
+def test_free_gpu_memory_is_rounded_to_be_equal_after_a_restart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is part of cache keys. Memory for two optimizer states per parameter is reserved."""
     trained, frozen = (torch.zeros(1000, 1000, requires_grad=grad) for grad in (True, False))
     traced = TracedGraph(
         fx.GraphModule({}, fx.Graph()),

@@ -1,5 +1,4 @@
-"""What is being copied to the host stays as it is until the copy is waited for, whatever memory
-Inductor would write over."""
+"""Inductor does not overwrite the source of a copy to the host before the copy is waited for."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from graphshard.ops import host_copy
 
 
 class _Late(dist.Work):
-    """A copy that is made when somebody waits for it, as late as on a busy stream."""
+    """A copy that runs only when it is waited for, as on a busy stream."""
 
     def __init__(self, target: Tensor, source: Tensor) -> None:
         super().__init__()
@@ -36,7 +35,7 @@ def _launch_late(
 
 
 def _in_place(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes, while a tensor is copied, what could be written over it."""
+    """Compute, during a copy, a result that could overwrite the source in place."""
     copied = torch.sin(x)
     (launched,) = torch.ops.graphshard.copy_to_host([copied], host_copy.PAGEABLE, False)
     result = copied * torch.mm(copied, x[:, :1])
@@ -44,8 +43,8 @@ def _in_place(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _reused(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes, while a tensor is copied, what could be written into its memory."""
-    large = x.repeat(4, 4)  # memory that is needed before, or Inductor would allocate rather
+    """Compute, during a copy, a result that could reuse the memory of the source."""
+    large = x.repeat(4, 4)  # an earlier peak; without it Inductor would not reuse memory
     copied = torch.sin(x) * torch.mm(large, large)[:64, :64]
     (launched,) = torch.ops.graphshard.copy_to_host([copied], host_copy.PAGEABLE, False)
     result = torch.mm(copied, x)
@@ -54,7 +53,7 @@ def _reused(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _permuted(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Copies what Inductor would lay out as ``heads``, and torch by rows."""
+    """Copy a contiguous tensor that Inductor would lay out with the strides of ``heads``."""
     heads = torch.mm(x, x).view(8, 8, 4, 16).transpose(1, 2)
     copied = torch.sin(heads.contiguous())
     (launched,) = torch.ops.graphshard.copy_to_host([copied], host_copy.PAGEABLE, False)
@@ -62,12 +61,12 @@ def _permuted(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("fn", [_in_place, _reused, _permuted])
-def test_nothing_is_written_over_what_is_being_copied(
+def test_the_source_of_a_copy_is_not_overwritten(
     fn: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_copy, "_launch_copies", _launch_late)
     x = torch.randn(64, 64, dtype=torch.float64)
     compiled = torch.compile(fn, fullgraph=True, options=dict(KEEP_ORDER))  # type: ignore[call-overload]
-    with torch.compiler.config.patch(force_disable_caches=True):  # they do not know our lowerings
+    with torch.compiler.config.patch(force_disable_caches=True):  # keys do not cover our lowerings
         results = compiled(x)
     torch.testing.assert_close(results, fn(x))  # type: ignore[operator]

@@ -1,6 +1,8 @@
-"""Kernels for a CPU compile in few files, and forward's while backward is lowered: they compute,
-bitwise, what they compute in files of their own. A kernel that cannot share a file, or that breaks
-the file that it shares, compiles alone."""
+"""CPU kernels compile in few files, and those of forward while backward is lowered.
+
+Results are bitwise equal to those of one file per kernel. A kernel that cannot share a file, or
+breaks the file that it shares, compiles alone.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
 
 
 class Deep(nn.Module):
-    """Products with kernels between them that differ."""
+    """A model of matmuls with different kernels between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,12 +47,12 @@ class Deep(nn.Module):
 
 @pytest.fixture
 def one_rank(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh of one rank, which computes without the others."""
+    """Return a mesh of one rank, whose results are real because it needs no collectives."""
     return init_device_mesh("cpu", (WORLD_SIZE, 1), mesh_dim_names=("others", "own"))["own"]
 
 
 def _train(mesh: DeviceMesh, folder: Path) -> list[Tensor]:
-    """Return a loss and gradients of a model whose kernels are compiled in an empty folder."""
+    """Return the loss and gradients of a model whose kernels are compiled in an empty folder."""
     torch._dynamo.reset()
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
@@ -80,12 +82,12 @@ def test_kernels_share_files(
     for tensor, expected in zip(shared, apart, strict=True):
         assert torch.equal(tensor, expected)
     counts = sorted(map(_kernels, _sources(tmp_path / "shared")))
-    assert len(counts) == 3  # two of backward, and one of forward, which leaves a core to lowering
+    assert len(counts) == 3  # two of backward; one of forward, which leaves a core to lowering
     assert sum(counts) >= len(_sources(tmp_path / "apart")) > 8
     assert counts[0] > 1
 
 
-def test_backward_is_lowered_before_anybody_waits(
+def test_backward_is_lowered_before_kernels_are_waited_for(
     one_rank: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
@@ -105,7 +107,7 @@ def test_backward_is_lowered_before_anybody_waits(
     assert events == ["lower", "lower", "wait", "wait"]
 
 
-def test_a_file_that_does_not_compile_is_taken_apart(
+def test_kernels_of_a_broken_file_compile_alone(
     one_rank: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = _train(one_rank, tmp_path / "right")
@@ -113,14 +115,14 @@ def test_a_file_that_does_not_compile_is_taken_apart(
     torch.testing.assert_close(_train(one_rank, tmp_path / "broken"), expected, rtol=0, atol=0)
 
 
-def test_one_thread_compiles_kernels_alone(one_rank: DeviceMesh, tmp_path: Path) -> None:
+def test_with_one_thread_kernels_compile_alone(one_rank: DeviceMesh, tmp_path: Path) -> None:
     with inductor_config.patch(compile_threads=1):
         _train(one_rank, tmp_path)
     assert {_kernels(source) for source in _sources(tmp_path)} == {1}
 
 
 def _run(sources: list[str], folder: Path) -> tuple[list[float], int]:
-    """Return what kernels add to zero, compiled as one graph's, and the number of their files."""
+    """Compile kernels as one graph; return what each adds to zero, and the number of files."""
     with inductor_config.patch(compile_threads=2), fresh_cache(dir=str(folder), delete=False):
         with few_cpp_files(1):
             compiler = async_compile.AsyncCompile()
@@ -147,12 +149,12 @@ def _kernel(number: int, before: str = "") -> str:
     ],
     ids=["plain", "function", "types", "macro", "exported"],
 )
-def test_kernels_do_not_see_each_other(before: str, num_files: int, tmp_path: Path) -> None:
+def test_kernels_in_one_file_do_not_clash(before: str, num_files: int, tmp_path: Path) -> None:
     sources = [_kernel(number, before) for number in range(5)]
     assert _run(sources, tmp_path) == ([0.0, 1.0, 2.0, 3.0, 4.0], num_files)
 
 
-def test_equal_kernels_of_a_graph_may_be_there_twice(tmp_path: Path) -> None:
+def test_a_graph_may_have_equal_kernels(tmp_path: Path) -> None:
     assert _run([_kernel(1), _kernel(1), _kernel(2)], tmp_path)[0] == [1.0, 1.0, 2.0]
 
 
@@ -160,13 +162,13 @@ def test_a_graph_without_kernels_waits_for_nothing(tmp_path: Path) -> None:
     assert _run([], tmp_path) == ([], 0)
 
 
-def test_an_error_shows_the_code_of_its_kernel_alone(tmp_path: Path) -> None:
+def test_an_error_shows_only_the_code_of_its_kernel(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="C\\+\\+ compile error") as raised:
         _run([_kernel(1), HEADER + 'extern "C" void kernel(float* x) { y; }'], tmp_path)
     assert "namespace graphshard" not in Path(raised.value.cmd[1]).read_text()  # type: ignore[attr-defined]
 
 
-def test_other_threads_wait_as_ever(tmp_path: Path) -> None:
+def test_other_threads_are_not_affected(tmp_path: Path) -> None:
     def sine() -> Tensor:
         return torch.compile(torch.sin, backend="inductor")(torch.ones(8))
 
@@ -176,7 +178,7 @@ def test_other_threads_wait_as_ever(tmp_path: Path) -> None:
     torch.testing.assert_close(result, torch.ones(8).sin())
 
 
-def test_nothing_is_left_behind_an_error() -> None:
+def test_an_error_restores_inductor() -> None:
     before = async_compile.AsyncCompile
     with pytest.raises(RuntimeError, match="in the middle"), few_cpp_files(1):
         async_compile.AsyncCompile().wait({})

@@ -1,4 +1,4 @@
-"""CUDA graphs of Inductor cannot hold collectives: they are off, and who asks for them is told."""
+"""Inductor's CUDA graphs cannot contain collectives: they are off, with a warning if requested."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from graphshard._torch.inductor import mode_options, without_cuda_graphs
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_a_mode_with_cuda_graphs_is_kept_but_for_them(mode: str) -> None:
+def test_a_mode_loses_only_its_cuda_graphs(mode: str) -> None:
     asked = mode_options(mode)
     with pytest.warns(UserWarning, match="run without CUDA graphs.*max-autotune-no-cudagraphs"):
         assert without_cuda_graphs(asked, {}) == {**asked, "triton.cudagraphs": False}
 
 
 @pytest.mark.parametrize("mode", [None, "default", "max-autotune-no-cudagraphs"])
-def test_other_modes_are_kept_without_a_word(mode: str | None) -> None:
+def test_other_modes_are_kept_without_a_warning(mode: str | None) -> None:
     asked = mode_options(mode)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -28,18 +28,18 @@ def test_other_modes_are_kept_without_a_word(mode: str | None) -> None:
 
 
 @pytest.mark.skipif(not hasattr(config, "cudagraph_policy"), reason="torch 2.11 has no policies")
-def test_who_captures_in_his_own_way_does_so() -> None:
+def test_a_custom_cudagraph_policy_is_kept() -> None:
     asked = {"triton.cudagraphs": True, "cudagraph_policy": object()}
     assert without_cuda_graphs(asked, {}) == asked
 
 
 @pytest.mark.skipif(not hasattr(inductor, "_CudagraphAnnotation"), reason="torch 2.11 has none")
-def test_a_part_of_the_model_that_asks_for_them_is_told() -> None:
+def test_an_annotation_in_the_model_is_dropped_with_a_warning() -> None:
     override: Any = inductor._CudagraphAnnotation  # type: ignore[attr-defined]
     for fwd, bwd in [(True, True), (True, False)]:
         meta = {"cudagraph_annotation": override(fwd=fwd, bwd=bwd)}
         with pytest.warns(UserWarning, match="override_cudagraphs"):
             assert without_cuda_graphs({}, meta) == {"triton.cudagraphs": False}
         assert not meta
-    for fwd, bwd in [(False, False), (None, True), (False, True)]:  # not on
+    for fwd, bwd in [(False, False), (None, True), (False, True)]:  # not turned on
         assert not without_cuda_graphs({}, {"cudagraph_annotation": override(fwd=fwd, bwd=bwd)})

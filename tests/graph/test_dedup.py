@@ -1,4 +1,4 @@
-"""Equal markers become one, in the smallest graphs that have several."""
+"""Equal markers are merged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_two_reads_of_a_parameter_gather_once(group: str) -> None:
     assert left is right
 
 
-def test_two_reads_of_a_scalar_are_one(group: str) -> None:
+def test_two_reads_of_a_scalar_are_merged(group: str) -> None:
     build = Builder(group)
     shard = build.primal()
     gm = build.module(build.call(mul, build.replicate(shard), build.replicate(shard)))
@@ -36,7 +36,7 @@ def test_different_parameters_stay_apart(group: str) -> None:
     assert count(gm.graph, markers.unshard) == 2
 
 
-def test_a_kept_read_is_not_one_that_is_given_up(group: str) -> None:
+def test_reads_with_and_without_reshard_are_not_merged(group: str) -> None:
     build = Builder(group)
     shard = build.primal(2, 3)
     reads = [build.unshard(shard, 13, reshard) for reshard in (True, False)]

@@ -1,4 +1,4 @@
-"""torch.compile reads a backend's name while it is given a module: [Note: first forward]."""
+"""torch.compile reads a backend's name while it has the module: [Note: first forward]."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphshard._torch.frames import to_compile
 
 
 class Named:
-    """A backend that notes what torch.compile has when it reads the backend's name."""
+    """A backend that records what torch.compile compiles when it reads the backend's name."""
 
     def __init__(self) -> None:
         self.given: list[object] = []
@@ -36,13 +36,13 @@ def test_torch_compile_reads_the_name_while_it_has_the_module() -> None:
     assert backend.given and all(given is module for given in backend.given)
 
 
-def test_compile_of_a_module_reads_the_name_too() -> None:
+def test_module_compile_reads_the_name_while_it_has_the_module() -> None:
     backend, module = Named(), nn.Linear(2, 2)
     module.compile(backend=backend)
     assert backend.given and all(given is module for given in backend.given)
 
 
-def test_it_reads_the_name_while_it_has_a_function() -> None:
+def test_torch_compile_reads_the_name_while_it_has_a_function() -> None:
     backend = Named()
     function = lambda x: x + 1  # noqa: E731
     torch.compile(function, backend=backend)
@@ -50,7 +50,7 @@ def test_it_reads_the_name_while_it_has_a_function() -> None:
     assert to_compile() is None
 
 
-def test_it_reads_the_name_though_it_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_compile_reads_the_name_even_if_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     backend, module = Named(), nn.Linear(2, 2)
     torch.compile(module, backend=backend)
     assert not any(backend.off)

@@ -1,5 +1,8 @@
-"""Graphs of fp8 training: one reduction finds all scales, forward and backward gather the same
-bytes, one kernel prepares the shards, and plans say why a weight is not in fp8."""
+"""Graphs of fp8 training.
+
+One all-reduce finds all scales, forward and backward gather the same bytes, one kernel prepares the
+shards of a bucket, and plans say why a weight is not in fp8.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
 class Net(nn.Module):
-    """Attention's three products of one input, a bias, and a head that is not in fp8."""
+    """Three linears of one input as in attention, an MLP with biases, and a head not in fp8."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +66,7 @@ def _plans(mesh: DeviceMesh, model: nn.Module, *batch: Tensor, **options: Any) -
 
 
 def _gathered(plan: Plan) -> dict[str, str]:
-    """The dtypes in which parameters are gathered, by name."""
+    """Return the dtypes in which parameters are gathered, by name."""
     return {
         plan.fqn_of(t): t.dtype for t in plan.problem.transfers if t.kind == TransferKind.ALL_GATHER
     }
@@ -76,7 +79,7 @@ def _in_fp8(plan: Plan) -> set[str]:
 @pytest.mark.parametrize("mp_policy", [None, BF16])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("overlap", [True, False])
-def test_one_reduction_scales_all_weights(
+def test_one_all_reduce_finds_the_scales_of_all_weights(
     mesh: DeviceMesh, recipe: str, mp_policy: Any, overlap: bool
 ) -> None:
     if float8_math.device_fault("cpu", recipe):
@@ -88,7 +91,7 @@ def test_one_reduction_scales_all_weights(
     (amax,) = [t for t in forward.problem.transfers if t.kind == TransferKind.ALL_REDUCE_MAX]
     rows = 3 * DIM + 2 * DIM + DIM
     assert amax.num_bytes == 4 * (len(WEIGHTS) if recipe == TENSORWISE else rows)
-    assert forward.problem.compute_us[0] > 0  # all shards are read
+    assert forward.problem.compute_us[0] > 0  # the first step reads all shards
     assert _in_fp8(forward) == WEIGHTS and set(_gathered(forward)) > WEIGHTS
     sizes = {forward.fqn_of(t): t.num_bytes for t in forward.problem.transfers}
     assert sizes["up.weight"] == 2 * DIM * DIM
@@ -113,7 +116,7 @@ def test_a_kept_weight_is_kept_in_fp8(mesh: DeviceMesh) -> None:
     assert _in_fp8(plans[GraphKind.FORWARD]) == WEIGHTS and not _gathered(plans[GraphKind.BACKWARD])
 
 
-def test_a_frozen_weight(mesh: DeviceMesh) -> None:
+def test_a_frozen_weight_is_gathered_in_fp8(mesh: DeviceMesh) -> None:
     model = Net()
     model.up.weight.requires_grad_(False)
     plans = _plans(mesh, model)
@@ -121,7 +124,7 @@ def test_a_frozen_weight(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.utils.checkpoint")
-def test_under_activation_checkpointing(mesh: DeviceMesh) -> None:
+def test_checkpointing_gathers_in_fp8_and_reuses_the_scales(mesh: DeviceMesh) -> None:
     class Checkpointed(Net):
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(super().forward, x, use_reentrant=False)
@@ -139,7 +142,7 @@ def test_overrides_choose_by_name(mesh: DeviceMesh) -> None:
     assert _in_fp8(plans[GraphKind.FORWARD]) == WEIGHTS - {"q.weight"} | {"lm_head.weight"}
 
 
-def test_what_something_else_uses_travels_as_it_is(mesh: DeviceMesh) -> None:
+def test_a_weight_with_another_use_is_not_gathered_in_fp8(mesh: DeviceMesh) -> None:
     class Penalised(Net):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + self.up.weight.square().mean()
@@ -151,7 +154,7 @@ def test_what_something_else_uses_travels_as_it_is(mesh: DeviceMesh) -> None:
     assert re.fullmatch(r"travels as torch.float32 and not in fp8: aten.\S+ uses it", why)
 
 
-def test_no_linear_uses_an_embedding(mesh: DeviceMesh) -> None:
+def test_an_embedding_is_not_gathered_in_fp8(mesh: DeviceMesh) -> None:
     class Embedding(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -164,7 +167,7 @@ def test_no_linear_uses_an_embedding(mesh: DeviceMesh) -> None:
     assert _in_fp8(plan) == {f"net.{name}" for name in WEIGHTS} and not plan.reasons
 
 
-def test_autocast_goes_with_it(mesh: DeviceMesh) -> None:
+def test_fp8_works_under_autocast(mesh: DeviceMesh) -> None:
     class Autocast(Net):
         def forward(self, x: Tensor) -> Tensor:
             with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -185,10 +188,10 @@ def test_autocast_goes_with_it(mesh: DeviceMesh) -> None:
         (32, 64, torch.float16, "linears in fp8 are of torch.bfloat16 or torch.float32"),
     ],
 )
-def test_a_device_may_refuse(
+def test_weights_that_the_device_refuses_are_not_in_fp8(
     group: str, rows: int, columns: int, dtype: torch.dtype, why: str | None
 ) -> None:
-    """Asked of torch's fakes of a GPU, which need none."""
+    """Fake CUDA tensors give the answer, without a GPU."""
     gm = _linear(group, rows, columns, dtype)
     gather_float8(gm)
     gm.graph.lint()
@@ -205,12 +208,12 @@ def test_a_device_may_refuse(
     for product in gm.graph.find_nodes(
         op="call_function", target=torch.ops.aten._scaled_mm.default
     ):
-        # Inductor's templates for GPUs want both scales to have the same number of dims.
+        # Inductor's GPU templates require both scales to have the same number of dims.
         assert [product.args[i].meta["val"].dim() for i in (2, 3)] == [0, 0]
 
 
 def _linear(group: str, rows: int, columns: int, dtype: torch.dtype) -> fx.GraphModule:
-    """A joint graph with the three products of one linear on a GPU."""
+    """Return a joint graph with the three matmuls of one linear on a GPU."""
     build = Builder(group, device="cuda")
     x, shard = build.primal(rows, DIM, dtype=dtype), build.primal(columns // 8, DIM, dtype=dtype)
     weight = build.marker(
@@ -228,8 +231,8 @@ def _linear(group: str, rows: int, columns: int, dtype: torch.dtype) -> fx.Graph
     return build.module(y, grad_x, build.reduce(grad_w))
 
 
-def test_what_is_done_to_shards_is_one_kernel(mesh: DeviceMesh) -> None:
-    """Scaled, cast and packed; the rest of a bucket, in bfloat16, is copied in by one call."""
+def test_one_kernel_prepares_the_fp8_shards_of_a_bucket(mesh: DeviceMesh) -> None:
+    """It scales, casts and packs them; one call copies in the rest of the bucket, in bfloat16."""
     backend = graphshard.backend(mesh, fp8=graphshard.Float8Policy(), mp_policy=BF16)
     model = torch.compile(Net(), backend=backend, fullgraph=True)
     with torch._inductor.config.patch(force_disable_caches=True):
@@ -246,7 +249,7 @@ def test_what_is_done_to_shards_is_one_kernel(mesh: DeviceMesh) -> None:
             f"primals_{plan.params[i].input + 1}" for i in in_fp8 if plan.params[i].fqn in WEIGHTS
         }
         readers = [shards & set(args) for args in kernels if shards & set(args)]
-        assert sum(map(len, readers)) == len(shards) > 1  # each is read once
+        assert sum(map(len, readers)) == len(shards) > 1  # each shard is read once
         assert len(readers) == sum(
             any(p.fqn in WEIGHTS for p in plan.params_of(b)) for b in buckets
         )
@@ -255,7 +258,7 @@ def test_what_is_done_to_shards_is_one_kernel(mesh: DeviceMesh) -> None:
 
 
 class _Layouts(TorchDispatchMode):
-    """Notes how both matrices of each fp8 product are laid out, from torch.compile's code, too."""
+    """A mode that records the strides of both operands of fp8 matmuls, also in compiled code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +274,7 @@ class _Layouts(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def test_inductor_lays_out_products_as_cublaslt_takes_them(mesh: DeviceMesh) -> None:
+def test_inductor_lays_out_fp8_operands_for_cublaslt(mesh: DeviceMesh) -> None:
     if float8_math.device_fault("cpu", TENSORWISE):
         pytest.skip("this CPU has no such product")
     backend = graphshard.backend(mesh, mp_policy=BF16, fp8=graphshard.Float8Policy())

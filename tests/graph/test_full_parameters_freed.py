@@ -1,6 +1,8 @@
-"""After a step no full parameter is alive, whatever holds it: Python, autograd or compiled code.
-The profiler sees all allocations and frees of this thread, which with a fake process group are all.
-Of what is alive after a step, nothing but the shards may be as large as a full weight in fp8."""
+"""After a step neither Python, autograd nor compiled code holds a full parameter.
+
+The profiler sees all allocations and frees of this thread; with a fake process group there are no
+others. Of the tensors alive after a step, only shards may be as large as a full weight in fp8.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ kept: list[Tensor] = []
 
 
 class KeepsOne(Eager):
-    """Keeps what an eager part has gathered."""
+    """A model whose eager part keeps the last parameter that it gathered."""
 
     @torch.compiler.disable
     def layer(self, number: int, x: Tensor) -> Tensor:
@@ -91,11 +93,11 @@ def _batch() -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and how.
+    """A model, and how it is trained.
 
     Attributes:
-        options: of ``graphshard.backend``.
-        step: runs one step; gradients are then applied and freed.
+        options: arguments of ``graphshard.backend``.
+        step: function that runs a step; gradients are applied and freed after it.
     """
 
     model: type[Linears] = Linears
@@ -127,7 +129,7 @@ CASES = {
 
 
 def _alive(step: Callable[[], None]) -> dict[int, int]:
-    """Return, by address, the bytes of what a step has allocated and not freed."""
+    """Return the sizes of the allocations that a step did not free, by address."""
     with profile(use_kineto=True, profile_memory=True) as recorded:
         step()
     events = list(recorded.kineto_results.experimental_event_tree())
@@ -147,7 +149,7 @@ def _alive(step: Callable[[], None]) -> dict[int, int]:
 
 
 def _leaks(case: Case, compiler: str) -> list[tuple[int, list[int]]]:
-    """Return, for each step, how many plain parameters were left and the bytes of other leaks."""
+    """Return, for each step, the number of plain parameters alive and the sizes of other leaks."""
     model = case.model()
     plain = [StorageWeakRef(param.untyped_storage()) for param in model.parameters()]
     optimizer = sgd(model)
@@ -182,7 +184,7 @@ def test_no_full_parameter_is_alive_after_a_step_of_inductor(mesh: DeviceMesh, n
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_full_parameters_that_wait_for_backward_are_found(mesh: DeviceMesh, compiler: str) -> None:
+def test_full_parameters_saved_for_backward_are_found(mesh: DeviceMesh, compiler: str) -> None:
     losses: list[Tensor] = []
     case = Case(
         options={"reshard_after_forward": False},
@@ -193,7 +195,7 @@ def test_full_parameters_that_wait_for_backward_are_found(mesh: DeviceMesh, comp
         assert sizes.count(DIM * DIM * 4) == LAYERS - 1
 
 
-def test_a_full_parameter_that_is_kept_is_found(mesh: DeviceMesh) -> None:
+def test_a_full_parameter_held_by_python_is_found(mesh: DeviceMesh) -> None:
     leaks = _leaks(Case(KeepsOne), "aot_eager")
     assert all(DIM * DIM * 4 in sizes for _, sizes in leaks), leaks
     kept.clear()

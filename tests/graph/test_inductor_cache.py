@@ -1,6 +1,8 @@
-"""Inductor's caches: a second run of the same training in new processes compiles nothing, ranks
-make the same cache keys, so that what one compiled serves all, and plans are as they were, in
-`dump="folder"` and in torch's trace log, too."""
+"""Inductor's caches: a second run of the same training in new processes compiles nothing.
+
+All ranks compute the same cache keys, so one rank's compiled code serves all. Plans from the cache
+equal those of the first run, also in dumps and in torch's trace log.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from tests.multirank.test_dump_folder import INFERENCE, STEP
 
 @dataclass(frozen=True)
 class Run:
-    """What a rank's training found in the caches, and what it says was done."""
+    """Cache counters and keys of one rank's training, and its results."""
 
     counters: dict[str, int]
     keys: dict[str, list[str]]
@@ -62,13 +64,13 @@ def _train(dump: Path | None) -> Run:
 
 
 def _train_patiently() -> Run:
-    """Train, and wait for another rank's compile for as long as a busy machine needs for it."""
+    """Train; wait long enough for another rank's compile on a busy machine."""
     with mock.patch("graphshard.pipeline.compile._half_timeout_s", return_value=200.0):
         return _train(None)
 
 
 def _train_late(dump: Path | None) -> Run:
-    """Train; the first rank, which dumps, compiles each graph when another one has done so."""
+    """Train; rank 0, which dumps, compiles each graph only after another rank has done so."""
     seen: set[Path] = set()
 
     def wait_and_compile(*args: Any) -> CompiledGraph:
@@ -96,7 +98,7 @@ def _counters() -> dict[str, int]:
 
 
 def _keys() -> dict[str, list[str]]:
-    """Keys of what this process wrote to, or found in, the caches."""
+    """Return the keys of the cache entries that this process wrote or found, by kind."""
     artifacts = torch.compiler.save_cache_artifacts()
     assert artifacts is not None
     return {kind: sorted(keys) for kind, keys in artifacts[1].artifacts.items() if keys}
@@ -122,7 +124,7 @@ def test_a_second_run_compiles_nothing(tmp_path: Path, train: Callable[[Path | N
 def test_one_rank_compiles_for_all(tmp_path: Path) -> None:
     runs = ranks.run_fresh(2, _train_patiently, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
     misses = [run.counters.get("fxgraph_cache_miss", 0) for run in runs]
-    assert sum(misses) == 3, misses  # each graph once
+    assert sum(misses) == 3, misses  # one per graph
     assert runs[0].losses == runs[1].losses and runs[0].plans == runs[1].plans
 
 

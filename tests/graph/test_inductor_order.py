@@ -1,5 +1,4 @@
-"""The order in which a plan writes collectives, waits and matrix products is the one that
-Inductor's final code runs them in: in forward, backward and inference."""
+"""Inductor's final code keeps the planned order of collectives, waits and matmuls."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from graphshard.pipeline import compile
 from graphshard.planning.plan import Plan
 
 DIM = 32
-# What each kind of event is in an FX graph, and in Inductor's code.
+# Patterns that match each kind of event in an FX graph and in Inductor's code.
 EVENTS = {
     "gather": r"all_gather_into_tensor(_coalesced)?\.default\(",
     "reduce": r"reduce_scatter_tensor(_coalesced)?\.default\(",
@@ -40,7 +39,7 @@ class Deep(nn.Module):
 
 
 def _events_of_code(code: str) -> list[str]:
-    """Of the body of the function that runs the graph; not of what is asserted or noted there."""
+    """Return the events in the function that runs the graph, without asserts and comments."""
     body = code[code.index("def call(") :]
     lines = [line.strip() for line in body.splitlines()]
     calls = [line for line in lines if not line.startswith(("assert", "#"))]
@@ -55,7 +54,7 @@ def _events_of_graph(graph: fx.Graph) -> list[str]:
 def _compiled(
     run: Callable[[Any], None], mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[list[str], list[str], Plan]]:
-    """By graph: events as written, events in the final code, and the plan."""
+    """Return, for each graph, the events as written, those in the final code, and the plan."""
     written: list[tuple[list[str], Plan]] = []
     verify = compile.verify_lowered
 
@@ -96,15 +95,15 @@ def test_inductor_keeps_the_order(
         assert [event for event in in_code if event in ("gather", "reduce")] == launches
         assert len(launches) == len(plan.buckets) > 4
         assert _products_before("gather", in_code) == _products_before("gather", written)
-        # A gradient may be fused into the kernel that comes next, and then leaves behind that.
+        # A gradient may be fused into the next kernel, and is then sent after that kernel.
         for event in ("reduce", "wait"):
             pairs = zip(_products_before(event, in_code), _products_before(event, written))
             assert all(late - planned in (0, 1) for late, planned in pairs)
-        # Something is in flight while something else is computed.
+        # A gather is in flight during the first product.
         start = written[: written.index("product")]
         assert start.count("gather") > start.count("wait")
 
 
 def _products_before(event: str, events: list[str]) -> list[int]:
-    """How many matrix products come before each of the events of a kind."""
+    """Return the number of matmuls before each event of a kind."""
     return [events[:i].count("product") for i, other in enumerate(events) if other == event]

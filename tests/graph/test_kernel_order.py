@@ -1,4 +1,4 @@
-"""The order of fused kernels, launches and waits: waits do not come earlier than written."""
+"""Order of fused kernels, launches and waits: no wait comes earlier than written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Dep:
 
 @dataclass(eq=False)
 class _Node:
-    """What the pass reads of a node of Inductor's scheduler; it writes the buffer of its name."""
+    """A stand-in for a node of Inductor's scheduler; it writes a buffer of the same name."""
 
     name: str
     min_order: int
@@ -59,22 +59,22 @@ def _ordered(*nodes: _Node) -> str:
     return " ".join(node.name for node in order(list(nodes)))
 
 
-def test_a_fused_kernel_moves_behind_the_wait_that_it_needs() -> None:
-    """Written: embedding, launch b, wait a, norm; Inductor runs the norm with the embedding."""
+def test_a_fused_kernel_moves_after_the_wait_that_it_needs() -> None:
+    """Written: embedding, launch b, wait a, norm. Inductor fuses the norm with the embedding."""
     launch_a, launch_b = _Node("launch_a", 0), _Node("launch_b", 2)
     wait_a, kernel = _wait("wait_a", 3, "launch_a"), _Node("kernel", 1, "wait_a kernel")
     ours = _ordered(launch_a, wait_a, kernel, launch_b, _Node("product", 5, "kernel"))
     assert ours == "launch_a launch_b wait_a kernel product"
 
 
-def test_what_needs_no_later_wait_stays() -> None:
+def test_nodes_that_need_no_later_wait_stay() -> None:
     nodes = [_Node("a", 0), _Node("launch", 1, "a"), _Node("b", 2, "a elsewhere"), _Node("c", 3)]
     assert _ordered(*nodes, _wait("wait", 4, "launch")) == "a launch b c wait"
 
 
 @dataclass(eq=False)
 class _Fused(_Node):
-    """Two nodes that Inductor made one kernel."""
+    """Two nodes that Inductor fused."""
 
     snodes: list[_Node] = field(default_factory=list)
     scheduler: Any = field(default_factory=lambda: SimpleNamespace(name_to_fused_node={}))
@@ -83,8 +83,8 @@ class _Fused(_Node):
         return [node.name for node in self.snodes]
 
 
-def test_a_kernel_is_taken_apart_that_a_launch_before_its_wait_needs() -> None:
-    """Written: grad, launch grad, wait a, norm; grad and norm read the same, and are one kernel."""
+def test_a_kernel_is_split_if_a_launch_before_its_wait_needs_it() -> None:
+    """Written: grad, launch grad, wait a, norm. Grad and norm share an input and are fused."""
     launch_a, wait_a = _Node("launch_a", 0), _wait("wait_a", 4, "launch_a")
     grad, norm = _Node("grad", 1), _Node("norm", 5, "wait_a")
     launch = _Node("launch", 3, "packed", ir._CollectiveKernel.__new__(ir._CollectiveKernel))
@@ -94,7 +94,7 @@ def test_a_kernel_is_taken_apart_that_a_launch_before_its_wait_needs() -> None:
     assert kernel.scheduler.name_to_fused_node == {"grad": grad, "norm": norm}
 
 
-def test_a_kernel_stays_that_no_launch_before_its_wait_needs() -> None:
+def test_a_kernel_is_kept_if_no_launch_before_its_wait_needs_it() -> None:
     launch_a, wait_a = _Node("launch_a", 0), _wait("wait_a", 4, "launch_a")
     kernel = _Fused("kernel", 1, "wait_a", snodes=[_Node("grad", 1), _Node("norm", 5, "wait_a")])
     launch = _Node("launch", 6, "grad", ir._CollectiveKernel.__new__(ir._CollectiveKernel))
@@ -108,10 +108,8 @@ def test_a_kernel_stays_that_no_launch_before_its_wait_needs() -> None:
         (1 << 10, "launch_a zeros kernel launch wait_a"),
     ],
 )
-def test_much_memory_is_made_behind_the_wait_before_it_which_frees_some(
-    num_bytes: int, expected: str
-) -> None:
-    """Written: cast, launch cast, wait a, zeros, sum; cast and sum read the same, and are one."""
+def test_a_large_allocation_stays_after_the_wait_before_it(num_bytes: int, expected: str) -> None:
+    """Written: cast, launch cast, wait a, zeros, sum. Cast and sum share an input and are fused."""
     launch_a, wait_a = _Node("launch_a", 0), _wait("wait_a", 4, "launch_a")
     cast, zeros = _Node("cast", 1), _Node("zeros", 5, num_bytes=num_bytes)
     launch = _Node("launch", 3, "cast", ir._CollectiveKernel.__new__(ir._CollectiveKernel))
@@ -120,11 +118,11 @@ def test_much_memory_is_made_behind_the_wait_before_it_which_frees_some(
 
 
 @pytest.mark.parametrize("name", KEEP_ORDER)
-def test_an_option_that_sorts_kernels_anew_is_left_out_with_a_warning(name: str) -> None:
+def test_options_that_reorder_kernels_are_dropped_with_a_warning(name: str) -> None:
     with pytest.warns(UserWarning, match=f"without {name}=True: .*than the plan says"):
         assert with_planned_order({name: True, "max_autotune": True}) == {"max_autotune": True}
 
 
-def test_other_options_are_kept_without_a_word(recwarn: pytest.WarningsRecorder) -> None:
+def test_other_options_are_kept_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
     asked = {"max_fusion_size": 2}
     assert with_planned_order({**asked, "combo_kernels": False}) == asked and not recwarn

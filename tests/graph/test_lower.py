@@ -1,5 +1,4 @@
-"""Markers become functional collectives: their order and their bytes, for parameters that travel
-alone and for buckets of several."""
+"""Markers become functional collectives: their order and bytes, one by one and in buckets."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ SLICE = torch.ops.aten.slice.Tensor
 COALESCED = c10d.all_gather_into_tensor_coalesced.default
 F32 = torch.float32
 COPY_IN = torch.ops.graphshard.copy_in.default
-LARGE = 1 << 19  # of 4 bytes: copying it would take longer than sending it on its own
+LARGE = 1 << 19  # elements of 4 bytes: packing it takes longer than a buffer of its own
 
 
 def test_a_parameter_without_padding(group: str) -> None:
@@ -47,7 +46,7 @@ def test_a_parameter_with_padding(group: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [16, 13])
-def test_a_gradient(group: str, rows: int) -> None:
+def test_a_gradient_is_reduce_scattered(group: str, rows: int) -> None:
     build = Builder(group)
     gm = build.module(build.reduce(build.tangent(rows, 3)))
     plan = lowered(gm, GraphKind.BACKWARD)
@@ -74,7 +73,7 @@ def test_a_transposed_gradient_is_made_contiguous(group: str) -> None:
     assert plan.problem.transfers[0].copied_in
 
 
-def test_a_replicated_parameter(group: str) -> None:
+def test_a_replicated_parameter_has_no_collective(group: str) -> None:
     build = Builder(group)
     gm = build.module(build.replicate(build.primal()))
     plan = lowered(gm, GraphKind.FORWARD)
@@ -83,11 +82,11 @@ def test_a_replicated_parameter(group: str) -> None:
     assert targets(gm.graph) == [torch.ops.aten.clone.default]
 
 
-def test_the_gradient_of_a_replicated_parameter(group: str) -> None:
+def test_the_gradient_of_a_replicated_parameter_is_all_reduced(group: str) -> None:
     build = Builder(group)
     gm = build.module(build.all_reduce(build.tangent(5)))
     plan = lowered(gm, GraphKind.BACKWARD)
-    # A fake group averages, as NCCL does; sums of gloo are divided.
+    # A fake group averages, like NCCL; with gloo, sums are divided.
     assert targets(gm.graph) == [REDUCE, WAIT]
     (reduction,) = (node for node in gm.graph.nodes if node.target is REDUCE)
     assert reduction.args[1] == "avg"
@@ -98,7 +97,7 @@ def test_the_gradient_of_a_replicated_parameter(group: str) -> None:
     "dtype",
     [torch.bool, torch.int8, torch.int16, torch.int64, torch.bfloat16, torch.complex64],
 )
-def test_every_dtype_arrives_as_it_left(group: str, dtype: torch.dtype) -> None:
+def test_every_dtype_can_be_gathered(group: str, dtype: torch.dtype) -> None:
     build = Builder(group)
     gm = build.module(build.unshard(build.primal(2, 3, dtype=dtype), 13))
     lowered(gm, GraphKind.FORWARD)
@@ -108,7 +107,7 @@ def test_every_dtype_arrives_as_it_left(group: str, dtype: torch.dtype) -> None:
     assert gather.meta["val"].dtype in collectives.WIRE_DTYPES
 
 
-def test_gradients_are_named_by_the_input_they_belong_to(group: str) -> None:
+def test_gradients_have_the_number_of_their_input(group: str) -> None:
     build = Builder(group)
     grads = [build.tangent(rows, 3) for rows in (9, 17)]
     last, first = (build.reduce(grad) for grad in grads)
@@ -119,7 +118,7 @@ def test_gradients_are_named_by_the_input_they_belong_to(group: str) -> None:
 
 
 def _gathers(build: Builder, markers: list[fx.Node], limits: ScheduleLimits) -> list[Any]:
-    """The buffers of every bucket of a graph that uses ``markers`` one after the other."""
+    """Return the buffers of each bucket of a graph that uses ``markers`` one after another."""
     x = build.primal(1)
     for marker in markers:
         total = build.call(torch.ops.aten.sum.default, build.call(to_copy, marker, dtype=F32))
@@ -129,14 +128,14 @@ def _gathers(build: Builder, markers: list[fx.Node], limits: ScheduleLimits) -> 
     return [bucket.buffers for bucket in plan.buckets]
 
 
-def test_small_parameters_share_a_buffer_beside_large_ones(group: str) -> None:
+def test_small_parameters_share_a_buffer_but_large_ones_do_not(group: str) -> None:
     build = Builder(group)
     markers = [build.unshard(build.primal(rows), rows * 8) for rows in (1, 2, LARGE, 3)]
     assert _gathers(build, markers, ScheduleLimits()) == [((0, 1, 3), (2,))]
     assert targets(build.graph).count(COALESCED) == 1 and targets(build.graph).count(WAIT) == 2
 
 
-def test_without_overlap_small_ones_travel_together_and_large_ones_alone(group: str) -> None:
+def test_without_overlap_only_small_parameters_share_a_bucket(group: str) -> None:
     build = Builder(group)
     markers = [build.unshard(build.primal(rows), rows * 8) for rows in (1, 2, LARGE, 3)]
     gm = build.module(build.call(torch.ops.aten.cat.default, markers))
@@ -145,13 +144,13 @@ def test_without_overlap_small_ones_travel_together_and_large_ones_alone(group: 
     assert all(bucket.launch == bucket.wait for bucket in buckets)
 
 
-def test_a_cap_of_buckets_is_kept(group: str) -> None:
+def test_the_cap_of_buckets_is_kept(group: str) -> None:
     build = Builder(group)
     markers = [build.unshard(build.primal(4), 32) for _ in range(4)]
     assert _gathers(build, markers, ScheduleLimits(cap=2 * 128)) == [((0, 1),), ((2, 3),)]
 
 
-def test_small_gradients_travel_together(group: str) -> None:
+def test_small_gradients_share_a_bucket(group: str) -> None:
     build = Builder(group)
     reduced = [build.reduce(build.tangent(rows, 3)) for rows in (16, 13, 1)]
     gm = build.module(*reduced)
@@ -176,7 +175,7 @@ def test_dtypes_share_a_buffer_as_bytes(group: str) -> None:
     assert [(v.dtype, tuple(v.shape)) for v in values] == [(dtype, (7, 4)) for dtype in dtypes]
 
 
-def test_gradients_of_two_dtypes_are_reduced_apart(group: str) -> None:
+def test_gradients_of_two_dtypes_are_reduced_separately(group: str) -> None:
     build = Builder(group)
     grads = [build.tangent(16, 3), build.call(to_copy, build.tangent(16, 3), dtype=torch.bfloat16)]
     gm = build.module(*(build.reduce(grad) for grad in grads))
@@ -189,7 +188,7 @@ def test_gradients_of_two_dtypes_are_reduced_apart(group: str) -> None:
     ]
 
 
-def test_shards_of_the_host_are_copied_to_the_device_and_back(group: str) -> None:
+def test_shards_on_the_host_are_copied_to_the_device_and_back(group: str) -> None:
     device = torch.device("cuda", 0)
     build = Builder(group, device="cuda:0")
     shards = [build.primal(rows, device="cpu") for rows in (2, 1)]
@@ -218,7 +217,7 @@ def test_shards_of_the_host_are_copied_to_the_device_and_back(group: str) -> Non
     assert on_device and all(node.meta["val"].device == device for node in on_device)
 
 
-def test_a_plan_knows_the_dtype_on_every_wire(group: str) -> None:
+def test_wire_dtypes_of_a_plan_are_those_of_the_graph(group: str) -> None:
     device, half = torch.device("cuda", 0), torch.bfloat16
     build = Builder(group, device="cuda:0")
     shard = build.primal(2, device="cpu")
@@ -235,7 +234,7 @@ def test_a_plan_knows_the_dtype_on_every_wire(group: str) -> None:
     assert [name for bucket in plan.buckets for name in plan.wire_dtypes(bucket)] == dtypes
 
 
-def test_what_the_host_keeps_is_not_in_the_memory_of_the_device(group: str) -> None:
+def test_shards_on_the_host_take_no_device_memory(group: str) -> None:
     peaks = []
     for device in (None, torch.device("cpu")):
         build = Builder(group)

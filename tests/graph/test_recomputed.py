@@ -1,5 +1,7 @@
-"""The time of a checkpointed region is predicted like any other, also where AOTAutograd wraps an
-operator in the state of a random generator."""
+"""Predicted time of a checkpointed region.
+
+It includes operators that AOTAutograd wraps to save the state of the random generator.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def _plans(mesh: DeviceMesh, compiler: str, recompute: bool) -> list[Plan]:
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_it_takes_its_time_in_forward_and_again_in_backward(
+def test_a_checkpointed_region_takes_time_in_forward_and_backward(
     mesh: DeviceMesh, compiler: str
 ) -> None:
     kept, recomputed = (_plans(mesh, compiler, recompute) for recompute in (False, True))

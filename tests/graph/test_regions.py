@@ -1,4 +1,4 @@
-"""Layers that are alike become calls of one subgraph; launches, waits and numbers stay."""
+"""Equal layers become calls of one subgraph; launches, waits and results do not change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _traced(function: Any, *inputs: Tensor) -> fx.GraphModule:
 
 
 def _shared(gm: fx.GraphModule) -> Regions:
-    """Share regions, and check that the graph is sound."""
+    """Share regions, and check the graph."""
     regions = share_regions(gm.graph, lambda _: True)
     gm.graph.lint()
     gm.recompile()
@@ -36,7 +36,7 @@ def _calls(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def _layer(x: Tensor, w: Tensor) -> Tensor:
-    """Ten nodes: a product, views, and what is pointwise."""
+    """Compute a matmul, views and pointwise ops."""
     h = (x @ w.t()).view(2, 2, 8).transpose(0, 1).contiguous().view(4, 8)
     return x + torch.sigmoid(h * 0.5).exp() * h
 
@@ -52,7 +52,7 @@ def _inputs(layers: int = 9) -> list[Tensor]:
     return [torch.randn(4, 8), *(torch.randn(8, 8) for _ in range(layers))]
 
 
-def test_layers_are_one_subgraph() -> None:
+def test_equal_layers_become_one_subgraph() -> None:
     inputs = _inputs()
     gm = _traced(_deep, *inputs)
     expected, num_nodes = gm(*inputs), len(gm.graph.nodes)
@@ -63,13 +63,13 @@ def test_layers_are_one_subgraph() -> None:
     assert torch.equal(gm(*inputs), expected)
 
 
-def test_what_is_not_worth_it_stays() -> None:
+def test_regions_that_are_not_worth_it_are_not_shared() -> None:
     gm = _traced(_deep, *_inputs())
     assert share_regions(gm.graph, lambda _: False) == Regions()
     assert not _calls(gm)
 
 
-def test_layers_that_differ_have_forms_of_their_own() -> None:
+def test_different_layers_become_different_subgraphs() -> None:
     def deep(x: Tensor, *weights: Tensor) -> Tensor:
         for i, w in enumerate(weights):
             x = _layer(x, w) * (2.0 if i < 9 else 3.0)
@@ -83,7 +83,7 @@ def test_layers_that_differ_have_forms_of_their_own() -> None:
     assert torch.equal(gm(*inputs), expected)
 
 
-def test_layers_are_cut_where_something_is_launched() -> None:
+def test_layers_are_cut_at_launches() -> None:
     gm = _traced(_deep, *_inputs())
     products = gm.graph.find_nodes(op="call_function", target=aten.mm.default)
     launch = products[3].next
@@ -91,18 +91,18 @@ def test_layers_are_cut_where_something_is_launched() -> None:
         planned = gm.graph.call_function(aten.neg.default, (products[0].args[0],))
     planned.meta = {"val": products[0].args[0].meta["val"], PLANNED: True}
     regions = _shared(gm)
-    assert regions.num_forms == 1  # it begins behind the product, as all do now
+    assert regions.num_forms == 1  # all regions now begin after the matmul
     names = [n for n in gm.graph.nodes if n.target is INVOKE or n is planned]
-    assert names.index(planned) == 3  # behind the third layer's rest
+    assert names.index(planned) == 3  # after the rest of the third layer
     assert planned in gm.graph.nodes
 
 
-def test_no_call_returns_a_view() -> None:
+def test_no_region_returns_a_view() -> None:
     def deep(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         kept = []
         for w in weights:
             x = _layer(x, w)
-            kept.append(x.view(2, 16).t())  # used by nobody but the user
+            kept.append(x.view(2, 16).t())  # only returned
         return (x, *kept)
 
     inputs = _inputs()
@@ -117,7 +117,7 @@ def test_no_call_returns_a_view() -> None:
         assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
 
 
-def test_constants_are_made_inside() -> None:
+def test_constants_are_created_inside_of_regions() -> None:
     def deep(x: Tensor, *weights: Tensor) -> Tensor:
         for w in weights:
             x = torch.where(_layer(x, w) > 1, x, torch.full((), -2.0))
@@ -131,7 +131,7 @@ def test_constants_are_made_inside() -> None:
     assert torch.equal(gm(*inputs), expected)
 
 
-def test_parts_of_tuples_stay_with_their_operator() -> None:
+def test_getitems_stay_with_their_operator() -> None:
     def deep(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         kept = []
         for w in weights:
@@ -151,7 +151,7 @@ def test_parts_of_tuples_stay_with_their_operator() -> None:
     assert tuples == {INVOKE}
 
 
-def test_what_writes_is_in_no_region() -> None:
+def test_mutating_ops_are_in_no_region() -> None:
     def deep(x: Tensor, *weights: Tensor) -> Tensor:
         for w in weights:
             x = _layer(x, w)
@@ -167,7 +167,7 @@ def test_what_writes_is_in_no_region() -> None:
 
 
 def _normalised(x: Tensor, w: Tensor) -> Tensor:
-    """What computes in float32 between values in bfloat16, as a norm does."""
+    """Compute in float32 between values in bfloat16, like a norm."""
     convert = torch.ops.prims.convert_element_type.default
     h = convert(x @ w.t(), torch.float32)
     centred = (h - h.mean(0, keepdim=True)) * torch.rsqrt(h.var(0, keepdim=True) + 1e-5)
@@ -186,7 +186,7 @@ def _wide_inputs(layers: int = 9) -> list[Tensor]:
 
 
 def _with_cuts_behind(gm: fx.GraphModule, op: Any) -> None:
-    """Plan something behind every call of ``op``."""
+    """Insert a planned node after every call of ``op``."""
     anything = next(iter(gm.graph.nodes))
     for node in gm.graph.find_nodes(op="call_function", target=op):
         with gm.graph.inserting_after(node):
@@ -195,23 +195,23 @@ def _with_cuts_behind(gm: fx.GraphModule, op: Any) -> None:
 
 
 def _results(gm: fx.GraphModule) -> list[Tensor]:
-    """Return what calls return."""
+    """Return the fake results of all region calls."""
     parts = gm.graph.find_nodes(op="call_function", target=operator.getitem)
     return [part.meta["val"] for part in parts if part.args[0].target is INVOKE]
 
 
-def test_a_border_within_a_norm_is_crossed_by_what_is_in_memory_without_it() -> None:
+def test_a_border_in_a_norm_is_crossed_by_values_in_memory_only() -> None:
     inputs = _wide_inputs()
     gm = _traced(_deep_normalised, *inputs)
     expected = gm(*inputs)
     _with_cuts_behind(gm, aten.rsqrt.default)
-    assert _shared(gm).num_calls > 9  # two of a layer, but for the ends
+    assert _shared(gm).num_calls > 9  # two per layer, except at the ends
     large = {result.dtype for result in _results(gm) if result.numel() == 64 * 8}
     assert large == {torch.bfloat16}
     assert torch.equal(gm(*inputs), expected)
 
 
-def test_what_is_computed_of_a_tensor_is_computed_before_it_is_written_to() -> None:
+def test_values_are_computed_before_their_input_is_written_to() -> None:
     def deep(x: Tensor, *weights: Tensor) -> Tensor:
         for w in weights:
             scale = torch.ops.prims.convert_element_type.default(w, torch.float32)[0]
@@ -228,7 +228,7 @@ def test_what_is_computed_of_a_tensor_is_computed_before_it_is_written_to() -> N
 
 
 @pytest.mark.parametrize("changes", [True, False])
-def test_layers_that_convolve_are_shared_where_images_keep_their_layout(changes: bool) -> None:
+def test_convolutions_are_shared_only_if_layouts_are_kept(changes: bool) -> None:
     def deep(x: Tensor, *weights: Tensor) -> Tensor:
         for w in weights:
             x = _layer(x, w)

@@ -1,4 +1,4 @@
-"""Nodes that parameters alone determine are marked for recomputation, and no others."""
+"""Nodes computed only from parameters are marked for recomputation, and no others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _recomputed(gm: fx.GraphModule) -> list[fx.Node]:
     return [node for node in gm.graph.nodes if node.meta.get("recompute") is RECOMPUTE]
 
 
-def test_casts_and_transposes_of_a_parameter(group: str) -> None:
+def test_casts_and_transposes_of_a_parameter_are_recomputed(group: str) -> None:
     build = Builder(group)
     full = build.unshard(build.primal(1, 8), 8)
     cast = build.call(to_copy, full, dtype=torch.bfloat16)
@@ -27,7 +27,7 @@ def test_casts_and_transposes_of_a_parameter(group: str) -> None:
     assert _recomputed(gm) == [full, cast, turned]
 
 
-def test_what_is_computed_of_several_parameters(group: str) -> None:
+def test_products_of_parameters_are_recomputed(group: str) -> None:
     build = Builder(group)
     first, second = (build.unshard(build.primal(1, 8), 8) for _ in range(2))
     product = build.call(mul, first, second)
@@ -35,7 +35,7 @@ def test_what_is_computed_of_several_parameters(group: str) -> None:
     assert _recomputed(gm) == [first, second, product]
 
 
-def test_constants_do_not_matter(group: str) -> None:
+def test_products_with_constants_are_recomputed_but_not_constants(group: str) -> None:
     build = Builder(group)
     full = build.unshard(build.primal(1, 8), 8)
     ones = build.call(torch.ops.aten.ones.default, [8, 8], device=torch.device("cpu"))
@@ -44,7 +44,7 @@ def test_constants_do_not_matter(group: str) -> None:
     assert ones not in parameter_derived(gm.graph)
 
 
-def test_a_parameter_that_is_expanded_to_the_size_of_a_batch(group: str) -> None:
+def test_a_parameter_expanded_to_a_batch_is_recomputed(group: str) -> None:
     build = Builder(group)
     full = build.unshard(build.primal(1, 8), 1)
     rows = build.graph.placeholder("primals_2")
@@ -70,7 +70,7 @@ def test_random_numbers_are_not_drawn_again(group: str) -> None:
     assert _recomputed(gm) == [full]
 
 
-def test_parameters_that_are_kept(group: str) -> None:
+def test_kept_parameters_are_saved(group: str) -> None:
     build = Builder(group)
     full = build.unshard(build.primal(1, 8), 8, reshard=False)
     gm = build.module(build.call(t, full))

@@ -1,6 +1,8 @@
-"""ZeRO-3 as autograd sees it: what the compiled forward hands to backward holds shards and small
-activations, never a full parameter, nor a cast, a transpose or a product of some. Batches are so
-small here that every activation is smaller than the smallest full weight."""
+"""ZeRO-3: forward saves shards and activations, but no full parameters.
+
+Nor does it save casts, transposes or products of full parameters. Batches are so small here that
+every activation is smaller than the smallest full weight.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ class Plain(_Model):
 
 
 class Cast(_Model):
-    """Mixed precision by hand."""
+    """Mixed precision with explicit casts."""
 
     def forward(self, x: Tensor) -> Tensor:
         low = torch.bfloat16
@@ -61,7 +63,7 @@ class Transposed(_Model):
 
 
 class OfSeveral(_Model):
-    """Weights that are computed of several parameters."""
+    """Weights computed from several parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
         both = torch.cat([self.first.weight, self.second.weight])
@@ -70,7 +72,7 @@ class OfSeveral(_Model):
 
 
 class Scaled(_Model):
-    """Weights that are computed of a sharded parameter and a replicated one."""
+    """Weights computed from a sharded and a replicated parameter."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(x @ (self.first.weight * self.scale).t())
@@ -87,7 +89,7 @@ class Normed(_Model):
 
 
 class Adapted(_Model):
-    """Frozen weights with a trained product of low rank."""
+    """Frozen weights plus a trained low-rank product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +103,7 @@ class Adapted(_Model):
 
 
 class Quantised(_Model):
-    """Integers are dequantised in the graph."""
+    """Integer weights that the graph dequantises."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +126,7 @@ class Checkpointed(_Model):
 
 
 class Attention(_Model):
-    """The GPT's layers, with a tied embedding."""
+    """A transformer layer with a tied embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +140,7 @@ class Attention(_Model):
 
 
 def _saved_by_forward(model: nn.Module, mesh: DeviceMesh, **options: Any) -> list[Tensor]:
-    # With overlap, what backward needs at once is kept: see tests/plan/test_keep_unsharded.py.
+    # With overlap, parameters that backward needs first are kept: test_keep_unsharded.py.
     alone = graphshard.SchedulePolicy(overlap=False)
     options = {"compiler": "aot_eager", "schedule": alone, **options}
     backend = graphshard.backend(mesh, **options)
@@ -179,7 +181,7 @@ def test_nothing_of_full_size_is_saved_by_inductor(kind: type[nn.Module], mesh: 
 
 
 class Deep(nn.Module):
-    """With more to save than its parameters are."""
+    """A model whose activations are larger than its parameters."""
 
     LAYERS, ROWS = 4, 512
 
@@ -195,18 +197,18 @@ class Deep(nn.Module):
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_a_budget_of_activations(compiler: str, mesh: DeviceMesh) -> None:
+def test_a_smaller_activation_budget_saves_less(compiler: str, mesh: DeviceMesh) -> None:
     saved = {}
     for budget in (None, 1, 0.5, 0):
         policy = graphshard.SchedulePolicy(overlap=False, activation_memory_budget=budget)
         tensors = _saved_by_forward(Deep(), mesh, schedule=policy, compiler=compiler)
         saved[budget] = sum(tensor.numel() for tensor in tensors)
     assert saved[None] == saved[1] > saved[0.5] > saved[0]
-    # The batch, shards and biases, and what the first layer returns: backward does not gather it.
+    # The batch, shards, biases, and the first layer's output: backward does not gather its weight.
     assert saved[0] < 2 * FULL + (Deep.ROWS + len(_x())) * DIM
 
 
-def test_what_is_recomputed_is_gathered_once(mesh: DeviceMesh) -> None:
+def test_recomputation_gathers_each_parameter_once(mesh: DeviceMesh) -> None:
     policy = graphshard.SchedulePolicy(overlap=False, activation_memory_budget=0)
     backend = graphshard.backend(mesh, compiler="aot_eager", schedule=policy)
     model = Deep()
@@ -218,8 +220,6 @@ def test_what_is_recomputed_is_gathered_once(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("kind", [Plain, Cast, Attention])
-def test_full_parameters_are_saved_where_a_policy_says_so(
-    kind: type[nn.Module], mesh: DeviceMesh
-) -> None:
+def test_full_parameters_are_saved_without_reshard(kind: type[nn.Module], mesh: DeviceMesh) -> None:
     saved = _saved_by_forward(kind(), mesh, reshard_after_forward=False)
     assert max(tensor.numel() for tensor in saved) >= FULL

@@ -1,4 +1,4 @@
-"""Compiled code in a file: a start with empty caches compiles nothing, and words where it must."""
+"""Compiled code in a file: a start with empty caches compiles nothing, or warns why it must."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WARNING = "a graph is compiled that the loaded file does not have"
 
 
 def _train(rows: int = 4, factor: int = 1, **options: Any) -> list[float]:
-    """Train, by default in the way that ``auto`` finds again where code was saved."""
+    """Train; by default ``auto`` chooses again what it chose when the code was saved."""
     torch.manual_seed(0)
     model, losses = MLP(), []
     options = {"schedule": _AUTO, **options}
@@ -88,7 +88,7 @@ def test_a_start_with_empty_caches_compiles_nothing(tmp_path: Path) -> None:
 
 
 def _changed(path: Path, **fields: Any) -> Path:
-    """Write a file of which only the header is there, and changed."""
+    """Write a file that has only a header, with changed fields."""
     changed = path.with_name("changed")
     header = {"format": 1, "made": {"torch": "1.0"}, "graphs": {}}
     with zipfile.ZipFile(changed, "w") as file:
@@ -96,7 +96,7 @@ def _changed(path: Path, **fields: Any) -> Path:
     return changed
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "compiled"
     path.write_text("no file of ours")
     with pytest.raises(ValueError, match=r"is no file of graphshard\.save_compiled"):

@@ -1,4 +1,4 @@
-"""The verifier raises on every way in which a rewritten graph can be wrong."""
+"""The verifier raises for every kind of fault in a rewritten graph."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LARGE = 1 << 19
 
 
 def _lowered(group: str) -> tuple[fx.Graph, Plan]:
-    """Two large parameters, gathered one after the other."""
+    """Return a graph that gathers two large parameters one after the other, and its plan."""
     build = Builder(group)
     first, second = (build.unshard(build.primal(rows // 8), rows) for rows in (LARGE, 2 * LARGE))
     gm = build.module(build.call(torch.ops.aten.cat.default, [first, second]))
@@ -33,7 +33,7 @@ def _find(graph: fx.Graph, target: object) -> list[fx.Node]:
     return [node for node in graph.nodes if node.target is target]
 
 
-def test_a_right_graph_passes(group: str) -> None:
+def test_a_correct_graph_passes(group: str) -> None:
     verify_lowered(*_lowered(group))
 
 
@@ -83,7 +83,7 @@ def _other_size(graph: fx.Graph, plan: Plan) -> Plan:
 
 
 def _out_of_order(graph: fx.Graph, plan: Plan) -> Plan:
-    """A wait before its collective."""
+    """Move a wait before its collective."""
     gather, wait = _find(graph, GATHER)[0], _find(graph, WAIT)[0]
     gather.prepend(wait)
     return plan
@@ -112,7 +112,7 @@ def test_a_broken_graph_is_refused(
         verify_lowered(graph, plan)
 
 
-def test_collectives_of_the_model_itself_are_not_ours(group: str) -> None:
+def test_collectives_of_the_model_itself_are_ignored(group: str) -> None:
     graph, plan = _lowered(group)
     shard = next(iter(graph.nodes))
     with graph.inserting_before(graph.output_node()):
@@ -121,7 +121,7 @@ def test_collectives_of_the_model_itself_are_not_ours(group: str) -> None:
 
 
 def _forward(group: str) -> tuple[fx.GraphModule, list[fx.Node]]:
-    """A forward graph that returns y and saves x, and nodes that it might save as well."""
+    """Return a forward graph that returns y and saves x, and nodes that it must not save."""
     build = Builder(group)
     x, full = build.primal(8, 8), build.unshard(build.primal(1, 8), 8)
     turned = build.call(t, full)
@@ -135,7 +135,7 @@ def _save(gm: fx.GraphModule, node: fx.Node) -> None:
 
 
 @pytest.mark.parametrize("position", [0, 1])
-def test_saving_what_parameters_determine_is_refused(group: str, position: int) -> None:
+def test_saving_a_value_computed_from_parameters_is_refused(group: str, position: int) -> None:
     gm, derived = _forward(group)
     names = [node.name for node in derived]
     verify_partition(gm, names, 1)

@@ -1,4 +1,4 @@
-"""What a forward graph saves of an input that it writes is a copy, laid out as it was traced."""
+"""Forward saves a copy of an input that it mutates, with the strides of the trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def _saving(build: Builder, saved: fx.Node, total: fx.Node, new: fx.Node) -> fx.GraphModule:
-    """A graph that returns `total`, saves `saved` and writes `new` into its first input."""
+    """Return a graph that returns `total`, saves `saved` and writes `new` to its first input."""
     first = next(iter(build.graph.nodes))
     build.call(aten.copy_.default, first, new)
     gm = build.module(total, saved)
@@ -24,7 +24,7 @@ def _saving(build: Builder, saved: fx.Node, total: fx.Node, new: fx.Node) -> fx.
     return gm
 
 
-def test_views_keep_their_strides(group: str) -> None:
+def test_saved_views_keep_their_strides(group: str) -> None:
     build = Builder(group)
     buffer, x = build.primal(4, 8), build.primal(8, 4)
     part = build.call(aten.slice.Tensor, build.call(aten.t.default, buffer), 0, 2, 7)

@@ -1,5 +1,7 @@
-"""A rank waits for a call that others never make, since they are blocked in a collective: all raise
-the same error in seconds. Ranks that are only slow are waited for."""
+"""A rank waits for a call that its peers cannot make, since they are blocked in a collective.
+
+All ranks raise the same error within seconds. Ranks that are only slow are waited for.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +21,30 @@ pytestmark = pytest.mark.alone
 
 
 def _meet_elsewhere(group: Group, call_log: CallLog, alone: int) -> str:
-    """One rank makes a call; the others are in a collective to which it comes after that."""
+    """Return this rank's error if rank `alone` makes a call while its peers run a collective."""
     gather(group)
     if group.rank() == alone:
         began = time.monotonic()
         text = message(call_log.first_run, "plan", PLAN)
         assert time.monotonic() < began + 3 * BLOCKED_S
         return text
-    return message(call, call_log, dist.barrier, group)  # it is released
+    return message(call, call_log, dist.barrier, group)  # the fault releases the barrier
 
 
 @pytest.mark.parametrize(("world", "alone"), [(2, 0), (2, 1), (4, 2)])
-def test_call_that_others_never_come_to_from_a_collective(world: int, alone: int) -> None:
+def test_call_while_peers_are_blocked_raises_on_all_ranks(world: int, alone: int) -> None:
     messages = run(world, _meet_elsewhere, alone)
     assert_same(messages, f"rank {alone} waits in call 0 (forward)", "torch.distributed.barrier()")
     assert f"which rank {alone} has not called yet" in messages[0]
-    assert "test_call_log.py:" in messages[0]  # where `call` calls it
+    assert "test_call_log.py:" in messages[0]  # the line in `call` that launches the collective
 
 
 def _wait_for_a_slow_rank(group: Group, call_log: CallLog) -> None:
-    """Rank 0 makes a call, to which the others come late: they are in collectives with a slow one,
-    of their own, or from which rank 0 has gone on."""
+    """Make calls with a slow rank 2, for which the other ranks wait in collectives or calls.
+
+    Rank 0 is the first in each call: it has already left the gather, and takes no part in the
+    broadcast.
+    """
     others: Any = dist.new_group([1, 2], use_local_synchronization=True) if group.rank() else None
     for collect in (_gather_to_1, _broadcast_among):
         if group.rank() == 2:
@@ -47,7 +52,7 @@ def _wait_for_a_slow_rank(group: Group, call_log: CallLog) -> None:
         collect(group, others)
         call_log.first_run(collect.__name__, PLAN)
     if group.rank() == 2:
-        time.sleep(BLOCKED_S + 2.0)  # the others wait in a call, as they may
+        time.sleep(BLOCKED_S + 2.0)  # the others wait in a call, which is no fault
     call_log.first_run("last", PLAN)
     dist.barrier(group)
     if group.rank():
@@ -64,5 +69,5 @@ def _broadcast_among(group: Group, others: Group) -> None:
         dist.broadcast(torch.ones(3), 2, group=others)
 
 
-def test_slow_rank_is_waited_for() -> None:
+def test_slow_rank_raises_no_error() -> None:
     run(3, _wait_for_a_slow_rank)

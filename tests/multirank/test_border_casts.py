@@ -1,4 +1,4 @@
-"""What is cast at the border of a model, from its first call on, however it is compiled."""
+"""Casts of a model's inputs and outputs, from the first call on, however it is compiled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Border(nn.Module):
-    """Takes a tensor by name in a dict, among others, and returns several."""
+    """A model with tensors in dicts, both as a keyword argument and as its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def _function(model: nn.Module, backend: Any) -> Any:
 
 @pytest.mark.parametrize("compiled", [_one_line, _in_place, _function])
 @pytest.mark.parametrize("first", [False, True])
-def test_the_border_is_cast_from_the_first_call_on(
+def test_inputs_and_outputs_are_cast_from_first_call(
     compiled: Callable[..., Any], first: bool
 ) -> None:
     ranks.run(2, _cross_border, compiled, first)
@@ -79,7 +79,7 @@ def _cross_border(compiled: Callable[..., Any], first: bool) -> None:
     assert len(hooks) == 2
 
 
-def test_a_second_model_of_a_backend() -> None:
+def test_second_model_of_a_backend_is_cast() -> None:
     ranks.run(2, _second_model)
 
 
@@ -94,7 +94,7 @@ def _second_model() -> None:
         _call(part)
 
 
-def test_the_plain_model_is_called_first() -> None:
+def test_plain_call_before_first_compiled_call_is_not_cast() -> None:
     ranks.run(2, _call_plain)
 
 
@@ -116,7 +116,7 @@ class Broken(nn.Module):
         return self.linear(x).square().mean()
 
 
-def test_a_graph_break() -> None:
+def test_casts_with_a_graph_break() -> None:
     ranks.run(2, _break)
 
 
@@ -164,7 +164,7 @@ def _cast_dataclass() -> None:
 
 
 @pytest.mark.parametrize("kind", [GPT, MLP])
-def test_a_backend_by_name_casts_the_first_inputs_too(kind: Trainable) -> None:
+def test_backend_by_name_casts_inputs_of_first_call(kind: Trainable) -> None:
     ranks.run(2, _by_name, kind)
 
 
@@ -193,17 +193,17 @@ def _call_bare(make: Callable[[], nn.Module], compile: Callable[[nn.Module, Any]
             out = called(torch.ones(2, 4))
             assert out.dtype == FP16
             out.sum().backward()
-        # compile() of such a module compiles nothing, in some versions of torch.
+        # In some versions of torch, compile() of such a module compiles nothing.
         assert compile is _in_place or not texts, texts
     assert_sharded(model)
     assert compile is _in_place or len(backend.plans) == 2
-    # Nothing is left of what sharded it but the hook that casts.
+    # Of the hooks that sharding has added, only the one that casts is left.
     assert len(model._forward_pre_hooks) == 1
 
 
 @pytest.mark.parametrize("compile", [_one_line, _in_place])
 @pytest.mark.parametrize("make", [_linear, _sequential])
-def test_a_bare_module_of_torch_nn(
+def test_bare_torch_nn_module_is_cast(
     make: Callable[[], nn.Module], compile: Callable[[nn.Module, Any], Any]
 ) -> None:
     ranks.run(2, _call_bare, make, compile)

@@ -1,5 +1,7 @@
-"""The warning of a model that Dynamo cannot make one graph of: once for each model, with file and
-line. `tests/numerics/test_breaks.py` compares how such models train."""
+"""The warning about graph breaks: once per model, with file and line.
+
+`tests/numerics/test_breaks.py` tests how such models train.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ def _warning_of(kind: Any) -> str:
     return warned[0]
 
 
-def test_the_warning_names_file_and_line() -> None:
+def test_break_warning_names_file_and_line() -> None:
     line = Middle.forward.__code__.co_firstlineno + 2
     for text in ranks.run(2, _warning_of, Middle):
         assert f"test_breaks.py:{line}" in text
@@ -26,14 +28,14 @@ def test_the_warning_names_file_and_line() -> None:
 
 
 def _train_two() -> None:
-    """Two broken models, one warning each."""
+    """Train two models with graph breaks; each warns once."""
     with graphshard_warnings() as warned:
         for kind in (Middle, Loop):
             Twins(kind(), fullgraph=False).train(kind.batch, steps=2)
     assert [text.split()[1] for text in warned] == ["Middle", "Loop"]
 
 
-def test_each_model_warns_of_its_own() -> None:
+def test_each_model_with_breaks_warns_once() -> None:
     ranks.run(2, _train_two)
 
 
@@ -43,5 +45,5 @@ def _train_whole() -> None:
     assert not warned
 
 
-def test_a_model_without_breaks_warns_of_nothing() -> None:
+def test_model_without_breaks_does_not_warn() -> None:
     ranks.run(2, _train_whole)

@@ -20,8 +20,8 @@ from .test_unsharded import config_disable, force_eager, refuse_step, sequential
 
 
 def _train_by_name(folder: Path) -> list[str]:
-    """Two models, each with options of its own that are equal; return the files dumped."""
-    for dtype in (torch.float32, torch.float64):  # they share no graph
+    """Train two models with equal but distinct options; return the names of the dumped files."""
+    for dtype in (torch.float32, torch.float64):  # so they share no graph
         model: Any = MLP().to(dtype)
         options = {
             "compiler": "aot_eager",
@@ -43,7 +43,7 @@ def _train_by_name(folder: Path) -> list[str]:
 def test_equal_options_share_a_backend(tmp_path: Path) -> None:
     files = ranks.run(2, _train_by_name, tmp_path)[0]
     numbers = {name.split("-")[0] for name in files if "forward" in name}
-    assert numbers == {"00", "01"}  # of one backend, which numbers its graphs
+    assert numbers == {"00", "01"}  # both numbered by the same backend
 
 
 def _refuse_options() -> None:
@@ -51,11 +51,11 @@ def _refuse_options() -> None:
         torch.compile(MLP(), backend="graphshard", options={"shards": 4})
 
 
-def test_wrong_options_are_an_error_before_the_first_call() -> None:
+def test_wrong_options_raise_in_torch_compile() -> None:
     ranks.run(1, _refuse_options)
 
 
-# As by object: tests/multirank/test_unsharded.py.
+# The same as with a backend object, see tests/multirank/test_unsharded.py.
 
 
 def _named() -> dict[str, Any]:
@@ -89,9 +89,9 @@ UNCOMPILED = [
 
 
 @pytest.mark.parametrize(("kind", "compile", "off"), UNCOMPILED)
-def test_a_model_trains_right_though_nothing_is_compiled(kind: Any, compile: Any, off: Any) -> None:
+def test_model_is_sharded_although_nothing_is_compiled(kind: Any, compile: Any, off: Any) -> None:
     ranks.run(2, train_uncompiled, kind, compile, off)
 
 
-def test_an_optimizer_that_steps_what_was_to_be_sharded() -> None:
+def test_optimizer_step_on_unsharded_model_raises() -> None:
     ranks.run(2, refuse_step, _function, force_eager)

@@ -1,5 +1,8 @@
-"""Calibration writes, from one rank, a file that has what was measured and the table's other
-numbers; measured times become rates that predict them again. Nothing here depends on how fast."""
+"""Calibration: the file that one rank writes, and the rates fitted to measured times.
+
+The file has the measured numbers, and otherwise those of the built-in table. No test depends on the
+speed of the machine.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def _amounts(interconnect: Interconnect, kind: str) -> list[float]:
     return [amount for amount, _ in interconnect.bus[kind].achieved]
 
 
-def test_without_ranks_the_links_stay_those_of_the_table() -> None:
+def test_without_ranks_links_keep_table_values() -> None:
     measured, warning = measure(CPU, TINY)
     assert warning is None
     assert [amount for amount, _ in measured.flops["float32"].achieved] == [2 * 4**3, 2 * 16**3]
@@ -49,15 +52,15 @@ def test_without_ranks_the_links_stay_those_of_the_table() -> None:
 def _write_from_ranks(path: Path) -> int:
     group = dist.group.WORLD
     status = main(["calibrate", "--out", str(path), "--quick", "--sizes", "4096,64"])
-    assert dist.group.WORLD is group  # it was not ours to destroy
+    assert dist.group.WORLD is group  # calibrate must not destroy the caller's group
     return status
 
 
-def test_ranks_measure_their_link_and_one_writes(tmp_path: Path) -> None:
+def test_ranks_measure_their_link_and_one_rank_writes(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_text("of an earlier run")
     assert ranks.run(2, _write_from_ranks, path) == [0, 0]
-    assert os.listdir(tmp_path) == [path.name]  # no half-written file is left
+    assert os.listdir(tmp_path) == [path.name]  # no scratch file is left
     written = Hardware.load(path)
     for kind in COLLECTIVE_KINDS:
         assert _amounts(written.intra, kind) == [64, 4096]
@@ -70,15 +73,15 @@ def _measure() -> Hardware:
     return measure(CPU, TINY).hardware
 
 
-def test_ranks_on_several_nodes_measure_the_network() -> None:
+def test_single_rank_nodes_measure_the_network() -> None:
     for measured in ranks.run(2, _measure, env={"LOCAL_WORLD_SIZE": "1"}):
         assert measured.ranks_per_node == 1
-        assert measured.intra == BASE.intra  # one rank alone has no link inside of its node
+        assert measured.intra == BASE.intra  # a node of one rank has no link within it
         for kind in COLLECTIVE_KINDS:
             assert _amounts(measured.inter, kind) == [64, 4096]
 
 
-def test_measured_times_of_collectives_are_predicted() -> None:
+def test_fitted_interconnect_predicts_measured_times() -> None:
     times = {
         TransferKind.ALL_GATHER: [100.0, 150.0, 900.0],
         TransferKind.REDUCE_SCATTER: [120.0, 300.0, 1700.0],
@@ -97,12 +100,12 @@ def test_measured_times_of_collectives_are_predicted() -> None:
                 assert predicted == pytest.approx(time_us, rel=0.03)
 
 
-def test_rates_ignore_what_took_longer_than_more_did() -> None:
+def test_rates_ignore_samples_slower_than_larger_ones() -> None:
     measured = fit_rate([Sample(10, 5.0), Sample(40, 4.0), Sample(20, 90.0), Sample(80, 8.0)])
     assert [measured.us(amount) for amount in (10, 20, 40, 80)] == pytest.approx([4, 4, 4, 8])
 
 
-def test_rates_of_what_took_no_time_are_bounded() -> None:
+def test_rates_are_finite_for_samples_without_time() -> None:
     measured = fit_rate([Sample(10, -1.0), Sample(20, 0.0), Sample(40, 4.0)])
     assert 0 < measured.us(10) <= measured.us(20) < measured.us(40) == pytest.approx(4)
 
@@ -116,7 +119,7 @@ def test_rates_of_what_took_no_time_are_bounded() -> None:
         ([], "--out"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_is_measured(
+def test_bad_arguments_are_refused(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -126,7 +129,7 @@ def test_bad_arguments_are_refused_before_anything_is_measured(
 
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_is_measured_grows(device: str, quick: bool) -> None:
+def test_measured_sizes_are_increasing(device: str, quick: bool) -> None:
     effort = Effort.for_device(torch.device(device), quick=quick)
     for sizes in (effort.matmul_sizes, effort.copy_bytes, effort.collective_bytes):
         assert len(sizes) > 2 and list(sizes) == sorted(set(sizes))

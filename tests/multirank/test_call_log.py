@@ -1,5 +1,8 @@
-"""Ranks that run different graphs: every rank raises the same error, also one that is blocked in a
-collective; ranks that run the same are never disturbed, however far apart in time they are."""
+"""The call log: ranks that run different graphs all raise the same error.
+
+This includes ranks that are blocked in a collective. Ranks that run the same graphs are never
+interrupted, however far apart in time they are.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ Group = dist.ProcessGroup
 
 
 def run(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-    """fn(group, call_log, *args) on each rank, with a group of its own, which it may break."""
+    """Call fn(group, call_log, *args) on each rank, with a new group, which it may break."""
     return ranks.run(world, _in_group, fn, timeout_s, args, timeout_s=30)
 
 
@@ -40,7 +43,7 @@ def _in_group(fn: Callable[..., Any], timeout_s: float, args: Any) -> Any:
     group: Any = dist.new_group(timeout=timedelta(seconds=timeout_s))
     try:
         result = fn(group, call_log_of(group), *args)
-        dist.barrier()  # the default group works, whatever became of this one
+        dist.barrier()  # the default group still works, even if this one is broken
         return result
     finally:
         dist.destroy_process_group(group)
@@ -53,7 +56,7 @@ def gather(group: Group) -> None:
 
 
 def call(call_log: CallLog, collective: Callable[[Group], object], group: Group) -> None:
-    """As a compiled graph does it."""
+    """Run a collective and explain its errors, as a compiled graph does."""
     try:
         collective(group)
     except Exception as error:
@@ -88,12 +91,12 @@ def _train(group: Group, call_log: CallLog, slow_rank: int, seconds: float) -> N
 
 
 @pytest.mark.parametrize(("world", "seconds"), [(1, 0.0), (2, 3.0), (4, 0.0)])
-def test_equal_plans_though_one_rank_comes_late(world: int, seconds: float) -> None:
+def test_equal_plans_with_a_late_rank_agree(world: int, seconds: float) -> None:
     run(world, _train, world - 1, seconds)
 
 
 def _recompile_alone(group: Group, call_log: CallLog) -> None:
-    """A rank compiles once more, to the same plan; the others run the graph that they have."""
+    """Compile again on one rank, to the same plan, while the others run their existing graph."""
     call_log.first_run("plan", PLAN)
     for step in range(30):
         if step == 7 * group.rank():
@@ -103,12 +106,12 @@ def _recompile_alone(group: Group, call_log: CallLog) -> None:
         call(call_log, gather, group)
 
 
-def test_one_rank_compiles_the_same_plan_again() -> None:
+def test_recompile_to_same_plan_on_one_rank_agrees() -> None:
     run(4, _recompile_alone)
 
 
 def _compile_behind(group: Group, call_log: CallLog) -> None:
-    """A rank is calls behind the other, which is idle for long, and then waits for it."""
+    """Let rank 1 fall several calls behind rank 0, which idles and then waits for it."""
     call_log.first_run("plan", PLAN)
     call_log.run("plan")
     if group.rank() == 0:
@@ -123,11 +126,11 @@ def _compile_behind(group: Group, call_log: CallLog) -> None:
         call_log.run("next")
 
 
-def test_a_rank_that_is_behind() -> None:
+def test_rank_several_calls_behind_agrees() -> None:
     run(2, _compile_behind)
 
 
-# Other plans.
+# Different plans.
 
 
 def _compile_other(group: Group, call_log: CallLog, other_rank: int) -> str:
@@ -140,7 +143,7 @@ def _compile_other(group: Group, call_log: CallLog, other_rank: int) -> str:
 
 
 @pytest.mark.parametrize(("world", "other_rank"), [(2, 0), (2, 1), (4, 2)])
-def test_a_first_run_of_another_plan(world: int, other_rank: int) -> None:
+def test_first_run_of_different_plan_raises_on_all_ranks(world: int, other_rank: int) -> None:
     messages = run(world, _compile_other, other_rank)
     assert_same(messages, "call 1", f"all_gather 7 (rank {other_rank})", "all_gather 1 (")
 
@@ -151,7 +154,7 @@ def functional(group: Group) -> None:
 
 
 def backward(group: Group) -> None:
-    """As a compiled backward graph does it: within autograd."""
+    """Run a collective within autograd, as a compiled backward graph does."""
     x = torch.ones(3, requires_grad=True)
     x.register_hook(lambda grad: call(call_log_of(group), gather, group))
     x.sum().backward()
@@ -161,7 +164,7 @@ def _recompile_other(group: Group, call_log: CallLog, new_rank: int, collective:
     call_log.first_run("plan", PLAN)
     gather(group)
     if group.rank() == new_rank:
-        time.sleep(1.0)  # the others are in the collective
+        time.sleep(1.0)  # until the others are in the collective
         text = message(call_log.first_run, "other", OTHER)
     else:
         call_log.run("plan")
@@ -174,7 +177,9 @@ def _recompile_other(group: Group, call_log: CallLog, new_rank: int, collective:
     ("world", "new_rank", "collective"),
     [(2, 0, gather), (2, 1, functional), (2, 0, backward), (4, 3, gather)],
 )
-def test_others_are_blocked_in_a_collective(world: int, new_rank: int, collective: Any) -> None:
+def test_ranks_blocked_in_a_collective_raise_the_same_error(
+    world: int, new_rank: int, collective: Any
+) -> None:
     messages = run(world, _recompile_other, new_rank, collective)
     assert_same(messages, "call 1", f"all_gather 7 (rank {new_rank})", "all_gather 1 (")
 
@@ -190,13 +195,13 @@ def _choose_other(group: Group, call_log: CallLog) -> str:
     return message(call, call_log, gather, group)
 
 
-def test_ranks_blocked_in_graphs_that_all_of_them_know() -> None:
+def test_different_known_graphs_that_block_raise() -> None:
     assert_same(run(4, _choose_other), "call 2", "rank 1", "all_gather 7")
 
 
 def _swap_once() -> str:
     with pytest.MonkeyPatch.context() as patch:
-        # It is read when a call log is made.
+        # Patched before the call log is created, which reads it.
         patch.setattr(graphshard.consensus.watcher, "AUDIT_S", 0.5)
         return _in_group(lambda *each: message(_train_with_a_swap, *each), 60.0, ())
 
@@ -208,11 +213,11 @@ def _train_with_a_swap(group: Group, call_log: CallLog) -> None:
         time.sleep(0.01)
 
 
-def test_graphs_that_differed_once_and_did_not_hang() -> None:
+def test_audit_finds_an_earlier_difference_without_a_hang() -> None:
     assert_same(ranks.run(2, _swap_once, timeout_s=30), "ranks 0, 1", "earlier call")
 
 
-# Ranks that do not come.
+# Ranks that never make a call.
 
 
 def _late(group: Group, call_log: CallLog) -> str:
@@ -222,7 +227,7 @@ def _late(group: Group, call_log: CallLog) -> str:
     return text or message(call_log.explain, RuntimeError("of a collective"))
 
 
-def test_ranks_that_never_come() -> None:
+def test_missing_ranks_are_named_after_timeout() -> None:
     assert_same(run(4, _late, timeout_s=3), "ranks 2, 3 did not come", "call 1 (forward)", "3 s")
 
 
@@ -238,7 +243,7 @@ def _choose(group: Group, call_log: CallLog) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [1, 4])
-def test_choices_are_those_of_the_first_rank(world: int) -> None:
+def test_all_ranks_get_the_choices_of_the_first(world: int) -> None:
     assert run(world, _choose) == [["a of 0", "b of 0", "a of 0"]] * world
 
 
@@ -250,7 +255,7 @@ def _choose_alone(group: Group, call_log: CallLog) -> str:
     return message(call, call_log, gather, group)
 
 
-def test_a_choice_that_the_first_rank_does_not_know_of() -> None:
+def test_choice_without_the_first_rank_raises_on_all_ranks() -> None:
     parts = ("call 1", "rank 1 calls choice 'key (0)'", "rank 0 calls forward")
     assert_same(run(2, _choose_alone), *parts)
 
@@ -263,7 +268,7 @@ def _fail_to_choose(group: Group, call_log: CallLog) -> str:
     return ""
 
 
-def test_a_choice_that_fails() -> None:
+def test_failed_choice_on_first_rank_raises_on_others() -> None:
     text = run(2, _fail_to_choose)[1]
     assert "rank 0" in text and "ZeroDivisionError" in text
 
@@ -272,7 +277,7 @@ def test_a_choice_that_fails() -> None:
 
 
 class _Counting:
-    """A store that counts what the thread that made it asks for."""
+    """A store that counts the operations of the thread that created it."""
 
     def __init__(self, store: Any) -> None:
         self._store, self._thread, self.num_operations = store, threading.get_ident(), 0
@@ -294,7 +299,7 @@ def _count_operations(group: Group, call_log: CallLog) -> None:
     assert store.num_operations == num_operations > 0
 
 
-def test_a_run_touches_no_store() -> None:
+def test_repeated_runs_do_not_access_the_store() -> None:
     run(2, _count_operations)
 
 
@@ -307,10 +312,10 @@ def _num_keys(group: Group, call_log: CallLog) -> None:
         dist.barrier()
         first = first or _count_keys(store)
         dist.barrier()
-    # Not one key a round; groups of other tests may be leaving meanwhile.
+    # Less than one key per round; meanwhile, watchers of other tests' groups may add some.
     end = time.monotonic() + 20
     while _count_keys(store) > first + 10 and time.monotonic() < end:
-        time.sleep(0.1)  # watchers delete
+        time.sleep(0.1)  # watchers delete keys in the background
     assert 0 < _count_keys(store) <= first + 10
     dist.barrier()
 
@@ -319,7 +324,7 @@ def _count_keys(store: Any) -> int:
     return sum("graphshard" in key for key in store.list_keys())
 
 
-def test_the_store_does_not_grow() -> None:
+def test_number_of_store_keys_is_bounded() -> None:
     run(2, _num_keys)
 
 
@@ -343,7 +348,7 @@ def _groups_of_one_name(folder: Path) -> list[str]:
     return made
 
 
-def test_groups_of_one_name_one_after_the_other(tmp_path: Path) -> None:
+def test_successive_groups_of_the_same_name_are_separate(tmp_path: Path) -> None:
     assert ranks.run(2, _groups_of_one_name, tmp_path) == [["0", "1", "2"]] * 2
 
 
@@ -363,7 +368,7 @@ if how == "raise":
 
 
 def _end(folder: Path, how: str) -> list[tuple[int, str]]:
-    """Exit codes and errors of two processes, which end while they watch."""
+    """Return the exit codes and stderr of two processes that end while their watchers run."""
     starts = [[sys.executable, "-c", SCRIPT, str(r), str(folder / "group"), how] for r in range(2)]
     env = {**os.environ, **ranks.RANK_ENV}
     processes = [subprocess.Popen(s, stderr=subprocess.PIPE, text=True, env=env) for s in starts]
@@ -374,12 +379,12 @@ def _end(folder: Path, how: str) -> list[tuple[int, str]]:
             process.kill()
 
 
-def test_a_process_ends_cleanly_while_it_watches(tmp_path: Path) -> None:
+def test_process_exits_cleanly_with_running_watcher(tmp_path: Path) -> None:
     for code, errors in _end(tmp_path, "return"):
         assert code == 0 and "Traceback" not in errors and "terminate" not in errors, errors
 
 
-def test_an_error_on_one_rank_reaches_a_rank_that_waits(tmp_path: Path) -> None:
+def test_error_on_one_rank_reaches_waiting_rank(tmp_path: Path) -> None:
     (code, errors), (other_code, _) = _end(tmp_path, "raise")
     assert code == other_code == 1
     assert "BackendError" in errors and "rank 1 left" in errors, errors

@@ -1,5 +1,7 @@
-"""An error inside of a graph, which the user catches to go on with something smaller: nothing that
-was in flight stays there, and what has added up is not lost."""
+"""Errors within a graph that the user catches, for example to retry with a smaller batch.
+
+Afterwards no collective is left in flight, and training continues with correct gradients.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +54,15 @@ def _fail_often(where: str, compiler: str) -> None:
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_nothing_stays_in_flight(where: str, compiler: str) -> None:
+def test_no_collective_stays_in_flight_after_error(where: str, compiler: str) -> None:
     ranks.run(2, _fail_often, where, compiler)
 
 
 def _fail_earlier_on_one_rank() -> tuple[float, int]:
-    """Seconds until an error is there, and what is then in flight; one rank launches more."""
+    """Return the seconds until this rank raises, and the collectives then left in flight.
+
+    Rank 0 fails one layer later than rank 1, so it launches more collectives.
+    """
     compiled, x = compile_sharded(Fallible(), schedule=SMALL_BUCKETS), _batch()
     compiled(x).backward()
     before = num_registered_works()
@@ -71,25 +76,25 @@ def _fail_earlier_on_one_rank() -> tuple[float, int]:
     return seconds, stays
 
 
-def test_an_error_is_not_held_up_by_a_rank_that_failed_earlier() -> None:
+def test_wait_for_rank_that_failed_earlier_is_limited() -> None:
     (held_up, _), (at_once, stays_there) = ranks.run_fresh(2, _fail_earlier_on_one_rank)
     assert 0.5 <= held_up < 30 and at_once < 30
     assert stays_there == 0
 
 
 class _Event:
-    """An event of a device that this machine does not have."""
+    """A fake event of an accelerator; also stands in for its stream."""
 
     def __init__(self) -> None:
         self.waits: list[str] = []
 
     def wait_event(self, event: object) -> None:
-        """As the compute stream."""
+        """Record a wait by the compute stream."""
         assert event is self
         self.waits.append("stream")
 
     def synchronize(self) -> None:
-        """As the host."""
+        """Record a wait by the host."""
         self.waits.append("host")
 
 
@@ -107,12 +112,12 @@ def _copy(host_reads: bool, num_waits: int, num_tensors: int = 1) -> list[str]:
     return event.waits
 
 
-def test_a_copy_that_the_host_does_not_read_is_waited_for_once() -> None:
+def test_host_waits_only_for_copies_that_it_reads() -> None:
     assert _copy(host_reads=False, num_waits=1) == ["stream"]
     assert _copy(host_reads=True, num_waits=2) == ["stream", "host"]
 
 
-def test_an_error_waits_as_often_as_a_copy_has_to_be_waited_for() -> None:
+def test_error_completes_all_waits_of_a_copy() -> None:
     before, event = num_registered_works(), _Event()
     launch = _Launch(event, torch.device("cpu"))  # type: ignore[arg-type]
     target = torch.ones(3)
@@ -123,5 +128,5 @@ def test_an_error_waits_as_often_as_a_copy_has_to_be_waited_for() -> None:
     assert event.waits == ["stream", "host"]
 
 
-def test_copies_that_were_launched_together_are_waited_for_together() -> None:
+def test_copies_of_one_launch_share_their_waits() -> None:
     assert _copy(host_reads=True, num_waits=2, num_tensors=3) == ["stream", "host"]

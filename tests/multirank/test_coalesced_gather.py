@@ -1,5 +1,7 @@
-"""One collective gathers tensors of several dtypes, over gloo and over the recording group. gloo
-itself casts all tensors of a coalesced gather to the first one's dtype."""
+"""One collective gathers tensors of several dtypes, over gloo and over the recording group.
+
+gloo itself would cast all tensors of a coalesced gather to the dtype of the first.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def _gathered(alone: bool, first: int) -> list[Tensor]:
 @pytest.mark.parametrize("backend", ["gloo", recording.BACKEND])
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("first", range(len(DTYPES)))
-def test_several_dtypes_in_one_gather(first: int, alone: bool, backend: str) -> None:
+def test_one_gather_of_several_dtypes_keeps_values(first: int, alone: bool, backend: str) -> None:
     expected = [torch.cat(shards) for shards in zip(*map(_shards, range(2)))]
     for gathered in ranks.run(2, _gathered, alone, first, backend=backend):
         for ours, theirs in zip(gathered, expected, strict=True):

@@ -1,6 +1,9 @@
-"""What is sent in a step, as a recording process group sees it: which parameters are gathered and
-reduced, how often, how many bytes, in the same order on every rank. What backward needs is found
-independently, from what eager autograd saves of the plain model."""
+"""Collectives of a training step, observed by a recording process group.
+
+The tests compare which parameters are gathered and reduced, how often, in how many bytes, and that
+all ranks use the same order. The parameters that backward needs are determined independently, by
+what eager autograd saves for the plain model.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +25,19 @@ from tests.numerics.test_breaks import DisabledFirst
 from tests.numerics.test_parameters import EqualGradients, Frozen, Reused, Tiny, Unused
 
 Sent = list[tuple[str, int]]
-"""Kind and bytes of every collective, in order."""
+"""(kind, bytes) of each collective, in order."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank sent in forward and in backward, and what the plans of both say of it."""
+    """The collectives of one rank in forward and in backward, with the plans of both graphs."""
 
     forward: Sent
     backward: Sent
     plans: tuple[Plan, Plan]
 
     def fqns(self, kind: str, backward: bool) -> list[str]:
-        """Names of the parameters that travel in collectives of a kind, repeated if they do."""
+        """Return the parameters in collectives of a kind, sorted, one entry per transfer."""
         plan = self.plans[backward]
         buckets = [bucket for bucket in plan.buckets if bucket.kind == kind]
         return sorted(p.fqn for bucket in buckets for p in plan.params_of(bucket))
@@ -51,7 +54,7 @@ def _sent() -> Sent:
 
 
 def _record(kind: Trainable, options: dict[str, Any]) -> Step:
-    """The second step: the first one shards the model, too."""
+    """Record the second step, since the first one also shards the model."""
     twins = Twins(kind(), **options)
     batch = draw(kind.batch, 0)[dist.get_rank()]
     twins.compiled(batch).backward()
@@ -64,7 +67,7 @@ def _record(kind: Trainable, options: dict[str, Any]) -> Step:
 
 
 def _run(kind: Trainable, world_size: int = 2, **options: Any) -> Step:
-    """The step of rank 0; all ranks sent the same."""
+    """Return the step of rank 0; assert that all ranks sent the same, as planned."""
     steps = ranks.run(world_size, _record, kind, options, backend="recording")
     for step in steps:
         assert (step.forward, step.backward) == (steps[0].forward, steps[0].backward)
@@ -81,12 +84,12 @@ def _padded_bytes(param: Tensor, world_size: int) -> int:
 
 @dataclass(frozen=True)
 class Needs:
-    """Parameters of a plain model by what eager autograd does with them; names sorted."""
+    """Parameters of a plain model by their use in eager autograd; names are sorted."""
 
     params: dict[str, nn.Parameter]
-    saved: list[str]  # for backward
-    trained: list[str]
-    replicated: list[str]  # trained, without rows to split
+    saved: list[str]  # saved for backward
+    trained: list[str]  # with a gradient and rows to split
+    replicated: list[str]  # with a gradient but without rows to split
 
     def bytes(self, names: list[str], world_size: int) -> int:
         return sum(_padded_bytes(self.params[name], world_size) for name in names)
@@ -116,7 +119,7 @@ def _needs(kind: Trainable) -> Needs:
 @pytest.mark.parametrize("kind", [MLP, GPT, ConvNet, Frozen, Reused, Tiny, Unused, EqualGradients])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_each_parameter_is_gathered_and_reduced_once(kind: Trainable, world_size: int) -> None:
-    """In forward if it is used, in backward if it is needed there, its gradient if it has one."""
+    """Each graph gathers the parameters that it needs once; each gradient is reduced once."""
     step, needs = _run(kind, world_size), _needs(kind)
     used = [n for n, p in needs.params.items() if not n.startswith("never") and p.dim()]
     used = [name for name in used if needs.params[name].numel()]
@@ -124,7 +127,7 @@ def test_each_parameter_is_gathered_and_reduced_once(kind: Trainable, world_size
     again = step.fqns(TransferKind.ALL_GATHER, True)
     kept = {step.plans[0].params[i].fqn for i in step.plans[0].kept}
     assert not kept.intersection(again)
-    # The partitioner may rather compute an activation again, from its parameters, than save it.
+    # Rather than save an activation, the partitioner may recompute it from its parameters.
     assert set(needs.saved) <= kept.union(again) <= set(used)
     expected = [
         (TransferKind.ALL_GATHER, False, used),
@@ -139,7 +142,7 @@ def test_each_parameter_is_gathered_and_reduced_once(kind: Trainable, world_size
     assert step.fqns(TransferKind.ALL_REDUCE, True) == needs.replicated
 
 
-def test_inductor_sends_what_aot_eager_sends() -> None:
+def test_inductor_sends_the_same_as_aot_eager() -> None:
     eager, compiled = _run(GPT), _run(GPT, compiler="inductor")
     used = eager.fqns(TransferKind.ALL_GATHER, False)
     assert compiled.fqns(TransferKind.ALL_GATHER, False) == used
@@ -164,7 +167,7 @@ def test_kept_parameters_are_not_gathered_again(kind: Trainable, compiler: str) 
 
 
 @pytest.mark.parametrize("kind", [GPT, Reused])
-def test_training_with_kept_parameters(kind: Trainable) -> None:
+def test_training_with_kept_parameters_matches_plain_model(kind: Trainable) -> None:
     ranks.run(2, train, kind, compiler="aot_eager", reshard_after_forward=False)
 
 
@@ -198,7 +201,7 @@ def test_eager_parts_send_the_same_on_all_ranks() -> None:
     first, second = ranks.run(2, _eager_parts, backend="recording")
     assert first == second
     size = sum(_padded_bytes(param, 2) for param in DisabledFirst().parameters())
-    # The eager part runs twice, and each use of a parameter there is reduced by itself.
+    # The eager part runs twice, and the gradient of each use there is reduced by itself.
     assert (
         sum(num_bytes for kind, num_bytes in first if kind == TransferKind.REDUCE_SCATTER) >= size
     )
@@ -216,6 +219,6 @@ def _step() -> Sent:
     return _sent()
 
 
-def test_an_optimizer_step_sends_nothing() -> None:
+def test_optimizer_step_sends_nothing() -> None:
     for sent in ranks.run(2, _step, backend="recording"):
         assert sent == []

@@ -21,7 +21,7 @@ from tests.numerics.compare import compile_sharded, draw, whole
 
 
 def _save(folder: str) -> dict[str, Any]:
-    """A checkpoint of a model and its optimizer after a step; what it holds, unsharded."""
+    """Save a checkpoint of a model and its optimizer after a step; return its unsharded content."""
     model = GPT()
     compiled = compile_sharded(model)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -67,7 +67,7 @@ def _run(*arguments: object) -> int:
 
 
 @pytest.mark.parametrize("batch_bytes", [1, 1 << 30])
-def test_one_file(
+def test_checkpoint_is_written_as_one_file(
     checkpoint: tuple[Path, dict[str, Any]],
     batch_bytes: int,
     tmp_path: Path,
@@ -82,7 +82,9 @@ def test_one_file(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full.pt", "model.safetensors"]
 
 
-def test_there_and_back(checkpoint: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_files_convert_back_to_checkpoints(
+    checkpoint: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     folder, state = checkpoint
     _run(folder, tmp_path / "model.safetensors", "--key", "model")
     _run(folder, tmp_path / "full.pt")
@@ -100,7 +102,7 @@ def test_there_and_back(checkpoint: tuple[Path, dict[str, Any]], tmp_path: Path)
 
 @pytest.fixture
 def prefixed(tmp_path: Path) -> Path:
-    """A checkpoint as Lightning saves it: of a module that holds the model, and a metric."""
+    """A checkpoint like Lightning's: of a module that contains the model and a metric."""
     names = {"net.a.weight": torch.ones(2), "net.b": torch.zeros(3), "seen": torch.ones(1)}
     folder = tmp_path / "prefixed"
     dcp.save({"state_dict": names, "other": torch.ones(1)}, checkpoint_id=folder, no_dist=True)
@@ -123,7 +125,7 @@ def test_prefix_is_stripped_from_names(prefixed: Path, tmp_path: Path, prefix: s
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-def test_prefix_that_does_not_fit_is_an_error(
+def test_prefix_that_does_not_match_is_an_error(
     prefixed: Path, tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = {"net.a": torch.ones(1), "a": torch.ones(1), "b": torch.ones(1)}
@@ -143,7 +145,7 @@ def test_prefix_that_does_not_fit_is_an_error(
     assert not (tmp_path / f"x{suffix}").exists()
 
 
-def test_what_cannot_be(
+def test_impossible_conversions_are_refused(
     checkpoint: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _ = checkpoint

@@ -1,5 +1,7 @@
-"""`dump="folder"` of a real training: which rank writes what (`tests/graph/test_inductor_cache.py`
-has what a warm cache leaves of it); and a profile of it with the predictions beside it."""
+"""`dump="folder"` in real training: the files of each rank, and a profile with predictions.
+
+`tests/graph/test_inductor_cache.py` tests what is dumped with a warm cache.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ INFERENCE = [
 
 
 def _train(folder: Path) -> None:
-    """Each rank has a folder of its own."""
+    """Train a step, with a dump folder for each rank."""
     backend = graphshard.backend(compiler="aot_eager", dump=folder / str(dist.get_rank()))
     torch.compile(MLP(), backend=backend)(torch.ones(5, 7)).backward()
 
@@ -52,7 +54,7 @@ def _evaluate_too(folder: Path) -> list[str]:
     return [plan.to_json() for plan in backend.plans]
 
 
-def test_the_first_rank_writes_all_of_every_graph(tmp_path: Path) -> None:
+def test_first_rank_dumps_all_files_of_all_graphs(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "dump"
     plans, _ = ranks.run(2, _evaluate_too, folder)
     assert _names(folder) == sorted([*STEP, *INFERENCE])
@@ -66,7 +68,7 @@ def test_the_first_rank_writes_all_of_every_graph(tmp_path: Path) -> None:
         assert json.loads((folder / f"{name}.trace.json").read_text())["traceEvents"]
 
 
-def test_the_code_before_and_after_each_stage(tmp_path: Path) -> None:
+def test_dump_has_code_before_and_after_each_stage(tmp_path: Path) -> None:
     ranks.run(2, _train, tmp_path)
     assert _names(tmp_path / "0") == STEP and _names(tmp_path / "1") == []
 
@@ -106,7 +108,7 @@ def _profile(folder: Path) -> None:
         compiled(torch.ones(5, 7)).backward()
 
 
-def test_a_profile_has_predictions_beside_it(tmp_path: Path) -> None:
+def test_profile_contains_predicted_trace(tmp_path: Path) -> None:
     ranks.run(2, _profile, tmp_path / "dump")
     events = json.loads((tmp_path / "dump" / "step.json").read_text())["traceEvents"]
     named = [e["args"]["name"] for e in events if e["name"] == "process_name"]
@@ -138,6 +140,6 @@ def _bad_folder(path: Path) -> None:
     assert all(type(param) is nn.Parameter for param in model.parameters())
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_dump_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     ranks.run(2, _bad_folder, tmp_path)

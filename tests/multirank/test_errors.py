@@ -1,5 +1,7 @@
-"""What cannot be sharded is an error on every rank, which names the parameter or the option, before
-anything is changed: the parameters are the same objects with the same values, and train on plainly.
+"""Models and options that cannot be sharded raise an error on every rank.
+
+The error names the parameter or the option, and is raised before anything is changed: the
+parameters are still the same objects with the same values.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ ERRORS = (ValueError, RuntimeError)
 X = torch.ones(5, 7)
 
 Act = Callable[[nn.Module], object]
-"""What is refused; given the model."""
+"""A call, given the model, that is expected to raise."""
 
 
 def first_step(model: nn.Module) -> object:
@@ -64,7 +66,7 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(model.named_parameters(remove_duplicate=False))
 
 
-# No process group, and meshes.
+# No process group, and wrong meshes.
 
 
 @pytest.mark.parametrize(
@@ -77,14 +79,14 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     ],
     ids=["backend", "string", "function", "shard"],
 )
-def test_no_process_group(act: Act) -> None:
+def test_missing_process_group_is_an_error(act: Act) -> None:
     assert not dist.is_initialized()
     torch._dynamo.reset()
     assert_refused(MLP(), act, "^mesh=None: there is no process group")
 
 
 @pytest.mark.parametrize("as_function", [False, True])
-def test_the_lines_that_an_error_advises_train_in_one_process(as_function: bool) -> None:
+def test_lines_advised_by_error_make_one_process_train(as_function: bool) -> None:
     model = MLP()
     target = (lambda x: model(x)) if as_function else model
     torch._dynamo.reset()
@@ -117,7 +119,7 @@ ON_MESH = [_backend_on, _function_on, graphshard.shard]
 
 
 @pytest.mark.parametrize("make", ON_MESH)
-def test_a_mesh_of_three_axes(make: Any) -> None:
+def test_mesh_of_three_axes_is_refused(make: Any) -> None:
     ranks.run(2, _mesh_of_three_axes, make)
 
 
@@ -128,15 +130,15 @@ def _mesh_elsewhere(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", ON_MESH)
-def test_a_mesh_of_another_device(make: Any) -> None:
+def test_mesh_of_another_device_is_refused(make: Any) -> None:
     ranks.run(2, _mesh_elsewhere, make)
 
 
-# Models that somebody else has changed, or that hold no values.
+# Models that are wrapped or sharded already, or have parameters without values.
 
 
 class _Dressed(nn.Module):
-    """A model of which a part is prepared by the test."""
+    """A model with a part that the test prepares."""
 
     def __init__(self, prepare: Callable[[nn.Module], nn.Module]) -> None:
         super().__init__()
@@ -180,7 +182,7 @@ PREPARED = [
 
 def _refuse_prepared(prepare: Callable[[Any], nn.Module], act: Act, match: str) -> None:
     model = _Dressed(prepare)
-    if prepare is _lazy:  # it has no values to compare
+    if prepare is _lazy:  # its parameters have no values to compare
         with pytest.raises(ERRORS, match=match):
             act(model)
         assert type(model.inner.weight) is nn.Parameter
@@ -190,7 +192,7 @@ def _refuse_prepared(prepare: Callable[[Any], nn.Module], act: Act, match: str) 
 
 @pytest.mark.parametrize(("prepare", "match"), PREPARED)
 @pytest.mark.parametrize("act", [first_step, shard])
-def test_a_part_that_cannot_be_sharded(
+def test_part_that_cannot_be_sharded_is_refused(
     prepare: Callable[[Any], nn.Module], act: Act, match: str
 ) -> None:
     ranks.run(2, _refuse_prepared, prepare, act, match)
@@ -203,16 +205,16 @@ def _refuse_meta(act: Act) -> None:
 
 
 def first_step_on_meta(model: nn.Module) -> object:
-    """Dynamo itself refuses a graph of two devices, before a backend is asked."""
+    """Call the model with inputs on meta: Dynamo itself would refuse a graph of two devices."""
     return compile_sharded(lambda x: model(x))(X.to("meta"))
 
 
 @pytest.mark.parametrize("act", [first_step, first_step_on_meta, first_step_in_place])
-def test_a_model_on_meta_at_its_first_step(act: Act) -> None:
+def test_model_on_meta_is_refused_at_first_step(act: Act) -> None:
     ranks.run(2, _refuse_meta, act)
 
 
-# What differs between ranks. Each changes the model of one rank.
+# Differences between ranks. Each function changes the model of one rank.
 
 
 def _other_shape(model: Any) -> None:
@@ -271,16 +273,21 @@ def _refuse_difference(change: Callable[[Any], None], changed_rank: int, match: 
 
 
 @pytest.mark.parametrize(("change", "match"), DIFFERENCES)
-def test_a_model_that_differs_between_ranks(change: Callable[[Any], None], match: str) -> None:
+def test_model_that_differs_between_ranks_is_refused(
+    change: Callable[[Any], None], match: str
+) -> None:
     ranks.run(2, _refuse_difference, change, 1, match)
 
 
-def test_a_model_that_differs_on_the_first_rank() -> None:
+def test_model_that_differs_on_first_rank_is_refused() -> None:
     ranks.run(2, _refuse_difference, _one_more, 0, "")
 
 
 def _refuse_other_order() -> None:
-    """Equal names in another order would be broadcast into each other."""
+    """Shard a model whose parameters rank 1 registers in another order.
+
+    A broadcast in the order of registration would mix up their values.
+    """
     model = nn.Module()
     names = ["a", "b"] if dist.get_rank() == 0 else ["b", "a"]
     for name in names:
@@ -294,7 +301,7 @@ def _refuse_other_order() -> None:
         assert torch.equal(full.detach(), torch.full((3,), float(ord(name)))), name
 
 
-def test_parameters_in_another_order_are_not_mixed_up() -> None:
+def test_parameters_in_different_order_keep_their_values() -> None:
     ranks.run(2, _refuse_other_order)
 
 
@@ -313,7 +320,7 @@ def _refuse_other_options(options: list[dict[str, Any]], match: str) -> None:
         [{"compiler": "inductor"}, {"compiler": "aot_eager"}],
     ],
 )
-def test_options_that_differ_between_ranks(options: list[dict[str, Any]]) -> None:
+def test_options_that_differ_between_ranks_are_refused(options: list[dict[str, Any]]) -> None:
     name = next(iter(options[0]))
     ranks.run(
         2,
@@ -330,21 +337,21 @@ def _refuse_other_ignored() -> None:
     assert_refused(model, act, r"'up\.bias' differs between ranks.*missing")
 
 
-def test_ignored_parameters_that_differ_between_ranks() -> None:
+def test_ignored_params_that_differ_between_ranks_are_refused() -> None:
     ranks.run(2, _refuse_other_ignored)
 
 
 def _fault_on_one_rank() -> None:
-    """Every rank is told what is wrong on one of them."""
+    """Assert that every rank raises the fault of rank 1, and names that rank."""
     model = _Dressed(lambda module: module.to("meta") if dist.get_rank() == 1 else module)
     assert_refused(model, shard, r"rank 1 of the mesh: parameter 'part\.weight' is on the meta")
 
 
-def test_a_fault_of_one_rank_is_an_error_on_all() -> None:
+def test_fault_on_one_rank_is_an_error_on_all() -> None:
     ranks.run(2, _fault_on_one_rank)
 
 
-# Options that cannot hold; no process group is asked.
+# Invalid options, which are refused without a process group.
 
 BAD_OPTIONS: list[tuple[str, Any]] = [
     ("mesh", "cpu"),
@@ -373,19 +380,19 @@ BAD_OPTIONS: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "value"), BAD_OPTIONS)
-def test_an_option_that_cannot_hold(name: str, value: Any) -> None:
+def test_invalid_option_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ERRORS, match=name):
         graphshard.backend(**{name: value})
     assert_refused(MLP(), lambda model: graphshard.shard(model, **{name: value}), name)
 
 
-def test_an_optimizer_is_not_sharded() -> None:
+def test_shard_refuses_an_optimizer() -> None:
     with pytest.raises(ValueError, match="model is a SGD: give the module"):
         graphshard.shard(torch.optim.SGD(MLP().parameters()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("make", [graphshard.backend, lambda **o: graphshard.shard(MLP(), **o)])
-def test_an_unknown_option(make: Callable[..., object]) -> None:
+def test_unknown_option_is_refused(make: Callable[..., object]) -> None:
     with pytest.raises(TypeError, match="bucket_size"):
         make(bucket_size=3)
 
@@ -398,7 +405,9 @@ def test_an_unknown_option(make: Callable[..., object]) -> None:
         ({"reshard_after_forward": "yes"}, "reshard_after_forward='yes'"),
     ],
 )
-def test_options_of_the_backend_by_name(options: dict[str, Any], match: str) -> None:
+def test_invalid_options_of_backend_by_name_are_refused(
+    options: dict[str, Any], match: str
+) -> None:
     ranks.run(2, _refuse_by_name, options, match)
 
 
@@ -407,7 +416,7 @@ def _refuse_by_name(options: dict[str, Any], match: str) -> None:
     assert_refused(MLP(), act, match)
 
 
-# Compiled code that graphshard cannot find the model of.
+# Compiled code whose model graphshard cannot find or change.
 
 
 def _parameter_of_nobody() -> None:
@@ -418,12 +427,12 @@ def _parameter_of_nobody() -> None:
     assert type(param) is nn.Parameter
 
 
-def test_a_parameter_that_belongs_to_no_module() -> None:
+def test_parameter_without_a_module_is_refused() -> None:
     ranks.run(2, _parameter_of_nobody)
 
 
 class _Final(type):
-    """Its classes have no subclasses."""
+    """Metaclass of classes that cannot be subclassed."""
 
     def mro(cls) -> list[type]:
         if any(isinstance(base, _Final) for base in cls.__bases__):
@@ -440,5 +449,5 @@ def _class_that_cannot_change(act: Act) -> None:
 
 
 @pytest.mark.parametrize("act", [first_step, shard])
-def test_a_class_that_cannot_change(act: Act) -> None:
+def test_module_class_without_subclasses_is_refused(act: Act) -> None:
     ranks.run(2, _class_that_cannot_change, act)

@@ -1,7 +1,8 @@
-"""An error inside of a graph while the host copies: nothing that was in flight stays there.
+"""An error within a graph during host copies leaves no copy in flight.
 
-A CPU copies at once. Here its copies are registered as those of a device are, and are in flight
-until the graph, or the error, has waited for them."""
+On a CPU, copies are done at once. Here they are registered like copies of an accelerator, and stay
+in flight until the graph, or the handler of an error, has waited for them.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ LAYERS = 6
 
 
 class _Copy(host_copy._HostCopy):
-    """A copy that is in flight until it has been waited for as often as it has to be."""
+    """A copy that counts as in flight until it has been waited for."""
 
     in_flight: set[int] = set()
 
@@ -44,7 +45,7 @@ class _Copy(host_copy._HostCopy):
 
 
 class _Stream:
-    """A stream of a device that this machine does not have; as an event, it is there at once."""
+    """A fake stream of an accelerator; also a fake event that has always been reached."""
 
     def wait_event(self, event: object) -> None:
         pass
@@ -124,5 +125,5 @@ def _fail(what: str, where: str) -> None:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("what", [SHARDS, ACTIVATIONS])
-def test_no_copy_stays_in_flight(what: str, where: str) -> None:
+def test_no_copy_stays_in_flight_after_error(what: str, where: str) -> None:
     ranks.run(2, _fail, what, where)

@@ -1,7 +1,9 @@
-"""One rank raises, exits, is killed or stops answering, at every kind of point of a training: the
-others end with one named error in time, and nothing hangs. Training resumes from what was saved.
+"""Faults of one rank at various points of training: it raises, exits, is killed, or is stopped.
 
-`GRAPHSHARD_FAULTS=all` tests every fault at every point; without it some of each are tested."""
+The others end in time with one named error, and nothing hangs. Training resumes from the last
+checkpoint. `GRAPHSHARD_FAULTS=all` tests every fault at every point; by default, only some are
+tested.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from tests.numerics.compare import generator, relative_error, sgd
 pytestmark = pytest.mark.alone
 
 DIM, GLOBAL_BATCH, STEPS, FAULTY_STEP = 8, 6, 4, 2
-TIMEOUT_S = 6.0  # shorter than ranks.GRACE_S, in which the others have to end
+TIMEOUT_S = 6.0  # shorter than ranks.GRACE_S, within which the others have to end
 IS_LONG = os.environ.get("GRAPHSHARD_FAULTS") == "all"
 STOPS_S = {"stop": 3.0, "stop for too long": 20.0 if IS_LONG else 9.0}
 
@@ -49,20 +51,20 @@ SOME = [
 ALL = [
     (fault, point, number % 2)
     for number, (fault, point) in enumerate(itertools.product(FAULTS, POINTS))
-    if (fault, point) != ("raise", "in a collective")  # a thread that waits cannot raise
+    if (fault, point) != ("raise", "in a collective")  # a thread blocked in a wait cannot raise
 ]
-"""Fault, point, and the rank that is the victim."""
+"""(fault, point, rank of the victim)."""
 IN_A_CHECKPOINT = ["after", "save"]
-"""Points where the others come to the collectives of a checkpoint, whose errors are torch's."""
+"""Points after which the others enter the collectives of a checkpoint, whose errors are torch's."""
 SOME_STOPS = ["in a collective"]
 
 meets: list[Callable[[str], None]] = []
-"""What is called at the points in graphs."""
+"""Functions to call at the points within graphs."""
 
 
 @torch.library.custom_op("graphshard_test::meet", mutates_args=())
 def meet(x: Tensor, point: str) -> Tensor:
-    """Return a copy of `x` after what happens there."""
+    """Call the functions in `meets` and return a copy of `x`."""
     for at in meets:
         at(point)
     return x.clone()
@@ -91,13 +93,13 @@ def _net() -> Net:
 
 
 def _batch(step: int) -> Tensor:
-    """The batch of all ranks together; of another length at the faulty step, to be compiled for."""
+    """Return the global batch; at the faulty step it has another length, which needs a compile."""
     length = 3 if step == FAULTY_STEP else 2
     return torch.randn(GLOBAL_BATCH, length, DIM, generator=generator(step))
 
 
 def _strike(fault: str) -> None:
-    """Do it to this process."""
+    """Inflict the fault on this process."""
     if fault == "raise":
         raise ZeroDivisionError("the victim's own error")
     if fault == "exit":
@@ -108,16 +110,17 @@ def _strike(fault: str) -> None:
 
 
 class _Faulty:
-    """Strikes when the victim comes to the point."""
+    """Fault that strikes the victim once, when it reaches the point."""
 
     def __init__(self, fault: str, point: str, victim: int) -> None:
         self._fault, self._point = fault, point
         self._is_due = self._is_victim = dist.get_rank() == victim
 
     def at(self, point: str) -> None:
-        """Strike here if this is the victim's point.
+        """Strike if this is the victim and its point.
 
-        In a collective the victim waits for the others, which come later, and is struck meanwhile.
+        For "in a collective" the others are delayed, so the victim is struck while it waits in the
+        collective for them.
         """
         if point != self._point:
             return
@@ -131,7 +134,7 @@ class _Faulty:
         self._is_due = False
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
-        """Meet the points that are in graphshard and in torch."""
+        """Call :meth:`at` for the points that lie within graphshard and torch."""
         targets: list[tuple[Any, str, str]] = [
             (sys.modules["graphshard.backend"], "compile_traced", "compile"),
             (CallLog, "choose_on_first_rank", "plans"),
@@ -149,7 +152,12 @@ class _Faulty:
 
 
 def _train(fault: str, point: str, folder: Path, steps: range, victim: int = 1) -> list[Tensor]:
-    """Train, and save some steps; a range that does not begin at 0 resumes."""
+    """Train and save checkpoints; return the full parameters.
+
+    Args:
+        steps: steps to train; a range that does not begin at 0 resumes from the checkpoint of the
+            step before.
+    """
     faulty = _Faulty(fault, point, victim)
     with pytest.MonkeyPatch.context() as patch:
         faulty.watch(patch)
@@ -203,7 +211,7 @@ def _assert_trained(trained: list[list[Tensor]]) -> None:
 
 
 @pytest.mark.parametrize(("fault", "point", "victim"), ALL if IS_LONG else SOME)
-def test_the_others_end_with_a_named_error(
+def test_fault_on_one_rank_ends_others_with_named_error(
     fault: str, point: str, victim: int, tmp_path: Path
 ) -> None:
     with pytest.raises(ranks.RankError) as raised:
@@ -219,7 +227,7 @@ def test_the_others_end_with_a_named_error(
 
 
 @pytest.mark.parametrize("point", POINTS if IS_LONG else SOME_STOPS)
-def test_a_rank_that_goes_on_in_time_trains_on(point: str, tmp_path: Path) -> None:
+def test_rank_stopped_briefly_trains_on(point: str, tmp_path: Path) -> None:
     _assert_trained(ranks.run_fresh(2, _train, "stop", point, tmp_path, range(STEPS)))
 
 

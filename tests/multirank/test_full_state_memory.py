@@ -1,6 +1,9 @@
-"""A full state dict is gathered and scattered by one parameter at a time, and a model of the meta
-device is initialised by one module at a time: the most memory that a rank needs beside its shards,
-and beside the result on the first rank."""
+"""Peak memory of full state dicts and of meta-device initialization.
+
+A full state dict is gathered and scattered one parameter at a time, and a model on the meta device
+is initialized one module at a time. The tests bound the memory that a rank needs in addition to its
+shards and, on the first rank, to the result.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ pytestmark = [
     ),
 ]
 LINEARS, PARAMS = 20, 200e6
-SLACK = 5 * MB  # messages, Python objects, and pages of 2 MB that are not full
+SLACK = 5 * MB  # for messages, Python objects, and partly used pages of 2 MB
 
 
 def _full_and_back() -> tuple[Memory, Memory]:
@@ -51,17 +54,17 @@ def _initialise() -> Memory:
     return peak_of(lambda: graphshard.materialize(model), parameter_bytes(model))
 
 
-def test_one_module_at_a_time() -> None:
+def test_materialize_holds_one_full_module_at_a_time() -> None:
     for memory in ranks.run_fresh(2, _initialise):
         module, shards = memory.params / LINEARS, memory.params / 2
-        # The module, what drawing and checking its values takes, and what SLACK is for.
+        # The module in full, twice as much to draw and check its values, and slack.
         assert memory.peak - memory.before <= shards + 3 * module + SLACK, memory
 
 
-def test_one_parameter_at_a_time() -> None:
+def test_full_state_dict_holds_one_full_parameter_at_a_time() -> None:
     for rank, (gathering, scattering) in enumerate(ranks.run_fresh(2, _full_and_back)):
         parameter = gathering.params / LINEARS
         result = gathering.params if rank == 0 else 0
-        # Its own shard beside the full parameter, and what SLACK is for.
+        # The full parameter, at most as much for this rank's shard of it, and slack.
         assert gathering.peak - gathering.before <= result + 2 * parameter + SLACK, gathering
         assert scattering.peak - scattering.before <= 2 * parameter + SLACK, scattering

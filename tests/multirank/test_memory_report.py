@@ -1,4 +1,4 @@
-"""``memory_report``: beside what tensors really hold."""
+"""``memory_report``, compared with the sizes of the tensors."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def _reports() -> tuple[list[graphshard.MemoryReport], int, str]:
     return found, local, str(found[-1])
 
 
-def test_what_a_rank_holds() -> None:
+def test_reported_bytes_of_a_rank_are_exact() -> None:
     full = sum(param.nbytes for param in ConvNet().parameters())
     buffers = sum(buffer.nbytes for buffer in ConvNet().buffers())
     rows = [param.shape[0] for param in ConvNet().parameters()]
     each = [param.nbytes // param.shape[0] for param in ConvNet().parameters()]
     padded = sum(-(-n // WORLD) * size for n, size in zip(rows, each))
-    steps = 4 * len(rows)  # AdamW counts them for each parameter
+    steps = 4 * len(rows)  # AdamW has a step counter of 4 bytes for each parameter
     gathered = WORLD * padded
     for (before, between, after), local, text in ranks.run(WORLD, _reports):
         assert before.parameters == before.gradients == Held(full, full)
@@ -66,7 +66,7 @@ def _offloaded() -> graphshard.MemoryReport:
     return graphshard.memory_report(compiled, optimizer)
 
 
-def test_what_the_host_holds() -> None:
+def test_reported_bytes_on_the_host_are_exact() -> None:
     for report in ranks.run(2, _offloaded):
         held = report.parameters.rank + report.gradients.rank + report.optimizer.rank
         shard = -(-ConvNet().conv1.weight.shape[0] // 2) * ConvNet().conv1.weight[0].nbytes
@@ -76,7 +76,7 @@ def test_what_the_host_holds() -> None:
         )
 
 
-def test_bad_arguments() -> None:
+def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="model is a list"):
         graphshard.memory_report([])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="optimizer is a Linear"):

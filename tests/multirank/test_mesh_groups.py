@@ -1,4 +1,4 @@
-"""Process groups that sharding makes beside those of the mesh."""
+"""Process groups that sharding creates in addition to those of the mesh."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.models import MLP
 
 
 def _timeouts() -> tuple[float, float]:
-    """Return the timeout of the mesh's group, and of the one that backward gathers from."""
+    """Return the timeouts of the mesh's group and of the group from which backward gathers."""
     group = dist.new_group(list(range(4)), timeout=timedelta(seconds=77))
     mesh = DeviceMesh.from_group(group, "cpu")
     model = graphshard.shard(MLP(), mesh, reshard_after_forward=2)
@@ -26,6 +26,6 @@ def _timeouts() -> tuple[float, float]:
     return group_timeout_s(process_group(mesh.get_group().group_name)), group_timeout_s(neighbours)
 
 
-def test_a_group_that_sharding_makes_has_the_timeout_of_the_mesh() -> None:
-    # In fresh ranks: groups are made once, with the timeout of the first mesh.
+def test_regather_group_has_the_timeout_of_the_mesh() -> None:
+    # In fresh ranks, because such groups are created once, with the timeout of the first mesh.
     assert ranks.run_fresh(4, _timeouts) == [(77.0, 77.0)] * 4

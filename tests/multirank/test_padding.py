@@ -1,4 +1,4 @@
-"""Parameters with fewer rows than ranks: the first rank warns where their padding takes much."""
+"""Parameters with fewer rows than ranks: the first rank warns if their padding is large."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DIM = 1024
 
 
 class Experts(nn.Module):
-    """Stacked experts, all of which a token takes."""
+    """Stacked experts, all of which process every token."""
 
     def __init__(self, num_experts: int, dim: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Experts(nn.Module):
 def _warned(
     num_experts: int, mesh_shape: tuple[int, ...] = (4,), dim: int = DIM, **options: Any
 ) -> tuple[list[str], str]:
-    """Train for two steps; return the warnings of this rank, and the last line of the summary."""
+    """Train for two steps; return this rank's warnings and the last line of the summary."""
     backend = graphshard.backend(
         init_device_mesh("cpu", mesh_shape), compiler="aot_eager", **options
     )
@@ -60,7 +60,7 @@ REMEDIES = {
 }
 
 
-def test_the_first_rank_warns_of_padding_that_takes_much() -> None:
+def test_first_rank_warns_about_large_padding() -> None:
     first, *others = ranks.run(4, _all_cases)
     for name, (texts, last_line) in first.items():
         for other in others:

@@ -1,5 +1,7 @@
-"""How much memory a rank needs at its peak: in a training step, beside eager FSDP2 and ZeRO-2, and
-while a model is sharded. `benchmarks/memory.py` measures, in new processes."""
+"""Peak memory of a rank in a training step, compared with eager FSDP2, and while sharding a model.
+
+`benchmarks/memory.py` measures it in new processes.
+"""
 
 from __future__ import annotations
 
@@ -28,55 +30,60 @@ pytestmark = [
     ),
 ]
 WORLD = 2
-# So large that what Python modules and the compiler hold, tens of MB more than in a process that
-# only runs FSDP2, does not decide.
+# Large enough that Python modules and the compiler, which hold tens of MB more than in a process
+# that only runs FSDP2, do not matter.
 STEP = 560e6, 20, WORLD, True
 
 
 def _is_no_more(ours: Memory, theirs: Memory) -> bool:
-    """Than five percent; also without what was resident before: the gathered parameters and full
-    gradients of a step."""
+    """Return whether our peak exceeds theirs by at most 5 %.
+
+    This must also hold without the memory that was resident before: then it compares the gathered
+    parameters and full gradients of a step.
+    """
     in_step = ours.peak - ours.before, theirs.peak - theirs.before
     return ours.peak <= 1.05 * theirs.peak and in_step[0] <= 1.05 * in_step[1]
 
 
-def test_a_step_needs_what_fsdp2_needs() -> None:
+def test_step_needs_no_more_memory_than_fsdp2() -> None:
     theirs, kind = measure(FSDP2, *STEP), kind_name("inductor", "ZeRO-3")
     ours = measure(kind, *STEP)
     assert ours.params > 500 * MB
-    if not _is_no_more(
-        ours, theirs
-    ):  # it compiled what is not in a cache, and holds what that took
+    # The first run may have filled a cold cache; the process still holds memory of that compile.
+    if not _is_no_more(ours, theirs):
         ours = measure(kind, *STEP)
     assert _is_no_more(ours, theirs), (ours, theirs)
 
 
-def test_strategies_need_more_and_more() -> None:
-    """With P of parameters on 4 ranks: P / 2 of shards and gradients; when backward begins and
-    gradients are not there yet, P / 2 more for what hpZ keeps for it, P more for ZeRO-2; P more and
-    no P / 4 of shards, but P of gradients for DDP."""
+def test_peak_memory_increases_from_zero3_to_ddp() -> None:
+    """Peaks increase from ZeRO-3 over hpZ and ZeRO-2 to DDP.
+
+    With P bytes of parameters on 4 ranks, ZeRO-3 holds P / 4 of shards and P / 4 of gradients. When
+    backward begins, without gradients yet, hpZ has kept P / 2 more for it, and ZeRO-2 P more. DDP
+    has P of parameters instead of P / 4 of shards, and P of gradients.
+    """
     params = 200e6
     for peaks in ranks.run_fresh(4, strategies_memory, "aot_eager", params, 20):
-        # What gloo copies of gradients in flight differs by tens of MB from run to run.
+        # gloo's copies of gradients in flight vary by tens of MB between runs.
         for (less, more), margin in zip(itertools.pairwise(peaks), (0.1, 0.1, 0.0), strict=True):
             assert less <= more - margin * params, peaks
 
 
-def test_every_step_needs_the_same() -> None:
+def test_resident_memory_does_not_grow_over_steps() -> None:
     kind = kind_name("aot_eager", "ZeRO-3")
     for resident in ranks.run_fresh(WORLD, resident_by_step, kind, 80e6, 20, 8):
-        # A gathered parameter that stays would be 4 MB more in each step, 16 MB from one half to
-        # the other. Memory comes in pages of 2 MiB, and some steps may do with two less; what
-        # gloo's threads have not let go of when a step ends is there in some of them.
+        # A gathered parameter that is never freed would add 4 MB per step, 16 MB between the two
+        # halves. Memory comes in pages of 2 MiB, and some steps may need two less. After some
+        # steps, gloo's threads still hold memory.
         first, second = resident[: len(resident) // 2], resident[len(resident) // 2 :]
         assert abs(min(second) - min(first)) <= 5 * MB, resident
         assert statistics.median(second) - min(resident) <= 5 * MB, resident
 
 
 @pytest.mark.parametrize("at_first_call", [False, True])
-def test_sharding_needs_the_model_and_one_parameter_more(at_first_call: bool) -> None:
+def test_sharding_needs_one_parameter_more_than_the_model(at_first_call: bool) -> None:
     linears, params = 50, 200e6
     for memory in ranks.run_fresh(WORLD, sharding_memory, at_first_call, params, linears):
         parameter = memory.params / linears
-        # One more shard of a parameter, and what messages and Python objects need.
+        # The parameter, one more shard of it, and 2 MB for messages and Python objects.
         assert memory.peak - memory.before <= 1.5 * parameter + 2 * MB, memory

@@ -1,4 +1,4 @@
-"""Ranks whose own plans differ: they follow the first rank's, or all raise the same error."""
+"""Ranks whose own plans differ follow the plan of the first rank, or all raise the same error."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ class Chain(nn.Module):
 
 
 def _fast_or_slow(rank: int) -> graphshard.SchedulePolicy:
-    """By what it is told, one rank's compute hides every collective, the other's none."""
+    """Return a policy under which compute hides all collectives on rank 1, and none on rank 0."""
     return graphshard.SchedulePolicy(overlap=True, node_cost=lambda _: 1e5 if rank else 1e-3)
 
 
 def _train(compiler: str, dynamic: bool) -> tuple[list[Any], int]:
-    """Steps with other batches on every rank, and from the third on with larger ones on rank 1.
+    """Train with batches that differ between ranks; rank 1 has larger ones from the third step on.
 
-    Returns what was sent in every step, and how many buckets this rank alone would have made.
+    Returns:
+        The collectives of every step, and the number of buckets that this rank would have chosen.
     """
     rank, schedule = dist.get_rank(), _fast_or_slow(dist.get_rank())
     twins = Twins(Chain(), compiler=compiler, schedule=schedule, dynamic=dynamic)
@@ -58,16 +59,16 @@ def _train(compiler: str, dynamic: bool) -> tuple[list[Any], int]:
 @pytest.mark.parametrize(
     ("compiler", "dynamic"), [("aot_eager", False), ("aot_eager", True), ("inductor", True)]
 )
-def test_ranks_follow_the_first_rank(compiler: str, dynamic: bool) -> None:
-    """Their times differ, and so do their batches; one rank compiles again without the other."""
+def test_ranks_follow_the_plan_of_the_first_rank(compiler: str, dynamic: bool) -> None:
+    # Their costs and batches differ, and rank 1 recompiles alone.
     (one, own), (other, others) = ranks.run(2, _train, compiler, dynamic, backend="recording")
     assert own != others
     assert one == other
-    assert one[1] == one[2] == one[3]  # the first has the sharding, too
+    assert one[1] == one[2] == one[3]  # the first step also shards the model
 
 
 class Forked(nn.Module):
-    """Ranks use one of two layers."""
+    """A model that uses one of its two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,10 +85,10 @@ def _fork(group: dist.ProcessGroup, _: CallLog, overlap: bool) -> str:
     model = torch.compile(Forked(), backend=backend, fullgraph=True)
     x = torch.ones(2, DIM)
     model(x, True).backward()
-    # Dynamo adds lines to an error in a compile.
+    # Dynamo adds lines to errors that are raised during a compile.
     return message(lambda: model(x, group.rank() == 0).backward()).splitlines()[0]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_another_graph_on_one_rank_is_an_error_on_all(overlap: bool) -> None:
+def test_different_graph_on_one_rank_is_an_error_on_all(overlap: bool) -> None:
     assert_same(run(2, _fork, overlap), "all_gather of first.", "all_gather of second.")

@@ -1,5 +1,7 @@
-"""What users do on some ranks alone, and the error that every rank then raises: the first
-difference, its likely cause, no list of parameters."""
+"""Typical mistakes of users on some ranks only, and the error that every rank then raises.
+
+The error names the first difference and its likely cause, without a list of parameters.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def _compiled(group: dist.ProcessGroup, dynamic: bool | None = None) -> Any:
 
 
 def _first_line(act: Callable[[], object]) -> str:
-    return message(act).splitlines()[0]  # Dynamo adds lines to an error in a compile
+    return message(act).splitlines()[0]  # Dynamo adds lines to errors raised during a compile
 
 
 def _assert_told(messages: list[str], *parts: str) -> None:
@@ -63,12 +65,12 @@ def _meet_ever_new_shapes(group: dist.ProcessGroup, _: CallLog, everywhere: bool
     return ""
 
 
-def test_one_rank_at_the_recompile_limit() -> None:
+def test_recompile_limit_on_one_rank_is_an_error() -> None:
     messages = run(2, _meet_ever_new_shapes, False)
     _assert_told(messages, "rank 1 calls a gather", "recompile limit", "dynamic=True", "pad")
 
 
-def test_all_ranks_at_the_recompile_limit_train_on() -> None:
+def test_recompile_limit_on_all_ranks_is_no_error() -> None:
     assert run(2, _meet_ever_new_shapes, True) == [""] * 2
 
 
@@ -86,7 +88,7 @@ def _evaluate_alone(group: dist.ProcessGroup, _: CallLog) -> str:
     return _first_line(step)
 
 
-def test_evaluation_on_one_rank_alone() -> None:
+def test_evaluation_on_one_rank_is_an_error() -> None:
     parts = ("calls a graph for inference", "calls graphs for training", "torch.no_grad()")
     _assert_told(run(2, _evaluate_alone), *parts)
 
@@ -113,7 +115,7 @@ def _evaluate_known_graphs_alone(group: dist.ProcessGroup, _: CallLog, alone: in
 
 
 @pytest.mark.parametrize("alone", [0, 1])
-def test_evaluation_on_one_rank_alone_of_a_model_that_all_have_evaluated(alone: int) -> None:
+def test_evaluation_of_known_graphs_on_one_rank_is_an_error(alone: int) -> None:
     parts = ("calls a graph for inference", "calls graphs for training", "torch.no_grad()")
     _assert_told(run(3, _evaluate_known_graphs_alone, alone), *parts)
 
@@ -124,11 +126,12 @@ def _step_alone(group: dist.ProcessGroup, call_log: CallLog) -> str:
     if group.rank() == 0:
         return _first_line(lambda: model(x[:2]).backward())
     assert call_log._watcher is not None
-    call_log._watcher.wait_until(lambda: False, 60.0)  # in a collective it would be known at once
+    # Idle rather than blocked in a collective, in which case its peers would know at once.
+    call_log._watcher.wait_until(lambda: False, 60.0)
     return ""
 
 
-def test_a_step_on_one_rank_alone() -> None:
+def test_step_on_one_rank_is_an_error() -> None:
     text, _ = run(2, _step_alone, timeout_s=10.0)
     assert "rank 1 did not come" in text and "must call the model together" in text
 
@@ -144,5 +147,5 @@ def _fail_in_backward(group: dist.ProcessGroup, call_log: CallLog) -> str:
     return message(call_log.explain, RuntimeError("of a collective"))
 
 
-def test_a_rank_that_is_blocked_in_its_backward_raises_the_same() -> None:
+def test_rank_blocked_in_backward_raises_the_same_error() -> None:
     _assert_told(run(2, _fail_in_backward), "something went wrong")

@@ -1,5 +1,8 @@
-"""Reductions to shards over gloo: an exchange and a mean, beside the reduce-scatter of other
-backends (the recording one, which is gloo's), packed and in many collectives."""
+"""Gradient reductions over gloo, by an all-to-all and a mean, equal those by reduce-scatter.
+
+The reduce-scatter is that of the recording group, which uses gloo's. Both run with gradients packed
+into buckets, and with one buffer per gradient.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def _gradients(compiler: str, hardware: Path, folder: Path) -> list[Tensor]:
     ("world", "buffer_us", "compiler"),
     [(2, 1e6, "inductor"), (2, 0.0, "aot_eager"), (4, 1e6, "aot_eager")],
 )
-def test_an_exchange_gives_what_reduce_scatter_gives(
+def test_all_to_all_reduction_equals_reduce_scatter(
     world: int, buffer_us: float, compiler: str, tmp_path: Path
 ) -> None:
     table, hardware = HARDWARE["cpu"], tmp_path / "hardware.json"
@@ -51,7 +54,7 @@ def test_an_exchange_gives_what_reduce_scatter_gives(
         buckets = [bucket for bucket in plan.buckets if bucket.kind == TransferKind.REDUCE_SCATTER]
         num_buffers = sum(len(bucket.buffers) for bucket in buckets)
         assert (num_buffers > len(buckets)) == (buffer_us == 0)
-        # By Inductor the first rank may take another one's graph from the cache.
+        # With Inductor the first rank may load another rank's graph from the cache, and dump none.
         if compiler == "aot_eager":
             code = (folder / "00-backward.after.py").read_text()
             assert code.count(op) == (num_buffers if op == EXCHANGE else len(buckets))

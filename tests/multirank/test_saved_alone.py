@@ -1,4 +1,4 @@
-"""A sharded model that one rank saves alone, as scripts for DDP do: that rank raises in seconds."""
+"""One rank alone saves a sharded model, as scripts for DDP do: it raises within seconds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Model(nn.Module):
         torch.save(self.state_dict(), folder)
 
 
-# What the other ranks do meanwhile.
+# Actions of the other ranks meanwhile.
 
 
 def _barrier(model: Model) -> None:
@@ -52,7 +52,7 @@ def _end(model: Model) -> None:
     dist.destroy_process_group()
 
 
-# How one rank saves.
+# Ways in which one rank saves.
 
 
 def by_save_pretrained(model: Model, path: str) -> None:
@@ -76,7 +76,7 @@ def by_torch_save_of_optimizer(model: Model, path: str) -> None:
 
 
 def _save_alone(others: Any, alone: int, save: Any, path: str) -> str:
-    """What the rank raises."""
+    """Return the error of the rank that saves; "" on the others."""
     model = Model()
     graphshard.shard(model)
     if dist.get_rank() == alone:
@@ -85,7 +85,7 @@ def _save_alone(others: Any, alone: int, save: Any, path: str) -> str:
             save(model, path)
         assert time.monotonic() - began < 8
         return str(raised.value)
-    with contextlib.suppress(RuntimeError):  # it is released
+    with contextlib.suppress(RuntimeError):  # the fault releases it
         others(model)
     return ""
 
@@ -111,7 +111,7 @@ REMEDIES = {
         (_end, 0, by_torch_save_of_optimizer),
     ],
 )
-def test_save_of_one_rank_is_an_error_at_once(
+def test_save_on_one_rank_is_an_error_at_once(
     others: Any, alone: int, save: Any, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "saved")
@@ -120,7 +120,7 @@ def test_save_of_one_rank_is_an_error_at_once(
 
 
 def _save_all(folder: Path) -> None:
-    """What may be pickled: by all ranks, in full, copied, in a thread, and after an error."""
+    """Save in allowed ways: on all ranks, full state, in memory, and a copy in a thread."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
     model = graphshard.shard(Model(), mesh)
     state, own = model.state_dict(), folder / f"{rank}.pt"
@@ -141,7 +141,7 @@ def _save_all(folder: Path) -> None:
     dist.barrier()
 
 
-def test_save_by_all_ranks_is_allowed(tmp_path: Path) -> None:
+def test_save_on_all_ranks_is_allowed(tmp_path: Path) -> None:
     ranks.run(2, _save_all, tmp_path)
 
 
@@ -153,8 +153,8 @@ def _save_after_fault(folder: Path) -> None:
     else:
         with contextlib.suppress(RuntimeError):
             dist.barrier()
-    torch.save(model.state_dict(), folder / f"{dist.get_rank()}.pt")  # what a handler would do
+    torch.save(model.state_dict(), folder / f"{dist.get_rank()}.pt")  # as an error handler might
 
 
-def test_shards_are_saved_after_a_fault(tmp_path: Path) -> None:
+def test_shards_can_be_saved_after_a_fault(tmp_path: Path) -> None:
     ranks.run_fresh(2, _save_after_fault, tmp_path)

@@ -1,6 +1,9 @@
-"""Nothing grows over many steps of changing batch sizes, frozen layers, evaluation, microbatches,
-caught errors and saves: memory, Python objects, threads, files, collectives in flight, keys of the
-store. GRAPHSHARD_SOAK_STEPS=5000 makes it long. Nor does it over many models."""
+"""Resources do not grow over many steps, nor over many models.
+
+The tests measure memory, Python objects, threads, open files, collectives in flight, and keys of
+the store, over steps with varying batch sizes, frozen layers, evaluation, microbatches, caught
+errors and saves. GRAPHSHARD_SOAK_STEPS=5000 runs more steps.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +32,22 @@ from tests.numerics.compare import generator, sgd, world_mesh
 pytestmark = pytest.mark.alone
 
 PERIOD = 20
-"""Steps after which the same things happen again."""
+"""Number of steps after which the sequence of events repeats."""
 
 STEPS = int(os.environ.get("GRAPHSHARD_SOAK_STEPS", str(8 * PERIOD)))
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process holds.
+    """The resources that a process holds.
 
     Attributes:
-        resident_mb: memory that it has in RAM.
-        objects: Python objects that the garbage collector knows, behind a collection.
-        works: collectives that nobody has waited for.
-        keys: of the store, those of all ranks.
+        resident_mb: resident memory.
+        objects: number of Python objects that the garbage collector tracks, after a collection.
+        threads: number of threads.
+        files: number of open file descriptors.
+        works: number of collectives that have not been waited for.
+        keys: number of keys in the store, from all ranks.
     """
 
     resident_mb: float
@@ -75,7 +80,7 @@ def _store() -> dist.Store:
 
 
 class _Training:
-    """A model with an optimizer, and steps that are all a little different."""
+    """A model with an optimizer, and training steps that vary within a period."""
 
     def __init__(self, compiler: str) -> None:
         torch._dynamo.config.recompile_limit = 64
@@ -83,12 +88,12 @@ class _Training:
         schedule = graphshard.SchedulePolicy(bucket_cap_mb=0.01)
         backend = graphshard.backend(world_mesh(), compiler=compiler, schedule=schedule)
         self.compiled: Any = torch.compile(self.model, backend=backend, fullgraph=True)
-        # Not AdamW: torch 2.11 keeps what it knows of an operator on DTensors for each scalar that
-        # it is called with, and AdamW's step sizes are new in each step.
+        # Not AdamW: torch 2.11 caches the sharding of DTensor operators per scalar argument, and
+        # AdamW's step sizes differ in each step.
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
 
     def step(self, number: int) -> None:
-        """Train on one batch, and do what else belongs to this step of a period."""
+        """Train on one batch, with the events of this step of the period."""
         turn = number % PERIOD
         self.model.layers[0].requires_grad_(turn < 15)
         if turn % 5 == 1:
@@ -126,8 +131,8 @@ def _failing(where: str) -> Iterator[None]:
 
 
 def _soak(steps: int, compiler: str) -> list[Usage]:
-    """What is in use at the end of each quarter."""
-    threading.settrace(None)  # coverage keeps a tracer for each thread that there ever was
+    """Train, and return the usage at the end of each quarter of the steps."""
+    threading.settrace(None)  # coverage keeps a tracer for each thread that was ever started
     training, usages = _Training(compiler), []
     for number in range(steps):
         training.step(number)
@@ -137,7 +142,7 @@ def _soak(steps: int, compiler: str) -> list[Usage]:
     return usages
 
 
-def test_nothing_grows() -> None:
+def test_resources_do_not_grow_over_steps() -> None:
     for usages in ranks.run_fresh(2, _soak, STEPS, "aot_eager", timeout_s=200 + STEPS):
         text = "\n".join(str(asdict(usage)) for usage in usages)
         print(text)
@@ -149,11 +154,7 @@ def test_nothing_grows() -> None:
 
 
 class _Sweep:
-    """Trains one model after the other.
-
-    Attributes:
-        options: of ``torch.compile``, for each model.
-    """
+    """Training of one model after another, each with ``torch.compile``."""
 
     def __init__(self, kind: str) -> None:
         self._kind, self._shared = kind, self._backend()
@@ -170,7 +171,7 @@ class _Sweep:
         }[self._kind]
 
     def train(self) -> None:
-        """Train a model for two steps, and drop it."""
+        """Train a new model for two steps, and drop it."""
         model = MLP()
         compiled, optimizer = torch.compile(model, **self.options()), sgd(model)
         for step in range(2):
@@ -180,7 +181,7 @@ class _Sweep:
 
 
 def _sweep(kind: str) -> tuple[int, int]:
-    """Return the graph modules that are left, and the objects that the last model has left."""
+    """Return the numbers of remaining graph modules, and of objects added by the last model."""
     sweep, objects = _Sweep(kind), [0]
     for _ in range(4):
         sweep.train()
@@ -189,10 +190,10 @@ def _sweep(kind: str) -> tuple[int, int]:
     return num_graphs, objects[-1] - objects[-2]
 
 
-def test_nothing_is_left_of_a_model_after_a_reset() -> None:
+def test_reset_frees_graphs_and_objects_of_a_model() -> None:
     ((_, of_torch),) = ranks.run_fresh(1, _sweep, "plain")
     for kind in ("own", "shared", "named"):
         for num_graphs, num_objects in ranks.run_fresh(2, _sweep, kind):
             assert num_graphs == 0, kind
-            # Torch keeps some objects for each guard.
+            # torch itself keeps some objects for each guard.
             assert num_objects < 2 * of_torch, (kind, of_torch)

@@ -1,6 +1,9 @@
-"""What happens to a model's values when it is sharded: all ranks start from the first rank's, or,
-without `sync_module_states`, each from its own; copies made before stay plain, copies made after
-are models of their own; old parameter objects say what became of them."""
+"""Values of a model when it is sharded.
+
+All ranks start from the first rank's values or, with `sync_module_states=False`, from their own.
+Copies made before stay plain, copies made after are independent, and the old parameter objects
+raise an error that explains what to use instead.
+"""
 
 from __future__ import annotations
 
@@ -84,12 +87,12 @@ def _broadcast(shard: Shard) -> None:
 
 @pytest.mark.parametrize("shard", [_by_first_step, _by_shard])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_all_ranks_start_from_the_first(shard: Shard, world_size: int) -> None:
+def test_all_ranks_start_from_values_of_the_first(shard: Shard, world_size: int) -> None:
     ranks.run(world_size, _broadcast, shard)
 
 
 def _keep_apart(shard: Callable[..., object]) -> None:
-    """Each rank keeps its own rows and its own buffers."""
+    """Assert that each rank keeps its own rows and buffers."""
     torch.manual_seed(dist.get_rank())
     model = _Odds()
     own = _tensors(model)
@@ -103,12 +106,12 @@ def _keep_apart(shard: Callable[..., object]) -> None:
 
 
 @pytest.mark.parametrize("shard", [_by_first_step, _by_shard])
-def test_without_sync_each_rank_keeps_its_rows(shard: Shard) -> None:
+def test_without_sync_module_states_ranks_keep_their_values(shard: Shard) -> None:
     ranks.run(2, _keep_apart, shard)
 
 
 def _read_before_the_first_graph(seed_by_rank: bool) -> None:
-    """An eager part computes before anything tells that there is a model to shard."""
+    """Run an eager part before the first graph, when graphshard does not know the model yet."""
     torch.manual_seed(dist.get_rank() if seed_by_rank else 0)
     model = MLP()
     before = _tensors(model)
@@ -126,7 +129,7 @@ def _read_before_the_first_graph(seed_by_rank: bool) -> None:
 
 
 @pytest.mark.parametrize("seed_by_rank", [False, True])
-def test_values_that_were_used_before_they_are_made_equal(seed_by_rank: bool) -> None:
+def test_values_used_before_sharding_must_be_equal(seed_by_rank: bool) -> None:
     ranks.run(2, _read_before_the_first_graph, seed_by_rank)
 
 
@@ -137,7 +140,7 @@ def _broadcast_an_expanded_buffer() -> None:
     assert torch.equal(model.expanded, torch.zeros(6))
 
 
-def test_a_buffer_whose_elements_share_memory() -> None:
+def test_expanded_buffer_is_broadcast() -> None:
     ranks.run(2, _broadcast_an_expanded_buffer)
 
 
@@ -157,7 +160,9 @@ def _copy_before(copy_of: Callable[[nn.Module], nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, AveragedModel])
-def test_an_ema_copy_from_before_stays_plain(copy_of: Callable[[nn.Module], nn.Module]) -> None:
+def test_ema_copy_from_before_sharding_stays_plain(
+    copy_of: Callable[[nn.Module], nn.Module],
+) -> None:
     ranks.run(2, _copy_before, copy_of)
 
 
@@ -170,11 +175,11 @@ def _copy_after() -> None:
     with torch.no_grad():
         for param in other.model.parameters():
             param.zero_()
-    twins.train(MLP.batch, steps=2)  # the original knows nothing of its copy
+    twins.train(MLP.batch, steps=2)  # the original is independent of its copy
     assert other.compiled(torch.ones(5, 7)) == 0
 
 
-def test_a_copy_of_a_sharded_model_is_a_model_of_its_own() -> None:
+def test_copy_of_sharded_model_is_independent() -> None:
     ranks.run(2, _copy_after)
 
 
@@ -187,12 +192,12 @@ def _copy_tied() -> None:
     Twins(clone, copy.deepcopy(twins.reference)).train(GPT.batch, steps=2)
 
 
-def test_a_copy_of_a_sharded_model_stays_tied() -> None:
+def test_copy_of_sharded_model_keeps_tied_weights() -> None:
     ranks.run(2, _copy_tied)
 
 
 def _plain_grad_before() -> None:
-    """Gradients of plain steps before the first compiled one are averaged, then accumulated."""
+    """Accumulate on gradients of a plain backward, which the first compiled step averages."""
     twins = Twins(MLP())
     xs = draw(MLP.batch, 7)
     twins.model(xs[dist.get_rank()]).backward()
@@ -226,7 +231,7 @@ def _use_old_objects(use: Callable[[list[nn.Parameter]], object]) -> None:
 
 
 @pytest.mark.parametrize("use", [_read_grad, _compute, _clip])
-def test_old_parameter_objects_say_so(use: Callable[[list[nn.Parameter]], object]) -> None:
+def test_use_of_old_parameter_objects_raises(use: Callable[[list[nn.Parameter]], object]) -> None:
     ranks.run(2, _use_old_objects, use)
 
 

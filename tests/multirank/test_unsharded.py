@@ -1,5 +1,8 @@
-"""A model that was to be sharded never trains unsharded without a word: where no compiled call of
-it can run, it is sharded all the same, or the first step of an optimizer raises an error."""
+"""A model meant to be sharded never trains unsharded silently.
+
+If none of its calls can run compiled, it is sharded anyway, or the first optimizer step raises an
+error.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,7 @@ def force_eager() -> AbstractContextManager[object]:
 
 
 def config_disable() -> AbstractContextManager[object]:
-    """What TORCH_COMPILE_DISABLE=1 sets."""
+    """Disable compilation as TORCH_COMPILE_DISABLE=1 does."""
     return torch._dynamo.config.patch(disable=True)
 
 
@@ -91,7 +94,7 @@ def suppress_errors() -> AbstractContextManager[object]:
     return torch._dynamo.config.patch(suppress_errors=True)
 
 
-# Sharded, though nothing is compiled.
+# Sharded, although nothing is compiled.
 
 
 def train_uncompiled(kind: Any, compile: Compile, off: Any) -> None:
@@ -123,14 +126,14 @@ UNCOMPILED = [
 
 
 @pytest.mark.parametrize(("kind", "compile", "off"), UNCOMPILED)
-def test_a_model_trains_right_though_nothing_is_compiled(
+def test_model_is_sharded_although_nothing_is_compiled(
     kind: Any, compile: Compile, off: Any
 ) -> None:
     ranks.run(2, train_uncompiled, kind, compile, off)
 
 
 class _Unsized(MLP):
-    """A model whose truth value is an error."""
+    """A model whose truth value raises an error."""
 
     def __len__(self) -> int:
         raise TypeError("has no length")
@@ -150,7 +153,7 @@ def train_without_truth_value(kind: Any, compile: Compile) -> None:
 
 
 @pytest.mark.parametrize(("kind", "compile"), [(_Unsized, _compiled), (MLP, _compiled_twice)])
-def test_a_model_without_a_truth_value_trains(kind: Any, compile: Compile) -> None:
+def test_model_without_truth_value_is_sharded(kind: Any, compile: Compile) -> None:
     ranks.run(2, train_without_truth_value, kind, compile)
 
 
@@ -165,7 +168,7 @@ def _train_sharded_uncompiled() -> None:
     assert len(texts) == 1 and "MLP is not compiled" in texts[0], texts
 
 
-def test_a_sharded_model_that_is_never_compiled_warns_once() -> None:
+def test_sharded_but_uncompiled_model_warns_once() -> None:
     ranks.run(2, _train_sharded_uncompiled)
 
 
@@ -175,7 +178,7 @@ def _in_python(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 class _Loop(nn.Module):
-    """Dynamo leaves its forward to Python, and finds no parameter in what it compiles of it."""
+    """A model whose loop runs in eager Python, so Dynamo's graphs contain no parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,12 +202,12 @@ def _train_a_loop(by_argument: bool) -> None:
 
 
 @pytest.mark.parametrize("by_argument", [False, True])
-def test_a_function_calls_a_model_whose_loop_is_left_to_python(by_argument: bool) -> None:
+def test_model_with_eager_loop_in_compiled_function_is_sharded(by_argument: bool) -> None:
     ranks.run(2, _train_a_loop, by_argument)
 
 
 def _share_a_graph() -> None:
-    """The second model runs the graph that was compiled for the first."""
+    """Train two models, the second with the graph that was compiled for the first."""
     backend, models = _backend(), [MLP(), MLP()]
     with graphshard_warnings() as texts:
         for model in models:
@@ -213,12 +216,12 @@ def _share_a_graph() -> None:
     assert len(backend.plans) == 2 and not texts, texts
 
 
-def test_a_model_that_shares_the_graph_of_another_warns_of_nothing() -> None:
+def test_model_that_reuses_a_graph_does_not_warn() -> None:
     ranks.run(2, _share_a_graph)
 
 
 def _copy_before_the_first_call() -> None:
-    """Copies know nothing of the backend, also where every call counts as a compiled one."""
+    """Assert that copies stay plain, even if every call of the original counts as compiled."""
     model = MLP()
     called = _disabled(model, _backend())
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
@@ -229,11 +232,11 @@ def _copy_before_the_first_call() -> None:
     assert_sharded(model)
 
 
-def test_a_copy_made_before_the_first_call_stays_plain() -> None:
+def test_copy_made_before_first_call_stays_plain() -> None:
     ranks.run(2, _copy_before_the_first_call)
 
 
-# Not sharded: an error at the first step.
+# Not sharded: an error at the first optimizer step.
 
 
 def refuse_step(compile: Compile, off: Any) -> None:
@@ -255,7 +258,7 @@ UNSHARDED = [
 
 
 @pytest.mark.parametrize(("compile", "off"), UNSHARDED)
-def test_an_optimizer_that_steps_what_was_to_be_sharded(compile: Compile, off: Any) -> None:
+def test_optimizer_step_on_unsharded_model_raises(compile: Compile, off: Any) -> None:
     ranks.run(2, refuse_step, compile, off)
 
 
@@ -266,7 +269,7 @@ def _refuse_suppressed() -> None:
         _step(model, compiled)
 
 
-def test_an_error_that_torch_suppresses_is_one_at_the_first_step() -> None:
+def test_suppressed_compile_error_raises_at_first_step() -> None:
     ranks.run(2, _refuse_suppressed)
 
 
@@ -276,12 +279,12 @@ def _one_rank() -> None:
     _step(model, model)
 
 
-def test_a_single_rank_may_train_unsharded() -> None:
+def test_single_rank_may_train_unsharded() -> None:
     ranks.run(1, _one_rank)
 
 
 def _call_another_backend() -> None:
-    """A function calls, from Python, what was compiled by another backend."""
+    """Compile a function that calls, from eager code, a model compiled by another backend."""
     model, other = MLP(), torch.compile(MLP(), backend="aot_eager")
     outside = torch.compiler.disable(lambda x: other(x), recursive=False)
     compiled = torch.compile(lambda x: model(x) + outside(x), backend=_backend())
@@ -290,7 +293,7 @@ def _call_another_backend() -> None:
     assert_plain(other)
 
 
-def test_a_function_leaves_models_of_other_backends_alone() -> None:
+def test_models_of_other_backends_stay_plain() -> None:
     ranks.run(2, _call_another_backend)
 
 
@@ -305,7 +308,7 @@ class _Disabled(nn.Module):
 
 
 def _refuse_to_step_beside() -> None:
-    """A function compiles one model, and leaves the other one to Python."""
+    """Compile a function of two models, one of which runs eagerly."""
     model, other = MLP(), _Disabled()
     compiled = torch.compile(lambda x: model(x) + other(x).sum(), backend=_backend())
     compiled(torch.ones(5, 7)).sum().backward()
@@ -316,12 +319,12 @@ def _refuse_to_step_beside() -> None:
     dist.barrier()
 
 
-def test_a_function_shards_one_of_its_models_alone() -> None:
+def test_eager_model_in_compiled_function_raises_at_step() -> None:
     ranks.run(2, _refuse_to_step_beside)
 
 
 def _warn_of_an_argument() -> None:
-    """What a function is given is named nowhere."""
+    # graphshard does not know of models that a function takes as arguments.
     model = _Disabled()
     compiled = torch.compile(lambda model, x: model(x).tanh(), backend=_backend())
     with graphshard_warnings() as texts:
@@ -330,7 +333,7 @@ def _warn_of_an_argument() -> None:
     assert len(texts) == 1 and "sharded nothing" in texts[0], texts
 
 
-def test_a_function_that_shards_nothing_warns() -> None:
+def test_compiled_function_that_shards_nothing_warns() -> None:
     ranks.run(2, _warn_of_an_argument)
 
 
@@ -338,7 +341,7 @@ def test_a_function_that_shards_nothing_warns() -> None:
 
 
 def _step_others_first() -> None:
-    """Another model trains before the compiled one, and a part of it that is left out."""
+    """Step optimizers of other models, and one with a gradient only for an ignored parameter."""
     model, other, reduced = MLP(), MLP(), DistributedDataParallel(MLP())
     backend = _backend(ignored_params=[model.up.bias])
     compiled = torch.compile(model, backend=backend)
@@ -347,18 +350,18 @@ def _step_others_first() -> None:
         _step(reduced, reduced)
         optimizer = sgd(model)
         model.up.bias.square().sum().backward()
-        optimizer.step()  # holds what is to be sharded, but has a gradient of what is not
+        optimizer.step()  # the only parameter with a gradient is ignored
         _step(model, compiled)
         _step(other, other)
     assert not texts
 
 
-def test_optimizers_of_other_models_step_before_and_after() -> None:
+def test_optimizers_of_other_models_may_step() -> None:
     ranks.run(2, _step_others_first)
 
 
 def _ddp_of_a_compiled_model() -> None:
-    """Somebody compiles a model, and trains it by DDP after all."""
+    """Compile a model, but train it with DDP."""
     model = MLP()
     torch.compile(model, backend=_backend())
     ddp = DistributedDataParallel(model)
@@ -366,12 +369,12 @@ def _ddp_of_a_compiled_model() -> None:
     assert_plain(model)
 
 
-def test_a_model_that_ddp_reduces_may_stay_plain() -> None:
+def test_model_trained_with_ddp_may_stay_plain() -> None:
     ranks.run(2, _ddp_of_a_compiled_model)
 
 
 def _ddp_around(compile: Compile) -> None:
-    """DDP would reduce gradients of parameters that are no more, and keep them allocated."""
+    # DDP would reduce gradients of parameters that no longer exist, and keep these allocated.
     model = MLP()
     ddp = DistributedDataParallel(compile(model, _backend()))
     with pytest.raises(ValueError, match=r"'up\.weight' is reduced by Distributed.*leave that out"):
@@ -385,7 +388,7 @@ def _ddp_around(compile: Compile) -> None:
 
 
 @pytest.mark.parametrize("compile", [_compiled, _in_place, _disabled])
-def test_ddp_around_a_compiled_model(compile: Compile) -> None:
+def test_ddp_around_compiled_model_is_refused(compile: Compile) -> None:
     ranks.run(2, _ddp_around, compile)
 
 
@@ -400,7 +403,7 @@ def _forget_the_backend() -> None:
     del backend
 
 
-def test_a_backend_that_was_given_to_nothing_warns_once() -> None:
+def test_unused_backend_warns_once() -> None:
     ranks.run(2, _forget_the_backend)
 
 
@@ -414,5 +417,5 @@ def _compile_the_optimizer() -> None:
     del backend
 
 
-def test_an_optimizer_is_compiled() -> None:
+def test_optimizer_step_compiles_without_break() -> None:
     ranks.run(2, _compile_the_optimizer)

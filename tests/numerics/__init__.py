@@ -1,1 +1,1 @@
-"""Tests of what is computed: several gloo ranks against an unsharded model, DDP and FSDP2."""
+"""Numerical tests on several gloo ranks, against an unsharded model, DDP and FSDP2."""

@@ -1,6 +1,9 @@
-"""What the numeric tests compare with and how. `Twins` holds a compiled model and an unsharded copy
-of it: the copy sees the batches of all ranks and averages their losses, so its gradients are what
-every rank's sharded gradients have to be. All errors are relative, in the norm of one tensor."""
+"""Comparisons of sharded training with a reference.
+
+`Twins` holds a compiled model and an unsharded copy of it. The copy sees the batches of all ranks
+and averages their losses, so its gradients are the expected full gradients on every rank. All
+errors are relative to the norm of the expected tensor.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,12 @@ from tests.models import Trainable
 
 TOLERANCE = 1e-5
 SMALL = 1e-2
-"""A tensor is small that is less than this part of all tensors together."""
+"""Smallest norm that an error is relative to, as a fraction of the joint norm of all tensors."""
 
 Loss = Callable[[Any, Any], Tensor]
-"""``loss(model, batch)``."""
+"""Function ``loss(model, batch)``."""
 Tensors = Mapping[str, Tensor | None]
-"""By name; None: a gradient that there is not."""
+"""Tensors by name; None for a missing gradient."""
 
 NEEDS_NEWER_FSDP2 = pytest.mark.skipif(
     torch.__version__ < (2, 13),
@@ -43,23 +46,23 @@ NEEDS_FP8 = pytest.mark.skipif(
 
 
 def beside_fsdp2(names: Iterable[str], not_on_2_11: Collection[str]) -> list[Any]:
-    """Return the names as parameters of a test; FSDP2 of torch 2.11 cannot run some of them."""
+    """Return names as pytest parameters; skip those that FSDP2 of torch 2.11 cannot run."""
     marks = {name: [NEEDS_NEWER_FSDP2] for name in not_on_2_11}
     return [pytest.param(name, marks=marks.get(name, [])) for name in names]
 
 
 def call_model(model: Any, batch: Any) -> Tensor:
-    """Return the loss of a model that computes it itself."""
+    """Return the output of a model that computes its own loss."""
     return model(batch)
 
 
 def world_mesh() -> DeviceMesh:
-    """Return a mesh of one axis over all ranks, on the CPU."""
+    """Return a 1D CPU mesh over all ranks."""
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def generator(*key: int) -> torch.Generator:
-    """A generator whose seed is made of a few small numbers."""
+    """Return a generator seeded with a few small numbers."""
     seed = 0
     for part in key:
         seed = seed * 1009 + part + 1
@@ -69,22 +72,22 @@ def generator(*key: int) -> torch.Generator:
 def draw(
     make: Callable[[torch.Generator], Any], step: int, num_ranks: int | None = None
 ) -> list[Any]:
-    """The batches of all ranks in a step."""
+    """Return the batches of all ranks in a step."""
     return [make(generator(step, rank)) for rank in range(num_ranks or dist.get_world_size())]
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A plain copy of a tensor that may be sharded; a collective if it is."""
+    """Return a full, plain copy of a tensor; a collective if the tensor is sharded."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor.clone()
-    if tensor.dtype in (torch.int8, torch.int16, torch.bool):  # gloo gathers no such thing
+    if tensor.dtype in (torch.int8, torch.int16, torch.bool):  # gloo cannot gather these
         return tensor.int().full_tensor().to(tensor.dtype)
     return tensor.full_tensor().clone()
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
-    """Return `|ours - theirs| / |theirs|` in norms; a collective if a tensor is sharded."""
+    """Return `|ours - theirs| / |theirs|`; a collective if a tensor is sharded."""
     ours, theirs = whole(ours), whole(theirs)
     assert ours.dtype == theirs.dtype, (ours.dtype, theirs.dtype)
     assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
@@ -97,7 +100,7 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
 def assert_close(
     what: str, ours: Tensor | None, theirs: Tensor | None, tolerance: float = TOLERANCE
 ) -> None:
-    """Assert that two tensors agree, or that both are None; `what` names them in the error."""
+    """Assert that two tensors agree or are both None; `what` names them in the error."""
     assert (ours is None) == (theirs is None), f"{what}: {ours} instead of {theirs}"
     if ours is not None and theirs is not None:
         error = relative_error(ours, theirs)
@@ -105,25 +108,25 @@ def assert_close(
 
 
 def full_grads(model: nn.Module) -> dict[str, Tensor | None]:
-    """Return copies of all gradients by parameter; a collective if the model is sharded."""
+    """Return full copies of all gradients by name; a collective if the model is sharded."""
     grads = {name: param.grad for name, param in model.named_parameters()}
     return {name: None if grad is None else whole(grad) for name, grad in grads.items()}
 
 
 @dataclass
 class History:
-    """What a training did.
+    """Losses and gradients of a training run.
 
     Attributes:
-        losses: of every step.
-        grads: full gradients of every step, by parameter; None where there was none.
+        losses: loss of each step.
+        grads: full gradients of each step, by parameter name; None for a missing gradient.
     """
 
     losses: list[Tensor] = field(default_factory=list)
     grads: list[dict[str, Tensor | None]] = field(default_factory=list)
 
     def note_grads(self, model: nn.Module) -> None:
-        """Add those of a step; a collective if the model is sharded."""
+        """Append the gradients of a step; a collective if the model is sharded."""
         self.grads.append(full_grads(model))
 
 
@@ -134,21 +137,21 @@ def train_steps(
     loss: Loss = call_model,
     lr: float = 0.05,
 ) -> History:
-    """SGD steps of a model, each forward by `call`."""
+    """Train a model with SGD; `call` runs its forward."""
     history, optimizer = History(), None
     for batch in batches:
         result = loss(call, batch)
         result.backward()
         history.losses.append(result.detach())
         history.note_grads(model)
-        optimizer = optimizer or sgd(model, lr)  # once it is sharded
+        optimizer = optimizer or sgd(model, lr)  # the first forward shards the model
         optimizer.step()
         optimizer.zero_grad()
     return history
 
 
 def assert_equal(ours: History, theirs: History) -> None:
-    """Assert that losses and gradients are the same bit by bit, dtypes included."""
+    """Assert that losses and gradients are bitwise equal, dtypes included."""
     for step, pair in enumerate(zip(ours.losses, theirs.losses, strict=True)):
         assert torch.equal(*pair) and pair[0].dtype == pair[1].dtype, f"loss {step}: {pair}"
     for step, (mine, other) in enumerate(zip(ours.grads, theirs.grads, strict=True)):
@@ -160,7 +163,7 @@ def assert_equal(ours: History, theirs: History) -> None:
 def assert_trained_alike(
     ours: History, theirs: History, exact: History, dtype: torch.dtype = torch.bfloat16
 ) -> None:
-    """Assert that losses and gradients are as close to the exact ones as `assert_rounded` asks."""
+    """Assert, as in `assert_rounded`, that rounding explains all errors of losses and gradients."""
     histories = (ours, theirs, exact)
     assert_rounded("losses", *({"": torch.stack(h.losses)} for h in histories), dtype)
     assert_rounded("gradients", *map(_grads_by_step, histories), dtype)
@@ -178,17 +181,18 @@ def assert_rounded(
     exact: Tensors,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Assert that rounding alone takes `ours` away from the exact values.
+    """Assert that rounding explains the errors of `ours`.
 
-    How much rounding is to be expected depends on the kernels, and so on the CPU. It is measured:
-    `ours` may be twice as far away as `theirs`, or by one step of the dtype, whichever is larger.
-    That holds for the tensor that is the furthest away, and for all tensors together.
+    How much rounding to expect depends on the CPU's kernels, so it is measured: the error of `ours`
+    may be twice that of `theirs`, or one eps of `dtype`, whichever is larger. This applies to the
+    largest error of any tensor, and to the error of all tensors together.
 
     Args:
-        what: names the tensors in the error.
-        theirs: computed in the same precision on this machine, by a way that is known to be right.
-        exact: computed from the same values in a higher precision.
-        dtype: the lowest precision of the computation.
+        what: name of the tensors in the error message.
+        ours: values to check.
+        theirs: values from a trusted implementation, in the same precision on this machine.
+        exact: values computed from the same inputs in a higher precision.
+        dtype: lowest precision in the computation.
     """
     assert _dtypes(ours) == _dtypes(theirs) and ours.keys() == exact.keys()
     error, name, together = _distances(ours, exact)
@@ -205,9 +209,10 @@ def _dtypes(tensors: Tensors) -> dict[str, torch.dtype | None]:
 
 
 def _distances(rounded: Tensors, exact: Tensors) -> tuple[float, str, float]:
-    """Return the largest relative error, of which tensor it is, and that of all tensors as one.
+    """Return the largest relative error, its tensor's name, and the error of all tensors as one.
 
-    A small tensor's error is relative to a part of all: it may be what rounding leaves of a zero.
+    The error of a small tensor is relative to `SMALL` of the joint norm, since the tensor may be
+    nothing but the rounding error of a zero.
     """
     sizes, errors = {}, {}
     for name, value in exact.items():
@@ -224,7 +229,7 @@ def _distances(rounded: Tensors, exact: Tensors) -> tuple[float, str, float]:
 
 
 def assert_sharded(model: nn.Module) -> None:
-    """Every parameter is a DTensor, split on dim 0 where it has rows; so is its gradient."""
+    """Assert that parameters and gradients are DTensors, sharded on dim 0 where they have rows."""
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor) and isinstance(param, nn.Parameter), (name, type(param))
         kind = Shard(0) if param.dim() and param.numel() else Replicate()
@@ -241,7 +246,7 @@ def assert_plain(model: nn.Module) -> None:
 
 
 def assert_same(model: nn.Module, reference: nn.Module, tolerance: float = TOLERANCE) -> None:
-    """Names, ``requires_grad``, values and gradients of all parameters agree."""
+    """Assert that all parameters agree in name, ``requires_grad``, value and gradient."""
     ours, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
     assert list(ours) == list(theirs)
     for name, param in theirs.items():
@@ -251,7 +256,7 @@ def assert_same(model: nn.Module, reference: nn.Module, tolerance: float = TOLER
 
 
 def compile_sharded(model: Any, *, compiler: str = "aot_eager", **options: Any) -> Any:
-    """`torch.compile` by graphshard on the world's mesh: a call that has to be one graph."""
+    """Compile a model with graphshard over all ranks, with ``fullgraph=True``."""
     backend = graphshard.backend(world_mesh(), compiler=compiler, **options)
     return torch.compile(model, backend=backend, fullgraph=True)
 
@@ -260,9 +265,9 @@ class Twins:
     """A compiled model and its unsharded copy.
 
     Args:
-        reference: an unsharded model with the same values, if not a copy made here.
-        function: what is compiled, given the model; the model itself if None.
-        options: those of ``graphshard.backend``.
+        reference: unsharded model with the same values; None: a deep copy of `model`.
+        function: function from a model to the callable to compile; None: compile the model.
+        options: further arguments of ``graphshard.backend``.
     """
 
     def __init__(
@@ -290,7 +295,7 @@ class Twins:
         )
 
     def backward(self, batches: Sequence[Any], loss: Loss = call_model) -> Tensor:
-        """Forward and backward of both; the losses agree."""
+        """Run forward and backward of both, compare their losses, and return ours."""
         rank = self.mesh.get_local_rank() if self.mesh.ndim == 1 else dist.get_rank()
         ours = loss(self.compiled, batches[rank])
         ours.backward()
@@ -300,7 +305,7 @@ class Twins:
         return ours.detach()
 
     def check(self, tolerance: float = TOLERANCE) -> None:
-        """Assert that the model is sharded and agrees with its copy, gradients included."""
+        """Assert that the model is sharded and matches its copy, gradients included."""
         assert_sharded(self.model)
         assert_same(self.model, self.reference, tolerance)
 
@@ -315,7 +320,7 @@ class Twins:
         steps: int = 3,
         loss: Loss = call_model,
     ) -> None:
-        """SGD steps of both; losses, gradients and parameters agree in each."""
+        """Train both with SGD, and compare losses, gradients and parameters in each step."""
         optimizers = [sgd(self.model), sgd(self.reference)]
         for step in range(steps):
             self.backward(draw(make_batch, step, self.mesh.size()), loss)
@@ -331,18 +336,18 @@ def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.SGD:
 
 
 def train(kind: Trainable, steps: int = 3, **kwargs: Any) -> None:
-    """Train a class of models beside its unsharded copy; a whole test for `ranks.run`."""
+    """Train a model next to its unsharded copy; a complete test for `ranks.run`."""
     Twins(kind(), **kwargs).train(kind.batch, steps)
 
 
 def num_graphs() -> int:
-    """Graphs that Dynamo has made since the last `Twins` began."""
+    """Return how many graphs Dynamo has made since the last `Twins` was created."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 @contextmanager
 def graphshard_warnings() -> Iterator[list[str]]:
-    """The texts of graphshard's own warnings meanwhile."""
+    """Yield a list that holds graphshard's warnings once the block has ended."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

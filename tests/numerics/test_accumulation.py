@@ -1,5 +1,5 @@
-"""Gradients of several microbatches, of which only the last one communicates: beside FSDP2, and
-beside the whole batch; what is sent, and how often anything is compiled."""
+"""Gradient accumulation in which only the last microbatch communicates: compared with FSDP2 and
+with the whole batch at once; what is sent, and how often anything is compiled."""
 
 from __future__ import annotations
 
@@ -51,7 +51,13 @@ def _gpt() -> GPT:
 
 @dataclass(frozen=True)
 class Trained:
-    """Collectives of each microbatch of the last step, theirs, and the number of graphs."""
+    """What a training run sent and compiled.
+
+    Attributes:
+        sent: our reductions in each microbatch of the last step.
+        theirs: FSDP2's reductions in each of them.
+        graphs: number of graphs.
+    """
 
     sent: Sent
     theirs: Sent
@@ -78,7 +84,7 @@ def _train(
     trained, sent = _accumulate(compiled, ours, syncs)
     policy = options.get("mp_policy")
     expected, other = _by_fsdp2(mesh, all_reduce_only, policy)
-    if policy:  # FSDP2 adds up in bfloat16 what a tied weight gets in one microbatch
+    if policy:  # FSDP2 sums a tied weight's gradients of one microbatch in bfloat16
         assert_trained_alike(trained, expected, _by_fsdp2(mesh, all_reduce_only)[0])
     else:
         assert_equal(trained, expected)
@@ -98,7 +104,7 @@ def _by_fsdp2(
 def _accumulate(
     call: Callable[[Tensor], Tensor], model: nn.Module, syncs: Callable[[bool], None]
 ) -> tuple[History, Sent]:
-    """Train by several microbatches a step; what each of the last step sent."""
+    """Train with several microbatches per step; return what each of the last step sent."""
     history, optimizer, sent = History(), None, Sent()
     for step in range(4):
         sent.clear()
@@ -128,7 +134,7 @@ def _accumulate(
         ((2, 2), True, {"mp_policy": BF16}),
     ],
 )
-def test_it_accumulates_as_fsdp2(
+def test_accumulation_matches_fsdp2(
     shape: tuple[int, ...], all_reduce_only: bool, options: dict[str, Any]
 ) -> None:
     world = torch.Size(shape).numel()
@@ -148,8 +154,12 @@ def test_it_accumulates_as_fsdp2(
 
 
 def _whole_batch(compiler: str) -> tuple[float, int]:
-    """Microbatches beside one batch of all of them, of the same model; gradients' error, and
-    graphs."""
+    """Train on microbatches and, for comparison, on one batch of all of them.
+
+    Returns:
+        Largest relative error of a gradient, and how many graphs the microbatches of the second
+        round compiled.
+    """
     kind: Any = GPT if compiler == "aot_eager" else MLP
     micros = [draw(kind.batch, step)[dist.get_rank()] for step in range(MICROBATCHES)]
     models = []
@@ -173,14 +183,14 @@ def _whole_batch(compiler: str) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_gradients_are_those_of_the_whole_batch(compiler: str) -> None:
+def test_accumulated_gradients_match_the_whole_batch(compiler: str) -> None:
     for error, graphs in ranks.run(2, _whole_batch, compiler):
         assert error <= 1e-6
-        assert graphs == 0  # in the second round
+        assert graphs == 0
 
 
 class _Sometimes(nn.Module):
-    """A layer that only some batches use."""
+    """Model with a layer that only some batches use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +223,7 @@ def _plainly(model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("function", [None, _plainly])
-def test_a_sum_is_reduced_though_the_last_microbatch_adds_nothing(function: Any) -> None:
+def test_sum_is_reduced_if_the_last_microbatch_adds_nothing(function: Any) -> None:
     ranks.run(2, _unused_at_the_end, function)
 
 
@@ -228,12 +238,12 @@ def _eager_part() -> None:
         twins.zero_grad()
 
 
-def test_parts_outside_of_graphs() -> None:
+def test_accumulation_with_an_eager_part() -> None:
     ranks.run(2, _eager_part)
 
 
 def _average_over_replicas_later(kind: Any, function: Any, last_is_used: bool) -> None:
-    """Within a replica gradients are reduced for each microbatch, between replicas for the last."""
+    """Reduce-scatter gradients in each microbatch, and all-reduce between replicas in the last."""
     mesh = _mesh((2, 2))
     twins = Twins(kind(), function=function, fullgraph=False, mesh=mesh)
     for step in range(2):
@@ -256,14 +266,14 @@ def _average_over_replicas_later(kind: Any, function: Any, last_is_used: bool) -
         (_Sometimes, _plainly, False),
     ],
 )
-def test_replicas_average_later_what_is_computed_outside_of_graphs(
+def test_deferred_all_reduce_with_eager_and_unused_parts(
     kind: Any, function: Any, last_is_used: bool
 ) -> None:
     ranks.run(4, _average_over_replicas_later, kind, function, last_is_used)
 
 
 def _orders() -> None:
-    """The forward decides, whenever its backward comes; and a sum is added once."""
+    """Check that a forward decides whether its backward reduces, and that each sum counts once."""
     twins = Twins(MLP())
     batches = [draw(MLP.batch, step) for step in range(4)]
     rank = dist.get_rank()
@@ -285,12 +295,12 @@ def _orders() -> None:
     twins.check()
 
 
-def test_the_forward_decides() -> None:
+def test_forward_decides_whether_its_backward_reduces() -> None:
     ranks.run(2, _orders)
 
 
 def _part() -> None:
-    """Microbatches of a part of the model alone; what is frozen has no sum."""
+    """Accumulate in one submodule of the model only; frozen parameters have no sum."""
     model = MLP()
     model.mid.requires_grad_(False)
     twins = Twins(model)
@@ -303,13 +313,12 @@ def _part() -> None:
         twins.zero_grad()
 
 
-def test_a_part_of_the_model() -> None:
+def test_accumulation_in_one_submodule() -> None:
     ranks.run(2, _part)
 
 
 def _ddp_attribute() -> None:
-    """DDP's own name for the flag, on what ``torch.compile`` returned and on the model, before the
-    first step and behind it."""
+    """Set DDP's flag on the compiled model and on the model, before and after the first step."""
     twins = Twins(MLP())
     batches = [draw(MLP.batch, step) for step in range(4)]
     twins.model.require_backward_grad_sync = False
@@ -324,11 +333,11 @@ def _ddp_attribute() -> None:
         twins.zero_grad()
 
 
-def test_the_attribute_of_ddp() -> None:
+def test_require_backward_grad_sync_of_ddp() -> None:
     ranks.run(2, _ddp_attribute)
 
 
-def test_what_is_no_module_and_no_flag() -> None:
+def test_non_module_and_non_bool_are_refused() -> None:
     with pytest.raises(ValueError, match="model is a function"), graphshard.no_sync(_gpt):  # type: ignore[arg-type]
         pass
     with pytest.raises(ValueError, match="the flag is 1: must be True or False"):
@@ -336,7 +345,7 @@ def test_what_is_no_module_and_no_flag() -> None:
 
 
 def _under_a_default_device() -> None:
-    """What is made for the accumulated gradients is where it has to be, whatever the default."""
+    """Check that accumulated gradients are on the right device, whatever the default device."""
     twins = Twins(MLP())
     torch.set_default_device("meta")
     try:

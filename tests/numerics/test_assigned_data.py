@@ -1,5 +1,5 @@
-"""``p.data = x`` on a sharded parameter: x is split like the parameter, and the optimizer, the
-state dict and the next forward see it, as those of a plain model do."""
+"""``p.data = x`` on a sharded parameter: `x` is split like the parameter, and the optimizer, the
+state dict and the next forward see it, as in a plain model."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _between_steps(change: Change) -> None:
 
 
 @pytest.mark.parametrize("change", [_clamp, _in_place, _whole, _replicated, _swap, _double])
-def test_data_between_steps(change: Change) -> None:
+def test_data_assigned_between_steps(change: Change) -> None:
     ranks.run(2, _between_steps, change)
 
 
@@ -98,7 +98,7 @@ def _optimizer_sees_it() -> None:
     twins.train(MLP.batch)
 
 
-def test_an_optimizer_steps_from_assigned_data() -> None:
+def test_optimizer_steps_from_assigned_data() -> None:
     ranks.run(2, _optimizer_sees_it)
 
 
@@ -114,7 +114,7 @@ def _amid() -> None:
     twins.check()
 
 
-def test_data_between_forward_and_backward() -> None:
+def test_data_assigned_between_forward_and_backward() -> None:
     ranks.run(2, _amid)
 
 
@@ -141,7 +141,7 @@ def _sharpness_aware() -> None:
         twins.zero_grad()
 
 
-def test_a_sharpness_aware_step() -> None:
+def test_sharpness_aware_step() -> None:
     ranks.run(2, _sharpness_aware)
 
 
@@ -167,7 +167,7 @@ def _tied(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"overrides": {"first.*": {"shard": False}}}])
-def test_data_of_tied_and_replicated_parameters(options: dict[str, Any]) -> None:
+def test_data_assigned_to_tied_and_replicated_parameters(options: dict[str, Any]) -> None:
     ranks.run(2, _tied, options)
 
 
@@ -182,7 +182,7 @@ def _in_python() -> None:
     assert_close("loss", model(x), reference(x))
 
 
-def test_data_of_a_model_that_runs_in_python() -> None:
+def test_data_assigned_to_an_eager_model() -> None:
     ranks.run(2, _in_python)
 
 
@@ -196,7 +196,7 @@ def _half() -> None:
     assert all(param.dtype == torch.float64 for param in twins.model.parameters())
 
 
-def test_data_of_another_dtype() -> None:
+def test_data_assigned_with_another_dtype() -> None:
     ranks.run(2, _half)
 
 
@@ -218,7 +218,7 @@ def _wrong(value: Any, match: str) -> None:
         (1.0, "float"),
     ],
 )
-def test_data_that_does_not_fit(value: Any, match: str) -> None:
+def test_assigned_data_that_does_not_fit_is_refused(value: Any, match: str) -> None:
     ranks.run(2, _wrong, value, match)
 
 
@@ -231,5 +231,5 @@ def _others() -> None:
     assert isinstance(one.data, DTensor)
 
 
-def test_data_of_other_dtensors() -> None:
+def test_data_of_unrelated_dtensors_works_as_before() -> None:
     ranks.run(2, _others)

@@ -1,5 +1,5 @@
-"""``torch.optim.swa_utils`` beside the same of an unsharded model: averages of weights stay
-sharded, ``update_bn`` computes their statistics, and they are saved and loaded."""
+"""``torch.optim.swa_utils`` on a sharded model, compared with an unsharded one: weight averages
+stay sharded, ``update_bn`` computes their statistics, and they can be saved and loaded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _average() -> None:
             optimizer.step()
             optimizer.zero_grad()
             average.update_parameters(each)
-    loader = [[batch] for batch in draw(ConvNet.batch, 9)]  # all of it on each rank
+    loader = [[batch] for batch in draw(ConvNet.batch, 9)]  # all batches on each rank
     for average in averages:
         update_bn(loader, average)
     assert_sharded(averages[0])
@@ -52,7 +52,7 @@ def _average() -> None:
 
 
 def _save_and_load(average: Any) -> None:
-    """By the file of the first rank, and by each rank's own."""
+    """Save and load an average by the first rank's full state, and by each rank's own file."""
     full = graphshard.full_state_dict(average)
     values = {name: whole(value) for name, value in average.state_dict().items()}
     if full:
@@ -73,5 +73,5 @@ def _save_and_load(average: Any) -> None:
         assert all(torch.equal(whole(loaded[name]), values[name]) for name in values)
 
 
-def test_an_average_with_batch_norm() -> None:
+def test_weight_average_with_batch_norm() -> None:
     ranks.run(2, _average)

@@ -1,5 +1,5 @@
-"""``torch.autograd.grad(loss, params)`` and ``loss.backward(inputs=params)`` of sharded parameters
-return and accumulate what they do of plain ones, averaged over the ranks."""
+"""``torch.autograd.grad(loss, params)`` and ``loss.backward(inputs=params)`` with sharded
+parameters: gradients match those of plain parameters, averaged over the ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Unused(MLP):
 
 
 class _InPython(MLP):
-    """One of its layers runs outside of any graph."""
+    """MLP whose middle layer runs outside of any graph."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.up(x))
@@ -75,7 +75,7 @@ def _grad(kind: Any, options: dict[str, Any]) -> None:
         (MLP, {"compiler": "inductor"}),
     ],
 )
-def test_gradients_of_parameters(kind: Any, options: dict[str, Any]) -> None:
+def test_autograd_grad_of_parameters(kind: Any, options: dict[str, Any]) -> None:
     ranks.run(2, _grad, kind, options)
 
 
@@ -94,7 +94,7 @@ def _grad_of_an_input() -> None:
     assert_close("mid.weight", of_weight, expected)
 
 
-def test_gradients_of_an_input_and_a_parameter() -> None:
+def test_autograd_grad_of_an_input_and_a_parameter() -> None:
     ranks.run(2, _grad_of_an_input)
 
 
@@ -105,7 +105,7 @@ def _unused() -> None:
         torch.autograd.grad(loss, [*twins.model.parameters()])
 
 
-def test_a_parameter_that_the_loss_does_not_use() -> None:
+def test_autograd_grad_of_an_unused_parameter_raises() -> None:
     ranks.run(2, _unused)
 
 
@@ -126,7 +126,7 @@ def _backward(kind: Any, fullgraph: bool) -> None:
 
 
 @pytest.mark.parametrize(("kind", "fullgraph"), [(MLP, True), (_InPython, False)])
-def test_backward_to_some_parameters(kind: Any, fullgraph: bool) -> None:
+def test_backward_with_some_parameters_as_inputs(kind: Any, fullgraph: bool) -> None:
     ranks.run(2, _backward, kind, fullgraph)
 
 
@@ -151,7 +151,7 @@ def _accumulated() -> None:
             optimizer.zero_grad()
 
 
-def test_backward_to_parameters_whose_gradients_accumulate() -> None:
+def test_backward_inputs_accumulate_and_autograd_grad_raises() -> None:
     ranks.run(2, _accumulated)
 
 
@@ -162,5 +162,5 @@ def _second_order() -> None:
         torch.autograd.grad(loss, [*twins.model.parameters()], create_graph=True)
 
 
-def test_second_order_gradients_of_parameters() -> None:
+def test_second_order_gradients_raise() -> None:
     ranks.run(2, _second_order)

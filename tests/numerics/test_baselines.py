@@ -1,5 +1,5 @@
-"""Ten SGD steps of graphshard, of DDP and of eager FSDP2 on the same batches: every loss and every
-gradient agree, with SGD because Adam would hide a gradient of the wrong scale."""
+"""Ten SGD steps of graphshard, DDP and eager FSDP2 on the same batches: all losses and gradients
+agree. SGD, because Adam would hide a wrong gradient scale."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS = 10
 
 @dataclass
 class History:
-    """What a training did: per step the loss and the full gradients; the buffers at its end."""
+    """Loss and full gradients of each step, and the buffers at the end."""
 
     losses: list[Tensor] = field(default_factory=list)
     grads: list[dict[str, Tensor]] = field(default_factory=list)
@@ -38,7 +38,7 @@ class History:
 
 
 Wrap = Callable[[nn.Module], nn.Module]
-"""Makes of a plain model what is called in its place."""
+"""Function from a plain model to the module to call instead."""
 
 
 def ddp(model: nn.Module) -> nn.Module:
@@ -88,7 +88,7 @@ def _compare(kind: Trainable, compiler: str, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("kind", [MLP, DeepGPT, ConvNet])
-# On two ranks even the order of every sum is the same.
+# On two ranks, even the order of every sum is the same, so the results are bitwise equal.
 @pytest.mark.parametrize(("world_size", "tolerance"), [(2, 0.0), (4, TOLERANCE)])
 def test_ten_steps_agree_with_ddp_and_fsdp2(
     kind: Trainable, world_size: int, tolerance: float
@@ -97,5 +97,5 @@ def test_ten_steps_agree_with_ddp_and_fsdp2(
 
 
 @pytest.mark.parametrize("kind", [GPT, ConvNet])
-def test_ten_steps_agree_by_inductor(kind: Trainable) -> None:
+def test_ten_steps_with_inductor_agree_with_ddp_and_fsdp2(kind: Trainable) -> None:
     ranks.run(2, _compare, kind, "inductor", TOLERANCE)

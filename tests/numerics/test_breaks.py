@@ -1,5 +1,5 @@
-"""Models that Dynamo cannot make one graph of: they train as their unsharded copies do, from the
-first step on, and each says once where it breaks."""
+"""Models with graph breaks: they train like their unsharded copies from the first step on, and
+warn once about where they break."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _skipped(model: Any, x: Tensor) -> Tensor:
 
 
 class SkippedRoot(_Broken):
-    """Only what the skipped function calls is compiled."""
+    """Model whose forward calls a function that Dynamo skips; only its callees are compiled."""
 
     def forward(self, x: Tensor) -> Tensor:
         return _skipped(self, x)
@@ -116,7 +116,7 @@ class InChild(_Broken):
 
 
 class Held(_Broken):
-    """A full parameter is a local variable across the break, another is tied across it."""
+    """Model with a full parameter in a local variable, and a tied one, on both sides of a break."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class InCheckpoint(_Broken):
 
 
 class Printing(_Broken):
-    """Calls something that Dynamo does not know, with a parameter as its argument."""
+    """Model that passes a parameter to a function that Dynamo does not trace."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -166,7 +166,7 @@ def _look(param: Tensor) -> int:
 
 
 class WithUnused(_Broken):
-    """Eager parts and graphs both leave parameters out."""
+    """Model whose eager part and graphs both leave parameters unused."""
 
     @torch.compiler.disable
     def eager(self, x: Tensor) -> Tensor:
@@ -207,28 +207,28 @@ def _train(kind: Trainable, compiler: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_model_with_graph_breaks(kind: Trainable) -> None:
+def test_model_with_graph_breaks_trains(kind: Trainable) -> None:
     ranks.run(2, _train, kind, "aot_eager")
 
 
 @pytest.mark.parametrize("kind", [DisabledFirst, Held])
-def test_a_model_with_graph_breaks_and_inductor(kind: Trainable) -> None:
+def test_model_with_graph_breaks_trains_with_inductor(kind: Trainable) -> None:
     ranks.run(2, _train, kind, "inductor")
 
 
 def _evaluate_replicated() -> None:
-    """Evaluates by two graphs that communicate nothing, and so the same, of other parameters."""
+    """Evaluate two graphs with different parameters, which both communicate nothing."""
     twins = Twins(Middle(), fullgraph=False, overrides={"*": {"shard": False}})
     x = torch.ones(5, DIM)
     with graphshard_warnings(), torch.no_grad():
         assert_close("loss", twins.compiled(x), twins.reference(x))
 
 
-def test_a_replicated_model_with_graph_breaks_is_evaluated() -> None:
+def test_evaluation_of_a_replicated_model_with_graph_breaks() -> None:
     ranks.run(2, _evaluate_replicated)
 
 
-# Functions with breaks: parts of the model may have run before graphshard sees its parameters.
+# Functions with graph breaks: parts of the model may run before graphshard sees its parameters.
 
 
 def _break_between_parts(model: Any) -> Callable[[Tensor], Tensor]:
@@ -241,7 +241,10 @@ def _break_between_parts(model: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _eager_before(model: Any) -> Callable[[Tensor], Tensor]:
-    """The model's first use is eager: its full parameters are in autograd's graph already."""
+    """Return a function whose first use of the model is eager.
+
+    So autograd's graph already holds full parameters when the model is sharded.
+    """
     eager = torch.compiler.disable(lambda x: model.first(x))
 
     def loss(x: Tensor) -> Tensor:
@@ -254,7 +257,7 @@ def _eager_before(model: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _eager_read(model: Any) -> Callable[[Tensor], Tensor]:
-    """An eager part that is not a method of the model reads a parameter."""
+    """Return a function whose eager part, not a method of the model, reads a parameter."""
     eager = torch.compiler.disable(lambda x: x * model.gain)
 
     def loss(x: Tensor) -> Tensor:
@@ -273,7 +276,7 @@ def _whole_model_before(model: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _other_method(model: Any) -> Callable[[Tensor], Tensor]:
-    """A method that is not forward, with an eager part that reads a parameter."""
+    """Return a method other than forward, with an eager part that reads a parameter."""
     return model.training_step
 
 
@@ -301,7 +304,7 @@ def _train_function(function: Callable[[nn.Module], Any], kind: Trainable) -> No
         (_other_method, WithTrainingStep),
     ],
 )
-def test_a_function_with_graph_breaks(
+def test_function_with_graph_breaks_trains(
     function: Callable[[nn.Module], Any], kind: Trainable
 ) -> None:
     ranks.run(2, _train_function, function, kind)
@@ -318,13 +321,13 @@ _stops: list[tuple[str, tuple[int, ...], Tensor]] = []
 
 
 def stop() -> None:
-    """Look at the caller, in place of a debugger."""
+    """Record the caller's state, in place of a debugger."""
     caller = sys._getframe(1)
     model, x = caller.f_locals["self"], caller.f_locals["x"]
     _stops.append((caller.f_code.co_name, tuple(x.shape), model.up.weight.detach().clone()))
 
 
-def test_a_breakpoint_stops_in_forward() -> None:
+def test_breakpoint_stops_in_forward() -> None:
     ranks.run(2, _stop, env={"PYTHONBREAKPOINT": f"{__name__}.stop"})
 
 

@@ -1,4 +1,4 @@
-"""`graphshard.sync_buffers`: running statistics bitwise those of DDP; all kinds of buffers."""
+"""`graphshard.sync_buffers`: running statistics bitwise equal to DDP's; all kinds of buffers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.multirank.test_call_log import assert_same, message
 from tests.numerics.compare import compile_sharded, draw, sgd, world_mesh
 
 ACCUMULATED = 2
-"""Microbatches of a step."""
+"""Number of microbatches per step."""
 
 
 def _train(model: Any, optimizer: torch.optim.Optimizer, syncs: bool) -> list[torch.Tensor]:
-    """Return the buffers after steps of two microbatches, the first of which is not reduced.
+    """Train with two microbatches per step, the first under ``no_sync``; return the buffers.
 
     Args:
-        syncs: call ``sync_buffers`` where DDP broadcasts.
+        syncs: whether to call ``sync_buffers`` where DDP would broadcast.
     """
     is_ddp = isinstance(model, DistributedDataParallel)
     for step in range(3):
@@ -62,8 +62,8 @@ def _beside_ddp(syncs: bool) -> None:
 
 
 @pytest.mark.parametrize("syncs", [True, False])
-def test_statistics_are_those_of_ddp(syncs: bool) -> None:
-    """With a call where DDP broadcasts; without any, as with ``broadcast_buffers=False``."""
+def test_running_statistics_match_ddp(syncs: bool) -> None:
+    """If `syncs`, DDP broadcasts buffers, and we call ``sync_buffers`` at the same points."""
     ranks.run(2, _beside_ddp, syncs)
 
 
@@ -93,23 +93,23 @@ def _sync_kinds(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
-def test_buffers_of_all_kinds(shape: tuple[int, ...]) -> None:
+def test_sync_buffers_of_all_kinds(shape: tuple[int, ...]) -> None:
     ranks.run(math.prod(shape), _sync_kinds, shape)
 
 
 def _sync_alone() -> str:
     model = ConvNet()
-    graphshard.sync_buffers(model)  # not sharded yet: nothing
+    graphshard.sync_buffers(model)  # no effect: the model is not sharded yet
     graphshard.shard(model, world_mesh())
     if dist.get_rank() == 1:
         model.norm1.register_buffer("other", torch.ones(3))
     return message(graphshard.sync_buffers, model)
 
 
-def test_other_buffers_on_a_rank_are_an_error_of_all() -> None:
+def test_buffers_that_differ_between_ranks_raise_on_all() -> None:
     assert_same(ranks.run_fresh(2, _sync_alone), "a broadcast of buffers", "norm1.other")
 
 
-def test_something_else_than_a_module_is_refused() -> None:
+def test_sync_buffers_refuses_a_non_module() -> None:
     with pytest.raises(ValueError, match="model is a list: give the module"):
         graphshard.sync_buffers([])  # type: ignore[arg-type]

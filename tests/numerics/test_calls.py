@@ -1,5 +1,5 @@
-"""How a model is called: what it takes and returns, several forwards before one backward, without
-gradients, in evaluation, with checkpointed parts, with sizes that change."""
+"""How a model is called: outputs, several forwards before one backward, evaluation, checkpointed
+parts, and changing sizes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.numerics.compare import (
     train,
 )
 
-# What a model returns: each class has its own, and `loss` makes one number of it.
+# Kinds of outputs, one per class; its `loss` reduces the output to a scalar.
 
 
 @dataclass
@@ -92,7 +92,7 @@ class ReturnsNamedTuple(_Returning):
 
 
 class ReturnsParameters(_Returning):
-    """Full parameters, as such and computed with, from which gradients come back."""
+    """Model that returns full parameters, as they are and in expressions, for the loss to use."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.linear(x), self.linear.weight, self.linear.bias * 2, self.linear.weight.t()
@@ -112,15 +112,15 @@ def _train_returning(kind: Any, compiler: str) -> None:
 
 
 @pytest.mark.parametrize("kind", RETURNING)
-def test_outputs(kind: Any) -> None:
+def test_outputs_of_all_kinds(kind: Any) -> None:
     ranks.run(2, _train_returning, kind, "aot_eager")
 
 
-def test_outputs_that_are_parameters_with_inductor() -> None:
+def test_parameters_as_outputs_with_inductor() -> None:
     ranks.run(2, _train_returning, ReturnsParameters, "inductor")
 
 
-# How forwards and backwards follow each other.
+# Orders of forwards and backwards.
 
 
 def _two_forwards(model: Any, x: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def test_several_forwards_before_one_backward(loss: Loss) -> None:
 
 
 def _backwards_in_other_order() -> None:
-    """Two graphs of autograd alive at once, the older one used last."""
+    """Keep two autograd graphs alive, and run backward of the older one last."""
     twins = Twins(MLP())
     rank, xs, ys = dist.get_rank(), draw(MLP.batch, 0), draw(MLP.batch, 1)
     first, second = twins.compiled(xs[rank]), twins.compiled(ys[rank])
@@ -166,7 +166,7 @@ def _backwards_in_other_order() -> None:
     twins.check()
 
 
-def test_backwards_in_another_order_than_forwards() -> None:
+def test_backwards_in_reverse_order_of_forwards() -> None:
     ranks.run(2, _backwards_in_other_order)
 
 
@@ -195,11 +195,11 @@ def _input_gradient() -> None:
     assert_close("gradient of the input", ours, x.grad)
 
 
-def test_the_gradient_of_an_input_is_the_ranks_own() -> None:
+def test_gradient_of_an_input_is_not_averaged() -> None:
     ranks.run(2, _input_gradient)
 
 
-# Without gradients, and evaluation.
+# Evaluation, with and without gradients.
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no_grad": torch.no_grad,
@@ -209,7 +209,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 def _evaluate(mode: str, first: bool) -> None:
-    """Evaluation between steps, or as the very first call; and nothing of it remains."""
+    """Evaluate between steps or as the very first call; training afterwards is unaffected."""
     twins = Twins(ConvNet())
     batches = draw(ConvNet.batch, 5)
     if not first:
@@ -238,12 +238,12 @@ def _full_state(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("first", [True, False])
-def test_evaluation(mode: str, first: bool) -> None:
+def test_evaluation_does_not_affect_training(mode: str, first: bool) -> None:
     ranks.run(2, _evaluate, mode, first)
 
 
 def _batch_norm_buffers() -> None:
-    """Running statistics are each rank's own, as under DDP without broadcast_buffers."""
+    """Check that running statistics stay local, as in DDP with ``broadcast_buffers=False``."""
     twins = Twins(ConvNet())
     own = twins.reference
     for step in range(3):
@@ -255,7 +255,7 @@ def _batch_norm_buffers() -> None:
     assert own.norm1.num_batches_tracked == 3
 
 
-def test_batch_norm_buffers() -> None:
+def test_running_statistics_of_batch_norm_are_local() -> None:
     ranks.run(2, _batch_norm_buffers)
 
 
@@ -273,7 +273,7 @@ class Dropping(nn.Module):
 
 
 def _drop() -> None:
-    """The compiled model draws the random numbers that the plain one draws."""
+    """Check that the compiled model draws the same random numbers as the plain one."""
     twins = Twins(Dropping())
     optimizers = [sgd(twins.model), sgd(twins.reference)]
     for step in range(3):
@@ -293,11 +293,11 @@ def test_dropout_with_equal_seeds() -> None:
     ranks.run(2, _drop)
 
 
-# Checkpointed parts.
+# Activation checkpointing.
 
 
 class Checkpointed(nn.Module):
-    """Every layer is checkpointed; a layer used in all of them, and after, is checkpointed too."""
+    """Model of checkpointed layers that share a layer, which is also used after them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,7 +325,7 @@ PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 
 
 class CheckpointedByPolicy(Checkpointed):
-    """Products are saved, all else is recomputed."""
+    """Model that saves matrix products and recomputes everything else."""
 
     def forward(self, x: Tensor) -> Tensor:
         context = partial(create_selective_checkpoint_contexts, PRODUCTS)
@@ -340,7 +340,7 @@ def test_checkpointed_layers(kind: Trainable, reshard: bool) -> None:
     ranks.run(2, train, kind, reshard_after_forward=reshard)
 
 
-def test_recomputed_activations() -> None:
+def test_activation_memory_budget_of_zero() -> None:
     budget = graphshard.SchedulePolicy(activation_memory_budget=0)
     ranks.run(2, train, GPT, schedule=budget)
 
@@ -349,7 +349,7 @@ def test_checkpointed_layers_with_inductor() -> None:
     ranks.run(2, train, Checkpointed, compiler="inductor", steps=2)
 
 
-# Sizes that change.
+# Changing sizes.
 
 
 def _grow(kind: Any, compiler: str, make: Callable[[torch.Generator, int], Tensor]) -> None:
@@ -378,14 +378,14 @@ def _growing_text(rng: torch.Generator, size: int) -> Tensor:
         (MLP, "inductor", _growing_rows),
     ],
 )
-def test_sizes_that_change_recompile_once(
+def test_changing_sizes_recompile_once(
     kind: Any, compiler: str, make: Callable[[torch.Generator, int], Tensor]
 ) -> None:
     ranks.run(2, _grow, kind, compiler, make)
 
 
 def _shrink_on_one_rank() -> None:
-    """A last batch that is smaller on one rank only: the collectives stay the same."""
+    """Train with batches that are smaller on one rank; the collectives stay the same."""
     twins = Twins(MLP())
     for step, sizes in enumerate([(5, 5), (5, 3), (2, 5), (4, 4)]):
         batches = [torch.randn(n, 7, generator=generator(step, n)) for n in sizes]

@@ -1,4 +1,4 @@
-"""A forward that changes its parameters, or is given others: an error before a number is wrong.
+"""A forward that changes or replaces its parameters raises instead of computing wrong numbers.
 
 Forwards compute with gathered copies of the parameters, so changes would be lost (as under FSDP2).
 """
@@ -21,7 +21,7 @@ from tests.numerics.compare import Twins, world_mesh
 
 
 class Changing(nn.Module):
-    """Changes its weight as it is told to."""
+    """Model that applies a given change to its parameters in forward."""
 
     def __init__(self, change: Callable[[Any], None], breaks: bool) -> None:
         super().__init__()
@@ -67,12 +67,12 @@ TRACED = [_clamp, _zero_row, _copy, _renorm, _scale_data]
 
 
 @pytest.mark.parametrize("change", TRACED)
-def test_a_forward_that_changes_a_parameter_raises(change: Callable[[Any], None]) -> None:
+def test_forward_that_changes_a_parameter_raises(change: Callable[[Any], None]) -> None:
     ranks.run(2, _refuse, Changing, change, False)
 
 
 @pytest.mark.parametrize("change", [_clamp, _zero_row, _copy, _renorm, _assign_data])
-def test_an_eager_part_that_changes_a_parameter_raises(change: Callable[[Any], None]) -> None:
+def test_eager_part_that_changes_a_parameter_raises(change: Callable[[Any], None]) -> None:
     ranks.run(2, _refuse_eagerly, change)
 
 
@@ -86,7 +86,7 @@ def _refuse(kind: Callable[..., nn.Module], *args: Any) -> None:
 
 
 def _refuse_eagerly(change: Callable[[Any], None]) -> None:
-    """At the next read of a parameter, or in backward, if there is none."""
+    """Expect the error at the next read of a parameter or, if there is none, in backward."""
     name = "part.bias" if change is _copy else "part.weight"
     match = f"forward changes parameter '{name}' in place"
     for last in (False, True):
@@ -123,7 +123,7 @@ class MaxNorm(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Checkpointed, MaxNorm])
-def test_what_changes_a_parameter_by_itself_raises(kind: type[nn.Module]) -> None:
+def test_checkpointed_change_and_max_norm_raise(kind: type[nn.Module]) -> None:
     ranks.run(2, _refuse_module, kind)
 
 
@@ -134,7 +134,7 @@ def _refuse_module(kind: type[nn.Module]) -> None:
 
 
 class Copying(nn.Module):
-    """Changes copies of its parameters, which is fine."""
+    """Model that changes copies of its parameters, which is allowed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Copying(nn.Module):
 
 
 class Clamped(nn.Module):
-    """A parametrization."""
+    """Parametrization that clamps a weight."""
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight.clamp(-0.1, 0.1)
@@ -177,12 +177,12 @@ class Reparametrized(nn.Module):
         return self.linear(x).square().mean()
 
 
-def test_a_forward_may_change_copies() -> None:
+def test_forward_may_change_copies_of_parameters() -> None:
     ranks.run(2, _train, Copying)
 
 
 @pytest.mark.parametrize("how", REPARAMETRIZED)
-def test_parameters_that_others_are_computed_from(how: str) -> None:
+def test_reparametrized_weights_train(how: str) -> None:
     ranks.run(2, _train, Reparametrized, how)
 
 
@@ -190,7 +190,7 @@ def _train(kind: Callable[..., nn.Module], *args: Any) -> None:
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        models.append(kind(*args).eval())  # or spectral_norm changes its vectors in each forward
+        models.append(kind(*args).eval())  # in training, spectral_norm updates its vectors
     Twins(*models).train(Copying.batch)
 
 
@@ -206,7 +206,7 @@ class Functional(nn.Module):
         return y.square().mean()
 
 
-def test_a_functional_call_does_not_ignore_what_it_is_given() -> None:
+def test_functional_call_in_forward_needs_ignored_params() -> None:
     ranks.run(2, _call_functionally)
 
 
@@ -224,7 +224,7 @@ def _call_functionally() -> None:
 
 
 class EagerlyFunctional(Functional):
-    """Gives the parameters to a part that is not compiled."""
+    """Model whose functional call runs in an eager part."""
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ def _around_an_eager_one(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("call", [_within, _around, _around_an_eager_one])
-def test_an_error_of_parameters_given_outside_of_graphs_names_the_call(call: Any) -> None:
+def test_error_of_eager_functional_call_names_the_call(call: Any) -> None:
     ranks.run(2, _give_outside_of_graphs, call)
 
 

@@ -1,6 +1,5 @@
-"""Checkpoints by `torch.distributed.checkpoint`: from four ranks to two to three with the
-optimizer's state, bitwise; saved while training goes on; and what a save that was interrupted
-leaves."""
+"""Checkpoints by `torch.distributed.checkpoint`, with optimizer state and bitwise: moved from four
+ranks to two to three, saved while training continues, and after an interrupted save."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> States:
 
 
 def _values(states: States) -> dict[str, torch.Tensor]:
-    """Every tensor in full, by its path."""
+    """Return every tensor in full, by its path."""
     found: dict[str, torch.Tensor] = {}
 
     def visit(path: str, value: Any) -> None:
@@ -59,7 +58,7 @@ def _step(compiled: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def _train_and_save(path: Path, in_background: bool) -> dict[str, torch.Tensor]:
-    """Trains on after a save in the background began, before it is through."""
+    """Train and save; a save in the background overlaps with another step."""
     model = GPT()
     compiled = compile_sharded(model)
     optimizer = _optimizer(model)
@@ -70,7 +69,7 @@ def _train_and_save(path: Path, in_background: bool) -> dict[str, torch.Tensor]:
     if not in_background:
         dcp.save(states, checkpoint_id=path)
         return values
-    # What it tells other ranks must not meet the collectives of training.
+    # The save has its own group, so its collectives do not interleave with those of training.
     group = dist.new_group(backend="gloo")
     saving: Any = dcp.async_save(states, checkpoint_id=path, process_group=group)
     _step(compiled, optimizer, 3)
@@ -80,7 +79,7 @@ def _train_and_save(path: Path, in_background: bool) -> dict[str, torch.Tensor]:
 
 
 def _load_and_save(path: Path, target: Path, kind: str, expected: dict[str, torch.Tensor]) -> None:
-    """Everything is loaded bitwise; and saved again, by other ranks."""
+    """Load a checkpoint of other ranks, check that all values are bitwise equal, and save again."""
     torch.manual_seed(77)
     model: Any = GPT()
     if kind == "graphshard":
@@ -101,14 +100,14 @@ def _load_and_save(path: Path, target: Path, kind: str, expected: dict[str, torc
 
 
 @pytest.mark.parametrize("in_background", [False, True], ids=["save", "async_save"])
-def test_from_four_ranks_to_two_to_three(tmp_path: Path, in_background: bool) -> None:
+def test_checkpoint_from_four_ranks_to_two_to_three(tmp_path: Path, in_background: bool) -> None:
     of_four, of_two, of_three = (tmp_path / name for name in ("four", "two", "three"))
     values = ranks.run(4, _train_and_save, of_four, in_background)[0]
     ranks.run(2, _load_and_save, of_four, of_two, "graphshard", values)
     ranks.run(3, _load_and_save, of_two, of_three, "graphshard", values)
 
 
-def test_to_fsdp2_and_back(tmp_path: Path) -> None:
+def test_checkpoint_to_fsdp2_and_back(tmp_path: Path) -> None:
     ours, theirs, again = (tmp_path / name for name in ("ours", "theirs", "again"))
     values = ranks.run(2, _train_and_save, ours, False)[0]
     ranks.run(2, _load_and_save, ours, theirs, "fsdp2", values)
@@ -116,7 +115,7 @@ def test_to_fsdp2_and_back(tmp_path: Path) -> None:
 
 
 class Killed(dcp.FileSystemWriter):
-    """Kills its process when half of what it has to write is in files."""
+    """Writer that kills its process after writing half of the items."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         half = dataclasses.replace(plan, items=plan.items[: len(plan.items) // 2])
@@ -125,7 +124,7 @@ class Killed(dcp.FileSystemWriter):
 
 
 def save_twice(folder: str) -> None:
-    """A good checkpoint, then one that is interrupted; a process of its own."""
+    """Save a complete checkpoint, then get killed while saving another."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     torch.manual_seed(0)
     model = graphshard.shard(GPT(), world_mesh())
@@ -150,7 +149,7 @@ def _load_good(folder: Path) -> None:
         assert torch.equal(whole(value), expected[name]), name
 
 
-def test_an_interrupted_save_leaves_the_last_one_as_it_was(tmp_path: Path) -> None:
+def test_interrupted_save_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     code = f"from {__name__} import save_twice; save_twice({str(tmp_path)!r})"
     ended = subprocess.run([sys.executable, "-c", code], timeout=200)
     assert ended.returncode == -signal.SIGKILL

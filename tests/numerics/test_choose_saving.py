@@ -1,5 +1,5 @@
-"""``SchedulePolicy(auto=True)``: all ranks save what the first one chooses, and train as a backend
-does that is told to by hand."""
+"""``SchedulePolicy(auto=True)``: all ranks save what the first rank chooses, and train exactly as
+with the same settings given by hand."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.numerics.compare import (
     whole,
 )
 
-BUDGET_GB = 0.8e-3  # 1e-3 where all activations are saved
+BUDGET_GB = 0.8e-3  # saving all activations takes 1e-3
 SLOW_US, FAST_US = 1e4, 1e-3
-"""Of a node: compute that hides every gather, or none."""
+"""Time of a node at which compute hides every gather, or none."""
 
 
 def _batch(rng: Any) -> Tensor:
@@ -34,7 +34,7 @@ def _batch(rng: Any) -> Tensor:
 
 
 def _train(schedule: graphshard.SchedulePolicy, **options: Any) -> tuple[list[Tensor], Twins]:
-    """Return losses and gradients of two steps, and the parameters behind them."""
+    """Return losses and gradients of two steps with the final parameters, and the twins."""
     torch.manual_seed(0)
     twins = Twins(GPT(layers=2), schedule=schedule, **options)
     optimizers = [sgd(twins.model), sgd(twins.reference)]
@@ -51,7 +51,11 @@ def _train(schedule: graphshard.SchedulePolicy, **options: Any) -> tuple[list[Te
 
 
 def _choose(first_us: float) -> tuple[str, bool]:
-    """Return the table of what was tried, and whether training by hand is bitwise the same."""
+    """Train with settings chosen automatically, then with the same settings given by hand.
+
+    Returns:
+        Table of the tried settings, and whether both trainings are bitwise equal.
+    """
     own_us = first_us if dist.get_rank() == 0 else SLOW_US + FAST_US - first_us
     limits: dict[str, Any] = {"memory_budget_gb": BUDGET_GB, "node_cost": lambda _: own_us}
     ours, twins = _train(graphshard.SchedulePolicy(auto=True, **limits))
@@ -64,8 +68,8 @@ def _choose(first_us: float) -> tuple[str, bool]:
     return graph.tried, all(map(Tensor.equal, ours, theirs))
 
 
-def test_ranks_save_what_the_first_one_chooses() -> None:
-    """Compute is slow on one rank and fast on the other one, which alone would choose otherwise."""
+def test_all_ranks_save_what_the_first_rank_chooses() -> None:
+    """Compute is slow on one rank and fast on the other, so alone they would choose differently."""
     taken = set()
     for first_us in (SLOW_US, FAST_US):
         (one, same), (other, others) = ranks.run(2, _choose, first_us)
@@ -76,11 +80,11 @@ def test_ranks_save_what_the_first_one_chooses() -> None:
     assert {line.split()[1] for line in taken} == {"all", "those"}
 
 
-LENGTH, ROWS_GB = 24, 1.28e-3  # of which 16 rows need 1.02e-3, with all activations saved
+LENGTH, ROWS_GB = 24, 1.28e-3  # 16 rows need 1.02e-3 with all activations saved
 
 
 def _train_on(twins: Twins, step: int, rows: tuple[int, int]) -> None:
-    """Train for a step; each rank has as many rows as ``rows`` says."""
+    """Train for one step; `rows` has the number of rows of each rank."""
     batches = [GPT.batch(generator(step, i), rows=n, length=LENGTH) for i, n in enumerate(rows)]
     twins.zero_grad()
     twins.backward(batches)
@@ -88,7 +92,7 @@ def _train_on(twins: Twins, step: int, rows: tuple[int, int]) -> None:
 
 
 def _grow(dynamic: bool | None) -> tuple[list[str], str]:
-    """Train on batches of other sizes; return what each graph saves, and the summary."""
+    """Train on batches of changing sizes; return what each graph saves, and the summary."""
     torch.manual_seed(0)
     schedule = graphshard.SchedulePolicy(
         auto=True, memory_budget_gb=ROWS_GB, node_cost=lambda _: SLOW_US
@@ -97,9 +101,9 @@ def _grow(dynamic: bool | None) -> tuple[list[str], str]:
     if dynamic is None:
         with pytest.raises(Exception, match="none of the ways that auto=True tries fits"):
             twins.compiled(GPT.batch(generator(0), rows=200, length=LENGTH))
-        torch._dynamo.reset()  # or the next size is the second one, and dynamic
-    # The third batch is another one on the first rank alone, which compiles again if sizes are
-    # static: it has to gather what its peer does, by its first graph.
+        torch._dynamo.reset()  # otherwise the next size is the second one, and becomes dynamic
+    # The third batch has a new size on the first rank only. With static sizes, that rank compiles
+    # again, and must gather the same as its peer, which runs its first graph.
     for step, rows in enumerate([(16, 16), (32, 32), (12, 16), (32, 32)]):
         _train_on(twins, step, rows)
     for graph in twins.backend._graphs:
@@ -108,8 +112,8 @@ def _grow(dynamic: bool | None) -> tuple[list[str], str]:
     return savings, twins.backend.summary()
 
 
-def test_a_larger_batch_saves_less() -> None:
-    """Ranks agree each time; where nothing fitted, a smaller batch may be tried."""
+def test_larger_batch_saves_less() -> None:
+    """Ranks agree on every size; after a batch for which nothing fits, smaller batches train."""
     (ours, static), (theirs, _) = ranks.run(2, _grow, False)
     small, large, smaller = ours
     assert small == smaller != large and theirs == [small, large]
@@ -126,7 +130,7 @@ class OutOfMemory(RuntimeError):
 
 
 def _fail_at_first() -> str:
-    """Train where the first rank raises an error while it tries ways, once."""
+    """Fail once on the first rank while it tries settings, then train; return the error."""
     raised = []
 
     def node_cost(_: object) -> float:
@@ -146,16 +150,19 @@ def _fail_at_first() -> str:
     return str(caught.value)
 
 
-def test_an_error_while_ways_are_tried_is_raised_on_all_ranks() -> None:
-    """And behind it they train on a smaller batch; layers are compiled once."""
+def test_error_while_trying_settings_is_raised_on_all_ranks() -> None:
+    """Afterwards a smaller batch trains, with layers compiled once as regions."""
     first, other = ranks.run(2, _fail_at_first)
     assert "out of memory" in first
     assert "the first rank could not plan what forward saves: OutOfMemory('out of" in other
 
 
 def _uneven() -> tuple[list[str], str]:
-    """Train where the other rank's batch is larger, and then larger still; return what graphs
-    save, and the error where it is much too large."""
+    """Train with a larger batch on the second rank, in two sizes.
+
+    Returns:
+        What each graph saves, and the error for a batch that is much too large.
+    """
     torch.manual_seed(0)
     schedule = graphshard.SchedulePolicy(
         auto=True, memory_budget_gb=ROWS_GB, node_cost=lambda _: SLOW_US
@@ -170,8 +177,8 @@ def _uneven() -> tuple[list[str], str]:
     return [str(g.settings.saving) for g in twins.backend._graphs], str(caught.value)
 
 
-def test_a_rank_with_a_larger_batch_saves_less() -> None:
-    """It compiles alone, and gathers what its peer does."""
+def test_rank_with_a_larger_batch_saves_less() -> None:
+    """That rank compiles alone, and gathers the same as its peer."""
     (ours, error), (theirs, own_error) = ranks.run(2, _uneven)
     assert len(ours) == 1 and len(theirs) == len({*ours, *theirs}) - 1 == 2
     assert all("all_params=True" in saving for saving in [*ours, *theirs])
@@ -180,7 +187,7 @@ def test_a_rank_with_a_larger_batch_saves_less() -> None:
 
 
 class Wide(nn.Module):
-    """Weights as large as activations."""
+    """Model whose weights are as large as its activations."""
 
     def __init__(self, dim: int = 64, layers: int = 4) -> None:
         super().__init__()
@@ -193,11 +200,15 @@ class Wide(nn.Module):
 
 
 WIDE_GB = 0.18e-3
-"""Of 64 rows, too little to keep all parameters; of 16 rows enough."""
+"""Memory budget that suffices to keep all parameters with 16 rows, but not with 64."""
 
 
 def _keep_fewer(steps: list[tuple[int, int]]) -> tuple[list[bool], list[str]]:
-    """Train on batches of so many rows; return whether graphs keep all, and the warnings."""
+    """Train on batches of ``steps[i][rank]`` rows.
+
+    Returns:
+        Whether each graph keeps all parameters unsharded, and graphshard's warnings.
+    """
     torch.manual_seed(0)
     schedule = graphshard.SchedulePolicy(
         auto=True, memory_budget_gb=WIDE_GB, node_cost=lambda _: SLOW_US
@@ -212,8 +223,8 @@ def _keep_fewer(steps: list[tuple[int, int]]) -> tuple[list[bool], list[str]]:
     return [saving is not None and saving.all_params for saving in savings], texts
 
 
-def test_fewer_parameters_are_kept_where_recomputing_is_not_enough() -> None:
-    """On all ranks: of the first graph where one rank needs it, of a later one where all do."""
+def test_fewer_parameters_are_kept_if_recomputing_is_not_enough() -> None:
+    """The first graph keeps fewer if any rank needs it; a later graph, only if all ranks do."""
     (ours, _), (theirs, texts) = ranks.run(2, _keep_fewer, [(16, 64)])
     assert ours == theirs == [False]
     assert "of this rank needs 0.000229 GB, since it gathers as planned for the first" in texts[-1]

@@ -1,4 +1,4 @@
-"""A forward that takes another branch once its parameters are sharded is an error."""
+"""A forward that takes another branch once its parameters are sharded raises an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.numerics.compare import Twins, world_mesh
 
 
 class LooksAtType(nn.Module):
-    """Has another activation where its linear is not exactly an ``nn.Linear``."""
+    """Model with another activation if its linear is not exactly an ``nn.Linear``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def _itself(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("target", "environment"), [(_called, "0"), (_itself, "1"), (_called, "1")]
 )
-def test_other_branch_names_the_first_differing_call(target: Any, environment: str) -> None:
+def test_error_of_another_branch_names_the_differing_call(target: Any, environment: str) -> None:
     ranks.run(2, _raise, target, environment)
 
 
@@ -53,7 +53,7 @@ def _raise(target: Any, environment: str) -> None:
 
 
 class WithCode(nn.Module):
-    """Recomputes a part, takes a branch by value, and breaks its graph."""
+    """Model with a checkpointed part, a ``torch.cond`` and a graph break."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class WithCode(nn.Module):
 
 
 class ReadsWithoutGrad(nn.Module):
-    """Reads a parameter under ``no_grad`` and uses it outside."""
+    """Model that reads a parameter under ``no_grad`` and uses it outside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class ReadsWithoutGrad(nn.Module):
 
 @pytest.mark.parametrize("target", [_itself, _called])
 @pytest.mark.parametrize("kind", [GPT, MLP, WithCode, ReadsWithoutGrad])
-def test_equal_traces_train(kind: Any, target: Any) -> None:
+def test_models_with_equal_traces_train(kind: Any, target: Any) -> None:
     ranks.run(2, _train, kind, target)
 
 

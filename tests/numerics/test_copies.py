@@ -1,5 +1,5 @@
-"""What is copied of a sharded model works on; what is pickled is an error that says what to do. And
-copies and optimizers that were made before the model was sharded."""
+"""Copies of a sharded model keep working; pickling one raises with advice. Also averages and
+optimizers that were made before the model was sharded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _save(value: Any) -> None:
 
 
 class WithActivation(nn.Module):
-    """Has a module without parameters, and one that reduces itself."""
+    """Model with a module without parameters, and one with its own ``__reduce__``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def _pickle_all() -> None:
         copy.deepcopy(state)
 
 
-def test_pickling_is_an_error_that_says_what_to_do() -> None:
+def test_pickling_raises_with_advice() -> None:
     ranks.run(2, _pickle_all)
 
 
@@ -105,7 +105,7 @@ def _load_optimizer_state() -> None:
         assert torch.equal(ours.to_local(), theirs.to_local())
 
 
-def test_the_state_of_an_optimizer_is_saved_by_each_rank() -> None:
+def test_each_rank_saves_and_loads_its_optimizer_state() -> None:
     ranks.run(2, _load_optimizer_state)
 
 
@@ -122,12 +122,12 @@ def _train_copy(make: Callable[[Any], Any]) -> None:
 
 
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy])
-def test_a_copy_of_a_sharded_model_is_trained(make: Callable[[Any], Any]) -> None:
+def test_copy_of_a_sharded_model_trains(make: Callable[[Any], Any]) -> None:
     ranks.run(2, _train_copy, make)
 
 
 def _copy_parameter() -> None:
-    """A copy of a parameter is a tensor of its own; the model is as it was."""
+    """Check that a copy of a parameter is a separate tensor and leaves the model unchanged."""
     model = graphshard.shard(MLP(), world_mesh())
     twins = Twins(model, _plain_of(model))
     for make in (copy.copy, copy.deepcopy):
@@ -142,12 +142,12 @@ def _plain_of(model: nn.Module) -> nn.Module:
     return plain
 
 
-def test_a_copy_of_a_parameter() -> None:
+def test_copy_of_a_parameter_leaves_the_model_unchanged() -> None:
     ranks.run(2, _copy_parameter)
 
 
 def _copy_with_gradients(what: str) -> None:
-    """Gradients are copied, too, and both models train on as the first one would."""
+    """Check that gradients are copied, too, and that both models train on identically."""
     model = MLP()
     backend = graphshard.backend(world_mesh(), compiler="aot_eager")
     compiled = torch.compile(model, backend=backend)
@@ -177,15 +177,15 @@ def _copy_with_gradients(what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["model", "compiled", "average"])
-def test_a_copy_of_a_model_with_gradients(what: str) -> None:
+def test_copy_of_a_model_with_gradients_trains_identically(what: str) -> None:
     ranks.run(2, _copy_with_gradients, what)
 
 
-# Averages of weights, and optimizers, from before the first step.
+# Weight averages and optimizers from before the first step.
 
 
 def _average(before: bool, shard_first: bool) -> None:
-    """An average of what was sharded follows it; a plain one says that it cannot."""
+    """Check that an average of a sharded model follows it; one made before sharding raises."""
     model, plain = GPT(), GPT()
     plain.load_state_dict(model.state_dict())
     twins = Twins(model, plain)
@@ -209,12 +209,12 @@ def _average(before: bool, shard_first: bool) -> None:
 
 
 @pytest.mark.parametrize(("before", "shard_first"), [(True, True), (False, False), (True, False)])
-def test_an_average_of_weights(before: bool, shard_first: bool) -> None:
+def test_weight_average_before_and_after_sharding(before: bool, shard_first: bool) -> None:
     ranks.run(2, _average, before, shard_first)
 
 
 def _stale_list(in_function: bool) -> None:
-    """A list from before the first step, given to an optimizer after it, is an error."""
+    """Pass parameters listed before the first step to an optimizer after it; expect an error."""
     model = MLP()
     stale = list(model.parameters())
     called = (lambda x: model(x)) if in_function else model
@@ -224,5 +224,5 @@ def _stale_list(in_function: bool) -> None:
 
 
 @pytest.mark.parametrize("in_function", [False, True])
-def test_an_optimizer_of_parameters_from_before_is_an_error(in_function: bool) -> None:
+def test_optimizer_of_stale_parameters_raises(in_function: bool) -> None:
     ranks.run(2, _stale_list, in_function)

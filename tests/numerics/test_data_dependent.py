@@ -1,5 +1,5 @@
-"""Eager parts whose reads of parameters depend on a rank's data: every rank still issues the same
-collectives, and gradients are those of the unsharded model."""
+"""Eager parts whose parameter reads depend on a rank's data: every rank still issues the same
+collectives, and gradients match those of the unsharded model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DIM, EXPERTS = 6, 4
 
 
 class Experts(nn.Module):
-    """Stacked experts; each token goes to one, as in transformers' eager mixtures."""
+    """Stacked experts with one expert per token, as in transformers' eager mixtures."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,20 +47,20 @@ class Mixture(nn.Module):
 
     @staticmethod
     def batch(rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        """One, two, three or four experts, by chance."""
+        """Return tokens and an expert for each, drawn from the first one to four experts."""
         high = int(torch.randint(1, EXPERTS + 1, (), generator=rng))
         return torch.randn(5, DIM, generator=rng), torch.randint(high, (5,), generator=rng)
 
 
 class EitherWeight(nn.Module):
-    """A rank reads one of two parameters, or a third that nobody reads."""
+    """Model whose data decide which of two parameters a rank reads; no rank reads the third."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = (nn.Parameter(torch.randn(DIM, 5)) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        for _ in x:  # a break in a loop: Dynamo leaves the frame to Python
+        for _ in x:  # a graph break in a loop: Dynamo leaves the frame to Python
             torch._dynamo.graph_break()
         weight = self.a if x[0, 0].item() > 0 else self.b
         return (x @ weight).square().mean()
@@ -71,7 +71,7 @@ class EitherWeight(nn.Module):
 
 
 class ReadsOfAChild(Mixture):
-    """The parent reads the child's parameters, and calls nothing of it."""
+    """Model that reads the parameters of a child without calling it."""
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, index = batch
@@ -87,12 +87,12 @@ def _train(kind: Trainable, steps: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("kind", [Mixture, EitherWeight, ReadsOfAChild])
-def test_reads_that_depend_on_data(kind: Trainable, world_size: int) -> None:
+def test_data_dependent_parameter_reads(kind: Trainable, world_size: int) -> None:
     ranks.run(world_size, _train, kind, 6)
 
 
 class _Counted(nn.Module):
-    """Reads one parameter several times, in two modules' calls."""
+    """Module that reads one parameter several times per call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,5 +119,5 @@ def _one_gather_a_call() -> None:
     assert first.shape == (DIM, DIM)
 
 
-def test_a_parameter_is_gathered_once_in_a_call() -> None:
+def test_parameter_is_gathered_once_per_call() -> None:
     ranks.run(2, _one_gather_a_call)

@@ -1,4 +1,4 @@
-"""`graphshard.set_gradient_divide_factor`: gradients beside FSDP2's method of that name."""
+"""`graphshard.set_gradient_divide_factor`: gradients match FSDP2's method of that name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _beside_fsdp2(shape: tuple[int, ...], factor: float) -> None:
     torch.manual_seed(0)
     model = MLP()
     theirs: Any = fully_shard(copy.deepcopy(model), mesh=mesh)
-    theirs.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+    theirs.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
     theirs.set_gradient_divide_factor(factor)
     graphshard.shard(model, mesh)
     graphshard.set_gradient_divide_factor(model, factor)
@@ -49,7 +49,7 @@ def _beside_fsdp2(shape: tuple[int, ...], factor: float) -> None:
 
 
 @pytest.mark.parametrize(("shape", "factor"), [((2,), 1.0), ((2,), 5.0), ((2, 2), 1.0)])
-def test_gradients_are_those_of_fsdp2(shape: tuple[int, ...], factor: float) -> None:
+def test_gradients_match_fsdp2(shape: tuple[int, ...], factor: float) -> None:
     ranks.run(math.prod(shape), _beside_fsdp2, shape, factor)
 
 
@@ -63,5 +63,5 @@ def _refuse() -> None:
             graphshard.set_gradient_divide_factor(model, factor)  # type: ignore[arg-type]
 
 
-def test_what_is_no_factor_is_refused() -> None:
+def test_invalid_factors_are_refused() -> None:
     ranks.run(1, _refuse)

@@ -1,5 +1,5 @@
-"""fp8 on real ranks: beside FSDP2 with torchao's linears, bitwise by ATen; what travels; scales and
-bytes that are those of unsharded weights; and models that torchao has converted."""
+"""fp8 on real ranks: training compared with FSDP2 and torchao's linears (bitwise with aot_eager);
+bytes sent; scales and values equal to those of unsharded weights; models converted by torchao."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from tests.numerics.compare import (
 )
 
 SIZE = Size(layers=2, heads=2, dim=64, context=32, batch=4, steps=0)
-SHALLOW = replace(SIZE, layers=1)  # for what takes long to compile
+SHALLOW = replace(SIZE, layers=1)  # for tests that compile slowly
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 MIN_COSINE = 1 - torch.finfo(torch.float8_e5m2).eps ** 2 / 2
-"""Of a gradient with the exact one, where they differ by a step of its format, at a right angle."""
+"""Cosine between a gradient and the exact one for an orthogonal error of one e5m2 step."""
 pytestmark = NEEDS_FP8
 needs_rows = pytest.mark.skipif(
     float8_math.device_fault("cpu", ROWWISE) is not None, reason="no row-wise product on this CPU"
@@ -62,7 +62,7 @@ def _model(size: Size = SIZE) -> GPT:
 
 
 def _convert(model: nn.Module, **config: Any) -> nn.Module:
-    """By torchao, the linears that we choose."""
+    """Convert with torchao the linears that graphshard chooses."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     return convert_to_float8_training(
@@ -80,7 +80,7 @@ def _by_fsdp2(model: nn.Module, batches: list[Tensor], policy: MixedPrecisionPol
 def _beside_torchao(
     compiler: str, mp_policy: MixedPrecisionPolicy, size: Size = SIZE
 ) -> list[tuple[str, torch.dtype | None]]:
-    """Train next to FSDP2 with torchao; return kinds and dtypes of what a step sends."""
+    """Train next to FSDP2 with torchao; return kind and dtype of each collective of a step."""
     ours = _model(size)
     batches = [_batch(step, dist.get_rank()) for step in range(5)]
     compiled = compile_sharded(
@@ -90,7 +90,7 @@ def _beside_torchao(
     expected = _by_fsdp2(_convert(_model(size)), batches, mp_policy)
     if compiler == "aot_eager":
         assert_equal(trained, expected)
-    else:  # what a fusion rounds differently may end in the next value of fp8
+    else:  # fused kernels round differently, which may move a value by one step of fp8
         in_float32 = _by_fsdp2(_model(size), batches, MixedPrecisionPolicy())
         assert_trained_alike(trained, expected, in_float32)
     recording.clear()
@@ -99,7 +99,7 @@ def _beside_torchao(
 
 
 @pytest.mark.low_precision
-def test_it_trains_as_fsdp2_with_torchao() -> None:
+def test_training_matches_fsdp2_with_torchao() -> None:
     for sent in ranks.run(
         2, _beside_torchao, "aot_eager", MixedPrecisionPolicy(), backend="recording"
     ):
@@ -110,18 +110,18 @@ def test_it_trains_as_fsdp2_with_torchao() -> None:
 
 
 @pytest.mark.low_precision
-def test_it_trains_so_in_bfloat16() -> None:
+def test_training_in_bfloat16_matches_fsdp2_with_torchao() -> None:
     ranks.run(2, _beside_torchao, "aot_eager", BF16, backend="recording")
 
 
 @pytest.mark.low_precision
-def test_it_trains_so_by_inductor() -> None:
+def test_training_with_inductor_matches_fsdp2_with_torchao() -> None:
     policy = MixedPrecisionPolicy()
     ranks.run(2, _beside_torchao, "inductor", policy, SHALLOW, backend="recording")
 
 
 def _gradients(size: Size = SIZE, **options: Any) -> tuple[list[Tensor], int]:
-    """After one backward, and what was gathered for it, scales included."""
+    """Return the gradients of one backward, and the bytes gathered for it, scales included."""
     model = _model(size)
     backend = graphshard.backend(world_mesh(), compiler="aot_eager", **options)
     torch.compile(model, backend=backend)(_batch(0, dist.get_rank(), size)).backward()
@@ -131,7 +131,7 @@ def _gradients(size: Size = SIZE, **options: Any) -> tuple[list[Tensor], int]:
 
 
 def _cosines(recipe: str) -> list[float]:
-    """Of every gradient in fp8 with that in float32."""
+    """Return the cosine of each gradient in fp8 with the one in float32."""
     exact, _ = _gradients(SHALLOW)
     found = []
     for mp_policy in (None, BF16):
@@ -145,7 +145,7 @@ def _cosines(recipe: str) -> list[float]:
 @pytest.mark.parametrize(
     ("world", "recipe"), [(2, TENSORWISE), pytest.param(4, ROWWISE, marks=needs_rows)]
 )
-def test_gradients_point_where_those_of_float32_do(world: int, recipe: str) -> None:
+def test_gradients_have_the_direction_of_float32_gradients(world: int, recipe: str) -> None:
     assert min(ranks.run(world, _cosines, recipe)[0]) > MIN_COSINE
 
 
@@ -159,20 +159,23 @@ def _product_in_float32(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """What ``_scaled_mm`` computes, but for the order of sums."""
+    """Compute what ``_scaled_mm`` computes, up to the order of sums."""
     return ((a.float() @ b.float()) * scale_a * scale_b).to(out_dtype)
 
 
 @contextlib.contextmanager
 def quick_products() -> Iterator[None]:
-    """A CPU without instructions for fp8 takes 0.3 s for 512 x 64 x 256, oneDNN's reference."""
+    """Compute ``_scaled_mm`` in float32, which is faster on a CPU without fp8 instructions.
+
+    oneDNN's reference takes 0.3 s there for 512 x 64 x 256.
+    """
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_scaled_mm", _product_in_float32, "CPU")
         yield
 
 
 def _loss(fp8: graphshard.Float8Policy | None) -> float:
-    """The demo's: the mean of the last 10 of 200 steps on real text."""
+    """Train the demo's model; return the mean loss of the last 10 of 200 steps on real text."""
     size = Size(layers=2, heads=2, dim=64, context=64, batch=8, steps=200)
     model = _model(size)
     compiled = compile_sharded(model, compiler="aot_eager", mp_policy=BF16, fp8=fp8)
@@ -191,17 +194,17 @@ def _loss(fp8: graphshard.Float8Policy | None) -> float:
 
 
 def _losses() -> list[float]:
-    """In bfloat16, and by every recipe that there is here."""
+    """Return the loss in bfloat16, and with every fp8 recipe that this CPU supports."""
     here = [recipe for recipe in RECIPES if float8_math.device_fault("cpu", recipe) is None]
     with quick_products():
         return [_loss(None), *(_loss(graphshard.Float8Policy(recipe)) for recipe in here)]
 
 
 @pytest.mark.low_precision
-def test_it_learns_as_bfloat16_does() -> None:
+def test_loss_after_training_is_close_to_bfloat16() -> None:
     plain, *in_fp8 = ranks.run(2, _losses)[0]
-    assert plain < 3.5  # of ln 256 = 5.5
-    assert in_fp8 and max(in_fp8) <= 1.02 * plain  # what is claimed of fp8, not its rounding
+    assert plain < 3.5  # starts at ln 256 = 5.5
+    assert in_fp8 and max(in_fp8) <= 1.02 * plain  # our claim about fp8, not a rounding bound
 
 
 def _bytes_in_fp8_and_float32() -> tuple[int, int]:
@@ -211,7 +214,7 @@ def _bytes_in_fp8_and_float32() -> tuple[int, int]:
     return in_fp8, _gradients(size)[1]
 
 
-def test_a_quarter_of_the_bytes_travels() -> None:
+def test_fp8_gathers_a_quarter_of_the_bytes() -> None:
     in_fp8, exact = ranks.run(2, _bytes_in_fp8_and_float32)[0]
     assert in_fp8 <= 0.27 * exact
 
@@ -219,7 +222,7 @@ def test_a_quarter_of_the_bytes_travels() -> None:
 def _scaled_by_ranks(
     recipe: str, dtype: torch.dtype, rows: list[int]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Of each weight, bytes and scales by the ops that graphs are made of."""
+    """Gather weights from shards with the ops used in graphs; return values and scales of each."""
     group, world = world_mesh().get_group().group_name, dist.get_world_size()
     weights = [torch.randn(n, 48, generator=generator(n)) * n for n in rows]
     shards = []
@@ -244,7 +247,7 @@ def _scaled_by_ranks(
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world", [2, 4])
-def test_scales_and_bytes_are_those_of_the_whole(
+def test_values_and_scales_match_the_unsharded_weight(
     world: int, dtype: torch.dtype, recipe: str
 ) -> None:
     rows = [16, 7, 1, 64]
@@ -275,7 +278,7 @@ def _converted(compiler: str) -> None:
 
 @pytest.mark.low_precision
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_a_model_that_torchao_converted_trains(compiler: str) -> None:
+def test_model_converted_by_torchao_trains(compiler: str) -> None:
     ranks.run(2, _converted, compiler)
 
 
@@ -307,7 +310,7 @@ def _refusals() -> None:
 
 
 def _accepted() -> None:
-    """An override that fp8 does not concern, and a second module without linears."""
+    """Compile with an override of parameters that fp8 ignores, and a module without linears."""
     half = MixedPrecisionPolicy(param_dtype=torch.float16)
     backend = graphshard.backend(
         world_mesh(),
@@ -329,11 +332,11 @@ def _accepted() -> None:
     assert isinstance(scale.norm_factor.grad, DTensor)
 
 
-def test_what_fp8_does_not_concern() -> None:
+def test_fp8_with_overrides_and_modules_it_ignores() -> None:
     ranks.run(2, _accepted)
 
 
-def test_what_cannot_be_is_an_error() -> None:
+def test_invalid_fp8_policies_and_models_raise() -> None:
     ranks.run(2, _refusals)
 
 
@@ -343,7 +346,7 @@ def _gathers_by_itself() -> None:
         compile_sharded(model, compiler="aot_eager")(_batch(0, 0))
 
 
-def test_torchao_s_own_gather_is_an_error() -> None:
+def test_fp8_all_gather_of_torchao_raises() -> None:
     ranks.run(2, _gathers_by_itself)
 
 
@@ -355,12 +358,12 @@ def _no_product() -> None:
         compile_sharded(_model(), compiler="aot_eager", fp8=recipe)(_batch(0, 0)).backward()
 
 
-def test_a_device_without_the_product_is_named() -> None:
+def test_error_of_unsupported_recipe_names_the_device() -> None:
     ranks.run(2, _no_product)
 
 
 def _dynamic() -> list[float]:
-    """Losses of batches of several sizes, by one graph, and by one for each."""
+    """Return losses for several batch sizes, by one dynamic graph and by one graph per size."""
     losses = []
     for dynamic in (True, False):
         torch._dynamo.reset()
@@ -378,6 +381,6 @@ def _dynamic() -> list[float]:
     return losses
 
 
-def test_batches_of_other_sizes() -> None:
+def test_dynamic_and_static_graphs_agree() -> None:
     for losses in ranks.run(2, _dynamic):
         assert losses[:4] == losses[4:] and losses[3] == 0.0 < losses[0]

@@ -1,5 +1,5 @@
-"""Parameters that are frozen and unfrozen between steps, as those of a GAN's discriminator are: the
-numbers of an unsharded copy, and no more graphs than ``torch.compile`` makes without sharding."""
+"""Parameters that are frozen and unfrozen between steps, like those of a GAN's discriminator:
+results match an unsharded copy, with no more graphs than plain ``torch.compile`` makes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ def _generator() -> nn.Module:
 
 
 def _step_gan(nets: Any, real: Tensor, frozen: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return the losses of discriminator and generator, with gradients of both.
+    """Run backward of discriminator and generator; return their losses.
 
     Args:
-        nets: what generates and what discriminates, to be called.
-        frozen: the module that is frozen while the generator learns.
+        nets: generator and discriminator, to be called.
+        real: batch of real data.
+        frozen: module of the discriminator, frozen while the generator learns.
     """
     generate, discriminate = nets
     frozen.requires_grad_(True)
@@ -39,7 +40,7 @@ def _step_gan(nets: Any, real: Tensor, frozen: nn.Module) -> tuple[Tensor, Tenso
 
 
 def _train_gan(fullgraph: bool) -> tuple[int, bool]:
-    """Return how many graphs there are after all steps, and after the first."""
+    """Return the number of graphs, and whether the first step made all of them."""
     g, d = Twins(_generator(), fullgraph=fullgraph), Twins(MLP(), fullgraph=fullgraph)
     optimizers = [sgd(net) for net in (g.model, d.model, g.reference, d.reference)]
     counts = []
@@ -48,7 +49,7 @@ def _train_gan(fullgraph: bool) -> tuple[int, bool]:
         ours = _step_gan((g.compiled, d.compiled), batches[dist.get_rank()], d.model)
         theirs = [_step_gan((g.reference, d.reference), x, d.reference) for x in batches]
         for what, mine, plain in zip("dg", ours, theirs[dist.get_rank()]):
-            assert_close(what, mine, plain, 1e-3)  # a difference of losses that are nearly equal
+            assert_close(what, mine, plain, 1e-3)  # a loss is a difference of nearly equal values
         for twins in (g, d):
             for param in twins.reference.parameters():
                 param.grad /= dist.get_world_size()
@@ -70,14 +71,18 @@ def _count_plainly() -> int:
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
-def test_a_gan_that_freezes_its_discriminator(fullgraph: bool) -> None:
+def test_gan_that_freezes_its_discriminator(fullgraph: bool) -> None:
     plain = ranks.run(1, _count_plainly)[0]
     for num, settled in ranks.run(2, _train_gan, fullgraph):
         assert settled and num == plain
 
 
 def _freeze_in_turns() -> list[int]:
-    """One layer after the other is frozen, twice around; the input always has a gradient."""
+    """Freeze one layer per step, in turn; inputs require gradients in every other step.
+
+    Returns:
+        Number of graphs after each step.
+    """
     twins = Twins(MLP())
     counts = []
     for step in range(STEPS):
@@ -92,6 +97,6 @@ def _freeze_in_turns() -> list[int]:
     return counts
 
 
-def test_layers_that_are_frozen_in_turns() -> None:
+def test_layers_frozen_in_turns() -> None:
     for counts in ranks.run(2, _freeze_in_turns):
-        assert counts[5:] == [6] * 5, counts  # three layers, and inputs with a gradient or without
+        assert counts[5:] == [6] * 5, counts  # three layers, inputs with and without a gradient

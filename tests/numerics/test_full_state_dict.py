@@ -1,5 +1,5 @@
-"""`full_state_dict` and `load_full_state_dict`: what the first rank gets is what a plain model and
-its optimizer would have, bitwise; and what it loads, all ranks have."""
+"""`full_state_dict` and `load_full_state_dict`: the first rank gets bitwise the state of a plain
+model and its optimizer, and what it loads reaches all ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _step(called: Any, optim: torch.optim.Optimizer, kind: Trainable, step: int) -> float:
-    """Train on a batch that is the same on all ranks."""
+    """Train on a batch that is the same on all ranks; return the loss."""
     loss = called(draw(kind.batch, step, 1)[0])
     loss.backward()
     optim.step()
@@ -46,7 +46,7 @@ def _step(called: Any, optim: torch.optim.Optimizer, kind: Trainable, step: int)
 def _trained(
     kind: Trainable, shape: tuple[int, ...] = (2,), **options: Any
 ) -> tuple[Any, Any, torch.optim.Optimizer]:
-    """A model after two steps, its compiled form, and its optimizer."""
+    """Return a model after two steps, its compiled form, and its optimizer."""
     model = kind()
     backend = graphshard.backend(init_device_mesh("cpu", shape), compiler="aot_eager", **options)
     compiled = torch.compile(model, backend=backend)
@@ -57,7 +57,7 @@ def _trained(
 
 
 def _assert_equal(ours: Any, theirs: Any) -> None:
-    """Same structure, types and bits."""
+    """Assert that two nested states have the same structure, types and bits."""
     if isinstance(theirs, Tensor):
         assert type(ours) is type(theirs) is Tensor and ours.device.type == "cpu"
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
@@ -72,11 +72,11 @@ def _assert_equal(ours: Any, theirs: Any) -> None:
         assert ours == theirs
 
 
-# To the first rank.
+# Gathering to the first rank.
 
 
 def _of_8_bits() -> None:
-    """Two ranks, whose rows end where one of torchao's blocks ends."""
+    """Compare 8-bit states with unsharded ones, where shards end at the end of a torchao block."""
     from torchao.optim import AdamW8bit
 
     models = nn.Linear(64, 128), graphshard.shard(nn.Linear(64, 128), world_mesh())
@@ -87,12 +87,13 @@ def _of_8_bits() -> None:
     if dist.get_rank() == 0:
         assert optim_state["state"]["weight"]["exp_avg"].count_nonzero() > 4096
         _assert_equal(optim_state["state"], expected["state"])
-    _step_on_one_batch(models[1:], optims[1:])  # to be forgotten
+    _step_on_one_batch(models[1:], optims[1:])  # undone by the load
     graphshard.load_full_state_dict(models[1], state, optims[1], optim_state)
     again = graphshard.full_state_dict(models[1], optims[1])[1]
     if dist.get_rank() == 0:
         loaded, saved = (s["state"]["weight"]["exp_avg"] for s in (again, optim_state))
-        # A block whose largest element is negative loses it in torchao's code: that is -0.993.
+        # Not bitwise: torchao's code ends at -0.993 instead of -1, so a block whose largest
+        # element is negative loses some of it.
         assert (loaded - saved).abs().max() <= 0.01 * saved.abs().max()
     _step_on_one_batch(models, optims)
     assert (whole(models[1].weight) - models[0].weight).abs().max() < 1e-4
@@ -105,7 +106,7 @@ def _step_on_one_batch(models: Any, optims: Any) -> None:
         optim.step()
 
 
-def test_states_of_8_bits() -> None:
+def test_8_bit_optimizer_states() -> None:
     ranks.run(2, _of_8_bits)
 
 
@@ -143,7 +144,7 @@ SETUPS: dict[str, tuple[Trainable, tuple[int, ...], State]] = {
 
 
 @pytest.mark.parametrize("setup", SETUPS)
-def test_plain_torch_loads_it_and_trains_on(setup: str, tmp_path: Path) -> None:
+def test_plain_torch_loads_a_full_state_and_trains_on(setup: str, tmp_path: Path) -> None:
     kind, shape, options = SETUPS[setup]
     ranks.run(torch.Size(shape).numel(), _save, kind, shape, options, tmp_path)
     state, optim_state, losses = torch.load(tmp_path / "all.pt")
@@ -171,7 +172,7 @@ def _some_names() -> None:
         graphshard.full_state_dict(model, names=wanted[dist.get_rank() :])
 
 
-def test_what_is_named_is_gathered_alone() -> None:
+def test_only_named_entries_are_gathered() -> None:
     ranks.run(2, _some_names)
 
 
@@ -183,12 +184,12 @@ def _keep_tied_and_versions() -> None:
         assert state._metadata == GPT().state_dict()._metadata
 
 
-def test_tied_weights_are_one_tensor_and_versions_of_modules_are_kept() -> None:
+def test_tied_weights_and_module_versions_are_kept() -> None:
     ranks.run(2, _keep_tied_and_versions)
 
 
 class Regional(nn.Module):
-    """A layer that is compiled by itself, and a state that is no tensor."""
+    """Model with a layer that is compiled by itself, and an extra state that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +226,7 @@ def _regional() -> None:
         Regional().load_state_dict(state)
 
 
-def test_names_are_those_without_compiled_parts() -> None:
+def test_names_omit_the_prefix_of_compiled_parts() -> None:
     ranks.run(2, _regional)
 
 
@@ -239,15 +240,15 @@ def _save_unsharded() -> None:
         assert state["head.weight"].data_ptr() != model.head.weight.data_ptr()
 
 
-def test_a_model_before_its_first_step() -> None:
+def test_full_state_of_a_model_before_its_first_step() -> None:
     ranks.run(2, _save_unsharded)
 
 
-# From the first rank.
+# Loading from the first rank.
 
 
 def _load(kind: Trainable, shape: tuple[int, ...], options: State, folder: Path) -> None:
-    """All that matters is what the first rank gives; training goes on as it did."""
+    """Load a state that only the first rank has; training continues as before."""
     torch.manual_seed(77)
     model = graphshard.shard(kind(), init_device_mesh("cpu", shape), **options)
     optim = _adamw(model)
@@ -271,7 +272,7 @@ def _load(kind: Trainable, shape: tuple[int, ...], options: State, folder: Path)
 
 
 @pytest.mark.parametrize("setup", SETUPS)
-def test_the_first_rank_loads_it_for_all(setup: str, tmp_path: Path) -> None:
+def test_first_rank_loads_for_all_ranks(setup: str, tmp_path: Path) -> None:
     kind, shape, options = SETUPS[setup]
     ranks.run(torch.Size(shape).numel(), _save, kind, shape, options, tmp_path)
     ranks.run(torch.Size(shape).numel(), _load, kind, shape, options, tmp_path)
@@ -296,7 +297,7 @@ def test_parameters_of_every_kind(world_size: int) -> None:
 
 
 def _some_have_no_state() -> None:
-    """Parameters without a gradient, and an optimizer that has not stepped, or keeps no state."""
+    """Save and load parameters without gradients, and optimizers that have no state (yet)."""
     model = graphshard.shard(Kinds(), world_mesh())
     optim = torch.optim.AdamW([{"params": [model.row], "lr": 0.5}, {"params": [model.whole]}])
     model.row.grad = torch.ones_like(model.row)
@@ -316,12 +317,12 @@ def _some_have_no_state() -> None:
     graphshard.load_full_state_dict(model, state[0], plain, state[1])
 
 
-def test_optimizers_without_a_state_keep_none() -> None:
+def test_missing_optimizer_state_stays_missing() -> None:
     ranks.run(2, _some_have_no_state)
 
 
 def _into_shards_of_every_rank() -> None:
-    """What `get_state_dict` of DCP returns in full, goes into the shards as well, and back."""
+    """Load the full state that DCP's `get_state_dict` returns, and gather it again."""
     model, _, optim = _trained(GPT)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     theirs = get_state_dict(model, optim, options=options)
@@ -335,11 +336,11 @@ def _into_shards_of_every_rank() -> None:
         _assert_equal(ours[1]["state"], theirs[1]["state"])
 
 
-def test_what_torch_gathers_is_loaded() -> None:
+def test_full_state_gathered_by_torch_is_loaded() -> None:
     ranks.run(2, _into_shards_of_every_rank)
 
 
-# What cannot be: every rank says so.
+# Errors, which every rank raises.
 
 
 def _wrong_state() -> None:
@@ -374,7 +375,7 @@ def _wrong_state() -> None:
     _assert_equal([dict(again[0]), again[1]], [dict(state), optim_state])
 
 
-def test_every_rank_raises_what_the_first_one_gave_wrongly() -> None:
+def test_wrong_state_on_the_first_rank_raises_on_all() -> None:
     ranks.run(2, _wrong_state)
 
 
@@ -396,5 +397,5 @@ def _wrong_arguments() -> None:
         graphshard.full_state_dict(empty)
 
 
-def test_wrong_arguments() -> None:
+def test_wrong_arguments_raise() -> None:
     ranks.run(2, _wrong_arguments)

@@ -1,4 +1,4 @@
-"""`torch.func` transforms of a sharded model's forward: values and gradients as unsharded."""
+"""`torch.func` transforms of a sharded model's forward match those of the unsharded model."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def _transformed(transform: Callable[[Forward, Tensor], Tensor], compiled: bool)
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("transform", [_jvp, _grad, _per_sample, _forward_mode_jacobian])
-def test_a_sharded_model_inside_of_a_transform(
+def test_sharded_model_inside_a_transform(
     transform: Callable[[Forward, Tensor], Tensor], compiled: bool
 ) -> None:
-    """With jvp, vmap and others around a forward, Dynamo leaves it to Python."""
+    """Dynamo leaves a forward inside of jvp, vmap and others to Python."""
     ranks.run(2, _transformed, transform, compiled)

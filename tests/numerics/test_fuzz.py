@@ -1,5 +1,5 @@
-"""Random models under random strategies, precisions, schedules and loops agree with plain copies:
-two minutes of `tests.numerics.fuzz`, and what it has found before."""
+"""Random models under random strategies, precisions, schedules and training loops agree with plain
+copies: two minutes of `tests.numerics.fuzz`, and the cases that failed before."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.numerics.fuzz.trial import run_trial
 
 SEEDS = range(16)
 FOUND: dict[str, Case] = {
-    # Backward computed anew what had read the average, which forward had written since.
+    # Backward recomputed a read of the average, which forward had overwritten in the meantime.
     "backward reads a buffer that forward wrote": Case(
         8827, (("residual", ("buffers",), ("tied", 13)),), dim=16, precision="fp8"
     ),
-    # An eager part of the function used values that the first rank's replaced. Ranks that begin
-    # with unequal ones raise an error now (multirank/test_start_values.py); equal ones train.
+    # An eager part of the function used values before the first rank's replaced them. Now, unequal
+    # start values are an error (multirank/test_start_values.py); equal ones train.
     "a function begins with an eager part": Case(
         171,
         (("normalised",), ("twice", ("break", ("complex",), ("fourier",))), ("tied", 16)),
@@ -29,7 +29,8 @@ FOUND: dict[str, Case] = {
         offload="shards",
         entrance="function",
     ),
-    # The partitioner weighs activations by their sizes, and backward gathered other parameters.
+    # The partitioner weighs activations by size, so ranks gathered different parameters in
+    # backward.
     "ranks with other batches recompute other activations": Case(
         48,
         (("tied", 5), ("sometimes", ("tied", 18)), ("linear",)),
@@ -45,7 +46,7 @@ FOUND: dict[str, Case] = {
         rows="by_both",
         evaluation="no_grad",
     ),
-    # One rank computed a sum anew whose summand is a parameter, expanded to the size of the batch.
+    # Only one rank recomputed a sum that adds a parameter expanded to the size of the batch.
     "a parameter is expanded to the size of a batch": Case(
         9356,
         (("linear",), ("expanded",)),
@@ -57,7 +58,7 @@ FOUND: dict[str, Case] = {
         micros=2,
         rows="by_both",
     ),
-    # Whether backward itself needed a bias depended on the sizes, and so whether it was kept.
+    # The sizes decided whether backward itself needed a bias, and with it whether it was kept.
     "graphs of other sizes need another bias in backward": Case(
         5791,
         (("linear",), ("cell",)),
@@ -97,7 +98,7 @@ FOUND: dict[str, Case] = {
         rows="by_both",
         early=True,
     ),
-    # A second compile, by the first rank's plan, has other parameters than the first one had.
+    # A second compile follows the first rank's plan, but has other parameters than the first.
     "a plan is followed by graph inputs": Case(
         4244,
         (
@@ -132,7 +133,7 @@ FOUND: dict[str, Case] = {
         optimizer="adamw",
         zeroes=True,
     ),
-    # The part alone was sharded.
+    # Only a part of the model was sharded.
     "a compiled method whose frame Dynamo skips shards its model": Case(
         22314,
         (("break", ("empty",)),),
@@ -142,7 +143,7 @@ FOUND: dict[str, Case] = {
         entrance="method",
         dynamic=False,
     ),
-    # Gradients were those of neither.
+    # Gradients matched neither the old nor the new values.
     "a shard that an autograd.Function saves is changed before backward": Case(
         22455,
         (("cubed",),),
@@ -151,28 +152,28 @@ FOUND: dict[str, Case] = {
         stale=True,
     ),
 }
-"""Cases that failed once."""
+"""Cases that failed in the past."""
 
 
 def _run(case: Case) -> None:
     """Run a case; a rank that dies or hangs fails it."""
     if case.precision == "fp8" and device_fault("cpu", TENSORWISE):
         pytest.skip("this CPU computes no products in fp8")
-    print(case)  # pytest shows it beside a failure
+    print(case)  # pytest shows it with a failure
     ranks.run(case.world_size, run_trial, case, timeout_s=TIMEOUT_S)
 
 
-# By the number of ranks, since few groups of ranks stay alive.
+# Sorted by world size, since only a few pools of ranks stay alive.
 @pytest.mark.parametrize("seed", sorted(SEEDS, key=lambda seed: draw(seed).world_size))
-def test_a_random_case(seed: int) -> None:
+def test_random_case(seed: int) -> None:
     _run(draw(seed))
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_what_was_found_before(name: str) -> None:
+def test_case_that_failed_before(name: str) -> None:
     _run(FOUND[name])
 
 
-def test_a_seed_is_a_case() -> None:
+def test_seed_always_draws_the_same_case() -> None:
     for seed in range(300):
         assert draw(seed) == draw(seed) == pickle.loads(pickle.dumps(draw(seed)))

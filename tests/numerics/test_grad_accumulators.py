@@ -1,6 +1,6 @@
-"""Sums of unreduced gradients where something is in the way: a backward that does not reach the
-parameters, hooks that copy what is saved, one backward of both kinds, errors, parameters that are
-frozen."""
+"""Sums of unreduced gradients in unusual situations: a backward that does not reach the parameters,
+hooks that copy saved tensors, one backward of reduced and unreduced forwards, errors, and frozen
+parameters."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.numerics.compare import Twins, compile_sharded, draw, whole, world_me
 
 
 def _plain(twins: Twins, batches: list[Tensor]) -> None:
-    """The reference's part of a backward."""
+    """Run a backward of the reference alone."""
     torch.stack([twins.plain(batch) for batch in batches]).mean().backward()
 
 
 def _of_an_input() -> None:
-    """``torch.autograd.grad`` runs all of a compiled backward, and drops what the parameters
-    get."""
+    """Call ``torch.autograd.grad`` for an input, which runs the whole compiled backward and drops
+    the gradients of the parameters."""
     twins = Twins(MLP())
     batches, rank = [draw(MLP.batch, step) for step in range(3)], dist.get_rank()
     with graphshard.no_sync(twins.model):
@@ -58,7 +58,7 @@ def _copying_hooks() -> None:
 
 
 def _both_at_once(eager: bool) -> None:
-    """One backward of a forward that is not reduced and one that is, in both orders."""
+    """Run one backward of an unreduced and a reduced forward, in both orders."""
     for reduced_first in (False, True):
         twins = Twins(MLP())
         batches, rank = [draw(MLP.batch, step) for step in range(3)], dist.get_rank()
@@ -77,8 +77,7 @@ def _both_at_once(eager: bool) -> None:
 
 
 def _an_error() -> None:
-    """Sums of a parameter that has no gradient in the end are reduced, also after a backward that
-    failed."""
+    """Check that sums of all parameters are still reduced after a backward that failed."""
     twins = Twins(MLP())
     batches, rank = [draw(MLP.batch, step) for step in range(3)], dist.get_rank()
     twins.backward(batches[0])
@@ -97,7 +96,7 @@ def _an_error() -> None:
 
 
 def _retried() -> None:
-    """A backward that fails in its graph, and in a hook, and is tried again."""
+    """Let backward fail twice, in its graph or in a hook; the next one is right."""
     twins = Twins(Fallible())
     make, rank = Fallible.batch, dist.get_rank()
     batches = [draw(make, step) for step in range(3)]
@@ -122,7 +121,7 @@ def _in_the_graph(_: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _in_a_hook(model: nn.Module) -> Iterator[None]:
-    """Before any gradient has come to its parameter."""
+    """Fail before any gradient has reached its parameter."""
     handles = [param.register_hook(lambda grad: 1 / 0) for param in model.parameters()]
     yield
     for handle in handles:
@@ -130,7 +129,7 @@ def _in_a_hook(model: nn.Module) -> Iterator[None]:
 
 
 def _in_two_threads() -> None:
-    """The backward of another model ends while gradients are on their way to their parameters."""
+    """Finish another model's backward while gradients are on their way to their parameters."""
     slow, quick = Twins(MLP()), Twins(MLP())
     batches, rank = [draw(MLP.batch, step) for step in range(3)], dist.get_rank()
     for twins in (slow, quick):
@@ -174,7 +173,7 @@ def _frozen_and_back() -> None:
 
 
 def _on_a_slice() -> None:
-    """Of a mesh of which another axis lies between replicas and shards."""
+    """Accumulate on a slice of a mesh that has another axis between replicas and shards."""
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "tp", "shard"))
     twins = Twins(MLP(), mesh=mesh["replicate", "shard"])
     rank = dist.get_rank()
@@ -207,7 +206,7 @@ def test_no_gradient_is_lost_or_added_twice(run: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_one_backward_of_both_kinds(eager: bool) -> None:
+def test_one_backward_of_reduced_and_unreduced_forwards(eager: bool) -> None:
     ranks.run(2, _both_at_once, eager)
 
 
@@ -221,7 +220,7 @@ class _Blocks(nn.Module):
 
 
 def _dropped_block() -> list[bool]:
-    """Blocks that are compiled on their own; the last microbatch leaves one out."""
+    """Accumulate in blocks that are compiled separately; the last microbatch skips one of them."""
     model, x = _Blocks(), draw(MLP.batch, 0)[dist.get_rank()]
     backend = graphshard.backend(world_mesh(), compiler="aot_eager")
     model.first.compile(backend=backend)
@@ -234,7 +233,7 @@ def _dropped_block() -> list[bool]:
     return [param.grad is not None for param in model.parameters()]
 
 
-def test_a_block_that_the_last_microbatch_drops() -> None:
+def test_block_skipped_by_the_last_microbatch_is_reduced() -> None:
     assert all(map(all, ranks.run(2, _dropped_block)))
 
 
@@ -257,7 +256,7 @@ def _frozen_integers() -> None:
     twins.check()
 
 
-def test_integers_have_no_sum() -> None:
+def test_frozen_integers_are_not_accumulated() -> None:
     ranks.run(2, _frozen_integers)
 
 
@@ -281,7 +280,7 @@ def _complex_sum() -> Tensor:
     return whole(model.weight.grad)
 
 
-def test_a_complex_sum_stays_complex() -> None:
+def test_sum_of_complex_gradients_stays_complex() -> None:
     for grad in ranks.run(2, _complex_sum):
         assert torch.equal(grad, torch.full((4,), 4 + 2j))
 
@@ -294,5 +293,5 @@ def _without_bias() -> None:
     assert twin[0].bias is None and torch.equal(whole(twin[0].weight), whole(model[0].weight))
 
 
-def test_a_copy_of_a_model_that_lost_a_parameter() -> None:
+def test_copy_of_a_model_that_lost_a_parameter() -> None:
     ranks.run(2, _without_bias)

@@ -1,5 +1,5 @@
-"""Parameters that are read by the code of a higher-order operator, or under a ``torch.func``
-transform: ranks gather alike whatever values and sizes say, and gradients are right."""
+"""Parameters read inside a higher-order operator or under a ``torch.func`` transform: all ranks
+gather the same, whatever their data and sizes, and gradients are right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DIM, HEADS = 6, 2
 
 
 class Reads(nn.Module):
-    """Reads its layers in whatever ``compute`` calls."""
+    """Model whose forward is a given function of its two layers."""
 
     def __init__(self, compute: Callable[[Reads, Tensor], Tensor]) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def _train(compute: Callable[[Reads, Tensor], Tensor], compiler: str) -> list[se
 
 
 @pytest.mark.parametrize("compute", [*IN_CODE, *TRANSFORMED], ids=lambda f: f.__name__)
-def test_training_is_that_of_an_unsharded_model(compute: Callable[..., Tensor]) -> None:
+def test_training_matches_an_unsharded_model(compute: Callable[..., Tensor]) -> None:
     for plans in ranks.run(2, _train, compute, "aot_eager"):
         assert plans and all("first.weight" in fqns for fqns in plans)
 
@@ -103,11 +103,11 @@ def test_training_is_that_of_an_unsharded_model(compute: Callable[..., Tensor]) 
     torch.__version__ < (2, 13),
     reason="torch 2.11 takes what a scan reads for aliases of what it returns, without shards, too",
 )
-def test_training_with_a_scan_is_that_of_an_unsharded_model() -> None:
+def test_training_with_a_scan_matches_an_unsharded_model() -> None:
     ranks.run(2, _train, _steps, "aot_eager")
 
 
-def test_branches_by_inductor() -> None:
+def test_branches_with_inductor() -> None:
     ranks.run(2, _train, _branches, "inductor")
 
 
@@ -125,22 +125,22 @@ def test_gradients_of_branches_accumulate() -> None:
 
 
 def _other_lengths() -> None:
-    """Rows that differ in number from rank to rank are as many calls of the mapped code."""
+    """Map over a number of rows, and so a number of calls, that differs between ranks."""
     twins = Twins(Reads(_mapped), dynamic=True)
     for step in range(2):
         twins.backward([torch.randn(3 + 2 * ((rank + step) % 2), DIM) for rank in range(2)])
     twins.check()
 
 
-def test_ranks_may_call_code_in_different_numbers() -> None:
+def test_ranks_may_map_different_numbers_of_rows() -> None:
     ranks.run(2, _other_lengths)
 
 
-# --- what cannot be trained on a CPU --------------------------------------------------------------
+# --- operators that cannot be trained on a CPU ----------------------------------------------------
 
 
 class Loop(nn.Module):
-    """Calls a layer as often as its input says."""
+    """Model that calls a layer as often as its input requires."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,12 +153,12 @@ class Loop(nn.Module):
         return halved.sum()
 
     def batch(self) -> Tensor:
-        """Return rows; what more of them need differs from rank to rank."""
+        """Return rows that need a different number of iterations on each rank."""
         return torch.randn(4, DIM) * 5 ** torch.distributed.get_rank()
 
 
 class LearnedBias(nn.Module):
-    """Attention whose scores have a bias that is a parameter, by distance."""
+    """Attention whose scores have a bias by distance, with slopes that are parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class LearnedBias(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (3, HEADS, 8)).permute(2, 0, 3, 1, 4)
-        # torch 2.11 takes no three views of one tensor.
+        # torch 2.11 does not accept three views of one tensor.
         query, key, value = (part.contiguous() for part in heads)
 
         def with_bias(score: Tensor, b: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class LearnedBias(nn.Module):
         return flex_attention(query, key, value, score_mod=with_bias).square().mean()
 
     def batch(self) -> Tensor:
-        """Return two texts of 16 tokens."""
+        """Return two sequences of 16 tokens."""
         return torch.randn(2, 16, HEADS * 8)
 
 
@@ -190,5 +190,5 @@ def _infer(model: Loop | LearnedBias, compiler: str) -> None:
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("model", [Loop(), LearnedBias()], ids=["while_loop", "flex_attention"])
-def test_inference_is_that_of_an_unsharded_model(model: Loop | LearnedBias, compiler: str) -> None:
+def test_inference_matches_an_unsharded_model(model: Loop | LearnedBias, compiler: str) -> None:
     ranks.run(2, _infer, model, compiler)

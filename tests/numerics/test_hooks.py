@@ -1,5 +1,5 @@
-"""Hooks on parameters fire with sharded gradients, whenever they were registered, also an optimizer
-step inside of backward; hooks on modules run in the graph."""
+"""Hooks on parameters fire with sharded gradients, whenever they were registered, and may run an
+optimizer step in backward; hooks on modules are traced into the graph."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _replace_grad(early: bool) -> None:
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_a_gradient_hook_replaces_the_gradient(early: bool) -> None:
+def test_gradient_hook_replaces_the_gradient(early: bool) -> None:
     ranks.run(2, _replace_grad, early)
 
 
@@ -71,7 +71,7 @@ def test_hooks_see_sharded_gradients(early: bool) -> None:
 
 
 def _remove(early: bool) -> None:
-    """A handle works whenever it was given out."""
+    """Check that a handle removes its hook, whether it is from before or after sharding."""
     twins, seen = Twins(MLP()), []
     if not early:
         twins.backward(_batches(0))
@@ -92,12 +92,12 @@ def _remove(early: bool) -> None:
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_removed_hooks_are_gone(early: bool) -> None:
+def test_removed_hooks_do_not_fire(early: bool) -> None:
     ranks.run(2, _remove, early)
 
 
 def _late_hook_after_early_removal() -> None:
-    """A table that was empty when the model was sharded still takes hooks."""
+    """Check that a hook table that was empty when the model was sharded still accepts hooks."""
     twins, seen = Twins(MLP()), []
     twins.model.up.weight.register_hook(lambda grad: seen.append("early")).remove()
     twins.backward(_batches(0))
@@ -106,7 +106,7 @@ def _late_hook_after_early_removal() -> None:
     assert seen == ["late"]
 
 
-def test_a_hook_after_one_was_removed_early() -> None:
+def test_hook_registered_after_an_early_removal_fires() -> None:
     ranks.run(2, _late_hook_after_early_removal)
 
 
@@ -132,12 +132,12 @@ def _optimize_in_backward(early: bool) -> None:
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_an_optimizer_step_inside_of_backward(early: bool) -> None:
+def test_optimizer_step_in_backward(early: bool) -> None:
     ranks.run(2, _optimize_in_backward, early)
 
 
 def _hook_modules() -> None:
-    """Forward hooks are traced; they read parameters as the forward does."""
+    """Check that forward hooks are traced, and read full parameters as the forward does."""
     twins = Twins(MLP())
     for model in (twins.model, twins.reference):
         model.up.register_forward_hook(lambda module, args, out: out + module.bias * 2)
@@ -178,7 +178,7 @@ def _halve_by_a_parameter(module: nn.Module, args: Any) -> Any:
 
 
 class _Method(MLP):
-    """Registers a method of its own."""
+    """Model that registers one of its own methods as a hook."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ MODULE_HOOKS: dict[str, Callable[[nn.Module], Any]] = {
     "backward, pre": lambda m: m.register_full_backward_pre_hook(_double_grads),
     "inner": lambda m: m.up.register_forward_pre_hook(_halve),
     "inner, backward": lambda m: m.mid.register_full_backward_hook(_double_grads),
-    # Any that changes values has wrong gradients from plain torch.compile, too.
+    # These only observe: plain torch.compile gets gradients wrong if global hooks change values.
     "global, pre": lambda m: nn.modules.module.register_module_forward_pre_hook(_observe),
     "global, post": lambda m: nn.modules.module.register_module_forward_hook(_observe),
 }
@@ -221,7 +221,7 @@ def _train_hooked() -> None:
             handle.remove()
 
 
-def test_module_hooks_from_before_the_compile() -> None:
+def test_module_hooks_registered_before_compiling() -> None:
     ranks.run(2, _train_hooked)
 
 
@@ -229,12 +229,12 @@ def _train_hooked_by_a_method() -> None:
     Twins(_Method(), fullgraph=False).train(MLP.batch)
 
 
-def test_a_method_of_the_model_as_its_hook() -> None:
+def test_method_of_the_model_as_its_hook() -> None:
     ranks.run(2, _train_hooked_by_a_method)
 
 
 class _Inputs(nn.Module):
-    """Notes the dtypes of its inputs."""
+    """Model that records the dtypes of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,5 +262,5 @@ def _cast_after_hooks() -> None:
         assert model.dtypes == {torch.bfloat16}, name
 
 
-def test_a_first_forward_with_hooks_casts_its_inputs() -> None:
+def test_first_forward_with_hooks_casts_its_inputs() -> None:
     ranks.run(2, _cast_after_hooks)

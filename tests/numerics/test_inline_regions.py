@@ -1,4 +1,4 @@
-"""Layers marked by ``torch.compiler.nested_compile_region``: planned as those that are not."""
+"""Layers marked with ``torch.compiler.nested_compile_region`` are planned like unmarked ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DIM, LAYERS = 6, 3
 
 
 class Layer(nn.Module):
-    """A layer with a constant, whose second half is a region within the region."""
+    """Layer with a constant buffer, whose second half is a nested region."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Layer(nn.Module):
 
 
 class Marked(nn.Module):
-    """Layers that are regions."""
+    """Model whose layers are regions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,6 @@ class Marked(nn.Module):
 
     @staticmethod
     def batch(generator: torch.Generator) -> Tensor:
-        """Return random rows."""
         return torch.randn(4, DIM, generator=generator)
 
 
@@ -57,7 +56,7 @@ def _planned(compiler: str) -> list[set[str]]:
     return [{param.fqn for param in plan.params} for plan in twins.backend.plans]
 
 
-def test_all_parameters_are_in_the_plans() -> None:
+def test_plans_cover_the_parameters_of_all_regions() -> None:
     names = {name for name, _ in Marked().named_parameters()}
     for compiler in ("aot_eager", "inductor"):
         for forward, backward in ranks.run(2, _planned, compiler):

@@ -1,5 +1,5 @@
-"""`mp_policy` of a module inside of a model, beside eager FSDP2 that wraps this module by itself:
-inputs and outputs are cast at its border. Bitwise, on two ranks."""
+"""`mp_policy` of an inner module, compared with eager FSDP2 that wraps this module: inputs and
+outputs are cast at its border. Bitwise, on two ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Block(nn.Module):
-    """Whose buffer, like tables of rotary embeddings, makes the stream a float32 one."""
+    """Residual block whose buffer, like rotary embedding tables, makes its output float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks; the first casts the float32 stream of the second, where they have borders."""
+    """Model of blocks; a block with a border casts the float32 stream from the block before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,14 +69,14 @@ class Stack(nn.Module):
 
 
 class Checkpointed(Stack):
-    """Recomputes its blocks, casts included."""
+    """Stack that recomputes its blocks, casts included."""
 
     def run(self, block: nn.Module, x: Tensor, more: dict[str, Tensor]) -> Any:
         return checkpoint(block, x, more, use_reentrant=False)
 
 
 class Breaking(Stack):
-    """Runs as eager code around its blocks."""
+    """Stack whose forward breaks the graph before each block."""
 
     def run(self, block: nn.Module, x: Tensor, more: dict[str, Tensor]) -> Any:
         torch._dynamo.graph_break()
@@ -85,11 +85,12 @@ class Breaking(Stack):
 
 @dataclass
 class Case:
-    """Policies by FQN of what FSDP2 wraps by itself ("": the model), and ours that mean the same.
+    """Policies of modules that FSDP2 wraps, and equivalent policies for graphshard.
 
     Attributes:
-        ours: by glob; None: the same FQNs.
-        kind: the model.
+        wrapped: policies by FQN of the wrapped module; "": the model itself.
+        ours: equivalent policies by glob; None: `wrapped`.
+        kind: class of the model.
     """
 
     wrapped: dict[str, MixedPrecisionPolicy]
@@ -138,7 +139,7 @@ CASES = {
 
 @pytest.mark.low_precision
 @pytest.mark.parametrize("name", beside_fsdp2(CASES, ("checkpointed",)))
-def test_a_modules_policy_casts_at_its_border_as_fsdp2_does(name: str) -> None:
+def test_inner_policy_casts_at_its_border_as_fsdp2(name: str) -> None:
     ranks.run(2, _train, CASES[name])
 
 
@@ -146,7 +147,7 @@ def _train(case: Case) -> None:
     torch.manual_seed(0)
     ours, theirs = case.kind(), case.kind()
     theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
-    for fqn in sorted(case.wrapped, key=len, reverse=True):  # inner ones first
+    for fqn in sorted(case.wrapped, key=len, reverse=True):  # inner modules first
         fully_shard(theirs.get_submodule(fqn), mesh=world_mesh(), mp_policy=case.wrapped[fqn])
     if "" not in case.wrapped:
         fully_shard(theirs, mesh=world_mesh())
@@ -178,7 +179,7 @@ def _arguments(case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.low_precision
-def test_a_modules_policy_casts_by_inductor() -> None:
+def test_inner_policy_casts_with_inductor() -> None:
     ranks.run(2, _train_by_inductor)
 
 
@@ -199,7 +200,7 @@ def _train_by_inductor() -> None:
 
 
 class Embedder(nn.Module):
-    """A part without parameters, which may have a border all the same."""
+    """Module without parameters, which may have a border nonetheless."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert x.dtype == FP16
@@ -218,7 +219,7 @@ class WithEmbedder(nn.Module):
         return self.linear(y).square().mean()
 
 
-def test_a_module_without_parameters_has_a_border() -> None:
+def test_module_without_parameters_has_a_border() -> None:
     ranks.run(2, _without_parameters)
 
 
@@ -239,7 +240,7 @@ def _without_parameters() -> None:
         ({"blocks.*.dtypes": {"shard": False}}, "matches no parameter"),
     ],
 )
-def test_a_glob_that_can_do_nothing_is_an_error(overrides: dict[str, Any], match: str) -> None:
+def test_glob_without_effect_raises(overrides: dict[str, Any], match: str) -> None:
     ranks.run(2, _refuse, overrides, match)
 
 
@@ -250,7 +251,7 @@ def _refuse(overrides: dict[str, Any], match: str) -> None:
     assert type(model.head.weight) is nn.Parameter
 
 
-def test_a_module_stands_for_all_that_is_in_it() -> None:
+def test_glob_of_a_module_covers_all_parameters_in_it() -> None:
     ranks.run(2, _subtree)
 
 
@@ -272,7 +273,7 @@ class Mixing(nn.Module):
 
 
 class Attention(nn.Module):
-    """Whose dtypes Dynamo compares while it traces."""
+    """Attention, whose dtypes Dynamo checks while tracing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,7 +288,7 @@ class Attention(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "glob"), [(Stack, "blocks.*"), (Attention, "layers.*"), (Mixing, "NAME_OF_MODULE")]
 )
-def test_an_error_of_dtypes_names_the_recipe(kind: type[nn.Module], glob: str) -> None:
+def test_dtype_error_suggests_an_override(kind: type[nn.Module], glob: str) -> None:
     ranks.run(2, _mix_dtypes, kind, glob)
 
 
@@ -298,7 +299,7 @@ def _mix_dtypes(kind: type[nn.Module], glob: str) -> None:
     assert f"overrides={{{glob!r}: {{'mp_policy': policy}}}}" in note
 
 
-def test_an_error_without_a_policy_has_no_note() -> None:
+def test_dtype_error_without_a_policy_has_no_note() -> None:
     ranks.run(2, _mix_without_policy)
 
 
@@ -310,7 +311,7 @@ def _mix_without_policy() -> None:
 
 
 class Misshapen(nn.Module):
-    """Multiplies by a matrix of other sizes, or convolves other channels."""
+    """Model that multiplies a 2-D input by a matrix, and convolves any other input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,7 +322,7 @@ class Misshapen(nn.Module):
         return x @ self.weight if x.dim() == 2 else self.conv(x)
 
 
-def test_an_error_of_shapes_has_no_note() -> None:
+def test_shape_error_has_no_note() -> None:
     ranks.run(2, _mix_shapes)
 
 

@@ -1,5 +1,5 @@
-"""What `load_state_dict` of a sharded model takes: full tensors, its own shards, and what of other
-ranks or of another shape it refuses. Nothing of it communicates."""
+"""`load_state_dict` of a sharded model: it accepts full tensors and the rank's own shards, refuses
+shards of other ranks and wrong shapes, and communicates nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ State = dict[str, Any]
 
 
 class Even(nn.Module):
-    """All ranks have shards of the same size, so that no size tells whose they are."""
+    """Model whose shards have the same size on all ranks, so that no size reveals their rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Even(nn.Module):
 
 
 def _other(kind: Trainable) -> nn.Module:
-    """A model of other values; the same on all ranks, buffers included."""
+    """Return a model with other values, the same on all ranks, buffers included."""
     torch.manual_seed(77)
     model = kind()
     for buffer in model.buffers():
@@ -65,7 +65,7 @@ def _sharded(kind: Trainable, **options: Any) -> nn.Module:
 
 
 def _load_full(kind: Trainable, assign: bool, compiled_before: bool) -> None:
-    """Loaded without communication, and trained on like the plain model."""
+    """Load a full state dict, and train on like the plain model."""
     other = _other(kind)
     model, reference = kind(), kind()
     reference.load_state_dict(model.state_dict())
@@ -86,7 +86,7 @@ def _load_full(kind: Trainable, assign: bool, compiled_before: bool) -> None:
 
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize(("kind", "compiled_before"), [(MLP, False), (MLP, True), (ConvNet, True)])
-def test_a_full_state_dict_is_split(kind: Trainable, assign: bool, compiled_before: bool) -> None:
+def test_full_state_dict_is_split(kind: Trainable, assign: bool, compiled_before: bool) -> None:
     ranks.run(2, _load_full, kind, assign, compiled_before)
 
 
@@ -105,7 +105,7 @@ def test_loading_communicates_nothing(shape: tuple[int, ...]) -> None:
 
 
 class Kinds(nn.Module):
-    """A scalar, an empty parameter, fewer rows than ranks, a frozen and a replicated parameter."""
+    """Model with a scalar, an empty, a one-row, a frozen and a replicated parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_parameters_of_every_kind(world_size: int) -> None:
 
 
 def _load_tied() -> None:
-    """Tied weights stay one parameter, though each of their names has an entry."""
+    """Load tied weights, which stay one parameter although each of their names has an entry."""
     with torch.device("meta"):
         model: Any = GPT()
     graphshard.shard(model, world_mesh())
@@ -147,7 +147,7 @@ def _load_tied() -> None:
     Twins(model, _other(GPT)).train(GPT.batch)
 
 
-def test_a_full_state_dict_makes_a_meta_model_real_and_keeps_it_tied() -> None:
+def test_full_state_dict_materializes_a_meta_model_and_keeps_ties() -> None:
     ranks.run(2, _load_tied)
 
 
@@ -161,12 +161,12 @@ def _load_other_dtype() -> None:
     _assert_values(model, state)
 
 
-def test_assigning_takes_the_dtype_of_the_file() -> None:
+def test_assign_takes_the_dtype_of_the_file() -> None:
     ranks.run(2, _load_other_dtype)
 
 
 def _load_replicated() -> None:
-    """What every rank has in full, as a DTensor, is split like a plain tensor."""
+    """Load replicated DTensors, which are split like plain tensors."""
     model = _sharded(MLP)
     full = {n: v.redistribute(placements=[Replicate()]) for n, v in model.state_dict().items()}
     for assign in (False, True):
@@ -180,7 +180,7 @@ def test_replicated_tensors_are_split() -> None:
 
 
 class Renamed(nn.Module):
-    """Reads files in which its layer had another name, by a hook and by a method."""
+    """Model that loads files with old names, by a hook and by an overridden method."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,11 +208,11 @@ def _load_renamed() -> None:
     _assert_values(model, other.state_dict())
 
 
-def test_a_model_that_renames_what_it_loads() -> None:
+def test_model_that_renames_entries_on_load() -> None:
     ranks.run(2, _load_renamed)
 
 
-# What does not fit: torch's own errors, with the names of the parameters.
+# Mismatches: torch's own errors, with the names of the parameters.
 
 
 def _changed(name: str, value: Tensor | None) -> State:
@@ -240,7 +240,7 @@ def _load_wrong(change: tuple[str, Tensor | None], said: str) -> None:
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_does_not_fit_is_named(what: str) -> None:
+def test_mismatched_entries_raise_by_name(what: str) -> None:
     ranks.run(2, _load_wrong, *WRONG[what])
 
 
@@ -250,7 +250,7 @@ def test_what_does_not_fit_is_named(what: str) -> None:
 def _save_alone(path: Path, shape: tuple[int, ...]) -> None:
     model = graphshard.shard(Even(), init_device_mesh("cpu", shape))
     if dist.get_rank() == 0:
-        # In a thread of its own, in which torch.save does not ask for the other ranks.
+        # On another thread, torch.save does not require the other ranks to call it, too.
         writer = threading.Thread(target=torch.save, args=(model.state_dict(), path))
         writer.start()
         writer.join()
@@ -268,7 +268,7 @@ def _load_alone(path: Path, shape: tuple[int, ...], refused: str | None, assign:
         model.load_state_dict(state, assign=assign)
     assert "up.weight" in str(caught.value) and "full_state_dict" in str(caught.value)
     for name, value in model.state_dict().items():
-        local = before[name]  # not gathered: other ranks are not here
+        local = before[name]  # gathered earlier: the other ranks do not take part here
         assert value.shape == local.shape
         assert torch.equal(value.to_local(), _rows(local, model.state_dict()[name])), name
 
@@ -282,21 +282,21 @@ def _rows(full: Tensor, like: DTensor) -> Tensor:
 def _save_and_load_alone(path: Path, shape: tuple[int, ...], assign: bool) -> None:
     _save_alone(path, shape)
     dist.barrier()
-    is_own = dist.get_rank() % shape[-1] == 0  # a replica of the rank that saved
+    is_own = dist.get_rank() % shape[-1] == 0  # the rank that saved, or its replica
     refused = None if is_own else "was saved by that rank alone"
     _load_alone(path, shape, refused, assign)
 
 
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
-def test_shards_saved_by_the_first_rank_alone_are_refused_by_others(
+def test_shards_saved_by_one_rank_are_refused_by_others(
     shape: tuple[int, ...], assign: bool, tmp_path: Path
 ) -> None:
     world_size = torch.Size(shape).numel()
     ranks.run(world_size, _save_and_load_alone, tmp_path / "model.pt", shape, assign)
 
 
-def test_shards_of_another_number_of_ranks_are_refused(tmp_path: Path) -> None:
+def test_shards_of_another_world_size_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     ranks.run(2, _save_alone, path, (2,))
     ranks.run(4, _load_alone, path, (4,), "over the ranks .0, 1.*over .0, 1, 2, 3", False)
@@ -309,7 +309,7 @@ def _save_everywhere(folder: Path) -> None:
 
 
 def _load_everywhere(folder: Path, assign: bool) -> None:
-    """Each rank's own file; the mesh in it is none of this process's."""
+    """Load each rank's own file, which holds the mesh of another process group."""
     twins = Twins(_sharded(MLP), _other(MLP))
     state = torch.load(folder / f"{dist.get_rank()}.pt")
     twins.model.load_state_dict(state, assign=assign)
@@ -318,13 +318,13 @@ def _load_everywhere(folder: Path, assign: bool) -> None:
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_a_file_of_its_own_on_every_rank_is_loaded(assign: bool, tmp_path: Path) -> None:
+def test_each_rank_loads_its_own_file(assign: bool, tmp_path: Path) -> None:
     ranks.run(2, _save_everywhere, tmp_path)
     ranks.run(2, _load_everywhere, tmp_path, assign)
 
 
 def _load_offloaded(make: Callable[[DTensor], Tensor]) -> None:
-    """CPU offload: part by part, while the rest is still on the meta device, as FSDP2 tests it."""
+    """Load part by part under CPU offload, with the rest still on meta, as FSDP2's tests do."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     with torch.device("meta"):
@@ -343,5 +343,5 @@ def _itself(value: DTensor) -> Tensor:
 
 
 @pytest.mark.parametrize("make", [_itself, whole])
-def test_a_meta_model_under_offload_is_loaded_part_by_part(make: Callable[..., Tensor]) -> None:
+def test_offloaded_meta_model_is_loaded_part_by_part(make: Callable[..., Tensor]) -> None:
     ranks.run(2, _load_offloaded, make)

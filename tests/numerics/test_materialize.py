@@ -1,5 +1,5 @@
-"""`graphshard.materialize`: shards of a model of the meta device get the values that its own
-initialisation gives to plain parameters, whatever the number of ranks."""
+"""`graphshard.materialize`: the shards of a meta-device model get the values of its own
+initialisation, whatever the number of ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.numerics.compare import compile_sharded, whole, world_mesh
 
 
 class Tricky(nn.Module):
-    """Writes rows, draws for a part of a parameter, ties, and has buffers of many kinds."""
+    """Model that initialises parameters by rows and slices; with tied weights and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Tricky(nn.Module):
 
 
 def _materialized(kind: Callable[[], nn.Module], init: Any = None, **options: Any) -> nn.Module:
-    torch.manual_seed(7 + dist.get_rank())  # the first rank's counts
+    torch.manual_seed(7 + dist.get_rank())  # only the first rank's seed counts
     with torch.device("meta"):
         model = kind()
     graphshard.shard(model, world_mesh(), **options)
@@ -101,7 +101,7 @@ def _tricky() -> None:
         compiled(torch.randint(11, (4, 5))).backward()
 
 
-def test_writes_to_rows_and_to_data_count() -> None:
+def test_init_may_write_rows_and_data() -> None:
     ranks.run(2, _tricky)
 
 
@@ -114,7 +114,7 @@ def _normal(model: nn.Module) -> None:
     "options",
     [{}, {"offload_policy": CPUOffloadPolicy()}, {"overrides": {"*bias": {"shard": False}}}],
 )
-def test_an_init_of_your_own(options: dict[str, Any]) -> None:
+def test_custom_init_function(options: dict[str, Any]) -> None:
     one, two = ranks.run(2, _by_ranks, GPT, _normal, **options)
     assert all(torch.equal(value, two[name]) for name, value in one.items())
     assert all(value.std() > 0.5 for value in one.values() if value.numel() > 8)
@@ -153,12 +153,11 @@ def _refuse() -> None:
     assert compile_sharded(model)(torch.randint(11, (4, 5))).isfinite()
 
 
-def test_what_is_not_written_or_read_is_an_error_and_changes_nothing() -> None:
+def test_invalid_init_raises_and_changes_nothing() -> None:
     ranks.run(2, _refuse)
 
 
 def _partly() -> None:
-    """Buffers and parameters that have values keep them."""
     with torch.device("meta"):
         model = nn.Linear(4, 6)
     model.register_buffer("kept", torch.ones(3))
@@ -170,5 +169,5 @@ def _partly() -> None:
     assert torch.equal(model.weight.full_tensor(), values)
 
 
-def test_what_has_values_keeps_them() -> None:
+def test_buffers_and_parameters_with_values_keep_them() -> None:
     ranks.run(2, _partly)

@@ -1,4 +1,4 @@
-"""Initialising what `to_empty` made: what a DTensor loses is an error, not a NaN."""
+"""Initialisation after `to_empty`: values that a DTensor loses are an error, not silent NaNs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _sharded() -> MLP:
 
 
 @pytest.mark.parametrize("fill", [_fill, _draw, _distribute, _assign_data])
-def test_whole_parameters_are_filled(fill: Callable[[Any], None]) -> None:
+def test_whole_parameters_can_be_initialised(fill: Callable[[Any], None]) -> None:
     ranks.run(2, _train, fill)
 
 
@@ -68,7 +68,7 @@ def _train(fill: Callable[[Any], None]) -> None:
 
 @pytest.mark.parametrize("fill", [_fill_rows, _fill_most])
 @pytest.mark.parametrize("eager", [False, True])
-def test_values_that_a_dtensor_loses_are_an_error(fill: Callable[[Any], None], eager: bool) -> None:
+def test_values_lost_by_a_dtensor_raise(fill: Callable[[Any], None], eager: bool) -> None:
     ranks.run(2, _lose, fill, eager)
 
 
@@ -88,7 +88,7 @@ def _lose(fill: Callable[[Any], None], eager: bool) -> None:
     assert call(torch.ones(5, 7)).isfinite()
 
 
-def test_a_state_dict_fills() -> None:
+def test_load_state_dict_initialises() -> None:
     ranks.run(2, _load)
 
 
@@ -101,7 +101,7 @@ def _load() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(), (3,), (0, 2), (3, 5)])
-def test_the_mark_is_no_number_of_anybody(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_unfilled_mark_is_not_an_ordinary_nan(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor: Tensor = torch.full(shape, float("nan"), dtype=dtype)
     assert num_unfilled(tensor) == 0
     assert mark_unfilled(tensor) and num_unfilled(tensor) == tensor.numel()
@@ -109,7 +109,7 @@ def test_the_mark_is_no_number_of_anybody(dtype: torch.dtype, shape: tuple[int, 
     assert num_unfilled(tensor.fill_(float("nan"))) == 0
 
 
-def test_integers_have_no_mark() -> None:
+def test_integers_cannot_be_marked() -> None:
     tensor = torch.arange(3)
     assert not mark_unfilled(tensor) and num_unfilled(tensor) == 0
     assert tensor.tolist() == [0, 1, 2]

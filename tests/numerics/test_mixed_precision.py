@@ -1,5 +1,5 @@
-"""`mp_policy` beside eager FSDP2 with the same policy, bitwise on two ranks; what travels in which
-dtype, and what does not."""
+"""`mp_policy` on two ranks compared with eager FSDP2: bitwise, except in float16 and under
+Inductor. Also the dtypes of collectives, parameters that are not cast, overrides and errors."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ STEPS = 20
 
 
 Sent = list[tuple[str, torch.dtype | None, int]]
-"""Kind, dtype and bytes of every collective of a step."""
+"""``(kind, dtype, bytes)`` of every collective of a step."""
 
 
 def _train(
     kind: Trainable, policy: MixedPrecisionPolicy, compiler: str = "aot_eager", bitwise: bool = True
 ) -> Sent:
-    """Train next to FSDP2; return what a step sends."""
+    """Compare training with FSDP2's; return the collectives of one more step."""
     torch.manual_seed(0)
     ours = kind()
     theirs, exact = copy.deepcopy(ours), copy.deepcopy(ours)
@@ -77,8 +77,8 @@ POLICIES = [
     [(GPT, policy) for policy in POLICIES]
     + [(MLP, policy) for policy in POLICIES if policy.cast_forward_inputs],
 )
-def test_it_trains_as_fsdp2_does(kind: Trainable, policy: MixedPrecisionPolicy) -> None:
-    # FSDP2 divides float16 before it reduces; here halves are added in float32.
+def test_training_matches_fsdp2(kind: Trainable, policy: MixedPrecisionPolicy) -> None:
+    # FSDP2 divides float16 gradients before reducing them; graphshard averages in the reduction.
     bitwise = policy.param_dtype is not FP16
     for sent in ranks.run(2, _train, kind, policy, "aot_eager", bitwise, backend="recording"):
         used, reduced = (
@@ -90,11 +90,11 @@ def test_it_trains_as_fsdp2_does(kind: Trainable, policy: MixedPrecisionPolicy) 
 
 
 @pytest.mark.low_precision
-def test_it_trains_as_fsdp2_does_by_inductor() -> None:
+def test_training_matches_fsdp2_with_inductor() -> None:
     ranks.run(2, _train, FloatLoss, POLICIES[0], "inductor", False, backend="recording")
 
 
-def test_half_the_bytes_travel() -> None:
+def test_bf16_parameters_halve_all_gather_bytes() -> None:
     by_policy = []
     for policy in (MixedPrecisionPolicy(), POLICIES[0]):
         sent, _ = ranks.run(2, _train, GPT, policy, backend="recording")
@@ -108,7 +108,7 @@ _KINDS = (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER)
 
 
 class FloatLoss(DeepGPT):
-    """Whose loss is not rounded to ``param_dtype``."""
+    """GPT whose loss is not rounded to ``param_dtype``."""
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids[:, :-1]) + self.positions.weight[: ids.shape[1] - 1]
@@ -119,7 +119,7 @@ class FloatLoss(DeepGPT):
 
 
 class Mixed(nn.Module):
-    """Parameters that are not cast, and one that is replicated."""
+    """Model with an integer parameter and a buffer, which are not cast, and a replicated scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.low_precision
-def test_only_floating_parameters_are_cast() -> None:
+def test_only_floating_point_parameters_are_cast() -> None:
     for trained in ranks.run(2, _train_mixed, backend="recording"):
         assert {(kind, dtype) for kind, dtype, _ in trained} >= {
             (TransferKind.REDUCE_SCATTER, FP32),
@@ -166,7 +166,7 @@ def _train_mixed() -> Sent:
 
 
 def _grads_in_bfloat16(model: Mixed, batch: Tensor) -> dict[str, Tensor]:
-    """Of one rank, in float32, in which they are averaged."""
+    """Return one rank's bfloat16 gradients as float32, the dtype in which they are averaged."""
     params = {n: p.detach().to(BF16) for n, p in model.named_parameters() if p.is_floating_point()}
     for param in params.values():
         param.requires_grad_()
@@ -175,7 +175,7 @@ def _grads_in_bfloat16(model: Mixed, batch: Tensor) -> dict[str, Tensor]:
 
 
 class Kinds(nn.Module):
-    """Parameters that no policy casts, or that have no elements, or no dimension."""
+    """Complex and integer parameters, which no policy casts, an empty one and a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Kinds(nn.Module):
 
 @pytest.mark.low_precision
 @pytest.mark.parametrize("backend", ["gloo", recording.BACKEND])
-def test_what_is_not_cast(backend: str) -> None:
+def test_complex_integer_and_empty_parameters(backend: str) -> None:
     policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=FP32), POLICIES[0]]
     policies.append(MixedPrecisionPolicy(reduce_dtype=FP16))
     for policy in policies:
@@ -203,7 +203,7 @@ def test_what_is_not_cast(backend: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
-def test_complex_parameters_by_inductor() -> None:
+def test_complex_parameters_with_inductor() -> None:
     ranks.run(2, _train_kinds, MixedPrecisionPolicy(), "inductor")
 
 
@@ -219,7 +219,7 @@ def _train_kinds(policy: MixedPrecisionPolicy, compiler: str = "aot_eager") -> N
     for name, param in model.named_parameters():
         if param.requires_grad:
             error = relative_error(param.grad, getattr(reference, name).grad)
-            # `scale` is cast, and its gradient; all else is computed in float32.
+            # Only `scale` and its gradient are cast; everything else is computed in float32.
             assert error <= (1e-5 if cast == FP32 else torch.finfo(cast).eps), (name, error)
 
 
@@ -233,7 +233,7 @@ class Norms(nn.Module):
         return self.down(self.norm(self.up(x).float()).to(BF16)).float().square().mean()
 
 
-def test_overrides() -> None:
+def test_overrides_of_policy_and_resharding() -> None:
     for kept, again in ranks.run(2, _override):
         assert kept == ["down.bias", "down.weight"]
         assert "norm.weight" in again and not set(kept) & set(again)
@@ -246,7 +246,7 @@ def _override() -> tuple[list[str], list[str]]:
         "down.*": {"reshard_after_forward": False},
     }
     options = {"mp_policy": POLICIES[0], "overrides": overrides, "compiler": "aot_eager"}
-    schedule = graphshard.SchedulePolicy(overlap=False)  # else it keeps some, too
+    schedule = graphshard.SchedulePolicy(overlap=False)  # overlap would keep more unsharded
     backend = graphshard.backend(world_mesh(), **options, schedule=schedule)
     model = Norms()
     torch.compile(model, backend=backend)(torch.randn(3, 6)).backward()
@@ -262,7 +262,7 @@ def _override() -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize("name", ["normal.*", "downs"])
-def test_an_override_that_matches_nothing(name: str) -> None:
+def test_override_that_matches_no_parameter_raises(name: str) -> None:
     ranks.run(2, _override_nothing, name)
 
 
@@ -274,7 +274,7 @@ def _override_nothing(name: str) -> None:
     assert type(model.up.weight) is nn.Parameter
 
 
-def test_a_step_that_overflows_is_skipped_on_all_ranks() -> None:
+def test_overflowing_step_is_skipped_on_all_ranks() -> None:
     for before, skipped, after, scale in ranks.run(2, _overflow):
         assert torch.equal(before, skipped) and not torch.equal(before, after)
         assert scale == 512.0
@@ -291,7 +291,7 @@ def _overflow() -> tuple[Tensor, Tensor, Tensor, float]:
     for step in range(2):
         batch = draw(MLP.batch, step)[dist.get_rank()]
         if step == 0 and dist.get_rank() == 1:
-            batch = batch * 1e5  # only here
+            batch = batch * 1e5  # overflows on this rank only
         scaler.scale(compiled(batch).float()).backward()
         optimizer = optimizer or sgd(model)
         states.append(whole(model.up.weight))
@@ -315,6 +315,6 @@ def _overflow() -> tuple[Tensor, Tensor, Tensor, float]:
         ("overrides", ["up.weight"]),
     ],
 )
-def test_a_policy_that_cannot_hold(name: str, value: Any) -> None:
+def test_invalid_policy_raises(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         graphshard.backend(**{name: value})

@@ -1,4 +1,4 @@
-"""Modules of torch.nn that keep or use their parameters in ways of their own."""
+"""`torch.nn` modules that store or use their parameters in unusual ways."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _sequence(rng: torch.Generator) -> Tensor:
 
 
 class Containers(nn.Module):
-    """Lists and dicts of parameters and of modules, also inside each other."""
+    """Lists and dicts of parameters and modules, some of them nested."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Containers(nn.Module):
 
 
 class Attention(nn.Module):
-    """`MultiheadAttention` reads its weights by name and never calls `out_proj`."""
+    """`MultiheadAttention`, which reads its weights by name and never calls `out_proj`."""
 
     def __init__(self, kdim: int | None = None) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Encoder(nn.Module):
 
 
 class Parametrized(nn.Module):
-    """Weights that are computed of parameters at every use."""
+    """Weights computed from other parameters at every use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Parametrized(nn.Module):
 
 
 class OldWeightNorm(nn.Module):
-    """The hook that sets a plain attribute before every forward."""
+    """Deprecated `weight_norm`, whose hook sets a plain attribute before every forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Embeddings(nn.Module):
 
 
 class Inherited(nn.Linear):
-    """A module that is a layer itself: its own parameters are the model's outermost."""
+    """Model that is itself a layer, so the outermost module owns parameters."""
 
     def __init__(self) -> None:
         super().__init__(DIM, 3)
@@ -166,7 +166,7 @@ class Inherited(nn.Linear):
 
 
 class LooksAtItself(nn.Module):
-    """Asks its parameters for dtype, device and sizes, as libraries do."""
+    """Model that reads dtype, device and sizes of its parameters, as libraries do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,12 +213,12 @@ def test_modules(kind: Trainable) -> None:
 
 
 def _train_old_weight_norm() -> None:
-    model, reference = OldWeightNorm(), OldWeightNorm()  # it cannot be copied
+    model, reference = OldWeightNorm(), OldWeightNorm()  # deepcopy refuses its non-leaf weight
     reference.load_state_dict(model.state_dict())
     Twins(model, reference).train(OldWeightNorm.batch)
 
 
-def test_weight_norm_as_a_hook() -> None:
+def test_weight_norm_by_a_hook() -> None:
     ranks.run(2, _train_old_weight_norm)
 
 
@@ -242,7 +242,7 @@ def test_autocast() -> None:
 
 
 class Recurrent(nn.Module):
-    """Dynamo leaves recurrent layers to Python."""
+    """Model with a recurrent layer, which Dynamo runs eagerly."""
 
     def __init__(self, layer: type[nn.RNNBase] = nn.LSTM) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ def test_recurrent_layers(layer: type[nn.RNNBase]) -> None:
 
 
 class Tables(nn.Module):
-    """Embeddings, the last one in a part that runs eagerly."""
+    """Embeddings, the last of which is used in an eager part."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class Tables(nn.Module):
 
     @staticmethod
     def batch(rng: torch.Generator) -> Tensor:
-        """Return ids, few of all."""
+        """Return ids `[2, 3]`, fewer than the tables have rows."""
         return torch.randint(7, (2, 3), generator=rng)
 
 
@@ -296,7 +296,7 @@ def _train_tables(compiler: str) -> None:
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_sparse_gradients_are_dense(compiler: str) -> None:
+def test_sparse_gradients_become_dense(compiler: str) -> None:
     ranks.run(2, _train_tables, compiler)
 
 
@@ -313,7 +313,7 @@ def test_gradients_of_ignored_tables_stay_sparse() -> None:
 
 
 def _names_are_kept() -> None:
-    """Libraries look at a module's class; it still says what it was."""
+    # Libraries inspect the classes of modules.
     model = Encoder()
     described, kinds = repr(model), [type(m).__name__ for m in model.modules()]
     Twins(model).train(Encoder.batch, steps=1)
@@ -328,7 +328,6 @@ def test_classes_keep_their_names() -> None:
 
 
 def _set_attributes() -> None:
-    """Parameters are still set, deleted and looked up by name; a missing one is missing."""
     twins = Twins(nn.Sequential(nn.Linear(DIM, 3)))
     twins.train(_sequence, steps=1, loss=lambda model, x: model(x).square().mean())
     layer = twins.model[0]
@@ -340,12 +339,12 @@ def _set_attributes() -> None:
     assert not hasattr(layer, "bias") and [n for n, _ in layer.named_parameters()] == ["weight"]
 
 
-def test_attributes_of_a_sharded_module() -> None:
+def test_attribute_access_on_a_sharded_module() -> None:
     ranks.run(2, _set_attributes)
 
 
 class _Meta(type):
-    """Registers every class, which has to say as what."""
+    """Metaclass that registers every class under a ``key``, a required argument."""
 
     classes: dict[str, type] = {}
 
@@ -358,7 +357,7 @@ class _Meta(type):
 
 
 class _Registered(nn.Module):
-    """A base class that registers its subclasses, which have to say as what."""
+    """Base class that registers its subclasses under a ``key``, a required argument."""
 
     classes: dict[str, type] = {}
 
@@ -391,7 +390,7 @@ class _Abstract(MLP, abc.ABC):
 
 
 @pytest.mark.parametrize("kind", [_ByInit, _ByMetaclass, _Abstract])
-def test_classes_that_register_their_subclasses(kind: Trainable) -> None:
+def test_sharding_does_not_register_subclasses(kind: Trainable) -> None:
     ranks.run(2, _train_registered, kind)
 
 

@@ -1,5 +1,5 @@
-"""`graphshard.optim.Muon` beside the unsharded `torch.optim.Muon`, given the same gradients:
-bitwise on a CPU. Its state in checkpoints; what it refuses."""
+"""`graphshard.optim.Muon` compared with unsharded `torch.optim.Muon` on the same gradients, bitwise
+on a CPU; its state in checkpoints; its errors."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def _matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _grouped(model: nn.Module) -> list[dict[str, Any]]:
-    """Two groups with options of their own; one has matrices of the other's shapes."""
+    """Return two param groups with different options and some shapes in common."""
     matrices = _matrices(model)
     return [{"params": matrices[::3], "momentum": 0.8}, {"params": matrices[1::3] + matrices[2::3]}]
 
 
 def _give_gradients(models: Sequence[nn.Module], step: int) -> None:
-    """Give the same gradients to a sharded model and to its unsharded copy."""
+    """Set the same random gradients on a sharded model and its unsharded copy."""
     rng = generator(step)
     for ours, theirs in zip(*(model.parameters() for model in models)):
         if ours.requires_grad:
@@ -56,7 +56,7 @@ def _give_gradients(models: Sequence[nn.Module], step: int) -> None:
 
 
 def _train(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Steps of both; all values agree bitwise."""
+    """Step both optimizers three times; assert that all values are bitwise equal."""
     for step in range(3):
         _give_gradients(models, step)
         for optimizer in optimizers:
@@ -82,22 +82,21 @@ def _beside_torch(
         ours, theirs = (_grouped(model) for model in models)
         options = VARIANTS[variant]
         optimizers = Muon(ours, **options), torch.optim.Muon(theirs, **options)
-        graphshard.shard(model, _mesh(shape), **sharding)
+        graphshard.shard(model, _mesh(shape), **sharding)  # must re-point the optimizer
         _train(models, optimizers)
     finally:
         muon.BUCKET_BYTES = before
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_steps_are_those_of_the_unsharded_one(variant: str) -> None:
-    """The optimizer is built before the model is sharded."""
+def test_steps_match_unsharded_muon(variant: str) -> None:
     ranks.run(2, _beside_torch, (2,), variant)
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1)])
 @pytest.mark.parametrize("kind", [DeepGPT, MLP])
-def test_four_ranks_and_many_buckets(shape: tuple[int, ...], kind: type) -> None:
-    """Also fewer rows than ranks, and fewer matrices."""
+def test_four_ranks_with_many_buckets(shape: tuple[int, ...], kind: type) -> None:
+    # The MLP has fewer matrices than ranks, and one with fewer rows than ranks.
     ranks.run(4, _beside_torch, shape, kind=kind, bucket_bytes=100)
 
 
@@ -123,14 +122,13 @@ def test_plain_matrices() -> None:
 
 
 def _fsdp2() -> None:
-    """Its DTensors are laid out alike."""
     model = MLP()
     models = model, copy.deepcopy(model)
-    fully_shard(model, mesh=world_mesh())
+    fully_shard(model, mesh=world_mesh())  # its DTensors have our layout
     _train(models, [Muon(_matrices(models[0])), torch.optim.Muon(_matrices(models[1]))])
 
 
-def test_matrices_of_fsdp2() -> None:
+def test_matrices_sharded_by_fsdp2() -> None:
     ranks.run(2, _fsdp2)
 
 
@@ -143,12 +141,12 @@ def _with_state_before() -> None:
     _train(models, optimizers)
 
 
-def test_an_optimizer_from_before_with_state() -> None:
+def test_optimizer_with_state_survives_sharding() -> None:
     ranks.run(2, _with_state_before)
 
 
 def _without_gradients() -> None:
-    """A frozen matrix stays as it is; so does one whose gradient is None, on all ranks alike."""
+    """Check that matrices that are frozen, or lack a gradient on all ranks, do not change."""
     model = DeepGPT()
     models = model, copy.deepcopy(model)
     graphshard.shard(model, world_mesh())
@@ -163,7 +161,7 @@ def _without_gradients() -> None:
     assert_same(*models, tolerance=0.0)
     for each, optimizer in zip(models, optimizers):
         each.zero_grad()
-        optimizer.step()  # without any gradient
+        optimizer.step()  # no gradients at all
     _train(models, optimizers)
 
 
@@ -172,7 +170,11 @@ def test_matrices_without_a_gradient() -> None:
 
 
 def _differ(known: bool) -> str:
-    """One rank has no gradient of a matrix, where all had one before (``known``), or at once."""
+    """Return the error of a step in which one rank lacks the gradient of a matrix.
+
+    Args:
+        known: whether steps with all gradients come first.
+    """
     model = DeepGPT()
     models = model, copy.deepcopy(model)
     graphshard.shard(model, world_mesh())
@@ -186,12 +188,12 @@ def _differ(known: bool) -> str:
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_a_gradient_that_one_rank_lacks_is_an_error_of_all(known: bool) -> None:
+def test_gradient_missing_on_one_rank_raises_on_all(known: bool) -> None:
     texts = ranks.run_fresh(2, _differ, known)
     assert_same_texts(texts, "a step of Muon", "blocks.1.up.weight", ".grad")
 
 
-# State.
+# State in checkpoints.
 
 
 def _trained(steps: int) -> tuple[nn.Module, Any, Muon]:
@@ -230,14 +232,14 @@ def _resume(path: Path, by_file: bool) -> None:
 
 
 @pytest.mark.parametrize("by_file", [False, True])
-def test_resumed_training_is_uninterrupted_training(tmp_path: Path, by_file: bool) -> None:
+def test_resumed_training_matches_uninterrupted(tmp_path: Path, by_file: bool) -> None:
     ranks.run(2, _resume, tmp_path, by_file)
 
 
-# What is refused, and what else calls a step.
+# Errors, and other callers of ``step``.
 
 
-def test_other_parameters_than_matrices_are_refused() -> None:
+def test_parameters_that_are_not_matrices_raise() -> None:
     layer = nn.Linear(3, 2)
     with pytest.raises(ValueError, match=r"parameter 'bias' has the shape \(2,\).*AdamW"):
         Muon(layer.named_parameters())
@@ -259,12 +261,12 @@ def _split_otherwise() -> None:
         Muon([param]).step()
 
 
-def test_other_placements_are_refused() -> None:
+def test_unsupported_placements_raise() -> None:
     ranks.run(2, _split_otherwise)
 
 
 def _called_otherwise() -> None:
-    """By ``torch.compile``, with a closure, by a copy, and with the state of torch's own Muon."""
+    """Step with a closure, under ``torch.compile``, and from the state of torch's Muon."""
     model, compiled, optimizer = _trained(1)
     twin = copy.deepcopy(model)
     theirs = torch.optim.Muon(_matrices(twin), lr=0.05)
@@ -287,5 +289,5 @@ def _called_otherwise() -> None:
     assert_same(model, twin, tolerance=0.0)
 
 
-def test_other_ways_to_step() -> None:
+def test_closure_compiled_step_and_torch_state() -> None:
     ranks.run(2, _called_otherwise)

@@ -1,5 +1,5 @@
-"""Ops that are not what their names or the places of their arguments suggest: `argmax` saved for
-backward is no input of the graph, and the second argument of a norm is no dimension."""
+"""Ops with misleading names or arguments: an `argmax` saved for backward is not a graph input such
+as `arg0_1`, and the second argument of a norm is not a dimension."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.numerics.compare import Twins, graphshard_warnings, train
 
 
 class Chosen(nn.Module):
-    """Backward gathers by what `argmax`, `argmin` and `argsort` returned in forward."""
+    """Model whose backward uses the results of `argmax`, `argmin` and `argsort` in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Chosen(nn.Module):
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_positions_that_are_saved_for_backward(compiler: str) -> None:
+def test_argmax_results_saved_for_backward(compiler: str) -> None:
     ranks.run(2, train, Chosen, 2, compiler=compiler)
 
 
@@ -55,7 +55,7 @@ NORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Normed(nn.Module):
-    """A norm behind a linear."""
+    """Linear layer followed by a norm."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def _train_all(compiler: str) -> None:
         for name in NORMS:
             torch._dynamo.reset()
             Twins(Normed(name).eval(), compiler=compiler).train(Chosen.batch, 1)
-    assert not texts  # each has a price
+    assert not texts  # the cost model can price every op
 
 
 def test_norms_of_any_order() -> None:

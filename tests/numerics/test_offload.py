@@ -1,5 +1,6 @@
-"""Shards, gradients and optimizers that the host keeps, beside FSDP2 with the same policy, and
-beside ourselves without it: values are the same, and shards are copied where the plan says."""
+"""CPU offload of shards, gradients and optimizer state: values equal those of FSDP2 with the same
+policy and of graphshard without it, and shards are copied where the plan says. Also activations
+offloaded to stay within a memory budget."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ WAYS: dict[str, tuple[tuple[int, ...], Mapping[str, Any]]] = {
     "bf16": ((2,), {"mp_policy": BF16}),
     "HSDP": ((2, 2), {}),
 }
-"""Meshes, and arguments of FSDP2 and of ours alike."""
+"""Mesh shapes, and arguments passed to FSDP2 and to graphshard alike."""
 
 
 def _mesh(shape: tuple[int, ...]) -> Any:
@@ -79,7 +80,7 @@ def _train_beside_fsdp2(way: str) -> None:
     backend = graphshard.backend(mesh, offload_policy=OFFLOAD, compiler="aot_eager", **options)
     compiled = torch.compile(ours, backend=backend, fullgraph=True)
     trained, expected = train_steps(compiled, ours, batches), by_fsdp2(**options)
-    if "mp_policy" in options:  # FSDP2 adds the gradients of a tied weight in bfloat16
+    if "mp_policy" in options:  # FSDP2 sums the gradients of a tied weight in bfloat16
         assert_trained_alike(trained, expected, by_fsdp2())
     else:
         assert_equal(trained, expected)
@@ -87,7 +88,7 @@ def _train_beside_fsdp2(way: str) -> None:
 
 
 def _check_copies(plans: list[Plan]) -> None:
-    """Each gather of shards and what reduces to them has a copy of its own."""
+    """Assert that each all-gather has its own copy to the device, and gradients go to the host."""
     forward, backward = plans
     assert (forward.graph, backward.graph) == (GraphKind.FORWARD, GraphKind.BACKWARD)
     for plan in plans:
@@ -104,7 +105,7 @@ def _check_copies(plans: list[Plan]) -> None:
 
 @pytest.mark.low_precision
 @pytest.mark.parametrize("way", WAYS)
-def test_it_trains_as_fsdp2(way: str) -> None:
+def test_training_matches_fsdp2(way: str) -> None:
     world = 4 if way == "HSDP" else 2
     ranks.run(world, _train_beside_fsdp2, way)
 
@@ -130,7 +131,7 @@ def _losses(model: GPT | MLP, options: Mapping[str, Any], fullgraph: bool = True
 
 
 def _compare_with_ourselves(options: Mapping[str, Any]) -> None:
-    by_inductor = options.get("compiler") == "inductor"  # which takes long for a GPT
+    by_inductor = options.get("compiler") == "inductor"  # slow on a GPT
     make: Callable[[], GPT | MLP] = MLP if by_inductor else functools.partial(GPT, 32)
     offloaded, plain = (
         _losses(_model(make), {**options, "offload_policy": policy})
@@ -151,12 +152,12 @@ def _compare_with_ourselves(options: Mapping[str, Any]) -> None:
     ],
     ids=["accumulation", "inductor", "fp8", "mixed", "no overlap"],
 )
-def test_nothing_else_changes(options: Mapping[str, Any]) -> None:
+def test_offload_changes_no_value(options: Mapping[str, Any]) -> None:
     ranks.run(2, _compare_with_ourselves, options)
 
 
 class Broken(GPT):
-    """With an eager part."""
+    """GPT with a graph break."""
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
@@ -171,7 +172,7 @@ def _break() -> None:
         assert relative_error(torch.as_tensor(ours), torch.as_tensor(theirs)) < 1e-5
 
 
-def test_eager_parts_copy_too() -> None:
+def test_offload_with_a_graph_break() -> None:
     ranks.run(2, _break)
 
 
@@ -187,15 +188,15 @@ def _build_on_meta() -> None:
     assert len(_losses(model, {})) > 6
 
 
-def test_a_model_of_the_meta_device() -> None:
+def test_offload_of_a_meta_device_model() -> None:
     ranks.run(2, _build_on_meta)
 
 
-# Activations that wait for backward on the host, to keep a budget.
+# Activations offloaded to the host until backward, to stay within a memory budget.
 
 
 class Deep(nn.Module):
-    """With more to save than its parameters are."""
+    """Model whose saved activations are larger than its parameters."""
 
     DIM, ROWS = 32, 600
 
@@ -215,9 +216,8 @@ class Deep(nn.Module):
 
 def _train_within(compiler: str) -> None:
     limited, peaks = None, []
-    with mock.patch.object(
-        CompileSettings, "may_offload_activations", True
-    ):  # a CPU has no memory but the host's
+    # Off by default on a CPU, whose memory is the host's.
+    with mock.patch.object(CompileSettings, "may_offload_activations", True):
         for budget in (None, 0.9):
             if budget is not None:
                 limited = budget * peaks[0] / 1e9
@@ -236,11 +236,11 @@ def _train_within(compiler: str) -> None:
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_activations_leave_the_device_for_a_budget(compiler: str) -> None:
+def test_budget_offloads_activations(compiler: str) -> None:
     ranks.run(2, _train_within, compiler)
 
 
-def test_nothing_leaves_a_cpu() -> None:
+def test_activations_are_not_offloaded_from_a_cpu() -> None:
     policy = graphshard.SchedulePolicy(memory_budget_gb=1e-4)
     assert not CompileSettings("aot_eager", policy, torch.device("cpu")).may_offload_activations
     assert CompileSettings("aot_eager", policy, torch.device("cuda")).may_offload_activations

@@ -1,5 +1,5 @@
-"""A state dict of an optimizer in a file: each rank's own is loaded, that of one rank alone refused
-by the others, as that of a model is."""
+"""Optimizer state dicts in files. As with models, each rank loads its own file; a file saved by one
+rank alone is refused by the others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _trained(shape: tuple[int, ...]) -> torch.optim.Optimizer:
 def _save_alone(path: Path, shape: tuple[int, ...]) -> None:
     state = _trained(shape).state_dict()
     if dist.get_rank() == 0:
-        # A thread of its own writes unnoticed what torch.save refuses to write on one rank.
+        # torch.save of shards on one rank raises, but goes unnoticed in a separate thread.
         writer = threading.Thread(target=torch.save, args=(state, path))
         writer.start()
         writer.join()
@@ -66,18 +66,18 @@ def _assert_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 def _save_and_load_alone(path: Path, shape: tuple[int, ...]) -> None:
     _save_alone(path, shape)
-    is_own = dist.get_rank() % shape[-1] == 0  # a replica of the rank that saved
+    is_own = dist.get_rank() % shape[-1] == 0  # this rank or its replica saved
     _load(path, shape, None if is_own else "the file was saved by that rank alone")
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
-def test_state_saved_by_the_first_rank_alone_is_refused_by_others(
+def test_state_saved_by_one_rank_is_refused_by_others(
     shape: tuple[int, ...], tmp_path: Path
 ) -> None:
     ranks.run(torch.Size(shape).numel(), _save_and_load_alone, tmp_path / "optim.pt", shape)
 
 
-def test_state_of_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+def test_state_of_another_world_size_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "optim.pt"
     ranks.run(2, _save_alone, path, (2,))
     ranks.run(4, _load, path, (4,), r"over the ranks \[0, 1\].*over \[0, 1, 2, 3\]")
@@ -93,7 +93,7 @@ def _own_files(folder: Path) -> None:
     loaded.step()
 
 
-def test_a_file_of_its_own_on_every_rank_is_loaded(tmp_path: Path) -> None:
+def test_each_rank_loads_its_own_file(tmp_path: Path) -> None:
     ranks.run(2, _own_files, tmp_path)
 
 
@@ -109,5 +109,5 @@ def _before_sharding(path: Path) -> None:
     assert_plain(model)
 
 
-def test_shards_of_state_that_are_loaded_before_sharding(tmp_path: Path) -> None:
+def test_sharded_state_loaded_before_sharding_raises(tmp_path: Path) -> None:
     ranks.run(2, _before_sharding, tmp_path / "optim.pt")

@@ -1,5 +1,5 @@
-"""Optimizers of torch and transformers on sharded parameters, beside an unsharded copy: those that
-work, with their state saved and loaded, and those that raise, with the cause that the table has."""
+"""Optimizers of torch and transformers on sharded parameters: each works as on an unsharded copy,
+also after saving and loading its state, or raises the error that the table has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRIED = [case for case in CASES if case.package in PACKAGES]
 
 
 @pytest.mark.parametrize("case", TRIED, ids=[case.name for case in TRIED])
-def test_the_table_is_right(case: Case) -> None:
+def test_optimizers_behave_as_the_table_says(case: Case) -> None:
     for outcome in ranks.run(2, try_out, case):
         if case.error is not None:
             assert outcome.error is not None and re.search(case.error, outcome.error)
@@ -25,6 +25,6 @@ def test_the_table_is_right(case: Case) -> None:
         assert outcome.state == SAME
 
 
-def test_every_row_has_a_name_and_a_reason() -> None:
+def test_rows_have_unique_names_and_reasons() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
     assert all(case.why for case in CASES if case.error or case.tolerance)

@@ -1,5 +1,5 @@
-"""Optimizers built before the first step are re-pointed with their state and their groups; those
-built after it, schedulers, gradient clipping and accumulation work as on a plain model."""
+"""Optimizers built before the first step are re-pointed, with their state and groups; those built
+after it, schedulers, gradient clipping and accumulation work as on a plain model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _adamw_by_tensor(model: nn.Module) -> Optimizer:
 
 
 def _grouped(model: nn.Module) -> Optimizer:
-    """Two groups with options of their own, in another order than the model's."""
+    """Return AdamW with two groups of different options, not in the order of the model."""
     decay = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": rest, "weight_decay": 0.0, "lr": 0.05}, {"params": decay}]
@@ -51,7 +51,7 @@ def _step_both(twins: Twins, optimizers: list[Optimizer], step: int) -> None:
 
 
 def _plain_step(model: nn.Module, optimizer: Optimizer) -> None:
-    """One unsharded step on the same batch on every rank, which gives the optimizer state."""
+    """Run one unsharded step, on the same batch on all ranks, to create optimizer state."""
     model(torch.ones(5, 7)).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -73,7 +73,7 @@ def _optimizer_before(build: Build, with_state: bool) -> None:
     model = MLP()
     models = model, copy.deepcopy(model)
     optimizers = [build(model) for model in models]
-    if with_state:  # from before torch.compile, which has optimizers watched
+    if with_state:  # before torch.compile, which hooks optimizer steps
         for each, optimizer in zip(models, optimizers):
             _plain_step(each, optimizer)
     twins = Twins(*models)
@@ -88,7 +88,7 @@ def _optimizer_before(build: Build, with_state: bool) -> None:
 
 @pytest.mark.parametrize("build", [_adamw, _adamw_by_tensor, _grouped, _momentum])
 @pytest.mark.parametrize("with_state", [False, True])
-def test_an_optimizer_from_before(build: Build, with_state: bool) -> None:
+def test_optimizer_built_before_the_first_step(build: Build, with_state: bool) -> None:
     ranks.run(2, _optimizer_before, build, with_state)
 
 
@@ -102,12 +102,12 @@ def _optimizer_after(build: Build) -> None:
 
 
 @pytest.mark.parametrize("build", [_adamw, _grouped, _momentum])
-def test_an_optimizer_from_after(build: Build) -> None:
+def test_optimizer_built_after_the_first_step(build: Build) -> None:
     ranks.run(2, _optimizer_after, build)
 
 
 def _optimizer_of_more() -> None:
-    """Parameters of somebody else stay as they are, in the optimizer too."""
+    """Check that an optimizer keeps the parameters of another, unsharded model."""
     twins, other = Twins(MLP()), nn.Linear(3, 3)
     optimizer = torch.optim.AdamW([*other.parameters(), *twins.model.parameters()], 1e-2)
     twins.backward(draw(MLP.batch, 0))
@@ -117,7 +117,7 @@ def _optimizer_of_more() -> None:
     assert all(mine is param for mine, param in zip(held[2:], twins.model.parameters()))
 
 
-def test_an_optimizer_of_two_models_keeps_the_other() -> None:
+def test_optimizer_of_two_models_keeps_the_unsharded_one() -> None:
     ranks.run(2, _optimizer_of_more)
 
 
@@ -128,7 +128,7 @@ def _optimizer_of_tied() -> None:
     assert len(optimizer.param_groups[0]["params"]) == len(list(twins.model.parameters()))
 
 
-def test_a_tied_weight_is_one_parameter() -> None:
+def test_optimizer_holds_a_tied_weight_once() -> None:
     ranks.run(2, _optimizer_of_tied)
 
 
@@ -143,12 +143,12 @@ def _scheduled() -> None:
     assert optimizers[0].param_groups[0]["lr"] == 0.05 * 0.5**3
 
 
-def test_a_scheduler_from_before() -> None:
+def test_scheduler_built_before_the_first_step() -> None:
     ranks.run(2, _scheduled)
 
 
 class _WithScalar(nn.Module):
-    """A scalar is replicated, the rest is sharded: clipping takes the norm over both."""
+    """Model with a replicated scalar among sharded parameters: clipping covers both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def test_gradients_accumulate_until_they_are_zeroed(set_to_none: bool) -> None:
 
 
 def _zero_first() -> None:
-    """`zero_grad(set_to_none=False)` keeps the tensors, whose memory the user may hold."""
+    """Check that `zero_grad(set_to_none=False)` keeps the tensors, which users may hold."""
     twins = Twins(MLP())
     twins.backward(draw(MLP.batch, 0))
     grads = [param.grad for param in twins.model.parameters()]
@@ -213,7 +213,7 @@ def test_zeroed_gradients_stay_the_same_tensors() -> None:
 
 
 def _scale_loss() -> None:
-    """A scaler on finite gradients, as in `torch.amp`."""
+    """Train with a GradScaler; all gradients are finite."""
     twins = Twins(MLP())
     scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
     optimizers: list[Any] = [sgd(twins.model), sgd(twins.reference)]
@@ -233,7 +233,7 @@ def test_grad_scaler() -> None:
 
 
 def _compiled_step(build: Build) -> None:
-    """``torch.compile(optimizer.step)`` beside the eager step of the plain model."""
+    """Compare ``torch.compile(optimizer.step)`` with an eager step of the plain model."""
     twins = Twins(MLP())
     optimizers = [build(model) for model in (twins.model, twins.reference)]
     steps = [torch.compile(optimizers[0].step, backend="aot_eager"), optimizers[1].step]
@@ -246,12 +246,12 @@ def _compiled_step(build: Build) -> None:
 
 
 @pytest.mark.parametrize("build", [sgd, _adamw])
-def test_a_compiled_optimizer(build: Build) -> None:
+def test_compiled_optimizer_step(build: Build) -> None:
     ranks.run(2, _compiled_step, build)
 
 
 class _Loss(nn.Module):
-    """Holds a weight of a model, which does not hold it."""
+    """Module that holds a weight of a model without being part of it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -275,5 +275,5 @@ def _freeze_garbage_collector() -> None:
         gc.unfreeze()
 
 
-def test_optimizers_and_modules_that_gc_froze_before_the_first_step() -> None:
+def test_gc_freeze_before_the_first_step() -> None:
     ranks.run(2, _freeze_garbage_collector)

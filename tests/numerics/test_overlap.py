@@ -1,5 +1,5 @@
-"""Overlap moves collectives and changes no number: bitwise, by ATen, what the unscheduled graphs
-compute, also where parameters stay gathered for backward, or a budget binds."""
+"""Overlap moves collectives and changes no value: under `aot_eager`, results are bitwise those of
+unscheduled graphs, also with parameters kept unsharded or a tight memory budget."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDE = {"dim": 48, "layers": 4}
 
 
 def _steps(model: Any, backend: graphshard.Backend, kind: Trainable) -> list[list[Tensor]]:
-    """Losses, gradients and parameters of three steps."""
+    """Return losses, gradients and parameters of three steps."""
     compiled, optimizer, found = torch.compile(model, backend=backend), sgd(model), []
     for step in range(3):
         loss = compiled(kind.batch(generator(step, dist.get_rank())))
@@ -52,12 +52,12 @@ def _both(kind: Trainable, arguments: dict[str, Any], options: dict[str, Any]) -
 
 @pytest.mark.parametrize("kind", [MLP, DeepGPT, ConvNet])
 @pytest.mark.parametrize("world", [2, 4])
-def test_no_number_changes(kind: Trainable, world: int) -> None:
+def test_overlap_changes_no_value(kind: Trainable, world: int) -> None:
     ranks.run(world, _both, kind, {}, {})
 
 
 def _smallest(graph: str) -> float:
-    """The smallest budget, in GB, that the error for one that ``graph`` cannot keep names."""
+    """Return the smallest budget in GB for ``graph``, as named by the error for a smaller one."""
     budget_gb = 1e-6
     while True:
         with pytest.raises(BudgetError, match="memory_budget_gb") as raised:
@@ -68,18 +68,17 @@ def _smallest(graph: str) -> float:
 
 
 def _keep_budget() -> None:
-    """Backward needs more than forward."""
-    budget_gb = _smallest(GraphKind.BACKWARD)
+    budget_gb = _smallest(GraphKind.BACKWARD)  # needs more than forward
     for plan in _both(GPT, WIDE, {"memory_budget_gb": budget_gb}).values():
         assert max(alive_bytes(plan.problem, plan.buckets)) <= round(budget_gb * 1e9)
 
 
-def test_the_smallest_budget_that_is_named_can_be_kept() -> None:
+def test_budget_named_in_the_error_is_sufficient() -> None:
     ranks.run(2, _keep_budget)
 
 
-def test_parameters_are_kept_within_a_large_budget() -> None:
-    """Nothing hides behind no compute, so everything is kept."""
+def test_large_budget_keeps_parameters_unsharded() -> None:
+    # No gather can be hidden by compute that takes no time, so all parameters used again are kept.
     options = {"memory_budget_gb": 1.0, "node_cost": _nothing}
     plans = ranks.run(2, _both, GPT, WIDE, options)[0]
     assert plans[GraphKind.BACKWARD].count(TransferKind.ALL_GATHER) == 0

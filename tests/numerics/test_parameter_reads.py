@@ -1,4 +1,4 @@
-"""Forwards that read, list, compare or register their parameters: as in the plain model."""
+"""Forwards that read, list or compare their parameters see what they see in the plain model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.numerics.compare import Twins, graphshard_warnings, sgd, world_mesh
 
 
 class Reader(nn.Module):
-    """Holds parameters in every way; ``read`` computes with them, traced or in an eager part."""
+    """Model with parameters in all kinds of containers, for a traced or an eager ``read``."""
 
     def __init__(self, read: Callable[[Any, Tensor], Tensor], eager: bool) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def _train(read: Callable[[Any, Tensor], Tensor], eager: bool) -> None:
         Twins(Reader(read, eager), fullgraph=False).train(Reader.batch)
 
 
-def test_traced_gradient_of_a_parameter_is_the_accumulated_one() -> None:
+def test_traced_read_of_grad_sees_accumulation() -> None:
     ranks.run(2, _read_accumulated)
 
 
@@ -225,7 +225,7 @@ def _read_accumulated() -> None:
         twins.check()
 
 
-def test_parameters_list_their_shards_in_code_of_other_backends() -> None:
+def test_other_backends_see_the_shards() -> None:
     ranks.run(2, _list_shards)
 
 
@@ -243,7 +243,7 @@ def _list_shards() -> None:
     assert all(p.full_tensor().abs().max() <= 0.1 for p in model.parameters())  # type: ignore[operator]
 
 
-def test_parameter_frozen_between_steps_takes_the_other_branch() -> None:
+def test_freezing_between_steps_takes_the_other_branch() -> None:
     ranks.run(2, _freeze)
 
 

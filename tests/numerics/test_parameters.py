@@ -1,5 +1,5 @@
-"""Parameters of every kind: smaller than the number of ranks, scalar, empty, strided, frozen,
-integer, half precision, unused, ignored, tied, used twice; and `requires_grad` that changes."""
+"""Parameters of every kind: with fewer rows than ranks, scalar, empty, strided, frozen, integer,
+half precision, unused, ignored, tied, used twice; and changes of `requires_grad`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _rows(rng: torch.Generator) -> Tensor:
 
 
 class Tiny(nn.Module):
-    """Fewer rows than ranks, no rows, no dimension."""
+    """Parameters with fewer rows than ranks, without elements, and without dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Tiny(nn.Module):
 
 
 class Strided(nn.Module):
-    """Parameters whose memory is not in row order."""
+    """Parameters that are not contiguous."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Strided(nn.Module):
 
 
 class Frozen(nn.Module):
-    """What is frozen takes part, passes gradients on, and gets none."""
+    """Frozen parameters, which pass gradients on and get none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Mixed(nn.Module):
 
 
 class Unused(nn.Module):
-    """Never used; used without a gradient; used for a gradient that is stopped."""
+    """Parameters that are never used, used without gradients, or used detached."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Reused(nn.Module):
 
 
 class EqualGradients(nn.Module):
-    """Parameters whose gradients are one and the same value."""
+    """Parameters whose gradients are the same graph value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ def test_parameters_of_every_kind(kind: Trainable, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [Tiny, Strided, Whole])
-def test_parameters_of_every_kind_with_inductor(kind: Trainable) -> None:
+def test_unusual_parameters_with_inductor(kind: Trainable) -> None:
     ranks.run(2, train, kind, compiler="inductor", steps=2)
 
 
@@ -205,7 +205,6 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 
 def _scale_one_gradient() -> None:
-    """Equal gradients do not share memory."""
     twins = Twins(EqualGradients())
     twins.backward(draw(_rows, 0))
     for model in (twins.model, twins.reference):
@@ -215,7 +214,7 @@ def _scale_one_gradient() -> None:
     twins.check()
 
 
-def test_equal_gradients_are_apart() -> None:
+def test_equal_gradients_do_not_share_memory() -> None:
     ranks.run(2, _scale_one_gradient)
 
 
@@ -233,7 +232,7 @@ def test_tied_weights_stay_one_parameter() -> None:
 
 
 def _flip() -> None:
-    """Each pattern of requires_grad is compiled once."""
+    """Check that each combination of requires_grad flags is compiled once."""
     twins = Twins(MLP())
     seen = []
     for step in range(8):
@@ -252,7 +251,7 @@ def test_requires_grad_changes_between_steps() -> None:
 
 
 def _unfreeze() -> None:
-    """Frozen when it was sharded, trained later."""
+    """Train parameters that were frozen when they were sharded."""
     twins = Twins(Frozen())
     twins.train(Frozen.batch, steps=1)
     for model in (twins.model, twins.reference):
@@ -261,7 +260,7 @@ def _unfreeze() -> None:
     assert isinstance(twins.model.frozen.weight.requires_grad, bool)
 
 
-def test_frozen_parameters_are_trained_later() -> None:
+def test_unfrozen_parameters_are_trained() -> None:
     ranks.run(2, _unfreeze)
 
 
@@ -275,12 +274,12 @@ def _all_frozen() -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
-def test_a_model_that_is_all_frozen_passes_gradients_on() -> None:
+def test_fully_frozen_model_passes_gradients_on() -> None:
     ranks.run(2, _all_frozen)
 
 
 def _ignore() -> None:
-    """Ignored parameters stay plain, with the gradient of their own rank alone."""
+    """Check that ignored parameters stay plain, with the gradient of their own rank only."""
     model = MLP()
     ignored = [model.mid.weight, model.down.bias]
     plain = copy.deepcopy(model)
@@ -324,13 +323,13 @@ def _unused_output() -> None:
     assert not whole(twins.model.unused.weight.grad).any()
 
 
-def test_an_output_that_the_loss_does_not_use_has_zeros_as_under_torch_compile() -> None:
+def test_unused_output_gives_zero_gradients() -> None:
     ranks.run(2, _unused_output)
 
 
 class Sliced(nn.Module):
-    """Knows how wide its input is only when it meets the second layer; the first one's gradient is
-    traced with a symbol."""
+    """Model whose input width is symbolic until a later layer fixes it, so that the gradient of an
+    earlier parameter is traced with a symbolic size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -346,7 +345,7 @@ class Sliced(nn.Module):
 
 
 @pytest.mark.parametrize("overrides", [{}, {"*": {"shard": False}}])
-def test_a_gradient_of_symbolic_size(overrides: Any) -> None:
+def test_gradient_of_symbolic_size(overrides: Any) -> None:
     ranks.run(2, _train_symbolic, overrides)
 
 

@@ -1,5 +1,5 @@
-"""Layers that are compiled once compute what they did: beside an unsharded copy, and the same bits,
-random numbers among them, as where every layer is compiled by itself."""
+"""Regions (repeated layers that are compiled once) match an unsharded copy, and graphs without
+regions: bit by bit under `aot_eager`, random numbers included."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAYERS = 5
 
 
 class Deep(nn.Module):
-    """Layers that are alike; `draw` makes a batch `[rows, 8]`."""
+    """Model of identical layers; `batch` draws inputs `[rows, 8]`."""
 
     def __init__(self, layer: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Deep(nn.Module):
 
 
 class Plain(nn.Module):
-    """A residual layer with a norm."""
+    """Residual layer with a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,14 +54,14 @@ class Plain(nn.Module):
 
 
 class Dropped(Plain):
-    """With random numbers."""
+    """Layer with dropout."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.dropout(super().forward(x), 0.5)
 
 
 class Normalised(Plain):
-    """With statistics that a forward writes."""
+    """Layer with BatchNorm, whose forward writes running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Normalised(Plain):
 
 
 class Checkpointed(Plain):
-    """With activations that backward computes anew."""
+    """Layer whose activations backward recomputes."""
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -89,15 +89,15 @@ def _beside_a_copy(make: Callable[[], Any], options: dict[str, Any]) -> None:
     twins.train(twins.model.batch, steps=2)
     _shares(twins.backend)
     for ours, theirs in zip(twins.model.buffers(), twins.reference.buffers(), strict=True):
-        assert ours.shape == theirs.shape  # BatchNorm's statistics are each rank's own
+        assert ours.shape == theirs.shape  # each rank has its own BatchNorm statistics
 
 
 @pytest.mark.parametrize("make", [_gpt, partial(Deep, Checkpointed)], ids=["gpt", "checkpointed"])
-def test_beside_a_copy(make: Callable[[], Any]) -> None:
+def test_regions_match_an_unsharded_copy(make: Callable[[], Any]) -> None:
     ranks.run(2, _beside_a_copy, make, {})
 
 
-def test_dynamic_shapes() -> None:
+def test_regions_with_dynamic_shapes() -> None:
     ranks.run(2, _dynamic)
 
 
@@ -112,7 +112,7 @@ def _dynamic() -> None:
 
 
 def _steps(model: nn.Module, compiler: str, regions: bool, options: dict[str, Any]) -> list[Tensor]:
-    """Losses, gradients and buffers of two steps."""
+    """Return losses, gradients and buffers of two steps."""
     torch.manual_seed(dist.get_rank())
     schedule = SchedulePolicy(regions=regions)
     backend = graphshard.backend(world_mesh(), compiler=compiler, schedule=schedule, **options)
@@ -156,7 +156,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("make", "options"), CASES)
-def test_the_same_numbers_by_inductor(make: Any, options: Any) -> None:
+def test_regions_keep_values_under_inductor(make: Any, options: Any) -> None:
     ranks.run(2, _with_and_without, make, "inductor", options)
 
 
@@ -164,5 +164,5 @@ MAKE = [partial(Deep, Dropped), partial(Deep, Normalised), partial(Deep, Checkpo
 
 
 @pytest.mark.parametrize("make", MAKE, ids=["dropout", "norm", "checkpointed", "gpt"])
-def test_the_same_bits_by_aten(make: Any) -> None:
+def test_regions_are_bitwise_equal_under_aot_eager(make: Any) -> None:
     ranks.run(2, _with_and_without, make, "aot_eager", {})

@@ -1,5 +1,5 @@
-"""A sharded parameter that is replaced by another DTensor trains on, as under FSDP2; one that is
-replaced by something that cannot take its place raises an error that says so."""
+"""Replaced parameters: training continues if the new one is a DTensor of the same layout, as under
+FSDP2; otherwise an error names the parameter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.numerics.compare import Twins, world_mesh
 
 
 class _Scaled(nn.Module):
-    """A linear layer with a gain of each row, which may be set from its weight."""
+    """Linear layer with a gain per row, which `reset` sets to the row norms of the weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def _after_a_step(function: Any) -> None:
 
 
 @pytest.mark.parametrize("function", [None, _function])
-def test_a_parameter_is_set_from_another_after_a_step(function: Any) -> None:
+def test_parameter_replaced_after_a_step(function: Any) -> None:
     ranks.run(2, _after_a_step, function)
 
 
@@ -62,7 +62,7 @@ def _before_the_first_step(compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_a_parameter_is_set_from_another_before_the_first_step(compiled: bool) -> None:
+def test_parameter_replaced_before_the_first_step(compiled: bool) -> None:
     ranks.run(2, _before_the_first_step, compiled)
 
 
@@ -88,7 +88,7 @@ def _replicated(gain: Any) -> Tensor:
     [(_plain, "'gain'.*replaced.*change it in place"), (_replicated, "'gain'.*Shard.*on Device")],
 )
 @pytest.mark.parametrize("compiled", [True, False])
-def test_what_cannot_take_its_place(make: Any, compiled: bool, match: str) -> None:
+def test_replacement_of_another_layout_raises(make: Any, compiled: bool, match: str) -> None:
     ranks.run(2, _replace_by, make, compiled, match)
 
 
@@ -99,5 +99,5 @@ def _replace_and_cast() -> None:
         model.double()
 
 
-def test_a_plain_parameter_among_shards_is_named_when_the_model_is_cast() -> None:
+def test_casting_with_a_plain_replacement_raises() -> None:
     ranks.run(2, _replace_and_cast)

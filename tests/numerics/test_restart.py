@@ -1,5 +1,5 @@
-"""Training once more over warm caches of compiled graphs. Whatever changed in between, gradients
-are those of the unsharded model; if nothing did, nothing is compiled again."""
+"""Restarts with warm compile caches. Gradients match the unsharded model whatever has changed in
+between; if nothing has, nothing is compiled again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REDUCE_BF16 = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
 
 
 class Tanh(nn.Module):
-    """Two layers of four rows: on two ranks and on three, a shard is padded to two."""
+    """Two layers of four rows: shards have two rows on two ranks and, padded, on three."""
 
     activation: Callable[[Tensor], Tensor] = staticmethod(torch.tanh)
 
@@ -43,19 +43,21 @@ class Tanh(nn.Module):
 
 
 class Relu(Tanh):
-    """The same, edited: another activation."""
+    """`Tanh` after an edit: another activation."""
 
     activation = staticmethod(torch.relu)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training: of what, on which mesh, and how.
+    """One training run.
 
     Attributes:
-        options: of ``graphshard.backend``.
-        prepare: called first; sets torch's flags.
-        rows: of every batch; with more than five, sizes are traced as symbols.
+        mesh: shape of the mesh.
+        model: class of the model.
+        options: arguments of ``graphshard.backend``.
+        prepare: function called first, to set torch's flags.
+        rows: number of rows in every batch; if over five, sizes are traced as symbols.
     """
 
     mesh: tuple[int, ...] = (2,)
@@ -67,7 +69,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Found:
-    """What a rank had to compile, what it found in the caches, and the plans of its graphs."""
+    """Cache counts and plans of one rank.
+
+    Attributes:
+        misses: number of misses of the FX graph cache: graphs that the rank had to compile.
+        hits: number of hits of the FX graph and AOTAutograd caches.
+        plans: plans of the rank's graphs, as JSON.
+    """
 
     misses: int
     hits: int
@@ -75,7 +83,7 @@ class Found:
 
 
 def _train(run: Run, caches: str) -> Found:
-    """Compare the gradients of one step with those of the unsharded model."""
+    """Train one step and compare its gradients with those of the unsharded model."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = caches
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
@@ -106,12 +114,12 @@ def _train(run: Run, caches: str) -> Found:
 
 @pytest.fixture(scope="module")
 def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the caches that all tests here share, as restarts of one training do."""
+    """Return the cache folder of all tests in this file, as restarts of one training share it."""
     return tmp_path_factory.mktemp("caches")
 
 
 def _restart(runs: Sequence[Run], caches: Path) -> list[list[Found]]:
-    """Train one after the other; the results of all ranks, by run."""
+    """Train each run in new processes, in order; return the results of its ranks."""
     return [ranks.run_fresh(math.prod(run.mesh), _train, run, str(caches)) for run in runs]
 
 
@@ -134,8 +142,8 @@ def _train_each(num_ranks: int, caches: str) -> list[Found]:
     return found
 
 
-def test_on_another_number_of_ranks(caches: Path) -> None:
-    """New processes name their process groups as those before did."""
+def test_restart_on_another_world_size_recompiles(caches: Path) -> None:
+    # Process groups have the same names in both worlds, so names cannot tell the graphs apart.
     _, after = (ranks.run_fresh(n, _train_each, n, str(caches)) for n in (2, 3))
     for name, found in zip(RUNS_ON_RANKS, zip(*after)):
         assert _sum_of_misses(found) > 0, name
@@ -166,7 +174,7 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def warm_caches(caches: Path) -> Path:
-    """The caches behind a first run."""
+    """Return the caches after a first run."""
     _misses(Run(), caches)
     return caches
 
@@ -178,28 +186,28 @@ def warm_caches(caches: Path) -> Path:
         for name, run in CHANGES.items()
     ],
 )
-def test_after_a_change(name: str, warm_caches: Path) -> None:
+def test_restart_after_a_change_recompiles_once(name: str, warm_caches: Path) -> None:
     assert _misses(CHANGES[name], warm_caches) > 0
     assert _misses(CHANGES[name], warm_caches) == 0
 
 
-def test_after_all_changes_were_undone(warm_caches: Path) -> None:
-    _misses(Run(), warm_caches)  # compares gradients
+def test_restart_after_undoing_all_changes(warm_caches: Path) -> None:
+    _misses(Run(), warm_caches)  # also compares gradients
 
 
 def _misses(run: Run, caches: Path) -> int:
-    """Train once more in the same processes, which is quicker than new ones."""
+    """Train in reused processes, which is faster than new ones; return the misses of all ranks."""
     return _sum_of_misses(ranks.run(2, _train, run, str(caches)))
 
 
-def test_without_a_change_nothing_is_compiled_and_plans_are_the_same(caches: Path) -> None:
+def test_unchanged_restart_compiles_nothing(caches: Path) -> None:
     before, after = _restart([Run(), Run()], caches)
     assert _sum_of_misses(after) == 0
     for old, new in zip(before, after):
         assert new.hits and new.plans == old.plans and len(new.plans) == 2
 
 
-def test_a_lost_plan_is_made_again(caches: Path) -> None:
+def test_lost_plan_file_is_rebuilt(caches: Path) -> None:
     (before,) = _restart([Run()], caches)
     for path in (caches / "graphshard").glob("*-backward.json"):
         path.unlink()

@@ -1,4 +1,4 @@
-"""`compare.assert_rounded` accepts rounding and refuses what only looks like it."""
+"""`compare.assert_rounded` accepts rounding errors and rejects faults that look like them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.low_precision
 
 
 def _grads(model: nn.Module, dtype: torch.dtype, batches: list[Tensor]) -> Grads:
-    """Of the mean over the batches of two ranks."""
+    """Return the gradients of the batches, summed and divided by two (the number of ranks)."""
     model = copy.deepcopy(model).to(dtype)
     for batch in batches:
         (model(batch) / 2).backward()
@@ -29,7 +29,7 @@ def _check(change: Callable[[Grads, Grads], Grads] | None = None) -> None:
     """Compare gradients in bfloat16 with those of the same batches in another order.
 
     Args:
-        change: given all gradients and those of one rank, returns faulty ones.
+        change: function that takes the gradients of both ranks and of one, and returns faulty ones.
     """
     torch.manual_seed(0)
     model = GPT()
@@ -41,7 +41,7 @@ def _check(change: Callable[[Grads, Grads], Grads] | None = None) -> None:
     assert_rounded("gradients", ours, theirs, _grads(model, torch.float32, batches))
 
 
-def test_another_order_of_sums_is_accepted() -> None:
+def test_another_summation_order_is_accepted() -> None:
     _check()
 
 
@@ -85,6 +85,6 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_no_rounding(fault: Callable[[Grads, Grads], Grads]) -> None:
+def test_faults_are_rejected(fault: Callable[[Grads, Grads], Grads]) -> None:
     with pytest.raises(AssertionError):
         _check(fault)

@@ -1,5 +1,5 @@
-"""`graphshard.shard`: of a materialised model and of one on the meta device; what may be done to a
-sharded model (conversions, loading, plain calls), and what is an error."""
+"""`graphshard.shard` of materialised and meta-device models; conversions, loading and plain calls
+of a sharded model; errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.numerics.test_parameters import Reused
 
 
 def _sharded(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """A model sharded at once, and its unsharded copy."""
+    """Shard a model; return it and its unsharded copy."""
     plain = copy.deepcopy(model)
     assert graphshard.shard(model, world_mesh()) is model
     assert_sharded(model)
@@ -51,7 +51,7 @@ def _train_sharded() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_materialised_model(world_size: int) -> None:
+def test_materialised_model(world_size: int) -> None:
     ranks.run(world_size, _train_sharded)
 
 
@@ -78,13 +78,13 @@ def _other_arguments() -> None:
         model = graphshard.shard(MLP(), world_mesh(), **given)
         backend = graphshard.backend(world_mesh(), **{"compiler": "aot_eager", **asked})
         with graphshard_warnings() as texts:
-            for rows in (2, 3):  # a compile each
+            for rows in (2, 3):  # each shape is compiled
                 torch.compile(model, backend=backend)(draw(MLP.batch, 0)[0][:rows])
         assert len(texts) == told
         assert all(f"{next(iter(asked))}=" in text for text in texts)
 
 
-def test_a_backend_that_asks_for_what_shard_did_not_do() -> None:
+def test_backend_warns_if_shard_had_other_arguments() -> None:
     ranks.run(2, _other_arguments)
 
 
@@ -140,7 +140,7 @@ def _train_from_meta() -> None:
             stepper.zero_grad()
 
 
-def test_a_model_on_meta() -> None:
+def test_meta_device_model() -> None:
     ranks.run(2, _train_from_meta)
 
 
@@ -149,7 +149,7 @@ def _by_element(name: str, param: DTensor) -> None:
 
 
 def _aware_of_dtensors(name: str, param: DTensor) -> None:
-    """Draws the whole parameter on every rank, and keeps the rank's part."""
+    """Draw the full parameter on every rank and keep the rank's shard."""
     whole = torch.randn(param.shape, generator=generator(len(name), *param.shape))
     given = param.device_mesh, param.placements
     param.copy_(distribute_tensor(whole, *given, src_data_rank=None))
@@ -182,7 +182,7 @@ def test_initial_values_do_not_depend_on_the_number_of_ranks(
 
 
 def _meta_memory() -> None:
-    """No more than the padded shards is ever allocated for the parameters."""
+    """Check that parameters hold no more memory than their padded shards."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(1001, 999), nn.Linear(999, 3))
     graphshard.shard(model, world_mesh())
@@ -196,12 +196,12 @@ def _meta_memory() -> None:
         assert held <= padded * param.element_size()
 
 
-def test_a_model_from_meta_holds_shards_only() -> None:
+def test_meta_device_model_holds_only_shards() -> None:
     ranks.run(4, _meta_memory)
 
 
 def _shard_memory() -> None:
-    """The full parameters are freed, though the old objects are still held."""
+    """Check that full parameters are freed even while the old objects are referenced."""
     model = MLP()
     old = list(model.parameters())
     graphshard.shard(model, world_mesh())
@@ -213,7 +213,7 @@ def test_full_parameters_are_freed() -> None:
     ranks.run(2, _shard_memory)
 
 
-# What is done to a sharded model between steps. Each does the same to the unsharded one.
+# Changes made to a sharded model between steps, and to its unsharded copy alike.
 
 
 def _to_double(model: nn.Module) -> None:
@@ -286,14 +286,14 @@ def _train_changed(
 @pytest.mark.parametrize(
     ("kind", "compiled_before"), [(MLP, False), (MLP, True), (Reused, False), (Reused, True)]
 )
-def test_a_sharded_model_is_changed(
+def test_sharded_model_trains_after_a_change(
     change: Callable[[nn.Module], None], kind: Trainable, compiled_before: bool
 ) -> None:
     ranks.run(2, _train_changed, change, kind, compiled_before)
 
 
 def _optimizer_survives_loading() -> None:
-    """Loading in place keeps the parameters that an optimizer holds."""
+    """Check that loading in place keeps the parameters that an optimizer holds."""
     twins = Twins(*_sharded(MLP()))
     optimizers = [sgd(twins.model), sgd(twins.reference)]
     for model in (twins.model, twins.reference):
@@ -306,12 +306,12 @@ def _optimizer_survives_loading() -> None:
             optimizer.zero_grad()
 
 
-def test_an_optimizer_survives_loading() -> None:
+def test_optimizer_survives_loading() -> None:
     ranks.run(2, _optimizer_survives_loading)
 
 
 def _replace_a_part() -> None:
-    """A plain module that takes the place of a sharded one is sharded at the next step."""
+    """Replace a sharded module by a plain one, which the next step shards."""
     twins = Twins(*_sharded(MLP()))
     twins.train(MLP.batch, steps=1)
     new = nn.Linear(7, 13)
@@ -320,7 +320,7 @@ def _replace_a_part() -> None:
     twins.train(MLP.batch, steps=2)
 
 
-def test_a_part_of_a_sharded_model_is_replaced() -> None:
+def test_replaced_module_is_sharded_at_the_next_step() -> None:
     ranks.run(2, _replace_a_part)
 
 
@@ -328,7 +328,7 @@ def test_a_part_of_a_sharded_model_is_replaced() -> None:
 
 
 def _call_plainly(kind: Trainable, no_grad: bool) -> None:
-    """Without torch.compile the model works as well, gathering parameter by parameter."""
+    """Call the model without torch.compile: it gathers one parameter at a time."""
     model, plain = _sharded(kind())
     xs = draw(kind.batch, 0)
     with torch.set_grad_enabled(not no_grad):
@@ -343,12 +343,12 @@ def _call_plainly(kind: Trainable, no_grad: bool) -> None:
 
 @pytest.mark.parametrize("kind", [GPT, Reused, Checkpointed])
 @pytest.mark.parametrize("no_grad", [True, False])
-def test_a_plain_call_of_a_sharded_model(kind: Trainable, no_grad: bool) -> None:
+def test_call_without_torch_compile(kind: Trainable, no_grad: bool) -> None:
     ranks.run(2, _call_plainly, kind, no_grad)
 
 
 def _other_backend() -> None:
-    """Another backend of torch.compile runs the marker ops one by one."""
+    """Compile by another backend, which runs the marker ops one by one."""
     model, plain = _sharded(MLP())
     xs = draw(MLP.batch, 0)
     torch.compile(model, backend="aot_eager")(xs[dist.get_rank()]).backward()
@@ -356,7 +356,7 @@ def _other_backend() -> None:
     assert_same(model, plain)
 
 
-def test_a_sharded_model_under_another_backend() -> None:
+def test_sharded_model_under_another_backend() -> None:
     ranks.run(2, _other_backend)
 
 
@@ -393,14 +393,12 @@ def _train_replaced(replace: Callable[[Any], None], compiled_before: bool) -> No
 
 @pytest.mark.parametrize("replace", REPLACED)
 @pytest.mark.parametrize("compiled_before", [True, False])
-def test_a_replaced_parameter_is_an_error(
-    replace: Callable[[Any], None], compiled_before: bool
-) -> None:
+def test_replaced_parameter_raises(replace: Callable[[Any], None], compiled_before: bool) -> None:
     ranks.run(2, _train_replaced, replace, compiled_before)
 
 
 class _Encoder(nn.Module):
-    """Two parts, of which a training loop may call the first one alone."""
+    """Model with an encoder, which a training loop may call alone, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -424,7 +422,7 @@ def _of_parameters(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def _of_sums(model: nn.Module, x: Tensor) -> Tensor:
-    return sum(p.sum() for p in model.head.parameters())  # saves nothing
+    return sum(p.sum() for p in model.head.parameters())  # saves nothing for backward
 
 
 def _train_in_graph(before: Callable[[nn.Module, Tensor], Tensor], steps: int) -> None:
@@ -446,7 +444,7 @@ def _train_in_graph(before: Callable[[nn.Module, Tensor], Tensor], steps: int) -
 
 
 @pytest.mark.parametrize(("before", "steps"), [(_of_a_part, 2), (_of_parameters, 1), (_of_sums, 1)])
-def test_a_graph_from_before_the_first_forward(before: Any, steps: int) -> None:
+def test_autograd_graph_built_before_sharding(before: Any, steps: int) -> None:
     ranks.run(2, _train_in_graph, before, steps)
 
 
@@ -460,5 +458,5 @@ def _unequal_in_graph() -> None:
     assert type(model.head.weight) is nn.Parameter
 
 
-def test_a_graph_of_unequal_values_from_before_the_first_forward() -> None:
+def test_autograd_graph_survives_refusal_to_shard() -> None:
     ranks.run(2, _unequal_in_graph)

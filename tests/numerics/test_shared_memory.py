@@ -1,5 +1,5 @@
-"""Parameters that share memory are refused before anything is changed; those that lie side by side
-in one buffer are sharded one by one."""
+"""Parameters that share elements are refused before anything is changed; those that lie side by
+side in one buffer are sharded separately."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _refused(tie: Callable[[_Pair], None], compiled: bool, match: str) -> None:
         (_overlapping, "'first.weight' and 'last.weight' .* clone"),
     ],
 )
-def test_parameters_that_share_elements(
+def test_parameters_that_share_elements_raise(
     tie: Callable[[_Pair], None], compiled: bool, match: str
 ) -> None:
     ranks.run(2, _refused, tie, compiled, match)
@@ -104,7 +104,7 @@ def _trained(tie: Callable[[_Pair], None]) -> None:
 
 
 @pytest.mark.parametrize("tie", [_flat, _columns, _one_object, _empty, _expanded])
-def test_parameters_that_share_a_buffer_alone(tie: Callable[[_Pair], None]) -> None:
+def test_parameters_side_by_side_in_one_buffer_train(tie: Callable[[_Pair], None]) -> None:
     ranks.run(2, _trained, tie)
 
 
@@ -119,5 +119,5 @@ def _ignored() -> None:
     graphshard.shard(meta, world_mesh())
 
 
-def test_parameters_that_share_memory_and_stay_plain() -> None:
+def test_ignored_and_meta_parameters_may_share_memory() -> None:
     ranks.run(2, _ignored)

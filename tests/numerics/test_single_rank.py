@@ -1,4 +1,5 @@
-"""A group of one rank: nothing is sent or copied, and numbers and memory are one's own."""
+"""One rank: nothing is sent or copied, gradients are bitwise those without sharding, and gradients
+and outputs have their own memory."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
 class _Odd(nn.Module):
-    """Tied weights, a convolution, a gradient that two parameters share, and a parameter that is
-    returned, as is a view of another."""
+    """Model with tied weights, a convolution and two parameters with one gradient; it returns a
+    parameter and a view of another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +42,7 @@ class _Odd(nn.Module):
 
 
 def _trained(called: Any, model: nn.Module) -> dict[str, Tensor]:
-    """Return the sum of the gradients of two backwards."""
+    """Return the gradients accumulated over two backwards; assert that they share no memory."""
     for seed in range(2):
         ids = torch.randint(12, (4, 5), generator=torch.Generator().manual_seed(seed))
         loss, left, right = called(ids)
@@ -80,12 +81,12 @@ def _assert_same(theirs: Callable[[nn.Module], Any], mesh: tuple[int, ...], opti
 
 @pytest.mark.parametrize("mesh", [(1,), (1, 1)])
 @pytest.mark.parametrize("reshard", [True, False])
-def test_gradients_are_those_of_plain_compile(mesh: tuple[int, ...], reshard: bool) -> None:
+def test_gradients_match_plain_compile(mesh: tuple[int, ...], reshard: bool) -> None:
     ranks.run(1, _assert_same, _by_plain, mesh, {"reshard_after_forward": reshard})
 
 
 @pytest.mark.low_precision
-def test_gradients_in_bfloat16_are_those_of_fsdp2() -> None:
+def test_bf16_gradients_match_fsdp2() -> None:
     ranks.run(1, _assert_same, _by_fsdp2, (1,), {"mp_policy": BF16})
 
 
@@ -120,7 +121,7 @@ def _infers() -> None:
         assert all(map(torch.equal, ours, expected))
         [plan] = backend.plans
         assert not plan.buckets
-        ours[1].zero_()  # memory of its own
+        ours[1].zero_()  # must not write to the parameter
         assert torch.equal(whole(model.left), expected[1])
 
 

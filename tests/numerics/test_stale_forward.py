@@ -1,5 +1,5 @@
-"""Backward of a forward whose parameters have changed since raises wherever it would gather them
-again, as a plain model does; where it has kept what forward gathered, gradients are right."""
+"""Parameters that change between forward and backward: as in a plain model, backward raises if it
+would gather them again; if they were kept unsharded, gradients are those of the forward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.models import MLP
 from tests.numerics.compare import Twins, assert_same, draw, relative_error, sgd, whole
 
 ZERO3 = {"schedule": graphshard.SchedulePolicy(overlap=False)}
-"""Options by which every parameter that backward needs is gathered again."""
+"""Options with which backward gathers again every parameter that it needs."""
 
 
 def _step(model: nn.Module) -> None:
@@ -69,7 +69,7 @@ def _stale(change: Callable[[nn.Module], None], options: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("change", [_step, _adamw, _clamp, _change_local, _load])
-def test_a_change_between_forward_and_backward(change: Callable[[nn.Module], None]) -> None:
+def test_change_between_forward_and_backward_raises(change: Callable[[nn.Module], None]) -> None:
     ranks.run(2, _stale, change, ZERO3)
 
 
@@ -81,7 +81,7 @@ def test_a_change_between_forward_and_backward(change: Callable[[nn.Module], Non
         {"overrides": {"*": {"shard": False}}},
     ],
 )
-def test_a_change_between_forward_and_backward_by_strategy(options: dict[str, Any]) -> None:
+def test_change_raises_with_other_options(options: dict[str, Any]) -> None:
     ranks.run(2, _stale, _step, {**ZERO3, **options})
 
 
@@ -89,7 +89,7 @@ def _names_the_parameter() -> None:
     twins = Twins(MLP(), **ZERO3)
     loss = twins.compiled(torch.ones(5, 7))
     with torch.no_grad():
-        twins.model.up.weight.zero_()  # nothing needs it: the input has no gradient
+        twins.model.up.weight.zero_()  # backward does not need it: the input has no gradient
         twins.model.down.bias.zero_()
         twins.model.mid.weight.zero_()
     with pytest.raises(ValueError, match=r"'mid.weight' was modified .* backward gathers it again"):
@@ -114,7 +114,7 @@ def _kept(reshard_after_forward: bool | int) -> None:
 
 
 @pytest.mark.parametrize("reshard_after_forward", [False, 2])
-def test_gradients_of_kept_parameters_are_those_of_the_forward(
+def test_kept_parameters_give_gradients_of_the_forward(
     reshard_after_forward: bool | int,
 ) -> None:
     ranks.run(4, _kept, reshard_after_forward)
@@ -129,7 +129,7 @@ def _casts() -> None:
         loss.backward()
 
 
-def test_a_change_under_mixed_precision() -> None:
+def test_change_raises_under_mixed_precision() -> None:
     ranks.run(2, _casts)
 
 
@@ -173,7 +173,7 @@ def _eager_part(name: str, raises: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "raises"), [("last.weight", True), ("eager.weight", False), ("first.weight", False)]
 )
-def test_a_change_of_a_parameter_of_one_of_several_graphs(name: str, raises: bool) -> None:
+def test_change_raises_only_in_graphs_that_regather(name: str, raises: bool) -> None:
     ranks.run(2, _eager_part, name, raises)
 
 
@@ -187,7 +187,7 @@ def _legitimate() -> None:
             for model in (twins.model, twins.reference):
                 for param in model.parameters():
                     param.mul_(1.01)  # before the forward
-        # Two microbatches in the order of a pipeline, one of them twice.
+        # Two microbatches in pipeline order, with two backwards of the first.
         losses = [twins.compiled(batches[rank]) for batches in (first, second)]
         losses[0].backward(retain_graph=True)
         losses[1].backward()
@@ -202,12 +202,12 @@ def _legitimate() -> None:
     assert_same(twins.model, twins.reference)
 
 
-def test_changes_before_forward_and_after_all_backwards() -> None:
+def test_changes_before_forward_and_after_backward() -> None:
     ranks.run(2, _legitimate)
 
 
 def _passed_on() -> None:
-    """A graph that returns an output of an earlier call of the same graph, and its own."""
+    """Compile a graph that returns an output of an earlier call along with its own."""
     twins = Twins(MLP(), **ZERO3)
     model = twins.model
 
@@ -226,5 +226,5 @@ def _passed_on() -> None:
         stale.backward()
 
 
-def test_an_output_that_a_later_call_passes_on() -> None:
+def test_output_returned_again_by_a_later_call() -> None:
     ranks.run(2, _passed_on)

@@ -1,6 +1,6 @@
-"""State dicts and checkpoints: names are the plain model's, nothing is communicated to make one,
-and `torch.distributed.checkpoint` takes them to another number of ranks, to a plain model, to FSDP2
-and back."""
+"""State dicts and checkpoints: names are those of the plain model, `state_dict()` communicates
+nothing, and `torch.distributed.checkpoint` loads them on another number of ranks, into a plain
+model, into FSDP2 and back."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ KINDS = [GPT, ConvNet]
 
 
 def _train(kind: Trainable) -> tuple[Any, Any, torch.optim.Optimizer]:
-    """A model after three steps, its compiled form, and its optimizer."""
+    """Train three steps; return the model, the compiled model and the optimizer."""
     model = kind()
     compiled = compile_sharded(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -71,12 +71,12 @@ def _state_without_communication(kind: Trainable) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_dict_communicates_nothing(kind: Trainable) -> None:
+def test_state_dict_communicates_nothing(kind: Trainable) -> None:
     ranks.run(2, _state_without_communication, kind, backend="recording")
 
 
 def _gather_state(kind: Trainable) -> None:
-    """What `get_model_state_dict` gathers, to save by `torch.save`."""
+    """Load what `get_model_state_dict` gathers, e.g. for `torch.save`, into a plain model."""
     model, compiled, _ = _train(kind)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     for source in (model, compiled):
@@ -87,7 +87,7 @@ def _gather_state(kind: Trainable) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_full_state_dict_loads_into_a_plain_model(kind: Trainable) -> None:
+def test_full_state_dict_loads_into_a_plain_model(kind: Trainable) -> None:
     ranks.run(2, _gather_state, kind)
 
 
@@ -121,7 +121,7 @@ def _save_trained(kind: Trainable, path: Path) -> dict[str, torch.Tensor]:
 def _load(
     kind: Trainable, prepare: Prepare, path: Path, saved: list[dict[str, torch.Tensor]]
 ) -> None:
-    """Load into a model that starts elsewhere; it has the saved values and trains on."""
+    """Load into a model with other values; check the loaded ones and, if sharded, one more step."""
     torch.manual_seed(77)
     model = prepare(kind())
     state = {"model": model.state_dict()}
@@ -129,7 +129,7 @@ def _load(
     model.load_state_dict(state["model"])
     values = _values(model)
     assert values.keys() == saved[0].keys()
-    for name, value in values.items():  # buffers are those of any one rank
+    for name, value in values.items():  # buffers come from any one rank
         assert any(torch.equal(value, other[name]) for other in saved), name
     if prepare is sharded:
         assert_sharded(model)
@@ -145,7 +145,7 @@ def _assert_same_step(model: nn.Module, reference: nn.Module, kind: Trainable) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_of_four_ranks_loads_elsewhere(kind: Trainable, tmp_path: Path) -> None:
+def test_checkpoint_of_four_ranks_loads_elsewhere(kind: Trainable, tmp_path: Path) -> None:
     saved = ranks.run(4, _save_trained, kind, tmp_path)
     for world_size, prepare in ((2, sharded), (4, sharded), (1, plain), (2, plain), (2, fsdp2)):
         ranks.run(world_size, _load, kind, prepare, tmp_path, saved)
@@ -158,13 +158,13 @@ def _save_other(kind: Trainable, prepare: Prepare, path: Path) -> dict[str, torc
 
 
 @pytest.mark.parametrize("prepare", [plain, fsdp2])
-def test_a_checkpoint_of_another_kind_loads_into_shards(prepare: Prepare, tmp_path: Path) -> None:
+def test_plain_and_fsdp2_checkpoints_load_into_shards(prepare: Prepare, tmp_path: Path) -> None:
     saved = ranks.run(2, _save_other, GPT, prepare, tmp_path)
     ranks.run(4, _load, GPT, sharded, tmp_path, saved)
 
 
 def _save_with_optimizer(path: Path) -> list[float]:
-    """Train on after saving: what a run that loads has to repeat."""
+    """Save, then train on; return the losses, which a run that loads must repeat."""
     model, compiled, optimizer = _train(GPT)
     states = get_state_dict(model, optimizer)
     assert all("_orig_mod" not in name for name in states[0])
@@ -192,7 +192,10 @@ def _load_with_optimizer(path: Path) -> list[float]:
 
 
 def _train_on(compiled: Any, optimizer: torch.optim.Optimizer) -> list[float]:
-    """Losses on one batch, the same on all ranks, so any number of ranks trains alike."""
+    """Train four steps and return the losses.
+
+    All ranks have the same batch, so losses do not depend on the number of ranks.
+    """
     losses, batch = [], draw(GPT.batch, 20)[0]
     for _ in range(4):
         loss = compiled(batch)
@@ -203,14 +206,14 @@ def _train_on(compiled: Any, optimizer: torch.optim.Optimizer) -> list[float]:
     return losses
 
 
-def test_training_goes_on_from_a_checkpoint_with_its_optimizer(tmp_path: Path) -> None:
+def test_training_resumes_with_its_optimizer(tmp_path: Path) -> None:
     after_save = ranks.run(4, _save_with_optimizer, tmp_path)[0]
     for losses in ranks.run(2, _load_with_optimizer, tmp_path):
         assert losses == pytest.approx(after_save, rel=1e-4)
 
 
 def _optimizer_state_dict() -> None:
-    """The optimizer's own state dict goes to another optimizer of the same layout."""
+    """Load an optimizer's own state dict into another optimizer of the same model."""
     model, compiled, optimizer = _train(GPT)
     other = torch.optim.AdamW(model.parameters(), 1e-2)
     other.load_state_dict(optimizer.state_dict())
@@ -222,16 +225,16 @@ def _optimizer_state_dict() -> None:
     _train_on(compiled, other)
 
 
-def test_an_optimizer_state_dict() -> None:
+def test_optimizer_state_dict_loads_into_another_optimizer() -> None:
     ranks.run(2, _optimizer_state_dict)
 
 
 def _save_while_training(path: Path) -> dict[str, torch.Tensor]:
-    """Train on while a checkpoint is written; return the values of the moment it was begun."""
+    """Train on while a checkpoint is written; return the values at the start of the save."""
     model, compiled, optimizer = _train(GPT)
     saved = _values(model)
     state = {"model": model.state_dict()}
-    # A thread plans the checkpoint with the other ranks meanwhile: it needs a group of its own.
+    # A thread plans the checkpoint with other ranks during training, so it needs its own group.
     writing = dcp.async_save(state, checkpoint_id=path, process_group=dist.new_group())
     _train_on(compiled, optimizer)
     writing.result()
@@ -240,8 +243,8 @@ def _save_while_training(path: Path) -> dict[str, torch.Tensor]:
     return saved
 
 
-def test_a_checkpoint_saved_while_training_goes_on(tmp_path: Path) -> None:
-    # In processes of their own: DCP keeps a thread.
+def test_async_checkpoint_has_the_values_at_its_start(tmp_path: Path) -> None:
+    # In new processes, since DCP keeps a thread alive.
     saved = ranks.run_fresh(3, _save_while_training, tmp_path)
     ranks.run(2, _load, GPT, sharded, tmp_path, saved)
 
@@ -272,7 +275,7 @@ def _load_on_mesh(shape: tuple[int, ...], path: Path, saved: dict[str, torch.Ten
 
 
 def _whole_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return the full values of parameters and of the optimizer's state."""
+    """Return the full values of the model's and the optimizer's state."""
     values = _values(model)
     for name, param in model.named_parameters():
         states = optimizer.state[param].items()
@@ -283,7 +286,7 @@ def _whole_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 @pytest.mark.parametrize(
     ("before", "after"), [((2, 2), (4,)), ((2, 2), (2,)), ((4,), (2, 2)), ((2,), (2, 2))]
 )
-def test_a_checkpoint_goes_between_replicated_shards_and_shards(
+def test_checkpoint_moves_between_hsdp_and_fsdp_meshes(
     before: tuple[int, ...], after: tuple[int, ...], tmp_path: Path
 ) -> None:
     saved = ranks.run(math.prod(before), _save_on_mesh, before, tmp_path)[0]

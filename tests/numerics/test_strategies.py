@@ -1,5 +1,6 @@
-"""Every sharding strategy beside the one of FSDP2 or DDP: losses and gradients of SGD steps, and
-what travels, among whom. A GPT with tied weights, no size of which the number of ranks divides."""
+"""Every sharding strategy compared with its peer in FSDP2 or DDP: losses and gradients of SGD
+steps, and the bytes that each group sends. The model is a GPT with tied weights, and none of its
+sizes is divisible by the number of ranks."""
 
 from __future__ import annotations
 
@@ -32,14 +33,16 @@ from tests.numerics.compare import (
 
 STEPS = 10
 ALL, FEW = 4, 2
-"""Ranks, and those of a shard group or of hpZ."""
+"""Number of ranks; size of a shard group under HSDP and of an hpZ group."""
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """How a mesh is laid out, what is asked of us, and how FSDP2 resharding is asked for the same.
+    """Mesh and arguments of a strategy, and of its peer.
 
     Attributes:
+        mesh: shape of the mesh.
+        ours: arguments of ``graphshard.backend``.
         theirs: FSDP2's ``reshard_after_forward``; None: the peer is DDP.
     """
 
@@ -69,15 +72,20 @@ STRATEGIES = {
     ),
 }
 Sent = list[tuple[str, int, int]]
-"""Kind, size of the group and bytes of every collective."""
+"""``(kind, group size, bytes)`` of every collective."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Largest relative errors over all steps, and what a step sent in forward and in backward.
+    """Errors over all steps, and the collectives of the last one.
 
     Attributes:
-        evaluated: the error in evaluation, in inference mode, before one more step.
+        loss_error: largest relative error of a loss.
+        grad_error: largest relative error of a gradient.
+        forward: collectives of the forward.
+        backward: collectives of the backward.
+        theirs: collectives of the peer's forward and backward.
+        evaluated: relative error of the loss in inference mode, before the last step.
     """
 
     loss_error: float
@@ -153,14 +161,14 @@ def _evaluation_error(compiled: nn.Module, theirs: nn.Module, batch: torch.Tenso
 
 
 def _num_bytes(num_shards: int) -> int:
-    """Of all parameters, padded."""
+    """Return the bytes of all parameters, padded to ``num_shards`` equal shards."""
     params = [param for _, param in DeepGPT().named_parameters()]
     rows = [-(-param.shape[0] // num_shards) * num_shards for param in params]
     return sum(n * p[0].numel() * p.element_size() for n, p in zip(rows, params))
 
 
 def _expected(strategy: Strategy) -> tuple[Sent, Sent]:
-    """In forward and in backward, one collective of each kind that there is."""
+    """Return the collectives of forward and of backward, one of each kind."""
     shards, replicas = strategy.mesh[-1], ALL // strategy.mesh[-1]
     size = _num_bytes(shards)
     reduced = [(TransferKind.REDUCE_SCATTER, shards, size)]
@@ -174,7 +182,7 @@ def _expected(strategy: Strategy) -> tuple[Sent, Sent]:
 
 
 def _total(sent: Sent) -> Sent:
-    """One for each kind and group, in order."""
+    """Return the total bytes of each kind and group size, in order of first use."""
     found: dict[tuple[str, int], int] = {}
     for kind, size, num_bytes in sent:
         found[kind, size] = found.get((kind, size), 0) + num_bytes
@@ -187,31 +195,31 @@ def _trained(name: str, compiler: str) -> list[Trained]:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_it_trains_as_its_peer(name: str) -> None:
+def test_training_matches_its_peer(name: str) -> None:
     several = len(STRATEGIES[name].mesh) == 2 and STRATEGIES[name].mesh[0] > 1
     for trained in _trained(name, "aot_eager"):
-        if name in ("NO_SHARD", "mixed"):  # added up in another order
+        if name in ("NO_SHARD", "mixed"):  # another summation order
             assert trained.loss_error <= 1e-6 and trained.grad_error <= 1e-6
             assert trained.evaluated <= 1e-6
         else:
             assert trained.loss_error == trained.evaluated == 0
-            assert trained.grad_error <= (
-                0 if several else 1e-7
-            )  # 4 ranks: FSDP2 adds them up in a ring
+            # Over all 4 ranks, FSDP2 sums in a ring.
+            assert trained.grad_error <= (0 if several else 1e-7)
 
 
-def test_it_trains_so_by_inductor() -> None:
+def test_training_matches_its_peer_with_inductor() -> None:
     for trained in _trained("hpZ", "inductor"):
         assert trained.loss_error <= 1e-5 and trained.grad_error <= 1e-4
         assert trained.forward == _trained("hpZ", "aot_eager")[0].forward
 
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in ("NO_SHARD", "mixed")])
-def test_what_travels_among_whom(name: str) -> None:
+def test_collectives_match_fsdp2(name: str) -> None:
     forward, backward = _expected(STRATEGIES[name])
     for trained in _trained(name, "aot_eager"):
         assert trained.forward == forward
-        # What backward does not need, or what is kept because it would be exposed, is not gathered.
+        # Backward gathers neither parameters that it does not need, nor those that are kept
+        # unsharded because their gather would be exposed.
         gathered = [of for of in trained.backward if of[0] == TransferKind.ALL_GATHER]
         expected = [of for of in backward if of[0] == TransferKind.ALL_GATHER]
         assert [of[:2] for of in gathered] == [of[:2] for of in expected]
@@ -222,7 +230,7 @@ def test_what_travels_among_whom(name: str) -> None:
         assert reduced == [of for of in theirs if of[1] > 1]
 
 
-def test_ddp_sends_gradients_alone() -> None:
+def test_ddp_sends_only_gradients() -> None:
     for trained in _trained("NO_SHARD", "aot_eager"):
         assert trained.forward == []
         assert (
@@ -232,7 +240,7 @@ def test_ddp_sends_gradients_alone() -> None:
         )
 
 
-def test_each_parameter_travels_by_its_own_strategy() -> None:
+def test_each_parameter_follows_its_own_strategy() -> None:
     norms = sum(p.nbytes for name, p in DeepGPT().named_parameters() if "norm" in name)
     for trained in _trained("mixed", "aot_eager"):
         kinds = {(kind, size): num_bytes for kind, size, num_bytes in trained.backward}
@@ -250,7 +258,7 @@ def _placements(name: str) -> dict[str, tuple[Any, ...]]:
     return {name: param.placements for name, param in params.items()}
 
 
-def test_placements() -> None:
+def test_placements_of_mixed_strategies() -> None:
     for found in ranks.run(ALL, _placements, "mixed"):
         for name, placements in found.items():
             last = Replicate() if "norm" in name else Shard(0)
@@ -258,7 +266,7 @@ def test_placements() -> None:
 
 
 def _clipped(name: str) -> list[tuple[float, float, int]]:
-    """By order of the norm: error beside the peer, the norm, and how many collectives it took."""
+    """Return the error relative to the peer, the norm and the number of collectives, by order."""
     ours, compiled, theirs = _models(STRATEGIES[name], "aot_eager")
     batch = draw(DeepGPT.batch, 0)[dist.get_rank()]
     found = []
@@ -277,15 +285,15 @@ def _clipped(name: str) -> list[tuple[float, float, int]]:
 
 
 @pytest.mark.parametrize("name", ["NO_SHARD", "HYBRID_SHARD", "mixed"])
-def test_clipping(name: str) -> None:
+def test_clipping_matches_its_peer(name: str) -> None:
     for found in ranks.run(ALL, _clipped, name, backend="recording"):
         for error, norm, num_sent in found:
             assert error <= 1e-5 and norm > 0.1
-            assert num_sent <= 1  # of one number, if anything is sharded
+            assert num_sent <= 1  # of one scalar, if anything is sharded
 
 
 def _ranks_that_do_not_divide(options: dict[str, Any]) -> None:
-    """Known when the backend is made, or when there is a mesh."""
+    """Check that ``backend`` raises if given a mesh, and ``shard`` with the default mesh."""
     match = "reshard_after_forward=3: .* divides the 2 of the mesh"
     with pytest.raises(ValueError, match=match):
         graphshard.backend(world_mesh(), **options)
@@ -298,5 +306,5 @@ def _ranks_that_do_not_divide(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "options", [{"reshard_after_forward": 3}, {"overrides": {"*": {"reshard_after_forward": 3}}}]
 )
-def test_ranks_that_do_not_divide_the_shards(options: dict[str, Any]) -> None:
+def test_reshard_size_must_divide_the_shards(options: dict[str, Any]) -> None:
     ranks.run(2, _ranks_that_do_not_divide, options)

@@ -1,5 +1,5 @@
-"""What is compiled: a module, a function or method that uses one, several models, part of a model,
-a model on a part of the ranks. The first step's result is already right and already sharded."""
+"""Targets of `torch.compile`: a module, a function or method that uses one, several models, part of
+a model, a model on some of the ranks. The first step already shards, and its result is right."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def _first_step(kind: Trainable) -> None:
 
 
 @pytest.mark.parametrize("kind", [MLP, GPT, ConvNet])
-def test_the_first_step_is_one_graph_and_sharded(kind: Trainable) -> None:
+def test_first_step_shards_in_one_graph(kind: Trainable) -> None:
     ranks.run(2, _first_step, kind)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_any_number_of_ranks(world_size: int) -> None:
+def test_one_and_three_ranks(world_size: int) -> None:
     ranks.run(world_size, train, GPT)
 
 
-# Ways in which a function comes to its model: each makes of a model what is compiled.
+# How a function reaches its model: each of these returns a function of a model to compile.
 
 
 def _closure(model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -81,12 +81,12 @@ def _in_containers(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def _of_parts(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Uses the parts of an MLP, never calls the model."""
+    """Return a function that calls the parts of an MLP, but not the MLP."""
     return lambda x: model.down(torch.tanh(model.mid(model.up(x)))).square().mean()
 
 
 def _of_parameters(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Reads parameters, calls no module; the other parameters are sharded too, and unused."""
+    """Return a function that only reads parameters; unused ones are sharded, too."""
     return lambda x: (x @ model.up.weight.t() + model.up.bias).square().mean()
 
 
@@ -120,12 +120,12 @@ def _train_function(function: Callable[[nn.Module], Any]) -> None:
 
 
 @pytest.mark.parametrize("function", WAYS)
-def test_a_function_that_uses_the_model(function: Callable[[nn.Module], Any]) -> None:
+def test_function_that_uses_the_model(function: Callable[[nn.Module], Any]) -> None:
     ranks.run(2, _train_function, function)
 
 
 class _Pair(nn.Module):
-    """Two models that know nothing of each other, and a function of both."""
+    """Two independent models, which one function uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def _of_two_models(pair: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 class _TiedPair(_Pair):
-    """The two models share a weight, one transposed."""
+    """Two models that share a weight, which the function also uses transposed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,17 +168,16 @@ def test_two_models_in_one_graph(
 
 
 def _no_parameters() -> None:
-    """A backend for everything: what has no parameters is compiled as it is."""
     assert compile_sharded(nn.Flatten(0))(torch.ones(2, 2)).shape == (4,)
     assert compile_sharded(lambda x: (x * 2).sum())(torch.ones(3)) == 6
 
 
-def test_nothing_to_shard() -> None:
+def test_targets_without_parameters() -> None:
     ranks.run(2, _no_parameters)
 
 
 def _share_a_backend() -> None:
-    """One backend for two models, each with plans of its own."""
+    """Compile two models by one backend; check that each has its own plans."""
     backend = graphshard.backend(world_mesh(), compiler="aot_eager")
     models = [MLP(), nn.Linear(7, 3)]
     for model in models:
@@ -214,7 +213,7 @@ def test_only_the_compiled_part_of_a_model_is_sharded() -> None:
 
 
 def _parts_one_by_one() -> None:
-    """Shards a part, then the whole, by compiling each."""
+    """Shard a part, then the whole, by compiling each."""
     model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
     reference = copy.deepcopy(model)
     part, plain = compile_sharded(model[0]), reference[0]
@@ -228,12 +227,12 @@ def _parts_one_by_one() -> None:
     twins.check()
 
 
-def test_a_part_is_sharded_before_the_whole() -> None:
+def test_part_is_sharded_before_the_whole() -> None:
     ranks.run(2, _parts_one_by_one)
 
 
 def _use_twice(second_compiler: str) -> None:
-    """One model, compiled twice; the second finds it sharded."""
+    """Compile a model twice; the second time it is already sharded."""
     model = MLP()
     twins = Twins(model)
     twins.train(MLP.batch, steps=1)
@@ -242,12 +241,12 @@ def _use_twice(second_compiler: str) -> None:
 
 
 @pytest.mark.parametrize("second_compiler", ["aot_eager", "inductor"])
-def test_a_model_is_compiled_twice(second_compiler: str) -> None:
+def test_model_compiled_twice(second_compiler: str) -> None:
     ranks.run(2, _use_twice, second_compiler)
 
 
 class _Autoencoder(nn.Module):
-    """An encoder that two compiled models share."""
+    """Two models that share an encoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +275,7 @@ def test_two_compiled_models_share_a_part() -> None:
 
 
 def _train_on_one_axis() -> None:
-    """Rows of a 2 × 2 mesh train apart, each from another start."""
+    """Train the rows of a 2 × 2 mesh separately, from different initial values."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("run", "shard"))
     run = mesh.get_local_rank("run")
     torch.manual_seed(run)
@@ -284,7 +283,7 @@ def _train_on_one_axis() -> None:
     twins.train(lambda rng: MLP.batch(rng) + run)
 
 
-def test_a_mesh_over_a_part_of_the_ranks() -> None:
+def test_mesh_over_some_of_the_ranks() -> None:
     ranks.run(4, _train_on_one_axis)
 
 
@@ -296,7 +295,7 @@ def _default_mesh() -> None:
     assert model.up.weight.device_mesh == world_mesh()
 
 
-def test_the_default_mesh_is_the_world() -> None:
+def test_default_mesh_is_the_world() -> None:
     ranks.run(2, _default_mesh)
 
 
@@ -326,7 +325,7 @@ class _Block(nn.Module):
 
 
 def _compile_sequential_in_place() -> None:
-    """Dynamo leaves calls of torch's own classes to Python, and compiles what is in them."""
+    """Compile a Sequential in place: Dynamo skips torch's own classes, not what they call."""
     model = nn.Sequential(nn.Linear(7, 5), _Block(), nn.Linear(5, 3))
     twins = Twins(model)
     model.compile(backend=twins.backend)
@@ -345,7 +344,7 @@ def _by_name(options: dict[str, Any]) -> None:
     twins.train(MLP.batch)
 
 
-def test_the_backend_by_name() -> None:
+def test_backend_by_name() -> None:
     ranks.run(2, _by_name, {"compiler": "aot_eager"})
     ranks.run(2, _by_name, {"compiler": "aot_eager", "reshard_after_forward": False})
 
@@ -376,7 +375,7 @@ class _Layer(nn.Module):
 
 
 def _regional(compiler: str) -> None:
-    """Ten equal blocks, each compiled: at most one graph for the first and one for the rest."""
+    """Compile each of ten equal blocks: at most one graph for the first and one for the rest."""
     model = nn.Sequential(*(_Layer() for _ in range(10)))
     plain = copy.deepcopy(model)
     twins = Twins(graphshard.shard(model, world_mesh()), plain, compiler=compiler)
@@ -396,7 +395,7 @@ def test_regional_compilation(compiler: str) -> None:
 
 
 def _step_of(model: nn.Module, optimizer: Optimizer, num_ranks: int) -> Callable[..., Tensor]:
-    """Return a step over two microbatches for each of ``num_ranks`` ranks."""
+    """Return a training step over two microbatches, each with ``num_ranks`` batches."""
 
     def step(first: list[Tensor], second: list[Tensor]) -> Tensor:
         optimizer.zero_grad()
@@ -432,5 +431,5 @@ def _train_whole_steps(build: Callable[..., Optimizer]) -> None:
 
 
 @pytest.mark.parametrize("build", [torch.optim.SGD, torch.optim.AdamW])
-def test_a_function_of_a_whole_step(build: Callable[..., Optimizer]) -> None:
+def test_compiled_training_step(build: Callable[..., Optimizer]) -> None:
     ranks.run(2, _train_whole_steps, build)

@@ -1,5 +1,5 @@
-"""Ranks whose batches differ so much that they trace other graphs: the last batch of an epoch, of
-one sample on one rank; lists of other lengths. Numbers are those of the unsharded model."""
+"""Ranks whose batches differ so much that they trace different graphs: a last batch of one sample
+on one rank, lists of different lengths. Results match the unsharded model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIM = 16
 
 
 class Encoder(nn.Module):
-    """Its attention turns a batch of one sample around, and reads its weights in another order."""
+    """Encoder that traces a batch of one sample differently, with its weights in another order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Encoder(nn.Module):
 
 
 def _sequences(step: int, sizes: Sequence[int]) -> list[Tensor]:
-    """A batch of so many samples for each rank."""
+    """Return a batch for each rank, of the given number of samples."""
     return [torch.randn(n, 5, DIM, generator=generator(step, r)) for r, n in enumerate(sizes)]
 
 
@@ -47,12 +47,12 @@ def _train_encoder(sizes: Sequence[Sequence[int]], overlap: bool) -> int:
     ("sizes", "overlap"),
     [([(4, 4), (1, 4)], True), ([(1, 4)], True), ([(4, 4), (4, 1)], False)],
 )
-def test_a_last_batch_of_one_sample_on_one_rank(sizes: Any, overlap: bool) -> None:
+def test_last_batch_of_one_sample_on_one_rank(sizes: Any, overlap: bool) -> None:
     assert max(ranks.run(2, _train_encoder, sizes, overlap)) == len(sizes)
 
 
 class Positions(nn.Module):
-    """With one sample the gradient of its parameter is an expanded tensor, with two it is a sum."""
+    """Model whose parameter's gradient is an expanded tensor for one sample, and a sum for two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,12 +70,12 @@ def _train_positions() -> None:
         twins.zero_grad()
 
 
-def test_a_gradient_that_is_expanded_on_one_rank() -> None:
+def test_gradient_expanded_on_one_rank() -> None:
     ranks.run(2, _train_positions)
 
 
 class Lists(nn.Module):
-    """Meets its second layer first where a list is short."""
+    """Model that uses its second layer first if the list is short."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,5 +101,5 @@ def _train_lists() -> None:
         twins.zero_grad()
 
 
-def test_lists_of_other_lengths_on_every_rank() -> None:
+def test_lists_of_different_lengths() -> None:
     ranks.run(2, _train_lists)

@@ -1,5 +1,5 @@
-"""What FSDP2's own tests ask of mixed precision in wrapped parts, asked of `overrides` that name
-the same modules: bitwise beside FSDP2, on two ranks."""
+"""FSDP2's own tests of mixed precision in wrapped modules, with `overrides` that name the same
+modules: results are those of FSDP2, bitwise except in float16, on two ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Tupled(NamedTuple):
 
 
 class Containers(nn.Module):
-    """Whose parts hand each other tensors in containers."""
+    """Model whose parts exchange tensors in containers."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class InContainer(nn.Module):
 
 
 class TwoInputs(nn.Module):
-    """Whose part takes a second, float32 input that no layer made."""
+    """Model whose second part takes an extra float32 input that no layer has produced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,10 +98,10 @@ class AddsInput(nn.Module):
 
 
 class Sizes(nn.Module):
-    """Says by its loss in which dtypes its parts get their inputs.
+    """Model whose loss depends on the dtypes of the inputs of its parts.
 
     Args:
-        dtype: that the model itself casts inputs of the second part to.
+        dtype: dtype to which the model itself casts an input of the second part.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -116,7 +116,7 @@ class Sizes(nn.Module):
 
 
 class Recomputed(nn.Module):
-    """Recomputes a part, whose casts have to be made again."""
+    """Model that recomputes a part, including its casts."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ PARTS = {"first": HALF, "second": HALF}
 LAYERS = {"0": HALF, "1": HALF, "2": HALF}
 
 Policies = dict[str, MixedPrecisionPolicy]
-"""By FQN of a module that FSDP2 wraps; "" is the model."""
+"""Policy of each module that FSDP2 wraps, by FQN; "" is the model."""
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Policies]] = {
     "dataclasses": (lambda: Containers("dataclass"), {"": HALF, **PARTS}),
@@ -181,7 +181,7 @@ NOT_ON_2_11 = ("dataclasses", "nested dataclasses", "inputs cast again")
 
 @pytest.mark.low_precision
 @pytest.mark.parametrize("name", beside_fsdp2(CASES, NOT_ON_2_11))
-def test_parts_compute_as_those_that_fsdp2_wraps(name: str) -> None:
+def test_overridden_parts_match_parts_wrapped_by_fsdp2(name: str) -> None:
     ranks.run(2, _train, name)
 
 
@@ -197,7 +197,7 @@ def _train(name: str) -> None:
     parts = {fqn: {"mp_policy": policy} for fqn, policy in policies.items() if fqn}
     whole_model = policies.get("", MixedPrecisionPolicy())
     compiled = compile_sharded(ours, mp_policy=whole_model, overrides=parts)
-    # The same kernels compute gradients, but FSDP2 divides those in float16 before it adds them.
+    # The same kernels compute gradients, but FSDP2 divides float16 gradients before adding them.
     halves = FP16 in [policy.param_dtype for policy in policies.values()]
     tolerance = torch.finfo(FP16).eps if halves else 0.0
     optimizers = []
@@ -219,7 +219,6 @@ def _batch(rng: torch.Generator) -> Tensor:
 
 
 def test_batch_norm_with_float32_buffers() -> None:
-    """By Inductor: ATen refuses them on CPUs with bfloat16 weights, without sharding, too."""
     ranks.run(2, _normalise)
 
 
@@ -227,6 +226,7 @@ def _normalise() -> None:
     policy = {"mp_policy": HALF}
     overrides = dict.fromkeys("012", policy)
     model = _batch_norm()
+    # Not aot_eager: on a CPU, ATen refuses float32 buffers with bfloat16 weights, even unsharded.
     compiled = compile_sharded(model, compiler="inductor", overrides=overrides, **policy)
     for _ in range(2):
         y = compiled(torch.randn(4, 7))
@@ -235,7 +235,7 @@ def _normalise() -> None:
     assert model[1].running_mean.dtype == FP32 and model[1].weight.grad.dtype == FP32
 
 
-def test_a_model_that_was_frozen_in_its_first_forward_reduces_in_reduce_dtype() -> None:
+def test_unfrozen_model_reduces_in_reduce_dtype() -> None:
     for dtypes in ranks.run(2, _thaw, backend="recording"):
         assert dtypes == {FP32}
 
@@ -263,7 +263,7 @@ def _thaw() -> set[torch.dtype | None]:
     return {event.dtype for event in events if event.kind == TransferKind.REDUCE_SCATTER}
 
 
-def test_a_model_that_is_widened_after_sharding_reduces_in_reduce_dtype() -> None:
+def test_model_cast_to_float32_reduces_in_reduce_dtype() -> None:
     for dtypes in ranks.run(2, _widen, backend="recording"):
         assert dtypes == {BF16}
 

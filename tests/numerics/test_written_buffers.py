@@ -1,5 +1,5 @@
-"""A forward that reads a buffer and then writes it: what backward computes anew reads the buffer as
-it was. ``torch.compile`` itself reads it as it became, and says nothing (2.11 to 2.13)."""
+"""Forwards that read a buffer and then write it: recomputation in backward reads the old value.
+Plain ``torch.compile`` silently reads the new one (2.11 to 2.13)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIM = 16
 
 
 class Averaging(nn.Module):
-    """Adds an average of its inputs, whose sine is so cheap that backward computes the sum anew."""
+    """Model that adds a running average of its inputs; backward recomputes this cheap sum."""
 
     def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def _train(compiler: str, view: Callable[[Tensor], Tensor], forwards: int) -> No
 @pytest.mark.parametrize("forwards", [1, 2])
 @pytest.mark.parametrize("view", [_as_it_is, _by_a_view, _by_rows])
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_backward_reads_a_buffer_as_it_was(
+def test_backward_reads_the_buffer_before_the_write(
     compiler: str, view: Callable[[Tensor], Tensor], forwards: int
 ) -> None:
     ranks.run(2, _train, compiler, view, forwards)

@@ -1,1 +1,1 @@
-"""Pure tests of what is decided: no process group, no compiler."""
+"""Tests of pure code, mostly planning: no process group, no compiler."""

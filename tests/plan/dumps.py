@@ -1,4 +1,4 @@
-"""Dumps that can be computed by hand, and random ones."""
+"""Dumps for tests: one that can be checked by hand, and random ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, r
 
 
 def hardware(line: Line, name: str = "wire") -> Hardware:
-    """With the prices of ``line``, for collectives of ``WORLD`` ranks."""
+    """Return hardware with the costs of ``line`` for collectives among ``WORLD`` ranks."""
     per_s = (WORLD - 1) / WORLD * 1e6 / max(line.us_per_byte, 1e-3)
     bus = {kind: Rate(per_s, ((1.0, 1.0),)) for kind in COLLECTIVE_KINDS}
     link = Interconnect(line.latency_us, 0.0, line.parcel_cost_us, bus)
@@ -41,7 +41,7 @@ WIRE = hardware(Line(10.0, 1.0, 0.1))
 
 
 def bucket(kind: str, buffers: Sequence[tuple[int, ...]], size: int, at: tuple[int, int]) -> Bucket:
-    """``at``: the steps of launch and wait."""
+    """Return a bucket that is launched and waited for before the steps ``at``."""
     return Bucket(kind, tuple(buffers), size, "g", WORLD, *at)
 
 
@@ -52,7 +52,7 @@ def dump(
     limits: ScheduleLimits | None = None,
     on: Hardware = WIRE,
 ) -> Dump:
-    """Parameters are named ``fqns``, or p0, p1, ..."""
+    """Return a dump; its parameters are named ``fqns``, by default p0, p1, ..."""
     num_params = 1 + max((transfer.param for transfer in asked.transfers), default=-1)
     names = fqns or [f"p{i}" for i in range(num_params)]
     params = tuple(PlanParam(i, (4, 2), "torch.float32", 1, n) for i, n in enumerate(names))
@@ -60,7 +60,8 @@ def dump(
 
 
 def by_hand() -> Dump:
-    """
+    """Return a dump with this timeline (in us; durations in brackets).
+
     compute        ....30[step 0: 20]50....60[step 1: 40]100[copy 4][step 2: 10]114
     communication  [gather a: 30][gather b: 30]60           104[reduce: 50]154
     """
@@ -79,8 +80,8 @@ def by_hand() -> Dump:
 
 @st.composite
 def dumps(draw: st.DrawFn) -> Dump:
-    """A problem, scheduled for some wire."""
+    """Generate a problem with a schedule."""
     asked, on = draw(problems()), hardware(draw(lines))
     empty = dump(asked, [], on=on)
-    cost = draw(lines)  # not that of the hardware: any schedule will do
+    cost = draw(lines)  # differs from the hardware: any schedule will do
     return dump(asked, find_schedule(asked, cost, ScheduleLimits()), on=empty.hardware)

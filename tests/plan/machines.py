@@ -1,7 +1,7 @@
-"""A machine whose costs are sums done by hand, and graphs for it, built node by node.
+"""A machine whose costs can be computed by hand, and a builder of graphs for it.
 
-The machine moves a byte, does 1000 flops and computes a tenth of an exponential in a microsecond,
-and has 4 ranks in a node.
+In a microsecond the machine moves 1 byte, does 1000 flops in float32 or computes a tenth of an
+exponential. It has 4 ranks per node.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ MACHINE = Hardware(
     intra=interconnect_of(10.0, 1.0, 1e6),
     inter=interconnect_of(100.0, 5.0, 1e5),
 )
-# Where only flops count.
+# A machine on which only flops take time.
 COMPUTE = dataclasses.replace(MACHINE, memory=flat_rate(1e15), special_per_s=1e15, launch_us=0.0)
 
 
 class Graph:
-    """Builds a graph of meta tensors, node by node."""
+    """A builder of graphs of meta tensors, node by node."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
@@ -63,7 +63,11 @@ class Graph:
         return node
 
     def __call__(self, op: Any, *args: Any, out: Any = None, **kwargs: Any) -> fx.Node:
-        """``out``: the shape of the result, of what does not run on meta tensors."""
+        """Add a call of ``op``.
+
+        Args:
+            out: shape of the result, for ops that do not run on meta tensors.
+        """
         node = self.graph.call_function(op, args, kwargs)
         if out is not None:
             node.meta["val"] = torch.empty(out, dtype=args[0].meta["val"].dtype, device="meta")

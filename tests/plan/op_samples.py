@@ -1,9 +1,10 @@
-"""Prices the samples that torch tests its operators with, and prints what is wrong, as JSON:
+"""Price the samples that torch tests its operators with, and print errors as JSON.
 
     python -m tests.plan.op_samples
 
-In a process of its own: torch's module of samples freezes global settings when it is imported, and
-imports a package that only torch's own tests need."""
+Runs in a separate process, because torch's module of samples freezes global settings when it is
+imported, and imports a package that only torch's own tests need.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +31,9 @@ from graphshard.cost.memory import WithoutMemory
 from graphshard.cost.model import CostModel
 from tests.plan.machines import MACHINE, flat_rate
 
-NUM_SAMPLES = 2  # of each operator
+NUM_SAMPLES = 2  # per operator
 MOVES = dataclasses.replace(MACHINE, flops={"float32": flat_rate(1e18)}, special_per_s=1e18)
-"""Where only bytes and launches take time."""
+"""A machine on which only bytes and launches take time."""
 
 
 def _operators() -> list[Any]:
@@ -46,7 +47,7 @@ def _operators() -> list[Any]:
 
 def _graphs(info: Any) -> Iterator[fx.Graph]:
     """Yield the graph of each sample that can be traced."""
-    # Not info.sample_inputs, which reads the source of all frames for each sample.
+    # Not info.sample_inputs: for each sample it reads the source of all frames.
     samples = info.sample_inputs_func(info, "cpu", torch.float32, requires_grad=False)
     for sample in itertools.islice(samples, NUM_SAMPLES):
         leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
@@ -60,12 +61,12 @@ def _graphs(info: Any) -> Iterator[fx.Graph]:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         try:
             yield make_fx(call, tracing_mode="fake")(*tensors).graph
-        except Exception:  # what depends on data, or needs a GPU
+        except Exception:  # data-dependent, or needs a GPU
             continue
 
 
 def _faults(graph: fx.Graph) -> Iterator[str]:
-    """Yield what is wrong with the price of a graph."""
+    """Yield the errors in the price of a graph."""
     times = CostModel(MOVES).compute_us(graph)
     wrong = [f"{node.target}: {us} us" for node, us in times.items() if not 0 <= us < math.inf]
     yield from wrong
@@ -73,7 +74,7 @@ def _faults(graph: fx.Graph) -> Iterator[str]:
     kernels = [n for n, k in values.kinds.items() if k not in (NodeKind.VIEW, NodeKind.BARRIER)]
     total, least = sum(times.values()), _written(graph, values, kernels)
     most = sum(_moved(node, values) + MOVES.launch_us for node in kernels)
-    # A microsecond for a byte; what computes takes next to none.
+    # A byte takes one microsecond; flops take next to no time.
     if not least <= total <= most + 1e-3:
         yield f"{graph}: {total} us, not from {least} to {most}"
     yield from _faults_of_memory(values, CostModel(MOVES).without_memory(values))
@@ -87,7 +88,10 @@ def _faults(graph: fx.Graph) -> Iterator[str]:
 
 
 def _faults_of_memory(values: GraphValues, without: WithoutMemory) -> Iterator[str]:
-    """Yield what is said to be never in memory, and is: what nothing fused computes, or reads."""
+    """Yield values that are wrongly said to be never in memory.
+
+    A value is in memory if its node is not fused, or if a barrier reads it.
+    """
     for node in without.inside | without.inlined:
         read_by = {values.kinds[user] for user in values.users(node)}
         if values.kinds[node] not in FUSED or NodeKind.BARRIER in read_by:
@@ -97,7 +101,7 @@ def _faults_of_memory(values: GraphValues, without: WithoutMemory) -> Iterator[s
 
 
 def _written(graph: fx.Graph, values: GraphValues, kernels: list[fx.Node]) -> float:
-    """Bytes that a graph computes and returns, of which views may return a part."""
+    """Return the bytes of all computed values that the graph returns, directly or as views."""
     returned = graph.output_node().all_input_nodes
     roots = {values.roots[node] for node in returned}
     return sum(values.num_bytes[node] for node in kernels if node in roots)
@@ -108,7 +112,7 @@ def _moved(node: fx.Node, values: GraphValues) -> float:
 
 
 def main() -> None:
-    """Print how many graphs were priced, and all faults."""
+    """Print the number of graphs that were priced, and all errors."""
     num_graphs, faults = 0, []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

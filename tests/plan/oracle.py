@@ -1,16 +1,16 @@
-"""The best schedule there is of a small problem: mixed integer programs, solved by HiGHS.
+"""Optimal schedules of small problems, from mixed-integer programs that HiGHS solves.
 
-Every way to split queues into buckets has a program of its own. It decides before which step each
-bucket is launched, and in which order they go; times follow as the longest path, as in ``clock``:
+There is one program for each way to split the queues into buckets. It decides before which step
+each bucket is launched, and the order of buckets. Times are longest paths, as in ``clock``:
 
-    launched[b, s]  bucket b before step s: one s for each b, from its last gradient to its wait
-    order[a, b]     a is launched before b: then no later, and the wire carries it first
-    copied[b]       when b's copy-in is done: behind the step before s, and behind a's copy-in
-    sent[b]         when b is through: behind its copy-in, and behind a on the wire
-    front[s]        when all that is launched before step s is
-    start[s]        when step s starts: behind front[s], and behind all that it waits for
+    launched[b, s]  b is launched before step s: one s per b, from where it is ready to its wait
+    order[a, b]     a comes before b: it is launched no later, and sent first
+    copied[b]       end of b's copy-in: after the step before s, and after a's copy-in
+    sent[b]         end of b's collective: after its copy-in, and after a's collective
+    front[s]        end of the copy-ins of all buckets that are launched before step s
+    start[s]        start of step s: after front[s], and after the buckets that it waits for
 
-It waits as late as may be, which is never slower: memory has no limit here.
+Waits are as late as possible: memory is unlimited here, so that is never slower.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from graphshard.planning.plan import Bucket, Problem
 from graphshard.planning.simulate import BucketCost, TransferCostModel, bucket_cost, clock
 
 Terms = dict[int, float]
-"""Factors by variable."""
+"""Coefficients of a row, by variable."""
 
 
 def price_us(problem: Problem, buckets: tuple[Bucket, ...], cost_model: TransferCostModel) -> float:
-    """What the planner makes small where memory has no price."""
+    """Return what the planner minimises if memory has no price: total time plus lost compute."""
     costs = [bucket_cost(problem, bucket, cost_model) for bucket in buckets]
     lost_us = sum(cost_model.lost_us(cost.lane_us) for cost in costs)
     return clock(problem, buckets, cost_model).total_us + lost_us
 
 
 def best(problem: Problem, cost_model: TransferCostModel) -> tuple[tuple[Bucket, ...], float]:
-    """Return the schedule with the least ``price_us``, and that price by its program."""
+    """Return the schedule with the lowest ``price_us``, and that price according to its program."""
     best_buckets: tuple[Bucket, ...] = ()
     least_us = math.inf
     for split in _all_splits(problem, cost_model):
@@ -55,9 +55,9 @@ def best(problem: Problem, cost_model: TransferCostModel) -> tuple[tuple[Bucket,
 
 
 def _all_splits(problem: Problem, cost_model: TransferCostModel) -> Iterator[Split]:
-    """Yield every way to split gathers, as they are due, and reductions, as they are ready.
+    """Yield all splits of the gathers, ordered by ``due``, and the reductions, by ``ready``.
 
-    No part has a transfer that is ready only after another one is due.
+    Splits with a bucket that becomes ready only after it is due are left out.
     """
     positions = range(len(problem.transfers))
     gathers = [i for i in positions if problem.transfers[i].kind == TransferKind.ALL_GATHER]
@@ -80,14 +80,14 @@ def _all_splits(problem: Problem, cost_model: TransferCostModel) -> Iterator[Spl
 
 
 def _all_borders(num: int) -> Iterator[list[int]]:
-    """Yield every way to cut `num` neighbours: the positions where a part begins, and the end."""
+    """Yield every way to cut a sequence of `num` items, as the starts of its parts and its end."""
     for inner in itertools.product([False, True], repeat=max(0, num - 1)):
         borders = [i for i, is_border in enumerate(inner, 1) if is_border]
         yield [0, *borders, *([num] if num else [])]
 
 
 class _Program:
-    """Of buckets whose members are known. All rows say that something is at least so much."""
+    """The program of one split; each row states a lower bound of a sum of terms."""
 
     def __init__(self, problem: Problem, split: Split) -> None:
         self._problem = problem
@@ -95,7 +95,7 @@ class _Program:
         self._costs = [candidate.cost for candidate in split]
         self._upper: list[float] = []
         self._rows: list[tuple[Terms, float]] = []
-        # Longer than any schedule takes. Times are parts of it, for the sake of the solver.
+        # Longer than any schedule takes. The solver gets times as fractions of it.
         self._ever_us = sum(problem.compute_us) + sum(sum(cost[:3]) for cost in self._costs) + 1.0
         num, steps = range(len(split)), range(problem.num_steps + 1)
         self._launched = {
@@ -119,11 +119,11 @@ class _Program:
     def _behind(
         self, late: int, early: int | None, us: float, condition: int | None = None
     ) -> None:
-        """Demand ``late`` to be ``us`` behind ``early``, where the binary ``condition`` is 1.
+        """Require ``late`` to be at least ``us`` after ``early`` if ``condition`` is 1.
 
         Args:
-            early: None: the beginning.
-            condition: None: in any case.
+            early: variable; None: the start of the schedule.
+            condition: binary variable; None: always required.
         """
         terms = {late: 1.0}
         if early is not None:
@@ -133,7 +133,7 @@ class _Program:
         self._rows.append((terms, us / self._ever_us - (condition is not None)))
 
     def _constrain(self) -> None:
-        """Add all rows: one launch for each bucket, their order, the steps and the end."""
+        """Add all rows: one launch per bucket, their order, the steps and the end."""
         for b, cost in enumerate(self._costs):
             self._one_of([x for (bucket, _), x in self._launched.items() if bucket == b])
             self._behind(self._sent[b], self._copied[b], cost.lane_us)
@@ -148,7 +148,7 @@ class _Program:
         self._behind(self._total, self._start[-1], 0.0)
 
     def _ordered(self, a: int, b: int, cost: BucketCost) -> None:
-        """Add the rows by which bucket `b` follows bucket `a`, if it is the later one."""
+        """Add the rows that make bucket `b` follow bucket `a` if it comes later."""
         condition = self._order[a, b]
         if a < b:
             self._one_of([condition, self._order[b, a]])
@@ -160,7 +160,7 @@ class _Program:
         self._rows.append((late | {condition: -float(steps)}, -float(steps)))
 
     def _step(self, step: int) -> None:
-        """Add the rows of a step: it waits for launches in front of it and for buckets due."""
+        """Add the rows of a step, which follows its launches and the buckets that it waits for."""
         before = self._start[step - 1] if step else None
         us = self._problem.compute_us[step - 1] if step else 0.0
         self._behind(self._front[step], before, us)
@@ -172,18 +172,18 @@ class _Program:
         out_us = {b: self._costs[b].copy_out_us for b in waited}
         self._behind(self._start[step], self._front[step], sum(out_us.values()))
         for b in waited:
-            # Unpacked one after the other: those that were launched later are still to come.
+            # Buckets are copied out in launch order: after this one, the later ones remain.
             others = {self._order[b, a]: -out_us[a] / self._ever_us for a in waited if a != b}
             terms = {self._start[step]: 1.0, self._sent[b]: -1.0}
             self._rows.append((terms | others, out_us[b] / self._ever_us))
 
     def _one_of(self, binaries: list[int]) -> None:
-        """Add the rows by which exactly one of these binaries is 1."""
+        """Add the rows that make exactly one of these binaries 1."""
         self._rows.append((dict.fromkeys(binaries, 1.0), 1.0))
         self._rows.append((dict.fromkeys(binaries, -1.0), -1.0))
 
     def solved(self) -> tuple[tuple[Bucket, ...], float]:
-        """Return the schedule, and how long it takes."""
+        """Return the schedule and its duration in us."""
         matrix = np.zeros((len(self._rows), len(self._upper)))
         for row, (terms, _) in zip(matrix, self._rows):
             row[list(terms)] = list(terms.values())
@@ -205,10 +205,10 @@ class _Program:
 
 
 def _solved(aim: Any, integral: Any, upper: Any, matrix: Any, least: Any) -> OptimizeResult:
-    """Solve the program.
+    """Solve the program, with rescaled rows if necessary.
 
-    HiGHS at times refuses its own solution, for an error as large as its tolerance. With rows of
-    another scale it finds another.
+    HiGHS sometimes rejects its own solution because of an error as large as its tolerance. With
+    rows of another scale it finds another solution.
     """
     for scale in (1.0, 10.0, 100.0, 1000.0):
         rows = LinearConstraint(scale * matrix, scale * least, np.inf)

@@ -1,4 +1,4 @@
-"""Random scheduling problems, and prices that can be computed by hand."""
+"""Random scheduling problems, and a cost model that can be computed by hand."""
 
 from __future__ import annotations
 
@@ -14,8 +14,16 @@ WORLD = 4
 
 @dataclass(frozen=True)
 class Line:
-    """A wire that costs ``latency_us`` and ``us_per_byte``; a copy costs ``copy_us_per_byte``, and
-    another tensor in a collective ``parcel_cost_us``."""
+    """A cost model that is linear in bytes.
+
+    Attributes:
+        latency_us: fixed time of a collective.
+        us_per_byte: time of a collective, per byte.
+        copy_us_per_byte: time of a copy on the device, per byte.
+        parcel_cost_us: time of each additional buffer in a collective.
+        issue_us: compute time lost to a collective of any size.
+        contention: compute time lost during a collective, as a fraction of its time.
+    """
 
     latency_us: float = 10.0
     us_per_byte: float = 1.0
@@ -25,7 +33,7 @@ class Line:
     contention: float = 0.05
 
     def collective_us(self, kind: str, num_bytes: int, world: int, stride: int = 1) -> float:
-        """Return the time of a collective, whatever its kind and ranks."""
+        """Return the time of a collective, the same for all kinds and groups."""
         return self.latency_us + num_bytes * self.us_per_byte
 
     def copy_us(self, num_bytes: int) -> float:
@@ -33,11 +41,11 @@ class Line:
         return num_bytes * self.copy_us_per_byte
 
     def buffer_us(self, world: int, stride: int = 1) -> float:
-        """Return the price of one more tensor in a collective."""
+        """Return the time of an additional buffer in a collective."""
         return self.parcel_cost_us
 
     def lost_us(self, lane_us: float) -> float:
-        """Return the compute time that a collective of `lane_us` costs."""
+        """Return the compute time lost to a collective that takes `lane_us`."""
         return self.issue_us + self.contention * lane_us
 
 
@@ -49,9 +57,9 @@ def gather(
     host: bool = False,
     ready: int = 0,
 ) -> Transfer:
-    """Return an all-gather before step `due`, of a parameter that is freed after step `last`.
+    """Return an all-gather due at step `due`, of a parameter that is freed after step `last`.
 
-    Before step `ready` there is nothing to gather: the scale of a weight in fp8 is not known yet.
+    It cannot be launched before step `ready`, like a gather in fp8 before its scale is known.
     """
     last = due if last is None else last
     shard_bytes = num_bytes // WORLD
@@ -107,9 +115,11 @@ def problem(
     other_bytes: list[int] | None = None,
     between_bytes: list[int] | None = None,
 ) -> Problem:
-    """Return a backward problem; `other_bytes` are what each step needs besides transfers.
+    """Return a backward problem.
 
-    If `between_bytes` are not given, there is between two steps what both need.
+    Args:
+        other_bytes: memory of each step, apart from transfers.
+        between_bytes: memory between steps; by default the smaller of the two steps' memory.
     """
     steps = tuple(f"step{i}" for i in range(len(compute_us)))
     other = other_bytes or [0] * len(steps)
@@ -128,8 +138,11 @@ def problem(
 
 @st.composite
 def problems(draw: st.DrawFn, max_replicas: int = 2, on_host: bool = True) -> Problem:
-    """A backward graph: some steps use a gathered parameter, which may be ready late, some complete
-    a gradient, and reduced shards of some are averaged over replicas, or kept on the host."""
+    """Generate a backward problem of gathers and reductions.
+
+    Gathers may become ready late, reduced shards may be averaged over replicas, and the host may
+    keep the shards of either.
+    """
     num_steps = draw(st.integers(1, 8))
     times = st.floats(0, 200, allow_nan=False)
     transfers = []

@@ -1,4 +1,4 @@
-"""What `benchmarks.offload_streams` reads in a profile: by hand, on three launches."""
+"""`benchmarks.offload_streams`: what it reads from a profile written by hand."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ def _event(cat: str, name: str, ts: float, dur: float, **args: int) -> dict[str,
 
 
 def _profile(gather_us: float) -> Any:
-    """Copy from 20 to 40 us, beside a kernel from 30 to 60, and another one that another thread has
-    launched; then a gather."""
+    """Return a profile of a copy (20 to 40 us), a kernel (30 to 60 us) and then a gather.
+
+    A kernel that another thread has launched runs at the same time.
+    """
     return {
         "traceEvents": [
             _event("cpu_op", "graphshard::copy_to_device", 0, 4),
@@ -46,32 +48,32 @@ def _plan() -> Plan:
     return Plan((), Problem(GraphKind.FORWARD, ("mm",), (1.0,), (0,), (0, 0), ()), buckets)
 
 
-def test_a_launch_is_what_its_operator_has_put_on_the_gpu() -> None:
+def test_a_launch_is_the_gpu_work_of_its_operator() -> None:
     assert launches_of(_profile(gather_us=41)) == [
         Launched(TransferKind.COPY_TO_DEVICE, [(20, 40, str(COPY))]),
         Launched(TransferKind.ALL_GATHER, [(41, 46, str(NCCL))]),
     ]
 
 
-def test_a_gather_that_begins_before_its_copy_is_done() -> None:
+def test_a_gather_that_begins_before_its_copy_ends_is_a_fault() -> None:
     assert faults([_plan()], launches_of(_profile(gather_us=41))) == (1, [])
     _, [fault] = faults([_plan()], launches_of(_profile(gather_us=38)))
     assert "all_gather (bucket 1) begins 2 us before copy_to_device (bucket 0) is done" in fault
 
 
-def test_a_launch_of_which_the_profile_knows_nothing() -> None:
+def test_a_launch_without_gpu_work_is_an_error() -> None:
     profile = _profile(gather_us=41)
     profile["traceEvents"] = [e for e in profile["traceEvents"] if e["name"] != "Memcpy HtoD"]
     with pytest.raises(RuntimeError, match="graphshard::copy_to_device: the profile has no work"):
         launches_of(profile)
 
 
-def test_other_launches_than_those_of_the_plan() -> None:
+def test_launches_that_differ_from_the_plan_are_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"the profile has 1 launches.*the plans have 2"):
         faults([_plan()], launches_of(_profile(gather_us=41))[:1])
 
 
-def test_time_beside_kernels() -> None:
+def test_hidden_part_is_the_time_that_overlaps_kernels() -> None:
     profile = _profile(gather_us=58)
     copy, gather = launches_of(profile)
     assert hidden_part([copy], profile) == 0.5

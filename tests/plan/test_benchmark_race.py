@@ -1,4 +1,4 @@
-"""`benchmarks.race`: a race on the CPU, processes that fail, and what a profile says, by hand."""
+"""`benchmarks.race`: a race on the CPU, processes that fail, and a profile written by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _race(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_race_without_a_gpu(tmp_path: Path) -> None:
+def test_a_race_on_the_cpu(tmp_path: Path) -> None:
     done = _race("--ways", FSDP2_BLOCKS, GRAPHSHARD, "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith("| ")]
@@ -41,7 +41,7 @@ def test_a_race_without_a_gpu(tmp_path: Path) -> None:
 
 
 def test_a_process_that_raises_ends_the_race() -> None:
-    done = _race("--ways", GRAPHSHARD, "--dim", "65")  # the halves of a head differ
+    done = _race("--ways", GRAPHSHARD, "--dim", "65")  # a head of this size has no equal halves
     assert done.returncode == 1 and not done.stdout.rstrip().endswith("|")
     assert "Traceback" in done.stderr and "no answer" in done.stderr.splitlines()[-1]
 
@@ -54,15 +54,15 @@ def test_a_process_that_raises_ends_the_race() -> None:
         pytest.param("import time; time.sleep(99)", 0.5, id="hangs"),
     ],
 )
-def test_a_process_that_does_not_answer(code: str, timeout_s: float) -> None:
+def test_a_process_that_does_not_answer_ends_the_race(code: str, timeout_s: float) -> None:
     racer = Racer([sys.executable, "-c", code], timeout_s)
     with pytest.raises(SystemExit, match="no answer within"):
         racer.turn()
     racer.end()
 
 
-def test_parts_of_a_step() -> None:
-    """Two steps; a link on stream 2, whose copy is beside a kernel, and a copy on stream 3."""
+def test_split_of_a_profile_into_parts_of_a_step() -> None:
+    """Two steps: stream 2 is a modelled link whose copy overlaps a kernel; stream 3 copies."""
     kernels = [
         Kernel(0.0, 4000.0, 1, "gemm"),
         Kernel(3000.0, 1000.0, 2, "copy"),

@@ -1,4 +1,4 @@
-"""The schedules that ours is compared with, and the bound: by hand, on problems of a few steps."""
+"""Baseline schedules and the lower bound: computed by hand for problems of a few steps."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ FQNS = ("head", "blocks.1.w", "blocks.1.v", "blocks.0.w")
 
 
 def _backward() -> Problem:
-    """A head and two blocks, the last of two parameters; then their gradients."""
+    """Return the backward of a head and two blocks; the block after the head has two parameters."""
     transfers = [gather(0, 32, 0), gather(1, 32, 1), gather(2, 32, 2), gather(3, 32, 3)]
     transfers += [reduction(i, 32, i + 1, 5) for i in range(4)]
     return problem([100.0] * 5, transfers)
 
 
-def test_fsdp2_gathers_one_block_ahead_and_waits_a_block_later_for_reductions() -> None:
+def test_fsdp2_rule_gathers_a_block_early_and_waits_a_block_late() -> None:
     graph = _backward()
     assert _placed(schedules.fsdp2_rule(_plan(graph, *FQNS), graph)) == [
         ((0,), 0, 0),
@@ -57,7 +57,7 @@ def test_unscheduled_hides_nothing() -> None:
     assert sum(timeline.exposed_us) == len(buckets) * 1.0 + 8 * 32
 
 
-def test_a_root_that_is_kept_is_not_gathered_but_takes_memory() -> None:
+def test_a_kept_root_takes_memory_instead_of_a_gather() -> None:
     graph = _backward()
     kept = schedules.root_kept(_plan(graph, *FQNS), graph)
     assert [(t.param, t.kind) for t in kept.transfers if t.kind == TransferKind.ALL_GATHER] == [
@@ -67,32 +67,32 @@ def test_a_root_that_is_kept_is_not_gathered_but_takes_memory() -> None:
     assert kept.other_bytes == (32,) * 5
 
 
-def test_another_world_has_other_shards_and_padding() -> None:
+def test_at_world_changes_shards_and_padding() -> None:
     graph = problem([1.0], [gather(0, 32, 0), reduction(0, 32, 1, 1)], [100])
-    resized = schedules.at_world(_plan(graph, "w"), 3)  # 8 rows of 4 bytes: 3 for each of 3 ranks
+    resized = schedules.at_world(_plan(graph, "w"), 3)  # 8 rows of 4 bytes: 3 rows per rank
     assert [(t.num_bytes, t.world) for t in resized.transfers] == [(36, 3), (36, 3)]
     assert resized.other_bytes == (100 - 32 // WORLD + 12,)
     assert resized.graph == GraphKind.BACKWARD
 
 
-def test_the_bound_by_hand() -> None:
-    """It is compute, a gather of 10 + 50 before and a reduction behind; or the wire alone."""
+def test_the_lower_bound_computed_by_hand() -> None:
+    """Compute plus a gather of 10 + 50 us before it and a reduction after it, or the wire alone."""
     graph = problem([100.0, 100.0], [gather(0, 50, 0), reduction(0, 50, 2, 2)])
     assert schedules.lower_bound_us(graph, Line()) == 60.0 + 200.0 + 60.0
     slow = Line(us_per_byte=10.0)
     assert schedules.lower_bound_us(graph, slow) == 510.0 + 200.0 + 510.0
-    # All that is due before step 1 and all that is ready by then, in one collective each.
+    # All gathers due at step 1 take one collective, and so do all reductions ready at step 1.
     many = problem([10.0, 10.0], [gather(i, 50, 1) for i in range(4)])
     assert schedules.lower_bound_us(many, Line()) == 210.0 + 10.0
     late = problem([10.0, 10.0], [reduction(i, 50, 1, 2) for i in range(4)])
     assert schedules.lower_bound_us(late, Line()) == 10.0 + 210.0
-    # The wire is never free, but nothing has to wait for all of it.
+    # The wire is always busy, but step 0 does not wait for the second gather.
     spread = problem([10.0, 10.0], [gather(0, 50, 0), gather(1, 500, 1)])
     assert schedules.lower_bound_us(spread, Line()) == 560.0 + 10.0
 
 
 def _padding_bytes(one: Problem, other: Problem) -> list[int]:
-    """By step, how much the padding differs of the parameters that are used last in it."""
+    """Return, for each step, the difference in padding of the parameters that it uses last."""
     differ = [0] * one.num_steps
     for ours, theirs in zip(one.transfers, other.transfers, strict=True):
         if ours.kind == TransferKind.ALL_GATHER:
@@ -100,18 +100,18 @@ def _padding_bytes(one: Problem, other: Problem) -> list[int]:
     return differ
 
 
-def test_a_trace_serves_any_number_of_ranks() -> None:
+def test_at_world_equals_a_trace_for_that_number_of_ranks() -> None:
     sizes = LlamaSizes(dim=64, layers=2, heads=4, kv_heads=2, hidden=96, recompute=True, vocab=100)
     wide, narrow = trace(sizes, 8, 16), trace(sizes, 6, 16)
     assert [plan.graph for plan in wide] == [GraphKind.FORWARD, GraphKind.BACKWARD]
     for one, other in zip(wide, narrow, strict=True):
         resized, graph = schedules.at_world(one, 6), other.problem
-        # Each compilation names the group and its nodes anew.
+        # Each compile gives the group and the nodes new names.
         transfers = [
             dataclasses.replace(t, group=one.problem.transfers[0].group) for t in graph.transfers
         ]
         assert resized.transfers == tuple(transfers)
-        # But for parameters that are free before their last step ends, padding included.
+        # Equal, except for the padding of parameters that are freed before their last step ends.
         differ = map(operator.sub, resized.other_bytes, graph.other_bytes)
         freed = _padding_bytes(one.problem, resized)
         assert all(abs(num_bytes) <= most for num_bytes, most in zip(differ, freed, strict=True))
@@ -119,7 +119,7 @@ def test_a_trace_serves_any_number_of_ranks() -> None:
 
 
 @given(problems(), lines)
-def test_no_schedule_beats_the_bound(graph: Problem, line: Line) -> None:
+def test_no_schedule_beats_the_lower_bound(graph: Problem, line: Line) -> None:
     bound_us = schedules.lower_bound_us(graph, line)
     plan = _plan(graph, *(f"blocks.{i // 2}.w" for i in range(8)))
     ours = find_schedule(graph, line, ScheduleLimits())

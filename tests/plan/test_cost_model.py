@@ -1,4 +1,4 @@
-"""Costs of nodes and collectives, against sums done by hand for the machine of ``machines``."""
+"""Costs of nodes and collectives, computed by hand for the machine of ``machines``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ aten = torch.ops.aten
         (aten.linear.default, ((3, 4, 8), (2, 8)), 3 * 2 * 4 * 8 * 2),
     ],
 )
-def test_products_take_their_flops_or_their_bytes(
+def test_matmuls_take_the_time_of_their_flops_or_their_bytes(
     op: Any, shapes: tuple[tuple[int, ...], ...], flops: int
 ) -> None:
     graph = Graph()
@@ -46,7 +46,7 @@ def test_products_take_their_flops_or_their_bytes(
     assert CostModel(MACHINE).compute_us(graph.graph)[node] == pytest.approx(num_bytes + 1)
 
 
-def test_the_rate_of_a_product_is_that_of_its_operands() -> None:
+def test_the_rate_of_a_matmul_depends_on_the_dtype_of_its_operands() -> None:
     for dtype, per_us in ((torch.bfloat16, 4e3), (torch.float16, 1e3), (torch.float32, 1e3)):
         graph = Graph()
         a = graph.input(8, 8, dtype=dtype)
@@ -58,7 +58,7 @@ def test_the_rate_of_a_product_is_that_of_its_operands() -> None:
     assert graph.costs(node, on=COMPUTE)[node] == pytest.approx(2 * 16**3 / 8e3)
 
 
-def test_float32_runs_in_tf32_where_the_user_said_so() -> None:
+def test_float32_runs_at_the_rate_of_tf32_if_that_is_enabled() -> None:
     graph = Graph()
     a = graph.input(100, 100)
     node = graph(aten.mm.default, a, a)
@@ -67,7 +67,7 @@ def test_float32_runs_in_tf32_where_the_user_said_so() -> None:
 
 
 HEADS, LENGTH, WIDTH = (2, 3), 256, 16
-CAUSAL = (1 + 128 / 256) / 2  # of two blocks of queries the first sees one block of keys
+CAUSAL = (1 + 128 / 256) / 2  # the first of two blocks of queries sees one block of keys
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ CAUSAL = (1 + 128 / 256) / 2  # of two blocks of queries the first sees one bloc
         ("_scaled_dot_product_cudnn_attention", (None, True, 0.0, True)),
     ],
 )
-def test_attention(name: str, more: tuple[Any, ...]) -> None:
+def test_attention_forward(name: str, more: tuple[Any, ...]) -> None:
     graph = Graph()
     q = graph.input(*HEADS, LENGTH, WIDTH)
     op = getattr(aten, name).default
@@ -145,7 +145,7 @@ def test_convolutions(weight: tuple[int, ...], transposed: bool, groups: int, fl
 
 def test_an_unknown_op_reads_its_inputs_and_writes_its_outputs() -> None:
     graph = Graph()
-    node = graph(aten.sort.default, graph.input(10, 10))  # values, and indices of 8 bytes
+    node = graph(aten.sort.default, graph.input(10, 10))  # results: values, and indices of 8 bytes
     assert graph.costs(node)[node] == 400 + (400 + 800) + 1
 
 
@@ -156,7 +156,7 @@ def test_an_embedding_reads_the_rows_that_it_returns() -> None:
     assert graph.costs(node)[node] == 5 * 8 * 4 + 5 * 8 + 5 * 8 * 4 + 1
 
 
-def test_what_is_free() -> None:
+def test_markers_collectives_and_views_are_free() -> None:
     graph = Graph()
     x = graph.input(8, 4)
     full = graph(torch.ops.graphshard.unshard.default, x, 16, "0", True, out=(16, 4))
@@ -179,7 +179,7 @@ def _scaled_columns(x: Tensor) -> Tensor:
     return (x * x.shape[0]).sum(0)
 
 
-def test_symbolic_sizes_cost_what_they_were_traced_with() -> None:
+def test_symbolic_sizes_are_priced_by_the_sizes_of_the_trace() -> None:
     args = torch.ones(6, 5, 8), torch.ones(8, 4)
     dynamic = make_fx(_mlp, tracing_mode="symbolic")(*args)
     val = next(n.meta["val"] for n in dynamic.graph.nodes if n.op == "placeholder")
@@ -191,7 +191,7 @@ def test_symbolic_sizes_cost_what_they_were_traced_with() -> None:
     assert total_us(_scaled_columns, x, mode="symbolic") == total_us(_scaled_columns, x)
 
 
-def test_sizes_that_depend_on_data_cost_something() -> None:
+def test_ops_with_data_dependent_sizes_take_time() -> None:
     def chosen(x: Tensor) -> Tensor:
         return torch.relu(x[x > 0])
 
@@ -199,7 +199,7 @@ def test_sizes_that_depend_on_data_cost_something() -> None:
         assert total_us(chosen, torch.ones(10), mode="symbolic") > 1e3
 
 
-def test_a_user_prices_single_nodes() -> None:
+def test_node_cost_sets_the_price_of_single_nodes() -> None:
     graph = Graph()
     x = graph.input(10, 10)
     product = graph(aten.mm.default, x, x)
@@ -211,7 +211,7 @@ def test_a_user_prices_single_nodes() -> None:
 
 
 @pytest.mark.parametrize("price", [-1.0, math.nan, math.inf, "3", True])
-def test_a_price_that_is_no_time_is_refused(price: Any) -> None:
+def test_a_node_cost_that_is_not_a_time_is_refused(price: Any) -> None:
     graph = Graph()
     node = graph(aten.relu.default, graph.input(3))
     with pytest.raises(ValueError, match=f"{price!r} for {node.name}"):
@@ -229,7 +229,7 @@ def test_a_price_that_is_no_time_is_refused(price: Any) -> None:
         (TransferKind.ALL_REDUCE, 16, 100 + 2 * (12 * 1 + 3 * 5 + 10000 * 15 / 16)),
     ],
 )
-def test_collectives(kind: str, world: int, us: float) -> None:
+def test_collectives_computed_by_hand(kind: str, world: int, us: float) -> None:
     assert CostModel(MACHINE).collective_us(kind, 1000, world) == pytest.approx(us)
     assert CostModel(MACHINE).copy_us(500) == 2 * 500 + 1
 
@@ -242,7 +242,7 @@ def test_collectives(kind: str, world: int, us: float) -> None:
         (TransferKind.ALL_GATHER, -1, 2, "=-1"),
     ],
 )
-def test_what_is_no_collective_is_refused(kind: str, num_bytes: int, world: int, says: str) -> None:
+def test_invalid_collectives_are_refused(kind: str, num_bytes: int, world: int, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         CostModel(MACHINE).collective_us(kind, num_bytes, world)
 
@@ -254,7 +254,9 @@ def test_what_is_no_collective_is_refused(kind: str, num_bytes: int, world: int,
     st.integers(0, 1 << 36),
     st.integers(0, 1 << 36),
 )
-def test_more_bytes_never_cost_less(name: str, kind: str, world: int, one: int, other: int) -> None:
+def test_more_bytes_never_take_less_time(
+    name: str, kind: str, world: int, one: int, other: int
+) -> None:
     cost_model, (less, more) = CostModel(HARDWARE[name]), sorted((one, other))
     less_us, more_us = (cost_model.collective_us(kind, size, world) for size in (less, more))
     assert 0 < less_us <= more_us
@@ -262,7 +264,7 @@ def test_more_bytes_never_cost_less(name: str, kind: str, world: int, one: int, 
 
 
 @given(st.sampled_from(sorted(HARDWARE)), st.lists(st.integers(1, 4096), min_size=4, max_size=4))
-def test_larger_products_never_take_less_time(name: str, sizes: list[int]) -> None:
+def test_larger_matmuls_never_take_less_time(name: str, sizes: list[int]) -> None:
     m, k, n, more = sizes
     times = []
     for rows in (m, m + more):

@@ -1,5 +1,4 @@
-"""The cost model over all operators of torch that have samples, over all reductions, and with an
-operator that it fails on."""
+"""The cost model on all torch ops with samples, on all reductions, and on an op it fails on."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ aten = torch.ops.aten
 
 
 def test_every_operator_has_a_price() -> None:
-    """Finite; at least what is written, at most what all nodes move; torch's own flops."""
+    """Prices lie between the bytes written and the bytes moved unfused; flops are torch's."""
     command = [sys.executable, "-m", "tests.plan.op_samples"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     found = json.loads(done.stdout.splitlines()[-1])
@@ -30,7 +29,7 @@ def test_every_operator_has_a_price() -> None:
     assert found["graphs"] > 900
 
 
-def test_products_by_experts_are_priced_as_products() -> None:
+def test_grouped_matmuls_of_experts_are_priced_as_matmuls() -> None:
     pytest.importorskip("transformers.integrations.moe")
     ops = torch.ops.transformers
     graph = Graph()
@@ -46,7 +45,7 @@ OTHER_ARGUMENTS = {"p": 3.0, "ord": 3.0, "unbiased": True, "dtype": torch.float3
 
 
 def _reductions() -> list[Any]:
-    """All reductions of one tensor over some of its dimensions."""
+    """Return all reductions of one tensor over some of its dims."""
     packets = [getattr(aten, name) for name in aten]
     ops = [getattr(packet, name) for packet in packets for name in packet.overloads()]
     return [op for op in ops if torch.Tag.reduction in op.tags and _takes_dims(op)]
@@ -59,7 +58,7 @@ def _takes_dims(op: Any) -> bool:
 
 
 def _call(graph: Graph, op: Any, dims: list[int]) -> Any:
-    """Add the reduction of ``[3, 4, 5]`` over ``dims``, arguments in their places."""
+    """Add a call of reduction ``op`` of ``[3, 4, 5]`` over ``dims``."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for argument in op._schema.arguments:
@@ -81,7 +80,7 @@ def _num_bytes(node: Any) -> int:
 
 
 def _cases() -> list[tuple[Any, list[int]]]:
-    """Reductions, and the dimensions of ``[3, 4, 5]`` that they are over; some take only one."""
+    """Return reductions with dims of ``[3, 4, 5]`` to reduce; some ops take only one dim."""
     one: list[list[int]] = [[2], [-1], [0], [1]]
     several = [*one, [1, 2], [0, 1], [0, 1, 2]]
     return [(op, dims) for op in _reductions() for dims in (several if _lists(op) else one)]
@@ -92,9 +91,7 @@ def _lists(op: Any) -> bool:
 
 
 @pytest.mark.parametrize(("op", "dims"), _cases(), ids=str)
-def test_what_uses_a_reduction_shares_its_kernel_if_that_is_over_the_last_dimensions(
-    op: Any, dims: list[int]
-) -> None:
+def test_only_reductions_over_the_last_dims_fuse_with_their_users(op: Any, dims: list[int]) -> None:
     graph = Graph()
     node = _call(graph, op, dims)
     is_tuple = isinstance(node.meta["val"], (tuple, list))
@@ -106,7 +103,7 @@ def test_what_uses_a_reduction_shares_its_kernel_if_that_is_over_the_last_dimens
     assert sum(graph.costs(used).values()) == (fused_us if is_fused else apart_us)
 
 
-def test_an_op_that_cannot_be_priced_takes_the_time_of_its_bytes_and_is_named_once(
+def test_an_op_that_fails_is_priced_by_its_bytes_and_named_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: object) -> bool:
@@ -130,7 +127,9 @@ def test_an_op_that_cannot_be_priced_takes_the_time_of_its_bytes_and_is_named_on
     assert all("no such dimension" in text for text in named)
 
 
-def test_what_is_in_memory_cannot_stop_a_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_memory_estimate_does_not_stop_a_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(*_: object) -> Any:
         raise IndexError("no such dimension")
 

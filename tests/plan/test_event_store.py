@@ -1,4 +1,4 @@
-"""The events that ranks post to each other, in every kind of store that torch has."""
+"""Events that ranks post to each other, in every kind of torch store."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ STORES: dict[str, Callable[[Path], dist.Store]] = {
 @pytest.mark.parametrize("kind", STORES)
 def test_events_of_two_ranks_in_every_store(kind: str, tmp_path: Path) -> None:
     store = STORES[kind](tmp_path)
-    for _ in range(2):  # two groups of the same name, one after the other
+    for _ in range(2):  # two groups of the same name, one after another
         first, second = (EventStore(lambda: store, "graphshard/0", rank, 2) for rank in range(2))
         assert first.read(0) is None and second.num_posted() == 0 and first.ranks_that_left() == []
         first.post_call(3, "plan", 17, PLAN)
-        second.post_call(3, "other", 18, OTHER)  # a rank has posted about this call
+        second.post_call(3, "other", 18, OTHER)  # ignored: a rank has already posted this call
         post = second.read(0)
         assert post == CallEvent(index=0, call=3, rank=0, plan="plan", history=17)
         assert second.plan_text(post) == PLAN
@@ -46,7 +46,7 @@ def test_events_of_two_ranks_in_every_store(kind: str, tmp_path: Path) -> None:
         assert first.read(3) is None and second.ranks_that_left() == [1, 0]
 
 
-def test_an_agreement_that_the_other_thread_of_its_rank_reads_at_once(
+def test_agree_while_another_thread_reads_the_agreement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = dist.HashStore()

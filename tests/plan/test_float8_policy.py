@@ -1,4 +1,4 @@
-"""Which parameters an fp8 policy chooses, and the arithmetic of its casts."""
+"""Parameters that an fp8 policy chooses, and the arithmetic of its casts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ from graphshard.ops.float8_math import E4M3, E5M2, RECIPES, ROWWISE, TENSORWISE
         ("head_norm.weight", (64, 64), True),
     ],
 )
-def test_inner_linears_of_multiples_of_16(fqn: str, shape: tuple[int, int], chosen: bool) -> None:
+def test_inner_linears_with_multiples_of_16_are_chosen(
+    fqn: str, shape: tuple[int, int], chosen: bool
+) -> None:
     param = torch.empty(shape, device="meta")
     assert bool(graphshard.Float8Policy().recipe_for([fqn], param)) == chosen
     assert not graphshard.Float8Policy().recipe_for([fqn, "lm_head.weight"], param)
@@ -39,13 +41,13 @@ def test_inner_linears_of_multiples_of_16(fqn: str, shape: tuple[int, int], chos
 @pytest.mark.parametrize(
     "param", [torch.empty(16), torch.empty(2, 16, 16), torch.ones(16, 16).int()]
 )
-def test_only_floating_matrices_are_asked_about(param: torch.Tensor) -> None:
+def test_the_filter_is_asked_only_about_floating_matrices(param: torch.Tensor) -> None:
     assert (
         graphshard.Float8Policy(filter_fn=lambda fqn, shape: True).recipe_for(["w"], param) is None
     )
 
 
-def test_a_filter_is_given_name_and_shape() -> None:
+def test_the_filter_gets_name_and_shape() -> None:
     policy = graphshard.Float8Policy(ROWWISE, lambda fqn, shape: (fqn, shape) == ("w", (3, 5)))
     assert policy.recipe_for(["w"], torch.empty(3, 5)) == ROWWISE
     assert policy.recipe_for(["v"], torch.empty(3, 5)) is None
@@ -69,12 +71,12 @@ FP16 = MixedPrecisionPolicy(param_dtype=torch.float16)
         ({"overrides": {"*": {"fp8": 8}}}, r"overrides\['\*'\]: fp8=8: must be"),
     ],
 )
-def test_what_cannot_be_is_said_at_once(arguments: dict[str, Any], match: str) -> None:
+def test_backend_refuses_invalid_fp8_options(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         graphshard.backend(**arguments)
 
 
-def test_a_policy_checks_itself() -> None:
+def test_a_policy_refuses_invalid_fields() -> None:
     with pytest.raises(ValueError, match=re.escape(f"must be one of {RECIPES}")):
         graphshard.Float8Policy("blockwise")
     with pytest.raises(ValueError, match=r"fp8.filter_fn=3: must be a function"):
@@ -90,13 +92,13 @@ def test_casts_saturate(dtype: torch.dtype, value: float) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_nan_is_not_hidden(recipe: str) -> None:
+def test_nan_stays_nan(recipe: str) -> None:
     scaled = float8_math.quantised(run, torch.tensor([[1.0, float("nan")]]), E4M3, recipe, 1)
     assert scaled.values.float().isnan().any()
 
 
 @given(st.floats(1e-20, 1e30), st.sampled_from([E4M3, E5M2]))
-def test_the_largest_value_becomes_the_largest(amax: float, dtype: torch.dtype) -> None:
+def test_amax_is_scaled_to_the_largest_fp8_value(amax: float, dtype: torch.dtype) -> None:
     x = torch.tensor([[amax, -amax / 3, 0.0]])
     scale = float8_math.scale_of(run, x.abs().amax(), dtype, TENSORWISE)
     largest = torch.finfo(dtype).max

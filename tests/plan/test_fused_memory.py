@@ -1,4 +1,4 @@
-"""Which values of fused kernels are never in memory."""
+"""Values of fused kernels that are never in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _without_memory(graph: Graph, *outputs: fx.Node) -> WithoutMemory:
     return values_without_memory(GraphValues(graph.graph))
 
 
-def test_the_values_inside_a_kernel_are_not_in_memory() -> None:
+def test_values_inside_a_kernel_are_not_in_memory() -> None:
     graph = Graph()
     first = graph(aten.relu.default, graph.input(10, 10))
     total = graph(aten.sum.dim_IntList, first, [-1], True)
@@ -29,7 +29,7 @@ def test_the_values_inside_a_kernel_are_not_in_memory() -> None:
     assert found.inside == {total} and found.inlined == {first}
 
 
-def test_what_products_and_outputs_read_is_in_memory() -> None:
+def test_inputs_of_matmuls_and_outputs_are_in_memory() -> None:
     graph = Graph()
     first = graph(aten.relu.default, graph.input(10, 10))
     second = graph(aten.neg.default, first)
@@ -39,8 +39,8 @@ def test_what_products_and_outputs_read_is_in_memory() -> None:
     assert found.inlined == {first} and not found.inside
 
 
-def test_what_several_kernels_read_is_computed_in_each_of_them() -> None:
-    """Logits in float32, say: cross entropy needs their sums, and then few of them again."""
+def test_a_value_that_several_kernels_read_is_recomputed_in_each() -> None:
+    """Example: float32 logits; cross entropy needs their sums, and later a few of them again."""
     graph = Graph()
     logits = graph(aten.mm.default, *(graph.input(8, 8, dtype=torch.bfloat16) for _ in range(2)))
     wide = graph(aten._to_copy.default, logits, dtype=torch.float32)
@@ -51,8 +51,8 @@ def test_what_several_kernels_read_is_computed_in_each_of_them() -> None:
     assert found.inlined == {wide, shifted}
 
 
-def test_what_is_computed_anew_is_so_with_what_it_reads() -> None:
-    """A batch norm's backward subtracts the mean, in float32, in both of its kernels."""
+def test_a_value_is_recomputed_together_with_its_inputs() -> None:
+    """Example: both kernels of a batch norm's backward subtract the mean in float32."""
     graph = Graph()
     wide = graph(
         aten._to_copy.default, graph.input(8, 8, dtype=torch.bfloat16), dtype=torch.float32
@@ -64,7 +64,7 @@ def test_what_is_computed_anew_is_so_with_what_it_reads() -> None:
 
 
 @pytest.mark.parametrize("num_reads", [4, 5])
-def test_what_reads_much_is_computed_once(num_reads: int) -> None:
+def test_a_value_computed_from_many_reads_is_not_recomputed(num_reads: int) -> None:
     graph = Graph()
     inputs = [graph.input(8, 8) for _ in range(num_reads)]
     total = functools.reduce(functools.partial(graph, aten.add.Tensor), inputs)
@@ -75,8 +75,8 @@ def test_what_reads_much_is_computed_once(num_reads: int) -> None:
     assert total not in found.inside
 
 
-def test_an_update_of_zeros_is_one_value() -> None:
-    """The gradient of an embedding: its zeros are written where rows are added up then."""
+def test_zeros_and_the_rows_added_to_them_are_one_value() -> None:
+    """Example: the gradient of an embedding, whose zeros are written to the result's memory."""
     graph = Graph()
     index, rows = graph.input(4, dtype=torch.int64), graph.input(4, 8)
     zeros = graph(aten.full.default, [16, 8], 0.0)

@@ -1,4 +1,4 @@
-"""Which nodes share a kernel, by what their kernels cost on a machine counted by hand."""
+"""Nodes that share a kernel, recognised by kernel costs on the machine of ``machines``."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def test_a_chain_of_pointwise_nodes_costs_once() -> None:
     second = graph(aten.add.Tensor, first, y)
     last = graph(aten.mul.Tensor, second, x)
     costs = graph.costs(last)
-    assert costs[last] == 3 * 400 + 1  # x and y read, the result written
+    assert costs[last] == 3 * 400 + 1  # reads x and y, writes the result
     assert costs[first] == costs[second] == 0
 
 
-def test_what_others_use_is_written_too() -> None:
+def test_an_intermediate_value_with_other_users_is_written() -> None:
     graph = Graph()
     first = graph(aten.relu.default, graph.input(100))
     last = graph(aten.neg.default, first)
     assert graph.costs(first, last)[last] == 3 * 400 + 1
 
 
-def test_a_product_parts_its_producer_from_its_consumer() -> None:
+def test_a_matmul_does_not_fuse_with_its_neighbours() -> None:
     graph = Graph()
     x = graph.input(10, 10)
     first = graph(aten.relu.default, x)
@@ -38,11 +38,11 @@ def test_a_product_parts_its_producer_from_its_consumer() -> None:
     last = graph(aten.add.Tensor, product, first)
     costs = graph.costs(last)
     assert costs[first] == 2 * 400 + 1
-    assert costs[product] == 2 * 400 + 1  # its two operands are one value
+    assert costs[product] == 2 * 400 + 1  # both operands are the same value
     assert costs[last] == 3 * 400 + 1
 
 
-def test_views_are_free_and_read_in_part_or_once() -> None:
+def test_views_are_free_and_only_the_bytes_they_show_are_read() -> None:
     graph = Graph()
     x, row = graph.input(10, 10), graph.input(1, 10)
     half = graph(aten.slice.Tensor, x, 0, 0, 5)
@@ -54,7 +54,7 @@ def test_views_are_free_and_read_in_part_or_once() -> None:
     assert costs[half] == costs[wide] == costs[flat] == 0
 
 
-def test_a_reduction_over_rows_stays_in_its_kernel() -> None:
+def test_a_reduction_over_rows_fuses_with_its_user() -> None:
     graph = Graph()
     x = graph.input(10, 10)
     total = graph(aten.sum.dim_IntList, x, [-1], True)
@@ -62,7 +62,7 @@ def test_a_reduction_over_rows_stays_in_its_kernel() -> None:
     assert graph.costs(last)[last] == 400 + 400 + 1
 
 
-def test_a_reduction_over_columns_takes_in_what_serves_it_alone() -> None:
+def test_a_reduction_over_columns_fuses_only_with_its_producer() -> None:
     graph = Graph()
     x = graph.input(10, 10)
     squared = graph(aten.mul.Tensor, x, x)
@@ -74,14 +74,14 @@ def test_a_reduction_over_columns_takes_in_what_serves_it_alone() -> None:
     assert costs[after] == 40 + 40 + 1
 
 
-def test_a_reduction_over_columns_reads_again_what_others_use() -> None:
+def test_a_reduction_over_columns_rereads_a_value_others_use() -> None:
     graph = Graph()
     doubled = graph(aten.add.Tensor, graph.input(10, 10), 1)
     total = graph(aten.sum.dim_IntList, doubled, [0])
     everything = graph(aten.sum.default, doubled)
     costs = graph.costs(doubled, total, everything)
     assert costs[doubled] == 400 + 400 + 1
-    assert costs[total] == 0  # with its sister, which reads the same
+    assert costs[total] == 0  # shares the kernel of the other reduction, which reads the same
     assert costs[everything] == 400 + 40 + 4 + 1
 
 

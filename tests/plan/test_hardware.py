@@ -1,5 +1,4 @@
-"""Rates interpolate and never fall, devices find their entry, networks bound what crosses nodes,
-and the JSON form comes back as it was or says what is wrong with it."""
+"""Hardware descriptions: rates, the table of devices, networks between nodes, and JSON."""
 
 from __future__ import annotations
 
@@ -57,14 +56,14 @@ machines = st.builds(
 )
 
 
-def test_a_rate_is_constant_outside_and_interpolates_time_inside_its_points() -> None:
+def test_a_rate_interpolates_time_between_its_points() -> None:
     rate = Rate(1e6, ((10, 0.1), (20, 0.1), (40, 0.16)))  # 100, 200 and 250 us
     expected = {0: 0, 5: 50, 10: 100, 15: 150, 20: 200, 30: 225, 40: 250, 80: 500}
     assert {amount: rate.us(amount) for amount in expected} == pytest.approx(expected)
 
 
 @given(rates(), st.floats(0, 1e13), st.floats(0, 1e13))
-def test_more_never_takes_less_time(rate: Rate, one: float, other: float) -> None:
+def test_a_larger_amount_never_takes_less_time(rate: Rate, one: float, other: float) -> None:
     less, more = sorted((one, other))
     assert 0 <= rate.us(less) <= rate.us(more) * (1 + 1e-9)
 
@@ -80,7 +79,7 @@ def test_more_never_takes_less_time(rate: Rate, one: float, other: float) -> Non
         (1.0, ((1, 0.1), (2, 0.3)), "must not take less time"),
     ],
 )
-def test_a_rate_that_makes_no_sense_is_refused(peak: float, achieved: Any, says: str) -> None:
+def test_invalid_rates_are_refused(peak: float, achieved: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Rate(peak, achieved)
 
@@ -98,7 +97,7 @@ def test_a_rate_that_makes_no_sense_is_refused(peak: float, achieved: Any, says:
         *((name, name) for name in HARDWARE),
     ],
 )
-def test_devices_find_their_entry(device: str, entry: str) -> None:
+def test_device_names_find_their_entry(device: str, entry: str) -> None:
     assert find_hardware(device).name == entry
     assert find_hardware_or_default(device) == (HARDWARE[entry], None)
 
@@ -107,7 +106,7 @@ def test_devices_find_their_entry(device: str, entry: str) -> None:
     "device",
     ["Tesla T4", "NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA A10", ""],
 )
-def test_other_devices_are_refused_or_taken_for_the_default(device: str) -> None:
+def test_unknown_devices_are_refused_or_use_the_default(device: str) -> None:
     with pytest.raises(ValueError, match=r"H100.*calibrate") as refused:
         find_hardware(device)
     assert repr(device) in str(refused.value)
@@ -117,22 +116,22 @@ def test_other_devices_are_refused_or_taken_for_the_default(device: str) -> None
 
 
 @pytest.mark.parametrize("name", [name for name in HARDWARE if name != "cpu"])
-def test_no_entry_achieves_more_than_a_datasheet_promises(name: str) -> None:
+def test_no_entry_achieves_more_than_its_datasheet(name: str) -> None:
     hardware = HARDWARE[name]
     rates = [*hardware.flops.values(), hardware.memory]
     assert all(0.4 < fraction <= 1 for rate in rates for _, fraction in rate.achieved[-1:])
     assert all(rate.achieved[-1][1] <= 1 for rate in hardware.inter.bus.values())
-    for kind in COLLECTIVE_KINDS:  # nodes are further apart than the GPUs of one
+    for kind in COLLECTIVE_KINDS:  # links between nodes are slower than links within one
         for num_bytes in (1 << 10, 1 << 24, 1 << 30):
             assert hardware.inter.bus[kind].us(num_bytes) >= hardware.intra.bus[kind].us(num_bytes)
 
 
 def _between_nodes(hardware: Hardware, kind: str) -> float:
-    """Bytes/s of a huge message."""
+    """Return the bytes/s of a huge message."""
     return 1e15 / hardware.inter.bus[kind].us(1e15) * 1e6
 
 
-def test_the_network_cards_of_a_node_add_up_to_what_nvlink_carries() -> None:
+def test_network_cards_of_a_node_add_up_to_the_limit_of_nvlink() -> None:
     slow, fast = (with_network(HARDWARE["H100"], gbit) for gbit in (100, 3200))
     assert _between_nodes(slow, TransferKind.ALL_GATHER) == pytest.approx(
         8 * 100e9 / 8 * 0.94 * 0.99
@@ -145,7 +144,7 @@ def test_the_network_cards_of_a_node_add_up_to_what_nvlink_carries() -> None:
         with_network(HARDWARE["H100"], 0)
 
 
-def test_dtypes_that_are_not_listed_run_as_float32() -> None:
+def test_unlisted_dtypes_run_at_the_rate_of_float32() -> None:
     a100 = HARDWARE["A100-80GB"]
     assert a100.flops_of("bfloat16") is a100.flops["bfloat16"]
     assert a100.flops_of("float64") is a100.flops["float32"]
@@ -162,7 +161,7 @@ def test_the_table_survives_json(name: str) -> None:
 
 
 def _changed(path: str, value: Any) -> str:
-    """The JSON form of an entry with one field replaced, or removed where ``value`` is ``...``."""
+    """Return the JSON of an entry with one field replaced, or removed if ``value`` is ``...``."""
     raw = json.loads(HARDWARE["H100"].to_json())
     *parents, last = path.split(".")
     fields = raw
@@ -200,7 +199,7 @@ def _changed(path: str, value: Any) -> str:
         ("inter.latency_us", -3),
     ],
 )
-def test_a_bad_file_is_refused_by_its_name_and_its_field(
+def test_errors_in_a_file_name_the_file_and_the_field(
     path: str, value: Any, tmp_path: Path
 ) -> None:
     file = tmp_path / "machine.json"
@@ -212,7 +211,7 @@ def test_a_bad_file_is_refused_by_its_name_and_its_field(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "null"])
-def test_what_is_no_json_object_is_refused(text: str) -> None:
+def test_text_that_is_not_a_json_object_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^machine\.json: "):
         Hardware.from_json(text, "machine.json")
 

@@ -1,4 +1,4 @@
-"""Copies of shards that the host keeps: computed by hand, and what holds of every plan."""
+"""Host copies of shards and activations: computed by hand, and properties of every plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, r
 
 
 def _by_hand(limits: ScheduleLimits) -> tuple[Bucket, ...]:
-    """Plan copies for a gather before step 3: its 40 bytes of shards take 10 + 40 us; steps, 50."""
+    """Return the schedule of a gather due at step 3 and of a reduction, with host copies.
+
+    Copying the gather's 40 bytes of shards takes 10 + 40 us; each step takes 50 us.
+    """
     graph = problem(
         [50.0] * 5,
         [gather(0, 40 * WORLD, 3, host=True), reduction(1, 8 * WORLD, 4, 5, host=True)],
@@ -32,9 +35,9 @@ def _by_hand(limits: ScheduleLimits) -> tuple[Bucket, ...]:
     return add_host_copies(graph, buckets, Line(), limits)
 
 
-def test_copies_computed_by_hand() -> None:
+def test_copies_of_shards_computed_by_hand() -> None:
     load, collective, reduced, store = _by_hand(ScheduleLimits())
-    # Twice 50 us before the gather is launched, at 100.
+    # The copy takes 50 us and is launched 100 us, twice as long, before the gather.
     assert (load.kind, load.launch, load.wait, load.num_bytes) == (
         TransferKind.COPY_TO_DEVICE,
         0,
@@ -50,14 +53,14 @@ def test_copies_computed_by_hand() -> None:
     assert (collective.launch, reduced.wait) == (2, 5)
 
 
-def test_without_room_shards_are_copied_when_they_are_gathered() -> None:
+def test_without_free_memory_shards_are_copied_at_their_gather() -> None:
     (late,) = (
         b for b in _by_hand(ScheduleLimits(peak=39)) if b.kind == TransferKind.COPY_TO_DEVICE
     )
     assert (late.launch, late.wait) == (2, 2)
 
 
-def test_copies_do_not_take_the_wire() -> None:
+def test_host_copies_have_a_lane_of_their_own() -> None:
     graph = problem([100.0] * 2, [gather(0, 40, 0), gather(1, 40, 1, host=True)])
     buckets = add_host_copies(graph, schedule_without_overlap(graph), None, ScheduleLimits())
     timeline = simulate(graph, buckets, Line())
@@ -69,7 +72,9 @@ def test_copies_do_not_take_the_wire() -> None:
 
 
 @given(problems(), lines, st.none() | st.integers(0, 800))
-def test_what_holds_of_all_copies(graph: Problem, line: Line, room: int | None) -> None:
+def test_all_shards_on_the_host_are_copied_within_the_limit(
+    graph: Problem, line: Line, room: int | None
+) -> None:
     plain = find_schedule(graph, line, ScheduleLimits())
     limits = ScheduleLimits(peak=None if room is None else max(alive_bytes(graph, plain)) + room)
     buckets = add_host_copies(graph, plain, line, limits)
@@ -97,7 +102,7 @@ def _is_averaged(bucket: Bucket, buckets: tuple[Bucket, ...]) -> bool:
 
 
 @given(problems(), lines)
-def test_the_clock_agrees_with_the_dag(graph: Problem, line: Line) -> None:
+def test_clock_agrees_with_simulate(graph: Problem, line: Line) -> None:
     buckets = add_host_copies(
         graph, find_schedule(graph, line, ScheduleLimits()), line, ScheduleLimits()
     )
@@ -107,7 +112,7 @@ def test_the_clock_agrees_with_the_dag(graph: Problem, line: Line) -> None:
         assert abs(ours - theirs) < 1e-6
 
 
-# Activations that wait for backward in the host's memory.
+# Activations that are offloaded until backward.
 
 
 def _activation(kind: TransferKind, num_bytes: int, *, ready: int, due: int, last: int) -> Transfer:
@@ -126,14 +131,14 @@ def _activation(kind: TransferKind, num_bytes: int, *, ready: int, due: int, las
     )
 
 
-def test_an_activation_computed_by_hand() -> None:
-    """40 bytes that take 10 + 40 us each way, beside steps of 50 us."""
+def test_an_offloaded_activation_computed_by_hand() -> None:
+    """Copying its 40 bytes takes 10 + 40 us in either direction; each step takes 50 us."""
     away = problem(
         [50.0] * 5, [_activation(TransferKind.COPY_TO_HOST, 40, ready=1, due=5, last=4)], [0] * 5
     )
     (store,) = add_host_copies(away, (), Line(), ScheduleLimits())
     assert (store.launch, store.wait) == (1, 3)
-    assert alive_bytes(away, [store]) == [0, 40, 40, 40, 0]  # until it is waited for before step 3
+    assert alive_bytes(away, [store]) == [0, 40, 40, 40, 0]  # freed by the wait before step 3
     (at_once,) = add_host_copies(away, (), Line(), ScheduleLimits(peak=39))
     assert (at_once.launch, at_once.wait) == (1, 1)
     back = problem(
@@ -145,7 +150,7 @@ def test_an_activation_computed_by_hand() -> None:
     assert without_host_copies(back).other_bytes == (0, 0, 0, 40, 0)
 
 
-def test_what_backward_needs_last_leaves_first() -> None:
+def test_activations_that_backward_needs_last_are_offloaded_first() -> None:
     saved = [
         SavedActivation(10, 0, 3, 3),
         SavedActivation(10, 1, 2, 2),
@@ -161,11 +166,11 @@ def test_what_backward_needs_last_leaves_first() -> None:
 
 
 def _offloaded_beside_a_gather(line: Line) -> list[int]:
-    """Return the activations to offload where one of them delays a gather.
+    """Return the activations to offload from a problem where one delays a gather.
 
-    The first step of backward needs 80 of 90 bytes. An activation of 40 is among them, which only
-    the last step uses. So the gather for the second step, 40 bytes in 50 us, cannot be launched
-    before that.
+    The first step of backward needs 80 of the 90 bytes, among them an activation of 40 bytes that
+    only the last step uses. So the gather for the second step, 40 bytes in 50 us, cannot be
+    launched before the first step.
     """
     forward = problem([100.0] * 4, [], [50] * 4)
     backward = problem([100.0] * 4, [gather(0, 40, 1)], [80, 50, 50, 50])
@@ -174,13 +179,13 @@ def _offloaded_beside_a_gather(line: Line) -> list[int]:
     )
 
 
-def test_an_activation_makes_room_for_a_gather_where_that_saves_time() -> None:
+def test_an_activation_is_offloaded_for_a_gather_if_it_saves_time() -> None:
     assert _offloaded_beside_a_gather(Line()) == [0]
     assert _offloaded_beside_a_gather(Line(latency_us=500.0)) == []
 
 
 @given(problems(), lines, st.lists(st.tuples(*[st.integers(0, 7)] * 2, st.integers(1, 90))))
-def test_with_activations_a_budget_is_kept(
+def test_copies_of_activations_keep_a_budget(
     graph: Problem, line: Line, activations: list[tuple[int, int, int]]
 ) -> None:
     end = graph.num_steps

@@ -1,5 +1,4 @@
-"""With room on the stack no depth of the caller makes each of its calls map memory anew; without
-full collections there are none."""
+"""With stack room no call has to map memory, at any depth; full collections can be turned off."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ def _callee() -> None:
 
 
 def _faults_of_calls() -> int:
-    """Return how many pages are mapped by calls in a loop."""
+    """Return the number of page faults of calls in a loop."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(CALLS):
         _callee()
@@ -34,7 +33,7 @@ def _below(depth: int, function: Callable[[], int]) -> int:
 
 
 def _most_faults() -> int:
-    """Return the most pages that are mapped, by how deep and how large the caller's frame is."""
+    """Return the maximum number of page faults over depths and sizes of the caller's frame."""
     code = _faults_of_calls.__code__
     sizes = range(code.co_stacksize, code.co_stacksize + 30)
     callers = [
@@ -45,21 +44,21 @@ def _most_faults() -> int:
 
 
 def _in_thread(function: Callable[[], int]) -> int:
-    """Call a function on a stack of its own, of which pytest has taken nothing."""
+    """Call a function in a new thread, whose stack has no frames of pytest."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
 
 
-def test_no_depth_has_calls_that_map_memory() -> None:
+def test_with_stack_room_calls_map_no_memory_at_any_depth() -> None:
     assert _in_thread(with_stack_room(_most_faults)) < CALLS / 2
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="its later releases keep a spare chunk")
-def test_a_depth_has_such_calls_without_room() -> None:
+def test_without_stack_room_calls_map_memory_at_some_depth() -> None:
     assert _in_thread(_most_faults) >= CALLS / 2
 
 
-def test_arguments_and_name_are_those_of_the_function() -> None:
+def test_with_stack_room_keeps_arguments_and_name() -> None:
     def add(x: int, *, y: int) -> int:
         return x + y
 
@@ -71,7 +70,7 @@ def _num_full_collections() -> int:
 
 
 def _collections_of_new_objects() -> int:
-    """Return how many full collections come of a million objects that stay."""
+    """Return the number of full collections while a million objects are made and kept."""
     before = _num_full_collections()
     kept: list[list[int]] = []
     for _ in range(1_000_000):
@@ -81,7 +80,7 @@ def _collections_of_new_objects() -> int:
 
 @pytest.fixture
 def usual_thresholds() -> Iterator[None]:
-    """Collect as often as CPython does by default, and not as tests do."""
+    """Use CPython's default thresholds instead of those that the tests use."""
     thresholds = gc.get_threshold()
     gc.set_threshold(700, 10, 10)
     yield
@@ -90,7 +89,7 @@ def usual_thresholds() -> Iterator[None]:
 
 @pytest.mark.usefixtures("usual_thresholds")
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="a collector without generations")
-def test_no_collection_of_all_objects() -> None:
+def test_without_full_collections_there_are_none() -> None:
     with pytest.raises(KeyError), without_full_collections():
         assert _collections_of_new_objects() == 0
         raise KeyError

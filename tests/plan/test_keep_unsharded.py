@@ -1,5 +1,4 @@
-"""Which gathered parameters stay for backward: those that nothing hides, as far as memory
-allows."""
+"""Parameters kept unsharded for backward: nothing hides their gather, and memory allows it."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ FAST, SLOW = Line(1.0, 0.1), Line(1.0, 10.0)
 
 
 def _mirrored(backward: Problem) -> tuple[Problem, dict[int, Transfer]]:
-    """A forward graph with the same gathers in reverse order, and which is which."""
+    """Return a forward with the same gathers in reverse, and its gathers by backward position."""
     end = backward.num_steps - 1
     gathered = {
         i: gather(t.param, t.num_bytes, end - t.due)
@@ -39,32 +38,32 @@ def _keep(backward: Problem, line: Line, budget: int | None) -> list[int]:
 CHAIN = problem([100.0] * 4, [gather(i, 50, i) for i in range(4)])
 
 
-def test_what_backward_needs_first_is_kept() -> None:
+def test_the_parameter_that_backward_needs_first_is_kept() -> None:
     assert _keep(CHAIN, FAST, 100) == [0]
 
 
-def test_no_more_than_compute_can_hide_is_gathered_again() -> None:
-    """A gather takes five steps: the last is due after three of compute."""
+def test_gathers_that_compute_cannot_hide_are_dropped() -> None:
+    """A gather takes as long as five steps, and the last one is due after three."""
     assert _keep(CHAIN, SLOW, 10_000) == [0, 1, 2, 3]
 
 
-def test_memory_is_kept() -> None:
+def test_kept_parameters_fit_the_budget() -> None:
     assert _keep(CHAIN, SLOW, 100) == [0, 1]  # the second is held while the first is used
     assert _keep(CHAIN, SLOW, 99) == [0]
 
 
-def test_without_a_budget_nothing_grows() -> None:
+def test_without_a_budget_peak_memory_does_not_grow() -> None:
     assert _keep(CHAIN, FAST, None) == [0]
     before = problem([100.0] * 4, [gather(0, 50, 2)], [0, 0, 0, 50])
     assert choose_kept(before, CHAIN, {0: before.transfers[0]}, FAST, None) == []
 
 
-def test_what_cannot_be_kept_is_not() -> None:
+def test_parameters_that_cannot_be_kept_are_gathered_again() -> None:
     assert choose_kept(CHAIN, CHAIN, {}, SLOW, 10_000) == []
 
 
 @given(problems(), lines, st.integers(0, 300))
-def test_a_budget_is_kept_and_what_can_be_hidden_is_gathered(
+def test_budgets_hold_and_hidden_gathers_are_not_dropped(
     backward: Problem, line: Line, spare: int
 ) -> None:
     forward, gathered = _mirrored(backward)

@@ -1,4 +1,4 @@
-"""Every kind of transfer is in every table that knows kinds."""
+"""Every kind of transfer is in every table of kinds."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from graphshard.show.trace import _KERNEL_NAMES
 
 
 @pytest.mark.parametrize("kind", TransferKind)
-def test_every_kind_is_known_everywhere(kind: TransferKind) -> None:
+def test_every_kind_is_in_every_table(kind: TransferKind) -> None:
     assert kind in _KIND_ORDER
     assert kind in _KERNEL_NAMES
     assert kind in plan._CHAIN
     assert CostModel(HARDWARE["H100"]).collective_us(kind, 1 << 20, world=8) > 0
 
 
-def test_every_kind_is_launched_by_an_op_that_the_verifier_knows() -> None:
-    # An all-reduce is told from one of maxima by its arguments, from one of shards not at all.
+def test_the_verifier_knows_the_launch_op_of_every_kind() -> None:
+    # These are launched by the op of ALL_REDUCE, the maximum with other arguments.
     variants = {TransferKind.ALL_REDUCE_MAX, TransferKind.ALL_REDUCE_SHARDS}
     assert set(verify._KIND_OF_LAUNCH.values()) == set(TransferKind) - variants
 
 
-def test_every_kind_but_that_of_shards_has_a_marker() -> None:
+def test_every_kind_except_all_reduces_of_shards_has_a_marker() -> None:
     assert set(KIND_OF_MARKER.values()) == set(TransferKind) - {TransferKind.ALL_REDUCE_SHARDS}
     assert set(HOST_COPIES) < set(TransferKind)
 
 
-def test_errors_show_a_kind_as_its_value() -> None:
+def test_the_repr_of_a_kind_is_its_value() -> None:
     assert (
         f"{TransferKind.ALL_GATHER!r} of {(GraphKind.FORWARD,)}" == "'all_gather' of ('forward',)"
     )

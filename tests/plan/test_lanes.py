@@ -1,4 +1,4 @@
-"""A lane does one thing after the other, each no earlier than it can begin."""
+"""A lane runs one piece of work after another, each no earlier than it is ready."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_work_waits_for_the_lane_or_the_lane_for_work() -> None:
     assert lane.run(1.0, ready_us=40.0) == lane.free_us == 41.0
 
 
-def test_a_lane_can_run_backward_from_no_end() -> None:
+def test_a_lane_can_run_backward_in_time() -> None:
     lane = Lane(-math.inf)
     assert -lane.run(10.0, -100.0) == 90.0
     assert -lane.run(10.0, -95.0) == 80.0

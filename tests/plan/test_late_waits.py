@@ -1,4 +1,4 @@
-"""Waits of reductions follow bytes and the order of launches, and schedules other speeds."""
+"""Waits of reductions depend on bytes and launch order; schedules hold up at other speeds."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ def test_the_oldest_reduction_is_waited_for_when_memory_runs_out(
     assert _waits(_sent(1, 2, 4), max_alive) == expected
 
 
-def test_bytes_in_flight_are_limited_next_to_those_of_gathers() -> None:
+def test_the_limit_of_bytes_in_flight_includes_gathers() -> None:
     assert _waits(_sent(1, 2, 4), max_in_flight=17) == [4, 6, 6]
     assert _waits(_sent(1, 2, 4), max_in_flight=16) == [2, 4, 6]
 
 
-def test_a_result_is_waited_for_where_it_is_due() -> None:
+def test_a_reduction_is_waited_for_where_it_is_due() -> None:
     early = Sent(2, 3, GRADIENT)
     assert _waits([*_sent(1), early, *_sent(4)]) == [6, 3, 6]
     assert _waits([*_sent(1), early, *_sent(4)], max_alive=18) == [2, 3, 6]
 
 
-def test_copies_of_what_is_sent_count() -> None:
-    """A backend that copies what it reduces has half as many bytes in flight."""
+def test_copies_of_what_is_sent_count_as_in_flight() -> None:
+    """If the process group copies what it sends, half as many bytes may be in flight."""
     graph = problem([100.0] * 9, [reduction(i, 1000, i + 1, 9) for i in range(8)])
     copying = dataclasses.replace(graph, copies_sent=True)
     line = Line(latency_us=0.0, parcel_cost_us=0.0, issue_us=0.0)
@@ -75,7 +75,7 @@ def test_copies_of_what_is_sent_count() -> None:
 
 @given(problems(), lines)
 def test_waits_do_not_depend_on_the_speed_of_links(graph: Problem, line: Line) -> None:
-    """Where buckets and gathers are the same."""
+    """Compares only schedules with the same buckets and launches."""
     slow = Line(line.latency_us, 2 * line.us_per_byte, line.copy_us_per_byte)
     one, other = (find_schedule(graph, each, ScheduleLimits()) for each in (line, slow))
     placed = [[(b.buffers, b.launch) for b in buckets] for buckets in (one, other)]
@@ -84,7 +84,7 @@ def test_waits_do_not_depend_on_the_speed_of_links(graph: Problem, line: Line) -
 
 
 def test_averages_begin_no_later_than_the_next_reduction() -> None:
-    """An average over replicas begins with the wait for its reduction."""
+    """An average over replicas is launched at the wait for its reduce-scatter."""
     transfers = [reduction(i, 32, i + 1, 5, num_replicas=2) for i in range(4)]
     graph = problem([100.0] * 5, transfers)
     buckets = find_schedule(graph, Line(latency_us=0.0, parcel_cost_us=0.0), ScheduleLimits())

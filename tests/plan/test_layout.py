@@ -1,5 +1,4 @@
-"""How a parameter's rows are split: the rows of all ranks are what `torch.chunk` makes of it, and
-the padded shard has one shape on all of them."""
+"""Shards of a parameter: rows are split as by `torch.chunk`, and padded to one shape per rank."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from graphshard.params.mesh_groups import MeshGroups
 
 @dataclass(frozen=True)
 class _Mesh:
-    """As much of a DeviceMesh as a layout asks for."""
+    """The part of DeviceMesh that a layout uses."""
 
     world_size: int
     rank: int
@@ -33,7 +32,7 @@ class _Mesh:
 
 
 def _layouts(shape: tuple[int, ...], world_size: int) -> list[Layout]:
-    """The layout of one parameter on every rank."""
+    """Return the layout of one parameter on every rank."""
     meshes: list[Any] = [_Mesh(world_size, rank) for rank in range(world_size)]
     return [Layout(torch.Size(shape), MeshGroups(mesh)) for mesh in meshes]
 
@@ -54,7 +53,7 @@ def test_rows_are_split_as_by_chunk(shape: tuple[int, ...], world_size: int) -> 
 
 
 @given(split_shapes, worlds)
-def test_padded_shards_are_alike_and_hold_everything(
+def test_padded_shards_have_one_shape_and_hold_all_rows(
     shape: tuple[int, ...], world_size: int
 ) -> None:
     full = torch.randn(shape)
@@ -72,7 +71,9 @@ def test_padded_shards_are_alike_and_hold_everything(
 
 
 @given(whole_shapes, worlds)
-def test_what_has_no_rows_is_replicated(shape: tuple[int, ...], world_size: int) -> None:
+def test_scalars_and_empty_parameters_are_replicated(
+    shape: tuple[int, ...], world_size: int
+) -> None:
     full = torch.randn(shape)
     for layout in _layouts(shape, world_size):
         assert layout.rows is None and layout.placements == (Replicate(),)
@@ -100,6 +101,6 @@ def test_a_shard_shares_no_memory_with_the_full_parameter(shape: tuple[int, ...]
     assert not full.any()
 
 
-def test_a_shard_needs_no_gradient() -> None:
+def test_a_shard_does_not_require_a_gradient() -> None:
     full = torch.randn(5, 3, requires_grad=True)
     assert not any(layout.padded_shard(full).requires_grad for layout in _layouts((5, 3), 2))

@@ -1,4 +1,4 @@
-"""The memory of buckets by hand, moment by moment, and what holds of every schedule."""
+"""Bytes alive at each point in time: computed by hand, and counted alike by the placer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZE = 8 * WORLD
 
 
 def _alive(transfers: list[Transfer], *buckets: Bucket) -> list[int]:
-    """Return the bytes of three steps that need nothing else."""
+    """Return the bytes alive in three steps that need no other memory."""
     return alive_by_moment(problem([1.0] * 3, transfers), buckets)
 
 
@@ -37,7 +37,7 @@ def _bucket(kind: TransferKind, *buffers: tuple[int, ...], at: tuple[int, int]) 
     return Bucket(kind, buffers, num_bytes, "g", WORLD, *at)
 
 
-def test_parameters_alone_are_received_in_their_place() -> None:
+def test_a_parameter_in_its_own_buffer_is_received_in_place() -> None:
     one = gather(0, SIZE, 1)
     alive = _alive([one], _bucket(TransferKind.ALL_GATHER, (0,), at=(0, 1)))
     assert alive == [SIZE] * 6 + [0] * 5  # from the launch before step 0 to the end of step 1
@@ -47,7 +47,7 @@ def test_parameters_alone_are_received_in_their_place() -> None:
     assert alive == [SIZE + packed] * 4 + [SIZE] * 2 + [0] * 5
 
 
-def test_parameters_of_a_shared_buffer_are_there_twice_while_they_are_copied_out() -> None:
+def test_copy_out_holds_parameters_of_a_shared_buffer_twice() -> None:
     transfers = [gather(0, SIZE, 1), gather(1, SIZE, 1, 2)]
     alive = _alive(transfers, _bucket(TransferKind.ALL_GATHER, (0, 1), at=(0, 1)))
     received, packed = 2 * SIZE, 2 * SIZE // WORLD
@@ -56,11 +56,11 @@ def test_parameters_of_a_shared_buffer_are_there_twice_while_they_are_copied_out
     assert alive_bytes(problem([1.0] * 3, transfers), []) == [0, 0, 0]
 
 
-def test_gradients_are_there_twice_while_they_are_packed() -> None:
+def test_copy_in_holds_gradients_twice() -> None:
     transfers = [reduction(0, SIZE, 1, 3), reduction(1, SIZE, 2, 3)]
     alive = _alive(transfers, _bucket(TransferKind.REDUCE_SCATTER, (0, 1), at=(2, 3)))
     shards = 2 * SIZE // WORLD
-    ready = [0, 0, 0, SIZE, SIZE, SIZE]  # the first of them, before step 1
+    ready = [0, 0, 0, SIZE, SIZE, SIZE]  # the first gradient, complete before step 1
     sent = 2 * SIZE
     assert alive == [*ready, 2 * sent, *[sent + shards] * 3, shards]
 
@@ -76,7 +76,7 @@ def test_gradients_are_there_twice_while_they_are_packed() -> None:
         pytest.param({"copied_in": True}, 2 * SIZE, SIZE, id="transposed"),
     ],
 )
-def test_a_gradient_alone_is_packed_where_it_is_cast_or_padded(
+def test_a_single_gradient_is_packed_if_cast_padded_or_transposed(
     changes: dict[str, Any], at_launch: int, sent: int
 ) -> None:
     one = dataclasses.replace(reduction(0, SIZE, 1, 3), **changes)
@@ -86,14 +86,14 @@ def test_a_gradient_alone_is_packed_where_it_is_cast_or_padded(
     assert alive[waits(2)] == alive[-1] == SIZE // WORLD
 
 
-def test_shards_in_another_dtype_are_there_twice_while_they_are_cast() -> None:
+def test_a_cast_holds_reduced_shards_twice() -> None:
     one = dataclasses.replace(reduction(0, SIZE, 1, 3), shard_bytes=SIZE // WORLD // 2)
     alive = _alive([one], _bucket(TransferKind.REDUCE_SCATTER, (0,), at=(1, 2)))
     assert alive[waits(2)] == SIZE // WORLD + one.shard_bytes
     assert alive[running(2)] == one.shard_bytes
 
 
-def test_averages_are_computed_in_place() -> None:
+def test_all_reduces_are_computed_in_place() -> None:
     one = reduction(0, SIZE, 1, 3, num_replicas=2)
     shards = _bucket(TransferKind.REDUCE_SCATTER, (0,), at=(1, 2))
     average = dataclasses.replace(
@@ -107,7 +107,7 @@ def test_averages_are_computed_in_place() -> None:
     assert alive == [0, 0, 0, *[SIZE] * 8]
 
 
-def test_steps_have_the_most_of_their_moments() -> None:
+def test_the_bytes_of_a_step_are_the_maximum_over_its_points() -> None:
     between = [7, 8, 1]
     graph = problem([1.0] * 2, [], [5, 9], between)
     assert other_by_moment(graph) == [7, 7, 5, 8, 8, 9, 1, 1]
@@ -117,7 +117,7 @@ def test_steps_have_the_most_of_their_moments() -> None:
 
 
 @given(problems(), lines)
-def test_the_placer_counts_as_alive_by_moment_does(graph: Problem, line: Line) -> None:
+def test_the_placer_counts_like_alive_by_moment(graph: Problem, line: Line) -> None:
     kinds = [t.kind == TransferKind.ALL_GATHER for t in graph.transfers]
     gathers = sorted(
         (i for i, is_gather in enumerate(kinds) if is_gather), key=lambda i: graph.transfers[i].due
@@ -131,8 +131,8 @@ def test_the_placer_counts_as_alive_by_moment_does(graph: Problem, line: Line) -
     assert draft.score.peak_bytes == max(alive_by_moment(graph, draft.buckets()))
 
 
-def test_a_budget_counts_what_averages_take() -> None:
-    """Waited for before the last step, the shards would be there beside ten bytes of it."""
+def test_a_budget_includes_averages_over_replicas() -> None:
+    """If waited for before the last step, the shards would add to the ten bytes of that step."""
     shards = reduction(0, 100, 1, 3, num_replicas=2, host=True)
     graph = problem([100.0] * 3, [shards], [0, 0, 10])
     budget = max(least_by_moment(graph))

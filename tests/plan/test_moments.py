@@ -1,4 +1,4 @@
-"""Sums of spans by moment, in the forms in which they are computed."""
+"""Sums of spans at each point in time: all implementations agree."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _spans = st.lists(st.builds(Span, begin=_moments, end=_moments, num_bytes=st.int
 
 
 @given(_spans)
-def test_all_forms_agree(spans: list[Span]) -> None:
+def test_all_sums_of_spans_agree(spans: list[Span]) -> None:
     expected = [
         sum(span.num_bytes for span in spans if span.begin <= moment < span.end)
         for moment in range(NUM_MOMENTS)
@@ -31,7 +31,7 @@ def test_all_forms_agree(spans: list[Span]) -> None:
     assert live.by_moment == [0] * NUM_MOMENTS
 
 
-def test_room_is_counted_in_the_moments_of_the_span_alone() -> None:
+def test_has_room_looks_only_at_the_points_of_the_span() -> None:
     live = LiveBytes([10, 50, 10])
     assert live.has_room(Span(0, 1, 40), budget=50)
     assert not live.has_room(Span(0, 2, 40), budget=50)

@@ -1,4 +1,4 @@
-"""A plan is plain data: it survives JSON, counts what it holds, and takes names by graph input."""
+"""Plans are plain data: JSON, totals, and parameter names by graph input."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ _TRANSFER = Transfer(
 _PROBLEM = Problem(GraphKind.FORWARD, ("mm",), (3.0,), (40,), (30, 30), (_TRANSFER,))
 
 
-def test_json_is_for_people_too() -> None:
+def test_the_json_of_a_plan_is_readable() -> None:
     param = PlanParam(3, (5, 7), "torch.float32", 3, "up.weight")
     plan = Plan((param,), _PROBLEM, (Bucket(TransferKind.ALL_GATHER, ((0,),), 168, "0", 2, 0, 0),))
     raw = json.loads(plan.to_json())
@@ -119,7 +119,7 @@ def test_a_plan_of_another_version_is_refused() -> None:
         Plan.from_json(json.dumps(raw))
 
 
-def test_names_are_given_by_graph_input() -> None:
+def test_named_assigns_names_by_graph_input() -> None:
     params = tuple(PlanParam(i, (4,), "torch.float32", 2) for i in (2, 0))
     plan = Plan(params, _PROBLEM, ())
     assert [p.fqn for p in plan.named(["a", "b", "c"]).params] == ["c", "a"]

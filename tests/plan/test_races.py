@@ -1,5 +1,4 @@
-"""Accesses in no order are found: planted ones by name, and random programs beside a search for
-paths in the graph of what waits for what."""
+"""Race detection: planted races are named, and random programs agree with a path search."""
 
 from __future__ import annotations
 
@@ -35,10 +34,10 @@ GATHER: list[Action] = [
     Work("mm", COMPUTE, reads=(1,)),
     Free(1),
 ]
-"""A gather as functional collectives make it."""
+"""The actions of a gather by functional collectives."""
 
 
-def test_a_gather_that_is_waited_for() -> None:
+def test_a_gather_with_all_waits_has_no_race() -> None:
     assert find_races(GATHER) == []
 
 
@@ -49,12 +48,12 @@ def test_a_gather_that_is_waited_for() -> None:
         (WaitEvent(1, COMPUTE), "block 1: mm on stream compute does not wait for all_gather"),
     ],
 )
-def test_a_dropped_wait(dropped: Action, expected: str) -> None:
+def test_a_dropped_wait_is_a_race(dropped: Action, expected: str) -> None:
     races = find_races([action for action in GATHER if action != dropped])
     assert any(expected in str(race) for race in races)
 
 
-def test_a_buffer_that_is_freed_before_the_wait() -> None:
+def test_freeing_a_buffer_before_the_wait_is_a_race() -> None:
     early = [action for action in GATHER if action != Free(0)]
     early.insert(6, Free(0))
     (race,) = find_races(early)
@@ -62,14 +61,14 @@ def test_a_buffer_that_is_freed_before_the_wait() -> None:
     assert find_races([*early[:6], RecordStream(0, NCCL), *early[6:]]) == []
 
 
-def test_a_buffer_that_is_written_again_while_it_travels() -> None:
+def test_writing_a_buffer_in_flight_is_a_race() -> None:
     reused = [*GATHER[:7], Work("relu", COMPUTE, writes=(0,)), *GATHER[7:]]
     (race,) = find_races(reused)
     assert "block 0: relu on stream compute does not wait for all_gather" in str(race)
 
 
 def _copy_to_host(*waits: Action) -> list[Action]:
-    """A gradient goes to the host, which an optimizer reads there."""
+    """Return the copy of a gradient to the host, where an optimizer reads it."""
     return [
         Allocate(0, 64, COMPUTE),
         Work("grad", COMPUTE, writes=(0,)),
@@ -83,13 +82,13 @@ def _copy_to_host(*waits: Action) -> list[Action]:
     ]
 
 
-def test_the_host_reads_what_is_still_on_its_way() -> None:
+def test_a_host_read_without_a_host_wait_is_a_race() -> None:
     assert find_races(_copy_to_host(WaitEvent(1, HOST))) == []
     (race,) = find_races(_copy_to_host(WaitEvent(1, COMPUTE)))
     assert "block 1: adam on stream host does not wait for copy on stream copies" in str(race)
 
 
-def test_what_the_host_has_waited_for_is_done_for_all_that_it_issues() -> None:
+def test_a_host_wait_orders_all_work_that_the_host_issues_later() -> None:
     actions = _copy_to_host(WaitEvent(1, HOST))
     assert find_races([*actions, Free(0), Work("again", NCCL, reads=(1,))]) == []
 
@@ -100,7 +99,7 @@ NUM_BLOCKS = 3
 
 @st.composite
 def _programs(draw: st.DrawFn) -> list[Action]:
-    """Random work on blocks that are there, with events, and frees at the end."""
+    """Generate random work on allocated blocks, with events, and frees at the end."""
     streams, blocks = st.sampled_from(STREAMS), st.integers(0, NUM_BLOCKS - 1)
     homes = draw(st.lists(streams, min_size=NUM_BLOCKS, max_size=NUM_BLOCKS))
     actions: list[Action] = [Allocate(i, 8, home) for i, home in enumerate(homes)]
@@ -121,7 +120,7 @@ def _programs(draw: st.DrawFn) -> list[Action]:
 
 
 def _has_race(actions: list[Action]) -> bool:
-    """Search for a path between any two accesses of a block."""
+    """Return whether any two conflicting accesses of a block have no path between them."""
     graph: nx.DiGraph[int] = nx.DiGraph()
     last: dict[str, int] = {}
     records: dict[int, int] = {}
@@ -165,5 +164,5 @@ def _has_race(actions: list[Action]) -> bool:
 
 @settings(max_examples=500)
 @given(_programs())
-def test_races_are_those_of_a_search_for_paths(actions: list[Action]) -> None:
+def test_find_races_agrees_with_a_path_search(actions: list[Action]) -> None:
     assert bool(find_races(actions)) == _has_race(actions)

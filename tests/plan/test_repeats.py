@@ -1,4 +1,4 @@
-"""Repeats in a sequence: layers among other nodes are found, and cut alike."""
+"""Repeats in a sequence: layers are found among other nodes, and all are cut alike."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from graphshard.planning.plan import Regions
 from graphshard.planning.repeats import Repeat, find_repeats, pieces, saves_time
 
 
-def test_the_layers_of_a_graph() -> None:
+def test_layers_are_found_among_other_nodes() -> None:
     labels = [1, 2, *[3, 4, 5, 3, 6] * 4, 7]
     assert find_repeats(labels, 5) == [Repeat(start=2, length=5, count=4)]
 
 
-def test_layers_of_two_kinds() -> None:
+def test_layers_of_two_kinds_are_found() -> None:
     labels = [0, *[1, 2, 3] * 5, 8, 9, *[4, 5, 6, 7] * 5]
     found = find_repeats(labels, 6)
     assert found == [Repeat(1, 3, 5), Repeat(18, 4, 5)]
 
 
-def test_too_small_a_repeat_is_none() -> None:
+def test_small_repeats_are_ignored() -> None:
     assert find_repeats([1, 2, 3, 1, 2, 3, 4], 4) == []
 
 
 @given(st.lists(st.integers(0, 5)), st.lists(st.integers(0, 9), min_size=3), st.integers(2, 6))
-def test_what_is_found_repeats(around: list[int], layer: list[int], count: int) -> None:
+def test_found_repeats_are_repeats(around: list[int], layer: list[int], count: int) -> None:
     labels = [*around, *layer * count, *around[::-1]]
     repeats = find_repeats(labels, len(layer))
     stop = 0
@@ -43,7 +43,7 @@ def test_what_is_found_repeats(around: list[int], layer: list[int], count: int) 
         assert sum(repeat.num_saved for repeat in repeats) >= len(layer) * (count - 1)
 
 
-def test_every_part_is_cut_alike() -> None:
+def test_every_part_of_a_repeat_is_cut_alike() -> None:
     repeat = Repeat(start=10, length=6, count=3)
     assert pieces(repeat, [3, 10, 13, 23, 40]) == [
         range(10, 11), range(11, 13), range(13, 16),
@@ -52,7 +52,7 @@ def test_every_part_is_cut_alike() -> None:
     ]  # fmt: skip
 
 
-def test_a_repeat_begins_where_it_is_cut_anyway() -> None:
+def test_a_repeat_begins_at_a_cut() -> None:
     assert pieces(Repeat(10, 6, 2, rest=4), [13]) == [range(13, 19), range(19, 25)]
 
 
@@ -63,7 +63,7 @@ def test_a_repeat_begins_where_it_is_cut_anyway() -> None:
     st.integers(0, 7),
     st.sets(st.integers(0, 60)),
 )
-def test_pieces_cover_the_parts_and_no_cut(
+def test_pieces_cover_all_parts_and_contain_no_cut(
     start: int, length: int, count: int, rest: int, cuts: set[int]
 ) -> None:
     repeat = Repeat(start, length, count, rest % length)
@@ -76,6 +76,6 @@ def test_pieces_cover_the_parts_and_no_cut(
     assert sizes == sizes[: len(sizes) // count] * count
 
 
-def test_few_calls_of_large_regions_pay() -> None:
+def test_few_calls_of_large_regions_save_time() -> None:
     assert saves_time(Regions(num_forms=1, num_calls=20, num_nodes=2000, num_compiled=100))
     assert not saves_time(Regions(num_forms=9, num_calls=90, num_nodes=270, num_compiled=135))

@@ -1,4 +1,4 @@
-"""What forward saves for backward: which ways are tried, and which of them is taken."""
+"""Strategies for what forward saves for backward: which are tried, and which one is chosen."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ FITS = TriedSaving(HALF, 2e3, 3_000_000_000)
 TOO_LARGE = TriedSaving(ALL, None, 9_000_000_000, "backward needs 9 GB")
 
 
-def test_every_part_is_tried_with_each_of_the_others() -> None:
+def test_strategies_are_all_combinations() -> None:
     on_gpu, on_cpu = savings(PARTS, may_stow=True), savings(PARTS, may_stow=False)
     assert len({*on_gpu}) == len(on_gpu) == 4 * len(PARTS) == 2 * len(on_cpu)
     assert [s.activations for s in on_cpu] == [part for part in PARTS for _ in range(2)]
     assert not any(s.stows for s in on_cpu)
 
 
-def test_the_quickest_that_fits_is_taken() -> None:
+def test_the_fastest_strategy_that_fits_is_chosen() -> None:
     quicker = dataclasses.replace(FITS, step_us=1e3)
     smaller = dataclasses.replace(quicker, peak_bytes=1)
     assert SavingChoice(5, (TOO_LARGE, FITS, quicker)).best is quicker
@@ -35,28 +35,28 @@ def test_the_quickest_that_fits_is_taken() -> None:
     assert SavingChoice(5, (TOO_LARGE,)).best is None
 
 
-def test_a_choice_travels_as_json() -> None:
+def test_a_choice_survives_json() -> None:
     choice = SavingChoice(5.5, (TOO_LARGE, FITS), "16x24", ("Not tried: this.",))
     assert SavingChoice.from_json(choice.to_json()) == choice
 
 
-def test_what_changes_nothing_is_shown_once() -> None:
+def test_strategies_with_the_same_result_are_shown_once() -> None:
     as_quick = TriedSaving(dataclasses.replace(HALF, all_params=True), FITS.step_us, 3_000_000_000)
     recomputed = TriedSaving(dataclasses.replace(HALF, activations=0.0), 2e3, 3_000_000_000)
     assert without_repeats([FITS, as_quick, recomputed]) == (FITS, recomputed)
 
 
-def test_recomputing_more_ends_where_it_is_slower() -> None:
+def test_recomputing_more_ends_once_it_is_slower() -> None:
     slower, quicker = (dataclasses.replace(FITS, step_us=us) for us in (3e3, 1e3))
     stowed = dataclasses.replace(FITS, saving=STOWED)
     assert saves_enough([slower, TOO_LARGE], [FITS])
     assert not saves_enough([slower, quicker], [FITS])
-    assert not saves_enough([slower], [TOO_LARGE])  # nothing fitted before
+    assert not saves_enough([slower], [TOO_LARGE])  # no earlier strategy fits
     assert not saves_enough([TOO_LARGE], [FITS])
-    assert not saves_enough([slower], [stowed])  # what stays on the device may be quicker yet
+    assert not saves_enough([slower], [stowed])  # without offloading it may still be faster
 
 
-def test_the_table_says_why() -> None:
+def test_the_table_gives_reasons() -> None:
     slower = TriedSaving(STOWED, 3e3, 4_000_000_000)
     table = saving_table(SavingChoice(5, (TOO_LARGE, FITS, slower), "4x8", ("Not tried: this.",)))
     title, _, head, _, *rows, note = table.splitlines()

@@ -1,5 +1,4 @@
-"""A schedule that cannot be is an error when it is made, and names the field, the value and what it
-may be."""
+"""SchedulePolicy refuses invalid fields; the error names the field, its value and valid values."""
 
 from __future__ import annotations
 
@@ -26,11 +25,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "match"), WRONG)
-def test_a_wrong_field(fields: dict[str, Any], match: str) -> None:
+def test_invalid_fields_are_refused(fields: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         SchedulePolicy(**fields)
 
 
-def test_fields_that_can_be() -> None:
+def test_valid_fields_are_accepted() -> None:
     for budget in (None, 0, 0.5, 1):
         SchedulePolicy(activation_memory_budget=budget, bucket_cap_mb=1, memory_budget_gb=0.5)

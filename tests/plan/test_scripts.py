@@ -1,4 +1,4 @@
-"""What a function of a user's script returns, and the loss of a step."""
+"""Results that the function of a user's script may return."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODEL, TOKENS = nn.Linear(2, 2), torch.zeros(1, 2)
 
 
 @pytest.mark.parametrize("inputs", [(TOKENS,), [TOKENS], {"input": TOKENS}])
-def test_a_model_and_inputs(inputs: Any) -> None:
+def test_a_model_and_inputs_are_unpacked(inputs: Any) -> None:
     assert unpack("f", (MODEL, inputs)) == (MODEL, inputs, {})
     assert unpack("f", (MODEL, inputs, {"dump": "x"})) == (MODEL, inputs, {"dump": "x"})
 
@@ -31,6 +31,6 @@ def test_a_model_and_inputs(inputs: Any) -> None:
         ((MODEL, (TOKENS,), "bf16"), "f returned str as the options: must be a dictionary"),
     ],
 )
-def test_something_else(returned: object, error: str) -> None:
+def test_other_results_are_refused(returned: object, error: str) -> None:
     with pytest.raises(ValueError, match=re.escape(error)):
         unpack("f", returned)

@@ -1,4 +1,4 @@
-"""Schedules: properties of all of them, and schedules that the search has to find."""
+"""Schedule search: properties of every schedule, and schedules that it has to find."""
 
 from __future__ import annotations
 
@@ -51,16 +51,14 @@ def _assert_sound(graph: Problem, buckets: tuple[Bucket, ...]) -> None:
 
 
 @given(problems(), lines)
-def test_every_transfer_is_in_one_bucket_at_a_time_that_is_right(
-    graph: Problem, line: Line
-) -> None:
+def test_every_transfer_is_in_one_bucket_at_a_valid_time(graph: Problem, line: Line) -> None:
     _assert_sound(graph, find_schedule(graph, line, ScheduleLimits()))
     _assert_sound(graph, schedule_without_overlap(graph))
 
 
 @pytest.mark.parametrize("line", [Line(latency_us=1e4), Line(latency_us=0.0, parcel_cost_us=0.0)])
-def test_a_gather_that_is_ready_after_another_is_due_travels_apart(line: Line) -> None:
-    """Scales of fp8 weights may be computed late in a graph."""
+def test_a_gather_ready_after_another_is_due_has_its_own_bucket(line: Line) -> None:
+    """Example: an fp8 weight whose scale is computed late."""
     early, late = gather(0, 50, 1), gather(1, 50, 3, ready=2)
     for graph in (problem([9.0] * 4, [early, late]), problem([9.0] * 4, [late, early])):
         for buckets in (
@@ -72,7 +70,7 @@ def test_a_gather_that_is_ready_after_another_is_due_travels_apart(line: Line) -
 
 
 @given(problems(), lines)
-def test_the_same_problem_has_the_same_schedule(graph: Problem, line: Line) -> None:
+def test_the_search_is_deterministic(graph: Problem, line: Line) -> None:
     assert find_schedule(graph, line, ScheduleLimits()) == find_schedule(
         graph, line, ScheduleLimits()
     )
@@ -87,7 +85,9 @@ def test_no_schedule_beats_the_lower_bound(graph: Problem, line: Line) -> None:
 
 
 @given(problems(), lines, st.integers(0, 300))
-def test_a_budget_is_kept_or_its_smallest_is_named(graph: Problem, line: Line, spare: int) -> None:
+def test_a_budget_is_kept_or_the_error_names_the_smallest_one(
+    graph: Problem, line: Line, spare: int
+) -> None:
     needed = smallest_peak(graph)
     buckets = find_schedule(graph, line, ScheduleLimits(peak=needed + spare))
     _assert_sound(graph, buckets)
@@ -99,19 +99,21 @@ def test_a_budget_is_kept_or_its_smallest_is_named(graph: Problem, line: Line, s
 
 
 @given(problems(), lines, st.integers(1, 300), st.integers(1, 300))
-def test_caps_are_kept(graph: Problem, line: Line, cap: int, in_flight: int) -> None:
+def test_caps_of_buckets_and_bytes_in_flight_are_kept(
+    graph: Problem, line: Line, cap: int, in_flight: int
+) -> None:
     buckets = find_schedule(graph, line, ScheduleLimits(cap=cap, in_flight=in_flight))
     _assert_sound(graph, buckets)
     assert all(bucket.num_bytes <= cap or len(bucket.transfers) == 1 for bucket in buckets)
     gathers = [bucket for bucket in buckets if bucket.kind == TransferKind.ALL_GATHER]
     for step, alive in enumerate(in_flight_bytes(graph, gathers)):
-        # A gather that is due right away is never held back.
+        # Gathers that are due at their launch do not count: the cap never delays them.
         ahead = sum(b.num_bytes for b in gathers if b.launch <= step < b.wait)
         assert alive == ahead <= in_flight
 
 
 def _follow(problem: Problem, plan: Plan, num_others: int = 0) -> tuple[Bucket, ...]:
-    """Follow `plan` in a graph that has `num_others` parameters more, and so other numbers."""
+    """Follow `plan` in a graph with `num_others` more parameters, which changes their numbers."""
     numbers = sorted({t.param for t in plan.problem.transfers if t.param is not None})
     params = [PlanParam(i, (), "", 1, "") for i in range(max([0, *numbers]) + 1)]
     plan = dataclasses.replace(plan, params=tuple(params))
@@ -125,8 +127,10 @@ def _follow(problem: Problem, plan: Plan, num_others: int = 0) -> tuple[Bucket, 
 
 
 @given(problems(), lines, st.data())
-def test_another_rank_can_follow(graph: Problem, line: Line, data: st.DataObject) -> None:
-    """Whose compute takes another time, so that it would have decided otherwise."""
+def test_a_rank_with_other_compute_times_can_follow(
+    graph: Problem, line: Line, data: st.DataObject
+) -> None:
+    """Without the plan, that rank would choose another schedule."""
     buckets = find_schedule(graph, line, ScheduleLimits())
     times = st.lists(st.floats(0, 200), min_size=graph.num_steps, max_size=graph.num_steps)
     other = dataclasses.replace(graph, compute_us=tuple(data.draw(times)))
@@ -136,10 +140,10 @@ def test_another_rank_can_follow(graph: Problem, line: Line, data: st.DataObject
 
 
 @given(problems(), lines, st.data())
-def test_another_order_of_steps_can_be_followed(
+def test_a_rank_whose_gradients_are_ready_later_can_follow(
     graph: Problem, line: Line, data: st.DataObject
 ) -> None:
-    """Where gradients are ready later than on the rank that decided."""
+    """Gradients are ready later than on the rank that made the plan."""
     buckets = find_schedule(graph, line, ScheduleLimits())
     transfers = [
         t
@@ -151,11 +155,11 @@ def test_another_order_of_steps_can_be_followed(
     try:
         followed = _follow(other, Plan((), graph, buckets))
     except BackendError:
-        return  # a gather behind what is ready too late
+        return  # a gather comes after a reduction that is ready too late
     _assert_sound(other, followed)
 
 
-def test_other_transfers_cannot_be_followed() -> None:
+def test_a_rank_with_other_transfers_cannot_follow() -> None:
     graph = problem([100.0] * 3, [gather(0, 40, 1), gather(1, 40, 2)])
     plan = Plan((), graph, find_schedule(graph, Line(1.0, 0.01), ScheduleLimits()))
     other = dataclasses.replace(graph, transfers=graph.transfers[:1])
@@ -166,7 +170,7 @@ def test_other_transfers_cannot_be_followed() -> None:
         _follow(dataclasses.replace(graph, transfers=(graph.transfers[0], early)), plan)
 
 
-def test_averages_over_replicas_hide_too() -> None:
+def test_averages_over_replicas_are_hidden() -> None:
     graph = problem([100.0] * 6, [reduction(i, 40, i + 1, 6, 2) for i in range(5)], [10_000] * 6)
     buckets = find_schedule(graph, Line(1.0, 1.0, issue_us=0.0), ScheduleLimits())
     timeline = simulate(graph, buckets, Line(1.0, 1.0))
@@ -181,18 +185,18 @@ def test_a_gather_hides_behind_the_compute_before_it() -> None:
     graph = problem([100.0] * 4, [gather(i, 50, i) for i in range(4)])
     buckets = find_schedule(graph, Line(1.0, 1.0), ScheduleLimits())
     timeline = simulate(graph, buckets, Line(1.0, 1.0))
-    # The first has nothing to hide behind; one collective less may cost 30 us.
+    # Nothing hides the first gather; saving a collective is worth exposing up to 30 us more.
     assert 51.0 <= sum(timeline.exposed_us) <= 51.0 + 30.0
 
 
-def test_latency_makes_buckets_large_and_its_absence_small() -> None:
+def test_high_latency_makes_buckets_large() -> None:
     graph = problem([100.0] * 16, [gather(i, 50, i) for i in range(16)])
     slow = find_schedule(graph, Line(latency_us=400.0, us_per_byte=0.1), ScheduleLimits())
     assert len(slow) <= 4
 
 
-def test_the_ends_are_small_where_nothing_hides_them() -> None:
-    """What is in between shares buckets: a launch has a price."""
+def test_the_first_gather_and_the_last_reduction_are_small() -> None:
+    """Transfers in between share buckets, because each launch has a price."""
     graph = problem(
         [1000.0] * 12,
         [gather(i, 100, i) for i in range(12)] + [reduction(i, 100, i + 1, 12) for i in range(12)],
@@ -204,8 +208,8 @@ def test_the_ends_are_small_where_nothing_hides_them() -> None:
     assert len(buckets) < len(graph.transfers)
 
 
-def test_a_slow_wire_is_kept_busy_from_the_first_step_on() -> None:
-    """Nothing hides the gathers: few of them, one behind the other."""
+def test_a_slow_wire_is_always_busy() -> None:
+    """Nothing can hide the gathers, so there are few, without gaps between them."""
     graph = problem([100.0] * 16, [gather(i, 400, i) for i in range(16)], [100_000] * 16)
     line = Line(latency_us=1000.0, us_per_byte=1.0)
     buckets = find_schedule(graph, line, ScheduleLimits())
@@ -215,8 +219,8 @@ def test_a_slow_wire_is_kept_busy_from_the_first_step_on() -> None:
     assert all(one.end_us == other.start_us for one, other in itertools.pairwise(wire))
 
 
-def test_memory_is_free_up_to_a_few_buckets_only() -> None:
-    """All of it at once would save 19 launches of 500, but not a budget's worth of memory."""
+def test_without_a_budget_memory_grows_by_a_few_buckets_only() -> None:
+    """One bucket would save 19 launches, but without a budget its memory is too expensive."""
     graph = problem([3000.0] * 20, [gather(i, 1000, i) for i in range(20)], [10_000] * 20)
     line = Line(latency_us=100.0, us_per_byte=1.0)
     modest = find_schedule(graph, line, ScheduleLimits())
@@ -225,7 +229,7 @@ def test_memory_is_free_up_to_a_few_buckets_only() -> None:
     assert len(all_at_once.transfers) == 20
 
 
-def test_what_the_graph_uses_itself_does_not_wait_for_others() -> None:
+def test_a_reduction_that_the_graph_uses_has_its_own_bucket() -> None:
     early = dataclasses.replace(reduction(0, 10, 1, 4), due=2)
     graph = problem([10.0] * 4, [early, *(reduction(i, 10, i, 4) for i in range(1, 5))])
     buckets = find_schedule(graph, Line(latency_us=1000.0), ScheduleLimits())
@@ -233,8 +237,8 @@ def test_what_the_graph_uses_itself_does_not_wait_for_others() -> None:
     assert (0,) in {bucket.transfers for bucket in buckets}
 
 
-def test_what_is_between_two_does_not_keep_them_from_sharing() -> None:
-    """Gradients of replicated parameters are among those of sharded ones."""
+def test_transfers_share_a_bucket_across_one_of_another_kind() -> None:
+    """Gradients of replicated and of sharded parameters alternate."""
     reduced = [reduction(i, 10, i + 1, 8) for i in range(8)]
     all_reduced = {"kind": TransferKind.ALL_REDUCE, "shard_bytes": 10}
     mixed = [dataclasses.replace(t, **all_reduced) if t.param % 2 else t for t in reduced]
@@ -244,7 +248,7 @@ def test_what_is_between_two_does_not_keep_them_from_sharing() -> None:
     assert len(buckets) == 2
 
 
-def test_a_tensor_is_copied_where_a_buffer_of_its_own_costs_more() -> None:
+def test_a_tensor_is_packed_if_its_own_buffer_costs_more() -> None:
     sizes = [10, 10, 40, 40]
     graph = problem([10.0], [gather(i, size, 0) for i, size in enumerate(sizes)])
     (bucket,) = find_schedule(
@@ -254,7 +258,7 @@ def test_a_tensor_is_copied_where_a_buffer_of_its_own_costs_more() -> None:
 
 
 def test_a_reduction_does_not_delay_a_gather() -> None:
-    """The gather that step 2 needs is on the wire before the reduction that step 0 sets free."""
+    """The gather that step 2 needs is sent before the reduction that is ready after step 0."""
     graph = problem([100.0, 100.0, 100.0], [reduction(0, 150, 1, 3), gather(1, 90, 2)])
     buckets = find_schedule(graph, Line(1.0, 1.0), ScheduleLimits())
     exposed_us = clock(graph, buckets, Line(1.0, 1.0)).exposed_us
@@ -273,7 +277,7 @@ print(find_schedule(plan.problem, Line(), ScheduleLimits()))
 """
 
 
-def test_another_process_decides_the_same() -> None:
+def test_another_process_finds_the_same_schedule() -> None:
     transfers = [gather(i, 30 + i, i // 2) for i in range(12)]
     transfers += [reduction(i, 40 + i, i // 2 + 1, 6) for i in range(12)]
     graph = problem([50.0] * 6, transfers)

@@ -1,4 +1,4 @@
-"""What is said of two plans: nothing if they are equal, and what changed if they are not."""
+"""The report of differences between two plans, which is empty if they are equal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZE = 20
 
 
 def _gathers(*buckets: Bucket, names: str = "a b c d", steps: int = 4) -> Dump:
-    """Four steps, of which each uses one parameter."""
+    """Return a dump in which each step uses one parameter."""
     fqns = names.split()
     asked = problem([30.0] * steps, [gather(i, SIZE, i) for i in range(len(fqns))])
     return dump(asked, buckets, fqns)
@@ -30,7 +30,7 @@ def _of(*transfers: int, at: tuple[int, int] | None = None, packed: bool = False
 
 
 def _changes(one: Dump, other: Dump) -> list[str]:
-    """The report up to its table of totals."""
+    """Return the lines of the report before its table of totals."""
     lines = diff(one, other).splitlines()
     ends = [i for i, line in enumerate(lines) if line.split() == ["before", "after"]]
     return lines[: ends[0]] if ends else lines
@@ -40,14 +40,14 @@ APART = (_of(0), _of(1), _of(2), _of(3))
 
 
 @given(dumps())
-def test_nothing_is_said_of_equal_plans(shown: Dump) -> None:
+def test_the_diff_of_equal_plans_is_empty(shown: Dump) -> None:
     again = Dump.from_json(shown.to_json())
     assert diff(shown, again) == ""
     assert diff(shown, dataclasses.replace(again, compiled="7/3")) == ""
 
 
 @given(dumps(), dumps())
-def test_something_is_said_of_others(one: Dump, other: Dump) -> None:
+def test_the_diff_of_different_plans_is_not_empty(one: Dump, other: Dump) -> None:
     assert (diff(one, other) == "") == (one == other)
 
 
@@ -79,11 +79,11 @@ def test_something_is_said_of_others(one: Dump, other: Dump) -> None:
         (APART[:3], APART, ["added: 0 all_gather -> 1: d"]),
     ],
 )
-def test_buckets(before: list[Bucket], after: list[Bucket], changes: list[str]) -> None:
+def test_changes_of_buckets(before: list[Bucket], after: list[Bucket], changes: list[str]) -> None:
     assert _changes(_gathers(*before), _gathers(*after)) == changes
 
 
-def test_parameters() -> None:
+def test_changes_of_parameters() -> None:
     one, other = _gathers(*APART[:3], names="a b c"), _gathers(*APART[:3], names="a b x")
     param = other.plan.params[0]
     wider = dataclasses.replace(param, shape=(4, 9), dtype="torch.bfloat16")
@@ -98,7 +98,7 @@ def test_parameters() -> None:
     ]
 
 
-def test_a_step_that_only_got_another_number_is_the_same() -> None:
+def test_a_step_with_another_number_is_the_same_step() -> None:
     one = _gathers(_of(0), _of(1))
     old = one.plan.problem
     later = dataclasses.replace(
@@ -114,7 +114,7 @@ def test_a_step_that_only_got_another_number_is_the_same() -> None:
     assert _changes(one, other) == ["steps: 4 -> 5"]
 
 
-def test_settings() -> None:
+def test_changes_of_settings() -> None:
     one = by_hand()
     other = dataclasses.replace(
         one, limits=ScheduleLimits(cap=10), hardware=hardware(Line(), "slower")
@@ -132,7 +132,7 @@ def test_settings() -> None:
     ]
 
 
-def test_buckets_without_parameters_are_told_apart_by_their_order() -> None:
+def test_buckets_without_parameters_are_matched_by_order() -> None:
     transfers = [
         dataclasses.replace(gather(0, SIZE, i), param=None, kind=TransferKind.COPY_TO_DEVICE)
         for i in range(3)
@@ -155,7 +155,7 @@ def test_buckets_without_parameters_are_told_apart_by_their_order() -> None:
     ]
 
 
-def test_totals() -> None:
+def test_changes_of_totals() -> None:
     one = _gathers(_of(0), _of(1))
     other = dataclasses.replace(one, hardware=hardware(Line(20.0, 1.0, 0.1), WIRE.name))
     rows = [line.rsplit(maxsplit=3) for line in diff(one, other).splitlines()[2:]]
@@ -164,7 +164,7 @@ def test_totals() -> None:
     assert "compute ms" not in [row[0] for row in rows]
 
 
-def test_what_changes_no_number_is_named() -> None:
+def test_a_change_without_effect_on_totals_is_named() -> None:
     one = _gathers(_of(0), _of(1))
     problem_ = dataclasses.replace(one.plan.problem, steps=("x", "step1", "step2", "step3"))
     other = dataclasses.replace(one, plan=dataclasses.replace(one.plan, problem=problem_))

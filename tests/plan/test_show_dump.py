@@ -1,4 +1,4 @@
-"""Dumps survive JSON, go where they should, and are read by the command line."""
+"""Dumps: their JSON, their files, and the command line that reads them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_dump_survives_json(shown: Dump) -> None:
     assert again.to_json() == shown.to_json()
 
 
-def test_json_is_for_people_too() -> None:
+def test_the_json_of_a_dump_is_readable() -> None:
     raw = json.loads(by_hand().to_json())
     assert raw["version"] == 3 and raw["compiled"] == "0/0"
     assert raw["hardware"]["name"] == "wire"
@@ -62,7 +62,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("text", "match"), BAD)
-def test_what_is_no_dump(text: str, match: str, tmp_path: Path) -> None:
+def test_files_that_are_not_dumps_are_refused(text: str, match: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=match) as caught:
@@ -70,7 +70,7 @@ def test_what_is_no_dump(text: str, match: str, tmp_path: Path) -> None:
     assert str(caught.value).startswith(str(path))
 
 
-def test_files(tmp_path: Path) -> None:
+def test_write_plan_writes_json_trace_table_and_page(tmp_path: Path) -> None:
     shown = by_hand()
     DumpWriter(tmp_path, 3).write_plan(shown)
     assert Dump.load(tmp_path / "03-backward.json") == shown
@@ -80,7 +80,7 @@ def test_files(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4 and (tmp_path / PAGE).exists()
 
 
-def test_code_goes_with_the_plan(tmp_path: Path) -> None:
+def test_code_is_written_next_to_the_plan(tmp_path: Path) -> None:
     shown, writer = by_hand(), DumpWriter(tmp_path)
     graph = fx.Graph()
     graph.output(graph.call_function(abs, (graph.placeholder("x"),)))
@@ -99,7 +99,7 @@ def test_no_files_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_went_away_does_not_end_a_training(tmp_path: Path) -> None:
+def test_a_missing_folder_is_only_a_warning(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="dump cannot be written: .*gone"):
         DumpWriter(tmp_path / "gone").write_plan(by_hand())
 
@@ -131,7 +131,7 @@ def test_dumps_of_a_folder_are_in_order(tmp_path: Path) -> None:
 
 @pytest.fixture
 def two(tmp_path: Path) -> tuple[Path, Path]:
-    """A dump, and one whose last bucket is launched at the end."""
+    """Return the files of two dumps; the second one launches its last bucket at the end."""
     shown = by_hand()
     last = dataclasses.replace(shown.plan.buckets[-1], launch=3)
     plan = dataclasses.replace(shown.plan, buckets=(*shown.plan.buckets[:-1], last))
@@ -140,7 +140,7 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "00-backward.json", tmp_path / "01-backward.json"
 
 
-def test_show(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_tables(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     tables = [table(Dump.load(path)) for path in two]
     assert main(["show", *map(str, two)]) == 0
     assert capsys.readouterr().out == f"{tables[0]}\n\n\n{tables[1]}\n"
@@ -148,7 +148,9 @@ def test_show(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == f"{tables[0]}\n\n\n{tables[1]}\n"
 
 
-def test_diff(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_prints_differences(
+    two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     one, other = map(str, two)
     assert main(["diff", one, other]) == 1
     report = capsys.readouterr().out
@@ -188,7 +190,7 @@ def test_errors_of_the_command_line(
     assert re.search(match, seen.err)
 
 
-def test_calibrate_reads_its_own_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_calibrate_and_of_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["calibrate", "--help"])
     assert caught.value.code == 0

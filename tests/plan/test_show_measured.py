@@ -1,4 +1,4 @@
-"""A measured trace with predictions beside it: each begins where its graph was seen to run."""
+"""A measured trace with predictions added to it: each begins where its graph ran."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Event = dict[str, Any]
 
 
 def _dump(graph: str, compiled: str) -> Dump:
-    """Of 154 us."""
+    """Return a dump with a predicted time of 154 us."""
     shown = by_hand()
     problem = dataclasses.replace(shown.plan.problem, graph=graph)
     return dataclasses.replace(
@@ -52,13 +52,13 @@ DUMPS = [
 
 
 def _starts(events: list[Event], dumps: list[Dump]) -> list[float]:
-    """Of the predicted runs: their first slice is a gather at their beginning."""
+    """Return when the predicted runs start; each starts with the gather of bucket 0."""
     merged = with_predictions({"traceEvents": [NAME, *events]}, dumps)["traceEvents"]
     predicted = [event for event in merged if event["pid"] == PID and event["ph"] == "X"]
     return [event["ts"] for event in predicted if event["args"].get("bucket") == 0]
 
 
-def test_each_graph_begins_where_it_ran() -> None:
+def test_predictions_begin_where_their_graphs_ran() -> None:
     assert _starts(STEP, DUMPS) == [1000.0, 3000.0, 4000.0]
     assert _starts(STEP, [_dump(GraphKind.INFERENCE, "1/0")]) == [2000.0]
     assert _starts(list(reversed(STEP)), DUMPS) == [1000.0, 3000.0, 4000.0]
@@ -74,7 +74,7 @@ def test_predictions_do_not_overlap_each_other() -> None:
     assert _starts(twice, DUMPS) == [1000.0, 1154.0]
 
 
-def test_on_a_gpu_a_graph_begins_with_its_first_kernel() -> None:
+def test_on_a_gpu_a_prediction_begins_at_the_first_kernel() -> None:
     device = [
         _event("cuda_runtime", "cudaLaunchKernel", 900.0, 5.0, correlation=1),
         _event("cuda_runtime", "cudaLaunchKernel", 1020.0, 5.0, correlation=2),
@@ -88,20 +88,20 @@ def test_on_a_gpu_a_graph_begins_with_its_first_kernel() -> None:
     assert _starts([*STEP[:2], *device], DUMPS) == [1800.0]
 
 
-def test_the_two_processes_are_told_apart() -> None:
+def test_measured_and_predicted_are_separate_processes() -> None:
     merged = with_predictions({"traceEvents": [NAME, *STEP], "other": 3}, DUMPS)
     events = merged["traceEvents"]
     named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert named == {9: "measured: python", PID: "predicted on wire"}
     assert [e for e in events if e["pid"] == 9 and e["ph"] == "X"] == STEP
     assert merged["other"] == 3
-    # What is on no stream is not counted as measured.
+    # Events without a stream do not count as measured.
     assert all("stream" not in e["args"] for e in events if e["pid"] == PID and e["ph"] == "X")
     arrows = [e["id"] for e in events if e["pid"] == PID and e["ph"] == "s"]
     assert len(arrows) == len(set(arrows)) == 9
 
 
-def test_folders_of_a_profile(tmp_path: Path) -> None:
+def test_a_profile_in_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="path: there is no folder"), profile(tmp_path / "a" / "b"):
         pass
     with (

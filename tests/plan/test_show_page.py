@@ -1,5 +1,7 @@
-"""The page of a folder: its numbers are those of the dumps, any name is only text in it. A browser,
-if there is one, opens it."""
+"""The page of a dump folder: its numbers are those of the dumps, and names cannot inject HTML.
+
+If Chromium is installed, one test opens a page in it.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ EVIL = "</script><img src=x onerror=\"console.error('ran')\"><!--data-->.weight"
 
 
 def _data(text: str) -> dict[str, Any]:
-    """The document in a page."""
+    """Return the JSON data in a page."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
     assert found
     data: dict[str, Any] = json.loads(found[1])
@@ -57,7 +59,7 @@ def _as(shown: Dump, graph: GraphKind, **changes: Any) -> Dump:
 
 
 @given(dumps())
-def test_numbers_are_those_of_the_dump(shown: Dump) -> None:
+def test_the_numbers_of_the_page_are_those_of_the_dump(shown: Dump) -> None:
     data, plan = graph_data(shown), shown.plan
     assert json.loads(json.dumps(data, allow_nan=False))
     totals = dataclasses.asdict(shown.totals)
@@ -108,7 +110,7 @@ def test_a_graph_computed_by_hand() -> None:
     }
 
 
-def test_sums_over_graphs() -> None:
+def test_the_summary_adds_up_graphs() -> None:
     shown = by_hand()
     runs = Measured(runs=2, median_us=100.0)
     forward = graph_data(_as(shown, GraphKind.FORWARD), measured=runs)
@@ -125,7 +127,7 @@ def test_sums_over_graphs() -> None:
 # --- the file ------------------------------------------------------------------------------------
 
 
-def test_names_are_only_text() -> None:
+def test_names_are_escaped() -> None:
     shown = by_hand()
     params = (dataclasses.replace(shown.plan.params[0], fqn=EVIL), *shown.plan.params[1:])
     data = page_data(EVIL, [graph_data(_as(shown, GraphKind.BACKWARD, params=params))])
@@ -136,7 +138,7 @@ def test_names_are_only_text() -> None:
     assert f"<title>{html.escape(EVIL)}</title>" in text
 
 
-def test_the_file_needs_no_other() -> None:
+def test_the_page_needs_no_other_files() -> None:
     text = page(page_data("x", [graph_data(by_hand())]))
     assert not re.search(r"https?://|//\w+\.|src=|<link|@import|url\(|fetch\(|import ", text)
     assert "default-src 'none'" in text
@@ -157,7 +159,7 @@ def test_a_folder_has_a_page_of_all_its_graphs(tmp_path: Path) -> None:
     assert note.startswith(f"not shown: {tmp_path / '01-forward.json'}: ")
 
 
-def test_measured_times_stand_beside_predicted_ones(tmp_path: Path) -> None:
+def test_the_page_has_measured_and_predicted_times(tmp_path: Path) -> None:
     shown = dataclasses.replace(by_hand(), compiled="1/0")
     DumpWriter(tmp_path).write_plan(_as(shown, GraphKind.FORWARD))
     DumpWriter(tmp_path).write_plan(shown)
@@ -172,7 +174,7 @@ def test_measured_times_stand_beside_predicted_ones(tmp_path: Path) -> None:
     assert backward["measured"] == {"runs": 1, "median_us": 500.0}
 
 
-def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_html_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     DumpWriter(tmp_path).write_plan(by_hand())
     out, text = tmp_path / "out.html", (tmp_path / PAGE).read_text()
     assert main(["show", str(tmp_path), "--html", str(out)]) == 0
@@ -248,7 +250,7 @@ setTimeout(() => {
 
 
 def _look(path: Path, profile: Path) -> tuple[dict[str, Any], list[str]]:
-    """What is seen of a page after some typing and clicking, and what its console says."""
+    """Return what a page shows after some typing and clicking, and its lines in the console."""
     command = [BROWSER, *FLAGS, f"--user-data-dir={profile}", path.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     seen = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.S)
@@ -259,7 +261,7 @@ def _look(path: Path, profile: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 @pytest.mark.skipif(not BROWSER, reason="there is no Chromium (Debian: apt-get install chromium)")
-def test_in_a_browser(tmp_path: Path) -> None:
+def test_the_page_in_a_browser(tmp_path: Path) -> None:
     shown = by_hand()
     params = (dataclasses.replace(shown.plan.params[0], fqn=EVIL), *shown.plan.params[1:])
     reasons = ((1, "travels as float32: used as bfloat16 and float32"),)
@@ -275,7 +277,7 @@ def test_in_a_browser(tmp_path: Path) -> None:
     path.write_text(page(data).replace("</body>", f"{LOOK}</body>"))
     seen, console = _look(path, tmp_path / "profile")
     assert len(console) == 1, console
-    (looked,) = console  # nothing but the one that shows that we would see others
+    (looked,) = console  # only ours, which shows that we would see others
     assert '"looked"' in looked
     assert seen["images"] == 0 and seen["title"] == EVIL
     full, half = seen["bars"]

@@ -1,4 +1,4 @@
-"""The table of a plan: a small one to the letter, the reasons for what is exposed, a large one."""
+"""The table of a plan: a small one verbatim, the reasons for exposed time, and a large one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_summary_has_all_tables() -> None:
 
 
 def _alone(kind: str, launch: int, wait: int, limits: ScheduleLimits | None = None) -> Dump:
-    """Steps of 5, 5 and 5 us, 100 bytes alive in each, and 20 bytes that travel for 30 us."""
+    """Return a dump of three steps (5 us, 100 bytes each) and a transfer of 20 bytes in 30 us."""
     if kind in (TransferKind.ALL_GATHER, TransferKind.COPY_TO_DEVICE):
         transfer = gather(0, 20, wait)
     else:
@@ -96,13 +96,13 @@ def _alone(kind: str, launch: int, wait: int, limits: ScheduleLimits | None = No
         ),
     ],
 )
-def test_why_a_collective_is_exposed(shown: Dump, because: str) -> None:
+def test_reasons_for_exposed_collectives(shown: Dump, because: str) -> None:
     assert shown.timeline.exposed_us[0] > 0
     assert exposed_reason(shown, 0) == because
 
 
-def test_host_copies_are_hidden_or_not_apart_from_communication() -> None:
-    """A copy of 20 us that compute waits for, behind it a gather that is wholly hidden."""
+def test_host_copies_are_counted_apart_from_communication() -> None:
+    """Compute waits for a host copy of 20 us; the gather after it is fully hidden."""
     copied = dataclasses.replace(gather(1, 200, 0), kind=TransferKind.COPY_TO_DEVICE)
     asked = problem([100.0, 5.0], [gather(0, 20, 1), copied])
     copy = dataclasses.replace(bucket(TransferKind.COPY_TO_DEVICE, [(1,)], 200, (0, 0)), world=1)
@@ -143,7 +143,7 @@ def test_all_buckets_are_shown_if_asked_for() -> None:
     assert all(f" layers.{i}.weight " in text for i in range(100)) and "more" not in text
 
 
-def test_a_graph_that_sends_nothing() -> None:
+def test_the_table_of_a_graph_without_transfers() -> None:
     text = table(dump(problem([5.0], []), []))
     assert "0 parameters, 1 steps; predicted" in text
     assert (

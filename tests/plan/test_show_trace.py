@@ -1,4 +1,4 @@
-"""The predicted timeline as a trace: whole, in its lanes, with the overlap that was predicted."""
+"""The predicted timeline as a trace: its lanes, arrows and counters, and the predicted overlap."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.plan.problems import gather, problem
 
 Event = dict[str, Any]
 Interval = tuple[float, float]
-NS = 1e-3  # microseconds; what rounding may cost a slice
+NS = 1e-3  # microseconds; rounding error of a slice
 
 
 def _events(shown: Dump, phases: str) -> list[Event]:
@@ -62,7 +62,7 @@ def test_arrows_lead_from_launch_to_first_use() -> None:
     }
 
 
-def test_an_arrow_passes_the_wait() -> None:
+def test_an_arrow_goes_through_the_wait() -> None:
     asked = problem([20.0, 5.0, 5.0], [gather(0, 20, 2), gather(1, 20, 2)])
     packed = dump(asked, [bucket(TransferKind.ALL_GATHER, [(0, 1)], 40, (1, 2))])
     alone = dump(
@@ -80,7 +80,7 @@ def test_an_arrow_passes_the_wait() -> None:
 
 
 def _slice_at(shown: Dump, arrow: Event) -> Event:
-    """The one slice that an arrow's end is tied to."""
+    """Return the one slice that a point of an arrow is attached to."""
     (found,) = (
         event
         for event in _events(shown, "X")
@@ -113,7 +113,7 @@ def test_slices_of_a_lane_do_not_overlap(shown: Dump) -> None:
 
 
 @given(dumps())
-def test_the_overlap_is_what_was_predicted(shown: Dump) -> None:
+def test_the_overlap_in_the_trace_is_the_predicted_one(shown: Dump) -> None:
     totals = shown.totals
     lane_us, exposed_us = totals.communication_us, totals.exposed_us
     hidden_us, found_us = _overlap(_events(shown, "X"))
@@ -123,11 +123,10 @@ def test_the_overlap_is_what_was_predicted(shown: Dump) -> None:
 
 
 def _overlap(events: list[Event]) -> tuple[float, float]:
-    """How long communication and compute run together, and communication runs at all.
+    """Return how long communication and compute overlap, and how long communication takes.
 
-    The rule of HolisticTraceAnalysis (hta/analyzers/communication_analysis.py, hta/utils/utils.py):
-    what is on a stream and called ``nccl...Kernel`` communicates; what else is on a stream
-    computes.
+    Follows HolisticTraceAnalysis (hta/analyzers/communication_analysis.py, hta/utils/utils.py):
+    events on a stream are communication if they are called ``nccl...Kernel``, otherwise compute.
     """
     kernels = [e for e in events if e["cat"] == "kernel" and e["args"].get("stream", -1) != -1]
     spans: dict[bool, list[Interval]] = {True: [], False: []}
@@ -161,7 +160,7 @@ def test_memory_is_counted_at_every_step() -> None:
     ]
 
 
-def test_the_process_is_labelled() -> None:
+def test_the_process_and_its_threads_are_labelled() -> None:
     names = {
         (e["name"], e["tid"]): e["args"]["name"]
         for e in _events(by_hand(), "M")
@@ -180,6 +179,6 @@ def test_the_process_is_labelled() -> None:
         (TransferKind.ALL_REDUCE, "AllReduce"),
     ],
 )
-def test_kernels_are_called_as_nccl_calls_them(kind: str, name: str) -> None:
+def test_kernels_have_the_names_of_nccl_kernels(kind: str, name: str) -> None:
     shown = dump(problem([5.0], [gather(0, 20, 0)]), [bucket(kind, [(0,)], 20, (0, 0))])
     assert [event[0] for event in _lane(shown, COMMUNICATION)] == [f"ncclDevKernel_{name}(p0)"]

@@ -1,4 +1,4 @@
-"""The predicted timeline: a schedule computed by hand, and what holds of every one."""
+"""The predicted timeline: a schedule computed by hand, and properties of all timelines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_schedule_computed_by_hand() -> None:
     assert timeline.exposed_us == (30.0, 10.0, 40.0)
     assert timeline.total_us == 154.0
     assert timeline.busy_us(COMPUTE) == 74.0 and timeline.busy_us(COMMUNICATION) == 110.0
-    # In front of step 2 the gradients are packed.
+    # Before step 2 the gradients are packed.
     assert timeline.alive_bytes == (100 + 20 + 20, 200 + 20, 100 + 20 + 40 + 40)
     assert timeline.in_flight_bytes == (20, 0, 40)
     assert timeline.peak_bytes == 220
@@ -48,11 +48,11 @@ def test_a_schedule_computed_by_hand() -> None:
     ]
 
 
-def test_another_tensor_in_a_collective_costs_the_host() -> None:
+def test_an_additional_buffer_in_a_collective_takes_time() -> None:
     graph = problem([10.0], [gather(i, 8, 0) for i in range(3)])
     bucket = Bucket(TransferKind.ALL_GATHER, ((0, 1), (2,)), 24, "g", WORLD, 0, 0)
     line = Line(10.0, 1.0, 0.5)
-    # Packed: 16 / 4 bytes in, 16 out.
+    # The packed buffer: copy-in of 16 / 4 bytes, copy-out of 16 bytes.
     assert bucket_cost(graph, bucket, line)[:3] == (20.0 + 2.0, 34.0, 8.0)
     assert clock(graph, [bucket], line).total_us == 20.0 + 2.0 + 34.0 + 8.0 + 10.0
     alone = dataclasses.replace(bucket, buffers=((2,),))
@@ -60,7 +60,7 @@ def test_another_tensor_in_a_collective_costs_the_host() -> None:
 
 
 @given(problems(), lines)
-def test_the_clock_agrees_with_the_dag(graph: Problem, line: Line) -> None:
+def test_clock_agrees_with_simulate(graph: Problem, line: Line) -> None:
     buckets = find_schedule(graph, line, ScheduleLimits())
     timeline = simulate(graph, buckets, line)
     times = clock(graph, buckets, line)
@@ -71,19 +71,19 @@ def test_the_clock_agrees_with_the_dag(graph: Problem, line: Line) -> None:
 
 
 @given(problems(), lines)
-def test_what_holds_of_every_timeline(graph: Problem, line: Line) -> None:
+def test_every_timeline_is_consistent(graph: Problem, line: Line) -> None:
     buckets = find_schedule(graph, line, ScheduleLimits())
     timeline = simulate(graph, buckets, line)
     for lane in (COMPUTE, COMMUNICATION):
         of_lane = [slot for slot in timeline.slots if slot.lane == lane]
         for one, other in itertools.pairwise(of_lane):
             assert other.start_us >= one.end_us
-    # The compute lane either works, or waits for what it says is exposed.
+    # The compute lane is either busy, or waits for exposed transfers.
     busy = timeline.busy_us(COMPUTE) + sum(timeline.exposed_us)
     last = max((s.end_us for s in timeline.slots if s.lane == COMPUTE), default=0.0)
     assert busy == pytest.approx(last)
     assert timeline.total_us >= max(last, timeline.busy_us(COMMUNICATION)) - 1e-6
-    # Of a critical path each slot begins where the one before it ends.
+    # Each slot of a critical path begins where the one before it ends.
     path = timeline.critical_path
     for one, other in itertools.pairwise(path):
         assert other.start_us == one.end_us
@@ -92,7 +92,7 @@ def test_what_holds_of_every_timeline(graph: Problem, line: Line) -> None:
 
 
 @given(problems(), lines)
-def test_noise(graph: Problem, line: Line) -> None:
+def test_noise_changes_only_steps_and_collectives(graph: Problem, line: Line) -> None:
     buckets = find_schedule(graph, line, ScheduleLimits())
     exact = simulate(graph, buckets, line)
     noisy = simulate(graph, buckets, line, Noise(seed=1, spread=0.3))

@@ -1,4 +1,4 @@
-"""Which rank orthogonalises which matrices, in which bucket."""
+"""Assignment of matrices to the ranks that orthogonalise them, and to buckets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_matrix_has_one_owner(specs: list[MatrixSpec], num_ranks: int, lim
 
 @given(st.lists(SPECS, min_size=1, max_size=30), st.integers(1, 8), st.integers(1, 4000))
 def test_work_is_balanced(specs: list[MatrixSpec], num_ranks: int, limit: int) -> None:
-    """No rank has more than an even part and one matrix more, the bound of a greedy choice."""
+    """No rank has more than an even share plus one matrix, the bound of a greedy choice."""
     work = [0] * num_ranks
     for matrix, owner in _owners(plan_buckets(specs, num_ranks, limit)).items():
         work[owner] += specs[matrix].cost
@@ -45,7 +45,7 @@ def test_work_is_balanced(specs: list[MatrixSpec], num_ranks: int, limit: int) -
 
 @pytest.mark.parametrize("limit", [1e9, 1])
 def test_equal_matrices_are_batched(limit: float) -> None:
-    """Eight of one shape over two ranks: two batches of four; or pairs, where memory is small."""
+    """Eight matrices on two ranks: two batches of four, or with little memory one by one."""
     buckets = plan_buckets([MatrixSpec((8, 4), 0)] * 8, 2, limit)
     if limit > 1:
         assert [[(b.owner, b.matrices) for b in bucket] for bucket in buckets] == [
@@ -55,6 +55,6 @@ def test_equal_matrices_are_batched(limit: float) -> None:
         assert [len(bucket) for bucket in buckets] == [2] * 4
 
 
-def test_groups_of_the_optimizer_are_not_batched_together() -> None:
+def test_matrices_of_different_param_groups_are_not_batched() -> None:
     specs = [MatrixSpec((8, 4), 0), MatrixSpec((8, 4), 1)]
     assert [batch.matrices for batch in plan_buckets(specs, 1, 1e9)[0]] == [(0,), (1,)]

@@ -1,4 +1,4 @@
-"""Tensors that are still in a file: rows of what operators make of them, and what that reads."""
+"""Tensors that are still in a file: rows of operators' results, and the rows read for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROWS = 6
 
 
 class _File:
-    """Two tensors of six rows, and the number of rows that were read of them."""
+    """Two tensors of six rows, and the number of rows read so far."""
 
     def __init__(self) -> None:
         rng = torch.Generator().manual_seed(0)
@@ -48,7 +48,7 @@ BY_ROWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "flattened columns": lambda a, b: a.reshape(ROWS, 8),
     "interleaved columns": lambda a, b: a.reshape(ROWS, 2, 2, 2).transpose(1, 2).reshape(ROWS, 8),
 }
-"""As many rows are read of each argument as are wanted."""
+"""Functions that read only as many rows of each argument as are requested."""
 
 OF_EXPERTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "stacked": lambda a, b: torch.stack([a, b]),
@@ -65,7 +65,7 @@ CASES = BY_ROWS | OF_EXPERTS | WHOLE
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rows_are_those_of_the_whole(name: str) -> None:
+def test_rows_of_a_stored_result_equal_those_of_the_full_result(name: str) -> None:
     file = _File()
     expected, stored = CASES[name](*file.tensors), CASES[name](*file.stored())
     assert isinstance(stored, StoredTensor) and file.num_read == 0
@@ -78,7 +78,7 @@ def test_rows_are_those_of_the_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BY_ROWS)
-def test_other_rows_are_not_read(name: str) -> None:
+def test_only_requested_rows_are_read(name: str) -> None:
     file = _File()
     arguments = {"columns side by side": 2, "chunk of columns": 2}.get(name, 1)
     read_stored(BY_ROWS[name](*file.stored()), slice(1, 2))
@@ -86,7 +86,7 @@ def test_other_rows_are_not_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OF_EXPERTS)
-def test_other_experts_are_not_read(name: str) -> None:
+def test_only_requested_experts_are_read(name: str) -> None:
     file = _File()
     experts = OF_EXPERTS[name](*file.stored())
     read_stored(experts, slice(1, 2))
@@ -99,6 +99,6 @@ def test_scalars_and_empty_tensors() -> None:
         assert torch.equal(read_stored(stored.to(torch.float64)), tensor.double())
 
 
-def test_a_stored_tensor_is_not_written() -> None:
+def test_writing_to_a_stored_tensor_raises() -> None:
     with pytest.raises(NotImplementedError, match="still in its file"):
         _File().stored()[0].zero_()

@@ -1,5 +1,8 @@
-"""`consolidate` of damaged files and of files of strangers: always a ValueError that names the
-file, never code of theirs, never a file beside the target, and no target if it failed."""
+"""`consolidate` of damaged and malicious files.
+
+Every failure is a ValueError that names the file and leaves no target. Code in a file never runs,
+and no file except the target is written.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ EXAMPLES = settings(
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same tensors in all forms; the folder has a text, too."""
+    """Return a folder with the same tensors in all formats; the checkpoint also holds a string."""
     folder = tmp_path_factory.mktemp("good")
     tensors = {"a": torch.arange(6.0).view(2, 3), "b": {"c": torch.ones(3, dtype=torch.bfloat16)}}
     dcp.save({"model": tensors}, checkpoint_id=folder / "tensors", no_dist=True)
@@ -43,7 +46,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(good: Path, tmp_path: Path) -> Path:
-    """A folder of one's own with copies of all forms, and nothing else."""
+    """Return a folder with copies of all formats and nothing else."""
     shutil.copytree(good, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
@@ -54,7 +57,7 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 
 def _try(place: Path, form: str) -> ValueError | None:
-    """Consolidate; return the error. All files but the target are as they were."""
+    """Consolidate, check that no file except the target changed, and return the error, if any."""
     before, error = _files(place), None
     target = place / "out" / ("made" if "." in form else "made.pt")
     try:
@@ -95,7 +98,7 @@ def test_a_truncated_file_is_an_error(place: Path, form: str, data: st.DataObjec
 @pytest.mark.parametrize("form", FORMS)
 @given(data=st.data())
 @EXAMPLES
-def test_changed_bytes_are_an_error_or_other_values(
+def test_changed_bytes_are_an_error_or_change_values(
     place: Path, form: str, data: st.DataObject
 ) -> None:
     path = data.draw(st.sampled_from(_parts(place, form)))
@@ -110,7 +113,7 @@ def test_changed_bytes_are_an_error_or_other_values(
         path.write_bytes(whole)
 
 
-# Metadata of a checkpoint that lie.
+# False metadata of a checkpoint.
 
 
 def _metadata(folder: Path) -> Any:
@@ -171,7 +174,7 @@ def _hole(metadata: Any) -> None:
 
 
 def _chunk(offsets: list[int], sizes: list[int]) -> Callable[[Any], None]:
-    """A second chunk, which has the place of the first one."""
+    """Return a change that adds a second chunk, stored in the same place as the first one."""
 
     def change(metadata: Any) -> None:
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
@@ -236,7 +239,7 @@ LIES: dict[str, Callable[[Any], None]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_metadata_that_lie_are_an_error(place: Path, lie: str) -> None:
+def test_false_metadata_are_an_error(place: Path, lie: str) -> None:
     metadata = _metadata(place / "folder")
     LIES[lie](metadata)
     _write(place / "folder", metadata)
@@ -244,16 +247,16 @@ def test_metadata_that_lie_are_an_error(place: Path, lie: str) -> None:
 
 
 @pytest.mark.parametrize("value", [None, {}, torch.Size([1]), [1, 2]])
-def test_another_pickle_in_place_of_metadata(place: Path, value: Any) -> None:
+def test_another_pickle_in_place_of_metadata_is_an_error(place: Path, value: Any) -> None:
     _write(place / "folder", value)
     assert _try(place, "folder") is not None
 
 
-# Code.
+# Code in pickles.
 
 
 class _Code:
-    """Makes a file when it is unpickled."""
+    """An object that makes a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -305,16 +308,16 @@ SHARED = {
 
 
 @pytest.mark.parametrize("what", SHARED)
-def test_metadata_change_nothing_that_torch_has(place: Path, what: str) -> None:
+def test_metadata_cannot_change_objects_of_torch(place: Path, what: str) -> None:
     has = SHARED[what].encode()
-    changes = has + b"(N(S'planted'\nI1\ndtb"  # as by setattr
+    changes = has + b"(N(S'planted'\nI1\ndtb"  # like setattr
     (place / "folder" / ".metadata").write_bytes(changes + b".")
     error = _try(place, "folder")
     assert not hasattr(pickle.loads(has + b"."), "planted")
     assert error is not None and "changes" in str(error)
 
 
-def test_what_is_left_out_need_not_be_read(place: Path) -> None:
+def test_values_that_key_leaves_out_need_not_be_readable(place: Path) -> None:
     form = _code_in_a_value(place, _Code(place / "made by code"))
     consolidate(place / form, place / "model.pt.pt", key="model")
 
@@ -335,7 +338,7 @@ def _headers() -> Iterator[bytes]:
     yield from (b"", b"\1" * 5, _safetensors(b"{}", 1 << 63), _safetensors(b"{}", 1000))
     yield from (_safetensors(text) for text in (b"{", b"[]", b"3", b"\xff", b"[" * 100_000))
     yield from (_safetensors(b'{"a": %s}' % text) for text in (b"3", b"{}", b"null"))
-    yield _safetensors(_entry()[:-1] + b"," + _entry()[1:])  # twice
+    yield _safetensors(_entry()[:-1] + b"," + _entry()[1:])  # the same key twice
     for offsets in ([-24, 0], [24, 0], [8, 32], [0, 25], [0], [0, 12], [0, 1 << 70], ["0", 24]):
         yield _safetensors(_entry(data_offsets=offsets))
     for shape in ([-2, -3], [2, 3, 1.0], [1 << 40, 1 << 40], "6", [True, 6], None):
@@ -348,7 +351,7 @@ def _headers() -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("number", range(len(list(_headers()))))
-def test_a_header_that_lies_is_an_error(place: Path, number: int) -> None:
+def test_a_false_header_is_an_error(place: Path, number: int) -> None:
     (place / "model.safetensors").write_bytes(list(_headers())[number])
     assert _try(place, "model.safetensors") is not None
 

@@ -1,1 +1,1 @@
-"""Models of `transformers`, built by config alone and unchanged, trained sharded."""
+"""Real models and other people's training loops, sharded by graphshard."""

@@ -1,10 +1,10 @@
-"""Trains by every framework for some steps beside its own DDP or FSDP2, and makes a table of it.
+"""Train with each framework, compare with its own DDP or FSDP2, and print a table.
 
     python -m tests.zoo [--only NAME ...] [--out benchmarks/results/integrations.md]
 
-The loops are those of the tests, on 2 gloo ranks. A framework that is not installed has a row that
-says so; torchtitan disputes versions of packages with others, and may need an environment of its
-own.
+The training loops are those of the tests, on 2 gloo ranks. The row of a framework that is not
+installed says so. torchtitan needs other versions of some packages than the rest, so it may need an
+environment of its own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,14 @@ loop a Llama by SGD.
 
 @dataclass(frozen=True)
 class Found:
-    """What was found of a framework; None: not looked at."""
+    """The results of one framework.
+
+    Attributes:
+        loss: largest relative difference of a loss from the peer's.
+        saved: whether a plain model loads the saved weights bitwise; None if not tested.
+        resumed: whether a resumed training ends bitwise like an uninterrupted one; None if not
+            tested.
+    """
 
     loss: float
     saved: bool | None
@@ -53,14 +60,15 @@ class Found:
 
 @dataclass(frozen=True)
 class Row:
-    """One framework.
+    """One row of the table.
 
     Attributes:
-        package: whose version is told.
-        peer: beside which it trains.
-        script: whose loop it is.
-        lines: of a script that change.
-        measure: trains in a folder.
+        name: name of the framework.
+        package: package whose version is shown.
+        peer: what the framework is compared with, "DDP" or "FSDP2".
+        script: file of the training loop.
+        lines: number of lines that a user's script changes.
+        measure: function that trains in a folder and returns the results.
     """
 
     name: str
@@ -81,7 +89,7 @@ def _on_ranks(
 
 
 def _kept(module: str, function: str, *args: Any) -> dict[str, bool]:
-    """Return what both ranks keep, of a training of as few steps as the test's."""
+    """Return whether both ranks saved and resumed exactly, in as few steps as the test uses."""
     found = _on_ranks(module, function, *args, steps=None)
     return {
         "saved": all(kept.saved for kept in found),

@@ -1,6 +1,8 @@
-"""What tests of frameworks share: what `torchrun` tells a process, for frameworks that ask for
-nothing else; their singletons, which outlive a test in ranks that stay alive; a model, its data,
-and what is found of checkpoints."""
+"""Helpers for tests of frameworks: `torchrun`'s environment, a model, data, and checkpoint checks.
+
+Frameworks read the environment that `torchrun` sets, and keep singletons, which outlive a test
+because rank processes stay alive.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ from .models import causal_batch, llama
 
 
 class Kept(NamedTuple):
-    """What of a training is kept, bitwise.
+    """The bitwise checks of saving and resuming, on one rank.
 
     Attributes:
-        saved: what is saved is loaded by a plain model, on this rank.
-        resumed: a training that goes on from it ends as one that was not interrupted.
+        saved: whether a plain model loads the saved weights.
+        resumed: whether a training resumed from a checkpoint ends like an uninterrupted one.
     """
 
     saved: bool
@@ -30,12 +32,12 @@ class Kept(NamedTuple):
 
 
 def small_llama() -> PreTrainedModel:
-    """Return a Llama of one layer: of two a test takes half as long again to compile."""
+    """Return a Llama of one layer; with two, a test would compile for 50 % longer."""
     return llama(num_hidden_layers=1)
 
 
 def same(values: dict[str, Tensor], model: nn.Module | dict[str, Tensor]) -> bool:
-    """Return whether ``values`` are bitwise those of a plain model, or of another dictionary."""
+    """Return whether ``values`` are bitwise equal to those of a plain model or a dictionary."""
     others = model if isinstance(model, dict) else dict(model.named_parameters())
     return values.keys() <= others.keys() and all(
         torch.equal(v, others[n]) for n, v in values.items()
@@ -43,14 +45,14 @@ def same(values: dict[str, Tensor], model: nn.Module | dict[str, Tensor]) -> boo
 
 
 def updates(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return by how much training changed each weight of the small Llama, from seed 0."""
+    """Return the change of each weight of the small Llama by training from seed 0."""
     torch.manual_seed(0)
     before = dict(small_llama().named_parameters())
     return {name: value - before[name].detach() for name, value in weights.items()}
 
 
 def as_by_torchrun() -> None:
-    """Set the environment of this rank, and forget what Accelerate knows of an earlier test."""
+    """Set the environment that torchrun would set, and reset Accelerate's singletons."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
@@ -58,7 +60,7 @@ def as_by_torchrun() -> None:
 
 
 class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Sequences of one length, the same on every rank; frameworks share them out."""
+    """Sequences of equal length, the same on every rank; frameworks distribute them over ranks."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -72,7 +74,11 @@ class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def call(module: str, function: str, *args: Any, steps: int | None = None) -> Any:
-    """Call a loop of a test in this folder, with so many steps in place of its STEPS."""
+    """Call a training loop of a test module in this folder.
+
+    Args:
+        steps: value for the module's STEPS during the call; None keeps it.
+    """
     loops: Any = importlib.import_module(f"tests.zoo.{module}")
     if steps is None:
         return getattr(loops, function)(*args)

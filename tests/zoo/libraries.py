@@ -1,5 +1,7 @@
-"""Models of other libraries than `transformers`, by name: peft's adapters, diffusers, and
-sentence-transformers. All are built from tiny configs, without a download and without dropout."""
+"""Models of other libraries than `transformers`: peft, diffusers and sentence-transformers.
+
+All are built from tiny configs, without a download and without dropout.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from .models import causal_batch, llama
 from .words import WORDS, tokenizer
 
 Loss = Callable[[Any, Any], Tensor]
-"""``loss(model, batch)``; ``model`` is what is called, compiled or not."""
+"""``loss(model, batch)``; ``model`` is the model or its compiled form."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,10 @@ class Library:
     """One model of a library.
 
     Attributes:
-        build: makes it, with random weights.
-        batch: makes one batch; the generator differs by rank and step.
-        loss: the loss of a batch, as the library's own training script computes it.
-        one_graph: whether Dynamo traces it without a graph break.
+        build: function that builds the model with random weights.
+        batch: function that draws one batch; the generator differs by rank and step.
+        loss: function that computes the loss as the library's own training script does.
+        one_graph: whether Dynamo traces the model without a graph break.
     """
 
     build: Callable[[], nn.Module]
@@ -37,7 +39,7 @@ class Library:
 
 
 def loss_of_output(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the loss that a model of transformers computes itself."""
+    """Return the loss that a model of transformers computes."""
     loss: Tensor = model(**batch).loss
     return loss
 
@@ -50,29 +52,30 @@ def _adapted(config: str, **changes: Any) -> nn.Module:
 
     model = peft.get_peft_model(llama(), getattr(peft, config)(task_type="CAUSAL_LM", **changes))
     for name, param in model.named_parameters():
-        if "lora_B" in name or "ia3" in name:  # zeros and ones, which leave gradients zero or alike
+        # Initially zeros or ones, with which gradients are zero or equal.
+        if "lora_B" in name or "ia3" in name:
             nn.init.normal_(param, mean=float("ia3" in name), std=0.1)
     return model
 
 
 def dora() -> nn.Module:
-    """Return a Llama with DoRA, which takes the norm of base and adapter together."""
+    """Return a Llama with DoRA, which takes the norm of the base plus its adapter."""
     return _adapted("LoraConfig", r=3, target_modules=["q_proj", "v_proj"], use_dora=True)
 
 
 def lora_with_saved_modules() -> nn.Module:
-    """Return a Llama with LoRA, whose head is a trained copy of the frozen one."""
+    """Return a Llama with LoRA and a trained copy of its frozen head."""
     return _adapted("LoraConfig", r=3, target_modules=["q_proj"], modules_to_save=["lm_head"])
 
 
 def ia3() -> nn.Module:
-    """Return a Llama with IA3, which scales what some layers take or return."""
+    """Return a Llama with IA3, which scales inputs or outputs of some layers."""
     targets = ["k_proj", "v_proj", "down_proj"]
     return _adapted("IA3Config", target_modules=targets, feedforward_modules=["down_proj"])
 
 
 def prompt_tuning() -> nn.Module:
-    """Return a Llama with trained embeddings in front of each text."""
+    """Return a Llama with trained embeddings before each text."""
     return _adapted("PromptTuningConfig", num_virtual_tokens=5)
 
 
@@ -82,7 +85,7 @@ CHANNELS, CONTEXT = 4, 20
 
 
 def unet() -> nn.Module:
-    """Return a UNet of Stable Diffusion's kind with two resolutions."""
+    """Return a UNet like Stable Diffusion's, with two resolutions."""
     from diffusers import UNet2DConditionModel
 
     return UNet2DConditionModel(
@@ -114,11 +117,11 @@ def dit() -> nn.Module:
         dropout=0.0,
         norm_num_groups=2,
         attention_bias=False,
-    ).eval()  # in training it drops classes at random
+    ).eval()  # in training mode it drops classes at random
 
 
 def noise_batch(rng: torch.Generator) -> dict[str, Tensor]:
-    """Return noisy latents with their noise, times, texts and classes."""
+    """Return latents with noise, times, texts and classes."""
     return {
         "latents": torch.randn(2, CHANNELS, 8, 8, generator=rng),
         "noise": torch.randn(2, CHANNELS, 8, 8, generator=rng),
@@ -135,13 +138,13 @@ def _noisy(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def unet_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the loss of train_text_to_image.py."""
+    """Return the loss that train_text_to_image.py computes."""
     predicted = model(_noisy(batch), batch["times"], batch["texts"], return_dict=False)[0]
     return F.mse_loss(predicted, batch["noise"])
 
 
 def dit_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the loss of the predicted noise, given the class of each picture."""
+    """Return the mean squared error of the noise predicted for the class of each picture."""
     predicted = model(
         _noisy(batch), timestep=batch["times"], class_labels=batch["classes"], return_dict=False
     )[0]
@@ -152,7 +155,7 @@ def dit_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def sentences() -> nn.Module:
-    """Return a BERT with pooling and normalisation that embeds sentences."""
+    """Return a BERT with pooling and normalization that embeds sentences."""
     import transformers
     from safetensors.torch import save_file
     from sentence_transformers import SentenceTransformer
@@ -169,22 +172,22 @@ def sentences() -> nn.Module:
         attention_probs_dropout_prob=0.0,
     )
     with tempfile.TemporaryDirectory() as folder:
-        # Without a pooler, which no sentence's embedding depends on.
+        # Without a pooler, on which no embedding of a sentence depends.
         bert = transformers.BertModel(config, add_pooling_layer=False)
-        # Not save_pretrained, which only writes on the first rank.
+        # Not by save_pretrained, which writes on the first rank only.
         bert.config.to_json_file(f"{folder}/config.json", use_diff=False)
         save_file(bert.state_dict(), f"{folder}/model.safetensors", {"format": "pt"})
         tokenizer().save_pretrained(folder)
         embed = Transformer(folder, model_kwargs={"add_pooling_layer": False})
     for name, param in embed.named_parameters():
-        if name.endswith("key.bias"):  # its gradient is what rounding leaves of zero
+        if name.endswith("key.bias"):  # its gradient is zero but for rounding
             param.requires_grad_(False)
     pooling = Pooling(embed.get_embedding_dimension())
     return SentenceTransformer(modules=[embed, pooling, Normalize()], device="cpu")
 
 
 def pairs_batch(rng: torch.Generator) -> list[dict[str, Tensor]]:
-    """Return the features of three sentences and of one that belongs to each."""
+    """Return the features of three sentences, and of a positive example for each."""
     columns = []
     for length in (6, 9):
         ids = torch.randint(3, len(WORDS) + 3, (3, length), generator=rng)
@@ -195,7 +198,7 @@ def pairs_batch(rng: torch.Generator) -> list[dict[str, Tensor]]:
 
 
 def ranking_loss(model: Any, batch: list[dict[str, Tensor]]) -> Tensor:
-    """Return the loss as `SentenceTransformerTrainer.compute_loss` does."""
+    """Return the loss that `SentenceTransformerTrainer.compute_loss` computes."""
     from sentence_transformers.losses import MultipleNegativesRankingLoss
 
     loss: Tensor = MultipleNegativesRankingLoss(model)([dict(column) for column in batch], None)

@@ -1,7 +1,8 @@
-"""The models of the zoo, by name: tiny ones of `transformers`, made from a config without any
-download and used as they are, without dropout (so that two trainings can be compared) and with
-sizes that no number of ranks divides (so that shards are padded); with each a maker of random
-batches, and whether Dynamo can trace it in one graph."""
+"""The models of the zoo: tiny, unmodified models of `transformers`, built without a download.
+
+They have no dropout, so trainings can be compared. The sizes of vocabularies and most MLPs are odd,
+so some shards are padded.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-if TYPE_CHECKING:  # importing it takes seconds, which only ranks need to spend
+if TYPE_CHECKING:  # the import takes seconds, which only ranks need to spend
     from transformers import PreTrainedModel
 
 VOCAB, LENGTH, LABELS = 101, 12, 5
-IGNORED = -100  # the label of a token that does not count in the loss
+IGNORED = -100  # label of tokens that do not count in the loss
 
 Batch = dict[str, torch.Tensor]
 
@@ -26,10 +27,11 @@ class Entry:
     """One model of the zoo.
 
     Attributes:
-        build: makes it, with random weights.
-        batch: makes one batch of its arguments; the generator differs by rank and step.
-        one_graph: Dynamo traces it without a graph break.
-        all_used: every parameter has a gradient in every step.
+        build: function that builds the model with random weights.
+        batch: function that draws a batch, the model's arguments; the generator differs by rank
+            and step.
+        one_graph: whether Dynamo traces the model without a graph break.
+        all_used: whether every parameter has a gradient in every step.
     """
 
     build: Callable[[], PreTrainedModel]
@@ -39,13 +41,13 @@ class Entry:
 
 
 def causal_batch(generator: torch.Generator, rows: int = 2, length: int = LENGTH) -> Batch:
-    """Return token ids `[rows, length]`, which are their own labels."""
+    """Return token ids `[rows, length]` that are also the labels."""
     ids = torch.randint(3, VOCAB, (rows, length), generator=generator)
     return {"input_ids": ids, "labels": ids}
 
 
 def masked_batch(generator: torch.Generator) -> Batch:
-    """Some tokens are to be guessed, and the second text is shorter than the first."""
+    """Return two texts with masked tokens to predict, the second shorter than the first."""
     ids = torch.randint(3, VOCAB, (2, LENGTH), generator=generator)
     guessed = torch.rand(ids.shape, generator=generator) < 0.4
     guessed[:, 0] = True
@@ -72,7 +74,7 @@ def image_batch(generator: torch.Generator) -> Batch:
 
 
 def few_tokens_batch(generator: torch.Generator) -> Batch:
-    """So few that most batches leave some expert of a mixture without a token."""
+    """Return so few tokens that most batches leave some expert without any."""
     return causal_batch(generator, rows=1, length=3)
 
 
@@ -89,7 +91,7 @@ _DECODER: dict[str, Any] = dict(
     eos_token_id=2,
     use_cache=False,
 )
-# Rows of experts have to be a multiple of 16 bytes: torch.nn.functional.grouped_mm asks for it.
+# Rows of experts are multiples of 16 bytes, which torch.nn.functional.grouped_mm requires.
 _MIXTURE: dict[str, Any] = dict(
     _DECODER, intermediate_size=44, num_local_experts=4, num_experts_per_tok=2
 )
@@ -114,7 +116,10 @@ def gpt2(**changes: Any) -> PreTrainedModel:
 
 
 def gpt2_with_loss(**changes: Any) -> PreTrainedModel:
-    """With the loss named that transformers takes anyway, after a message that breaks the graph."""
+    """Return a GPT-2 with its loss type set.
+
+    Otherwise transformers chooses the same loss, but logs a message that breaks the graph.
+    """
     model = gpt2(**changes)
     model.loss_type = "ForCausalLM"
     return model
@@ -133,12 +138,12 @@ def llama_checkpointed() -> PreTrainedModel:
 
 
 def qwen3() -> PreTrainedModel:
-    """Return a Qwen3, whose heads have norms."""
+    """Return a Qwen3, whose attention heads have norms."""
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_DECODER, head_dim=8))
 
 
 def bert(**changes: Any) -> PreTrainedModel:
-    """Return a BERT that guesses masked tokens."""
+    """Return a BERT that predicts masked tokens."""
     config = transformers.BertConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -180,7 +185,7 @@ def vit() -> PreTrainedModel:
         image_size=16,
         patch_size=4,
         num_labels=LABELS,
-        # Or else the first forward finds it out and writes it here, and Dynamo has to trace again.
+        # Otherwise the first forward infers and sets it, and Dynamo has to trace again.
         problem_type="single_label_classification",
     )
     return transformers.ViTForImageClassification(config)
@@ -192,13 +197,13 @@ def mixtral(**changes: Any) -> PreTrainedModel:
 
 
 def mixtral_eager() -> PreTrainedModel:
-    """Its loop over the experts that got a token is one that Dynamo cannot trace."""
+    """Return a Mixtral that loops over the experts with tokens, which Dynamo cannot trace."""
     return mixtral(
         experts_implementation="eager", output_router_logits=True, router_aux_loss_coef=0.1
     )
 
 
-# Dynamo of torch 2.11 cannot trace the copy.deepcopy with which T5 reads its config.
+# Dynamo of torch 2.11 cannot trace the copy.deepcopy with which T5 copies its config.
 _TRACES_DEEPCOPY = torch.__version__ >= (2, 13)
 
 ZOO: dict[str, Entry] = {
@@ -206,7 +211,8 @@ ZOO: dict[str, Entry] = {
     "gpt2-eager-attention": Entry(
         lambda: gpt2_with_loss(attn_implementation="eager"), causal_batch
     ),
-    # As it is, and with parameters that no loss depends on: cross attention to nothing.
+    # Without a loss type, and with parameters that the loss does not depend on: cross attention
+    # without an encoder.
     "gpt2-breaks-unused": Entry(
         lambda: gpt2(add_cross_attention=True), causal_batch, one_graph=False, all_used=False
     ),

@@ -1,5 +1,7 @@
-"""Accelerate trains a model that `graphshard.integrations.accelerate.prepare` sharded as it trains
-one by DDP; what it saves is whole, and training goes on from it bitwise."""
+"""Accelerate with `graphshard.integrations.accelerate.prepare`, compared with its DDP.
+
+It trains like DDP, saves full weights, and resumes bitwise from what it saved.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ STEPS, MICROBATCHES = 6, 2
 
 
 class Training:
-    """A usual loop: two microbatches a step, clipped, with a schedule."""
+    """A typical loop: two microbatches per step, gradient clipping, a learning rate schedule."""
 
     def __init__(self, by: str, optimizer: str = "AdamW", **kwargs: Any) -> None:
         as_by_torchrun()
@@ -44,7 +46,7 @@ class Training:
         self.model, self.optim, self.loader, self.schedule = prepared
 
     def train(self, start: int = 0, end: int | None = None) -> tuple[list[float], list[float]]:
-        """Losses of microbatches, and norms of gradients of steps."""
+        """Return the losses of all microbatches and the gradient norms of all steps."""
         losses, norms = [], []
         accelerator = self.accelerator
         loader = accelerator.skip_first_batches(self.loader, start * MICROBATCHES)
@@ -69,20 +71,20 @@ class Training:
 
 
 def _numbers(by: str, mixed_precision: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Losses, norms of gradients, and weights."""
+    """Train, and return losses, gradient norms and weights."""
     training = Training(by, "SGD", mixed_precision=mixed_precision)
     losses, norms = map(torch.tensor, training.train())
     return losses, norms, training.weights()
 
 
 def beside_ddp() -> tuple[float, float, float]:
-    """Largest relative errors of losses, of norms and of trained weights."""
+    """Return the largest relative differences of losses, gradient norms and weights from DDP's."""
     (*ours, trained), (*theirs, expected) = (_numbers(by, "no") for by in ("graphshard", "ddp"))
     losses, norms = (float(((a - b) / b).abs().max()) for a, b in zip(ours, theirs))
     return losses, norms, max(relative_error(trained[n], value) for n, value in expected.items())
 
 
-def test_trains_as_by_ddp() -> None:
+def test_accelerate_trains_like_ddp() -> None:
     for errors in ranks.run(2, beside_ddp):
         assert max(errors) <= 1e-5
 
@@ -96,12 +98,12 @@ def _in_bfloat16() -> None:
 
 
 @pytest.mark.low_precision
-def test_trains_as_by_ddp_in_bfloat16() -> None:
+def test_accelerate_trains_like_ddp_in_bfloat16() -> None:
     ranks.run(2, _in_bfloat16)
 
 
 def save_and_resume(folder: str) -> Kept:
-    """Save in the middle, with a model beside it that has no optimizer, and go on from there."""
+    """Save midway, along with a second model that has no optimizer, and resume from there."""
     path = Path(folder)
     first = Training("graphshard")
     teacher = _add_teacher(first)
@@ -128,7 +130,7 @@ def _add_teacher(training: Training) -> nn.Linear:
     return teacher
 
 
-def test_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+def test_accelerate_saves_and_resumes_bitwise(tmp_path: Path) -> None:
     assert ranks.run(2, save_and_resume, str(tmp_path)) == [Kept(True, True)] * 2
 
 
@@ -159,5 +161,5 @@ def _refuse(folder: str) -> None:
         accelerator.load_state(folder)
 
 
-def test_bad_input_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+def test_bad_input_is_refused_without_changes(tmp_path: Path) -> None:
     ranks.run(2, _refuse, str(tmp_path))

@@ -1,4 +1,4 @@
-"""The pages that need frameworks: docs/frameworks.md, and the scripts of README.md."""
+"""Documentation that needs frameworks: docs/frameworks.md, and the scripts of README.md."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .models import ZOO
 from .words import WORDS, tokenizer
 
 
-def test_frameworks_train(tmp_path: Path) -> None:
+def test_blocks_of_frameworks_page_run(tmp_path: Path) -> None:
     env = {"TORCHELASTIC_RUN_ID": "1"}
     assert ranks.run(2, _run_frameworks, tmp_path, env=env) == [5, 5]
 
@@ -34,7 +34,7 @@ def _run_frameworks(folder: Path) -> int:
     names = common_names() | {
         "LIGHTNING": {"accelerator": "cpu", "devices": dist.get_world_size()},
         "args": TrainingArguments(str(folder), save_strategy="no", **small),
-        "accelerator": Accelerator(cpu=True),  # behind TrainingArguments, which reset its state
+        "accelerator": Accelerator(cpu=True),  # after TrainingArguments, which reset its state
         "data": data,
         "policy": MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32),
     }
@@ -64,8 +64,8 @@ def _run_frameworks(folder: Path) -> int:
     return run_page("docs/frameworks.md", folder, names, renew, train)
 
 
-# What is smaller than in README: the training, and a model that is there without a download. Op by
-# op, since Inductor would take most of the time.
+# Replacements in the scripts of README: a shorter training, a local model, and aot_eager, since
+# Inductor would take most of the time.
 SMALLER = {
     "train.py": {
         "= 1000, 4, 8, 100\n": "= 4, 2, 2, 2\n",
@@ -75,7 +75,7 @@ SMALLER = {
 }
 
 
-def test_the_scripts_of_readme_train_and_go_on_where_they_stopped(tmp_path: Path) -> None:
+def test_readme_scripts_train_and_resume(tmp_path: Path) -> None:
     for name, changes in SMALLER.items():
         code = file_of(name)
         for given, smaller in changes.items():
@@ -102,7 +102,7 @@ def test_the_scripts_of_readme_train_and_go_on_where_they_stopped(tmp_path: Path
 
 
 def _train(folder: Path) -> str:
-    """Run train.py as README says; return what it prints."""
+    """Run train.py as README says, and return its output."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*launch, "--nproc_per_node=2", "train.py"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)

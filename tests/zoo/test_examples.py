@@ -1,4 +1,4 @@
-"""The examples, as users run them: by `torchrun` on two ranks."""
+"""The examples, run as users do: with `torchrun` on two ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _start(example: str, launch: Sequence[str], *arguments: object) -> subproces
 
 
 def _end(*started: subprocess.Popen[str]) -> str:
-    """Return what they print."""
+    """Wait for the processes to end, and return their output."""
     printed = ""
     try:
         for process in started:
@@ -52,7 +52,7 @@ def _end(*started: subprocess.Popen[str]) -> str:
 
 
 def _on_two_nodes(example: str, *arguments: object) -> str:
-    """Run one rank on each of two nodes, which are this machine."""
+    """Run one rank on each of two nodes, both of which are this machine."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -62,7 +62,7 @@ def _on_two_nodes(example: str, *arguments: object) -> str:
 
 
 def pretrain_and_resume(folder: Path) -> Kept:
-    """Pretrain on two nodes, and go on from the middle on one; all by the example."""
+    """Pretrain with the example on two nodes, and resume from the middle on one node."""
     small = ["--width=32", "--depth=2", "--length=32", "--batch=2", "--save-every=2", "--peak=0.1"]
     arguments = [f"--text={ROOT / 'README.md'}", "--steps=4", *small]
     first, again = folder / "first", folder / "again"
@@ -79,11 +79,11 @@ def pretrain_and_resume(folder: Path) -> Kept:
     return Kept(same(trained, plain), same(torch.load(again / "model.pt"), weights))
 
 
-def test_pretraining_on_two_nodes_goes_on_where_it_stopped_on_one(tmp_path: Path) -> None:
+def test_pretraining_on_two_nodes_resumes_on_one(tmp_path: Path) -> None:
     assert pretrain_and_resume(tmp_path) == Kept(saved=True, resumed=True)
 
 
-def test_adapters_are_fine_tuned_and_load_in_plain_peft(tmp_path: Path) -> None:
+def test_fine_tuned_adapters_load_in_plain_peft(tmp_path: Path) -> None:
     base, out = tmp_path / "base", tmp_path / "adapters"
     torch.manual_seed(0)
     small_llama().save_pretrained(base)

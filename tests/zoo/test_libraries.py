@@ -1,5 +1,7 @@
-"""Three SGD steps of models of peft, diffusers and sentence-transformers next to an unsharded copy:
-losses, gradients and parameters agree."""
+"""Models of peft, diffusers and sentence-transformers train like an unsharded copy.
+
+Losses, gradients and parameters agree over three SGD steps.
+"""
 
 from __future__ import annotations
 
@@ -20,5 +22,5 @@ def _train(name: str, compiler: str) -> None:
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_trains_as_unsharded(name: str) -> None:
+def test_library_model_trains_like_unsharded_copy(name: str) -> None:
     ranks.run(2, _train, name, "aot_eager", env=OFFLINE)

@@ -1,5 +1,8 @@
-"""Lightning's Trainer and Fabric train a model that graphshard sharded as they train one by DDP,
-communicate nothing for microbatches before the last, and go on bitwise from what they saved."""
+"""Lightning's Trainer and Fabric with graphshard, compared with their DDP.
+
+They train like DDP, reduce gradients only in the last microbatch of a step, and resume bitwise from
+what they saved.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,12 @@ SHARDING: dict[str, Any] = {"compiler": "aot_eager"}
 
 
 class Model(lightning.LightningModule):
-    """A causal language model; ``sharded`` says whether graphshard is to shard it."""
+    """A causal language model.
+
+    Args:
+        sharded: whether graphshard shards it.
+        optimizer: name of a class in ``torch.optim``.
+    """
 
     def __init__(self, sharded: bool, optimizer: str = "SGD") -> None:
         super().__init__()
@@ -57,7 +65,7 @@ class Model(lightning.LightningModule):
 
 
 class Saves(lightning.Callback):
-    """Saves to a path in the middle of a fit, and keeps the weights of then."""
+    """Callback that saves a checkpoint in the middle of a fit, and keeps a copy of the weights."""
 
     def __init__(self, path: str) -> None:
         self.path, self.weights = path, dict[str, torch.Tensor]()
@@ -94,7 +102,7 @@ def _fit(
         limit_val_batches=2,
         use_distributed_sampler=False,
     )
-    # Two steps an epoch, and the same in each: resumed, Lightning counts epochs otherwise.
+    # Each epoch has the same two steps, because a resumed Lightning counts epochs differently.
     texts = Texts(2 * 2 * MICROBATCHES * dist.get_world_size())
     batches = DataLoader(texts, 2, sampler=DistributedSampler(texts, shuffle=False))
     held_out = DataLoader(Texts(8), 2) if validates else None
@@ -107,7 +115,7 @@ def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def beside_ddp(folder: str) -> float:
-    """The largest relative difference of a loss."""
+    """Fit with graphshard and with DDP; return the largest relative difference of a loss."""
     recording.clear()
     ours, theirs = Model(True), Model(False)
     trainer = _fit(folder, ours, validates=True)
@@ -123,12 +131,12 @@ def beside_ddp(folder: str) -> float:
     return max(abs(a - b) / b for a, b in zip(ours.losses, theirs.losses))
 
 
-def test_fits_as_by_ddp_and_reduces_once_a_step(tmp_path: Path) -> None:
+def test_lightning_fits_like_ddp_and_reduces_once_per_step(tmp_path: Path) -> None:
     ranks.run(2, beside_ddp, str(tmp_path), backend="recording")
 
 
 def resume(folder: str, distributed: bool) -> Kept:
-    """Go on from what was saved in the middle; a plain model loads it, too."""
+    """Resume from a checkpoint saved midway, and load it into a plain model, too."""
     saving = {"save_distributed_checkpoint": distributed}
     through, again = Model(True, "AdamW"), Model(True, "AdamW")
     saves = Saves(f"{folder}/saved.ckpt")
@@ -151,13 +159,13 @@ def resume(folder: str, distributed: bool) -> Kept:
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-def test_a_fit_goes_on_where_it_was_saved(tmp_path: Path, distributed: bool) -> None:
+def test_lightning_saves_and_resumes_bitwise(tmp_path: Path, distributed: bool) -> None:
     kept = ranks.run(2, resume, str(tmp_path), distributed)
     assert kept == [Kept(True, True)] * 2
 
 
 def _refuse_strategy(folder: str) -> None:
-    """FSDP's has no mesh either; Lightning itself refuses it on a CPU."""
+    # FSDPStrategy has no mesh either, but Lightning itself refuses it on a CPU.
     owner = Model(True)
     trainer = lightning.Trainer(accelerator="cpu", devices=1, strategy="ddp", logger=False)
     with pytest.raises(ValueError, match="DDPStrategy: give the Trainer strategy=ShardedStrategy"):
@@ -165,7 +173,7 @@ def _refuse_strategy(folder: str) -> None:
     assert not any(map(sharded_param_of, owner.parameters()))
 
 
-def test_another_strategy_is_refused(tmp_path: Path) -> None:
+def test_other_lightning_strategy_is_refused(tmp_path: Path) -> None:
     ranks.run(1, _refuse_strategy, str(tmp_path))
 
 
@@ -180,11 +188,12 @@ def _fabric(strategy: Any) -> lightning.Fabric:
 
 
 def _train_by_fabric(strategy: Any, folder: str = "", start: int = 0) -> tuple[list[float], Any]:
-    """Losses and weights.
+    """Train, and return losses and weights.
 
     Args:
-        folder: where to save in the middle; the weights of then are in it, too.
-        start: with the middle, go on from there.
+        folder: folder for a checkpoint saved midway, and for the weights at that point; "" saves
+            nothing.
+        start: step at which to resume from that checkpoint; 0 starts from scratch.
     """
     fabric = _fabric(strategy)
     fabric.launch()
@@ -216,7 +225,7 @@ def _train_by_fabric(strategy: Any, folder: str = "", start: int = 0) -> tuple[l
 
 
 def fabric_beside_ddp() -> float:
-    """The largest relative difference of a loss."""
+    """Train with graphshard and with DDP; return the largest relative difference of a loss."""
     recording.clear()
     losses, weights = _train_by_fabric(ShardedFabricStrategy(**SHARDING))
     reduced = [e for e in recording.collectives() if e.kind == TransferKind.REDUCE_SCATTER]
@@ -228,7 +237,7 @@ def fabric_beside_ddp() -> float:
 
 
 def fabric_resume(folder: str, distributed: bool) -> Kept:
-    """As `resume`, by Fabric."""
+    """Save and resume with Fabric, like `resume`; `saved` is False for a distributed checkpoint."""
     saving = {"save_distributed_checkpoint": distributed, **SHARDING}
     losses, weights = _train_by_fabric(ShardedFabricStrategy(**saving), folder)
     dist.barrier()
@@ -241,16 +250,16 @@ def fabric_resume(folder: str, distributed: bool) -> Kept:
     return Kept(same(torch.load(f"{folder}/weights{dist.get_rank()}.pt"), plain), resumed)
 
 
-def test_fabric_trains_as_by_ddp_and_reduces_once_a_step() -> None:
+def test_fabric_trains_like_ddp_and_reduces_once_per_step() -> None:
     ranks.run(2, fabric_beside_ddp, backend="recording")
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-def test_fabric_goes_on_where_it_saved(tmp_path: Path, distributed: bool) -> None:
+def test_fabric_saves_and_resumes_bitwise(tmp_path: Path, distributed: bool) -> None:
     kept = ranks.run(2, fabric_resume, str(tmp_path), distributed)
     assert kept == [Kept(not distributed, True)] * 2
 
 
-def test_a_copied_backend_is_the_same() -> None:
+def test_deepcopy_of_backend_returns_itself() -> None:
     backend = graphshard.backend(compiler="aot_eager")
     assert copy.deepcopy({"backend": backend})["backend"] is backend

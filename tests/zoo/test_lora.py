@@ -1,6 +1,7 @@
-"""Adapters trained on a frozen model: `peft`'s LoRA on a Llama, unchanged, beside FSDP2; and a base
-whose weights are stored as integers. The base is sharded and gathered in its own dtype; only
-adapters are reduced."""
+"""Adapters on a frozen base: `peft`'s LoRA on a Llama compared with FSDP2, and an integer base.
+
+The base is sharded and gathered in its own dtype, and only gradients of adapters are reduced.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def _adapted(dtype: torch.dtype) -> Any:
 
 
 def _num_bytes(params: Sequence[Tensor], world: int) -> int:
-    """Padded to so many shards."""
+    """Return the total size of parameters padded to `world` equal shards."""
     rows = [-(-param.shape[0] // world) * world for param in params]
     return sum(n * p[0].numel() * p.element_size() for n, p in zip(rows, params))
 
@@ -70,7 +71,7 @@ def _train_adapters(dtype: torch.dtype) -> None:
 
 
 def _check_bytes(compiled: Any, batch: Batch, plain: nn.Module) -> None:
-    """The base is gathered in its own dtype, and only adapters are reduced."""
+    """Assert that the base is gathered in its own dtype, and only adapters are reduced."""
     recording.clear()
     _loss(compiled, batch).backward()
     sent, world = recording.collectives(), dist.get_world_size()
@@ -83,15 +84,15 @@ def _check_bytes(compiled: Any, batch: Batch, plain: nn.Module) -> None:
 
 @pytest.mark.low_precision
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lora_trains_as_under_fsdp2(dtype: torch.dtype) -> None:
+def test_lora_trains_like_fsdp2(dtype: torch.dtype) -> None:
     ranks.run(2, _train_adapters, dtype, backend="recording")
 
 
 class Packed(nn.Module):
-    """A linear layer of frozen integers with scales, and a trained adapter beside it.
+    """A linear layer of frozen integer weights with scales, plus a trained adapter.
 
     Args:
-        bits: 8: a byte for each weight (int8); 4: two weights in a byte (uint8).
+        bits: bits per weight: 8 (int8), or 4 (two weights in a uint8).
     """
 
     def __init__(self, features: int, bits: int) -> None:
@@ -145,5 +146,5 @@ def _train_on_integers(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_base_of_integers(bits: int) -> None:
+def test_adapters_train_on_integer_base(bits: int) -> None:
     ranks.run(2, _train_on_integers, bits, backend="recording")

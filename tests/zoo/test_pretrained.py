@@ -1,5 +1,8 @@
-"""Pretrained models that ranks read straight into shards, beside `from_pretrained` of everything on
-every rank and `graphshard.shard`: the same bits of parameters, buffers and random numbers."""
+"""Pretrained models: reading checkpoints directly into shards, and saving them.
+
+`graphshard.integrations.transformers.from_pretrained` is compared with transformers' own on every
+rank, followed by `graphshard.shard`: parameters, buffers and random state are bitwise equal.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def _resnet() -> Any:
 
 
 def _untied() -> Any:
-    """A GPT-2 whose embedding and output layer differ, which its config does not tell."""
+    """Return a GPT-2 whose config says that weights are tied, although they differ."""
     model = gpt2(tie_word_embeddings=False)
     model.config.tie_word_embeddings = True
     return model
@@ -54,10 +57,12 @@ class Case:
     """A checkpoint, and how it is loaded.
 
     Attributes:
-        build: makes the model that is saved, in files of at most ``file_size``.
-        cls: loads it.
-        mesh: its shape.
-        options: of ``graphshard.shard``; ``kwargs``: of ``from_pretrained``.
+        build: function that builds the saved model.
+        cls: name of the class that loads it.
+        mesh: shape of the mesh.
+        options: arguments of ``graphshard.shard``.
+        kwargs: arguments of ``from_pretrained``.
+        file_size: maximum size of a file of the checkpoint.
     """
 
     build: Callable[[], Any]
@@ -107,7 +112,7 @@ CASES: dict[str, Case] = {
 
 
 def _state(model: Any) -> dict[str, Tensor]:
-    """This rank's part of all there is, buffers that no file has included."""
+    """Return this rank's shards and all buffers, including non-persistent ones."""
     state = dict(model.named_buffers()) | dict(model.state_dict())
     return {
         name: value.to_local() if isinstance(value, DTensor) else value
@@ -145,7 +150,7 @@ def _loaded_both_ways(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_shards_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
+def test_shards_equal_those_of_the_full_model(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     torch.manual_seed(0)
     case.build().save_pretrained(tmp_path, max_shard_size=case.file_size)
@@ -154,7 +159,7 @@ def test_shards_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
 
 
 def _bytes_read(folder: Path) -> tuple[int, int, int]:
-    """By this rank; of its shards; of what the files have."""
+    """Load a Mixtral; return the bytes read by this rank, of its state, and of all parameters."""
     import transformers
 
     from graphshard.integrations.transformers import from_pretrained
@@ -178,8 +183,8 @@ def _bytes_read(folder: Path) -> tuple[int, int, int]:
     return num_bytes, shards, sum(p.nbytes for p in model.parameters())
 
 
-def test_a_rank_reads_its_rows_and_its_experts(tmp_path: Path) -> None:
-    """A Mixtral's four experts are tensors of their own in a file, and one in the model."""
+def test_each_rank_reads_only_its_rows_and_experts(tmp_path: Path) -> None:
+    # The four experts of a Mixtral are separate tensors in the file, but one in the model.
     ZOO["mixtral"].build().save_pretrained(tmp_path)
     for read, shards, whole in ranks.run(2, _bytes_read, tmp_path):
         assert read <= shards < 0.6 * whole
@@ -191,13 +196,13 @@ def _files_of_pickles(folder: Path) -> None:
     from graphshard.integrations.transformers import from_pretrained
 
     model = from_pretrained(transformers.GPT2LMHeadModel, folder)
-    assert model.lm_head.weight is model.transformer.wte.weight  # both are in the file
+    assert model.lm_head.weight is model.transformer.wte.weight  # the file has both names
     expected = torch.load(folder / "pytorch_model.bin")
     state = graphshard.full_state_dict(model)
     assert dist.get_rank() or all(torch.equal(state[n], v) for n, v in expected.items())
 
 
-def test_a_file_of_torch_save_is_loaded(tmp_path: Path) -> None:
+def test_checkpoint_of_torch_save_is_loaded(tmp_path: Path) -> None:
     model = gpt2()
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
@@ -208,7 +213,7 @@ def test_a_file_of_torch_save_is_loaded(tmp_path: Path) -> None:
 
 
 class Wrapped(torch.nn.Module):
-    """A model that is part of another module, as of a LightningModule."""
+    """A module that contains the model, like a LightningModule."""
 
     def __init__(self, net: Any) -> None:
         super().__init__()
@@ -219,7 +224,7 @@ class Wrapped(torch.nn.Module):
 
 
 def _shard_by(how: str, model: Any) -> None:
-    """Shard a model, or what it is part of, and train it for a step."""
+    """Shard a model, directly or as part of another module, and train it for a step."""
     whole = Wrapped(model)
     if how == "shard":
         graphshard.shard(model)
@@ -243,7 +248,7 @@ def _saved_by_all_ranks(how: str, name: str, folder: Path) -> None:
     copied = copy.deepcopy(model)
     model.save_pretrained(own, max_shard_size="50KB", **settings)
     model.get_parameter(next(iter(dict(model.named_parameters())))).data.zero_()
-    copied.save_pretrained(f"{own}-copied", **settings)  # its own values
+    copied.save_pretrained(f"{own}-copied", **settings)  # must save the copy's values
     assert own.exists() == is_first
     with pytest.raises(ValueError, match=r"is_main_process=False on the first rank of the mesh"):
         model.save_pretrained(own, not is_first)
@@ -255,7 +260,7 @@ def _saved_by_all_ranks(how: str, name: str, folder: Path) -> None:
             assert loaded.keys() == state.keys()
             assert all(torch.equal(value, state[key]) for key, value in loaded.items())
         assert "state_dict" not in vars(model)
-    # What scripts for FSDP do: only the first rank has a state dict.
+    # As in scripts for FSDP: only the first rank has a state dict.
     model.save_pretrained(f"{own}-given", state_dict=state, **settings)
 
 
@@ -277,7 +282,7 @@ class _Part(torch.nn.Module, PyTorchModelHubMixin):
 
 
 class _Parts(torch.nn.Sequential):
-    """Saves its modules one by one, as sentence-transformers does."""
+    """A container that saves its modules one by one, as sentence-transformers does."""
 
     def save_pretrained(self, folder: Path) -> None:
         for number, module in enumerate(self):
@@ -303,7 +308,7 @@ def test_parts_of_a_sharded_model_are_saved_in_full(tmp_path: Path) -> None:
 
 
 def _error(folder: Path, cls: str, arguments: dict[str, Any], elsewhere: Path | None) -> str:
-    """What loading raises on this rank, where the last rank may load from ``elsewhere``."""
+    """Return this rank's error from loading; the last rank may load from ``elsewhere``."""
     import transformers
 
     from graphshard.integrations.transformers import from_pretrained
@@ -337,14 +342,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_an_error(name: str, tmp_path: Path) -> None:
+def test_unloadable_checkpoint_or_argument_is_an_error(name: str, tmp_path: Path) -> None:
     gpt2().save_pretrained(tmp_path)
     cls, arguments, text = REFUSED[name]
     for error in ranks.run(2, _error, tmp_path, cls, arguments, None):
         assert text in error
 
 
-def test_an_error_of_one_rank_is_raised_by_all(tmp_path: Path) -> None:
+def test_error_on_one_rank_is_raised_by_all(tmp_path: Path) -> None:
     whole, broken, other = tmp_path / "whole", tmp_path / "broken", tmp_path / "other"
     model = gpt2()
     for folder in (whole, broken):

@@ -1,5 +1,8 @@
-"""QLoRA: adapters of peft on a base that torchao has quantised. Quantised weights are tensor
-subclasses, which cannot be sharded; every rank keeps them whole in `ignored_params`."""
+"""QLoRA: peft adapters on a base quantized by torchao.
+
+Quantized weights are tensor subclasses, which cannot be sharded, so every rank keeps them in full
+with `ignored_params`.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ def _train(name: str, compiler: str) -> None:
     model = _adapted(name)
     quantised = _quantised(model)
     assert len(quantised) == 14
-    reference = _adapted(name)  # not a copy: that of NF4 is quantised again
+    reference = _adapted(name)  # not a deepcopy, which would quantize NF4 again
     twins = Twins(model, reference, compiler=compiler, ignored_params=set(quantised.values()))
     optimizers = [sgd(twins.model), sgd(twins.reference)]
     for step in range(3):
@@ -75,7 +78,7 @@ def _train(name: str, compiler: str) -> None:
 
 
 def _check(twins: Twins, quantised: dict[str, nn.Parameter]) -> None:
-    """Assert that all but quantised weights are sharded, and that all agree with the copy."""
+    """Assert that all but the quantized weights are sharded, and all agree with the reference."""
     theirs = dict(twins.reference.named_parameters())
     for name, param in twins.model.named_parameters():
         if name in quantised:
@@ -93,7 +96,7 @@ def _values(param: Any) -> torch.Tensor:
     return values
 
 
-def test_quantised_base_in_ignored_params_by_inductor() -> None:
+def test_quantised_base_in_ignored_params_with_inductor() -> None:
     ranks.run(2, _train, "int8", "inductor")
 
 

@@ -1,6 +1,8 @@
-"""TRL's `SFTTrainer` with `ShardedTrainerMixin` before it trains as it does by DDP, by its
-defaults: bfloat16 and checkpointing. Dynamo leaves its head, which reads another module's weight,
-to Python."""
+"""TRL's `SFTTrainer` with `ShardedTrainerMixin` as its first base class trains like its DDP.
+
+It runs with its defaults, bfloat16 and activation checkpointing. Its head reads the weight of
+another module, and runs in eager Python.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,11 @@ STEPS = 4
 
 
 class ShardedSFTTrainer(ShardedTrainerMixin, SFTTrainer):
-    """The mixin before another trainer."""
+    """SFTTrainer with the mixin as its first base class."""
 
 
 def _train(folder: str, kind: Any, bf16: bool = True, **more: Any) -> tuple[SFTTrainer, Tensor]:
-    """Return the trainer with its losses."""
+    """Train, and return the trainer and its losses."""
     as_by_torchrun()
     logging.set_verbosity_error()
     torch.manual_seed(0)
@@ -69,7 +71,7 @@ def _trained(trainer: SFTTrainer) -> dict[str, Tensor]:
 
 
 def beside_ddp(folder: str) -> tuple[float, bool]:
-    """The largest relative difference of a loss, and whether a plain model loads what is saved."""
+    """Return the largest relative difference of a loss from DDP's, and whether saving is exact."""
     sharded, ours = _train(folder, ShardedSFTTrainer, sharding={"compiler": "aot_eager"})
     plain, theirs = _train(folder, SFTTrainer)
     exact_plain, exact = _train(folder, SFTTrainer, bf16=False)
@@ -84,5 +86,5 @@ def beside_ddp(folder: str) -> tuple[float, bool]:
 
 
 @pytest.mark.low_precision
-def test_sft_trains_as_by_ddp(tmp_path: Path) -> None:
+def test_sft_trains_like_ddp(tmp_path: Path) -> None:
     assert all(saved for _, saved in ranks.run(2, beside_ddp, str(tmp_path)))

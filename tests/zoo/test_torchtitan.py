@@ -1,5 +1,7 @@
-"""torchtitan's trainer trains a model that graphshard sharded as it trains one by its FSDP2, and
-goes on bitwise from what it saved. Its trainer runs by `torchrun`, as users run it."""
+"""torchtitan's trainer with graphshard trains like with its FSDP2, and resumes bitwise.
+
+The trainer runs with `torchrun`, as users run it.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ Logged = list[tuple[int, float, float]]
 
 
 def _train(folder: Path, module: str, config: str, *arguments: str) -> Logged:
-    """Return what the first of two ranks logs: steps, losses and norms of gradients."""
+    """Train on two ranks; return the log of the first: (step, loss, gradient norm)."""
     assets, losses = folder / "assets", folder / "losses.json"
     tokenizer().save_pretrained(assets)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -74,20 +76,20 @@ def _beside_fsdp2(folder: Path, model: str, *arguments: str) -> None:
         assert (loss, norm) == pytest.approx((expected, expected_norm), rel=1e-5)
 
 
-def test_llama_trains_as_by_fsdp2_with_microbatches_and_validation(tmp_path: Path) -> None:
+def test_llama_with_microbatches_and_validation_matches_fsdp2(tmp_path: Path) -> None:
     validation = ("--validator.enable", "--validator.freq=2", "--validator.steps=2")
     _beside_fsdp2(tmp_path, "llama3", FLOAT32, "--training.global_batch_size=8", *validation)
 
 
-def test_qwen_with_tied_embeddings_trains_as_by_fsdp2(tmp_path: Path) -> None:
+def test_qwen_with_tied_embeddings_matches_fsdp2(tmp_path: Path) -> None:
     _beside_fsdp2(tmp_path, "qwen3", FLOAT32)
 
 
 def experts_beside_fsdp2(folder: Path, whole_loss: bool) -> float:
-    """The largest relative difference of a loss.
+    """Return the largest relative difference of a loss from FSDP2's, for a mixture of experts.
 
     Args:
-        whole_loss: FSDP2's loss is made in one piece, as ours is.
+        whole_loss: whether FSDP2, like graphshard, computes the loss in one piece.
     """
     piece = ("--whole_loss",) if whole_loss else ()
     theirs = _train(folder, "qwen3", EXPERTS, *piece, *FSDP2, FLOAT32)
@@ -95,12 +97,12 @@ def experts_beside_fsdp2(folder: Path, whole_loss: bool) -> float:
     return max(abs(a[1] - b[1]) / b[1] for a, b in zip(ours, theirs, strict=True))
 
 
-def test_experts_are_balanced_as_by_fsdp2_with_checkpointing(tmp_path: Path) -> None:
+def test_experts_with_checkpointing_match_fsdp2(tmp_path: Path) -> None:
     assert experts_beside_fsdp2(tmp_path, whole_loss=True) <= 1e-7
 
 
 def resumes(folder: Path) -> bool:
-    """Whether training that goes on from a checkpoint logs what it logs without a stop."""
+    """Return whether a training resumed from a checkpoint logs the same as without a stop."""
     module, name = f"{OUR_MODELS}.llama3", "llama3_debugmodel"
     saves = ("--checkpoint.enable", f"--checkpoint.interval={SAVED}")
     through = _train(folder, module, name, *OURS, *saves)
@@ -108,11 +110,11 @@ def resumes(folder: Path) -> bool:
     return again == through[SAVED:]
 
 
-def test_training_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+def test_torchtitan_resumes_bitwise(tmp_path: Path) -> None:
     assert resumes(tmp_path)
 
 
-def test_a_configuration_keeps_all_but_what_is_in_the_way() -> None:
+def test_our_config_changes_only_what_conflicts() -> None:
     theirs, ours = llama3_debugmodel(), llama3.llama3_debugmodel()
     assert ours.loss == theirs.loss.loss_fn
     assert ours.parallelism.spmd_backend == "partial_dtensor"
@@ -121,7 +123,7 @@ def test_a_configuration_keeps_all_but_what_is_in_the_way() -> None:
     assert "llama3_8b" in dir(llama3) and not hasattr(llama3, "llama4")
 
 
-def test_what_torchtitan_sets_is_no_option() -> None:
+def test_options_that_torchtitan_sets_are_refused() -> None:
     with pytest.raises(ValueError, match="compiler, mesh: set what torchtitan has for it"):
         configure(llama3_debugmodel(), mesh=None, compiler="inductor")
 

@@ -1,5 +1,7 @@
-"""`graphshard.integrations.transformers.ShardedTrainer` trains as `Trainer` does by DDP; what it
-saves are plain checkpoints, and training goes on from them bitwise."""
+"""`graphshard.integrations.transformers.ShardedTrainer`, compared with `Trainer` under DDP.
+
+It trains like DDP, saves plain checkpoints, and resumes from them bitwise.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,7 @@ def _history(trainer: Trainer, key: str) -> list[float]:
 
 
 def _numbers(folder: str, plain: bool, bf16: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What the Trainer reports, and the weights it ends with."""
+    """Train; return the numbers that the Trainer reports, and the final weights."""
     trainer = _trainer(folder, plain=plain, optim="sgd", bf16=bf16)
     with graphshard_warnings() as texts:
         trainer.train()
@@ -98,7 +100,7 @@ def _numbers(folder: str, plain: bool, bf16: bool) -> tuple[dict[str, Tensor], d
 
 
 def beside_ddp(folder: str) -> dict[str, float]:
-    """Largest relative errors."""
+    """Return the largest relative differences from DDP, by kind of number."""
     (ours, trained), (theirs, expected) = (
         _numbers(folder, plain, False) for plain in (False, True)
     )
@@ -107,13 +109,13 @@ def beside_ddp(folder: str) -> dict[str, float]:
     return errors | {"weights": worst}
 
 
-def test_trains_and_evaluates_as_by_ddp(tmp_path: Path) -> None:
+def test_trainer_trains_and_evaluates_like_ddp(tmp_path: Path) -> None:
     for errors in ranks.run(2, beside_ddp, str(tmp_path)):
         assert max(errors.values()) <= 1e-5, errors
 
 
 def _in_bfloat16(folder: str) -> None:
-    runs = [(False, True), (True, True), (True, False)]  # the last one is exact
+    runs = [(False, True), (True, True), (True, False)]  # the last one, in float32, is exact
     numbers, weights = zip(*(_numbers(folder, *run) for run in runs))
     for key in numbers[0]:
         assert_rounded(key, *({"": of[key]} for of in numbers))
@@ -121,12 +123,12 @@ def _in_bfloat16(folder: str) -> None:
 
 
 @pytest.mark.low_precision
-def test_trains_and_evaluates_as_by_ddp_in_bfloat16(tmp_path: Path) -> None:
+def test_trainer_trains_and_evaluates_like_ddp_in_bfloat16(tmp_path: Path) -> None:
     ranks.run(2, _in_bfloat16, str(tmp_path))
 
 
 def pretrained_both_ways(folder: str) -> bool:
-    """Whether training is the same bit by bit where the Trainer is given shards."""
+    """Return whether training is bitwise the same if the Trainer is given a sharded model."""
     found = []
     for model in (
         AutoModelForCausalLM.from_pretrained(folder),
@@ -139,15 +141,15 @@ def pretrained_both_ways(folder: str) -> bool:
     return losses == expected_losses and same(weights, expected)
 
 
-def test_a_pretrained_model_comes_as_shards(tmp_path: Path) -> None:
+def test_trainer_trains_model_loaded_as_shards(tmp_path: Path) -> None:
     small_llama().save_pretrained(tmp_path)
     assert all(ranks.run(2, pretrained_both_ways, str(tmp_path)))
 
 
 def save_and_resume(folder: str) -> Kept:
-    """Save every other step, load the best in the end, and go on from the first checkpoint."""
+    """Save every other step, load the best at the end, and resume from the first checkpoint."""
     saving: dict[str, Any] = {
-        "held_out": 8,  # batches of one size: one graph for evaluation
+        "held_out": 8,  # batches of equal size, so evaluation needs one graph
         "save_strategy": "steps",
         "eval_strategy": "steps",
         "save_steps": 2,
@@ -168,7 +170,7 @@ def save_and_resume(folder: str) -> Kept:
     return Kept(saved and same(_weights(again), end), resumed and same(_weights(again), best))
 
 
-def test_goes_on_where_it_was_saved_and_loads_the_best(tmp_path: Path) -> None:
+def test_trainer_saves_resumes_and_loads_best_checkpoint(tmp_path: Path) -> None:
     assert ranks.run(2, save_and_resume, str(tmp_path)) == [Kept(True, True)] * 2
 
 
@@ -198,16 +200,16 @@ def _adapters(folder: str) -> None:
     )
     assert same({name: saved[name] for name in saved if "lora_" in name}, loaded)
     fails = mock.patch("graphshard.params.adapters._names", side_effect=OSError("no base"))
-    is_first = dist.get_rank() == 0  # all ranks raise what peft raises there
+    is_first = dist.get_rank() == 0  # peft's error on the first rank is raised by all
     with fails, pytest.raises(OSError if is_first else ValueError, match="no base"):
         adapter_state_dict(first.model)
     adapters = [name for name in weights if "lora_" in name]
-    state = adapter_state_dict(first.model)  # nothing else is gathered
+    state = adapter_state_dict(first.model)  # contains only the adapters
     assert set(state) == (set(adapters) if dist.get_rank() == 0 else set())
     assert adapters and all(torch.equal(weights[name], loaded[name]) for name in adapters)
 
 
-def test_adapters_with_checkpointing_are_saved_and_resumed(tmp_path: Path) -> None:
+def test_adapters_with_activation_checkpointing_resume(tmp_path: Path) -> None:
     ranks.run(2, _adapters, str(tmp_path))
 
 
@@ -233,12 +235,12 @@ def _refuse(folder: str) -> None:
         _trainer(folder, peft.get_peft_model(small_llama(), prompts)).train()
 
 
-def test_what_shards_or_compiles_by_itself_is_refused(tmp_path: Path) -> None:
+def test_conflicting_trainer_arguments_are_refused(tmp_path: Path) -> None:
     ranks.run(1, _refuse, str(tmp_path))
 
 
 def _generate(adapted: bool) -> None:
-    """Ranks ask for texts of other lengths; each gets what a plain model says."""
+    """Generate a text of another length on each rank; each equals that of a plain model."""
     torch.manual_seed(0)
     model: Any = small_llama()
     if adapted:
@@ -262,11 +264,11 @@ def test_ranks_generate_texts_of_different_lengths(adapted: bool) -> None:
 
 
 class ShardedSeq2SeqTrainer(ShardedTrainerMixin, Seq2SeqTrainer):
-    """The mixin before another trainer."""
+    """Seq2SeqTrainer with the mixin as its first base class."""
 
 
 def _already_sharded(folder: str) -> None:
-    """A model that was sharded before, and evaluated while it generates."""
+    """Train a model that is sharded already, and evaluate it by generation."""
     model = ZOO["t5"].build()
     graphshard.shard(model, **SHARDING)
     as_by_torchrun()
@@ -286,5 +288,5 @@ def _already_sharded(folder: str) -> None:
     assert trainer.predict(Texts(4)).predictions.shape[0] == 4
 
 
-def test_a_sharded_model_is_trained_and_generates(tmp_path: Path) -> None:
+def test_already_sharded_model_trains_and_generates(tmp_path: Path) -> None:
     ranks.run(2, _already_sharded, str(tmp_path))

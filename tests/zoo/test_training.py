@@ -1,6 +1,8 @@
-"""Ten steps of every model of the zoo: losses, and all gradients of each step, are those of DDP and
-of FSDP2, in fp32, on 2 and 4 ranks, by both compilers; one graph where Dynamo can make one, and one
-warning where it cannot."""
+"""All models of the zoo train like DDP or FSDP2 in float32.
+
+Losses and all gradients agree over ten steps, on 2 and 4 ranks, and with both compilers. Models are
+one graph; those that Dynamo has to break warn once.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ from .models import ZOO
 from .training import Comparison, compare
 
 TOLERANCE = 1e-5
-SHALLOW = ["llama-shallow", "mixtral-shallow"]  # one layer: Inductor takes its time for each
+SHALLOW = ["llama-shallow", "mixtral-shallow"]  # one layer, since Inductor is slow for each
 
 
 def check(name: str, comparisons: list[Comparison]) -> None:
-    """What has to hold for every rank's comparison of ``name``."""
+    """Assert what must hold for every rank's comparison of the model ``name``."""
     entry = ZOO[name]
     for rank in comparisons:
         assert rank.loss_error <= TOLERANCE
@@ -30,18 +32,18 @@ FOUR_RANKS = "gpt2"
 
 
 @pytest.mark.parametrize("name", [name for name in ZOO if name not in (*SHALLOW, FOUR_RANKS)])
-def test_ddp(name: str) -> None:
+def test_zoo_model_trains_like_ddp(name: str) -> None:
     check(name, ranks.run(2, compare, name))
 
 
 @pytest.mark.parametrize("name", SHALLOW)
-def test_inductor(name: str) -> None:
+def test_zoo_model_trains_like_ddp_with_inductor(name: str) -> None:
     check(name, ranks.run(2, compare, name, compiler="inductor"))
 
 
-def test_fsdp2() -> None:
+def test_llama_trains_like_fsdp2() -> None:
     check("llama", ranks.run(2, compare, "llama", against="fsdp2"))
 
 
-def test_four_ranks() -> None:
+def test_gpt2_trains_like_ddp_on_four_ranks() -> None:
     check(FOUR_RANKS, ranks.run(4, compare, FOUR_RANKS))

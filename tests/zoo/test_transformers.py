@@ -1,5 +1,4 @@
-"""What users of `transformers` do beside a plain step: greedy generation with a sharded model, and
-training under autocast."""
+"""Models of `transformers`: greedy generation with sharded models, and training under autocast."""
 
 from __future__ import annotations
 
@@ -44,17 +43,17 @@ STRATEGIES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "HSDP": ((2, 2), {}),
     "hpZ": ((4,), {"reshard_after_forward": 2}),
 }
-"""Meshes, and arguments of ``graphshard.shard``."""
+"""(shape of the mesh, arguments of ``graphshard.shard``) by strategy."""
 
 
 def _generate(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The continuation of this rank's prompt by the full model and by the sharded one."""
+    """Continue this rank's prompt with the full model and with the sharded one."""
     torch.manual_seed(0)
     model = ZOO["gpt2"].build().eval()
     prompt = causal_batch(torch.Generator().manual_seed(dist.get_rank()))["input_ids"]
 
     def continuation() -> torch.Tensor:
-        # No early end: ranks have to call the model equally often.
+        # Of fixed length, since all ranks must call the model equally often.
         settings = dict(do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
         with torch.inference_mode():
             tokens: torch.Tensor = model.generate(prompt, **settings)
@@ -68,7 +67,7 @@ def _generate(name: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_generate(name: str) -> None:
+def test_generated_text_equals_that_of_full_model(name: str) -> None:
     results = ranks.run(math.prod(STRATEGIES[name][0]), _generate, name)
     for expected, generated in results:
         assert expected.shape[1] == generated.shape[1]
@@ -77,7 +76,7 @@ def test_generate(name: str) -> None:
 
 
 def _dtypes_of_logits() -> list[torch.dtype]:
-    """Under autocast and not, by one compiled model."""
+    """Return the dtypes of one compiled model's logits, with and without autocast."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     backend = graphshard.backend(mesh, compiler="aot_eager")
     model = torch.compile(ZOO["llama"].build(), backend=backend, fullgraph=True)
@@ -89,7 +88,7 @@ def _dtypes_of_logits() -> list[torch.dtype]:
     return dtypes
 
 
-def test_autocast_reaches_the_graph() -> None:
+def test_one_compiled_model_runs_with_and_without_autocast() -> None:
     for dtypes in ranks.run(2, _dtypes_of_logits):
         assert dtypes == [torch.bfloat16, torch.float32]
 
@@ -121,12 +120,12 @@ def _train_under_autocast() -> None:
 
 
 @pytest.mark.low_precision
-def test_autocast_trains_as_under_fsdp2() -> None:
+def test_autocast_trains_like_fsdp2() -> None:
     ranks.run(2, _train_under_autocast)
 
 
 def _trained(name: str, joint: Sequence[Any]) -> list[torch.Tensor]:
-    """Loss and gradients under autocast, with these passes."""
+    """Return loss and gradients under autocast, with `joint` as the passes on the joint graph."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = ZOO[name].build()
@@ -144,13 +143,13 @@ def _both_ways(name: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_cast_before_the_gather_changes_no_bit(name: str) -> None:
+def test_cast_before_gather_is_bitwise_equal(name: str) -> None:
     for early, late in ranks.run(2, _both_ways, name):
         assert all(map(torch.equal, early, late))
 
 
 def _gathered(name: str) -> list[dict[str, int]]:
-    """Bytes of every parameter in a forward's gathers, without autocast and with it."""
+    """Return the gathered bytes of each parameter in forward, without and with autocast."""
     found = []
     for context in (contextlib.nullcontext, bfloat16_autocast):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -171,8 +170,8 @@ def _gathered(name: str) -> list[dict[str, int]]:
 @pytest.mark.parametrize(
     ("name", "in_float32"), [("gpt2", ("wte", "wpe", "ln_")), ("llama", ("embed_tokens", "norm"))]
 )
-def test_autocast_halves_what_is_gathered(name: str, in_float32: tuple[str, ...]) -> None:
-    """But for embeddings, one of which GPT-2 uses as its output layer too, and norms."""
+def test_autocast_halves_gathered_bytes(name: str, in_float32: tuple[str, ...]) -> None:
+    # Exceptions are norms and embeddings, one of which is also GPT-2's output layer.
     for plain, cast in ranks.run(2, _gathered, name, backend=recording.BACKEND):
         for fqn, num_bytes in plain.items():
             as_it_is = any(part in fqn for part in in_float32)

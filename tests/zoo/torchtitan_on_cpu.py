@@ -1,15 +1,16 @@
-"""torchtitan's own trainer on CPU ranks: `torchrun -m tests.zoo.torchtitan_on_cpu LOSSES ...`.
-With `--whole_loss` the loss of its Qwen3 mixture of experts is not made in chunks.
+"""Run torchtitan's own trainer on CPU ranks: `torchrun -m tests.zoo.torchtitan_on_cpu LOSSES ...`.
 
-The arguments behind the first are those of `torchtitan.train`; the first rank writes what it logs
-to the file LOSSES: steps, losses and norms of gradients. torchtitan 0.3 is made for GPUs, so before
-its main() runs, what it asks of a GPU is answered here:
+The other arguments are those of `torchtitan.train`. The first rank writes its log, (step, loss,
+gradient norm), to the file LOSSES. With `--whole_loss`, the loss of the Qwen3 mixture of experts is
+computed in one piece rather than in chunks.
 
-- its device is the CPU, whose memory nobody counts, and the timeouts of process groups stay;
-- FSDP2 does not divide gradients while it sums them, which gloo cannot;
-- attention is SDPA (FlexAttention has no backward on a CPU), which knows of no documents' borders;
-- its debug models have two layers, and Qwen's ties its embeddings, as the small ones do;
-- its data sets are a text made here: the wheel has none.
+torchtitan 0.3 is made for GPUs, so this module replaces parts of it before its main() runs:
+
+- The device is the CPU, without a memory monitor, and timeouts of process groups stay unchanged.
+- FSDP2 sums gradients without dividing them in the collective, which gloo cannot do.
+- Attention is SDPA, which ignores document borders; FlexAttention has no backward on CPUs.
+- Debug models have two layers, and Qwen's embeddings are tied, as in its small models.
+- Data sets are a generated text, since the wheel has none.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.tools import utils
 
-# First of all: other modules of torchtitan copy these names.
+# Set before other imports, since modules of torchtitan copy these names.
 utils.device_type, utils.device_module = "cpu", torch.cpu
 
 from torchtitan import train  # noqa: E402
@@ -46,7 +47,7 @@ LAYERS = 2
 
 
 class NoMonitor:
-    """In place of the monitor of a GPU's memory."""
+    """Stand-in for the monitor of GPU memory."""
 
     device_name = "CPU"
 
@@ -58,14 +59,14 @@ class NoMonitor:
 
 
 def _texts(_: str) -> Dataset:
-    """Documents of different lengths."""
+    """Return documents of different lengths."""
     return Dataset.from_dict(
         {"text": [" ".join(WORDS[i * j % len(WORDS)] for j in range(i)) for i in range(5, 200)]}
     )
 
 
 def _small(make: Callable[..., Any], tied: bool) -> Callable[..., Any]:
-    """Wrap what makes a model's config: one that a CPU can train."""
+    """Wrap a function that makes a model config, so a CPU can train the model."""
 
     def made(**kwargs: Any) -> Any:
         config = make(**kwargs)
@@ -118,7 +119,7 @@ def _make_loss_whole() -> None:
 
 
 def main(losses: Path) -> None:
-    """Train as the command line says, and write the losses."""
+    """Train according to the command line, and write the losses."""
     logged: list[tuple[int, float, float]] = []
     _replace_what_needs_a_gpu(logged)
     if "--whole_loss" in sys.argv:

@@ -1,7 +1,8 @@
-"""Trains a model of the zoo by our one line and in another way from the same weights on the same
-batches, and says how far the two are apart: `compare(name, ...)` runs on a rank and returns numbers
-that the test asserts on. Losses and gradients are compared at every step, under SGD, since Adam
-would hide a gradient of the wrong scale."""
+"""Train a zoo model with graphshard and with DDP or FSDP2, and compare the two.
+
+`compare(name, ...)` runs on a rank. Both trainings use the same weights and batches. Losses and
+gradients are compared at every step, under SGD, since Adam would hide a gradient of wrong scale.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +29,14 @@ from graphshard.kinds import GraphKind
 from .models import ZOO, Batch
 
 STEPS, LEARNING_RATE = 10, 0.1
-# A gradient smaller than this part of all gradients together is compared to that part instead:
-# it is, as that of a key's bias, what rounding leaves of a sum that is zero.
+# Lower bound of the divisor in relative errors of gradients, relative to the norm of all gradients.
+# Some gradients are zero but for rounding, such as those of a key's bias.
 FLOOR = 1e-4
 
 
 @dataclass
 class Trace:
-    """What a training did, step by step; gradients are full ones, None where there was none."""
+    """Losses and full gradients of each step; None for parameters without a gradient."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
@@ -43,15 +44,16 @@ class Trace:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far our training was from the other one, on one rank.
+    """The differences between our training and the other one, on one rank.
 
     Attributes:
-        loss_error: the largest relative difference of a step's loss.
-        gradient_error: the largest relative difference (of norms) of a gradient; infinite if a
-            parameter has a gradient in one training alone. ``worst`` says which one it is.
+        loss_error: largest relative difference of a step's loss.
+        gradient_error: largest relative difference (in norms) of a gradient; infinite if a
+            parameter has a gradient in only one training.
+        worst: step and parameter of ``gradient_error``.
         unused: parameters that never had a gradient.
-        num_graphs: how many forward graphs were compiled.
-        warnings: the warnings of graphshard.
+        num_graphs: number of forward graphs that were compiled.
+        warnings: warnings of graphshard.
     """
 
     loss_error: float
@@ -69,7 +71,7 @@ def compare(
     against: str = "ddp",
     steps: int = STEPS,
 ) -> Comparison:
-    """Train ``name`` by graphshard and by ``against`` (a key of WAYS)."""
+    """Train the model ``name`` with graphshard and with ``against`` (a key of WAYS)."""
     logging.set_verbosity_error()
     entry, mesh = ZOO[name], init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
@@ -87,7 +89,7 @@ def compare(
 
 
 def compare_with_fsdp2(name: str, steps: int) -> Comparison:
-    """Train ``name`` by graphshard and by FSDP2."""
+    """Train the model ``name`` with graphshard and with FSDP2."""
     return compare(name, against="fsdp2", steps=steps)
 
 
@@ -98,12 +100,12 @@ def _batch(name: str, step: int) -> Batch:
 
 
 def bfloat16_autocast() -> AbstractContextManager[Any]:
-    """Return the context of a training under autocast."""
+    """Return the autocast context for training in bfloat16."""
     return torch.autocast("cpu", torch.bfloat16)
 
 
 def train(call: Callable[..., Any], model: nn.Module, batches: list[Batch]) -> Trace:
-    """SGD on ``model``, each forward by ``call``; the optimizer is built before the first step."""
+    """Train ``model`` with SGD; ``call`` runs forward. The optimizer precedes the first forward."""
     trace = Trace()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     for batch in batches:
@@ -117,7 +119,7 @@ def train(call: Callable[..., Any], model: nn.Module, batches: list[Batch]) -> T
 
 
 def _full(gradient: Tensor | None) -> Tensor | None:
-    """Return a copy of a full gradient, or None; a collective if it is sharded."""
+    """Return a full copy of a gradient, or None; a collective if the gradient is sharded."""
     if gradient is None:
         return None
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
@@ -131,7 +133,7 @@ def by_ddp(model: nn.Module, mesh: DeviceMesh, all_used: bool) -> nn.Module:
 
 
 def by_fsdp2(model: Any, mesh: DeviceMesh, all_used: bool) -> nn.Module:
-    """Shard each layer, then the model, by FSDP2."""
+    """Shard each layer, then the model, with FSDP2."""
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -144,7 +146,7 @@ WAYS: dict[str, Callable[[nn.Module, DeviceMesh, bool], nn.Module]] = {
 
 
 def _compared(ours: Trace, theirs: Trace, num_graphs: int, messages: list[str]) -> Comparison:
-    """Return the largest differences of two trainings."""
+    """Return the largest differences between two trainings."""
     losses = [abs(a - b) / abs(b) for a, b in zip(ours.losses, theirs.losses, strict=True)]
     errors = [
         (error, f"step {step}: {name}")
@@ -166,7 +168,10 @@ def _compared(ours: Trace, theirs: Trace, num_graphs: int, messages: list[str]) 
 def gradient_errors(
     ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]
 ) -> dict[str, float]:
-    """``|ours - theirs| / |theirs|`` by parameter, in norms; the divisor is at least the FLOOR."""
+    """Return ``|ours - theirs| / |theirs|`` by parameter.
+
+    The divisor is at least FLOOR times the norm of all gradients.
+    """
     assert ours.keys() == theirs.keys()
     total = math.hypot(*(float(g.norm()) for g in theirs.values() if g is not None))
     return {name: _error(ours[name], theirs[name], FLOOR * total) for name in theirs}

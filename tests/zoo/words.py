@@ -1,4 +1,4 @@
-"""A tokenizer of a few words, made without a download."""
+"""A tokenizer of a few words, built without a download."""
 
 from __future__ import annotations
 

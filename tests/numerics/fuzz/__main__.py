@@ -1,5 +1,6 @@
-"""``python -m tests.numerics.fuzz --seed 123``, or ``--seeds 0:500``: runs cases, and prints those
-that fail, each in one line and, with ``--shrink``, as the least case that fails in the same way."""
+"""``python -m tests.numerics.fuzz --seed 123``, or ``--seeds 0:500``: run random cases and print
+those that fail, one per line. With ``--shrink``, also print the smallest case that fails in the
+same way."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tests.numerics.fuzz.shrink import fails_unsharded, failure, headline, shrin
 
 
 def main() -> int:
-    """Return 1 if a case failed."""
+    """Run the cases; return 1 if any of them failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.numerics.fuzz", description=__doc__)
     parser.add_argument("--seeds", "--seed", required=True, help="such as 123, or 1,7,100:500")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after that")
@@ -49,13 +50,13 @@ def main() -> int:
 
 
 def _range(text: str) -> range:
-    """Return the numbers of "7", or of "100:500"."""
+    """Parse "7" or "100:500"."""
     first, _, end = text.partition(":")
     return range(int(first), int(end or int(first) + 1))
 
 
 def _by_world_size(cases: list[Case]) -> Iterator[Case]:
-    """Yield cases so that ranks stay alive: a hundred at a time, by the number of ranks."""
+    """Yield cases sorted by world size, a hundred at a time, so that rank processes are reused."""
     for start in range(0, len(cases), 100):
         yield from sorted(cases[start : start + 100], key=lambda case: case.world_size)
 

@@ -1,5 +1,5 @@
-"""A case of the fuzz tests: one model, what is asked of graphshard, and how it is trained, as plain
-data. `draw(seed)` makes the same case of the same number, whatever machine it is."""
+"""Random cases for the fuzz tests, as plain data: a model, graphshard's options, and a training
+loop. `draw(seed)` returns the same case on every machine."""
 
 from __future__ import annotations
 
@@ -14,49 +14,54 @@ from tests.numerics.fuzz.habits import HOOKS, TABLES, WRITES_OF_DATA
 from tests.numerics.fuzz.modules import BREAKS, MODULES, WRAPPERS, WRITES
 
 Block = tuple[Any, ...]
-"""(kind,), (kind, number), or (wrapper, block, ..)."""
+"""``(kind,)``, ``(kind, number)`` or ``(wrapper, block, ...)``."""
 
 PRECISIONS = ("float64", "float32", "bf16", "bf16_reduced_in_float32", "autocast", "fp8")
 EXACT = ("float64", "float32")
 ENTRANCES = ("in_place", "function", "shard", "partial", "method", "own_forward")
 FUNCTIONS = ("function", "partial", "method")
-"""Entrances by which Dynamo compiles a function."""
+"""Entrances through which Dynamo compiles a function."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Every field but the first two has a default that asks for nothing special.
+    """One random model and training loop; a default means nothing special.
 
     Attributes:
-        seed: of parameters and batches.
-        blocks: of the model, in order.
-        entry: what the model is given: "floats", or "tokens", whose embedding is tied to a head.
-        output: the form of the result; "loss" is a scalar.
-        frozen: by parameter of the blocks, in turn.
-        mesh: sizes of its axes; two are replicas and shards.
+        seed: seed of parameters and batches.
+        blocks: blocks of the model, in order.
+        dim: width of the activations.
+        entry: kind of input: "floats", or "tokens", whose embedding is tied to the head.
+        output: kind of result; "loss" is a scalar.
+        frozen: whether each parameter of the blocks is frozen, repeated cyclically.
+        mesh: sizes of the mesh axes; two axes are replicas and shards.
         reshard: ``reshard_after_forward``.
-        overrides: glob, option and value, in order; a block's name stands for its parameters.
-        ignored: numbers of parameters that stay plain.
+        overrides: (glob, option, value) triples; a glob that matches a block covers its parameters.
+        ignored: indices of ``ignored_params``, among the floating-point parameters.
         precision: one of `PRECISIONS`.
         schedule: fields of ``SchedulePolicy`` and their values.
-        offload: "shards" on the host, or "" for none.
-        entrance: what is compiled: "module", "in_place", "function", "partial" (of the module), or
-            "method" (the bound forward); "shard": sharded before; "own_forward": a module whose
-            forward is a ``functools.partial``.
-        sync: ranks begin with other values, which the first rank's replace.
-        steps: of the optimizer.
-        micros: microbatches of a step, all but the last one under ``no_sync``, or "reduced" ones.
-        rows: how sizes of batches differ: "same", "by_step", "by_rank", "by_both".
-        thaw: parameters that are frozen train from the second step on, and the first is frozen.
-        evaluation: between steps: "", "no_grad" or "inference_mode".
-        forwards: of one backward.
+        offload: "shards" to keep shards on the host, or "".
+        compiler: ``compiler`` of ``graphshard.backend``.
+        entrance: kind of object to compile: "module"; "in_place" (``model.compile``); "function";
+            "partial" (of the module); "method" (the bound forward); "shard" (a module that is
+            sharded already); "own_forward" (a module whose forward is a ``functools.partial``).
+        dynamic: ``dynamic`` of ``torch.compile``.
+        sync: whether ranks start with different values, which the first rank's replace.
+        steps: number of optimizer steps.
+        micros: microbatches per step.
+        reduces_micros: whether every microbatch reduces its gradients; otherwise all but the last
+            run under ``no_sync``.
+        rows: how batch sizes differ: "same", "by_step", "by_rank" or "by_both".
+        thaw: whether only the first block parameter is frozen from the second step on.
+        evaluation: mode of an evaluation between steps: "no_grad", "inference_mode" or "" (none).
+        forwards: number of forwards per backward.
         optimizer: "sgd", "momentum" or "adamw".
-        early: the optimizer is built before the first step.
-        zeroes: gradients become zeros, not None, between steps.
-        hooks: names of `HOOKS`, added before the model is compiled.
-        writes: how parameters are changed between steps, one of `WRITES_OF_DATA`; "": not at all.
-        stale: a last backward is that of a forward from before ``optimizer.step()``.
-        thread: forward and backward run in a thread of their own.
+        early: whether the optimizer is built before the first step.
+        zeroes: whether gradients are set to zero instead of None between steps.
+        hooks: names in `HOOKS`, registered before the model is compiled.
+        writes: name in `WRITES_OF_DATA` of a change of all parameters between steps, or "".
+        stale: whether a last backward runs after the parameters of its forward have changed.
+        thread: whether forward and backward run in a new thread.
     """
 
     seed: int
@@ -92,7 +97,7 @@ class Case:
     thread: bool = False
 
     def __str__(self) -> str:
-        """One line: what differs from the defaults."""
+        """Return one line: the seed, the blocks, and fields that differ from their defaults."""
         special = [f"{self.blocks}"]
         for field in fields(self)[2:]:
             value = getattr(self, field.name)
@@ -101,17 +106,17 @@ class Case:
         return f"seed {self.seed}: {', '.join(special)}"
 
     def kinds(self) -> set[str]:
-        """Return the names of all blocks."""
+        """Return the kinds of all blocks, nested ones included."""
         return {block[0] for block in walk(self.blocks)}
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return math.prod(self.mesh)
 
 
 def walk(blocks: tuple[Block, ...]) -> Iterator[Block]:
-    """Yield blocks and those inside of them."""
+    """Yield blocks and the blocks nested in them."""
     for block in blocks:
         yield block
         if block[0] in WRAPPERS:
@@ -122,7 +127,7 @@ def draw(seed: int, max_blocks: int = 5) -> Case:
     """Return the case of a seed.
 
     Args:
-        max_blocks: of the model. With fewer, more cases run in the same time.
+        max_blocks: largest number of top-level blocks; with fewer, cases run faster.
     """
     rng = Random(seed)
     values: dict[str, Any] = {"seed": seed, **_training(rng), **_strategy(rng), **_pipeline(rng)}
@@ -139,14 +144,14 @@ def _rarely(rng: Random, special: Any, usual: Any, share: float) -> Any:
 
 
 def _block(rng: Random, depth: int) -> Block:
-    """Return a leaf, or a wrapper of one to three blocks."""
+    """Draw a leaf, or a wrapper of one to three blocks."""
     if depth < 2 and rng.random() < 0.3:
         kind = rng.choice(tuple(WRAPPERS))
         return (kind, *(_block(rng, depth + 1) for _ in range(rng.choice((1, 1, 2, 3)))))
     special = rng.random()
     if special < 0.25:
         return ("linear",)
-    if special < 0.4:  # a block that was built before, or a linear with the weight of one
+    if special < 0.4:  # an earlier block again, or a linear tied to an earlier one
         return (rng.choice(("again", "tied")), rng.randint(0, 20))
     return (rng.choice((*MODULES, *FORMULAS)),)
 
@@ -168,7 +173,7 @@ def _strategy(rng: Random) -> dict[str, Any]:
 
 
 def _overrides(rng: Random, num_blocks: int, num_shards: int) -> tuple[tuple[str, str, Any], ...]:
-    """Return up to three overrides, of blocks or of all biases, say."""
+    """Draw up to three overrides, for example of a block or of all biases."""
     choices: tuple[tuple[str, Any], ...] = (
         ("shard", False),
         ("shard", False),
@@ -183,7 +188,7 @@ def _overrides(rng: Random, num_blocks: int, num_shards: int) -> tuple[tuple[str
 
 
 def _pipeline(rng: Random) -> dict[str, Any]:
-    """Return how the model is compiled and scheduled."""
+    """Draw how the model is compiled and scheduled."""
     fields = (
         ("overlap", False),
         ("bucket_cap_mb", rng.choice((1e-5, 1e-4, 1e-3))),
@@ -234,7 +239,7 @@ def _habits(rng: Random) -> dict[str, Any]:
 
 
 def _allowed(case: Case) -> Case:
-    """Return the case without what README or torch refuse."""
+    """Return the case without combinations that README or torch rules out."""
     changes: dict[str, Any] = {}
     if case.precision != "float64":
         changes["blocks"] = tuple(_steady(block) for block in case.blocks)
@@ -245,22 +250,23 @@ def _allowed(case: Case) -> Case:
     if case.precision == "fp8":
         changes["overrides"] = tuple(o for o in case.overrides if o[1] != "shard")
         changes["blocks"] = (("linear",), *changes["blocks"])
-        if case.precision == "fp8":  # eager parts compute without
+        if case.precision == "fp8":  # eager parts do not compute in fp8
             changes["blocks"] = tuple(map(_without_breaks, changes["blocks"]))
-    if case.kinds() & WRITES:  # which torch's own partitioner would compute twice
+    if case.kinds() & WRITES:  # under a budget, torch's own partitioner repeats the writes
         budget = "activation_memory_budget"
         changes["schedule"] = tuple(item for item in case.schedule if item[0] != budget)
     if "buffers" in case.kinds():
-        changes["forwards"] = 1  # torch's partitioner may save a buffer that the next one writes
+        # torch's partitioner may save a buffer that the next forward writes.
+        changes["forwards"] = 1
     if changes.get("ignored", case.ignored):
-        changes["sync"] = False  # what is ignored is not made equal
+        changes["sync"] = False  # ignored parameters keep each rank's own values
     if any(map(_is_recomputed_by_python, case.blocks)):
-        changes["stale"] = False  # by parameters as they are then
-    if case.entrance == "method":  # which calls no hooks of the model
+        changes["stale"] = False  # backward recomputes with the changed parameters
+    if case.entrance == "method":  # a bound forward skips the hooks of its module
         changes["hooks"] = tuple(hook for hook in case.hooks if not hook.startswith("root"))
     if case.entrance in FUNCTIONS and case.kinds() & BREAKS:
-        changes["sync"] = False  # an eager part may have used a value before
-    if changes.get("compiler", case.compiler) == "inductor":  # of which every kernel costs a second
+        changes["sync"] = False  # an eager part may run before values are synchronized
+    if changes.get("compiler", case.compiler) == "inductor":  # each kernel takes a second
         changes |= {"blocks": case.blocks[:2], "micros": 1, "rows": "same", "forwards": 1}
     blocks = tuple(_without_writes(block) for block in changes.get("blocks", case.blocks))
     blocks = tuple(_without_tables(block) for block in blocks)
@@ -277,7 +283,7 @@ UNSTEADY = frozenset(name for name, formula in FORMULAS.items() if formula.jumps
     "fixed_norm",
     "pair",
 }
-"""What rounding changes too much to be compared, or half precision does not compute on a CPU."""
+"""Blocks that amplify rounding too much to compare, or that half precision lacks on a CPU."""
 
 
 def _steady(block: Block) -> Block:
@@ -294,7 +300,7 @@ def _without_breaks(block: Block) -> Block:
 
 
 def _without_tables(block: Block, inside: bool = False) -> Block:
-    """Return the block; eager parts in it list no parameters, which are DTensors there."""
+    """Replace blocks that list parameters in an eager part, where the list holds DTensors."""
     kind, *rest = block
     if kind in WRAPPERS:
         inside |= kind == "outside" or _is_recomputed_by_python(block)
@@ -304,7 +310,7 @@ def _without_tables(block: Block, inside: bool = False) -> Block:
 
 
 def _is_recomputed_by_python(block: Block, outside: bool = False) -> bool:
-    """Return whether it has a checkpoint that Dynamo leaves to Python, which it cannot trace."""
+    """Return whether the block has a checkpoint that Dynamo cannot trace and leaves to Python."""
     kind, *rest = block
     if kind not in WRAPPERS:
         return False
@@ -319,7 +325,7 @@ def _breaks(block: Block) -> bool:
 
 
 def _without_writes(block: Block, inside: bool = False) -> Block:
-    """Return the block; what would write buffers twice in a checkpoint is a linear."""
+    """Replace blocks that a checkpoint would make write their buffers twice."""
     kind, *rest = block
     if kind in WRAPPERS:
         return (kind, *(_without_writes(b, inside or kind == "checkpoint") for b in rest))

@@ -1,5 +1,5 @@
-"""Formulas of an activation `x` `[rows, length, dim]` and some parameters: what a fuzzed model
-computes in its leaves. Each gives another shape, view, index or in-place op to a parameter."""
+"""Formulas that the leaves of a fuzzed model compute from an activation `x` `[rows, length, dim]`
+and some parameters. Each uses another parameter shape, view, index or in-place op."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Formula:
-    """What is computed from `x` and parameters.
+    """Function of `x` and some parameters.
 
     Attributes:
-        shapes: of the parameters, given dim.
-        jumps: a rounding error of `x` may change the result by much.
+        compute: the function; its result has the shape of `x`.
+        shapes: function from dim to the shapes of the parameters.
+        jumps: whether a rounding error in `x` may change the result a lot.
     """
 
     compute: Callable[..., Tensor]
@@ -29,7 +30,7 @@ class Formula:
 
 
 class _Cubed(torch.autograd.Function):
-    """`x * gain ** 3`, with a backward of its own."""
+    """`x * gain ** 3` with a custom backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
@@ -162,7 +163,7 @@ FORMULAS: dict[str, Formula] = {
 
 
 class Computed(nn.Module):
-    """A leaf that computes a formula."""
+    """Leaf that computes a formula."""
 
     def __init__(self, name: str, dim: int) -> None:
         super().__init__()
@@ -172,5 +173,5 @@ class Computed(nn.Module):
             self.register_parameter(key, nn.Parameter(torch.randn(shape)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `[rows, length, dim]` for the same."""
+        """Map `[rows, length, dim]` to the same shape."""
         return self.formula.compute(x, *[getattr(self, name) for name in self.names])

@@ -1,5 +1,5 @@
-"""What people do with a model other than training it: reads of parameters in every form that Python
-allows, hooks, and changes of ``p.data`` between steps."""
+"""What users do with a model besides training it: read parameters in all the ways that Python
+allows, register hooks, and change ``p.data`` between steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class Reader(nn.Module):
-    """A linear, two tied ones, and tables of parameters; ``read`` computes with some of them."""
+    """A linear, two tied linears, and containers of parameters; `read` uses some of them."""
 
     def __init__(self, dim: int, read: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -24,11 +24,11 @@ class Reader(nn.Module):
 
     @property
     def tied(self) -> bool:
-        """Whether the two linears have one weight."""
+        """Whether the two linears share one weight."""
         return self.first.weight is self.second.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `[rows, length, dim]` for the same."""
+        """Map `[rows, length, dim]` to the same shape."""
         return self.read(self, self.linear(x))
 
 
@@ -92,7 +92,7 @@ TABLES: dict[str, Callable[[Reader, Tensor], Tensor]] = {
     "table": _table,
     "vector": _vector,
 }
-"""Reads that eager parts of a forward are not to make: DTensors are what they find."""
+"""Reads that eager parts of a forward must not make, because they would get DTensors."""
 READS: dict[str, Callable[[Reader, Tensor], Tensor]] = {
     "slice": _slice,
     "copy": _copy,
@@ -110,7 +110,7 @@ READERS: Mapping[str, Callable[[int], nn.Module]] = {
 
 
 def scaled(output: Any, factor: float) -> Any:
-    """Return an output with its floating-point tensors scaled."""
+    """Multiply the floating-point tensors of an output by `factor`."""
     if isinstance(output, Tensor):
         return output * factor if output.is_floating_point() else output
     if isinstance(output, dict):
@@ -165,7 +165,7 @@ HOOKS: dict[str, Callable[[Any], None]] = {
     "head_pre": _head_pre,
     "head_backward": _head_backward,
 }
-"""What adds a hook to a model."""
+"""Functions that register a hook on a model."""
 
 
 def _scale_data(param: nn.Parameter, plain: Tensor) -> None:
@@ -181,7 +181,7 @@ def _give_full(param: nn.Parameter, plain: Tensor) -> None:
 
 
 def _swap_data(param: nn.Parameter, plain: Tensor) -> None:
-    """Train from another value and come back, as averages of weights are swapped in and out."""
+    """Swap another value in and out again, as users do with weight averages."""
     before = param.data
     param.data = param.data * 0.5
     param.data = before * 0.9
@@ -199,11 +199,11 @@ WRITES_OF_DATA: dict[str, Callable[[nn.Parameter, Tensor], None]] = {
     "swap": _swap_data,
     "copy": _copy_data,
 }
-"""What changes a parameter between steps, given the plain one's value, too."""
+"""Functions that change a parameter between steps, given it and the plain copy's value."""
 
 
 def write(kind: str, *models: nn.Module) -> None:
-    """Change every floating-point parameter of all models alike; the last one is plain."""
+    """Change the floating-point parameters of all models alike; the last model is plain."""
     values = [p.detach().clone() for p in models[-1].parameters()]
     for model in models:
         for param, value in zip(model.parameters(), values, strict=True):

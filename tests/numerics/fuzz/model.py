@@ -18,7 +18,7 @@ WIDTH = 3
 
 
 class _Builder:
-    """Builds blocks, and remembers what may be used again."""
+    """Builder of blocks that remembers what later blocks may reuse."""
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
@@ -26,7 +26,7 @@ class _Builder:
         self.linears: list[nn.Linear] = []
 
     def build(self, block: Block) -> nn.Module:
-        """Return the module of a block, which may be one that was built before."""
+        """Return the module of a block: a new one, or an earlier one to use again."""
         kind, *rest = block
         if kind in WRAPPERS:
             return Wrapper(kind, [self.build(part) for part in rest])
@@ -37,7 +37,7 @@ class _Builder:
         return leaf
 
     def _leaf(self, kind: str, rest: list[int]) -> nn.Module:
-        """Return a new module without blocks inside."""
+        """Return a new module without nested blocks."""
         if kind in FORMULAS:
             return Computed(kind, self.dim)
         if kind in MODULES:
@@ -68,7 +68,7 @@ class Model(nn.Module):
             self.double()
 
     def forward(self, x: Tensor, flag: Flag) -> Any:
-        """Return the loss, or outputs of which `loss` makes one."""
+        """Return the loss, or outputs that `loss` reduces to one."""
         x = torch.tanh(self.entry(x))
         for block in self.blocks:
             x = torch.tanh(call(block, x, flag))
@@ -89,7 +89,7 @@ def _labels(x: Tensor) -> Tensor:
 
 
 def loss(output: Any) -> Tensor:
-    """Return a scalar of all tensors in an output."""
+    """Reduce all tensors in an output to a scalar."""
     if isinstance(output, Tensor):
         return output if output.dim() == 0 else output.square().mean() + output.mean()
     values = output.values() if isinstance(output, dict) else output
@@ -98,12 +98,12 @@ def loss(output: Any) -> Tensor:
 
 
 def flag(case: Case, step: int, micro: int) -> bool:
-    """Return the flag that the model is given with a batch."""
+    """Return the flag that is passed to the model with a batch."""
     return (case.seed + step + micro) % 2 == 0
 
 
 def batch(case: Case, step: int, micro: int, rank: int) -> Tensor:
-    """Return the inputs of one rank, `[rows, length]` tokens or `[rows, length, 3]` floats."""
+    """Return one rank's inputs: `[rows, length]` tokens or `[rows, length, 3]` floats."""
     rows = 4
     if case.rows in ("by_step", "by_both"):
         rows += step

@@ -1,5 +1,5 @@
-"""The modules that a fuzzed model is made of: leaves, and wrappers that call other blocks twice, in
-a checkpoint, outside of the graph, or only sometimes. All map `[rows, length, dim]` to the same."""
+"""Blocks of a fuzzed model: leaves, and wrappers that call other blocks twice, in a checkpoint,
+outside of the graph, or only sometimes. All map `[rows, length, dim]` to the same shape."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch.utils.checkpoint import checkpoint
 from tests.numerics.fuzz.habits import READERS
 
 Flag = bool
-"""An argument of every block: whether what runs only sometimes runs now."""
+"""Argument of every wrapper: whether blocks that run only sometimes run now."""
 
 
 class OverLength(nn.Module):
-    """A module for `[rows, dim, length]`."""
+    """Adapter for a module that takes `[rows, dim, length]`."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the module makes of `x` with length and dim exchanged."""
+        """Call the module with length and dim transposed; drop extra positions of its output."""
         return self.inner(x.transpose(1, 2)).transpose(1, 2)[:, : x.shape[1]]
 
 
 class OverRows(nn.Module):
-    """A module for `[rows * length, dim]`.
+    """Adapter for a module that takes `[rows * length, dim]`.
 
-    A BatchNorm over length would fail in torch's own aot_eager, where strides are not as traced.
+    A BatchNorm in `OverLength` would fail in torch's own aot_eager: strides differ from the trace.
     """
 
     def __init__(self, inner: nn.Module) -> None:
@@ -39,12 +39,12 @@ class OverRows(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the module makes of all positions."""
+        """Call the module on all positions."""
         return self.inner(x.flatten(0, 1)).view_as(x)
 
 
 class Attention(nn.Module):
-    """Causal attention of one head."""
+    """Causal single-head attention."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -52,26 +52,24 @@ class Attention(nn.Module):
         self.out = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the mixed values, projected."""
         q, k, v = (part.unsqueeze(1) for part in self.qkv(x).chunk(3, dim=-1))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.squeeze(1))
 
 
 class SelfAttention(nn.Module):
-    """`nn.MultiheadAttention` of `x` to itself."""
+    """Self-attention by `nn.MultiheadAttention`."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(dim, 1, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the mixed values alone."""
         return self.attention(x, x, x, need_weights=False)[0]
 
 
 class Convolved(nn.Module):
-    """A 2D convolution over length and dim, with a GroupNorm."""
+    """2D convolutions over length and dim, with a GroupNorm."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -80,12 +78,11 @@ class Convolved(nn.Module):
         self.back = nn.Conv2d(4, 1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return one channel."""
         return self.back(self.norm(self.conv(x.unsqueeze(1)))).squeeze(1)
 
 
 class Cell(nn.Module):
-    """A GRU cell, which runs over two positions."""
+    """GRU cell that runs over the first two positions."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -98,19 +95,18 @@ class Cell(nn.Module):
 
 
 class Pair(nn.Module):
-    """A bilinear form of `x` and its neighbour."""
+    """Bilinear form of each position and the one before it."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.form = nn.Bilinear(dim, dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the form."""
         return self.form(x, x.roll(1, 1))
 
 
 class Buffers(nn.Module):
-    """Reads one buffer and writes two, one of them by a new tensor."""
+    """Module that reads two buffers and writes two, one in place and one by assignment."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -120,7 +116,7 @@ class Buffers(nn.Module):
         self.gain = nn.Parameter(torch.randn(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x`, changed by what was before."""
+        """Scale and shift `x`, using the average of earlier calls."""
         y = x * self.gain + self.shift + self.average
         if self.training:
             with torch.no_grad():
@@ -130,7 +126,7 @@ class Buffers(nn.Module):
 
 
 class Tables(nn.Module):
-    """Parameters that are integers and booleans, and lists and dicts of parameters."""
+    """Integer and boolean parameters, and lists and dicts of parameters."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -140,13 +136,13 @@ class Tables(nn.Module):
         self.named = nn.ParameterDict({"shift": torch.randn(1, dim)})
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x` in another order, masked, plus a sum."""
+        """Return `x`, permuted and masked, plus a sum of parameters."""
         total = sum((row for row in self.rows), self.named["shift"])
         return x[..., self.order] * self.mask + total
 
 
 class Idle(nn.Module):
-    """Has parameters that nothing reads."""
+    """Identity with parameters that nothing reads."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -154,12 +150,11 @@ class Idle(nn.Module):
         self.idle = nn.Parameter(torch.randn(3, dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x` itself."""
         return x
 
 
 class Experts(nn.Module):
-    """A soft mixture: every expert runs, a router weighs them."""
+    """Soft mixture of experts: all experts run, and a router weights their outputs."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -167,7 +162,6 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(dim, dim) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the weighted sum."""
         weights = self.router(x).softmax(-1)
         outputs = torch.stack([expert(x) for expert in self.experts], -1)
         return (outputs * weights.unsqueeze(2)).sum(-1)
@@ -208,7 +202,7 @@ MODULES: dict[str, Callable[[int], nn.Module]] = {
 
 
 class Wrapper(nn.Module):
-    """Calls its parts, in one of the ways of `WRAPPERS`."""
+    """Module that calls its parts by a function in `WRAPPERS`."""
 
     def __init__(self, kind: str, parts: list[nn.Module]) -> None:
         super().__init__()
@@ -216,11 +210,11 @@ class Wrapper(nn.Module):
         self.parts = nn.ModuleList(parts)
 
     def forward(self, x: Tensor, flag: Flag) -> Tensor:
-        """Return `[rows, length, dim]` for the same."""
+        """Map `[rows, length, dim]` to the same shape."""
         return WRAPPERS[self.kind](self, x, flag)
 
     def chain(self, x: Tensor, flag: Flag) -> Tensor:
-        """Call all parts, one after the other."""
+        """Call all parts in sequence."""
         for part in self.parts:
             x = call(part, x, flag)
         return x
@@ -275,6 +269,6 @@ WRAPPERS: dict[str, Callable[[Wrapper, Tensor, Flag], Tensor]] = {
     "outside": _outside,
 }
 BREAKS = frozenset({"break", "outside"})
-"""Wrappers that end a graph."""
+"""Wrappers that cause a graph break."""
 WRITES = frozenset({"batch_norm", "fixed_norm", "buffers"})
-"""Leaves that write buffers, which a checkpoint would do twice."""
+"""Leaves that write buffers; in a checkpoint they would write twice."""

@@ -1,4 +1,4 @@
-"""The plain copy of a case's model that each rank has, and what it computes a loss by."""
+"""Each rank's plain copy of a case's model, and how losses are computed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ POLICIES = {
 
 
 def run_unsharded(case: Case) -> None:
-    """Train the plain copy alone, compiled by torch: what fails here is no fault of graphshard."""
+    """Train the plain copy under torch's own backend; graphshard is not to blame if this fails."""
     plain = Plain(case)
     plain.computes = torch.compile(
         plain.computes, backend="aot_eager_decomp_partition", dynamic=case.dynamic
@@ -43,8 +43,12 @@ def run_unsharded(case: Case) -> None:
 
 
 class Plain:
-    """The unsharded copy of one rank. In mixed precision its values and its gradients are kept
-    beside a model that computes."""
+    """One rank's unsharded copy of a case's model.
+
+    Attributes:
+        values: model with the parameters and gradients in their original dtypes.
+        computes: model that runs forward and backward, with parameters in the compute dtype.
+    """
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -60,23 +64,23 @@ class Plain:
             self.computes = _by_torchao(self.computes)
 
     def __call__(self, x: Tensor, given: bool) -> Any:
-        """Return the outputs."""
+        """Run a forward, with the input and output casts of the precision."""
         if self.dtype and x.is_floating_point():
             x = x.to(self.dtype)
         return _cast(self.computes(x, given), self.output_dtype)
 
     def loss(self, x: Tensor, given: bool) -> Tensor:
-        """Return the loss of all forwards of a microbatch."""
+        """Return the summed loss of all forwards of a microbatch."""
         return compute_loss(self.case, self, x, given)
 
     def _pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         return zip(self.values.parameters(), self.computes.parameters(), strict=True)
 
     def begin_step(self) -> dict[str, Tensor]:
-        """Compute with the values of now.
+        """Copy the current values into the model that computes.
 
         Returns:
-            The gradients that there are.
+            Gradients accumulated so far, by parameter name.
         """
         with torch.no_grad():
             for value, param in self._pairs():
@@ -85,7 +89,7 @@ class Plain:
         return {n: p.grad for n, p in self.values.named_parameters() if p.grad is not None}
 
     def collect(self) -> None:
-        """Add the gradients of a backward to those of the step."""
+        """Add the gradients of a backward to those in `values`."""
         for value, param in self._pairs():
             if param.grad is not None:
                 grad = param.grad.to(value.dtype)
@@ -93,10 +97,10 @@ class Plain:
                 param.grad = None
 
     def reduce(self, before: dict[str, Tensor]) -> None:
-        """Average over all ranks what this step has added to gradients.
+        """Average the gradients of this step over all ranks.
 
         Args:
-            before: gradients, averaged already.
+            before: gradients from before this step, which are averaged already.
         """
         for name, value in self.values.named_parameters():
             if value.grad is None or id(value) in self.ignored:
@@ -118,7 +122,7 @@ def compute_loss(case: Case, model: Callable[..., Any], x: Tensor, given: bool) 
 
 
 def prepared(case: Case, seed: int) -> Model:
-    """Return a case's model with values of `seed`, and with what the case freezes frozen."""
+    """Return a case's model with values drawn from `seed`, frozen parameters, and hooks."""
     torch.manual_seed(seed)
     model = Model(case)
     floats = (p for p in model.blocks.parameters() if p.is_floating_point())
@@ -130,7 +134,7 @@ def prepared(case: Case, seed: int) -> Model:
 
 
 def ignored_params(case: Case, model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of `model` that stay plain."""
+    """Return the parameters of `model` that the case ignores."""
     params = [p for p in model.parameters() if p.is_floating_point()]
     return [params[i] for i in case.ignored if i < len(params) - 1]
 
@@ -142,7 +146,7 @@ def _autocast(case: Case) -> AbstractContextManager[Any]:
 
 
 def _cast(output: Any, dtype: torch.dtype | None) -> Any:
-    """Return an output of a model with its floating-point tensors in another dtype."""
+    """Cast the floating-point tensors of an output to `dtype`; None: leave them."""
     if isinstance(output, Tensor):
         return output.to(dtype) if dtype and output.is_floating_point() else output
     if isinstance(output, dict):
@@ -153,7 +157,7 @@ def _cast(output: Any, dtype: torch.dtype | None) -> Any:
 
 
 def fits_fp8(fqn: str, shape: tuple[int, ...]) -> bool:
-    """Return whether the linears of a parameter compute in fp8."""
+    """Return whether the linears that use a parameter compute in fp8."""
     return fqn.startswith("blocks.") and all(size % 16 == 0 for size in shape)
 
 
@@ -163,7 +167,7 @@ def _by_torchao(model: nn.Module) -> nn.Module:
     def chosen(module: nn.Module, fqn: str) -> bool:
         return type(module) is nn.Linear and fits_fp8(f"{fqn}.weight", tuple(module.weight.shape))
 
-    # It converts a module where it finds it first, and leaves it where it stands a second time.
+    # torchao replaces a shared module only where it first occurs; replace the other occurrences.
     names = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     model = convert_to_float8_training(model, module_filter_fn=chosen)
     converted = {id(module): model.get_submodule(name) for name, module in reversed(names.items())}

@@ -1,4 +1,4 @@
-"""Runs a case, and finds the least case that fails in the same way."""
+"""Run a case, and find the smallest case that fails in the same way."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_TRIES = 60
 
 
 def failure(case: Case, trial: Callable[[Case], object] = run_trial) -> str | None:
-    """Return the text of a case's failure, whatever it is; None: it passed."""
+    """Return the error text of a case, or None if it passes."""
     try:
         ranks.run(case.world_size, trial, case, timeout_s=TIMEOUT_S)
     except ranks.RankError as error:
@@ -26,13 +26,13 @@ def failure(case: Case, trial: Callable[[Case], object] = run_trial) -> str | No
 
 
 def fails_unsharded(case: Case, text: str) -> bool:
-    """Return whether plain ``torch.compile`` fails at the case in the same way."""
+    """Return whether plain ``torch.compile`` fails on the case in the same way."""
     unsharded = failure(case, run_unsharded)
     return unsharded is not None and _alike(headline(unsharded), headline(text))
 
 
 def headline(text: str) -> str:
-    """Return the line of a failure's text that says what is wrong."""
+    """Return the line of an error text that says what is wrong."""
     lines = [line for line in text.strip().splitlines() if line and not line.startswith(" ")]
     errors = [
         line for line in lines if re.match(r"[\w.]*(Error|Exception|Failed|Unsupported)", line)
@@ -41,13 +41,13 @@ def headline(text: str) -> str:
 
 
 def _alike(one: str, other: str) -> bool:
-    """Return whether two headlines are of one cause, as far as that can be read from them."""
+    """Return whether two headlines seem to have the same cause."""
     words = [re.sub(r"[\d.e+-]+|rank|blocks\S*", "", line)[:40] for line in (one, other)]
     return words[0] == words[1]
 
 
 def shrink(case: Case, line: str) -> Case:
-    """Drop what the failure does not need, until nothing can be dropped."""
+    """Remove parts of a case, in at most `MAX_TRIES` runs, while it fails with headline `line`."""
     tries = 0
     smaller = True
     while smaller:
@@ -64,7 +64,7 @@ def shrink(case: Case, line: str) -> Case:
 
 
 def _smaller(case: Case) -> Iterator[Case]:
-    """Yield cases with one thing less."""
+    """Yield variants of the case with one thing removed or back at its default."""
     for blocks in _fewer(case.blocks):
         yield replace(case, blocks=blocks)
     for field in fields(case):
@@ -78,7 +78,7 @@ def _smaller(case: Case) -> Iterator[Case]:
 
 
 def _fewer(blocks: tuple[Block, ...]) -> Iterator[tuple[Block, ...]]:
-    """Yield the blocks without one of them, or with what one holds in its place."""
+    """Yield the blocks with one removed, at any depth, or replaced by the blocks nested in it."""
     for i, block in enumerate(blocks):
         yield (*blocks[:i], *blocks[i + 1 :])
         if block[0] in WRAPPERS:

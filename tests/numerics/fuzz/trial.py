@@ -1,5 +1,5 @@
-"""One case on the ranks: a sharded model beside plain copies, one on each rank, whose gradients are
-averaged as DDP does. `run_trial` is what every rank calls."""
+"""Train one case: a sharded model next to one plain copy per rank, whose gradients are averaged as
+in DDP. Every rank calls `run_trial`."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from tests.numerics.fuzz.plain import (
 )
 
 TOLERANCE = {"float64": 1e-7, "float32": 1e-4, "fp8": 0.15}
-"""Relative errors, by precision; others: `ROUGH`, or twice the plain copy's own rounding error.
-Gradients in fp8 have two bits behind the first."""
-ROUGH = 0.06
+"""Allowed relative error by precision. In low precision, an error may also be twice the plain
+copy's own rounding error. Gradients in fp8 have two mantissa bits."""
+ROUGH = 0.06  # for precisions without an entry in TOLERANCE
 FLOOR = 1e-2
-"""A tensor smaller than this part of the largest gradient is compared as if it was so large."""
+"""Smallest norm that an error is relative to, as a fraction of the largest gradient's norm."""
 LOSS = 10.0
-"""Stands for the largest gradient where losses are compared, which are sums that may cancel."""
+"""Replaces the largest gradient's norm when comparing losses, since their sums may cancel."""
 WIDE_SUMS = {
     "float64": MixedPrecisionPolicy(reduce_dtype=torch.float64),
     "float32": MixedPrecisionPolicy(reduce_dtype=torch.float64),
@@ -49,15 +49,15 @@ WIDE_SUMS = {
 
 
 def _allow_recompiles() -> None:
-    """Allow more graphs than by default: flags, sizes, accumulation and evaluation make them."""
+    """Raise Dynamo's recompile limit: flags, sizes, accumulation and evaluation add graphs."""
     torch._dynamo.config.recompile_limit = 64
 
 
 def run_trial(case: Case) -> int:
-    """Train both models; return the number of graphs.
+    """Train the sharded model and its plain copies; return the number of graphs.
 
     Raises:
-        AssertionError: on all ranks, if on any of them the two differ.
+        AssertionError: on all ranks, if the models differ on any of them.
     """
     _allow_recompiles()
     with warnings.catch_warnings():
@@ -66,14 +66,14 @@ def run_trial(case: Case) -> int:
 
 
 class _Trial:
-    """A case's two models and what they have to agree on."""
+    """A case's sharded model and plain copies, and their comparison."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         self.rank = dist.get_rank()
         self.faults: list[str] = []
         self.plain = Plain(case)
-        # Says how much rounding there is to be expected.
+        # In low precision, a float32 copy shows how much rounding to expect.
         exact = replace(case, precision="float32")
         self.exact = None if case.precision in EXACT else Plain(exact)
         self.model = prepared(case, case.seed + (self.rank if case.sync else 0))
@@ -89,7 +89,7 @@ class _Trial:
         backend = graphshard.backend(mesh, **self.options)
         keywords = {
             "backend": backend,
-            # Dynamo leaves a module with a backward hook to Python.
+            # Dynamo leaves modules with backward hooks to Python.
             "fullgraph": not (case.kinds() & BREAKS or "head_backward" in case.hooks),
             "dynamic": case.dynamic,
         }
@@ -107,7 +107,7 @@ class _Trial:
         return torch.compile(model, **keywords)
 
     def train(self) -> int:
-        """All steps."""
+        """Run and compare all steps; return the number of graphs."""
         theirs = [_optimizer(self.case, plain.values) for plain in self._plains()]
         for step in range(self.case.steps):
             if self.case.thaw and step == 1:
@@ -130,15 +130,15 @@ class _Trial:
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
     def _run(self, function: Callable[..., None], *args: Any) -> None:
-        """Call a function, in a thread of its own where the case says so."""
+        """Call a function, in a new thread if the case asks for it."""
         if not self.case.thread:
             return function(*args)
-        # A thread has a configuration of its own.
+        # Every thread has its own Dynamo configuration.
         with ThreadPoolExecutor(1, initializer=_allow_recompiles) as pool:
             pool.submit(function, *args).result()
 
     def _backward_of_old_values(self) -> None:
-        """Backward of a forward from before a step: an error, or gradients of the old values."""
+        """Change parameters before backward; expect an error, or gradients of the old values."""
         x, given = batch(self.case, self.case.steps, 0, self.rank), flag(self.case, 0, 0)
         before = [plain.begin_step() for plain in self._plains()]
         loss = compute_loss(self.case, self.compiled, x, given)
@@ -161,7 +161,7 @@ class _Trial:
         return [self.plain, *([self.exact] if self.exact else [])]
 
     def _backward(self, step: int) -> None:
-        """Forwards and backwards of a step's microbatches."""
+        """Run forward and backward of a step's microbatches, and compare the losses."""
         before = [plain.begin_step() for plain in self._plains()]
         for micro in range(self.case.micros):
             last = micro == self.case.micros - 1 or self.case.reduces_micros
@@ -195,7 +195,7 @@ class _Trial:
         self._raise_together()
 
     def _compare(self, when: str, *, grads: bool) -> None:
-        """Parameters and buffers, or gradients."""
+        """Compare buffers, and either gradients or parameters."""
         theirs = [dict(plain.values.named_parameters()) for plain in self._plains()]
         largest = max(
             (float(p.grad.norm()) for p in theirs[0].values() if p.grad is not None), default=0.0
@@ -225,7 +225,7 @@ class _Trial:
         *,
         scale: float = 0.0,
     ) -> None:
-        """Remember that two tensors differ by more than is allowed."""
+        """Record a fault if two tensors differ by more than allowed."""
         if ours is None or theirs is None:
             if (ours is None) != (theirs is None):
                 sizes = [None if t is None else float(whole(t).norm()) for t in (ours, theirs)]
@@ -246,10 +246,7 @@ class _Trial:
             self.faults.append(f"{what}: relative error {difference / size:.1e}{values}")
 
     def _raise_together(self) -> None:
-        """
-        Raises:
-            AssertionError: on every rank, if one has a fault.
-        """
+        """Raise an AssertionError on every rank if any rank has recorded a fault."""
         found: list[list[str]] = [[]] * dist.get_world_size()
         dist.all_gather_object(found, self.faults)
         if any(found):
@@ -268,7 +265,7 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 
 def _thaw(model: nn.Module) -> None:
-    """Train what was frozen, and freeze the first parameter of the blocks."""
+    """Freeze the first floating-point parameter of the blocks, and unfreeze the others."""
     floats = [p for n, p in model.named_parameters() if n.startswith("blocks.")]
     for i, param in enumerate(p for p in floats if p.is_floating_point()):
         param.requires_grad_(i != 0)
@@ -276,7 +273,7 @@ def _thaw(model: nn.Module) -> None:
 
 def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     params = list(model.parameters())
-    if case.optimizer == "adamw":  # eps: gradients that are rounding errors change nothing
+    if case.optimizer == "adamw":  # with this eps, gradients of pure rounding error have no effect
         return torch.optim.AdamW(params, lr=0.01, eps=1e-2, foreach=False if case.ignored else None)
     momentum = 0.9 if case.optimizer == "momentum" else 0.0
     return torch.optim.SGD(
@@ -310,7 +307,7 @@ def _options(case: Case, model: nn.Module) -> dict[str, Any]:
 
 
 def _overrides(case: Case, model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return those that match a parameter, in words of ``graphshard.backend``."""
+    """Return the overrides that match a parameter, in the format of ``graphshard.backend``."""
     ignored = set(map(id, ignored_params(case, model)))
     names = [
         f"{prefix}.{name}"
