@@ -27,7 +27,6 @@ import graphshard
 from benchmarks import common
 from benchmarks.forecast_models import MODELS
 from benchmarks.links import Wire
-from benchmarks.memory import resident
 from benchmarks.modelled_links import group_behind
 from graphshard.forecast.recipe import Recipe
 from graphshard.params.memory_report import memory_report
@@ -110,11 +109,6 @@ def measure_behind_wire(job: Job) -> list[Measured]:
     assert job.wire is not None
     with group_behind(job.wire, job.num_ranks, torch.device("cpu")):
         return measure(job)
-
-
-def resident_bytes() -> int:
-    """Return the bytes of this rank that are resident now."""
-    return resident("VmRSS")
 
 
 class _Training:

@@ -249,9 +249,8 @@ def _allowed(case: Case) -> Case:
         changes["ignored"] = ()
     if case.precision == "fp8":
         changes["overrides"] = tuple(o for o in case.overrides if o[1] != "shard")
-        changes["blocks"] = (("linear",), *changes["blocks"])
-        if case.precision == "fp8":  # eager parts do not compute in fp8
-            changes["blocks"] = tuple(map(_without_breaks, changes["blocks"]))
+        blocks = (("linear",), *changes["blocks"])
+        changes["blocks"] = tuple(map(_without_breaks, blocks))  # eager parts do not compute in fp8
     if case.kinds() & WRITES:  # under a budget, torch's own partitioner repeats the writes
         budget = "activation_memory_budget"
         changes["schedule"] = tuple(item for item in case.schedule if item[0] != budget)
