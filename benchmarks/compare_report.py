@@ -137,7 +137,7 @@ def paragraphs(job: Job, report: Report) -> list[str]:
     parts = [common.table(HEADERS, rows), work]
     if predicted is not None:
         total, exposed = (f"{us / 1e3:.1f} ms" for us in predicted)
-        parts.append(f"predicted: forward and backward {total}, of which exposed {exposed}")
+        parts.append(f"predicted: forward and backward {total}, including {exposed} exposed")
     ratios = [
         f"{name} {halves[name] / halves[best]:.2f} × {best}, "
         f"{halves[name] / halves[form]:.2f} × {form}"

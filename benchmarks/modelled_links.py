@@ -100,7 +100,6 @@ class ModelledLinks(dist.ProcessGroup):
     def _run(self, outputs: Tensors, inputs: Tensors) -> dist.Work:
         """Fill outputs from inputs; the larger side counts as the full buffers."""
         num_bytes = max(sum(t.nbytes for t in side) for side in (outputs, inputs))
-
         return self._link.launch(outputs, inputs, num_bytes)
 
     # The names of torch 2.13.

@@ -176,10 +176,10 @@ def main() -> None:
     num_orders, broken = faults(plans, launches)
     copies = [one for one in launches if one.kind in _COPIES]
     common.show(
-        common.table(["launched", "number", "streams", "ms", "beside kernels"], rows),
+        common.table(["launched", "number", "streams", "ms", "overlapped"], rows),
         *broken,
         f"offload streams: {num_orders - len(broken)} of {num_orders} orders kept; "
-        f"{hidden_part(copies, trace):.0%} of the copies' time beside kernels",
+        f"{hidden_part(copies, trace):.0%} of the copies' time overlaps kernels",
     )
 
 

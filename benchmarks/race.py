@@ -50,10 +50,9 @@ from benchmarks.common import FSDP2_BLOCKS, GRAPHSHARD, GRAPHSHARD_FP8, PLAIN, T
 from benchmarks.links import Wire, parse_wire, write_behind_wire
 from benchmarks.llama import LlamaSizes, TrainableLlama, as_torchtitan
 from benchmarks.modelled_links import group_behind
-from benchmarks.ways import Trained, add_hooks, asynchronous, mp_policy
+from benchmarks.ways import Trained, add_hooks, asynchronous, convert_to_float8, mp_policy
 from graphshard.backend import Backend
 from graphshard.cost.devices import HARDWARE, find_hardware_or_default
-from graphshard.options.float8_policy import is_inner_linear
 
 WAYS = (FSDP2_BLOCKS, GRAPHSHARD, TORCHAO, GRAPHSHARD_FP8, PLAIN)
 RIVALS = {GRAPHSHARD: FSDP2_BLOCKS, GRAPHSHARD_FP8: TORCHAO}
@@ -258,7 +257,7 @@ def _build(
         backend = graphshard.backend(mesh, mp_policy=MIXED, fp8=fp8, schedule=schedule)
         return torch.compile(model, backend=backend, fullgraph=True), backend
     if entry.way == TORCHAO:
-        _convert_to_float8(model)
+        convert_to_float8(model)
     if mesh.device_type == "cpu":  # by default, FSDP2 waits there for every gather at once
         return asynchronous(model, mesh, build=as_torchtitan, mp_policy=MIXED), None
     return as_torchtitan(model, mesh, mp_policy=MIXED), None
@@ -270,17 +269,6 @@ def _hardware(wire: Wire, mesh: DeviceMesh, folder: Path) -> str:
     if mesh.device_type == "cuda":
         base = find_hardware_or_default(torch.cuda.get_device_name()).hardware
     return write_behind_wire(base, wire, mesh.size(), str(folder))
-
-
-def _convert_to_float8(model: TrainableLlama) -> None:
-    """Convert the linears that graphshard computes in fp8 to torchao's."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    convert_to_float8_training(
-        model,
-        module_filter_fn=lambda linear, fqn: is_inner_linear(f"{fqn}.weight", linear.weight.shape),
-        config=Float8LinearConfig(enable_fsdp_float8_all_gather=True),
-    )
 
 
 def _step(

@@ -17,10 +17,11 @@ waits.
 
 from __future__ import annotations
 
+import dataclasses
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, takewhile, zip_longest
+from itertools import groupby, takewhile, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -177,7 +178,7 @@ def _simulate(plan: Plan, stretches: Mapping[int, Stretch], sent: Sequence[Kerne
     free_us = [0.0, *(kernel.end_us for kernel in sent)]
     lane_us = [k.end_us - max(free_us[i], min(ready_us[i], k.start_us)) for i, k in enumerate(sent)]
     return sweep(
-        [0.0, *accumulate(compute_us)],
+        start_times_us(dataclasses.replace(plan.problem, compute_us=tuple(compute_us))),
         launches=[bucket.launch for bucket in plan.buckets],
         waits=[bucket.wait for bucket in plan.buckets],
         costs=[BucketCost(copy_us[i], us, 0.0) for i, us in enumerate(lane_us)],

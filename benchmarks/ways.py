@@ -56,10 +56,13 @@ def asynchronous(
 
 
 def fsdp2_torchao(model: Model, mesh: DeviceMesh, **options: Any) -> Trained:
-    """Build FSDP2 with torchao's fp8, in the linears that graphshard chooses.
+    """Build FSDP2 with torchao's fp8. Blocks are compiled, which fuses torchao's casts."""
+    convert_to_float8(model)
+    return fsdp2_compiled_blocks(model, mesh, **options)
 
-    Blocks are compiled; otherwise torchao's casts would be separate kernels.
-    """
+
+def convert_to_float8(model: Model) -> None:
+    """Convert the linears that graphshard computes in fp8 to torchao's."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     from graphshard.options.float8_policy import is_inner_linear
@@ -69,7 +72,6 @@ def fsdp2_torchao(model: Model, mesh: DeviceMesh, **options: Any) -> Trained:
         module_filter_fn=lambda linear, fqn: is_inner_linear(f"{fqn}.weight", linear.weight.shape),
         config=Float8LinearConfig(enable_fsdp_float8_all_gather=True),
     )
-    return fsdp2_compiled_blocks(model, mesh, **options)
 
 
 def add_hooks(name: str, model: Trained, optimizer: torch.optim.Optimizer) -> None:

@@ -259,7 +259,7 @@ def test_the_search_recomputes_as_few_layers_as_fit() -> None:
         ids = torch.zeros((size, 4096), dtype=torch.int64)
         return Workload("stack", lambda n: (Stack(n or 24, 1024), (ids,)), 4096, num_layers=24)
 
-    machine = cluster("A100-40GB", 8, memory_gb=2.4)
+    machine = cluster("A100-40GB", 8, memory_gb=2.3)
     found = search(workload_of, 1, Recipe(), machine)
     by_recipe = {
         (c.recipe.strategy, c.recipe.recompute, c.recipe.offload): c for c in found.candidates

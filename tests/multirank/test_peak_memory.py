@@ -65,7 +65,7 @@ def test_peak_memory_increases_from_zero3_to_ddp() -> None:
     params = 200e6
     for peaks in ranks.run_fresh(4, strategies_memory, "aot_eager", params, 20):
         # gloo's copies of gradients in flight vary by tens of MB between runs.
-        for (less, more), margin in zip(itertools.pairwise(peaks), (0.1, 0.1, 0.0), strict=True):
+        for (less, more), margin in zip(itertools.pairwise(peaks), (0.1, 0.1, 0.05), strict=True):
             assert less <= more - margin * params, peaks
 
 
