@@ -45,18 +45,18 @@ from .options.options import Options, hashable, mesh_for
 from .options.schedule_policy import SchedulePolicy
 from .params.check_reads import check_reads, trace_parameters
 from .params.compare_traces import ForwardCheck, names_of
-from .params.compiled_root import find_root, note_breaks, sync_params
+from .params.compiled_root import find_root, record_graph_breaks, sync_params
 from .params.dtype_advice import advise, advising
 from .params.first_forward import (
     forget_first_forward,
     has_yet_to_cast,
     shard_before_first_forward,
 )
-from .params.mixed_precision import check_borders
+from .params.mixed_precision import check_cast_boundaries
 from .params.shard import shard_module
 from .params.sharded_param import ShardedParam, sharded_param_of
 from .params.stale_forward import refusing_stale_forwards
-from .params.unsharded import is_plain, settle, watch, watch_idle
+from .params.unsharded import is_plain, stop_watching, watch, watch_idle
 from .pipeline.compile import CompiledGraph, compile_traced
 from .pipeline.settings import CompileSettings
 from .pipeline.traced_graph import Runnable, TracedGraph
@@ -99,7 +99,7 @@ class Backend:
         check_reads(gm, inputs)
         params = [sharded_param_of(value) for value in inputs]
         self.forward_check.check(gm, inputs)
-        note_breaks(trace, params, call)
+        record_graph_breaks(trace, params, call)
         return self._compile(gm, inputs, params, {**mode_options(mode), **(options or {})})
 
     def _compile(
@@ -139,7 +139,7 @@ class Backend:
         run = until_reset(advising(run) if is_cast else run)
         self._graphs.append(dataclasses.replace(compiled, run=run))
         if sharded:
-            settle(self)
+            stop_watching(self)
         for model in {param.model for param in sharded}:
             model.warn_of_other_options(self.options)
             self._padding[model.padding] = None
@@ -185,7 +185,7 @@ class Backend:
         if not will_cast:
             forget_first_forward(root)
         if self.plain_parameters(root):
-            check_borders(root, self.options, call.runs(root), will_cast)
+            check_cast_boundaries(root, self.options, call.runs(root), will_cast)
             self.shard_now(root, call.runs(root))
 
     def plain_parameters(self, root: nn.Module) -> list[nn.Parameter]:
@@ -201,7 +201,7 @@ class Backend:
         """
         mesh = mesh_for(self.options, self.plain_parameters(root))
         shard_module(root, mesh, self.options, in_use=in_use, allow_meta=False)
-        settle(self)
+        stop_watching(self)
 
     @property
     def plans(self) -> list[Plan]:
@@ -245,7 +245,7 @@ class Backend:
                 continue
             root, in_use = find_root(trace, source, value, call)
             seen.update(names_of(root))
-            check_borders(root, self.options, in_use)
+            check_cast_boundaries(root, self.options, in_use)
             self.shard_now(root, in_use)
         self.forward_check.expect(gm, inputs, seen)
         return bool(seen)

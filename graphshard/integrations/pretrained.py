@@ -35,7 +35,7 @@ from ..params.agree import raise_if_any, raise_if_different
 from ..params.fill import fill
 from ..params.materialize import plain_twin
 from ..params.mesh_groups import MeshGroups
-from ..params.shard import make_equal, move_buffers
+from ..params.shard import broadcast_from_first_rank, move_buffers
 from ..params.stored import Read, StoredTensor, read_stored
 from ..tools.checkpoint import reading
 from ..tools.safetensors import SafetensorsFile
@@ -331,7 +331,7 @@ def _make_new_equal(model: nn.Module, values: Values, groups: MeshGroups) -> Non
     """Copy the first rank's buffers, and its values of parameters in no file, to all ranks."""
     new = {name: value for name, value in values.items() if _is_new(value)}
     for _, tensor in sorted([*new.items(), *model.named_buffers()]):
-        make_equal(tensor, groups)
+        broadcast_from_first_rank(tensor, groups)
 
 
 def _is_new(value: torch.Tensor) -> bool:

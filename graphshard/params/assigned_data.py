@@ -40,7 +40,7 @@ def assign_data(dtensor: DTensor, value: object) -> bool:
             f"the data of parameter {sharded_param.fqn!r} cannot be assigned: {fault}. Give a full "
             "tensor that is equal on all ranks, or a DTensor on the parameter's mesh"
         )
-    padded = _own_rows(value, layout, local_tensor(dtensor).device)
+    padded = _local_rows(value, layout, local_tensor(dtensor).device)
     replace_data(dtensor, layout.dtensor(padded))
     sharded_param.attach(dtensor)
     if dtensor.dtype != dtype:
@@ -56,10 +56,10 @@ def _fault(value: torch.Tensor, layout: Layout) -> str | None:
     return None
 
 
-def _own_rows(value: torch.Tensor, layout: Layout, device: torch.device) -> torch.Tensor:
+def _local_rows(value: torch.Tensor, layout: Layout, device: torch.device) -> torch.Tensor:
     """Return a padded copy of this rank's rows of ``value``."""
     if isinstance(value, DTensor):
         own = local_tensor(value.redistribute(placements=layout.placements))
     else:
-        own = (value if layout.rows is None else value[layout.own_rows]).to(device)
+        own = (value if layout.rows is None else value[layout.local_rows]).to(device)
     return own.clone() if layout.rows is None else layout.padded(own)

@@ -15,7 +15,7 @@ from .._torch.distributed import process_group
 from .._torch.nn import uncompiled
 from .eager_calls import agreed_exchange
 from .full_state_dict import mesh_groups_of
-from .full_tensor import without_repeats
+from .full_tensor import without_expanded_dims
 
 
 def sync_buffers(model: nn.Module) -> None:
@@ -41,7 +41,7 @@ def sync_buffers(model: nn.Module) -> None:
     groups = mesh_groups_of(root)
     named = sorted(root.named_buffers())
     facts = [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in named]
-    buffers = [without_repeats(buffer.detach()) for _, buffer in named if buffer.numel()]
+    buffers = [without_expanded_dims(buffer.detach()) for _, buffer in named if buffer.numel()]
     if groups is None or not buffers:
         return
     text = "\n".join(["a broadcast of buffers", *facts])

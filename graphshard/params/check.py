@@ -161,10 +161,10 @@ def _fault_of_overrides(
     callable_modules = [name for name, module in root.named_modules() if has_forward(module)]
     for glob, arguments in options.overrides.items():
         policy = arguments.get("mp_policy")
-        has_border = policy is not None and any(matches(glob, name) for name in callable_modules)
-        if not has_border and not any(matches(glob, fqn) for fqn in fqns):
+        has_boundary = policy is not None and any(matches(glob, name) for name in callable_modules)
+        if not has_boundary and not any(matches(glob, fqn) for fqn in fqns):
             return f"overrides[{glob!r}] matches no parameter: {_nearest(glob, fqns)}"
-        if policy is not None and not has_border and (field := _field_of_modules(policy)):
+        if policy is not None and not has_boundary and (field := _field_of_modules(policy)):
             return (
                 f"overrides[{glob!r}] has an mp_policy with {field}, but matches parameters alone, "
                 "which have no inputs and outputs: name the module, which stands for all that is "

@@ -17,12 +17,14 @@ from .sharded_model import sharded_model_of
 from .sharded_param import SHARDED_PARAM, ShardedParam, in_sync, sharded_param_of
 
 
-def modules_of(owners: Iterable[object]) -> Iterator[nn.Module]:
+def uncompiled_modules(owners: Iterable[object]) -> Iterator[nn.Module]:
     """Yield the modules among ``owners``, without the wrapper of ``torch.compile``."""
     return (owner for owner in map(uncompiled, owners) if isinstance(owner, nn.Module))
 
 
-def note_breaks(trace: Trace, params: Sequence[ShardedParam | None], call: CompiledCall) -> None:
+def record_graph_breaks(
+    trace: Trace, params: Sequence[ShardedParam | None], call: CompiledCall
+) -> None:
     """Record the graph breaks of a model, and what ran eagerly, for its one warning about them."""
     owner = trace.owner()
     models = [param.model for param in params if param]
@@ -71,7 +73,9 @@ def sync_params(trace: Trace, gm: fx.GraphModule, inputs: Sequence[object]) -> b
         param = sharded_param_of(value)
         if param is None:
             continue
-        if param.is_lost() and any(map(take_replacements, modules_of(trace.owners(source)))):
+        if param.is_replaced() and any(
+            map(take_replacements, uncompiled_modules(trace.owners(source)))
+        ):
             synced = False
             continue
         synced &= param.sync()

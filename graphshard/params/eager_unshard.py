@@ -158,7 +158,7 @@ class _Unshard(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         sharded_params, *shards = inputs
         ctx.sharded_params = sharded_params
-        ctx.destinations = [param.accumulates_in for param in sharded_params]
+        ctx.destinations = [param.grad_destination for param in sharded_params]
         ctx.set_materialize_grads(False)
         frozen = [full for full, shard in zip(output, shards) if not shard.requires_grad]
         ctx.mark_non_differentiable(*frozen)

@@ -30,7 +30,7 @@ def fill(root: nn.Module, values: Mapping[str, torch.Tensor], groups: MeshGroups
             sharded = sharded_param_of(param)
             assert sharded is not None, f"{name} is not sharded"
             layout = sharded.layout
-            rows = None if layout.rows is None else layout.own_rows
+            rows = None if layout.rows is None else layout.local_rows
             local_tensor(sharded.dtensor).copy_(_rows_of(values[name], rows))
 
 

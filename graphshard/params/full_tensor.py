@@ -115,7 +115,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.dequantize() if is_traceable_wrapper_subclass(tensor) else tensor.detach()
 
 
-def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+def without_expanded_dims(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of ``tensor`` with one element of each expanded (stride 0) dim.
 
     The elements of such a dim share memory.

@@ -97,15 +97,15 @@ class Layout:
         return torch.Size((padded_rows(self.rows, self.groups.num_shards), *self.shape[1:]))
 
     @functools.cached_property
-    def own_rows(self) -> slice:
+    def local_rows(self) -> slice:
         """This rank's rows of the full parameter, without padding."""
         assert self.rows is not None
         return rows_of_rank(self.rows, self.groups.num_shards, self.groups.shard_index)
 
     @functools.cached_property
-    def num_own_rows(self) -> int:
+    def num_local_rows(self) -> int:
         """Number of this rank's rows, without padding."""
-        return self.own_rows.stop - self.own_rows.start
+        return self.local_rows.stop - self.local_rows.start
 
     def marker(self, shard: torch.Tensor) -> UnshardSpec | ReplicateSpec:
         """Return the marker that unshards ``shard``, without accumulators."""
@@ -211,7 +211,7 @@ class Layout:
             stays = full.device.type in ("meta", self.mesh.device_type)
             device = full.device if stays else self.groups.device
             return full.detach().to(device, copy=True, memory_format=torch.contiguous_format)
-        return to_host_memory(self.padded(full.detach()[self.own_rows]), self.host_memory)
+        return to_host_memory(self.padded(full.detach()[self.local_rows]), self.host_memory)
 
     def padded(self, own: torch.Tensor) -> torch.Tensor:
         """Copy this rank's rows into a tensor of ``padded_shape``, followed by zeros."""
@@ -221,7 +221,7 @@ class Layout:
 
     def local_view(self, padded: torch.Tensor) -> torch.Tensor:
         """Return a view of ``padded`` without the padding."""
-        return padded if self.rows is None else padded[: self.num_own_rows]
+        return padded if self.rows is None else padded[: self.num_local_rows]
 
     def dtensor(self, padded: torch.Tensor) -> DTensor:
         """Return a DTensor of the full shape whose local tensor is a view of ``padded``."""

@@ -56,7 +56,7 @@ class Incoming(torch.Tensor):
         return incoming
 
 
-def to_load(value: object, sharded_param: ShardedParam, name: str, assigns: bool) -> object:
+def prepare_loaded(value: object, sharded_param: ShardedParam, name: str, assigns: bool) -> object:
     """Convert a state dict's value to what a sharded parameter can load.
 
     Args:
@@ -106,7 +106,7 @@ def _shard_of(full: torch.Tensor, layout: Layout) -> DTensor:
     """Return a DTensor of this rank's rows of ``full``, on the device that keeps them."""
     if layout.rows is None or layout.host_memory is not None or full.is_meta:
         return layout.dtensor(layout.padded_shard(full))
-    return layout.dtensor(layout.padded(full[layout.own_rows].to(layout.groups.device)))
+    return layout.dtensor(layout.padded(full[layout.local_rows].to(layout.groups.device)))
 
 
 def _own_shard(value: DTensor, layout: Layout, name: str) -> torch.Tensor:

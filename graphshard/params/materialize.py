@@ -28,7 +28,7 @@ from .full_state_dict import checked_module, mesh_groups_of
 from .mesh_groups import MeshGroups
 from .parametrization import plain_class
 from .sharded_param import SHARDED_PARAM, sharded_param_of
-from .unfilled import mark_unfilled, num_unfilled
+from .unfilled import mark_uninitialised, num_uninitialised
 
 Init = Callable[[nn.Module], object]
 T = TypeVar("T")
@@ -206,7 +206,7 @@ def plain_twin(param: nn.Parameter, device: torch.device | None) -> nn.Parameter
     """
     place = torch.device("meta") if device is None else device
     empty = torch.empty(param.shape, dtype=param.dtype, device=place)
-    mark_unfilled(empty)
+    mark_uninitialised(empty)
     twin = nn.Parameter(empty, requires_grad=param.requires_grad)
     vars(twin).update({name: v for name, v in vars(param).items() if name != SHARDED_PARAM})
     return twin
@@ -244,7 +244,7 @@ def _check_written(name: str, full: torch.Tensor, param: nn.Parameter) -> None:
             f"init replaced {name!r}, {tuple(param.shape)}, by a parameter of {tuple(full.shape)} "
             f"on {full.device}: write its values in place"
         )
-    if unwritten := num_unfilled(full.contiguous()):
+    if unwritten := num_uninitialised(full.contiguous()):
         raise BackendError(
             f"init does not write {unwritten} of the {full.numel()} elements of {name!r}: "
             "give graphshard.materialize a function init(model) that writes all parameters"
@@ -259,7 +259,7 @@ def _keep_rows(full: torch.Tensor, param: nn.Parameter) -> None:
         return
     rows = sharded.layout.rows
     local = local_tensor(sharded.dtensor)
-    local.copy_(full if rows is None else full[sharded.layout.own_rows])
+    local.copy_(full if rows is None else full[sharded.layout.local_rows])
 
 
 def _is_meta(tensor: torch.Tensor | None) -> bool:
@@ -271,13 +271,17 @@ def _marked(meta: torch.Tensor | None, device: torch.device) -> torch.Tensor | N
     if meta is None:
         return None
     buffer = torch.zeros_like(meta, device=device)
-    if not mark_unfilled(buffer) and not buffer.is_floating_point() and buffer.dtype != torch.bool:
+    if (
+        not mark_uninitialised(buffer)
+        and not buffer.is_floating_point()
+        and buffer.dtype != torch.bool
+    ):
         buffer.fill_(torch.iinfo(buffer.dtype).min)
     return buffer
 
 
 def _is_unwritten(buffer: torch.Tensor) -> bool:
-    if buffer.is_meta or num_unfilled(buffer.contiguous()):
+    if buffer.is_meta or num_uninitialised(buffer.contiguous()):
         return True
     integer = not (buffer.is_floating_point() or buffer.is_complex() or buffer.dtype == torch.bool)
     return integer and bool((buffer == torch.iinfo(buffer.dtype).min).any())

@@ -63,7 +63,7 @@ class MeshGroups:
             return self.shards
         return self._group_of(self.mesh.mesh.flatten().tolist())
 
-    def neighbours(self, num_ranks: int) -> str:
+    def regather_group(self, num_ranks: int) -> str:
         """Return the group of this rank and its neighbours: consecutive ranks of its replica.
 
         Args:

@@ -2,7 +2,7 @@
 
     forward inputs ─► param_dtype ─► module ─► output_dtype
 
-A border is a module at which a policy begins: the model itself, and each outermost module that a
+A boundary is a module at which a policy begins: the model itself, and each outermost module that a
 glob of ``overrides`` gives a policy (with FSDP2, a module wrapped separately). Graphs cast
 parameters before gathering them, and gradients before and after reducing them
 (``graphshard.ops.markers``). The parameters and gradients that users see keep their own dtype.
@@ -26,21 +26,21 @@ from ..options.options import Options
 _T = TypeVar("_T")
 
 
-class Border(NamedTuple):
+class CastBoundary(NamedTuple):
     """A module whose inputs and outputs are cast, and the policy that sets the dtypes."""
 
     module: nn.Module
     policy: MixedPrecisionPolicy
 
 
-def find_borders(root: nn.Module, options: Options) -> list[Border]:
-    """Return the borders of ``root``, its own first.
+def find_cast_boundaries(root: nn.Module, options: Options) -> list[CastBoundary]:
+    """Return the boundaries of ``root``, its own first.
 
-    A module inside ``root`` is a border if its policy comes from another glob than the policy of
+    A module inside ``root`` is a boundary if its policy comes from another glob than the policy of
     the nearest callable module around it.
     """
     globs = {"": options.policy_glob("")}
-    borders = [Border(root, options.policy_of(globs[""]))]
+    boundaries = [CastBoundary(root, options.policy_of(globs[""]))]
     for fqn, module in list(root.named_modules())[1:]:
         if not has_forward(module):  # a container such as nn.ModuleList is never called
             continue
@@ -48,8 +48,8 @@ def find_borders(root: nn.Module, options: Options) -> list[Border]:
         around = (".".join(parts[:depth]) for depth in reversed(range(len(parts))))
         globs[fqn] = options.policy_glob(fqn)
         if globs[fqn] != next(globs[outer] for outer in around if outer in globs):
-            borders.append(Border(module, options.policy_of(globs[fqn])))
-    return borders
+            boundaries.append(CastBoundary(module, options.policy_of(globs[fqn])))
+    return boundaries
 
 
 def _input_dtype(policy: MixedPrecisionPolicy) -> torch.dtype | None:
@@ -57,9 +57,9 @@ def _input_dtype(policy: MixedPrecisionPolicy) -> torch.dtype | None:
     return policy.param_dtype if policy.cast_forward_inputs else None
 
 
-def cast_at_border(border: Border) -> None:
+def cast_at_boundary(boundary: CastBoundary) -> None:
     """Register hooks that cast the inputs and outputs of the module's forward."""
-    module, policy = border
+    module, policy = boundary
     if _input_dtype(policy) is not None:
         # Runs after the user's hooks: Dynamo in torch 2.11 cannot trace a prepended hook.
         module.register_forward_pre_hook(
@@ -69,7 +69,9 @@ def cast_at_border(border: Border) -> None:
         module.register_forward_hook(functools.partial(_after_forward, policy.output_dtype))
 
 
-def check_borders(root: nn.Module, options: Options, in_use: bool, will_cast: bool = False) -> None:
+def check_cast_boundaries(
+    root: nn.Module, options: Options, in_use: bool, will_cast: bool = False
+) -> None:
     """Check that no forward has begun whose inputs should have been cast.
 
     Args:
@@ -77,11 +79,11 @@ def check_borders(root: nn.Module, options: Options, in_use: bool, will_cast: bo
         will_cast: whether the inputs of ``root`` will still be cast.
 
     Raises:
-        BackendError: the hooks that cast at a border would come too late for a running forward.
+        BackendError: the hooks that cast at a boundary would come too late for a running forward.
     """
-    for module, policy in find_borders(root, options)[will_cast:]:  # root's border is first
+    for module, policy in find_cast_boundaries(root, options)[will_cast:]:  # root's is first
         begun, runs = call_arguments(module), in_use and module is root
-        if crosses_border(begun, policy) if begun else runs and has_border(policy):
+        if casts_change(begun, policy) if begun else runs and casts_values(policy):
             raise BackendError(
                 f"mp_policy={policy}: the first forward of {type(module).__name__} has begun "
                 "before its inputs were cast: compile the module itself, by "
@@ -90,12 +92,12 @@ def check_borders(root: nn.Module, options: Options, in_use: bool, will_cast: bo
             )
 
 
-def has_border(policy: MixedPrecisionPolicy) -> bool:
+def casts_values(policy: MixedPrecisionPolicy) -> bool:
     """Return whether ``policy`` casts inputs or outputs."""
     return _input_dtype(policy) is not None or policy.output_dtype is not None
 
 
-def crosses_border(inputs: object, policy: MixedPrecisionPolicy) -> bool:
+def casts_change(inputs: object, policy: MixedPrecisionPolicy) -> bool:
     """Return whether the casts of ``policy`` may change a forward with these inputs."""
     return policy.output_dtype is not None or _is_cast(inputs, _input_dtype(policy))
 

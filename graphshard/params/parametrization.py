@@ -36,7 +36,7 @@ from ..ops.accumulators import ACCUMULATOR_NAMES
 from .eager_unshard import full_parameters
 from .grad_accumulation import ALL_REDUCES, SYNCS, module_flag, set_module_flag
 from .layout import Layout, MarkerCall
-from .loading import to_load
+from .loading import prepare_loaded
 from .no_pickle import Reduced, for_copies_alone
 from .save_pretrained import METHOD, has_save_pretrained, save_in_full
 from .sharded_model import ShardedModel, join_model, sharded_model_of
@@ -105,7 +105,7 @@ class ShardedModule(NoticesReplacement):
         for name in type(self)._graphshard_markers:
             sharded_param, key = owned_by(self, name), prefix + name
             if sharded_param is not None and key in state_dict:
-                state_dict[key] = to_load(state_dict[key], sharded_param, key, assigns)
+                state_dict[key] = prepare_loaded(state_dict[key], sharded_param, key, assigns)
 
     def _graphshard_refresh_accessors(self) -> None:
         """Switch to markers that reduce or accumulate gradients as currently requested."""

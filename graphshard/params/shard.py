@@ -43,11 +43,11 @@ from .check import find_fault
 from .eager_calls import eager_reduction
 from .find import PlainParam, find_plain_params, living
 from .full_state_dict import is_first_rank
-from .full_tensor import without_repeats
+from .full_tensor import without_expanded_dims
 from .layout import Layout
 from .loading import check_optimizer_state
 from .mesh_groups import MeshGroups
-from .mixed_precision import cast_at_border, find_borders
+from .mixed_precision import cast_at_boundary, find_cast_boundaries
 from .padding import padding_advice
 from .parametrization import had_sharded, install, reattach
 from .save_pretrained import has_save_pretrained
@@ -92,7 +92,11 @@ def shard_module(
     _warn_of_torchao(root)
     model = ShardedModel(type(root).__name__, options)
     # Modules that were sharded earlier keep their policy.
-    borders = [b for b in find_borders(root, options) if sharded_model_of(b.module) is None]
+    boundaries = [
+        boundary
+        for boundary in find_cast_boundaries(root, options)
+        if sharded_model_of(boundary.module) is None
+    ]
     with torch.no_grad(), torch.inference_mode(False):
         on_meta = any(plain.param.is_meta for plain in plain_params)
         broadcasts = options.sync_module_states and not on_meta
@@ -103,20 +107,20 @@ def shard_module(
             move_buffers(root, groups.device)
         if broadcasts:
             for _, buffer in sorted(root.named_buffers()):
-                make_equal(buffer, groups)
+                broadcast_from_first_rank(buffer, groups)
         sharded_params = {}
         # Sorted by name: ranks may have registered parameters in different orders.
         for plain in sorted(plain_params, key=lambda plain: plain.fqn):
             if broadcasts:
-                make_equal(plain.param, groups)
+                broadcast_from_first_rank(plain.param, groups)
             sharded_param = sharded_params[plain.param] = _shard_parameter(plain, groups, model)
             if plain.param in used:
                 _hand_over_grads(plain.param, sharded_param)
             else:  # free the memory now: a running trace still refers to the object
                 plain.param.data = plain.param.data.new_empty(0)
         _install(root, plain_params, sharded_params, model)
-        for border in borders:
-            cast_at_border(border)
+        for boundary in boundaries:
+            cast_at_boundary(boundary)
         _repoint_optimizers(sharded_params)
         on_data_assigned(assign_data)
         before_loading_optimizers(check_optimizer_state)
@@ -155,7 +159,7 @@ def _is_unequal(tensor: torch.Tensor, groups: MeshGroups) -> bool:
     """Return whether ``tensor`` differs bitwise from the first rank's."""
     own = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
     first = own.clone()
-    make_equal(first, groups)
+    broadcast_from_first_rank(first, groups)
     return not torch.equal(own.view(torch.uint8), first.view(torch.uint8))
 
 
@@ -196,11 +200,11 @@ def move_buffers(root: nn.Module, device: torch.device) -> None:
             buffer.data = buffer.to(device)
 
 
-def make_equal(tensor: torch.Tensor, groups: MeshGroups) -> None:
+def broadcast_from_first_rank(tensor: torch.Tensor, groups: MeshGroups) -> None:
     """Overwrite ``tensor`` with the first rank's values."""
     if tensor.numel() == 0:
         return
-    tensor = without_repeats(tensor)
+    tensor = without_expanded_dims(tensor)
     group = process_group(groups.all_ranks)
     whole = tensor.detach().to(groups.device).contiguous()
     source = dist.get_global_rank(group, 0)
@@ -232,7 +236,7 @@ def _layout_for(plain: PlainParam, groups: MeshGroups) -> Layout:
     return Layout(
         shape=plain.param.shape,
         groups=groups,
-        regather_group=None if num_ranks is None else groups.neighbours(num_ranks),
+        regather_group=None if num_ranks is None else groups.regather_group(num_ranks),
         dtype=options.mp_policy.param_dtype,
         reduce_dtype=options.mp_policy.reduce_dtype,
         float8_recipe=plain.float8,

@@ -40,11 +40,11 @@ class ModelParam(Protocol):
     accumulation: GradAccumulation
 
     @property
-    def accumulates_in(self) -> str | None: ...
+    def grad_destination(self) -> str | None: ...
 
     def is_owned(self) -> bool: ...
 
-    def is_lost(self) -> bool: ...
+    def is_replaced(self) -> bool: ...
 
     def sync(self) -> bool: ...
 
@@ -69,7 +69,7 @@ class ShardedModel:
     Attributes:
         name: class name of the root.
         options: options it was sharded with.
-        told: whether the user was warned that a backend's arguments differ from ``options``.
+        warned_of_options: whether a backend's other arguments were reported.
         breaks: graph breaks, as ``file:line: reason``.
         eager_classes: names of module classes whose forward ran outside a graph while parts of the
             model were compiled; a dictionary keeps them in order.
@@ -90,7 +90,7 @@ class ShardedModel:
 
     name: str
     options: Options
-    told: bool = False
+    warned_of_options: bool = False
     breaks: list[str] = field(default_factory=list)
     eager_classes: dict[str, None] = field(default_factory=dict)
     warned: bool = False
@@ -125,9 +125,9 @@ class ShardedModel:
 
     def reduce_leftovers(self) -> None:
         """Reduce accumulated gradients of parameters for which the last backward made none."""
-        done = [p for p in self.sharded_params if p.is_owned() and p.accumulates_in is None]
+        done = [p for p in self.sharded_params if p.is_owned() and p.grad_destination is None]
         done.sort(key=lambda sharded_param: sharded_param.fqn)
-        self.accumulates = any(p.accumulates_in is not None for p in self.sharded_params)
+        self.accumulates = any(p.grad_destination is not None for p in self.sharded_params)
         if done:
             with eager_reduction(done[0].layout.groups, [param.fqn for param in done]):
                 self._reduce_pending(done)
@@ -155,8 +155,8 @@ class ShardedModel:
     def warn_of_other_options(self, options: Options) -> None:
         """Warn once if a backend's options differ from those the model was sharded with."""
         ignored = options.not_held_by(self.options)
-        if ignored and not self.told:
-            self.told = True
+        if ignored and not self.warned_of_options:
+            self.warned_of_options = True
             warnings.warn(
                 f"graphshard: {', '.join(ignored)} of the backend has no effect: {self.name} was "
                 "sharded before, with other arguments. Give graphshard.shard the same",

@@ -35,7 +35,7 @@ from .grad_accumulation import GradAccumulation
 from .layout import Layout
 from .no_pickle import refuse
 from .sharded_model import ShardedModel, any_model_accumulates, reduce_leftovers_after_backward
-from .unfilled import mark_unfilled, num_unfilled
+from .unfilled import mark_uninitialised, num_uninitialised
 
 SHARDED_PARAM = "_graphshard_sharded_param"
 """Attribute of a DTensor and of a shard that holds their ``ShardedParam``."""
@@ -123,7 +123,7 @@ class ShardedParam:
         padded = to_host_memory(padded, self.layout.host_memory)
         self.shard = nn.Parameter(padded, requires_grad=dtensor.requires_grad)
         self._local = self.layout.local_view(self.shard.detach())
-        self._unfilled = empty and mark_unfilled(self._local)
+        self._unfilled = empty and mark_uninitialised(self._local)
         set_local_tensor(dtensor, self._local)
         self.dtensor = dtensor
         setattr(dtensor, SHARDED_PARAM, self)
@@ -169,7 +169,7 @@ class ShardedParam:
         module.__dict__[shard_attribute(name)] = self.shard
 
     @property
-    def accumulates_in(self) -> str | None:
+    def grad_destination(self) -> str | None:
         """Name of the accumulator that gradients go to, one of ``ACCUMULATOR_NAMES``.
 
         None if gradients are reduced, or the parameter requires none.
@@ -188,7 +188,7 @@ class ShardedParam:
 
     def marker_accumulators(self) -> dict[str, torch.Tensor]:
         """Return the stand-ins and keys to pass to the marker, by argument name."""
-        destination = self.accumulates_in
+        destination = self.grad_destination
         if destination is not None:
             self.model.start_accumulating()
         if not self.dtensor.requires_grad:
@@ -214,7 +214,7 @@ class ShardedParam:
 
     def _on_accumulated(self) -> None:
         """Make the next forward take the accumulator's key, if gradients are reduced again."""
-        if self.accumulates_in is None:
+        if self.grad_destination is None:
             self.refresh_accessors()
 
     def refresh_accessors(self) -> None:
@@ -243,7 +243,7 @@ class ShardedParam:
         self.accumulate_grad(grad)
         self.accumulation.delivered()
 
-    def is_lost(self) -> bool:
+    def is_replaced(self) -> bool:
         """Return whether an owner's parameter, or its storage, was replaced unnoticed."""
         if local_tensor(self.dtensor) is not self._local:
             return True
@@ -262,7 +262,7 @@ class ShardedParam:
             BackendError: the DTensor or its storage was replaced unnoticed, or is not fully
                 initialised.
         """
-        if self.is_lost():
+        if self.is_replaced():
             raise BackendError(
                 f"parameter {self.fqn!r} was replaced after it was sharded, so training would not "
                 "reach it: change it in place (copy_, load_state_dict), or assign before sharding; "
@@ -279,7 +279,7 @@ class ShardedParam:
 
     def _check_filled(self) -> None:
         """Raise BackendError if elements are still as ``to_empty`` left them."""
-        num_elements = 0 if self._local is None else num_unfilled(self._local)
+        num_elements = 0 if self._local is None else num_uninitialised(self._local)
         if num_elements:
             raise BackendError(
                 f"{num_elements} elements of parameter {self.fqn!r} were not initialised after "
@@ -334,7 +334,7 @@ def in_sync(shard: torch.Tensor) -> bool:
     the value that the graph was compiled for, so flipping it back reuses the earlier graph.
     """
     sharded_param = sharded_param_of(shard)
-    if sharded_param is None or sharded_param.is_lost():
+    if sharded_param is None or sharded_param.is_replaced():
         return False
     sharded_param.sync()
     return True

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch.tensors import is_traceable_wrapper_subclass, storage_of
 from .find import PlainParam
-from .full_tensor import without_repeats
+from .full_tensor import without_expanded_dims
 
 
 def fault_of_shared_memory(root: nn.Module, plain_params: Sequence[PlainParam]) -> str | None:
@@ -70,7 +70,7 @@ def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
     stop = max(_bytes_of(one).stop, _bytes_of(other).stop) // one.itemsize
     marks = torch.zeros(stop - first, dtype=torch.bool, device="cpu")
     marked, read = (
-        without_repeats(marks.as_strided(t.shape, t.stride(), t.storage_offset() - first))
+        without_expanded_dims(marks.as_strided(t.shape, t.stride(), t.storage_offset() - first))
         for t in (one, other)
     )
     marked.fill_(True)

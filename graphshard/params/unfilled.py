@@ -14,7 +14,7 @@ _HALF_WORD = b"\xfb\x7f"
 but not the NaN that arithmetic produces."""
 
 
-def mark_unfilled(tensor: torch.Tensor) -> bool:
+def mark_uninitialised(tensor: torch.Tensor) -> bool:
     """Fill a contiguous tensor with the mark; return whether it can hold the mark."""
     bits = _bits(tensor)
     if bits is not None:
@@ -22,7 +22,7 @@ def mark_unfilled(tensor: torch.Tensor) -> bool:
     return bits is not None
 
 
-def num_unfilled(tensor: torch.Tensor) -> int:
+def num_uninitialised(tensor: torch.Tensor) -> int:
     """Return how many elements of a contiguous tensor have the mark; synchronizes the device."""
     bits = _bits(tensor)
     return 0 if bits is None else int((bits == _mark(bits)).sum())

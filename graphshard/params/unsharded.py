@@ -104,7 +104,7 @@ def watch(sharder: Sharder, given: object) -> None:
     _hook_optimizers()
 
 
-def settle(sharder: Sharder) -> None:
+def stop_watching(sharder: Sharder) -> None:
     """Stop watching ``sharder``, which has sharded a model, and all models sharded by now."""
     _idle.discard(sharder)
     _watched[:] = [w for w in _watched if any(w.plain_modules())]

@@ -19,7 +19,7 @@ from tests.numerics.compare import assert_sharded, graphshard_warnings, world_me
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-class Border(nn.Module):
+class CastBoundary(nn.Module):
     """A model with tensors in dicts, both as a keyword argument and as its output."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ def test_inputs_and_outputs_are_cast_from_first_call(
 
 
 def _cross_border(compiled: Callable[..., Any], first: bool) -> None:
-    model = Border()
+    model = CastBoundary()
     if first:
         graphshard.shard(model, world_mesh(), mp_policy=BORDER)
     called = compiled(
@@ -85,10 +85,10 @@ def test_second_model_of_a_backend_is_cast() -> None:
 
 def _second_model() -> None:
     backend = graphshard.backend(world_mesh(), compiler="aot_eager", mp_policy=BORDER)
-    for model in (Border(), Border()):
+    for model in (CastBoundary(), CastBoundary()):
         _call(torch.compile(model, backend=backend))
         model.linear.requires_grad_(False)
-    parts = nn.ModuleList([Border(), Border()])
+    parts = nn.ModuleList([CastBoundary(), CastBoundary()])
     for part in parts:
         part.compile(backend=backend)
         _call(part)

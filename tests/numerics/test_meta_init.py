@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
 import graphshard
-from graphshard.params.unfilled import mark_unfilled, num_unfilled
+from graphshard.params.unfilled import mark_uninitialised, num_uninitialised
 from tests import ranks
 from tests.models import MLP
 from tests.numerics.compare import compile_sharded, world_mesh
@@ -103,13 +103,13 @@ def _load() -> None:
 @pytest.mark.parametrize("shape", [(), (3,), (0, 2), (3, 5)])
 def test_unfilled_mark_is_not_an_ordinary_nan(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor: Tensor = torch.full(shape, float("nan"), dtype=dtype)
-    assert num_unfilled(tensor) == 0
-    assert mark_unfilled(tensor) and num_unfilled(tensor) == tensor.numel()
+    assert num_uninitialised(tensor) == 0
+    assert mark_uninitialised(tensor) and num_uninitialised(tensor) == tensor.numel()
     assert tensor.isnan().all()
-    assert num_unfilled(tensor.fill_(float("nan"))) == 0
+    assert num_uninitialised(tensor.fill_(float("nan"))) == 0
 
 
 def test_integers_cannot_be_marked() -> None:
     tensor = torch.arange(3)
-    assert not mark_unfilled(tensor) and num_unfilled(tensor) == 0
+    assert not mark_uninitialised(tensor) and num_uninitialised(tensor) == 0
     assert tensor.tolist() == [0, 1, 2]

@@ -47,8 +47,8 @@ def test_rows_are_split_as_by_chunk(shape: tuple[int, ...], world_size: int) -> 
     full = torch.arange(torch.Size(shape).numel()).reshape(shape)
     chunks = [*full.chunk(world_size), *[full[:0]] * world_size][:world_size]
     for layout, chunk in zip(_layouts(shape, world_size), chunks):
-        assert torch.equal(full[layout.own_rows], chunk)
-        assert layout.num_own_rows == len(chunk)
+        assert torch.equal(full[layout.local_rows], chunk)
+        assert layout.num_local_rows == len(chunk)
         assert layout.placements == (Shard(0),)
 
 
@@ -66,8 +66,8 @@ def test_padded_shards_have_one_shape_and_hold_all_rows(
     assert not gathered[shape[0] :].any()
     assert len(gathered) - shape[0] < world_size
     for layout, shard in zip(layouts, shards):
-        assert torch.equal(layout.local_view(shard), full[layout.own_rows])
-        assert layout.local_view(shard).data_ptr() == shard.data_ptr() or not layout.num_own_rows
+        assert torch.equal(layout.local_view(shard), full[layout.local_rows])
+        assert layout.local_view(shard).data_ptr() == shard.data_ptr() or not layout.num_local_rows
 
 
 @given(whole_shapes, worlds)
