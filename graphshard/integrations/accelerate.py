@@ -61,7 +61,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
             ``others`` is a module, or :func:`graphshard.backend` refuses an option.
     """
     _check(accelerator, model, others)
-    made = backend(**options)
+    dynamo_backend = backend(**options)
     if not isinstance(accelerator, ShardedAccelerator):
         kind = type(accelerator)
         accelerator.__class__ = type(kind.__name__, (ShardedAccelerator, kind), {})
@@ -69,7 +69,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
         accelerator.register_load_state_pre_hook(_drop_sharded_models)
     placed = None if may_be_moved(model, options) else False
     accelerator.prepare_model(model, device_placement=placed, evaluation_mode=True)
-    shard_and_compile(model, made, options)
+    shard_and_compile(model, dynamo_backend, options)
     generate_together(model)
     return accelerator.prepare(model, *others)
 
@@ -164,8 +164,10 @@ class ShardedAccelerator(Accelerator):
         Raises:
             ValueError: an optimizer has parameters of several models.
         """
-        found: dict[nn.Module, list[Optimizer]] = {m: [] for m in self._models if is_sharded(m)}
-        owner = {param: model for model in found for param in model.parameters()}
+        optimizers: dict[nn.Module, list[Optimizer]] = {
+            m: [] for m in self._models if is_sharded(m)
+        }
+        owner = {param: model for model in optimizers for param in model.parameters()}
         for optimizer in map(_unwrapped, self._optimizers):
             groups = optimizer.param_groups
             models = {owner.get(param) for group in groups for param in group["params"]}
@@ -175,8 +177,8 @@ class ShardedAccelerator(Accelerator):
                     "state, give each sharded model an optimizer of its own"
                 )
             for model in models - {None}:
-                found[model].append(optimizer)  # type: ignore[index]
-        return found
+                optimizers[model].append(optimizer)  # type: ignore[index]
+        return optimizers
 
     @contextmanager
     def _plain_optimizers(self, by_model: Mapping[nn.Module, list[Optimizer]]) -> Iterator[None]:
@@ -185,13 +187,13 @@ class ShardedAccelerator(Accelerator):
         Args:
             by_model: optimizers of the sharded models.
         """
-        every = self._optimizers
+        all_optimizers = self._optimizers
         sharded = {id(optimizer) for of_model in by_model.values() for optimizer in of_model}
-        self._optimizers = [o for o in every if id(_unwrapped(o)) not in sharded]
+        self._optimizers = [o for o in all_optimizers if id(_unwrapped(o)) not in sharded]
         try:
             yield
         finally:
-            self._optimizers = every
+            self._optimizers = all_optimizers
 
 
 def _unwrapped(optimizer: Optimizer) -> Optimizer:

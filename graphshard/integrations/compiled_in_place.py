@@ -35,19 +35,21 @@ def may_be_moved(model: nn.Module, options: Mapping[str, Any]) -> bool:
     return not stays and not any(param.is_meta for param in model.parameters())
 
 
-def shard_and_compile(model: nn.Module, made: Backend, options: Mapping[str, Any]) -> None:
+def shard_and_compile(
+    model: nn.Module, dynamo_backend: Backend, options: Mapping[str, Any]
+) -> None:
     """Shard ``model`` and compile it in place.
 
     This adds a ``no_sync`` method like DDP's, which frameworks call to accumulate gradients.
 
     Args:
-        made: ``graphshard.backend(**options)``. Callers make it before they change anything,
-            because it raises for wrong options.
+        dynamo_backend: ``graphshard.backend(**options)``. Callers make it before they change
+            anything, because it raises for wrong options.
         options: arguments of :func:`graphshard.backend`.
 
     Raises:
         ValueError: ``model`` cannot be sharded; it is unchanged.
     """
     shard(model, **options)
-    model.compile(backend=made)
+    model.compile(backend=dynamo_backend)
     model.no_sync = MethodType(no_sync, model)  # type: ignore[assignment]

@@ -129,7 +129,7 @@ def _shard_on(
 ) -> None:
     """Shard and compile a model; Lightning itself materialises a meta-device model afterwards."""
     options = {"mesh": mesh["data_parallel"], **options}
-    made = backend(**options)
+    dynamo_backend = backend(**options)
     if may_be_moved(model, options):
         model.to(device)
-    shard_and_compile(model, made, options)
+    shard_and_compile(model, dynamo_backend, options)

@@ -101,8 +101,8 @@ def from_pretrained(
             as ``RuntimeError`` for a tensor of another shape.
     """
     options = dict(sharding or {})
-    made = backend(mesh, **options)
-    mesh = mesh_for(made.options, ())
+    dynamo_backend = backend(mesh, **options)
+    mesh = mesh_for(dynamo_backend.options, ())
     groups = MeshGroups(mesh)
     outline, error = _Outline(), None
     try:
@@ -115,7 +115,7 @@ def from_pretrained(
     raise_if_any(error, groups)
     values = _take_values(model, outline.stored)
     raise_if_different({n: _describe(v) for n, v in values.items()}, groups, advice=_SAME_FILES)
-    if made.options.sync_module_states:
+    if dynamo_backend.options.sync_module_states:
         _make_new_equal(model, values, groups)
     move_buffers(model, groups.device)
     shard(model, mesh, **options)
@@ -204,9 +204,9 @@ class _Outline:
                 "give it to peft, whose adapters are sharded when the model is compiled"
             )
         self._has_loaded = True
-        found = _stored_state(state_dict, checkpoint_files or (), load_config)
+        stored = _stored_state(state_dict, checkpoint_files or (), load_config)
         on_meta = dataclasses.replace(load_config, device_map={"": "meta"})
-        info, offload_index = self._load(model, found, None, on_meta, expected_keys)
+        info, offload_index = self._load(model, stored, None, on_meta, expected_keys)
         if info.mismatched_keys and not load_config.ignore_mismatched_sizes:
             raise RuntimeError(_of_other_shapes(model, info.mismatched_keys))
         by_name = self._take_stored(model)
@@ -235,10 +235,12 @@ class _Outline:
 
 def _of_other_shapes(model: nn.Module, keys: Iterable[tuple[str, Any, Any]]) -> str:
     """Return the error message for tensors whose shapes do not match the model's."""
-    found = [f"{name!r} {tuple(stored)}, not {tuple(own)}" for name, stored, own in sorted(keys)]
-    more = f" and {len(found) - 10} more" if len(found) > 10 else ""
+    mismatches = [
+        f"{name!r} {tuple(stored)}, not {tuple(own)}" for name, stored, own in sorted(keys)
+    ]
+    more = f" and {len(mismatches) - 10} more" if len(mismatches) > 10 else ""
     return (
-        f"the checkpoint has other shapes than {type(model).__name__}: {'; '.join(found[:10])}"
+        f"the checkpoint has other shapes than {type(model).__name__}: {'; '.join(mismatches[:10])}"
         f"{more}: change the config, or give ignore_mismatched_sizes=True for new values"
     )
 

@@ -24,7 +24,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from .._torch.nn import remove_forward_hooks
-from ..params.adapters import adapter_state_dict, check_can_be_saved, is_peft_model
+from ..params.adapters import adapter_state_dict, is_peft_model, refuse_prompt_learning
 from ..params.full_state_dict import StateDict, full_state_dict
 from .accelerate import ShardedAccelerator, prepare
 from .compiled_in_place import is_sharded, may_be_moved
@@ -83,7 +83,7 @@ class ShardedTrainerMixin(Trainer):
         known = isinstance(self.accelerator, ShardedAccelerator) and is_sharded(model)
         if training and not known:
             _check_args(self.args)
-            check_can_be_saved(model)
+            refuse_prompt_learning(model)
             checkpointing: Any = self.args.activation_checkpointing_kwargs or {}
             if not checkpointing.get("use_reentrant"):
                 _remove_input_hooks(model)

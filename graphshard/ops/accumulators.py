@@ -68,7 +68,7 @@ class Accumulator:
             after_backward(functools.partial(self._put_back, backward))
         return total
 
-    def delivered(self) -> None:
+    def drop_taken(self) -> None:
         """Forget what this backward has taken: it has reached its parameter."""
         self._taken.pop(current_backward(), None)
 

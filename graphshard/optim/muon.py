@@ -159,11 +159,11 @@ class Muon(torch.optim.Muon):
         coming, leaving = launch(0), None
         for number, bucket in enumerate(buckets):
             assert coming is not None
-            present, coming = coming, launch(number + 1)
-            whole = exchange.whole(bucket, present.wait())
+            current, coming = coming, launch(number + 1)
+            whole = exchange.whole(bucket, current.wait())
             batches = [batch for batch in bucket if batch.owner == exchange.rank]
-            of = [spread.matrices[batch.matrices[0]].group for batch in batches]
-            results = [_orthogonalized(full, group) for full, group in zip(whole, of)]
+            groups = [spread.matrices[batch.matrices[0]].group for batch in batches]
+            results = [_orthogonalized(full, group) for full, group in zip(whole, groups)]
             before, leaving = leaving, exchange.to_all(bucket, results)
             if before is not None:
                 apply(number - 1, before)

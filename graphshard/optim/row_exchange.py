@@ -68,21 +68,23 @@ class RowExchange:
                 once per matrix, in the order of ``bucket``.
         """
         own = self._shards[self.rank]
-        to, of = [0] * self.num_ranks, [0] * self.num_ranks
+        sizes_out, sizes_in = [0] * self.num_ranks, [0] * self.num_ranks
         for batch in bucket:
             if self._is_near(batch.owner):
-                to[batch.owner] += self._num_elements(batch, own)
+                sizes_out[batch.owner] += self._num_elements(batch, own)
         for rank in range(self.num_ranks):
             if self._is_near(rank):
-                of[rank] = sum(self._num_elements(b, self._shards[rank]) for b in self._own(bucket))
-        sent, start = self._empty(sum(to)), 0
+                sizes_in[rank] = sum(
+                    self._num_elements(b, self._shards[rank]) for b in self._own(bucket)
+                )
+        sent, start = self._empty(sum(sizes_out)), 0
         for batch in bucket:
             for matrix in batch.matrices:
                 rows = rows_of(matrix)
                 if self._is_near(batch.owner):
                     sent[start : start + rows.numel()].view(rows.shape).copy_(rows)
                     start += rows.numel()
-        return self._launch(sent, to, of)
+        return self._launch(sent, sizes_out, sizes_in)
 
     def whole(self, bucket: Bucket, received: torch.Tensor) -> list[torch.Tensor]:
         """Return the whole matrices of this rank's batches, each ``[matrices, rows, columns]``."""
@@ -103,17 +105,17 @@ class RowExchange:
             results: one tensor per batch of this rank, shaped as returned by :meth:`whole`.
         """
         batches, own = self._own(bucket), self._shards[self.rank]
-        to = [sum(self._num_elements(b, shard) for b in batches) for shard in self._shards]
-        of = [0] * self.num_ranks
+        sizes_out = [sum(self._num_elements(b, shard) for b in batches) for shard in self._shards]
+        sizes_in = [0] * self.num_ranks
         for batch in bucket:
-            of[batch.owner] += self._num_elements(batch, own)
-        sent, start = self._empty(sum(to)), 0
+            sizes_in[batch.owner] += self._num_elements(batch, own)
+        sent, start = self._empty(sum(sizes_out)), 0
         for shard in self._shards:
             for batch, result in zip(batches, results):
                 part = result[:, self._rows(batch, shard)]
                 sent[start : start + part.numel()].view(part.shape).copy_(part)
                 start += part.numel()
-        return self._launch(sent, to, of)
+        return self._launch(sent, sizes_out, sizes_in)
 
     def own_rows(
         self, bucket: Bucket, received: torch.Tensor
@@ -144,8 +146,10 @@ class RowExchange:
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=WIRE_DTYPE, device=self._device)
 
-    def _launch(self, sent: torch.Tensor, to: list[int], of: list[int]) -> InFlight:
-        received = self._empty(sum(of))
-        work = dist.all_to_all_single(received, sent, of, to, group=self._group, async_op=True)
+    def _launch(self, sent: torch.Tensor, sizes_out: list[int], sizes_in: list[int]) -> InFlight:
+        received = self._empty(sum(sizes_in))
+        work = dist.all_to_all_single(
+            received, sent, sizes_in, sizes_out, group=self._group, async_op=True
+        )
         assert work is not None
         return InFlight(work, received, sent)

@@ -70,15 +70,15 @@ def plan_buckets(
     order = sorted(range(len(specs)), key=lambda i: (-specs[i].cost, specs[i], i))
     owners, num_bytes = _owners(specs, order, num_ranks), 0
     buckets: list[Bucket] = []
-    held: list[int] = []
+    pending: list[int] = []
     for i in order:
         grown = num_bytes + specs[i].num_bytes
-        if len(held) >= num_ranks and grown > max_bytes_per_rank * num_ranks:
-            buckets.append(_batches(specs, held, owners))
-            held, grown = [], specs[i].num_bytes
-        held.append(i)
+        if len(pending) >= num_ranks and grown > max_bytes_per_rank * num_ranks:
+            buckets.append(_batches(specs, pending, owners))
+            pending, grown = [], specs[i].num_bytes
+        pending.append(i)
         num_bytes = grown
-    return [*buckets, _batches(specs, held, owners)] if held else buckets
+    return [*buckets, _batches(specs, pending, owners)] if pending else buckets
 
 
 def _owners(specs: Sequence[MatrixSpec], order: Sequence[int], num_ranks: int) -> dict[int, int]:
@@ -90,9 +90,9 @@ def _owners(specs: Sequence[MatrixSpec], order: Sequence[int], num_ranks: int) -
     return owners
 
 
-def _batches(specs: Sequence[MatrixSpec], held: Sequence[int], owners: dict[int, int]) -> Bucket:
+def _batches(specs: Sequence[MatrixSpec], pending: Sequence[int], owners: dict[int, int]) -> Bucket:
     together: dict[tuple[int, MatrixSpec], list[int]] = {}
-    for i in held:
+    for i in pending:
         together.setdefault((owners[i], specs[i]), []).append(i)
     by_owner = sorted(together.items(), key=lambda item: item[0][0])
-    return tuple(Batch(owner, spec.shape, tuple(of)) for (owner, spec), of in by_owner)
+    return tuple(Batch(owner, spec.shape, tuple(matrices)) for (owner, spec), matrices in by_owner)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .._torch.nn import uncompiled
-from .agree import raise_if_any, value_of_rank
+from .agree import broadcast_from_rank, raise_if_any
 from .eager_calls import agree_on_gathering
 from .full_state_dict import StateDict, full_state_dict, is_first_rank, mesh_groups_of
 
@@ -46,7 +46,7 @@ def adapter_state_dict(model: nn.Module) -> StateDict:
     root: Any = uncompiled(model)
     if not is_peft_model(root):
         raise ValueError(f"model is a {type(root).__name__}: give the PeftModel")
-    check_can_be_saved(root)
+    refuse_prompt_learning(root)
     groups = mesh_groups_of(root)
     if groups is None:
         return full_state_dict(root, names=_names(root))
@@ -60,10 +60,10 @@ def adapter_state_dict(model: nn.Module) -> StateDict:
         except Exception as caught:
             error = caught
     raise_if_any(error, groups)
-    return full_state_dict(root, names=value_of_rank(names, 0, groups))
+    return full_state_dict(root, names=broadcast_from_rank(names, 0, groups))
 
 
-def check_can_be_saved(model: object) -> None:
+def refuse_prompt_learning(model: object) -> None:
     """Check that ``model`` has no prompt-learning adapters, if it is a ``PeftModel``.
 
     Raises:

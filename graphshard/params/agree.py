@@ -32,7 +32,7 @@ ARGUMENTS, REQUIRES_GRAD, WITH_GRADIENT = (
 """Parts of descriptions from which ``_cause`` guesses why ranks differ."""
 
 
-def raise_together(
+def check_same_shards(
     root: nn.Module,
     plain_params: Sequence[PlainParam],
     groups: MeshGroups,
@@ -81,7 +81,7 @@ def raise_if_different(
     if _all_agree(descriptions, fault, groups):
         return
     rank = dist.get_rank(process_group(groups.all_ranks))
-    first = value_of_rank(descriptions, 0, groups)
+    first = broadcast_from_rank(descriptions, 0, groups)
     difference = None if fault is not None else _difference(first, descriptions, rank, advice)
     if fault is not None:
         difference = f"rank {rank} of the mesh: {fault}"
@@ -118,7 +118,7 @@ def first_text(text: str | None, groups: MeshGroups, *, turn: int = 0) -> str | 
     nobody = 2 * num_ranks
     own = nobody if text is None else turn * num_ranks + rank
     first = -_max_over_ranks([-own], groups)[0]
-    return None if first == nobody else value_of_rank(text, first % num_ranks, groups)
+    return None if first == nobody else broadcast_from_rank(text, first % num_ranks, groups)
 
 
 def _all_agree(descriptions: Mapping[str, str], fault: str | None, groups: MeshGroups) -> bool:
@@ -141,7 +141,7 @@ def _max_over_ranks(values: Sequence[int], groups: MeshGroups) -> list[int]:
     return result
 
 
-def value_of_rank(value: T, rank: int, groups: MeshGroups) -> T:
+def broadcast_from_rank(value: T, rank: int, groups: MeshGroups) -> T:
     """Return the value of one rank of the mesh, on all ranks."""
     group, box = process_group(groups.all_ranks), [value]
     source = dist.get_global_rank(group, rank)

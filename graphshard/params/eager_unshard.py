@@ -225,7 +225,7 @@ def _reduce(
         grad = add_accumulated(grad, [key], [0], dtype)
     if destination == PARTIAL:
         sharded_param.accumulator(PARTIAL).add(layout.reduce_to_partial(grad))
-        accumulation.delivered()
+        accumulation.drop_taken()
         return None
     return layout.reduce(grad, sharded_param.shard.dtype, accumulation.key(PARTIAL))
 

@@ -204,5 +204,5 @@ def _gathered_optimizer(
     by_name: dict[str, Any] = {by_number[number]: {} for number in state["state"]}
     for (name, key), value in _gathered(values, is_first).items():
         by_name[name][key] = value
-    groups = [{**group, "params": of} for group, of in zip(state["param_groups"], names)]
+    groups = [{**group, "params": params} for group, params in zip(state["param_groups"], names)]
     return {"state": by_name, "param_groups": groups} if is_first else {}

@@ -35,7 +35,7 @@ def gather(dtensor: DTensor) -> torch.Tensor | None:
         return dtensor.full_tensor().detach()
     if layout.rows is None:
         return plain(local_tensor(dtensor)).clone()
-    if not _is_of_first_replica(layout):
+    if not _in_first_replica(layout):
         return None
     own = layout.padded(plain(local_tensor(dtensor)).to(layout.groups.device))
     group = process_group(layout.groups.shards)
@@ -62,7 +62,7 @@ def scatter(full: torch.Tensor | None, dtype: torch.dtype, layout: Layout) -> DT
     shard = torch.empty(layout.padded_shape, dtype=dtype, device=groups.device)
     if layout.rows is None:
         return layout.dtensor(broadcast(full, shard, groups))
-    if _is_of_first_replica(layout):
+    if _in_first_replica(layout):
         parts = None
         if full is not None:
             full = full.detach().to(groups.device).contiguous()
@@ -82,7 +82,7 @@ def broadcast(full: torch.Tensor | None, buffer: torch.Tensor, groups: MeshGroup
     return buffer
 
 
-def _is_of_first_replica(layout: Layout) -> bool:
+def _in_first_replica(layout: Layout) -> bool:
     return layout.groups.replicas is None or layout.mesh.get_local_rank(0) == 0
 
 

@@ -73,7 +73,7 @@ class GradAccumulation:
     def _on_gradient(self, name: str, _: torch.Tensor) -> None:
         if name == PARTIAL and UNSYNCED in self._accumulators:
             # The full gradients that were reduced to this shard may include the unsynced total.
-            self._accumulators[UNSYNCED].delivered()
+            self._accumulators[UNSYNCED].drop_taken()
         self._on_accumulated()
 
     def key(self, name: str) -> torch.Tensor | None:
@@ -90,7 +90,7 @@ class GradAccumulation:
         totals = [accumulator.total for accumulator in self._accumulators.values()]
         return [total for total in totals if total is not None]
 
-    def delivered(self) -> None:
+    def drop_taken(self) -> None:
         """Drop the totals that were taken, once they have reached the parameter."""
         for accumulator in self._accumulators.values():
-            accumulator.delivered()
+            accumulator.drop_taken()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from .sharded_param import ShardedParam, sharded_param_of
 
 
-class Held(NamedTuple):
+class MemoryBytes(NamedTuple):
     """Bytes on this rank, and bytes without sharding."""
 
     rank: int
@@ -35,19 +35,19 @@ class MemoryReport:
             (``offload_policy``).
     """
 
-    parameters: Held
-    buffers: Held
-    gradients: Held
-    sums: Held
-    optimizer: Held
-    gathered: Held
-    on_host: Held
+    parameters: MemoryBytes
+    buffers: MemoryBytes
+    gradients: MemoryBytes
+    sums: MemoryBytes
+    optimizer: MemoryBytes
+    gathered: MemoryBytes
+    on_host: MemoryBytes
 
     @property
-    def total(self) -> Held:
+    def total(self) -> MemoryBytes:
         """Total at the planned peak of unsharded parameters, without activations."""
         parts = [held for name, held in vars(self).items() if name != "on_host"]
-        return Held(*map(sum, zip(*parts)))
+        return MemoryBytes(*map(sum, zip(*parts)))
 
     def __str__(self) -> str:
         lines = {**vars(self), "total": self.total, "of it on the host": self.on_host}
@@ -59,9 +59,9 @@ class MemoryReport:
 class _Trained(NamedTuple):
     """Memory of some parameters, their gradients and their optimizer state."""
 
-    parameters: Held
-    gradients: Held
-    optimizer: Held
+    parameters: MemoryBytes
+    gradients: MemoryBytes
+    optimizer: MemoryBytes
 
 
 def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
@@ -87,10 +87,10 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
         parameters=trained.parameters,
         buffers=_held(model.buffers()),
         gradients=trained.gradients,
-        sums=Held(sum(total.nbytes for total in totals), 0),
+        sums=MemoryBytes(sum(total.nbytes for total in totals), 0),
         optimizer=trained.optimizer,
-        gathered=Held(max((p.model.gathered_bytes for p in sharded_params), default=0), 0),
-        on_host=Held(sum(held.rank for held in _trained(on_host, optimizer)), 0),
+        gathered=MemoryBytes(max((p.model.gathered_bytes for p in sharded_params), default=0), 0),
+        on_host=MemoryBytes(sum(held.rank for held in _trained(on_host, optimizer)), 0),
     )
 
 
@@ -107,10 +107,10 @@ def _trained(params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer | 
     )
 
 
-def _held(values: Iterable[object]) -> Held:
+def _held(values: Iterable[object]) -> MemoryBytes:
     """Return the memory of the tensors among ``values``, counting each tensor once."""
     tensors = {id(value): value for value in values if isinstance(value, torch.Tensor)}.values()
-    return Held(
+    return MemoryBytes(
         rank=sum(_rank_bytes(tensor) for tensor in tensors),
         unsharded=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
     )

@@ -18,7 +18,7 @@ Reduced = tuple[Any, ...]
 """Result of ``__reduce_ex__``: a function, its arguments, and state."""
 
 
-def refuse(what: str) -> NoReturn:
+def refuse_pickling(what: str) -> NoReturn:
     """Raise the BackendError for pickling ``what``."""
     raise BackendError(
         f"{what} is sharded by graphshard and cannot be pickled: save "
@@ -50,14 +50,14 @@ class _Recipe:
         return self
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse(self.what)
+        refuse_pickling(self.what)
 
 
 def _make(recipe: _Recipe) -> object:
     return recipe.make()
 
 
-def for_copies_alone(what: str, reduced: Reduced, gradients: Sequence[torch.Tensor]) -> Reduced:
+def copyable_only(what: str, reduced: Reduced, gradients: Sequence[torch.Tensor]) -> Reduced:
     """Wrap ``reduced`` so that ``copy`` works as before, and ``pickle`` raises.
 
     Args:

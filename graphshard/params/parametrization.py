@@ -37,7 +37,7 @@ from .eager_unshard import full_parameters
 from .grad_accumulation import ALL_REDUCES, SYNCS, module_flag, set_module_flag
 from .layout import Layout, MarkerCall
 from .loading import prepare_loaded
-from .no_pickle import Reduced, for_copies_alone
+from .no_pickle import Reduced, copyable_only
 from .save_pretrained import METHOD, has_save_pretrained, save_in_full
 from .sharded_model import ShardedModel, join_model, sharded_model_of
 from .sharded_param import ShardedParam, owned_by, shard_attribute, sharded_param_of
@@ -84,7 +84,7 @@ class ShardedModule(NoticesReplacement):
         what = f"a module {type(self).__name__}"
         params = parameters_of(self).values()
         gradients = [p.grad for p in params if p is not None and p.grad is not None]
-        return for_copies_alone(what, cast(Reduced, super().__reduce_ex__(protocol)), gradients)
+        return copyable_only(what, cast(Reduced, super().__reduce_ex__(protocol)), gradients)
 
     @property
     def require_backward_grad_sync(self) -> bool:

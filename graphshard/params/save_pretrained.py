@@ -50,17 +50,17 @@ def save_in_full(save: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(save)
     def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(self, *args, **kwargs).arguments
-        given |= kwargs  # also those that the method collects in **kwargs
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        arguments |= kwargs  # also those that the method collects in **kwargs
         groups = mesh_groups_of(self)
         is_within = "state_dict" in vars(self)  # an enclosing module is being saved
-        if groups is None or is_within or given.get("state_dict") is not None:
+        if groups is None or is_within or arguments.get("state_dict") is not None:
             return save(self, *args, **kwargs)
         agree_on_gathering(groups, METHOD, type(self).__name__, _REMEDY)
         is_first, error = is_first_rank(groups), None
-        if is_first and not given.get("is_main_process", True):
+        if is_first and not arguments.get("is_main_process", True):
             error = ValueError(
-                f"is_main_process={given['is_main_process']!r} on the first rank of the mesh, "
+                f"is_main_process={arguments['is_main_process']!r} on the first rank of the mesh, "
                 "which alone has the full model: set it to True there"
             )
         raise_if_any(error, groups)

@@ -54,7 +54,7 @@ class _SavedTogether:
         return call_log_of(group).can_agree()
 
 
-def save_together(mesh: DeviceMesh) -> None:
+def require_collective_save(mesh: DeviceMesh) -> None:
     """Make ``torch.save`` of shards over ``mesh`` raise unless all ranks call it."""
     if not isinstance(mesh.__dict__.get(_ATTRIBUTE), _SavedTogether):
         mesh.__dict__[_ATTRIBUTE] = _SavedTogether(MeshGroups(mesh))

@@ -36,7 +36,7 @@ from ..consensus.call_log import call_log_of
 from ..errors import BackendError
 from ..ops.float8_math import is_of_torchao
 from ..options.options import Options
-from .agree import first_text, raise_together
+from .agree import check_same_shards, first_text
 from .assigned_data import assign_data
 from .backward_inputs import gradient_of, leaves_of
 from .check import find_fault
@@ -51,7 +51,7 @@ from .mixed_precision import cast_at_boundary, find_cast_boundaries
 from .padding import padding_advice
 from .parametrization import had_sharded, install, reattach
 from .save_pretrained import has_save_pretrained
-from .saved_shards import save_together
+from .saved_shards import require_collective_save
 from .sharded_model import ShardedModel, join_model, sharded_model_of
 from .sharded_param import ShardedParam, is_unattached
 
@@ -86,9 +86,9 @@ def shard_module(
     if taken and not plain_params:
         return
     fault = find_fault(root, plain_params, mesh, options, allow_meta=allow_meta)
-    raise_together(root, plain_params, groups, options, fault=fault)
+    check_same_shards(root, plain_params, groups, options, fault=fault)
     call_log_of(process_group(groups.all_ranks))  # start the watcher before any compile
-    save_together(mesh)
+    require_collective_save(mesh)
     _warn_of_torchao(root)
     model = ShardedModel(type(root).__name__, options)
     # Modules that were sharded earlier keep their policy.

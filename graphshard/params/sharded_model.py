@@ -20,7 +20,7 @@ from ..options.options import Options
 from .eager_calls import eager_reduction
 from .grad_accumulation import GradAccumulation
 from .layout import Layout
-from .no_pickle import refuse
+from .no_pickle import refuse_pickling
 
 _MODEL = "_graphshard_model"
 _WHY_NOT_COMPILED = (
@@ -110,7 +110,7 @@ class ShardedModel:
         return ShardedModel(self.name, self.options, gradient_divide_factor=divide_factor)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse(f"a module of {self.name}")
+        refuse_pickling(f"a module of {self.name}")
 
     def raise_if_changed(self) -> None:
         """Raise BackendError if a forward has changed a parameter in place."""

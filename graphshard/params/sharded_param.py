@@ -33,7 +33,7 @@ from ..ops.host_copy import to_host_memory
 from ..ops.markers import used_dtype
 from .grad_accumulation import GradAccumulation
 from .layout import Layout
-from .no_pickle import refuse
+from .no_pickle import refuse_pickling
 from .sharded_model import ShardedModel, any_model_accumulates, reduce_leftovers_after_backward
 from .unfilled import mark_uninitialised, num_uninitialised
 
@@ -107,7 +107,7 @@ class ShardedParam:
         return ShardedParam(self.layout, self.fqn, copy.deepcopy(self.model, memo))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse(f"parameter {self.fqn!r}")
+        refuse_pickling(f"parameter {self.fqn!r}")
 
     def attach(self, dtensor: DTensor, *, empty: bool = False) -> None:
         """Make a shard for ``dtensor``, whose local tensor becomes a view of the shard.
@@ -241,7 +241,7 @@ class ShardedParam:
         else:
             grad = layout.average_over_replicas(total, dtype)
         self.accumulate_grad(grad)
-        self.accumulation.delivered()
+        self.accumulation.drop_taken()
 
     def is_replaced(self) -> bool:
         """Return whether an owner's parameter, or its storage, was replaced unnoticed."""
@@ -352,5 +352,5 @@ def _on_shard_gradient(shard: torch.Tensor) -> None:
     sharded_param.model.warn_of_breaks()
     sharded_param.accumulate_grad(grad)
     if any_model_accumulates():
-        sharded_param.accumulation.delivered()
+        sharded_param.accumulation.drop_taken()
         reduce_leftovers_after_backward()

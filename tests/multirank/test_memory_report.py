@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 import graphshard
-from graphshard.params.memory_report import Held
+from graphshard.params.memory_report import MemoryBytes
 from tests import ranks
 from tests.models import ConvNet
 from tests.numerics.compare import compile_sharded, draw
@@ -44,7 +44,7 @@ def test_reported_bytes_of_a_rank_are_exact() -> None:
     steps = 4 * len(rows)  # AdamW has a step counter of 4 bytes for each parameter
     gathered = WORLD * padded
     for (before, between, after), local, text in ranks.run(WORLD, _reports):
-        assert before.parameters == before.gradients == Held(full, full)
+        assert before.parameters == before.gradients == MemoryBytes(full, full)
         assert before.optimizer == before.sums == before.gathered == (0, 0)
         assert between.parameters == between.gradients == after.parameters == (padded, full)
         assert between.sums == (full, 0) and after.sums == (0, 0)

@@ -54,8 +54,8 @@ def configure(config: Trainer.Config, **options: Any) -> Trainer.Config:
         ValueError: ``config`` has no model, or an option duplicates a torchtitan setting. When the
             trainer is made: ``config`` sets another parallelism, or graphshard refuses an option.
     """
-    given = {"mesh", "mp_policy", "offload_policy", "reshard_after_forward", "compiler"}
-    if taken := sorted(given & options.keys()):
+    set_by_torchtitan = {"mesh", "mp_policy", "offload_policy", "reshard_after_forward", "compiler"}
+    if taken := sorted(set_by_torchtitan & options.keys()):
         raise ValueError(f"{', '.join(taken)}: set what torchtitan has for it")
     if config.model_spec is None:
         raise ValueError("config.model_spec is None: set the model first")
@@ -113,11 +113,11 @@ def parallelize(
         "compiler": compile_config.backend,
         **options,
     }
-    made = backend(**options)
+    dynamo_backend = backend(**options)
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
         _count_tokens_once(model)
-    shard_and_compile(model, made, options)
+    shard_and_compile(model, dynamo_backend, options)
     set_gradient_divide_factor(model, 1.0)
     return model
 
