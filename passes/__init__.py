@@ -31,50 +31,50 @@ from graphshard.passes.activation_offload import describe_saved, offload, offloa
 from graphshard.passes.build_problem import GraphProblem, build_problem, waits_on_host
 from graphshard.passes.casts import cast_before_gather, cast_early
 from graphshard.passes.dedup import merge, merge_unshards
-from graphshard.passes.dense_gradients import ask_for_dense_gradients
+from graphshard.passes.dense_gradients import use_dense_gradients
 from graphshard.passes.describe import describe_params
 from graphshard.passes.float8 import gather_float8, scale_before_gather, use_float8
 from graphshard.passes.hoist_reads import hoist_reads
-from graphshard.passes.host_waits import lead_parameters_past
+from graphshard.passes.host_waits import bypass_sync_nodes
 from graphshard.passes.inline_regions import inline_regions
 from graphshard.passes.keep_unsharded import (
     keep,
     keep_secondary_shards,
-    keepable,
     note_held_bytes,
+    regathered_params,
 )
 from graphshard.passes.lower import apply_buckets, apply_replicate
 from graphshard.passes.normalise import normalise
-from graphshard.passes.recompute import settle_gathers
+from graphshard.passes.recompute import fix_backward_gathers
 from graphshard.passes.regions import share_regions
-from graphshard.passes.reshard import parameter_derived, reshard
-from graphshard.passes.single_rank import send_nothing_alone, use_whole_shards
-from graphshard.passes.written_inputs import save_as_it_was
+from graphshard.passes.reshard import param_derived, reshard
+from graphshard.passes.single_rank import elide_single_rank_collectives, use_whole_shards
+from graphshard.passes.written_inputs import clone_mutated_inputs
 from graphshard.planning.activation_offload import SavedActivation
 from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem, Transfer
 
-TRACED = (inline_regions, hoist_reads, ask_for_dense_gradients, use_float8)
+TRACED = (inline_regions, hoist_reads, use_dense_gradients, use_float8)
 """Passes on the graph that Dynamo traced."""
 
-JOINT = (lead_parameters_past, merge, cast_early, gather_float8)
-"""Passes on the joint graph, before ``settle_gathers``, ``reshard`` and ``send_nothing_alone``."""
+JOINT = (bypass_sync_nodes, merge, cast_early, gather_float8)
+"""Passes on the joint graph; ``Partitioner`` runs the other joint passes after them."""
 
 __all__ = [
     "JOINT",
     "TRACED",
     "PartitionProblems",
+    "clone_mutated_inputs",
+    "elide_single_rank_collectives",
+    "fix_backward_gathers",
     "keep_gathered",
     "keep_secondary_shards",
     "lower",
     "note_held_bytes",
     "offload_activations",
-    "parameter_derived",
+    "param_derived",
     "read_partition",
     "read_problem",
     "reshard",
-    "save_as_it_was",
-    "send_nothing_alone",
-    "settle_gathers",
     "shard_bytes",
     "share_regions",
 ]
@@ -212,7 +212,7 @@ def keep_gathered(
         describes the graphs.
     """
     before, after = problems or read_partition(forward, backward, cost_model)
-    pairs = keepable(forward, backward, num_outputs)
+    pairs = regathered_params(forward, backward, num_outputs)
     transfers = dict(zip(before.markers, before.problem.transfers, strict=True))
     gathered = {i: transfers[pairs[m]] for i, m in enumerate(after.markers) if m in pairs}
     chosen = choose(before.problem, after.problem, gathered, cost_model)

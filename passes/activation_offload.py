@@ -20,7 +20,7 @@ from torch import fx
 from graphshard.ops import markers
 from graphshard.ops.emitter import Emitter
 from graphshard.ops.marker_specs import OffloadSpec, ReloadSpec
-from graphshard.ops.nodes import num_bytes, outputs_of, root_of, uses, value_of
+from graphshard.ops.nodes import num_bytes, outputs_of, root_of, users_through_views, value_of
 from graphshard.passes.saved import replace_saved, saved_nodes
 from graphshard.planning.activation_offload import SavedActivation
 
@@ -77,11 +77,13 @@ def describe_saved(
     """
     descriptions = []
     for placeholder, saved in pairs.items():
-        backward_steps = [backward_step[node] for node in uses(placeholder)] or [0]
+        backward_steps = [backward_step[node] for node in users_through_views(placeholder)] or [0]
         descriptions.append(
             SavedActivation(
                 num_bytes=num_bytes(value_of(saved)),
-                last=max(forward_step[node] for node in (saved, *uses(root_of(saved)))),
+                last=max(
+                    forward_step[node] for node in (saved, *users_through_views(root_of(saved)))
+                ),
                 first=min(backward_steps),
                 until=max(backward_steps),
             )

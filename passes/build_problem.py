@@ -24,7 +24,7 @@ from graphshard.cost.memory import WithoutMemory
 from graphshard.cost.model import CostModel
 from graphshard.kinds import GraphKind, TransferKind
 from graphshard.ops import markers
-from graphshard.ops.collectives import copies_sent
+from graphshard.ops.collectives import keeps_send_copies
 from graphshard.ops.marker_specs import ReloadSpec, UnshardSpec
 from graphshard.ops.nodes import (
     HELD_BYTES,
@@ -32,7 +32,7 @@ from graphshard.ops.nodes import (
     is_view,
     memory_bytes,
     root_of,
-    uses,
+    users_through_views,
     value_of,
 )
 from graphshard.passes.describe import describe_transfers, source_of
@@ -109,7 +109,7 @@ def build_problem(
         ),
         between_bytes=tuple(alive.before[border] for border in borders),
         transfers=tuple(placed),
-        copies_sent=any(copies_sent(t.group) for t in placed if t.group),
+        copies_sent=any(keeps_send_copies(t.group) for t in placed if t.group),
     )
     steps = [nodes[start] for start in starts]
     return GraphProblem(problem, list(transfers), steps, _step_of(graph, steps))
@@ -154,7 +154,9 @@ def _reach(marker: fx.Node, position: Mapping[fx.Node, int], last_use: int) -> _
     source = source_of(marker)
     if marker.target is markers.offload_activation:
         # Ready after the last use: before that, the copy could not free the activation's memory.
-        used = [position[n] for n in (source, *uses(root_of(source))) if n in position]
+        used = [
+            position[n] for n in (source, *users_through_views(root_of(source))) if n in position
+        ]
         return _Reach(max(used) + 1, end, end - 1)
     ready = position.get(source, -1) + 1
     return _Reach(ready, max(ready, due), end - 1)

@@ -27,17 +27,17 @@ _POSITIONS: dict[Callable[..., Any], tuple[int, int]] = {
 """Positions of the arguments ``weight`` and ``sparse``."""
 
 
-def ask_for_dense_gradients(gm: fx.GraphModule) -> None:
+def use_dense_gradients(gm: fx.GraphModule) -> None:
     """Make embeddings in a graph and its subgraphs return dense gradients, in place."""
     for part in graph_modules(gm):
         lookups = [node for node in part.graph.nodes if node.target in _POSITIONS]
         for node in lookups:
-            _ask_for_dense(node)
+            _use_dense(node)
         if lookups:
             part.recompile()
 
 
-def _ask_for_dense(node: fx.Node) -> None:
+def _use_dense(node: fx.Node) -> None:
     position, position_of_sparse = _POSITIONS[node.target]  # type: ignore[index]  # a function
     weight: Any = node.args[position] if len(node.args) > position else node.kwargs["weight"]
     if weight.op == "placeholder":  # not sharded: nothing reduces its gradient

@@ -10,7 +10,7 @@ from graphshard._torch.aot_graphs import inputs_of_gradients, original_inputs
 from graphshard._torch.tensors import size_hint
 from graphshard.kinds import HOST_COPIES, TransferKind
 from graphshard.ops import markers
-from graphshard.ops.collectives import GroupSpan, is_copied_alone, span_of
+from graphshard.ops.collectives import GroupSpan, needs_own_copy, span_of
 from graphshard.ops.marker_specs import (
     AllReduceGradSpec,
     MarkerSpec,
@@ -116,7 +116,7 @@ def _describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
         replica_stride=replicas.stride,
         host=_is_on_host(spec),
         grad_bytes=0 if gathers else memory_bytes(source),
-        copied_in=is_copied_alone(kind, sent, span.world),
+        copied_in=needs_own_copy(kind, sent, span.world),
     )
 
 

@@ -80,7 +80,7 @@ def scale_before_gather(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target in float8_ops.PRODUCTS:
             with graph.inserting_before(node):
-                _take_apart(node, _once(Emitter(graph, node.meta, **_region(node)), emitted))
+                _lower_product(node, _once(Emitter(graph, node.meta, **_region(node)), emitted))
 
 
 class _Scaling(NamedTuple):
@@ -174,7 +174,7 @@ def _insert_scales(emit: Call, weights: Sequence[fx.Node], scaling: _Scaling) ->
         weight.meta[_INVERSES] = inverse_of_each
 
 
-def _take_apart(node: fx.Node, emit: Call) -> None:
+def _lower_product(node: fx.Node, emit: Call) -> None:
     """Replace a product with a scaled one, or with a plain one if the weight is not in fp8."""
     weight = node.args[1]
     assert isinstance(weight, fx.Node)

@@ -48,40 +48,40 @@ def _hoist(gm: fx.GraphModule, out_of_all: bool) -> None:
     for call in gm.graph.nodes:
         if isinstance(call.target, HigherOrderOperator):
             is_left = out_of_all or call.target in _STAYING
-            codes = _codes(modules, call)
-            for code in codes:
-                _hoist(code, is_left)
+            bodies = _bodies(modules, call)
+            for body in bodies:
+                _hoist(body, is_left)
             if is_left:
-                changed |= _read_before(call, codes)
+                changed |= _read_before(call, bodies)
     if changed:
         gm.recompile()
 
 
-def _codes(modules: Mapping[str, nn.Module], call: fx.Node) -> list[fx.GraphModule]:
+def _bodies(modules: Mapping[str, nn.Module], call: fx.Node) -> list[fx.GraphModule]:
     """Return the bodies of a higher-order operator's call, from ``modules`` by name."""
-    given = [modules.get(str(n.target)) for n in call.all_input_nodes if n.op == "get_attr"]
-    return [module for module in given if isinstance(module, fx.GraphModule)]
+    bodies = [modules.get(str(n.target)) for n in call.all_input_nodes if n.op == "get_attr"]
+    return [module for module in bodies if isinstance(module, fx.GraphModule)]
 
 
-def _read_before(call: fx.Node, codes: Sequence[fx.GraphModule]) -> bool:
+def _read_before(call: fx.Node, bodies: Sequence[fx.GraphModule]) -> bool:
     """Pass full parameters to ``call`` if its bodies read them from shards.
 
     Returns:
         Whether its bodies read any.
     """
-    given = {traced_storage(node): node for node in call.all_input_nodes}
-    reads = [n for code in codes for n in code.graph.nodes if n.target in UNSHARD_MARKERS]
-    shards = {read: given[traced_storage(read.args[0])] for read in reads}
+    outer = {traced_storage(node): node for node in call.all_input_nodes}
+    reads = [n for body in bodies for n in body.graph.nodes if n.target in UNSHARD_MARKERS]
+    shards = {read: outer[traced_storage(read.args[0])] for read in reads}
     full: dict[fx.Node, fx.Node] = {}  # by shard
     for read, shard in shards.items():
         if shard not in full:
             with call.graph.inserting_before(call):
-                full[shard] = call.graph.node_copy(read, lambda n: given[traced_storage(n)])
+                full[shard] = call.graph.node_copy(read, lambda n: outer[traced_storage(n)])
         _use_input(read)
     for shard, whole in full.items():
         call.replace_input_with(shard, whole)
-    for code in codes:
-        code.recompile()
+    for body in bodies:
+        body.recompile()
     return bool(full)
 
 

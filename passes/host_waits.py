@@ -12,11 +12,11 @@ from __future__ import annotations
 from torch import fx
 
 from graphshard._torch.host_waits import is_wait, lead_past
-from graphshard.passes.reshard import parameter_derived
+from graphshard.passes.reshard import param_derived
 
 
-def lead_parameters_past(gm: fx.GraphModule) -> None:
+def bypass_sync_nodes(gm: fx.GraphModule) -> None:
     """Let parameters, and values derived from them alone, bypass waits of the host, in place."""
     for node in list(gm.graph.nodes):
         if is_wait(node):
-            lead_past(node, frozenset(parameter_derived(gm.graph)))
+            lead_past(node, frozenset(param_derived(gm.graph)))

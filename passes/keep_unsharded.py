@@ -22,12 +22,21 @@ from graphshard.ops.collectives import span_of
 from graphshard.ops.emitter import Emitter
 from graphshard.ops.marker_specs import UnshardSpec
 from graphshard.ops.markers import change, secondary_shard, unshard
-from graphshard.ops.nodes import HELD_BYTES, num_bytes, outputs_of, root_of, uses, value_of
+from graphshard.ops.nodes import (
+    HELD_BYTES,
+    num_bytes,
+    outputs_of,
+    root_of,
+    users_through_views,
+    value_of,
+)
 from graphshard.passes.describe import source_of
 from graphshard.passes.saved import replace_saved, saved_nodes
 
 
-def keepable(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> dict[fx.Node, fx.Node]:
+def regathered_params(
+    forward: fx.Graph, backward: fx.Graph, num_outputs: int
+) -> dict[fx.Node, fx.Node]:
     """Return the ``unshard`` markers of parameters that both graphs gather.
 
     Args:
@@ -52,7 +61,7 @@ def keep(
     """Save full parameters instead of their shards, in place.
 
     Args:
-        pairs: subset of ``keepable``.
+        pairs: subset of ``regathered_params``.
     """
     saved = {source_of(gathered): gathered for gathered in pairs.values()}
     replace_saved(forward, saved, num_outputs)
@@ -93,11 +102,11 @@ def keep_secondary_shards(forward: fx.Graph, backward: fx.Graph, num_outputs: in
     """
     saved: dict[fx.Node, fx.Node] = {}
     position = {node: i for i, node in enumerate(forward.nodes)}
-    for marker, gathered in keepable(forward, backward, num_outputs).items():
+    for marker, gathered in regathered_params(forward, backward, num_outputs).items():
         spec = UnshardSpec.of_node(marker)
         if spec.regather_group in (None, spec.group):
             continue
-        users = uses(gathered) or [gathered]  # no uses if it is only returned
+        users = users_through_views(gathered) or [gathered]  # no uses if it is only returned
         with forward.inserting_after(min(users, key=position.__getitem__)):
             emit = Emitter(forward, gathered.meta)
             secondary = emit(secondary_shard, gathered, spec.regather_group)

@@ -24,10 +24,10 @@ from graphshard._torch.aot_graphs import is_tangent
 from graphshard._torch.inductor import has_activation_budget
 from graphshard.ops.markers import change, unshard
 from graphshard.ops.nodes import value_of
-from graphshard.passes.reshard import parameter_derived
+from graphshard.passes.reshard import param_derived
 
 
-def settle_gathers(gm: fx.GraphModule, *, ranks_differ: bool) -> None:
+def fix_backward_gathers(gm: fx.GraphModule, *, ranks_differ: bool) -> None:
     """Make backward's gathers independent of sizes, in place, if there is an activation budget.
 
     Args:
@@ -51,7 +51,7 @@ def settle_gathers(gm: fx.GraphModule, *, ranks_differ: bool) -> None:
 def _sources(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
     """Return the markers of the parameters that each parameter-derived node depends on."""
     sources: dict[fx.Node, set[fx.Node]] = {}
-    for node in parameter_derived(graph):
+    for node in param_derived(graph):
         sources[node] = {node} if node.target is unshard else _read(node, sources)
     return sources
 
@@ -63,10 +63,10 @@ def _read(node: fx.Node, sources: dict[fx.Node, set[fx.Node]]) -> set[fx.Node]:
 
 def _backward(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that depend on the gradient of an output."""
-    found: set[fx.Node] = set()
+    backward: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "call_function" and any(
-            n in found or is_tangent(n) for n in node.all_input_nodes
+            n in backward or is_tangent(n) for n in node.all_input_nodes
         ):
-            found.add(node)
-    return found
+            backward.add(node)
+    return backward

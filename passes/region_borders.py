@@ -84,21 +84,21 @@ def _larger_than_sources(graph: fx.Graph) -> set[fx.Node]:
     return set(reads)
 
 
-def with_own_values(graph: fx.Graph, runs: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:
+def recompute_at_users(graph: fx.Graph, runs: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:
     """Make users of a region recompute what it does not return.
 
     Returns:
         The nodes of each run, in graph order, without those that are no longer used.
     """
     home = {node: i for i, run in enumerate(runs) for node in run}
-    own_values = _OwnValues(graph, home)
+    recomputation = _Recomputation(graph, home)
     for node in list(graph.nodes):
         for used in node.all_input_nodes:
-            own = own_values.copy_for(node, used)
+            own = recomputation.copy_for(node, used)
             if own is not used:
                 node.replace_input_with(used, own)
     for node in reversed(graph.nodes):
-        if not node.users and own_values.may_be_copied(node):
+        if not node.users and recomputation.may_be_copied(node):
             home.pop(node, None)
             graph.erase_node(node)
     nodes: list[list[fx.Node]] = [[] for _ in runs]
@@ -108,7 +108,7 @@ def with_own_values(graph: fx.Graph, runs: Sequence[list[fx.Node]]) -> list[list
     return nodes
 
 
-class _OwnValues:
+class _Recomputation:
     """Copies nodes into the regions that use them.
 
     Args:

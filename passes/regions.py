@@ -3,9 +3,9 @@
     before   launch b   wait a   mm   relu   wait b   mm_1   relu_1   ..
     after    launch b   wait a   region_0(..)   wait b   region_0(..)   ..
 
-A region is a run of compute between launches and waits, which stay where they are. Regions have the
-same form if they run the same operations in the same order on values of the same dtypes, sizes,
-strides and devices, so the code compiled for one serves all. A region that occurs only once stays
+A region is a run of compute between launches and waits, which stay where they are. Regions are
+equal if they run the same operations in the same order on values of the same dtypes, sizes, strides
+and devices, so the code compiled for one works for all. A region that occurs only once stays
 inline, and fuses with its neighbours.
 
 [Note: channels last] If Inductor uses a channels-last layout, it keeps it from one convolution to
@@ -27,19 +27,19 @@ from graphshard._torch.aot_graphs import graph_kind
 from graphshard._torch.inductor import call_subgraph, lays_out_channels_last, lookup_seed
 from graphshard.cost.fusion import GraphValues
 from graphshard.ops.nodes import PLANNED
-from graphshard.passes.region_borders import is_pure, with_own_values
+from graphshard.passes.region_borders import is_pure, recompute_at_users
 from graphshard.planning.plan import Regions
 from graphshard.planning.repeats import find_repeats, pieces
 
 _LEAST_SAVED = 24  # minimum number of nodes that a repeat saves the compiler
 _LEAST_NODES = 4  # minimum size of a region: calling a smaller one costs more than it saves
 
-Form = tuple[Hashable, ...]
+RegionKey = tuple[Hashable, ...]
 """What a region does, independent of which nodes do it."""
 
 
 def share_regions(graph: fx.Graph, is_worth_it: Callable[[Regions], bool]) -> Regions:
-    """Replace regions that have the same form with calls of a shared subgraph, in place.
+    """Replace equal regions with calls of a shared subgraph, in place.
 
     Args:
         is_worth_it: callback that decides whether to do so, from the counts of the regions.
@@ -60,19 +60,19 @@ def share_regions(graph: fx.Graph, is_worth_it: Callable[[Regions], bool]) -> Re
         if keeps_layouts or not any(map(_convolves, compute[repeat.start : repeat.stop]))
         for piece in pieces(repeat, cuts)
     ]
-    regions = with_own_values(graph, runs)
+    regions = recompute_at_users(graph, runs)
     shared = _shared(map(_Region, regions))
     counts = _count(graph, shared)
     if not shared or not is_worth_it(counts):
         return Regions()
-    names: dict[Form, str] = {}
+    names: dict[RegionKey, str] = {}
     for region in shared:
-        region.replace_by_call(graph, names.setdefault(region.form, f"region_{len(names)}"))
+        region.replace_by_call(graph, names.setdefault(region.key, f"region_{len(names)}"))
     return counts
 
 
 def _count(graph: fx.Graph, shared: Sequence[_Region]) -> Regions:
-    sizes = {region.form: len(region.nodes) for region in shared}
+    sizes = {region.key: len(region.nodes) for region in shared}
     home = {node: i for i, region in enumerate(shared) for node in region.nodes}
     kernels = GraphValues(graph).fused_kernels
     return Regions(
@@ -179,13 +179,13 @@ class _Region:
 
     Attributes:
         nodes: nodes in graph order; no other node between them depends on any of them.
-        form: key that is equal for regions that one subgraph can replace.
+        key: equal for all regions that one subgraph can replace.
     """
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self.nodes = nodes
         self._inside = set(nodes)
-        self.form = self._form()
+        self.key = self._region_key()
 
     @property
     def inputs(self) -> list[Input]:
@@ -200,7 +200,7 @@ class _Region:
         """Nodes that are used outside of the region."""
         return [n for n in self.nodes if any(user not in self._inside for user in n.users)]
 
-    def _form(self) -> Form:
+    def _region_key(self) -> RegionKey:
         number: dict[Input, int] = {pair: i for i, pair in enumerate(self.inputs)}
         values = [_metadata(node.meta["val"]) for node, _ in number]
         number |= {(node, None): i for i, node in enumerate(self.nodes, len(number))}
@@ -259,7 +259,7 @@ def _value(node: fx.Node, seed: int | None) -> Any:
 
 
 def _argument(graph: fx.Graph, node: fx.Node, seed: int | None) -> fx.Node:
-    """Return the argument of a call for an input; slice seeds out, so that forms stay equal."""
+    """Return the argument of a call for an input; slice seeds out, so that keys stay equal."""
     if seed is None:
         return node
     view = graph.call_function(torch.ops.aten.slice.Tensor, (node, 0, seed, seed + 1))
@@ -268,7 +268,7 @@ def _argument(graph: fx.Graph, node: fx.Node, seed: int | None) -> fx.Node:
 
 
 def _shared(regions: Iterable[_Region]) -> list[_Region]:
-    """Return the regions whose form occurs more than once."""
+    """Return the regions whose key occurs more than once."""
     large = [region for region in regions if len(region.nodes) >= _LEAST_NODES]
-    counts = Counter(region.form for region in large)
-    return [region for region in large if counts[region.form] > 1 and region.outputs]
+    counts = Counter(region.key for region in large)
+    return [region for region in large if counts[region.key] > 1 and region.outputs]

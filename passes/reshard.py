@@ -17,7 +17,7 @@ from graphshard.ops.marker_specs import UnshardSpec
 from graphshard.ops.markers import UNSHARD_MARKERS, replicate, unshard
 
 
-def parameter_derived(graph: fx.Graph) -> list[fx.Node]:
+def param_derived(graph: fx.Graph) -> list[fx.Node]:
     """Return the nodes that depend on parameters, sizes and constants alone, and are not kept.
 
     Batch sizes, to which a parameter may be expanded, count as constants: backward has them, too.
@@ -55,7 +55,7 @@ def reshard(gm: fx.GraphModule) -> None:
     for node in gm.graph.nodes:
         if node.target is unshard and _is_kept(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    for node in parameter_derived(gm.graph):
+    for node in param_derived(gm.graph):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         # With this tag, the partitioner would save the node at the border of a checkpointed region.
         node.meta.pop("ac_graph_id", None)

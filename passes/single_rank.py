@@ -22,7 +22,7 @@ from graphshard.ops.markers import reduce_grad, reduce_grad_input, unshard, unsh
 from graphshard.ops.nodes import WHOLE_SHARD, Value, is_returned, is_view, value_of
 
 
-def send_nothing_alone(gm: fx.GraphModule) -> None:
+def elide_single_rank_collectives(gm: fx.GraphModule) -> None:
     """Replace the markers of one-rank groups in a joint graph, in place."""
     use_whole_shards(gm.graph)
     for node in list(gm.graph.nodes):

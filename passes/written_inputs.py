@@ -22,7 +22,7 @@ from graphshard.ops.nodes import root_of
 from graphshard.passes.saved import replace_saved, saved_nodes
 
 
-def save_as_it_was(forward: fx.Graph, num_outputs: int) -> None:
+def clone_mutated_inputs(forward: fx.Graph, num_outputs: int) -> None:
     """Save clones of the inputs that a forward graph writes to, and views of these, in place.
 
     Args:

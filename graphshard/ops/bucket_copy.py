@@ -58,11 +58,11 @@ def _copy_in(
     return buffers
 
 
-_Sent: TypeAlias = tuple[torch.Tensor, int, str]
+_PackedTensor: TypeAlias = tuple[torch.Tensor, int, str]
 """A tensor, the number of its rows that each rank is sent, and the dtype in which it travels."""
 
 
-def _is_chunk_cat(buffer: torch.Tensor, sent: Sequence[_Sent], world: int) -> bool:
+def _is_chunk_cat(buffer: torch.Tensor, sent: Sequence[_PackedTensor], world: int) -> bool:
     """Return whether one kernel can pack ``sent`` for several ranks, each with its own rows."""
     if world == 1 or not sent:
         return False
@@ -71,7 +71,7 @@ def _is_chunk_cat(buffer: torch.Tensor, sent: Sequence[_Sent], world: int) -> bo
 
 
 def _parts(
-    buffer: torch.Tensor, sent: Sequence[_Sent], world: int
+    buffer: torch.Tensor, sent: Sequence[_PackedTensor], world: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the parts of a buffer, each with its source; set the padding to zero."""
     start = 0

@@ -89,17 +89,17 @@ def wire_dtype(kind: TransferKind, inputs: BufferInputs) -> torch.dtype:
     return torch.uint8 if as_bytes else inputs[0].dtype
 
 
-def exchanges(group: str, dtype: torch.dtype) -> bool:
+def uses_all_to_all(group: str, dtype: torch.dtype) -> bool:
     """Return whether gradients are reduced by an all-to-all, with each rank averaging its part.
 
     gloo's own reduce-scatter is an all-reduce of a copy
     (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp), which sends twice as many bytes: on two
     ranks, 40 MB took 52 ms, and 20 ms by an all-to-all. gloo has no all-to-all of complex numbers.
     """
-    return not dtype.is_complex and copies_sent(group)
+    return not dtype.is_complex and keeps_send_copies(group)
 
 
-def copies_sent(group: str) -> bool:
+def keeps_send_copies(group: str) -> bool:
     """Return whether the backend keeps a copy of what it sends until the wait, as gloo does."""
     return set(_backends(group).values()) == {"gloo"}
 
@@ -178,10 +178,10 @@ def _needs_copy_in(kind: TransferKind, inputs: BufferInputs, world: int) -> bool
     """Return False for a single unchanged tensor, and for fp8, which Inductor's kernels pack."""
     if _is_float8(inputs):
         return False
-    return len(inputs) > 1 or is_copied_alone(kind, inputs[0], world)
+    return len(inputs) > 1 or needs_own_copy(kind, inputs[0], world)
 
 
-def is_copied_alone(kind: TransferKind, sent: CollectiveInput, world: int) -> bool:
+def needs_own_copy(kind: TransferKind, sent: CollectiveInput, world: int) -> bool:
     """Return whether a tensor with its own buffer is copied: cast, padded or made contiguous."""
     tensor = sent.tensor
     padded = kind == TransferKind.REDUCE_SCATTER and tensor.shape[0] != sent.rows * world
@@ -201,12 +201,12 @@ def launch_collective(
 ) -> list[Any]:
     """Launch one collective for all buffers, coalesced if there are several.
 
-    All-to-alls (``exchanges``) cannot be coalesced: each buffer has its own.
+    All-to-alls (``uses_all_to_all``) cannot be coalesced: each buffer has its own.
 
     Returns:
         The results to wait for, one per buffer.
     """
-    if kind == TransferKind.REDUCE_SCATTER and exchanges(group, value_of(buffers[0]).dtype):
+    if kind == TransferKind.REDUCE_SCATTER and uses_all_to_all(group, value_of(buffers[0]).dtype):
         sizes = [[value_of(buffer).shape[0] // world] * world for buffer in buffers]
         return [call(EXCHANGE, buffer, size, size, group) for buffer, size in zip(buffers, sizes)]
     kind = TransferKind.ALL_REDUCE if kind == TransferKind.ALL_REDUCE_SHARDS else kind
@@ -316,7 +316,7 @@ def wait_buffer(call: Call, kind: TransferKind, buffer: Value, group: str, world
             return done
     if kind in (TransferKind.ALL_REDUCE, TransferKind.ALL_REDUCE_SHARDS):
         return done if averages(group, buffer) else call(_aten.div.Scalar, done, world)
-    if kind == TransferKind.REDUCE_SCATTER and exchanges(group, value_of(buffer).dtype):
+    if kind == TransferKind.REDUCE_SCATTER and uses_all_to_all(group, value_of(buffer).dtype):
         return call(_aten.mean.dim, call(_aten.view.default, done, [world, -1]), [0])
     return done
 

@@ -72,11 +72,11 @@ def is_returned(node: fx.Node) -> bool:
     return any(user.op == "output" or (is_view(user) and is_returned(user)) for user in node.users)
 
 
-def uses(node: fx.Node) -> list[fx.Node]:
+def users_through_views(node: fx.Node) -> list[fx.Node]:
     """Return the nodes that use a node's value, directly or through views; excludes the output."""
     users = []
     for user in node.users:
-        users += uses(user) if is_view(user) else [user]
+        users += users_through_views(user) if is_view(user) else [user]
     return [user for user in users if user.op != "output"]
 
 

@@ -15,7 +15,7 @@ passes, and plan files are named after it.
                                            ``reshard_after_forward``        ``regathered``
     lower, ops.collectives, describe,      number of ranks and stride of    ``baked_in``: groups
     float8, keep_unsharded, cost           each group, by name
-    ops.collectives (exchanges)            backend of each group            ``baked_in``: groups
+    ops.collectives (uses_all_to_all)      backend of each group            ``baked_in``: groups
     float8 (unsupported products)          torch, the device, by name       ``baked_in``: machine
     cost (symbolic sizes, as traced)       sizes of the inputs              ``baked_in``: inputs
     cost (tf32), AOTAutograd's trace,      precision of matrix products,    ``baked_in``: modes

@@ -35,11 +35,11 @@ from ..planning.saving import (
 )
 from ..show.dump_folder import DumpWriter
 from ..show.saving_table import saving_table
-from .plan_savings import plan_ways, with_saving
+from .plan_savings import plan_candidates, with_saving
 from .settings import CompileSettings
 from .traced_graph import TracedGraph
 
-RESERVED = 0.1
+RESERVED_FRACTION = 0.1
 """Fraction of the budget reserved for Inductor's own passes, which run after the partitioner.
 
 Measured: they added 10 % to the peak of a GPT of one layer; ATen added nothing. A larger value
@@ -93,7 +93,7 @@ def choose_saving(
         "\n".join(["what forward saves for backward", *names, unchosen.context]),
         chooser.choose,
         traced.groups,
-        serves=chooser.serves,
+        serves=chooser.fits_earlier_choice,
         excess=chooser.excess,
     )
     if chooser.raised is not None:
@@ -153,7 +153,7 @@ class _Chooser:
             what = f"auto=True: the first rank could not plan what forward saves: {error!r}"
             return SavingChoice(0.0, (), error=what).to_json()
 
-    def serves(self, text: str) -> bool:
+    def fits_earlier_choice(self, text: str) -> bool:
         """Return whether this rank fits the budget with the parameters kept by an earlier choice.
 
         If this rank cannot save as many activations as the first rank, ``own`` is set to what it
@@ -180,7 +180,7 @@ class _Chooser:
             return FITS
         self.own = None  # discard the result for the last choice
         try:
-            if choice.inputs == self.traced.batch_sizes()[0] or self.serves(text):
+            if choice.inputs == self.traced.batch_sizes()[0] or self.fits_earlier_choice(text):
                 return FITS
         except Exception as error:
             self.raised = error
@@ -202,9 +202,9 @@ class _Chooser:
         """
         traced, settings, budget_gb = self.traced, self.settings, self._budget_gb()
         parts, notes = _parts_to_try(settings)
-        may_stow = settings.device.type != "cpu"
-        ways = savings(parts, may_stow=may_stow)
-        ways = [way for way in ways if all_params in (None, way.all_params)]
+        may_offload = settings.device.type != "cpu"
+        candidates = savings(parts, may_stow=may_offload)
+        candidates = [c for c in candidates if all_params in (None, c.all_params)]
         within_gb = _within_gb(settings, budget_gb)
         if within_gb < budget_gb:
             notes.append(
@@ -215,15 +215,15 @@ class _Chooser:
             notes.append("The graph takes inputs of other sizes, too; larger ones need more.")
         if all_params is not None:
             notes.append("Not tried: to keep other parameters, in which ranks have to agree.")
-        tried = self._plan(ways)
-        notes += [*_notes_of_parts(ways, tried), *_notes_of_params(traced)]
-        if not may_stow:
+        tried = self._plan(candidates)
+        notes += [*_notes_of_parts(candidates, tried), *_notes_of_params(traced)]
+        if not may_offload:
             notes.append("Not tried: activations on the host, which a CPU has no copy of.")
         return SavingChoice(budget_gb, without_repeats(tried), inputs, tuple(notes))
 
-    def _plan(self, ways: Sequence[Saving]) -> Sequence[TriedSaving]:
+    def _plan(self, candidates: Sequence[Saving]) -> Sequence[TriedSaving]:
         within_gb = _within_gb(self.settings, self._budget_gb())
-        return plan_ways(self.traced, self.settings, ways, within_gb)
+        return plan_candidates(self.traced, self.settings, candidates, within_gb)
 
     def _budget_gb(self) -> float:
         self.budget_gb = self.settings.schedule.memory_budget_gb or self.budget_gb
@@ -246,21 +246,23 @@ def _check_budget(settings: CompileSettings) -> None:
 
 
 def _within_gb(settings: CompileSettings, budget_gb: float) -> float:
-    return budget_gb * (1 - RESERVED if settings.compiler == "inductor" else 1)
+    return budget_gb * (1 - RESERVED_FRACTION if settings.compiler == "inductor" else 1)
 
 
 def _parts_to_try(settings: CompileSettings) -> tuple[Sequence[float | None], list[str]]:
-    given = settings.schedule.activation_memory_budget
-    if given is not None:
-        return [given], [f"Not tried: other parts of the activations than {given:g}, as given."]
+    asked_for = settings.schedule.activation_memory_budget
+    if asked_for is not None:
+        return [asked_for], [
+            f"Not tried: other parts of the activations than {asked_for:g}, as given."
+        ]
     if has_activation_budget():
         note = "Not tried: other parts of the activations than torch._functorch.config says."
         return [None], [note]
     return PARTS, []
 
 
-def _notes_of_parts(ways: Sequence[Saving], tried: Sequence[TriedSaving]) -> list[str]:
-    if not tried or len(tried) == len(ways):
+def _notes_of_parts(candidates: Sequence[Saving], tried: Sequence[TriedSaving]) -> list[str]:
+    if not tried or len(tried) == len(candidates):
         return []
     least = tried[-1].saving.activations
     return [

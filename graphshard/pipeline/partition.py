@@ -24,13 +24,13 @@ class CutGraphs(NamedTuple):
     """A joint graph cut in two.
 
     Attributes:
-        derived: names of the nodes that forward must not save, because parameters determine them.
+        param_derived: names of nodes computed from parameters alone; forward must not save them.
         num_outputs: number of the forward's outputs that go to the user; the others are saved.
     """
 
     forward: fx.GraphModule
     backward: fx.GraphModule
-    derived: frozenset[str]
+    param_derived: frozenset[str]
     num_outputs: int
 
 
@@ -52,23 +52,23 @@ class Partitioner(CustomPartitionerFn):
                 for joint_pass in passes.JOINT:
                     joint_pass(gm)
                 # With ``auto``, ranks may recompute different amounts: see ``choose_saving``.
-                passes.settle_gathers(gm, ranks_differ=self._settings.saving is not None)
+                passes.fix_backward_gathers(gm, ranks_differ=self._settings.saving is not None)
                 passes.reshard(gm)
                 # Activation offload needs single-rank collectives, which delimit steps, too.
                 if not self._settings.may_offload_activations:
-                    passes.send_nothing_alone(gm)
-            derived = {node.name for node in passes.parameter_derived(gm.graph)}
+                    passes.elide_single_rank_collectives(gm)
+            param_derived = {node.name for node in passes.param_derived(gm.graph)}
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         number_inputs(forward.graph, backward.graph)
-        return CutGraphs(forward, backward, frozenset(derived), kwargs["num_fwd_outputs"])
+        return CutGraphs(forward, backward, frozenset(param_derived), kwargs["num_fwd_outputs"])
 
     def save(self, cut: CutGraphs) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Choose what forward saves, rewrite both graphs in place, and return them."""
-        forward, backward, derived, num_outputs = cut
+        forward, backward, param_derived, num_outputs = cut
         kept = self._choose_what_is_saved(forward, backward, num_outputs)
-        passes.save_as_it_was(forward.graph, num_outputs)
+        passes.clone_mutated_inputs(forward.graph, num_outputs)
         _check(forward)
-        verify_partition(forward, sorted(derived.difference(kept)), num_outputs)
+        verify_partition(forward, sorted(param_derived.difference(kept)), num_outputs)
         return forward, backward
 
     def _choose_what_is_saved(

@@ -42,11 +42,11 @@ def with_saving(settings: CompileSettings, saving: Saving, budget_gb: float) -> 
     return dataclasses.replace(settings, schedule=schedule, saving=saving)
 
 
-def plan_ways(
-    traced: TracedGraph, settings: CompileSettings, ways: Sequence[Saving], within_gb: float
+def plan_candidates(
+    traced: TracedGraph, settings: CompileSettings, candidates: Sequence[Saving], within_gb: float
 ) -> Sequence[TriedSaving]:
-    """Plan each candidate in ``ways``; the result is empty if there is no joint graph."""
-    trials = _Trials([with_saving(settings, saving, within_gb) for saving in ways])
+    """Plan each candidate in ``candidates``; the result is empty if there is no joint graph."""
+    trials = _Trials([with_saving(settings, saving, within_gb) for saving in candidates])
     _partition(traced, settings, trials)
     return trials.tried
 
@@ -75,17 +75,17 @@ class _Trials(CustomPartitionerFn):
         tried: planned candidates, in the order of the settings; empty if there is no joint graph.
     """
 
-    def __init__(self, ways: Sequence[CompileSettings]) -> None:
-        self._ways = ways
+    def __init__(self, candidates: Sequence[CompileSettings]) -> None:
+        self._candidates = candidates
         self.tried: list[TriedSaving] = []
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self.tried = []
-        for _, ways in itertools.groupby(self._ways, key=_activations):
+        for _, candidates in itertools.groupby(self._candidates, key=_activations):
             planned = []
-            for settings, parts in _partitioned(gm, joint_inputs, list(ways), **kwargs):
+            for settings, parts in _partitioned(gm, joint_inputs, list(candidates), **kwargs):
                 planned.append(_plan(parts, settings))
             is_slower = saves_enough(planned, self.tried)
             self.tried += planned
@@ -104,7 +104,7 @@ def _activations(settings: CompileSettings) -> float | None:
 def _partitioned(
     gm: fx.GraphModule,
     joint_inputs: Sequence[object],
-    ways: Sequence[CompileSettings],
+    candidates: Sequence[CompileSettings],
     **kwargs: Any,
 ) -> Iterator[tuple[CompileSettings, tuple[fx.GraphModule, fx.GraphModule]]]:
     """Yield the settings of each candidate with its forward and backward graph.
@@ -112,8 +112,10 @@ def _partitioned(
     Cutting the joint graph takes longest and does not depend on which parameters stay unsharded,
     so candidates that differ only in that share one cut.
     """
-    by_stows = itertools.groupby(ways, key=lambda settings: settings.may_offload_activations)
-    for _, alike in by_stows:
+    by_offload = itertools.groupby(
+        candidates, key=lambda settings: settings.may_offload_activations
+    )
+    for _, alike in by_offload:
         cut = None
         for settings in alike:
             partitioner = Partitioner(settings, DumpWriter())

@@ -54,8 +54,8 @@ def save_compiled(path: str | Path) -> None:
     with whole(Path(path)) as scratch, zipfile.ZipFile(scratch, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr(_HEADER, json.dumps(header))
         file.writestr(_GRAPHS, saved[0])
-        for found in _files(folder):
-            file.write(found, _FILES + found.relative_to(folder).as_posix())
+        for path_in_cache in _files(folder):
+            file.write(path_in_cache, _FILES + path_in_cache.relative_to(folder).as_posix())
 
 
 def load_compiled(path: str | Path) -> None:

@@ -127,8 +127,8 @@ class CompileSettings:
     def may_offload_activations(self) -> bool:
         """Whether activations may be offloaded to stay within a memory budget."""
         limited = self.schedule.limits().peak is not None
-        stows = self.saving is None or self.saving.stows
-        return limited and stows and self.schedule.overlap and self.device.type != "cpu"
+        may_offload = self.saving is None or self.saving.stows
+        return limited and may_offload and self.schedule.overlap and self.device.type != "cpu"
 
     @property
     def may_share_regions(self) -> bool:

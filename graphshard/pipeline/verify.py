@@ -53,15 +53,17 @@ class Wait:
 Event = Launch | Wait
 
 
-def verify_partition(forward: fx.GraphModule, derived: Sequence[str], num_outputs: int) -> None:
+def verify_partition(
+    forward: fx.GraphModule, param_derived: Sequence[str], num_outputs: int
+) -> None:
     """Check that nothing computed from parameters alone is saved for backward (ZeRO-3).
 
     Args:
-        derived: names of the joint graph's nodes that are computed from parameters alone.
+        param_derived: names of the joint graph's nodes computed from parameters alone.
         num_outputs: number of the forward's outputs that go to the user; the others are saved.
     """
     saved = {node.name for node in saved_nodes(forward.graph, num_outputs)}
-    wrongly_saved = sorted(saved.intersection(derived))
+    wrongly_saved = sorted(saved.intersection(param_derived))
     if wrongly_saved:
         raise AssertionError(
             f"saved for backward, though parameters alone determine it: {wrongly_saved}"
@@ -113,7 +115,9 @@ def _launched_bytes(plan: Plan, bucket: Bucket) -> list[int]:
     """Return the bytes of each launch of a bucket; exchanges cannot be coalesced into one."""
     transfers = plan.problem.transfers
     dtype = dtype_named(transfers[bucket.transfers[0]].dtype)
-    if bucket.kind == TransferKind.REDUCE_SCATTER and collectives.exchanges(bucket.group, dtype):
+    if bucket.kind == TransferKind.REDUCE_SCATTER and collectives.uses_all_to_all(
+        bucket.group, dtype
+    ):
         return [sum(transfers[i].num_bytes for i in buffer) for buffer in bucket.buffers]
     return [bucket.num_bytes]
 

@@ -7,7 +7,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphshard.passes.reshard import parameter_derived, reshard
+from graphshard.passes.reshard import param_derived, reshard
 from tests.graph.builder import Builder, add, mul, t, to_copy
 
 RECOMPUTE = CheckpointPolicy.MUST_RECOMPUTE
@@ -41,7 +41,7 @@ def test_products_with_constants_are_recomputed_but_not_constants(group: str) ->
     ones = build.call(torch.ops.aten.ones.default, [8, 8], device=torch.device("cpu"))
     gm = build.module(build.call(mul, full, ones), ones)
     assert len(_recomputed(gm)) == 2
-    assert ones not in parameter_derived(gm.graph)
+    assert ones not in param_derived(gm.graph)
 
 
 def test_a_parameter_expanded_to_a_batch_is_recomputed(group: str) -> None:
