@@ -7,6 +7,8 @@ elsewhere.
 from __future__ import annotations
 
 import argparse
+import re
+from pathlib import Path
 from typing import ClassVar
 
 from docutils import nodes
@@ -62,5 +64,12 @@ class CommandHelp(SphinxDirective):
         return [nodes.literal_block(text, text, language="none")]
 
 
+def link_from_docs(app: Sphinx, path: Path, parent: str, content: list[str]) -> None:
+    """Make links of README.md to files outside of docs/ relative to docs/."""
+    text = re.sub(r"(!\[.*?\]\()(?=benchmarks/)", r"\1../", content[0])
+    content[0] = re.sub(r"\]\((?=benchmarks/|examples/)", "](path:../", text)
+
+
 def setup(app: Sphinx) -> None:
     app.add_directive("command-help", CommandHelp)
+    app.connect("include-read", link_from_docs)

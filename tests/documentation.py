@@ -4,7 +4,7 @@ The blocks of a page run in order, in one folder and one namespace, which starts
 `common_names`. Each block gets a new `model`, which is trained for one step after the block. An
 HTML comment before the fence says that a block is a file, or why it is not run:
 
-    <!-- file: train.py -->
+    <!-- file: forecast.py -->
     <!-- not run: needs a GPU -->
 """
 
@@ -44,7 +44,7 @@ ON_CPU = {
     "lightning.Trainer(": "lightning.Trainer(**LIGHTNING, max_steps=1, ",
     "lightning.Fabric(": "lightning.Fabric(**LIGHTNING, ",
 }
-FILES = {"train.py", "my_task.py", "forecast.py", "passes/count_linears.py", "passes/__init__.py"}
+FILES = {"forecast.py", "passes/count_linears.py", "passes/__init__.py"}
 
 
 @dataclass(frozen=True)
@@ -204,5 +204,5 @@ def _run_shell(block: Block) -> None:
             subprocess.run([sys.executable, *words[1:]], check=True)
         elif words[:3] == ["python", "-m", "graphshard"]:
             assert graphshard_command(words[3:]) == 0, f"{block.place}: {shlex.join(words)}"
-        elif words[0] != "make" and words[0] != "torchrun":
+        elif words[0] != "make":
             subprocess.run(words, check=True)

@@ -14,8 +14,10 @@ from pathlib import Path
 import peft
 import torch
 import torch.distributed.checkpoint as dcp
+from transformers import AutoModelForCausalLM
 
 from .launched import Kept, same, small_llama
+from .models import ZOO
 from .words import WORDS, tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,6 +79,48 @@ def pretrain_and_resume(folder: Path) -> Kept:
     plain = runpy.run_path(str(ROOT / "examples" / "pretrain.py"))["GPT"](32, 2, 4, 32)
     plain.load_state_dict(weights)
     return Kept(same(trained, plain), same(torch.load(again / "model.pt"), weights))
+
+
+# Replacements in train.py: a shorter training, a local model, and aot_eager, since Inductor would
+# take most of the time.
+SMALLER = {
+    "= 1000, 4, 8, 100\n": "= 4, 2, 2, 2\n",
+    "backend(mesh)": 'backend(mesh, compiler="aot_eager")',
+    '"Qwen/Qwen3-0.6B", 512': '"base", 12',
+}
+
+
+def test_training_resumes(tmp_path: Path) -> None:
+    code = (ROOT / "examples" / "train.py").read_text()
+    for original, smaller in SMALLER.items():
+        assert code.count(original) == 1, f"{original!r} is not there once"
+        code = code.replace(original, smaller)
+    (tmp_path / "train.py").write_text(code)
+    torch.manual_seed(0)
+    ZOO["llama-shallow"].build().save_pretrained(tmp_path / "base")
+    tokenizer().save_pretrained(tmp_path / "base")
+    (tmp_path / "text.txt").write_text(" ".join(WORDS[i * i % len(WORDS)] for i in range(800)))
+
+    assert "step 2: loss" in _train(tmp_path)
+    saved = tmp_path / "checkpoints"
+    trained = torch.load(saved / "model.pt")
+    shutil.rmtree(saved / "4")
+    (saved / "model.pt").unlink()
+    printed = _train(tmp_path)
+    assert "step 4: loss" in printed and "step 2: loss" not in printed
+    resumed = torch.load(saved / "model.pt")
+    assert trained.keys() == resumed.keys()
+    assert all(torch.equal(value, resumed[name]) for name, value in trained.items())
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    plain.load_state_dict(resumed)
+
+
+def _train(folder: Path) -> str:
+    """Run train.py in ``folder``, and return its output."""
+    launch = [sys.executable, "-m", "torch.distributed.run", *STANDALONE, "train.py"]
+    done = subprocess.run(launch, cwd=folder, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
 
 
 def test_pretraining_on_two_nodes_resumes_on_one(tmp_path: Path) -> None:
