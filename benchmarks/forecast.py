@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
 
 from graphshard.forecast.cluster import cluster
 from graphshard.forecast.forecast import Forecast
-from graphshard.forecast.interval import errors_of
+from graphshard.forecast.interval import error_interval
 from graphshard.forecast.plan import forecast
 from graphshard.forecast.recipe import Recipe
 from graphshard.forecast.trace import Inputs
@@ -105,8 +105,8 @@ def time_row(published: Published, found: Forecast) -> list[Any]:
 
 def interval(ratios: Sequence[float]) -> str:
     """Describe the interval that follows from ``ratios``, and its leave-one-out accuracy."""
-    errors = errors_of(ratios)
-    others = [errors_of([*ratios[:i], *ratios[i + 1 :]]) for i in range(len(ratios))]
+    errors = error_interval(ratios)
+    others = [error_interval([*ratios[:i], *ratios[i + 1 :]]) for i in range(len(ratios))]
     covered = sum(error.covers(ratio) for error, ratio in zip(others, ratios))
     off = statistics.median(abs(e.likely / ratio - 1) for e, ratio in zip(others, ratios))
     return (

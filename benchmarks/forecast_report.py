@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks import common
-from graphshard.forecast.interval import Errors, errors_of
+from graphshard.forecast.interval import ErrorInterval, error_interval
 
 TIME_WITHIN, MEMORY_WITHIN = 0.15, 0.05
 DIFFERENT = 1.1
@@ -146,7 +146,7 @@ def orders(rows: Sequence[Row]) -> tuple[int, int]:
 
 def _interval(what: str, rows: Sequence[Row], ratio_of: Callable[[Row], float]) -> str:
     """Describe the interval that follows from the errors, and how well it covers unseen models."""
-    errors = errors_of(map(ratio_of, rows))
+    errors = error_interval(map(ratio_of, rows))
     covered = sum(errors.covers(ratio_of(row)) for row in rows)
     text = (
         f"Interval of {what}: {errors.low:.2f} to {errors.high:.2f} times the modelled one, "
@@ -160,5 +160,5 @@ def _interval(what: str, rows: Sequence[Row], ratio_of: Callable[[Row], float]) 
 
 def _without(model: str, rows: Sequence[Row], ratio_of: Callable[[Row], float]) -> int:
     """Return how many rows of ``model`` are in the interval that follows from the other models."""
-    others: Errors = errors_of(ratio_of(row) for row in rows if row.model != model)
+    others: ErrorInterval = error_interval(ratio_of(row) for row in rows if row.model != model)
     return sum(others.covers(ratio_of(row)) for row in rows if row.model == model)

@@ -20,7 +20,7 @@ from torch import fx
 
 from graphshard._torch.tensors import tree_leaves
 from graphshard.cost.fusion import GraphValues
-from graphshard.cost.memory import WithoutMemory
+from graphshard.cost.memory import UnmaterializedValues
 from graphshard.cost.model import CostModel
 from graphshard.kinds import GraphKind, TransferKind
 from graphshard.ops import markers
@@ -82,17 +82,17 @@ def build_problem(
     compute_us = cost_model.compute_us(graph, values)
     nodes = _compute_nodes(graph)
     position = {node: i for i, node in enumerate(nodes)}
-    without_memory = cost_model.without_memory(values)
-    last_uses = _last_uses(graph, position, without_memory.inlined)
+    unmaterialized = cost_model.unmaterialized(values)
+    last_uses = _last_uses(graph, position, unmaterialized.inlined)
     reaches = [_reach(marker, position, last_uses[marker]) for marker in transfers]
     bounds = {p for reach in reaches for p in (reach.ready, reach.due) if p < len(nodes)}
     starts = sorted({0, *bounds}) if nodes else []
     ends = [*starts[1:], len(nodes)]
     runs_at = position
     if cost_model.fuses:
-        runs_at = _positions_of_kernels(position, values, without_memory.inlined)
-    alive = _alive_bytes(graph, kind, runs_at, without_memory, position)
-    last_runs = _last_uses(graph, runs_at, without_memory.inlined)
+        runs_at = _positions_of_kernels(position, values, unmaterialized.inlined)
+    alive = _alive_bytes(graph, kind, runs_at, unmaterialized, position)
+    last_runs = _last_uses(graph, runs_at, unmaterialized.inlined)
     borders = [*starts, len(nodes)]
     placed = [_placed(t, reach, starts) for t, reach in zip(transfers.values(), reaches)]
     early = _freed_early(placed, [last_runs[marker] for marker in transfers], borders)
@@ -247,7 +247,7 @@ def _alive_bytes(
     graph: fx.Graph,
     kind: GraphKind,
     position: Mapping[fx.Node, int],
-    without_memory: WithoutMemory,
+    unmaterialized: UnmaterializedValues,
     written: Mapping[fx.Node, int],
 ) -> _AliveBytes:
     """Return the bytes alive at each position, without gathered parameters and full gradients.
@@ -267,9 +267,9 @@ def _alive_bytes(
         last_use |= {holder: max(last_use.get(holder, -1), used) for holder in read}
         if _is_cast_copy(node):
             holders[node] = {node}
-        elif is_marker or waits_on_host(node) or node in without_memory.inside:
+        elif is_marker or waits_on_host(node) or node in unmaterialized.inside:
             holders[node] = set()
-        elif node in without_memory.inlined:
+        elif node in unmaterialized.inlined:
             holders[node] = read
         elif results is not None and isinstance(node.meta.get("val"), torch.Tensor):
             holders[node] = {node} if holders[results] else set()

@@ -22,7 +22,7 @@ from torch import fx
 
 from graphshard._torch.tensors import OpOverload, returns_nothing, writes_arguments
 from graphshard.cost.fusion import GraphValues
-from graphshard.cost.memory import values_without_memory
+from graphshard.cost.memory import unmaterialized_values
 
 _NAMESPACES = ("aten", "prims", "graphshard")
 
@@ -73,7 +73,7 @@ def _larger_than_sources(graph: fx.Graph) -> set[fx.Node]:
         for argument in node.all_input_nodes
     }
     reads: dict[fx.Node, frozenset[fx.Node]] = {}
-    inlined = values_without_memory(values).inlined
+    inlined = unmaterialized_values(values).inlined
     for node in filter(inlined.__contains__, graph.nodes):
         roots = [values.roots[source] for source in node.all_input_nodes]
         read = frozenset[fx.Node]().union(*(reads.get(root, {root}) for root in roots))

@@ -14,7 +14,7 @@ from typing import Any
 from .._torch.no_gpu.stand_ins import DeviceProperties, install, listen, replace
 from ..ops import host_copy
 from ..params import check
-from .failure import Result, failure_of
+from .failure import Result, describe_failure
 from .gpus import GPUS, has_float8
 from .recorder import Recorder
 
@@ -27,7 +27,7 @@ def main(library: str, request: str, answer: str) -> None:
     try:
         written = pickle.dumps(Result(_run(library, *call)))
     except (Exception, SystemExit) as error:
-        written = pickle.dumps(failure_of(error))
+        written = pickle.dumps(describe_failure(error))
     Path(answer).write_bytes(written)
 
 

@@ -62,7 +62,7 @@ def _check(args: argparse.Namespace) -> int:
             "graphshard.check.report:check", args.device, target, timeout_s=args.timeout
         )
     except CheckError as error:
-        print(_words(error.failure, args.verbose))
+        print(_format_failure(error.failure, args.verbose))
         return 1
     except RuntimeError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
@@ -70,7 +70,7 @@ def _check(args: argparse.Namespace) -> int:
     return int(bool(report.faults))
 
 
-def _words(failure: Failure, verbose: bool) -> str:
+def _format_failure(failure: Failure, verbose: bool) -> str:
     """Format a failure for the user; ``verbose`` adds the traceback."""
     lines = [f"error  {failure.cause}"]
     lines += [f"at     {failure.where}"] if failure.where else []

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .actions import HOST, Action, WaitEvent, Work
-from .runs import GraphRun
+from .runs import GraphCall
 
 _BUCKET_COPIES = ("aten._foreach_copy_", "aten._chunk_cat", "aten.split_with_sizes_copy")
 
@@ -33,7 +33,7 @@ class Counts:
     blocking: tuple[str, ...]
 
 
-def count(actions: Sequence[Action], runs: Iterable[GraphRun]) -> Counts:
+def count(actions: Sequence[Action], runs: Iterable[GraphCall]) -> Counts:
     """Count the actions of a step.
 
     Args:

@@ -41,7 +41,7 @@ _TORCH_AND_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[
 """Path prefixes of torch, of graphshard, and of code without a file or from a frozen module."""
 
 
-def failure_of(error: BaseException) -> Failure:
+def describe_failure(error: BaseException) -> Failure:
     """Return the description of an error for the user."""
     cause = words_of(error)
     if isinstance(error, SystemExit):

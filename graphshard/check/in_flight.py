@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from .actions import WaitEvent
-from .runs import GraphRun
+from .runs import GraphCall
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Launched:
         kept: tensors kept alive until the first wait.
     """
 
-    run: GraphRun
+    run: GraphCall
     number: int
     event: int
     kept: list[torch.Tensor]
@@ -37,7 +37,7 @@ class Launched:
 class Registered:
     """A ``Work`` of graphshard's operators; ``run`` and ``number`` as in `Launched`."""
 
-    run: GraphRun
+    run: GraphCall
     number: int
     work: dist.Work
 

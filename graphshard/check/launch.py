@@ -85,7 +85,7 @@ def call(function: str, device: str, *args: Any, timeout_s: float = 600.0) -> An
         command = [sys.executable, "-c", _BOOT, *libraries, str(request), str(answer)]
         done = _run(command, timeout_s)
         if not answer.exists():
-            raise CheckError(_death(done))
+            raise CheckError(_describe_exit(done))
         answered = pickle.loads(answer.read_bytes())
     _forward(done.stderr)
     if isinstance(answered, Failure):
@@ -108,7 +108,7 @@ def _run(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProces
         ) from error
 
 
-def _death(done: subprocess.CompletedProcess[str]) -> Failure:
+def _describe_exit(done: subprocess.CompletedProcess[str]) -> Failure:
     """Describe the end of a process that left no answer."""
     status = done.returncode
     cause = f"exit status {status}" if status >= 0 else f"signal {-status}"

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from ..planning import live_bytes
 from ..planning.plan import Plan
 from .actions import HOST, Action, Allocate, Free
-from .runs import GraphRun
+from .runs import GraphCall
 
 ROUNDING = 512
 """Allocation granularity of the caching allocator (c10/cuda/CUDACachingAllocator.cpp)."""
 
 
-def peak_bytes(actions: Sequence[Action], run: GraphRun) -> int:
+def peak_bytes(actions: Sequence[Action], run: GraphCall) -> int:
     """Return the peak of live device memory during a run, its arguments included.
 
     Args:
@@ -32,7 +32,7 @@ def planned_peak_bytes(plan: Plan) -> int:
     return max(live_bytes.alive_bytes(plan.problem, plan.buckets), default=0)
 
 
-def alive_bytes(actions: Sequence[Action], run: GraphRun) -> Iterator[int]:
+def alive_bytes(actions: Sequence[Action], run: GraphCall) -> Iterator[int]:
     """Yield the bytes of live device memory at the start of a run and after each action."""
     sizes = _sizes(actions)
     given = {block for block in run.arguments if block in sizes}

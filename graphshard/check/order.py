@@ -7,7 +7,7 @@ from itertools import chain, groupby, zip_longest
 
 from ..kinds import TransferKind
 from ..planning.plan import Bucket, Plan, events_by_step
-from .runs import GraphRun
+from .runs import GraphCall
 
 _OPS = {
     TransferKind.ALL_GATHER: "all_gather_into_tensor",
@@ -20,7 +20,7 @@ _OPS = {
 }
 
 
-def plan_of(plans: Sequence[Plan], run: GraphRun) -> Plan | None:
+def find_plan(plans: Sequence[Plan], run: GraphCall) -> Plan | None:
     """Return the plan that a run most likely followed.
 
     It is the plan with as many launches from which the run differs least; None if no plan has as
@@ -30,19 +30,19 @@ def plan_of(plans: Sequence[Plan], run: GraphRun) -> Plan | None:
     return min(same, key=lambda plan: len(_differences(plan, run)), default=None)
 
 
-def order_faults(plans: Sequence[Plan], run: GraphRun) -> list[str]:
+def order_faults(plans: Sequence[Plan], run: GraphCall) -> list[str]:
     """Return one sentence for each difference between a run and its plan.
 
     Args:
         plans: plans of all graphs.
     """
-    if plan := plan_of(plans, run):
+    if plan := find_plan(plans, run):
         return _differences(plan, run)
     counts = " or ".join(f"{len(plan.buckets)} ({plan.graph})" for plan in plans)
     return [f"{len(run.launches)} launches instead of {counts}"]
 
 
-def _differences(plan: Plan, run: GraphRun) -> list[str]:
+def _differences(plan: Plan, run: GraphCall) -> list[str]:
     events = list(chain.from_iterable(events_by_step(plan.problem.num_steps, plan.buckets)))
     launched = [event.bucket for event in events if not event.is_wait]
     number_of = {bucket: number for number, bucket in enumerate(launched)}
@@ -56,7 +56,7 @@ def _differences(plan: Plan, run: GraphRun) -> list[str]:
             )
     expected = [~number_of[b] if is_wait else number_of[b] for b, is_wait in events]
     found += [
-        f"{plan.graph}: {_words(ours)} comes where the plan has {_words(planned)}"
+        f"{plan.graph}: {_describe(ours)} comes where the plan has {_describe(planned)}"
         for ours, planned in zip_longest(_settled(run.order), _settled(expected))
         if ours != planned
     ]
@@ -74,7 +74,7 @@ def _is(op: str, group: str, bucket: Bucket) -> bool:
     return name == _OPS[bucket.kind] and (group == bucket.group or not group)
 
 
-def _words(number: int | None) -> str:
+def _describe(number: int | None) -> str:
     if number is None:
         return "the end"
     return f"launch {number}" if number >= 0 else f"the wait for launch {~number}"

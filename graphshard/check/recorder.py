@@ -57,7 +57,7 @@ from ..ops import host_copy
 from ..ops.library import implementation_of
 from .actions import HOST, Action, Allocate, Free, Record, RecordStream, WaitEvent, Work
 from .in_flight import Launched, Registered
-from .runs import GraphRun, Launch
+from .runs import GraphCall, RecordedLaunch
 
 COMPUTE = "compute"
 """Name of the stream that is current when training begins."""
@@ -91,11 +91,11 @@ class Recorder(Hooks):
         self.actions: list[Action] = []
         self.kernels: list[tuple[str, str]] = []
         self.codes: list[str] = []
-        self.runs: list[GraphRun] = []
+        self.runs: list[GraphCall] = []
         self._blocks: dict[int, _Block] = {}
         self._num_blocks = self._num_events = 0
         self._launched: dict[int, list[Launched | Registered]] = {}
-        self._run = GraphRun()  # collects launches outside of graphs; not one of ``runs``
+        self._run = GraphCall()  # collects launches outside of graphs; not one of ``runs``
         self._pinned: dict[int, WeakStorage] = {}
 
     @contextmanager
@@ -126,12 +126,12 @@ class Recorder(Hooks):
             return call(arguments)
         self._free()
         given = tuple({self._block(tensor) for tensor in tensors_in([arguments])})
-        self._run, start = GraphRun(arguments=given), len(self.actions)
+        self._run, start = GraphCall(arguments=given), len(self.actions)
         self.runs.append(self._run)
         outputs = call(arguments)
         self._free()
         self._run.actions = (start, len(self.actions))
-        self._run = GraphRun()
+        self._run = GraphCall()
         return outputs
 
     def kernel_runs(self, name: str, source: str, arguments: tuple[Any, ...]) -> None:
@@ -302,7 +302,7 @@ class Recorder(Hooks):
         for tensor in (*inputs, *results):
             self._block(tensor)
         group = str(args[-1])
-        number = self._run.launch(Launch(name, group))
+        number = self._run.launch(RecordedLaunch(name, group))
         stream = f"nccl {group}"
         self._order(current_stream(), stream)
         self.work(name, inputs, results, stream)
@@ -321,7 +321,7 @@ class Recorder(Hooks):
     def _own(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run one of graphshard's operators as on a device, and record the operators it calls."""
         if op in (host_copy.copy_to_device, host_copy.copy_to_host):
-            self._run.launch(Launch(str(op), ""))
+            self._run.launch(RecordedLaunch(str(op), ""))
         with _Operators(self):
             return implementation_of(op)(*args, **kwargs)
 

@@ -25,10 +25,10 @@ from .counts import count
 from .gpus import GPUS
 from .kernels import compile_kernels
 from .memory import peak_bytes, peak_bytes_of_step, planned_peak_bytes
-from .order import order_faults, plan_of
+from .order import find_plan, order_faults
 from .races import find_races
 from .recorder import Recorder
-from .step import Cluster, Recording, record_steps
+from .step import Recording, SimulatedRank, record_steps
 
 GB = 1e9
 _READS = {
@@ -101,7 +101,7 @@ def check(recorder: Recorder, target: Target) -> Report:
     shards = target.world // target.replicas
     mesh = (shards,) if target.replicas == 1 else (target.replicas, shards)
     try:
-        recording = record_steps(recorder, make_model, Cluster(mesh, target.rank), options)
+        recording = record_steps(recorder, make_model, SimulatedRank(mesh, target.rank), options)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise RuntimeError(f"{_READS[type(error)].format(error)}: {_NO_VALUES}") from error
     faults = tuple(_faults(recording, target.device))
@@ -168,7 +168,7 @@ def _memory(recording: Recording) -> Iterator[str]:
     names: Counter[str] = Counter()
     for run in recording.runs:
         needed = f"alone needs {peak_bytes(recording.actions, run) / GB:.3f} GB"
-        plan = plan_of(plans, run)
+        plan = find_plan(plans, run)
         graph = plan.graph if plan else "a graph without a plan"
         names[graph] += 1
         if plan:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Launch:
+class RecordedLaunch:
     """A collective, or a group of host copies.
 
     Attributes:
@@ -19,7 +19,7 @@ class Launch:
 
 
 @dataclass
-class GraphRun:
+class GraphCall:
     """One call of a graph.
 
     Attributes:
@@ -30,12 +30,12 @@ class GraphRun:
         actions: positions of its first action and one past its last action.
     """
 
-    launches: list[Launch] = field(default_factory=list)
+    launches: list[RecordedLaunch] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
     arguments: tuple[int, ...] = ()
     actions: tuple[int, int] = (0, 0)
 
-    def launch(self, launch: Launch) -> int:
+    def launch(self, launch: RecordedLaunch) -> int:
         """Append a launch and return its index."""
         self.launches.append(launch)
         self.order.append(len(self.launches) - 1)

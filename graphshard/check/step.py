@@ -25,7 +25,7 @@ from ..planning.plan import Plan
 from ..scripts import loss_of
 from .actions import Action
 from .recorder import Recorder
-from .runs import GraphRun
+from .runs import GraphCall
 
 NUM_STEPS = 3
 """Number of steps; only the last one is recorded.
@@ -52,7 +52,7 @@ def _call(model: Callable[..., Any], inputs: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class SimulatedRank:
     """One rank of a mesh.
 
     Attributes:
@@ -87,7 +87,7 @@ class Recording:
     codes: tuple[str, ...]
     kernels: tuple[tuple[str, str], ...]
     actions: tuple[Action, ...]
-    runs: tuple[GraphRun, ...]
+    runs: tuple[GraphCall, ...]
     summary: str = ""
     trained_bytes: int = 0
 
@@ -95,7 +95,7 @@ class Recording:
 def record_steps(
     recorder: Recorder,
     make_model: MakeModel,
-    cluster: Cluster,
+    cluster: SimulatedRank,
     options: Mapping[str, Any],
     *,
     step: Step = forward_backward,
@@ -109,7 +109,7 @@ def record_steps(
         dynamic: argument of ``torch.compile``.
     """
     recorder.clear()
-    with group_of(cluster) as mesh:
+    with simulated_mesh(cluster) as mesh:
         fake = new_fake_mode()
         with fake, torch.device("cuda:0"):
             model, inputs = make_model()
@@ -130,7 +130,7 @@ def record_steps(
 
 
 @contextmanager
-def group_of(cluster: Cluster) -> Iterator[DeviceMesh]:
+def simulated_mesh(cluster: SimulatedRank) -> Iterator[DeviceMesh]:
     """Yield the mesh of a fake process group in which only one rank exists."""
     names = ("replicate", "shard")[-len(cluster.mesh) :]
     with fake_ranks(cluster.world_size, cluster.rank):

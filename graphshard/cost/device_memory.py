@@ -20,7 +20,7 @@ MEMORY_BYTES: dict[str, int] = {
 }
 """Memory in bytes by name in ``devices.HARDWARE``, from the datasheets cited there."""
 
-FRAGMENTED = 0.03
+FRAGMENTATION = 0.03
 """Fraction of memory that the allocator cannot hand out.
 
 Assumed: most allocations here are large, and these are rounded up to 2 MiB

@@ -38,11 +38,11 @@ class _Expression:
     is_heavy: bool
 
     @property
-    def takes_much(self) -> bool:
+    def is_expensive(self) -> bool:
         return len(self.reads) > _MAX_READS or self.num_ops > _MAX_OPS or self.is_heavy
 
 
-class WithoutMemory(NamedTuple):
+class UnmaterializedValues(NamedTuple):
     """The nodes whose values are never written to memory.
 
     Attributes:
@@ -54,7 +54,9 @@ class WithoutMemory(NamedTuple):
     inlined: frozenset[fx.Node] = frozenset()
 
 
-def values_without_memory(values: GraphValues, device_type: str | None = None) -> WithoutMemory:
+def unmaterialized_values(
+    values: GraphValues, device_type: str | None = None
+) -> UnmaterializedValues:
     """Return the nodes whose values are never written to memory.
 
     Args:
@@ -67,7 +69,7 @@ def values_without_memory(values: GraphValues, device_type: str | None = None) -
         if all(user in kernel.nodes for user in values.users(node))
     )
     inlined = _inlined(values, device_type)
-    return WithoutMemory(inside - inlined, inlined)
+    return UnmaterializedValues(inside - inlined, inlined)
 
 
 def _inlined(values: GraphValues, device_type: str | None) -> frozenset[fx.Node]:
@@ -79,7 +81,7 @@ def _inlined(values: GraphValues, device_type: str | None) -> frozenset[fx.Node]
         users = list(values.users(node))
         expression = _expression(node, values, inlined, device_type)
         read_by_fused = all(values.kinds[user] in FUSED for user in users)
-        if read_by_fused and not (len(users) > 1 and expression.takes_much):
+        if read_by_fused and not (len(users) > 1 and expression.is_expensive):
             inlined[node] = expression
     return frozenset(inlined)
 

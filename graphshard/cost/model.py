@@ -19,7 +19,7 @@ from .fallback import find_or, read_or
 from .flops import Flops, flops
 from .fusion import FusedKernel, GraphValues, NodeKind
 from .hardware import COLLECTIVE_KINDS, Hardware, Interconnect
-from .memory import WithoutMemory, values_without_memory
+from .memory import UnmaterializedValues, unmaterialized_values
 
 _PACKING_RATE = 2.5e12
 """Highest rate of kernels that pack and unpack buffers, in bytes read and written per second.
@@ -55,13 +55,13 @@ class CostModel:
     fuses: bool = True
     device_type: str | None = None
 
-    def without_memory(self, values: GraphValues) -> WithoutMemory:
+    def unmaterialized(self, values: GraphValues) -> UnmaterializedValues:
         """Return the nodes whose values are never written to memory (see ``cost.memory``)."""
         if not self.fuses:
-            return WithoutMemory()
+            return UnmaterializedValues()
         what = "which values of a graph need no memory"
         return find_or(
-            WithoutMemory(), lambda: values_without_memory(values, self.device_type), what
+            UnmaterializedValues(), lambda: unmaterialized_values(values, self.device_type), what
         )
 
     def compute_us(

@@ -119,7 +119,7 @@ def _scaled_links(cluster: Cluster, *, rate: float = 1.0, latency: float = 1.0) 
     )
 
 
-def what_binds(memory: MemoryForecast, changes: Sequence[Change]) -> str:
+def find_bottleneck(memory: MemoryForecast, changes: Sequence[Change]) -> str:
     """Return the bottleneck of a step.
 
     That is memory if the step does not fit, otherwise the machine part whose speed-up gains most.

@@ -17,7 +17,7 @@ from .plan import forecast
 from .public_models import PUBLIC_MODELS
 from .recipe import OPTIMIZERS, STRATEGIES, Recipe
 from .search import SearchResult, search
-from .workload import Batch, Workload, find_workload
+from .workload import BatchShape, Workload, find_workload
 
 _MODELS = f"""
 MODEL is one of
@@ -79,7 +79,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _plan(args: argparse.Namespace) -> int:
     try:
-        batch, recipe = Batch.parse(args.batch), _recipe(args)
+        batch, recipe = BatchShape.parse(args.batch), _recipe(args)
         if args.largest:
             return _print_largest(args, batch, recipe)
         tables, traced = [], None
@@ -97,7 +97,7 @@ def _plan(args: argparse.Namespace) -> int:
     return 0 if result.fits else 1
 
 
-def _print_largest(args: argparse.Namespace, batch: Batch, recipe: Recipe) -> int:
+def _print_largest(args: argparse.Namespace, batch: BatchShape, recipe: Recipe) -> int:
     """Print the largest models and batches that fit.
 
     Raises:
@@ -109,12 +109,12 @@ def _print_largest(args: argparse.Namespace, batch: Batch, recipe: Recipe) -> in
         raise ValueError("--largest with --json: there is no such file; leave one of them out")
     config = find_config(args.model)
 
-    def workload_of(factor: float, size: int) -> Workload:
+    def make_workload(factor: float, size: int) -> Workload:
         sized = scaled(config, factor)
         name = f"{sized.hidden_size} wide"
         return Workload(*config_workload(sized, name, size, batch.length))
 
-    found = largest(workload_of, recipe, _cluster(args), batch.size, _show_progress)
+    found = largest(make_workload, recipe, _cluster(args), batch.size, _show_progress)
     title = f"graphshard plan --largest: {args.model} on {args.gpus} x {args.device}"
     _write(args.html, lambda: largest_page(found, title))
     print(found)
@@ -132,7 +132,7 @@ def _write(path: Path | None, make: Callable[[], str]) -> None:
         raise argparse.ArgumentTypeError(f"--json, --html: {error}") from error
 
 
-def _searched(args: argparse.Namespace, batch: Batch, recipe: Recipe) -> SearchResult:
+def _searched(args: argparse.Namespace, batch: BatchShape, recipe: Recipe) -> SearchResult:
     """Search all recipes, and print the fastest for each amount of memory.
 
     Raises:
@@ -141,10 +141,10 @@ def _searched(args: argparse.Namespace, batch: Batch, recipe: Recipe) -> SearchR
     if args.model.rpartition(":")[0].endswith(".py"):
         raise ValueError("--search cuts the batch, and a function returns one: give a config")
 
-    def workload_of(size: int) -> Workload:
+    def make_workload(size: int) -> Workload:
         return find_workload(args.model, batch._replace(size=size))
 
-    found = search(workload_of, batch.size, recipe, _cluster(args), _show_progress)
+    found = search(make_workload, batch.size, recipe, _cluster(args), _show_progress)
     print(f"{found}\n")
     return found
 

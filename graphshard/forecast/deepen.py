@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from ..kinds import TransferKind
 from ..planning.plan import PlanParam, Problem, Transfer
-from .trace import Held, TracedGraphOfStep, TracedStep
+from .trace import HeldMemory, StepGraph, TracedStep
 
 _Number = TypeVar("_Number", int, float)
 
@@ -63,20 +63,18 @@ def deepen(short: TracedStep, longer: TracedStep, periods: int, layers: Layers) 
         raise NotPeriodicError("models of different depth have different numbers of graphs")
     graphs = [_deepened(a, b, periods, layers) for a, b in zip(short.graphs, longer.graphs)]
     a, b = dataclasses.asdict(short.held), dataclasses.asdict(longer.held)
-    held = Held(**{name: _grown(a[name], b[name], periods) for name in a})
+    held = HeldMemory(**{name: _extrapolate(a[name], b[name], periods) for name in a})
     return TracedStep(tuple(graphs), held)
 
 
-def _deepened(
-    short: TracedGraphOfStep, longer: TracedGraphOfStep, periods: int, layers: Layers
-) -> TracedGraphOfStep:
+def _deepened(short: StepGraph, longer: StepGraph, periods: int, layers: Layers) -> StepGraph:
     if short.problem.transfers or longer.problem.num_steps != short.problem.num_steps:
         return _Segment.find(short, longer, layers).deepened(periods)
     # No transfers, as in a forward of replicated parameters: the whole graph is one step.
     a, b = short.problem, longer.problem
 
     def grown(short: Sequence[_Number], longer: Sequence[_Number]) -> tuple[_Number, ...]:
-        return tuple(_grown(x, y, periods) for x, y in zip(short, longer))
+        return tuple(_extrapolate(x, y, periods) for x, y in zip(short, longer))
 
     compute_us = {n: grown(us, longer.compute_us[n]) for n, us in short.compute_us.items()}
     problem = dataclasses.replace(
@@ -89,12 +87,12 @@ def _deepened(
         short,
         problem=problem,
         compute_us=compute_us,
-        input_bytes=_grown(short.input_bytes, longer.input_bytes, periods),
-        num_flops=_grown(short.num_flops, longer.num_flops, periods),
+        input_bytes=_extrapolate(short.input_bytes, longer.input_bytes, periods),
+        num_flops=_extrapolate(short.num_flops, longer.num_flops, periods),
     )
 
 
-def _grown(short: _Number, longer: _Number, periods: int) -> _Number:
+def _extrapolate(short: _Number, longer: _Number, periods: int) -> _Number:
     return short + periods * (longer - short)
 
 
@@ -110,8 +108,8 @@ class _Segment:
         back_shift: layers by which each inserted segment renumbers the parameters after it.
     """
 
-    short: TracedGraphOfStep
-    longer: TracedGraphOfStep
+    short: StepGraph
+    longer: StepGraph
     layers: Layers
     start: int
     length: int
@@ -120,7 +118,7 @@ class _Segment:
     back_shift: int
 
     @classmethod
-    def find(cls, short: TracedGraphOfStep, longer: TracedGraphOfStep, layers: Layers) -> _Segment:
+    def find(cls, short: StepGraph, longer: StepGraph, layers: Layers) -> _Segment:
         """Return a segment that turns the short graph into the longer one.
 
         Raises:
@@ -154,7 +152,7 @@ class _Segment:
             and all(_alike(made.compute_us[n], seen.compute_us[n]) for n in seen.compute_us)
         )
 
-    def deepened(self, periods: int) -> TracedGraphOfStep:
+    def deepened(self, periods: int) -> StepGraph:
         """Return the short graph with ``periods`` segments inserted."""
         short, longer = self.short.problem, self.longer.problem
         params = _Params()
@@ -166,15 +164,15 @@ class _Segment:
             between_bytes=self._bytes(short.between_bytes, longer.between_bytes, periods),
             transfers=tuple(self._transfers(params, periods)),
         )
-        return TracedGraphOfStep(
+        return StepGraph(
             params=tuple(params.params),
             problem=problem,
             compute_us={
                 name: self._times(us, self.longer.compute_us[name], periods)
                 for name, us in self.short.compute_us.items()
             },
-            input_bytes=_grown(self.short.input_bytes, self.longer.input_bytes, periods),
-            num_flops=_grown(self.short.num_flops, self.longer.num_flops, periods),
+            input_bytes=_extrapolate(self.short.input_bytes, self.longer.input_bytes, periods),
+            num_flops=_extrapolate(self.short.num_flops, self.longer.num_flops, periods),
         )
 
     def _steps(self, short: Sequence[str], longer: Sequence[str], periods: int) -> tuple[str, ...]:
@@ -185,8 +183,8 @@ class _Segment:
         self, short: Sequence[float], longer: Sequence[float], periods: int
     ) -> tuple[float, ...]:
         stop = self.start + self.length
-        before = map(_grown, short[: self.start], longer, [periods] * self.start)
-        after = map(_grown, short[self.start :], longer[stop:], [periods] * len(longer))
+        before = map(_extrapolate, short[: self.start], longer, [periods] * self.start)
+        after = map(_extrapolate, short[self.start :], longer[stop:], [periods] * len(longer))
         return (*before, *(list(longer[self.start : stop]) * periods), *after)
 
     def _bytes(self, short: Sequence[int], longer: Sequence[int], periods: int) -> tuple[int, ...]:
@@ -198,8 +196,8 @@ class _Segment:
             for copy in range(periods)
             for value in segment
         ]
-        before = [_grown(a, b, periods) for a, b in zip(short[: self.start], longer)]
-        after = [_grown(a, b, periods) for a, b in zip(short[self.start :], longer[stop:])]
+        before = [_extrapolate(a, b, periods) for a, b in zip(short[: self.start], longer)]
+        after = [_extrapolate(a, b, periods) for a, b in zip(short[self.start :], longer[stop:])]
         return (*before, *inserted, *after)
 
     def _transfers(self, params: _Params, periods: int) -> Iterator[Transfer]:
@@ -245,9 +243,9 @@ class _Segment:
             due=due,
             last=last,
             param=param,
-            num_bytes=_grown(transfer.num_bytes, other.num_bytes, periods),
-            shard_bytes=_grown(transfer.shard_bytes, other.shard_bytes, periods),
-            grad_bytes=_grown(transfer.grad_bytes, other.grad_bytes, periods),
+            num_bytes=_extrapolate(transfer.num_bytes, other.num_bytes, periods),
+            shard_bytes=_extrapolate(transfer.shard_bytes, other.shard_bytes, periods),
+            grad_bytes=_extrapolate(transfer.grad_bytes, other.grad_bytes, periods),
         )
 
     def _copied(self, transfer: Transfer, copy: int, periods: int, param: int | None) -> Transfer:
@@ -273,9 +271,7 @@ class _Params:
         self.params: list[PlanParam] = []
         self._position: dict[str, int] = {}
 
-    def add(
-        self, graph: TracedGraphOfStep, transfer: Transfer, layers: Layers, shift: int
-    ) -> int | None:
+    def add(self, graph: StepGraph, transfer: Transfer, layers: Layers, shift: int) -> int | None:
         if transfer.param is None:
             return None
         param = graph.params[transfer.param]
@@ -286,7 +282,7 @@ class _Params:
         return self._position[fqn]
 
 
-def _named_transfers(graph: TracedGraphOfStep) -> list[tuple[str, Transfer]]:
+def _named_transfers(graph: StepGraph) -> list[tuple[str, Transfer]]:
     return [
         (
             "" if t.param is None else graph.params[t.param].fqn,

@@ -14,12 +14,12 @@ from ..kinds import GraphKind
 from ..params.padding import find_padding
 from ..show.dump import Dump
 from ..show.table import exposed_reason, is_notable
-from .changes import Change, find_changes, what_binds
+from .changes import Change, find_bottleneck, find_changes
 from .cluster import Cluster
 from .peak import MemoryForecast, PlannedGraph
 from .planned_step import TimeForecast, plan_step
 from .recipe import Recipe
-from .trace import Held, TracedStep
+from .trace import HeldMemory, TracedStep
 
 GB = 1e9
 
@@ -76,7 +76,7 @@ class Forecast:
     changes: tuple[Change, ...]
     dumps: tuple[Dump, ...]
     graphs: tuple[PlannedGraph, ...]
-    held: Held
+    held: HeldMemory
     notes: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()
 
@@ -131,9 +131,10 @@ class Forecast:
             self.unit: self.tokens,
             f"{self.unit}_per_s": self.tokens_per_s,
             "mfu": self.mfu,
-            "time": _with_properties(
-                self.time, "step_us", "modelled_us", "not_modelled_us", "low_us", "high_us"
-            ),
+            "time": {
+                **_with_properties(self.time, "step_us", "modelled_us", "low_us", "high_us"),
+                "not_modelled_us": self.time.unmodelled_us,
+            },
             "host_bytes": self.host_bytes,
             "memory": _with_properties(self.memory, "allocated", "total", "low", "high", "fits"),
             "exposed": [dataclasses.asdict(exposed) for exposed in self.exposed],
@@ -149,7 +150,7 @@ class Forecast:
         return forecast_text(self)
 
 
-def forecast_of(
+def make_forecast(
     traced: TracedStep,
     recipe: Recipe,
     cluster: Cluster,
@@ -187,7 +188,7 @@ def forecast_of(
         memory=step.memory,
         mfu=3 * forward * recipe.accumulate / (step.time.step_us * 1e-6) / peak,
         exposed=tuple(_exposed(step.dumps)),
-        binds=what_binds(step.memory, changes),
+        binds=find_bottleneck(step.memory, changes),
         changes=tuple(sorted(changes, key=lambda change: -change.gain)),
         dumps=step.dumps,
         graphs=step.graphs,
@@ -266,7 +267,7 @@ def summary_rows(forecast: Forecast) -> Iterator[tuple[str, str]]:
         f"compute {time.compute_us / 1e3:,.1f} ms, exposed communication "
         f"{time.exposed_us / 1e3:,.1f} ms, lost to hidden communication "
         f"{time.lost_us / 1e3:,.1f} ms, optimizer {time.optimizer_us / 1e3:,.1f} ms, "
-        f"not modelled {time.not_modelled_us / 1e3:,.1f} ms",
+        f"not modelled {time.unmodelled_us / 1e3:,.1f} ms",
     )
     verdict = "fits" if memory.fits else "DOES NOT FIT"
     yield (

@@ -1,4 +1,4 @@
-"""Errors of past forecasts, and the prediction intervals that follow from them."""
+"""ErrorInterval of past forecasts, and the prediction intervals that follow from them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from ..cost.hardware import CALIBRATED, DATASHEET
 
-HELD = 0.9
+COVERAGE = 0.9
 """Fraction of past measurements that an interval covers."""
 
 
 @dataclass(frozen=True)
-class Errors:
+class ErrorInterval:
     """Ratios of measured to modelled values.
 
     Attributes:
@@ -32,26 +32,26 @@ class Errors:
         return self.low <= ratio <= self.high
 
 
-def errors_of(ratios: Iterable[float]) -> Errors:
-    """Return the median of past ratios, and the narrowest interval that covers ``HELD`` of them.
+def error_interval(ratios: Iterable[float]) -> ErrorInterval:
+    """Return the median of ratios and the narrowest interval that covers ``COVERAGE`` of them.
 
     Args:
         ratios: ratios of measured to modelled values; at least one.
     """
     ordered = sorted(ratios)
-    held = math.ceil(HELD * len(ordered))
+    held = math.ceil(COVERAGE * len(ordered))
     intervals = zip(ordered, ordered[held - 1 :])
     low, high = min(intervals, key=lambda ends: ends[1] / ends[0])
-    return Errors(low, statistics.median(ordered), high)
+    return ErrorInterval(low, statistics.median(ordered), high)
 
 
 STEP_TIME = {
     # benchmarks/results/forecast_cpu.md: steps of six models on CPU ranks.
-    CALIBRATED: Errors(1.00, 1.11, 1.64),
+    CALIBRATED: ErrorInterval(1.00, 1.11, 1.64),
     # benchmarks/results/forecast.md: compiled models on A100, H100 and H200.
-    DATASHEET: Errors(1.13, 1.30, 1.55),
+    DATASHEET: ErrorInterval(1.13, 1.30, 1.55),
 }
 """Ratios of measured to modelled step times, by the source of the machine's rates."""
 
-MEMORY = Errors(1.00, 1.04, 1.18)
+MEMORY = ErrorInterval(1.00, 1.04, 1.18)
 """Ratios of allocated to planned bytes of a step: benchmarks/results/forecast_cpu.md."""

@@ -29,7 +29,7 @@ SMALLEST = 1 / 64
 
 
 @dataclass(frozen=True)
-class Largest:
+class LargestFit:
     """The largest size that a strategy can train if one thing grows.
 
     Attributes:
@@ -50,7 +50,7 @@ class Largest:
 class LargestResult:
     """The largest sizes, by what grows and by strategy; ``print`` shows a table."""
 
-    found: tuple[Largest, ...]
+    found: tuple[LargestFit, ...]
 
     def __str__(self) -> str:
         return tabulate(list(map(largest_row, self.found)), HEADERS, floatfmt=",.1f")
@@ -59,7 +59,7 @@ class LargestResult:
 HEADERS = ["grown", "strategy", "largest", "billion parameters", "step ms", "GB"]
 
 
-def largest_row(one: Largest) -> list[Any]:
+def largest_row(one: LargestFit) -> list[Any]:
     """Return a table row, with the columns of ``HEADERS``."""
     return [
         one.grown,
@@ -91,7 +91,7 @@ def plan_by(
     return plan_step(moved, recipe, cluster, keep_all=recipe.kind == "zero2", refine=False)
 
 
-def most_that_fits(memory_of: Callable[[int], int], limit: int, least: int) -> int | None:
+def largest_that_fits(memory_of: Callable[[int], int], limit: int, least: int) -> int | None:
     """Return the largest number whose memory is within ``limit``; None if ``least`` is not.
 
     Memory grows almost linearly with the number. So the next number is extrapolated from the last
@@ -120,7 +120,7 @@ def most_that_fits(memory_of: Callable[[int], int], limit: int, least: int) -> i
 
 
 def largest(
-    workload_of: Callable[[float, int], Workload],
+    make_workload: Callable[[float, int], Workload],
     recipe: Recipe,
     cluster: Cluster,
     size: int,
@@ -129,7 +129,7 @@ def largest(
     """Return the largest model, by depth alone and by depth and width, and the largest batch.
 
     Args:
-        workload_of: function from a factor on width and depth, and a number of samples in a
+        make_workload: function from a factor on width and depth, and a number of samples in a
             microbatch, to a workload.
         recipe: settings of the training run; its strategy is ignored.
         size: number of samples in a microbatch while the model grows.
@@ -143,23 +143,23 @@ def largest(
             f"--largest with recompute={recipe.recompute:g}: have all layers recomputed or none"
         )
     recipe = dataclasses.replace(recipe, strategy="zero3")
-    grower = _Grower(workload_of, recipe, cluster, size, progress)
+    grower = _Grower(make_workload, recipe, cluster, size, progress)
     return LargestResult((*grower.by_depth(), *grower.by_width(), *grower.by_batch()))
 
 
 class _Grower:
     def __init__(
         self,
-        workload_of: Callable[[float, int], Workload],
+        make_workload: Callable[[float, int], Workload],
         recipe: Recipe,
         cluster: Cluster,
         size: int,
         progress: Progress,
     ) -> None:
-        self._workload_of, self._recipe, self._cluster = workload_of, recipe, cluster
+        self._workload_of, self._recipe, self._cluster = make_workload, recipe, cluster
         self._size, self._progress = size, progress
 
-    def by_depth(self) -> Iterator[Largest]:
+    def by_depth(self) -> Iterator[LargestFit]:
         """Yield, for each strategy, the deepest model of the same width."""
         step_of = self._steps(self._workload_of(1.0, self._size))
         for strategy in strategies(self._cluster):
@@ -169,11 +169,11 @@ class _Grower:
                 return self._cluster.memory_bytes + 1 if planned is None else planned.memory.total
 
             least = LEAST_PERIODS + 1
-            layers = most_that_fits(memory_of, self._cluster.memory_bytes, least)
+            layers = largest_that_fits(memory_of, self._cluster.memory_bytes, least)
             if layers is not None:
                 yield from self._at("layers", f"{layers} layers", step_of(layers), [strategy])
 
-    def by_width(self) -> Iterator[Largest]:
+    def by_width(self) -> Iterator[LargestFit]:
         """Yield, for each strategy, the largest model with the same ratio of layers to width."""
         grown = list(self._growing("layers and width", self._of_factor, 1.0, WIDTHS))
         factor = 1.0
@@ -182,15 +182,15 @@ class _Grower:
             grown = list(self._at("layers and width", *self._of_factor(factor)))
         yield from grown
 
-    def by_batch(self) -> Iterator[Largest]:
+    def by_batch(self) -> Iterator[LargestFit]:
         """Yield, for each strategy, the largest microbatch of the model itself."""
         yield from self._growing("samples", self._of_size, 1, 2)
 
     def _growing(
         self, grown: str, make: Callable[[Any], tuple[str, TracedStep]], start: Any, ratio: Any
-    ) -> Iterator[Largest]:
+    ) -> Iterator[LargestFit]:
         """Multiply a number by ``ratio`` until no strategy fits; yield the last fit of each."""
-        best: dict[str, Largest] = {}
+        best: dict[str, LargestFit] = {}
         number = start
         while found := list(self._at(grown, *make(number))):
             best.update({one.strategy: one for one in found})
@@ -199,7 +199,7 @@ class _Grower:
 
     def _at(
         self, grown: str, what: str, step: TracedStep, tried: Sequence[str] = ()
-    ) -> Iterator[Largest]:
+    ) -> Iterator[LargestFit]:
         """Yield the results of the strategies that fit, among ``tried`` or, by default, all."""
         for strategy in tried or strategies(self._cluster):
             planned = self._plan(step, strategy)
@@ -227,6 +227,6 @@ class _Grower:
 
 def _largest(
     grown: str, strategy: str, what: str, step: TracedStep, planned: PlannedStep
-) -> Largest:
+) -> LargestFit:
     params = int(step.held.num_params)
-    return Largest(strategy, grown, what, params, planned.time.step_us, planned.memory.total)
+    return LargestFit(strategy, grown, what, params, planned.time.step_us, planned.memory.total)

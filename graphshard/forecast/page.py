@@ -18,7 +18,7 @@ from ..show.page import (
 from .forecast import Forecast, summary_rows
 from .largest import HEADERS as LARGEST_HEADERS
 from .largest import LargestResult, largest_row
-from .peak import PlannedGraph, beside_graphs, outside_of_graphs, parts_by_moment
+from .peak import PlannedGraph, bytes_by_kind, other_graph_bytes, outside_of_graphs
 from .search import HEADERS, SearchResult, candidate_row
 
 GB = 1e9
@@ -42,10 +42,10 @@ def _graph(forecast: Forecast, number: int, graph: PlannedGraph) -> GraphData:
     outside = outside_of_graphs(forecast.held, forecast.recipe, forecast.memory.device)
     steps = range(graph.problem.num_steps)
     held = {"parameters": outside.parameters, "optimizer": outside.optimizer + outside.buffers}
-    beside = beside_graphs(forecast.graphs)[number]
+    beside = other_graph_bytes(forecast.graphs)[number]
     earlier = outside.gradients if forecast.recipe.accumulate > 1 else 0
     held["of other graphs"] = beside.saved + beside.gradients + earlier
-    parts = parts_by_moment(graph)
+    parts = bytes_by_kind(graph)
     alive = list(map(sum, zip(*parts.values())))
     moments = [max(range(3 * step, 3 * step + 3), key=alive.__getitem__) for step in steps]
     areas = [BytesData(name=name, bytes=[value] * len(steps)) for name, value in held.items()]
@@ -114,7 +114,7 @@ def search_table(found: SearchResult) -> TableData:
     for candidate in filter(lambda candidate: candidate.fits, found.candidates):
         *names, step_ms, gigabytes = candidate_row(candidate)
         rows.append([*names, f"{step_ms:.1f}", f"{gigabytes:.1f}"])
-    return text_table("ways to train that fit", HEADERS, rows)
+    return text_table("recipes that fit", HEADERS, rows)
 
 
 def text_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> TableData:

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..cost.device_memory import FRAGMENTED
+from ..cost.device_memory import FRAGMENTATION
 from ..kinds import GraphKind, TransferKind
 from ..planning.live_bytes import alive_by_moment, other_by_moment, with_other_bytes
 from ..planning.moments import Span, running, sum_spans
 from ..planning.plan import Bucket, Problem
 from .interval import MEMORY
 from .recipe import OPTIMIZERS, Recipe
-from .trace import Held
+from .trace import HeldMemory
 
 OUTSIDE_BYTES = {"cuda": 1_300_000_000, "cpu": 500_000_000}
 """Device memory in use outside of tensors, by device type.
@@ -120,15 +120,15 @@ def peak_of_step(
     """
     earlier = outside.gradients if accumulate > 1 else 0
     candidates = [outside]
-    for graph, beside in zip(graphs, beside_graphs(graphs)):
+    for graph, beside in zip(graphs, other_graph_bytes(graphs)):
         gradients = earlier + beside.gradients
         candidates.append(_most(graph, dataclasses.replace(outside, gradients=gradients), beside))
     peak = max(candidates, key=lambda memory: memory.allocated)
-    margin = OUTSIDE_BYTES[device_type] + int(FRAGMENTED * peak.allocated)
+    margin = OUTSIDE_BYTES[device_type] + int(FRAGMENTATION * peak.allocated)
     return dataclasses.replace(peak, margin=margin)
 
 
-def outside_of_graphs(held: Held, recipe: Recipe, device_bytes: int) -> MemoryForecast:
+def outside_of_graphs(held: HeldMemory, recipe: Recipe, device_bytes: int) -> MemoryForecast:
     """Return the memory while the optimizer runs; it updates in place.
 
     Args:
@@ -155,7 +155,7 @@ def outside_of_graphs(held: Held, recipe: Recipe, device_bytes: int) -> MemoryFo
     return dataclasses.replace(on_device, parameters=0, gradients=0, optimizer=0, host=host)
 
 
-class Beside(NamedTuple):
+class OtherGraphBytes(NamedTuple):
     """Bytes that other graphs of a step hold while one graph runs.
 
     Attributes:
@@ -167,21 +167,21 @@ class Beside(NamedTuple):
     gradients: int
 
 
-def beside_graphs(graphs: Sequence[PlannedGraph]) -> list[Beside]:
+def other_graph_bytes(graphs: Sequence[PlannedGraph]) -> list[OtherGraphBytes]:
     """Return what the other graphs hold while each graph runs.
 
     Args:
         graphs: pairs of forward and backward graph, in forward order. A model with graph breaks has
             several pairs, whose backward graphs run in reverse order.
     """
-    saved, own, found = 0, 0, list[Beside]()
+    saved, own, found = 0, 0, list[OtherGraphBytes]()
     for position, graph in enumerate(graphs):
         if graph.problem.graph != GraphKind.BACKWARD:
-            found.append(Beside(saved, 0))
+            found.append(OtherGraphBytes(saved, 0))
             own = graph.problem.between_bytes[-1] - graph.input_bytes
         else:
             later = graphs[position + 1 :]
-            found.append(Beside(saved, sum(map(_reduced_bytes, later))))
+            found.append(OtherGraphBytes(saved, sum(map(_reduced_bytes, later))))
             saved += own
     return found
 
@@ -192,9 +192,9 @@ def _reduced_bytes(graph: PlannedGraph) -> int:
     return sum(t.shard_bytes for t in reductions if not t.host)
 
 
-def _most(graph: PlannedGraph, outside: MemoryForecast, beside: Beside) -> MemoryForecast:
+def _most(graph: PlannedGraph, outside: MemoryForecast, beside: OtherGraphBytes) -> MemoryForecast:
     """Return the memory at the peak of one graph."""
-    parts = parts_by_moment(graph)
+    parts = bytes_by_kind(graph)
     alive = list(map(sum, zip(*parts.values())))
     moment = max(range(len(alive)), key=alive.__getitem__)
     most = {name: by_moment[moment] for name, by_moment in parts.items()}
@@ -203,7 +203,7 @@ def _most(graph: PlannedGraph, outside: MemoryForecast, beside: Beside) -> Memor
     return dataclasses.replace(outside, when=str(graph.problem.graph), **most)
 
 
-def parts_by_moment(graph: PlannedGraph) -> dict[str, list[int]]:
+def bytes_by_kind(graph: PlannedGraph) -> dict[str, list[int]]:
     """Return the bytes alive at each point in time of a graph, by kind, without its shards."""
     problem = graph.problem
     other = other_by_moment(problem)

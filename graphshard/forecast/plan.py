@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from .cluster import Cluster
-from .forecast import Forecast, forecast_of
+from .forecast import Forecast, make_forecast
 from .recipe import Recipe
 from .shallow import Progress, Traced, traced_step
 from .trace import Inputs
@@ -77,7 +77,7 @@ def forecast(
     """
     step, notes = traced or traced_step(workload, recipe, cluster, progress)
     progress("planning")
-    return forecast_of(
+    return make_forecast(
         step,
         recipe,
         cluster,

@@ -17,11 +17,11 @@ from ..planning.plan import Plan
 from ..planning.search import find_schedule
 from ..show.dump import Dump
 from .cluster import Cluster
-from .interval import STEP_TIME, Errors
+from .interval import STEP_TIME, ErrorInterval
 from .keep import kept_from_forward
 from .peak import MemoryForecast, PlannedGraph, outside_of_graphs, peak_of_step
 from .recipe import OPTIMIZERS, Recipe
-from .trace import AS_IS, Held, TracedGraphOfStep, TracedStep
+from .trace import BASELINE, HeldMemory, StepGraph, TracedStep
 
 ADDING = 3
 """Reads and writes per element to add one gradient to another on the host."""
@@ -46,7 +46,7 @@ class TimeForecast:
     exposed_us: float
     lost_us: float
     optimizer_us: float
-    errors: Errors
+    errors: ErrorInterval
 
     @property
     def modelled_us(self) -> float:
@@ -59,7 +59,7 @@ class TimeForecast:
         return self.errors.likely * self.modelled_us
 
     @property
-    def not_modelled_us(self) -> float:
+    def unmodelled_us(self) -> float:
         """Difference between ``step_us`` and ``modelled_us``."""
         return self.step_us - self.modelled_us
 
@@ -94,14 +94,14 @@ def plan_step(
     recipe: Recipe,
     cluster: Cluster,
     *,
-    prices: str = AS_IS,
+    prices: str = BASELINE,
     keep_all: bool = False,
     refine: bool = True,
 ) -> PlannedStep:
     """Plan the graphs of a step, and predict its time and memory.
 
     Args:
-        prices: key of ``TracedGraphOfStep.compute_us``: the machine whose compute times to use. The
+        prices: key of ``StepGraph.compute_us``: the machine whose compute times to use. The
             rates of links come from ``cluster``.
         keep_all: keep every gathered parameter unsharded for backward, as ZeRO-2 does.
         refine: see ``planning.search.find_schedule``.
@@ -131,14 +131,12 @@ def plan_step(
     return PlannedStep(tuple(dumps), tuple(planned), _time(dumps, recipe, held, hardware), memory)
 
 
-def _priced(graph: TracedGraphOfStep, prices: str) -> TracedGraphOfStep:
+def _priced(graph: StepGraph, prices: str) -> StepGraph:
     problem = dataclasses.replace(graph.problem, compute_us=graph.compute_us[prices])
     return dataclasses.replace(graph, problem=problem)
 
 
-def _limits(
-    graphs: Sequence[TracedGraphOfStep], recipe: Recipe, outside: MemoryForecast
-) -> ScheduleLimits:
+def _limits(graphs: Sequence[StepGraph], recipe: Recipe, outside: MemoryForecast) -> ScheduleLimits:
     """Return the limits of every graph: the budget, less what the rank holds outside of graphs.
 
     Raises:
@@ -159,11 +157,11 @@ def _limits(
 
 
 def _with_kept(
-    graphs: Sequence[TracedGraphOfStep],
+    graphs: Sequence[StepGraph],
     cost_model: CostModel,
     budget: int | None,
     keep_all: bool,
-) -> list[TracedGraphOfStep]:
+) -> list[StepGraph]:
     """Keep parameters unsharded for backward, as the partitioner's pass does in training."""
     kept = list(graphs)
     for i, (forward, backward) in enumerate(pairwise(graphs)):
@@ -174,12 +172,12 @@ def _with_kept(
 
 
 def _pair_with_kept(
-    forward: TracedGraphOfStep,
-    backward: TracedGraphOfStep,
+    forward: StepGraph,
+    backward: StepGraph,
     cost_model: CostModel,
     budget: int | None,
     keep_all: bool,
-) -> list[TracedGraphOfStep]:
+) -> list[StepGraph]:
     first = {
         forward.params[t.param].fqn: t
         for t in forward.problem.transfers
@@ -199,7 +197,9 @@ def _pair_with_kept(
     return [dataclasses.replace(graph, problem=problem) for graph, problem in pair]
 
 
-def _time(dumps: Sequence[Dump], recipe: Recipe, held: Held, hardware: Hardware) -> TimeForecast:
+def _time(
+    dumps: Sequence[Dump], recipe: Recipe, held: HeldMemory, hardware: Hardware
+) -> TimeForecast:
     totals = [dump.totals for dump in dumps]
     exposed_us = sum(t.total_us - t.compute_us for t in totals)
     return TimeForecast(
@@ -211,7 +211,7 @@ def _time(dumps: Sequence[Dump], recipe: Recipe, held: Held, hardware: Hardware)
     )
 
 
-def _optimizer_us(recipe: Recipe, held: Held, hardware: Hardware) -> float:
+def _optimizer_us(recipe: Recipe, held: HeldMemory, hardware: Hardware) -> float:
     """Return the time of the optimizer, which is bound by memory bandwidth."""
     passes = OPTIMIZERS[recipe.optimizer].passes
     if not recipe.offload:

@@ -14,7 +14,7 @@ from fractions import Fraction
 
 from ..kinds import TransferKind
 from ..planning.plan import PlanParam, Transfer
-from .trace import Ranks, TracedGraphOfStep, TracedStep
+from .trace import Ranks, StepGraph, TracedStep
 
 
 def on_mesh(traced: TracedStep, num_ranks: int, ranks: Ranks) -> TracedStep | None:
@@ -52,7 +52,7 @@ def _is_plain(transfer: Transfer) -> bool:
     return transfer.kind in kinds
 
 
-def _graph(graph: TracedGraphOfStep, ranks: Ranks, ratio: Fraction) -> TracedGraphOfStep:
+def _graph(graph: StepGraph, ranks: Ranks, ratio: Fraction) -> StepGraph:
     input_bytes = int(graph.input_bytes * ratio)
     added = input_bytes - graph.input_bytes
     problem = graph.problem
@@ -94,7 +94,7 @@ def on_host(traced: TracedStep) -> TracedStep:
     return dataclasses.replace(traced, graphs=tuple(map(_with_shards_on_host, traced.graphs)))
 
 
-def _with_shards_on_host(graph: TracedGraphOfStep) -> TracedGraphOfStep:
+def _with_shards_on_host(graph: StepGraph) -> StepGraph:
     problem = graph.problem
 
     def less(alive: Sequence[int]) -> tuple[int, ...]:

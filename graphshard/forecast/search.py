@@ -26,13 +26,13 @@ from tabulate import tabulate
 
 from .cluster import Cluster
 from .deepen import NotPeriodicError
-from .largest import most_that_fits
+from .largest import largest_that_fits
 from .planned_step import plan_step
 from .recipe import OPTIMIZERS, Recipe
 from .retarget import on_host, on_mesh
 from .shallow import Depth, Progress, Repeating, Traced, depths, of_all_depths, traced_step
 from .trace import TracedStep
-from .workload import Workload, WorkloadOf
+from .workload import MakeWorkload, Workload
 
 GB = 1e9
 RESERVED = 0.03
@@ -45,7 +45,7 @@ candidate may not fit in the final forecast; if too large, more is recomputed th
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlannedRecipe:
     """A recipe, planned with one microbatch size.
 
     Attributes:
@@ -74,12 +74,12 @@ class SearchResult:
         num_traces: number of traces that the search took.
     """
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[PlannedRecipe, ...]
     refused: tuple[str, ...]
     num_traces: int
 
     @property
-    def best(self) -> Candidate:
+    def best(self) -> PlannedRecipe:
         """Fastest candidate that fits.
 
         Raises:
@@ -89,14 +89,14 @@ class SearchResult:
             raise ValueError("nothing fits: take more or larger GPUs, or fewer tokens")
         return self.candidates[0]
 
-    def front(self) -> list[Candidate]:
+    def front(self) -> list[PlannedRecipe]:
         """Return the candidates that fit and that no other beats in both time and memory."""
         return pareto_front([c for c in self.candidates if c.fits])
 
     def __str__(self) -> str:
         front = self.front()
         rows = [candidate_row(candidate) for candidate in front]
-        counted = f"{len(self.candidates)} ways, {self.num_traces} traces"
+        counted = f"{len(self.candidates)} recipes, {self.num_traces} traces"
         parts = [f"{counted}; these fit, and none is better in both time and memory:"]
         if not front:
             least = min(self.candidates, key=lambda c: c.memory_bytes, default=None)
@@ -110,7 +110,7 @@ class SearchResult:
 HEADERS = ["strategy", "dtype", "recompute", "offload", "microbatches", "step ms", "GB"]
 
 
-def candidate_row(candidate: Candidate) -> list[Any]:
+def candidate_row(candidate: PlannedRecipe) -> list[Any]:
     """Return the table row of a candidate, with the columns of ``HEADERS``."""
     recipe = candidate.recipe
     return [
@@ -124,9 +124,9 @@ def candidate_row(candidate: Candidate) -> list[Any]:
     ]
 
 
-def pareto_front(candidates: Sequence[Candidate]) -> list[Candidate]:
+def pareto_front(candidates: Sequence[PlannedRecipe]) -> list[PlannedRecipe]:
     """Return the candidates that no other beats in both time and memory, fastest first."""
-    front: list[Candidate] = []
+    front: list[PlannedRecipe] = []
     for candidate in sorted(candidates, key=lambda c: (c.step_us, c.memory_bytes)):
         if not front or candidate.memory_bytes < front[-1].memory_bytes:
             front.append(candidate)
@@ -140,7 +140,7 @@ def microbatches(size: int) -> list[int]:
 
 
 def search(
-    workload_of: WorkloadOf,
+    make_workload: MakeWorkload,
     size: int,
     recipe: Recipe,
     cluster: Cluster,
@@ -149,11 +149,11 @@ def search(
     """Plan all recipes for a step with ``size`` samples on each rank.
 
     Args:
-        workload_of: function from the number of samples in a microbatch to its workload.
+        make_workload: function from the number of samples in a microbatch to its workload.
         size: number of samples of a rank in a step, over all microbatches.
         recipe: recipe with the optimizer and the memory budget; its other fields are ignored.
     """
-    searching = _Search(workload_of, size, recipe, cluster, progress)
+    searching = _Search(make_workload, size, recipe, cluster, progress)
     for base in searching.bases():
         for microbatch in microbatches(size):
             if not searching.add(base, microbatch):
@@ -167,15 +167,15 @@ def search(
 class _Search:
     def __init__(
         self,
-        workload_of: WorkloadOf,
+        make_workload: MakeWorkload,
         size: int,
         recipe: Recipe,
         cluster: Cluster,
         progress: Progress,
     ) -> None:
-        self._workload_of, self._size, self._recipe = workload_of, size, recipe
+        self._workload_of, self._size, self._recipe = make_workload, size, recipe
         self._cluster, self._progress = cluster, progress
-        self.found: list[Candidate] = []
+        self.found: list[PlannedRecipe] = []
         self.refused: list[str] = []
         self.num_traces = 0
         self._needs_of_replicas = 0.0
@@ -206,26 +206,28 @@ class _Search:
 
     def _of_one_trace(
         self, recipe: Recipe, workload: Workload, microbatch: int
-    ) -> Iterator[Candidate]:
+    ) -> Iterator[PlannedRecipe]:
         traced = self._trace(recipe, workload)
-        for way in self._ways(recipe):
-            candidate = self._candidate(traced, way, microbatch)
+        for variant in self._variants(recipe):
+            candidate = self._candidate(traced, variant, microbatch)
             if candidate is None:
-                yield from self._traced(way.strategy, recipe, workload, microbatch)
+                yield from self._traced(variant.strategy, recipe, workload, microbatch)
                 continue
             yield candidate
-            if way.strategy == "zero3" and not candidate.fits:
-                yield from self._offloaded(traced, way, microbatch)
+            if variant.strategy == "zero3" and not candidate.fits:
+                yield from self._offloaded(traced, variant, microbatch)
         num_gpus = self._cluster.num_gpus
         if num_gpus > (node := self._cluster.hardware.ranks_per_node):
             yield from self._traced(f"hpz:{node}", recipe, workload, microbatch)
 
-    def _ways(self, recipe: Recipe) -> list[Recipe]:
+    def _variants(self, recipe: Recipe) -> list[Recipe]:
         """Return variants of a recipe for the strategies that a trace of ZeRO-3 serves."""
         hybrid = [f"hsdp:{shards}" for shards in self._shard_groups()]
         return [dataclasses.replace(recipe, strategy=s) for s in ("zero3", "zero2", *hybrid)]
 
-    def _offloaded(self, traced: Traced, recipe: Recipe, microbatch: int) -> Iterator[Candidate]:
+    def _offloaded(
+        self, traced: Traced, recipe: Recipe, microbatch: int
+    ) -> Iterator[PlannedRecipe]:
         """Yield the candidate with its shards on the host, if that can be forecast."""
         if self._cluster.hardware.device_type == "cpu":
             return
@@ -252,32 +254,32 @@ class _Search:
         wanted = _that_need_parts([c for c in found if c.microbatch == microbatch])
         quickest = min((c.step_us for c in self.found if c.fits), default=math.inf)
         # Partial recomputation is slower than none: skip what is too slow even without any.
-        ways = [c.recipe for c in wanted if c.step_us < quickest]
-        if ways:
-            self._add_parts_of(ways, self._workload_of(microbatch), microbatch)
+        recipes = [c.recipe for c in wanted if c.step_us < quickest]
+        if recipes:
+            self._add_parts_of(recipes, self._workload_of(microbatch), microbatch)
 
-    def _add_parts_of(self, ways: Sequence[Recipe], workload: Workload, microbatch: int) -> None:
+    def _add_parts_of(self, recipes: Sequence[Recipe], workload: Workload, microbatch: int) -> None:
         tried = depths(workload.num_layers or 0, workload.period)
         if not tried:
             self.refused.append("parts of recomputation: the model has few layers")
             return
-        self._progress(f"parts of recomputation, {ways[0].dtype}")
-        found = of_all_depths(workload, ways[0], self._cluster, self._progress)
+        self._progress(f"parts of recomputation, {recipes[0].dtype}")
+        found = of_all_depths(workload, recipes[0], self._cluster, self._progress)
         self.num_traces += sum(map(len, found.steps))
         try:
-            parts = [self._least_recomputed(way, found, tried, microbatch) for way in ways]
+            parts = [self._least_recomputed(recipe, found, tried, microbatch) for recipe in recipes]
         except NotPeriodicError as error:
             self.refused.append(f"parts of recomputation: {error}")
             return
         self.found += filter(None, parts)
 
     def _least_recomputed(
-        self, way: Recipe, found: Repeating, tried: Sequence[Depth], microbatch: int
-    ) -> Candidate | None:
+        self, recipe: Recipe, found: Repeating, tried: Sequence[Depth], microbatch: int
+    ) -> PlannedRecipe | None:
         """Plan a recipe with as few recomputed layers as fit, leaving ``RESERVED`` free.
 
         Args:
-            way: recipe without recomputation.
+            recipe: recipe without recomputation.
             found: traced steps, from which the step at any depth is derived.
             tried: depths to choose from, those that recompute most layers first.
 
@@ -286,17 +288,17 @@ class _Search:
         """
 
         @functools.cache
-        def planned(number: int) -> Candidate | None:
+        def planned(number: int) -> PlannedRecipe | None:
             depth = tried[number - 1]
-            recipe = dataclasses.replace(way, recompute=depth.recomputed / sum(depth))
-            return self._candidate(Traced(found.of_depth(depth), [found.note]), recipe, microbatch)
+            partial = dataclasses.replace(recipe, recompute=depth.recomputed / sum(depth))
+            return self._candidate(Traced(found.of_depth(depth), [found.note]), partial, microbatch)
 
         def memory_of(number: int) -> int:
             candidate = planned(number) if number <= len(tried) else None
             return limit + 1 if candidate is None else candidate.memory_bytes
 
         limit = int((1 - RESERVED) * self._cluster.memory_bytes)
-        best = most_that_fits(memory_of, limit, 1)
+        best = largest_that_fits(memory_of, limit, 1)
         return None if best is None else planned(best)
 
     def _shard_groups(self) -> list[int]:
@@ -315,7 +317,7 @@ class _Search:
 
     def _traced(
         self, strategy: str, recipe: Recipe, workload: Workload, microbatch: int
-    ) -> Iterator[Candidate]:
+    ) -> Iterator[PlannedRecipe]:
         recipe = dataclasses.replace(recipe, strategy=strategy)
         yield self._planned(self._trace(recipe, workload), recipe, microbatch)
 
@@ -327,7 +329,7 @@ class _Search:
         self._needs_of_replicas = traced.step.held.params_bytes * (2 + states)
         return traced
 
-    def _candidate(self, traced: Traced, recipe: Recipe, microbatch: int) -> Candidate | None:
+    def _candidate(self, traced: Traced, recipe: Recipe, microbatch: int) -> PlannedRecipe | None:
         """Plan a recipe from a trace of ZeRO-3; None if the recipe needs its own trace."""
         step: TracedStep | None = traced.step
         if recipe.kind == "hsdp":
@@ -343,18 +345,18 @@ class _Search:
 
     def _planned(
         self, traced: Traced, recipe: Recipe, microbatch: int, *, keep_all: bool = False
-    ) -> Candidate:
+    ) -> PlannedRecipe:
         planned = plan_step(traced.step, recipe, self._cluster, keep_all=keep_all, refine=False)
         memory = planned.memory
-        return Candidate(
+        return PlannedRecipe(
             recipe, microbatch, planned.time.step_us, memory.total, memory.fits, traced
         )
 
 
-def _that_need_parts(candidates: Sequence[Candidate]) -> list[Candidate]:
+def _that_need_parts(candidates: Sequence[PlannedRecipe]) -> list[PlannedRecipe]:
     """Return the candidates that do not fit, but whose variant with full recomputation does."""
 
-    def place(candidate: Candidate) -> tuple[str, bool]:
+    def place(candidate: PlannedRecipe) -> tuple[str, bool]:
         return candidate.recipe.strategy, candidate.recipe.offload
 
     fits = {place(c) for c in candidates if c.recipe.recompute == 1 and c.fits}

@@ -48,7 +48,7 @@ MakeModel = Callable[[], tuple[nn.Module, Inputs]]
 It is called with meta as the default device. Its model is copied, never modified.
 """
 
-AS_IS, FASTER_COMPUTE, FASTER_MEMORY, NO_LAUNCHES = "as is", "compute", "memory", "launches"
+BASELINE, FASTER_COMPUTE, FASTER_MEMORY, NO_LAUNCHES = "as is", "compute", "memory", "launches"
 """Machines that kernels are priced for: the given one, and variants with one faster part."""
 
 
@@ -57,7 +57,7 @@ class UntraceableError(ValueError):
 
 
 @dataclass(frozen=True)
-class TracedGraphOfStep:
+class StepGraph:
     """One graph of a step.
 
     Attributes:
@@ -80,7 +80,7 @@ class TracedGraphOfStep:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldMemory:
     """Memory that a rank holds between graphs.
 
     Attributes:
@@ -104,8 +104,8 @@ class Held:
 class TracedStep:
     """Graphs of a step in compilation order, and the memory held between them."""
 
-    graphs: tuple[TracedGraphOfStep, ...]
-    held: Held
+    graphs: tuple[StepGraph, ...]
+    held: HeldMemory
 
 
 class Ranks(NamedTuple):
@@ -211,13 +211,13 @@ def _data_dependence(error: BaseException | None) -> str | None:
     return None
 
 
-def _held(model: nn.Module) -> Held:
+def _held(model: nn.Module) -> HeldMemory:
     report = memory_report(model)
     params = list(model.parameters())
     trained = [p for p in params if p.requires_grad]
     elements = sum(p.numel() for p in params)
     full = report.gradients.unsharded or 1
-    return Held(
+    return HeldMemory(
         parameters=report.parameters.rank,
         trained=report.gradients.rank,
         trained_elements=sum(p.numel() for p in trained) * report.gradients.rank / full,
@@ -246,7 +246,7 @@ class _GraphReader:
 
     def __init__(self, hardware: Hardware) -> None:
         self._machines = faster_machines(hardware)
-        self.graphs: list[TracedGraphOfStep] = []
+        self.graphs: list[StepGraph] = []
 
     def read(self, graph: fx.Graph, kind: GraphKind, traced: TracedGraph) -> None:
         """Read a graph at the point where it would be lowered."""
@@ -254,7 +254,7 @@ class _GraphReader:
         models = [CostModel(h, device_type=h.device_type) for h in self._machines.values()]
         params, problems = passes.read_problem(graph, kind, models)
         self.graphs.append(
-            TracedGraphOfStep(
+            StepGraph(
                 params=tuple(dataclasses.replace(p, fqn=traced.fqns[p.input]) for p in params),
                 problem=problems[0],
                 compute_us={n: p.compute_us for n, p in zip(self._machines, problems)},
@@ -272,7 +272,7 @@ def faster_machines(hardware: Hardware) -> dict[str, Hardware]:
     """Return the machine itself, and variants with one faster part each."""
     flops = {dtype: scaled(rate, 2.0) for dtype, rate in hardware.flops.items()}
     return {
-        AS_IS: hardware,
+        BASELINE: hardware,
         FASTER_COMPUTE: dataclasses.replace(hardware, flops=flops),
         FASTER_MEMORY: dataclasses.replace(
             hardware, memory=scaled(hardware.memory, 2.0), special_per_s=2 * hardware.special_per_s

@@ -20,7 +20,7 @@ from .public_models import PUBLIC_MODELS
 from .trace import Inputs
 
 
-class Batch(NamedTuple):
+class BatchShape(NamedTuple):
     """The size of a microbatch on one rank.
 
     Attributes:
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
     length: int | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Batch:
+    def parse(cls, text: str) -> BatchShape:
         """Parse "1x8192" (samples x tokens) or "64" (samples).
 
         Raises:
@@ -67,11 +67,11 @@ class Workload:
     notes: tuple[str, ...] = ()
 
 
-WorkloadOf = Callable[[int], Workload]
+MakeWorkload = Callable[[int], Workload]
 """Function from the number of samples in a microbatch to its workload."""
 
 
-def find_workload(model: str, batch: Batch) -> Workload:
+def find_workload(model: str, batch: BatchShape) -> Workload:
     """Return the workload that ``model`` names; see ``python -m graphshard plan --help``.
 
     Raises:

@@ -22,7 +22,7 @@ import torch
 from .._torch.dynamo import Restart
 from .._torch.inductor import has_activation_budget
 from ..consensus.plan_consensus import PlanConsensus
-from ..cost.device_memory import FRAGMENTED
+from ..cost.device_memory import FRAGMENTATION
 from ..errors import BackendError
 from ..planning.saving import (
     PARTS,
@@ -291,5 +291,5 @@ def _free_gb(traced: TracedGraph, device: torch.device) -> float:
     on_device = [tensor for tensor in inputs if tensor.device.type == device.type]
     own = sum(tensor.nbytes for tensor in on_device)
     states = 2 * sum(shard.nbytes for shard in traced.shards if shard.requires_grad)
-    left = free + cached + own - states - int(FRAGMENTED * total)
+    left = free + cached + own - states - int(FRAGMENTATION * total)
     return max(left // (STEP * total), 1) * STEP * total / 1e9

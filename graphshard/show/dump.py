@@ -37,7 +37,7 @@ from ..planning.simulate import (
 )
 
 VERSION = 3
-SLOWNESS = 1.5
+TRANSFER_SLOWDOWN = 1.5
 """Slowdown of transfers in the pessimistic estimate of exposed time.
 
 Measured on an H200: modelled links took 1.3 to 1.6 times as long as planned.
@@ -53,7 +53,7 @@ class Totals:
         compute_us: busy time of the compute lane.
         communication_us: busy time of the communication lane.
         exposed_us: time that compute spends waiting.
-        slow_exposed_us: ``exposed_us`` if transfers take ``SLOWNESS`` times as long.
+        slow_exposed_us: ``exposed_us`` if transfers take ``TRANSFER_SLOWDOWN`` times as long.
         lost_us: slowdown of compute by hidden collectives; not part of ``total_us``.
         peak_bytes: live memory in the step with the most.
         in_flight_bytes: memory between launch and wait in the step with the most.
@@ -106,7 +106,12 @@ class Dump:
     def totals(self) -> Totals:
         """Totals of the timeline."""
         problem, buckets = self.plan.problem, self.plan.buckets
-        slow = clock(problem, buckets, CostModel(self.hardware), Scenario(SLOWNESS, SLOWNESS))
+        slow = clock(
+            problem,
+            buckets,
+            CostModel(self.hardware),
+            Scenario(TRANSFER_SLOWDOWN, TRANSFER_SLOWDOWN),
+        )
         return Totals(
             total_us=self.timeline.total_us,
             compute_us=self.timeline.busy_us(COMPUTE),

@@ -12,7 +12,7 @@ from ..kinds import HOST_COPIES, TransferKind
 from ..planning.live_bytes import footprint
 from ..planning.plan import Bucket
 from ..planning.simulate import COLLECTIVE, COPY_IN
-from .dump import SLOWNESS, Dump, Totals, param_name
+from .dump import TRANSFER_SLOWDOWN, Dump, Totals, param_name
 
 _KIND_ORDER = (
     TransferKind.ALL_GATHER,
@@ -126,7 +126,9 @@ def _totals(dump: Dump) -> str:
 def _exposed(totals: Totals) -> str:
     exposed_ms, slow_ms = totals.exposed_us / 1e3, totals.slow_exposed_us / 1e3
     slow = (
-        f" ({slow_ms:.3f} with links {SLOWNESS:g} times slower)" if totals.communication_us else ""
+        f" ({slow_ms:.3f} with links {TRANSFER_SLOWDOWN:g} times slower)"
+        if totals.communication_us
+        else ""
     )
     return f"{exposed_ms:.3f} exposed{slow}"
 

@@ -22,8 +22,8 @@ from graphshard.check.gpus import GPUS, has_float8
 from graphshard.check.kernels import CompiledKernel, compile_kernels
 from graphshard.check.recorder import Recorder
 from graphshard.check.step import (
-    Cluster,
     Recording,
+    SimulatedRank,
     Step,
     forward_backward,
     record_steps,
@@ -204,7 +204,7 @@ def _run(recorder: Recorder, case: Case, targets: Sequence[str]) -> Outcome:
 
     how: Any = {"step": strategy.step, "dynamic": strategy.dynamic}
     unsharded = fsdp2 = None
-    cluster = Cluster(mesh, case.rank)
+    cluster = SimulatedRank(mesh, case.rank)
     try:
         if case.strategy != STOWED and _is_of_fsdp2(strategy):
             fsdp2 = record_fsdp2(recorder, make_model, cluster, options, strategy.step)

@@ -12,12 +12,12 @@ from torch.distributed.fsdp import fully_shard
 from graphshard._torch.tensors import new_fake_mode
 from graphshard.check.recorder import Recorder
 from graphshard.check.step import (
-    Cluster,
     MakeModel,
     Recording,
+    SimulatedRank,
     Step,
-    group_of,
     recording_of,
+    simulated_mesh,
     train,
 )
 
@@ -25,7 +25,7 @@ from graphshard.check.step import (
 def record_fsdp2(
     recorder: Recorder,
     make_model: MakeModel,
-    cluster: Cluster,
+    cluster: SimulatedRank,
     options: Mapping[str, Any],
     step: Step,
 ) -> Recording:
@@ -35,7 +35,7 @@ def record_fsdp2(
         options: arguments of ``fully_shard``.
     """
     recorder.clear()
-    with group_of(cluster) as mesh:
+    with simulated_mesh(cluster) as mesh:
         fake = new_fake_mode()
         with fake, torch.device("cuda:0"):
             model, inputs = make_model()

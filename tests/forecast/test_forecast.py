@@ -15,12 +15,12 @@ from graphshard.forecast.cli import gigabytes
 from graphshard.forecast.cluster import cluster
 from graphshard.forecast.deepen import Layers
 from graphshard.forecast.keep import kept_from_forward
-from graphshard.forecast.largest import most_that_fits
-from graphshard.forecast.peak import PlannedGraph, parts_by_moment
+from graphshard.forecast.largest import largest_that_fits
+from graphshard.forecast.peak import PlannedGraph, bytes_by_kind
 from graphshard.forecast.recipe import Recipe
-from graphshard.forecast.search import Candidate, microbatches, pareto_front
+from graphshard.forecast.search import PlannedRecipe, microbatches, pareto_front
 from graphshard.forecast.trace import Ranks
-from graphshard.forecast.workload import Batch
+from graphshard.forecast.workload import BatchShape
 from graphshard.kinds import TransferKind
 from graphshard.planning.live_bytes import alive_by_moment
 from graphshard.planning.plan import Problem
@@ -33,7 +33,7 @@ GIB = 1 << 30
 @given(problems())
 def test_memory_by_kind_adds_up(problem: Problem) -> None:
     buckets = schedule_without_overlap(problem)
-    parts = parts_by_moment(PlannedGraph(problem, buckets, input_bytes=7))
+    parts = bytes_by_kind(PlannedGraph(problem, buckets, input_bytes=7))
     total = [sum(kinds) + 7 for kinds in zip(*parts.values())]
     assert total == alive_by_moment(problem, buckets)
     assert all(value >= 0 for name in ("gathered", "gradients") for value in parts[name])
@@ -54,8 +54,8 @@ def test_kept_parameters_take_memory_instead_of_a_gather(
     assert backward.between_bytes[0] == problem.between_bytes[0] + held
 
 
-ways = st.builds(
-    Candidate,
+candidates = st.builds(
+    PlannedRecipe,
     recipe=st.just(Recipe()),
     microbatch=st.just(1),
     step_us=st.floats(1, 1e6),
@@ -64,8 +64,8 @@ ways = st.builds(
 )
 
 
-@given(st.lists(ways, min_size=1))
-def test_no_candidate_beats_the_pareto_front(candidates: list[Candidate]) -> None:
+@given(st.lists(candidates, min_size=1))
+def test_no_candidate_beats_the_pareto_front(candidates: list[PlannedRecipe]) -> None:
     front = pareto_front(candidates)
     for candidate in candidates:
         assert any(
@@ -135,10 +135,12 @@ def test_invalid_recipes_and_batches_are_refused() -> None:
         Recipe(dtype="fp8", offload=True)
     with pytest.raises(ValueError, match="3 does not divide 16 GPUs"):
         Recipe("hsdp:3").ranks(16)
-    assert Batch.parse("2x8192") == Batch(2, 8192) and Batch.parse("64") == Batch(64)
+    assert BatchShape.parse("2x8192") == BatchShape(2, 8192) and BatchShape.parse(
+        "64"
+    ) == BatchShape(64)
     for text in ("2x", "0x5", "1x2x3", "many"):
         with pytest.raises(ValueError, match="samples x tokens"):
-            Batch.parse(text)
+            BatchShape.parse(text)
     assert gigabytes("--budget", "72.5GB") == 72.5
     with pytest.raises(ValueError, match="72GB"):
         gigabytes("--budget", "lots")
@@ -158,7 +160,7 @@ def test_most_that_fits_is_the_largest_number_within_the_limit(
         return offset + slope * number + number * number // 7
 
     limit = offset + spare
-    found = most_that_fits(memory_of, limit, least)
+    found = largest_that_fits(memory_of, limit, least)
     if found is None:
         assert memory_of(least) > limit
     else:

@@ -17,8 +17,8 @@ from graphshard.cost.devices import HARDWARE
 from graphshard.cost.hardware import CALIBRATED, DATASHEET, Hardware
 from graphshard.cost.model import CostModel
 from graphshard.forecast.cluster import cluster
-from graphshard.forecast.forecast import forecast_of, forecast_text
-from graphshard.forecast.interval import MEMORY, STEP_TIME, errors_of
+from graphshard.forecast.forecast import forecast_text, make_forecast
+from graphshard.forecast.interval import MEMORY, STEP_TIME, error_interval
 from graphshard.forecast.recipe import Recipe
 from graphshard.kinds import TransferKind
 
@@ -39,7 +39,7 @@ def test_intervals_match_the_measured_steps() -> None:
         (STEP_TIME[CALIBRATED], [row.time_ratio for row in rows]),
         (MEMORY, [row.memory_ratio for row in rows]),
     ):
-        errors = errors_of(ratios)
+        errors = error_interval(ratios)
         assert dataclasses.astuple(shown) == tuple(
             round(ratio, 2) for ratio in dataclasses.astuple(errors)
         )
@@ -56,7 +56,7 @@ def test_the_interval_of_datasheets_matches_published_steps() -> None:
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=80))
 def test_an_interval_covers_nine_of_ten_and_the_median(ratios: list[float]) -> None:
-    errors = errors_of(ratios)
+    errors = error_interval(ratios)
     assert sum(map(errors.covers, ratios)) >= 0.9 * len(ratios)
     assert errors.covers(errors.likely)
     assert errors.low in ratios and errors.high in ratios
@@ -66,7 +66,7 @@ def test_a_forecast_has_the_interval_of_the_source_of_its_rates() -> None:
     traced = trace_stack(3, Recipe())
     for source in (DATASHEET, CALIBRATED):
         machine = cluster(dataclasses.replace(HARDWARE["H100"], source=source), 8)
-        found = forecast_of(traced, Recipe(), machine, model="stack", tokens=64)
+        found = make_forecast(traced, Recipe(), machine, model="stack", tokens=64)
         raw = json.loads(found.to_json())
         time, memory, errors = raw["time"], raw["memory"], STEP_TIME[source]
         parts = sum(time[f"{part}_us"] for part in ("compute", "exposed", "lost", "optimizer"))

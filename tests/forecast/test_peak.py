@@ -10,7 +10,7 @@ import torch
 from benchmarks.llama import Llama, LlamaSizes
 from graphshard.check import launch
 from graphshard.check.memory import peak_bytes_of_step
-from graphshard.check.step import Cluster as Rank
+from graphshard.check.step import SimulatedRank as Rank
 from graphshard.check.step import record_steps
 from graphshard.forecast.cluster import cluster
 from graphshard.forecast.planned_step import plan_step

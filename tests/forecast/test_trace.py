@@ -255,12 +255,12 @@ def test_a_budget_is_kept_and_changes_that_break_it_are_left_out() -> None:
 
 
 def test_the_search_recomputes_as_few_layers_as_fit() -> None:
-    def workload_of(size: int) -> Workload:
+    def make_workload(size: int) -> Workload:
         ids = torch.zeros((size, 4096), dtype=torch.int64)
         return Workload("stack", lambda n: (Stack(n or 24, 1024), (ids,)), 4096, num_layers=24)
 
     machine = cluster("A100-40GB", 8, memory_gb=2.3)
-    found = search(workload_of, 1, Recipe(), machine)
+    found = search(make_workload, 1, Recipe(), machine)
     by_recipe = {
         (c.recipe.strategy, c.recipe.recompute, c.recipe.offload): c for c in found.candidates
     }
@@ -274,6 +274,6 @@ def test_the_search_recomputes_as_few_layers_as_fit() -> None:
     assert part.fits and none.step_us < part.step_us < every.step_us
     number = round(part.recipe.recompute * 24)
     fewer = Recipe(recompute=(number - 1) / 24)
-    step = traced_step(workload_of(1), fewer, machine).step
+    step = traced_step(make_workload(1), fewer, machine).step
     needed = plan_step(step, fewer, machine, refine=False).memory.total
     assert needed > (1 - RESERVED) * machine.memory_bytes >= part.memory_bytes

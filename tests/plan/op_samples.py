@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from graphshard.cost.flops import flops
 from graphshard.cost.fusion import FUSED, GraphValues, NodeKind
-from graphshard.cost.memory import WithoutMemory
+from graphshard.cost.memory import UnmaterializedValues
 from graphshard.cost.model import CostModel
 from tests.plan.machines import MACHINE, flat_rate
 
@@ -77,7 +77,7 @@ def _faults(graph: fx.Graph) -> Iterator[str]:
     # A byte takes one microsecond; flops take next to no time.
     if not least <= total <= most + 1e-3:
         yield f"{graph}: {total} us, not from {least} to {most}"
-    yield from _faults_of_memory(values, CostModel(MOVES).without_memory(values))
+    yield from _faults_of_memory(values, CostModel(MOVES).unmaterialized(values))
     for node in kernels:
         counts = flop_registry.get(getattr(node.target, "overloadpacket", None))
         if counts is not None and "attention" not in str(node.target):
@@ -87,7 +87,7 @@ def _faults(graph: fx.Graph) -> Iterator[str]:
                 yield f"{node.format_node()}: {flops(node).num_flops} flops, not {expected}"
 
 
-def _faults_of_memory(values: GraphValues, without: WithoutMemory) -> Iterator[str]:
+def _faults_of_memory(values: GraphValues, without: UnmaterializedValues) -> Iterator[str]:
     """Yield values that are wrongly said to be never in memory.
 
     A value is in memory if its node is not fused, or if a barrier reads it.

@@ -139,4 +139,4 @@ def test_an_error_in_the_memory_estimate_does_not_stop_a_compile(
     graph.graph.output(graph(aten.exp.default, graph(aten.exp.default, graph.input(10))))
     values = fusion.GraphValues(graph.graph)
     with pytest.warns(UserWarning, match="which values .* no such dimension"):
-        assert model.CostModel(MACHINE).without_memory(values) == memory.WithoutMemory()
+        assert model.CostModel(MACHINE).unmaterialized(values) == memory.UnmaterializedValues()

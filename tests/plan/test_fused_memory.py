@@ -9,15 +9,15 @@ import torch
 from torch import fx
 
 from graphshard.cost.fusion import GraphValues
-from graphshard.cost.memory import WithoutMemory, values_without_memory
+from graphshard.cost.memory import UnmaterializedValues, unmaterialized_values
 from tests.plan.machines import Graph
 
 aten = torch.ops.aten
 
 
-def _without_memory(graph: Graph, *outputs: fx.Node) -> WithoutMemory:
+def _unmaterialized(graph: Graph, *outputs: fx.Node) -> UnmaterializedValues:
     graph.graph.output(outputs)
-    return values_without_memory(GraphValues(graph.graph))
+    return unmaterialized_values(GraphValues(graph.graph))
 
 
 def test_values_inside_a_kernel_are_not_in_memory() -> None:
@@ -25,7 +25,7 @@ def test_values_inside_a_kernel_are_not_in_memory() -> None:
     first = graph(aten.relu.default, graph.input(10, 10))
     total = graph(aten.sum.dim_IntList, first, [-1], True)
     last = graph(aten.div.Tensor, first, total)
-    found = _without_memory(graph, last)
+    found = _unmaterialized(graph, last)
     assert found.inside == {total} and found.inlined == {first}
 
 
@@ -35,7 +35,7 @@ def test_inputs_of_matmuls_and_outputs_are_in_memory() -> None:
     second = graph(aten.neg.default, first)
     product = graph(aten.mm.default, second, second)
     last = graph(aten.add.Tensor, product, second)
-    found = _without_memory(graph, last)
+    found = _unmaterialized(graph, last)
     assert found.inlined == {first} and not found.inside
 
 
@@ -47,7 +47,7 @@ def test_a_value_that_several_kernels_read_is_recomputed_in_each() -> None:
     rows = graph(aten.amax.default, wide, [-1], True)
     shifted = graph(aten.sub.Tensor, wide, rows)
     columns = graph(aten.sum.dim_IntList, shifted, [0])
-    found = _without_memory(graph, rows, columns)
+    found = _unmaterialized(graph, rows, columns)
     assert found.inlined == {wide, shifted}
 
 
@@ -60,7 +60,7 @@ def test_a_value_is_recomputed_together_with_its_inputs() -> None:
     centred = graph(aten.sub.Tensor, wide, graph.input(8, 8))
     columns = graph(aten.sum.dim_IntList, centred, [0])
     result = graph(aten.mul.Tensor, centred, columns)
-    assert _without_memory(graph, columns, result).inlined == {wide, centred}
+    assert _unmaterialized(graph, columns, result).inlined == {wide, centred}
 
 
 @pytest.mark.parametrize("num_reads", [4, 5])
@@ -70,7 +70,7 @@ def test_a_value_computed_from_many_reads_is_not_recomputed(num_reads: int) -> N
     total = functools.reduce(functools.partial(graph, aten.add.Tensor), inputs)
     rows = graph(aten.amax.default, total, [-1])
     columns = graph(aten.amax.default, total, [0])
-    found = _without_memory(graph, rows, columns)
+    found = _unmaterialized(graph, rows, columns)
     assert (total in found.inlined) == (num_reads <= 4)
     assert total not in found.inside
 
@@ -81,5 +81,5 @@ def test_zeros_and_the_rows_added_to_them_are_one_value() -> None:
     index, rows = graph.input(4, dtype=torch.int64), graph.input(4, 8)
     zeros = graph(aten.full.default, [16, 8], 0.0)
     added = graph(aten.index_put.default, zeros, [index], rows, True)
-    found = _without_memory(graph, added)
+    found = _unmaterialized(graph, added)
     assert zeros in found.inlined and added not in found.inlined | found.inside
