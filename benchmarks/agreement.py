@@ -51,7 +51,7 @@ class SimulatedMembers(Members):
     def timeout_s(self) -> float:
         return 300.0
 
-    def involve(self, group: dist.ProcessGroup) -> None:
+    def release_also(self, group: dist.ProcessGroup) -> None:
         raise NotImplementedError
 
     def abort(self) -> None:

@@ -22,7 +22,7 @@ _COLLECTIVES = dist.distributed_c10d.__file__
 _POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 
 
-class Blocked(NamedTuple):
+class PendingCollective(NamedTuple):
     """A collective that a thread is in.
 
     Attributes:
@@ -36,7 +36,7 @@ class Blocked(NamedTuple):
     number: int
 
 
-def collective_of(thread: int) -> Blocked | None:
+def pending_collective(thread: int) -> PendingCollective | None:
     """Return the collective that a thread of this process is in, or None if it is in none.
 
     Ignores point-to-point operations, functional collectives and those of compiled graphs.
@@ -47,12 +47,12 @@ def collective_of(thread: int) -> Blocked | None:
     name, group = frame.f_code.co_name, frame.f_locals.get("group") or dist.group.WORLD
     if name in _POINT_TO_POINT or "group" not in frame.f_locals or group is None:
         return None
-    number = num_begun(group.group_name)
+    number = num_started(group.group_name)
     what = f"torch.distributed.{name}() of {_place(frame)}"
-    return None if number is None else Blocked(what, group.group_name, number)
+    return None if number is None else PendingCollective(what, group.group_name, number)
 
 
-def num_begun(group: str) -> int | None:
+def num_started(group: str) -> int | None:
     """Return how many collectives of a group this rank has begun; None if unknown."""
     try:
         member: Any = process_group(group)  # mypy's stub lacks the method

@@ -15,19 +15,19 @@ from __future__ import annotations
 import threading
 import time
 
-from .._torch.blocked import Blocked, collective_of, num_begun
+from .._torch.blocked import PendingCollective, num_started, pending_collective
 from .event_store import BlockedEvent
 
 BLOCKED_S = 2.0
 """Seconds that a rank is in one collective before it posts that, if its peers are a call ahead."""
 
 
-class BlockedRank:
+class RankThread:
     """This rank's thread, as other threads observe it; must be created in that thread."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
-        self._seen: Blocked | None = None
+        self._seen: PendingCollective | None = None
         self._since = 0.0
 
     def is_current(self) -> bool:
@@ -41,7 +41,7 @@ class BlockedRank:
             rank: this rank's number in the group.
             call: number of this rank's next call.
         """
-        seen, now = collective_of(self._thread), time.monotonic()
+        seen, now = pending_collective(self._thread), time.monotonic()
         if seen != self._seen:
             self._seen, self._since = seen, now
         if seen is None or now < self._since + BLOCKED_S:
@@ -50,7 +50,7 @@ class BlockedRank:
         return BlockedEvent(rank=rank, call=call, **seen._asdict())
 
 
-def never_comes(event: BlockedEvent, awaited: int | str | None) -> bool:
+def is_deadlocked(event: BlockedEvent, awaited: int | str | None) -> bool:
     """Return whether the rank that posted ``event`` can never make the call that this rank awaits.
 
     Args:
@@ -59,5 +59,5 @@ def never_comes(event: BlockedEvent, awaited: int | str | None) -> bool:
     """
     if not isinstance(awaited, int) or awaited < event.call:
         return False
-    number = num_begun(event.group)
+    number = num_started(event.group)
     return number is not None and number < event.number

@@ -54,13 +54,13 @@ class CallLog:
         self._history, self._inbox = CallHistory(), Inbox()
         self._watcher = None if is_alone else Watcher(members, self._history, self._inbox)
 
-    def involve(self, group: dist.ProcessGroup) -> None:
+    def release_also(self, group: dist.ProcessGroup) -> None:
         """Also release ranks that are blocked in ``group`` after a fault.
 
         Args:
             group: process group of some of this log's ranks.
         """
-        self._members.involve(group)
+        self._members.release_also(group)
 
     def run(self, plan_id: str) -> None:
         """Log a run of a graph, just before it starts.
@@ -80,7 +80,7 @@ class CallLog:
         known graphs, too.
         """
         enters, self._grad_enabled = grad_enabled != self._grad_enabled, grad_enabled
-        return enters and self._watcher is not None and self._members.mix_up_fatally()
+        return enters and self._watcher is not None and self._members.mismatch_is_fatal()
 
     def first_run(self, plan_id: str, text: str) -> None:
         """Log a run that all ranks must agree on first, instead of by :meth:`run`.
@@ -169,7 +169,7 @@ class CallLog:
         self._read_all_posted(watcher)
         return self._inbox.fault is None and self._inbox.lost is None
 
-    def explain(self, error: BaseException) -> None:
+    def raise_posted_fault(self, error: BaseException) -> None:
         """Raise the fault that made a collective raise ``error``, if there is one.
 
         A peer posts a fault before it closes its connections, but this rank may not have read the

@@ -32,7 +32,7 @@ class Members:
         self._group = weakref.ref(group)
         self._stores: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.Store]
         self._stores = weakref.WeakKeyDictionary()
-        self.involve(group)
+        self.release_also(group)
 
     def connect(self) -> dist.Store:
         """Return a new connection to the store that all members share."""
@@ -49,7 +49,7 @@ class Members:
         group = self._group()
         return 0.0 if group is None else group_timeout_s(group)
 
-    def mix_up_fatally(self) -> bool:
+    def mismatch_is_fatal(self) -> bool:
         """Return whether collectives of mismatched sizes end the process.
 
         Gloo ends it from its own thread, where no one can catch the error; other backends hang.
@@ -57,7 +57,7 @@ class Members:
         group = self._group()
         return group is not None and is_of_gloo(group)
 
-    def involve(self, group: dist.ProcessGroup) -> None:
+    def release_also(self, group: dist.ProcessGroup) -> None:
         """Have :meth:`abort` also release ranks that are blocked in ``group``.
 
         Args:
@@ -67,9 +67,9 @@ class Members:
         if group not in self._stores and not has_fake_ranks(group):
             self._stores[group] = store_of(group)
 
-    def involve_by_name(self, name: str) -> None:
-        """Do as :meth:`involve` for the group ``name``, some of whose ranks may not be members."""
-        self.involve(process_group(name))
+    def release_also_by_name(self, name: str) -> None:
+        """Call :meth:`release_also` for a group by name; its ranks need not all be members."""
+        self.release_also(process_group(name))
 
     def abort(self) -> None:
         """Make this rank's blocked collectives raise, and all later ones."""

@@ -150,7 +150,7 @@ def _largest(number: int, groups: Sequence[str]) -> int:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
             number = int(largest)
         except RuntimeError as error:
-            call_log_of(group).explain(error)
+            call_log_of(group).raise_posted_fault(error)
             raise
     return number
 
@@ -162,7 +162,7 @@ class _LaunchRange(NamedTuple):
     latest: int
 
 
-def follow(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> tuple[Bucket, ...]:
+def place_buckets(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> tuple[Bucket, ...]:
     """Return the buckets of ``plan``, in their order, with launches and waits that fit ``problem``.
 
     A bucket keeps its steps as far as its transfers are ready and not yet due there in ``problem``.
@@ -275,7 +275,7 @@ def log_every_call(
     text = f"{communication_text(common)}\n{collectives_text(common)}"
     for call_log in _call_logs(plans, groups):
         for name in numbers:
-            call_log.involve(process_group(name))
+            call_log.release_also(process_group(name))
         compiled = _logged(compiled, call_log, digest(text), text)
     return compiled
 
@@ -295,10 +295,10 @@ def _logged(
         try:
             outputs = compiled(*args)
         except RuntimeError as error:
-            call_log.explain(error)
+            call_log.raise_posted_fault(error)
             raise
         if is_first and isinstance(outputs, Sequence):
-            on_backward_error(outputs, call_log.explain)
+            on_backward_error(outputs, call_log.raise_posted_fault)
         is_first = False
         return outputs
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from .blocked_ranks import BlockedRank, never_comes
+from .blocked_ranks import RankThread, is_deadlocked
 from .call_comparison import CallComparison
 from .call_history import CallHistory
 from .event_store import (
@@ -74,7 +74,7 @@ class Watcher:
 
     It blocks in the store, which costs nothing while nobody posts, and ends with the group, after a
     fault, or when the store is lost. The rank's thread calls the public methods, writes ``history``
-    and reads ``inbox``. A second thread, ``_look_after_all``, ticks the watchers of all groups.
+    and reads ``inbox``. A second thread, ``_tick_all``, ticks the watchers of all groups.
     """
 
     def __init__(self, members: Members, history: CallHistory, inbox: Inbox) -> None:
@@ -84,7 +84,7 @@ class Watcher:
         self.events = EventStore(members.connect, prefix, self._rank, self._num_ranks)
         ranks = members.global_ranks
         self.comparison = CallComparison(history, self.events, self._rank, ranks)
-        self.rank_thread = BlockedRank()
+        self.rank_thread = RankThread()
         self._num_seen = 0  # calls of this rank at the last tick
         self._stalls_at = self._audit_at = time.monotonic() + AUDIT_S
         self._some_left = False
@@ -92,7 +92,7 @@ class Watcher:
         self._thread = threading.Thread(target=self._watch, name="graphshard", daemon=True)
         self._thread.start()
         _watchers.add(self)
-        _start_looking()
+        _start_ticking()
 
     # --- called by the rank's thread ---------------------------------------------------------
 
@@ -123,7 +123,7 @@ class Watcher:
                 return
             self._post_last_call()
             self._post_if_blocked()
-            self._post_never_comes()
+            self._post_deadlock()
 
     def leave(self) -> None:
         """Tell the other ranks that this one takes no further part, and end the thread."""
@@ -153,13 +153,15 @@ class Watcher:
         if self._inbox.early_calls:
             event = self.rank_thread.new_event(self._rank, self._history.num_calls)
             if event is not None:
-                self._members.involve_by_name(event.group)  # so that a fault releases this rank
+                self._members.release_also_by_name(
+                    event.group
+                )  # so that a fault releases this rank
                 self.events.post(event)
 
-    def _post_never_comes(self) -> None:
+    def _post_deadlock(self) -> None:
         """Post a fault if this rank waits for a rank that can never make the call."""
         for event in list(self._inbox.blocked.values()):
-            if never_comes(event, self._inbox.awaited):
+            if is_deadlocked(event, self._inbox.awaited):
                 self.comparison.post_fault(partial(self.comparison.describe_blocked, event))
 
     # --- the watcher's thread ----------------------------------------------------------------
@@ -184,18 +186,18 @@ class Watcher:
                 self.events.wait(self._inbox.num_read)
             event = self.events.read(self._inbox.num_read)
             if event is not None:
-                self._take_in(event)
+                self._handle(event)
             elif self._some_left:
                 self._post_missing()
                 self._stopped.wait(POLL_S)
 
-    def _take_in(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         """Put ``event`` into the inbox; compare it if this rank has made the call."""
         inbox, due = self._inbox, None
         with inbox.changed:
             match event:
                 case CallEvent():
-                    due = self._take_in_call(event)
+                    due = self._handle_call(event)
                 case AgreedEvent():
                     self.events.forget(event)
                     self._end_wait_for(event.call)
@@ -213,7 +215,7 @@ class Watcher:
         if due is not None:
             self.comparison.compare(due)
 
-    def _take_in_call(self, event: CallEvent) -> CallEvent | None:
+    def _handle_call(self, event: CallEvent) -> CallEvent | None:
         """Keep ``event`` until this rank makes the call; return it if it has already."""
         inbox, call = self._inbox, event.call
         self.comparison.note_posted(call)
@@ -237,17 +239,17 @@ class Watcher:
 
 
 _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
-_looking = threading.Lock()
+_ticking = threading.Lock()
 _ended = threading.Event()
 
 
-def _start_looking() -> None:
+def _start_ticking() -> None:
     """Start the one thread that ticks the watchers of all groups, unless it is running."""
-    if _looking.acquire(blocking=False):
-        threading.Thread(target=_look_after_all, name="graphshard ticks", daemon=True).start()
+    if _ticking.acquire(blocking=False):
+        threading.Thread(target=_tick_all, name="graphshard ticks", daemon=True).start()
 
 
-def _look_after_all() -> None:
+def _tick_all() -> None:
     while not _ended.wait(TICK_S):
         for watcher in list(_watchers):
             watcher.tick()

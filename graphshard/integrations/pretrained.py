@@ -31,7 +31,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from .._torch.nn import buffers_of, parameters_of
 from ..backend import backend, shard
 from ..options.options import mesh_for
-from ..params.agree import raise_if_any, raise_if_different
+from ..params.agree import raise_if_different, raise_on_all_ranks
 from ..params.fill import fill
 from ..params.materialize import plain_twin
 from ..params.mesh_groups import MeshGroups
@@ -112,7 +112,7 @@ def from_pretrained(
             _check_complete(report)
     except Exception as caught:
         error = caught
-    raise_if_any(error, groups)
+    raise_on_all_ranks(error, groups)
     values = _take_values(model, outline.stored)
     raise_if_different({n: _describe(v) for n, v in values.items()}, groups, advice=_SAME_FILES)
     if dynamo_backend.options.sync_module_states:
@@ -123,7 +123,7 @@ def from_pretrained(
         fill(model, values, groups)
     except Exception as caught:
         error = caught
-    raise_if_any(error, groups)
+    raise_on_all_ranks(error, groups)
     return (model, report) if kwargs.get("output_loading_info") else model
 
 

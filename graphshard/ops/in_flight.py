@@ -32,7 +32,7 @@ goes on waiting until the process group's timeout."""
 _wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
 
-def waiting_at_errors(compiled: Callable[..., R]) -> Callable[..., R]:
+def wait_in_flight_on_error(compiled: Callable[..., R]) -> Callable[..., R]:
     """Wrap a compiled graph so that an error in it or its backward leaves nothing in flight."""
     is_first = True
 

@@ -115,7 +115,7 @@ class Options:
         own = (i for i, fqn in enumerate(fqns) if fqn and any(matches(g, fqn) for g in globs))
         return frozenset(own)
 
-    def not_held_by(self, other: Options) -> list[str]:
+    def differences_from(self, other: Options) -> list[str]:
         """Return the parameter options that differ from their defaults and from those of ``other``.
 
         Returns:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .._torch.nn import uncompiled
-from .agree import broadcast_from_rank, raise_if_any
+from .agree import broadcast_from_rank, raise_on_all_ranks
 from .eager_calls import agree_on_gathering
 from .full_state_dict import StateDict, full_state_dict, is_first_rank, mesh_groups_of
 
@@ -59,7 +59,7 @@ def adapter_state_dict(model: nn.Module) -> StateDict:
             names = _names(root)
         except Exception as caught:
             error = caught
-    raise_if_any(error, groups)
+    raise_on_all_ranks(error, groups)
     return full_state_dict(root, names=broadcast_from_rank(names, 0, groups))
 
 

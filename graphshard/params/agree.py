@@ -86,11 +86,11 @@ def raise_if_different(
     if fault is not None:
         difference = f"rank {rank} of the mesh: {fault}"
     # Faults first: a rank with a fault describes less, so it also differs from all others.
-    turn = 0 if fault is not None else 1
-    raise BackendError(first_text(difference, groups, turn=turn) or "ranks differ")
+    priority = 0 if fault is not None else 1
+    raise BackendError(first_text(difference, groups, priority=priority) or "ranks differ")
 
 
-def raise_if_any(error: Exception | None, groups: MeshGroups) -> None:
+def raise_on_all_ranks(error: Exception | None, groups: MeshGroups) -> None:
     """Raise on all ranks if one has caught an error.
 
     Raises:
@@ -106,17 +106,17 @@ def raise_if_any(error: Exception | None, groups: MeshGroups) -> None:
         raise BackendError(first)
 
 
-def first_text(text: str | None, groups: MeshGroups, *, turn: int = 0) -> str | None:
+def first_text(text: str | None, groups: MeshGroups, *, priority: int = 0) -> str | None:
     """Return, on all ranks, the text of the first rank that has one; None if no rank has.
 
     Costs one reduction, and one broadcast if there is a text.
 
     Args:
-        turn: priority of this rank's text: all texts with 0 come before those with 1.
+        priority: priority of this rank's text: all texts with 0 come before those with 1.
     """
     rank, num_ranks = dist.get_rank(process_group(groups.all_ranks)), groups.mesh.size()
     nobody = 2 * num_ranks
-    own = nobody if text is None else turn * num_ranks + rank
+    own = nobody if text is None else priority * num_ranks + rank
     first = -_max_over_ranks([-own], groups)[0]
     return None if first == nobody else broadcast_from_rank(text, first % num_ranks, groups)
 

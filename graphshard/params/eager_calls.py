@@ -33,7 +33,7 @@ def eager_gather(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
     else:
         plan_id = f"{what}, in compiled code"
         call_log.announce(plan_id, "\n".join([plan_id + _reason(call), *fqns]))
-    with _explained(call_log):
+    with _raising_posted_fault(call_log):
         yield
 
 
@@ -46,7 +46,7 @@ def eager_reduction(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
     """
     call_log = _call_log(groups)
     call_log.run(f"a reduction of gradients of {fqns[0]!r} outside of a graph")
-    with _explained(call_log):
+    with _raising_posted_fault(call_log):
         yield
 
 
@@ -70,7 +70,7 @@ def agreed_exchange(
         call_log.first_run(plan_id, text)
     else:
         call_log.announce(plan_id, text)
-    with _explained(call_log):
+    with _raising_posted_fault(call_log):
         yield
 
 
@@ -94,16 +94,16 @@ def _call_log(groups: MeshGroups) -> CallLog:
     """Return the mesh's call log, which on a fault releases ranks blocked in any of its groups."""
     call_log = call_log_of(process_group(groups.all_ranks))
     for name in filter(None, (groups.shards, groups.replicas)):
-        call_log.involve(process_group(name))
+        call_log.release_also(process_group(name))
     return call_log
 
 
 @contextmanager
-def _explained(call_log: CallLog) -> Iterator[None]:
+def _raising_posted_fault(call_log: CallLog) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        call_log.explain(error)
+        call_log.raise_posted_fault(error)
         raise
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from .adapters import adapter_state_dict, is_peft_model
-from .agree import raise_if_any
+from .agree import raise_on_all_ranks
 from .eager_calls import agree_on_gathering
 from .full_state_dict import (
     StateDict,
@@ -63,7 +63,7 @@ def save_in_full(save: Callable[..., Any]) -> Callable[..., Any]:
                 f"is_main_process={arguments['is_main_process']!r} on the first rank of the mesh, "
                 "which alone has the full model: set it to True there"
             )
-        raise_if_any(error, groups)
+        raise_on_all_ranks(error, groups)
         state = adapter_state_dict(self) if is_peft_model(self) else full_state_dict(self)
         if not is_first:
             return None

@@ -154,7 +154,7 @@ class ShardedModel:
 
     def warn_of_other_options(self, options: Options) -> None:
         """Warn once if a backend's options differ from those the model was sharded with."""
-        ignored = options.not_held_by(self.options)
+        ignored = options.differences_from(self.options)
         if ignored and not self.warned_of_options:
             self.warned_of_options = True
             warnings.warn(

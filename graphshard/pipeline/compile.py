@@ -42,7 +42,7 @@ from ..consensus.common_form import collectives_text
 from ..consensus.plan_consensus import PlanConsensus, log_every_call
 from ..interpreter import with_stack_room, without_full_collections
 from ..kinds import GraphKind
-from ..ops.in_flight import waiting_at_errors
+from ..ops.in_flight import wait_in_flight_on_error
 from ..planning.live_bytes import gathered_bytes
 from ..planning.plan import Plan
 from ..show.dump import Dump
@@ -109,7 +109,7 @@ def compile_traced(
     if collectives_text(plans) != collectives_text(compiled.plans):
         compiled = _compile(traced, settings.following(plans), writer)
         _warn_over_budget(compiled)
-    run = waiting_at_errors(compiled.run)
+    run = wait_in_flight_on_error(compiled.run)
     run = log_every_call(run, compiled.plans, traced.groups)
     return dataclasses.replace(compiled, run=run, tried=tried)
 
@@ -268,7 +268,7 @@ def _by_aten(traced: TracedGraph, lowering: Lowering, partition: Partitioner) ->
         lowering(gm.graph)
         gm.recompile()
         # Not ``gm`` itself: calling it drops the traceback of an error with all local variables,
-        # in which ``waiting_at_errors`` finds collectives in flight.
+        # in which ``wait_in_flight_on_error`` finds collectives in flight.
         return make_boxed_func(gm.forward)
 
     compiler = aot_autograd(fw_compiler=lower_and_run, partition_fn=partition)

@@ -17,7 +17,7 @@ import torch
 from .. import passes
 from .._torch.inductor import get_hash_for_files
 from ..consensus.common_form import kept_inputs
-from ..consensus.plan_consensus import follow
+from ..consensus.plan_consensus import place_buckets
 from ..cost.model import CostModel
 from ..kinds import GraphKind
 from ..options.schedule_policy import SchedulePolicy
@@ -166,7 +166,7 @@ class CompileSettings:
         """
         collectives = without_host_copies(problem)
         if problem.graph in self.first_rank_plans:
-            buckets = follow(collectives, params, self.first_rank_plans[problem.graph])
+            buckets = place_buckets(collectives, params, self.first_rank_plans[problem.graph])
         else:
             buckets = self.schedule.plan_buckets(collectives, cost_model, refine=refine)
         hides_copies = cost_model if self.schedule.overlap else None

@@ -144,7 +144,7 @@ def _fail_in_backward(group: dist.ProcessGroup, call_log: CallLog) -> str:
         return _first_line(loss.backward)
     assert call_log._watcher is not None
     call_log._watcher.comparison.post_fault(lambda: "something went wrong")
-    return message(call_log.explain, RuntimeError("of a collective"))
+    return message(call_log.raise_posted_fault, RuntimeError("of a collective"))
 
 
 def test_rank_blocked_in_backward_raises_the_same_error() -> None:

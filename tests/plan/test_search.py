@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from graphshard.consensus.plan_consensus import follow
+from graphshard.consensus.plan_consensus import place_buckets
 from graphshard.errors import BackendError
 from graphshard.kinds import TransferKind
 from graphshard.planning.live_bytes import alive_bytes, in_flight_bytes, smallest_peak
@@ -123,7 +123,7 @@ def _follow(problem: Problem, plan: Plan, num_others: int = 0) -> tuple[Bucket, 
         for t in problem.transfers
     ]
     problem = dataclasses.replace(problem, transfers=tuple(moved))
-    return follow(problem, [*others, *plan.params], plan)
+    return place_buckets(problem, [*others, *plan.params], plan)
 
 
 @given(problems(), lines, st.data())
