@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import io
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ import torch.distributed as dist
 from . import rank_process
 from .rank_process import Failure, Spec, from_bytes, pack_task, set_environ
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_POOLS = 2  # alive at once: a rank that has compiled something holds hundreds of MB
@@ -108,6 +110,35 @@ def run(
     else:
         pool.close()
     return results
+
+
+def on_ranks(
+    world_size: int,
+    *,
+    backend: str = "gloo",
+    timeout_s: float = 240.0,
+    env: Mapping[str, str] | None = None,
+) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Decorate a test to run on each of world_size ranks, as by `run`.
+
+    The ranks get the values of the test's parameters and fixtures, which have to be picklable.
+    """
+
+    def decorate(test: Callable[P, None]) -> Callable[P, None]:
+        @functools.wraps(test)
+        def run_on_ranks(*args: P.args, **kwargs: P.kwargs) -> None:
+            __tracebackhide__ = True
+            options: dict[str, Any] = {"backend": backend, "timeout_s": timeout_s, "env": env}
+            run(world_size, _call_decorated, run_on_ranks, args, kwargs, **options)
+
+        return run_on_ranks
+
+    return decorate
+
+
+def _call_decorated(test: Any, args: Any, kwargs: Any) -> None:
+    """Call the function that `on_ranks` has decorated: only the result has a name to pickle."""
+    test.__wrapped__(*args, **kwargs)
 
 
 def run_fresh(

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.alone
 
@@ -34,6 +35,24 @@ def test_results_are_in_rank_order(world_size: int) -> None:
     total = sum(rank * 2 + 1 for rank in range(world_size))
     assert [rank for rank, _ in results] == list(range(world_size))
     assert all(torch.equal(value, torch.tensor([total])) for _, value in results)
+
+
+@pytest.mark.parametrize("scale", [1, 3])
+@on_ranks(2)
+def test_decorated_test_runs_on_all_ranks_with_its_arguments(tmp_path: Path, scale: int) -> None:
+    assert _sum_ranks(1, scale=scale) == (dist.get_rank(), torch.tensor([scale + 2]))
+    assert tmp_path.is_dir()
+
+
+@on_ranks(2)
+def _fails_on_one_rank() -> None:
+    assert dist.get_rank() == 0
+
+
+def test_decorated_test_fails_if_one_rank_fails() -> None:
+    with pytest.raises(ranks.RankError, match="1 of 2 ranks failed") as error:
+        _fails_on_one_rank()
+    assert [failure.rank for failure in error.value.failures] == [1]
 
 
 def test_view_is_passed_by_value() -> None:

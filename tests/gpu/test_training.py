@@ -15,6 +15,7 @@ from tests.gpu.shared import collectives
 from tests.gpu.training import Trainer, agree, by_ddp, by_torch_compile, cosines_in_fp8, on_one_rank
 from tests.numerics.compare import NEEDS_FP8, whole
 from tests.numerics.test_float8 import MIN_COSINE
+from tests.ranks import on_ranks
 
 
 def test_one_rank_agrees_with_torch_compile() -> None:
@@ -34,17 +35,14 @@ def test_gradients_in_fp8() -> None:
     assert min(found) > MIN_COSINE
 
 
-def _trainer() -> None:
+@on_ranks(2)
+def test_trainer_trains() -> None:
     model = DeepMLP(16, 4)
     before = whole(next(model.parameters()))
     trainer = Trainer(model, "cpu", compiler="aot_eager", reshard_after_forward=False)
     for _ in range(2):
         trainer.step()
     assert not torch.equal(whole(next(model.parameters())), before)
-
-
-def test_trainer_trains() -> None:
-    ranks.run(2, _trainer)
 
 
 def _claims() -> None:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
-from tests import ranks
 from tests.models import GPT, MLP, Trainable
 from tests.numerics.compare import assert_sharded, graphshard_warnings, world_mesh
+from tests.ranks import on_ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -61,13 +61,10 @@ def _function(model: nn.Module, backend: Any) -> Any:
 
 @pytest.mark.parametrize("compiled", [_one_line, _in_place, _function])
 @pytest.mark.parametrize("first", [False, True])
+@on_ranks(2)
 def test_inputs_and_outputs_are_cast_from_first_call(
     compiled: Callable[..., Any], first: bool
 ) -> None:
-    ranks.run(2, _cross_border, compiled, first)
-
-
-def _cross_border(compiled: Callable[..., Any], first: bool) -> None:
     model = CastBoundary()
     if first:
         graphshard.shard(model, world_mesh(), mp_policy=BORDER)
@@ -79,11 +76,8 @@ def _cross_border(compiled: Callable[..., Any], first: bool) -> None:
     assert len(hooks) == 2
 
 
+@on_ranks(2)
 def test_second_model_of_a_backend_is_cast() -> None:
-    ranks.run(2, _second_model)
-
-
-def _second_model() -> None:
     backend = graphshard.backend(world_mesh(), compiler="aot_eager", mp_policy=BORDER)
     for model in (CastBoundary(), CastBoundary()):
         _call(torch.compile(model, backend=backend))
@@ -94,11 +88,8 @@ def _second_model() -> None:
         _call(part)
 
 
+@on_ranks(2)
 def test_plain_call_before_first_compiled_call_is_not_cast() -> None:
-    ranks.run(2, _call_plain)
-
-
-def _call_plain() -> None:
     model = MLP()
     backend = graphshard.backend(world_mesh(), compiler="aot_eager", mp_policy=BORDER)
     compiled = torch.compile(model, backend=backend)
@@ -116,11 +107,8 @@ class Broken(nn.Module):
         return self.linear(x).square().mean()
 
 
+@on_ranks(2)
 def test_casts_with_a_graph_break() -> None:
-    ranks.run(2, _break)
-
-
-def _break() -> None:
     options = {"compiler": "aot_eager", "mp_policy": MixedPrecisionPolicy(BF16, FP32)}
     model = Broken()
     compiled = torch.compile(model, backend=graphshard.backend(world_mesh(), **options))
@@ -151,11 +139,8 @@ class TakesDataclass(nn.Module):
         return Batch(self.linear(batch.x), batch.ids)
 
 
+@on_ranks(2)
 def test_dataclasses_are_cast() -> None:
-    ranks.run(2, _cast_dataclass)
-
-
-def _cast_dataclass() -> None:
     backend = graphshard.backend(world_mesh(), compiler="aot_eager", mp_policy=BORDER)
     compiled = torch.compile(TakesDataclass(), backend=backend)
     for _ in range(2):
@@ -164,11 +149,8 @@ def _cast_dataclass() -> None:
 
 
 @pytest.mark.parametrize("kind", [GPT, MLP])
+@on_ranks(2)
 def test_backend_by_name_casts_inputs_of_first_call(kind: Trainable) -> None:
-    ranks.run(2, _by_name, kind)
-
-
-def _by_name(kind: Trainable) -> None:
     options = {"compiler": "aot_eager", "mp_policy": MixedPrecisionPolicy(BF16, FP32)}
     compiled = torch.compile(kind(), backend="graphshard", options=options)
     batch = kind.batch(torch.Generator())
@@ -184,7 +166,12 @@ def _sequential() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.Tanh())
 
 
-def _call_bare(make: Callable[[], nn.Module], compile: Callable[[nn.Module, Any], Any]) -> None:
+@pytest.mark.parametrize("compile", [_one_line, _in_place])
+@pytest.mark.parametrize("make", [_linear, _sequential])
+@on_ranks(2)
+def test_bare_torch_nn_module_is_cast(
+    make: Callable[[], nn.Module], compile: Callable[[nn.Module, Any], Any]
+) -> None:
     model = make()
     backend = graphshard.backend(world_mesh(), compiler="aot_eager", mp_policy=BORDER)
     called = compile(model, backend)
@@ -199,11 +186,3 @@ def _call_bare(make: Callable[[], nn.Module], compile: Callable[[nn.Module, Any]
     assert compile is _in_place or len(backend.plans) == 2
     # Of the hooks that sharding has added, only the one that casts is left.
     assert len(model._forward_pre_hooks) == 1
-
-
-@pytest.mark.parametrize("compile", [_one_line, _in_place])
-@pytest.mark.parametrize("make", [_linear, _sequential])
-def test_bare_torch_nn_module_is_cast(
-    make: Callable[[], nn.Module], compile: Callable[[nn.Module, Any], Any]
-) -> None:
-    ranks.run(2, _call_bare, make, compile)

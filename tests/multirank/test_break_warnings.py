@@ -11,6 +11,7 @@ from tests import ranks
 from tests.models import MLP
 from tests.numerics.compare import Twins, graphshard_warnings
 from tests.numerics.test_breaks import DisabledFirst, Loop, Middle
+from tests.ranks import on_ranks
 
 
 def _warning_of(kind: Any) -> str:
@@ -27,7 +28,8 @@ def test_break_warning_names_file_and_line() -> None:
         assert "test_breaks.py" in text or "Linear" in text
 
 
-def _train_two() -> None:
+@on_ranks(2)
+def test_each_model_with_breaks_warns_once() -> None:
     """Train two models with graph breaks; each warns once."""
     with graphshard_warnings() as warned:
         for kind in (Middle, Loop):
@@ -35,15 +37,8 @@ def _train_two() -> None:
     assert [text.split()[1] for text in warned] == ["Middle", "Loop"]
 
 
-def test_each_model_with_breaks_warns_once() -> None:
-    ranks.run(2, _train_two)
-
-
-def _train_whole() -> None:
+@on_ranks(2)
+def test_model_without_breaks_does_not_warn() -> None:
     with graphshard_warnings() as warned:
         Twins(MLP()).train(MLP.batch, steps=2)
     assert not warned
-
-
-def test_model_without_breaks_does_not_warn() -> None:
-    ranks.run(2, _train_whole)

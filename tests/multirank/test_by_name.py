@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from tests import ranks
 from tests.models import MLP
 from tests.numerics.compare import world_mesh
+from tests.ranks import on_ranks
 
 from .test_unsharded import config_disable, force_eager, refuse_step, sequential, train_uncompiled
 
@@ -46,13 +47,10 @@ def test_equal_options_share_a_backend(tmp_path: Path) -> None:
     assert numbers == {"00", "01"}  # both numbered by the same backend
 
 
-def _refuse_options() -> None:
+@on_ranks(1)
+def test_wrong_options_raise_in_torch_compile() -> None:
     with pytest.raises(ValueError, match="options\\['shards'\\]=4: must be one of"):
         torch.compile(MLP(), backend="graphshard", options={"shards": 4})
-
-
-def test_wrong_options_raise_in_torch_compile() -> None:
-    ranks.run(1, _refuse_options)
 
 
 # The same as with a backend object, see tests/multirank/test_unsharded.py.

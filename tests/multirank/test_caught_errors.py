@@ -20,6 +20,7 @@ from graphshard.ops.host_copy import _HostCopy, _Launch
 from tests import ranks
 from tests.fallible import Fallible, fails_in, in_flight_then, passes_left
 from tests.numerics.compare import compile_sharded
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.alone
 
@@ -30,7 +31,10 @@ def _batch() -> Tensor:
     return Fallible.batch(torch.Generator())
 
 
-def _fail_often(where: str, compiler: str) -> None:
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@on_ranks(2)
+def test_no_collective_stays_in_flight_after_error(where: str, compiler: str) -> None:
     model = Fallible()
     compiled = compile_sharded(model, compiler=compiler, schedule=SMALL_BUCKETS)
     x = _batch()
@@ -50,12 +54,6 @@ def _fail_often(where: str, compiler: str) -> None:
     compiled(x).backward()
     for param, grad in zip(model.parameters(), expected):
         assert torch.equal(param.grad.to_local(), grad)
-
-
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_no_collective_stays_in_flight_after_error(where: str, compiler: str) -> None:
-    ranks.run(2, _fail_often, where, compiler)
 
 
 def _fail_earlier_on_one_rank() -> tuple[float, int]:

@@ -24,6 +24,7 @@ from graphshard.errors import BackendError
 from tests import ranks
 from tests.models import MLP
 from tests.numerics.compare import compile_sharded, world_mesh
+from tests.ranks import on_ranks
 
 ERRORS = (ValueError, RuntimeError)
 X = torch.ones(5, 7)
@@ -101,11 +102,6 @@ def test_lines_advised_by_error_make_one_process_train(as_function: bool) -> Non
         dist.destroy_process_group()
 
 
-def _mesh_of_three_axes(make: Any) -> None:
-    mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("stage", "replicate", "shard"))
-    assert_refused(MLP(), lambda model: make(model, mesh), r"mesh has 3 axes.*replicate.*shard")
-
-
 def _backend_on(model: nn.Module, mesh: DeviceMesh) -> object:
     return torch.compile(model, backend=graphshard.backend(mesh, compiler="aot_eager"))(X)
 
@@ -119,19 +115,18 @@ ON_MESH = [_backend_on, _function_on, graphshard.shard]
 
 
 @pytest.mark.parametrize("make", ON_MESH)
+@on_ranks(2)
 def test_mesh_of_three_axes_is_refused(make: Any) -> None:
-    ranks.run(2, _mesh_of_three_axes, make)
-
-
-def _mesh_elsewhere(make: Any) -> None:
-    assert dist.group.WORLD is not None
-    mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda")
-    assert_refused(MLP(), lambda model: make(model, mesh), r"'up\.weight' is on cpu.*mesh on cuda")
+    mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("stage", "replicate", "shard"))
+    assert_refused(MLP(), lambda model: make(model, mesh), r"mesh has 3 axes.*replicate.*shard")
 
 
 @pytest.mark.parametrize("make", ON_MESH)
+@on_ranks(2)
 def test_mesh_of_another_device_is_refused(make: Any) -> None:
-    ranks.run(2, _mesh_elsewhere, make)
+    assert dist.group.WORLD is not None
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda")
+    assert_refused(MLP(), lambda model: make(model, mesh), r"'up\.weight' is on cpu.*mesh on cuda")
 
 
 # Models that are wrapped or sharded already, or have parameters without values.
@@ -180,7 +175,12 @@ PREPARED = [
 ]
 
 
-def _refuse_prepared(prepare: Callable[[Any], nn.Module], act: Act, match: str) -> None:
+@pytest.mark.parametrize(("prepare", "match"), PREPARED)
+@pytest.mark.parametrize("act", [first_step, shard])
+@on_ranks(2)
+def test_part_that_cannot_be_sharded_is_refused(
+    prepare: Callable[[Any], nn.Module], act: Act, match: str
+) -> None:
     model = _Dressed(prepare)
     if prepare is _lazy:  # its parameters have no values to compare
         with pytest.raises(ERRORS, match=match):
@@ -190,28 +190,17 @@ def _refuse_prepared(prepare: Callable[[Any], nn.Module], act: Act, match: str) 
     assert_refused(model, act, match)
 
 
-@pytest.mark.parametrize(("prepare", "match"), PREPARED)
-@pytest.mark.parametrize("act", [first_step, shard])
-def test_part_that_cannot_be_sharded_is_refused(
-    prepare: Callable[[Any], nn.Module], act: Act, match: str
-) -> None:
-    ranks.run(2, _refuse_prepared, prepare, act, match)
-
-
-def _refuse_meta(act: Act) -> None:
-    with torch.device("meta"):
-        model = MLP()
-    assert_refused(model, act, r"'up\.weight' is on the meta device.*to_empty")
-
-
 def first_step_on_meta(model: nn.Module) -> object:
     """Call the model with inputs on meta: Dynamo itself would refuse a graph of two devices."""
     return compile_sharded(lambda x: model(x))(X.to("meta"))
 
 
 @pytest.mark.parametrize("act", [first_step, first_step_on_meta, first_step_in_place])
+@on_ranks(2)
 def test_model_on_meta_is_refused_at_first_step(act: Act) -> None:
-    ranks.run(2, _refuse_meta, act)
+    with torch.device("meta"):
+        model = MLP()
+    assert_refused(model, act, r"'up\.weight' is on the meta device.*to_empty")
 
 
 # Differences between ranks. Each function changes the model of one rank.
@@ -283,7 +272,8 @@ def test_model_that_differs_on_first_rank_is_refused() -> None:
     ranks.run(2, _refuse_difference, _one_more, 0, "")
 
 
-def _refuse_other_order() -> None:
+@on_ranks(2)
+def test_parameters_in_different_order_keep_their_values() -> None:
     """Shard a model whose parameters rank 1 registers in another order.
 
     A broadcast in the order of registration would mix up their values.
@@ -299,10 +289,6 @@ def _refuse_other_order() -> None:
     for name in sorted(names):
         full = model.get_parameter(name).full_tensor()  # type: ignore[attr-defined]
         assert torch.equal(full.detach(), torch.full((3,), float(ord(name)))), name
-
-
-def test_parameters_in_different_order_keep_their_values() -> None:
-    ranks.run(2, _refuse_other_order)
 
 
 def _refuse_other_options(options: list[dict[str, Any]], match: str) -> None:
@@ -330,25 +316,19 @@ def test_options_that_differ_between_ranks_are_refused(options: list[dict[str, A
     )
 
 
-def _refuse_other_ignored() -> None:
+@on_ranks(2)
+def test_ignored_params_that_differ_between_ranks_are_refused() -> None:
     model = MLP()
     ignored = [model.up.bias] if dist.get_rank() == 0 else []
     act = lambda m: graphshard.shard(m, world_mesh(), ignored_params=ignored)  # noqa: E731
     assert_refused(model, act, r"'up\.bias' differs between ranks.*missing")
 
 
-def test_ignored_params_that_differ_between_ranks_are_refused() -> None:
-    ranks.run(2, _refuse_other_ignored)
-
-
-def _fault_on_one_rank() -> None:
+@on_ranks(2)
+def test_fault_on_one_rank_is_an_error_on_all() -> None:
     """Assert that every rank raises the fault of rank 1, and names that rank."""
     model = _Dressed(lambda module: module.to("meta") if dist.get_rank() == 1 else module)
     assert_refused(model, shard, r"rank 1 of the mesh: parameter 'part\.weight' is on the meta")
-
-
-def test_fault_on_one_rank_is_an_error_on_all() -> None:
-    ranks.run(2, _fault_on_one_rank)
 
 
 # Invalid options, which are refused without a process group.
@@ -405,13 +385,10 @@ def test_unknown_option_is_refused(make: Callable[..., object]) -> None:
         ({"reshard_after_forward": "yes"}, "reshard_after_forward='yes'"),
     ],
 )
+@on_ranks(2)
 def test_invalid_options_of_backend_by_name_are_refused(
     options: dict[str, Any], match: str
 ) -> None:
-    ranks.run(2, _refuse_by_name, options, match)
-
-
-def _refuse_by_name(options: dict[str, Any], match: str) -> None:
     act = lambda m: torch.compile(m, backend="graphshard", options=options)(X)  # noqa: E731
     assert_refused(MLP(), act, match)
 
@@ -419,16 +396,13 @@ def _refuse_by_name(options: dict[str, Any], match: str) -> None:
 # Compiled code whose model graphshard cannot find or change.
 
 
-def _parameter_of_nobody() -> None:
+@on_ranks(2)
+def test_parameter_without_a_module_is_refused() -> None:
     param = nn.Parameter(torch.ones(7))
     loss = compile_sharded(lambda x: (x * param).sum())
     with pytest.raises(ERRORS, match=re.escape("belongs to no module")):
         loss(X)
     assert type(param) is nn.Parameter
-
-
-def test_parameter_without_a_module_is_refused() -> None:
-    ranks.run(2, _parameter_of_nobody)
 
 
 class _Final(type):
@@ -444,10 +418,7 @@ class _Sealed(nn.Linear, metaclass=_Final):
     pass
 
 
-def _class_that_cannot_change(act: Act) -> None:
-    assert_refused(nn.Sequential(nn.Linear(7, 7), _Sealed(7, 3)), act, "class _Sealed.*it is final")
-
-
 @pytest.mark.parametrize("act", [first_step, shard])
+@on_ranks(2)
 def test_module_class_without_subclasses_is_refused(act: Act) -> None:
-    ranks.run(2, _class_that_cannot_change, act)
+    assert_refused(nn.Sequential(nn.Linear(7, 7), _Sealed(7, 3)), act, "class _Sealed.*it is final")

@@ -24,9 +24,10 @@ from graphshard.kinds import TransferKind
 from graphshard.ops import host_copy
 from graphshard.pipeline.settings import CompileSettings
 from graphshard.planning.simulate import simulate
-from tests import fallible, ranks
+from tests import fallible
 from tests.fallible import DIM, Fallible, fails_in, in_flight_then, passes_left
 from tests.numerics.compare import world_mesh
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.alone
 
@@ -98,7 +99,10 @@ def _compiled_with_copies(model: Fallible, what: str, x: Tensor) -> Any:
     return compiled
 
 
-def _fail(what: str, where: str) -> None:
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("what", [SHARDS, ACTIVATIONS])
+@on_ranks(2)
+def test_no_copy_stays_in_flight_after_error(what: str, where: str) -> None:
     model, x = Fallible(LAYERS), torch.randn(4 if what == SHARDS else 1000, DIM)
     with _as_on_a_device():
         compiled = _compiled_with_copies(model, what, x)
@@ -121,9 +125,3 @@ def _fail(what: str, where: str) -> None:
         compiled(x).backward()
     for param, grad in zip(model.parameters(), expected):
         assert torch.equal(param.grad.to_local(), grad)
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("what", [SHARDS, ACTIVATIONS])
-def test_no_copy_stays_in_flight_after_error(what: str, where: str) -> None:
-    ranks.run(2, _fail, what, where)

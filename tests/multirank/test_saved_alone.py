@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from tests import ranks
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.alone
 
@@ -119,30 +120,27 @@ def test_save_on_one_rank_is_an_error_at_once(
     assert f"which all ranks have to {REMEDIES[save]}" in error, error
 
 
-def _save_all(folder: Path) -> None:
+@on_ranks(2)
+def test_save_on_all_ranks_is_allowed(tmp_path: Path) -> None:
     """Save in allowed ways: on all ranks, full state, in memory, and a copy in a thread."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
     model = graphshard.shard(Model(), mesh)
-    state, own = model.state_dict(), folder / f"{rank}.pt"
+    state, own = model.state_dict(), tmp_path / f"{rank}.pt"
     time.sleep(2 * rank)
     torch.save(state, own)
-    dcp.save({"model": state}, checkpoint_id=folder / "dcp")
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "dcp")
     loaded = torch.load(own)
     model.load_state_dict(loaded)
     full = graphshard.full_state_dict(model)
     copied = copy.deepcopy(state)
     if rank == 0:
-        torch.save(full, folder / "full.pt")
+        torch.save(full, tmp_path / "full.pt")
         pickle.loads(pickle.dumps(state))
-        writer = threading.Thread(target=torch.save, args=(copied, folder / "thread.pt"))
+        writer = threading.Thread(target=torch.save, args=(copied, tmp_path / "thread.pt"))
         writer.start()
         writer.join()
-        assert torch.load(folder / "thread.pt").keys() == state.keys()
+        assert torch.load(tmp_path / "thread.pt").keys() == state.keys()
     dist.barrier()
-
-
-def test_save_on_all_ranks_is_allowed(tmp_path: Path) -> None:
-    ranks.run(2, _save_all, tmp_path)
 
 
 def _save_after_fault(folder: Path) -> None:

@@ -30,6 +30,7 @@ from tests.numerics.compare import (
     whole,
     world_mesh,
 )
+from tests.ranks import on_ranks
 
 
 class _Odds(nn.Module):
@@ -91,7 +92,9 @@ def test_all_ranks_start_from_values_of_the_first(shard: Shard, world_size: int)
     ranks.run(world_size, _broadcast, shard)
 
 
-def _keep_apart(shard: Callable[..., object]) -> None:
+@pytest.mark.parametrize("shard", [_by_first_step, _by_shard])
+@on_ranks(2)
+def test_without_sync_module_states_ranks_keep_their_values(shard: Callable[..., object]) -> None:
     """Assert that each rank keeps its own rows and buffers."""
     torch.manual_seed(dist.get_rank())
     model = _Odds()
@@ -105,12 +108,9 @@ def _keep_apart(shard: Callable[..., object]) -> None:
         assert torch.equal(buffer, own[name]), name
 
 
-@pytest.mark.parametrize("shard", [_by_first_step, _by_shard])
-def test_without_sync_module_states_ranks_keep_their_values(shard: Shard) -> None:
-    ranks.run(2, _keep_apart, shard)
-
-
-def _read_before_the_first_graph(seed_by_rank: bool) -> None:
+@pytest.mark.parametrize("seed_by_rank", [False, True])
+@on_ranks(2)
+def test_values_used_before_sharding_must_be_equal(seed_by_rank: bool) -> None:
     """Run an eager part before the first graph, when graphshard does not know the model yet."""
     torch.manual_seed(dist.get_rank() if seed_by_rank else 0)
     model = MLP()
@@ -128,23 +128,19 @@ def _read_before_the_first_graph(seed_by_rank: bool) -> None:
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-@pytest.mark.parametrize("seed_by_rank", [False, True])
-def test_values_used_before_sharding_must_be_equal(seed_by_rank: bool) -> None:
-    ranks.run(2, _read_before_the_first_graph, seed_by_rank)
-
-
-def _broadcast_an_expanded_buffer() -> None:
+@on_ranks(2)
+def test_expanded_buffer_is_broadcast() -> None:
     model = MLP()
     model.register_buffer("expanded", torch.full((1,), float(dist.get_rank())).expand(6))
     _by_shard(model)
     assert torch.equal(model.expanded, torch.zeros(6))
 
 
-def test_expanded_buffer_is_broadcast() -> None:
-    ranks.run(2, _broadcast_an_expanded_buffer)
-
-
-def _copy_before(copy_of: Callable[[nn.Module], nn.Module]) -> None:
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, AveragedModel])
+@on_ranks(2)
+def test_ema_copy_from_before_sharding_stays_plain(
+    copy_of: Callable[[nn.Module], nn.Module],
+) -> None:
     model = MLP()
     average = copy_of(model)
     before = _tensors(average)
@@ -159,14 +155,8 @@ def _copy_before(copy_of: Callable[[nn.Module], nn.Module]) -> None:
         assert_close("average", mean, param)
 
 
-@pytest.mark.parametrize("copy_of", [copy.deepcopy, AveragedModel])
-def test_ema_copy_from_before_sharding_stays_plain(
-    copy_of: Callable[[nn.Module], nn.Module],
-) -> None:
-    ranks.run(2, _copy_before, copy_of)
-
-
-def _copy_after() -> None:
+@on_ranks(2)
+def test_copy_of_sharded_model_is_independent() -> None:
     twins = Twins(MLP())
     twins.train(MLP.batch, steps=1)
     other = Twins(copy.deepcopy(twins.model), copy.deepcopy(twins.reference))
@@ -179,11 +169,8 @@ def _copy_after() -> None:
     assert other.compiled(torch.ones(5, 7)) == 0
 
 
-def test_copy_of_sharded_model_is_independent() -> None:
-    ranks.run(2, _copy_after)
-
-
-def _copy_tied() -> None:
+@on_ranks(2)
+def test_copy_of_sharded_model_keeps_tied_weights() -> None:
     twins = Twins(GPT())
     twins.train(GPT.batch, steps=1)
     clone = copy.deepcopy(twins.model)
@@ -192,11 +179,8 @@ def _copy_tied() -> None:
     Twins(clone, copy.deepcopy(twins.reference)).train(GPT.batch, steps=2)
 
 
-def test_copy_of_sharded_model_keeps_tied_weights() -> None:
-    ranks.run(2, _copy_tied)
-
-
-def _plain_grad_before() -> None:
+@on_ranks(2)
+def test_gradients_from_before_the_first_step_are_kept() -> None:
     """Accumulate on gradients of a plain backward, which the first compiled step averages."""
     twins = Twins(MLP())
     xs = draw(MLP.batch, 7)
@@ -204,10 +188,6 @@ def _plain_grad_before() -> None:
     torch.stack([twins.reference(x) for x in xs]).mean().backward()
     twins.backward(draw(MLP.batch, 0))
     twins.check()
-
-
-def test_gradients_from_before_the_first_step_are_kept() -> None:
-    ranks.run(2, _plain_grad_before)
 
 
 def _read_grad(params: list[nn.Parameter]) -> object:
@@ -222,7 +202,9 @@ def _clip(params: list[nn.Parameter]) -> object:
     return nn.utils.clip_grad_norm_(params, 1.0)
 
 
-def _use_old_objects(use: Callable[[list[nn.Parameter]], object]) -> None:
+@pytest.mark.parametrize("use", [_read_grad, _compute, _clip])
+@on_ranks(2)
+def test_use_of_old_parameter_objects_raises(use: Callable[[list[nn.Parameter]], object]) -> None:
     model = MLP()
     old = list(model.parameters())
     compile_sharded(model)(torch.ones(5, 7)).backward()
@@ -230,12 +212,8 @@ def _use_old_objects(use: Callable[[list[nn.Parameter]], object]) -> None:
         use(old)
 
 
-@pytest.mark.parametrize("use", [_read_grad, _compute, _clip])
-def test_use_of_old_parameter_objects_raises(use: Callable[[list[nn.Parameter]], object]) -> None:
-    ranks.run(2, _use_old_objects, use)
-
-
-def _train_with_values_changed_in_place() -> None:
+@on_ranks(2)
+def test_values_changed_in_place_are_trained_on() -> None:
     twins = Twins(MLP())
     twins.train(MLP.batch, steps=1)
     for model in (twins.model, twins.reference):
@@ -245,7 +223,3 @@ def _train_with_values_changed_in_place() -> None:
             nn.init.ones_(model.mid.weight)
     assert_same(twins.model, twins.reference)
     twins.train(MLP.batch, steps=2)
-
-
-def test_values_changed_in_place_are_trained_on() -> None:
-    ranks.run(2, _train_with_values_changed_in_place)

@@ -29,6 +29,7 @@ from tests.numerics.compare import (
     sgd,
     world_mesh,
 )
+from tests.ranks import on_ranks
 
 Compile = Callable[[nn.Module, graphshard.Backend], Any]
 
@@ -143,7 +144,9 @@ def _compiled_twice(model: nn.Module, backend: graphshard.Backend) -> Any:
     return torch.compile(torch.compile(model, backend="aot_eager"), backend=backend)
 
 
-def train_without_truth_value(kind: Any, compile: Compile) -> None:
+@pytest.mark.parametrize(("kind", "compile"), [(_Unsized, _compiled), (MLP, _compiled_twice)])
+@on_ranks(2)
+def test_model_without_truth_value_is_sharded(kind: Any, compile: Compile) -> None:
     twins = Twins(kind())
     twins.compiled = compile(twins.model, twins.backend)
     with graphshard_warnings() as texts:
@@ -152,12 +155,8 @@ def train_without_truth_value(kind: Any, compile: Compile) -> None:
     assert not texts, texts
 
 
-@pytest.mark.parametrize(("kind", "compile"), [(_Unsized, _compiled), (MLP, _compiled_twice)])
-def test_model_without_truth_value_is_sharded(kind: Any, compile: Compile) -> None:
-    ranks.run(2, train_without_truth_value, kind, compile)
-
-
-def _train_sharded_uncompiled() -> None:
+@on_ranks(2)
+def test_sharded_but_uncompiled_model_warns_once() -> None:
     twins = Twins(graphshard.shard(MLP(), world_mesh()), MLP())
     twins.reference.load_state_dict(
         {name: p.full_tensor() for name, p in twins.model.state_dict().items()}
@@ -166,10 +165,6 @@ def _train_sharded_uncompiled() -> None:
     with graphshard_warnings() as texts:
         twins.train(MLP.batch)
     assert len(texts) == 1 and "MLP is not compiled" in texts[0], texts
-
-
-def test_sharded_but_uncompiled_model_warns_once() -> None:
-    ranks.run(2, _train_sharded_uncompiled)
 
 
 @torch.compiler.disable
@@ -190,7 +185,9 @@ class _Loop(nn.Module):
         return x
 
 
-def _train_a_loop(by_argument: bool) -> None:
+@pytest.mark.parametrize("by_argument", [False, True])
+@on_ranks(2)
+def test_model_with_eager_loop_in_compiled_function_is_sharded(by_argument: bool) -> None:
     twins = Twins(_Loop())
     if by_argument:
         step = torch.compile(lambda model, x: model(x), backend=twins.backend)
@@ -201,12 +198,8 @@ def _train_a_loop(by_argument: bool) -> None:
     assert_sharded(twins.model)
 
 
-@pytest.mark.parametrize("by_argument", [False, True])
-def test_model_with_eager_loop_in_compiled_function_is_sharded(by_argument: bool) -> None:
-    ranks.run(2, _train_a_loop, by_argument)
-
-
-def _share_a_graph() -> None:
+@on_ranks(2)
+def test_model_that_reuses_a_graph_does_not_warn() -> None:
     """Train two models, the second with the graph that was compiled for the first."""
     backend, models = _backend(), [MLP(), MLP()]
     with graphshard_warnings() as texts:
@@ -216,11 +209,8 @@ def _share_a_graph() -> None:
     assert len(backend.plans) == 2 and not texts, texts
 
 
-def test_model_that_reuses_a_graph_does_not_warn() -> None:
-    ranks.run(2, _share_a_graph)
-
-
-def _copy_before_the_first_call() -> None:
+@on_ranks(2)
+def test_copy_made_before_first_call_stays_plain() -> None:
     """Assert that copies stay plain, even if every call of the original counts as compiled."""
     model = MLP()
     called = _disabled(model, _backend())
@@ -230,10 +220,6 @@ def _copy_before_the_first_call() -> None:
         assert_plain(copied)
     called(torch.ones(5, 7))
     assert_sharded(model)
-
-
-def test_copy_made_before_first_call_stays_plain() -> None:
-    ranks.run(2, _copy_before_the_first_call)
 
 
 # Not sharded: an error at the first optimizer step.
@@ -262,28 +248,23 @@ def test_optimizer_step_on_unsharded_model_raises(compile: Compile, off: Any) ->
     ranks.run(2, refuse_step, compile, off)
 
 
-def _refuse_suppressed() -> None:
+@on_ranks(2)
+def test_suppressed_compile_error_raises_at_first_step() -> None:
     model = MLP()
     compiled = _function(model, _backend(overrides={"nothing": {"shard": False}}))
     with suppress_errors(), pytest.raises(RuntimeError, match="SGD steps"):
         _step(model, compiled)
 
 
-def test_suppressed_compile_error_raises_at_first_step() -> None:
-    ranks.run(2, _refuse_suppressed)
-
-
-def _one_rank() -> None:
+@on_ranks(1)
+def test_single_rank_may_train_unsharded() -> None:
     model = MLP()
     torch.compile(model, backend=_backend())
     _step(model, model)
 
 
-def test_single_rank_may_train_unsharded() -> None:
-    ranks.run(1, _one_rank)
-
-
-def _call_another_backend() -> None:
+@on_ranks(2)
+def test_models_of_other_backends_stay_plain() -> None:
     """Compile a function that calls, from eager code, a model compiled by another backend."""
     model, other = MLP(), torch.compile(MLP(), backend="aot_eager")
     outside = torch.compiler.disable(lambda x: other(x), recursive=False)
@@ -291,10 +272,6 @@ def _call_another_backend() -> None:
     compiled(torch.ones(5, 7)).backward()
     assert_sharded(model)
     assert_plain(other)
-
-
-def test_models_of_other_backends_stay_plain() -> None:
-    ranks.run(2, _call_another_backend)
 
 
 class _Disabled(nn.Module):
@@ -307,7 +284,8 @@ class _Disabled(nn.Module):
         return self.linear(x)
 
 
-def _refuse_to_step_beside() -> None:
+@on_ranks(2)
+def test_eager_model_in_compiled_function_raises_at_step() -> None:
     """Compile a function of two models, one of which runs eagerly."""
     model, other = MLP(), _Disabled()
     compiled = torch.compile(lambda x: model(x) + other(x).sum(), backend=_backend())
@@ -319,11 +297,8 @@ def _refuse_to_step_beside() -> None:
     dist.barrier()
 
 
-def test_eager_model_in_compiled_function_raises_at_step() -> None:
-    ranks.run(2, _refuse_to_step_beside)
-
-
-def _warn_of_an_argument() -> None:
+@on_ranks(2)
+def test_compiled_function_that_shards_nothing_warns() -> None:
     # graphshard does not know of models that a function takes as arguments.
     model = _Disabled()
     compiled = torch.compile(lambda model, x: model(x).tanh(), backend=_backend())
@@ -333,14 +308,11 @@ def _warn_of_an_argument() -> None:
     assert len(texts) == 1 and "sharded nothing" in texts[0], texts
 
 
-def test_compiled_function_that_shards_nothing_warns() -> None:
-    ranks.run(2, _warn_of_an_argument)
-
-
 # Optimizers of other models.
 
 
-def _step_others_first() -> None:
+@on_ranks(2)
+def test_optimizers_of_other_models_may_step() -> None:
     """Step optimizers of other models, and one with a gradient only for an ignored parameter."""
     model, other, reduced = MLP(), MLP(), DistributedDataParallel(MLP())
     backend = _backend(ignored_params=[model.up.bias])
@@ -356,11 +328,8 @@ def _step_others_first() -> None:
     assert not texts
 
 
-def test_optimizers_of_other_models_may_step() -> None:
-    ranks.run(2, _step_others_first)
-
-
-def _ddp_of_a_compiled_model() -> None:
+@on_ranks(2)
+def test_model_trained_with_ddp_may_stay_plain() -> None:
     """Compile a model, but train it with DDP."""
     model = MLP()
     torch.compile(model, backend=_backend())
@@ -369,11 +338,9 @@ def _ddp_of_a_compiled_model() -> None:
     assert_plain(model)
 
 
-def test_model_trained_with_ddp_may_stay_plain() -> None:
-    ranks.run(2, _ddp_of_a_compiled_model)
-
-
-def _ddp_around(compile: Compile) -> None:
+@pytest.mark.parametrize("compile", [_compiled, _in_place, _disabled])
+@on_ranks(2)
+def test_ddp_around_compiled_model_is_refused(compile: Compile) -> None:
     # DDP would reduce gradients of parameters that no longer exist, and keep these allocated.
     model = MLP()
     ddp = DistributedDataParallel(compile(model, _backend()))
@@ -387,12 +354,8 @@ def _ddp_around(compile: Compile) -> None:
     assert_sharded(model)
 
 
-@pytest.mark.parametrize("compile", [_compiled, _in_place, _disabled])
-def test_ddp_around_compiled_model_is_refused(compile: Compile) -> None:
-    ranks.run(2, _ddp_around, compile)
-
-
-def _forget_the_backend() -> None:
+@on_ranks(2)
+def test_unused_backend_warns_once() -> None:
     model = MLP()
     backend = _backend()
     compiled = torch.compile(model, backend="aot_eager")
@@ -403,11 +366,8 @@ def _forget_the_backend() -> None:
     del backend
 
 
-def test_unused_backend_warns_once() -> None:
-    ranks.run(2, _forget_the_backend)
-
-
-def _compile_the_optimizer() -> None:
+@on_ranks(2)
+def test_optimizer_step_compiles_without_break() -> None:
     backend, model = _backend(), MLP()
     optimizer = sgd(model)
     model(torch.ones(5, 7)).backward()
@@ -415,7 +375,3 @@ def _compile_the_optimizer() -> None:
     reasons = list(torch._dynamo.utils.counters["graph_break"])
     assert not any("graphshard" in reason for reason in reasons), reasons
     del backend
-
-
-def test_optimizer_step_compiles_without_break() -> None:
-    ranks.run(2, _compile_the_optimizer)

@@ -33,6 +33,7 @@ from tests.numerics.compare import (
     whole,
 )
 from tests.numerics.test_breaks import DisabledFirst
+from tests.ranks import on_ranks
 
 MICROBATCHES = 3
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -207,7 +208,13 @@ class _Sometimes(nn.Module):
         return torch.randn(5, 7, generator=rng), True
 
 
-def _unused_at_the_end(function: Any) -> None:
+def _plainly(model: nn.Module) -> Any:
+    return torch.compiler.disable(model.forward)
+
+
+@pytest.mark.parametrize("function", [None, _plainly])
+@on_ranks(2)
+def test_sum_is_reduced_if_the_last_microbatch_adds_nothing(function: Any) -> None:
     twins = Twins(_Sometimes(), function=function, fullgraph=False)
     first, second = (draw(_Sometimes.batch, step) for step in range(2))
     for _ in range(2):
@@ -218,16 +225,8 @@ def _unused_at_the_end(function: Any) -> None:
         twins.zero_grad()
 
 
-def _plainly(model: nn.Module) -> Any:
-    return torch.compiler.disable(model.forward)
-
-
-@pytest.mark.parametrize("function", [None, _plainly])
-def test_sum_is_reduced_if_the_last_microbatch_adds_nothing(function: Any) -> None:
-    ranks.run(2, _unused_at_the_end, function)
-
-
-def _eager_part() -> None:
+@on_ranks(2)
+def test_accumulation_with_an_eager_part() -> None:
     twins = Twins(DisabledFirst(), fullgraph=False)
     for step in range(2):
         with graphshard.no_sync(twins.model):
@@ -238,11 +237,19 @@ def _eager_part() -> None:
         twins.zero_grad()
 
 
-def test_accumulation_with_an_eager_part() -> None:
-    ranks.run(2, _eager_part)
-
-
-def _average_over_replicas_later(kind: Any, function: Any, last_is_used: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "function", "last_is_used"),
+    [
+        (DisabledFirst, None, True),
+        (MLP, _plainly, True),
+        (_Sometimes, None, False),
+        (_Sometimes, _plainly, False),
+    ],
+)
+@on_ranks(4)
+def test_deferred_all_reduce_with_eager_and_unused_parts(
+    kind: Any, function: Any, last_is_used: bool
+) -> None:
     """Reduce-scatter gradients in each microbatch, and all-reduce between replicas in the last."""
     mesh = _mesh((2, 2))
     twins = Twins(kind(), function=function, fullgraph=False, mesh=mesh)
@@ -257,22 +264,8 @@ def _average_over_replicas_later(kind: Any, function: Any, last_is_used: bool) -
         twins.zero_grad()
 
 
-@pytest.mark.parametrize(
-    ("kind", "function", "last_is_used"),
-    [
-        (DisabledFirst, None, True),
-        (MLP, _plainly, True),
-        (_Sometimes, None, False),
-        (_Sometimes, _plainly, False),
-    ],
-)
-def test_deferred_all_reduce_with_eager_and_unused_parts(
-    kind: Any, function: Any, last_is_used: bool
-) -> None:
-    ranks.run(4, _average_over_replicas_later, kind, function, last_is_used)
-
-
-def _orders() -> None:
+@on_ranks(2)
+def test_forward_decides_whether_its_backward_reduces() -> None:
     """Check that a forward decides whether its backward reduces, and that each sum counts once."""
     twins = Twins(MLP())
     batches = [draw(MLP.batch, step) for step in range(4)]
@@ -295,11 +288,8 @@ def _orders() -> None:
     twins.check()
 
 
-def test_forward_decides_whether_its_backward_reduces() -> None:
-    ranks.run(2, _orders)
-
-
-def _part() -> None:
+@on_ranks(2)
+def test_accumulation_in_one_submodule() -> None:
     """Accumulate in one submodule of the model only; frozen parameters have no sum."""
     model = MLP()
     model.mid.requires_grad_(False)
@@ -313,11 +303,8 @@ def _part() -> None:
         twins.zero_grad()
 
 
-def test_accumulation_in_one_submodule() -> None:
-    ranks.run(2, _part)
-
-
-def _ddp_attribute() -> None:
+@on_ranks(2)
+def test_require_backward_grad_sync_of_ddp() -> None:
     """Set DDP's flag on the compiled model and on the model, before and after the first step."""
     twins = Twins(MLP())
     batches = [draw(MLP.batch, step) for step in range(4)]
@@ -333,10 +320,6 @@ def _ddp_attribute() -> None:
         twins.zero_grad()
 
 
-def test_require_backward_grad_sync_of_ddp() -> None:
-    ranks.run(2, _ddp_attribute)
-
-
 def test_non_module_and_non_bool_are_refused() -> None:
     with pytest.raises(ValueError, match="model is a function"), graphshard.no_sync(_gpt):  # type: ignore[arg-type]
         pass
@@ -344,7 +327,8 @@ def test_non_module_and_non_bool_are_refused() -> None:
         graphshard.set_requires_all_reduce(MLP(), 1)  # type: ignore[arg-type]
 
 
-def _under_a_default_device() -> None:
+@on_ranks(2)
+def test_accumulation_under_a_default_device() -> None:
     """Check that accumulated gradients are on the right device, whatever the default device."""
     twins = Twins(MLP())
     torch.set_default_device("meta")
@@ -357,7 +341,3 @@ def _under_a_default_device() -> None:
     finally:
         torch.set_default_device(None)
     twins.check()
-
-
-def test_accumulation_under_a_default_device() -> None:
-    ranks.run(2, _under_a_default_device)

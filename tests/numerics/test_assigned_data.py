@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import graphshard
-from tests import ranks
 from tests.models import MLP
 from tests.numerics.compare import (
     Twins,
@@ -24,6 +23,7 @@ from tests.numerics.compare import (
     sgd,
     world_mesh,
 )
+from tests.ranks import on_ranks
 
 Change = Callable[[nn.Module], None]
 
@@ -68,7 +68,9 @@ def _double(model: nn.Module) -> None:
         param.data = param.data.float()
 
 
-def _between_steps(change: Change) -> None:
+@pytest.mark.parametrize("change", [_clamp, _in_place, _whole, _replicated, _swap, _double])
+@on_ranks(2)
+def test_data_assigned_between_steps(change: Change) -> None:
     twins = Twins(MLP())
     twins.train(MLP.batch, steps=2)
     graphs = num_graphs()
@@ -81,12 +83,8 @@ def _between_steps(change: Change) -> None:
     assert num_graphs() == graphs
 
 
-@pytest.mark.parametrize("change", [_clamp, _in_place, _whole, _replicated, _swap, _double])
-def test_data_assigned_between_steps(change: Change) -> None:
-    ranks.run(2, _between_steps, change)
-
-
-def _optimizer_sees_it() -> None:
+@on_ranks(2)
+def test_optimizer_steps_from_assigned_data() -> None:
     twins = Twins(MLP())
     optimizers = [sgd(model) for model in (twins.model, twins.reference)]
     twins.backward(draw(MLP.batch, 0))
@@ -98,11 +96,8 @@ def _optimizer_sees_it() -> None:
     twins.train(MLP.batch)
 
 
-def test_optimizer_steps_from_assigned_data() -> None:
-    ranks.run(2, _optimizer_sees_it)
-
-
-def _amid() -> None:
+@on_ranks(2)
+def test_data_assigned_between_forward_and_backward() -> None:
     twins = Twins(MLP())
     x = draw(MLP.batch, 0)
     rank = torch.distributed.get_rank()
@@ -114,11 +109,8 @@ def _amid() -> None:
     twins.check()
 
 
-def test_data_assigned_between_forward_and_backward() -> None:
-    ranks.run(2, _amid)
-
-
-def _sharpness_aware() -> None:
+@on_ranks(2)
+def test_sharpness_aware_step() -> None:
     twins = Twins(MLP())
     optimizers = [sgd(model) for model in (twins.model, twins.reference)]
     for step in range(3):
@@ -141,10 +133,6 @@ def _sharpness_aware() -> None:
         twins.zero_grad()
 
 
-def test_sharpness_aware_step() -> None:
-    ranks.run(2, _sharpness_aware)
-
-
 class _Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +144,9 @@ class _Tied(nn.Module):
         return self.last(torch.tanh(self.first(x)) * self.scale).square().mean()
 
 
-def _tied(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"overrides": {"first.*": {"shard": False}}}])
+@on_ranks(2)
+def test_data_assigned_to_tied_and_replicated_parameters(options: dict[str, Any]) -> None:
     twins = Twins(_Tied(), **options)
     twins.backward(draw(MLP.batch, 0))
     _whole(twins.model)
@@ -166,12 +156,8 @@ def _tied(options: dict[str, Any]) -> None:
     assert_same(twins.model, twins.reference)
 
 
-@pytest.mark.parametrize("options", [{}, {"overrides": {"first.*": {"shard": False}}}])
-def test_data_assigned_to_tied_and_replicated_parameters(options: dict[str, Any]) -> None:
-    ranks.run(2, _tied, options)
-
-
-def _in_python() -> None:
+@on_ranks(2)
+def test_data_assigned_to_an_eager_model() -> None:
     model = MLP()
     reference = MLP()
     reference.load_state_dict(model.state_dict())
@@ -182,11 +168,8 @@ def _in_python() -> None:
     assert_close("loss", model(x), reference(x))
 
 
-def test_data_assigned_to_an_eager_model() -> None:
-    ranks.run(2, _in_python)
-
-
-def _half() -> None:
+@on_ranks(2)
+def test_data_assigned_with_another_dtype() -> None:
     twins = Twins(MLP())
     twins.train(MLP.batch, steps=1)
     for model in (twins.model, twins.reference):
@@ -194,20 +177,6 @@ def _half() -> None:
             param.data = param.data.double()
     twins.train(lambda rng: MLP.batch(rng).double(), steps=2)
     assert all(param.dtype == torch.float64 for param in twins.model.parameters())
-
-
-def test_data_assigned_with_another_dtype() -> None:
-    ranks.run(2, _half)
-
-
-def _wrong(value: Any, match: str) -> None:
-    model = graphshard.shard(MLP(), world_mesh())
-    before = model.state_dict()
-    with pytest.raises((ValueError, TypeError, RuntimeError), match=match):
-        model.up.weight.data = value
-    for name, kept in model.state_dict().items():
-        assert_close(name, kept, before[name])
-    model(torch.ones(5, 7))
 
 
 @pytest.mark.parametrize(
@@ -218,18 +187,22 @@ def _wrong(value: Any, match: str) -> None:
         (1.0, "float"),
     ],
 )
+@on_ranks(2)
 def test_assigned_data_that_does_not_fit_is_refused(value: Any, match: str) -> None:
-    ranks.run(2, _wrong, value, match)
+    model = graphshard.shard(MLP(), world_mesh())
+    before = model.state_dict()
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=match):
+        model.up.weight.data = value
+    for name, kept in model.state_dict().items():
+        assert_close(name, kept, before[name])
+    model(torch.ones(5, 7))
 
 
-def _others() -> None:
+@on_ranks(2)
+def test_data_of_unrelated_dtensors_works_as_before() -> None:
     mesh = world_mesh()
     graphshard.shard(MLP(), mesh)
     one, other = (distribute_tensor(torch.full((4,), v), mesh) for v in (1.0, 2.0))
     assert one.data.placements == one.placements
     one.data = other
     assert isinstance(one.data, DTensor)
-
-
-def test_data_of_unrelated_dtensors_works_as_before() -> None:
-    ranks.run(2, _others)

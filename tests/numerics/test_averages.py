@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import graphshard
-from tests import ranks
 from tests.models import ConvNet
 from tests.numerics.compare import (
     Twins,
@@ -23,32 +22,11 @@ from tests.numerics.compare import (
     sgd,
     whole,
 )
+from tests.ranks import on_ranks
 
 
 def _averaged(model: nn.Module) -> Any:
     return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-
-
-def _average() -> None:
-    model = ConvNet()
-    twins = Twins(model, copy.deepcopy(model))
-    graphshard.shard(model, twins.mesh)
-    averages = [_averaged(each) for each in (model, twins.reference)]
-    optimizers = [sgd(model), sgd(twins.reference)]
-    for step in range(2):
-        twins.backward(draw(ConvNet.batch, step))
-        for average, optimizer, each in zip(averages, optimizers, (model, twins.reference)):
-            optimizer.step()
-            optimizer.zero_grad()
-            average.update_parameters(each)
-    loader = [[batch] for batch in draw(ConvNet.batch, 9)]  # all batches on each rank
-    for average in averages:
-        update_bn(loader, average)
-    assert_sharded(averages[0])
-    assert_same(*averages)
-    for (name, ours), theirs in zip(averages[0].named_buffers(), averages[1].buffers()):
-        assert_close(name, ours, theirs)
-    _save_and_load(averages[0])
 
 
 def _save_and_load(average: Any) -> None:
@@ -73,5 +51,24 @@ def _save_and_load(average: Any) -> None:
         assert all(torch.equal(whole(loaded[name]), values[name]) for name in values)
 
 
+@on_ranks(2)
 def test_weight_average_with_batch_norm() -> None:
-    ranks.run(2, _average)
+    model = ConvNet()
+    twins = Twins(model, copy.deepcopy(model))
+    graphshard.shard(model, twins.mesh)
+    averages = [_averaged(each) for each in (model, twins.reference)]
+    optimizers = [sgd(model), sgd(twins.reference)]
+    for step in range(2):
+        twins.backward(draw(ConvNet.batch, step))
+        for average, optimizer, each in zip(averages, optimizers, (model, twins.reference)):
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(each)
+    loader = [[batch] for batch in draw(ConvNet.batch, 9)]  # all batches on each rank
+    for average in averages:
+        update_bn(loader, average)
+    assert_sharded(averages[0])
+    assert_same(*averages)
+    for (name, ours), theirs in zip(averages[0].named_buffers(), averages[1].buffers()):
+        assert_close(name, ours, theirs)
+    _save_and_load(averages[0])

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import graphshard
-from tests import ranks
 from tests.models import MLP
 from tests.numerics.compare import Twins, assert_close, draw, sgd
+from tests.ranks import on_ranks
 
 
 class _Unused(MLP):
@@ -42,7 +42,18 @@ def _losses(twins: Twins, step: int = 0) -> tuple[Tensor, Tensor]:
     return loss, torch.stack([twins.reference(batch) for batch in batches]).mean()
 
 
-def _grad(kind: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (MLP, {}),
+        (_Unused, {}),
+        (_InPython, {"fullgraph": False}),
+        (MLP, {"overrides": {"mid.*": {"shard": False}}}),
+        (MLP, {"compiler": "inductor"}),
+    ],
+)
+@on_ranks(2)
+def test_autograd_grad_of_parameters(kind: Any, options: dict[str, Any]) -> None:
     twins = Twins(kind(), **options)
     for step in range(2):
         loss, reference_loss = _losses(twins, step)
@@ -65,21 +76,8 @@ def _grad(kind: Any, options: dict[str, Any]) -> None:
         twins.zero_grad()
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (MLP, {}),
-        (_Unused, {}),
-        (_InPython, {"fullgraph": False}),
-        (MLP, {"overrides": {"mid.*": {"shard": False}}}),
-        (MLP, {"compiler": "inductor"}),
-    ],
-)
-def test_autograd_grad_of_parameters(kind: Any, options: dict[str, Any]) -> None:
-    ranks.run(2, _grad, kind, options)
-
-
-def _grad_of_an_input() -> None:
+@on_ranks(2)
+def test_autograd_grad_of_an_input_and_a_parameter() -> None:
     twins = Twins(MLP())
     batches = [batch.requires_grad_() for batch in draw(MLP.batch, 0)]
     x = batches[dist.get_rank()]
@@ -94,22 +92,17 @@ def _grad_of_an_input() -> None:
     assert_close("mid.weight", of_weight, expected)
 
 
-def test_autograd_grad_of_an_input_and_a_parameter() -> None:
-    ranks.run(2, _grad_of_an_input)
-
-
-def _unused() -> None:
+@on_ranks(2)
+def test_autograd_grad_of_an_unused_parameter_raises() -> None:
     twins = Twins(_Unused())
     loss, _ = _losses(twins)
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
         torch.autograd.grad(loss, [*twins.model.parameters()])
 
 
-def test_autograd_grad_of_an_unused_parameter_raises() -> None:
-    ranks.run(2, _unused)
-
-
-def _backward(kind: Any, fullgraph: bool) -> None:
+@pytest.mark.parametrize(("kind", "fullgraph"), [(MLP, True), (_InPython, False)])
+@on_ranks(2)
+def test_backward_with_some_parameters_as_inputs(kind: Any, fullgraph: bool) -> None:
     twins, seen = Twins(kind(), fullgraph=fullgraph), []
     _losses(twins)[0].backward()
     twins.zero_grad()
@@ -125,12 +118,8 @@ def _backward(kind: Any, fullgraph: bool) -> None:
     twins.train(MLP.batch)
 
 
-@pytest.mark.parametrize(("kind", "fullgraph"), [(MLP, True), (_InPython, False)])
-def test_backward_with_some_parameters_as_inputs(kind: Any, fullgraph: bool) -> None:
-    ranks.run(2, _backward, kind, fullgraph)
-
-
-def _accumulated() -> None:
+@on_ranks(2)
+def test_backward_inputs_accumulate_and_autograd_grad_raises() -> None:
     twins = Twins(MLP())
     optimizers = [sgd(model) for model in (twins.model, twins.reference)]
     for _ in range(2):
@@ -151,16 +140,9 @@ def _accumulated() -> None:
             optimizer.zero_grad()
 
 
-def test_backward_inputs_accumulate_and_autograd_grad_raises() -> None:
-    ranks.run(2, _accumulated)
-
-
-def _second_order() -> None:
+@on_ranks(2)
+def test_second_order_gradients_raise() -> None:
     twins = Twins(MLP())
     loss, _ = _losses(twins)
     with pytest.raises((ValueError, RuntimeError), match="econd-order gradients"):
         torch.autograd.grad(loss, [*twins.model.parameters()], create_graph=True)
-
-
-def test_second_order_gradients_raise() -> None:
-    ranks.run(2, _second_order)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from tests import ranks
 from tests.models import MLP, Trainable
 from tests.numerics.compare import Twins, assert_close, draw, graphshard_warnings
+from tests.ranks import on_ranks
 
 DIM = 7
 
@@ -216,16 +217,13 @@ def test_model_with_graph_breaks_trains_with_inductor(kind: Trainable) -> None:
     ranks.run(2, _train, kind, "inductor")
 
 
-def _evaluate_replicated() -> None:
+@on_ranks(2)
+def test_evaluation_of_a_replicated_model_with_graph_breaks() -> None:
     """Evaluate two graphs with different parameters, which both communicate nothing."""
     twins = Twins(Middle(), fullgraph=False, overrides={"*": {"shard": False}})
     x = torch.ones(5, DIM)
     with graphshard_warnings(), torch.no_grad():
         assert_close("loss", twins.compiled(x), twins.reference(x))
-
-
-def test_evaluation_of_a_replicated_model_with_graph_breaks() -> None:
-    ranks.run(2, _evaluate_replicated)
 
 
 # Functions with graph breaks: parts of the model may run before graphshard sees its parameters.
@@ -289,11 +287,6 @@ class WithTrainingStep(_Broken):
         return self.last(self.scale(self.first(x))).square().mean()
 
 
-def _train_function(function: Callable[[nn.Module], Any], kind: Trainable) -> None:
-    twins = Twins(kind(), function=function, fullgraph=False)
-    twins.train(kind.batch)
-
-
 @pytest.mark.parametrize(
     ("function", "kind"),
     [
@@ -304,10 +297,12 @@ def _train_function(function: Callable[[nn.Module], Any], kind: Trainable) -> No
         (_other_method, WithTrainingStep),
     ],
 )
+@on_ranks(2)
 def test_function_with_graph_breaks_trains(
     function: Callable[[nn.Module], Any], kind: Trainable
 ) -> None:
-    ranks.run(2, _train_function, function, kind)
+    twins = Twins(kind(), function=function, fullgraph=False)
+    twins.train(kind.batch)
 
 
 class Debugged(MLP):
@@ -327,11 +322,8 @@ def stop() -> None:
     _stops.append((caller.f_code.co_name, tuple(x.shape), model.up.weight.detach().clone()))
 
 
+@on_ranks(2, env={"PYTHONBREAKPOINT": f"{__name__}.stop"})
 def test_breakpoint_stops_in_forward() -> None:
-    ranks.run(2, _stop, env={"PYTHONBREAKPOINT": f"{__name__}.stop"})
-
-
-def _stop() -> None:
     twins, batch = Twins(Debugged(), fullgraph=False), draw(MLP.batch, 0)
     twins.backward(batch)
     twins.check()

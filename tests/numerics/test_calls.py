@@ -31,6 +31,7 @@ from tests.numerics.compare import (
     sgd,
     train,
 )
+from tests.ranks import on_ranks
 
 # Kinds of outputs, one per class; its `loss` reduces the output to a scalar.
 
@@ -143,18 +144,16 @@ def _one_forward_in_vain(model: Any, x: Tensor) -> Tensor:
     return model(x)
 
 
-def _train_with(loss: Loss) -> None:
-    Twins(MLP()).train(MLP.batch, loss=loss)
-
-
 @pytest.mark.parametrize(
     "loss", [_two_forwards, _three_sizes, _forward_without_grad_between, _one_forward_in_vain]
 )
+@on_ranks(2)
 def test_several_forwards_before_one_backward(loss: Loss) -> None:
-    ranks.run(2, _train_with, loss)
+    Twins(MLP()).train(MLP.batch, loss=loss)
 
 
-def _backwards_in_other_order() -> None:
+@on_ranks(2)
+def test_backwards_in_reverse_order_of_forwards() -> None:
     """Keep two autograd graphs alive, and run backward of the older one last."""
     twins = Twins(MLP())
     rank, xs, ys = dist.get_rank(), draw(MLP.batch, 0), draw(MLP.batch, 1)
@@ -166,11 +165,8 @@ def _backwards_in_other_order() -> None:
     twins.check()
 
 
-def test_backwards_in_reverse_order_of_forwards() -> None:
-    ranks.run(2, _backwards_in_other_order)
-
-
-def _backward_twice() -> None:
+@on_ranks(2)
+def test_two_backwards_of_one_forward() -> None:
     twins = Twins(MLP())
     xs = draw(MLP.batch, 0)
     for loss in (
@@ -182,21 +178,14 @@ def _backward_twice() -> None:
     twins.check()
 
 
-def test_two_backwards_of_one_forward() -> None:
-    ranks.run(2, _backward_twice)
-
-
-def _input_gradient() -> None:
+@on_ranks(2)
+def test_gradient_of_an_input_is_not_averaged() -> None:
     twins = Twins(MLP())
     x = draw(MLP.batch, 0)[dist.get_rank()].requires_grad_()
     twins.compiled(x).backward()
     ours, x.grad = x.grad, None
     twins.reference(x).backward()
     assert_close("gradient of the input", ours, x.grad)
-
-
-def test_gradient_of_an_input_is_not_averaged() -> None:
-    ranks.run(2, _input_gradient)
 
 
 # Evaluation, with and without gradients.
@@ -208,7 +197,17 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-def _evaluate(mode: str, first: bool) -> None:
+def _full_state(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in model.state_dict().items()
+    }
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("first", [True, False])
+@on_ranks(2)
+def test_evaluation_does_not_affect_training(mode: str, first: bool) -> None:
     """Evaluate between steps or as the very first call; training afterwards is unaffected."""
     twins = Twins(ConvNet())
     batches = draw(ConvNet.batch, 5)
@@ -229,20 +228,8 @@ def _evaluate(mode: str, first: bool) -> None:
     assert_same(twins.model, twins.reference)
 
 
-def _full_state(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value
-        for name, value in model.state_dict().items()
-    }
-
-
-@pytest.mark.parametrize("mode", list(MODES))
-@pytest.mark.parametrize("first", [True, False])
-def test_evaluation_does_not_affect_training(mode: str, first: bool) -> None:
-    ranks.run(2, _evaluate, mode, first)
-
-
-def _batch_norm_buffers() -> None:
+@on_ranks(2)
+def test_running_statistics_of_batch_norm_are_local() -> None:
     """Check that running statistics stay local, as in DDP with ``broadcast_buffers=False``."""
     twins = Twins(ConvNet())
     own = twins.reference
@@ -253,10 +240,6 @@ def _batch_norm_buffers() -> None:
     for (name, ours), theirs in zip(twins.model.named_buffers(), own.buffers()):
         assert_close(name, ours, theirs)
     assert own.norm1.num_batches_tracked == 3
-
-
-def test_running_statistics_of_batch_norm_are_local() -> None:
-    ranks.run(2, _batch_norm_buffers)
 
 
 class Dropping(nn.Module):
@@ -272,7 +255,8 @@ class Dropping(nn.Module):
     batch = staticmethod(MLP.batch)
 
 
-def _drop() -> None:
+@on_ranks(2)
+def test_dropout_with_equal_seeds() -> None:
     """Check that the compiled model draws the same random numbers as the plain one."""
     twins = Twins(Dropping())
     optimizers = [sgd(twins.model), sgd(twins.reference)]
@@ -287,10 +271,6 @@ def _drop() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
-
-def test_dropout_with_equal_seeds() -> None:
-    ranks.run(2, _drop)
 
 
 # Activation checkpointing.
@@ -352,16 +332,6 @@ def test_checkpointed_layers_with_inductor() -> None:
 # Changing sizes.
 
 
-def _grow(kind: Any, compiler: str, make: Callable[[torch.Generator, int], Tensor]) -> None:
-    twins = Twins(kind(), compiler=compiler)
-    for size in range(6):
-        twins.backward([make(generator(size, rank), size) for rank in range(2)])
-        twins.check()
-        twins.zero_grad()
-    assert num_graphs() <= 2
-    assert [plan.graph for plan in twins.backend.plans] == ["forward", "backward"] * num_graphs()
-
-
 def _growing_rows(rng: torch.Generator, size: int) -> Tensor:
     return torch.randn(3 + 2 * size, 7, generator=rng)
 
@@ -378,13 +348,21 @@ def _growing_text(rng: torch.Generator, size: int) -> Tensor:
         (MLP, "inductor", _growing_rows),
     ],
 )
+@on_ranks(2)
 def test_changing_sizes_recompile_once(
     kind: Any, compiler: str, make: Callable[[torch.Generator, int], Tensor]
 ) -> None:
-    ranks.run(2, _grow, kind, compiler, make)
+    twins = Twins(kind(), compiler=compiler)
+    for size in range(6):
+        twins.backward([make(generator(size, rank), size) for rank in range(2)])
+        twins.check()
+        twins.zero_grad()
+    assert num_graphs() <= 2
+    assert [plan.graph for plan in twins.backend.plans] == ["forward", "backward"] * num_graphs()
 
 
-def _shrink_on_one_rank() -> None:
+@on_ranks(2)
+def test_ranks_with_batches_of_different_sizes() -> None:
     """Train with batches that are smaller on one rank; the collectives stay the same."""
     twins = Twins(MLP())
     for step, sizes in enumerate([(5, 5), (5, 3), (2, 5), (4, 4)]):
@@ -392,7 +370,3 @@ def _shrink_on_one_rank() -> None:
         twins.backward(batches)
         twins.check()
         twins.zero_grad()
-
-
-def test_ranks_with_batches_of_different_sizes() -> None:
-    ranks.run(2, _shrink_on_one_rank)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import graphshard
 from tests import ranks
 from tests.numerics.compare import Twins, world_mesh
+from tests.ranks import on_ranks
 
 
 class Changing(nn.Module):
@@ -72,20 +73,8 @@ def test_forward_that_changes_a_parameter_raises(change: Callable[[Any], None]) 
 
 
 @pytest.mark.parametrize("change", [_clamp, _zero_row, _copy, _renorm, _assign_data])
+@on_ranks(2)
 def test_eager_part_that_changes_a_parameter_raises(change: Callable[[Any], None]) -> None:
-    ranks.run(2, _refuse_eagerly, change)
-
-
-def _refuse(kind: Callable[..., nn.Module], *args: Any) -> None:
-    model = kind(*args)
-    backend = graphshard.backend(world_mesh(), compiler="aot_eager")
-    compiled = torch.compile(model, backend=backend)
-    name = "part.bias" if _copy in args else "part.weight"
-    with pytest.raises(RuntimeError, match=f"forward changes parameter '{name}' in place"):
-        compiled(torch.ones(3, 7))
-
-
-def _refuse_eagerly(change: Callable[[Any], None]) -> None:
     """Expect the error at the next read of a parameter or, if there is none, in backward."""
     name = "part.bias" if change is _copy else "part.weight"
     match = f"forward changes parameter '{name}' in place"
@@ -96,6 +85,15 @@ def _refuse_eagerly(change: Callable[[Any], None]) -> None:
         graphshard.shard(model, world_mesh())
         with pytest.raises(RuntimeError, match=match):
             model(torch.ones(3, 7)).backward()
+
+
+def _refuse(kind: Callable[..., nn.Module], *args: Any) -> None:
+    model = kind(*args)
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager")
+    compiled = torch.compile(model, backend=backend)
+    name = "part.bias" if _copy in args else "part.weight"
+    with pytest.raises(RuntimeError, match=f"forward changes parameter '{name}' in place"):
+        compiled(torch.ones(3, 7))
 
 
 def _change_last(model: Changing, x: Tensor) -> Tensor:
@@ -123,11 +121,8 @@ class MaxNorm(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Checkpointed, MaxNorm])
+@on_ranks(2)
 def test_checkpointed_change_and_max_norm_raise(kind: type[nn.Module]) -> None:
-    ranks.run(2, _refuse_module, kind)
-
-
-def _refuse_module(kind: type[nn.Module]) -> None:
     backend = graphshard.backend(world_mesh(), compiler="aot_eager")
     with pytest.raises(RuntimeError, match=r"changes parameter '.*part.weight' in place"):
         torch.compile(kind(), backend=backend)(torch.ones(3, 7))
@@ -206,11 +201,8 @@ class Functional(nn.Module):
         return y.square().mean()
 
 
+@on_ranks(2)
 def test_functional_call_in_forward_needs_ignored_params() -> None:
-    ranks.run(2, _call_functionally)
-
-
-def _call_functionally() -> None:
     backend = graphshard.backend(world_mesh(), compiler="aot_eager")
     with pytest.raises(RuntimeError, match=r"functional_call does not reach .*'inner.weight'"):
         torch.compile(Functional(), backend=backend)(torch.ones(3, 7))
@@ -250,10 +242,7 @@ def _around_an_eager_one(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("call", [_within, _around, _around_an_eager_one])
-def test_error_of_eager_functional_call_names_the_call(call: Any) -> None:
-    ranks.run(2, _give_outside_of_graphs, call)
-
-
-def _give_outside_of_graphs(call: Callable[[Tensor], None]) -> None:
+@on_ranks(2)
+def test_error_of_eager_functional_call_names_the_call(call: Callable[[Tensor], None]) -> None:
     with pytest.raises(RuntimeError, match=r"replaced .*functional_call.*ignored_params"):
         call(torch.ones(3, 7))

@@ -11,9 +11,9 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import graphshard
-from tests import ranks
 from tests.models import GPT, MLP
 from tests.numerics.compare import Twins, world_mesh
+from tests.ranks import on_ranks
 
 
 class LooksAtType(nn.Module):
@@ -39,11 +39,8 @@ def _itself(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("target", "environment"), [(_called, "0"), (_itself, "1"), (_called, "1")]
 )
+@on_ranks(2)
 def test_error_of_another_branch_names_the_differing_call(target: Any, environment: str) -> None:
-    ranks.run(2, _raise, target, environment)
-
-
-def _raise(target: Any, environment: str) -> None:
     backend = graphshard.backend(world_mesh(), compiler="aot_eager")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRAPHSHARD_CHECK", environment)
@@ -90,11 +87,8 @@ class ReadsWithoutGrad(nn.Module):
 
 @pytest.mark.parametrize("target", [_itself, _called])
 @pytest.mark.parametrize("kind", [GPT, MLP, WithCode, ReadsWithoutGrad])
+@on_ranks(2)
 def test_models_with_equal_traces_train(kind: Any, target: Any) -> None:
-    ranks.run(2, _train, kind, target)
-
-
-def _train(kind: Any, target: Any) -> None:
     model = kind()
     ignored = {model.ignored} if kind is WithCode else set()
     with pytest.MonkeyPatch.context() as patch:

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import graphshard
-from tests import ranks
 from tests.models import GPT, MLP
 from tests.numerics.compare import (
     Twins,
@@ -30,6 +29,7 @@ from tests.numerics.compare import (
     whole,
     world_mesh,
 )
+from tests.ranks import on_ranks
 
 # Pickling.
 
@@ -66,7 +66,8 @@ def _own_reduce(kind: type) -> Any:
     return kind.__new__(kind)
 
 
-def _pickle_all() -> None:
+@on_ranks(2)
+def test_pickling_raises_with_advice() -> None:
     model = graphshard.shard(WithActivation(), world_mesh())
     compiled = compile_sharded(model)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -85,11 +86,8 @@ def _pickle_all() -> None:
         copy.deepcopy(state)
 
 
-def test_pickling_raises_with_advice() -> None:
-    ranks.run(2, _pickle_all)
-
-
-def _load_optimizer_state() -> None:
+@on_ranks(2)
+def test_each_rank_saves_and_loads_its_optimizer_state() -> None:
     model = graphshard.shard(MLP(), world_mesh())
     optimizer = torch.optim.AdamW(model.parameters())
     compile_sharded(model)(draw(MLP.batch, 0)[0]).backward()
@@ -105,14 +103,12 @@ def _load_optimizer_state() -> None:
         assert torch.equal(ours.to_local(), theirs.to_local())
 
 
-def test_each_rank_saves_and_loads_its_optimizer_state() -> None:
-    ranks.run(2, _load_optimizer_state)
-
-
 # Copies of a sharded model.
 
 
-def _train_copy(make: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy])
+@on_ranks(2)
+def test_copy_of_a_sharded_model_trains(make: Callable[[Any], Any]) -> None:
     model, plain = WithActivation(), None
     plain = copy.deepcopy(model)
     graphshard.shard(model, world_mesh())
@@ -121,12 +117,14 @@ def _train_copy(make: Callable[[Any], Any]) -> None:
     Twins(copied, plain).train(WithActivation.batch)
 
 
-@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy])
-def test_copy_of_a_sharded_model_trains(make: Callable[[Any], Any]) -> None:
-    ranks.run(2, _train_copy, make)
+def _plain_of(model: nn.Module) -> nn.Module:
+    plain = MLP()
+    plain.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
+    return plain
 
 
-def _copy_parameter() -> None:
+@on_ranks(2)
+def test_copy_of_a_parameter_leaves_the_model_unchanged() -> None:
     """Check that a copy of a parameter is a separate tensor and leaves the model unchanged."""
     model = graphshard.shard(MLP(), world_mesh())
     twins = Twins(model, _plain_of(model))
@@ -136,17 +134,9 @@ def _copy_parameter() -> None:
     twins.train(MLP.batch, steps=1)
 
 
-def _plain_of(model: nn.Module) -> nn.Module:
-    plain = MLP()
-    plain.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
-    return plain
-
-
-def test_copy_of_a_parameter_leaves_the_model_unchanged() -> None:
-    ranks.run(2, _copy_parameter)
-
-
-def _copy_with_gradients(what: str) -> None:
+@pytest.mark.parametrize("what", ["model", "compiled", "average"])
+@on_ranks(2)
+def test_copy_of_a_model_with_gradients_trains_identically(what: str) -> None:
     """Check that gradients are copied, too, and that both models train on identically."""
     model = MLP()
     backend = graphshard.backend(world_mesh(), compiler="aot_eager")
@@ -176,15 +166,12 @@ def _copy_with_gradients(what: str) -> None:
     assert not torch.equal(whole(model.up.weight), whole(twin.up.weight))
 
 
-@pytest.mark.parametrize("what", ["model", "compiled", "average"])
-def test_copy_of_a_model_with_gradients_trains_identically(what: str) -> None:
-    ranks.run(2, _copy_with_gradients, what)
-
-
 # Weight averages and optimizers from before the first step.
 
 
-def _average(before: bool, shard_first: bool) -> None:
+@pytest.mark.parametrize(("before", "shard_first"), [(True, True), (False, False), (True, False)])
+@on_ranks(2)
+def test_weight_average_before_and_after_sharding(before: bool, shard_first: bool) -> None:
     """Check that an average of a sharded model follows it; one made before sharding raises."""
     model, plain = GPT(), GPT()
     plain.load_state_dict(model.state_dict())
@@ -208,12 +195,9 @@ def _average(before: bool, shard_first: bool) -> None:
     assert_same(*averages)
 
 
-@pytest.mark.parametrize(("before", "shard_first"), [(True, True), (False, False), (True, False)])
-def test_weight_average_before_and_after_sharding(before: bool, shard_first: bool) -> None:
-    ranks.run(2, _average, before, shard_first)
-
-
-def _stale_list(in_function: bool) -> None:
+@pytest.mark.parametrize("in_function", [False, True])
+@on_ranks(2)
+def test_optimizer_of_stale_parameters_raises(in_function: bool) -> None:
     """Pass parameters listed before the first step to an optimizer after it; expect an error."""
     model = MLP()
     stale = list(model.parameters())
@@ -221,8 +205,3 @@ def _stale_list(in_function: bool) -> None:
     compile_sharded(called)(draw(MLP.batch, 0)[dist.get_rank()]).backward()
     with pytest.raises(RuntimeError, match=r"take model.parameters\(\) again"):
         torch.optim.AdamW(stale).step()
-
-
-@pytest.mark.parametrize("in_function", [False, True])
-def test_optimizer_of_stale_parameters_raises(in_function: bool) -> None:
-    ranks.run(2, _stale_list, in_function)

@@ -14,6 +14,7 @@ import graphshard
 from tests import ranks
 from tests.models import Trainable
 from tests.numerics.compare import Twins, world_mesh
+from tests.ranks import on_ranks
 
 DIM, EXPERTS = 6, 4
 
@@ -109,7 +110,8 @@ class _Counted(nn.Module):
         return F.linear(x, self.weight) + self.frozen
 
 
-def _one_gather_a_call() -> None:
+@on_ranks(2)
+def test_parameter_is_gathered_once_per_call() -> None:
     model = _Counted()
     graphshard.shard(model, world_mesh())
     model(torch.ones(2, DIM)).sum().backward()
@@ -117,7 +119,3 @@ def _one_gather_a_call() -> None:
     first, second = model.seen
     assert first is not second
     assert first.shape == (DIM, DIM)
-
-
-def test_parameter_is_gathered_once_per_call() -> None:
-    ranks.run(2, _one_gather_a_call)

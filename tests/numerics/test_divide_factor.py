@@ -16,6 +16,7 @@ import graphshard
 from tests import ranks
 from tests.models import MLP
 from tests.numerics.compare import compile_sharded, relative_error, whole, world_mesh
+from tests.ranks import on_ranks
 
 
 def _beside_fsdp2(shape: tuple[int, ...], factor: float) -> None:
@@ -53,7 +54,8 @@ def test_gradients_match_fsdp2(shape: tuple[int, ...], factor: float) -> None:
     ranks.run(math.prod(shape), _beside_fsdp2, shape, factor)
 
 
-def _refuse() -> None:
+@on_ranks(1)
+def test_invalid_factors_are_refused() -> None:
     model = MLP()
     with pytest.raises(ValueError, match="MLP is not sharded yet"):
         graphshard.set_gradient_divide_factor(model, 1.0)
@@ -61,7 +63,3 @@ def _refuse() -> None:
     for factor in (0, -1.0, math.inf, math.nan, True, "1"):
         with pytest.raises(ValueError, match="must be a positive number"):
             graphshard.set_gradient_divide_factor(model, factor)  # type: ignore[arg-type]
-
-
-def test_invalid_factors_are_refused() -> None:
-    ranks.run(1, _refuse)

@@ -40,6 +40,7 @@ from tests.numerics.compare import (
     whole,
     world_mesh,
 )
+from tests.ranks import on_ranks
 
 SIZE = Size(layers=2, heads=2, dim=64, context=32, batch=4, steps=0)
 SHALLOW = replace(SIZE, layers=1)  # for tests that compile slowly
@@ -259,7 +260,10 @@ def test_values_and_scales_match_the_unsharded_weight(
             assert torch.equal(scales.reciprocal().flatten(), expected.inverse.flatten())
 
 
-def _converted(compiler: str) -> None:
+@pytest.mark.low_precision
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@on_ranks(2)
+def test_model_converted_by_torchao_trains(compiler: str) -> None:
     size = SHALLOW if compiler == "inductor" else SIZE
     ours, theirs, exact = _convert(_model(size)), _convert(_model(size)), _model(size)
     with warnings.catch_warnings(record=True) as caught:
@@ -276,12 +280,6 @@ def _converted(compiler: str) -> None:
         assert_rounded("gradients", *map(full_grads, (ours, theirs, exact)))
 
 
-@pytest.mark.low_precision
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_model_converted_by_torchao_trains(compiler: str) -> None:
-    ranks.run(2, _converted, compiler)
-
-
 def _refuses(model: nn.Module, match: str, **options: Any) -> None:
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=match):
@@ -291,25 +289,8 @@ def _refuses(model: nn.Module, match: str, **options: Any) -> None:
     dist.barrier()
 
 
-def _refusals() -> None:
-    fp8 = graphshard.Float8Policy()
-    _refuses(_convert(_model()), "is torchao's Float8Linear already: give graphshard", fp8=fp8)
-    never = graphshard.Float8Policy(filter_fn=lambda fqn, shape: False)
-    _refuses(_model(), "fp8 chooses no parameter", fp8=never)
-    mine = graphshard.Float8Policy(filter_fn=lambda fqn, shape: dist.get_rank() == 0)
-    _refuses(_model(), "differs between ranks|chooses no parameter", fp8=mine)
-    broken = graphshard.Float8Policy(filter_fn=lambda fqn, shape: 1 // 0)
-    _refuses(_model(), "ZeroDivisionError", fp8=broken)
-    half = MixedPrecisionPolicy(param_dtype=torch.float16)
-    _refuses(
-        _model(),
-        r"fp8 with mp_policy.param_dtype=torch.float16",
-        fp8=fp8,
-        overrides={"blocks.1.*": {"mp_policy": half}},
-    )
-
-
-def _accepted() -> None:
+@on_ranks(2)
+def test_fp8_with_overrides_and_modules_it_ignores() -> None:
     """Compile with an override of parameters that fp8 ignores, and a module without linears."""
     half = MixedPrecisionPolicy(param_dtype=torch.float16)
     backend = graphshard.backend(
@@ -332,34 +313,39 @@ def _accepted() -> None:
     assert isinstance(scale.norm_factor.grad, DTensor)
 
 
-def test_fp8_with_overrides_and_modules_it_ignores() -> None:
-    ranks.run(2, _accepted)
-
-
+@on_ranks(2)
 def test_invalid_fp8_policies_and_models_raise() -> None:
-    ranks.run(2, _refusals)
+    fp8 = graphshard.Float8Policy()
+    _refuses(_convert(_model()), "is torchao's Float8Linear already: give graphshard", fp8=fp8)
+    never = graphshard.Float8Policy(filter_fn=lambda fqn, shape: False)
+    _refuses(_model(), "fp8 chooses no parameter", fp8=never)
+    mine = graphshard.Float8Policy(filter_fn=lambda fqn, shape: dist.get_rank() == 0)
+    _refuses(_model(), "differs between ranks|chooses no parameter", fp8=mine)
+    broken = graphshard.Float8Policy(filter_fn=lambda fqn, shape: 1 // 0)
+    _refuses(_model(), "ZeroDivisionError", fp8=broken)
+    half = MixedPrecisionPolicy(param_dtype=torch.float16)
+    _refuses(
+        _model(),
+        r"fp8 with mp_policy.param_dtype=torch.float16",
+        fp8=fp8,
+        overrides={"blocks.1.*": {"mp_policy": half}},
+    )
 
 
-def _gathers_by_itself() -> None:
+@on_ranks(2)
+def test_fp8_all_gather_of_torchao_raises() -> None:
     model = _convert(_model(), enable_fsdp_float8_all_gather=True)
     with pytest.raises(ValueError, match=r"only plain tensors .* fp8=graphshard.Float8Policy"):
         compile_sharded(model, compiler="aot_eager")(_batch(0, 0))
 
 
-def test_fp8_all_gather_of_torchao_raises() -> None:
-    ranks.run(2, _gathers_by_itself)
-
-
-def _no_product() -> None:
+@on_ranks(2)
+def test_error_of_unsupported_recipe_names_the_device() -> None:
     recipe = graphshard.Float8Policy(ROWWISE)
     if float8_math.device_fault("cpu", ROWWISE):
         _refuses(_model(), "cpu does not compute rowwise products in fp8", fp8=recipe)
     else:
         compile_sharded(_model(), compiler="aot_eager", fp8=recipe)(_batch(0, 0)).backward()
-
-
-def test_error_of_unsupported_recipe_names_the_device() -> None:
-    ranks.run(2, _no_product)
 
 
 def _dynamic() -> list[float]:

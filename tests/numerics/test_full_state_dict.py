@@ -26,6 +26,7 @@ from tests import ranks
 from tests.models import GPT, MLP, ConvNet, Trainable
 from tests.numerics.compare import draw, sgd, whole, world_mesh
 from tests.numerics.test_loading import Kinds
+from tests.ranks import on_ranks
 
 State = dict[str, Any]
 
@@ -75,7 +76,15 @@ def _assert_equal(ours: Any, theirs: Any) -> None:
 # Gathering to the first rank.
 
 
-def _of_8_bits() -> None:
+def _step_on_one_batch(models: Any, optims: Any) -> None:
+    for model, optim in zip(models, optims):
+        model.zero_grad()
+        model(torch.arange(64.0)[None] / 64).square().mean().backward()
+        optim.step()
+
+
+@on_ranks(2)
+def test_8_bit_optimizer_states() -> None:
     """Compare 8-bit states with unsharded ones, where shards end at the end of a torchao block."""
     from torchao.optim import AdamW8bit
 
@@ -97,17 +106,6 @@ def _of_8_bits() -> None:
         assert (loaded - saved).abs().max() <= 0.01 * saved.abs().max()
     _step_on_one_batch(models, optims)
     assert (whole(models[1].weight) - models[0].weight).abs().max() < 1e-4
-
-
-def _step_on_one_batch(models: Any, optims: Any) -> None:
-    for model, optim in zip(models, optims):
-        model.zero_grad()
-        model(torch.arange(64.0)[None] / 64).square().mean().backward()
-        optim.step()
-
-
-def test_8_bit_optimizer_states() -> None:
-    ranks.run(2, _of_8_bits)
 
 
 def _save(kind: Trainable, shape: tuple[int, ...], options: State, folder: Path) -> None:
@@ -157,7 +155,8 @@ def test_plain_torch_loads_a_full_state_and_trains_on(setup: str, tmp_path: Path
     assert _next_losses(plain, optim, kind) == pytest.approx(losses, rel=1e-4)
 
 
-def _some_names() -> None:
+@on_ranks(2)
+def test_only_named_entries_are_gathered() -> None:
     model = torch.compile(GPT(), backend="eager")
     graphshard.shard(model, world_mesh())
     every = graphshard.full_state_dict(model)
@@ -172,20 +171,13 @@ def _some_names() -> None:
         graphshard.full_state_dict(model, names=wanted[dist.get_rank() :])
 
 
-def test_only_named_entries_are_gathered() -> None:
-    ranks.run(2, _some_names)
-
-
-def _keep_tied_and_versions() -> None:
+@on_ranks(2)
+def test_tied_weights_and_module_versions_are_kept() -> None:
     model = graphshard.shard(GPT(), world_mesh())
     state = graphshard.full_state_dict(model)
     if dist.get_rank() == 0:
         assert state["head.weight"] is state["tokens.weight"]
         assert state._metadata == GPT().state_dict()._metadata
-
-
-def test_tied_weights_and_module_versions_are_kept() -> None:
-    ranks.run(2, _keep_tied_and_versions)
 
 
 class Regional(nn.Module):
@@ -207,7 +199,8 @@ class Regional(nn.Module):
     batch = staticmethod(MLP.batch)
 
 
-def _regional() -> None:
+@on_ranks(2)
+def test_names_omit_the_prefix_of_compiled_parts() -> None:
     model = graphshard.shard(Regional(), world_mesh())
     names = list(model.state_dict())
     model.layer = torch.compile(model.layer, backend="eager")
@@ -226,11 +219,8 @@ def _regional() -> None:
         Regional().load_state_dict(state)
 
 
-def test_names_omit_the_prefix_of_compiled_parts() -> None:
-    ranks.run(2, _regional)
-
-
-def _save_unsharded() -> None:
+@on_ranks(2)
+def test_full_state_of_a_model_before_its_first_step() -> None:
     model = ConvNet()
     model.norm1.running_mean.fill_(dist.get_rank())
     state = graphshard.full_state_dict(model)
@@ -238,10 +228,6 @@ def _save_unsharded() -> None:
     if state:
         _assert_equal(dict(state), dict(model.state_dict()))
         assert state["head.weight"].data_ptr() != model.head.weight.data_ptr()
-
-
-def test_full_state_of_a_model_before_its_first_step() -> None:
-    ranks.run(2, _save_unsharded)
 
 
 # Loading from the first rank.
@@ -296,7 +282,8 @@ def test_parameters_of_every_kind(world_size: int) -> None:
     ranks.run(world_size, _every_kind)
 
 
-def _some_have_no_state() -> None:
+@on_ranks(2)
+def test_missing_optimizer_state_stays_missing() -> None:
     """Save and load parameters without gradients, and optimizers that have no state (yet)."""
     model = graphshard.shard(Kinds(), world_mesh())
     optim = torch.optim.AdamW([{"params": [model.row], "lr": 0.5}, {"params": [model.whole]}])
@@ -317,11 +304,8 @@ def _some_have_no_state() -> None:
     graphshard.load_full_state_dict(model, state[0], plain, state[1])
 
 
-def test_missing_optimizer_state_stays_missing() -> None:
-    ranks.run(2, _some_have_no_state)
-
-
-def _into_shards_of_every_rank() -> None:
+@on_ranks(2)
+def test_full_state_gathered_by_torch_is_loaded() -> None:
     """Load the full state that DCP's `get_state_dict` returns, and gather it again."""
     model, _, optim = _trained(GPT)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -336,14 +320,11 @@ def _into_shards_of_every_rank() -> None:
         _assert_equal(ours[1]["state"], theirs[1]["state"])
 
 
-def test_full_state_gathered_by_torch_is_loaded() -> None:
-    ranks.run(2, _into_shards_of_every_rank)
-
-
 # Errors, which every rank raises.
 
 
-def _wrong_state() -> None:
+@on_ranks(2)
+def test_wrong_state_on_the_first_rank_raises_on_all() -> None:
     model = graphshard.shard(MLP(), world_mesh())
     optim = _adamw(model)
     state, optim_state = graphshard.full_state_dict(model, optim)
@@ -375,11 +356,8 @@ def _wrong_state() -> None:
     _assert_equal([dict(again[0]), again[1]], [dict(state), optim_state])
 
 
-def test_wrong_state_on_the_first_rank_raises_on_all() -> None:
-    ranks.run(2, _wrong_state)
-
-
-def _wrong_arguments() -> None:
+@on_ranks(2)
+def test_wrong_arguments_raise() -> None:
     model = MLP()
     with pytest.raises(ValueError, match="MLP is not sharded yet"):
         graphshard.load_full_state_dict(model, model.state_dict())
@@ -395,7 +373,3 @@ def _wrong_arguments() -> None:
         empty = graphshard.shard(MLP(), world_mesh())
     with pytest.raises(ValueError, match=r"'up.weight' is on the meta device"):
         graphshard.full_state_dict(empty)
-
-
-def test_wrong_arguments_raise() -> None:
-    ranks.run(2, _wrong_arguments)

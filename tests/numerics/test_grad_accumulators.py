@@ -22,6 +22,7 @@ from tests import ranks
 from tests.fallible import Fallible, fails_in
 from tests.models import MLP
 from tests.numerics.compare import Twins, compile_sharded, draw, whole, world_mesh
+from tests.ranks import on_ranks
 
 
 def _plain(twins: Twins, batches: list[Tensor]) -> None:
@@ -55,25 +56,6 @@ def _copying_hooks() -> None:
     loss.backward()
     _plain(twins, batches[1])
     twins.check()
-
-
-def _both_at_once(eager: bool) -> None:
-    """Run one backward of an unreduced and a reduced forward, in both orders."""
-    for reduced_first in (False, True):
-        twins = Twins(MLP())
-        batches, rank = [draw(MLP.batch, step) for step in range(3)], dist.get_rank()
-        twins.backward(batches[0])
-        twins.zero_grad()
-        called = twins.model if eager else twins.compiled
-        with graphshard.no_sync(twins.model):
-            twins.backward(batches[0])
-        reduced = called(batches[2][rank]) if reduced_first else None
-        with graphshard.no_sync(twins.model):
-            loss = called(batches[1][rank])
-        (loss + (called(batches[2][rank]) if reduced is None else reduced)).backward()
-        for of in batches[1:]:
-            _plain(twins, of)
-        twins.check()
 
 
 def _an_error() -> None:
@@ -206,8 +188,24 @@ def test_no_gradient_is_lost_or_added_twice(run: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("eager", [False, True])
+@on_ranks(2)
 def test_one_backward_of_reduced_and_unreduced_forwards(eager: bool) -> None:
-    ranks.run(2, _both_at_once, eager)
+    """Run one backward of an unreduced and a reduced forward, in both orders."""
+    for reduced_first in (False, True):
+        twins = Twins(MLP())
+        batches, rank = [draw(MLP.batch, step) for step in range(3)], dist.get_rank()
+        twins.backward(batches[0])
+        twins.zero_grad()
+        called = twins.model if eager else twins.compiled
+        with graphshard.no_sync(twins.model):
+            twins.backward(batches[0])
+        reduced = called(batches[2][rank]) if reduced_first else None
+        with graphshard.no_sync(twins.model):
+            loss = called(batches[1][rank])
+        (loss + (called(batches[2][rank]) if reduced is None else reduced)).backward()
+        for of in batches[1:]:
+            _plain(twins, of)
+        twins.check()
 
 
 class _Blocks(nn.Module):
@@ -248,16 +246,13 @@ class _Integers(nn.Module):
         return (self.linear(x) * self.codes).square().mean()
 
 
-def _frozen_integers() -> None:
+@on_ranks(2)
+def test_frozen_integers_are_not_accumulated() -> None:
     twins = Twins(_Integers())
     with graphshard.no_sync(twins.model):
         twins.backward(draw(MLP.batch, 0))
     twins.backward(draw(MLP.batch, 1))
     twins.check()
-
-
-def test_frozen_integers_are_not_accumulated() -> None:
-    ranks.run(2, _frozen_integers)
 
 
 class _Complex(nn.Module):
@@ -285,13 +280,10 @@ def test_sum_of_complex_gradients_stays_complex() -> None:
         assert torch.equal(grad, torch.full((4,), 4 + 2j))
 
 
-def _without_bias() -> None:
+@on_ranks(2)
+def test_copy_of_a_model_that_lost_a_parameter() -> None:
     model = nn.Sequential(nn.Linear(7, 4))
     graphshard.shard(model, world_mesh())
     model[0].bias = None
     twin = copy.deepcopy(model)
     assert twin[0].bias is None and torch.equal(whole(twin[0].weight), whole(model[0].weight))
-
-
-def test_copy_of_a_model_that_lost_a_parameter() -> None:
-    ranks.run(2, _without_bias)

@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import graphshard
 from tests import ranks
 from tests.numerics.compare import Twins, assert_close, draw, world_mesh
+from tests.ranks import on_ranks
 
 DIM, HEADS = 6, 2
 
@@ -124,16 +125,13 @@ def test_gradients_of_branches_accumulate() -> None:
     ranks.run(2, _accumulate, _branches)
 
 
-def _other_lengths() -> None:
+@on_ranks(2)
+def test_ranks_may_map_different_numbers_of_rows() -> None:
     """Map over a number of rows, and so a number of calls, that differs between ranks."""
     twins = Twins(Reads(_mapped), dynamic=True)
     for step in range(2):
         twins.backward([torch.randn(3 + 2 * ((rank + step) % 2), DIM) for rank in range(2)])
     twins.check()
-
-
-def test_ranks_may_map_different_numbers_of_rows() -> None:
-    ranks.run(2, _other_lengths)
 
 
 # --- operators that cannot be trained on a CPU ----------------------------------------------------
@@ -180,15 +178,12 @@ class LearnedBias(nn.Module):
         return torch.randn(2, 16, HEADS * 8)
 
 
-def _infer(model: Loop | LearnedBias, compiler: str) -> None:
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("model", [Loop(), LearnedBias()], ids=["while_loop", "flex_attention"])
+@on_ranks(2)
+def test_inference_matches_an_unsharded_model(model: Loop | LearnedBias, compiler: str) -> None:
     reference, x = copy.deepcopy(model), model.batch()
     backend = graphshard.backend(world_mesh(), compiler=compiler)
     with torch.no_grad():
         assert_close("output", torch.compile(model, backend=backend)(x), reference(x))
     assert [len(plan.params) for plan in backend.plans] == [len([*reference.parameters()])]
-
-
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("model", [Loop(), LearnedBias()], ids=["while_loop", "flex_attention"])
-def test_inference_matches_an_unsharded_model(model: Loop | LearnedBias, compiler: str) -> None:
-    ranks.run(2, _infer, model, compiler)

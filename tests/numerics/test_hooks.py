@@ -13,9 +13,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import graphshard
-from tests import ranks
 from tests.models import MLP
 from tests.numerics.compare import Twins, draw, sgd, world_mesh
+from tests.ranks import on_ranks
 
 Batches = list[Tensor]
 
@@ -28,7 +28,9 @@ def _register_both(twins: Twins, register: Callable[[nn.Module], Any]) -> list[A
     return [register(twins.model), register(twins.reference)]
 
 
-def _replace_grad(early: bool) -> None:
+@pytest.mark.parametrize("early", [True, False])
+@on_ranks(2)
+def test_gradient_hook_replaces_the_gradient(early: bool) -> None:
     twins = Twins(MLP())
     if not early:
         twins.backward(_batches(0))
@@ -42,11 +44,8 @@ def _replace_grad(early: bool) -> None:
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_gradient_hook_replaces_the_gradient(early: bool) -> None:
-    ranks.run(2, _replace_grad, early)
-
-
-def _see_grads(early: bool) -> None:
+@on_ranks(2)
+def test_hooks_see_sharded_gradients(early: bool) -> None:
     twins, seen = Twins(MLP()), []
 
     def see_grad(grad: Tensor) -> None:
@@ -66,11 +65,8 @@ def _see_grads(early: bool) -> None:
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_hooks_see_sharded_gradients(early: bool) -> None:
-    ranks.run(2, _see_grads, early)
-
-
-def _remove(early: bool) -> None:
+@on_ranks(2)
+def test_removed_hooks_do_not_fire(early: bool) -> None:
     """Check that a handle removes its hook, whether it is from before or after sharding."""
     twins, seen = Twins(MLP()), []
     if not early:
@@ -91,12 +87,8 @@ def _remove(early: bool) -> None:
     twins.check()
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_removed_hooks_do_not_fire(early: bool) -> None:
-    ranks.run(2, _remove, early)
-
-
-def _late_hook_after_early_removal() -> None:
+@on_ranks(2)
+def test_hook_registered_after_an_early_removal_fires() -> None:
     """Check that a hook table that was empty when the model was sharded still accepts hooks."""
     twins, seen = Twins(MLP()), []
     twins.model.up.weight.register_hook(lambda grad: seen.append("early")).remove()
@@ -106,11 +98,9 @@ def _late_hook_after_early_removal() -> None:
     assert seen == ["late"]
 
 
-def test_hook_registered_after_an_early_removal_fires() -> None:
-    ranks.run(2, _late_hook_after_early_removal)
-
-
-def _optimize_in_backward(early: bool) -> None:
+@pytest.mark.parametrize("early", [True, False])
+@on_ranks(2)
+def test_optimizer_step_in_backward(early: bool) -> None:
     twins = Twins(MLP())
     if not early:
         twins.backward(_batches(9))
@@ -131,22 +121,14 @@ def _optimize_in_backward(early: bool) -> None:
         twins.check()
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_optimizer_step_in_backward(early: bool) -> None:
-    ranks.run(2, _optimize_in_backward, early)
-
-
-def _hook_modules() -> None:
+@on_ranks(2)
+def test_forward_hooks_are_part_of_the_graph() -> None:
     """Check that forward hooks are traced, and read full parameters as the forward does."""
     twins = Twins(MLP())
     for model in (twins.model, twins.reference):
         model.up.register_forward_hook(lambda module, args, out: out + module.bias * 2)
         model.mid.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
     twins.train(MLP.batch)
-
-
-def test_forward_hooks_are_part_of_the_graph() -> None:
-    ranks.run(2, _hook_modules)
 
 
 def _halve(module: nn.Module, args: Any) -> Any:
@@ -207,7 +189,8 @@ MODULE_HOOKS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def _train_hooked() -> None:
+@on_ranks(2)
+def test_module_hooks_registered_before_compiling() -> None:
     for name, register in MODULE_HOOKS.items():
         torch._dynamo.reset()
         model = MLP()
@@ -221,16 +204,9 @@ def _train_hooked() -> None:
             handle.remove()
 
 
-def test_module_hooks_registered_before_compiling() -> None:
-    ranks.run(2, _train_hooked)
-
-
-def _train_hooked_by_a_method() -> None:
-    Twins(_Method(), fullgraph=False).train(MLP.batch)
-
-
+@on_ranks(2)
 def test_method_of_the_model_as_its_hook() -> None:
-    ranks.run(2, _train_hooked_by_a_method)
+    Twins(_Method(), fullgraph=False).train(MLP.batch)
 
 
 class _Inputs(nn.Module):
@@ -245,7 +221,8 @@ class _Inputs(nn.Module):
         return self.linear(x).square().mean()
 
 
-def _cast_after_hooks() -> None:
+@on_ranks(2)
+def test_first_forward_with_hooks_casts_its_inputs() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
     for name in ("pre", "pre, prepended", "pre, eager", "global, pre"):
         torch._dynamo.reset()
@@ -260,7 +237,3 @@ def _cast_after_hooks() -> None:
         assert [loss.dtype for loss in losses] == [torch.float32] * 2, name
         assert torch.equal(*losses), name
         assert model.dtypes == {torch.bfloat16}, name
-
-
-def test_first_forward_with_hooks_casts_its_inputs() -> None:
-    ranks.run(2, _cast_after_hooks)

@@ -27,6 +27,7 @@ from tests.numerics.compare import (
     whole,
     world_mesh,
 )
+from tests.ranks import on_ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -179,11 +180,8 @@ def _arguments(case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.low_precision
+@on_ranks(2)
 def test_inner_policy_casts_with_inductor() -> None:
-    ranks.run(2, _train_by_inductor)
-
-
-def _train_by_inductor() -> None:
     torch.manual_seed(0)
     ours = Stack()
     theirs, exact = copy.deepcopy(ours), copy.deepcopy(ours)
@@ -219,11 +217,8 @@ class WithEmbedder(nn.Module):
         return self.linear(y).square().mean()
 
 
+@on_ranks(2)
 def test_module_without_parameters_has_a_border() -> None:
-    ranks.run(2, _without_parameters)
-
-
-def _without_parameters() -> None:
     overrides = {"parts": {"mp_policy": MixedPrecisionPolicy(FP16, output_dtype=FP32)}}
     compiled = compile_sharded(WithEmbedder(), overrides=overrides)
     for _ in range(2):
@@ -240,22 +235,16 @@ def _without_parameters() -> None:
         ({"blocks.*.dtypes": {"shard": False}}, "matches no parameter"),
     ],
 )
+@on_ranks(2)
 def test_glob_without_effect_raises(overrides: dict[str, Any], match: str) -> None:
-    ranks.run(2, _refuse, overrides, match)
-
-
-def _refuse(overrides: dict[str, Any], match: str) -> None:
     model = Stack()
     with pytest.raises(ValueError, match=match):
         graphshard.shard(model, world_mesh(), overrides=overrides)
     assert type(model.head.weight) is nn.Parameter
 
 
+@on_ranks(2)
 def test_glob_of_a_module_covers_all_parameters_in_it() -> None:
-    ranks.run(2, _subtree)
-
-
-def _subtree() -> None:
     model = Stack()
     graphshard.shard(model, world_mesh(), overrides={"blocks.1": {"shard": False}})
     replicated = [n for n, p in model.named_parameters() if p.placements[0].is_replicate()]
@@ -288,22 +277,16 @@ class Attention(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "glob"), [(Stack, "blocks.*"), (Attention, "layers.*"), (Mixing, "NAME_OF_MODULE")]
 )
+@on_ranks(2)
 def test_dtype_error_suggests_an_override(kind: type[nn.Module], glob: str) -> None:
-    ranks.run(2, _mix_dtypes, kind, glob)
-
-
-def _mix_dtypes(kind: type[nn.Module], glob: str) -> None:
     with pytest.raises(RuntimeError, match="dtype") as raised:
         compile_sharded(kind(), mp_policy=HALF)(torch.randn(5, 7))
     (note,) = raised.value.__notes__
     assert f"overrides={{{glob!r}: {{'mp_policy': policy}}}}" in note
 
 
+@on_ranks(2)
 def test_dtype_error_without_a_policy_has_no_note() -> None:
-    ranks.run(2, _mix_without_policy)
-
-
-def _mix_without_policy() -> None:
     for kind in (Attention, Mixing):
         with pytest.raises(RuntimeError, match="dtype") as raised:
             compile_sharded(kind())(torch.randn(5, 7, dtype=torch.float64))
@@ -322,11 +305,8 @@ class Misshapen(nn.Module):
         return x @ self.weight if x.dim() == 2 else self.conv(x)
 
 
+@on_ranks(2)
 def test_shape_error_has_no_note() -> None:
-    ranks.run(2, _mix_shapes)
-
-
-def _mix_shapes() -> None:
     compiled = compile_sharded(Misshapen(), mp_policy=HALF)
     compiled(torch.ones(2, 3))
     for shape in ((2, 4), (1, 5, 4)):

@@ -21,6 +21,7 @@ import graphshard
 from tests import ranks, recording
 from tests.models import GPT, MLP, ConvNet, Trainable
 from tests.numerics.compare import Twins, assert_sharded, whole, world_mesh
+from tests.ranks import on_ranks
 
 State = dict[str, Any]
 
@@ -64,7 +65,10 @@ def _sharded(kind: Trainable, **options: Any) -> nn.Module:
 # Full tensors.
 
 
-def _load_full(kind: Trainable, assign: bool, compiled_before: bool) -> None:
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(("kind", "compiled_before"), [(MLP, False), (MLP, True), (ConvNet, True)])
+@on_ranks(2)
+def test_full_state_dict_is_split(kind: Trainable, assign: bool, compiled_before: bool) -> None:
     """Load a full state dict, and train on like the plain model."""
     other = _other(kind)
     model, reference = kind(), kind()
@@ -82,12 +86,6 @@ def _load_full(kind: Trainable, assign: bool, compiled_before: bool) -> None:
     assert all((a is b) != assign for a, b in zip(model.parameters(), params))
     assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in params]
     twins.train(kind.batch, steps=2)
-
-
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize(("kind", "compiled_before"), [(MLP, False), (MLP, True), (ConvNet, True)])
-def test_full_state_dict_is_split(kind: Trainable, assign: bool, compiled_before: bool) -> None:
-    ranks.run(2, _load_full, kind, assign, compiled_before)
 
 
 def _load_quietly(shape: tuple[int, ...]) -> None:
@@ -132,7 +130,8 @@ def test_parameters_of_every_kind(world_size: int) -> None:
     ranks.run(world_size, _load_kinds)
 
 
-def _load_tied() -> None:
+@on_ranks(2)
+def test_full_state_dict_materializes_a_meta_model_and_keeps_ties() -> None:
     """Load tied weights, which stay one parameter although each of their names has an entry."""
     with torch.device("meta"):
         model: Any = GPT()
@@ -147,11 +146,8 @@ def _load_tied() -> None:
     Twins(model, _other(GPT)).train(GPT.batch)
 
 
-def test_full_state_dict_materializes_a_meta_model_and_keeps_ties() -> None:
-    ranks.run(2, _load_tied)
-
-
-def _load_other_dtype() -> None:
+@on_ranks(2)
+def test_assign_takes_the_dtype_of_the_file() -> None:
     model = _sharded(MLP)
     state = {name: value.double() for name, value in _other(MLP).state_dict().items()}
     model.load_state_dict(state)
@@ -161,11 +157,8 @@ def _load_other_dtype() -> None:
     _assert_values(model, state)
 
 
-def test_assign_takes_the_dtype_of_the_file() -> None:
-    ranks.run(2, _load_other_dtype)
-
-
-def _load_replicated() -> None:
+@on_ranks(2)
+def test_replicated_tensors_are_split() -> None:
     """Load replicated DTensors, which are split like plain tensors."""
     model = _sharded(MLP)
     full = {n: v.redistribute(placements=[Replicate()]) for n, v in model.state_dict().items()}
@@ -173,10 +166,6 @@ def _load_replicated() -> None:
         model.load_state_dict({n: v * 2 for n, v in full.items()}, assign=assign)
         assert_sharded(model)
         _assert_values(model, {n: v * 2 for n, v in full.items()})
-
-
-def test_replicated_tensors_are_split() -> None:
-    ranks.run(2, _load_replicated)
 
 
 class Renamed(nn.Module):
@@ -198,7 +187,8 @@ class Renamed(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-def _load_renamed() -> None:
+@on_ranks(2)
+def test_model_that_renames_entries_on_load() -> None:
     model, other = _sharded(Renamed), _other(Renamed)
     state = {
         name.replace("layer.", "old.").replace("gain", "scale"): value
@@ -206,10 +196,6 @@ def _load_renamed() -> None:
     }
     model.load_state_dict(state)
     _assert_values(model, other.state_dict())
-
-
-def test_model_that_renames_entries_on_load() -> None:
-    ranks.run(2, _load_renamed)
 
 
 # Mismatches: torch's own errors, with the names of the parameters.
@@ -323,7 +309,13 @@ def test_each_rank_loads_its_own_file(assign: bool, tmp_path: Path) -> None:
     ranks.run(2, _load_everywhere, tmp_path, assign)
 
 
-def _load_offloaded(make: Callable[[DTensor], Tensor]) -> None:
+def _itself(value: DTensor) -> Tensor:
+    return value
+
+
+@pytest.mark.parametrize("make", [_itself, whole])
+@on_ranks(2)
+def test_offloaded_meta_model_is_loaded_part_by_part(make: Callable[[DTensor], Tensor]) -> None:
     """Load part by part under CPU offload, with the rest still on meta, as FSDP2's tests do."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -336,12 +328,3 @@ def _load_offloaded(make: Callable[[DTensor], Tensor]) -> None:
         model.load_state_dict({name: make(value)}, assign=True, strict=False)
     _assert_values(model, other.state_dict())
     Twins(model, other).train(MLP.batch, steps=1)
-
-
-def _itself(value: DTensor) -> Tensor:
-    return value
-
-
-@pytest.mark.parametrize("make", [_itself, whole])
-def test_offloaded_meta_model_is_loaded_part_by_part(make: Callable[..., Tensor]) -> None:
-    ranks.run(2, _load_offloaded, make)

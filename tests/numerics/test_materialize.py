@@ -17,6 +17,7 @@ import graphshard
 from tests import ranks
 from tests.models import GPT
 from tests.numerics.compare import compile_sharded, whole, world_mesh
+from tests.ranks import on_ranks
 
 
 class Tricky(nn.Module):
@@ -83,7 +84,8 @@ def _numbered(number: int) -> Any:
     return _by_ranks(KINDS[number])
 
 
-def _tricky() -> None:
+@on_ranks(2)
+def test_init_may_write_rows_and_data() -> None:
     model = _materialized(Tricky)
     values = _values(model)
     embed, weight = values["embed.weight"], values["lin.weight"]
@@ -99,10 +101,6 @@ def _tricky() -> None:
     compiled = compile_sharded(model)
     for _ in range(2):
         compiled(torch.randint(11, (4, 5))).backward()
-
-
-def test_init_may_write_rows_and_data() -> None:
-    ranks.run(2, _tricky)
 
 
 def _normal(model: nn.Module) -> None:
@@ -134,7 +132,8 @@ def _forgets_buffers(model: nn.Module) -> None:
         nn.init.zeros_(param)
 
 
-def _refuse() -> None:
+@on_ranks(2)
+def test_invalid_init_raises_and_changes_nothing() -> None:
     with torch.device("meta"):
         model = Tricky()
     with pytest.raises(ValueError, match="Tricky is not sharded"):
@@ -153,11 +152,8 @@ def _refuse() -> None:
     assert compile_sharded(model)(torch.randint(11, (4, 5))).isfinite()
 
 
-def test_invalid_init_raises_and_changes_nothing() -> None:
-    ranks.run(2, _refuse)
-
-
-def _partly() -> None:
+@on_ranks(2)
+def test_buffers_and_parameters_with_values_keep_them() -> None:
     with torch.device("meta"):
         model = nn.Linear(4, 6)
     model.register_buffer("kept", torch.ones(3))
@@ -167,7 +163,3 @@ def _partly() -> None:
     graphshard.materialize(model)
     assert torch.equal(model.kept, torch.ones(3))
     assert torch.equal(model.weight.full_tensor(), values)
-
-
-def test_buffers_and_parameters_with_values_keep_them() -> None:
-    ranks.run(2, _partly)

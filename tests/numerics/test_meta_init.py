@@ -12,9 +12,9 @@ from torch.distributed.tensor import distribute_tensor
 
 import graphshard
 from graphshard.params.unfilled import mark_uninitialised, num_uninitialised
-from tests import ranks
 from tests.models import MLP
 from tests.numerics.compare import compile_sharded, world_mesh
+from tests.ranks import on_ranks
 
 
 def _fill(p: Any) -> None:
@@ -52,11 +52,8 @@ def _sharded() -> MLP:
 
 
 @pytest.mark.parametrize("fill", [_fill, _draw, _distribute, _assign_data])
+@on_ranks(2)
 def test_whole_parameters_can_be_initialised(fill: Callable[[Any], None]) -> None:
-    ranks.run(2, _train, fill)
-
-
-def _train(fill: Callable[[Any], None]) -> None:
     model = _sharded()
     with torch.no_grad():
         for param in model.parameters():
@@ -68,11 +65,8 @@ def _train(fill: Callable[[Any], None]) -> None:
 
 @pytest.mark.parametrize("fill", [_fill_rows, _fill_most])
 @pytest.mark.parametrize("eager", [False, True])
+@on_ranks(2)
 def test_values_lost_by_a_dtensor_raise(fill: Callable[[Any], None], eager: bool) -> None:
-    ranks.run(2, _lose, fill, eager)
-
-
-def _lose(fill: Callable[[Any], None], eager: bool) -> None:
     model = _sharded()
     with torch.no_grad():
         for param in model.parameters():
@@ -88,11 +82,8 @@ def _lose(fill: Callable[[Any], None], eager: bool) -> None:
     assert call(torch.ones(5, 7)).isfinite()
 
 
+@on_ranks(2)
 def test_load_state_dict_initialises() -> None:
-    ranks.run(2, _load)
-
-
-def _load() -> None:
     for assign in (False, True):
         model, other = _sharded(), graphshard.shard(MLP(), world_mesh())
         model.load_state_dict(other.state_dict(), assign=assign)

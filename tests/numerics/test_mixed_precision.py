@@ -29,6 +29,7 @@ from tests.numerics.compare import (
     whole,
     world_mesh,
 )
+from tests.ranks import on_ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STEPS = 20
@@ -262,11 +263,8 @@ def _override() -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize("name", ["normal.*", "downs"])
+@on_ranks(2)
 def test_override_that_matches_no_parameter_raises(name: str) -> None:
-    ranks.run(2, _override_nothing, name)
-
-
-def _override_nothing(name: str) -> None:
     model = Norms()
     overrides = {name: {"reshard_after_forward": False}}
     with pytest.raises(RuntimeError, match="matches no parameter: of 6 the nearest are '"):

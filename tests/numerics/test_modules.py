@@ -28,6 +28,7 @@ from tests.numerics.compare import (
     train_steps,
     world_mesh,
 )
+from tests.ranks import on_ranks
 
 DIM = 6
 
@@ -212,17 +213,16 @@ def test_modules(kind: Trainable) -> None:
     ranks.run(2, train, kind)
 
 
-def _train_old_weight_norm() -> None:
+@on_ranks(2)
+def test_weight_norm_by_a_hook() -> None:
     model, reference = OldWeightNorm(), OldWeightNorm()  # deepcopy refuses its non-leaf weight
     reference.load_state_dict(model.state_dict())
     Twins(model, reference).train(OldWeightNorm.batch)
 
 
-def test_weight_norm_by_a_hook() -> None:
-    ranks.run(2, _train_old_weight_norm)
-
-
-def _autocast() -> None:
+@pytest.mark.low_precision
+@on_ranks(2)
+def test_autocast() -> None:
     torch.manual_seed(0)
     ours = WithAutocast()
     theirs, exact = copy.deepcopy(ours), copy.deepcopy(ours)
@@ -234,11 +234,6 @@ def _autocast() -> None:
     assert_trained_alike(
         trained, *(train_steps(model, model, batches) for model in (theirs, exact))
     )
-
-
-@pytest.mark.low_precision
-def test_autocast() -> None:
-    ranks.run(2, _autocast)
 
 
 class Recurrent(nn.Module):
@@ -255,15 +250,12 @@ class Recurrent(nn.Module):
     batch = staticmethod(_sequence)
 
 
-def _train_recurrent(layer: type[nn.RNNBase]) -> None:
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+@on_ranks(2)
+def test_recurrent_layers(layer: type[nn.RNNBase]) -> None:
     with graphshard_warnings() as warned:
         Twins(Recurrent(layer), fullgraph=False).train(Recurrent.batch)
     assert len(warned) == 1
-
-
-@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
-def test_recurrent_layers(layer: type[nn.RNNBase]) -> None:
-    ranks.run(2, _train_recurrent, layer)
 
 
 class Tables(nn.Module):
@@ -289,18 +281,16 @@ class Tables(nn.Module):
         return torch.randint(7, (2, 3), generator=rng)
 
 
-def _train_tables(compiler: str) -> None:
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@on_ranks(2)
+def test_sparse_gradients_become_dense(compiler: str) -> None:
     sparse, dense = Tables(True), Tables(False)
     dense.load_state_dict(sparse.state_dict())
     Twins(sparse, dense, fullgraph=False, compiler=compiler).train(Tables.batch)
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_sparse_gradients_become_dense(compiler: str) -> None:
-    ranks.run(2, _train_tables, compiler)
-
-
-def _ignore_tables() -> None:
+@on_ranks(2)
+def test_gradients_of_ignored_tables_stay_sparse() -> None:
     model = Tables(True)
     tables = [model.first.weight, model.bag.weight, model.last.weight]
     backend = graphshard.backend(world_mesh(), compiler="aot_eager", ignored_params=set(tables))
@@ -308,11 +298,8 @@ def _ignore_tables() -> None:
     assert all(table.grad is not None and table.grad.is_sparse for table in tables)
 
 
-def test_gradients_of_ignored_tables_stay_sparse() -> None:
-    ranks.run(2, _ignore_tables)
-
-
-def _names_are_kept() -> None:
+@on_ranks(2)
+def test_classes_keep_their_names() -> None:
     # Libraries inspect the classes of modules.
     model = Encoder()
     described, kinds = repr(model), [type(m).__name__ for m in model.modules()]
@@ -323,11 +310,8 @@ def _names_are_kept() -> None:
     assert len(layers) == len([kind for kind in kinds if kind.endswith("Linear")])
 
 
-def test_classes_keep_their_names() -> None:
-    ranks.run(2, _names_are_kept)
-
-
-def _set_attributes() -> None:
+@on_ranks(2)
+def test_attribute_access_on_a_sharded_module() -> None:
     twins = Twins(nn.Sequential(nn.Linear(DIM, 3)))
     twins.train(_sequence, steps=1, loss=lambda model, x: model(x).square().mean())
     layer = twins.model[0]
@@ -337,10 +321,6 @@ def _set_attributes() -> None:
         functools.reduce(getattr, ["gain"], layer)
     del layer.bias
     assert not hasattr(layer, "bias") and [n for n, _ in layer.named_parameters()] == ["weight"]
-
-
-def test_attribute_access_on_a_sharded_module() -> None:
-    ranks.run(2, _set_attributes)
 
 
 class _Meta(type):
@@ -390,11 +370,8 @@ class _Abstract(MLP, abc.ABC):
 
 
 @pytest.mark.parametrize("kind", [_ByInit, _ByMetaclass, _Abstract])
+@on_ranks(2)
 def test_sharding_does_not_register_subclasses(kind: Trainable) -> None:
-    ranks.run(2, _train_registered, kind)
-
-
-def _train_registered(kind: Trainable) -> None:
     train(kind)
     assert _Registered.classes == {"init": _ByInit}
     assert _Meta.classes == {"meta": _ByMetaclass}

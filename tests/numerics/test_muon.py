@@ -25,6 +25,7 @@ from tests.models import MLP, DeepGPT
 from tests.multirank.test_call_log import assert_same as assert_same_texts
 from tests.multirank.test_call_log import message
 from tests.numerics.compare import assert_same, compile_sharded, draw, generator, world_mesh
+from tests.ranks import on_ranks
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {"lr": 0.05},
@@ -107,7 +108,8 @@ def test_replicated_and_offloaded_matrices(sharding: dict[str, Any]) -> None:
     ranks.run(2, _beside_torch, (2,), overrides={"*blocks.0*": sharding})
 
 
-def _plain_and_alone() -> None:
+@on_ranks(1)
+def test_plain_matrices() -> None:
     model = MLP()
     reference = copy.deepcopy(model)
     for each, kind in ((model, Muon), (reference, torch.optim.Muon)):
@@ -117,22 +119,16 @@ def _plain_and_alone() -> None:
     assert_same(model, reference, tolerance=0.0)
 
 
-def test_plain_matrices() -> None:
-    ranks.run(1, _plain_and_alone)
-
-
-def _fsdp2() -> None:
+@on_ranks(2)
+def test_matrices_sharded_by_fsdp2() -> None:
     model = MLP()
     models = model, copy.deepcopy(model)
     fully_shard(model, mesh=world_mesh())  # its DTensors have our layout
     _train(models, [Muon(_matrices(models[0])), torch.optim.Muon(_matrices(models[1]))])
 
 
-def test_matrices_sharded_by_fsdp2() -> None:
-    ranks.run(2, _fsdp2)
-
-
-def _with_state_before() -> None:
+@on_ranks(2)
+def test_optimizer_with_state_survives_sharding() -> None:
     model = MLP()
     models = model, copy.deepcopy(model)
     optimizers = Muon(_matrices(models[0])), torch.optim.Muon(_matrices(models[1]))
@@ -141,11 +137,8 @@ def _with_state_before() -> None:
     _train(models, optimizers)
 
 
-def test_optimizer_with_state_survives_sharding() -> None:
-    ranks.run(2, _with_state_before)
-
-
-def _without_gradients() -> None:
+@on_ranks(2)
+def test_matrices_without_a_gradient() -> None:
     """Check that matrices that are frozen, or lack a gradient on all ranks, do not change."""
     model = DeepGPT()
     models = model, copy.deepcopy(model)
@@ -163,10 +156,6 @@ def _without_gradients() -> None:
         each.zero_grad()
         optimizer.step()  # no gradients at all
     _train(models, optimizers)
-
-
-def test_matrices_without_a_gradient() -> None:
-    ranks.run(2, _without_gradients)
 
 
 def _differ(known: bool) -> str:
@@ -210,12 +199,14 @@ def _continue(compiled: Any, optimizer: Muon, steps: range) -> None:
         optimizer.step()
 
 
-def _resume(path: Path, by_file: bool) -> None:
+@pytest.mark.parametrize("by_file", [False, True])
+@on_ranks(2)
+def test_resumed_training_matches_uninterrupted(tmp_path: Path, by_file: bool) -> None:
     model, compiled, optimizer = _trained(2)
     if by_file:
         full, full_optim = graphshard.full_state_dict(model, optimizer)
     else:
-        dcp.save(dict(zip("mo", get_state_dict(model, optimizer))), checkpoint_id=path)
+        dcp.save(dict(zip("mo", get_state_dict(model, optimizer))), checkpoint_id=tmp_path)
     _continue(compiled, optimizer, range(2, 4))
     torch.manual_seed(5)
     again, compiled, resumed = _trained(0)
@@ -223,17 +214,12 @@ def _resume(path: Path, by_file: bool) -> None:
         graphshard.load_full_state_dict(again, full, resumed, full_optim)
     else:
         states: Any = dict(zip("mo", get_state_dict(again, resumed)))
-        dcp.load(states, checkpoint_id=path)
+        dcp.load(states, checkpoint_id=tmp_path)
         set_state_dict(again, resumed, model_state_dict=states["m"], optim_state_dict=states["o"])
     for state in resumed.state.values():
         assert isinstance(state["momentum_buffer"], DTensor)
     _continue(compiled, resumed, range(2, 4))
     assert_same(again, model, tolerance=0.0)
-
-
-@pytest.mark.parametrize("by_file", [False, True])
-def test_resumed_training_matches_uninterrupted(tmp_path: Path, by_file: bool) -> None:
-    ranks.run(2, _resume, tmp_path, by_file)
 
 
 # Errors, and other callers of ``step``.
@@ -249,7 +235,8 @@ def test_parameters_that_are_not_matrices_raise() -> None:
     assert len(optimizer.param_groups) == 1
 
 
-def _split_otherwise() -> None:
+@on_ranks(2)
+def test_unsupported_placements_raise() -> None:
     mesh = world_mesh()
     param = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
     param.grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)])
@@ -261,11 +248,8 @@ def _split_otherwise() -> None:
         Muon([param]).step()
 
 
-def test_unsupported_placements_raise() -> None:
-    ranks.run(2, _split_otherwise)
-
-
-def _called_otherwise() -> None:
+@on_ranks(2)
+def test_closure_compiled_step_and_torch_state() -> None:
     """Step with a closure, under ``torch.compile``, and from the state of torch's Muon."""
     model, compiled, optimizer = _trained(1)
     twin = copy.deepcopy(model)
@@ -287,7 +271,3 @@ def _called_otherwise() -> None:
     torch.compile(optimizer.step, backend="aot_eager")()
     other.step()
     assert_same(model, twin, tolerance=0.0)
-
-
-def test_closure_compiled_step_and_torch_state() -> None:
-    ranks.run(2, _called_otherwise)

@@ -41,6 +41,7 @@ from tests.numerics.compare import (
     train_steps,
     whole,
 )
+from tests.ranks import on_ranks
 
 STEPS = 10
 OFFLOAD = CPUOffloadPolicy(pin_memory=False)  # FSDP2 cannot pin without an accelerator
@@ -130,17 +131,6 @@ def _losses(model: GPT | MLP, options: Mapping[str, Any], fullgraph: bool = True
     return found
 
 
-def _compare_with_ourselves(options: Mapping[str, Any]) -> None:
-    by_inductor = options.get("compiler") == "inductor"  # slow on a GPT
-    make: Callable[[], GPT | MLP] = MLP if by_inductor else functools.partial(GPT, 32)
-    offloaded, plain = (
-        _losses(_model(make), {**options, "offload_policy": policy})
-        for policy in (CPUOffloadPolicy(), None)
-    )
-    for ours, theirs in zip(offloaded, plain, strict=True):
-        assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -152,8 +142,16 @@ def _compare_with_ourselves(options: Mapping[str, Any]) -> None:
     ],
     ids=["accumulation", "inductor", "fp8", "mixed", "no overlap"],
 )
+@on_ranks(2)
 def test_offload_changes_no_value(options: Mapping[str, Any]) -> None:
-    ranks.run(2, _compare_with_ourselves, options)
+    by_inductor = options.get("compiler") == "inductor"  # slow on a GPT
+    make: Callable[[], GPT | MLP] = MLP if by_inductor else functools.partial(GPT, 32)
+    offloaded, plain = (
+        _losses(_model(make), {**options, "offload_policy": policy})
+        for policy in (CPUOffloadPolicy(), None)
+    )
+    for ours, theirs in zip(offloaded, plain, strict=True):
+        assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
 
 
 class Broken(GPT):
@@ -164,7 +162,8 @@ class Broken(GPT):
         return super().forward(batch)
 
 
-def _break() -> None:
+@on_ranks(2)
+def test_offload_with_a_graph_break() -> None:
     torch.manual_seed(0)
     broken = _losses(Broken(), {"offload_policy": CPUOffloadPolicy()}, fullgraph=False)
     plain = _losses(_model(), {"offload_policy": CPUOffloadPolicy()})
@@ -172,11 +171,8 @@ def _break() -> None:
         assert relative_error(torch.as_tensor(ours), torch.as_tensor(theirs)) < 1e-5
 
 
-def test_offload_with_a_graph_break() -> None:
-    ranks.run(2, _break)
-
-
-def _build_on_meta() -> None:
+@on_ranks(2)
+def test_offload_of_a_meta_device_model() -> None:
     with torch.device("meta"):
         model = GPT()
     graphshard.shard(model, _mesh((2,)), offload_policy=CPUOffloadPolicy())
@@ -186,10 +182,6 @@ def _build_on_meta() -> None:
             module.reset_parameters()
     assert all(p.device.type == "cpu" for p in model.parameters())
     assert len(_losses(model, {})) > 6
-
-
-def test_offload_of_a_meta_device_model() -> None:
-    ranks.run(2, _build_on_meta)
 
 
 # Activations offloaded to the host until backward, to stay within a memory budget.
@@ -214,7 +206,9 @@ class Deep(nn.Module):
         return torch.randn(Deep.ROWS, Deep.DIM, generator=rng)
 
 
-def _train_within(compiler: str) -> None:
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@on_ranks(2)
+def test_budget_offloads_activations(compiler: str) -> None:
     limited, peaks = None, []
     # Off by default on a CPU, whose memory is the host's.
     with mock.patch.object(CompileSettings, "may_offload_activations", True):
@@ -233,11 +227,6 @@ def _train_within(compiler: str) -> None:
     moved = forward.count(TransferKind.COPY_TO_HOST), backward.count(TransferKind.COPY_TO_DEVICE)
     assert moved[0] == moved[1] > 0
     assert peaks[1] <= 0.9 * peaks[0]
-
-
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_budget_offloads_activations(compiler: str) -> None:
-    ranks.run(2, _train_within, compiler)
 
 
 def test_activations_are_not_offloaded_from_a_cpu() -> None:

@@ -18,6 +18,7 @@ import graphshard
 from tests import ranks
 from tests.numerics.compare import assert_plain, draw
 from tests.numerics.test_loading import Even
+from tests.ranks import on_ranks
 
 
 def _adam(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -83,18 +84,15 @@ def test_state_of_another_world_size_is_refused(tmp_path: Path) -> None:
     ranks.run(4, _load, path, (4,), r"over the ranks \[0, 1\].*over \[0, 1, 2, 3\]")
 
 
-def _own_files(folder: Path) -> None:
+@on_ranks(2)
+def test_each_rank_loads_its_own_file(tmp_path: Path) -> None:
     optimizer = _trained((2,))
-    path = folder / f"{dist.get_rank()}.pt"
+    path = tmp_path / f"{dist.get_rank()}.pt"
     torch.save(optimizer.state_dict(), path)
     loaded = _trained((2,))
     loaded.load_state_dict(torch.load(path))
     _assert_equal(loaded.state_dict(), optimizer.state_dict())
     loaded.step()
-
-
-def test_each_rank_loads_its_own_file(tmp_path: Path) -> None:
-    ranks.run(2, _own_files, tmp_path)
 
 
 def _before_sharding(path: Path) -> None:

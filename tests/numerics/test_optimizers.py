@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from tests import ranks
 from tests.models import GPT, MLP
 from tests.numerics.compare import Twins, assert_close, draw, sgd
+from tests.ranks import on_ranks
 
 Build = Callable[[nn.Module], Optimizer]
 
@@ -69,7 +70,10 @@ def _assert_state_is_sharded(optimizer: Optimizer, model: nn.Module) -> None:
                 assert value.placements == param.placements
 
 
-def _optimizer_before(build: Build, with_state: bool) -> None:
+@pytest.mark.parametrize("build", [_adamw, _adamw_by_tensor, _grouped, _momentum])
+@pytest.mark.parametrize("with_state", [False, True])
+@on_ranks(2)
+def test_optimizer_built_before_the_first_step(build: Build, with_state: bool) -> None:
     model = MLP()
     models = model, copy.deepcopy(model)
     optimizers = [build(model) for model in models]
@@ -86,13 +90,9 @@ def _optimizer_before(build: Build, with_state: bool) -> None:
     assert len(optimizers[0].state) == len(list(twins.model.parameters()))
 
 
-@pytest.mark.parametrize("build", [_adamw, _adamw_by_tensor, _grouped, _momentum])
-@pytest.mark.parametrize("with_state", [False, True])
-def test_optimizer_built_before_the_first_step(build: Build, with_state: bool) -> None:
-    ranks.run(2, _optimizer_before, build, with_state)
-
-
-def _optimizer_after(build: Build) -> None:
+@pytest.mark.parametrize("build", [_adamw, _grouped, _momentum])
+@on_ranks(2)
+def test_optimizer_built_after_the_first_step(build: Build) -> None:
     twins = Twins(MLP())
     twins.train(MLP.batch, steps=1)
     optimizers = [build(twins.model), build(twins.reference)]
@@ -101,12 +101,8 @@ def _optimizer_after(build: Build) -> None:
     _assert_state_is_sharded(optimizers[0], twins.model)
 
 
-@pytest.mark.parametrize("build", [_adamw, _grouped, _momentum])
-def test_optimizer_built_after_the_first_step(build: Build) -> None:
-    ranks.run(2, _optimizer_after, build)
-
-
-def _optimizer_of_more() -> None:
+@on_ranks(2)
+def test_optimizer_of_two_models_keeps_the_unsharded_one() -> None:
     """Check that an optimizer keeps the parameters of another, unsharded model."""
     twins, other = Twins(MLP()), nn.Linear(3, 3)
     optimizer = torch.optim.AdamW([*other.parameters(), *twins.model.parameters()], 1e-2)
@@ -117,22 +113,16 @@ def _optimizer_of_more() -> None:
     assert all(mine is param for mine, param in zip(held[2:], twins.model.parameters()))
 
 
-def test_optimizer_of_two_models_keeps_the_unsharded_one() -> None:
-    ranks.run(2, _optimizer_of_more)
-
-
-def _optimizer_of_tied() -> None:
+@on_ranks(2)
+def test_optimizer_holds_a_tied_weight_once() -> None:
     twins = Twins(GPT())
     twins.train(GPT.batch)
     optimizer = _adamw(twins.model)
     assert len(optimizer.param_groups[0]["params"]) == len(list(twins.model.parameters()))
 
 
-def test_optimizer_holds_a_tied_weight_once() -> None:
-    ranks.run(2, _optimizer_of_tied)
-
-
-def _scheduled() -> None:
+@on_ranks(2)
+def test_scheduler_built_before_the_first_step() -> None:
     twins = Twins(MLP())
     optimizers = [_momentum(twins.model), _momentum(twins.reference)]
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in optimizers]
@@ -141,10 +131,6 @@ def _scheduled() -> None:
         for scheduler in schedulers:
             scheduler.step()
     assert optimizers[0].param_groups[0]["lr"] == 0.05 * 0.5**3
-
-
-def test_scheduler_built_before_the_first_step() -> None:
-    ranks.run(2, _scheduled)
 
 
 class _WithScalar(nn.Module):
@@ -178,7 +164,9 @@ def test_clip_grad_norm(world_size: int, foreach: bool | None) -> None:
     ranks.run(world_size, _clip, foreach)
 
 
-def _accumulate(set_to_none: bool) -> None:
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks(2)
+def test_gradients_accumulate_until_they_are_zeroed(set_to_none: bool) -> None:
     twins = Twins(MLP())
     optimizers = [sgd(twins.model), sgd(twins.reference)]
     for step in range(6):
@@ -192,12 +180,8 @@ def _accumulate(set_to_none: bool) -> None:
         assert (param.grad is None) == set_to_none
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_accumulate_until_they_are_zeroed(set_to_none: bool) -> None:
-    ranks.run(2, _accumulate, set_to_none)
-
-
-def _zero_first() -> None:
+@on_ranks(2)
+def test_zeroed_gradients_stay_the_same_tensors() -> None:
     """Check that `zero_grad(set_to_none=False)` keeps the tensors, which users may hold."""
     twins = Twins(MLP())
     twins.backward(draw(MLP.batch, 0))
@@ -208,11 +192,8 @@ def _zero_first() -> None:
     assert all(p.grad is grad for p, grad in zip(twins.model.parameters(), grads))
 
 
-def test_zeroed_gradients_stay_the_same_tensors() -> None:
-    ranks.run(2, _zero_first)
-
-
-def _scale_loss() -> None:
+@on_ranks(2)
+def test_grad_scaler() -> None:
     """Train with a GradScaler; all gradients are finite."""
     twins = Twins(MLP())
     scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
@@ -228,11 +209,9 @@ def _scale_loss() -> None:
         twins.zero_grad()
 
 
-def test_grad_scaler() -> None:
-    ranks.run(2, _scale_loss)
-
-
-def _compiled_step(build: Build) -> None:
+@pytest.mark.parametrize("build", [sgd, _adamw])
+@on_ranks(2)
+def test_compiled_optimizer_step(build: Build) -> None:
     """Compare ``torch.compile(optimizer.step)`` with an eager step of the plain model."""
     twins = Twins(MLP())
     optimizers = [build(model) for model in (twins.model, twins.reference)]
@@ -245,11 +224,6 @@ def _compiled_step(build: Build) -> None:
         twins.zero_grad()
 
 
-@pytest.mark.parametrize("build", [sgd, _adamw])
-def test_compiled_optimizer_step(build: Build) -> None:
-    ranks.run(2, _compiled_step, build)
-
-
 class _Loss(nn.Module):
     """Module that holds a weight of a model without being part of it."""
 
@@ -258,7 +232,8 @@ class _Loss(nn.Module):
         self.weight = model.up.weight
 
 
-def _freeze_garbage_collector() -> None:
+@on_ranks(2)
+def test_gc_freeze_before_the_first_step() -> None:
     twins = Twins(MLP())
     optimizers, loss = [sgd(twins.model), sgd(twins.reference)], _Loss(twins.model)
     gc.collect()
@@ -273,7 +248,3 @@ def _freeze_garbage_collector() -> None:
         assert loss.weight is twins.model.up.weight
     finally:
         gc.unfreeze()
-
-
-def test_gc_freeze_before_the_first_step() -> None:
-    ranks.run(2, _freeze_garbage_collector)

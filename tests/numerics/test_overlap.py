@@ -19,6 +19,7 @@ from graphshard.planning.search import BudgetError
 from tests import ranks
 from tests.models import GPT, MLP, ConvNet, DeepGPT, Trainable
 from tests.numerics.compare import generator, sgd, world_mesh
+from tests.ranks import on_ranks
 
 WIDE = {"dim": 48, "layers": 4}
 
@@ -67,14 +68,11 @@ def _smallest(graph: str) -> float:
             return budget_gb
 
 
-def _keep_budget() -> None:
+@on_ranks(2)
+def test_budget_named_in_the_error_is_sufficient() -> None:
     budget_gb = _smallest(GraphKind.BACKWARD)  # needs more than forward
     for plan in _both(GPT, WIDE, {"memory_budget_gb": budget_gb}).values():
         assert max(alive_bytes(plan.problem, plan.buckets)) <= round(budget_gb * 1e9)
-
-
-def test_budget_named_in_the_error_is_sufficient() -> None:
-    ranks.run(2, _keep_budget)
 
 
 def test_large_budget_keeps_parameters_unsharded() -> None:

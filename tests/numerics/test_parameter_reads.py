@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import graphshard
 from tests import ranks
 from tests.numerics.compare import Twins, graphshard_warnings, sgd, world_mesh
+from tests.ranks import on_ranks
 
 
 class Reader(nn.Module):
@@ -213,11 +214,8 @@ def _train(read: Callable[[Any, Tensor], Tensor], eager: bool) -> None:
         Twins(Reader(read, eager), fullgraph=False).train(Reader.batch)
 
 
+@on_ranks(2)
 def test_traced_read_of_grad_sees_accumulation() -> None:
-    ranks.run(2, _read_accumulated)
-
-
-def _read_accumulated() -> None:
     torch.manual_seed(0)
     twins = Twins(Reader(_grad_is_none, False), fullgraph=False)
     for step in range(3):
@@ -225,11 +223,8 @@ def _read_accumulated() -> None:
         twins.check()
 
 
+@on_ranks(2)
 def test_other_backends_see_the_shards() -> None:
-    ranks.run(2, _list_shards)
-
-
-def _list_shards() -> None:
     model = nn.Linear(5, 4)
     graphshard.shard(model, world_mesh())
 
@@ -243,11 +238,8 @@ def _list_shards() -> None:
     assert all(p.full_tensor().abs().max() <= 0.1 for p in model.parameters())  # type: ignore[operator]
 
 
+@on_ranks(2)
 def test_freezing_between_steps_takes_the_other_branch() -> None:
-    ranks.run(2, _freeze)
-
-
-def _freeze() -> None:
     torch.manual_seed(0)
     twins = Twins(Reader(_requires_grad, False), fullgraph=False)
     for step, requires_grad in enumerate([True, False, True]):

@@ -24,6 +24,7 @@ from tests.numerics.compare import (
     train,
     whole,
 )
+from tests.ranks import on_ranks
 
 
 def _rows(rng: torch.Generator) -> Tensor:
@@ -191,7 +192,9 @@ def test_unusual_parameters_with_inductor(kind: Trainable) -> None:
     ranks.run(2, train, kind, compiler="inductor", steps=2)
 
 
-def _train_half(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@on_ranks(2)
+def test_half_precision(dtype: torch.dtype) -> None:
     twins = Twins(MLP().to(dtype))
     twins.backward([x.to(dtype) for x in draw(MLP.batch, 0)])
     for name, param in twins.reference.named_parameters():
@@ -199,12 +202,8 @@ def _train_half(dtype: torch.dtype) -> None:
         assert_close(name, ours, param.grad, tolerance=float(torch.finfo(dtype).eps) * 4)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
-    ranks.run(2, _train_half, dtype)
-
-
-def _scale_one_gradient() -> None:
+@on_ranks(2)
+def test_equal_gradients_do_not_share_memory() -> None:
     twins = Twins(EqualGradients())
     twins.backward(draw(_rows, 0))
     for model in (twins.model, twins.reference):
@@ -212,10 +211,6 @@ def _scale_one_gradient() -> None:
     twins.check()
     twins.backward(draw(_rows, 1))
     twins.check()
-
-
-def test_equal_gradients_do_not_share_memory() -> None:
-    ranks.run(2, _scale_one_gradient)
 
 
 def _assert_tied(kind: Trainable) -> None:
@@ -231,7 +226,8 @@ def test_tied_weights_stay_one_parameter() -> None:
     ranks.run(2, _assert_tied, Reused)
 
 
-def _flip() -> None:
+@on_ranks(2)
+def test_requires_grad_changes_between_steps() -> None:
     """Check that each combination of requires_grad flags is compiled once."""
     twins = Twins(MLP())
     seen = []
@@ -246,11 +242,8 @@ def _flip() -> None:
     assert seen[:4] == [1, 2, 3, 4] and seen[4:] == [4] * 4, seen
 
 
-def test_requires_grad_changes_between_steps() -> None:
-    ranks.run(2, _flip)
-
-
-def _unfreeze() -> None:
+@on_ranks(2)
+def test_unfrozen_parameters_are_trained() -> None:
     """Train parameters that were frozen when they were sharded."""
     twins = Twins(Frozen())
     twins.train(Frozen.batch, steps=1)
@@ -260,11 +253,8 @@ def _unfreeze() -> None:
     assert isinstance(twins.model.frozen.weight.requires_grad, bool)
 
 
-def test_unfrozen_parameters_are_trained() -> None:
-    ranks.run(2, _unfreeze)
-
-
-def _all_frozen() -> None:
+@on_ranks(2)
+def test_fully_frozen_model_passes_gradients_on() -> None:
     model = MLP().requires_grad_(False)
     plain = copy.deepcopy(model)
     compiled = compile_sharded(model)
@@ -274,11 +264,8 @@ def _all_frozen() -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
-def test_fully_frozen_model_passes_gradients_on() -> None:
-    ranks.run(2, _all_frozen)
-
-
-def _ignore() -> None:
+@on_ranks(2)
+def test_ignored_parameters_stay_plain() -> None:
     """Check that ignored parameters stay plain, with the gradient of their own rank only."""
     model = MLP()
     ignored = [model.mid.weight, model.down.bias]
@@ -301,10 +288,6 @@ def _ignore() -> None:
     assert_close("own step", model.mid.weight, plain.mid.weight)
 
 
-def test_ignored_parameters_stay_plain() -> None:
-    ranks.run(2, _ignore)
-
-
 class _TwoHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -314,17 +297,14 @@ class _TwoHeads(nn.Module):
         return self.used(x), self.unused(x)
 
 
-def _unused_output() -> None:
+@on_ranks(2)
+def test_unused_output_gives_zero_gradients() -> None:
     twins, x = Twins(_TwoHeads()), torch.ones(2, 7)
     for called in (twins.compiled, torch.compile(twins.reference, backend="aot_eager")):
         called(x)[0].sum().backward()
     twins.check()
     assert twins.model.unused.weight.grad is not None
     assert not whole(twins.model.unused.weight.grad).any()
-
-
-def test_unused_output_gives_zero_gradients() -> None:
-    ranks.run(2, _unused_output)
 
 
 class Sliced(nn.Module):
@@ -345,11 +325,8 @@ class Sliced(nn.Module):
 
 
 @pytest.mark.parametrize("overrides", [{}, {"*": {"shard": False}}])
+@on_ranks(2)
 def test_gradient_of_symbolic_size(overrides: Any) -> None:
-    ranks.run(2, _train_symbolic, overrides)
-
-
-def _train_symbolic(overrides: Any) -> None:
     twins = Twins(Sliced(), dynamic=True, fullgraph=False, overrides=overrides)
     for step in range(2):
         twins.backward(draw(_rows, step, 2))

@@ -21,6 +21,7 @@ from graphshard import SchedulePolicy
 from tests import ranks
 from tests.models import GPT
 from tests.numerics.compare import Twins, assert_close, assert_rounded, generator, sgd, world_mesh
+from tests.ranks import on_ranks
 
 LAYERS = 5
 
@@ -97,11 +98,8 @@ def test_regions_match_an_unsharded_copy(make: Callable[[], Any]) -> None:
     ranks.run(2, _beside_a_copy, make, {})
 
 
+@on_ranks(2)
 def test_regions_with_dynamic_shapes() -> None:
-    ranks.run(2, _dynamic)
-
-
-def _dynamic() -> None:
     model = Deep(Plain)
     twins = Twins(model, compiler="inductor", schedule=SchedulePolicy(regions=True), dynamic=True)
     for rows in (5, 9):

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 import graphshard
-from tests import ranks
 from tests.models import MLP
 from tests.numerics.compare import Twins, world_mesh
+from tests.ranks import on_ranks
 
 
 class _Scaled(nn.Module):
@@ -36,7 +36,9 @@ def _function(model: nn.Module) -> Any:
     return lambda x: model(x)
 
 
-def _after_a_step(function: Any) -> None:
+@pytest.mark.parametrize("function", [None, _function])
+@on_ranks(2)
+def test_parameter_replaced_after_a_step(function: Any) -> None:
     twins = Twins(_Scaled(), function=function)
     twins.train(MLP.batch, steps=1)
     for model in (twins.model, twins.reference):
@@ -45,12 +47,9 @@ def _after_a_step(function: Any) -> None:
     twins.train(MLP.batch, steps=2)
 
 
-@pytest.mark.parametrize("function", [None, _function])
-def test_parameter_replaced_after_a_step(function: Any) -> None:
-    ranks.run(2, _after_a_step, function)
-
-
-def _before_the_first_step(compiled: bool) -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+@on_ranks(2)
+def test_parameter_replaced_before_the_first_step(compiled: bool) -> None:
     model = _Scaled()
     reference = copy.deepcopy(model)
     twins = Twins(graphshard.shard(model, world_mesh()), reference)
@@ -59,20 +58,6 @@ def _before_the_first_step(compiled: bool) -> None:
     if not compiled:
         twins.compiled = model
     twins.train(MLP.batch)
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-def test_parameter_replaced_before_the_first_step(compiled: bool) -> None:
-    ranks.run(2, _before_the_first_step, compiled)
-
-
-def _replace_by(make: Any, compiled: bool, match: str) -> None:
-    model = _Scaled()
-    called = Twins(graphshard.shard(model, world_mesh()), model).compiled if compiled else model
-    graphshard.shard(model, world_mesh())
-    model.gain = nn.Parameter(make(model.gain.detach()))
-    with pytest.raises(ValueError, match=match):
-        called(torch.ones(5, 7))
 
 
 def _plain(gain: Any) -> Tensor:
@@ -88,16 +73,19 @@ def _replicated(gain: Any) -> Tensor:
     [(_plain, "'gain'.*replaced.*change it in place"), (_replicated, "'gain'.*Shard.*on Device")],
 )
 @pytest.mark.parametrize("compiled", [True, False])
+@on_ranks(2)
 def test_replacement_of_another_layout_raises(make: Any, compiled: bool, match: str) -> None:
-    ranks.run(2, _replace_by, make, compiled, match)
+    model = _Scaled()
+    called = Twins(graphshard.shard(model, world_mesh()), model).compiled if compiled else model
+    graphshard.shard(model, world_mesh())
+    model.gain = nn.Parameter(make(model.gain.detach()))
+    with pytest.raises(ValueError, match=match):
+        called(torch.ones(5, 7))
 
 
-def _replace_and_cast() -> None:
+@on_ranks(2)
+def test_casting_with_a_plain_replacement_raises() -> None:
     model = graphshard.shard(_Scaled(), world_mesh())
     model.gain = nn.Parameter(torch.ones(5))
     with pytest.raises(ValueError, match=r"'gain' is sharded, but was replaced by a plain"):
         model.double()
-
-
-def test_casting_with_a_plain_replacement_raises() -> None:
-    ranks.run(2, _replace_and_cast)

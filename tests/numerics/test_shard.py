@@ -34,6 +34,7 @@ from tests.numerics.compare import (
 )
 from tests.numerics.test_calls import Checkpointed
 from tests.numerics.test_parameters import Reused
+from tests.ranks import on_ranks
 
 
 def _sharded(model: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -55,7 +56,8 @@ def test_materialised_model(world_size: int) -> None:
     ranks.run(world_size, _train_sharded)
 
 
-def _shard_twice() -> None:
+@on_ranks(2)
+def test_sharding_twice_changes_nothing() -> None:
     model, plain = _sharded(MLP())
     params = list(model.parameters())
     graphshard.shard(model, world_mesh())
@@ -63,11 +65,8 @@ def _shard_twice() -> None:
     Twins(model, plain).train(MLP.batch)
 
 
-def test_sharding_twice_changes_nothing() -> None:
-    ranks.run(2, _shard_twice)
-
-
-def _other_arguments() -> None:
+@on_ranks(2)
+def test_backend_warns_if_shard_had_other_arguments() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16)
     for given, asked, told in [
         ({}, {"mp_policy": policy}, 1),
@@ -82,10 +81,6 @@ def _other_arguments() -> None:
                 torch.compile(model, backend=backend)(draw(MLP.batch, 0)[0][:rows])
         assert len(texts) == told
         assert all(f"{next(iter(asked))}=" in text for text in texts)
-
-
-def test_backend_warns_if_shard_had_other_arguments() -> None:
-    ranks.run(2, _other_arguments)
 
 
 class _Initialised(nn.Module):
@@ -118,7 +113,8 @@ def _initialise(model: nn.Module) -> None:
             module.reset_parameters()
 
 
-def _train_from_meta() -> None:
+@on_ranks(2)
+def test_meta_device_model() -> None:
     with torch.device("meta"):
         model = _Initialised()
     graphshard.shard(model, world_mesh())
@@ -138,10 +134,6 @@ def _train_from_meta() -> None:
         for stepper in (optimizer, plain):
             stepper.step()
             stepper.zero_grad()
-
-
-def test_meta_device_model() -> None:
-    ranks.run(2, _train_from_meta)
 
 
 def _by_element(name: str, param: DTensor) -> None:
@@ -181,7 +173,8 @@ def test_initial_values_do_not_depend_on_the_number_of_ranks(
                 assert torch.equal(value, expected[name]), name
 
 
-def _meta_memory() -> None:
+@on_ranks(4)
+def test_meta_device_model_holds_only_shards() -> None:
     """Check that parameters hold no more memory than their padded shards."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(1001, 999), nn.Linear(999, 3))
@@ -196,21 +189,14 @@ def _meta_memory() -> None:
         assert held <= padded * param.element_size()
 
 
-def test_meta_device_model_holds_only_shards() -> None:
-    ranks.run(4, _meta_memory)
-
-
-def _shard_memory() -> None:
+@on_ranks(2)
+def test_full_parameters_are_freed() -> None:
     """Check that full parameters are freed even while the old objects are referenced."""
     model = MLP()
     old = list(model.parameters())
     graphshard.shard(model, world_mesh())
     with torch._C.DisableTorchFunction():
         assert all(param.untyped_storage().nbytes() == 0 for param in old)
-
-
-def test_full_parameters_are_freed() -> None:
-    ranks.run(2, _shard_memory)
 
 
 # Changes made to a sharded model between steps, and to its unsharded copy alike.
@@ -264,7 +250,12 @@ CHANGES = [
 ]
 
 
-def _train_changed(
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("kind", "compiled_before"), [(MLP, False), (MLP, True), (Reused, False), (Reused, True)]
+)
+@on_ranks(2)
+def test_sharded_model_trains_after_a_change(
     change: Callable[[nn.Module], None], kind: Trainable, compiled_before: bool
 ) -> None:
     twins = Twins(*_sharded(kind()))
@@ -282,17 +273,8 @@ def _train_changed(
     twins.train(batch, steps=2)
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize(
-    ("kind", "compiled_before"), [(MLP, False), (MLP, True), (Reused, False), (Reused, True)]
-)
-def test_sharded_model_trains_after_a_change(
-    change: Callable[[nn.Module], None], kind: Trainable, compiled_before: bool
-) -> None:
-    ranks.run(2, _train_changed, change, kind, compiled_before)
-
-
-def _optimizer_survives_loading() -> None:
+@on_ranks(2)
+def test_optimizer_survives_loading() -> None:
     """Check that loading in place keeps the parameters that an optimizer holds."""
     twins = Twins(*_sharded(MLP()))
     optimizers = [sgd(twins.model), sgd(twins.reference)]
@@ -306,11 +288,8 @@ def _optimizer_survives_loading() -> None:
             optimizer.zero_grad()
 
 
-def test_optimizer_survives_loading() -> None:
-    ranks.run(2, _optimizer_survives_loading)
-
-
-def _replace_a_part() -> None:
+@on_ranks(2)
+def test_replaced_module_is_sharded_at_the_next_step() -> None:
     """Replace a sharded module by a plain one, which the next step shards."""
     twins = Twins(*_sharded(MLP()))
     twins.train(MLP.batch, steps=1)
@@ -320,14 +299,13 @@ def _replace_a_part() -> None:
     twins.train(MLP.batch, steps=2)
 
 
-def test_replaced_module_is_sharded_at_the_next_step() -> None:
-    ranks.run(2, _replace_a_part)
-
-
 # Plain calls.
 
 
-def _call_plainly(kind: Trainable, no_grad: bool) -> None:
+@pytest.mark.parametrize("kind", [GPT, Reused, Checkpointed])
+@pytest.mark.parametrize("no_grad", [True, False])
+@on_ranks(2)
+def test_call_without_torch_compile(kind: Trainable, no_grad: bool) -> None:
     """Call the model without torch.compile: it gathers one parameter at a time."""
     model, plain = _sharded(kind())
     xs = draw(kind.batch, 0)
@@ -341,23 +319,14 @@ def _call_plainly(kind: Trainable, no_grad: bool) -> None:
         assert_same(model, plain)
 
 
-@pytest.mark.parametrize("kind", [GPT, Reused, Checkpointed])
-@pytest.mark.parametrize("no_grad", [True, False])
-def test_call_without_torch_compile(kind: Trainable, no_grad: bool) -> None:
-    ranks.run(2, _call_plainly, kind, no_grad)
-
-
-def _other_backend() -> None:
+@on_ranks(2)
+def test_sharded_model_under_another_backend() -> None:
     """Compile by another backend, which runs the marker ops one by one."""
     model, plain = _sharded(MLP())
     xs = draw(MLP.batch, 0)
     torch.compile(model, backend="aot_eager")(xs[dist.get_rank()]).backward()
     torch.stack([plain(x) for x in xs]).mean().backward()
     assert_same(model, plain)
-
-
-def test_sharded_model_under_another_backend() -> None:
-    ranks.run(2, _other_backend)
 
 
 # Errors.
@@ -380,7 +349,10 @@ def _load_other_layout(model: Any) -> None:
 REPLACED = [_replace_parameter, _replace_in_dict, _load_other_layout]
 
 
-def _train_replaced(replace: Callable[[Any], None], compiled_before: bool) -> None:
+@pytest.mark.parametrize("replace", REPLACED)
+@pytest.mark.parametrize("compiled_before", [True, False])
+@on_ranks(2)
+def test_replaced_parameter_raises(replace: Callable[[Any], None], compiled_before: bool) -> None:
     twins = Twins(*_sharded(MLP()))
     if compiled_before:
         twins.train(MLP.batch, steps=1)
@@ -389,12 +361,6 @@ def _train_replaced(replace: Callable[[Any], None], compiled_before: bool) -> No
         replace(twins.model)
         twins.compiled(x)
     assert "replaced" in str(caught.value)
-
-
-@pytest.mark.parametrize("replace", REPLACED)
-@pytest.mark.parametrize("compiled_before", [True, False])
-def test_replaced_parameter_raises(replace: Callable[[Any], None], compiled_before: bool) -> None:
-    ranks.run(2, _train_replaced, replace, compiled_before)
 
 
 class _Encoder(nn.Module):
@@ -425,7 +391,11 @@ def _of_sums(model: nn.Module, x: Tensor) -> Tensor:
     return sum(p.sum() for p in model.head.parameters())  # saves nothing for backward
 
 
-def _train_in_graph(before: Callable[[nn.Module, Tensor], Tensor], steps: int) -> None:
+@pytest.mark.parametrize(("before", "steps"), [(_of_a_part, 2), (_of_parameters, 1), (_of_sums, 1)])
+@on_ranks(2)
+def test_autograd_graph_built_before_sharding(
+    before: Callable[[nn.Module, Tensor], Tensor], steps: int
+) -> None:
     twins = Twins(_Encoder())
     for model in (twins.model, twins.reference):
         model.head.weight.register_hook(lambda grad: grad * 3)
@@ -443,12 +413,8 @@ def _train_in_graph(before: Callable[[nn.Module, Tensor], Tensor], steps: int) -
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("before", "steps"), [(_of_a_part, 2), (_of_parameters, 1), (_of_sums, 1)])
-def test_autograd_graph_built_before_sharding(before: Any, steps: int) -> None:
-    ranks.run(2, _train_in_graph, before, steps)
-
-
-def _unequal_in_graph() -> None:
+@on_ranks(2)
+def test_autograd_graph_survives_refusal_to_shard() -> None:
     torch.manual_seed(dist.get_rank())
     model = _Encoder()
     loss = _of_a_part(model, torch.ones(5, 7))
@@ -456,7 +422,3 @@ def _unequal_in_graph() -> None:
         compile_sharded(model)(torch.ones(5, 7))
     loss.backward()
     assert type(model.head.weight) is nn.Parameter
-
-
-def test_autograd_graph_survives_refusal_to_shard() -> None:
-    ranks.run(2, _unequal_in_graph)

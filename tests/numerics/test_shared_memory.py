@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import graphshard
-from tests import ranks
 from tests.models import MLP
 from tests.numerics.compare import Twins, assert_plain, compile_sharded, world_mesh
+from tests.ranks import on_ranks
 
 
 class _Pair(nn.Module):
@@ -39,7 +39,19 @@ def _overlapping(model: _Pair) -> None:
     model.last.weight = nn.Parameter(flat[11:].view(7, 7))
 
 
-def _refused(tie: Callable[[_Pair], None], compiled: bool, match: str) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("tie", "match"),
+    [
+        (_same, r"'first.weight' and 'last.weight' .* \(last.weight = first.weight\)"),
+        (_transposed, r"'first.weight' and 'last.weight' .* compute what 'last.weight'"),
+        (_overlapping, "'first.weight' and 'last.weight' .* clone"),
+    ],
+)
+@on_ranks(2)
+def test_parameters_that_share_elements_raise(
+    tie: Callable[[_Pair], None], compiled: bool, match: str
+) -> None:
     model = _Pair()
     tie(model)
     before = copy.deepcopy(model)
@@ -50,21 +62,6 @@ def _refused(tie: Callable[[_Pair], None], compiled: bool, match: str) -> None:
             graphshard.shard(model, world_mesh())
     assert_plain(model)
     assert torch.equal(model(torch.ones(5, 7)), before(torch.ones(5, 7)))
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(
-    ("tie", "match"),
-    [
-        (_same, r"'first.weight' and 'last.weight' .* \(last.weight = first.weight\)"),
-        (_transposed, r"'first.weight' and 'last.weight' .* compute what 'last.weight'"),
-        (_overlapping, "'first.weight' and 'last.weight' .* clone"),
-    ],
-)
-def test_parameters_that_share_elements_raise(
-    tie: Callable[[_Pair], None], compiled: bool, match: str
-) -> None:
-    ranks.run(2, _refused, tie, compiled, match)
 
 
 def _flat(model: _Pair) -> None:
@@ -96,19 +93,17 @@ def _expanded(model: _Pair) -> None:
     model.last.bias = nn.Parameter(both[1::2])
 
 
-def _trained(tie: Callable[[_Pair], None]) -> None:
+@pytest.mark.parametrize("tie", [_flat, _columns, _one_object, _empty, _expanded])
+@on_ranks(2)
+def test_parameters_side_by_side_in_one_buffer_train(tie: Callable[[_Pair], None]) -> None:
     model = _Pair()
     tie(model)
     reference = copy.deepcopy(model)
     Twins(model, reference).train(MLP.batch)
 
 
-@pytest.mark.parametrize("tie", [_flat, _columns, _one_object, _empty, _expanded])
-def test_parameters_side_by_side_in_one_buffer_train(tie: Callable[[_Pair], None]) -> None:
-    ranks.run(2, _trained, tie)
-
-
-def _ignored() -> None:
+@on_ranks(2)
+def test_ignored_and_meta_parameters_may_share_memory() -> None:
     model = _Pair()
     _same(model)
     ignored = [model.first.weight, model.last.weight]
@@ -117,7 +112,3 @@ def _ignored() -> None:
         meta = _Pair()
         _same(meta)
     graphshard.shard(meta, world_mesh())
-
-
-def test_ignored_and_meta_parameters_may_share_memory() -> None:
-    ranks.run(2, _ignored)

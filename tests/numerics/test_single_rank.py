@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import graphshard
 from tests import ranks
 from tests.numerics.compare import whole
+from tests.ranks import on_ranks
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
@@ -90,7 +91,8 @@ def test_bf16_gradients_match_fsdp2() -> None:
     ranks.run(1, _assert_same, _by_fsdp2, (1,), {"mp_policy": BF16})
 
 
-def _saves_no_copies() -> None:
+@on_ranks(1)
+def test_casts_are_not_saved_for_backward() -> None:
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
     options = {"mp_policy": BF16, "compiler": "aot_eager"}
     backend = graphshard.backend(init_device_mesh("cpu", (1,)), **options)
@@ -107,11 +109,8 @@ def _saves_no_copies() -> None:
     assert saved and all(t.shape != (16, 16) or t.dtype is torch.float32 for t in saved)
 
 
-def test_casts_are_not_saved_for_backward() -> None:
-    ranks.run(1, _saves_no_copies)
-
-
-def _infers() -> None:
+@on_ranks(1)
+def test_inference() -> None:
     model = _Odd().eval()
     ids = torch.arange(10).view(2, 5)
     with torch.no_grad():
@@ -123,7 +122,3 @@ def _infers() -> None:
         assert not plan.buckets
         ours[1].zero_()  # must not write to the parameter
         assert torch.equal(whole(model.left), expected[1])
-
-
-def test_inference() -> None:
-    ranks.run(1, _infers)

@@ -16,6 +16,7 @@ import graphshard
 from tests import ranks
 from tests.models import MLP
 from tests.numerics.compare import Twins, assert_same, draw, relative_error, sgd, whole
+from tests.ranks import on_ranks
 
 ZERO3 = {"schedule": graphshard.SchedulePolicy(overlap=False)}
 """Options with which backward gathers again every parameter that it needs."""
@@ -85,7 +86,8 @@ def test_change_raises_with_other_options(options: dict[str, Any]) -> None:
     ranks.run(2, _stale, _step, {**ZERO3, **options})
 
 
-def _names_the_parameter() -> None:
+@on_ranks(2)
+def test_the_error_names_the_parameter_that_backward_needs() -> None:
     twins = Twins(MLP(), **ZERO3)
     loss = twins.compiled(torch.ones(5, 7))
     with torch.no_grad():
@@ -96,11 +98,9 @@ def _names_the_parameter() -> None:
         loss.backward()
 
 
-def test_the_error_names_the_parameter_that_backward_needs() -> None:
-    ranks.run(2, _names_the_parameter)
-
-
-def _kept(reshard_after_forward: bool | int) -> None:
+@pytest.mark.parametrize("reshard_after_forward", [False, 2])
+@on_ranks(4)
+def test_kept_parameters_give_gradients_of_the_forward(reshard_after_forward: bool | int) -> None:
     kept = Twins(MLP(), **ZERO3, reshard_after_forward=reshard_after_forward)
     x = draw(MLP.batch, 1)[dist.get_rank()]
     kept.compiled(x).backward()
@@ -113,24 +113,14 @@ def _kept(reshard_after_forward: bool | int) -> None:
         assert torch.equal(whole(param.grad), expected[name]), name
 
 
-@pytest.mark.parametrize("reshard_after_forward", [False, 2])
-def test_kept_parameters_give_gradients_of_the_forward(
-    reshard_after_forward: bool | int,
-) -> None:
-    ranks.run(4, _kept, reshard_after_forward)
-
-
-def _casts() -> None:
+@on_ranks(2)
+def test_change_raises_under_mixed_precision() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     twins = Twins(MLP(), mp_policy=policy, **ZERO3)
     loss = twins.compiled(torch.ones(5, 7))
     _clamp(twins.model)
     with pytest.raises(ValueError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_change_raises_under_mixed_precision() -> None:
-    ranks.run(2, _casts)
 
 
 class _Broken(nn.Module):
@@ -151,7 +141,11 @@ class _Broken(nn.Module):
         return torch.tanh(self.eager(x))
 
 
-def _eager_part(name: str, raises: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "raises"), [("last.weight", True), ("eager.weight", False), ("first.weight", False)]
+)
+@on_ranks(2)
+def test_change_raises_only_in_graphs_that_regather(name: str, raises: bool) -> None:
     twins = Twins(_Broken(), fullgraph=False, **ZERO3)
     twins.train(MLP.batch, steps=1)
     x = draw(MLP.batch, 1)[dist.get_rank()]
@@ -170,14 +164,8 @@ def _eager_part(name: str, raises: bool) -> None:
         assert relative_error(grads[n], param.grad) < 1e-5, n
 
 
-@pytest.mark.parametrize(
-    ("name", "raises"), [("last.weight", True), ("eager.weight", False), ("first.weight", False)]
-)
-def test_change_raises_only_in_graphs_that_regather(name: str, raises: bool) -> None:
-    ranks.run(2, _eager_part, name, raises)
-
-
-def _legitimate() -> None:
+@on_ranks(2)
+def test_changes_before_forward_and_after_backward() -> None:
     twins = Twins(MLP(), **ZERO3)
     first, second = draw(MLP.batch, 0), draw(MLP.batch, 1)
     optimizers = [sgd(twins.model), sgd(twins.reference)]
@@ -202,11 +190,8 @@ def _legitimate() -> None:
     assert_same(twins.model, twins.reference)
 
 
-def test_changes_before_forward_and_after_backward() -> None:
-    ranks.run(2, _legitimate)
-
-
-def _passed_on() -> None:
+@on_ranks(2)
+def test_output_returned_again_by_a_later_call() -> None:
     """Compile a graph that returns an output of an earlier call along with its own."""
     twins = Twins(MLP(), **ZERO3)
     model = twins.model
@@ -224,7 +209,3 @@ def _passed_on() -> None:
     fresh.backward()
     with pytest.raises(ValueError, match=r"'mid.weight' was modified"):
         stale.backward()
-
-
-def test_output_returned_again_by_a_later_call() -> None:
-    ranks.run(2, _passed_on)

@@ -36,6 +36,7 @@ from tests.numerics.compare import (
     whole,
     world_mesh,
 )
+from tests.ranks import on_ranks
 
 KINDS = [GPT, ConvNet]
 
@@ -52,7 +53,9 @@ def _train(kind: Trainable) -> tuple[Any, Any, torch.optim.Optimizer]:
     return model, compiled, optimizer
 
 
-def _state_without_communication(kind: Trainable) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2, backend="recording")
+def test_state_dict_communicates_nothing(kind: Trainable) -> None:
     names = list(kind().state_dict())
     model, compiled, _ = _train(kind)
     recording.clear()
@@ -71,11 +74,8 @@ def _state_without_communication(kind: Trainable) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_state_dict_communicates_nothing(kind: Trainable) -> None:
-    ranks.run(2, _state_without_communication, kind, backend="recording")
-
-
-def _gather_state(kind: Trainable) -> None:
+@on_ranks(2)
+def test_full_state_dict_loads_into_a_plain_model(kind: Trainable) -> None:
     """Load what `get_model_state_dict` gathers, e.g. for `torch.save`, into a plain model."""
     model, compiled, _ = _train(kind)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -84,11 +84,6 @@ def _gather_state(kind: Trainable) -> None:
         assert all(not isinstance(value, DTensor) for value in state.values())
         if dist.get_rank() == 0:
             kind().load_state_dict(state)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_full_state_dict_loads_into_a_plain_model(kind: Trainable) -> None:
-    ranks.run(2, _gather_state, kind)
 
 
 # torch.distributed.checkpoint, between different numbers of ranks and kinds of models.
@@ -212,7 +207,8 @@ def test_training_resumes_with_its_optimizer(tmp_path: Path) -> None:
         assert losses == pytest.approx(after_save, rel=1e-4)
 
 
-def _optimizer_state_dict() -> None:
+@on_ranks(2)
+def test_optimizer_state_dict_loads_into_another_optimizer() -> None:
     """Load an optimizer's own state dict into another optimizer of the same model."""
     model, compiled, optimizer = _train(GPT)
     other = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -223,10 +219,6 @@ def _optimizer_state_dict() -> None:
             assert isinstance(value, DTensor) == isinstance(copied, DTensor)
             assert torch.equal(whole(copied), whole(value))
     _train_on(compiled, other)
-
-
-def test_optimizer_state_dict_loads_into_another_optimizer() -> None:
-    ranks.run(2, _optimizer_state_dict)
 
 
 def _save_while_training(path: Path) -> dict[str, torch.Tensor]:

@@ -30,6 +30,7 @@ from tests.numerics.compare import (
     whole,
     world_mesh,
 )
+from tests.ranks import on_ranks
 
 STEPS = 10
 ALL, FEW = 4, 2
@@ -292,7 +293,11 @@ def test_clipping_matches_its_peer(name: str) -> None:
             assert num_sent <= 1  # of one scalar, if anything is sharded
 
 
-def _ranks_that_do_not_divide(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"reshard_after_forward": 3}, {"overrides": {"*": {"reshard_after_forward": 3}}}]
+)
+@on_ranks(2)
+def test_reshard_size_must_divide_the_shards(options: dict[str, Any]) -> None:
     """Check that ``backend`` raises if given a mesh, and ``shard`` with the default mesh."""
     match = "reshard_after_forward=3: .* divides the 2 of the mesh"
     with pytest.raises(ValueError, match=match):
@@ -301,10 +306,3 @@ def _ranks_that_do_not_divide(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=match):
         graphshard.shard(model, **options)
     assert_plain(model)
-
-
-@pytest.mark.parametrize(
-    "options", [{"reshard_after_forward": 3}, {"overrides": {"*": {"reshard_after_forward": 3}}}]
-)
-def test_reshard_size_must_divide_the_shards(options: dict[str, Any]) -> None:
-    ranks.run(2, _ranks_that_do_not_divide, options)

@@ -29,19 +29,17 @@ from tests.numerics.compare import (
     train,
     world_mesh,
 )
+from tests.ranks import on_ranks
 
 
-def _first_step(kind: Trainable) -> None:
+@pytest.mark.parametrize("kind", [MLP, GPT, ConvNet])
+@on_ranks(2)
+def test_first_step_shards_in_one_graph(kind: Trainable) -> None:
     twins = Twins(kind())
     twins.backward(draw(kind.batch, 0))  # with fullgraph=True
     assert_sharded(twins.model)
     assert num_graphs() == 1
     assert [plan.graph for plan in twins.backend.plans] == ["forward", "backward"]
-
-
-@pytest.mark.parametrize("kind", [MLP, GPT, ConvNet])
-def test_first_step_shards_in_one_graph(kind: Trainable) -> None:
-    ranks.run(2, _first_step, kind)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -115,13 +113,10 @@ WAYS = [
 ]
 
 
-def _train_function(function: Callable[[nn.Module], Any]) -> None:
-    Twins(MLP(), function=function).train(MLP.batch)
-
-
 @pytest.mark.parametrize("function", WAYS)
+@on_ranks(2)
 def test_function_that_uses_the_model(function: Callable[[nn.Module], Any]) -> None:
-    ranks.run(2, _train_function, function)
+    Twins(MLP(), function=function).train(MLP.batch)
 
 
 class _Pair(nn.Module):
@@ -152,31 +147,26 @@ def _of_two_tied_models(pair: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda x: second(first(x).relu() @ second.weight).square().mean()
 
 
-def _train_two_models(kind: type[nn.Module], function: Callable[[nn.Module], Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "function"), [(_Pair, _of_two_models), (_TiedPair, _of_two_tied_models)]
+)
+@on_ranks(2)
+def test_two_models_in_one_graph(
+    kind: type[nn.Module], function: Callable[[nn.Module], Any]
+) -> None:
     twins = Twins(kind(), function=function)
     twins.train(MLP.batch)
     assert num_graphs() == 1
 
 
-@pytest.mark.parametrize(
-    ("kind", "function"), [(_Pair, _of_two_models), (_TiedPair, _of_two_tied_models)]
-)
-def test_two_models_in_one_graph(
-    kind: type[nn.Module], function: Callable[[nn.Module], Any]
-) -> None:
-    ranks.run(2, _train_two_models, kind, function)
-
-
-def _no_parameters() -> None:
+@on_ranks(2)
+def test_targets_without_parameters() -> None:
     assert compile_sharded(nn.Flatten(0))(torch.ones(2, 2)).shape == (4,)
     assert compile_sharded(lambda x: (x * 2).sum())(torch.ones(3)) == 6
 
 
-def test_targets_without_parameters() -> None:
-    ranks.run(2, _no_parameters)
-
-
-def _share_a_backend() -> None:
+@on_ranks(2)
+def test_two_models_share_a_backend() -> None:
     """Compile two models by one backend; check that each has its own plans."""
     backend = graphshard.backend(world_mesh(), compiler="aot_eager")
     models = [MLP(), nn.Linear(7, 3)]
@@ -187,10 +177,6 @@ def _share_a_backend() -> None:
     assert {param.fqn for param in backend.plans[2].params} == {"weight", "bias"}
 
 
-def test_two_models_share_a_backend() -> None:
-    ranks.run(2, _share_a_backend)
-
-
 class _Student(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +184,8 @@ class _Student(nn.Module):
         self.teacher = MLP()
 
 
-def _compile_a_part() -> None:
+@on_ranks(2)
+def test_only_the_compiled_part_of_a_model_is_sharded() -> None:
     outer = _Student()
     names = list(outer.state_dict())
     twins = Twins(outer.student)
@@ -208,11 +195,8 @@ def _compile_a_part() -> None:
     assert list(outer.state_dict()) == names
 
 
-def test_only_the_compiled_part_of_a_model_is_sharded() -> None:
-    ranks.run(2, _compile_a_part)
-
-
-def _parts_one_by_one() -> None:
+@on_ranks(2)
+def test_part_is_sharded_before_the_whole() -> None:
     """Shard a part, then the whole, by compiling each."""
     model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
     reference = copy.deepcopy(model)
@@ -227,22 +211,15 @@ def _parts_one_by_one() -> None:
     twins.check()
 
 
-def test_part_is_sharded_before_the_whole() -> None:
-    ranks.run(2, _parts_one_by_one)
-
-
-def _use_twice(second_compiler: str) -> None:
+@pytest.mark.parametrize("second_compiler", ["aot_eager", "inductor"])
+@on_ranks(2)
+def test_model_compiled_twice(second_compiler: str) -> None:
     """Compile a model twice; the second time it is already sharded."""
     model = MLP()
     twins = Twins(model)
     twins.train(MLP.batch, steps=1)
     twins.compiled = compile_sharded(model, compiler=second_compiler)
     twins.train(MLP.batch, steps=2)
-
-
-@pytest.mark.parametrize("second_compiler", ["aot_eager", "inductor"])
-def test_model_compiled_twice(second_compiler: str) -> None:
-    ranks.run(2, _use_twice, second_compiler)
 
 
 class _Autoencoder(nn.Module):
@@ -255,7 +232,8 @@ class _Autoencoder(nn.Module):
         self.wide = nn.Sequential(encoder, nn.Linear(5, 9))
 
 
-def _train_models_with_a_shared_part() -> None:
+@on_ranks(2)
+def test_two_compiled_models_share_a_part() -> None:
     both = _Autoencoder()
     twins = Twins(both)
     compiled = [compile_sharded(both.narrow), compile_sharded(both.wide)]
@@ -270,11 +248,8 @@ def _train_models_with_a_shared_part() -> None:
     assert both.narrow[0].weight is both.wide[0].weight
 
 
-def test_two_compiled_models_share_a_part() -> None:
-    ranks.run(2, _train_models_with_a_shared_part)
-
-
-def _train_on_one_axis() -> None:
+@on_ranks(4)
+def test_mesh_over_some_of_the_ranks() -> None:
     """Train the rows of a 2 × 2 mesh separately, from different initial values."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("run", "shard"))
     run = mesh.get_local_rank("run")
@@ -283,11 +258,8 @@ def _train_on_one_axis() -> None:
     twins.train(lambda rng: MLP.batch(rng) + run)
 
 
-def test_mesh_over_some_of_the_ranks() -> None:
-    ranks.run(4, _train_on_one_axis)
-
-
-def _default_mesh() -> None:
+@on_ranks(2)
+def test_default_mesh_is_the_world() -> None:
     model = MLP()
     loss = torch.compile(model, backend=graphshard.backend(compiler="aot_eager"))
     loss(torch.ones(5, 7)).backward()
@@ -295,11 +267,9 @@ def _default_mesh() -> None:
     assert model.up.weight.device_mesh == world_mesh()
 
 
-def test_default_mesh_is_the_world() -> None:
-    ranks.run(2, _default_mesh)
-
-
-def _compile_in_place(fullgraph: bool) -> None:
+@pytest.mark.parametrize("fullgraph", [True, False])
+@on_ranks(2)
+def test_model_compile(fullgraph: bool) -> None:
     model = MLP()
     twins = Twins(model)
     names = list(model.state_dict())
@@ -308,11 +278,6 @@ def _compile_in_place(fullgraph: bool) -> None:
     twins.train(MLP.batch)
     assert list(model.state_dict()) == names
     assert [name for name, _ in model.named_parameters()] == names
-
-
-@pytest.mark.parametrize("fullgraph", [True, False])
-def test_model_compile(fullgraph: bool) -> None:
-    ranks.run(2, _compile_in_place, fullgraph)
 
 
 class _Block(nn.Module):
@@ -324,17 +289,14 @@ class _Block(nn.Module):
         return x + self.linear(x).tanh()
 
 
-def _compile_sequential_in_place() -> None:
+@on_ranks(2)
+def test_model_compile_of_a_sequential() -> None:
     """Compile a Sequential in place: Dynamo skips torch's own classes, not what they call."""
     model = nn.Sequential(nn.Linear(7, 5), _Block(), nn.Linear(5, 3))
     twins = Twins(model)
     model.compile(backend=twins.backend)
     twins.compiled = model
     twins.train(MLP.batch, loss=lambda m, x: m(x).square().mean())
-
-
-def test_model_compile_of_a_sequential() -> None:
-    ranks.run(2, _compile_sequential_in_place)
 
 
 def _by_name(options: dict[str, Any]) -> None:
@@ -349,16 +311,13 @@ def test_backend_by_name() -> None:
     ranks.run(2, _by_name, {"compiler": "aot_eager", "reshard_after_forward": False})
 
 
-def _with_inductor_options() -> None:
+@on_ranks(2)
+def test_options_of_torch_compile_reach_inductor() -> None:
     model = MLP()
     twins = Twins(model)
     backend = graphshard.backend(twins.mesh)
     twins.compiled = torch.compile(model, backend=backend, options={"max_fusion_size": 2})
     twins.train(MLP.batch, steps=1)
-
-
-def test_options_of_torch_compile_reach_inductor() -> None:
-    ranks.run(2, _with_inductor_options)
 
 
 # Regional compilation.
@@ -374,7 +333,9 @@ class _Layer(nn.Module):
         return x + torch.relu(self.norm(self.linear(x)))
 
 
-def _regional(compiler: str) -> None:
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@on_ranks(2)
+def test_regional_compilation(compiler: str) -> None:
     """Compile each of ten equal blocks: at most one graph for the first and one for the rest."""
     model = nn.Sequential(*(_Layer() for _ in range(10)))
     plain = copy.deepcopy(model)
@@ -384,11 +345,6 @@ def _regional(compiler: str) -> None:
     twins.compiled = model
     twins.train(MLP.batch, loss=lambda m, x: m(x).square().mean())
     assert num_graphs() <= 2
-
-
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_regional_compilation(compiler: str) -> None:
-    ranks.run(2, _regional, compiler)
 
 
 # A whole step in one compiled function.
@@ -414,7 +370,9 @@ def _step_of(model: nn.Module, optimizer: Optimizer, num_ranks: int) -> Callable
     return step
 
 
-def _train_whole_steps(build: Callable[..., Optimizer]) -> None:
+@pytest.mark.parametrize("build", [torch.optim.SGD, torch.optim.AdamW])
+@on_ranks(2)
+def test_compiled_training_step(build: Callable[..., Optimizer]) -> None:
     model = MLP()
     reference = copy.deepcopy(model)
     ours = _step_of(model, build(model.parameters(), 0.01), 1)
@@ -428,8 +386,3 @@ def _train_whole_steps(build: Callable[..., Optimizer]) -> None:
         theirs(first, second)
         assert_sharded(model)
         assert_same(model, reference)
-
-
-@pytest.mark.parametrize("build", [torch.optim.SGD, torch.optim.AdamW])
-def test_compiled_training_step(build: Callable[..., Optimizer]) -> None:
-    ranks.run(2, _train_whole_steps, build)

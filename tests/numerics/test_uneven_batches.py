@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import graphshard
 from tests import ranks
 from tests.numerics.compare import Twins, generator, num_graphs
+from tests.ranks import on_ranks
 
 DIM = 16
 
@@ -62,16 +63,13 @@ class Positions(nn.Module):
         return (x + self.positions).mean()
 
 
-def _train_positions() -> None:
+@on_ranks(2)
+def test_gradient_expanded_on_one_rank() -> None:
     twins = Twins(Positions())
     for step, batch_sizes in enumerate([(1, 2), (2, 1)]):
         twins.backward(_sequences(step, batch_sizes))
         twins.check()
         twins.zero_grad()
-
-
-def test_gradient_expanded_on_one_rank() -> None:
-    ranks.run(2, _train_positions)
 
 
 class Lists(nn.Module):
@@ -88,7 +86,8 @@ class Lists(nn.Module):
         return torch.stack([layer(x).square().mean() for x in inputs for layer in layers]).sum()
 
 
-def _train_lists() -> None:
+@on_ranks(2)
+def test_lists_of_different_lengths() -> None:
     twins = Twins(Lists(), compiler="inductor", reshard_after_forward=False)
     for step, lengths in enumerate([(3, 1), (1, 2), (2, 2)]):
         twins.backward(
@@ -99,7 +98,3 @@ def _train_lists() -> None:
         )
         twins.check()
         twins.zero_grad()
-
-
-def test_lists_of_different_lengths() -> None:
-    ranks.run(2, _train_lists)

@@ -26,6 +26,7 @@ from tests.numerics.compare import (
     sgd,
     world_mesh,
 )
+from tests.ranks import on_ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -181,11 +182,8 @@ NOT_ON_2_11 = ("dataclasses", "nested dataclasses", "inputs cast again")
 
 @pytest.mark.low_precision
 @pytest.mark.parametrize("name", beside_fsdp2(CASES, NOT_ON_2_11))
+@on_ranks(2)
 def test_overridden_parts_match_parts_wrapped_by_fsdp2(name: str) -> None:
-    ranks.run(2, _train, name)
-
-
-def _train(name: str) -> None:
     make, policies = CASES[name]
     torch.manual_seed(0)
     ours = make()
@@ -218,11 +216,8 @@ def _batch(rng: torch.Generator) -> Tensor:
     return torch.randn(4, 7, generator=rng)
 
 
+@on_ranks(2)
 def test_batch_norm_with_float32_buffers() -> None:
-    ranks.run(2, _normalise)
-
-
-def _normalise() -> None:
     policy = {"mp_policy": HALF}
     overrides = dict.fromkeys("012", policy)
     model = _batch_norm()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import graphshard
-from tests import ranks
 from tests.numerics.compare import assert_close, assert_same, world_mesh
+from tests.ranks import on_ranks
 
 DIM = 16
 
@@ -46,7 +46,13 @@ def _by_rows(average: Tensor) -> Tensor:
     return average.expand(3, DIM)
 
 
-def _train(compiler: str, view: Callable[[Tensor], Tensor], forwards: int) -> None:
+@pytest.mark.parametrize("forwards", [1, 2])
+@pytest.mark.parametrize("view", [_as_it_is, _by_a_view, _by_rows])
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@on_ranks(2)
+def test_backward_reads_the_buffer_before_the_write(
+    compiler: str, view: Callable[[Tensor], Tensor], forwards: int
+) -> None:
     torch.manual_seed(0)
     model = Averaging(view)
     reference = copy.deepcopy(model)
@@ -57,12 +63,3 @@ def _train(compiler: str, view: Callable[[Tensor], Tensor], forwards: int) -> No
             torch.stack([module(x) for x in batches]).sum().backward()
         assert_same(model, reference)
         assert_close("average", model.average, reference.average)
-
-
-@pytest.mark.parametrize("forwards", [1, 2])
-@pytest.mark.parametrize("view", [_as_it_is, _by_a_view, _by_rows])
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_backward_reads_the_buffer_before_the_write(
-    compiler: str, view: Callable[[Tensor], Tensor], forwards: int
-) -> None:
-    ranks.run(2, _train, compiler, view, forwards)

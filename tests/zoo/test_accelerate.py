@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from graphshard.integrations.accelerate import ShardedAccelerator, prepare
 from tests import ranks
 from tests.numerics.compare import assert_rounded, relative_error, whole
+from tests.ranks import on_ranks
 
 from .launched import Kept, Texts, as_by_torchrun, same, small_llama, updates
 
@@ -89,17 +90,14 @@ def test_accelerate_trains_like_ddp() -> None:
         assert max(errors) <= 1e-5
 
 
-def _in_bfloat16() -> None:
+@pytest.mark.low_precision
+@on_ranks(2)
+def test_accelerate_trains_like_ddp_in_bfloat16() -> None:
     runs = [("graphshard", "bf16"), ("ddp", "bf16"), ("ddp", "no")]
     losses, norms, weights = zip(*(_numbers(*run) for run in runs))
     assert_rounded("losses", *({"": of} for of in losses))
     assert_rounded("norms", *({"": of} for of in norms))
     assert_rounded("updates of weights", *map(updates, weights))
-
-
-@pytest.mark.low_precision
-def test_accelerate_trains_like_ddp_in_bfloat16() -> None:
-    ranks.run(2, _in_bfloat16)
 
 
 def save_and_resume(folder: str) -> Kept:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import graphshard
 from graphshard.kinds import TransferKind
-from tests import ranks, recording
+from tests import recording
 from tests.numerics.compare import (
     History,
     Twins,
@@ -26,6 +26,7 @@ from tests.numerics.compare import (
     train_steps,
     world_mesh,
 )
+from tests.ranks import on_ranks
 
 from .models import ZOO, Batch, causal_batch
 
@@ -55,21 +56,6 @@ def _loss(model: Any, batch: Batch) -> Tensor:
     return loss
 
 
-def _train_adapters(dtype: torch.dtype) -> None:
-    mesh, rank = world_mesh(), dist.get_rank()
-    batches = [causal_batch(generator(step, rank)) for step in range(STEPS)]
-
-    def by_fsdp2(computes_in: torch.dtype | None = None) -> History:
-        model = _adapted(dtype).to(computes_in)
-        return train_steps(fully_shard(model, mesh=mesh), model, batches, _loss, lr=0.1)
-
-    ours = _adapted(dtype)
-    compiled = torch.compile(ours, backend=graphshard.backend(mesh, compiler="aot_eager"))
-    trained = train_steps(compiled, ours, batches, _loss, lr=0.1)
-    assert_trained_alike(trained, by_fsdp2(), by_fsdp2(torch.float64), dtype)
-    _check_bytes(compiled, batches[0], _adapted(dtype))
-
-
 def _check_bytes(compiled: Any, batch: Batch, plain: nn.Module) -> None:
     """Assert that the base is gathered in its own dtype, and only adapters are reduced."""
     recording.clear()
@@ -84,8 +70,20 @@ def _check_bytes(compiled: Any, batch: Batch, plain: nn.Module) -> None:
 
 @pytest.mark.low_precision
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(2, backend="recording")
 def test_lora_trains_like_fsdp2(dtype: torch.dtype) -> None:
-    ranks.run(2, _train_adapters, dtype, backend="recording")
+    mesh, rank = world_mesh(), dist.get_rank()
+    batches = [causal_batch(generator(step, rank)) for step in range(STEPS)]
+
+    def by_fsdp2(computes_in: torch.dtype | None = None) -> History:
+        model = _adapted(dtype).to(computes_in)
+        return train_steps(fully_shard(model, mesh=mesh), model, batches, _loss, lr=0.1)
+
+    ours = _adapted(dtype)
+    compiled = torch.compile(ours, backend=graphshard.backend(mesh, compiler="aot_eager"))
+    trained = train_steps(compiled, ours, batches, _loss, lr=0.1)
+    assert_trained_alike(trained, by_fsdp2(), by_fsdp2(torch.float64), dtype)
+    _check_bytes(compiled, batches[0], _adapted(dtype))
 
 
 class Packed(nn.Module):
@@ -131,7 +129,9 @@ class Quantised(nn.Module):
         return torch.randn(5, Quantised.FEATURES, generator=rng)
 
 
-def _train_on_integers(bits: int) -> None:
+@pytest.mark.parametrize("bits", [8, 4])
+@on_ranks(2, backend="recording")
+def test_adapters_train_on_integer_base(bits: int) -> None:
     twins = Twins(Quantised(bits))
     recording.clear()
     twins.train(Quantised.batch, STEPS)
@@ -143,8 +143,3 @@ def _train_on_integers(bits: int) -> None:
     assert backward.num_bytes(TransferKind.REDUCE_SCATTER) == _num_bytes(trained, world)
     stored = {t.dtype for t in forward.problem.transfers}
     assert stored == {"torch.float32", str(every[0].dtype)}
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_adapters_train_on_integer_base(bits: int) -> None:
-    ranks.run(2, _train_on_integers, bits, backend="recording")

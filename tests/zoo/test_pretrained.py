@@ -29,6 +29,7 @@ import graphshard
 from graphshard.integrations.accelerate import prepare
 from graphshard.tools.safetensors import SafetensorsFile
 from tests import ranks
+from tests.ranks import on_ranks
 
 from .launched import as_by_torchrun
 from .models import ZOO, causal_batch, gpt2, llama
@@ -239,11 +240,17 @@ def _shard_by(how: str, model: Any) -> None:
     optim.step()
 
 
-def _saved_by_all_ranks(how: str, name: str, folder: Path) -> None:
+BUILD: dict[str, Callable[[], Any]] = {"tied": lambda: gpt2(), "untied": lambda: llama()}
+
+
+@pytest.mark.parametrize("name", BUILD)
+@pytest.mark.parametrize("how", ["shard", "first step", "accelerate"])
+@on_ranks(2)
+def test_sharded_model_is_saved_by_all_ranks(how: str, name: str, tmp_path: Path) -> None:
     as_by_torchrun()
     model = BUILD[name]()
     _shard_by(how, model)
-    is_first, own = dist.get_rank() == 0, folder / str(dist.get_rank())
+    is_first, own = dist.get_rank() == 0, tmp_path / str(dist.get_rank())
     settings: dict[str, Any] = {"is_main_process": is_first, "save_function": torch.save}
     copied = copy.deepcopy(model)
     model.save_pretrained(own, max_shard_size="50KB", **settings)
@@ -264,15 +271,6 @@ def _saved_by_all_ranks(how: str, name: str, folder: Path) -> None:
     model.save_pretrained(f"{own}-given", state_dict=state, **settings)
 
 
-BUILD: dict[str, Callable[[], Any]] = {"tied": lambda: gpt2(), "untied": lambda: llama()}
-
-
-@pytest.mark.parametrize("name", BUILD)
-@pytest.mark.parametrize("how", ["shard", "first step", "accelerate"])
-def test_sharded_model_is_saved_by_all_ranks(how: str, name: str, tmp_path: Path) -> None:
-    ranks.run(2, _saved_by_all_ranks, how, name, tmp_path)
-
-
 class _Part(torch.nn.Module, PyTorchModelHubMixin):
     """A module whose ``save_pretrained`` takes no state dict."""
 
@@ -289,19 +287,16 @@ class _Parts(torch.nn.Sequential):
             module.save_pretrained(folder / str(number))
 
 
-def _saved_in_parts(folder: Path) -> None:
+@on_ranks(2)
+def test_parts_of_a_sharded_model_are_saved_in_full(tmp_path: Path) -> None:
     model = _Parts(_Part(), _Part())
     graphshard.shard(model)
-    model.save_pretrained(folder)
+    model.save_pretrained(tmp_path)
     state = graphshard.full_state_dict(model)
     for number in range(2 if dist.get_rank() == 0 else 0):
-        loaded = load_file(folder / str(number) / "model.safetensors")
+        loaded = load_file(tmp_path / str(number) / "model.safetensors")
         assert all(torch.equal(value, state[f"{number}.{key}"]) for key, value in loaded.items())
         assert len(loaded) == 2
-
-
-def test_parts_of_a_sharded_model_are_saved_in_full(tmp_path: Path) -> None:
-    ranks.run(2, _saved_in_parts, tmp_path)
 
 
 # --- errors --------------------------------------------------------------------------------------

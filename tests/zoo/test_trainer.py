@@ -37,6 +37,7 @@ from graphshard.integrations.transformers import (
 from graphshard.params.sharded_param import sharded_param_of
 from tests import ranks
 from tests.numerics.compare import assert_rounded, graphshard_warnings, relative_error, whole
+from tests.ranks import on_ranks
 
 from .launched import Kept, Texts, as_by_torchrun, same, small_llama, updates
 from .models import ZOO
@@ -239,7 +240,9 @@ def test_conflicting_trainer_arguments_are_refused(tmp_path: Path) -> None:
     ranks.run(1, _refuse, str(tmp_path))
 
 
-def _generate(adapted: bool) -> None:
+@pytest.mark.parametrize("adapted", [False, True])
+@on_ranks(2)
+def test_ranks_generate_texts_of_different_lengths(adapted: bool) -> None:
     """Generate a text of another length on each rank; each equals that of a plain model."""
     torch.manual_seed(0)
     model: Any = small_llama()
@@ -256,11 +259,6 @@ def _generate(adapted: bool) -> None:
     said = model.eval().generate(input_ids=ids, **settings)
     expected = plain.eval().generate(input_ids=ids, **settings)
     assert said.tolist() == expected.tolist() and said[0, 3:].unique().numel() > 1
-
-
-@pytest.mark.parametrize("adapted", [False, True])
-def test_ranks_generate_texts_of_different_lengths(adapted: bool) -> None:
-    ranks.run(2, _generate, adapted)
 
 
 class ShardedSeq2SeqTrainer(ShardedTrainerMixin, Seq2SeqTrainer):

@@ -28,6 +28,7 @@ from tests.numerics.compare import (
     train_steps,
     world_mesh,
 )
+from tests.ranks import on_ranks
 
 from .models import ZOO, Batch, causal_batch
 from .training import LEARNING_RATE, STEPS, bfloat16_autocast, by_fsdp2
@@ -103,7 +104,9 @@ def _autocast_loss(model: Any, batch: Batch) -> torch.Tensor:
         return _loss(model, batch)
 
 
-def _train_under_autocast() -> None:
+@pytest.mark.low_precision
+@on_ranks(2)
+def test_autocast_trains_like_fsdp2() -> None:
     mesh, rank = world_mesh(), dist.get_rank()
     batches = [causal_batch(generator(step, rank)) for step in range(STEPS)]
     torch.manual_seed(0)
@@ -117,11 +120,6 @@ def _train_under_autocast() -> None:
     expected = train_steps(theirs, theirs, batches, _autocast_loss, LEARNING_RATE)
     in_float32 = train_steps(exact, exact, batches, _loss, LEARNING_RATE)
     assert_trained_alike(trained, expected, in_float32)
-
-
-@pytest.mark.low_precision
-def test_autocast_trains_like_fsdp2() -> None:
-    ranks.run(2, _train_under_autocast)
 
 
 def _trained(name: str, joint: Sequence[Any]) -> list[torch.Tensor]:
