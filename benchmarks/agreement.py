@@ -22,9 +22,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from graphshard.consensus.call_log import CallLog
-from graphshard.consensus.members import Members
 from graphshard.errors import BackendError
+from graphshard.ranks.call_log import CallLog
+from graphshard.ranks.members import Members
 
 NUM_GRAPHS = 4
 PLAN = "graphs for training\n" + "\n".join(f"all_gather of layers.{i}.weight" for i in range(1000))

@@ -46,9 +46,9 @@ from benchmarks import common, memory
 from benchmarks.common import FSDP2_BLOCKS, PLAIN
 from benchmarks.gpt import GPT
 from benchmarks.ways import Build, Trained, fsdp2_compiled_blocks, plain
-from graphshard.consensus.plan_consensus import PlanConsensus
 from graphshard.pipeline import compile as pipeline
 from graphshard.pipeline import partition
+from graphshard.ranks.plan_consensus import PlanConsensus
 
 TRACING, WHOLE, REGIONS = "tracing alone", "graphshard, whole", "graphshard, regions"
 VOCAB, CONTEXT, ROWS, HEAD_DIM, STEPS = 4096, 64, 2, 32, 20

@@ -38,7 +38,6 @@ from ._torch.dynamo import (
 from ._torch.forget import until_reset
 from ._torch.frames import CompiledCall, ToCompile, compiled_call, to_compile
 from ._torch.inductor import mode_options
-from .consensus.plan_consensus import PlanConsensus
 from .errors import BackendError
 from .options.float8_policy import Float8Policy
 from .options.options import Options, hashable, mesh_for
@@ -61,6 +60,7 @@ from .pipeline.compile import CompiledGraph, compile_traced
 from .pipeline.settings import CompileSettings
 from .pipeline.traced_graph import Runnable, TracedGraph
 from .planning.plan import Plan
+from .ranks.plan_consensus import PlanConsensus
 from .show.dump import exposure
 from .show.dump_folder import DumpWriter
 from .show.table import summary

@@ -3,7 +3,7 @@
 Most of torch's optimizers work element by element, so each rank steps its own rows without
 communication. Muon orthogonalises whole matrices: ``muon`` is the optimizer, ``spread`` decides
 which rank orthogonalises which matrices (pure), ``row_exchange`` sends rows to those ranks and
-results back, and ``newton_schulz`` is the arithmetic. May import ``consensus``, ``ops`` and
+results back, and ``newton_schulz`` is the arithmetic. May import ``ranks``, ``ops`` and
 ``params``.
 """
 

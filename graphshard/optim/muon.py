@@ -25,11 +25,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._torch.dtensor import local_tensor
-from ..consensus.difference import OPTIMIZER_STEP
 from ..params.eager_calls import agreed_exchange
 from ..params.full_tensor import layout_of
 from ..params.mesh_groups import MeshGroups
 from ..params.sharded_param import sharded_param_of
+from ..ranks.differences import OPTIMIZER_STEP
 from .newton_schulz import WIRE_DTYPE, orthogonalize
 from .row_exchange import InFlight, RowExchange
 from .spread import Bucket, MatrixSpec, plan_buckets

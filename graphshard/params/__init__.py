@@ -17,7 +17,7 @@ State dicts
     ``save_pretrained`` makes libraries write gathered tensors. ``saved_shards`` refuses shards that
     one rank saves alone, ``no_pickle`` what cannot be pickled.
 
-May import ``consensus``, ``ops`` and ``options``.
+May import ``ranks``, ``ops`` and ``options``.
 
 Global state
 ------------

@@ -1,7 +1,7 @@
 """Agreement of all ranks on what to shard, before anything is changed.
 
 One reduction compares the ranks; if they differ, all raise. Agreement on plans and calls, from the
-first compile on, is in ``graphshard.consensus``. Around graph breaks, ranks also agree on which
+first compile on, is in ``graphshard.ranks``. Around graph breaks, ranks also agree on which
 parameters have gradients: ``eager_unshard._used_on_any_rank`` and
 ``ShardedModel._pending_on_any_rank``.
 """

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from .._torch.distributed import process_group
 from .._torch.dynamo import at_recompile_limit
 from .._torch.frames import CompiledCall, compiled_call, describe_code
-from ..consensus.call_log import CallLog, call_log_of
-from ..consensus.difference import BY_ALL_RANKS, LIMIT
+from ..ranks.call_log import CallLog, call_log_of
+from ..ranks.differences import BY_ALL_RANKS, LIMIT
 from .mesh_groups import MeshGroups
 
 

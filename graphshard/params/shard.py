@@ -32,10 +32,10 @@ from .._torch.dtensor import on_data_assigned
 from .._torch.dynamo import run_with_callees_as_python
 from .._torch.nn import parameters_of
 from .._torch.optim import before_loading_optimizers
-from ..consensus.call_log import call_log_of
 from ..errors import BackendError
 from ..ops.float8_math import is_of_torchao
 from ..options.options import Options
+from ..ranks.call_log import call_log_of
 from .agree import check_same_shards, first_text
 from .assigned_data import assign_data
 from .backward_inputs import gradient_of, leaves_of

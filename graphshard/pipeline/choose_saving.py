@@ -21,7 +21,6 @@ import torch
 
 from .._torch.dynamo import Restart
 from .._torch.inductor import has_activation_budget
-from ..consensus.plan_consensus import PlanConsensus
 from ..cost.device_memory import FRAGMENTATION
 from ..errors import BackendError
 from ..planning.saving import (
@@ -33,6 +32,7 @@ from ..planning.saving import (
     savings,
     without_repeats,
 )
+from ..ranks.plan_consensus import PlanConsensus
 from ..show.dump_folder import DumpWriter
 from ..show.saving_table import saving_table
 from .plan_savings import plan_candidates, with_saving

@@ -38,13 +38,13 @@ from .._torch.inductor import (
     with_planned_order,
     without_cuda_graphs,
 )
-from ..consensus.common_form import collectives_text
-from ..consensus.plan_consensus import PlanConsensus, log_every_call
 from ..interpreter import with_stack_room, without_full_collections
 from ..kinds import GraphKind
 from ..ops.in_flight import wait_in_flight_on_error
 from ..planning.live_bytes import gathered_bytes
 from ..planning.plan import Plan
+from ..ranks.common_form import collectives_text
+from ..ranks.plan_consensus import PlanConsensus, log_every_call
 from ..show.dump import Dump
 from ..show.dump_folder import DumpWriter
 from .baked_in import baked_in

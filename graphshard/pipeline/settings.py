@@ -2,7 +2,7 @@
 
 Passes ask here for every decision: which parameters to keep unsharded, which activations to
 offload, which buckets to make. All answers follow from the user's ``SchedulePolicy``, unless this
-rank follows the plans of the first rank (``graphshard.consensus.plan_consensus``).
+rank follows the plans of the first rank (``graphshard.ranks.plan_consensus``).
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import torch
 
 from .. import passes
 from .._torch.inductor import get_hash_for_files
-from ..consensus.common_form import kept_inputs
-from ..consensus.plan_consensus import place_buckets
 from ..cost.model import CostModel
 from ..kinds import GraphKind
 from ..options.schedule_policy import SchedulePolicy
@@ -27,6 +25,8 @@ from ..planning.keep_unsharded import choose_kept
 from ..planning.plan import Bucket, Plan, PlanParam, Problem, Regions, Transfer
 from ..planning.repeats import saves_time
 from ..planning.saving import Saving
+from ..ranks.common_form import kept_inputs
+from ..ranks.plan_consensus import place_buckets
 
 _FOLDERS = (Path(__file__).parents[1], Path(passes.__file__).parent)
 

@@ -20,10 +20,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import graphshard.consensus.watcher
-from graphshard.consensus.call_log import CallLog, call_log_of
-from graphshard.consensus.watcher import STALL_S
+import graphshard.ranks.watcher
 from graphshard.errors import BackendError
+from graphshard.ranks.call_log import CallLog, call_log_of
+from graphshard.ranks.watcher import STALL_S
 from tests import ranks
 
 pytestmark = pytest.mark.alone
@@ -202,7 +202,7 @@ def test_different_known_graphs_that_block_raise() -> None:
 def _swap_once() -> str:
     with pytest.MonkeyPatch.context() as patch:
         # Patched before the call log is created, which reads it.
-        patch.setattr(graphshard.consensus.watcher, "AUDIT_S", 0.5)
+        patch.setattr(graphshard.ranks.watcher, "AUDIT_S", 0.5)
         return _in_group(lambda *each: message(_train_with_a_swap, *each), 60.0, ())
 
 
@@ -355,7 +355,7 @@ def test_successive_groups_of_the_same_name_are_separate(tmp_path: Path) -> None
 SCRIPT = """
 import sys
 import torch.distributed as dist
-from graphshard.consensus.call_log import call_log_of
+from graphshard.ranks.call_log import call_log_of
 
 rank, path, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)

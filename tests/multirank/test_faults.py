@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
-from graphshard.consensus.call_log import CallLog
+from graphshard.ranks.call_log import CallLog
 from tests import ranks
 from tests.numerics.compare import generator, relative_error, sgd
 

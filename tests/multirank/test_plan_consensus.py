@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
-from graphshard.consensus.call_log import CallLog
+from graphshard.ranks.call_log import CallLog
 from tests import ranks, recording
 from tests.multirank.test_call_log import assert_same, message, run
 from tests.numerics.compare import Twins, generator, num_graphs

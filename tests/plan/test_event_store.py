@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from graphshard.consensus.event_store import AgreedEvent, CallEvent, EventStore, LeaveEvent
+from graphshard.ranks.store import AgreedEvent, CallEvent, EventStore, LeaveEvent
 
 PLAN = "forward\nall_gather 0\nall_gather 1"
 OTHER = "forward\nall_gather 0\nall_gather 7"

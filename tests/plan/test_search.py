@@ -12,7 +12,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from graphshard.consensus.plan_consensus import place_buckets
 from graphshard.errors import BackendError
 from graphshard.kinds import TransferKind
 from graphshard.planning.live_bytes import alive_bytes, in_flight_bytes, smallest_peak
@@ -21,6 +20,7 @@ from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem, replica_b
 from graphshard.planning.search import BudgetError, find_schedule
 from graphshard.planning.simulate import COLLECTIVE, clock, simulate
 from graphshard.planning.without_overlap import schedule_without_overlap
+from graphshard.ranks.plan_consensus import place_buckets
 from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction
 
 

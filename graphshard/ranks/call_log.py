@@ -29,9 +29,9 @@ import torch.distributed as dist
 from .._torch.distributed import has_fake_ranks, is_lost_peer
 from ..errors import BackendError
 from .call_history import CallHistory
-from .difference import TOGETHER
-from .event_store import digest
+from .differences import TOGETHER
 from .members import Members
+from .store import digest
 from .watcher import Inbox, Watcher
 
 READ_S = 10.0

@@ -16,7 +16,7 @@ import threading
 import time
 
 from .._torch.blocked import PendingCollective, num_started, pending_collective
-from .event_store import BlockedEvent
+from .store import BlockedEvent
 
 BLOCKED_S = 2.0
 """Seconds that a rank is in one collective before it posts that, if its peers are a call ahead."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from .call_history import NUM_LOGGED, CallHistory, LoggedCall
-from .difference import BY_ALL_RANKS, TOGETHER, describe_difference
-from .event_store import BlockedEvent, CallEvent, EventStore, FaultEvent
+from .differences import BY_ALL_RANKS, TOGETHER, describe_difference
+from .store import BlockedEvent, CallEvent, EventStore, FaultEvent
 
 
 class CallComparison:

@@ -40,8 +40,8 @@ from .common_form import (
     with_inputs_of,
     without_steps,
 )
-from .difference import ANEW
-from .event_store import digest
+from .differences import ANEW
+from .store import digest
 
 R = TypeVar("R")
 

@@ -3,7 +3,7 @@
 ``plan_consensus`` has every rank follow the first rank's plans, exchanged in a form that does not
 depend on any rank's trace (``common_form``). ``call_log`` numbers a rank's calls of compiled graphs
 and its eager gathers (``call_history``), and compares them with the other ranks' calls
-(``call_comparison``, ``difference``) through the process group's store (``event_store``,
+(``call_comparison``, ``differences``) through the process group's store (``store``,
 ``members``). On each rank a watcher thread (``watcher``) reads what the others post. It detects a
 deadlock between a rank that waits for a call and one that is blocked in a collective
 (``blocked_ranks``) and, after a fault, releases this rank from a blocked collective

@@ -19,7 +19,8 @@ from functools import partial
 from .blocked_ranks import RankThread, is_deadlocked
 from .call_comparison import CallComparison
 from .call_history import CallHistory
-from .event_store import (
+from .members import Members
+from .store import (
     AgreedEvent,
     BlockedEvent,
     CallEvent,
@@ -29,7 +30,6 @@ from .event_store import (
     FaultEvent,
     LeaveEvent,
 )
-from .members import Members
 
 TICK_S = 0.25
 """Seconds between checks of this rank's state, which do not touch the store."""

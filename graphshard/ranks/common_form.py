@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from ..kinds import GraphKind, TransferKind
 from ..planning.host_copies import without_host_copies
 from ..planning.plan import Plan, PlanParam, Transfer
-from .difference import INFERENCE, TRAINING
+from .differences import INFERENCE, TRAINING
 
 _NOT_COMMON = {"param", "kind", "ready", "due", "last", "stride", "replica_stride", "grad_bytes"}
 """Fields that the text of a transfer leaves out: the text starts with them anyway, or they may
