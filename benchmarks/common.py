@@ -1,6 +1,6 @@
 """Code that the benchmarks share: arguments, a one-rank process group, timing and output.
 
-The names of the training variants are defined here; ``benchmarks/ways.py`` builds the variants.
+The names of the training variants are defined here; ``benchmarks/variants.py`` builds the variants.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,14 @@ def add_counts(parser: argparse.ArgumentParser, **defaults: int) -> None:
     for name, value in defaults.items():
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=count, default=value, help="default: %(default)s")
+
+
+def add_variants(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
+    """Add the option ``--variants`` (in older results ``--ways``); default: all ``names``."""
+    several: dict[str, Any] = {"nargs": "+", "choices": names}
+    parser.add_argument("--variants", default=list(names), help="default: all", **several)
+    hidden = argparse.SUPPRESS
+    parser.add_argument("--ways", dest="variants", default=hidden, help=hidden, **several)
 
 
 def add_out(parser: argparse.ArgumentParser, default: str) -> None:

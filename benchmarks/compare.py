@@ -2,7 +2,7 @@
 
     python -m benchmarks.compare                     2 gloo ranks on this machine
     python -m benchmarks.compare --wire 4,1          over a modelled wire: 4 ms and 1 GB/s
-    python -m benchmarks.compare --wire 6,0.6 --told 4,1     planned for a faster wire
+    python -m benchmarks.compare --wire 6,0.6 --planned-wire 4,1     planned for a faster wire
     python -m benchmarks.compare --link-gbit 4       between network namespaces (root, Linux)
     python -m benchmarks.compare --mixed             in bfloat16, with a row in fp8
     torchrun --nproc-per-node 8 -m benchmarks.compare        over NCCL, if there are GPUs
@@ -35,9 +35,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from benchmarks import common
 from benchmarks.common import DDP, GRAPHSHARD
 from benchmarks.compare_report import Job, Prediction, Report, Result, Sent, publish
-from benchmarks.links import between_namespaces, parse_wire, positive, write_behind_wire
+from benchmarks.links import (
+    add_planned_wire,
+    between_namespaces,
+    parse_wire,
+    positive,
+    write_with_wire,
+)
 from benchmarks.memory import peak_is_known, peak_of
-from benchmarks.ways import Build, add_hooks, ddp, mp_policy, sharded, sharding
+from benchmarks.variants import Build, add_hooks, ddp, mp_policy, sharded, sharding
 from graphshard.cost.devices import HARDWARE
 from graphshard.cost.hardware import Hardware
 from graphshard.cost.model import CostModel
@@ -51,7 +57,7 @@ MMAP_ENV = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # see benchmarks.memory
 # --- on a rank -----------------------------------------------------------------------------------
 
 
-def ways(job: Job, device_type: str) -> dict[str, Build]:
+def variants(job: Job, device_type: str) -> dict[str, Build]:
     """Return all training variants, graphshard last."""
     return {DDP: ddp, **sharded(device_type, mixed=job.mixed, hardware=job.hardware)}
 
@@ -82,7 +88,7 @@ class _Training:
 def measure(job: Job, device_type: str) -> dict[str, Result]:
     """Return this rank's measurements of each variant, graphshard last."""
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-    builds = ways(job, device_type)
+    builds = variants(job, device_type)
     backend = sharding(mesh, hardware=job.hardware, mp_policy=mp_policy(job.mixed))
     builds[GRAPHSHARD] = lambda model, _: torch.compile(model, backend=backend)
     trainings = {name: _Training(job, name, build, mesh) for name, build in builds.items()}
@@ -118,7 +124,7 @@ def _predict(plans: Sequence[Plan], cost_model: CostModel) -> Prediction:
     """Return the planner's prediction for the graphs of a step."""
     timelines = [simulate(plan.problem, plan.buckets, cost_model) for plan in plans]
     return Prediction(
-        total_us=sum(timeline.total_us + timeline.lost_us for timeline in timelines),
+        total_us=sum(timeline.total_us + timeline.slowdown_us for timeline in timelines),
         exposed_us=sum(sum(timeline.exposed_us) for timeline in timelines),
     )
 
@@ -134,7 +140,7 @@ def _peak(training: _Training) -> int:
 def alone(job: Job, name: str) -> Sent:
     """Measure variant ``name`` in a process that does nothing else."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    training = _Training(job, name, ways(job, "cpu")[name], mesh)
+    training = _Training(job, name, variants(job, "cpu")[name], mesh)
     training.step()
     training.step()
     recording.clear()
@@ -171,8 +177,8 @@ def on_this_machine(job: Job, world: int, with_sent: bool) -> Report:
     setting = f"{world} gloo ranks"
     if job.wire:
         setting += f" on a modelled wire of {job.wire}"
-    if job.told:
-        setting += f", planned for {job.told}"
+    if job.planned_wire:
+        setting += f", planned for {job.planned_wire}"
     return Report(results, sent, setting)
 
 
@@ -180,8 +186,8 @@ def main() -> None:
     """Measure on this machine, between namespaces, or as one rank under torchrun."""
     args = _arguments()
     hardware = str(args.calibrated or "auto")
-    if args.told and not args.wire:
-        sys.exit("--told: needs --wire, the wire that steps are run on")
+    if args.planned_wire and not args.wire:
+        sys.exit("--planned-wire: needs --wire, the wire that steps are run on")
     if args.link_gbit is not None and "RANK" not in os.environ:
         command = [sys.executable, "-m", "benchmarks.compare", *sys.argv[1:]]
         between_namespaces(command, args.link_gbit)
@@ -193,8 +199,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             if args.wire:
                 base = Hardware.load(args.calibrated) if args.calibrated else HARDWARE["cpu"]
-                told = args.told or args.wire
-                hardware = write_behind_wire(base, told, args.ranks, folder)
+                planned_wire = args.planned_wire or args.wire
+                hardware = write_with_wire(base, planned_wire, args.ranks, folder)
             job = _job(args, hardware)
             report = on_this_machine(job, args.ranks, args.sent)
         publish(job, report, args.out)
@@ -209,7 +215,7 @@ def _job(args: argparse.Namespace, hardware: str) -> Job:
         steps=args.steps,
         warm_up=args.warm_up,
         wire=args.wire,
-        told=args.told,
+        planned_wire=args.planned_wire,
         hardware=hardware,
         mixed=args.mixed,
     )
@@ -239,9 +245,7 @@ def _arguments() -> argparse.Namespace:
     links.add_argument(
         "--wire", type=parse_wire, metavar="ALPHA_MS,GB_PER_S", help="a modelled wire"
     )
-    parser.add_argument(
-        "--told", type=parse_wire, metavar="ALPHA_MS,GB_PER_S", help="plan for another wire"
-    )
+    add_planned_wire(parser)
     links.add_argument("--link-gbit", type=positive, help="Gb/s between two network namespaces")
     parser.add_argument("--calibrated", type=Path, help="what `graphshard calibrate` wrote here")
     parser.add_argument("--mixed", action="store_true", help="in bfloat16 and in fp8")

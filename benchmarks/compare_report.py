@@ -15,7 +15,7 @@ from benchmarks.common import DDP, GRAPHSHARD, GRAPHSHARD_FP8
 from benchmarks.gpt import GPT
 from benchmarks.links import Wire
 from benchmarks.models import parameter_bytes
-from benchmarks.ways import mixed_dtypes
+from benchmarks.variants import mixed_dtypes
 
 VOCAB, HEAD_DIM = 256, 64
 
@@ -27,9 +27,9 @@ class Job:
     Attributes:
         rows: number of sequences in a rank's batch.
         wire: modelled wire; None: the links of this machine.
-        told: wire that schedules are planned for; None: the same as ``wire``.
+        planned_wire: wire that schedules are planned for; None: the same as ``wire``.
         hardware: ``hardware`` of ``SchedulePolicy``.
-        mixed: whether to train in bfloat16 and fp8, as in ``benchmarks.ways.sharded``.
+        mixed: whether to train in bfloat16 and fp8, as in ``benchmarks.variants.sharded``.
     """
 
     dim: int
@@ -39,7 +39,7 @@ class Job:
     steps: int
     warm_up: int
     wire: Wire | None
-    told: Wire | None
+    planned_wire: Wire | None
     hardware: str
     mixed: bool
 
@@ -130,7 +130,7 @@ def paragraphs(job: Job, report: Report) -> list[str]:
     work = (
         f"GPT of {job.layers} layers, d={job.dim}, {size:.1f} M parameters; {job.rows} × "
         f"{job.context} tokens on each rank, {dtypes}, SGD; {job.steps} steps; {report.setting}. "
-        "Ratio: of medians, to the best other way. Exposed: time that the modelled wire adds to a "
+        "Ratio: of medians, to the best peer. Exposed: time that the modelled wire adds to a "
         "step. First step: it compiles. Peak: resident, of a rank that does nothing else, or on a "
         "GPU what a step adds."
     )

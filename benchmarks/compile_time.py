@@ -1,7 +1,7 @@
 """How long does the first step take, and how does that grow with depth?
 
     python -m benchmarks.compile_time [--layers 4 12 24 48] [--dim 128] [--ranks 1] [--repeats 1]
-        [--ways "graphshard, regions" ...] [--device cpu|cuda] [--out FILE]
+        [--variants "graphshard, regions" ...] [--device cpu|cuda] [--out FILE]
 
 Measures the time to the first gradient of a GPT, in new processes with their own
 TORCHINDUCTOR_CACHE_DIR: cold with an empty folder, then warm with the same folder. Sharding counts.
@@ -45,7 +45,7 @@ import graphshard
 from benchmarks import common, memory
 from benchmarks.common import FSDP2_BLOCKS, PLAIN
 from benchmarks.gpt import GPT
-from benchmarks.ways import Build, Trained, fsdp2_compiled_blocks, plain
+from benchmarks.variants import Build, Trained, fsdp2_compiled_blocks, plain
 from graphshard.pipeline import compile as pipeline
 from graphshard.pipeline import partition
 from graphshard.ranks.plan_consensus import PlanConsensus
@@ -63,7 +63,7 @@ def _one_line(model: GPT, mesh: DeviceMesh, *, regions: bool) -> Trained:
     return torch.compile(model, backend=graphshard.backend(mesh, schedule=schedule))
 
 
-WAYS: dict[str, Build] = {
+VARIANTS: dict[str, Build] = {
     TRACING: _traced,
     PLAIN: plain,
     FSDP2_BLOCKS: fsdp2_compiled_blocks,
@@ -99,7 +99,7 @@ class First:
 class Setting:
     """What a run measures."""
 
-    way: str
+    variant: str
     layers: int
     dim: int
     ranks: int
@@ -120,8 +120,12 @@ def main() -> None:
             _in_new_processes(Setting(PLAIN, 1, args.dim, 1, device.type), cache, args.timeout)
     for ranks in args.ranks:
         for layers in args.layers:
-            ways = [way for way in args.ways if ranks == 1 or way not in OF_ONE_RANK]
-            settings = [Setting(way, layers, args.dim, ranks, device.type) for way in ways]
+            variants = [
+                variant for variant in args.variants if ranks == 1 or variant not in OF_ONE_RANK
+            ]
+            settings = [
+                Setting(variant, layers, args.dim, ranks, device.type) for variant in variants
+            ]
             cold, warm = _repeat(settings, args)
             note = f"{layers} layers, d={args.dim}, {ranks} ranks; median of {args.repeats}"
             paragraphs += [f"## {note}", _table(cold, warm), _split(cold)]
@@ -135,7 +139,7 @@ def _arguments() -> argparse.Namespace:
     counts: dict[str, Any] = {"nargs": "+", "type": common.count, "metavar": "N"}
     parser.add_argument("--layers", default=[4], help="default: 4", **counts)
     parser.add_argument("--ranks", default=[1], help="default: 1", **counts)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="default: all")
+    common.add_variants(parser, VARIANTS)
     common.add_counts(parser, dim=128, repeats=1)
     parser.add_argument(
         "--warm-up", action=argparse.BooleanOptionalAction, default=True, help="see above"
@@ -155,14 +159,14 @@ Runs = dict[str, list[First]]
 
 def _repeat(settings: Sequence[Setting], args: argparse.Namespace) -> tuple[Runs, Runs]:
     """Return the cold and the warm runs."""
-    cold: Runs = {setting.way: [] for setting in settings}
-    warm: Runs = {setting.way: [] for setting in settings}
+    cold: Runs = {setting.variant: [] for setting in settings}
+    warm: Runs = {setting.variant: [] for setting in settings}
     for repeat in range(args.repeats):
         for setting in settings if repeat % 2 == 0 else settings[::-1]:
             with tempfile.TemporaryDirectory(prefix="inductor-") as cache:
                 for runs in (cold, warm):
                     first = _in_new_processes(setting, cache, args.timeout)
-                    runs[setting.way].append(first)
+                    runs[setting.variant].append(first)
     return cold, warm
 
 
@@ -235,7 +239,7 @@ def _first_step(setting: Setting, device: torch.device, mesh: DeviceMesh) -> Fir
 
     def first_step() -> None:
         nonlocal compiled
-        compiled = WAYS[setting.way](model, mesh)
+        compiled = VARIANTS[setting.variant](model, mesh)
         compiled(ids).backward()
 
     compiled: Any = None
@@ -274,8 +278,8 @@ def _parts(seconds: float, ours: dict[str, float], setting: Setting) -> dict[str
     """
     cut, lowering = ours.get("cut", 0.0), ours.get("lowering", 0.0)
     # graphshard/_torch/cpp_kernels.py moves these waits out of ``compile_fx_inner``.
-    waits_behind = setting.way in (WHOLE, REGIONS) and setting.device == "cpu"
-    waited = _spent("async_compile.wait") if waits_behind else 0.0
+    waits_later = setting.variant in (WHOLE, REGIONS) and setting.device == "cpu"
+    waited = _spent("async_compile.wait") if waits_later else 0.0
     by_torch = _spent("_recursive_joint_graph_passes", "min_cut_rematerialization_partition")
     parts = {
         "Dynamo": _spent("_compile.compile_inner") - _spent("OutputGraph.call_user_compiler"),
@@ -339,19 +343,19 @@ def _table(cold: Runs, warm: Runs) -> str:
         "peak MB",
     ]
     rows = []
-    for way, runs in cold.items():
+    for variant, runs in cold.items():
         seconds = _median(runs, "seconds")
         base = _median(cold[PLAIN], "seconds") if PLAIN in cold else None
         rows.append(
             [
-                way,
+                variant,
                 f"{seconds:.1f}",
                 f"{seconds / base:.2f}" if base else "",
-                f"{_median(warm[way], 'seconds'):.1f}",
+                f"{_median(warm[variant], 'seconds'):.1f}",
                 str(runs[-1].graphs),
                 str(runs[-1].files),
-                f"{_median([*runs, *warm[way]], 'step_s') * 1e3:.1f}",
-                f"{_median([*runs, *warm[way]], 'peak') / 1e6:.1f}",
+                f"{_median([*runs, *warm[variant]], 'step_s') * 1e3:.1f}",
+                f"{_median([*runs, *warm[variant]], 'peak') / 1e6:.1f}",
             ]
         )
     return common.table(headers, rows)
@@ -361,8 +365,8 @@ def _split(cold: Runs) -> str:
     """Return a table of the parts of each variant's cold seconds."""
     names = list(next(iter(cold.values()))[0].parts)
     rows = [
-        [way, *(f"{median(run.parts[name] for run in runs):.1f}" for name in names)]
-        for way, runs in cold.items()
+        [variant, *(f"{median(run.parts[name] for run in runs):.1f}" for name in names)]
+        for variant, runs in cold.items()
     ]
     return common.table(["cold s, of them", *names], rows)
 

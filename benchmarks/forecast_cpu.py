@@ -39,9 +39,9 @@ import torch
 
 from benchmarks import common, forecast_report
 from benchmarks.forecast_models import MODELS
-from benchmarks.forecast_ranks import Job, Measured, measure, measure_behind_wire
+from benchmarks.forecast_ranks import Job, Measured, measure, measure_with_wire
 from benchmarks.forecast_report import Row
-from benchmarks.links import Wire, behind_wire, parse_wire
+from benchmarks.links import Wire, parse_wire, with_wire
 from graphshard.cost.hardware import Hardware
 from graphshard.files import write_whole
 from graphshard.forecast.cluster import cluster
@@ -157,7 +157,7 @@ def machine_of(case: Case, recipe: Recipe, calibrated: Hardware) -> Hardware:
     replicas, shards = recipe.ranks(case.ranks)
     group = max(replicas, shards) if replicas == shards or replicas == 1 else None
     assert group is not None, "a wire has one rate: groups of shards and of replicas must be equal"
-    machine = behind_wire(calibrated, case.wire, group)
+    machine = with_wire(calibrated, case.wire, group)
     copied = 2 * case.wire.bytes_per_s / calibrated.memory.largest
     return dataclasses.replace(machine, issue_us=calibrated.launch_us, contention=copied)
 
@@ -181,7 +181,7 @@ def measured(case: Case, calibrated: Hardware, steps: int) -> list[Measured]:
 def _in_new_process(job: Job) -> list[Measured]:
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        return pool.submit(measure_behind_wire, job).result(timeout=900.0)
+        return pool.submit(measure_with_wire, job).result(timeout=900.0)
 
 
 # --- predicting ----------------------------------------------------------------------------------

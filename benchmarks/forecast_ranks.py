@@ -27,7 +27,7 @@ import graphshard
 from benchmarks import common
 from benchmarks.forecast_models import MODELS
 from benchmarks.links import Wire
-from benchmarks.modelled_links import group_behind
+from benchmarks.modelled_links import modelled_group
 from graphshard.forecast.recipe import Recipe
 from graphshard.params.memory_report import memory_report
 from graphshard.scripts import loss_of
@@ -104,10 +104,10 @@ def measure(job: Job) -> list[Measured]:
     ]
 
 
-def measure_behind_wire(job: Job) -> list[Measured]:
+def measure_with_wire(job: Job) -> list[Measured]:
     """Return the measurements of the first rank; the process must not have a process group yet."""
     assert job.wire is not None
-    with group_behind(job.wire, job.num_ranks, torch.device("cpu")):
+    with modelled_group(job.wire, job.num_ranks, torch.device("cpu")):
         return measure(job)
 
 

@@ -88,7 +88,7 @@ def _whole(folder: Path, mesh: DeviceMesh) -> Any:
     return graphshard.shard(transformers.LlamaForCausalLM.from_pretrained(folder), mesh)
 
 
-WAYS = {"straight into shards": _straight, "all on every rank, then shard": _whole}
+VARIANTS = {"straight into shards": _straight, "all on every rank, then shard": _whole}
 
 
 @contextlib.contextmanager
@@ -109,16 +109,16 @@ def _sampled_peak() -> Iterator[list[int]]:
         thread.join()
 
 
-def load(way: str, folder: Path, small: Path) -> Cost:
-    """Load by one of ``WAYS`` and return the cost, after loading a small model in the same way."""
+def load(variant: str, folder: Path, small: Path) -> Cost:
+    """Load by one of ``VARIANTS`` and return the cost, after a small model."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    WAYS[way](small, mesh)  # imports modules and connects ranks
+    VARIANTS[variant](small, mesh)  # imports modules and connects ranks
     models, seconds = [], []
 
     def work() -> None:
         dist.barrier()
         start = time.perf_counter()
-        models.append(WAYS[way](folder, mesh))
+        models.append(VARIANTS[variant](folder, mesh))
         dist.barrier()
         seconds.append(time.perf_counter() - start)
 
@@ -133,9 +133,9 @@ def load(way: str, folder: Path, small: Path) -> Cost:
 # --- in the parent -------------------------------------------------------------------------------
 
 
-def measure(way: str, world: int, folder: Path, small: Path) -> Cost:
+def measure(variant: str, world: int, folder: Path, small: Path) -> Cost:
     """Return the maximum of each cost over all ranks."""
-    costs = ranks.run_fresh(world, load, way, folder, small, env={}, timeout_s=600)
+    costs = ranks.run_fresh(world, load, variant, folder, small, env={}, timeout_s=600)
     return Cost(*map(max, zip(*costs)))
 
 
@@ -148,14 +148,18 @@ def main() -> None:
         make(small, 1, scale=32)
         make(large, args.layers)
         size = sum(file.stat().st_size for file in large.glob("*.safetensors"))
-        runs = {way: functools.partial(measure, way, args.ranks, large, small) for way in WAYS}
+        runs = {
+            variant: functools.partial(measure, variant, args.ranks, large, small)
+            for variant in VARIANTS
+        }
         costs = common.interleave(runs, args.rounds, 0)
     rows = []
-    for way, of_way in costs.items():
-        halves = Cost(*(statistics.median(values) for values in zip(*of_way)))
+    for variant, rounds in costs.items():
+        halves = Cost(*(statistics.median(values) for values in zip(*rounds)))
         numbers = [f"{bytes_ / MB:.0f}" for bytes_ in (halves.shards, halves.resident, halves.own)]
-        spread = f"{min(c.seconds for c in of_way):.1f} to {max(c.seconds for c in of_way):.1f}"
-        rows.append([way, f"{halves.seconds:.1f}", spread, *numbers])
+        seconds = [cost.seconds for cost in rounds]
+        spread = f"{min(seconds):.1f} to {max(seconds):.1f}"
+        rows.append([variant, f"{halves.seconds:.1f}", spread, *numbers])
     headers = ["", "seconds", "from, to", "MB of shards", "peak resident MB", "of its own"]
     note = (
         f"Llama of {args.layers} layers, {size / MB:.0f} MB of float32, on {args.ranks} ranks; the "

@@ -89,10 +89,10 @@ EOF
     fi
     # Its four processes (2 variants, 2 links) fit on an 80 GB GPU.
     part race 95 "$python" -m benchmarks.race --device "$device" --out "$out" "${race[@]}" \
-        --ways 'FSDP2, compiled blocks' graphshard
+        --variants 'FSDP2, compiled blocks' graphshard
     # Has a row for torchao's fp8 if torchao is installed.
     part 'race, fp8 and unsharded' 90 "$python" -m benchmarks.race --device "$device" "${race[@]}" \
-        --links 0.03,370 --ways 'FSDP2, torchao float8' 'graphshard, fp8' torch.compile
+        --links 0.03,370 --variants 'FSDP2, torchao float8' 'graphshard, fp8' torch.compile
     part 'offload streams' 35 "$python" -m benchmarks.offload_streams --device "$device" "${flat[@]}"
     part overhead 40 "$python" -m benchmarks.overhead --device "$device" "${small[@]}"
     printf '\n## Summary\n\n| part | result | seconds |\n|---|---|---:|\n'

@@ -1,6 +1,6 @@
 """Links that this machine does not have.
 
-``behind_wire`` describes a modelled wire to the planner; ``modelled_links`` and ``tests.recording``
+``with_wire`` describes a modelled wire to the planner; ``modelled_links`` and ``tests.recording``
 run collectives on one. ``between_namespaces`` joins two network namespaces by a real link of
 limited bandwidth.
 """
@@ -38,7 +38,7 @@ class Wire(NamedTuple):
         return f"{self.alpha_s * 1e3:g} ms and {self.bytes_per_s / 1e9:g} GB/s"
 
 
-def behind_wire(base: Hardware, wire: Wire, world: int) -> Hardware:
+def with_wire(base: Hardware, wire: Wire, world: int) -> Hardware:
     """Return ``base`` with a modelled wire between all ranks.
 
     A collective takes the latency of the wire plus the time of all bytes of its full buffer.
@@ -57,10 +57,10 @@ def behind_wire(base: Hardware, wire: Wire, world: int) -> Hardware:
     return dataclasses.replace(base, name="wire", intra=link, inter=link)
 
 
-def write_behind_wire(base: Hardware, wire: Wire, world: int, folder: str) -> str:
-    """Write :func:`behind_wire` to ``folder``; return the path, for ``SchedulePolicy.hardware``."""
+def write_with_wire(base: Hardware, wire: Wire, world: int, folder: str) -> str:
+    """Write :func:`with_wire` to ``folder``; return the path, for ``SchedulePolicy.hardware``."""
     path = Path(folder, "wire.json")
-    path.write_text(behind_wire(base, wire, world).to_json())
+    path.write_text(with_wire(base, wire, world).to_json())
     return str(path)
 
 
@@ -124,6 +124,15 @@ def parse_wire(text: str) -> Wire:
             f"{text!r}: must be milliseconds and GB/s, as in 4,1"
         ) from None
     return Wire(alpha_s=alpha_ms / 1e3, bytes_per_s=gb_per_s * 1e9)
+
+
+def add_planned_wire(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--planned-wire`` (in older results ``--told``)."""
+    text = "wire to plan for; default: the wire that steps run on"
+    metavar = "ALPHA_MS,GB_PER_S"
+    parser.add_argument("--planned-wire", type=parse_wire, metavar=metavar, help=text)
+    hidden = argparse.SUPPRESS
+    parser.add_argument("--told", dest="planned_wire", type=parse_wire, default=hidden, help=hidden)
 
 
 def positive(text: str) -> float:

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks import common
 from benchmarks.common import FSDP2, FSDP2_BLOCKS
 from benchmarks.models import DeepMLP, parameter_bytes
-from benchmarks.ways import Build, fsdp2, fsdp2_compiled_blocks, one_line
+from benchmarks.variants import Build, fsdp2, fsdp2_compiled_blocks, one_line
 from tests import ranks
 
 M_MMAP_THRESHOLD = -3  # from malloc.h

@@ -149,7 +149,7 @@ def _fill(output: Tensor, sent: Tensor) -> None:
 
 
 @contextmanager
-def group_behind(wire: Wire, num_ranks: int, device: torch.device) -> Iterator[DeviceMesh]:
+def modelled_group(wire: Wire, num_ranks: int, device: torch.device) -> Iterator[DeviceMesh]:
     """Create a process group of ``num_ranks`` over a modelled link, and yield its mesh.
 
     It is registered as "fake", so graphshard knows that there are no other ranks to agree with.

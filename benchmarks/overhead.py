@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks import common
 from benchmarks.common import GRAPHSHARD, PLAIN, Timing
 from benchmarks.gpt import GPT
-from benchmarks.ways import WAYS, Trained
+from benchmarks.variants import VARIANTS, Trained
 
 DIM, HEAD_DIM, VOCAB, CONTEXT = 16, 8, 64, 4
 
@@ -29,7 +29,9 @@ def main() -> None:
     args = _arguments()
     device = common.pick_device(args.device)
     with common.group_of_one(device) as mesh:
-        models = {name: build(_model(args.layers, device), mesh) for name, build in WAYS.items()}
+        models = {
+            name: build(_model(args.layers, device), mesh) for name, build in VARIANTS.items()
+        }
         num_params = len(list(models[PLAIN].parameters()))
         ids = _model(args.layers, device).batch(1, device)
         runs = {name: _step(model, ids) for name, model in models.items()}

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks import common
 from benchmarks.models import parameter_bytes
-from benchmarks.ways import mp_policy, sharding
+from benchmarks.variants import mp_policy, sharding
 from graphshard.kinds import TransferKind
 from graphshard.ops.float8_math import RECIPES, device_fault
 from graphshard.options.options import COMPILERS

@@ -1,12 +1,12 @@
 """How long is a step of Llama-3 compared with FSDP2's, on one GPU that is the first of 8 ranks?
 
-    python -m benchmarks.race [--layers 8] [--links 0.03,370 0.05,100] [--ways graphshard ...]
+    python -m benchmarks.race [--layers 8] [--links 0.03,370 0.05,100] [--variants graphshard ...]
         [--rounds 3] [--steps 5] [--device cpu|cuda] [--out FOLDER]
 
 Links are modelled (benchmarks/modelled_links.py). Parameters are gathered and used in bfloat16,
 gradients are reduced in float32, and AdamW is fused. FSDP2 is wrapped as torchtitan wraps it. Plain
-torch.compile shards nothing, and its weights are in bfloat16. With --told, graphshard plans for
-other links than it runs on.
+torch.compile shards nothing, and its weights are in bfloat16. With --planned-wire, graphshard plans
+for other links than it runs on.
 
 Each variant runs in a separate process for each link. Up to --at-once of them build the model and
 take the first step, which compiles, at the same time. After that they use the device in turns: in
@@ -47,14 +47,14 @@ from torch.distributed.device_mesh import DeviceMesh
 import graphshard
 from benchmarks import common, gpu_trace
 from benchmarks.common import FSDP2_BLOCKS, GRAPHSHARD, GRAPHSHARD_FP8, PLAIN, TORCHAO
-from benchmarks.links import Wire, parse_wire, write_behind_wire
+from benchmarks.links import Wire, add_planned_wire, parse_wire, write_with_wire
 from benchmarks.llama import LlamaSizes, TrainableLlama, as_torchtitan
-from benchmarks.modelled_links import group_behind
-from benchmarks.ways import Trained, add_hooks, asynchronous, convert_to_float8, mp_policy
+from benchmarks.modelled_links import modelled_group
+from benchmarks.variants import Trained, add_hooks, asynchronous, convert_to_float8, mp_policy
 from graphshard.backend import Backend
 from graphshard.cost.devices import HARDWARE, find_hardware_or_default
 
-WAYS = (FSDP2_BLOCKS, GRAPHSHARD, TORCHAO, GRAPHSHARD_FP8, PLAIN)
+VARIANTS = (FSDP2_BLOCKS, GRAPHSHARD, TORCHAO, GRAPHSHARD_FP8, PLAIN)
 RIVALS = {GRAPHSHARD: FSDP2_BLOCKS, GRAPHSHARD_FP8: TORCHAO}
 MIXED = mp_policy(mixed=True)
 PROFILED_STEPS = 2
@@ -63,14 +63,14 @@ PROFILED_STEPS = 2
 class Entry(NamedTuple):
     """A training variant and its link; the unsharded variant has none."""
 
-    way: str
+    variant: str
     wire: Wire | None
 
     @property
     def name(self) -> str:
         """Name of its folder in race.tar.gz."""
         links = f" {self.wire.alpha_s * 1e3:g} {self.wire.bytes_per_s / 1e9:g}" if self.wire else ""
-        return re.sub("[^A-Za-z0-9.]+", "-", self.way + links)
+        return re.sub("[^A-Za-z0-9.]+", "-", self.variant + links)
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,11 @@ def main() -> None:
     """Measure and print a table; in a child process, take turns."""
     args = _arguments()
     if args.child:
-        way, wire, folder = json.loads(args.child)
-        _take_turns(_turns(Entry(way, wire and Wire(*wire)), args, folder))
+        variant, wire, folder = json.loads(args.child)
+        _take_turns(_turns(Entry(variant, wire and Wire(*wire)), args, folder))
         return
     common.show(common.heading("benchmarks.race", common.pick_device(args.device)))
-    entries, results = _entries(args.ways, args.links), dict[Entry, Result]()
+    entries, results = _entries(args.variants, args.links), dict[Entry, Result]()
     with tempfile.TemporaryDirectory() as folder:
         for start in range(0, len(entries), args.at_once):
             results |= _race(entries[start : start + args.at_once], args, folder)
@@ -114,8 +114,8 @@ def _arguments() -> argparse.Namespace:
     links: dict[str, Any] = {"nargs": "+", "type": parse_wire, "metavar": "ALPHA_MS,GB_PER_S"}
     default = [parse_wire("0.03,370"), parse_wire("0.05,100")]
     parser.add_argument("--links", default=default, help="default: 0.03,370 0.05,100", **links)
-    parser.add_argument("--told", type=parse_wire, metavar="ALPHA_MS,GB_PER_S", help="plan for it")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="default: all")
+    add_planned_wire(parser)
+    common.add_variants(parser, VARIANTS)
     common.add_counts(parser, ranks=8, rounds=3, steps=5, at_once=4)
     limit = "seconds that a turn of a process may take; default: %(default)s"
     parser.add_argument("--timeout", type=common.count, default=300, metavar="S", help=limit)
@@ -124,12 +124,12 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _entries(ways: Sequence[str], links: Sequence[Wire]) -> list[Entry]:
+def _entries(variants: Sequence[str], links: Sequence[Wire]) -> list[Entry]:
     """Return what to measure, grouped by link; torchao only if it is installed."""
     left_out = (PLAIN, *(() if importlib.util.find_spec("torchao") else (TORCHAO,)))
-    sharded = [way for way in ways if way not in left_out]
-    unsharded = [Entry(PLAIN, None)] if PLAIN in ways else []
-    return [Entry(way, wire) for wire in links for way in sharded] + unsharded
+    sharded = [variant for variant in variants if variant not in left_out]
+    unsharded = [Entry(PLAIN, None)] if PLAIN in variants else []
+    return [Entry(variant, wire) for wire in links for variant in sharded] + unsharded
 
 
 # --- turns of processes --------------------------------------------------------------------------
@@ -212,16 +212,16 @@ def _turns(entry: Entry, args: argparse.Namespace, parent: str) -> Iterator[Any]
     folder.mkdir()
     torch.set_float32_matmul_precision("high")
     wire = entry.wire
-    group = group_behind(wire, args.ranks, device) if wire else common.group_of_one(device)
+    group = modelled_group(wire, args.ranks, device) if wire else common.group_of_one(device)
     with group as mesh:
         yield None
         sizes = LlamaSizes.of(args.dim, args.layers, args.hidden, args.vocab)
         with torch.device("meta"):
             model = TrainableLlama(sizes, args.tokens)
-        trained, backend = _build(entry, model, mesh, args.told or entry.wire, folder)
+        trained, backend = _build(entry, model, mesh, args.planned_wire or entry.wire, folder)
         model.to_empty(device=device)
         model.initialize()
-        step = _step(entry.way, model, trained, args)
+        step = _step(entry.variant, model, trained, args)
         first_s = common.timed(step, device).done_s
         _warm_up(step, device)
         yield None
@@ -244,19 +244,19 @@ def _turns(entry: Entry, args: argparse.Namespace, parent: str) -> Iterator[Any]
 
 
 def _build(
-    entry: Entry, model: TrainableLlama, mesh: DeviceMesh, told: Wire | None, folder: Path
+    entry: Entry, model: TrainableLlama, mesh: DeviceMesh, planned_wire: Wire | None, folder: Path
 ) -> tuple[Trained, Backend | None]:
     """Return the module to call in place of the model, and graphshard's backend, if it is used."""
-    if told is None or entry.way == PLAIN:
+    if planned_wire is None or entry.variant == PLAIN:
         return torch.compile(model.bfloat16()), None
-    if entry.way in (GRAPHSHARD, GRAPHSHARD_FP8):
-        fp8 = graphshard.Float8Policy("tensorwise") if entry.way == GRAPHSHARD_FP8 else None
-        hardware = _hardware(told, mesh, folder)
+    if entry.variant in (GRAPHSHARD, GRAPHSHARD_FP8):
+        fp8 = graphshard.Float8Policy("tensorwise") if entry.variant == GRAPHSHARD_FP8 else None
+        hardware = _hardware(planned_wire, mesh, folder)
         schedule = graphshard.SchedulePolicy(hardware=hardware)
         graphshard.shard(model, mesh, mp_policy=MIXED, fp8=fp8)
         backend = graphshard.backend(mesh, mp_policy=MIXED, fp8=fp8, schedule=schedule)
         return torch.compile(model, backend=backend, fullgraph=True), backend
-    if entry.way == TORCHAO:
+    if entry.variant == TORCHAO:
         convert_to_float8(model)
     if mesh.device_type == "cpu":  # by default, FSDP2 waits there for every gather at once
         return asynchronous(model, mesh, build=as_torchtitan, mp_policy=MIXED), None
@@ -268,15 +268,15 @@ def _hardware(wire: Wire, mesh: DeviceMesh, folder: Path) -> str:
     base = HARDWARE["cpu"]
     if mesh.device_type == "cuda":
         base = find_hardware_or_default(torch.cuda.get_device_name()).hardware
-    return write_behind_wire(base, wire, mesh.size(), str(folder))
+    return write_with_wire(base, wire, mesh.size(), str(folder))
 
 
 def _step(
-    way: str, model: TrainableLlama, trained: Trained, args: argparse.Namespace
+    variant: str, model: TrainableLlama, trained: Trained, args: argparse.Namespace
 ) -> Callable[[], Tensor]:
     """Return a function that trains one step and returns its loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    add_hooks(way, model, optimizer)
+    add_hooks(variant, model, optimizer)
     ids = torch.randint(args.vocab, (args.rows, args.tokens + 1), device=model.cos.device)
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
@@ -315,12 +315,12 @@ def _round(step: Callable[[], Tensor], steps: int, device: torch.device) -> tupl
 
 def _table(results: Mapping[Entry, Result]) -> str:
     """Return a table with a row per process; ratios are to FSDP2 or torchao on the same link."""
-    headers = ["way", "links", "step ms", "ratio"]
+    headers = ["variant", "links", "step ms", "ratio"]
     headers += [f"{part} ms" for part in (*gpu_trace.PARTS, "host")] + ["peak GB", "first step s"]
     rows = []
     for entry, result in results.items():
-        base = results.get(Entry(RIVALS.get(entry.way, FSDP2_BLOCKS), entry.wire))
-        row = [entry.way, str(entry.wire or ""), f"{result.step_s * 1e3:.1f}"]
+        base = results.get(Entry(RIVALS.get(entry.variant, FSDP2_BLOCKS), entry.wire))
+        row = [entry.variant, str(entry.wire or ""), f"{result.step_s * 1e3:.1f}"]
         row.append(f"{result.step_s / base.step_s:.3f}" if base else "")
         row += [
             f"{result.parts_ms[part]:.1f}" if result.parts_ms else "" for part in gpu_trace.PARTS
@@ -335,7 +335,7 @@ def _ratios(results: Mapping[Entry, Result]) -> list[str]:
     """Return the line for the summary of ``gpu.sh``; empty if there is nothing to compare."""
     ratios = []
     for entry, ours in results.items():
-        rival = RIVALS.get(entry.way, "")
+        rival = RIVALS.get(entry.variant, "")
         theirs = results.get(Entry(rival, entry.wire))
         if theirs:
             ratio = f"{ours.step_s / theirs.step_s:.3f} of {rival} over {entry.wire}"

@@ -37,7 +37,7 @@ from benchmarks.llama import DEVICE, LLAMA3, TOKENS, trace
 from graphshard.cost.devices import HARDWARE
 from graphshard.cost.model import CostModel
 from graphshard.kinds import GraphKind, TransferKind
-from graphshard.planning.live_bytes import other_by_moment, smallest_peak, with_other_bytes
+from graphshard.planning.live_bytes import fixed_by_point, smallest_peak, with_fixed_bytes
 from graphshard.planning.memory_budget import ScheduleLimits
 from graphshard.planning.plan import Bucket, Plan, Problem, Transfer
 from graphshard.planning.search import find_schedule
@@ -66,8 +66,8 @@ def at_world(plan: Plan, world: int) -> Problem:
 
 def _with_more_bytes(problem: Problem, num_bytes: int) -> Problem:
     """Return ``problem`` with ``num_bytes`` more alive throughout."""
-    other = [alive + num_bytes for alive in other_by_moment(problem)]
-    return with_other_bytes(problem, other)
+    other = [alive + num_bytes for alive in fixed_by_point(problem)]
+    return with_fixed_bytes(problem, other)
 
 
 def _resized(plan: Plan, transfer: Transfer, world: int) -> Transfer:

@@ -35,8 +35,8 @@ from ._torch.dynamo import (
     on_lookup,
     sources,
 )
-from ._torch.forget import until_reset
-from ._torch.frames import CompiledCall, ToCompile, compiled_call, to_compile
+from ._torch.forget import freed_on_reset
+from ._torch.frames import CompiledCall, CompileRequest, compile_request, compiled_call
 from ._torch.inductor import mode_options
 from .errors import BackendError
 from .options.float8_policy import Float8Policy
@@ -136,7 +136,7 @@ class Backend:
         compiled = self._build(traced, settings)
         is_cast = any(layout.dtype is not None for layout in layouts)
         run = refusing_stale_forwards(compiled.run) if sharded else compiled.run
-        run = until_reset(advising(run) if is_cast else run)
+        run = freed_on_reset(advising(run) if is_cast else run)
         self._graphs.append(dataclasses.replace(compiled, run=run))
         if sharded:
             stop_watching(self)
@@ -164,12 +164,12 @@ class Backend:
         ``torch.compile`` reads the name while it is given a module: see [Note: first forward] in
         graphshard/params/first_forward.py.
         """
-        request = to_compile()
+        request = compile_request()
         if request is not None:
             self.given_to_compile(request)
         return "graphshard"
 
-    def given_to_compile(self, request: ToCompile) -> None:
+    def given_to_compile(self, request: CompileRequest) -> None:
         """Prepare for the first forward of the module or function in ``request``."""
         policy = self.options.policy_of(self.options.policy_glob(""))
         shard_before_first_forward(self, request, policy)
@@ -384,7 +384,7 @@ def _backend_of(call: CompiledCall) -> Backend | None:
 
 def _given_by_name() -> None:
     """Prepare for the first forward when ``torch.compile`` looks our backend up by name."""
-    request = to_compile()
+    request = compile_request()
     if request is not None:
         _backend_for(request.options).given_to_compile(request)
 

@@ -44,12 +44,12 @@ from graphshard.passes.keep_unsharded import (
     regathered_params,
 )
 from graphshard.passes.lower import apply_buckets, apply_replicate
+from graphshard.passes.mutated_inputs import clone_mutated_inputs
 from graphshard.passes.normalise import normalise
 from graphshard.passes.recompute import fix_backward_gathers
 from graphshard.passes.regions import share_regions
 from graphshard.passes.reshard import param_derived, reshard
 from graphshard.passes.single_rank import elide_single_rank_collectives, use_whole_shards
-from graphshard.passes.written_inputs import clone_mutated_inputs
 from graphshard.planning.activation_offload import SavedActivation
 from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem, Transfer
 

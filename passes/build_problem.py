@@ -36,8 +36,8 @@ from graphshard.ops.nodes import (
     value_of,
 )
 from graphshard.passes.describe import describe_transfers, source_of
-from graphshard.planning.moments import Span, sum_spans
 from graphshard.planning.plan import Problem, Transfer
+from graphshard.planning.time_points import Span, sum_spans
 
 
 class GraphProblem(NamedTuple):
@@ -103,11 +103,11 @@ def build_problem(
             sum(compute_us.get(node, 0.0) for node in nodes[start:end])
             for start, end in zip(starts, ends)
         ),
-        other_bytes=tuple(
+        fixed_bytes=tuple(
             max(map(operator.sub, alive.at[start:end], early[start:end]))
             for start, end in zip(starts, ends)
         ),
-        between_bytes=tuple(alive.before[border] for border in borders),
+        fixed_border_bytes=tuple(alive.before[border] for border in borders),
         transfers=tuple(placed),
         copies_sent=any(keeps_send_copies(t.group) for t in placed if t.group),
     )

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from torch import fx
 
-from graphshard._torch.host_waits import is_wait, lead_past
+from graphshard._torch.host_waits import bypass_wait, is_sync_node
 from graphshard.passes.reshard import param_derived
 
 
 def bypass_sync_nodes(gm: fx.GraphModule) -> None:
     """Let parameters, and values derived from them alone, bypass waits of the host, in place."""
     for node in list(gm.graph.nodes):
-        if is_wait(node):
-            lead_past(node, frozenset(param_derived(gm.graph)))
+        if is_sync_node(node):
+            bypass_wait(node, frozenset(param_derived(gm.graph)))

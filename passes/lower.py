@@ -19,7 +19,7 @@ from typing import TypeAlias
 import torch
 from torch import fx
 
-from graphshard._torch.inductor import keep_in_memory
+from graphshard._torch.inductor import force_realize
 from graphshard.kinds import HOST_COPIES, TransferKind
 from graphshard.ops import collectives, markers
 from graphshard.ops.collectives import CollectiveInput
@@ -153,7 +153,7 @@ def _launch(
             # Otherwise Inductor might compute an activation only when its copy is launched, which
             # may be late.
             for source in sources:
-                keep_in_memory(root_of(source))
+                force_realize(root_of(source))
         return collectives.launch_host_copies(emit, sources, memory, host_reads=host_reads)
     buffers = _inputs_of(nodes)
     if bucket.kind == TransferKind.ALL_REDUCE_SHARDS:

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from graphshard._torch.aot_graphs import graph_kind
-from graphshard._torch.inductor import call_subgraph, lays_out_channels_last, lookup_seed
+from graphshard._torch.inductor import call_subgraph, lookup_seed, uses_channels_last
 from graphshard.cost.fusion import GraphValues
 from graphshard.ops.nodes import PLANNED
 from graphshard.passes.region_borders import is_pure, recompute_at_users
@@ -53,7 +53,7 @@ def share_regions(graph: fx.Graph, is_worth_it: Callable[[Regions], bool]) -> Re
     sequence = [labels.setdefault(_label(node), len(labels)) for node in compute]
     cuts = _cuts(graph, compute)
     # See [Note: channels last].
-    keeps_layouts = not lays_out_channels_last(graph, graph_kind(graph))
+    keeps_layouts = not uses_channels_last(graph, graph_kind(graph))
     runs = [
         [compute[i] for i in piece]
         for repeat in find_repeats(sequence, _LEAST_SAVED)
@@ -76,7 +76,7 @@ def _count(graph: fx.Graph, shared: Sequence[_Region]) -> Regions:
     home = {node: i for i, region in enumerate(shared) for node in region.nodes}
     kernels = GraphValues(graph).fused_kernels
     return Regions(
-        num_forms=len(sizes),
+        num_compiled_regions=len(sizes),
         num_calls=len(shared),
         num_nodes=len(home),
         num_compiled=sum(sizes.values()),

@@ -113,7 +113,7 @@ def is_tangent(node: fx.Node) -> bool:
     return node.op == "placeholder" and str(node.target).startswith("tangents_")
 
 
-def written_inputs(forward: fx.Graph) -> set[fx.Node]:
+def mutated_inputs(forward: fx.Graph) -> set[fx.Node]:
     """Return the inputs that a forward graph mutates, in the graph or after it.
 
     Inductor's graph copies the new value into the input. If it cannot, it returns the value, and

@@ -33,7 +33,7 @@ def drop_hooks(tensor: torch.Tensor) -> None:
 _SEEN = "graphshard: seen"
 
 
-def is_in_graph(leaf: torch.Tensor) -> bool:
+def has_live_graph(leaf: torch.Tensor) -> bool:
     """Return whether a live autograd graph leads to ``leaf``."""
     if not leaf.requires_grad or leaf.is_inference():
         return False
@@ -87,12 +87,12 @@ class _BackwardEnd:
 
     def __init__(self) -> None:
         self.acts: list[Callable[[], None]] = []
-        self.acts_of_success: dict[Callable[[], None], None] = {}
+        self.success_acts: dict[Callable[[], None], None] = {}
 
     @run_with_callees_as_python
     def __call__(self) -> None:
         self._act()
-        for act in self.acts_of_success:
+        for act in self.success_acts:
             act()
 
     def __del__(self) -> None:
@@ -125,7 +125,7 @@ def _current_end() -> _BackwardEnd | None:
     return end
 
 
-def after_backward(act: Callable[[], None]) -> None:
+def on_backward_end(act: Callable[[], None]) -> None:
     """Call ``act`` when the backward in progress ends, whether it succeeds or fails.
 
     ``act`` must not communicate, because backward may fail on a single rank. Outside of a backward,
@@ -135,16 +135,16 @@ def after_backward(act: Callable[[], None]) -> None:
         end.acts.append(act)
 
 
-def at_success_of_backward(act: Callable[[], None]) -> None:
+def on_backward_success(act: Callable[[], None]) -> None:
     """Call ``act`` once if the backward in progress succeeds.
 
-    It runs after all ``after_backward`` callbacks, and never outside of a backward.
+    It runs after all ``on_backward_end`` callbacks, and never outside of a backward.
 
     Args:
         act: module-level function, so that all registrations pass the same object.
     """
     if (end := _current_end()) is not None:
-        end.acts_of_success.setdefault(act)
+        end.success_acts.setdefault(act)
 
 
 def on_backward_error(outputs: Iterable[object], act: Callable[[BaseException], None]) -> bool:
@@ -209,7 +209,7 @@ def saved_tensors(node: Any) -> list[torch.Tensor]:
     return [*node.saved_tensors, *node._tensors_no_vc_check]
 
 
-def saves_as_is() -> bool:
+def saves_unpacked() -> bool:
     """Return whether autograd saves tensors themselves, without a hook that packs them.
 
     See ``saved_tensors_hooks`` in torch/autograd/graph.py. Reading a tensor that a
@@ -219,7 +219,7 @@ def saves_as_is() -> bool:
 
 
 @functools.cache
-def route_inputs(
+def substitute_backward_inputs(
     leaves_of: Callable[[object, bool], Sequence[Any] | None],
     gradient_of: Callable[[Any, torch.Tensor | None], torch.Tensor | None],
 ) -> None:

@@ -60,7 +60,7 @@ def device_types(group: dist.ProcessGroup) -> list[str]:
     return [device.type for device in group._device_types]
 
 
-def is_of_gloo(group: dist.ProcessGroup) -> bool:
+def uses_only_gloo(group: dist.ProcessGroup) -> bool:
     """Return whether gloo runs all collectives of the group."""
     return all(group._get_backend(device).name() == "gloo" for device in group._device_types)
 

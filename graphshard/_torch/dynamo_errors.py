@@ -23,7 +23,7 @@ def cause_of(error: BaseException) -> BaseException:
     return error
 
 
-def words_of(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the type and message of the original error, on one line."""
     error = cause_of(error)
     text = _CUTS.split(str(error), maxsplit=1)[0]

@@ -18,14 +18,14 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
 
-def until_reset(function: Callable[..., Any]) -> Callable[..., Any]:
+def freed_on_reset(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a backend's result, so that a reset frees it along with the frame being compiled."""
-    wrapper = _UntilReset(function, weakref.ref(InstructionTranslator.current_tx().f_code))
+    wrapper = _FreedOnReset(function, weakref.ref(InstructionTranslator.current_tx().f_code))
     _wrappers().add(wrapper)
     return wrapper
 
 
-class _UntilReset:
+class _FreedOnReset:
     """A callable that can be emptied.
 
     Args:
@@ -47,14 +47,14 @@ class _OnReset:
     """A start callback without effect, which lives until ``reset()`` drops all callbacks."""
 
     def __init__(self) -> None:
-        self.wrappers: weakref.WeakSet[_UntilReset] = weakref.WeakSet()
+        self.wrappers: weakref.WeakSet[_FreedOnReset] = weakref.WeakSet()
         weakref.finalize(self, _empty, self.wrappers).atexit = False
 
     def __call__(self, _: object) -> None:
         pass
 
 
-def _wrappers() -> weakref.WeakSet[_UntilReset]:
+def _wrappers() -> weakref.WeakSet[_FreedOnReset]:
     """Return the wrappers that the next reset empties."""
     handler = torch._dynamo.callback_handler
     for callback in handler.start_callbacks:
@@ -64,7 +64,7 @@ def _wrappers() -> weakref.WeakSet[_UntilReset]:
     return _wrappers()
 
 
-def _empty(wrappers: weakref.WeakSet[_UntilReset]) -> None:
+def _empty(wrappers: weakref.WeakSet[_FreedOnReset]) -> None:
     for wrapper in wrappers:
         code = wrapper.code()
         if code is not None and _debug_get_cache_entry_list(code):

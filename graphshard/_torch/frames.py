@@ -127,7 +127,7 @@ def _called_module(caller: FrameType | None) -> nn.Module | None:
 
 
 @dataclass(frozen=True)
-class ToCompile:
+class CompileRequest:
     """Arguments of the ``torch.compile`` call in progress.
 
     Attributes:
@@ -146,7 +146,7 @@ class ToCompile:
         return self.given if isinstance(self.given, nn.Module) else None
 
 
-def to_compile() -> ToCompile | None:
+def compile_request() -> CompileRequest | None:
     """Return the arguments of the ``torch.compile`` call in progress; None if there is none.
 
     Relies on torch/__init__.py, torch/nn/modules/module.py and ``_optimize`` in
@@ -159,7 +159,7 @@ def to_compile() -> ToCompile | None:
             is_off = bool(frame.f_locals.get("disable"))
             is_off = is_off or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
             options = frame.f_locals.get("options") or {}
-            return ToCompile(owner if isinstance(owner, nn.Module) else given, is_off, options)
+            return CompileRequest(owner if isinstance(owner, nn.Module) else given, is_off, options)
     return None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 
-def is_wait(node: fx.Node) -> bool:
+def is_sync_node(node: fx.Node) -> bool:
     """Return whether ``node`` threads values through a host wait or a stream operator."""
     if node.op != "call_function" or str(node.target) != "control_deps":
         return False
@@ -24,7 +24,7 @@ def is_wait(node: fx.Node) -> bool:
     return any(str(other.target).startswith("streams.") for other in inside)
 
 
-def lead_past(wait: fx.Node, values: Container[fx.Node]) -> None:
+def bypass_wait(wait: fx.Node, values: Container[fx.Node]) -> None:
     """Make ``values`` bypass ``wait``, which then no longer depends on them."""
     arguments: Any = wait.args
     before, subgraph, *passing = arguments

@@ -204,7 +204,7 @@ def call_subgraph(graph: fx.Graph, name: str, arguments: Sequence[fx.Node]) -> f
     return graph.call_function(torch.ops.higher_order.invoke_subgraph, (target, name, *arguments))
 
 
-def keep_in_memory(node: fx.Node) -> None:
+def force_realize(node: fx.Node) -> None:
     """Make Inductor materialize a node's value where it is computed, and never recompute it.
 
     See ``run_node`` in torch/_inductor/graph.py.
@@ -238,7 +238,7 @@ def compile_without_code(
     )
 
 
-def compiles_nothing(gm: fx.GraphModule, inputs: Sequence[Any], **arguments: Any) -> Any:
+def stub_compiler(gm: fx.GraphModule, inputs: Sequence[Any], **arguments: Any) -> Any:
     """Stand in for a compiler if only the stages before it matter; the result cannot be called."""
 
     def run(*values: Any) -> Any:
@@ -299,7 +299,7 @@ def has_activation_budget() -> bool:
     return bool(functorch_config.activation_memory_budget < 1)
 
 
-def lays_out_channels_last(graph: fx.Graph, kind: str) -> bool:
+def uses_channels_last(graph: fx.Graph, kind: str) -> bool:
     """Return whether Inductor converts the images in a graph to channels-last layout.
 
     See ``decide_layout_opt`` in torch/_inductor/graph.py.

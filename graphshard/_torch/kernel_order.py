@@ -28,7 +28,7 @@ from torch._inductor import custom_graph_pass
 from torch._inductor.scheduler import BaseSchedulerNode, FusedSchedulerNode
 from torch._inductor.utils import contains_collective, contains_wait
 
-_LARGE = 64 << 20
+_MIN_SPLIT_BYTES = 64 << 20
 """Smallest allocation that justifies splitting a fused kernel, in bytes."""
 
 _Pass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)  # torch 2.11 lacks it
@@ -69,7 +69,7 @@ def _split(nodes: Nodes) -> Nodes:
     split: Nodes = []
     for node in nodes:
         is_late = _is_fused(node) and last_wait[node] > node.min_order
-        if is_late and _comes_too_late(node, last_wait[node], users):
+        if is_late and _delays_launch(node, last_wait[node], users):
             late = {name for name, n in writer.items() if last_wait[n] > node.min_order}
             split += _parts(node, late)
         else:
@@ -83,11 +83,11 @@ def _is_fused(node: BaseSchedulerNode) -> bool:
     return len(getattr(node, "snodes", ())) > 1 and not is_list_operator
 
 
-def _comes_too_late(node: BaseSchedulerNode, wait: int, users: Needed) -> bool:
+def _delays_launch(node: BaseSchedulerNode, wait: int, users: Needed) -> bool:
     """Return whether a launch or wait that was written before ``wait`` depends on ``node``."""
     return any(
         user.min_order < wait and (contains_wait(user) or contains_collective(user))
-        for user in _resting_on(node, users)
+        for user in _dependents(node, users)
     )
 
 
@@ -105,12 +105,12 @@ def _parts(kernel: Any, late_buffers: set[str]) -> Nodes:
     parts: Nodes = []
     for group in groups:
         # Inductor's CPU backend has fitted loops to each other that may now be in different parts.
-        whole = kernel.get_device().type != "cpu" and _loop_alike(group)
+        whole = kernel.get_device().type != "cpu" and _can_share_triton_kernel(group)
         parts += [_fused(kernel, nodes) for nodes in ([group] if whole else [[n] for n in group])]
     return parts
 
 
-def _loop_alike(nodes: list[Any]) -> bool:
+def _can_share_triton_kernel(nodes: list[Any]) -> bool:
     """Return whether nodes can be one Triton kernel.
 
     They can if each iterates over all elements, or over the results of a reduction
@@ -128,7 +128,7 @@ def _fused(kernel: Any, nodes: Nodes) -> BaseSchedulerNode:
     return one
 
 
-def _resting_on(node: BaseSchedulerNode, users: Needed) -> Iterator[BaseSchedulerNode]:
+def _dependents(node: BaseSchedulerNode, users: Needed) -> Iterator[BaseSchedulerNode]:
     """Yield all nodes that depend on ``node``, directly or indirectly."""
     pending, seen = [node], {node}
     while pending:
@@ -149,14 +149,16 @@ def _last_waits_for_memory(nodes: Nodes, needed: Needed) -> dict[BaseSchedulerNo
     """Return `_last_waits`, as if large allocations also needed the last wait before them.
 
     The collective of that wait frees memory for them. Large allocations are nodes without inputs
-    that write at least ``_LARGE`` bytes, such as the zeros that a gradient is added to.
+    that write at least ``_MIN_SPLIT_BYTES`` bytes, such as the zeros that a gradient is added to.
     """
     waits = [-1, *sorted(node.min_order for node in nodes if contains_wait(node))]
     own = {}
     for node in nodes:
         makes = not (needed[node] or contains_collective(node))
-        is_behind = contains_wait(node) or (makes and node.get_write_buffer_sizes() >= _LARGE)
-        own[node] = waits[bisect_right(waits, node.min_order) - 1] if is_behind else -1
+        frees_first = contains_wait(node) or (
+            makes and node.get_write_buffer_sizes() >= _MIN_SPLIT_BYTES
+        )
+        own[node] = waits[bisect_right(waits, node.min_order) - 1] if frees_first else -1
     return _latest(own, needed)
 
 

@@ -68,7 +68,7 @@ def remove_forward_hooks(module: nn.Module, name: str) -> None:
         del hooks[key]
 
 
-def reduced_by(ddp: nn.parallel.DistributedDataParallel) -> list[nn.Parameter]:
+def ddp_parameters(ddp: nn.parallel.DistributedDataParallel) -> list[nn.Parameter]:
     """Return the parameters whose gradients this DDP reduces (torch/nn/parallel/distributed.py)."""
     return getattr(ddp, "_module_parameters", [])  # missing during its __init__
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .._torch.dynamo_errors import frames_of, words_of
+from .._torch.dynamo_errors import describe_error, frames_of
 from .._torch.inductor import cache_dir
 
 
@@ -43,7 +43,7 @@ _TORCH_AND_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[
 
 def describe_failure(error: BaseException) -> Failure:
     """Return the description of an error for the user."""
-    cause = words_of(error)
+    cause = describe_error(error)
     if isinstance(error, SystemExit):
         cause = f"the script ended the process: sys.exit({error.code!r}); return the model instead"
     details = "".join(traceback.format_exception(error))

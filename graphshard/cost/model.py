@@ -133,7 +133,7 @@ class CostModel:
         """Return the time that each further buffer adds to a coalesced collective."""
         return self._interconnect(world, stride).buffer_us
 
-    def lost_us(self, lane_us: float) -> float:
+    def slowdown_us(self, lane_us: float) -> float:
         """Return the compute time lost to a hidden collective that takes ``lane_us``."""
         return self.hardware.issue_us + self.hardware.contention * lane_us
 

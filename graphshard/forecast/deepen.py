@@ -80,8 +80,8 @@ def _deepened(short: StepGraph, longer: StepGraph, periods: int, layers: Layers)
     problem = dataclasses.replace(
         a,
         compute_us=grown(a.compute_us, b.compute_us),
-        other_bytes=grown(a.other_bytes, b.other_bytes),
-        between_bytes=grown(a.between_bytes, b.between_bytes),
+        fixed_bytes=grown(a.fixed_bytes, b.fixed_bytes),
+        fixed_border_bytes=grown(a.fixed_border_bytes, b.fixed_border_bytes),
     )
     return dataclasses.replace(
         short,
@@ -147,8 +147,8 @@ class _Segment:
         made, seen = self.deepened(1), self.longer
         return (
             _named_transfers(made) == _named_transfers(seen)
-            and made.problem.other_bytes == seen.problem.other_bytes
-            and made.problem.between_bytes == seen.problem.between_bytes
+            and made.problem.fixed_bytes == seen.problem.fixed_bytes
+            and made.problem.fixed_border_bytes == seen.problem.fixed_border_bytes
             and all(_alike(made.compute_us[n], seen.compute_us[n]) for n in seen.compute_us)
         )
 
@@ -160,8 +160,10 @@ class _Segment:
             graph=short.graph,
             steps=self._steps(short.steps, longer.steps, periods),
             compute_us=self._times(short.compute_us, longer.compute_us, periods),
-            other_bytes=self._bytes(short.other_bytes, longer.other_bytes, periods),
-            between_bytes=self._bytes(short.between_bytes, longer.between_bytes, periods),
+            fixed_bytes=self._bytes(short.fixed_bytes, longer.fixed_bytes, periods),
+            fixed_border_bytes=self._bytes(
+                short.fixed_border_bytes, longer.fixed_border_bytes, periods
+            ),
             transfers=tuple(self._transfers(params, periods)),
         )
         return StepGraph(
@@ -310,8 +312,8 @@ def _likely_starts(short: Problem, longer: Problem, length: int) -> list[int]:
 
 def _alive(short: Problem, longer: Problem) -> tuple[tuple[Sequence[int], Sequence[int]], ...]:
     return (
-        (short.other_bytes, longer.other_bytes),
-        (short.between_bytes, longer.between_bytes),
+        (short.fixed_bytes, longer.fixed_bytes),
+        (short.fixed_border_bytes, longer.fixed_border_bytes),
     )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from ..planning.live_bytes import other_by_moment, with_other_bytes
-from ..planning.moments import Span, launches, num_moments, sum_spans
+from ..planning.live_bytes import fixed_by_point, with_fixed_bytes
 from ..planning.plan import Problem, Transfer
+from ..planning.time_points import Span, launches, num_points, sum_spans
 
 
 def kept_from_forward(
@@ -22,7 +22,7 @@ def kept_from_forward(
             of the same parameter that is removed.
     """
     after = [
-        Span(launches(t.last + 1), num_moments(forward.num_steps), t.num_bytes)
+        Span(launches(t.last + 1), num_points(forward.num_steps), t.num_bytes)
         for t in gathered.values()
     ]
     until = [
@@ -37,6 +37,6 @@ def kept_from_forward(
 
 def _with_more(problem: Problem, spans: list[Span]) -> Problem:
     """Return a problem in which the bytes of ``spans`` are alive as well."""
-    added = sum_spans(spans, num_moments(problem.num_steps))
-    alive = [a + b for a, b in zip(other_by_moment(problem), added)]
-    return with_other_bytes(problem, alive)
+    added = sum_spans(spans, num_points(problem.num_steps))
+    alive = [a + b for a, b in zip(fixed_by_point(problem), added)]
+    return with_fixed_bytes(problem, alive)

@@ -47,11 +47,11 @@ def _graph(forecast: Forecast, number: int, graph: PlannedGraph) -> GraphData:
     held["of other graphs"] = beside.saved + beside.gradients + earlier
     parts = bytes_by_kind(graph)
     alive = list(map(sum, zip(*parts.values())))
-    moments = [max(range(3 * step, 3 * step + 3), key=alive.__getitem__) for step in steps]
+    points = [max(range(3 * step, 3 * step + 3), key=alive.__getitem__) for step in steps]
     areas = [BytesData(name=name, bytes=[value] * len(steps)) for name, value in held.items()]
     areas += [
-        BytesData(name=name, bytes=[by_moment[moment] for moment in moments])
-        for name, by_moment in parts.items()
+        BytesData(name=name, bytes=[by_point[point] for point in points])
+        for name, by_point in parts.items()
     ]
     data["memory"]["areas"] = areas
     data["memory"]["limits"] = [{"name": "device", "bytes": forecast.memory.device}]

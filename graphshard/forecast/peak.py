@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from ..cost.device_memory import FRAGMENTATION
 from ..kinds import GraphKind, TransferKind
-from ..planning.live_bytes import alive_by_moment, other_by_moment, with_other_bytes
-from ..planning.moments import Span, running, sum_spans
+from ..planning.live_bytes import alive_by_point, fixed_by_point, with_fixed_bytes
 from ..planning.plan import Bucket, Problem
+from ..planning.time_points import Span, running, sum_spans
 from .interval import MEMORY
 from .recipe import OPTIMIZERS, Recipe
 from .trace import HeldMemory
@@ -178,7 +178,7 @@ def other_graph_bytes(graphs: Sequence[PlannedGraph]) -> list[OtherGraphBytes]:
     for position, graph in enumerate(graphs):
         if graph.problem.graph != GraphKind.BACKWARD:
             found.append(OtherGraphBytes(saved, 0))
-            own = graph.problem.between_bytes[-1] - graph.input_bytes
+            own = graph.problem.fixed_border_bytes[-1] - graph.input_bytes
         else:
             later = graphs[position + 1 :]
             found.append(OtherGraphBytes(saved, sum(map(_reduced_bytes, later))))
@@ -196,8 +196,8 @@ def _most(graph: PlannedGraph, outside: MemoryForecast, beside: OtherGraphBytes)
     """Return the memory at the peak of one graph."""
     parts = bytes_by_kind(graph)
     alive = list(map(sum, zip(*parts.values())))
-    moment = max(range(len(alive)), key=alive.__getitem__)
-    most = {name: by_moment[moment] for name, by_moment in parts.items()}
+    point = max(range(len(alive)), key=alive.__getitem__)
+    most = {name: by_point[point] for name, by_point in parts.items()}
     most["gradients"] += outside.gradients
     most["activations"] += beside.saved
     return dataclasses.replace(outside, when=str(graph.problem.graph), **most)
@@ -206,11 +206,11 @@ def _most(graph: PlannedGraph, outside: MemoryForecast, beside: OtherGraphBytes)
 def bytes_by_kind(graph: PlannedGraph) -> dict[str, list[int]]:
     """Return the bytes alive at each point in time of a graph, by kind, without its shards."""
     problem = graph.problem
-    other = other_by_moment(problem)
-    nothing = with_other_bytes(problem, [0] * len(other))
+    other = fixed_by_point(problem)
+    nothing = with_fixed_bytes(problem, [0] * len(other))
     gathers = [bucket for bucket in graph.buckets if _gathers(bucket)]
     reductions = [bucket for bucket in graph.buckets if not _gathers(bucket)]
-    reducing = alive_by_moment(nothing, reductions)
+    reducing = alive_by_point(nothing, reductions)
     reduced = sum_spans(
         (
             Span(running(bucket.wait), len(other), problem.transfers[i].shard_bytes)
@@ -224,7 +224,7 @@ def bytes_by_kind(graph: PlannedGraph) -> dict[str, list[int]]:
     gradients = list(map(min, reduced, reducing))
     return {
         "activations": [alive - graph.input_bytes for alive in other],
-        "gathered": alive_by_moment(nothing, gathers),
+        "gathered": alive_by_point(nothing, gathers),
         "reducing": list(map(operator.sub, reducing, gradients)),
         "gradients": gradients,
     }

@@ -64,8 +64,8 @@ def _graph(graph: StepGraph, ranks: Ranks, ratio: Fraction) -> StepGraph:
         ),
         problem=dataclasses.replace(
             problem,
-            other_bytes=tuple(value + added for value in problem.other_bytes),
-            between_bytes=tuple(value + added for value in problem.between_bytes),
+            fixed_bytes=tuple(value + added for value in problem.fixed_bytes),
+            fixed_border_bytes=tuple(value + added for value in problem.fixed_border_bytes),
             transfers=tuple(_transfer(t, ranks, ratio) for t in problem.transfers),
         ),
         input_bytes=input_bytes,
@@ -102,8 +102,8 @@ def _with_shards_on_host(graph: StepGraph) -> StepGraph:
 
     problem = dataclasses.replace(
         problem,
-        other_bytes=less(problem.other_bytes),
-        between_bytes=less(problem.between_bytes),
+        fixed_bytes=less(problem.fixed_bytes),
+        fixed_border_bytes=less(problem.fixed_border_bytes),
         transfers=tuple(dataclasses.replace(t, host=True) for t in problem.transfers),
     )
     return dataclasses.replace(graph, problem=problem, input_bytes=0)

@@ -8,7 +8,7 @@ import weakref
 
 import torch
 
-from .._torch.autograd import after_backward, current_backward
+from .._torch.autograd import current_backward, on_backward_end
 
 UNSYNCED, PARTIAL = ACCUMULATOR_NAMES = ("unsynced", "partial")
 """Marker arguments that take an accumulator's stand-in or its key."""
@@ -65,7 +65,7 @@ class Accumulator:
             self.stand_in.grad = None
             backward = current_backward()
             self._taken.setdefault(backward, []).append(total)
-            after_backward(functools.partial(self._put_back, backward))
+            on_backward_end(functools.partial(self._put_back, backward))
         return total
 
     def drop_taken(self) -> None:

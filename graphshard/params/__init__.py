@@ -42,7 +42,7 @@ attributes ``_graphshard_*`` of users' modules, tensors and meshes. Only this is
 ``ops.accumulators._accumulators`` and the counter of their keys
     Accumulators by number, held weakly. A compiled graph may be cached and copied, so it can hold
     a number but no object.
-``_torch.known._known``
+``_torch.instances._instances``
     Optimizers and modules, held weakly. Sharding replaces the parameters that they hold, and the
     garbage collector does not list frozen objects.
 ``_torch.autograd._ends``

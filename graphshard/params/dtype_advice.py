@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from .._torch.dynamo_errors import words_of
+from .._torch.dynamo_errors import describe_error
 from .._torch.frames import compiled_call
 from .._torch.nn import has_forward
 from ..errors import BackendError
@@ -39,8 +39,9 @@ def advise(error: BaseException) -> None:
     """Add the advice to a dtype error of a compiled model that has an ``mp_policy``."""
     model = compiled_call().module
     # Search the original error only: Dynamo's text around it has the dtypes of all arguments.
-    about_dtypes = _DTYPES_DIFFER.search(words_of(error)) and not isinstance(error, BackendError)
-    if about_dtypes and isinstance(error, RuntimeError) and model is not None and _is_cast(model):
+    about_dtypes = _DTYPES_DIFFER.search(describe_error(error))
+    is_torchs = isinstance(error, RuntimeError) and not isinstance(error, BackendError)
+    if about_dtypes and is_torchs and model is not None and _is_cast(model):
         error.add_note(
             "graphshard: mp_policy casts the inputs of the model, not of its parts, so where a "
             "float32 buffer or a norm makes a stream float32, it stays so. "

@@ -10,8 +10,8 @@ from typing import NamedTuple, TypeVar
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .._torch.known import known
-from .._torch.nn import parameters_if_initialised, parameters_of, reduced_by
+from .._torch.instances import live_instances
+from .._torch.nn import ddp_parameters, parameters_if_initialised, parameters_of
 from ..options.param_options import ParamOptions
 from .sharded_param import sharded_param_of
 
@@ -72,7 +72,7 @@ def find_plain_params(root: nn.Module, ignored: frozenset[nn.Parameter]) -> list
             if param in plain_params:  # tied from outside of the model, such as a loss's weight
                 plain_params[param].holders.append(Holder(module, name))
         if isinstance(module, DistributedDataParallel):
-            for param in plain_params.keys() & reduced_by(module):
+            for param in plain_params.keys() & ddp_parameters(module):
                 plain_params[param].in_ddp = True
     return list(plain_params.values())
 
@@ -81,12 +81,12 @@ def living(kind: type[_T]) -> Iterator[_T]:
     """Yield all living instances of ``kind`` and its subclasses.
 
     The garbage collector does not list objects frozen by ``gc.freeze()``; these are found only if
-    they are registered in ``graphshard._torch.known``.
+    they are registered in ``graphshard._torch.instances``.
     """
     # Filter types, not objects: there are few types, and isinstance would run code of proxies.
     things = gc.get_objects()
     kinds = {cls for cls in set(map(type, things)) if issubclass(cls, kind)}
-    frozen = known(kind) if gc.get_freeze_count() else {}
+    frozen = live_instances(kind) if gc.get_freeze_count() else {}
     for thing in things if kinds else ():
         if type(thing) in kinds:
             frozen.pop(id(thing), None)
@@ -96,4 +96,4 @@ def living(kind: type[_T]) -> Iterator[_T]:
 
 def find_reduced_by_ddp() -> set[nn.Parameter]:
     """Return the parameters whose gradients a living ``DistributedDataParallel`` reduces."""
-    return {param for ddp in living(DistributedDataParallel) for param in reduced_by(ddp)}
+    return {param for ddp in living(DistributedDataParallel) for param in ddp_parameters(ddp)}

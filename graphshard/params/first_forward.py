@@ -29,7 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.hooks import RemovableHandle
 
 from .._torch.dynamo import run_as_python
-from .._torch.frames import CompiledCall, ToCompile, compiled_call
+from .._torch.frames import CompiledCall, CompileRequest, compiled_call
 from .._torch.nn import forward_pre_hooks
 from .mixed_precision import cast_inputs
 from .sharded_model import sharded_model_of
@@ -37,7 +37,7 @@ from .unsharded import Sharder
 
 
 def shard_before_first_forward(
-    sharder: Sharder, request: ToCompile, policy: MixedPrecisionPolicy
+    sharder: Sharder, request: CompileRequest, policy: MixedPrecisionPolicy
 ) -> None:
     """Register the hook on the module in a ``torch.compile`` call: see [Note: first forward].
 

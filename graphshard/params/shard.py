@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from .._torch.autograd import (
     drop_hooks,
-    is_in_graph,
-    route_inputs,
+    has_live_graph,
     share_hooks,
+    substitute_backward_inputs,
     take_gradient,
 )
 from .._torch.distributed import process_group
@@ -100,7 +100,7 @@ def shard_module(
     with torch.no_grad(), torch.inference_mode(False):
         on_meta = any(plain.param.is_meta for plain in plain_params)
         broadcasts = options.sync_module_states and not on_meta
-        used = {p.param for p in plain_params if in_use or is_in_graph(p.param)}
+        used = {p.param for p in plain_params if in_use or has_live_graph(p.param)}
         if broadcasts and first_text("used" if used else None, groups):
             _raise_if_used_unequal(root, plain_params, groups)
         if any(plain.host_memory is not None for plain in plain_params):
@@ -124,7 +124,7 @@ def shard_module(
         _repoint_optimizers(sharded_params)
         on_data_assigned(assign_data)
         before_loading_optimizers(check_optimizer_state)
-        route_inputs(leaves_of, gradient_of)
+        substitute_backward_inputs(leaves_of, gradient_of)
         if not in_use:
             for param in sharded_params:
                 param.__class__ = StaleParameter

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .._torch.autograd import at_success_of_backward
+from .._torch.autograd import on_backward_success
 from .._torch.distributed import process_group
 from .._torch.dynamo import graph_break_reasons
 from ..errors import BackendError
@@ -204,7 +204,7 @@ def any_model_accumulates() -> bool:
 
 def reduce_leftovers_after_backward() -> None:
     """Reduce the leftovers of all models once the running backward has succeeded."""
-    at_success_of_backward(_reduce_all_leftovers)
+    on_backward_success(_reduce_all_leftovers)
 
 
 def _reduce_all_leftovers() -> None:

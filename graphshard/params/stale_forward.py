@@ -23,7 +23,7 @@ from .._torch.autograd import (
     before_backward,
     compiled_nodes,
     saved_tensors,
-    saves_as_is,
+    saves_unpacked,
     version_of,
 )
 from .._torch.tensors import storage_of
@@ -60,7 +60,7 @@ def refusing_stale_forwards(compiled: Callable[..., R]) -> Callable[..., R]:
         nonlocal saved
         outputs = compiled(*args)
         # Saved-tensor hooks pack a copy, or recompute with the parameters as they are in backward.
-        if not isinstance(outputs, Sequence) or not saves_as_is():
+        if not isinstance(outputs, Sequence) or not saves_unpacked():
             return outputs
         saved = saved or _find_saved(outputs, args)
         if saved is not None and saved.shards:

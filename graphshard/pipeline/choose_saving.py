@@ -203,7 +203,7 @@ class _Chooser:
         traced, settings, budget_gb = self.traced, self.settings, self._budget_gb()
         parts, notes = _parts_to_try(settings)
         may_offload = settings.device.type != "cpu"
-        candidates = savings(parts, may_stow=may_offload)
+        candidates = savings(parts, may_offload=may_offload)
         candidates = [c for c in candidates if all_params in (None, c.all_params)]
         within_gb = _within_gb(settings, budget_gb)
         if within_gb < budget_gb:

@@ -18,9 +18,9 @@ from .._torch.inductor import (
     CustomPartitionerFn,
     aot_autograd,
     compile_without_code,
-    compiles_nothing,
     decompositions_for,
     options_of_plans,
+    stub_compiler,
 )
 from ..planning.saving import Saving, TriedSaving, saves_enough
 from ..planning.search import BudgetError
@@ -54,7 +54,7 @@ def plan_candidates(
 def _partition(traced: TracedGraph, settings: CompileSettings, trials: _Trials) -> None:
     """Trace a graph up to its joint graph and pass that to ``trials``; compile nothing."""
     if settings.compiler == "aot_eager":
-        aot_autograd(fw_compiler=compiles_nothing, partition_fn=trials)(traced.gm, traced.inputs)
+        aot_autograd(fw_compiler=stub_compiler, partition_fn=trials)(traced.gm, traced.inputs)
         return
     options: dict[str, Any] = {
         **options_of_plans(settings.device),
@@ -64,7 +64,7 @@ def _partition(traced: TracedGraph, settings: CompileSettings, trials: _Trials) 
     }
     decompositions = decompositions_for(traced.inputs)
     compile_without_code(
-        traced.gm, traced.inputs, options, decompositions, inner_compile=compiles_nothing
+        traced.gm, traced.inputs, options, decompositions, inner_compile=stub_compiler
     )
 
 
@@ -148,7 +148,7 @@ def _plan(parts: tuple[fx.GraphModule, fx.GraphModule], settings: CompileSetting
             peak_bytes = max(peak_bytes, error.needed)
             continue
         timeline = simulate(problem, buckets, cost_model)
-        step_us += timeline.total_us + timeline.lost_us
+        step_us += timeline.total_us + timeline.slowdown_us
         peak_bytes = max(peak_bytes, timeline.peak_bytes)
         if timeline.peak_bytes > budget:
             refused = refused or f"{problem.graph} needs {timeline.peak_bytes / 1e9:.3g} GB"

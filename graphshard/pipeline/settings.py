@@ -127,7 +127,7 @@ class CompileSettings:
     def may_offload_activations(self) -> bool:
         """Whether activations may be offloaded to stay within a memory budget."""
         limited = self.schedule.limits().peak is not None
-        may_offload = self.saving is None or self.saving.stows
+        may_offload = self.saving is None or self.saving.offloads
         return limited and may_offload and self.schedule.overlap and self.device.type != "cpu"
 
     @property

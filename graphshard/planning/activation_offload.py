@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 from ..kinds import TransferKind
 from .host_copies import add_host_copies, without_host_copies
-from .live_bytes import least_by_moment, other_by_moment, smallest_peak, with_other_bytes
+from .live_bytes import fixed_by_point, least_by_point, smallest_peak, with_fixed_bytes
 from .memory_budget import ScheduleLimits
-from .moments import LiveBytes, Span, launches, num_moments
 from .plan import Problem, Transfer
 from .search import find_schedule
 from .simulate import TransferCostModel, clock
+from .time_points import LiveBytes, Span, launches, num_points
 
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 """Fractions of the budget that a graph's least memory may take; all are tried.
@@ -30,7 +30,7 @@ The rest of the budget is for launching gathers earlier. Judgement call: each fr
 search of both graphs (without local search), and times differ little between neighbours. Fewer
 fractions would miss a good one; more take longer to plan.
 """
-LEAST_GAIN = 0.02
+MIN_GAIN = 0.02
 """Fraction of the predicted time that offloading more than necessary has to save.
 
 Judgement call: predictions are no more accurate than that. With a larger value fewer activations
@@ -65,7 +65,7 @@ def choose_offloaded(
     """Return the positions in ``saved`` of the activations to offload.
 
     They are enough to keep each graph within ``limits.peak``, as far as that is possible. More are
-    offloaded if gathers can then be launched earlier and that saves time (see ``LEAST_GAIN``).
+    offloaded if gathers can then be launched earlier and that saves time (see ``MIN_GAIN``).
     Without ``limits.peak`` nothing is offloaded.
     """
     if limits.peak is None:
@@ -83,7 +83,7 @@ def choose_offloaded(
         # There is only one choice, or none fits. In the latter case scheduling reports what is
         # missing.
         return list(choices[0])
-    within_us = min(times_us.values()) * (1 + LEAST_GAIN)
+    within_us = min(times_us.values()) * (1 + MIN_GAIN)
     return list(next(chosen for chosen, us in times_us.items() if us <= within_us))
 
 
@@ -96,7 +96,7 @@ class _Absence(NamedTuple):
 
 def _absence(activation: SavedActivation, forward_steps: int) -> _Absence:
     return _Absence(
-        Span(launches(activation.last + 1), num_moments(forward_steps), activation.num_bytes),
+        Span(launches(activation.last + 1), num_points(forward_steps), activation.num_bytes),
         Span(0, launches(activation.first), activation.num_bytes),
     )
 
@@ -109,7 +109,7 @@ def _offload_enough(
     Activations that backward needs last are chosen first: their copies have the most time to hide
     in.
     """
-    in_forward, in_backward = map(LiveBytes, map(least_by_moment, (forward, backward)))
+    in_forward, in_backward = map(LiveBytes, map(least_by_point, (forward, backward)))
     chosen = []
     for i in sorted(range(len(saved)), key=lambda i: (-saved[i].first, saved[i].last)):
         absence = _absence(saved[i], forward.num_steps)
@@ -173,10 +173,10 @@ def _with_transfers(
     problem: Problem, transfers: Sequence[Transfer], replaced: Sequence[Span]
 ) -> Problem:
     """Return ``problem`` with ``transfers`` in place of the bytes in ``replaced``."""
-    other = LiveBytes(other_by_moment(problem))
+    other = LiveBytes(fixed_by_point(problem))
     for span in replaced:
         other.remove(span)
-    problem = with_other_bytes(problem, other.by_moment)
+    problem = with_fixed_bytes(problem, other.by_point)
     return dataclasses.replace(problem, transfers=(*problem.transfers, *transfers))
 
 

@@ -21,7 +21,7 @@ class CostedBucket(NamedTuple):
     footprint: Footprint
 
 
-class Candidate(NamedTuple):
+class CandidateBucket(NamedTuple):
     """A possible bucket: neighbours in a queue, at positions ``[begin, end)``.
 
     Attributes:
@@ -39,7 +39,7 @@ class Candidate(NamedTuple):
     continues: bool
 
 
-Split = Sequence[Candidate]
+Split = Sequence[CandidateBucket]
 """A partition of a queue into candidates, in queue order."""
 
 
@@ -74,11 +74,11 @@ class Queue:
         sizes = (problem.transfers[i].num_bytes for i in self._order)
         self._bytes_before = [0, *accumulate(sizes)]
         self._cap = self._bytes_before[-1] if cap is None else cap
-        self._candidates: dict[tuple[int, int], Candidate] = {}
+        self._candidates: dict[tuple[int, int], CandidateBucket] = {}
 
     def split(self, size: int) -> Split:
         """Return candidates of at most ``size`` bytes; a larger transfer has one of its own."""
-        split: list[Candidate] = []
+        split: list[CandidateBucket] = []
         begin = 0
         while begin < len(self._order):
             end = bisect_right(self._bytes_before, self._bytes_before[begin] + size) - 1
@@ -142,13 +142,13 @@ class Queue:
         )
         return begin + late
 
-    def candidate(self, begin: int, end: int) -> Candidate:
+    def candidate(self, begin: int, end: int) -> CandidateBucket:
         """Return the candidate at positions ``[begin, end)``, from a cache."""
         if (begin, end) not in self._candidates:
             self._candidates[begin, end] = self._make_candidate(begin, end)
         return self._candidates[begin, end]
 
-    def _make_candidate(self, begin: int, end: int) -> Candidate:
+    def _make_candidate(self, begin: int, end: int) -> CandidateBucket:
         members = sorted(self._order[begin:end])
         transfers = [self._problem.transfers[i] for i in members]
         bucket = bucket_of(
@@ -158,7 +158,7 @@ class Queue:
             wait=min(transfer.due for transfer in transfers),
         )
         average = replica_bucket(bucket, self._problem.transfers)
-        return Candidate(
+        return CandidateBucket(
             begin,
             end,
             *self._costed(bucket),

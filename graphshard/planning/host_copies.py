@@ -23,11 +23,11 @@ from collections.abc import Sequence
 
 from ..kinds import HOST_COPIES, TransferKind
 from .lanes import MARGIN, Lane
-from .live_bytes import alive_by_moment, footprint, other_by_moment, with_other_bytes
+from .live_bytes import alive_by_point, fixed_by_point, footprint, with_fixed_bytes
 from .memory_budget import FreeMemory, ScheduleLimits
-from .moments import LiveBytes, Span, launches, running
 from .plan import Bucket, Problem, bucket_of, in_launch_order, next_in_chain
 from .simulate import TransferCostModel, bucket_cost, clock
+from .time_points import LiveBytes, Span, launches, running
 
 
 def without_host_copies(problem: Problem) -> Problem:
@@ -37,13 +37,13 @@ def without_host_copies(problem: Problem) -> Problem:
     """
     if not any(t.kind in HOST_COPIES for t in problem.transfers):
         return problem
-    other = LiveBytes(other_by_moment(problem))
+    other = LiveBytes(fixed_by_point(problem))
     for t in problem.transfers:
         if t.kind == TransferKind.COPY_TO_DEVICE:
             other.add(Span(launches(t.due), launches(t.last + 1), t.num_bytes))
         elif t.kind == TransferKind.COPY_TO_HOST:
             other.add(Span(launches(t.ready), running(t.ready), t.num_bytes))
-    problem = with_other_bytes(problem, other.by_moment)
+    problem = with_fixed_bytes(problem, other.by_point)
     collectives = tuple(t for t in problem.transfers if t.kind not in HOST_COPIES)
     return dataclasses.replace(problem, transfers=collectives)
 
@@ -65,7 +65,7 @@ def add_host_copies(
     to_host = _copies_to_host(problem, buckets)
     if cost_model is not None:
         placed = [*to_device, *buckets, *to_host]
-        memory = FreeMemory(alive_by_moment(problem, placed), limits)
+        memory = FreeMemory(alive_by_point(problem, placed), limits)
         step_us = clock(problem, buckets, cost_model).step_us
         to_device = _launch_early(problem, to_device, cost_model, memory, step_us)
         to_host = _wait_late(problem, to_host, cost_model, memory, step_us)

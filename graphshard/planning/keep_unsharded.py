@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from ..kinds import TransferKind
 from .lanes import Lane
-from .live_bytes import least_by_moment
-from .moments import LiveBytes, Span, launches
+from .live_bytes import least_by_point
 from .plan import Problem, Transfer
 from .simulate import TransferCostModel, start_times_us
+from .time_points import LiveBytes, Span, launches
 
 LEAST_US = 1.0
 """Minimum exposed time of a gather, in microseconds, that justifies keeping its parameter.
@@ -76,7 +76,7 @@ def choose_kept(
 
 
 def _graph_memory(problem: Problem, budget: int | None) -> _GraphMemory:
-    alive = least_by_moment(problem)
+    alive = least_by_point(problem)
     return _GraphMemory(LiveBytes(alive), max(alive, default=0) if budget is None else budget)
 
 
@@ -91,7 +91,7 @@ def _hold(
     """Reserve memory from last use in forward to first use in backward; return whether it fits."""
     forward, backward = memory
     num_bytes = in_backward.num_bytes
-    after_use = Span(launches(in_forward.last + 1), len(forward.alive.by_moment), num_bytes)
+    after_use = Span(launches(in_forward.last + 1), len(forward.alive.by_point), num_bytes)
     before_use = Span(0, launches(in_backward.due), num_bytes)
     if not forward.alive.has_room(after_use, forward.budget):
         return False

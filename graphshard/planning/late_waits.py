@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .live_bytes import Footprint
-from .moments import launches, running, waits
+from .time_points import launches, running, waits
 
 
 class Sent(NamedTuple):

@@ -16,17 +16,17 @@ from operator import add
 from typing import NamedTuple
 
 from ..kinds import TransferKind
-from .moments import (
+from .plan import Bucket, Problem, Transfer, bucket_of, is_copied_in, replica_bucket
+from .time_points import (
     ByteChanges,
     Span,
     launches,
-    most_by_step,
-    num_moments,
+    max_by_step,
+    num_points,
     running,
     sum_spans,
     waits,
 )
-from .plan import Bucket, Problem, Transfer, bucket_of, is_copied_in, replica_bucket
 
 
 class Footprint(NamedTuple):
@@ -135,33 +135,33 @@ def count_transfers(changes: ByteChanges, transfers: Iterable[Transfer]) -> None
             changes.add(launches(t.ready), t.grad_bytes)
 
 
-def other_by_moment(problem: Problem) -> list[int]:
+def fixed_by_point(problem: Problem) -> list[int]:
     """Return the schedule-independent bytes alive at each point in time."""
-    by_moment = [0] * num_moments(problem.num_steps)
-    by_moment[0::3] = by_moment[1::3] = problem.between_bytes
-    by_moment[2::3] = problem.other_bytes
-    return by_moment
+    by_point = [0] * num_points(problem.num_steps)
+    by_point[0::3] = by_point[1::3] = problem.fixed_border_bytes
+    by_point[2::3] = problem.fixed_bytes
+    return by_point
 
 
-def with_other_bytes(problem: Problem, by_moment: Sequence[int]) -> Problem:
-    """Return ``problem`` with ``by_moment`` as its schedule-independent bytes."""
+def with_fixed_bytes(problem: Problem, by_point: Sequence[int]) -> Problem:
+    """Return ``problem`` with ``by_point`` as its schedule-independent bytes."""
     return dataclasses.replace(
-        problem, other_bytes=tuple(by_moment[2::3]), between_bytes=tuple(by_moment[0::3])
+        problem, fixed_bytes=tuple(by_point[2::3]), fixed_border_bytes=tuple(by_point[0::3])
     )
 
 
 def alive_bytes(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
-    """Return the peak bytes alive in each step and at its border, ``other_bytes`` included."""
-    return most_by_step(alive_by_moment(problem, buckets))
+    """Return the peak bytes alive in each step and at its border, ``fixed_bytes`` included."""
+    return max_by_step(alive_by_point(problem, buckets))
 
 
-def alive_by_moment(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
+def alive_by_point(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
     """Return the bytes alive at each point in time.
 
     Host shards are on the device only until they are gathered, or until their copy to the host is
     done.
     """
-    changes = ByteChanges(num_moments(problem.num_steps))
+    changes = ByteChanges(num_points(problem.num_steps))
     for bucket in buckets:
         taken = footprint(problem, bucket)
         taken.launch(changes, bucket.launch)
@@ -173,7 +173,7 @@ def alive_by_moment(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
             changes.add(launches(bucket.wait), -bucket.num_bytes)
         elif bucket.kind == TransferKind.COPY_TO_HOST:  # the reduction counts them up to here
             changes.add(running(bucket.launch), bucket.num_bytes)
-    return list(map(add, other_by_moment(problem), changes.by_moment()))
+    return list(map(add, fixed_by_point(problem), changes.by_point()))
 
 
 def gathered_bytes(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
@@ -193,16 +193,16 @@ def in_flight_bytes(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
     return sum_spans(spans, problem.num_steps)
 
 
-def least_by_moment(problem: Problem) -> list[int]:
+def least_by_point(problem: Problem) -> list[int]:
     """Return the bytes at each point in time with the smallest, shortest-lived buckets."""
     buckets = []
     for i, t in enumerate(problem.transfers):
         step = t.due if t.kind == TransferKind.ALL_GATHER else t.ready
         buckets.append(bucket_of(problem, ((i,),), launch=step, wait=step))
     averages = filter(None, (replica_bucket(bucket, problem.transfers) for bucket in buckets))
-    return alive_by_moment(problem, [*buckets, *averages])
+    return alive_by_point(problem, [*buckets, *averages])
 
 
 def smallest_peak(problem: Problem) -> int:
     """Return the smallest peak memory of any schedule of ``problem``, in bytes."""
-    return max(least_by_moment(problem), default=0)
+    return max(least_by_point(problem), default=0)

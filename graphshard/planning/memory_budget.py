@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .live_bytes import Footprint
-from .moments import LiveBytes, Span, launches, running, waits
+from .time_points import LiveBytes, Span, launches, running, waits
 
 MEMORY_BUDGET, IN_FLIGHT_LIMIT = "memory budget", "in-flight limit"
 """Names of the limits, as shown in tables."""
@@ -57,7 +57,7 @@ class FreeMemory:
     def take_latest(self, footprint: Footprint, launch: int, wish: int) -> int:
         """Reserve memory for the latest wait up to step ``wish``; return that step."""
         wait = launch
-        while wait < wish and not self.limit_behind(footprint, wait):
+        while wait < wish and not self.limit_after(footprint, wait):
             for span in _of_a_later_wait(footprint, wait):
                 self._alive.add(span)
             wait += 1
@@ -70,7 +70,7 @@ class FreeMemory:
         held = Span(launches(step), launches(launch), footprint.at_launch)
         return self._limit_of(step, footprint, [held])
 
-    def limit_behind(self, footprint: Footprint, wait: int) -> str | None:
+    def limit_after(self, footprint: Footprint, wait: int) -> str | None:
         """Return the limit that rules out a wait one step later; None if there is none."""
         return self._limit_of(wait, footprint, _of_a_later_wait(footprint, wait))
 

@@ -16,13 +16,13 @@ from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
-from .bucketing import Candidate, CostedBucket, Split
+from .bucketing import CandidateBucket, CostedBucket, Split
 from .late_waits import Sent, place_waits
-from .live_bytes import Footprint, count_transfers, other_by_moment, smallest_peak
+from .live_bytes import Footprint, count_transfers, fixed_by_point, smallest_peak
 from .memory_budget import FreeMemory, ScheduleLimits
-from .moments import ByteChanges, Span, num_moments, sum_spans
 from .plan import Bucket, Problem, in_launch_order
 from .simulate import AS_PREDICTED, Scenario, TransferCostModel, start_times_us, sweep
+from .time_points import ByteChanges, Span, num_points, sum_spans
 
 MEMORY_PRICE = 1.0
 """Weight of memory above the modest peak (see ``Placer``), if there is no budget.
@@ -58,7 +58,7 @@ class BucketSizes(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """Candidate buckets: gathers in due order, reductions from the last to the first."""
+    """CandidateBucket buckets: gathers in due order, reductions from the last to the first."""
 
     gathers: Split
     reductions: Split
@@ -84,7 +84,7 @@ class Score(NamedTuple):
     peak_bytes: int
 
 
-class Draft(NamedTuple):
+class CandidateSchedule(NamedTuple):
     """A candidate schedule.
 
     Launches and waits are given as steps, in the order of ``splits``.
@@ -148,11 +148,11 @@ class Placer:
         self._modest_peak = max(1, smallest_peak(problem) + self._room)
         # What every schedule allocates and frees is counted once, here. A candidate schedule then
         # adds only its own buckets: O(b) instead of O(transfers).
-        self._other_bytes = other_by_moment(problem)
-        self._changes = ByteChanges(num_moments(problem.num_steps))
+        self._fixed_bytes = fixed_by_point(problem)
+        self._changes = ByteChanges(num_points(problem.num_steps))
         count_transfers(self._changes, problem.transfers)
 
-    def draft(self, splits: Splits, sizes: BucketSizes, room: float = 1.0) -> Draft:
+    def place(self, splits: Splits, sizes: BucketSizes, room: float = 1.0) -> CandidateSchedule:
         """Place and score ``splits``.
 
         Args:
@@ -163,7 +163,7 @@ class Placer:
         max_alive = self._modest_peak - int((1 - room) * self._room)
         waits, average_waits = self._place_reductions(splits, launches, max_alive)
         score = self._score(splits, launches, waits, average_waits)
-        return Draft(score, sizes, splits, launches, waits, average_waits)
+        return CandidateSchedule(score, sizes, splits, launches, waits, average_waits)
 
     def _free_memory(self, splits: Splits) -> FreeMemory | None:
         """Return the memory left if buckets are as short-lived as possible; None: no limit."""
@@ -213,7 +213,7 @@ class Placer:
         limit = math.inf if self._limits.in_flight is None else self._limits.in_flight
         return place_waits(sent, alive, peak, in_flight, limit)
 
-    def _due(self, reductions: Sequence[Candidate], k: int) -> int:
+    def _due(self, reductions: Sequence[CandidateBucket], k: int) -> int:
         """Return the step before which reduction ``k`` has to be waited for.
 
         A follow-up on its shards (an all-reduce over replicas, a copy to the host) starts only at
@@ -282,7 +282,7 @@ class Placer:
             )
             total_us += times.total_us / len(SCENARIOS)
         price_us = total_us * (1 + MEMORY_PRICE * excess**2)
-        price_us += sum(self._cost_model.lost_us(cost.lane_us) for cost in costs)
+        price_us += sum(self._cost_model.slowdown_us(cost.lane_us) for cost in costs)
         return Score(over_budget, price_us, peak)
 
     def _alive(
@@ -292,7 +292,7 @@ class Placer:
         reduction_waits: Sequence[int],
         average_waits: Sequence[int] | None = None,
     ) -> list[int]:
-        """Return the bytes alive at each point in time, like ``live_bytes.alive_by_moment``.
+        """Return the bytes alive at each point in time, like ``live_bytes.alive_by_point``.
 
         Args:
             average_waits: waits of ``splits.averages``; None: each is waited for at its launch.
@@ -309,7 +309,7 @@ class Placer:
         for average, launch, wait in zip(splits.averages, launches, waits):
             average.footprint.launch(changes, launch)
             average.footprint.wait(changes, wait)
-        return list(map(add, self._other_bytes, changes.by_moment()))
+        return list(map(add, self._fixed_bytes, changes.by_point()))
 
     def _in_flight(
         self, candidates: Split, launches: Sequence[int], waits: Sequence[int]
@@ -332,7 +332,7 @@ def _bytes_before(split: Split) -> list[int]:
     return [0, *accumulate(candidate.bucket.num_bytes for candidate in split)]
 
 
-def _with_average(candidate: Candidate) -> Footprint:
+def _with_average(candidate: CandidateBucket) -> Footprint:
     """Return a reduction's footprint, with its all-reduce over replicas done at the same wait."""
     taken, average = candidate.footprint, candidate.replica_average
     if average is None:
@@ -343,7 +343,9 @@ def _with_average(candidate: Candidate) -> Footprint:
     )
 
 
-def _average_launches(reductions: Sequence[Candidate], reduction_waits: Sequence[int]) -> list[int]:
+def _average_launches(
+    reductions: Sequence[CandidateBucket], reduction_waits: Sequence[int]
+) -> list[int]:
     """Return the launches of the all-reduces over replicas: the waits of their reductions."""
     return [wait for c, wait in zip(reductions, reduction_waits) if c.replica_average]
 

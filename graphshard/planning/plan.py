@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -23,6 +23,13 @@ from ..kinds import HOST_COPIES, GraphKind, TransferKind
 _Record = TypeVar("_Record")
 VERSION = 8
 """Version of the JSON format."""
+_JSON_KEYS = {
+    "buffers": "parcels",
+    "fixed_bytes": "other_bytes",
+    "fixed_border_bytes": "between_bytes",
+    "num_compiled_regions": "num_forms",
+}
+"""JSON keys that differ from the names of the fields, which were renamed since."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +107,9 @@ class Problem:
         graph: kind of the graph.
         steps: name of the first node of each step.
         compute_us: predicted time of each step.
-        other_bytes: peak schedule-independent bytes in each step: activations, inputs (shards
+        fixed_bytes: peak schedule-independent bytes in each step: activations, inputs (shards
             included) and results, minus full parameters that are freed before the step ends.
-        between_bytes: schedule-independent bytes before each step and at the graph's end.
+        fixed_border_bytes: schedule-independent bytes before each step and at the graph's end.
         transfers: all transfers in graph order, copies of activations last.
         copies_sent: whether the backend holds a copy of what it reduces until the wait, as gloo
             does.
@@ -111,8 +118,8 @@ class Problem:
     graph: GraphKind
     steps: tuple[str, ...]
     compute_us: tuple[float, ...]
-    other_bytes: tuple[int, ...]
-    between_bytes: tuple[int, ...]
+    fixed_bytes: tuple[int, ...]
+    fixed_border_bytes: tuple[int, ...]
     transfers: tuple[Transfer, ...]
     copies_sent: bool = False
 
@@ -264,14 +271,14 @@ class Regions:
     """Counts of regions: repeated parts of a graph that are compiled once.
 
     Attributes:
-        num_forms: number of distinct subgraphs, each compiled once.
+        num_compiled_regions: number of distinct subgraphs, each compiled once.
         num_calls: number of calls of these subgraphs.
         num_nodes: number of graph nodes that the calls replace.
         num_compiled: total number of nodes in the distinct subgraphs.
         num_lost_fusions: number of extra kernels, because nothing fuses across a region's border.
     """
 
-    num_forms: int = 0
+    num_compiled_regions: int = 0
     num_calls: int = 0
     num_nodes: int = 0
     num_compiled: int = 0
@@ -360,8 +367,7 @@ class Plan:
 
     def to_json(self) -> str:
         raw = {"version": VERSION, **dataclasses.asdict(self)}
-        raw["buckets"] = [_rename_key(b, "buffers", "parcels") for b in raw["buckets"]]
-        return json.dumps(raw, indent=1)
+        return json.dumps(_renamed(raw, _JSON_KEYS), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -370,7 +376,9 @@ class Plan:
         Raises:
             ValueError: ``text`` has a different version.
         """
-        raw: dict[str, Any] = _as_tuples(json.loads(text))
+        raw: dict[str, Any] = _renamed(
+            json.loads(text), {key: name for name, key in _JSON_KEYS.items()}
+        )
         if raw.get("version") != VERSION:
             raise ValueError(
                 f"plan of version {raw.get('version')!r}: this graphshard reads {VERSION}; "
@@ -381,21 +389,11 @@ class Plan:
         return cls(
             params=tuple(PlanParam(**param) for param in raw["params"]),
             problem=Problem(graph, **raw["problem"], transfers=transfers),
-            buckets=tuple(
-                _with_kind(Bucket, _rename_key(b, "parcels", "buffers")) for b in raw["buckets"]
-            ),
+            buckets=tuple(_with_kind(Bucket, bucket) for bucket in raw["buckets"]),
             kept=raw["kept"],
             reasons=raw["reasons"],
             regions=Regions(**raw["regions"]),
         )
-
-
-def _rename_key(raw: dict[str, Any], old: str, new: str) -> dict[str, Any]:
-    """Return ``raw`` with one key renamed; the order of keys is kept.
-
-    The JSON format calls the buffers of a bucket ``parcels``, their former name.
-    """
-    return {new if key == old else key: value for key, value in raw.items()}
 
 
 def _with_kind(cls: Callable[..., _Record], raw: dict[str, Any]) -> _Record:
@@ -403,8 +401,8 @@ def _with_kind(cls: Callable[..., _Record], raw: dict[str, Any]) -> _Record:
     return cls(**{**raw, "kind": TransferKind(raw["kind"])})
 
 
-def _as_tuples(value: Any) -> Any:
-    """Convert all lists in a JSON value to tuples, recursively."""
+def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+    """Return a JSON value with keys renamed by ``names``, and all lists as tuples; recursive."""
     if isinstance(value, dict):
-        return {key: _as_tuples(item) for key, item in value.items()}
-    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+        return {names.get(key, key): _renamed(item, names) for key, item in value.items()}
+    return tuple(_renamed(i, names) for i in value) if isinstance(value, (list, tuple)) else value

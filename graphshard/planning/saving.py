@@ -32,12 +32,12 @@ class Saving:
         activations: fraction of the activations to save, from 0 to 1; None: torch's config decides.
         all_params: whether to keep every parameter unsharded that both graphs gather; False: only
             those that ``keep_unsharded`` chooses.
-        stows: whether activations may be offloaded to the host (on a GPU).
+        offloads: whether activations may be offloaded to the host (on a GPU).
     """
 
     activations: float | None
     all_params: bool
-    stows: bool
+    offloads: bool
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,18 @@ class SavingChoice:
         return min(fitting, key=lambda t: (t.step_us or 0.0, t.peak_bytes), default=None)
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+        raw = dataclasses.asdict(self)
+        for tried in raw["tried"]:  # the JSON key is the field's former name
+            tried["saving"]["stows"] = tried["saving"].pop("offloads")
+        return json.dumps(raw)
 
     @classmethod
     def from_json(cls, text: str) -> SavingChoice:
         raw = json.loads(text)
-        tried = (TriedSaving(**{**t, "saving": Saving(**t["saving"])}) for t in raw["tried"])
+        tried = []
+        for t in raw["tried"]:
+            t["saving"]["offloads"] = t["saving"].pop("stows")
+            tried.append(TriedSaving(**{**t, "saving": Saving(**t["saving"])}))
         return cls(**{**raw, "tried": tuple(tried), "notes": tuple(raw["notes"])})
 
 
@@ -106,10 +112,13 @@ class NothingFitsError(BackendError):
         )
 
 
-def savings(activations: Sequence[float | None], *, may_stow: bool) -> list[Saving]:
+def savings(activations: Sequence[float | None], *, may_offload: bool) -> list[Saving]:
     """Return the strategies to try, those that save most first."""
-    ways = product(activations, (False, True) if may_stow else (False,), (False, True))
-    return [Saving(part, all_params, stows) for part, stows, all_params in ways]
+    offload = (False, True) if may_offload else (False,)
+    return [
+        Saving(part, all_params, offloads)
+        for part, offloads, all_params in product(activations, offload, (False, True))
+    ]
 
 
 def saves_enough(planned: Sequence[TriedSaving], earlier: Sequence[TriedSaving]) -> bool:
@@ -119,7 +128,7 @@ def saves_enough(planned: Sequence[TriedSaving], earlier: Sequence[TriedSaving])
     strategies with offloading do not count: with offloading, recomputing more may still be faster,
     because fewer activations wait for their copies.
     """
-    alone = [t.step_us for t in earlier if t.step_us is not None and not t.saving.stows]
+    alone = [t.step_us for t in earlier if t.step_us is not None and not t.saving.offloads]
     quickest = min(alone, default=None)
     times = [t.step_us for t in planned if t.step_us is not None]
     return quickest is not None and bool(times) and min(times) > quickest

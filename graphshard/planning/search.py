@@ -9,8 +9,8 @@ has two parts:
   can hide: the first gathers and the last reductions.
 
 Descent tries 42 candidate schedules in each of a few rounds. With n transfers, the local search
-tries O(log n) at each of its b buckets, but at most ``WORK / n`` in total. Separate sizes for the
-first gather and the last reduction were tried; they gained nothing after the local search.
+tries O(log n) at each of its b buckets, but at most ``LOCAL_SEARCH_BUDGET / n`` in total. Separate
+sizes for the first gather and the last reduction gained nothing after the local search.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..kinds import TransferKind
 from .bucketing import Queue
 from .live_bytes import smallest_peak
 from .memory_budget import ScheduleLimits
-from .placement import BucketSizes, Draft, Placer, Score, Splits
+from .placement import BucketSizes, CandidateSchedule, Placer, Score, Splits
 from .plan import Bucket, Problem
 from .simulate import TransferCostModel
 
@@ -38,7 +38,7 @@ CAP_BUCKETS = 3
 Measured with ``benchmarks/robustness.py``: at 2, if links are slower than planned, a model of four
 layers takes up to 11 % longer than with FSDP2's rule; at more, buffers take more memory.
 """
-WORK = 300_000
+LOCAL_SEARCH_BUDGET = 300_000
 """Budget of the local search: number of candidate schedules times number of transfers.
 
 Measured in all scenarios of ``benchmarks/robustness.py`` for Llama-3 8B and 70B: a ten times larger
@@ -82,8 +82,8 @@ def find_schedule(
     if limits.peak is not None and limits.peak < (needed := smallest_peak(problem)):
         raise BudgetError(problem.graph, limits.peak, needed)
     search = _Search(problem, cost_model, limits)
-    draft = search.descend()
-    return search.save_memory(search.refine(draft) if refine else draft).buckets()
+    schedule = search.descend()
+    return search.save_memory(search.refine(schedule) if refine else schedule).buckets()
 
 
 class _Search:
@@ -100,7 +100,7 @@ class _Search:
         self._reductions = Queue(problem, cost_model, self._cap, last_first)
         self._placer = Placer(problem, cost_model, limits, modest)
 
-    def descend(self) -> Draft:
+    def descend(self) -> CandidateSchedule:
         """Return the best candidate schedule of a coordinate descent over ``BucketSizes``.
 
         It starts from the best schedule with three equal sizes. Size 0 is among them: one transfer
@@ -108,15 +108,15 @@ class _Search:
         always met.
         """
         scale = self._scale()
-        best = min((self._draft(BucketSizes(size, size, size)) for size in scale), key=_score)
+        best = min((self._place(BucketSizes(size, size, size)) for size in scale), key=_score)
         improves = True
         while improves:
             improves = False
             for field in BucketSizes._fields:
                 sizes = [best.sizes._replace(**{field: size}) for size in scale]
-                draft = min(map(self._draft, sizes), key=_score)
-                if draft.score < best.score:
-                    best, improves = draft, True
+                schedule = min(map(self._place, sizes), key=_score)
+                if schedule.score < best.score:
+                    best, improves = schedule, True
         return best
 
     def _scale(self) -> list[int]:
@@ -126,33 +126,33 @@ class _Search:
             return sizes
         return [*(size for size in sizes if size < self._cap), self._cap]
 
-    def _draft(self, sizes: BucketSizes) -> Draft:
+    def _place(self, sizes: BucketSizes) -> CandidateSchedule:
         splits = Splits(self._gathers.split(sizes.gather), self._reductions.split(sizes.reduction))
-        return self._placer.draft(splits, sizes)
+        return self._placer.place(splits, sizes)
 
-    def refine(self, best: Draft) -> Draft:
+    def refine(self, best: CandidateSchedule) -> CandidateSchedule:
         """Return ``best``, improved by local search.
 
         At one index of both queues, it re-splits the candidates until no variant is better, then
         moves to the next index.
         """
-        tries = WORK // max(1, len(self._transfers))
+        tries = LOCAL_SEARCH_BUDGET // max(1, len(self._transfers))
         index = 0
         while tries > 0 and index < max(map(len, best.splits)):
             before = best
             for splits in list(self._variants(best.splits, index)):
-                draft = self._placer.draft(splits, best.sizes)
-                best = min(best, draft, key=_score)
+                schedule = self._placer.place(splits, best.sizes)
+                best = min(best, schedule, key=_score)
                 tries -= 1
             index += best is before
         return best
 
-    def save_memory(self, best: Draft) -> Draft:
+    def save_memory(self, best: CandidateSchedule) -> CandidateSchedule:
         """Return ``best`` with its reductions waited for earlier, if that costs next to nothing."""
         for room in WAIT_ROOMS:
-            draft = self._placer.draft(best.splits, best.sizes, room)
-            if draft.score.price_us <= (1 + MAX_LOSS) * best.score.price_us:
-                return min(best, draft, key=lambda each: each.score.peak_bytes)
+            schedule = self._placer.place(best.splits, best.sizes, room)
+            if schedule.score.price_us <= (1 + MAX_LOSS) * best.score.price_us:
+                return min(best, schedule, key=lambda each: each.score.peak_bytes)
         return best
 
     def _variants(self, splits: Splits, index: int) -> Iterator[Splits]:
@@ -165,8 +165,8 @@ class _Search:
                 yield splits._replace(reductions=split)
 
 
-def _score(draft: Draft) -> Score:
-    return draft.score
+def _score(schedule: CandidateSchedule) -> Score:
+    return schedule.score
 
 
 def _gathers_by_due(problem: Problem) -> list[int]:
@@ -196,5 +196,5 @@ def _modest_bytes(problem: Problem, cost_model: TransferCostModel) -> float:
         cost_model.collective_us(largest.kind, num_bytes, largest.world, largest.stride)
         for num_bytes in (1, total)
     )
-    share = (latency_us + cost_model.lost_us(0.0)) / max(all_us - latency_us, 1e-9)
+    share = (latency_us + cost_model.slowdown_us(0.0)) / max(all_us - latency_us, 1e-9)
     return max(largest.num_bytes, min(1.0, share) * total)

@@ -47,7 +47,7 @@ class TransferCostModel(Protocol):
     def buffer_us(self, world: int, stride: int = 1) -> float:
         """Return the time that each buffer after the first adds to a collective."""
 
-    def lost_us(self, lane_us: float) -> float:
+    def slowdown_us(self, lane_us: float) -> float:
         """Return how long a concurrent collective of ``lane_us`` delays compute."""
 
 
@@ -142,8 +142,8 @@ class Timeline:
         in_flight_bytes: bytes of the buckets between launch and wait, in each step.
         critical_path: slots that determine the end; each starts when the one before it ends.
         total_us: time until all lanes are done.
-        lost_us: rough estimate of the time that compute loses to hidden collectives; not included
-            in ``total_us``.
+        slowdown_us: rough estimate of the time that hidden collectives take from compute; not part
+            of ``total_us``.
     """
 
     slots: tuple[Slot, ...]
@@ -152,7 +152,7 @@ class Timeline:
     in_flight_bytes: tuple[int, ...]
     critical_path: tuple[Slot, ...]
     total_us: float
-    lost_us: float
+    slowdown_us: float
 
     def busy_us(self, lane: str) -> float:
         return sum(slot.duration_us for slot in self.slots if slot.lane == lane)
@@ -197,7 +197,7 @@ def simulate(
         in_flight_bytes=tuple(in_flight_bytes(problem, buckets)),
         critical_path=run.critical_path(),
         total_us=max((slot.end_us for slot in run.slots), default=0.0),
-        lost_us=sum(map(cost_model.lost_us, hidden_us)),
+        slowdown_us=sum(map(cost_model.slowdown_us, hidden_us)),
     )
 
 

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from .._torch.distributed import (
     group_timeout_s,
     has_fake_ranks,
-    is_of_gloo,
     is_registered,
     process_group,
     store_of,
+    uses_only_gloo,
 )
 from .gloo_abort import abort
 
@@ -55,7 +55,7 @@ class Members:
         Gloo ends it from its own thread, where no one can catch the error; other backends hang.
         """
         group = self._group()
-        return group is not None and is_of_gloo(group)
+        return group is not None and uses_only_gloo(group)
 
     def release_also(self, group: dist.ProcessGroup) -> None:
         """Have :meth:`abort` also release ranks that are blocked in ``group``.

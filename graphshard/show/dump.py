@@ -23,7 +23,7 @@ from typing import Any
 from ..cost.hardware import Hardware
 from ..cost.model import CostModel
 from ..kinds import HOST_COPIES, GraphKind
-from ..planning.live_bytes import alive_by_moment
+from ..planning.live_bytes import alive_by_point
 from ..planning.memory_budget import FreeMemory, ScheduleLimits
 from ..planning.plan import Bucket, Plan, PlanParam
 from ..planning.simulate import (
@@ -99,7 +99,7 @@ class Dump:
     @functools.cached_property
     def free_memory(self) -> FreeMemory:
         """Memory that the limits leave free at each point in time; read-only."""
-        alive = alive_by_moment(self.plan.problem, self.plan.buckets)
+        alive = alive_by_point(self.plan.problem, self.plan.buckets)
         return FreeMemory(alive, self.limits, self.timeline.in_flight_bytes)
 
     @property
@@ -118,7 +118,7 @@ class Dump:
             communication_us=self.timeline.busy_us(COMMUNICATION),
             exposed_us=sum(self.timeline.exposed_us),
             slow_exposed_us=sum(slow.exposed_us),
-            lost_us=self.timeline.lost_us,
+            lost_us=self.timeline.slowdown_us,
             peak_bytes=self.timeline.peak_bytes,
             in_flight_bytes=max(self.timeline.in_flight_bytes, default=0),
         )

@@ -24,9 +24,9 @@ def saving_title(choice: SavingChoice) -> str:
 
 def saving_rows(choice: SavingChoice) -> list[dict[str, str]]:
     """Return the rows of the table, as dictionaries by column name."""
-    best, stows = choice.best, any(tried.saving.stows for tried in choice.tried)
+    best, offloads = choice.best, any(tried.saving.offloads for tried in choice.tried)
     rows = [_row(tried, best) for tried in choice.tried]
-    if stows:
+    if offloads:
         return rows
     return [{name: row[name] for name in row if name != "on the host"} for row in rows]
 
@@ -36,7 +36,7 @@ def _row(tried: TriedSaving, best: TriedSaving | None) -> dict[str, str]:
     return {
         "activations saved": "as configured" if part is None else f"{part:.0%}",
         "parameters kept": "all" if saving.all_params else "those exposed",
-        "on the host": "what does not fit" if saving.stows else "none",
+        "on the host": "what does not fit" if saving.offloads else "none",
         "ms": "" if tried.step_us is None else f"{tried.step_us / 1e3:.3f}",
         "peak GB": f"{tried.peak_bytes / 1e9:.3g}",
         "": _verdict(tried, best),

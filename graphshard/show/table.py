@@ -162,8 +162,9 @@ def _regions(dump: Dump) -> str:
     if not regions.num_calls:
         return ""
     return (
-        f"layers that are alike: {regions.num_forms} regions are called {regions.num_calls} times, "
-        f"and {regions.num_compiled} nodes compiled in place of {regions.num_nodes}; "
+        f"layers that are alike: {regions.num_compiled_regions} regions are called "
+        f"{regions.num_calls} times, and {regions.num_compiled} nodes compiled in place of "
+        f"{regions.num_nodes}; "
         f"{regions.num_lost_fusions} fusions lost at their borders"
     )
 
@@ -297,4 +298,4 @@ def _limit_in_the_way(dump: Dump, bucket: Bucket) -> str | None:
     taken = footprint(problem, bucket)
     if bucket.kind in _FETCHES:
         return memory.limit_before(taken, bucket.launch) if bucket.launch > 0 else None
-    return memory.limit_behind(taken, bucket.wait) if bucket.wait < problem.num_steps else None
+    return memory.limit_after(taken, bucket.wait) if bucket.wait < problem.num_steps else None

@@ -84,7 +84,7 @@ def _half(batch: Tensor) -> Tensor:
     return batch[:, : batch.shape[1] // 2] if is_text else batch[: len(batch) // 2]
 
 
-STOWED = "stowed activations"
+OFFLOADED = "offloaded activations"
 STRATEGIES = {
     "ZeRO-3": Strategy(),
     "float32": Strategy({"mp_policy": MixedPrecisionPolicy()}, dtype=torch.float32),
@@ -98,7 +98,7 @@ STRATEGIES = {
     "fp8 tensorwise": Strategy({"fp8": graphshard.Float8Policy()}, dtype=None),
     "fp8 rowwise": Strategy({"fp8": graphshard.Float8Policy("rowwise")}, dtype=None),
     "CPU offload": Strategy({"offload_policy": CPUOffloadPolicy()}),
-    STOWED: Strategy(),
+    OFFLOADED: Strategy(),
     "no_sync": Strategy(step=_accumulates, dtype=None),
     "dynamic shapes": Strategy(step=_changes_sizes, dynamic=True),
     "LoRA": Strategy(change=models.add_lora),
@@ -122,7 +122,7 @@ class Case:
     @property
     def budget_gb(self) -> float | None:
         """The budget of device memory if activations are offloaded, otherwise None."""
-        return BUDGET_GB[self.model] if self.strategy == STOWED else None
+        return BUDGET_GB[self.model] if self.strategy == OFFLOADED else None
 
     def __str__(self) -> str:
         """Return the name of the case as a parameter of tests."""
@@ -144,7 +144,7 @@ ALL = [
         for model in ("llama_8b", "llama_70b")
         for recipe in ("tensorwise", "rowwise")
     ),
-    *(Case("wide_convnet", strategy) for strategy in ("ZeRO-3", STOWED)),
+    *(Case("wide_convnet", strategy) for strategy in ("ZeRO-3", OFFLOADED)),
     *(Case("gpt", "ZeRO-3", rank=rank) for rank in (4, 7)),
     *(Case("gpt", name, 1024, rank) for name in ("ZeRO-3", "HSDP") for rank in FEW),
     *(Case(model, "ZeRO-3", 1024, rank) for model in ("llama", "convnet", "moe") for rank in FEW),
@@ -206,7 +206,7 @@ def _run(recorder: Recorder, case: Case, targets: Sequence[str]) -> Outcome:
     unsharded = fsdp2 = None
     cluster = SimulatedRank(mesh, case.rank)
     try:
-        if case.strategy != STOWED and _is_of_fsdp2(strategy):
+        if case.strategy != OFFLOADED and _is_of_fsdp2(strategy):
             fsdp2 = record_fsdp2(recorder, make_model, cluster, options, strategy.step)
         options["schedule"] = schedule
         recording = record_steps(recorder, make_model, cluster, options, **how)

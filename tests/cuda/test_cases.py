@@ -37,7 +37,7 @@ pytestmark = [
 ]
 CASES = [
     *(Case("gpt", strategy) for strategy in ("ZeRO-3", "fp8 rowwise", "CPU offload")),
-    *(Case(model, "stowed activations") for model in ("llama", "moe", "wide_convnet")),
+    *(Case(model, "offloaded activations") for model in ("llama", "moe", "wide_convnet")),
     Case("gpt", "ZeRO-3", rank=7),
     Case("gpt", "HSDP", world=1024, rank=1023),
 ]

@@ -54,7 +54,7 @@ def test_optimizer_reading_gradients_before_their_copy_is_a_race() -> None:
 
 
 def test_activation_read_before_its_copy_back_is_a_race() -> None:
-    actions = recording_of(Case("llama", "stowed activations")).actions
+    actions = recording_of(Case("llama", "offloaded activations")).actions
     races = _races_without(actions, _last_wait(actions, COMPUTE, "stream"))
     assert any(race.first.name.startswith("aten.copy_") for race in races)
 

@@ -22,7 +22,7 @@ from graphshard.forecast.search import PlannedRecipe, microbatches, pareto_front
 from graphshard.forecast.trace import Ranks
 from graphshard.forecast.workload import BatchShape
 from graphshard.kinds import TransferKind
-from graphshard.planning.live_bytes import alive_by_moment
+from graphshard.planning.live_bytes import alive_by_point
 from graphshard.planning.plan import Problem
 from graphshard.planning.without_overlap import schedule_without_overlap
 from tests.plan.problems import problems
@@ -35,7 +35,7 @@ def test_memory_by_kind_adds_up(problem: Problem) -> None:
     buckets = schedule_without_overlap(problem)
     parts = bytes_by_kind(PlannedGraph(problem, buckets, input_bytes=7))
     total = [sum(kinds) + 7 for kinds in zip(*parts.values())]
-    assert total == alive_by_moment(problem, buckets)
+    assert total == alive_by_point(problem, buckets)
     assert all(value >= 0 for name in ("gathered", "gradients") for value in parts[name])
 
 
@@ -50,8 +50,8 @@ def test_kept_parameters_take_memory_instead_of_a_gather(
     assert len(backward.transfers) == len(problem.transfers) - len(kept)
     assert forward.transfers == problem.transfers
     held = sum(t.num_bytes for t in pairs.values())
-    assert forward.between_bytes[-1] == problem.between_bytes[-1] + held
-    assert backward.between_bytes[0] == problem.between_bytes[0] + held
+    assert forward.fixed_border_bytes[-1] == problem.fixed_border_bytes[-1] + held
+    assert backward.fixed_border_bytes[0] == problem.fixed_border_bytes[0] + held
 
 
 candidates = st.builds(

@@ -22,8 +22,8 @@ def test_a_step_adapted_to_a_mesh_equals_one_traced_for_it(ranks: Ranks) -> None
     assert made is not None and made.held == traced.held
     for ours, theirs in zip(made.graphs, traced.graphs, strict=True):
         assert ours.params == theirs.params and ours.input_bytes == theirs.input_bytes
-        assert ours.problem.other_bytes == theirs.problem.other_bytes
-        assert ours.problem.between_bytes == theirs.problem.between_bytes
+        assert ours.problem.fixed_bytes == theirs.problem.fixed_bytes
+        assert ours.problem.fixed_border_bytes == theirs.problem.fixed_border_bytes
         assert ours.problem.compute_us == theirs.problem.compute_us
         for mine, other in zip(ours.problem.transfers, theirs.problem.transfers, strict=True):
             names = {"group": other.group, "replicas": other.replicas}

@@ -77,8 +77,8 @@ def assert_same_step(made: TracedStep, traced: TracedStep) -> None:
     for ours, theirs in zip(made.graphs, traced.graphs, strict=True):
         assert ours.num_flops == pytest.approx(theirs.num_flops)
         assert ours.input_bytes == theirs.input_bytes
-        assert ours.problem.other_bytes == theirs.problem.other_bytes
-        assert ours.problem.between_bytes == theirs.problem.between_bytes
+        assert ours.problem.fixed_bytes == theirs.problem.fixed_bytes
+        assert ours.problem.fixed_border_bytes == theirs.problem.fixed_border_bytes
         for name, us in theirs.compute_us.items():
             assert ours.compute_us[name] == pytest.approx(us)
         pairs = zip(ours.problem.transfers, theirs.problem.transfers, strict=True)
@@ -156,7 +156,7 @@ def test_a_single_rank_holds_its_parameters_during_backward() -> None:
     traced = trace_stack(3, Recipe(dtype="float32"), 1)
     backward = traced.graphs[1]
     assert not backward.problem.transfers and backward.input_bytes
-    assert backward.problem.between_bytes[-1] == backward.input_bytes + traced.held.trained
+    assert backward.problem.fixed_border_bytes[-1] == backward.input_bytes + traced.held.trained
 
 
 def test_layers_that_differ_do_not_deepen() -> None:
@@ -193,8 +193,8 @@ def test_plans_equal_those_of_the_backend(recipe: Recipe) -> None:
         groups = [(b.kind, b.num_bytes, b.world, b.launch, b.wait) for b in ours.plan.buckets]
         assert groups == [(b.kind, b.num_bytes, b.world, b.launch, b.wait) for b in theirs.buckets]
         assert ours.plan.problem.compute_us == pytest.approx(theirs.problem.compute_us)
-        assert ours.plan.problem.other_bytes == theirs.problem.other_bytes
-        assert ours.plan.problem.between_bytes == theirs.problem.between_bytes
+        assert ours.plan.problem.fixed_bytes == theirs.problem.fixed_bytes
+        assert ours.plan.problem.fixed_border_bytes == theirs.problem.fixed_border_bytes
 
 
 def test_a_trace_has_no_side_effects() -> None:

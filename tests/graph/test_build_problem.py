@@ -95,9 +95,9 @@ def test_between_steps_only_values_used_later_are_alive(group: str) -> None:
     build.module(build.call(MM, second, gathered))
     graph = _problem(build)
     shard = SIZE // 8
-    assert list(graph.other_bytes) == [3 * SIZE + shard, 3 * SIZE + shard]
+    assert list(graph.fixed_bytes) == [3 * SIZE + shard, 3 * SIZE + shard]
     # x; x and `second`; x and the result; and always the shard.
-    assert list(graph.between_bytes) == [SIZE + shard, 2 * SIZE + shard, 2 * SIZE + shard]
+    assert list(graph.fixed_border_bytes) == [SIZE + shard, 2 * SIZE + shard, 2 * SIZE + shard]
 
 
 def test_a_parameter_is_freed_after_its_last_use_in_a_step(group: str) -> None:
@@ -106,7 +106,7 @@ def test_a_parameter_is_freed_after_its_last_use_in_a_step(group: str) -> None:
     x = build.primal(64, 64)
     first = build.call(MM, x, build.unshard(build.primal(8, 64), 64))
     build.module(first, build.call(MM, first, first))
-    assert _problem(build).other_bytes == (2 * SIZE + SIZE // 8,)
+    assert _problem(build).fixed_bytes == (2 * SIZE + SIZE // 8,)
 
 
 def test_each_result_of_an_operator_is_freed_after_its_last_use(group: str) -> None:
@@ -116,7 +116,8 @@ def test_each_result_of_an_operator_is_freed_after_its_last_use(group: str) -> N
     ordered = build.call(operator.getitem, both, 0)
     build.module(build.call(MM, ordered, ordered))
     graph = _problem(build)
-    assert graph.other_bytes == (2 * SIZE + 2 * SIZE,) and graph.between_bytes == (SIZE, 2 * SIZE)
+    assert graph.fixed_bytes == (2 * SIZE + 2 * SIZE,)
+    assert graph.fixed_border_bytes == (SIZE, 2 * SIZE)
 
 
 def test_a_saved_parameter_is_held_with_its_padding(group: str) -> None:
@@ -130,7 +131,7 @@ def test_a_saved_parameter_is_held_with_its_padding(group: str) -> None:
     note_held_bytes(forward.graph, backward.graph)
     cost_model = CostModel(HARDWARE["cpu"])
     problem = build_problem(backward.graph, GraphKind.BACKWARD, cost_model, {}).problem
-    assert problem.between_bytes[0] == SIZE + 64 * 8 * 4
+    assert problem.fixed_border_bytes[0] == SIZE + 64 * 8 * 4
 
 
 def test_inputs_and_results_of_a_fused_kernel_are_alive_at_once(group: str) -> None:
@@ -139,7 +140,7 @@ def test_inputs_and_results_of_a_fused_kernel_are_alive_at_once(group: str) -> N
     x = build.primal(64, 64)
     inside = build.call(RELU, build.call(MM, x, x))
     build.module(build.call(mul, inside, inside))
-    assert _problem(build).other_bytes == (3 * SIZE,)
+    assert _problem(build).fixed_bytes == (3 * SIZE,)
 
 
 def test_kernels_delayed_by_a_late_matmul_run_within_the_graph(group: str) -> None:
@@ -152,7 +153,7 @@ def test_kernels_delayed_by_a_late_matmul_run_within_the_graph(group: str) -> No
     both = build.call(add, first, build.call(MM, x, x))
     build.module(doubled, both)
     graph = _problem(build)
-    assert graph.other_bytes[0] >= 3 * SIZE and graph.between_bytes[-1] == 2 * SIZE + 64 * 4
+    assert graph.fixed_bytes[0] >= 3 * SIZE and graph.fixed_border_bytes[-1] == 2 * SIZE + 64 * 4
 
 
 def test_a_replicated_parameter_in_another_dtype_is_a_copy(group: str) -> None:
@@ -163,8 +164,8 @@ def test_a_replicated_parameter_in_another_dtype_is_a_copy(group: str) -> None:
     build.module(build.call(MM, x, copied))
     graph = _problem(build)
     # x, the parameter, its copy in half the bytes, and the result.
-    assert list(graph.other_bytes) == [SIZE // 2 + SIZE + SIZE // 2 + SIZE // 2]
-    assert list(graph.between_bytes) == [SIZE // 2 + SIZE, SIZE // 2 + SIZE + SIZE // 2]
+    assert list(graph.fixed_bytes) == [SIZE // 2 + SIZE + SIZE // 2 + SIZE // 2]
+    assert list(graph.fixed_border_bytes) == [SIZE // 2 + SIZE, SIZE // 2 + SIZE + SIZE // 2]
 
 
 def test_an_expanded_tensor_takes_the_memory_of_one_element(group: str) -> None:
@@ -174,6 +175,6 @@ def test_an_expanded_tensor_takes_the_memory_of_one_element(group: str) -> None:
     key.meta["val"] = key.meta["val"][:1, :1].expand(64, 64)
     build.module(build.call(mul, x, key))
     graph = _problem(build)
-    assert graph.other_bytes == (2 * SIZE + 4,)
+    assert graph.fixed_bytes == (2 * SIZE + 4,)
     assert memory_bytes(torch.empty(3).expand(0, 3)) == memory_bytes(torch.empty(3, 0)) == 0
     assert memory_bytes(torch.empty(3).expand(2, 3)) == 12

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphshard._torch.frames import to_compile
+from graphshard._torch.frames import compile_request
 
 
 class Named:
@@ -20,7 +20,7 @@ class Named:
 
     @property
     def __name__(self) -> str:
-        request = to_compile()
+        request = compile_request()
         assert request is not None
         self.given.append(request.given)
         self.off.append(request.is_off)
@@ -47,7 +47,7 @@ def test_torch_compile_reads_the_name_while_it_has_a_function() -> None:
     function = lambda x: x + 1  # noqa: E731
     torch.compile(function, backend=backend)
     assert backend.given and all(given is function for given in backend.given)
-    assert to_compile() is None
+    assert compile_request() is None
 
 
 def test_torch_compile_reads_the_name_even_if_disabled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def test_equal_layers_become_one_subgraph() -> None:
     gm = _traced(_deep, *inputs)
     expected, num_nodes = gm(*inputs), len(gm.graph.nodes)
     regions = _shared(gm)
-    assert (regions.num_forms, regions.num_calls) == (1, 9)
+    assert (regions.num_compiled_regions, regions.num_calls) == (1, 9)
     assert regions.num_nodes == 9 * regions.num_compiled == num_nodes - 11
     assert {call.args[1] for call in _calls(gm)} == {"region_0"}
     assert torch.equal(gm(*inputs), expected)
@@ -79,7 +79,7 @@ def test_different_layers_become_different_subgraphs() -> None:
     gm = _traced(deep, *inputs)
     expected = gm(*inputs)
     regions = _shared(gm)
-    assert regions.num_forms == 2
+    assert regions.num_compiled_regions == 2
     assert torch.equal(gm(*inputs), expected)
 
 
@@ -91,7 +91,7 @@ def test_layers_are_cut_at_launches() -> None:
         planned = gm.graph.call_function(aten.neg.default, (products[0].args[0],))
     planned.meta = {"val": products[0].args[0].meta["val"], PLANNED: True}
     regions = _shared(gm)
-    assert regions.num_forms == 1  # all regions now begin after the matmul
+    assert regions.num_compiled_regions == 1  # all regions now begin after the matmul
     names = [n for n in gm.graph.nodes if n.target is INVOKE or n is planned]
     assert names.index(planned) == 3  # after the rest of the third layer
     assert planned in gm.graph.nodes
@@ -108,7 +108,7 @@ def test_no_region_returns_a_view() -> None:
     inputs = _inputs()
     gm = _traced(deep, *inputs)
     expected = gm(*inputs)
-    assert _shared(gm).num_forms == 1
+    assert _shared(gm).num_compiled_regions == 1
     for call in _calls(gm):
         region: Any = getattr(gm, call.args[1])
         returned = region.graph.output_node().args[0]
@@ -126,7 +126,7 @@ def test_constants_are_created_inside_of_regions() -> None:
     inputs = _inputs()
     gm = _traced(deep, *inputs)
     expected = gm(*inputs)
-    assert _shared(gm).num_forms == 1
+    assert _shared(gm).num_compiled_regions == 1
     assert not gm.graph.find_nodes(op="call_function", target=aten.full.default)
     assert torch.equal(gm(*inputs), expected)
 
@@ -143,7 +143,7 @@ def test_getitems_stay_with_their_operator() -> None:
     inputs = _inputs()
     gm = _traced(deep, *inputs)
     expected = gm(*inputs)
-    assert _shared(gm).num_forms == 1
+    assert _shared(gm).num_compiled_regions == 1
     assert all(torch.equal(*pair) for pair in zip(gm(*inputs), expected))
     tuples = {
         n.args[0].target for n in gm.graph.find_nodes(op="call_function", target=operator.getitem)
@@ -161,7 +161,7 @@ def test_mutating_ops_are_in_no_region() -> None:
     inputs = _inputs()
     gm = _traced(deep, *inputs)
     expected = gm(*[t.clone() for t in inputs])
-    assert _shared(gm).num_forms == 1
+    assert _shared(gm).num_compiled_regions == 1
     assert len(gm.graph.find_nodes(op="call_function", target=aten.copy_.default)) == 9
     assert torch.equal(gm(*[t.clone() for t in inputs]), expected)
 

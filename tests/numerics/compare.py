@@ -45,7 +45,7 @@ NEEDS_FP8 = pytest.mark.skipif(
 )
 
 
-def beside_fsdp2(names: Iterable[str], not_on_2_11: Collection[str]) -> list[Any]:
+def compare_with_fsdp2(names: Iterable[str], not_on_2_11: Collection[str]) -> list[Any]:
     """Return names as pytest parameters; skip those that FSDP2 of torch 2.11 cannot run."""
     marks = {name: [NEEDS_NEWER_FSDP2] for name in not_on_2_11}
     return [pytest.param(name, marks=marks.get(name, [])) for name in names]

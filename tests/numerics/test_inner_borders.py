@@ -19,7 +19,7 @@ import graphshard
 from tests import ranks
 from tests.numerics.compare import (
     assert_trained_alike,
-    beside_fsdp2,
+    compare_with_fsdp2,
     compile_sharded,
     draw,
     sgd,
@@ -139,7 +139,7 @@ CASES = {
 
 
 @pytest.mark.low_precision
-@pytest.mark.parametrize("name", beside_fsdp2(CASES, ("checkpointed",)))
+@pytest.mark.parametrize("name", compare_with_fsdp2(CASES, ("checkpointed",)))
 def test_inner_policy_casts_at_its_border_as_fsdp2(name: str) -> None:
     ranks.run(2, _train, CASES[name])
 

@@ -82,7 +82,7 @@ def _gpt() -> GPT:
 
 def _shares(backend: graphshard.Backend) -> None:
     for plan in backend.plans:
-        assert plan.regions.num_calls > plan.regions.num_forms > 0, plan.regions
+        assert plan.regions.num_calls > plan.regions.num_compiled_regions > 0, plan.regions
 
 
 def _beside_a_copy(make: Callable[[], Any], options: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from graphshard.kinds import TransferKind
 from tests import ranks, recording
 from tests.numerics.compare import (
     assert_same,
-    beside_fsdp2,
+    compare_with_fsdp2,
     compile_sharded,
     draw,
     relative_error,
@@ -181,7 +181,7 @@ NOT_ON_2_11 = ("dataclasses", "nested dataclasses", "inputs cast again")
 
 
 @pytest.mark.low_precision
-@pytest.mark.parametrize("name", beside_fsdp2(CASES, NOT_ON_2_11))
+@pytest.mark.parametrize("name", compare_with_fsdp2(CASES, NOT_ON_2_11))
 @on_ranks(2)
 def test_overridden_parts_match_parts_wrapped_by_fsdp2(name: str) -> None:
     make, policies = CASES[name]

@@ -68,7 +68,7 @@ def by_hand() -> Dump:
     asked = problem(
         [20.0, 40.0, 10.0],
         [gather(0, 20, 0), gather(1, 20, 1, 2), reduction(2, 24, 2, 3), reduction(3, 16, 2, 3)],
-        other_bytes=[100, 200, 100],
+        fixed_bytes=[100, 200, 100],
     )
     buckets = [
         bucket(TransferKind.ALL_GATHER, [(0,)], 20, (0, 0)),

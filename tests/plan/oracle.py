@@ -36,8 +36,8 @@ Terms = dict[int, float]
 def price_us(problem: Problem, buckets: tuple[Bucket, ...], cost_model: TransferCostModel) -> float:
     """Return what the planner minimises if memory has no price: total time plus lost compute."""
     costs = [bucket_cost(problem, bucket, cost_model) for bucket in buckets]
-    lost_us = sum(cost_model.lost_us(cost.lane_us) for cost in costs)
-    return clock(problem, buckets, cost_model).total_us + lost_us
+    slowdown_us = sum(cost_model.slowdown_us(cost.lane_us) for cost in costs)
+    return clock(problem, buckets, cost_model).total_us + slowdown_us
 
 
 def best(problem: Problem, cost_model: TransferCostModel) -> tuple[tuple[Bucket, ...], float]:
@@ -46,7 +46,7 @@ def best(problem: Problem, cost_model: TransferCostModel) -> tuple[tuple[Bucket,
     least_us = math.inf
     for split in _all_splits(problem, cost_model):
         lane_us = sum(candidate.cost.lane_us for candidate in split)
-        fixed_us = sum(cost_model.lost_us(candidate.cost.lane_us) for candidate in split)
+        fixed_us = sum(cost_model.slowdown_us(candidate.cost.lane_us) for candidate in split)
         if fixed_us + max(lane_us, sum(problem.compute_us)) < least_us:
             buckets, total_us = _Program(problem, split).solved()
             if fixed_us + total_us < least_us:

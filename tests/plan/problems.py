@@ -44,7 +44,7 @@ class Line:
         """Return the time of an additional buffer in a collective."""
         return self.parcel_cost_us
 
-    def lost_us(self, lane_us: float) -> float:
+    def slowdown_us(self, lane_us: float) -> float:
         """Return the compute time lost to a collective that takes `lane_us`."""
         return self.issue_us + self.contention * lane_us
 
@@ -112,26 +112,26 @@ def reduction(
 def problem(
     compute_us: list[float],
     transfers: list[Transfer],
-    other_bytes: list[int] | None = None,
-    between_bytes: list[int] | None = None,
+    fixed_bytes: list[int] | None = None,
+    fixed_border_bytes: list[int] | None = None,
 ) -> Problem:
     """Return a backward problem.
 
     Args:
-        other_bytes: memory of each step, apart from transfers.
-        between_bytes: memory between steps; by default the smaller of the two steps' memory.
+        fixed_bytes: memory of each step, apart from transfers.
+        fixed_border_bytes: memory between steps; by default the smaller of the two steps' memory.
     """
     steps = tuple(f"step{i}" for i in range(len(compute_us)))
-    other = other_bytes or [0] * len(steps)
-    if between_bytes is None:
+    other = fixed_bytes or [0] * len(steps)
+    if fixed_border_bytes is None:
         around = zip([*other[:1], *other], [*other, *other[-1:]])
-        between_bytes = [min(pair) for pair in around] or [0]
+        fixed_border_bytes = [min(pair) for pair in around] or [0]
     return Problem(
         GraphKind.BACKWARD,
         steps,
         tuple(compute_us),
         tuple(other),
-        tuple(between_bytes),
+        tuple(fixed_border_bytes),
         tuple(transfers),
     )
 

@@ -26,22 +26,22 @@ def _race(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_race_on_the_cpu(tmp_path: Path) -> None:
-    done = _race("--ways", FSDP2_BLOCKS, GRAPHSHARD, "--out", str(tmp_path))
+    done = _race("--variants", FSDP2_BLOCKS, GRAPHSHARD, "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith("| ")]
-    ways = {row[1].strip(): [cell.strip() for cell in row[2:-1]] for row in rows[1:]}
-    assert list(ways) == [FSDP2_BLOCKS, GRAPHSHARD]
-    for links, step_ms, *_, first_s in ways.values():
+    variants = {row[1].strip(): [cell.strip() for cell in row[2:-1]] for row in rows[1:]}
+    assert list(variants) == [FSDP2_BLOCKS, GRAPHSHARD]
+    for links, step_ms, *_, first_s in variants.values():
         assert links == "0.1 ms and 10 GB/s" and float(step_ms) > 0 and float(first_s) > 0
     last = done.stdout.rstrip().splitlines()[-1]
     said = re.fullmatch(r"race: (\S+) of FSDP2, compiled blocks over 0.1 ms and 10 GB/s", last)
-    assert said and float(said[1]) == pytest.approx(float(ways[GRAPHSHARD][2]), abs=0.0006)
+    assert said and float(said[1]) == pytest.approx(float(variants[GRAPHSHARD][2]), abs=0.0006)
     with tarfile.open(tmp_path / "race.tar.gz") as packed:
         assert "race/graphshard-0.1-10/plan-0-forward.json" in packed.getnames()
 
 
 def test_a_process_that_raises_ends_the_race() -> None:
-    done = _race("--ways", GRAPHSHARD, "--dim", "65")  # a head of this size has no equal halves
+    done = _race("--variants", GRAPHSHARD, "--dim", "65")  # a head of this size has no equal halves
     assert done.returncode == 1 and not done.stdout.rstrip().endswith("|")
     assert "Traceback" in done.stderr and "no answer" in done.stderr.splitlines()[-1]
 

@@ -64,14 +64,14 @@ def test_a_kept_root_takes_memory_instead_of_a_gather() -> None:
         (i, TransferKind.ALL_GATHER) for i in (1, 2, 3)
     ]
     assert len(kept.transfers) == len(graph.transfers) - 1
-    assert kept.other_bytes == (32,) * 5
+    assert kept.fixed_bytes == (32,) * 5
 
 
 def test_at_world_changes_shards_and_padding() -> None:
     graph = problem([1.0], [gather(0, 32, 0), reduction(0, 32, 1, 1)], [100])
     resized = schedules.at_world(_plan(graph, "w"), 3)  # 8 rows of 4 bytes: 3 rows per rank
     assert [(t.num_bytes, t.world) for t in resized.transfers] == [(36, 3), (36, 3)]
-    assert resized.other_bytes == (100 - 32 // WORLD + 12,)
+    assert resized.fixed_bytes == (100 - 32 // WORLD + 12,)
     assert resized.graph == GraphKind.BACKWARD
 
 
@@ -112,7 +112,7 @@ def test_at_world_equals_a_trace_for_that_number_of_ranks() -> None:
         ]
         assert resized.transfers == tuple(transfers)
         # Equal, except for the padding of parameters that are freed before their last step ends.
-        differ = map(operator.sub, resized.other_bytes, graph.other_bytes)
+        differ = map(operator.sub, resized.fixed_bytes, graph.fixed_bytes)
         freed = _padding_bytes(one.problem, resized)
         assert all(abs(num_bytes) <= most for num_bytes, most in zip(differ, freed, strict=True))
         assert resized.compute_us == pytest.approx(graph.compute_us)

@@ -147,7 +147,7 @@ def test_an_offloaded_activation_computed_by_hand() -> None:
     (load,) = add_host_copies(back, (), Line(), ScheduleLimits())
     assert (load.launch, load.wait) == (1, 3)
     assert alive_bytes(back, [load]) == [0, 40, 40, 40, 0]
-    assert without_host_copies(back).other_bytes == (0, 0, 0, 40, 0)
+    assert without_host_copies(back).fixed_bytes == (0, 0, 0, 40, 0)
 
 
 def test_activations_that_backward_needs_last_are_offloaded_first() -> None:

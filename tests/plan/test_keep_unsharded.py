@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from graphshard.kinds import TransferKind
 from graphshard.planning.keep_unsharded import LEAST_US, choose_kept
-from graphshard.planning.live_bytes import other_by_moment, smallest_peak, with_other_bytes
+from graphshard.planning.live_bytes import fixed_by_point, smallest_peak, with_fixed_bytes
 from graphshard.planning.memory_budget import ScheduleLimits
-from graphshard.planning.moments import LiveBytes, Span, launches
 from graphshard.planning.plan import Problem, Transfer
 from graphshard.planning.search import find_schedule
 from graphshard.planning.simulate import simulate
+from graphshard.planning.time_points import LiveBytes, Span, launches
 from tests.plan.problems import Line, gather, lines, problem, problems
 
 FAST, SLOW = Line(1.0, 0.1), Line(1.0, 10.0)
@@ -70,10 +70,10 @@ def test_budgets_hold_and_hidden_gathers_are_not_dropped(
     budget = max(smallest_peak(forward), smallest_peak(backward)) + spare
     kept = choose_kept(forward, backward, gathered, line, budget)
     left = tuple(t for i, t in enumerate(backward.transfers) if i not in kept)
-    alive = LiveBytes(other_by_moment(backward))
+    alive = LiveBytes(fixed_by_point(backward))
     for transfer in (backward.transfers[i] for i in kept):
         alive.add(Span(0, launches(transfer.last + 1), transfer.num_bytes))
-    after = with_other_bytes(dataclasses.replace(backward, transfers=left), alive.by_moment)
+    after = with_fixed_bytes(dataclasses.replace(backward, transfers=left), alive.by_point)
     assert smallest_peak(after) <= budget
     timeline = simulate(backward, find_schedule(backward, line, ScheduleLimits()), line)
     assert not kept or timeline.total_us > sum(backward.compute_us) + LEAST_US

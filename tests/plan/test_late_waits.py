@@ -17,9 +17,9 @@ from graphshard.kinds import TransferKind
 from graphshard.planning.late_waits import Sent, place_waits
 from graphshard.planning.live_bytes import Footprint, in_flight_bytes
 from graphshard.planning.memory_budget import ScheduleLimits
-from graphshard.planning.moments import num_moments
 from graphshard.planning.plan import Bucket, Problem, next_in_chain
 from graphshard.planning.search import find_schedule
+from graphshard.planning.time_points import num_points
 from tests.plan.problems import Line, lines, problem, problems, reduction
 
 STEPS = 6
@@ -33,7 +33,7 @@ def _sent(*steps: int, due: int = STEPS) -> list[Sent]:
 def _waits(
     sent: list[Sent], max_alive: float = math.inf, max_in_flight: float = math.inf
 ) -> object:
-    alive = [10] * num_moments(STEPS)
+    alive = [10] * num_points(STEPS)
     return place_waits(sent, alive, max_alive, [1] * STEPS, max_in_flight)
 
 

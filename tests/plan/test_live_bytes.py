@@ -11,17 +11,17 @@ from hypothesis import given
 from graphshard.kinds import TransferKind
 from graphshard.planning.bucketing import Queue
 from graphshard.planning.live_bytes import (
-    alive_by_moment,
+    alive_by_point,
     alive_bytes,
-    least_by_moment,
-    other_by_moment,
-    with_other_bytes,
+    fixed_by_point,
+    least_by_point,
+    with_fixed_bytes,
 )
 from graphshard.planning.memory_budget import ScheduleLimits
-from graphshard.planning.moments import launches, most_by_step, running, waits
 from graphshard.planning.placement import BucketSizes, Placer, Splits
 from graphshard.planning.plan import Bucket, Problem, Transfer
 from graphshard.planning.search import find_schedule
+from graphshard.planning.time_points import launches, max_by_step, running, waits
 from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction
 
 SIZE = 8 * WORLD
@@ -29,7 +29,7 @@ SIZE = 8 * WORLD
 
 def _alive(transfers: list[Transfer], *buckets: Bucket) -> list[int]:
     """Return the bytes alive in three steps that need no other memory."""
-    return alive_by_moment(problem([1.0] * 3, transfers), buckets)
+    return alive_by_point(problem([1.0] * 3, transfers), buckets)
 
 
 def _bucket(kind: TransferKind, *buffers: tuple[int, ...], at: tuple[int, int]) -> Bucket:
@@ -110,14 +110,14 @@ def test_all_reduces_are_computed_in_place() -> None:
 def test_the_bytes_of_a_step_are_the_maximum_over_its_points() -> None:
     between = [7, 8, 1]
     graph = problem([1.0] * 2, [], [5, 9], between)
-    assert other_by_moment(graph) == [7, 7, 5, 8, 8, 9, 1, 1]
-    assert most_by_step(other_by_moment(graph)) == alive_bytes(graph, []) == [7, 9]
-    doubled = with_other_bytes(graph, [2 * n for n in other_by_moment(graph)])
-    assert doubled.other_bytes == (10, 18) and doubled.between_bytes == (14, 16, 2)
+    assert fixed_by_point(graph) == [7, 7, 5, 8, 8, 9, 1, 1]
+    assert max_by_step(fixed_by_point(graph)) == alive_bytes(graph, []) == [7, 9]
+    doubled = with_fixed_bytes(graph, [2 * n for n in fixed_by_point(graph)])
+    assert doubled.fixed_bytes == (10, 18) and doubled.fixed_border_bytes == (14, 16, 2)
 
 
 @given(problems(), lines)
-def test_the_placer_counts_like_alive_by_moment(graph: Problem, line: Line) -> None:
+def test_the_placer_counts_like_alive_by_point(graph: Problem, line: Line) -> None:
     kinds = [t.kind == TransferKind.ALL_GATHER for t in graph.transfers]
     gathers = sorted(
         (i for i, is_gather in enumerate(kinds) if is_gather), key=lambda i: graph.transfers[i].due
@@ -126,16 +126,16 @@ def test_the_placer_counts_like_alive_by_moment(graph: Problem, line: Line) -> N
     reductions.sort(key=lambda i: -graph.transfers[i].ready)
     sizes = BucketSizes(60, 60, 100)
     queues = [Queue(graph, line, None, order) for order in (gathers, reductions)]
-    placer = Placer(graph, line, ScheduleLimits(peak=max(least_by_moment(graph)) + 50), 50)
-    draft = placer.draft(Splits(*(queue.split(60) for queue in queues)), sizes)
-    assert draft.score.peak_bytes == max(alive_by_moment(graph, draft.buckets()))
+    placer = Placer(graph, line, ScheduleLimits(peak=max(least_by_point(graph)) + 50), 50)
+    schedule = placer.place(Splits(*(queue.split(60) for queue in queues)), sizes)
+    assert schedule.score.peak_bytes == max(alive_by_point(graph, schedule.buckets()))
 
 
 def test_a_budget_includes_averages_over_replicas() -> None:
     """If waited for before the last step, the shards would add to the ten bytes of that step."""
     shards = reduction(0, 100, 1, 3, num_replicas=2, host=True)
     graph = problem([100.0] * 3, [shards], [0, 0, 10])
-    budget = max(least_by_moment(graph))
+    budget = max(least_by_point(graph))
     assert (
         max(alive_bytes(graph, find_schedule(graph, Line(), ScheduleLimits(peak=budget)))) <= budget
     )

@@ -45,8 +45,8 @@ _problems = st.builds(
     graph=st.sampled_from([GraphKind.FORWARD, GraphKind.BACKWARD, GraphKind.INFERENCE]),
     steps=st.lists(st.text(max_size=5), max_size=4).map(tuple),
     compute_us=st.lists(st.floats(0, 1e9), max_size=4).map(tuple),
-    other_bytes=st.lists(_sizes, max_size=4).map(tuple),
-    between_bytes=st.lists(_sizes, max_size=4).map(tuple),
+    fixed_bytes=st.lists(_sizes, max_size=4).map(tuple),
+    fixed_border_bytes=st.lists(_sizes, max_size=4).map(tuple),
     transfers=st.lists(_transfers, max_size=4).map(tuple),
 )
 _buckets = st.builds(

@@ -77,5 +77,9 @@ def test_pieces_cover_all_parts_and_contain_no_cut(
 
 
 def test_few_calls_of_large_regions_save_time() -> None:
-    assert saves_time(Regions(num_forms=1, num_calls=20, num_nodes=2000, num_compiled=100))
-    assert not saves_time(Regions(num_forms=9, num_calls=90, num_nodes=270, num_compiled=135))
+    assert saves_time(
+        Regions(num_compiled_regions=1, num_calls=20, num_nodes=2000, num_compiled=100)
+    )
+    assert not saves_time(
+        Regions(num_compiled_regions=9, num_calls=90, num_nodes=270, num_compiled=135)
+    )

@@ -15,16 +15,16 @@ from graphshard.planning.saving import (
 )
 from graphshard.show.saving_table import saving_table
 
-ALL, HALF, STOWED = Saving(1.0, True, False), Saving(0.5, False, False), Saving(1.0, False, True)
+ALL, HALF, OFFLOADED = Saving(1.0, True, False), Saving(0.5, False, False), Saving(1.0, False, True)
 FITS = TriedSaving(HALF, 2e3, 3_000_000_000)
 TOO_LARGE = TriedSaving(ALL, None, 9_000_000_000, "backward needs 9 GB")
 
 
 def test_strategies_are_all_combinations() -> None:
-    on_gpu, on_cpu = savings(PARTS, may_stow=True), savings(PARTS, may_stow=False)
+    on_gpu, on_cpu = savings(PARTS, may_offload=True), savings(PARTS, may_offload=False)
     assert len({*on_gpu}) == len(on_gpu) == 4 * len(PARTS) == 2 * len(on_cpu)
     assert [s.activations for s in on_cpu] == [part for part in PARTS for _ in range(2)]
-    assert not any(s.stows for s in on_cpu)
+    assert not any(s.offloads for s in on_cpu)
 
 
 def test_the_fastest_strategy_that_fits_is_chosen() -> None:
@@ -48,16 +48,16 @@ def test_strategies_with_the_same_result_are_shown_once() -> None:
 
 def test_recomputing_more_ends_once_it_is_slower() -> None:
     slower, quicker = (dataclasses.replace(FITS, step_us=us) for us in (3e3, 1e3))
-    stowed = dataclasses.replace(FITS, saving=STOWED)
+    offloaded = dataclasses.replace(FITS, saving=OFFLOADED)
     assert saves_enough([slower, TOO_LARGE], [FITS])
     assert not saves_enough([slower, quicker], [FITS])
     assert not saves_enough([slower], [TOO_LARGE])  # no earlier strategy fits
     assert not saves_enough([TOO_LARGE], [FITS])
-    assert not saves_enough([slower], [stowed])  # without offloading it may still be faster
+    assert not saves_enough([slower], [offloaded])  # without offloading it may still be faster
 
 
 def test_the_table_gives_reasons() -> None:
-    slower = TriedSaving(STOWED, 3e3, 4_000_000_000)
+    slower = TriedSaving(OFFLOADED, 3e3, 4_000_000_000)
     table = saving_table(SavingChoice(5, (TOO_LARGE, FITS, slower), "4x8", ("Not tried: this.",)))
     title, _, head, _, *rows, note = table.splitlines()
     assert (

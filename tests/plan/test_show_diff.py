@@ -105,8 +105,8 @@ def test_a_step_with_another_number_is_the_same_step() -> None:
         old,
         steps=("new", *old.steps),
         compute_us=(0.0, *old.compute_us),
-        other_bytes=(0, *old.other_bytes),
-        between_bytes=(0, *old.between_bytes),
+        fixed_bytes=(0, *old.fixed_bytes),
+        fixed_border_bytes=(0, *old.fixed_border_bytes),
         transfers=tuple(dataclasses.replace(t, due=t.due + 1) for t in old.transfers),
     )
     buckets = (_of(0, at=(1, 1)), _of(1, at=(1, 2)))

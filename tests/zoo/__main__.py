@@ -98,22 +98,22 @@ def _kept(module: str, function: str, *args: Any) -> dict[str, bool]:
 
 
 def _accelerate(folder: str) -> Found:
-    losses = [found[0] for found in _on_ranks("test_accelerate", "beside_ddp")]
+    losses = [found[0] for found in _on_ranks("test_accelerate", "compare_with_ddp")]
     return Found(max(losses), **_kept("test_accelerate", "save_and_resume", folder))
 
 
 def _trainer(folder: str) -> Found:
-    losses = [found["loss"] for found in _on_ranks("test_trainer", "beside_ddp", folder)]
+    losses = [found["loss"] for found in _on_ranks("test_trainer", "compare_with_ddp", folder)]
     return Found(max(losses), **_kept("test_trainer", "save_and_resume", folder))
 
 
 def _sft(folder: str) -> Found:
-    found = _on_ranks("test_sft", "beside_ddp", folder)
+    found = _on_ranks("test_sft", "compare_with_ddp", folder)
     return Found(max(loss for loss, _ in found), all(saved for _, saved in found), None)
 
 
 def _lightning(folder: str) -> Found:
-    losses = _on_ranks("test_lightning", "beside_ddp", folder, backend="recording")
+    losses = _on_ranks("test_lightning", "compare_with_ddp", folder, backend="recording")
     return Found(max(losses), **_kept("test_lightning", "resume", folder, False))
 
 

@@ -78,7 +78,7 @@ def _numbers(by: str, mixed_precision: str) -> tuple[Tensor, Tensor, dict[str, T
     return losses, norms, training.weights()
 
 
-def beside_ddp() -> tuple[float, float, float]:
+def compare_with_ddp() -> tuple[float, float, float]:
     """Return the largest relative differences of losses, gradient norms and weights from DDP's."""
     (*ours, trained), (*theirs, expected) = (_numbers(by, "no") for by in ("graphshard", "ddp"))
     losses, norms = (float(((a - b) / b).abs().max()) for a, b in zip(ours, theirs))
@@ -86,7 +86,7 @@ def beside_ddp() -> tuple[float, float, float]:
 
 
 def test_accelerate_trains_like_ddp() -> None:
-    for errors in ranks.run(2, beside_ddp):
+    for errors in ranks.run(2, compare_with_ddp):
         assert max(errors) <= 1e-5
 
 

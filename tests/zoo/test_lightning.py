@@ -114,7 +114,7 @@ def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: whole(param.detach()).clone() for name, param in model.named_parameters()}
 
 
-def beside_ddp(folder: str) -> float:
+def compare_with_ddp(folder: str) -> float:
     """Fit with graphshard and with DDP; return the largest relative difference of a loss."""
     recording.clear()
     ours, theirs = Model(True), Model(False)
@@ -132,7 +132,7 @@ def beside_ddp(folder: str) -> float:
 
 
 def test_lightning_fits_like_ddp_and_reduces_once_per_step(tmp_path: Path) -> None:
-    ranks.run(2, beside_ddp, str(tmp_path), backend="recording")
+    ranks.run(2, compare_with_ddp, str(tmp_path), backend="recording")
 
 
 def resume(folder: str, distributed: bool) -> Kept:

@@ -70,7 +70,7 @@ def _trained(trainer: SFTTrainer) -> dict[str, Tensor]:
     return {name.removeprefix("module."): whole(param.detach()) for name, param in params}
 
 
-def beside_ddp(folder: str) -> tuple[float, bool]:
+def compare_with_ddp(folder: str) -> tuple[float, bool]:
     """Return the largest relative difference of a loss from DDP's, and whether saving is exact."""
     sharded, ours = _train(folder, ShardedSFTTrainer, sharding={"compiler": "aot_eager"})
     plain, theirs = _train(folder, SFTTrainer)
@@ -87,4 +87,4 @@ def beside_ddp(folder: str) -> tuple[float, bool]:
 
 @pytest.mark.low_precision
 def test_sft_trains_like_ddp(tmp_path: Path) -> None:
-    assert all(saved for _, saved in ranks.run(2, beside_ddp, str(tmp_path)))
+    assert all(saved for _, saved in ranks.run(2, compare_with_ddp, str(tmp_path)))

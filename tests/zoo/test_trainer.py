@@ -100,7 +100,7 @@ def _numbers(folder: str, plain: bool, bf16: bool) -> tuple[dict[str, Tensor], d
     return {key: torch.tensor(values) for key, values in numbers.items()}, weights
 
 
-def beside_ddp(folder: str) -> dict[str, float]:
+def compare_with_ddp(folder: str) -> dict[str, float]:
     """Return the largest relative differences from DDP, by kind of number."""
     (ours, trained), (theirs, expected) = (
         _numbers(folder, plain, False) for plain in (False, True)
@@ -111,7 +111,7 @@ def beside_ddp(folder: str) -> dict[str, float]:
 
 
 def test_trainer_trains_and_evaluates_like_ddp(tmp_path: Path) -> None:
-    for errors in ranks.run(2, beside_ddp, str(tmp_path)):
+    for errors in ranks.run(2, compare_with_ddp, str(tmp_path)):
         assert max(errors.values()) <= 1e-5, errors
 
 

@@ -112,7 +112,7 @@ def one_line(model: Model, mesh: DeviceMesh, **options: Any) -> Trained:
     return torch.compile(model, backend=sharding(mesh, **options))
 
 
-WAYS: dict[str, Build] = {
+VARIANTS: dict[str, Build] = {
     PLAIN: plain,
     FSDP2: fsdp2,
     FSDP2_BLOCKS: fsdp2_compiled_blocks,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphshard._torch.aot_graphs import written_inputs
+from graphshard._torch.aot_graphs import mutated_inputs
 from graphshard.ops.emitter import Emitter
 from graphshard.ops.nodes import root_of
 from graphshard.passes.saved import replace_saved, saved_nodes
@@ -28,7 +28,7 @@ def clone_mutated_inputs(forward: fx.Graph, num_outputs: int) -> None:
     Args:
         num_outputs: number of user outputs of the graph.
     """
-    written = written_inputs(forward)
+    written = mutated_inputs(forward)
     saved = [node for node in saved_nodes(forward, num_outputs) if root_of(node) in written]
     copies = {root: _copied(root) for root in dict.fromkeys(map(root_of, saved))}
     replace_saved(forward, {node: _as_view(node, copies) for node in saved}, num_outputs)

@@ -5,30 +5,30 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphshard.planning.moments import ByteChanges, LiveBytes, Span, sum_spans
+from graphshard.planning.time_points import ByteChanges, LiveBytes, Span, sum_spans
 
-NUM_MOMENTS = 6
-_moments = st.integers(0, NUM_MOMENTS)
-_spans = st.lists(st.builds(Span, begin=_moments, end=_moments, num_bytes=st.integers(0, 100)))
+NUM_POINTS = 6
+_points = st.integers(0, NUM_POINTS)
+_spans = st.lists(st.builds(Span, begin=_points, end=_points, num_bytes=st.integers(0, 100)))
 
 
 @given(_spans)
 def test_all_sums_of_spans_agree(spans: list[Span]) -> None:
     expected = [
-        sum(span.num_bytes for span in spans if span.begin <= moment < span.end)
-        for moment in range(NUM_MOMENTS)
+        sum(span.num_bytes for span in spans if span.begin <= point < span.end)
+        for point in range(NUM_POINTS)
     ]
-    assert sum_spans(spans, NUM_MOMENTS) == expected
-    live, changes = LiveBytes([0] * NUM_MOMENTS), ByteChanges(NUM_MOMENTS)
+    assert sum_spans(spans, NUM_POINTS) == expected
+    live, changes = LiveBytes([0] * NUM_POINTS), ByteChanges(NUM_POINTS)
     for span in spans:
         live.add(span)
         if span.begin < span.end:
             changes.add(span.begin, span.num_bytes)
             changes.add(span.end, -span.num_bytes)
-    assert live.by_moment == list(changes.copy().by_moment()) == expected
+    assert live.by_point == list(changes.copy().by_point()) == expected
     for span in spans:
         live.remove(span)
-    assert live.by_moment == [0] * NUM_MOMENTS
+    assert live.by_point == [0] * NUM_POINTS
 
 
 def test_has_room_looks_only_at_the_points_of_the_span() -> None:

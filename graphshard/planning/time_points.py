@@ -29,7 +29,7 @@ def running(step: int) -> int:
     return 3 * step + 2
 
 
-def num_moments(num_steps: int) -> int:
+def num_points(num_steps: int) -> int:
     """Return the number of points of a graph with ``num_steps`` steps."""
     return running(num_steps)
 
@@ -47,19 +47,19 @@ class ByteChanges:
 
     __slots__ = ("_changes",)
 
-    def __init__(self, num_moments: int) -> None:
-        self._changes = [0] * (num_moments + 1)
+    def __init__(self, num_points: int) -> None:
+        self._changes = [0] * (num_points + 1)
 
     def copy(self) -> ByteChanges:
         other = ByteChanges(0)
         other._changes = self._changes.copy()
         return other
 
-    def add(self, moment: int, num_bytes: int) -> None:
-        """Add bytes from point ``moment`` on; a negative number frees them."""
-        self._changes[moment] += num_bytes
+    def add(self, point: int, num_bytes: int) -> None:
+        """Add bytes from point ``point`` on; a negative number frees them."""
+        self._changes[point] += num_bytes
 
-    def by_moment(self) -> Iterator[int]:
+    def by_point(self) -> Iterator[int]:
         """Yield the bytes alive at each point."""
         return islice(accumulate(self._changes), len(self._changes) - 1)
 
@@ -68,15 +68,15 @@ class LiveBytes:
     """Bytes alive at each point, changed span by span.
 
     Attributes:
-        by_moment: bytes alive at each point.
+        by_point: bytes alive at each point.
     """
 
-    def __init__(self, by_moment: Iterable[int]) -> None:
-        self.by_moment = list(by_moment)
+    def __init__(self, by_point: Iterable[int]) -> None:
+        self.by_point = list(by_point)
 
     def add(self, span: Span) -> None:
-        for moment in range(span.begin, span.end):
-            self.by_moment[moment] += span.num_bytes
+        for point in range(span.begin, span.end):
+            self.by_point[point] += span.num_bytes
 
     def remove(self, span: Span) -> None:
         self.add(span._replace(num_bytes=-span.num_bytes))
@@ -87,7 +87,7 @@ class LiveBytes:
 
     def exceeds(self, budget: float, span: Span) -> bool:
         """Return whether a point in the range of ``span`` holds more than ``budget`` bytes."""
-        return any(num_bytes > budget for num_bytes in self.by_moment[span.begin : span.end])
+        return any(num_bytes > budget for num_bytes in self.by_point[span.begin : span.end])
 
 
 def sum_spans(spans: Iterable[Span], length: int) -> list[int]:
@@ -97,11 +97,11 @@ def sum_spans(spans: Iterable[Span], length: int) -> list[int]:
         if begin < end:
             changes.add(begin, num_bytes)
             changes.add(end, -num_bytes)
-    return list(changes.by_moment())
+    return list(changes.by_point())
 
 
-def most_by_step(by_moment: Sequence[int]) -> list[int]:
+def max_by_step(by_point: Sequence[int]) -> list[int]:
     """Return the maximum of each step's points; the last step includes the graph's end."""
-    num_steps = len(by_moment) // 3
-    ends = [launches(step + 1) for step in range(num_steps - 1)] + [len(by_moment)]
-    return [max(by_moment[launches(step) : end]) for step, end in zip(range(num_steps), ends)]
+    num_steps = len(by_point) // 3
+    ends = [launches(step + 1) for step in range(num_steps - 1)] + [len(by_point)]
+    return [max(by_point[launches(step) : end]) for step, end in zip(range(num_steps), ends)]

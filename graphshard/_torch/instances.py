@@ -17,27 +17,27 @@ from torch.optim import Optimizer
 
 _T = TypeVar("_T")
 
-_known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_instances: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Keyed by id, because a user's module may not be hashable."""
 
 
-def known(kind: type[_T]) -> dict[int, _T]:
+def live_instances(kind: type[_T]) -> dict[int, _T]:
     """Return the live objects of type ``kind``, by id.
 
     These are optimizers, and modules that hold parameters or modules.
     """
-    return {key: thing for key, thing in _known.items() if issubclass(type(thing), kind)}
+    return {key: thing for key, thing in _instances.items() if issubclass(type(thing), kind)}
 
 
 def _note_module(module: nn.Module, name: str, value: object) -> None:
     if not torch.compiler.is_compiling():
-        _known[id(module)] = module
+        _instances[id(module)] = module
 
 
 def _noting(method: Any) -> Any:
     @functools.wraps(method)
     def note(self: Optimizer) -> Any:
-        _known[id(self)] = self
+        _instances[id(self)] = self
         return method(self)
 
     return note
