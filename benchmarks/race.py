@@ -51,8 +51,8 @@ from benchmarks.links import Wire, add_planned_wire, parse_wire, write_with_wire
 from benchmarks.llama import LlamaSizes, TrainableLlama, as_torchtitan
 from benchmarks.modelled_links import modelled_group
 from benchmarks.variants import Trained, add_hooks, asynchronous, convert_to_float8, mp_policy
-from graphshard.backend import Backend
 from graphshard.cost.devices import HARDWARE, find_hardware_or_default
+from graphshard.dynamo_backend import Backend
 
 VARIANTS = (FSDP2_BLOCKS, GRAPHSHARD, TORCHAO, GRAPHSHARD_FP8, PLAIN)
 RIVALS = {GRAPHSHARD: FSDP2_BLOCKS, GRAPHSHARD_FP8: TORCHAO}

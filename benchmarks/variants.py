@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.common import FSDP2, FSDP2_BLOCKS, GRAPHSHARD, GRAPHSHARD_FP8, PLAIN, TORCHAO
 
 if TYPE_CHECKING:
-    from graphshard.backend import Backend
+    from graphshard.dynamo_backend import Backend
 
 Model: TypeAlias = Any
 """A module whose ``blocks`` FSDP2 shards one by one."""

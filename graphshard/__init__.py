@@ -4,7 +4,7 @@ model = torch.compile(model, backend=graphshard.backend(mesh))
 """
 
 from . import optim as optim
-from .backend import Backend, backend, shard
+from .dynamo_backend import Backend, backend, shard
 from .forecast.cluster import Cluster, cluster
 from .forecast.forecast import Forecast
 from .forecast.plan import plan

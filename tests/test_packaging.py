@@ -152,7 +152,7 @@ def test_install(kind: str, source: Path, archives: dict[str, Path], tmp_path: P
     assert (package / "py.typed").is_file()
 
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in seen["files"])
-    assert seen["entry"] == "graphshard.backend:from_string"
+    assert seen["entry"] == "graphshard.dynamo_backend:from_string"
     assert seen["entry_loads"]
 
 

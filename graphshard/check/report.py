@@ -18,7 +18,7 @@ from .._torch.no_gpu.stand_ins import (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
-from ..backend import backend
+from ..dynamo_backend import backend
 from ..options.schedule_policy import SchedulePolicy
 from ..scripts import load_function, unpack
 from .counts import count

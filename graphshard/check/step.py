@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch.distributed import fake_ranks
 from .._torch.tensors import new_fake_mode, tree_leaves
-from ..backend import backend, shard
+from ..dynamo_backend import backend, shard
 from ..planning.plan import Plan
 from ..scripts import loss_of
 from .actions import Action

@@ -26,11 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .. import passes
 from .._torch.distributed import fake_ranks
 from .._torch.tensors import new_fake_mode, tree_map
-from ..backend import Backend, backend, shard
 from ..cost.fallback import read_or
 from ..cost.flops import Flops, flops
 from ..cost.hardware import Hardware, Rate
 from ..cost.model import CostModel
+from ..dynamo_backend import Backend, backend, shard
 from ..kinds import GraphKind
 from ..params.memory_report import memory_report
 from ..pipeline.compile import CompiledGraph

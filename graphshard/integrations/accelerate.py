@@ -24,7 +24,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import Optimizer
 
-from ..backend import backend
+from ..dynamo_backend import backend
 from ..params.full_state_dict import full_state_dict
 from .compiled_in_place import is_sharded, may_be_moved, shard_and_compile
 from .generation import generate_together

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from ..backend import Backend, shard
+from ..dynamo_backend import Backend, shard
 from ..params.grad_sync import no_sync
 from ..params.sharded_model import sharded_model_of
 

@@ -29,7 +29,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..backend import backend
+from ..dynamo_backend import backend
 from ..params.grad_sync import no_sync
 from .compiled_in_place import is_sharded, may_be_moved, shard_and_compile
 

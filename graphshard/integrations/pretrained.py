@@ -29,7 +29,7 @@ from transformers.modeling_utils import load_state_dict
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from .._torch.nn import buffers_of, parameters_of
-from ..backend import backend, shard
+from ..dynamo_backend import backend, shard
 from ..options.options import mesh_for
 from ..params.agree import raise_if_different, raise_on_all_ranks
 from ..params.fill import fill

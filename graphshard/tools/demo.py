@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..backend import backend
+from ..dynamo_backend import backend
 from ..options.options import COMPILERS
 from ..params.memory_report import memory_report
 from .demo_model import SIZES, batches, load_text

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 
-from ..backend import Backend
+from ..dynamo_backend import Backend
 from ..kinds import TransferKind
 from .demo_model import GPT
 from .demo_training import HeldMemory, Settings, Training, gather

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
-from ..backend import Backend
+from ..dynamo_backend import Backend
 from .demo_model import GPT, SIZES, Size
 
 SEED = 0

@@ -28,7 +28,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 from torchtitan.trainer import Trainer
 
-from ...backend import backend
+from ...dynamo_backend import backend
 from ...params.grad_sync import set_gradient_divide_factor
 from ..compiled_in_place import shard_and_compile
 
