@@ -3,48 +3,74 @@
 model = torch.compile(model, backend=graphshard.backend(mesh))
 """
 
-from . import optim as optim
-from .dynamo_backend import Backend, backend, shard
-from .forecast.cluster import Cluster, cluster
-from .forecast.forecast import Forecast
-from .forecast.plan import plan
-from .options.float8_policy import Float8Policy
-from .options.schedule_policy import SchedulePolicy
-from .params.buffers import sync_buffers
-from .params.full_state_dict import full_state_dict
-from .params.grad_sync import (
-    no_sync,
-    set_gradient_divide_factor,
-    set_requires_all_reduce,
-    set_requires_gradient_sync,
-)
-from .params.load_full_state_dict import load_full_state_dict
-from .params.materialize import materialize
-from .params.memory_report import MemoryReport, memory_report
-from .pipeline.saved_compile import load_compiled, save_compiled
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ._torch import instances as _instances  # noqa: F401 - notes optimizers made from now on
+
+if TYPE_CHECKING:
+    from . import optim as optim
+    from . import show as show
+    from .dynamo_backend import Backend as Backend
+    from .dynamo_backend import backend as backend
+    from .dynamo_backend import shard as shard
+    from .forecast.cluster import Cluster as Cluster
+    from .forecast.cluster import cluster as cluster
+    from .forecast.forecast import Forecast as Forecast
+    from .forecast.plan import plan as plan
+    from .options.float8_policy import Float8Policy as Float8Policy
+    from .options.schedule_policy import SchedulePolicy as SchedulePolicy
+    from .params.buffers import sync_buffers as sync_buffers
+    from .params.full_state_dict import full_state_dict as full_state_dict
+    from .params.grad_sync import no_sync as no_sync
+    from .params.grad_sync import set_gradient_divide_factor as set_gradient_divide_factor
+    from .params.grad_sync import set_requires_all_reduce as set_requires_all_reduce
+    from .params.grad_sync import set_requires_gradient_sync as set_requires_gradient_sync
+    from .params.load_full_state_dict import load_full_state_dict as load_full_state_dict
+    from .params.materialize import materialize as materialize
+    from .params.memory_report import MemoryReport as MemoryReport
+    from .params.memory_report import memory_report as memory_report
+    from .pipeline.saved_compile import load_compiled as load_compiled
+    from .pipeline.saved_compile import save_compiled as save_compiled
 
 __version__ = "0.1.0"
-__all__ = [
-    "Backend",
-    "Cluster",
-    "Float8Policy",
-    "Forecast",
-    "MemoryReport",
-    "SchedulePolicy",
-    "__version__",
-    "backend",
-    "cluster",
-    "full_state_dict",
-    "load_compiled",
-    "load_full_state_dict",
-    "materialize",
-    "memory_report",
-    "no_sync",
-    "plan",
-    "save_compiled",
-    "set_gradient_divide_factor",
-    "set_requires_all_reduce",
-    "set_requires_gradient_sync",
-    "shard",
-    "sync_buffers",
-]
+
+# Modules are imported when a name is first used: torch._dynamo and Inductor take seconds.
+_MODULES = {
+    "Backend": "dynamo_backend",
+    "Cluster": "forecast.cluster",
+    "Float8Policy": "options.float8_policy",
+    "Forecast": "forecast.forecast",
+    "MemoryReport": "params.memory_report",
+    "SchedulePolicy": "options.schedule_policy",
+    "backend": "dynamo_backend",
+    "cluster": "forecast.cluster",
+    "full_state_dict": "params.full_state_dict",
+    "load_compiled": "pipeline.saved_compile",
+    "load_full_state_dict": "params.load_full_state_dict",
+    "materialize": "params.materialize",
+    "memory_report": "params.memory_report",
+    "no_sync": "params.grad_sync",
+    "optim": "optim",
+    "plan": "forecast.plan",
+    "save_compiled": "pipeline.saved_compile",
+    "set_gradient_divide_factor": "params.grad_sync",
+    "set_requires_all_reduce": "params.grad_sync",
+    "set_requires_gradient_sync": "params.grad_sync",
+    "shard": "dynamo_backend",
+    "show": "show",
+    "sync_buffers": "params.buffers",
+}
+__all__ = ["__version__", *(name for name, module in _MODULES.items() if name != module)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f".{_MODULES[name]}", __name__)
+    value = globals()[name] = module if name == _MODULES[name] else getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

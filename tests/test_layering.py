@@ -55,7 +55,16 @@ ALLOWED: dict[str, set[str]] = {
         "planning",
         "show",
     },
-    "__init__": {"dynamo_backend", "forecast", "optim", "options", "params", "pipeline"},
+    "__init__": {
+        "_torch",
+        "dynamo_backend",
+        "forecast",
+        "optim",
+        "options",
+        "params",
+        "pipeline",
+        "show",
+    },
     "integrations": {"_torch", "dynamo_backend", "options", "params", "tools"},
     "tools": {"_torch", "dynamo_backend", "files", "kinds", "options", "params"},
     "check": {
