@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from .forecast.plan import plan as plan
     from .options.float8_policy import Float8Policy as Float8Policy
     from .options.schedule_policy import SchedulePolicy as SchedulePolicy
-    from .params.buffers import sync_buffers as sync_buffers
     from .params.full_state_dict import full_state_dict as full_state_dict
     from .params.grad_sync import no_sync as no_sync
     from .params.grad_sync import set_gradient_divide_factor as set_gradient_divide_factor
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from .params.materialize import materialize as materialize
     from .params.memory_report import MemoryReport as MemoryReport
     from .params.memory_report import memory_report as memory_report
+    from .params.shard import sync_buffers as sync_buffers
     from .pipeline.saved_compile import load_compiled as load_compiled
     from .pipeline.saved_compile import save_compiled as save_compiled
 
@@ -59,7 +59,7 @@ _MODULES = {
     "set_requires_gradient_sync": "params.grad_sync",
     "shard": "dynamo_backend",
     "show": "show",
-    "sync_buffers": "params.buffers",
+    "sync_buffers": "params.shard",
 }
 __all__ = ["__version__", *(name for name, module in _MODULES.items() if name != module)]
 

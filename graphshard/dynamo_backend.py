@@ -42,20 +42,27 @@ from .errors import BackendError
 from .options.float8_policy import Float8Policy
 from .options.options import Options, hashable, mesh_for
 from .options.schedule_policy import SchedulePolicy
-from .params.check_reads import check_reads, trace_parameters
 from .params.compare_traces import ForwardCheck, names_of
-from .params.compiled_root import find_root, record_graph_breaks, sync_params
-from .params.dtype_advice import advise, advising
 from .params.first_forward import (
     forget_first_forward,
     has_yet_to_cast,
+    is_plain,
     shard_before_first_forward,
+    stop_watching,
+    watch,
+    watch_idle,
 )
-from .params.mixed_precision import check_cast_boundaries
+from .params.graph_params import (
+    check_reads,
+    find_root,
+    record_graph_breaks,
+    refusing_stale_forwards,
+    sync_params,
+    trace_parameters,
+)
+from .params.mixed_precision import advise, advising, check_cast_boundaries
 from .params.shard import shard_module
 from .params.sharded_param import ShardedParam, sharded_param_of
-from .params.stale_forward import refusing_stale_forwards
-from .params.unsharded import is_plain, stop_watching, watch, watch_idle
 from .pipeline.compile import CompiledGraph, compile_traced
 from .pipeline.settings import CompileSettings
 from .pipeline.traced_graph import Runnable, TracedGraph
@@ -115,7 +122,7 @@ class Backend:
             params: parameter of each input that is a shard; None for other inputs.
         """
         sharded = [param for param in params if param is not None]
-        layouts = [param.layout for param in sharded]
+        specs = [param.spec for param in sharded]
         by_input = [None if i is None else params[i] for i in flat_inputs(gm)]
         fqns = [param.fqn if param else "" for param in by_input]
         traced = TracedGraph(
@@ -123,18 +130,18 @@ class Backend:
             inputs,
             fqns=fqns,
             shards=[value for value, param in zip(inputs, params) if param],
-            groups=list(dict.fromkeys(layout.groups.all_ranks for layout in layouts)),
-            marker_groups=sorted({name for layout in layouts for name in layout.group_names()}),
+            groups=list(dict.fromkeys(spec.groups.all_ranks for spec in specs)),
+            marker_groups=sorted({name for spec in specs for name in spec.group_names()}),
             inductor_options=inductor_options,
             regathered=self.options.with_own_reshard(fqns),
         )
         settings = CompileSettings(
             self.options.compiler,
             self.options.schedule,
-            device=layouts[0].groups.device if layouts else traced.device_of_inputs(),
+            device=specs[0].groups.device if specs else traced.device_of_inputs(),
         )
         compiled = self._build(traced, settings)
-        is_cast = any(layout.dtype is not None for layout in layouts)
+        is_cast = any(spec.dtype is not None for spec in specs)
         run = refusing_stale_forwards(compiled.run) if sharded else compiled.run
         run = freed_on_reset(advising(run) if is_cast else run)
         self._graphs.append(dataclasses.replace(compiled, run=run))

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 import graphshard
-from graphshard.params.grad_accumulation import ALL_REDUCES, SYNCS, module_flag
+from graphshard.params.grad_sync import ALL_REDUCES, SYNCS, module_flag
 from graphshard.params.sharded_param import sharded_param_of
 
 # Methods of FSDPModule that control when to unshard or reshard. Here the planner decides that, so

@@ -13,7 +13,7 @@ from typing import Any
 
 from .._torch.no_gpu.stand_ins import DeviceProperties, install, listen, replace
 from ..ops import host_copy
-from ..params import check
+from ..params import checks
 from .failure import Result, describe_failure
 from .gpus import GPUS, has_float8
 from .recorder import Recorder
@@ -37,7 +37,7 @@ def _run(library: str, function: str, device: str, args: Sequence[Any]) -> Any:
     install(GPUS[device], recorder)
     listener = listen(ctypes.CDLL(library), recorder.stream_asked)
     replace(host_copy, register_work=recorder.register)
-    replace(check, device_fault=_device_fault(GPUS[device]))
+    replace(checks, device_fault=_device_fault(GPUS[device]))
     module, _, name = function.partition(":")
     result = getattr(import_module(module), name)(recorder, *args)
     del listener

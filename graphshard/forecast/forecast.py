@@ -11,7 +11,7 @@ from tabulate import tabulate
 
 from ..cost.hardware import CALIBRATED, DATASHEET
 from ..kinds import GraphKind
-from ..params.padding import find_padding
+from ..params.param_spec import find_padding
 from ..show.dump import Dump
 from ..show.table import exposed_reason, is_notable
 from .changes import Change, find_bottleneck, find_changes

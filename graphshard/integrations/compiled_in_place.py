@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from ..dynamo_backend import Backend, shard
 from ..params.grad_sync import no_sync
-from ..params.sharded_model import sharded_model_of
+from ..params.sharded_param import sharded_model_of
 
 
 def is_sharded(model: object) -> bool:

@@ -34,7 +34,7 @@ from ..options.options import mesh_for
 from ..params.agree import raise_if_different, raise_on_all_ranks
 from ..params.fill import fill
 from ..params.materialize import plain_twin
-from ..params.mesh_groups import MeshGroups
+from ..params.mesh import MeshGroups
 from ..params.shard import broadcast_from_first_rank, move_buffers
 from ..params.stored import Read, StoredTensor, read_stored
 from ..tools.checkpoint import reading

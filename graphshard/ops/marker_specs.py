@@ -85,6 +85,13 @@ class MarkerSpec:
         """Return the arguments in the order of the schema."""
         return tuple(getattr(self, name) for name in self.argument_names())
 
+    def without_tensors(self) -> Self:
+        """Return the spec with None for all tensors, for a backward that must not keep them."""
+        values = zip(self.argument_names(), self.arguments())
+        tensors = [name for name, v in values if isinstance(v, (torch.Tensor, fx.Node, list))]
+        nothing: dict[str, Any] = dict.fromkeys(tensors)
+        return dataclasses.replace(self, **nothing)
+
     def constants(self) -> tuple[Any, ...]:
         """Return the arguments between the first tensor and the accumulators.
 
@@ -97,7 +104,7 @@ class MarkerSpec:
         return call(self.op(), *self.arguments())
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class UnshardSpec(MarkerSpec):
     """Arguments of ``unshard``, which gathers a full parameter from padded shards.
 
@@ -165,7 +172,7 @@ class ReduceGradSpec(MarkerSpec):
     host_memory: str | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class ReplicateSpec(MarkerSpec):
     """Arguments of ``replicate``, for a parameter that every rank holds; see ``UnshardSpec``."""
 

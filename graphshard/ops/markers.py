@@ -12,7 +12,7 @@ are computed. ``secondary_shard`` returns a padded shard of a full parameter, fr
 gathers within a few ranks (hpZ). ``offload_activation`` and ``reload_activation`` copy activations
 to the host and back. ``graphshard.ops.marker_specs`` defines the arguments.
 
-Gradients of microbatches add up in accumulators (``graphshard.params.grad_accumulation``). A marker
+Gradients of microbatches add up in accumulators (``graphshard.params.sharded_param``). A marker
 takes an accumulator in one of two forms:
 
 - Its stand-in, which requires a gradient and receives it instead of the shard: before the reduction
@@ -128,6 +128,53 @@ def reduction_dtype(grad: torch.Tensor, kind: TransferKind, reduce_dtype: _Dtype
     dtype = used_dtype(grad, reduce_dtype)
     # Some backends can only sum in an all-reduce, and float16 overflows early.
     return torch.float32 if kind == TransferKind.ALL_REDUCE and dtype == torch.float16 else dtype
+
+
+def reduction(
+    unsharded: UnshardSpec | ReplicateSpec,
+    grad: torch.Tensor,
+    padded_shape: torch.Size,
+    result_dtype: torch.dtype,
+    partial: Value | None = None,
+) -> ReduceGradSpec | AllReduceGradSpec:
+    """Return the marker that reduces the gradient of an unsharded parameter.
+
+    Args:
+        padded_shape: shape of this rank's shard, padding included.
+        result_dtype: dtype of the shard's gradient.
+        partial: key of an accumulator; see ``ReduceGradSpec``.
+    """
+    if isinstance(unsharded, ReplicateSpec):
+        return AllReduceGradSpec(
+            grad=grad,
+            group=unsharded.group,
+            reduce_dtype=unsharded.reduce_dtype,
+            result_dtype=result_dtype,
+        )
+    return ReduceGradSpec(
+        grad=grad,
+        padded_rows=padded_shape[0],
+        group=unsharded.group,
+        replica_group=unsharded.replica_group,
+        partial=partial,
+        reduce_dtype=unsharded.reduce_dtype,
+        result_dtype=result_dtype,
+        host_memory=unsharded.host_memory,
+    )
+
+
+def partial_reduction(
+    unsharded: UnshardSpec | ReplicateSpec, grad: torch.Tensor, padded_shape: torch.Size
+) -> ReduceGradSpec:
+    """Return the marker that reduces a gradient within each replica, in the reduction dtype."""
+    assert isinstance(unsharded, UnshardSpec), "only shards have replicas"
+    return ReduceGradSpec(
+        grad=grad,
+        padded_rows=padded_shape[0],
+        group=unsharded.group,
+        reduce_dtype=unsharded.reduce_dtype,
+        result_dtype=used_dtype(grad, unsharded.reduce_dtype),
+    )
 
 
 def unshard_input(spec: UnshardSpec) -> CollectiveInput:
@@ -336,59 +383,50 @@ def _add_unsynced(grad: torch.Tensor, key: _Tensor, reduce_dtype: _Dtype) -> tor
 
 def _save_unshard(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     spec = UnshardSpec(*inputs)
-    shard = value_of(spec.shard)
-    ctx.padded_rows, ctx.shard_dtype = shard.shape[0], shard.dtype
-    ctx.group, ctx.replica_group = spec.group, spec.replica_group
-    ctx.reduce_dtype, ctx.host_memory = spec.reduce_dtype, spec.host_memory
-    ctx.to_unsynced, ctx.to_partial = _is_stand_in(spec.unsynced), _is_stand_in(spec.partial)
-    ctx.save_for_backward(
-        None if ctx.to_unsynced else spec.unsynced, None if ctx.to_partial else spec.partial
-    )
+    _save(ctx, spec, value_of(spec.shard), spec.unsynced, spec.partial)
 
 
 def _unshard_backward(ctx: Any, grad: torch.Tensor) -> tuple[_Tensor, ...]:
     if ctx.to_unsynced:
-        return UnshardSpec.gradients(unsynced=grad.to(used_dtype(grad, ctx.reduce_dtype)))
-    unsynced_key, partial_key = ctx.saved_tensors
-    grad = _add_unsynced(grad, unsynced_key, ctx.reduce_dtype)
-    reduction = ReduceGradSpec(
-        grad=grad,
-        padded_rows=ctx.padded_rows,
-        group=ctx.group,
-        replica_group=ctx.replica_group,
-        partial=partial_key,
-        reduce_dtype=ctx.reduce_dtype,
-        result_dtype=ctx.shard_dtype,
-        host_memory=ctx.host_memory,
-    )
-    if not ctx.to_partial:
-        return UnshardSpec.gradients(shard=reduction.call(run))
-    dtype = used_dtype(grad, ctx.reduce_dtype)
-    reduction = dataclasses.replace(
-        reduction, replica_group=None, result_dtype=dtype, host_memory=None
-    )
-    return UnshardSpec.gradients(partial=reduction.call(run))
+        return UnshardSpec.gradients(unsynced=grad.to(used_dtype(grad, ctx.spec.reduce_dtype)))
+    unsynced, partial = ctx.saved_tensors
+    grad = _add_unsynced(grad, unsynced, ctx.spec.reduce_dtype)
+    if ctx.to_partial:
+        return UnshardSpec.gradients(
+            partial=partial_reduction(ctx.spec, grad, ctx.padded_shape).call(run)
+        )
+    reduce = reduction(ctx.spec, grad, ctx.padded_shape, ctx.param_dtype, partial)
+    return UnshardSpec.gradients(shard=reduce.call(run))
 
 
 def _save_replicate(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     spec = ReplicateSpec(*inputs)
-    ctx.group, ctx.reduce_dtype = spec.group, spec.reduce_dtype
-    ctx.param_dtype = value_of(spec.param).dtype
-    ctx.to_unsynced = _is_stand_in(spec.unsynced)
-    ctx.save_for_backward(None if ctx.to_unsynced else spec.unsynced)
+    _save(ctx, spec, value_of(spec.param), spec.unsynced, None)
 
 
 def _replicate_backward(ctx: Any, grad: torch.Tensor) -> tuple[_Tensor, ...]:
     if ctx.to_unsynced:
-        return ReplicateSpec.gradients(unsynced=grad.to(used_dtype(grad, ctx.reduce_dtype)))
-    (unsynced_key,) = ctx.saved_tensors
-    reduction = AllReduceGradSpec(
-        grad=_add_unsynced(grad, unsynced_key, ctx.reduce_dtype),
-        group=ctx.group,
-        reduce_dtype=ctx.reduce_dtype,
-        result_dtype=ctx.param_dtype,
+        return ReplicateSpec.gradients(unsynced=grad.to(used_dtype(grad, ctx.spec.reduce_dtype)))
+    unsynced, _ = ctx.saved_tensors
+    grad = _add_unsynced(grad, unsynced, ctx.spec.reduce_dtype)
+    reduce = reduction(ctx.spec, grad, ctx.padded_shape, ctx.param_dtype)
+    return ReplicateSpec.gradients(param=reduce.call(run))
+
+
+def _save(
+    ctx: Any,
+    spec: UnshardSpec | ReplicateSpec,
+    param: torch.Tensor,
+    unsynced: Value | None,
+    partial: Value | None,
+) -> None:
+    """Save what the backward of a marker needs."""
+    ctx.spec = spec.without_tensors()
+    ctx.padded_shape, ctx.param_dtype = param.shape, param.dtype
+    ctx.to_unsynced, ctx.to_partial = _is_stand_in(unsynced), _is_stand_in(partial)
+    ctx.save_for_backward(
+        None if ctx.to_unsynced else unsynced, None if ctx.to_partial else partial
     )
-    return ReplicateSpec.gradients(param=reduction.call(run))
 
 
 differentiate(unshard, _save_unshard, _unshard_backward)

@@ -25,9 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._torch.dtensor import local_tensor
-from ..params.eager_calls import agreed_exchange
-from ..params.full_tensor import layout_of
-from ..params.mesh_groups import MeshGroups
+from ..params.full_tensor import spec_of
+from ..params.mesh import MeshGroups, agreed_exchange
 from ..params.sharded_param import sharded_param_of
 from ..ranks.differences import OPTIMIZER_STEP
 from .newton_schulz import WIRE_DTYPE, orthogonalize
@@ -239,16 +238,16 @@ def _mesh_of(param: Tensor, name: str) -> DeviceMesh | None:
         raise ValueError(f"Muon cannot step {name}, which {what}: give it to another optimizer")
     if not isinstance(param, DTensor):
         return None
-    mesh, layout = param.device_mesh, layout_of(param) if param.device_mesh.ndim <= 2 else None
+    mesh, spec = param.device_mesh, spec_of(param) if param.device_mesh.ndim <= 2 else None
     same = isinstance(param.grad, DTensor) and param.grad.placements == param.placements
-    if layout is None or not same:
+    if spec is None or not same:
         of_grad = param.grad.placements if isinstance(param.grad, DTensor) else "no DTensor"
         raise ValueError(
             f"Muon cannot step {name}, placed as {param.placements} (its gradient: {of_grad}) over "
             f"{mesh}: it takes rows over a mesh of one axis, Shard(0), or over the second of two, "
             "Replicate() and Shard(0), and gradients of the same placements"
         )
-    return None if layout.rows is None or mesh.size() == 1 else mesh
+    return None if spec.rows is None or mesh.size() == 1 else mesh
 
 
 def _name(param_groups: Sequence[Group], number: int, index: int) -> str:

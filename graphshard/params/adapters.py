@@ -14,8 +14,8 @@ from torch import nn
 
 from .._torch.nn import uncompiled
 from .agree import broadcast_from_rank, raise_on_all_ranks
-from .eager_calls import agree_on_gathering
 from .full_state_dict import StateDict, full_state_dict, is_first_rank, mesh_groups_of
+from .mesh import agree_on_gathering
 
 if TYPE_CHECKING:
     from peft import PeftModel

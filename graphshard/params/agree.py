@@ -2,7 +2,7 @@
 
 One reduction compares the ranks; if they differ, all raise. Agreement on plans and calls, from the
 first compile on, is in ``graphshard.ranks``. Around graph breaks, ranks also agree on which
-parameters have gradients: ``eager_unshard._used_on_any_rank`` and
+parameters have gradients: ``eager._used_on_any_rank`` and
 ``ShardedModel._pending_on_any_rank``.
 """
 
@@ -19,8 +19,8 @@ from torch import nn
 from .._torch.distributed import device_for, has_fake_ranks, process_group
 from ..errors import BackendError
 from ..options.options import Options
-from .find import PlainParam
-from .mesh_groups import MeshGroups
+from .mesh import MeshGroups
+from .param_spec import PlainParam
 
 T = TypeVar("T")
 
@@ -52,7 +52,9 @@ def check_same_shards(
     """
     descriptions = {ARGUMENTS: options.fingerprint()}
     if fault is None:
-        descriptions |= {p.fqn: _describe(p.param) + (p.float8 or "") for p in plain_params}
+        descriptions |= {
+            p.fqn: _describe(p.param) + (p.spec.float8_recipe or "") for p in plain_params
+        }
         descriptions |= {name: _describe(buffer) for name, buffer in root.named_buffers()}
     raise_if_different(descriptions, groups, fault=fault)
 

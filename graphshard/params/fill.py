@@ -9,7 +9,7 @@ from torch import nn
 
 from .._torch.dtensor import local_tensor
 from .materialize import allocate
-from .mesh_groups import MeshGroups
+from .mesh import MeshGroups
 from .sharded_param import sharded_param_of
 from .stored import StoredTensor, read_stored
 
@@ -29,8 +29,8 @@ def fill(root: nn.Module, values: Mapping[str, torch.Tensor], groups: MeshGroups
         for name, param in root.named_parameters():
             sharded = sharded_param_of(param)
             assert sharded is not None, f"{name} is not sharded"
-            layout = sharded.layout
-            rows = None if layout.rows is None else layout.local_rows
+            spec = sharded.spec
+            rows = None if spec.rows is None else spec.local_rows
             local_tensor(sharded.dtensor).copy_(_rows_of(values[name], rows))
 
 

@@ -1,39 +1,80 @@
-"""Shard a module that was given to ``torch.compile`` before its first forward begins.
+"""Modules that were passed to ``torch.compile`` and are not sharded yet.
+
+Two hooks act on them: one shards a module before its first forward begins, and one raises if an
+optimizer steps parameters that were never sharded.
 
 [Note: first forward] With a mixed-precision policy, FSDP2 casts a model's inputs and outputs in
-hooks that sharding adds. A module only calls hooks that it has when its forward begins, but
-Dynamo calls the backend later, in the middle of the first forward: too late to cast the inputs. Or
-it never calls the backend: Dynamo is disabled, or it leaves the whole call to Python, as it does
-after ``compile()`` of a torch.nn module. So graphshard has to get hold of the module earlier.
+hooks that sharding adds. A module only calls hooks that it has when its forward begins, but Dynamo
+calls the backend later, in the middle of the first forward: too late to cast the inputs. Or it
+never calls the backend: Dynamo is disabled, or leaves the whole call to Python, as it does after
+``compile()`` of a torch.nn module. So graphshard has to get hold of the module earlier.
 
 ``torch.compile`` passes nothing but graphs to a backend. But when it is given a module, it reads
 the backend's ``__name__`` (``_TorchCompileWrapper`` in torch/__init__.py, 2.11 and 2.13), and the
 module is the argument ``model`` of the calling function. That is the only reason why
 ``Backend.__name__`` is a property. A backend that is given by name is looked up instead:
-``on_lookup`` in _torch/dynamo.py. All code that depends on either is in this file and in
-``unsharded``: a hook shards the module when its first compiled forward begins, casts the inputs of
-that forward, and removes itself. If torch stops doing either, the first forward raises an error
+``on_lookup`` in _torch/dynamo.py. If torch stops doing either, the first forward raises an error
 with advice if inputs are to be cast, and tests/graph/test_first_forward.py fails.
 
-Global hooks, and those that the user registered before ``torch.compile``, run before this hook. If
-Dynamo compiles one of them, the module is sharded at that point, and this hook only casts.
+Global hooks, and those that the user registered before ``torch.compile``, run before ours. If
+Dynamo compiles one of them, the module is sharded at that point, and our hook only casts.
+
+[Note: never sharded] A model is never sharded if its compiled code never runs: the user calls the
+plain model, or Dynamo is off while a function is compiled. Each rank would then train a model of
+its own. The symptom is an optimizer step on plain parameters that have gradients:
+
+    torch.compile is given a model, or a function that names it    watched until it is sharded
+    an optimizer steps plain parameters of a watched model         error
+    an optimizer steps any plain parameters while a backend has
+    sharded nothing and knows no model                             warning: they may be unrelated
+
+Parameters that ``DistributedDataParallel`` reduces are exempt, and so are single-rank runs.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import inspect
+import types
+import warnings
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from .._torch.as_parameter import GatheredParameter
 from .._torch.dynamo import run_as_python
 from .._torch.frames import CompiledCall, CompileRequest, compiled_call
-from .._torch.nn import forward_pre_hooks
+from .._torch.nn import forward_pre_hooks, uncompiled
+from ..errors import BackendError
+from ..options.options import Options
+from .checks import find_reduced_by_ddp
+from .compare_traces import ForwardCheck
 from .mixed_precision import cast_inputs
-from .sharded_model import sharded_model_of
-from .unsharded import Sharder
+from .sharded_param import sharded_model_of, sharded_param_of
+
+
+class Sharder(Protocol):
+    """The methods of ``Backend`` that shard; see that class for docstrings."""
+
+    options: Options
+    forward_check: ForwardCheck
+
+    def plain_parameters(self, root: nn.Module) -> list[nn.Parameter]: ...
+
+    def shard_now(self, root: nn.Module) -> None: ...
+
+    def compiles(self, call: CompiledCall) -> bool: ...
+
+
+# --- shard before the first forward --------------------------------------------------------------
 
 
 def shard_before_first_forward(
@@ -124,5 +165,138 @@ class _FirstForward:
         return cast_inputs(self._policy, args, kwargs)
 
 
-for _hook in (_FirstForward.__call__, _Copied.__call__):
-    run_as_python(_hook)
+for _traced in (_FirstForward.__call__, _Copied.__call__):
+    run_as_python(_traced)
+
+
+# --- raise if a model is trained that was never sharded ------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A module, a function, or the owner of a method that was passed to ``torch.compile``."""
+
+    sharder: Sharder
+    target: weakref.ref[Any]
+
+    def plain_modules(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+        """Yield each module that has parameters still to be sharded, with these parameters."""
+        for module in modules_named_by(self.target()):
+            # A DTensor is sharded by something else, such as FSDP2.
+            params = self.sharder.plain_parameters(module)
+            if plain := [p for p in params if not isinstance(p, DTensor)]:
+                yield module, plain
+
+
+_watched: list[_Watched] = []
+# Backends that sharded nothing and that ``torch.compile`` never got together with a model.
+_idle: weakref.WeakSet[Sharder] = weakref.WeakSet()
+# Hook on all optimizers, because only a step shows that a parameter is trained; empty while nothing
+# is watched.
+_hook: list[RemovableHandle] = []
+
+
+def is_plain(value: object) -> bool:
+    """Return whether ``value`` is a parameter that graphshard has not sharded."""
+    if not isinstance(value, nn.Parameter) or isinstance(value, GatheredParameter):
+        return False
+    return sharded_param_of(value) is None
+
+
+def watch_idle(sharder: Sharder) -> None:
+    """Watch a new backend, which has no known model yet: see [Note: never sharded]."""
+    _idle.add(sharder)
+    _hook_optimizers()
+
+
+def watch(sharder: Sharder, compiled: object) -> None:
+    """Watch the models of an object passed to ``torch.compile``, until they are sharded."""
+    _watched[:] = [w for w in _watched if w.target() is not None]
+    target = compiled.__self__ if isinstance(compiled, types.MethodType) else compiled
+    if not any(w.sharder is sharder and w.target() is target for w in _watched):
+        with contextlib.suppress(TypeError):  # the object cannot be weakly referenced
+            _watched.append(_Watched(sharder, weakref.ref(target)))
+    if any(True for _ in modules_named_by(target)):  # bool(module) may raise
+        _idle.discard(sharder)
+    _hook_optimizers()
+
+
+def stop_watching(sharder: Sharder) -> None:
+    """Stop watching ``sharder``, which has sharded a model, and all models sharded by now."""
+    _idle.discard(sharder)
+    _watched[:] = [w for w in _watched if any(w.plain_modules())]
+    if not _watched and not _idle:
+        while _hook:
+            _hook.pop().remove()
+
+
+def _hook_optimizers() -> None:
+    if not _hook:
+        _hook.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def modules_named_by(target: object) -> Iterator[nn.Module]:
+    """Yield the modules that compiled code refers to.
+
+    Args:
+        target: a module itself; a function, whose closure, globals, defaults and attributes count;
+            or the owner of a method, whose attributes count. None: no modules.
+    """
+    if isinstance(target, nn.Module):
+        yield target
+        return
+    values: list[object] = list(getattr(target, "__dict__", {}).values())
+    if isinstance(target, types.FunctionType):
+        try:
+            names = inspect.getclosurevars(target)
+        except ValueError:  # a closure variable is not assigned yet
+            return
+        values += [*names.nonlocals.values(), *names.globals.values(), *(target.__defaults__ or ())]
+    for value in map(uncompiled, values):
+        if isinstance(value, nn.Module):
+            yield value
+
+
+def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Raise or warn if an optimizer steps parameters that should be sharded; a step pre-hook."""
+    if torch.compiler.is_compiling():
+        return
+    stepped = _stepped_plainly(optimizer) if _watched or _idle else set()
+    if not stepped:
+        return
+    for watched in _watched:
+        if watched.sharder.options.num_ranks() > 1:
+            for module, plain in watched.plain_modules():
+                _raise_if_stepped(optimizer, module, stepped.intersection(plain))
+    for sharder in list(_idle):
+        if sharder.options.num_ranks() > 1 and stepped - find_reduced_by_ddp():
+            _idle.discard(sharder)
+            warnings.warn(
+                "graphshard: a backend was made and has sharded nothing yet, and "
+                f"{type(optimizer).__name__} steps parameters that are not sharded: if they are to "
+                "be, compile the model itself: torch.compile(model, "
+                "backend=graphshard.backend(mesh))",
+                stacklevel=3,
+            )
+
+
+def _stepped_plainly(optimizer: Optimizer) -> set[nn.Parameter]:
+    """Return the optimizer's plain parameters that have gradients."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    plain = (p for p in params if is_plain(p) and not isinstance(p, DTensor))
+    return {p for p in plain if p.grad is not None}
+
+
+def _raise_if_stepped(optimizer: Optimizer, module: nn.Module, stepped: set[nn.Parameter]) -> None:
+    stepped = stepped and stepped - find_reduced_by_ddp()
+    if not stepped:
+        return
+    name = next(name for name, param in module.named_parameters() if param in stepped)
+    raise BackendError(
+        f"{type(optimizer).__name__} steps {name!r} of {type(module).__name__}, which "
+        "torch.compile(..., backend=graphshard.backend(...)) was to shard: no compiled call of it "
+        "has run, so each rank trains a model of its own. Call what torch.compile returned, with "
+        "compiling on (no disable=True, TORCH_COMPILE_DISABLE=1, set_stance('force_eager') or "
+        "suppress_errors); or shard it by graphshard.shard(model, mesh), which trains uncompiled "
+        "as well; or list its parameters in ignored_params if you reduce their gradients yourself"
+    )

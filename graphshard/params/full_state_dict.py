@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from .._torch.nn import COMPILED_PREFIX, set_versions, uncompiled, versions_of
 from .agree import raise_if_different
-from .eager_calls import agree_on_gathering
 from .full_tensor import gather, plain
-from .mesh_groups import MeshGroups
+from .mesh import MeshGroups, agree_on_gathering
 from .sharded_param import sharded_param_of
 
 StateDict = OrderedDict[str, Any]
@@ -131,7 +130,7 @@ def checked_module(
 def mesh_groups_of(root: nn.Module) -> MeshGroups | None:
     """Return the groups of the mesh that ``root`` is sharded over; None if it is not sharded."""
     sharded_params = (sharded_param_of(param) for param in root.parameters())
-    return next((p.layout.groups for p in sharded_params if p is not None), None)
+    return next((p.spec.groups for p in sharded_params if p is not None), None)
 
 
 def is_first_rank(groups: MeshGroups | None) -> bool:

@@ -17,33 +17,33 @@ from .._torch.distributed import process_group
 from .._torch.dtensor import local_tensor
 from .._torch.tensors import is_traceable_wrapper_subclass
 from ..ops.shard_rows import rows_of_rank
-from .layout import Layout
-from .mesh_groups import MeshGroups
+from .mesh import MeshGroups
+from .param_spec import ParamSpec
 
 
-def layout_of(dtensor: DTensor) -> Layout | None:
-    """Return the layout of ``dtensor``; None if it is split other than by rows over shards."""
+def spec_of(dtensor: DTensor) -> ParamSpec | None:
+    """Return the spec of ``dtensor``; None if it is split other than by rows over shards."""
     sharded = dtensor.placements[-1] == Shard(0)
-    layout = Layout(dtensor.shape, MeshGroups(dtensor.device_mesh), shard=sharded)
-    return layout if tuple(dtensor.placements) == layout.placements else None
+    spec = ParamSpec(dtensor.shape, MeshGroups(dtensor.device_mesh), shard=sharded)
+    return spec if tuple(dtensor.placements) == spec.placements else None
 
 
 def gather(dtensor: DTensor) -> torch.Tensor | None:
     """Return a full copy on the first rank of the mesh; the result on other ranks is undefined."""
-    layout = layout_of(dtensor)
-    if layout is None:
+    spec = spec_of(dtensor)
+    if spec is None:
         return dtensor.full_tensor().detach()
-    if layout.rows is None:
+    if spec.rows is None:
         return plain(local_tensor(dtensor)).clone()
-    if not _in_first_replica(layout):
+    if not _in_first_replica(spec):
         return None
-    own = layout.padded(plain(local_tensor(dtensor)).to(layout.groups.device))
-    group = process_group(layout.groups.shards)
-    if layout.groups.shard_index != 0:
+    own = spec.padded(plain(local_tensor(dtensor)).to(spec.groups.device))
+    group = process_group(spec.groups.shards)
+    if spec.groups.shard_index != 0:
         dist.gather(_bytes(own), group=group, group_dst=0)
         return None
-    full = own.new_empty(layout.shape)
-    parts = _parts(full, layout)
+    full = own.new_empty(spec.shape)
+    parts = _parts(full, spec)
     dist.gather(_bytes(own), [_bytes(part.padded) for part in parts], group=group, group_dst=0)
     for part in parts:
         if part.padded is not part.rows:
@@ -51,26 +51,26 @@ def gather(dtensor: DTensor) -> torch.Tensor | None:
     return full
 
 
-def scatter(full: torch.Tensor | None, dtype: torch.dtype, layout: Layout) -> DTensor:
+def scatter(full: torch.Tensor | None, dtype: torch.dtype, spec: ParamSpec) -> DTensor:
     """Scatter a full tensor from the first rank; return its DTensor on the mesh's device.
 
     Args:
-        full: tensor of ``layout.shape`` on the first rank, on any device; None on the others.
+        full: tensor of ``spec.shape`` on the first rank, on any device; None on the others.
         dtype: dtype of the tensor.
     """
-    groups = layout.groups
-    shard = torch.empty(layout.padded_shape, dtype=dtype, device=groups.device)
-    if layout.rows is None:
-        return layout.dtensor(broadcast(full, shard, groups))
-    if _in_first_replica(layout):
+    groups = spec.groups
+    shard = torch.empty(spec.padded_shape, dtype=dtype, device=groups.device)
+    if spec.rows is None:
+        return spec.dtensor(broadcast(full, shard, groups))
+    if _in_first_replica(spec):
         parts = None
         if full is not None:
             full = full.detach().to(groups.device).contiguous()
-            parts = [_bytes(part.padded) for part in _parts(full, layout)]
+            parts = [_bytes(part.padded) for part in _parts(full, spec)]
         dist.scatter(_bytes(shard), parts, group=process_group(groups.shards), group_src=0)
     if groups.replicas is not None:
         dist.broadcast(_bytes(shard), group=process_group(groups.replicas), group_src=0)
-    return layout.dtensor(shard)
+    return spec.dtensor(shard)
 
 
 def broadcast(full: torch.Tensor | None, buffer: torch.Tensor, groups: MeshGroups) -> torch.Tensor:
@@ -82,8 +82,8 @@ def broadcast(full: torch.Tensor | None, buffer: torch.Tensor, groups: MeshGroup
     return buffer
 
 
-def _in_first_replica(layout: Layout) -> bool:
-    return layout.groups.replicas is None or layout.mesh.get_local_rank(0) == 0
+def _in_first_replica(spec: ParamSpec) -> bool:
+    return spec.groups.replicas is None or spec.mesh.get_local_rank(0) == 0
 
 
 class _Part(NamedTuple):
@@ -96,14 +96,14 @@ class _Part(NamedTuple):
     padded: torch.Tensor
 
 
-def _parts(full: torch.Tensor, layout: Layout) -> list[_Part]:
+def _parts(full: torch.Tensor, spec: ParamSpec) -> list[_Part]:
     """Return the parts of ``full``, one for each rank."""
-    assert layout.rows is not None
-    size, parts = layout.groups.num_shards, []
+    assert spec.rows is not None
+    size, parts = spec.groups.num_shards, []
     for rank in range(size):
-        rows = full[rows_of_rank(layout.rows, size, rank)]
-        is_whole = rows.shape == layout.padded_shape
-        parts.append(_Part(rows, rows if is_whole else layout.padded(rows)))
+        rows = full[rows_of_rank(spec.rows, size, rank)]
+        is_whole = rows.shape == spec.padded_shape
+        parts.append(_Part(rows, rows if is_whole else spec.padded(rows)))
     return parts
 
 

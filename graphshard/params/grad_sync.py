@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import nn
 
-from .grad_accumulation import ALL_REDUCES, SYNCS, module_flag
-from .parametrization import set_flags
-from .sharded_model import sharded_model_of
+from .sharded_param import refresh_accessors, sharded_model_of
+
+SYNCS, ALL_REDUCES = "_graphshard_syncs", "_graphshard_all_reduces"
+"""Flags of a module: whether to reduce its gradients; whether to average them over replicas."""
+
+
+def module_flag(module: nn.Module, name: str) -> bool:
+    """Return the flag ``SYNCS`` or ``ALL_REDUCES`` of ``module``, True by default."""
+    flag: bool = module.__dict__.get(name, True)
+    return flag
+
+
+def set_flags(flags: Mapping[nn.Module, bool], name: str) -> None:
+    """Set the flag ``SYNCS`` or ``ALL_REDUCES`` of modules, and refresh their accessors."""
+    for module, flag in flags.items():
+        module.__dict__[name] = flag
+    for module in flags:
+        refresh_accessors(module)
 
 
 @contextmanager
@@ -80,11 +95,8 @@ def set_gradient_divide_factor(model: nn.Module, factor: float) -> None:
         raise ValueError(
             f"{type(model).__name__} is not sharded yet: call graphshard.shard(model, mesh) before"
         )
-    if (
-        isinstance(factor, bool)
-        or not isinstance(factor, (int, float))
-        or not 0 < factor < math.inf
-    ):
+    is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+    if not is_number or not 0 < factor < math.inf:
         raise ValueError(f"factor={factor!r}: must be a positive number")
     sharded.gradient_divide_factor = float(factor)
 

@@ -33,10 +33,10 @@ from .full_state_dict import (
     plain_name,
     plain_versions,
 )
-from .full_tensor import broadcast, layout_of, scatter
-from .layout import Layout
+from .full_tensor import broadcast, scatter, spec_of
 from .loading import Incoming
-from .mesh_groups import MeshGroups
+from .mesh import MeshGroups
+from .param_spec import ParamSpec
 from .sharded_param import sharded_param_of
 
 
@@ -183,11 +183,11 @@ def _incoming(root: nn.Module, sent: _Sent, outline: _Sent, groups: MeshGroups) 
 
 
 def _received(
-    full: torch.Tensor | None, outline: torch.Tensor, layout: Layout | None, groups: MeshGroups
+    full: torch.Tensor | None, outline: torch.Tensor, spec: ParamSpec | None, groups: MeshGroups
 ) -> torch.Tensor:
-    """Receive a tensor from the first rank as a DTensor of ``layout``; if None, in full."""
-    if layout is not None:
-        return scatter(full, outline.dtype, layout)
+    """Receive a tensor from the first rank as a DTensor of ``spec``; if None, in full."""
+    if spec is not None:
+        return scatter(full, outline.dtype, spec)
     buffer = torch.empty(outline.shape, dtype=outline.dtype, device=groups.device)
     return broadcast(full, buffer, groups).to("cpu")
 
@@ -210,8 +210,8 @@ def _received_optimizer(
             if isinstance(value, torch.Tensor):
                 full = sent.optim["state"][name][key] if sent.optim else None
                 present = optim.state.get(param, {}).get(key)
-                layout = _layout_like(value, param, present)
-                value = _as_kept(_received(full, value, layout, groups), present)
+                spec = _spec_like(value, param, present)
+                value = _as_kept(_received(full, value, spec, groups), present)
             received[key] = value
         state[numbers[name]] = received
     return {"state": state, "param_groups": param_groups}
@@ -244,8 +244,8 @@ def _regrouped(
     return groups
 
 
-def _layout_like(outline: torch.Tensor, param: nn.Parameter, present: object) -> Layout | None:
-    """Return the layout for a tensor of optimizer state, or None if it is not split.
+def _spec_like(outline: torch.Tensor, param: nn.Parameter, present: object) -> ParamSpec | None:
+    """Return the spec for a tensor of optimizer state, or None if it is not split.
 
     Args:
         outline: meta tensor of its full shape.
@@ -253,5 +253,5 @@ def _layout_like(outline: torch.Tensor, param: nn.Parameter, present: object) ->
     """
     for like in (present, param):
         if isinstance(like, DTensor) and like.shape == outline.shape:
-            return layout_of(like)
+            return spec_of(like)
     return None

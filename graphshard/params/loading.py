@@ -1,7 +1,7 @@
 """Convert tensors that ``load_state_dict`` is given to shards, without communication.
 
     a full tensor              becomes this rank's rows of it
-    a DTensor of this layout   stays as it is; if it was unpickled, it gets this model's mesh
+    a DTensor of this spec   stays as it is; if it was unpickled, it gets this model's mesh
     another rank's shard       raises an error: see [Note: whose shard]
 
 Anything else is left alone: torch's own errors report it, along with whatever else is wrong.
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from .._torch.dtensor import local_tensor
 from .._torch.tensors import is_traceable_wrapper_subclass
 from ..errors import BackendError
-from .layout import Layout
+from .param_spec import ParamSpec
 from .sharded_param import Assigned, ShardedParam, sharded_param_of
 
 REMEDY = (
@@ -43,13 +43,13 @@ class Incoming(torch.Tensor):
     """A meta tensor with the shape and dtype of a tensor that this rank has yet to receive.
 
     Attributes:
-        receive: collective that returns the tensor, split by a given layout of its shape.
+        receive: collective that returns the tensor, split by a given spec of its shape.
     """
 
-    receive: Callable[[Layout], DTensor]
+    receive: Callable[[ParamSpec], DTensor]
 
     @staticmethod
-    def of(like: torch.Tensor, receive: Callable[[Layout], DTensor]) -> Incoming:
+    def of(like: torch.Tensor, receive: Callable[[ParamSpec], DTensor]) -> Incoming:
         """Return one with the shape and dtype of the meta tensor ``like``."""
         incoming = like.as_subclass(Incoming)
         incoming.receive = receive
@@ -68,18 +68,18 @@ def prepare_loaded(value: object, sharded_param: ShardedParam, name: str, assign
     Raises:
         BackendError: ``value`` is the shard of another rank, or of a model over other ranks.
     """
-    layout = sharded_param.layout
+    spec = sharded_param.spec
     if isinstance(value, Incoming):
-        return value.receive(layout) if value.shape == layout.shape else value
+        return value.receive(spec) if value.shape == spec.shape else value
     if isinstance(value, DTensor):
-        value = _own_shard(value, layout, name)
+        value = _own_shard(value, spec, name)
     if not isinstance(value, torch.Tensor) or is_traceable_wrapper_subclass(value):
         return value
-    if value.shape == (1,) and layout.shape == ():  # how old versions of torch saved scalars
+    if value.shape == (1,) and spec.shape == ():  # how old versions of torch saved scalars
         value = value[0]
-    if value.shape != layout.shape:
+    if value.shape != spec.shape:
         return value
-    return _assigned(value, sharded_param) if assigns else _shard_of(value, layout)
+    return _assigned(value, sharded_param) if assigns else _shard_of(value, spec)
 
 
 def _assigned(full: torch.Tensor, sharded_param: ShardedParam) -> nn.Parameter:
@@ -88,7 +88,7 @@ def _assigned(full: torch.Tensor, sharded_param: ShardedParam) -> nn.Parameter:
     if known is not None and (source := known.source()) is not None and _is_same(source, full):
         return known.parameter
     requires_grad = sharded_param.dtensor.requires_grad
-    parameter = nn.Parameter(_shard_of(full, sharded_param.layout), requires_grad)
+    parameter = nn.Parameter(_shard_of(full, sharded_param.spec), requires_grad)
     sharded_param.assigned = Assigned(weakref.ref(full), parameter)
     return parameter
 
@@ -102,22 +102,22 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def _shard_of(full: torch.Tensor, layout: Layout) -> DTensor:
+def _shard_of(full: torch.Tensor, spec: ParamSpec) -> DTensor:
     """Return a DTensor of this rank's rows of ``full``, on the device that keeps them."""
-    if layout.rows is None or layout.host_memory is not None or full.is_meta:
-        return layout.dtensor(layout.padded_shard(full))
-    return layout.dtensor(layout.padded(full[layout.local_rows].to(layout.groups.device)))
+    if spec.rows is None or spec.host_memory is not None or full.is_meta:
+        return spec.dtensor(spec.padded_shard(full))
+    return spec.dtensor(spec.padded(full[spec.local_rows].to(spec.groups.device)))
 
 
-def _own_shard(value: DTensor, layout: Layout, name: str) -> torch.Tensor:
+def _own_shard(value: DTensor, spec: ParamSpec, name: str) -> torch.Tensor:
     """Return ``value`` with this model's mesh, or its full tensor if it is replicated."""
     mesh = value.device_mesh
     if all(isinstance(placement, Replicate) for placement in value.placements):
         return local_tensor(value)
-    _check_whose(mesh, layout.mesh, name, REMEDY)
-    if mesh is layout.mesh or value.placements != layout.placements or value.shape != layout.shape:
+    _check_whose(mesh, spec.mesh, name, REMEDY)
+    if mesh is spec.mesh or value.placements != spec.placements or value.shape != spec.shape:
         return value
-    return layout.dtensor(layout.padded(local_tensor(value)))
+    return spec.dtensor(spec.padded(local_tensor(value)))
 
 
 def check_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: dict[str
             continue
         for name, value in state.items():
             if isinstance(value, DTensor) and not all(p.is_replicate() for p in value.placements):
-                what, mesh = f"{name} of {sharded_param.fqn}", sharded_param.layout.mesh
+                what, mesh = f"{name} of {sharded_param.fqn}", sharded_param.spec.mesh
                 _check_whose(value.device_mesh, mesh, what, _REMEDY_OF_OPTIMIZERS)
 
 

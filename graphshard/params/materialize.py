@@ -25,10 +25,9 @@ from .._torch.dtensor import local_tensor
 from .._torch.nn import buffers_of, parameters_of, replace_parameters
 from ..errors import BackendError
 from .full_state_dict import checked_module, mesh_groups_of
-from .mesh_groups import MeshGroups
-from .parametrization import plain_class
-from .sharded_param import SHARDED_PARAM, sharded_param_of
-from .unfilled import mark_uninitialised, num_uninitialised
+from .mesh import MeshGroups
+from .module_class import plain_class
+from .sharded_param import SHARDED_PARAM, mark_uninitialised, num_uninitialised, sharded_param_of
 
 Init = Callable[[nn.Module], object]
 T = TypeVar("T")
@@ -93,7 +92,7 @@ def allocate(root: nn.Module, groups: MeshGroups) -> None:
 def _device_of(param: nn.Parameter, groups: MeshGroups) -> torch.device:
     """Return the device that keeps a parameter: the CPU if its shard is offloaded."""
     sharded = sharded_param_of(param)
-    kept = sharded is not None and sharded.layout.host_memory is not None
+    kept = sharded is not None and sharded.spec.host_memory is not None
     return torch.device("cpu") if kept else groups.device
 
 
@@ -257,9 +256,9 @@ def _keep_rows(full: torch.Tensor, param: nn.Parameter) -> None:
     if sharded is None:
         param.detach().copy_(full)
         return
-    rows = sharded.layout.rows
+    rows = sharded.spec.rows
     local = local_tensor(sharded.dtensor)
-    local.copy_(full if rows is None else full[sharded.layout.local_rows])
+    local.copy_(full if rows is None else full[sharded.spec.local_rows])
 
 
 def _is_meta(tensor: torch.Tensor | None) -> bool:

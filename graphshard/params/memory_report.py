@@ -81,7 +81,7 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     params = list(model.parameters())
     sharded_params = [p for p in map(sharded_param_of, params) if p is not None]
     on_host = [param for param in params if _is_on_host(sharded_param_of(param))]
-    totals = [total for param in sharded_params for total in param.accumulation.totals()]
+    totals = [total for param in sharded_params for total in param.unreduced_totals()]
     trained = _trained(params, optimizer)
     return MemoryReport(
         parameters=trained.parameters,
@@ -95,7 +95,7 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
 
 
 def _is_on_host(sharded_param: ShardedParam | None) -> bool:
-    return sharded_param is not None and sharded_param.layout.host_memory is not None
+    return sharded_param is not None and sharded_param.spec.host_memory is not None
 
 
 def _trained(params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer | None) -> _Trained:

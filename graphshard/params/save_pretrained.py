@@ -21,7 +21,6 @@ from torch import nn
 
 from .adapters import adapter_state_dict, is_peft_model
 from .agree import raise_on_all_ranks
-from .eager_calls import agree_on_gathering
 from .full_state_dict import (
     StateDict,
     full_state_dict,
@@ -29,6 +28,7 @@ from .full_state_dict import (
     mesh_groups_of,
     plain_name,
 )
+from .mesh import agree_on_gathering
 
 METHOD = "save_pretrained"
 _REMEDY = "model.save_pretrained(folder) outside of any `if rank == 0:`; the first rank writes"

@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._torch.distributed import process_group
 from .._torch.frames import is_in_torch_save
 from ..ranks.call_log import call_log_of
-from .eager_calls import agree_on_gathering
-from .mesh_groups import MeshGroups
+from .mesh import MeshGroups, agree_on_gathering
 
 _ATTRIBUTE = "_graphshard_saved_together"
 _REMEDY = (

@@ -4,12 +4,16 @@ Before anything changes, all ranks compare, in one reduction, what they are abou
 whether any of them found a fault. Then, one parameter at a time, the values are made equal on all
 ranks and split, and the full copy is freed: peak memory is the full model plus one parameter.
 
-    full parameter ─► Layout.padded_shard (this rank's rows, padded) ─► ShardedParam.attach
-                      (the shard that graphs take, and a DTensor whose local tensor is a view of it)
+    find_plain_params ─► PlainParam of each parameter       checks.py
+    find_fault        ─► its ParamSpec, or a fault          checks.py, param_spec.py
+    full parameter    ─► ParamSpec.padded_shard ─► ShardedParam.attach: the shard that graphs take,
+                         and a DTensor whose local tensor is a view of it       sharded_param.py
+    install           ─► the class that reads it by a marker op                 module_class.py
 """
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,30 +34,33 @@ from .._torch.autograd import (
 from .._torch.distributed import process_group
 from .._torch.dtensor import on_data_assigned
 from .._torch.dynamo import run_with_callees_as_python
-from .._torch.nn import parameters_of
+from .._torch.nn import parameters_of, uncompiled
 from .._torch.optim import before_loading_optimizers
 from ..errors import BackendError
 from ..ops.float8_math import is_of_torchao
 from ..options.options import Options
 from ..ranks.call_log import call_log_of
 from .agree import check_same_shards, first_text
-from .assigned_data import assign_data
-from .backward_inputs import gradient_of, leaves_of
-from .check import find_fault
-from .eager_calls import eager_reduction
-from .find import PlainParam, find_plain_params, living
-from .full_state_dict import is_first_rank
+from .checks import find_fault, find_plain_params, living
+from .full_state_dict import is_first_rank, mesh_groups_of
 from .full_tensor import without_expanded_dims
-from .layout import Layout
 from .loading import check_optimizer_state
-from .mesh_groups import MeshGroups
+from .mesh import MeshGroups, agreed_exchange, eager_reduction
 from .mixed_precision import cast_at_boundary, find_cast_boundaries
-from .padding import padding_advice
-from .parametrization import had_sharded, install, reattach
+from .module_class import had_sharded, install, reattach
+from .param_spec import ParamSpec, PlainParam, padding_advice
 from .save_pretrained import has_save_pretrained
 from .saved_shards import require_collective_save
-from .sharded_model import ShardedModel, join_model, sharded_model_of
-from .sharded_param import ShardedParam, is_unattached
+from .sharded_param import (
+    ShardedModel,
+    ShardedParam,
+    assign_data,
+    gradient_of,
+    is_unattached,
+    join_model,
+    leaves_of,
+    sharded_model_of,
+)
 
 
 class StaleParameter(nn.Parameter):
@@ -103,7 +110,7 @@ def shard_module(
         used = {p.param for p in plain_params if in_use or has_live_graph(p.param)}
         if broadcasts and first_text("used" if used else None, groups):
             _raise_if_used_unequal(root, plain_params, groups)
-        if any(plain.host_memory is not None for plain in plain_params):
+        if any(plain.spec.host_memory is not None for plain in plain_params):
             move_buffers(root, groups.device)
         if broadcasts:
             for _, buffer in sorted(root.named_buffers()):
@@ -111,9 +118,10 @@ def shard_module(
         sharded_params = {}
         # Sorted by name: ranks may have registered parameters in different orders.
         for plain in sorted(plain_params, key=lambda plain: plain.fqn):
+            _ = plain.spec.regather_group  # may create a process group
             if broadcasts:
                 broadcast_from_first_rank(plain.param, groups)
-            sharded_param = sharded_params[plain.param] = _shard_parameter(plain, groups, model)
+            sharded_param = sharded_params[plain.param] = _shard_parameter(plain, model)
             if plain.param in used:
                 _hand_over_grads(plain.param, sharded_param)
             else:  # free the memory now: a running trace still refers to the object
@@ -128,7 +136,9 @@ def shard_module(
         if not in_use:
             for param in sharded_params:
                 param.__class__ = StaleParameter
-    model.padding = padding_advice(sharded_params.values())
+    model.padding = padding_advice(
+        {p.spec: p.shard.element_size() for p in sharded_params.values()}
+    )
     if model.padding and is_first_rank(groups):
         warnings.warn(f"graphshard: {model.padding}", stacklevel=2)
 
@@ -178,7 +188,7 @@ def take_replacements(root: nn.Module) -> bool:
     """Attach shards to DTensors assigned in place of sharded parameters; return whether any were.
 
     Raises:
-        BackendError: a DTensor has another layout than the parameter it replaces.
+        BackendError: a DTensor is split in another way than the parameter it replaces.
     """
     replaced = [module for module in root.modules() if _holds_replacement(module)]
     for module in replaced:
@@ -214,35 +224,19 @@ def broadcast_from_first_rank(tensor: torch.Tensor, groups: MeshGroups) -> None:
         tensor.detach().copy_(whole)
 
 
-def _shard_parameter(plain: PlainParam, groups: MeshGroups, model: ShardedModel) -> ShardedParam:
+def _shard_parameter(plain: PlainParam, model: ShardedModel) -> ShardedParam:
     """Make the DTensor and the shard of one parameter, and move its gradient to them."""
-    old = plain.param
-    layout = _layout_for(plain, groups)
-    new = nn.Parameter(layout.dtensor(layout.padded_shard(old)), requires_grad=old.requires_grad)
+    old, spec = plain.param, plain.spec
+    new = nn.Parameter(spec.dtensor(spec.padded_shard(old)), requires_grad=old.requires_grad)
     assert isinstance(new, DTensor)
     new.__dict__.update(old.__dict__)
     share_hooks(old, new)
-    sharded_param = ShardedParam(layout, plain.fqn, model)
+    sharded_param = ShardedParam(spec, model)
     sharded_param.attach(new)
     if old.grad is not None:
         _accumulate_full_grad(sharded_param, old.grad)
         old.grad = None
     return sharded_param
-
-
-def _layout_for(plain: PlainParam, groups: MeshGroups) -> Layout:
-    options = plain.options
-    num_ranks = options.num_backward_ranks(groups.num_shards)
-    return Layout(
-        shape=plain.param.shape,
-        groups=groups,
-        regather_group=None if num_ranks is None else groups.regather_group(num_ranks),
-        dtype=options.mp_policy.param_dtype,
-        reduce_dtype=options.mp_policy.reduce_dtype,
-        float8_recipe=plain.float8,
-        shard=options.shard,
-        host_memory=plain.host_memory,
-    )
 
 
 def _hand_over_grads(old: nn.Parameter, sharded_param: ShardedParam) -> None:
@@ -255,7 +249,7 @@ def _hand_over_grads(old: nn.Parameter, sharded_param: ShardedParam) -> None:
     def hand_over(full: torch.Tensor) -> None:
         grad = take_gradient(full)
         assert grad is not None
-        with eager_reduction(sharded_param.layout.groups, [sharded_param.fqn]):
+        with eager_reduction(sharded_param.spec.groups, [sharded_param.fqn]):
             _accumulate_full_grad(sharded_param, grad)
 
     old.register_post_accumulate_grad_hook(hand_over)
@@ -263,11 +257,11 @@ def _hand_over_grads(old: nn.Parameter, sharded_param: ShardedParam) -> None:
 
 def _accumulate_full_grad(sharded_param: ShardedParam, grad: torch.Tensor) -> None:
     """Average a full gradient from outside our graphs, and accumulate this rank's rows of it."""
-    layout = sharded_param.layout
-    group = process_group(layout.groups.all_ranks)
-    mean = grad.detach().to(layout.groups.device).contiguous() / dist.get_world_size(group)
+    spec = sharded_param.spec
+    group = process_group(spec.groups.all_ranks)
+    mean = grad.detach().to(spec.groups.device).contiguous() / dist.get_world_size(group)
     dist.all_reduce(mean, group=group)
-    sharded_param.accumulate_grad(layout.padded_shard(mean))
+    sharded_param.accumulate_grad(spec.padded_shard(mean))
 
 
 def _install(
@@ -303,12 +297,55 @@ def _repoint_optimizers(sharded_params: Mapping[nn.Parameter, ShardedParam]) -> 
             if old in optimizer.state:
                 state = optimizer.state.pop(old)
                 optimizer.state[sharded_param.dtensor] = {
-                    name: _shard_state(value, sharded_param.layout) for name, value in state.items()
+                    name: _shard_state(value, sharded_param.spec) for name, value in state.items()
                 }
 
 
-def _shard_state(value: object, layout: Layout) -> object:
+def _shard_state(value: object, spec: ParamSpec) -> object:
     """Shard a state tensor that has the parameter's shape; return other state (``step``) as is."""
-    if isinstance(value, torch.Tensor) and value.shape == layout.shape and layout.rows is not None:
-        return layout.dtensor(layout.padded_shard(value))
+    if isinstance(value, torch.Tensor) and value.shape == spec.shape and spec.rows is not None:
+        return spec.dtensor(spec.padded_shard(value))
     return value
+
+
+# --- buffers: each rank updates its own, such as the statistics of BatchNorm ---------------------
+
+
+def sync_buffers(model: nn.Module) -> None:
+    """Copy the buffers of the mesh's first rank to all ranks, in one broadcast.
+
+    As under FSDP2, the forwards of each rank update only that rank's buffers. DDP broadcasts them
+    at the start of a forward, unless the previous forward ran without gradients or in ``no_sync``.
+    Called at the same points, this makes them bitwise equal to DDP's. Called only before an
+    evaluation, or before every rank saves, it still yields the buffers that DDP evaluates with and
+    its first rank saves, because the first rank's buffers do not depend on broadcasts. A
+    :func:`full_state_dict` has the first rank's buffers without it.
+
+    All ranks of the mesh have to call it. It leaves a model that is not sharded yet unchanged,
+    since sharding makes buffers equal (``sync_module_states``).
+
+    Raises:
+        ValueError: ``model`` is not a module.
+        BackendError: other ranks do something else, or have different buffers.
+    """
+    root = uncompiled(model)
+    if not isinstance(root, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}: give the module that is trained")
+    groups = mesh_groups_of(root)
+    named = sorted(root.named_buffers())
+    facts = [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in named]
+    buffers = [without_expanded_dims(buffer.detach()) for _, buffer in named if buffer.numel()]
+    if groups is None or not buffers:
+        return
+    text = "\n".join(["a broadcast of buffers", *facts])
+    plan_id = hashlib.sha256(text.encode()).hexdigest()
+    with agreed_exchange(groups, plan_id, text), torch.no_grad():
+        packed = torch.cat([_bytes(buffer).to(groups.device) for buffer in buffers])
+        dist.broadcast(packed, group=process_group(groups.all_ranks), group_src=0)
+        for buffer, part in zip(buffers, packed.split([b.nbytes for b in buffers])):
+            # Clone for alignment: a part may start at any byte.
+            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+
+
+def _bytes(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer.contiguous().view(-1).view(torch.uint8)

@@ -11,31 +11,47 @@ DTensor and runs the DTensor's own hooks. Calls that replace a parameter's stora
 ``.to``, ``p.data = x``, ``load_state_dict(assign=True)``, ``copy.deepcopy``) attach a new shard, as
 FSDP2's ``reset_sharded_param`` does. If a DTensor is replaced by any other means, the next step
 raises an error.
+
+[Note: unreduced gradients] Gradients of microbatches that are not reduced, or not yet averaged over
+replicas, add up in accumulators. A marker takes an accumulator's stand-in: a tensor that requires a
+gradient and has the shape of the parameter (``unsynced``) or of its shard (``partial``), but no
+memory of its own. Autograd accumulates into its ``.grad``. The microbatch that reduces takes a key
+instead, by which its backward looks up the total:
+
+    microbatch   unshard(shard, unsynced=stand-in)      stand-in.grad += gradient
+    last one     unshard(shard, unsynced=key)           shard.grad = reduce(gradient + total of key)
+
+A total is added once, by the first backward that takes it. It is put back if it never reaches the
+parameter (``torch.autograd.grad`` of an input runs all of a compiled backward).
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import warnings
 import weakref
-from typing import Any, NamedTuple, NoReturn, Protocol, SupportsIndex, cast
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn, SupportsIndex, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .._torch.autograd import gradient_hooks, post_accumulate_hooks
-from .._torch.dtensor import dtensor_like, local_tensor, set_local_tensor
-from .._torch.dynamo import run_with_callees_as_python
+from .._torch.autograd import gradient_hooks, on_backward_success, post_accumulate_hooks
+from .._torch.distributed import process_group
+from .._torch.dtensor import dtensor_like, local_tensor, replace_data, set_local_tensor
+from .._torch.dynamo import graph_break_reasons, run_with_callees_as_python
 from .._torch.nn import parameters_of
 from ..errors import BackendError
 from ..ops.accumulators import ACCUMULATOR_NAMES, PARTIAL, UNSYNCED, Accumulator
 from ..ops.host_copy import to_host_memory
 from ..ops.markers import used_dtype
-from .grad_accumulation import GradAccumulation
-from .layout import Layout
+from ..options.options import Options
+from .mesh import eager_reduction
 from .no_pickle import refuse_pickling
-from .sharded_model import ShardedModel, any_model_accumulates, reduce_leftovers_after_backward
-from .unfilled import mark_uninitialised, num_uninitialised
+from .param_spec import ParamSpec
 
 SHARDED_PARAM = "_graphshard_sharded_param"
 """Attribute of a DTensor and of a shard that holds their ``ShardedParam``."""
@@ -46,16 +62,30 @@ FUNCTIONAL_CALL = (
 )
 """Hint in errors about replaced parameters: a likely cause that user code does not show."""
 
+_MODEL = "_graphshard_model"
+_WHY_NOT_COMPILED = (
+    "call what torch.compile(model, backend=graphshard.backend(mesh)) returns; is compiling off "
+    "(disable=True, TORCH_COMPILE_DISABLE=1, set_stance)?"
+)
+
+# Models with unreduced gradients, in the order in which they started to accumulate. A backward may
+# reach only one of several models, and has to reduce what the others have accumulated, in the same
+# order on all ranks.
+_accumulating: weakref.WeakKeyDictionary[ShardedModel, None] = weakref.WeakKeyDictionary()
+
 
 def shard_attribute(name: str) -> str:
     """Return the module attribute that holds the shard of parameter ``name``."""
     return f"_graphshard_shard_of_{name}"
 
 
-class _HasAccessors(Protocol):
-    """Interface of ``graphshard.params.parametrization.ShardedModule``."""
-
-    def _graphshard_refresh_accessors(self) -> None: ...
+def changed_in_place(fqn: str) -> str:
+    """Return the error message for a forward that changes a full parameter in place."""
+    return (
+        f"forward changes parameter {fqn!r} in place, which would be lost, since forward has a "
+        "gathered copy: change model.get_parameter(name) between steps under torch.no_grad(), or "
+        "compute another tensor from it"
+    )
 
 
 class _Owner(NamedTuple):
@@ -80,10 +110,10 @@ class ShardedParam:
     """Link between a DTensor parameter, its shard, and the modules that own it (several if tied).
 
     Attributes:
-        fqn: first FQN at the time of sharding, for messages.
         dtensor: parameter that users see; set by ``attach``.
-        shard: tensor that graphs take, of shape ``layout.padded_shape``; set by ``attach``.
-        accumulation: microbatch gradients that are not reduced yet, or only within a replica.
+        shard: tensor that graphs take, of shape ``spec.padded_shape``; set by ``attach``.
+        syncs: whether gradients are reduced over shards.
+        all_reduces: whether reduced shards are averaged over replicas.
         assigned: parameter that replaced it in one module; its other (tied) owners may get the
             same one.
     """
@@ -91,23 +121,30 @@ class ShardedParam:
     dtensor: DTensor
     shard: nn.Parameter
 
-    def __init__(self, layout: Layout, fqn: str, model: ShardedModel) -> None:
-        self.layout = layout
-        self.fqn = fqn
+    def __init__(self, spec: ParamSpec, model: ShardedModel) -> None:
+        self.spec = spec
         self.model = model
-        self.accumulation = GradAccumulation(self._on_accumulated)
+        self.syncs = self.all_reduces = True
         self.assigned: Assigned | None = None
+        self._accumulators: dict[str, Accumulator] = {}
         self._local: torch.Tensor | None = None
-        self._unfilled = False
+        self._uninitialised = False
         self._owners: list[_Owner] = []
         model.sharded_params.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
         # Copied modules attach and own the copy in their __setstate__.
-        return ShardedParam(self.layout, self.fqn, copy.deepcopy(self.model, memo))
+        return ShardedParam(self.spec, copy.deepcopy(self.model, memo))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse_pickling(f"parameter {self.fqn!r}")
+
+    @property
+    def fqn(self) -> str:
+        """First FQN at the time of sharding, for messages."""
+        return self.spec.fqn
+
+    # --- DTensor, shard and owners ---
 
     def attach(self, dtensor: DTensor, *, empty: bool = False) -> None:
         """Make a shard for ``dtensor``, whose local tensor becomes a view of the shard.
@@ -116,14 +153,14 @@ class ShardedParam:
             empty: whether ``dtensor`` is uninitialised; the next forward raises if it still is.
         """
         local = local_tensor(dtensor).detach()
-        if local.shape == self.layout.padded_shape and local.is_contiguous():
+        if local.shape == self.spec.padded_shape and local.is_contiguous():
             padded = local
         else:
-            padded = self.layout.padded(local)
-        padded = to_host_memory(padded, self.layout.host_memory)
+            padded = self.spec.padded(local)
+        padded = to_host_memory(padded, self.spec.host_memory)
         self.shard = nn.Parameter(padded, requires_grad=dtensor.requires_grad)
-        self._local = self.layout.local_view(self.shard.detach())
-        self._unfilled = empty and mark_uninitialised(self._local)
+        self._local = self.spec.local_view(self.shard.detach())
+        self._uninitialised = empty and mark_uninitialised(self._local)
         set_local_tensor(dtensor, self._local)
         self.dtensor = dtensor
         setattr(dtensor, SHARDED_PARAM, self)
@@ -132,9 +169,8 @@ class ShardedParam:
             # Registering the hook needs requires_grad, which a frozen parameter may get later.
             self.shard.requires_grad_(True).register_post_accumulate_grad_hook(_on_shard_gradient)
             self.shard.requires_grad_(dtensor.requires_grad)
-        for owner in self._owners:
-            if (module := owner.module()) is not None:
-                self._give_shard(module, owner.name)
+        for module, name in self._live_owners():
+            self._give_shard(module, name)
 
     def is_attached(self) -> bool:
         """Return whether ``attach`` was called; False for a fresh copy."""
@@ -150,103 +186,34 @@ class ShardedParam:
         """Set DTensor and shard in ``module``, and record it as an owner under ``name``."""
         parameters_of(module)[name] = cast(nn.Parameter, self.dtensor)
         self._give_shard(module, name)
-        if not any(self._is_owner(owner, module, name) for owner in self._owners):
+        if not any(owner is module and own == name for owner, own in self._live_owners()):
             self._owners.append(_Owner(weakref.ref(module), name))
 
     def remove_owner(self, module: nn.Module, name: str) -> None:
         """Record that ``module`` no longer holds the parameter as ``name``."""
-        self._owners = [o for o in self._owners if not self._is_owner(o, module, name)]
+        self._owners = [o for o in self._owners if o.module() is not module or o.name != name]
 
     def is_owned(self) -> bool:
         """Return whether any live module holds the parameter."""
-        return any(owner.module() is not None for owner in self._owners)
+        return bool(self._live_owners())
 
-    @staticmethod
-    def _is_owner(owner: _Owner, module: nn.Module, name: str) -> bool:
-        return owner.module() is module and owner.name == name
+    def _live_owners(self) -> list[tuple[nn.Module, str]]:
+        owners = ((ref(), name) for ref, name in self._owners)
+        return [(module, name) for module, name in owners if module is not None]
 
     def _give_shard(self, module: nn.Module, name: str) -> None:
         module.__dict__[shard_attribute(name)] = self.shard
 
-    @property
-    def grad_destination(self) -> str | None:
-        """Name of the accumulator that gradients go to, one of ``ACCUMULATOR_NAMES``.
-
-        None if gradients are reduced, or the parameter requires none.
-        """
-        if not self.dtensor.requires_grad:
-            return None
-        if not self.accumulation.syncs:
-            return UNSYNCED
-        holds_back = self.averages_over_replicas and not self.accumulation.all_reduces
-        return PARTIAL if holds_back else None
-
-    @property
-    def averages_over_replicas(self) -> bool:
-        """Whether reduced shards are averaged over replicas (HSDP)."""
-        return self.layout.rows is not None and self.layout.groups.replicas is not None
-
-    def marker_accumulators(self) -> dict[str, torch.Tensor]:
-        """Return the stand-ins and keys to pass to the marker, by argument name."""
-        destination = self.grad_destination
-        if destination is not None:
-            self.model.start_accumulating()
-        if not self.dtensor.requires_grad:
-            return {}
-        pending = {}
-        if destination != UNSYNCED:
-            keys = {name: self.accumulation.key(name) for name in ACCUMULATOR_NAMES}
-            pending = {name: key for name, key in keys.items() if key is not None}
-        if destination is not None:
-            pending[destination] = self.accumulator(destination).stand_in
-        return pending
-
-    def accumulator(self, name: str) -> Accumulator:
-        """Return the accumulator ``name``, in the dtype that gradients are reduced in."""
-        used = used_dtype(self.shard, self.layout.dtype)
-        reduced = self.layout.reduce_dtype if used.is_floating_point else None
-        return self.accumulation.accumulator(
-            name,
-            shape=self.layout.shape if name == UNSYNCED else self.layout.padded_shape,
-            dtype=reduced or used,
-            device=self.layout.groups.device,
-        )
-
-    def _on_accumulated(self) -> None:
-        """Make the next forward take the accumulator's key, if gradients are reduced again."""
-        if self.grad_destination is None:
-            self.refresh_accessors()
-
     def refresh_accessors(self) -> None:
         """Update the owners' accessors to the current ``marker_accumulators``."""
-        for owner in self._owners:
-            if (module := owner.module()) is not None:
-                cast(_HasAccessors, module)._graphshard_refresh_accessors()
-
-    def reduce_accumulated(self, *, unsynced: bool) -> None:
-        """Reduce gradients accumulated on any rank, when there is no new gradient to add them to.
-
-        Args:
-            unsynced: whether full gradients have accumulated, rather than shards that still have to
-                be averaged over replicas.
-        """
-        layout, dtype = self.layout, self.shard.dtype
-        accumulator = self.accumulator(UNSYNCED if unsynced else PARTIAL)
-        total = accumulator.take()
-        if total is None:
-            stand_in = accumulator.stand_in
-            total = torch.zeros_like(stand_in, memory_format=torch.contiguous_format)
-        if unsynced:
-            grad = layout.reduce(total, dtype, self.accumulation.key(PARTIAL))
-        else:
-            grad = layout.average_over_replicas(total, dtype)
-        self.accumulate_grad(grad)
-        self.accumulation.drop_taken()
+        for module, _ in self._live_owners():
+            refresh_accessors(module)
 
     def is_replaced(self) -> bool:
         """Return whether an owner's parameter, or its storage, was replaced unnoticed."""
         if local_tensor(self.dtensor) is not self._local:
             return True
+        # A plain loop: this is part of a guard that every compiled call runs for each parameter.
         for ref, name in self._owners:
             if (module := ref()) is None:
                 continue
@@ -268,8 +235,8 @@ class ShardedParam:
                 "reach it: change it in place (copy_, load_state_dict), or assign before sharding; "
                 + FUNCTIONAL_CALL
             )
-        if self._unfilled:
-            self._check_filled()
+        if self._uninitialised:
+            self._check_initialised()
         if self.dtensor.requires_grad == self.shard.requires_grad:
             return True
         self.shard.requires_grad_(self.dtensor.requires_grad)
@@ -277,7 +244,7 @@ class ShardedParam:
             self.refresh_accessors()
         return False
 
-    def _check_filled(self) -> None:
+    def _check_initialised(self) -> None:
         """Raise BackendError if elements are still as ``to_empty`` left them."""
         num_elements = 0 if self._local is None else num_uninitialised(self._local)
         if num_elements:
@@ -286,14 +253,16 @@ class ShardedParam:
                 "to_empty(). What is written to some rows (p.data[i] = x, p[1:3].fill_(x)) does "
                 "not reach a DTensor: fill the whole parameter, by nn.init.normal_(p) or p.data = x"
             )
-        self._unfilled = False
+        self._uninitialised = False
+
+    # --- gradients ---
 
     def gradient(self, padded_grad: torch.Tensor) -> torch.Tensor:
         """Make the DTensor's gradient from this rank's padded gradient, and run its hooks on it."""
         param, factor = self.dtensor, self.model.gradient_divide_factor
         if factor is not None:  # padded_grad is an average over all ranks
-            padded_grad.mul_(self.layout.mesh.size() / factor)
-        grad: torch.Tensor = dtensor_like(self.layout.local_view(padded_grad), param)
+            padded_grad.mul_(self.spec.mesh.size() / factor)
+        grad: torch.Tensor = dtensor_like(self.spec.local_view(padded_grad), param)
         for hook in gradient_hooks(param):
             replaced = hook(grad)
             grad = grad if replaced is None else replaced
@@ -309,6 +278,100 @@ class ShardedParam:
                 param.grad.add_(grad)
         for hook_after in post_accumulate_hooks(param):
             hook_after(param)
+
+    # --- unreduced gradients of microbatches: see [Note: unreduced gradients] ---
+
+    @property
+    def grad_destination(self) -> str | None:
+        """Name of the accumulator that gradients go to, one of ``ACCUMULATOR_NAMES``.
+
+        None if gradients are reduced, or the parameter requires none.
+        """
+        if not self.dtensor.requires_grad:
+            return None
+        if not self.syncs:
+            return UNSYNCED
+        has_replicas = self.spec.rows is not None and self.spec.groups.replicas is not None
+        return PARTIAL if has_replicas and not self.all_reduces else None
+
+    def marker_accumulators(self) -> dict[str, torch.Tensor]:
+        """Return the stand-ins and keys to pass to the marker, by argument name."""
+        destination = self.grad_destination
+        if destination is not None:
+            self.model.start_accumulating()
+        if not self.dtensor.requires_grad:
+            return {}
+        pending = {}
+        if destination != UNSYNCED:
+            keys = {name: self.accumulator_key(name) for name in ACCUMULATOR_NAMES}
+            pending = {name: key for name, key in keys.items() if key is not None}
+        if destination is not None:
+            pending[destination] = self.accumulator(destination).stand_in
+        return pending
+
+    def accumulator(self, name: str) -> Accumulator:
+        """Return the accumulator ``name``, in the dtype that gradients are reduced in."""
+        used = used_dtype(self.shard, self.spec.dtype)
+        reduced = self.spec.reduce_dtype if used.is_floating_point else None
+        dtype, device = reduced or used, self.spec.groups.device
+        known = self._accumulators.get(name)
+        if known is not None and (known.stand_in.dtype, known.stand_in.device) == (dtype, device):
+            return known
+        shape = self.spec.shape if name == UNSYNCED else self.spec.padded_shape
+        accumulator = self._accumulators[name] = Accumulator(shape, dtype, device)
+        accumulator.stand_in.register_post_accumulate_grad_hook(
+            functools.partial(self._on_accumulated, name)
+        )
+        if known is not None and known.total is not None:
+            accumulator.add(known.total)
+        return accumulator
+
+    @run_with_callees_as_python
+    def _on_accumulated(self, name: str, _: torch.Tensor) -> None:
+        if name == PARTIAL and UNSYNCED in self._accumulators:
+            # The full gradients that were reduced to this shard may include the unsynced total.
+            self._accumulators[UNSYNCED].drop_taken()
+        if self.grad_destination is None:  # gradients are reduced again: pass the key from now on
+            self.refresh_accessors()
+
+    def accumulator_key(self, name: str) -> torch.Tensor | None:
+        """Return the key of accumulator ``name``, or None if it has no total to reduce."""
+        accumulator = self._accumulators.get(name)
+        return None if accumulator is None or accumulator.total is None else accumulator.key
+
+    def stand_ins(self) -> list[torch.Tensor]:
+        """Return the leaves that may get gradients instead of the shard."""
+        return [accumulator.stand_in for accumulator in self._accumulators.values()]
+
+    def unreduced_totals(self) -> list[torch.Tensor]:
+        """Return all accumulated gradients that are not reduced yet."""
+        totals = [accumulator.total for accumulator in self._accumulators.values()]
+        return [total for total in totals if total is not None]
+
+    def drop_taken(self) -> None:
+        """Drop the totals that were taken, once they have reached the parameter."""
+        for accumulator in self._accumulators.values():
+            accumulator.drop_taken()
+
+    def reduce_accumulated(self, *, unsynced: bool) -> None:
+        """Reduce gradients accumulated on any rank, when there is no new gradient to add them to.
+
+        Args:
+            unsynced: whether full gradients have accumulated, rather than shards that still have to
+                be averaged over replicas.
+        """
+        spec, dtype = self.spec, self.shard.dtype
+        accumulator = self.accumulator(UNSYNCED if unsynced else PARTIAL)
+        total = accumulator.take()
+        if total is None:
+            stand_in = accumulator.stand_in
+            total = torch.zeros_like(stand_in, memory_format=torch.contiguous_format)
+        if unsynced:
+            grad = spec.reduce(total, dtype, self.accumulator_key(PARTIAL))
+        else:
+            grad = spec.average_over_replicas(total, dtype)
+        self.accumulate_grad(grad)
+        self.drop_taken()
 
 
 def sharded_param_of(tensor: object) -> ShardedParam | None:
@@ -326,16 +389,23 @@ def owned_by(module: nn.Module, name: str) -> ShardedParam | None:
     return sharded_param_of(module.__dict__.get(shard_attribute(name)))
 
 
+def refresh_accessors(module: nn.Module) -> None:
+    """Update the accessors of ``module`` if it is a ``ShardedModule``."""
+    refresh = getattr(type(module), "_graphshard_refresh_accessors", None)
+    if refresh is not None:
+        refresh(module)
+
+
 def in_sync(shard: torch.Tensor) -> bool:
     """Return whether a graph may take this shard: the guard on each shard of every compiled graph.
 
-    False makes Dynamo try another graph, or call the backend for a new one. If ``requires_grad``
-    was flipped since the last call, this copies it to the shard before Dynamo compares it with
-    the value that the graph was compiled for, so flipping it back reuses the earlier graph.
+    False makes Dynamo try another graph, or call the backend for a new one.
     """
     sharded_param = sharded_param_of(shard)
     if sharded_param is None or sharded_param.is_replaced():
         return False
+    # Dynamo compares the shard's requires_grad only after this guard: if the user flipped the
+    # DTensor's back and forth, the shard now agrees, and the earlier graph is used again.
     sharded_param.sync()
     return True
 
@@ -351,6 +421,280 @@ def _on_shard_gradient(shard: torch.Tensor) -> None:
     sharded_param.model.raise_if_changed()
     sharded_param.model.warn_of_breaks()
     sharded_param.accumulate_grad(grad)
-    if any_model_accumulates():
-        sharded_param.accumulation.drop_taken()
-        reduce_leftovers_after_backward()
+    if _accumulating:
+        sharded_param.drop_taken()
+        on_backward_success(_reduce_all_leftovers)
+
+
+def _reduce_all_leftovers() -> None:
+    for model in list(_accumulating):
+        model.reduce_leftovers()
+        for sharded_param in model.sharded_params:
+            sharded_param.refresh_accessors()
+        if not model.accumulates:
+            del _accumulating[model]
+
+
+# --- inputs of torch.autograd.grad and backward(inputs=) -----------------------------------------
+# Users pass the DTensor, but the autograd graph has only the shard and the accumulators' stand-ins
+# as leaves, so autograd would return None.
+
+
+def leaves_of(value: object, accumulates: bool) -> list[torch.Tensor] | None:
+    """Return the leaves that get a sharded parameter's gradient, or None for any other value.
+
+    Args:
+        accumulates: True if the gradient is accumulated (``backward``), False if it is returned
+            (``grad``).
+
+    Raises:
+        BackendError: the gradient is to be returned while microbatch gradients accumulate.
+    """
+    sharded_param = sharded_param_of(value)
+    if sharded_param is None:
+        return None
+    if accumulates:
+        return [sharded_param.shard, *sharded_param.stand_ins()]
+    if sharded_param.model.accumulates:
+        raise BackendError(
+            f"torch.autograd.grad of parameter {sharded_param.fqn!r} while gradients accumulate "
+            "unreduced (no_sync): call backward(), or grad once they are reduced"
+        )
+    return [sharded_param.shard]
+
+
+def gradient_of(param: torch.Tensor, padded_grad: torch.Tensor | None) -> torch.Tensor | None:
+    """Convert the padded gradient of a shard to the gradient of its sharded parameter.
+
+    Raises:
+        BackendError: the gradient is to be differentiated again (``create_graph=True``), or a
+            forward has changed a parameter in place.
+    """
+    sharded_param = sharded_param_of(param)
+    assert sharded_param is not None
+    sharded_param.model.raise_if_changed()
+    if padded_grad is None:
+        return None
+    if padded_grad.requires_grad:
+        raise BackendError(
+            f"second-order gradients of parameter {sharded_param.fqn!r}: create_graph=True is not "
+            "supported through sharded parameters"
+        )
+    return sharded_param.gradient(padded_grad)
+
+
+# --- p.data = x ----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def assign_data(dtensor: DTensor, value: object) -> bool:
+    """Assign this rank's rows of ``value`` to a sharded parameter: ``p.data = value``.
+
+    Sharpness-aware optimizers, weight clamping and weight averaging swap values like this. The
+    parameter gets a new shard: the old values stay valid for tensors that ``p.data`` returned
+    before, and for a forward whose backward has yet to run. Unlike with a plain parameter,
+    ``value`` is copied. A DTensor with other placements is redistributed, which is a collective.
+
+    Returns:
+        False, with nothing done, unless ``dtensor`` is a sharded parameter and ``value`` a tensor.
+
+    Raises:
+        BackendError: ``value`` has another shape, or is on another mesh.
+    """
+    sharded_param = sharded_param_of(dtensor)
+    if sharded_param is None or not isinstance(value, torch.Tensor):
+        return False
+    if not sharded_param.is_attached_to(dtensor):
+        return False
+    spec, dtype = sharded_param.spec, dtensor.dtype
+    fault = None
+    if value.shape != spec.shape:
+        fault = f"the value has the shape {tuple(value.shape)} instead of {tuple(spec.shape)}"
+    elif isinstance(value, DTensor) and value.device_mesh != spec.mesh:
+        fault = f"the value is on {value.device_mesh} instead of {spec.mesh}"
+    if fault is not None:
+        raise BackendError(
+            f"the data of parameter {spec.fqn!r} cannot be assigned: {fault}. Give a full "
+            "tensor that is equal on all ranks, or a DTensor on the parameter's mesh"
+        )
+    if isinstance(value, DTensor):
+        local = local_tensor(value.redistribute(placements=spec.placements))
+    else:
+        local = value if spec.rows is None else value[spec.local_rows]
+        local = local.to(local_tensor(dtensor).device)
+    replace_data(dtensor, spec.dtensor(local.clone() if spec.rows is None else spec.padded(local)))
+    sharded_param.attach(dtensor)
+    if dtensor.dtype != dtype:
+        sharded_param.refresh_accessors()
+    return True
+
+
+# --- uninitialised elements ----------------------------------------------------------------------
+# Memory from to_empty is filled with a reserved NaN. A DTensor must be initialised as a whole:
+# values written to some of its rows (p.data[i] = x) go to a copy and are lost, under FSDP2 too.
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Little-endian bytes that, repeated, are a NaN in every floating-point dtype of 2 bytes or more,
+# but not the NaN that arithmetic produces.
+_HALF_WORD = b"\xfb\x7f"
+
+
+def mark_uninitialised(tensor: torch.Tensor) -> bool:
+    """Fill a contiguous tensor with the mark; return whether it can hold the mark."""
+    bits = _bits(tensor)
+    if bits is not None:
+        bits.fill_(_mark(bits))
+    return bits is not None
+
+
+def num_uninitialised(tensor: torch.Tensor) -> int:
+    """Return how many elements of a contiguous tensor have the mark; synchronizes the device."""
+    bits = _bits(tensor)
+    return 0 if bits is None else int((bits == _mark(bits)).sum())
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return ``tensor`` viewed as integers; None if it is on meta or its dtype cannot be marked."""
+    integer = _INTEGERS.get(tensor.element_size())
+    if integer is None or tensor.is_meta or not tensor.is_floating_point():
+        return None
+    return tensor.detach().view(-1).view(integer)
+
+
+def _mark(bits: torch.Tensor) -> int:
+    return int.from_bytes(_HALF_WORD * (bits.element_size() // 2), "little")
+
+
+# --- the model of a parameter --------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class ShardedModel:
+    """State shared by all modules and sharded parameters of one model.
+
+    Attributes:
+        name: class name of the root.
+        options: options it was sharded with.
+        warned_of_options: whether a backend's other arguments were reported.
+        breaks: graph breaks, as ``file:line: reason``.
+        eager_classes: names of module classes whose forward ran outside a graph while parts of the
+            model were compiled; a dictionary keeps them in order.
+        warned: whether the user was warned of ``breaks`` and ``eager_classes``.
+        sharded_params: all live sharded parameters.
+        accumulates: whether gradients of some parameter accumulate, or have accumulated and may
+            not be reduced yet.
+        compiled: whether a graph was compiled for this model; False if it only reuses graphs of an
+            identical model.
+        reads_eagerly: whether some parameter was read outside any graph.
+        trains_eagerly: whether some gradient came from outside any graph.
+        gathered_bytes: most bytes of unsharded parameters that any of its graphs holds at once.
+        padding: description of notable padding with a remedy; "" if padding takes little.
+        changed_in_place: FQN of a parameter whose unsharded copy was changed by an eager part of a
+            forward; None: there is none.
+        gradient_divide_factor: divisor of summed gradients; None: the number of ranks.
+    """
+
+    name: str
+    options: Options
+    warned_of_options: bool = False
+    breaks: list[str] = field(default_factory=list)
+    eager_classes: dict[str, None] = field(default_factory=dict)
+    warned: bool = False
+    sharded_params: weakref.WeakSet[ShardedParam] = field(default_factory=weakref.WeakSet)
+    accumulates: bool = False
+    compiled: bool = False
+    reads_eagerly: bool = False
+    trains_eagerly: bool = False
+    gathered_bytes: int = 0
+    padding: str = ""
+    changed_in_place: str | None = None
+    gradient_divide_factor: float | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
+        # Copied parameters register themselves.
+        divide_factor = self.gradient_divide_factor
+        return ShardedModel(self.name, self.options, gradient_divide_factor=divide_factor)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_pickling(f"a module of {self.name}")
+
+    def raise_if_changed(self) -> None:
+        """Raise BackendError if a forward has changed a parameter in place."""
+        fqn, self.changed_in_place = self.changed_in_place, None
+        if fqn is not None:
+            raise BackendError(changed_in_place(fqn))
+
+    def start_accumulating(self) -> None:
+        """Record that gradients of some parameter are about to accumulate unreduced."""
+        self.accumulates = True
+        _accumulating.setdefault(self)
+
+    def reduce_leftovers(self) -> None:
+        """Reduce accumulated gradients of parameters for which the last backward made none."""
+        done = [p for p in self.sharded_params if p.is_owned() and p.grad_destination is None]
+        done.sort(key=lambda sharded_param: sharded_param.fqn)
+        self.accumulates = any(p.grad_destination is not None for p in self.sharded_params)
+        if not done:
+            return
+        with eager_reduction(done[0].spec.groups, [param.fqn for param in done]):
+            for sharded_param, pending in zip(done, self._pending_on_any_rank(done)):
+                if any(pending):
+                    sharded_param.reduce_accumulated(unsynced=pending[0])
+
+    def _pending_on_any_rank(self, sharded_params: list[ShardedParam]) -> list[list[bool]]:
+        """Return, per parameter, whether each of its two accumulators must be reduced."""
+        pending = [
+            [sharded_param.accumulator_key(name) is not None for name in ACCUMULATOR_NAMES]
+            for sharded_param in sharded_params
+        ]
+        if not self.reads_eagerly:
+            return pending
+        # In eager parts, which parameters get a gradient may depend on a rank's data.
+        groups = sharded_params[0].spec.groups
+        flags = torch.tensor(pending, dtype=torch.int32, device=groups.device)
+        dist.all_reduce(flags, group=process_group(groups.all_ranks))
+        return [[flag > 0 for flag in row] for row in flags.tolist()]
+
+    def warn_of_other_options(self, options: Options) -> None:
+        """Warn once if a backend's options differ from those the model was sharded with."""
+        ignored = options.differences_from(self.options)
+        if ignored and not self.warned_of_options:
+            self.warned_of_options = True
+            warnings.warn(
+                f"graphshard: {', '.join(ignored)} of the backend has no effect: {self.name} was "
+                "sharded before, with other arguments. Give graphshard.shard the same",
+                stacklevel=2,
+            )
+
+    def warn_of_breaks(self) -> None:
+        """Warn once about parts that are not compiled.
+
+        Called in backward: by then, forward has met all its graph breaks.
+        """
+        broken = bool(self.breaks or self.eager_classes)
+        if self.warned or not (broken or (self.trains_eagerly and not self.compiled)):
+            return
+        self.warned = True
+        what, after = "is not compiled", f"\n  {_WHY_NOT_COMPILED}"
+        if broken:
+            lines = self.breaks or [
+                f"forward of {', '.join(self.eager_classes)} runs outside of a graph",
+                *graph_break_reasons(),
+            ]
+            what = "does not compile to one graph"
+            after = "\n  " + "\n  ".join(lines) + "\nTORCH_LOGS=graph_breaks tells more."
+        warnings.warn(
+            f"graphshard: {self.name} {what}. Training is right, but eager parts gather their "
+            f"parameters unscheduled, not in fp8, and keep them for backward:{after}",
+            stacklevel=2,
+        )
+
+
+def join_model(module: nn.Module, model: ShardedModel) -> None:
+    """Record which sharded model ``module`` is part of, even if it owns no parameters."""
+    module.__dict__[_MODEL] = model
+
+
+def sharded_model_of(module: nn.Module) -> ShardedModel | None:
+    """Return the sharded model that ``module`` is part of, or None."""
+    return module.__dict__.get(_MODEL)

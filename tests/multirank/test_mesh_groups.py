@@ -20,8 +20,8 @@ def _timeouts() -> tuple[float, float]:
     mesh = DeviceMesh.from_group(group, "cpu")
     model = graphshard.shard(MLP(), mesh, reshard_after_forward=2)
     sharded_param = sharded_param_of(next(model.parameters()))
-    assert sharded_param is not None and sharded_param.layout.regather_group is not None
-    neighbours = process_group(sharded_param.layout.regather_group)
+    assert sharded_param is not None and sharded_param.spec.regather_group is not None
+    neighbours = process_group(sharded_param.spec.regather_group)
     assert neighbours.size() == 2
     return group_timeout_s(process_group(mesh.get_group().group_name)), group_timeout_s(neighbours)
 

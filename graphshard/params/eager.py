@@ -32,9 +32,8 @@ from ..errors import BackendError
 from ..ops.accumulators import PARTIAL, UNSYNCED
 from ..ops.bucket_copy import add_accumulated
 from ..ops.markers import used_dtype
-from .eager_calls import eager_gather, eager_reduction
-from .sharded_model import sharded_model_of
-from .sharded_param import ShardedParam, is_unattached, owned_by
+from .mesh import eager_gather, eager_reduction
+from .sharded_param import ShardedParam, is_unattached, owned_by, sharded_model_of
 
 
 class _Read(NamedTuple):
@@ -148,11 +147,9 @@ class _Unshard(torch.autograd.Function):
     def forward(
         sharded_params: Sequence[ShardedParam], *shards: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        groups, fqns = sharded_params[0].layout.groups, [param.fqn for param in sharded_params]
+        groups, fqns = sharded_params[0].spec.groups, [param.fqn for param in sharded_params]
         with eager_gather(groups, fqns):
-            return tuple(
-                param.layout.unshard(shard) for param, shard in zip(sharded_params, shards)
-            )
+            return tuple(param.spec.unshard(shard) for param, shard in zip(sharded_params, shards))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -174,7 +171,7 @@ class _Unshard(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         sharded_params = ctx.sharded_params
         sharded_params[0].model.trains_eagerly = True
-        groups = sharded_params[0].layout.groups
+        groups = sharded_params[0].spec.groups
         with eager_reduction(groups, [param.fqn for param in sharded_params]):
             return None, *_gradients_of_shards(ctx, [*map(_dense, grads)])
 
@@ -216,18 +213,18 @@ def _reduce(
         destination: None to return the reduced shard; ``PARTIAL`` to accumulate it there and return
             None.
     """
-    layout, accumulation = sharded_param.layout, sharded_param.accumulation
+    spec = sharded_param.spec
     if grad is None:
-        dtype = used_dtype(sharded_param.shard, layout.dtype)
-        grad = torch.zeros(layout.shape, dtype=dtype, device=layout.groups.device)
-    if (key := accumulation.key(UNSYNCED)) is not None:
+        dtype = used_dtype(sharded_param.shard, spec.dtype)
+        grad = torch.zeros(spec.shape, dtype=dtype, device=spec.groups.device)
+    if (key := sharded_param.accumulator_key(UNSYNCED)) is not None:
         dtype = sharded_param.accumulator(UNSYNCED).stand_in.dtype
         grad = add_accumulated(grad, [key], [0], dtype)
     if destination == PARTIAL:
-        sharded_param.accumulator(PARTIAL).add(layout.reduce_to_partial(grad))
-        accumulation.drop_taken()
+        sharded_param.accumulator(PARTIAL).add(spec.reduce_to_partial(grad))
+        sharded_param.drop_taken()
         return None
-    return layout.reduce(grad, sharded_param.shard.dtype, accumulation.key(PARTIAL))
+    return spec.reduce(grad, sharded_param.shard.dtype, sharded_param.accumulator_key(PARTIAL))
 
 
 def _used_on_any_rank(
@@ -241,7 +238,7 @@ def _used_on_any_rank(
     used_here = [grad is not None for grad in grads]
     if len(sharded_params) <= 1:
         return used_here
-    groups = sharded_params[0].layout.groups
+    groups = sharded_params[0].spec.groups
     flags = torch.ones(len(sharded_params), dtype=torch.int32, device=groups.device)
     for i, used in enumerate(used_here):
         if not used:

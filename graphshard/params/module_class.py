@@ -1,7 +1,7 @@
-"""Accessors: a sharded module's forward reads full parameters, everyone else reads DTensors.
+"""Classes of sharded modules: their forward reads full parameters, everyone else reads DTensors.
 
 The class of a module that owns sharded parameters is replaced by a subclass with one property per
-parameter, which returns
+parameter, its *accessor*, which returns
 
 - under tracing, ``graphshard::unshard(shard)``, which Dynamo treats as an ``nn.Parameter``
   (_torch/as_parameter.py);
@@ -12,8 +12,8 @@ parameter, which returns
 ``_parameters`` holds the DTensor, so ``named_parameters``, ``state_dict`` and
 ``torch.distributed.checkpoint`` never call the property.
 
-Modules of one class whose parameters have equal layouts share a subclass. Dynamo guards on the
-class rather than on the module, so identical layers share one compiled graph.
+Modules of one class whose parameters have equal markers share a subclass. Dynamo guards on the
+class rather than on the module, so identical layers, across models too, share one compiled graph.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 from abc import ABCMeta
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, SupportsIndex, cast
+from typing import Any, ClassVar, SupportsIndex, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -33,14 +33,25 @@ from .._torch.frames import compiled_call
 from .._torch.nn import FLAT_WEIGHTS, NoticesReplacement, flat_weights, parameters_of
 from ..errors import BackendError
 from ..ops.accumulators import ACCUMULATOR_NAMES
-from .eager_unshard import full_parameters
-from .grad_accumulation import ALL_REDUCES, SYNCS, module_flag, set_module_flag
-from .layout import Layout, MarkerCall
+from ..ops.marker_specs import ReplicateSpec, UnshardSpec
+from .eager import full_parameters
+from .grad_sync import ALL_REDUCES, SYNCS, module_flag, set_flags
 from .loading import prepare_loaded
 from .no_pickle import Reduced, copyable_only
+from .param_spec import ParamSpec
 from .save_pretrained import METHOD, has_save_pretrained, save_in_full
-from .sharded_model import ShardedModel, join_model, sharded_model_of
-from .sharded_param import ShardedParam, owned_by, shard_attribute, sharded_param_of
+from .sharded_param import (
+    ShardedModel,
+    ShardedParam,
+    join_model,
+    owned_by,
+    shard_attribute,
+    sharded_model_of,
+    sharded_param_of,
+)
+
+Marker: TypeAlias = UnshardSpec | ReplicateSpec
+"""Marker that reads a parameter, with names of module attributes instead of tensors."""
 
 
 class ShardedModule(NoticesReplacement):
@@ -48,11 +59,11 @@ class ShardedModule(NoticesReplacement):
 
     Attributes:
         _graphshard_plain_class: the module's own class.
-        _graphshard_markers: marker call that reads each parameter, by the parameter's name.
+        _graphshard_markers: marker of each parameter, by the parameter's name.
     """
 
     _graphshard_plain_class: ClassVar[type]
-    _graphshard_markers: ClassVar[Mapping[str, MarkerCall]]
+    _graphshard_markers: ClassVar[Mapping[str, Marker]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if not _is_ours(cls):
@@ -110,22 +121,13 @@ class ShardedModule(NoticesReplacement):
     def _graphshard_refresh_accessors(self) -> None:
         """Switch to markers that reduce or accumulate gradients as currently requested."""
         cls = type(self)
-        kept = cls._graphshard_markers
-        _give_class(self, cls._graphshard_plain_class, kept, kept)
+        markers = cls._graphshard_markers
+        _set_class(self, cls._graphshard_plain_class, markers, previous=markers)
 
 
 def _is_ours(cls: type) -> bool:
     """Return whether ``_sharded_class`` made ``cls``, rather than a user who subclassed one."""
     return "_graphshard_plain_class" in vars(cls)
-
-
-def set_flags(flags: Mapping[nn.Module, bool], name: str) -> None:
-    """Set the flag ``SYNCS`` or ``ALL_REDUCES`` of modules, and refresh their accessors."""
-    for module, flag in flags.items():
-        set_module_flag(module, name, flag)
-    for module in flags:
-        if isinstance(module, ShardedModule):
-            module._graphshard_refresh_accessors()
 
 
 def install(
@@ -137,41 +139,43 @@ def install(
         sharded_params: parameters to add, by their names in ``module``.
         model: sharded model that ``module`` is part of.
     """
-    plain: type = type(module)
-    kept: Mapping[str, MarkerCall] = {}
+    previous: Mapping[str, Marker] = {}
     if isinstance(module, ShardedModule):
-        plain, kept = type(module)._graphshard_plain_class, type(module)._graphshard_markers
+        previous = type(module)._graphshard_markers
     module.__dict__.pop(FLAT_WEIGHTS, None)  # nn.RNNBase: becomes a property
     for name, sharded_param in sharded_params.items():
         sharded_param.add_owner(module, name)
-    _give_class(module, plain, [*kept, *sharded_params], kept)
+    _set_class(module, plain_class(module), [*previous, *sharded_params], previous)
     join_model(module, model)
 
 
-def _give_class(
-    module: nn.Module, plain: type, names: Iterable[str], kept: Mapping[str, MarkerCall]
+def _set_class(
+    module: nn.Module, plain: type, names: Iterable[str], previous: Mapping[str, Marker]
 ) -> None:
     """Switch ``module`` to the class whose accessors match its sharded parameters.
 
     Args:
         plain: the module's own class.
         names: names of the parameters, in the order of the accessors.
-        kept: previous markers, which remain for names that no longer have a sharded parameter.
+        previous: markers to keep for names that no longer have a sharded parameter.
     """
-    markers: dict[str, MarkerCall] = {}
+    markers: dict[str, Marker] = {}
     for name in names:
         sharded_param = owned_by(module, name)
         if sharded_param is None:
-            markers[name] = kept[name]
+            markers[name] = previous[name]
             continue
-        sharded_param.accumulation.syncs = module_flag(module, SYNCS)
-        sharded_param.accumulation.all_reduces = module_flag(module, ALL_REDUCES)
-        accumulators = sharded_param.marker_accumulators()
+        sharded_param.syncs = module_flag(module, SYNCS)
+        sharded_param.all_reduces = module_flag(module, ALL_REDUCES)
+        tensors = sharded_param.marker_accumulators()
+        attributes = {}
         for argument in ACCUMULATOR_NAMES:
-            module.__dict__.pop(_accumulator_attribute(name, argument), None)
-        for argument, tensor in accumulators.items():
-            module.__dict__[_accumulator_attribute(name, argument)] = tensor
-        markers[name] = _marker_call(sharded_param, accumulators)
+            attribute = f"_graphshard_{argument}_of_{name}"
+            module.__dict__.pop(attribute, None)
+            if argument in tensors:
+                module.__dict__[attribute] = tensors[argument]
+                attributes[argument] = attribute
+        markers[name] = sharded_param.spec.marker(shard_attribute(name), **attributes)
     module.__class__ = _sharded_class(plain, tuple(markers.items()))
 
 
@@ -182,12 +186,6 @@ def fault_of_class(cls: type[nn.Module]) -> str | None:
     except TypeError as error:
         return str(error)
     return None
-
-
-def reattach(module: nn.Module) -> None:
-    """Attach new shards where DTensors of ``module`` were replaced, if it is sharded."""
-    if isinstance(module, ShardedModule):
-        module._graphshard_on_replacement()
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
@@ -203,7 +201,7 @@ def had_sharded(module: nn.Module, name: str) -> bool:
 
 
 @functools.cache
-def _sharded_class(cls: type, markers: tuple[tuple[str, MarkerCall], ...]) -> type[ShardedModule]:
+def _sharded_class(cls: type, markers: tuple[tuple[str, Marker], ...]) -> type[ShardedModule]:
     """Return the subclass of ``cls`` that reads its parameters through ``markers``."""
     namespace: dict[str, object] = {name: _accessor(name, marker) for name, marker in markers}
     # Keep the class name: libraries look at it (transformers picks the loss by it).
@@ -218,30 +216,17 @@ def _sharded_class(cls: type, markers: tuple[tuple[str, MarkerCall], ...]) -> ty
     return cast(type[ShardedModule], make(type(cls), cls.__name__, (ShardedModule, cls), namespace))
 
 
-def _accumulator_attribute(name: str, argument: str) -> str:
-    """Return the module attribute that holds this marker argument of parameter ``name``."""
-    return f"_graphshard_{argument}_of_{name}"
+# --- accessors -----------------------------------------------------------------------------------
 
 
-def _marker_call(
-    sharded_param: ShardedParam, accumulators: Mapping[str, torch.Tensor]
-) -> MarkerCall:
-    call = sharded_param.layout.marker_call(sharded_param.shard)
-    given = tuple(name if name in accumulators else None for name in call.accumulators)
-    return call._replace(accumulators=given)
-
-
-def _accessor(name: str, marker: MarkerCall) -> property:
+def _accessor(name: str, marker: Marker) -> property:
     """Return the property of a sharded class that reads its parameter ``name``.
 
-    Dynamo traces the property once per parameter of a model, and guards on everything in its
-    closure. Arguments that a class always passes to the marker are therefore written into the code
-    object, which needs only one guard.
+    ``_bake`` replaces what is written in capitals.
     """
-    op = marker.op
-    attributes = tuple(
-        argument and _accumulator_attribute(name, argument) for argument in marker.accumulators
-    )
+    op = marker.op()
+    shard = cast(str, marker.arguments()[0])
+    attributes = tuple(getattr(marker, argument) for argument in marker.accumulators)
 
     def get(self: Any) -> Any:
         if is_compiling():
@@ -254,18 +239,25 @@ def _accessor(name: str, marker: MarkerCall) -> property:
             return op(self.SHARD, *("CONSTANTS",), *accumulators)
         return _eager_value(self, "NAME")
 
-    function, constants = get_accumulating, marker.constants
+    getter, constants = get_accumulating, marker.constants()
     if not any(attributes):
-        function, constants = get, (*constants, *attributes)
-    values = {"NAME": name, ("ATTRIBUTES",): attributes, ("CONSTANTS",): constants}
-    names = {"SHARD": shard_attribute(name)}
-    code = function.__code__
-    function.__code__ = code.replace(
-        co_consts=tuple(values.get(constant, constant) for constant in code.co_consts),
-        co_names=tuple(names.get(attribute, attribute) for attribute in code.co_names),
+        getter, constants = get, (*constants, *attributes)
+    _bake(getter, {"NAME": name, ("ATTRIBUTES",): attributes, ("CONSTANTS",): constants}, shard)
+    run_as_python(getter)
+    return property(getter)
+
+
+def _bake(getter: Any, constants: Mapping[object, object], shard: str) -> None:
+    """Replace constants, and the attribute ``SHARD``, in the code of an accessor.
+
+    Dynamo traces the accessor once per parameter of a model, and guards on everything in its
+    closure. What stands in its code needs no guard.
+    """
+    code = getter.__code__
+    getter.__code__ = code.replace(
+        co_consts=tuple(constants.get(constant, constant) for constant in code.co_consts),
+        co_names=tuple(shard if name == "SHARD" else name for name in code.co_names),
     )
-    run_as_python(function)
-    return property(function)
 
 
 @torch.compiler.disable
@@ -284,6 +276,15 @@ def _eager_value(module: ShardedModule, name: str) -> torch.Tensor | None:
     if not model.warned and compiled_call().backend is not None:
         model.eager_classes.setdefault(type(module).__name__)
     return full[name]
+
+
+# --- replaced parameters -------------------------------------------------------------------------
+
+
+def reattach(module: nn.Module) -> None:
+    """Attach new shards where DTensors of ``module`` were replaced, if it is sharded."""
+    if isinstance(module, ShardedModule):
+        module._graphshard_on_replacement()
 
 
 def _reattach(module: ShardedModule, empty: bool) -> None:
@@ -320,7 +321,7 @@ def _check_replacement(param: nn.Parameter, name: str, previous: ShardedParam | 
             f"{type(param).__name__}: change it in place (copy_, load_state_dict)"
         )
     on_device = param.device.type not in ("cpu", "meta")
-    if previous is not None and previous.layout.host_memory is not None and on_device:
+    if previous is not None and previous.spec.host_memory is not None and on_device:
         raise BackendError(
             f"parameter {previous.fqn!r} was moved to {param.device}, but offload_policy keeps it "
             'on the host: leave it there; to_empty(device="cpu") materialises it'
@@ -329,13 +330,13 @@ def _check_replacement(param: nn.Parameter, name: str, previous: ShardedParam | 
 
 
 def _sharded_param_for(dtensor: DTensor, previous: ShardedParam | None) -> ShardedParam:
-    """Return the sharded parameter of ``dtensor``, or a new one with the same layout.
+    """Return the sharded parameter of ``dtensor``, or a new one with the same spec.
 
     Args:
         previous: sharded parameter that ``dtensor`` replaces.
 
     Raises:
-        BackendError: ``dtensor`` has another layout.
+        BackendError: ``dtensor`` is split in another way.
     """
     known = sharded_param_of(dtensor)
     for candidate in (previous, known):
@@ -345,16 +346,16 @@ def _sharded_param_for(dtensor: DTensor, previous: ShardedParam | None) -> Shard
         return known
     like = known or previous
     assert like is not None
-    _check_layout(dtensor, like.layout, like.fqn)
-    return ShardedParam(like.layout, like.fqn, like.model)
+    _check_placements(dtensor, like.spec)
+    return ShardedParam(like.spec, like.model)
 
 
-def _check_layout(dtensor: DTensor, layout: Layout, fqn: str) -> None:
-    """Raise BackendError unless ``dtensor`` has this layout."""
-    expected = (tuple(layout.shape), layout.placements)
+def _check_placements(dtensor: DTensor, spec: ParamSpec) -> None:
+    """Raise BackendError unless ``dtensor`` is split as in ``spec``."""
+    expected = (tuple(spec.shape), spec.placements)
     actual = (tuple(dtensor.shape), tuple(dtensor.placements))
-    if actual != expected or dtensor.device_mesh != layout.mesh:
+    if actual != expected or dtensor.device_mesh != spec.mesh:
         raise BackendError(
-            f"parameter {fqn!r} was replaced by a DTensor of shape and placements {actual} on "
-            f"{dtensor.device_mesh}: it has to be {expected} on {layout.mesh}"
+            f"parameter {spec.fqn!r} was replaced by a DTensor of shape and placements {actual} on "
+            f"{dtensor.device_mesh}: it has to be {expected} on {spec.mesh}"
         )

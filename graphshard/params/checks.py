@@ -1,4 +1,4 @@
-"""Check that a model can be sharded, and resolve the options of each parameter.
+"""Find the parameters of a model to be sharded, resolve their options, and check for faults.
 
 A check returns a fault as text instead of raising: other ranks may have none, and all ranks have to
 raise together (``graphshard.params.agree``).
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -17,18 +18,71 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPr
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from .._torch.nn import has_forward
-from .._torch.tensors import is_traceable_wrapper_subclass
+from .._torch.instances import live_instances
+from .._torch.nn import ddp_parameters, has_forward, parameters_if_initialised, parameters_of
+from .._torch.tensors import is_traceable_wrapper_subclass, storage_of
 from ..ops.float8_math import device_fault, is_of_torchao
 from ..options.float8_policy import check_fp8
 from ..options.options import Options, matches
-from .find import PlainParam, find_reduced_by_ddp, living
-from .mesh_groups import MeshGroups
-from .parametrization import fault_of_class, had_sharded, plain_class
-from .sharded_param import FUNCTIONAL_CALL
-from .shared_memory import fault_of_shared_memory
+from ..options.param_options import ParamOptions
+from .full_tensor import without_expanded_dims
+from .mesh import MeshGroups
+from .module_class import fault_of_class, had_sharded, plain_class
+from .param_spec import Holder, ParamSpec, PlainParam
+from .sharded_param import FUNCTIONAL_CALL, sharded_param_of
+
+_T = TypeVar("_T")
+_NamedParam = tuple[str, nn.Parameter]
 
 _OTHER_WRAPPERS = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel, DataParallel)
+
+
+def find_plain_params(root: nn.Module, ignored: frozenset[nn.Parameter]) -> list[PlainParam]:
+    """Return the parameters of ``root`` that are neither ignored nor sharded already, each once."""
+    plain_params: dict[nn.Parameter, PlainParam] = {}
+    for prefix, module in root.named_modules():
+        for name, param in parameters_of(module).items():
+            if param is None or param in ignored or sharded_param_of(param) is not None:
+                continue
+            plain = plain_params.setdefault(param, PlainParam(param))
+            plain.fqns.append(f"{prefix}.{name}" if prefix else name)
+            plain.holders.append(Holder(module, name))
+    inside = set(root.modules())
+    for module in living(nn.Module):
+        if module in inside:
+            continue
+        for name, param in parameters_if_initialised(module).items():
+            if param in plain_params:  # tied from outside of the model, such as a loss's weight
+                plain_params[param].holders.append(Holder(module, name))
+        if isinstance(module, DistributedDataParallel):
+            for param in plain_params.keys() & ddp_parameters(module):
+                plain_params[param].in_ddp = True
+    return list(plain_params.values())
+
+
+def living(kind: type[_T]) -> Iterator[_T]:
+    """Yield all living instances of ``kind`` and its subclasses.
+
+    The garbage collector does not list objects frozen by ``gc.freeze()``; these are found only if
+    they are registered in ``graphshard._torch.instances``.
+    """
+    # Filter types, not objects: there are few types, and isinstance would run code of proxies.
+    things = gc.get_objects()
+    kinds = {cls for cls in set(map(type, things)) if issubclass(cls, kind)}
+    frozen = live_instances(kind) if gc.get_freeze_count() else {}
+    for thing in things if kinds else ():
+        if type(thing) in kinds:
+            frozen.pop(id(thing), None)
+            yield thing
+    yield from frozen.values()
+
+
+def find_reduced_by_ddp() -> set[nn.Parameter]:
+    """Return the parameters whose gradients a living ``DistributedDataParallel`` reduces."""
+    return {param for ddp in living(DistributedDataParallel) for param in ddp_parameters(ddp)}
+
+
+# --- faults --------------------------------------------------------------------------------------
 
 
 def find_fault(
@@ -41,7 +95,7 @@ def find_fault(
 ) -> str | None:
     """Return the first fault that keeps this rank from sharding ``root``, or None.
 
-    Also sets ``options``, ``host_memory`` and ``float8`` of all ``plain_params``.
+    Also sets ``spec`` of all ``plain_params``.
     """
     return (
         _fault_of_modules(root)
@@ -51,8 +105,8 @@ def find_fault(
         or _fault_of_optimizers(plain_params)
         or _fault_of_ddp(plain_params)
         or _fault_of_overrides(root, plain_params, options)
-        or _resolve_options(plain_params, mesh, options)
-        or _fault_of_fp8(root, plain_params, mesh.device_type)
+        or _resolve_specs(plain_params, mesh, options)
+        or _fault_of_fp8(root, plain_params, options, mesh.device_type)
     )
 
 
@@ -188,53 +242,69 @@ def _field_of_modules(policy: MixedPrecisionPolicy) -> str | None:
     return None if policy.cast_forward_inputs else "cast_forward_inputs=False"
 
 
-def _resolve_options(
+def _resolve_specs(
     plain_params: Sequence[PlainParam], mesh: DeviceMesh, options: Options
 ) -> str | None:
-    """Set the options of every parameter; return the first fault, or None."""
-    num_shards = MeshGroups(mesh).num_shards
+    """Set the spec of every parameter; return the first fault, or None."""
+    groups = MeshGroups(mesh)
     for plain in plain_params:
         try:
-            plain.options = options.for_parameter(plain.fqns)
-            plain.options.num_backward_ranks(num_shards)  # raises if it does not divide num_shards
-            plain.host_memory = plain.options.host_memory(mesh.device_type)
-            if fault := _fault_of_device(plain, mesh):
+            param_options = options.for_parameter(plain.fqns)
+            if fault := _fault_of_device(plain.param.device, mesh, param_options):
                 return f"parameter {plain.fqn!r} {fault}"
-            plain.float8 = _float8_recipe(plain)
+            plain.spec = _spec_of(plain, groups, param_options)
         except Exception as error:  # also from the user's fp8 filter: all ranks have to raise
             return f"parameter {plain.fqn!r}: {type(error).__name__}: {error}"
     return None
 
 
-def _fault_of_device(plain: PlainParam, mesh: DeviceMesh) -> str | None:
-    device = plain.param.device
+def _spec_of(plain: PlainParam, groups: MeshGroups, options: ParamOptions) -> ParamSpec:
+    """Return how to shard a parameter.
+
+    Raises:
+        ValueError: the options contradict each other or the mesh.
+    """
+    return ParamSpec(
+        plain.param.shape,
+        groups,
+        plain.fqn,
+        num_backward_ranks=options.num_backward_ranks(groups.num_shards),
+        dtype=options.mp_policy.param_dtype,
+        reduce_dtype=options.mp_policy.reduce_dtype,
+        float8_recipe=_float8_recipe(plain, options),
+        shard=options.shard,
+        host_memory=options.host_memory(groups.mesh.device_type),
+    )
+
+
+def _fault_of_device(device: torch.device, mesh: DeviceMesh, options: ParamOptions) -> str | None:
     if device.type in ("meta", mesh.device_type):
         return None
-    if plain.host_memory is not None and device.type == "cpu":
+    if device.type == "cpu" and options.host_memory(mesh.device_type) is not None:
         return None
     return f"is on {device}, the mesh on {mesh.device_type}: move one of them"
 
 
-def _float8_recipe(plain: PlainParam) -> str | None:
+def _float8_recipe(plain: PlainParam, options: ParamOptions) -> str | None:
     """Return the fp8 recipe of a parameter's linears, or None if they do not compute in fp8.
 
     Raises:
         ValueError: the fp8 policy conflicts with ``mp_policy.param_dtype``.
     """
-    policy = plain.options.fp8
+    policy = options.fp8
     embeds = any(isinstance(module, nn.Embedding) for module, _ in plain.holders)
-    if policy is None or not plain.options.shard or embeds:
+    if policy is None or not options.shard or embeds:
         return None
     recipe = policy.recipe_for(plain.fqns, plain.param)
     if recipe is not None:
-        check_fp8(policy, plain.options.mp_policy.param_dtype)
+        check_fp8(policy, options.mp_policy.param_dtype)
     return recipe
 
 
 def _fault_of_fp8(
-    root: nn.Module, plain_params: Sequence[PlainParam], device_type: str
+    root: nn.Module, plain_params: Sequence[PlainParam], options: Options, device_type: str
 ) -> str | None:
-    if all(plain.options.fp8 is None for plain in plain_params):
+    if all(options.for_parameter(plain.fqns).fp8 is None for plain in plain_params):
         return None
     for name, module in root.named_modules():
         if is_of_torchao(module):
@@ -242,7 +312,9 @@ def _fault_of_fp8(
                 f"module {name!r} is torchao's {type(module).__name__} already: give graphshard "
                 "the plain module, or leave fp8 out"
             )
-    recipes = {plain.float8: plain for plain in plain_params if plain.float8 is not None}
+    recipes = {
+        plain.spec.float8_recipe: plain for plain in plain_params if plain.spec.float8_recipe
+    }
     if not recipes and any(plain.param.dim() == 2 for plain in plain_params):
         return "fp8 chooses no parameter: check fp8.filter_fn, or leave fp8 out"
     for recipe, plain in recipes.items():
@@ -252,3 +324,73 @@ def _fault_of_fp8(
                 f"{plain.fqn!r}: {fault}"
             )
     return None
+
+
+# --- distinct parameters that share memory -------------------------------------------------------
+# Sharding would untie them. They are not tied for the user: an optimizer steps each object with its
+# own state, so a single tied parameter would train differently.
+
+
+def fault_of_shared_memory(root: nn.Module, plain_params: Sequence[PlainParam]) -> str | None:
+    """Return a fault if a parameter to be sharded shares elements with another one, or None."""
+    plain = {plain_param.param for plain_param in plain_params}
+    for one, other in _sharing_storage(root):
+        if not plain.isdisjoint((one[1], other[1])) and _share_elements(one[1], other[1]):
+            return _untied(*one, *other)
+    return None
+
+
+def _sharing_storage(root: nn.Module) -> Iterator[tuple[_NamedParam, _NamedParam]]:
+    """Yield pairs of parameters whose byte ranges in one storage overlap."""
+    by_storage: dict[int, list[_NamedParam]] = {}
+    for name, param in root.named_parameters():
+        if _has_memory(param):
+            by_storage.setdefault(storage_of(param), []).append((name, param))
+    for named in by_storage.values():
+        ranges = sorted(((_bytes_of(one[1]), one) for one in named), key=lambda r: r[0].start)
+        for i, (own_bytes, one) in enumerate(ranges):
+            for bytes_, other in ranges[i + 1 :]:
+                if bytes_.start >= own_bytes.stop:
+                    break
+                yield one, other
+
+
+def _has_memory(param: nn.Parameter) -> bool:
+    if isinstance(param, DTensor | nn.parameter.UninitializedParameter):
+        return False
+    is_plain = param.layout == torch.strided and not is_traceable_wrapper_subclass(param.data)
+    return is_plain and not param.is_meta and param.numel() > 0
+
+
+def _bytes_of(tensor: torch.Tensor) -> range:
+    """Return the range of bytes that ``tensor`` spans in its storage."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    start = tensor.storage_offset()
+    return range(start * tensor.itemsize, (start + last + 1) * tensor.itemsize)
+
+
+def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors with overlapping byte ranges have an element in common."""
+    if one.itemsize != other.itemsize:
+        return True
+    first = min(one.storage_offset(), other.storage_offset())
+    stop = max(_bytes_of(one).stop, _bytes_of(other).stop) // one.itemsize
+    marks = torch.zeros(stop - first, dtype=torch.bool, device="cpu")
+    marked, read = (
+        without_expanded_dims(marks.as_strided(t.shape, t.stride(), t.storage_offset() - first))
+        for t in (one, other)
+    )
+    marked.fill_(True)
+    return bool(read.any())
+
+
+def _untied(name: str, param: nn.Parameter, other_name: str, other: nn.Parameter) -> str:
+    same = (param.shape, param.stride(), param.storage_offset(), param.dtype)
+    if same == (other.shape, other.stride(), other.storage_offset(), other.dtype):
+        tie = f"to tie them, register one parameter in both modules ({other_name} = {name})"
+    else:
+        tie = f"to tie them, compute what {other_name!r} holds from {name!r} in forward"
+    return (
+        f"parameters {name!r} and {other_name!r} are two objects that share memory, which sharding "
+        f"would part: {tie}; else give one of them a copy, by clone()"
+    )

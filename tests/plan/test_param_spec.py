@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
-from graphshard.params.layout import Layout
-from graphshard.params.mesh_groups import MeshGroups
+from graphshard.params.mesh import MeshGroups
+from graphshard.params.param_spec import ParamSpec
 
 
 @dataclass(frozen=True)
 class _Mesh:
-    """The part of DeviceMesh that a layout uses."""
+    """The part of DeviceMesh that a spec uses."""
 
     world_size: int
     rank: int
@@ -31,10 +31,10 @@ class _Mesh:
         return self.rank
 
 
-def _layouts(shape: tuple[int, ...], world_size: int) -> list[Layout]:
-    """Return the layout of one parameter on every rank."""
+def _specs(shape: tuple[int, ...], world_size: int) -> list[ParamSpec]:
+    """Return the spec of one parameter on every rank."""
     meshes: list[Any] = [_Mesh(world_size, rank) for rank in range(world_size)]
-    return [Layout(torch.Size(shape), MeshGroups(mesh)) for mesh in meshes]
+    return [ParamSpec(torch.Size(shape), MeshGroups(mesh)) for mesh in meshes]
 
 
 worlds = st.integers(1, 9)
@@ -46,10 +46,10 @@ whole_shapes = st.sampled_from([(), (0,), (0, 3), (5, 0), (2, 0, 3)])
 def test_rows_are_split_as_by_chunk(shape: tuple[int, ...], world_size: int) -> None:
     full = torch.arange(torch.Size(shape).numel()).reshape(shape)
     chunks = [*full.chunk(world_size), *[full[:0]] * world_size][:world_size]
-    for layout, chunk in zip(_layouts(shape, world_size), chunks):
-        assert torch.equal(full[layout.local_rows], chunk)
-        assert layout.num_local_rows == len(chunk)
-        assert layout.placements == (Shard(0),)
+    for spec, chunk in zip(_specs(shape, world_size), chunks):
+        assert torch.equal(full[spec.local_rows], chunk)
+        assert spec.num_local_rows == len(chunk)
+        assert spec.placements == (Shard(0),)
 
 
 @given(split_shapes, worlds)
@@ -57,17 +57,17 @@ def test_padded_shards_have_one_shape_and_hold_all_rows(
     shape: tuple[int, ...], world_size: int
 ) -> None:
     full = torch.randn(shape)
-    layouts = _layouts(shape, world_size)
-    shards = [layout.padded_shard(full) for layout in layouts]
-    assert {shard.shape for shard in shards} == {layouts[0].padded_shape}
+    specs = _specs(shape, world_size)
+    shards = [spec.padded_shard(full) for spec in specs]
+    assert {shard.shape for shard in shards} == {specs[0].padded_shape}
     assert all(shard.is_contiguous() for shard in shards)
     gathered = torch.cat(shards)
     assert torch.equal(gathered[: shape[0]], full)
     assert not gathered[shape[0] :].any()
     assert len(gathered) - shape[0] < world_size
-    for layout, shard in zip(layouts, shards):
-        assert torch.equal(layout.local_view(shard), full[layout.local_rows])
-        assert layout.local_view(shard).data_ptr() == shard.data_ptr() or not layout.num_local_rows
+    for spec, shard in zip(specs, shards):
+        assert torch.equal(spec.local_view(shard), full[spec.local_rows])
+        assert spec.local_view(shard).data_ptr() == shard.data_ptr() or not spec.num_local_rows
 
 
 @given(whole_shapes, worlds)
@@ -75,20 +75,20 @@ def test_scalars_and_empty_parameters_are_replicated(
     shape: tuple[int, ...], world_size: int
 ) -> None:
     full = torch.randn(shape)
-    for layout in _layouts(shape, world_size):
-        assert layout.rows is None and layout.placements == (Replicate(),)
-        assert layout.padded_shape == full.shape
-        shard = layout.padded_shard(full)
+    for spec in _specs(shape, world_size):
+        assert spec.rows is None and spec.placements == (Replicate(),)
+        assert spec.padded_shape == full.shape
+        shard = spec.padded_shard(full)
         assert torch.equal(shard, full) and shard is not full
-        assert layout.local_view(shard) is shard
+        assert spec.local_view(shard) is shard
 
 
 @given(st.permutations([0, 1, 2]), worlds)
 def test_a_strided_parameter_makes_contiguous_shards(order: list[int], world_size: int) -> None:
     full = torch.randn(5, 4, 3).permute(order)
     shards = []
-    for layout in _layouts(tuple(full.shape), world_size):
-        shards.append(layout.padded_shard(full))
+    for spec in _specs(tuple(full.shape), world_size):
+        shards.append(spec.padded_shard(full))
         assert shards[-1].is_contiguous()
     assert torch.equal(torch.cat(shards)[: len(full)], full)
 
@@ -96,11 +96,11 @@ def test_a_strided_parameter_makes_contiguous_shards(order: list[int], world_siz
 @pytest.mark.parametrize("shape", [(5, 3), ()])
 def test_a_shard_shares_no_memory_with_the_full_parameter(shape: tuple[int, ...]) -> None:
     full = torch.zeros(shape)
-    for layout in _layouts(shape, 2):
-        layout.padded_shard(full).fill_(1.0)
+    for spec in _specs(shape, 2):
+        spec.padded_shard(full).fill_(1.0)
     assert not full.any()
 
 
 def test_a_shard_does_not_require_a_gradient() -> None:
     full = torch.randn(5, 3, requires_grad=True)
-    assert not any(layout.padded_shard(full).requires_grad for layout in _layouts((5, 3), 2))
+    assert not any(spec.padded_shard(full).requires_grad for spec in _specs((5, 3), 2))

@@ -1,0 +1,265 @@
+"""Sharded parameters as inputs of compiled graphs: find their module, guard and check them.
+
+When a graph is compiled, its sharded parameters are guarded, and a forward that changes a full
+parameter in place, or that bypasses its module, is refused: the change would be lost without an
+error, because a full parameter is a copy that was gathered for one forward.
+
+When a graph runs, backward gathers a parameter again from the shard that forward saved, and raises
+if it has changed since. Autograd checks the versions of saved tensors, but an in-place op on a
+DTensor increments only the version of the DTensor, not the one that its local tensor shares with
+the shard. So each run of a graph records the versions of the DTensors whose shards it saves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import fx, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from .._torch.as_parameter import shards_read, trace_as_parameters
+from .._torch.autograd import (
+    before_backward,
+    compiled_nodes,
+    saved_tensors,
+    saves_unpacked,
+    version_of,
+)
+from .._torch.dynamo import Source, Trace, source_name, sources
+from .._torch.frames import CompiledCall
+from .._torch.nn import uncompiled
+from .._torch.tensors import storage_of, traced_storage, traced_value
+from ..errors import BackendError
+from ..ops import markers
+from ..ops.nodes import graph_modules
+from .shard import take_replacements
+from .sharded_param import (
+    SHARDED_PARAM,
+    ShardedParam,
+    changed_in_place,
+    in_sync,
+    sharded_model_of,
+    sharded_param_of,
+)
+
+_R = TypeVar("_R")
+
+
+def uncompiled_modules(owners: Iterable[object]) -> Iterator[nn.Module]:
+    """Yield the modules among ``owners``, without the wrapper of ``torch.compile``."""
+    return (owner for owner in map(uncompiled, owners) if isinstance(owner, nn.Module))
+
+
+def find_root(
+    trace: Trace, source: Any, param: nn.Parameter, call: CompiledCall
+) -> tuple[nn.Module, bool]:
+    """Return the outermost module that holds ``param``, and whether its forward already runs.
+
+    That is the compiled module, an outer module whose forward Dynamo left to Python, or, if a
+    function is compiled, a module on the path of the parameter's source.
+
+    Raises:
+        BackendError: none of these holds ``param``.
+    """
+    candidates = [call.module, *call.running, *trace.owners(source)]
+    for candidate in uncompiled_modules(candidates):
+        if any(p is param for p in candidate.parameters()):
+            return candidate, trace.is_resumed() or call.runs(candidate)
+    raise BackendError(
+        f"parameter {source_name(source)} belongs to no module that the compiled code names: "
+        "compile the module, or code that reads the parameter through its module"
+    )
+
+
+def record_graph_breaks(
+    trace: Trace, params: Sequence[ShardedParam | None], call: CompiledCall
+) -> None:
+    """Record the graph breaks of a model, and what ran eagerly, for its one warning about them."""
+    owner = trace.owner()
+    models = [param.model for param in params if param]
+    model = models[0] if models else sharded_model_of(owner) if owner is not None else None
+    if model is None:
+        return
+    where = trace.graph_break()
+    if where is not None and where not in model.breaks:
+        model.breaks.append(where)
+    for module in call.running:
+        if sharded_model_of(module) is model:
+            model.eager_classes.setdefault(type(module).__name__)
+
+
+def sync_params(trace: Trace, gm: fx.GraphModule, inputs: Sequence[object]) -> bool:
+    """Guard every sharded parameter, and sync its shard; return False to have Dynamo trace again.
+
+    That is needed if a parameter was replaced, or its ``requires_grad`` has changed.
+    """
+    # Dynamo drops a shard from the inputs if forward only reads attributes of its parameter.
+    for shard in shards_read():
+        trace.guard(shard, SHARDED_PARAM, in_sync)
+    synced = True
+    for source, value in zip(sources(gm), inputs, strict=True):
+        param = sharded_param_of(value)
+        if param is None:
+            continue
+        owners = uncompiled_modules(trace.owners(source))
+        if param.is_replaced() and any(map(take_replacements, owners)):
+            synced = False
+            continue
+        synced &= param.sync()
+    return synced
+
+
+# --- how a traced graph uses its parameters ------------------------------------------------------
+
+
+@functools.cache
+def trace_parameters() -> None:
+    """Make Dynamo treat the results of unshard markers as parameters from now on."""
+    path = (SHARDED_PARAM, "dtensor")
+    trace_as_parameters(markers.UNSHARD_MARKERS, path, _refuse_functional_call)
+
+
+def _refuse_functional_call(shard: Source) -> None:
+    param = sharded_param_of(Trace().value(shard))
+    raise BackendError(
+        f"torch.func.functional_call does not reach parameter {param.fqn if param else shard!r}, "
+        "which is sharded: forward would compute with the module's own; give it as "
+        "ignored_params, or call a copy of the module that is not sharded"
+    )
+
+
+def check_reads(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
+    """Check how a graph that Dynamo traced, and its subgraphs, use sharded parameters.
+
+    Args:
+        inputs: one value for each placeholder of ``gm``.
+
+    Raises:
+        BackendError: the graph changes a full parameter in place, or takes its DTensor as an input.
+    """
+    fqns: dict[int | None, str] = {}  # by the storage of the shard in the trace
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    for node, value in zip(placeholders, inputs):
+        if (param := sharded_param_of(value)) is None:
+            continue
+        if isinstance(value, DTensor):
+            raise BackendError(
+                f"forward reads parameter {param.fqn!r} by a reference of its own, and would "
+                "compute with a shard: read it through its module"
+            )
+        fqns[traced_storage(node)] = param.fqn
+    for part in graph_modules(gm):
+        _refuse_changes(part.graph, fqns)
+
+
+def _refuse_changes(graph: fx.Graph, fqns: Mapping[int | None, str]) -> None:
+    """Raise BackendError if a graph changes a full parameter in place.
+
+    Args:
+        fqns: FQNs of sharded parameters, by the storage of their shard in the trace.
+    """
+    read: dict[int | None, str] = {}  # FQNs by the storage of the full parameter
+    for op in markers.UNSHARD_MARKERS:
+        for node in graph.find_nodes(op="call_function", target=op):
+            shard = node.args[0]
+            assert isinstance(shard, fx.Node)
+            read[traced_storage(node)] = fqns.get(traced_storage(shard), str(shard))
+    for node in graph.nodes:
+        value, storage = traced_value(node), traced_storage(node)
+        if isinstance(value, torch.Tensor) and storage in read and version_of(value):
+            raise BackendError(changed_in_place(read[storage]))
+
+
+# --- parameters that change between forward and backward -----------------------------------------
+
+_VERSIONS = "graphshard_versions"
+"""Attribute of a run's autograd node: the parameters whose shards it saved, with versions."""
+
+# Foreach ops on DTensors increment no version, so a hook on all optimizers does it after each step.
+# Empty until a graph saves a shard.
+_hook: list[RemovableHandle] = []
+
+
+class _Saved(NamedTuple):
+    """Shards that every run of a graph saves for backward.
+
+    Attributes:
+        node_type: class of the graph's autograd nodes.
+        shards: positions of the saved shards among the graph's inputs.
+    """
+
+    node_type: type
+    shards: list[int]
+
+
+def refusing_stale_forwards(compiled: Callable[..., _R]) -> Callable[..., _R]:
+    """Wrap a compiled graph so that backward raises if a parameter it regathers has changed."""
+    saved: _Saved | None = None
+
+    def run(*args: object) -> _R:
+        nonlocal saved
+        outputs = compiled(*args)
+        # Saved-tensor hooks pack a copy, or recompute with the parameters as they are in backward.
+        if not isinstance(outputs, Sequence) or not saves_unpacked():
+            return outputs
+        saved = saved or _find_saved(outputs, args)
+        if saved is not None and saved.shards:
+            _record_versions(outputs, args, saved)
+        return outputs
+
+    return run
+
+
+def _find_saved(outputs: Sequence[object], args: Sequence[object]) -> _Saved | None:
+    """Return what a graph saves, read from its first training run; None for any other run."""
+    # A graph may return its inputs, whose nodes belong to other graphs.
+    nodes = set(compiled_nodes(outputs)).difference(compiled_nodes(args))
+    if not nodes:
+        return None
+    node = nodes.pop()
+    before_backward(node, _raise_if_stale)
+    # Compared by storage: on a single rank, the gathered parameter is a view of its shard.
+    # Parameters that are kept unsharded are not saved as shards, and keep their values.
+    kept = {storage_of(tensor) for tensor in saved_tensors(node)}
+    shards = [
+        i
+        for i, arg in enumerate(args)
+        if isinstance(arg, torch.Tensor) and sharded_param_of(arg) and storage_of(arg) in kept
+    ]
+    if shards and not _hook:
+        _hook.append(register_optimizer_step_post_hook(_count_step))
+    return _Saved(type(node), shards)
+
+
+def _record_versions(outputs: Sequence[object], args: Sequence[object], saved: _Saved) -> None:
+    for node in compiled_nodes(outputs):
+        if type(node) is saved.node_type and not hasattr(node, _VERSIONS):
+            params = [sharded_param_of(args[i]) for i in saved.shards]
+            setattr(node, _VERSIONS, [(p, version_of(p.dtensor)) for p in params if p is not None])
+
+
+def _raise_if_stale(node: Any) -> None:
+    """Raise BackendError if a parameter was changed in place since the forward of ``node``."""
+    recorded: list[tuple[ShardedParam, int]] = getattr(node, _VERSIONS, [])
+    for sharded_param, version in recorded:
+        # A new DTensor that replaced it starts at version 0, and has memory of its own.
+        if version_of(sharded_param.dtensor) > version:
+            raise BackendError(
+                f"parameter {sharded_param.fqn!r} was modified by an inplace operation, such as "
+                "optimizer.step(), after the forward, and backward gathers it again: its gradients "
+                "would be those of neither. Call backward before the change, or forward again "
+                "after it; reshard_after_forward=False keeps what forward has gathered"
+            )
+
+
+def _count_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    if torch.compiler.is_compiling():
+        return
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    increment_version([p for p in params if isinstance(p, DTensor) and p.grad is not None])

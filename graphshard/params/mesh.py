@@ -1,0 +1,193 @@
+"""Process groups of a mesh, and the log of collectives that run on them outside of graphs.
+
+[Note: logged collectives] A rank may leave a graph that its peers still run: past Dynamo's
+recompile limit, a function runs in Python. Collectives outside of graphs are therefore written to
+the mesh's call log, by which ranks that diverge raise instead of hanging. Within a call of compiled
+code, a gather that is new to this rank first waits until all ranks have reached it. Gathers in
+plain calls of a model are only logged, and so are reductions, whose order follows from that of the
+gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._torch.distributed import group_timeout_s, is_registered, process_group
+from .._torch.dynamo import at_recompile_limit
+from .._torch.frames import compiled_call, describe_code
+from ..ranks.call_log import CallLog, call_log_of
+from ..ranks.differences import BY_ALL_RANKS, LIMIT
+
+# Torch's groups are global and creating one is a collective, so all mesh objects over the same
+# ranks share one.
+_created: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+@dataclass(frozen=True)
+class MeshGroups:
+    """Names of the process groups of one mesh.
+
+    Args:
+        mesh: 1D mesh to shard over, or 2D mesh of (replicas, shards) for HSDP.
+    """
+
+    mesh: DeviceMesh
+
+    @property
+    def device(self) -> torch.device:
+        """Compute device of this rank."""
+        kind = self.mesh.device_type
+        if kind == "cpu":
+            return torch.device(kind)
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+
+    @property
+    def num_shards(self) -> int:
+        """Number of ranks that hold the shards of one replica."""
+        return self.mesh.size(self.mesh.ndim - 1)
+
+    @property
+    def shard_index(self) -> int:
+        """Index of this rank in its shard group."""
+        return self.mesh.get_local_rank(self.mesh.ndim - 1)
+
+    @cached_property
+    def shards(self) -> str:
+        """Shard group: the ranks that hold the shards of one replica."""
+        return self.mesh.get_group(self.mesh.ndim - 1).group_name
+
+    @cached_property
+    def replicas(self) -> str | None:
+        """Replica group: the ranks that hold the same shards; None for one replica."""
+        several = self.mesh.ndim == 2 and self.mesh.size(0) > 1
+        return self.mesh.get_group(0).group_name if several else None
+
+    @cached_property
+    def all_ranks(self) -> str:
+        """Group of all ranks of the mesh."""
+        if self.mesh.ndim == 1:
+            return self.shards
+        return self._group_of(self.mesh.mesh.flatten().tolist())
+
+    def regather_group(self, num_ranks: int) -> str:
+        """Return the group of ``num_ranks`` consecutive ranks of a replica that has this rank.
+
+        Args:
+            num_ranks: size of the group, which divides ``num_shards``.
+        """
+        if num_ranks == self.num_shards:
+            return self.shards
+        rows = self.mesh.mesh.reshape(-1, num_ranks).tolist()
+        return self._group_of(next(ranks for ranks in rows if dist.get_rank() in ranks))
+
+    def _group_of(self, ranks: Sequence[int]) -> str:
+        """Return the group of ``ranks``; all of them have to make the call that creates it."""
+        if len(ranks) == dist.get_world_size():
+            return dist.group.WORLD.group_name  # type: ignore[union-attr]  # it is initialised
+        key = tuple(sorted(ranks))
+        group = _created.get(key)
+        if group is None or not is_registered(group):
+            timeout = timedelta(seconds=group_timeout_s(process_group(self.shards)))
+            # Synchronize only ``ranks``: the mesh may be a slice of a larger one, whose other ranks
+            # may shard something else, or nothing.
+            group = dist.new_group(list(key), timeout=timeout, use_local_synchronization=True)
+            _created[key] = group
+        return group.group_name
+
+
+@contextmanager
+def eager_gather(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
+    """Log the gather of one module's parameters that runs in this context.
+
+    Raises:
+        BackendError: other ranks do something else.
+    """
+    call_log, call = _call_log(groups), compiled_call()
+    what = f"a gather of {fqns[0]!r} outside of a graph"
+    if call.backend is None:
+        call_log.run(what)
+    else:
+        plan_id = f"{what}, in compiled code"
+        limited = [describe_code(code) for code in call.codes if at_recompile_limit(code)]
+        reason = f": {LIMIT} for {limited[0]}" if limited else ""
+        call_log.announce(plan_id, "\n".join([plan_id + reason, *fqns]))
+    with _raising_posted_fault(call_log):
+        yield
+
+
+@contextmanager
+def eager_reduction(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
+    """Log the reduction of gradients that runs in this context.
+
+    Raises:
+        BackendError: other ranks do something else.
+    """
+    call_log = _call_log(groups)
+    call_log.run(f"a reduction of gradients of {fqns[0]!r} outside of a graph")
+    with _raising_posted_fault(call_log):
+        yield
+
+
+@contextmanager
+def agreed_exchange(
+    groups: MeshGroups, plan_id: str, text: str, *, is_new: bool = False
+) -> Iterator[None]:
+    """Log the exchange that runs in this context; if it is new, wait until all ranks agree.
+
+    Args:
+        plan_id: hash of ``text``.
+        text: description of the exchange; its first line names the purpose.
+        is_new: whether to wait even if this rank knows ``text``. If every rank passes True unless
+            it repeats its last exchange of this kind, different exchanges never run together.
+
+    Raises:
+        BackendError: other ranks do something else.
+    """
+    call_log = _call_log(groups)
+    if is_new:
+        call_log.first_run(plan_id, text)
+    else:
+        call_log.announce(plan_id, text)
+    with _raising_posted_fault(call_log):
+        yield
+
+
+def agree_on_gathering(groups: MeshGroups, what: str, name: str, remedy: str) -> None:
+    """Wait until all ranks have reached a call that gathers or saves a model.
+
+    Args:
+        what: name of the function that all ranks have to call.
+        name: name of what is gathered or saved, such as the model's class.
+        remedy: code to write instead of a call on one rank, for the error.
+
+    Raises:
+        BackendError: a rank does something else, has exited, or does not call it in time.
+    """
+    plan_id = f"{what} of {name}, {BY_ALL_RANKS}: {remedy}"
+    with agreed_exchange(groups, plan_id, plan_id, is_new=True):
+        pass
+
+
+def _call_log(groups: MeshGroups) -> CallLog:
+    """Return the mesh's call log, which on a fault releases ranks blocked in any of its groups."""
+    call_log = call_log_of(process_group(groups.all_ranks))
+    for name in filter(None, (groups.shards, groups.replicas)):
+        call_log.release_also(process_group(name))
+    return call_log
+
+
+@contextmanager
+def _raising_posted_fault(call_log: CallLog) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        call_log.raise_posted_fault(error)
+        raise

@@ -1,0 +1,326 @@
+"""How one parameter is split over a mesh, and how it and its gradient travel.
+
+    options, fp8 recipe, mesh ─► ParamSpec ─► the parameter's shard and DTensor
+                                           ─► the arguments of its marker in every graph
+
+Rows are split as ``torch.chunk`` splits them and padded to the same number on every rank: see
+[Note: padded shards] in ``graphshard.ops.markers``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from .._torch.dtensor import dtensor_of
+from ..ops import markers
+from ..ops.emitter import run
+from ..ops.host_copy import to_host_memory
+from ..ops.marker_specs import AllReduceGradSpec, ReplicateSpec, UnshardSpec
+from ..ops.shard_rows import padded_rows, rows_of_rank
+from .mesh import MeshGroups
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """How one parameter is split, gathered and used, and how its gradient is reduced.
+
+    Attributes:
+        shape: shape of the full parameter, ``[rows, ...]``.
+        groups: process groups over which it is split and replicated.
+        fqn: first name at the time of sharding, for messages.
+        num_backward_ranks: number of ranks from which backward gathers; None keeps the parameter
+            unsharded between forward and backward.
+        dtype: dtype in which the parameter is gathered and used; None for its own.
+        reduce_dtype: dtype in which its gradient is reduced; None for the gradient's own.
+        float8_recipe: fp8 recipe of its linears; None if they do not compute in fp8.
+        shard: whether to split the parameter; False replicates it.
+        host_memory: kind of host memory that holds the shards, ``PINNED`` or ``PAGEABLE`` of
+            ``graphshard.ops.host_copy``; None keeps them on the device.
+        rows: number of rows that are split; None if the parameter is replicated.
+    """
+
+    shape: torch.Size
+    groups: MeshGroups
+    fqn: str = ""
+    num_backward_ranks: int | None = None
+    dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    float8_recipe: str | None = None
+    shard: bool = True
+    host_memory: str | None = None
+    rows: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Scalars and empty parameters have no rows to split.
+        splittable = self.shard and len(self.shape) > 0 and self.shape.numel() > 0
+        object.__setattr__(self, "rows", self.shape[0] if splittable else None)
+        object.__setattr__(self, "host_memory", self.host_memory if splittable else None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParamSpec:
+        return self
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.groups.mesh
+
+    @functools.cached_property
+    def regather_group(self) -> str | None:
+        """Group that backward gathers from, or None; all ranks of the mesh read it together."""
+        ranks = self.num_backward_ranks
+        return None if ranks is None else self.groups.regather_group(ranks)
+
+    def group_names(self) -> set[str]:
+        """Return the names of all process groups that this parameter's markers may use."""
+        groups = self.groups
+        names = (groups.shards, groups.replicas, groups.all_ranks, self.regather_group)
+        return {name for name in names if name is not None}
+
+    @functools.cached_property
+    def placements(self) -> tuple[Placement, ...]:
+        """The DTensor's placements, one for each axis of the mesh."""
+        last = Replicate() if self.rows is None else Shard(0)
+        return (*[Replicate()] * (self.mesh.ndim - 1), last)
+
+    @functools.cached_property
+    def padded_shape(self) -> torch.Size:
+        """The shape of the shard on every rank, ``[ceil(rows / num_shards), ...]``."""
+        if self.rows is None:
+            return self.shape
+        return torch.Size((padded_rows(self.rows, self.groups.num_shards), *self.shape[1:]))
+
+    @functools.cached_property
+    def local_rows(self) -> slice:
+        """This rank's rows of the full parameter, without padding."""
+        assert self.rows is not None
+        return rows_of_rank(self.rows, self.groups.num_shards, self.groups.shard_index)
+
+    @functools.cached_property
+    def num_local_rows(self) -> int:
+        return self.local_rows.stop - self.local_rows.start
+
+    # --- between full tensors, padded shards and DTensors ---
+
+    def padded_shard(self, full: torch.Tensor) -> torch.Tensor:
+        """Copy this rank's rows of ``full``, zero-padded, to the memory that keeps them.
+
+        The result is contiguous and has ``padded_shape``.
+        """
+        if self.rows is None:
+            stays = full.device.type in ("meta", self.mesh.device_type)
+            device = full.device if stays else self.groups.device
+            return full.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+        return to_host_memory(self.padded(full.detach()[self.local_rows]), self.host_memory)
+
+    def padded(self, local: torch.Tensor) -> torch.Tensor:
+        """Copy this rank's rows into a tensor of ``padded_shape``, followed by zeros."""
+        padded = local.new_zeros(self.padded_shape)
+        padded[: local.shape[0]] = local
+        return padded
+
+    def local_view(self, padded: torch.Tensor) -> torch.Tensor:
+        """Return a view of ``padded`` without the padding."""
+        return padded if self.rows is None else padded[: self.num_local_rows]
+
+    def dtensor(self, padded: torch.Tensor) -> DTensor:
+        """Return a DTensor of the full shape whose local tensor is a view of ``padded``."""
+        return dtensor_of(self.local_view(padded), self.mesh, self.placements, self.shape)
+
+    # --- markers, for graphs and for eager parts of a model ---
+
+    def marker(self, shard: Any, **accumulators: Any) -> UnshardSpec | ReplicateSpec:
+        """Return the marker that unshards ``shard``.
+
+        Args:
+            shard: padded shard; or any stand-in for it, if the marker is not called.
+            accumulators: stand-ins or keys, by argument name.
+        """
+        if self.rows is None:
+            return ReplicateSpec(
+                param=shard,
+                group=self.groups.all_ranks,
+                dtype=self.dtype,
+                reduce_dtype=self.reduce_dtype,
+                **accumulators,
+            )
+        return UnshardSpec(
+            shard=shard,
+            rows=self.rows,
+            group=self.groups.shards,
+            regather_group=self.regather_group,
+            replica_group=self.groups.replicas,
+            dtype=self.dtype,
+            reduce_dtype=self.reduce_dtype,
+            float8_recipe=self.float8_recipe,
+            device=None if self.host_memory is None else self.groups.device,
+            host_memory=self.host_memory,
+            **accumulators,
+        )
+
+    def unshard(self, shard: torch.Tensor) -> torch.Tensor:
+        """Gather the full parameter from ``shard`` of ``padded_shape``, eagerly."""
+        full: torch.Tensor = self.marker(shard).call(run)
+        return full
+
+    def reduce(
+        self, grad: torch.Tensor, result_dtype: torch.dtype, partial: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Reduce full gradients to this rank's padded shard of their mean, eagerly.
+
+        Args:
+            partial: key of an accumulator whose total is added after the reduction over shards,
+                before the average over replicas.
+        """
+        marker = self.marker(None)
+        reduction = markers.reduction(marker, grad, self.padded_shape, result_dtype, partial)
+        shard: torch.Tensor = reduction.call(run)
+        return shard
+
+    def reduce_to_partial(self, grad: torch.Tensor) -> torch.Tensor:
+        """Reduce full gradients within each replica to a shard in the reduction dtype, eagerly."""
+        marker = self.marker(None)
+        shard: torch.Tensor = markers.partial_reduction(marker, grad, self.padded_shape).call(run)
+        return shard
+
+    def average_over_replicas(
+        self, partial: torch.Tensor, result_dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Average a shard that was reduced within each replica over the replicas, eagerly."""
+        assert self.groups.replicas is not None
+        marker = AllReduceGradSpec(
+            grad=partial, group=self.groups.replicas, result_dtype=result_dtype
+        )
+        return to_host_memory(marker.call(run), self.host_memory)
+
+
+class Holder(NamedTuple):
+    """A module that holds a parameter, and the parameter's name in it."""
+
+    module: nn.Module
+    name: str
+
+
+@dataclass(eq=False)
+class PlainParam:
+    """A parameter that is to be sharded.
+
+    Attributes:
+        fqns: its names in the model; several if it is tied.
+        holders: all modules that hold it, inside and outside of the model.
+        in_ddp: whether a ``DistributedDataParallel`` reduces its gradient, perhaps one that has yet
+            to be garbage-collected.
+        spec: how to shard it; set by ``find_fault``.
+    """
+
+    param: nn.Parameter
+    fqns: list[str] = field(default_factory=list)
+    holders: list[Holder] = field(default_factory=list)
+    in_ddp: bool = False
+    spec: ParamSpec = field(init=False)
+
+    @property
+    def fqn(self) -> str:
+        """The first of its names."""
+        return self.fqns[0]
+
+
+# --- memory that padding takes -------------------------------------------------------------------
+# All shards are padded to the size of the largest. If 8 experts are stacked in one parameter, each
+# of 64 ranks holds the memory of one expert: 8 times an even share.
+
+NOTABLE, LEAST_BYTES = 0.1, 1e6
+"""Fraction of an even share, and bytes on a rank, above which padding is reported.
+
+Chosen by judgement, not measured.
+"""
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Padded parameters of a model.
+
+    Attributes:
+        names: parameters with fewer rows than shards, largest first.
+        rows: number of rows of the largest one.
+        shards: number of ranks that share a parameter.
+        held_bytes: bytes of parameters on a rank, with padding.
+        even_bytes: bytes of parameters on a rank, without padding.
+    """
+
+    names: tuple[str, ...]
+    rows: int
+    shards: int
+    held_bytes: float
+    even_bytes: float
+
+    def __str__(self) -> str:
+        first, others = self.names[0], len(self.names) - 1
+        who = f"{first} has" if not others else f"{first} and {others} more parameters have"
+        return (
+            f"{who} fewer rows ({self.rows}) than the {self.shards} ranks that share them: a rank "
+            f"holds {self.held_bytes / 1e6:,.0f} MB of parameters, "
+            f"{self.held_bytes / self.even_bytes:.3g} times the even share of "
+            f"{self.even_bytes / 1e6:,.0f} MB"
+        )
+
+    def splits_evenly(self, num_ranks: int) -> bool:
+        """Return whether HSDP with ``rows`` shards per replica would avoid this padding."""
+        return self.rows > 1 and num_ranks % self.rows == 0
+
+
+def find_padding(
+    shapes: Mapping[str, Sequence[int]], shards: int, held_bytes: float, full_bytes: float
+) -> Padding | None:
+    """Return the padded parameters, or None if padding takes little memory.
+
+    Args:
+        shapes: full shapes of the parameters that are split by rows, by name.
+        shards: number of ranks that share each parameter.
+        held_bytes: bytes of these parameters on a rank, with padding.
+        full_bytes: bytes of the full parameters.
+    """
+    padded = {name: shape for name, shape in shapes.items() if 0 < shape[0] < shards}
+    even_bytes = full_bytes / shards
+    if not padded or held_bytes - even_bytes < max(NOTABLE * even_bytes, LEAST_BYTES):
+        return None
+    names = sorted(padded, key=lambda name: math.prod(padded[name]), reverse=True)
+    return Padding(tuple(names), padded[names[0]][0], shards, held_bytes, even_bytes)
+
+
+def padding_advice(itemsizes: Mapping[ParamSpec, int]) -> str:
+    """Return a description of notable padding with a remedy, or "" if padding takes little.
+
+    Args:
+        itemsizes: bytes of an element of each parameter of one model, sharded over one mesh.
+    """
+    split = {spec: itemsize for spec, itemsize in itemsizes.items() if spec.rows is not None}
+    if not split:
+        return ""
+    held_bytes = sum(itemsize * spec.padded_shape.numel() for spec, itemsize in split.items())
+    full_bytes = sum(itemsize * spec.shape.numel() for spec, itemsize in split.items())
+    groups = next(iter(split)).groups
+    shapes = {spec.fqn: spec.shape for spec in split}
+    padding = find_padding(shapes, groups.num_shards, held_bytes, full_bytes)
+    return "" if padding is None else f"{padding}. {_remedy(padding, groups.mesh.size())}"
+
+
+def _remedy(padding: Padding, num_ranks: int) -> str:
+    if padding.rows == 1:
+        overrides = {padding.names[0]: {"shard": False}}
+        return f"With overrides={overrides} a rank holds as much of it, and gathers nothing"
+    evenly = "A parameter for each of its rows, as in nn.ParameterList, would be split evenly"
+    if not padding.splits_evenly(num_ranks):
+        return evenly
+    shape = (num_ranks // padding.rows, padding.rows)
+    return (
+        f"{evenly}; on a mesh of {shape}, which is HSDP over {padding.rows} ranks, a rank holds as "
+        "much of it, and no padding is sent"
+    )
