@@ -32,6 +32,7 @@ DATA = {
     "graphshard/py.typed",
     "graphshard/_torch/no_gpu/no_gpu.cpp",
     "graphshard/show/page.html",
+    "graphshard/tools/strategies.md",
 }
 
 # Run inside an environment: prints the facts about its graphshard as JSON.

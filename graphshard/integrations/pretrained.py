@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 from unittest import mock
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
@@ -38,7 +39,6 @@ from ..params.mesh import MeshGroups
 from ..params.shard import broadcast_from_first_rank, move_buffers
 from ..params.stored import Read, StoredTensor, read_stored
 from ..tools.checkpoint import reading
-from ..tools.safetensors import SafetensorsFile
 
 logger = logging.getLogger(__name__)
 Values: TypeAlias = dict[str, torch.Tensor]
@@ -264,18 +264,36 @@ def _stored_state(
 
 
 def _of_file(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file."""
     with reading(path):
-        file = SafetensorsFile(path)
+        # Unlike "mmap", "pread" raises an error if the file is truncated while it is open.
+        file = safe_open(path, "pt", "cpu", backend="pread")
+        metas = {name: _read_meta(file, name) for name in file.offset_keys()}
 
     def reader(name: str) -> Read:
-        return lambda rows: file.read(name, rows)
+        def read(rows: slice | None) -> torch.Tensor:
+            with reading(path):
+                return _read_rows(file, name, rows)
 
-    return {
-        name: StoredTensor.of(
-            torch.empty(place.shape, dtype=place.dtype, device="meta"), reader(name)
-        )
-        for name, place in file.tensors.items()
-    }
+        return read
+
+    return {name: StoredTensor.of(meta, reader(name)) for name, meta in metas.items()}
+
+
+def _read_meta(file: Any, name: str) -> torch.Tensor:
+    """Return a meta tensor with the shape and dtype of a tensor in a safetensors file."""
+    shape = file.get_slice(name).get_shape()
+    dtype = _read_rows(file, name, slice(0, 0) if shape else None).dtype
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _read_rows(file: Any, name: str, rows: slice | None) -> torch.Tensor:
+    """Read some rows of a tensor in a safetensors file, or all of it for None."""
+    stored = file.get_slice(name)
+    if rows is None or not stored.get_shape()[0]:
+        return file.get_tensor(name)
+    # safetensors refuses an empty slice at the end.
+    return stored[rows if rows.start < rows.stop else slice(0, 0)]
 
 
 def _of_tensor(tensor: torch.Tensor) -> StoredTensor:

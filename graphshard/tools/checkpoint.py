@@ -1,9 +1,10 @@
 """Read a checkpoint of ``torch.distributed.checkpoint`` (DCP) from an untrusted source.
 
-The metadata is a pickle; unpickling may build metadata objects but call nothing. The metadata is
-checked before any tensor is created: each tensor must consist of its chunks, chunks must not
-overlap, and each chunk must lie in a file of the folder with all its bytes. Everything else in the
-checkpoint is read by ``torch.load(weights_only=True)``.
+torch's ``dcp_to_torch_save`` unpickles whatever it finds, and holds all tensors in memory. Here,
+unpickling the metadata may build metadata objects but call nothing, and the metadata is checked
+before any tensor is created: each tensor must consist of its chunks, chunks must not overlap, and
+each chunk must lie in a file of the folder with all its bytes. Everything else in the checkpoint is
+read by ``torch.load(weights_only=True)``.
 """
 
 from __future__ import annotations
@@ -63,11 +64,11 @@ def without_prefix(names: Iterable[str], prefix: str | None, source: Path) -> di
     prefix = prefix.removesuffix(".") + "."
     renamed = {name: name.removeprefix(prefix) or name for name in names}
     if all(name == new for name, new in renamed.items()):
-        raise ValueError(f"{source}: no name begins with {prefix!r}: {', '.join(names[:20])}")
+        raise ValueError(f"{source}: no name starts with {prefix!r}: {', '.join(names[:20])}")
     old_names: dict[str, str] = {}
     for name, new in renamed.items():
         if (other := old_names.setdefault(new, name)) != name:
-            raise ValueError(f"{source}: without {prefix!r} {name!r} and {other!r} are one name")
+            raise ValueError(f"{source}: {name!r} and {other!r} are equal without {prefix!r}")
     return renamed
 
 
@@ -99,46 +100,37 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path, key: str | None, prefix: str | None = None) -> None:
-        self._folder = folder
+        self._folder, self._key = folder, key
         with reading(folder):
-            require((folder / ".metadata").is_file(), f"{folder}: is no checkpoint: no .metadata")
+            require((folder / ".metadata").is_file(), f"{folder}: not a checkpoint: no .metadata")
             self._metadata = _checked(read_metadata(folder / ".metadata"), folder)
         entries = self._metadata.state_dict_metadata
-        self._paths = self._metadata.planner_data or {name: (name,) for name in entries}
-        self._key = key
-        chosen = [name for name in entries if not key or self._paths[name][0] == key]
+        paths = self._metadata.planner_data or {name: (name,) for name in entries}
+        chosen = [name for name in entries if not key or paths[name][0] == key]
         if not chosen:
-            keys = sorted({str(path[0]) for path in self._paths.values()})
-            raise ValueError(f"{folder}: has nothing under {key!r}, but {', '.join(keys[:20])}")
-        self.tensors = {
-            name: entry
-            for name in chosen
-            if isinstance(entry := entries[name], TensorStorageMetadata)
-        }
+            keys = sorted({str(path[0]) for path in paths.values()})
+            raise ValueError(f"{folder}: nothing under {key!r}; it has {', '.join(keys[:20])}")
+        self.tensors = {n: e for n in chosen if isinstance(e := entries[n], TensorStorageMetadata)}
         self.others = [name for name in chosen if name not in self.tensors]
-        # Deduplicated, in order: a dictionary under the key has several flat names.
-        self._names = {str(self._own_path(name)[0]): None for name in chosen}
-        self._new_names = without_prefix(self._names, prefix, folder)
-
-    def _own_path(self, name: str) -> tuple[object, ...]:
-        """Return the path of a value below the key, or the key itself for the key's own value."""
-        path = self._paths[name]
-        return path[1:] or path if self._key else path
+        # The path of a value below the key; the key itself for the key's own value.
+        self._paths = {n: paths[n][1:] or paths[n] if key else paths[n] for n in chosen}
+        self._new_names = without_prefix(
+            dict.fromkeys(str(path[0]) for path in self._paths.values()), prefix, folder
+        )
 
     def short_name(self, name: str) -> str:
         """Return a flat name without the key and the prefix."""
         short = name.removeprefix(f"{self._key}.") if self._key else name
-        first = str(self._own_path(name)[0])
+        first = str(self._paths[name][0])
         # In an untrusted checkpoint, a flat name may begin differently from its path.
         return self._new_names[first] + short[len(first) :] if short.startswith(first) else short
 
     def nested(self, flat: Mapping[str, object]) -> object:
         """Rebuild the saved state dict from its values by flat name."""
+        if self._key and self._key in flat:  # the key's own value, not a dictionary
+            return flat[self._key]
         with reading(self._folder):
-            state = unflatten_state_dict(dict(flat), {name: self._paths[name] for name in flat})
-            state = state[self._key] if self._key else state
-            if not isinstance(state, dict):
-                return state
+            state = unflatten_state_dict(dict(flat), self._paths)
             return {self._new_names.get(name, name): value for name, value in state.items()}
 
     def load_others(self) -> dict[str, object]:
@@ -155,9 +147,9 @@ class Checkpoint:
             return torch.load(stored, map_location="cpu", weights_only=True)
         except Exception as error:
             raise ValueError(
-                f"{self._folder}: {name!r} is not made of tensors, numbers, texts and containers "
-                "of these, or is damaged; to load it would run code of its own: leave it out by "
-                "--key, or load it by torch.distributed.checkpoint if you trust it"
+                f"{self._folder}: {name!r} is damaged, or holds more than tensors, numbers, "
+                "strings and containers, which could run code when it is loaded: leave it out by "
+                "--key, or load it with torch.distributed.checkpoint if you trust it"
             ) from error
 
     def load_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -184,55 +176,47 @@ class _Reader(dcp.FileSystemReader):
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
-        self._given = metadata
+        self._checked = metadata
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        return self._given
+        return self._checked
 
 
 def _checked(metadata: object, folder: Path) -> Metadata:
     """Check that metadata is consistent and matches the files in ``folder``; return it."""
-    require(isinstance(metadata, Metadata), "its .metadata are none of a checkpoint")
+    require(isinstance(metadata, Metadata), ".metadata is not metadata of a checkpoint")
     assert isinstance(metadata, Metadata)
-    entries, paths, stored = (
-        metadata.state_dict_metadata,
-        metadata.planner_data,
-        metadata.storage_data,
-    )
-    require(isinstance(entries, dict) and isinstance(stored, dict), "its .metadata lack entries")
-    _check_places(stored, folder)
+    entries, stored = metadata.state_dict_metadata, metadata.storage_data
+    require(isinstance(entries, dict) and isinstance(stored, dict), ".metadata has no entries")
+    _check_locations(stored, folder)
     for name, entry in entries.items():
-        require(isinstance(name, str), f"the name {name!r} is no text")
+        require(isinstance(name, str), f"name {name!r} is not a string")
         if isinstance(entry, TensorStorageMetadata):
             _check_tensor(name, entry, stored)
         else:
             require(isinstance(entry, BytesStorageMetadata), f"{name!r} is a {type(entry)}")
             require(MetadataIndex(name) in stored, f"{name!r} is in no file")
-    if paths:
-        require(isinstance(paths, dict) and entries.keys() <= paths.keys(), "paths are missing")
-        for name in entries:
-            _check_path(name, paths[name], len(entries))
-        _check_one_each([paths[name] for name in entries])
+    if metadata.planner_data:
+        _check_paths(list(entries), metadata.planner_data)
     return metadata
 
 
-def _check_path(name: str, path: object, num_entries: int) -> None:
-    """Check the path of ``name`` in the nested state dict: keys, and indices of lists."""
-    require(isinstance(path, tuple) and len(path) > 0, f"{name!r} has the path {path!r}")
-    assert isinstance(path, tuple)
-    for part in path:
-        if not isinstance(part, str):
-            # A list grows to its largest index, so bound the index.
-            require(_is_size(part) and part < num_entries, f"{name!r} has the path {path!r}")
-
-
-def _check_one_each(paths: Sequence[tuple[object, ...]]) -> None:
-    """Check that no value has the same path as another, or lies inside another."""
-    taken = set(paths)
-    require(len(taken) == len(paths), "two values have one path")
-    for path in paths:
+def _check_paths(names: Sequence[str], paths: object) -> None:
+    """Check the paths of values in the nested state dict: keys, and indices of lists."""
+    require(isinstance(paths, dict) and paths.keys() >= set(names), "paths are missing")
+    assert isinstance(paths, dict)
+    for name in names:
+        path = paths[name]
+        # A list grows to its largest index, so bound the index.
+        is_path = isinstance(path, tuple) and all(
+            isinstance(part, str) or (_is_size(part) and part < len(names)) for part in path
+        )
+        require(is_path and len(path) > 0, f"{name!r} has the path {path!r}")
+    taken = {paths[name] for name in names}
+    require(len(taken) == len(names), "two values have the same path")
+    for path in taken:
         outer = next((path[:n] for n in range(1, len(path)) if path[:n] in taken), None)
-        require(outer is None, f"the path {path!r} is inside of the value at {outer!r}")
+        require(outer is None, f"path {path!r} lies inside the value at {outer!r}")
 
 
 def _check_tensor(
@@ -258,7 +242,7 @@ def _check_tensor(
     volume = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
     require(
         volume == math.prod(size) and not _overlap(entry.chunks),
-        f"{name!r} of size {list(size)} has chunks that overlap, or some are missing",
+        f"{name!r} of size {list(size)} has missing or overlapping chunks",
     )
 
 
@@ -272,45 +256,45 @@ def _is_shape(value: object) -> bool:
 
 def _is_inside(chunk: ChunkStorageMetadata, size: Sequence[int]) -> bool:
     """Return whether a chunk is valid and lies inside a tensor of ``size``."""
-    if not (_is_shape(chunk.offsets) and _is_shape(chunk.sizes)):
-        return False
-    if not len(chunk.offsets) == len(chunk.sizes) == len(size):
-        return False
-    return all(start + length <= of for start, length, of in zip(chunk.offsets, chunk.sizes, size))
+    return (
+        _is_shape(chunk.offsets)
+        and _is_shape(chunk.sizes)
+        and len(chunk.offsets) == len(chunk.sizes) == len(size)
+        and all(start + n <= end for start, n, end in zip(chunk.offsets, chunk.sizes, size))
+    )
 
 
 def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
     """Return whether any two chunks share an element."""
     full = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     full.sort(key=lambda chunk: chunk.offsets)
-    open_chunks: list[ChunkStorageMetadata] = []
+    active: list[ChunkStorageMetadata] = []  # earlier chunks that reach into the rows of this one
     for chunk in full:
-        # Earlier chunks that reach into the rows of this one.
-        open_chunks = [
-            other
-            for other in open_chunks
-            if not chunk.offsets or other.offsets[0] + other.sizes[0] > chunk.offsets[0]
-        ]
-        if any(_meet(chunk, other) for other in open_chunks):
+        active = [c for c in active if not chunk.offsets or _last_row(c) >= chunk.offsets[0]]
+        if any(_intersect(chunk, other) for other in active):
             return True
-        open_chunks.append(chunk)
+        active.append(chunk)
     return False
 
 
-def _meet(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
+def _last_row(chunk: ChunkStorageMetadata) -> int:
+    return chunk.offsets[0] + chunk.sizes[0] - 1
+
+
+def _intersect(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
     return all(
         a < b + b_size and b < a + a_size
         for a, a_size, b, b_size in zip(one.offsets, one.sizes, other.offsets, other.sizes)
     )
 
 
-def _check_places(stored: Mapping[object, object], folder: Path) -> None:
+def _check_locations(stored: Mapping[object, object], folder: Path) -> None:
     """Check that each value has its own bytes in a file of ``folder``."""
-    places: list[tuple[str, int, int]] = []
+    ranges: list[tuple[str, int, int]] = []
     for index, info in stored.items():
         require(
             isinstance(index, MetadataIndex) and isinstance(info, StorageInfo),
-            f"its .metadata have a {type(info).__name__} for {index!r}",
+            f".metadata has a {type(info).__name__} for {index!r}",
         )
         assert isinstance(info, StorageInfo)
         path, start, length = info.relative_path, info.offset, info.length
@@ -323,16 +307,13 @@ def _check_places(stored: Mapping[object, object], folder: Path) -> None:
             not pure.is_absolute() and ".." not in pure.parts and "\0" not in path,
             f"{index} is in {path!r}, which is not in the folder",
         )
-        places.append((path, start, start + length))
-    sizes = {path: _size_of(folder / path) for path in {place[0] for place in places}}
-    before = ("", 0, 0)
-    for place in sorted(places):
-        path, start, stop = place
+        ranges.append((path, start, start + length))
+    sizes: dict[str, int] = {}
+    end_of: dict[str, int] = {}  # of the values so far, by file
+    for path, start, stop in sorted(ranges):
+        if path not in sizes:
+            require((folder / path).is_file(), f"{path} is missing")
+            sizes[path] = (folder / path).stat().st_size
         require(stop <= sizes[path], f"{path} ends before byte {stop}: it is truncated")
-        require(path != before[0] or start >= before[2], f"{path} has two values at byte {start}")
-        before = place
-
-
-def _size_of(path: Path) -> int:
-    require(path.is_file(), f"{path.name} is missing")
-    return path.stat().st_size
+        require(start >= end_of.get(path, 0), f"{path} has two values at byte {start}")
+        end_of[path] = stop

@@ -1,4 +1,4 @@
-"""The command ``python -m graphshard consolidate``: convert a checkpoint to one file, or back.
+"""Command ``python -m graphshard consolidate``: convert a checkpoint to one file, or back.
 
 A checkpoint is a folder that ``torch.distributed.checkpoint`` (DCP) wrote.
 
@@ -6,25 +6,24 @@ A checkpoint is a folder that ``torch.distributed.checkpoint`` (DCP) wrote.
     consolidate DIR OUT.safetensors   tensors only, under the names that DCP gave them
     consolidate FILE DIR              a checkpoint that any number of ranks can load
 
-Tensors are read one gigabyte at a time, whatever the size of the checkpoint. They are written to a
-scratch file next to the target, which is renamed once it is complete. One process does it all,
-without a process group. No code contained in a file is run; a damaged file raises an error that
-names it.
+One process converts, without a process group, and reads a gigabyte of tensors at a time. The target
+is renamed from a scratch file once it is complete. No code contained in a file is run; a damaged
+file raises an error that names it.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
 from ..files import whole
-from .checkpoint import Checkpoint, reading, without_prefix
-from .safetensors import SafetensorsFile, write_safetensors
+from .checkpoint import Checkpoint, reading, require, without_prefix
 
 
 def consolidate(
@@ -48,7 +47,7 @@ def consolidate(
     """
     source, target = Path(source), Path(target)
     if target.exists():
-        raise ValueError(f"{target}: exists already; remove it, or give another name")
+        raise ValueError(f"{target}: already exists; remove it, or give another name")
     if source.is_dir():
         write = _writer(target)
         checkpoint = Checkpoint(source, key, strip_prefix)
@@ -62,7 +61,7 @@ def consolidate(
         with _new(target) as scratch, reading(source):  # saving reads the mapped tensors
             dcp.save(state, checkpoint_id=scratch, no_dist=True)
     else:
-        raise ValueError(f"{source}: there is no such checkpoint or file")
+        raise ValueError(f"{source}: no such checkpoint or file")
 
 
 def _new(target: Path) -> AbstractContextManager[Path]:
@@ -73,26 +72,57 @@ def _new(target: Path) -> AbstractContextManager[Path]:
 
 def _writer(target: Path) -> Callable[[Checkpoint, Path], None]:
     """Return the function that writes files with the suffix of ``target``."""
-    writers = {".pt": _write_pt, ".pth": _write_pt, ".safetensors": write_safetensors}
+    writers = {".pt": _write_pt, ".pth": _write_pt, ".safetensors": _write_safetensors}
     if target.suffix not in writers:
         raise ValueError(f"{target}: must end in one of {', '.join(writers)}")
     return writers[target.suffix]
 
 
 def _write_pt(checkpoint: Checkpoint, path: Path) -> None:
-    """Write with ``torch.save``, which does not load mapped tensors into memory."""
-    flat = checkpoint.load_others()
-    for number, (name, tensor) in enumerate(checkpoint.load_tensors()):
-        flat[name] = _mapped(tensor, path.with_name(f"{number}.bin"))
+    flat = checkpoint.load_others() | dict(_mapped_tensors(checkpoint, path))
     torch.save(checkpoint.nested(flat), path)
 
 
-def _mapped(tensor: torch.Tensor, path: Path) -> torch.Tensor:
-    """Copy ``tensor`` to a new file and return it memory-mapped."""
-    if not tensor.numel():
-        return tensor
-    mapped = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype)
-    return mapped.view(tensor.shape).copy_(tensor)
+def _write_safetensors(checkpoint: Checkpoint, path: Path) -> None:
+    """Write a safetensors file.
+
+    Raises:
+        ValueError: a value is not a tensor, or the format does not support a dtype or name.
+    """
+    if checkpoint.others:
+        raise ValueError(
+            f"{checkpoint.others[0]!r} is not a tensor, and a safetensors file holds only tensors: "
+            "choose a key (--key model), or write a .pt file"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    specs: dict[str, TensorSpec] = {}
+    for name, tensor in _mapped_tensors(checkpoint, path):
+        short, dtype = checkpoint.short_name(name), str(tensor.dtype).removeprefix("torch.")
+        require(short != "__metadata__", f"{name!r}: the safetensors format reserves this name")
+        require(short not in specs, f"{name!r}: another tensor is also called {short!r}")
+        tensors[short] = tensor  # keeps the memory that the spec points to
+        # Not safetensors.torch.save_file: it requires numpy.
+        pointer, num_bytes = tensor.data_ptr(), tensor.nbytes
+        try:
+            specs[short] = TensorSpec(
+                dtype=dtype, shape=tensor.shape, data_ptr=pointer, data_len=num_bytes
+            )
+        except SafetensorError as error:
+            raise ValueError(f"{name!r} is {tensor.dtype}: write a .pt file: {error}") from error
+    serialize_file(specs, path, {"format": "pt"})
+
+
+def _mapped_tensors(checkpoint: Checkpoint, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all tensors, memory-mapped from scratch files next to ``path``.
+
+    Writers do not load mapped tensors into memory.
+    """
+    for number, (name, tensor) in enumerate(checkpoint.load_tensors()):
+        if tensor.numel():
+            file = str(path.with_name(f"{number}.bin"))
+            mapped = torch.from_file(file, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+            tensor = mapped.view(tensor.shape).copy_(tensor)
+        yield name, tensor
 
 
 def _read(path: Path) -> dict[str, object]:
@@ -103,11 +133,17 @@ def _read(path: Path) -> dict[str, object]:
     """
     with reading(path):
         if path.suffix == ".safetensors":
-            return dict(SafetensorsFile(path).mapped())
+            with safe_open(path, "pt", "cpu") as file:
+                return {name: _aligned(file.get_tensor(name)) for name in file.offset_keys()}
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         if not isinstance(state, dict):
             raise ValueError(f"{path}: holds a {type(state).__name__}, not a state dict")
         return state
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor that is misaligned in its file."""
+    return tensor.clone() if tensor.data_ptr() % tensor.itemsize else tensor
 
 
 def _under(state: Mapping[str, object], key: str, source: Path) -> dict[str, object]:
@@ -115,25 +151,22 @@ def _under(state: Mapping[str, object], key: str, source: Path) -> dict[str, obj
     inner = state.get(key)
     if not isinstance(inner, dict):
         raise ValueError(
-            f"{source}: has no dict under {key!r}, but {', '.join(map(str, list(state)[:20]))}"
+            f"{source}: no dict under {key!r}; it has {', '.join(map(str, list(state)[:20]))}"
         )
     return inner
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the ``consolidate`` command to ``python -m graphshard``."""
-    text = (
-        "write a checkpoint of torch.distributed.checkpoint as one file, or such a file as a "
-        "checkpoint"
-    )
+    text = "convert a checkpoint of torch.distributed.checkpoint to one file, or back"
     parser = commands.add_parser("consolidate", help=text, description=text)
-    parser.add_argument("source", help="the folder of a checkpoint; or a file, to go back")
-    parser.add_argument("target", help="a file, .pt or .safetensors; or a folder, to go back")
-    parser.add_argument("--key", help="only what is under this key, such as model")
+    parser.add_argument("source", help="folder of a checkpoint, or a file")
+    parser.add_argument("target", help="file (.pt or .safetensors), or a folder")
+    parser.add_argument("--key", help="convert only what is under this key, such as model")
     parser.add_argument(
         "--strip-prefix",
         metavar="PREFIX",
-        help="remove this prefix from the names that have it: model. of a LightningModule's model",
+        help="remove this prefix from the names that have it, such as net. for a LightningModule",
     )
     parser.set_defaults(run=_run, parser=parser)
 

@@ -132,16 +132,16 @@ def test_prefix_that_does_not_match_is_an_error(
     colliding = tmp_path / "colliding"
     dcp.save(state, checkpoint_id=colliding, no_dist=True)
     for source, options, said in (
-        (prefixed, ("--key", "state_dict"), "no name begins with 'net.a.weights.': net.a.weight"),
-        (prefixed, (), "no name begins with 'net.a.weights.': "),
-        (colliding, (), "no name begins with 'net.a.weights.': "),
+        (prefixed, ("--key", "state_dict"), "no name starts with 'net.a.weights.': net.a.weight"),
+        (prefixed, (), "no name starts with 'net.a.weights.': "),
+        (colliding, (), "no name starts with 'net.a.weights.': "),
     ):
         with pytest.raises(SystemExit):
             _run(source, tmp_path / f"x{suffix}", *options, "--strip-prefix", "net.a.weights")
         assert said in capsys.readouterr().err
     with pytest.raises(SystemExit):
         _run(colliding, tmp_path / f"x{suffix}", "--strip-prefix", "net.")
-    assert "without 'net.' 'a' and 'net.a' are one name" in capsys.readouterr().err
+    assert "'a' and 'net.a' are equal without 'net.'" in capsys.readouterr().err
     assert not (tmp_path / f"x{suffix}").exists()
 
 
@@ -157,14 +157,14 @@ def test_impossible_conversions_are_refused(
     dcp.save({"q": torch.ones(2, dtype=torch.complex128)}, checkpoint_id=quaternions, no_dist=True)
     bad = [
         ((folder, tmp_path / "x.bin"), "must end in one of .pt"),
-        ((folder, tmp_path / "x.safetensors"), "tensors alone"),
+        ((folder, tmp_path / "x.safetensors"), "only tensors"),
         ((folder, tmp_path / "x.pt", "--key", "nothing"), "model, note, optim"),
-        ((folder, text), "exists already"),
+        ((folder, text), "already exists"),
         ((tmp_path / "missing", tmp_path / "x.pt"), "no such checkpoint"),
-        ((empty, tmp_path / "x.pt"), "is no checkpoint"),
+        ((empty, tmp_path / "x.pt"), "not a checkpoint"),
         ((text, tmp_path / "x"), "cannot be read: "),
         ((tensors, tmp_path / "x"), "holds a list, not a state dict"),
-        ((quaternions, tmp_path / "x.safetensors"), "'q' is torch.complex128: a safetensors file"),
+        ((quaternions, tmp_path / "x.safetensors"), "'q' is torch.complex128: write a .pt file"),
     ]
     for arguments, said in bad:
         with pytest.raises(SystemExit) as stopped:

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard.integrations.accelerate import prepare
-from graphshard.tools.safetensors import SafetensorsFile
 from tests import ranks
 from tests.ranks import on_ranks
 
@@ -163,19 +162,19 @@ def _bytes_read(folder: Path) -> tuple[int, int, int]:
     """Load a Mixtral; return the bytes read by this rank, of its state, and of all parameters."""
     import transformers
 
-    from graphshard.integrations.transformers import from_pretrained
+    from graphshard.integrations import pretrained
 
-    read, num_bytes = SafetensorsFile.read, 0
+    read, num_bytes = pretrained._read_rows, 0
 
-    def counted(file: SafetensorsFile, name: str, rows: slice | None = None) -> Tensor:
+    def counted(file: Any, name: str, rows: slice | None) -> Tensor:
         nonlocal num_bytes
         tensor = read(file, name, rows)
         num_bytes += tensor.nbytes
         return tensor
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    with mock.patch.object(SafetensorsFile, "read", counted):
-        model = from_pretrained(transformers.MixtralForCausalLM, folder, mesh)
+    with mock.patch.object(pretrained, "_read_rows", counted):
+        model = pretrained.from_pretrained(transformers.MixtralForCausalLM, folder, mesh)
     loss = torch.compile(model, backend=graphshard.backend(mesh, compiler="aot_eager"))(
         **causal_batch(torch.Generator())
     ).loss
