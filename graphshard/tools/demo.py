@@ -1,10 +1,11 @@
-"""The command ``python -m graphshard demo``: compare graphshard, DDP and FSDP2 on a small GPT.
+"""Command ``python -m graphshard demo``: compare graphshard, DDP and FSDP2 on a small GPT.
 
     python -m graphshard demo ──► torchrun ──► python -m graphshard.tools.demo, once per rank
                                                step k: graphshard, DDP, FSDP2, in turn
 
-All three start from the same parameters and see the same batches. Each step of each is timed
-between barriers. All numbers in the final table are measured in that run.
+All three train a byte-level GPT on the sources of Python's standard library, from the same
+parameters and on the same batches. Every step is timed between barriers. All numbers in the final
+table are measured in that run.
 """
 
 from __future__ import annotations
@@ -13,43 +14,26 @@ import argparse
 import json
 import os
 import signal
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from tabulate import tabulate
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..dynamo_backend import backend
+from ..dynamo_backend import Backend, backend
+from ..kinds import TransferKind
 from ..options.options import COMPILERS
 from ..params.memory_report import memory_report
-from .demo_model import SIZES, batches, load_text
-from .demo_plot import check_plot, plot
-from .demo_report import (
-    NUM_FINAL_STEPS,
-    collectives,
-    comparison,
-    explain_speed,
-    explain_words,
-    headline,
-    largest,
-    name_ranks,
-    next_steps,
-    tokens_per_second,
-)
-from .demo_training import (
-    SEED,
-    Settings,
-    Training,
-    gather,
-    new_model,
-    with_ddp,
-    with_fsdp2,
-    with_graphshard,
-)
+from .demo_training import SIZES, Settings, Training, batches, load_text, new_trainings
+
+FINAL_STEPS = 10  # last steps over which the final loss is averaged
+
 
 # --- the launcher -------------------------------------------------------------------------------
 
@@ -57,27 +41,15 @@ from .demo_training import (
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the ``demo`` command to ``python -m graphshard``."""
     text = "train a small GPT with graphshard, DDP and FSDP2 in turn, and compare the three"
+    steps = ", ".join(f"{size.steps} on {device}" for device, size in SIZES.items())
     parser = commands.add_parser("demo", help=text, description=text)
-    parser.add_argument(
-        "--ranks", type=_at_least(1), metavar="N", help="default: all GPUs; 2 without one"
-    )
-    parser.add_argument(
-        "--steps", type=_at_least(2), metavar="N", help=f"default: {_default_steps()}"
-    )
-    parser.add_argument(
-        "--compiler", choices=COMPILERS, default=COMPILERS[0], help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--device", choices=list(SIZES), help="default: cuda where there is a GPU, else cpu"
-    )
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="write loss curves and bars; needs matplotlib"
-    )
+    add = parser.add_argument
+    add("--ranks", type=_at_least(1), metavar="N", help="default: all GPUs; 2 without a GPU")
+    add("--steps", type=_at_least(2), metavar="N", help=f"default: {steps}")
+    add("--compiler", choices=COMPILERS, default=COMPILERS[0], help="default: %(default)s")
+    add("--device", choices=list(SIZES), help="default: cuda if there is a GPU, else cpu")
+    add("--plot", type=Path, metavar="FILE", help="write a chart to this file; needs matplotlib")
     parser.set_defaults(run=launch, parser=parser)
-
-
-def _default_steps() -> str:
-    return ", ".join(f"{size.steps} on {device}" for device, size in SIZES.items())
 
 
 def _at_least(least: int) -> Callable[[str], int]:
@@ -85,7 +57,7 @@ def _at_least(least: int) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from {least} up")
+            raise argparse.ArgumentTypeError(f"{text!r}: must be an integer of at least {least}")
         return int(text)
 
     return parse
@@ -101,14 +73,11 @@ def _settings(args: argparse.Namespace) -> Settings:
     device = args.device or ("cuda" if gpus else "cpu")
     if device == "cuda" and (args.ranks or 1) > gpus:
         raise argparse.ArgumentTypeError(
-            f"{args.ranks or 1} rank(s) on cuda: PyTorch sees {gpus} GPU(s), and each rank takes "
-            "one; --device cpu runs any number of ranks"
+            f"--ranks {args.ranks or 1}: PyTorch sees {gpus} GPU(s), and each rank needs one; "
+            "--device cpu runs any number of ranks"
         )
     if args.plot:
-        try:
-            check_plot(args.plot)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+        _check_plot(args.plot)
     return Settings(
         device=device,
         num_ranks=args.ranks or (gpus if device == "cuda" else 2),
@@ -116,6 +85,21 @@ def _settings(args: argparse.Namespace) -> Settings:
         compiler=args.compiler,
         plot=str(args.plot) if args.plot else None,
     )
+
+
+def _check_plot(path: Path) -> None:
+    """Raise an error if the chart could not be written, before anything is trained."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise argparse.ArgumentTypeError(
+            f"--plot {path}: matplotlib is not installed: pip install matplotlib, or leave it out"
+        ) from None
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"--plot {path}: no folder {path.parent}")
+    formats = Figure().canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise argparse.ArgumentTypeError(f"--plot {path}: must end in one of {', '.join(formats)}")
 
 
 def launch(args: argparse.Namespace) -> int:
@@ -126,7 +110,7 @@ def launch(args: argparse.Namespace) -> int:
 
     settings, start = _settings(args), time.perf_counter()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
-    print(f"starting {name_ranks(settings)} on {settings.device}", flush=True)
+    print(f"starting {_ranks(settings)} on {settings.device}", flush=True)
     options = ["--standalone", "--nproc-per-node", str(settings.num_ranks), "--module", __name__]
     try:
         torchrun.run(torchrun.parse_args([*options, json.dumps(vars(settings))]))
@@ -139,118 +123,207 @@ def launch(args: argparse.Namespace) -> int:
     return 0
 
 
-# --- output -------------------------------------------------------------------------------------
-
-
-class Progress:
-    """Progress output of rank 0: one line rewritten on a terminal, occasional lines elsewhere."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._is_first = dist.get_rank() == 0
-        self._is_terminal = sys.stdout.isatty()
-
-    def print(self, text: str) -> None:
-        """Print ``text`` on rank 0."""
-        if self._is_first:
-            print(text, flush=True)
-
-    def print_step(self, training: Training) -> None:
-        """Print the latest step, its loss, and the recent speed of ``training``."""
-        step, steps = len(training.losses), self._settings.num_steps
-        rate = tokens_per_second(self._settings, training.seconds[1:][-NUM_FINAL_STEPS:])
-        text = f"step {step}/{steps}  loss {training.losses[-1]:.4f}  {rate} tokens/s"
-        if not self._is_terminal:
-            if step % max(1, steps // 10) == 0:
-                self.print(text)
-        elif self._is_first:
-            print(f"\r\x1b[K{text}", end="\n" if step == steps else "", flush=True)
+def _ranks(settings: Settings) -> str:
+    return f"{settings.num_ranks} rank{'s' if settings.num_ranks > 1 else ''}"
 
 
 # --- the program of a rank ----------------------------------------------------------------------
 
 
-def _join_group(settings: Settings) -> torch.device:
-    """Join the process group and return the device of this rank."""
-    if settings.device == "cpu":
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    return device
-
-
-def _train(
-    trainings: list[Training], settings: Settings, data: Iterator[torch.Tensor], progress: Progress
-) -> None:
-    """Run all trainings step by step, on the same batches of ``data``."""
-    for step in range(settings.num_steps):
-        batch = next(data)
+def _train(trainings: Sequence[Training], settings: Settings, device: torch.device) -> None:
+    """Run all trainings step by step, on the same batches; show progress on rank 0."""
+    ours, data = trainings[0], batches(load_text(), SIZES[settings.device], 1 + dist.get_rank())
+    steps, is_terminal = settings.num_steps, sys.stdout.isatty()
+    for step in range(1, steps + 1):
+        batch = next(data).to(device)
         for training in trainings:
-            losses, seconds = gather(_timed_step(training, batch), batch.device).unbind(dim=1)
-            training.losses.append(losses.mean().item())
-            training.seconds.append(seconds.max().item())
-            if training is trainings[0] and step == 0:
-                first_s = training.seconds[0]
-                progress.print(f"compiled, and ran the first step, in {first_s:.0f} s")
-        progress.print_step(trainings[0])
+            training.step(batch)
+            if training is ours and step == 1:
+                _print(f"compiled, and ran the first step, in {ours.seconds[0]:.0f} s")
+        rate = _rate(settings, ours.seconds[1:][-FINAL_STEPS:])
+        text = f"step {step}/{steps}  loss {ours.losses[-1]:.4f}  {rate} tokens/s"
+        if is_terminal:  # one line, rewritten
+            _print(f"\r\x1b[K{text}", end="\n" if step == steps else "")
+        elif step % max(1, steps // 10) == 0:
+            _print(text)
 
 
-class _Step(NamedTuple):
-    """One step on one rank."""
-
-    loss: float
-    seconds: float
-
-
-def _timed_step(training: Training, batch: torch.Tensor) -> _Step:
-    """Train one step, started on all ranks at the same time."""
-    dist.barrier()
-    _synchronize(batch.device)
-    start = time.perf_counter()
-    loss = training.step(batch)
-    _synchronize(batch.device)
-    return _Step(loss.item(), time.perf_counter() - start)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _print(text: str, end: str = "\n") -> None:
+    """Print on rank 0."""
+    if dist.get_rank() == 0:
+        print(text, end=end, flush=True)
 
 
 def run_rank(settings: Settings) -> None:
     """Train and compare; runs on every rank, prints on rank 0."""
-    device = _join_group(settings)
+    device = torch.device("cpu")
+    if settings.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
     mesh = init_device_mesh(device.type, (settings.num_ranks,))
     sharding = backend(mesh, compiler=settings.compiler)
-    models = [new_model(settings.size, device) for _ in range(3)]
-    text, progress = load_text(), Progress(settings)
-    progress.print(headline(settings, models[0], text))
-    progress.print(f"compiling with {settings.compiler}: can take a minute where nothing is cached")
-    trainings = [
-        with_graphshard(models[0], sharding),
-        with_ddp(models[1], device),
-        with_fsdp2(models[2], mesh),
-    ]
-    stream = batches(text, settings.size, SEED + 1 + dist.get_rank())
-    _train(trainings, settings, (batch.to(device) for batch in stream), progress)
-    held = [largest(training.held_memory()) for training in trainings]
+    trainings = new_trainings(settings, mesh, device, sharding)
+    _print(_headline(settings, trainings[1].model))
+    _print(f"compiling with {settings.compiler}: may take a minute if nothing is cached")
+    _train(trainings, settings, device)
+    for training in trainings:
+        training.count_memory(device)
     report = memory_report(trainings[0].model, trainings[0].optimizer)
-    paragraphs = [
-        comparison(trainings, held, settings),
-        explain_speed(trainings, settings),
-        collectives(sharding),
+    for paragraph in (
+        _comparison(trainings, settings),
+        _explanation(trainings, settings),
+        _collectives(sharding),
         f"graphshard, on this rank\n{report}",
-        explain_words(),
-        next_steps(settings),
-    ]
-    for paragraph in paragraphs:
-        progress.print("\n" + paragraph)
+        f"Words\n{tabulate(_WORDS, tablefmt='plain')}",
+        f"Next\n{tabulate(_next_steps(settings), tablefmt='plain')}",
+    ):
+        _print(f"\n{paragraph}")
     if settings.plot and dist.get_rank() == 0:
-        plot(Path(settings.plot), trainings, held, settings)
-        progress.print(f"\nwrote {settings.plot}")
+        _plot(Path(settings.plot), trainings, settings)
+        _print(f"\nwrote {settings.plot}")
     dist.destroy_process_group()
+
+
+# --- the report ---------------------------------------------------------------------------------
+
+
+def _headline(settings: Settings, model: nn.Module) -> str:
+    """Describe the machine, the model and the data."""
+    machine = f"{_ranks(settings)} over gloo on CPU, {torch.get_num_threads()} thread(s) each"
+    if settings.device == "cuda":
+        machine = f"{_ranks(settings)} over NCCL on {torch.cuda.get_device_name()}"
+    size = SIZES[settings.device]
+    millions = sum(param.numel() for param in model.parameters()) / 1e6
+    alone = "" if settings.num_ranks > 1 else "; with one rank nothing is sharded"
+    return (
+        f"{machine}; torch {torch.__version__}{alone}\n"
+        f"a GPT of {millions:.1f} M parameters, float32, trains on {len(load_text()) / 1e6:.1f} MB "
+        f"of Python's standard library; {size.batch} × {size.context} bytes per rank and step"
+    )
+
+
+def _rate(settings: Settings, seconds: Sequence[float]) -> str:
+    return f"{settings.rate(seconds):,.0f}" if seconds else "–"
+
+
+def _comparison(trainings: Sequence[Training], settings: Settings) -> str:
+    """Return a table with a row for each measurement and a column for each training."""
+    first, last = settings.num_untimed, min(FINAL_STEPS, settings.num_steps)
+    final_losses = (f"{statistics.mean(t.losses[-last:]):.6f}" for t in trainings)
+    rows = [
+        ["loss, first step", *(f"{t.losses[0]:.6f}" for t in trainings)],
+        [f"loss, mean of last {last} of {settings.num_steps} steps", *final_losses],
+    ]
+    for other in trainings[1:]:
+        cells = ["–" if t is other else f"{t.difference(other):.1e}" for t in trainings]
+        rows.append([f"largest loss difference from {other.name.split(',')[0]}", *cells])
+    rows.append(
+        ["first step, s (graphshard compiles)", *(f"{t.seconds[0]:.1f}" for t in trainings)]
+    )
+    rates = [_rate(settings, t.seconds[first:]) for t in trainings]
+    rows.append([f"tokens/s, median of steps {first + 1} to {settings.num_steps}", *rates])
+    for name, sizes in zip(_HELD, zip(*(t.held_bytes for t in trainings))):
+        rows.append([f"{name}, MB per rank", *(f"{size / 1e6:.3f}" for size in sizes)])
+    headers, align = ["", *(t.name for t in trainings)], ["left", *["right"] * len(trainings)]
+    return tabulate(rows, headers, disable_numparse=True, colalign=align)
+
+
+def _collectives(sharding: Backend) -> str:
+    """Return a table of the collectives in each step of graphshard's graphs."""
+    kinds = (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER, TransferKind.ALL_REDUCE)
+    rows = [
+        [plan.graph, kind, plan.count(kind), plan.num_bytes(kind) / 1e6]
+        for plan in sharding.plans
+        for kind in kinds
+        if plan.count(kind)
+    ]
+    headers = ["graphshard, every step", "collective", "count", "MB, full size"]
+    return tabulate(rows, headers, floatfmt=".3f")
+
+
+_HELD = ("parameters", "gradients", "AdamW state")
+_MORE_BYTES = """\
+Sharded training (graphshard, FSDP2) sends up to half as many bytes again as DDP: it gathers
+parameters in forward, and again in backward, and reduces gradients; DDP only reduces gradients.
+That is the price of the smaller numbers in the last rows."""
+_ON_CPU = """\
+On a CPU no communication is hidden: gloo runs on the cores that compute, so every byte costs time.
+GPUs send while they compute."""
+_ON_GPU = "So small a model leaves little compute to hide communication."
+_INDUCTOR = """\
+Inductor fuses several operations into one kernel, which saves time in every step. Its kernels round
+differently from eager ones, which explains the loss differences. It compiles once, in the first
+step."""
+_AOT_EAGER = "With aot_eager the eager kernels run, between the same kinds of collectives."
+
+
+def _explanation(trainings: Sequence[Training], settings: Settings) -> str:
+    """Compare graphshard's speed in this run with the others', and explain the differences."""
+    ours, *rates = (settings.rate(t.seconds[settings.num_untimed :]) for t in trainings)
+    others = [f"{ours / r:.2f} times those of {t.name}" for r, t in zip(rates, trainings[1:])]
+    lines = [f"Why? graphshard's tokens/s are {', and '.join(others)}."]
+    if settings.num_ranks > 1:
+        lines += [_MORE_BYTES, _ON_CPU if settings.device == "cpu" else _ON_GPU]
+    lines.append(_INDUCTOR if settings.compiler == "inductor" else _AOT_EAGER)
+    return "\n".join(lines)
+
+
+_WORDS = (
+    ("eager", "run by Python, one operation after the other; not compiled"),
+    ("tokens/s", "bytes of text that all ranks together train on in a second"),
+    ("MB per rank", "between steps, on the rank with the most; 1 MB is a million bytes"),
+    ("AdamW state", "the optimizer's two averages for each parameter"),
+    ("all_gather", "ranks send each other their shards; each has the full parameters for a while"),
+    ("reduce_scatter", "gradients are averaged over the ranks, and each rank keeps its shard"),
+    ("unsharded", "memory of a rank if nothing were sharded"),
+    ("sums", "accumulated gradients that are not reduced yet: graphshard.no_sync"),
+    ("gathered", "largest memory of full parameters at any time"),
+)
+
+
+def _next_steps(settings: Settings) -> list[tuple[str, str]]:
+    """Return suggestions for what to try next, each with its command."""
+    command = "python -m graphshard demo"
+    rows = [
+        ("train your own model", "examples/train.py"),
+        ("see curves and bars", f"{command} --plot demo.svg"),
+        ("compare losses without different rounding", f"{command} --compiler aot_eager"),
+        ("check a step for a GPU without one", "python -m graphshard check --help"),
+    ]
+    if settings.device == "cpu":
+        rows.append(("see shards get smaller", f"{command} --ranks {2 * settings.num_ranks}"))
+    return rows
+
+
+def _plot(path: Path, trainings: Sequence[Training], settings: Settings) -> None:
+    """Write a chart: loss curves, and bars for speed and memory, one colour per training."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    curves, speeds, memory = figure.subplots(1, 3)
+    names = [training.name for training in trainings]
+    colors = [f"C{index}" for index in range(len(names))]
+    # Equal curves cover each other: draw the first one wide, later ones thinner on top.
+    for training, color, width in zip(trainings, colors, (6, 3, 1)):
+        steps = range(1, len(training.losses) + 1)
+        curves.plot(steps, training.losses, color=color, linewidth=width, label=training.name)
+    curves.set(xlabel="step", ylabel="loss, mean of ranks", title="loss: on the same batches")
+    curves.legend()
+    rates = [settings.rate(training.seconds[settings.num_untimed :]) for training in trainings]
+    speeds.bar(names, rates, color=colors)
+    speeds.set(ylabel="tokens/s, median of steps", title="speed: more is better")
+    bottom = [0.0] * len(names)
+    held = zip(*(training.held_bytes for training in trainings))
+    for label, sizes, alpha in zip(_HELD, held, (1, 0.6, 0.3)):
+        heights = [size / 1e6 for size in sizes]
+        bars = memory.bar(names, heights, bottom=bottom, color=colors, alpha=alpha)
+        memory.bar_label(bars, labels=[label] * len(names), label_type="center", fontsize=8)
+        bottom = [low + height for low, height in zip(bottom, heights)]
+    memory.set(ylabel="MB per rank", title="memory: less is better")
+    figure.savefig(path)
 
 
 if __name__ == "__main__":
