@@ -5,6 +5,7 @@ after installation. So each kind of install goes into its own virtual environmen
 there by an isolated interpreter that does not see the source tree.
 """
 
+import ast
 import json
 import shutil
 import subprocess
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import graphshard
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("pyproject.toml", "README.md", "LICENSE")
@@ -150,5 +153,32 @@ def test_install(kind: str, source: Path, archives: dict[str, Path], tmp_path: P
     assert (package / "py.typed").is_file()
 
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in seen["files"])
-    assert seen["entry"] == "graphshard.backend:from_string"
+    assert seen["entry"] == "graphshard.dynamo_backend:from_string"
     assert seen["entry_loads"]
+
+
+def test_import_loads_neither_dynamo_nor_commands() -> None:
+    look = """
+import json, sys, torch
+before = set(sys.modules)
+import graphshard
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+    loaded = json.loads(run(sys.executable, "-c", look, cwd=ROOT))
+    assert set(loaded) <= {"graphshard", "graphshard._torch", "graphshard._torch.instances"}
+
+
+def test_lazy_names_match_typed_names() -> None:
+    tree = ast.parse(Path(graphshard.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    typed = {
+        alias.name: node.module or alias.name
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert typed == graphshard._MODULES
+    assert all(getattr(graphshard, name) is not None for name in graphshard.__all__)
+    assert set(graphshard.__all__) <= set(dir(graphshard))
+    with pytest.raises(AttributeError, match="no attribute 'bakend'"):
+        graphshard.bakend  # noqa: B018
