@@ -11,7 +11,7 @@ batches; they run one after the other. The loss itself is always computed in flo
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
@@ -25,9 +25,9 @@ from benchmarks.variants import mp_policy, sharding
 from graphshard.kinds import TransferKind
 from graphshard.ops.float8_math import RECIPES, device_fault
 from graphshard.options.options import COMPILERS
-from graphshard.tools.demo import NUM_FINAL_STEPS
-from graphshard.tools.demo_model import GPT, SIZES, batches, load_text
-from graphshard.tools.demo_training import SEED, new_model, new_training
+from graphshard.tools.demo import FINAL_STEPS
+from graphshard.tools.demo_model import GPT, SIZES, batches, load_text, new_model
+from graphshard.tools.demo_training import Training
 from tests import ranks
 
 SIZE = SIZES["cpu"]
@@ -46,7 +46,7 @@ class Learned:
     """Result of one training.
 
     Attributes:
-        losses: loss of each step, on one rank or averaged over all.
+        losses: loss of each step, averaged over ranks.
         gathered_bytes: size of the full tensors that one step gathers.
         scales_bytes: size of the absolute maxima that one step reduces for scales.
     """
@@ -58,7 +58,7 @@ class Learned:
     @property
     def final(self) -> float:
         """Mean loss of the last steps."""
-        return mean(self.losses[-NUM_FINAL_STEPS:])
+        return mean(self.losses[-FINAL_STEPS:])
 
 
 # --- on a rank -----------------------------------------------------------------------------------
@@ -70,12 +70,13 @@ def train(kind: str, steps: int, compiler: str) -> Learned:
     policy = mp_policy(kind != FLOAT32)
     backend = sharding(mesh, mp_policy=policy, fp8=FP8.get(kind), compiler=compiler)
     compiled: Any = torch.compile(model, backend=backend)
-    training = new_training(kind, compiled)
-    data = batches(load_text(), SIZE, SEED + 1 + dist.get_rank())
-    losses = [training.step(next(data)).item() for _ in range(steps)]
+    training = Training(kind, compiled)
+    data = batches(load_text(), SIZE, 1 + dist.get_rank())
+    for _ in range(steps):
+        training.step(next(data))
     plans = backend.plans
     return Learned(
-        losses=losses,
+        losses=training.losses,
         gathered_bytes=sum(plan.num_bytes(TransferKind.ALL_GATHER) for plan in plans),
         scales_bytes=sum(plan.num_bytes(TransferKind.ALL_REDUCE_MAX) for plan in plans),
     )
@@ -92,12 +93,11 @@ def _model() -> GPT:
 
 
 def measure(kind: str, args: argparse.Namespace) -> Learned:
-    """Train on all ranks in precision ``kind``, and average the losses."""
+    """Train on all ranks in precision ``kind``."""
     limit_s = 600.0 + 20.0 * args.steps
     task = (train, kind, args.steps, args.compiler)
-    by_rank = ranks.run_fresh(args.ranks, *task, timeout_s=limit_s)
-    losses = [mean(of_step) for of_step in zip(*(learned.losses for learned in by_rank))]
-    return replace(by_rank[0], losses=losses)
+    learned: Learned = ranks.run_fresh(args.ranks, *task, timeout_s=limit_s)[0]
+    return learned
 
 
 def _row(kind: str, learned: Learned, float32: Learned, bfloat16: Learned) -> list[str]:
@@ -120,7 +120,7 @@ def _note(args: argparse.Namespace) -> str:
     return (
         f"GPT of {SIZE.layers} layers, d={SIZE.dim}, {millions:.1f} M parameters; {SIZE.batch} × "
         f"{SIZE.context} bytes on each of {args.ranks} gloo ranks, {args.compiler}, AdamW; "
-        f"{args.steps} steps. Final loss: mean of the last {NUM_FINAL_STEPS}. Largest difference: "
+        f"{args.steps} steps. Final loss: mean of the last {FINAL_STEPS}. Largest difference: "
         f"to the loss in bfloat16, in a step after the first {NUM_UNSTEADY_STEPS}. Gathered: in a "
         "step, full tensors; the ratio counts what is reduced for scales, too."
     )

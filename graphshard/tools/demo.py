@@ -30,7 +30,8 @@ from ..dynamo_backend import Backend, backend
 from ..kinds import TransferKind
 from ..options.options import COMPILERS
 from ..params.memory_report import memory_report
-from .demo_training import SIZES, Settings, Training, batches, load_text, new_trainings
+from .demo_model import SIZES, batches, load_text
+from .demo_training import Settings, Training, new_trainings
 
 FINAL_STEPS = 10  # last steps over which the final loss is averaged
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-import sysconfig
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -22,29 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LinearLR
 
 from ..dynamo_backend import Backend
+from .demo_model import SIZES, new_model
 
-VOCAB = 256  # every byte is a token
-TEXT_BYTES = 4_000_000
+LEARNING_RATE = 1e-3
 WARMUP_STEPS = 20  # of the learning rate; without them the loss is unsteady at first
 UNTIMED_STEPS = 10  # first steps left out of medians; at most half of all steps
-
-
-class Size(NamedTuple):
-    """Sizes of the model and its training; ``batch`` is that of one rank."""
-
-    layers: int
-    heads: int
-    dim: int
-    context: int
-    batch: int
-    steps: int
-
-
-# On a CPU, the whole demo has to finish within a few minutes.
-SIZES = {
-    "cpu": Size(layers=4, heads=4, dim=256, context=128, batch=8, steps=60),
-    "cuda": Size(layers=12, heads=12, dim=768, context=512, batch=8, steps=200),
-}
 
 
 @dataclass(frozen=True)
@@ -67,82 +44,6 @@ class Settings:
         return self.num_ranks * size.batch * size.context / statistics.median(seconds)
 
 
-class Block(nn.Module):
-    """A pre-norm layer of a GPT: the unit that FSDP2 shards."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map ``[batch, length, dim]`` to the same shape."""
-        heads = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = heads.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):
-    """A byte-level GPT that returns its loss; the output layer shares the embedding's weight."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, size.dim)
-        self.position = nn.Embedding(size.context, size.dim)
-        self.blocks = nn.ModuleList(Block(size.dim, size.heads) for _ in range(size.layers))
-        self.norm = nn.LayerNorm(size.dim)
-        self.head = nn.Linear(size.dim, VOCAB, bias=False)
-        for name, param in self.named_parameters():  # as in GPT-2
-            residual = name.endswith(("out.weight", "down.weight"))
-            if param.dim() == 2:
-                std = 0.02 / math.sqrt(2 * size.layers) if residual else 0.02
-                nn.init.normal_(param, std=std)
-            elif name.endswith("bias"):
-                nn.init.zeros_(param)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross entropy of predicting ``tokens[:, 1:]``, in nats per byte."""
-        x = self.embedding(tokens[:, :-1]) + self.position.weight
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def load_text() -> torch.Tensor:
-    """Return the first bytes of the standard library's modules, sorted by name.
-
-    Raises:
-        RuntimeError: this Python installation has no sources.
-    """
-    folder = Path(sysconfig.get_path("stdlib"))
-    text = bytearray()
-    for path in sorted(folder.glob("*.py")):
-        text += path.read_bytes()
-        if len(text) >= TEXT_BYTES:
-            break
-    if len(text) < 100_000:
-        raise RuntimeError(
-            f"{folder} holds only {len(text)} bytes of *.py: the demo trains on the sources of "
-            "Python's standard library, which this installation leaves out"
-        )
-    return torch.frombuffer(text, dtype=torch.uint8)[:TEXT_BYTES]
-
-
-def batches(text: torch.Tensor, size: Size, seed: int) -> Iterator[torch.Tensor]:
-    """Yield random batches of ``text``, ``[batch, context + 1]``, endlessly."""
-    rng = torch.Generator().manual_seed(seed)
-    while True:
-        starts = torch.randint(len(text) - size.context, (size.batch,), generator=rng)
-        rows = [text[start : start + size.context + 1] for start in starts.tolist()]
-        yield torch.stack(rows).long()
-
-
 @dataclass(eq=False)
 class Training:
     """One of the trainings that run in turn, with its measurements.
@@ -160,7 +61,7 @@ class Training:
     held_bytes: Sequence[float] = ()
 
     def __post_init__(self) -> None:
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
         self.schedule = LinearLR(self.optimizer, 1 / WARMUP_STEPS, total_iters=WARMUP_STEPS)
 
     def step(self, batch: torch.Tensor) -> None:
@@ -226,10 +127,7 @@ def new_trainings(
 
     All of them, on all ranks, start from the same parameters.
     """
-    models = []
-    for _ in range(3):
-        torch.manual_seed(0)
-        models.append(GPT(SIZES[settings.device]).to(device))
+    models = [new_model(SIZES[settings.device], device) for _ in range(3)]
     compiled = torch.compile(models[0], backend=sharding)
     assert isinstance(compiled, nn.Module)
     ids = None if device.index is None else [device.index]
