@@ -50,7 +50,7 @@ from graphshard.passes.recompute import fix_backward_gathers
 from graphshard.passes.regions import share_regions
 from graphshard.passes.reshard import param_derived, reshard
 from graphshard.passes.single_rank import elide_single_rank_collectives, use_whole_shards
-from graphshard.planning.activation_offload import SavedActivation
+from graphshard.planning.offload import SavedActivation
 from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem, Transfer
 
 TRACED = (inline_regions, hoist_reads, use_dense_gradients, use_float8)
@@ -233,7 +233,7 @@ def offload_activations(
 
     Args:
         num_outputs: number of user outputs of the forward graph; its other outputs are saved.
-        choose: callback that selects activations (see ``graphshard.planning.activation_offload``).
+        choose: callback that selects activations (see ``graphshard.planning.offload``).
         problems: both graphs as problems; None: they are read here.
     """
     pairs = offloadable(forward, backward, num_outputs)

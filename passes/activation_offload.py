@@ -22,7 +22,7 @@ from graphshard.ops.emitter import Emitter
 from graphshard.ops.marker_specs import OffloadSpec, ReloadSpec
 from graphshard.ops.nodes import num_bytes, outputs_of, root_of, users_through_views, value_of
 from graphshard.passes.saved import replace_saved, saved_nodes
-from graphshard.planning.activation_offload import SavedActivation
+from graphshard.planning.offload import SavedActivation
 
 MIN_BYTES = 1 << 16
 """Size of the smallest activation that is worth a copy."""

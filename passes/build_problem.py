@@ -36,8 +36,8 @@ from graphshard.ops.nodes import (
     value_of,
 )
 from graphshard.passes.describe import describe_transfers, source_of
+from graphshard.planning.live_bytes import Span, sum_spans
 from graphshard.planning.plan import Problem, Transfer
-from graphshard.planning.time_points import Span, sum_spans
 
 
 class GraphProblem(NamedTuple):

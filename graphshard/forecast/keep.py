@@ -5,9 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from ..planning.live_bytes import fixed_by_point, with_fixed_bytes
+from ..planning.live_bytes import (
+    Span,
+    fixed_by_point,
+    launches,
+    num_points,
+    sum_spans,
+    with_fixed_bytes,
+)
 from ..planning.plan import Problem, Transfer
-from ..planning.time_points import Span, launches, num_points, sum_spans
 
 
 def kept_from_forward(

@@ -15,9 +15,15 @@ from typing import NamedTuple
 
 from ..cost.device_memory import FRAGMENTATION
 from ..kinds import GraphKind, TransferKind
-from ..planning.live_bytes import alive_by_point, fixed_by_point, with_fixed_bytes
+from ..planning.live_bytes import (
+    Span,
+    alive_by_point,
+    fixed_by_point,
+    running,
+    sum_spans,
+    with_fixed_bytes,
+)
 from ..planning.plan import Bucket, Problem
-from ..planning.time_points import Span, running, sum_spans
 from .interval import MEMORY
 from .recipe import OPTIMIZERS, Recipe
 from .trace import HeldMemory

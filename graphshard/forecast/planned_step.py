@@ -10,9 +10,9 @@ from itertools import pairwise
 from ..cost.hardware import Hardware
 from ..cost.model import CostModel
 from ..kinds import GraphKind, TransferKind
-from ..planning.host_copies import add_host_copies
 from ..planning.keep_unsharded import choose_kept
 from ..planning.memory_budget import ScheduleLimits
+from ..planning.offload import add_host_copies
 from ..planning.plan import Plan
 from ..planning.search import find_schedule
 from ..show.dump import Dump

@@ -6,7 +6,7 @@
 Copies in one direction run one after the other on their own stream. A copy starts once the compute
 stream has reached its launch. The first wait for a copy makes the compute stream wait, and frees
 the source. A second wait, for copies that the host reads, makes the host wait. On a CPU these are
-plain copies. ``graphshard.planning.host_copies`` plans them.
+plain copies. ``graphshard.planning.offload`` plans them.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ from ..cost.hardware import Hardware
 from ..cost.model import CostModel
 from ..planning.memory_budget import ScheduleLimits
 from ..planning.plan import Bucket, Problem
-from ..planning.search import find_schedule
-from ..planning.without_overlap import schedule_without_overlap
+from ..planning.search import find_schedule, schedule_without_overlap
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,13 @@ from .._torch.inductor import get_hash_for_files
 from ..cost.model import CostModel
 from ..kinds import GraphKind
 from ..options.schedule_policy import SchedulePolicy
-from ..planning.activation_offload import SavedActivation, choose_offloaded
-from ..planning.host_copies import add_host_copies, without_host_copies
 from ..planning.keep_unsharded import choose_kept
+from ..planning.offload import (
+    SavedActivation,
+    add_host_copies,
+    choose_offloaded,
+    without_host_copies,
+)
 from ..planning.plan import Bucket, Plan, PlanParam, Problem, Regions, Transfer
 from ..planning.repeats import saves_time
 from ..planning.saving import Saving
@@ -147,7 +151,7 @@ class CompileSettings:
         saved: Sequence[SavedActivation],
         cost_model: CostModel,
     ) -> Sequence[int]:
-        """Return which of ``saved`` to offload; see ``planning.activation_offload``."""
+        """Return which of ``saved`` to offload; see ``planning.offload``."""
         return choose_offloaded(forward, backward, saved, self.schedule.limits(), cost_model)
 
     def plan_buckets(

@@ -14,11 +14,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..kinds import TransferKind
-from .lanes import Lane
-from .live_bytes import least_by_point
+from .live_bytes import LiveBytes, Span, launches, least_by_point
 from .plan import Problem, Transfer
-from .simulate import TransferCostModel, start_times_us
-from .time_points import LiveBytes, Span, launches
+from .simulate import Lane, TransferCostModel, start_times_us
 
 LEAST_US = 1.0
 """Minimum exposed time of a gather, in microseconds, that justifies keeping its parameter.

@@ -15,22 +15,42 @@ direction:
 
 from __future__ import annotations
 
-import math
-import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 from ..kinds import HOST_COPIES, TransferKind
-from .lanes import Lane
 from .live_bytes import alive_bytes, in_flight_bytes
 from .plan import Bucket, Problem, events_by_step, is_copied_in, next_in_chain
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 LANES = (COMPUTE, COMMUNICATION, *HOST_COPIES)
 STEP, COPY_IN, COLLECTIVE, COPY_OUT = "step", "copy-in", "collective", "copy-out"
+
+
+class Lane:
+    """An in-order queue of work, such as the stream of a process group.
+
+    Attributes:
+        free_us: time at which all work added so far is done.
+    """
+
+    __slots__ = ("free_us",)
+
+    def __init__(self, free_us: float = 0.0) -> None:
+        self.free_us = free_us
+
+    def start_us(self, ready_us: float) -> float:
+        """Return when work that is ready at ``ready_us`` would start."""
+        return ready_us if ready_us > self.free_us else self.free_us
+
+    def run(self, duration_us: float, ready_us: float = 0.0) -> float:
+        """Append work that is ready at ``ready_us``; return when it ends."""
+        free_us = self.free_us
+        self.free_us = end_us = (ready_us if ready_us > free_us else free_us) + duration_us
+        return end_us
 
 
 class TransferCostModel(Protocol):
@@ -86,27 +106,6 @@ class Scenario(NamedTuple):
 
 
 AS_PREDICTED = Scenario()
-
-
-class Noise(NamedTuple):
-    """Random factors on predicted times, one for each step and each bucket.
-
-    Attributes:
-        seed: seed of the random numbers; equal seeds give equal factors.
-        spread: standard deviation of a factor's logarithm; 0.2 is about 20 %.
-    """
-
-    seed: int = 0
-    spread: float = 0.0
-
-    def factors(self) -> Iterator[float]:
-        """Yield factors without end; their median is 1."""
-        drawn = random.Random(self.seed)
-        while True:
-            yield math.exp(drawn.gauss(0.0, self.spread))
-
-
-NO_NOISE = Noise()
 
 
 @dataclass(frozen=True)
@@ -166,13 +165,9 @@ def simulate(
     problem: Problem,
     buckets: Sequence[Bucket],
     cost_model: TransferCostModel,
-    noise: Noise = NO_NOISE,
 ) -> Timeline:
     """Return the predicted timeline of ``problem`` with ``buckets``, which are in launch order."""
-    factors = noise.factors()
-    compute_us = [us * factor for us, factor in zip(problem.compute_us, factors)]
-    predicted = [bucket_cost(problem, bucket, cost_model) for bucket in buckets]
-    costs = [c._replace(lane_us=c.lane_us * factor) for c, factor in zip(predicted, factors)]
+    costs = [bucket_cost(problem, bucket, cost_model) for bucket in buckets]
     run = _Run()
     collectives: dict[int, Slot] = {}
     exposed_us = [0.0] * len(buckets)
@@ -186,7 +181,7 @@ def simulate(
                 copy_in = run.add(COMPUTE, COPY_IN, i, cost.copy_in_us)
                 collectives[i] = run.add(cost.lane, COLLECTIVE, i, cost.lane_us, after=copy_in)
         if step < problem.num_steps:
-            run.add(COMPUTE, STEP, step, compute_us[step])
+            run.add(COMPUTE, STEP, step, problem.compute_us[step])
     hidden_us = [
         max(0.0, collectives[i].duration_us - exposed) for i, exposed in enumerate(exposed_us)
     ]

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from ..kinds import GraphKind, TransferKind
-from ..planning.host_copies import without_host_copies
+from ..planning.offload import without_host_copies
 from ..planning.plan import Plan, PlanParam, Transfer
 from .differences import INFERENCE, TRAINING
 

@@ -29,7 +29,7 @@ from .._torch.autograd import on_backward_error
 from .._torch.distributed import device_for, process_group
 from ..errors import BackendError
 from ..kinds import HOST_COPIES, TransferKind
-from ..planning.host_copies import without_host_copies
+from ..planning.offload import without_host_copies
 from ..planning.plan import Bucket, Plan, PlanParam, Problem, Transfer
 from .call_log import CallLog, call_log_of
 from .common_form import (

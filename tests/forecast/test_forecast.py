@@ -24,7 +24,7 @@ from graphshard.forecast.workload import BatchShape
 from graphshard.kinds import TransferKind
 from graphshard.planning.live_bytes import alive_by_point
 from graphshard.planning.plan import Problem
-from graphshard.planning.without_overlap import schedule_without_overlap
+from graphshard.planning.search import schedule_without_overlap
 from tests.plan.problems import problems
 
 GIB = 1 << 30

@@ -22,11 +22,10 @@ from graphshard.ops.marker_specs import (
 from graphshard.ops.shard_rows import padded_rows
 from graphshard.passes import lower
 from graphshard.pipeline.verify import verify_lowered
-from graphshard.planning.host_copies import add_host_copies
 from graphshard.planning.memory_budget import ScheduleLimits
+from graphshard.planning.offload import add_host_copies
 from graphshard.planning.plan import Bucket, Plan, Problem
-from graphshard.planning.search import find_schedule
-from graphshard.planning.without_overlap import schedule_without_overlap
+from graphshard.planning.search import find_schedule, schedule_without_overlap
 
 add, mul = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
 to_copy, t = torch.ops.aten._to_copy.default, torch.ops.aten.t.default

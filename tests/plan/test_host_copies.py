@@ -8,14 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphshard.kinds import HOST_COPIES, TransferKind
-from graphshard.planning.activation_offload import SavedActivation, choose_offloaded
-from graphshard.planning.host_copies import add_host_copies, without_host_copies
 from graphshard.planning.live_bytes import alive_bytes, smallest_peak
 from graphshard.planning.memory_budget import ScheduleLimits
+from graphshard.planning.offload import (
+    SavedActivation,
+    add_host_copies,
+    choose_offloaded,
+    without_host_copies,
+)
 from graphshard.planning.plan import Bucket, Problem, Transfer
-from graphshard.planning.search import find_schedule
+from graphshard.planning.search import find_schedule, schedule_without_overlap
 from graphshard.planning.simulate import COLLECTIVE, clock, simulate
-from graphshard.planning.without_overlap import schedule_without_overlap
 from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction
 
 

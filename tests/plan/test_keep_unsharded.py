@@ -9,12 +9,18 @@ from hypothesis import strategies as st
 
 from graphshard.kinds import TransferKind
 from graphshard.planning.keep_unsharded import LEAST_US, choose_kept
-from graphshard.planning.live_bytes import fixed_by_point, smallest_peak, with_fixed_bytes
+from graphshard.planning.live_bytes import (
+    LiveBytes,
+    Span,
+    fixed_by_point,
+    launches,
+    smallest_peak,
+    with_fixed_bytes,
+)
 from graphshard.planning.memory_budget import ScheduleLimits
 from graphshard.planning.plan import Problem, Transfer
 from graphshard.planning.search import find_schedule
 from graphshard.planning.simulate import simulate
-from graphshard.planning.time_points import LiveBytes, Span, launches
 from tests.plan.problems import Line, gather, lines, problem, problems
 
 FAST, SLOW = Line(1.0, 0.1), Line(1.0, 10.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from graphshard.planning.lanes import Lane
+from graphshard.planning.simulate import Lane
 
 
 def test_work_waits_for_the_lane_or_the_lane_for_work() -> None:

@@ -14,12 +14,10 @@ from benchmarks.llama import LlamaSizes, trace
 from benchmarks.schedules import at_world
 from graphshard.cost.devices import HARDWARE
 from graphshard.kinds import TransferKind
-from graphshard.planning.late_waits import Sent, place_waits
-from graphshard.planning.live_bytes import Footprint, in_flight_bytes
-from graphshard.planning.memory_budget import ScheduleLimits
+from graphshard.planning.live_bytes import Footprint, in_flight_bytes, num_points
+from graphshard.planning.memory_budget import ScheduleLimits, Sent, place_waits
 from graphshard.planning.plan import Bucket, Problem, next_in_chain
 from graphshard.planning.search import find_schedule
-from graphshard.planning.time_points import num_points
 from tests.plan.problems import Line, lines, problem, problems, reduction
 
 STEPS = 6

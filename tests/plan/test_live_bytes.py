@@ -14,14 +14,17 @@ from graphshard.planning.live_bytes import (
     alive_by_point,
     alive_bytes,
     fixed_by_point,
+    launches,
     least_by_point,
+    max_by_step,
+    running,
+    waits,
     with_fixed_bytes,
 )
 from graphshard.planning.memory_budget import ScheduleLimits
 from graphshard.planning.placement import BucketSizes, Placer, Splits
 from graphshard.planning.plan import Bucket, Problem, Transfer
 from graphshard.planning.search import find_schedule
-from graphshard.planning.time_points import launches, max_by_step, running, waits
 from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction
 
 SIZE = 8 * WORLD

@@ -17,7 +17,6 @@ from graphshard.planning.simulate import (
     COMMUNICATION,
     COMPUTE,
     STEP,
-    Noise,
     bucket_cost,
     clock,
     simulate,
@@ -89,15 +88,3 @@ def test_every_timeline_is_consistent(graph: Problem, line: Line) -> None:
         assert other.start_us == one.end_us
     if path:
         assert path[0].start_us == 0.0 and path[-1].end_us == timeline.total_us
-
-
-@given(problems(), lines)
-def test_noise_changes_only_steps_and_collectives(graph: Problem, line: Line) -> None:
-    buckets = find_schedule(graph, line, ScheduleLimits())
-    exact = simulate(graph, buckets, line)
-    noisy = simulate(graph, buckets, line, Noise(seed=1, spread=0.3))
-    assert simulate(graph, buckets, line, Noise(seed=1)) == exact
-    assert simulate(graph, buckets, line, Noise(seed=1, spread=0.3)) == noisy
-    for one, other in zip(exact.slots, noisy.slots, strict=True):
-        varies = one.kind in (STEP, COLLECTIVE) and one.duration_us > 0
-        assert (one.duration_us != other.duration_us) == varies

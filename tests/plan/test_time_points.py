@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphshard.planning.time_points import ByteChanges, LiveBytes, Span, sum_spans
+from graphshard.planning.live_bytes import ByteChanges, LiveBytes, Span, sum_spans
 
 NUM_POINTS = 6
 _points = st.integers(0, NUM_POINTS)

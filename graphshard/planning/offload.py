@@ -1,0 +1,356 @@
+"""Host copies: of shards that live in host memory, and of offloaded activations.
+
+Buckets are first formed and placed as if all shards were on the device. Then host copies are added;
+the host link runs one copy at a time in each direction.
+
+- A gather of host shards gets a copy to the device. It is waited for where the gather is launched,
+  and launched as late as it can be to arrive in time.
+- A reduction to host shards gets a copy to the host. It is launched where the reduction is waited
+  for, and waited for when it is done; the host itself waits at the graph's end.
+- Activations are copied one by one: to the host after their last use in forward, back like shards.
+
+    to device      [shards of a][shards of b]
+    communication               [gather a   ][gather b]              [reduce a]
+    to host                                                                    [shards of a]
+
+Some activations must be offloaded because the graph does not fit otherwise. Offloading more can
+save time, because gathers can be launched earlier in the memory that becomes free. So
+``choose_offloaded`` tries a few amounts, and schedules both graphs for each.
+
+    budget   ├──────────── least memory ──────────┤     all gathers exposed
+             ├─────── least memory ───┤ prefetch ─┤     gathers hidden, if the copies are hidden
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..kinds import HOST_COPIES, TransferKind
+from .live_bytes import (
+    LiveBytes,
+    Span,
+    alive_by_point,
+    fixed_by_point,
+    footprint,
+    launches,
+    least_by_point,
+    num_points,
+    running,
+    smallest_peak,
+    with_fixed_bytes,
+)
+from .memory_budget import FreeMemory, ScheduleLimits
+from .plan import Bucket, Problem, Transfer, bucket_of, in_launch_order, next_in_chain
+from .search import find_schedule
+from .simulate import Lane, TransferCostModel, bucket_cost, clock
+
+
+def without_host_copies(problem: Problem) -> Problem:
+    """Return the problem without host copies, as if they took no time.
+
+    An activation leaves the device as soon as it is ready, and is back when it is due.
+    """
+    if not any(t.kind in HOST_COPIES for t in problem.transfers):
+        return problem
+    other = LiveBytes(fixed_by_point(problem))
+    for t in problem.transfers:
+        if t.kind == TransferKind.COPY_TO_DEVICE:
+            other.add(Span(launches(t.due), launches(t.last + 1), t.num_bytes))
+        elif t.kind == TransferKind.COPY_TO_HOST:
+            other.add(Span(launches(t.ready), running(t.ready), t.num_bytes))
+    problem = with_fixed_bytes(problem, other.by_point)
+    collectives = tuple(t for t in problem.transfers if t.kind not in HOST_COPIES)
+    return dataclasses.replace(problem, transfers=collectives)
+
+
+def add_host_copies(
+    problem: Problem,
+    buckets: Sequence[Bucket],
+    cost_model: TransferCostModel | None,
+    limits: ScheduleLimits,
+) -> tuple[Bucket, ...]:
+    """Return ``buckets`` and the host copies of shards and activations, in launch order.
+
+    Args:
+        buckets: buckets of ``without_host_copies(problem)``, whose transfers come first in
+            ``problem``.
+        cost_model: predicts when copies are done; None: each is waited for at its launch.
+    """
+    to_device = _copies_to_device(problem, buckets)
+    to_host = _copies_to_host(problem, buckets)
+    if cost_model is not None:
+        placed = [*to_device, *buckets, *to_host]
+        memory = FreeMemory(alive_by_point(problem, placed), limits)
+        step_us = clock(problem, buckets, cost_model).step_us
+        to_device = _launch_early(problem, to_device, cost_model, memory, step_us)
+        to_host = _wait_late(problem, to_host, cost_model, memory, step_us)
+    return in_launch_order([*to_device, *buckets, *to_host])
+
+
+def _copies_to_device(problem: Problem, buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Return copies that are launched and waited for where their data is due, in that order."""
+    copies = [
+        _copy_of_shards(problem, bucket, TransferKind.COPY_TO_DEVICE, bucket.launch)
+        for bucket in buckets
+        if bucket.kind == TransferKind.ALL_GATHER and _is_on_host(problem, bucket)
+    ]
+    for i, t in enumerate(problem.transfers):
+        if t.kind == TransferKind.COPY_TO_DEVICE:
+            copies.append(bucket_of(problem, ((i,),), launch=t.due, wait=t.due))
+    return sorted(copies, key=lambda copy: copy.wait)
+
+
+def _copies_to_host(problem: Problem, buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Return copies that are launched and waited for where their data is ready."""
+    successors = next_in_chain(buckets)
+    copies = [
+        _copy_of_shards(problem, bucket, TransferKind.COPY_TO_HOST, bucket.wait)
+        for i, bucket in enumerate(buckets)
+        # If an all-reduce over replicas follows, the shards are copied after that.
+        if bucket.kind != TransferKind.ALL_GATHER
+        and _is_on_host(problem, bucket)
+        and i not in successors
+    ]
+    for i, t in enumerate(problem.transfers):
+        if t.kind == TransferKind.COPY_TO_HOST:
+            copies.append(bucket_of(problem, ((i,),), launch=t.ready, wait=t.ready))
+    return copies
+
+
+def _is_on_host(problem: Problem, bucket: Bucket) -> bool:
+    return problem.transfers[bucket.transfers[0]].host
+
+
+def _copy_of_shards(problem: Problem, bucket: Bucket, kind: TransferKind, step: int) -> Bucket:
+    """Return the host copy of the shards of a collective, in the same buffers."""
+    return Bucket(
+        kind=kind,
+        buffers=bucket.buffers,
+        num_bytes=sum(problem.transfers[i].shard_bytes for i in bucket.transfers),
+        group="",
+        world=1,
+        launch=step,
+        wait=step,
+    )
+
+
+def _launch_early(
+    problem: Problem,
+    copies: Sequence[Bucket],
+    cost_model: TransferCostModel,
+    memory: FreeMemory,
+    step_us: Sequence[float],
+) -> list[Bucket]:
+    """Launch copies early enough to be done when they are waited for, if memory allows.
+
+    Predicted durations are multiplied by ``HOST_COPY_MARGIN``.
+    """
+    # In reversed time, from the last copy to the first: a copy begins at its wait, once the copies
+    # after it have left the lane, and ends at its launch.
+    lane = Lane(-math.inf)
+    placed = []
+    for copy in reversed(copies):
+        cost = bucket_cost(problem, copy, cost_model)
+        launch_us = -lane.run(HOST_COPY_MARGIN * cost.lane_us, -step_us[copy.wait])
+        wish = max(0, bisect_right(step_us, launch_us, hi=copy.wait + 1) - 1)
+        launch = memory.take_earliest(footprint(problem, copy), wish, copy.wait)
+        placed.append(dataclasses.replace(copy, launch=launch))
+    return placed[::-1]
+
+
+def _wait_late(
+    problem: Problem,
+    copies: Sequence[Bucket],
+    cost_model: TransferCostModel,
+    memory: FreeMemory,
+    step_us: Sequence[float],
+) -> list[Bucket]:
+    """Wait for copies when they are done, or earlier if memory runs out.
+
+    Predicted durations are multiplied by ``HOST_COPY_MARGIN``.
+    """
+    lane = Lane()
+    placed = []
+    for copy in sorted(copies, key=lambda copy: copy.launch):
+        cost = bucket_cost(problem, copy, cost_model)
+        end_us = lane.run(HOST_COPY_MARGIN * cost.lane_us, step_us[copy.launch])
+        due = min(problem.transfers[i].due for i in copy.transfers)
+        wish = max(copy.launch, min(bisect_left(step_us, end_us, lo=copy.launch), due))
+        wait = memory.take_latest(footprint(problem, copy), copy.launch, wish)
+        placed.append(dataclasses.replace(copy, wait=wait))
+    return placed
+
+
+HOST_COPY_MARGIN = 2.0
+"""Factor on the predicted duration of host copies.
+
+Judgement call: next to compute, or on a shared link, a transfer may well take twice as long as
+alone. A larger margin holds buffers for longer; with a smaller one compute waits for late
+transfers.
+"""
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
+"""Fractions of the budget that a graph's least memory may take; all are tried.
+
+The rest of the budget is for launching gathers earlier. Judgement call: each fraction costs a
+search of both graphs (without local search), and times differ little between neighbours. Fewer
+fractions would miss a good one; more take longer to plan.
+"""
+MIN_GAIN = 0.02
+"""Fraction of the predicted time that offloading more than necessary has to save.
+
+Judgement call: predictions are no more accurate than that. With a larger value fewer activations
+are offloaded, and gathers stay exposed that could be hidden; at 0, copies load the host link for a
+gain that may not be real.
+"""
+
+
+class SavedActivation(NamedTuple):
+    """An activation that forward saves for backward.
+
+    Attributes:
+        num_bytes: size of the activation.
+        last: last step of the forward graph that uses it.
+        first: first step of the backward graph that uses it.
+        until: last step of the backward graph that uses it.
+    """
+
+    num_bytes: int
+    last: int
+    first: int
+    until: int
+
+
+def choose_offloaded(
+    forward: Problem,
+    backward: Problem,
+    saved: Sequence[SavedActivation],
+    limits: ScheduleLimits,
+    cost_model: TransferCostModel,
+) -> list[int]:
+    """Return the positions in ``saved`` of the activations to offload.
+
+    They are enough to keep each graph within ``limits.peak``, as far as that is possible. More are
+    offloaded if gathers can then be launched earlier and that saves time (see ``MIN_GAIN``).
+    Without ``limits.peak`` nothing is offloaded.
+    """
+    if limits.peak is None:
+        return []
+    budgets = [int(limits.peak * share) for share in SHARES]
+    amounts = (tuple(_offload_enough(forward, backward, saved, budget)) for budget in budgets)
+    choices = list(dict.fromkeys(amounts))
+    times_us: dict[tuple[int, ...], float] = {}
+    for chosen in choices if len(choices) > 1 else ():
+        problems = _offloaded(forward, backward, [saved[i] for i in chosen])
+        peaks = [smallest_peak(without_host_copies(problem)) for problem in problems]
+        if max(peaks) <= limits.peak:
+            times_us[chosen] = sum(_predicted_us(p, limits, cost_model) for p in problems)
+    if not times_us:
+        # There is only one choice, or none fits. In the latter case scheduling reports what is
+        # missing.
+        return list(choices[0])
+    within_us = min(times_us.values()) * (1 + MIN_GAIN)
+    return list(next(chosen for chosen, us in times_us.items() if us <= within_us))
+
+
+class _Absence(NamedTuple):
+    """The points in time, in both graphs, at which an activation may be off the device."""
+
+    forward: Span
+    backward: Span
+
+
+def _absence(activation: SavedActivation, forward_steps: int) -> _Absence:
+    return _Absence(
+        Span(launches(activation.last + 1), num_points(forward_steps), activation.num_bytes),
+        Span(0, launches(activation.first), activation.num_bytes),
+    )
+
+
+def _offload_enough(
+    forward: Problem, backward: Problem, saved: Sequence[SavedActivation], budget: int
+) -> list[int]:
+    """Return the activations to offload for each graph's least memory to fit ``budget``.
+
+    Activations that backward needs last are chosen first: their copies have the most time to hide
+    in.
+    """
+    in_forward, in_backward = map(LiveBytes, map(least_by_point, (forward, backward)))
+    chosen = []
+    for i in sorted(range(len(saved)), key=lambda i: (-saved[i].first, saved[i].last)):
+        absence = _absence(saved[i], forward.num_steps)
+        if in_forward.exceeds(budget, absence.forward) or in_backward.exceeds(
+            budget, absence.backward
+        ):
+            chosen.append(i)
+            in_forward.remove(absence.forward)
+            in_backward.remove(absence.backward)
+    return sorted(chosen)
+
+
+def _offloaded(
+    forward: Problem, backward: Problem, chosen: Sequence[SavedActivation]
+) -> tuple[Problem, Problem]:
+    """Return both problems as they would be read from graphs in which ``chosen`` is offloaded."""
+    end = forward.num_steps
+    offloads = [
+        _host_copy(
+            TransferKind.COPY_TO_HOST,
+            activation.num_bytes,
+            ready=activation.last + 1,
+            due=end,
+            last=end - 1,
+        )
+        for activation in chosen
+    ]
+    reloads = [
+        _host_copy(
+            TransferKind.COPY_TO_DEVICE,
+            activation.num_bytes,
+            ready=0,
+            due=activation.first,
+            last=activation.until,
+        )
+        for activation in chosen
+    ]
+    # From the last use in forward to the last use in backward, the transfers count the activations.
+    saved = [_absence(activation, end).forward for activation in chosen]
+    taken = [Span(0, launches(a.until + 1), a.num_bytes) for a in chosen]
+    return _with_transfers(forward, offloads, saved), _with_transfers(backward, reloads, taken)
+
+
+def _host_copy(kind: TransferKind, num_bytes: int, *, ready: int, due: int, last: int) -> Transfer:
+    return Transfer(
+        param=None,
+        kind=kind,
+        num_bytes=num_bytes,
+        dtype="",
+        shard_bytes=0,
+        casts=False,
+        group="",
+        world=1,
+        ready=ready,
+        due=due,
+        last=last,
+    )
+
+
+def _with_transfers(
+    problem: Problem, transfers: Sequence[Transfer], replaced: Sequence[Span]
+) -> Problem:
+    """Return ``problem`` with ``transfers`` in place of the bytes in ``replaced``."""
+    other = LiveBytes(fixed_by_point(problem))
+    for span in replaced:
+        other.remove(span)
+    problem = with_fixed_bytes(problem, other.by_point)
+    return dataclasses.replace(problem, transfers=(*problem.transfers, *transfers))
+
+
+def _predicted_us(problem: Problem, limits: ScheduleLimits, cost_model: TransferCostModel) -> float:
+    collectives = without_host_copies(problem)
+    buckets = find_schedule(collectives, cost_model, limits, refine=False)
+    placed = add_host_copies(problem, buckets, cost_model, limits)
+    return clock(problem, placed, cost_model).total_us
