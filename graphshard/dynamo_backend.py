@@ -29,13 +29,13 @@ from ._torch.aot_graphs import flat_inputs
 from ._torch.as_parameter import trace_tables_by_attribute
 from ._torch.dynamo import (
     Trace,
+    freed_on_reset,
     is_capturing,
     on_compile_error,
     on_compile_start,
     on_lookup,
     sources,
 )
-from ._torch.forget import freed_on_reset
 from ._torch.frames import CompiledCall, CompileRequest, compile_request, compiled_call
 from ._torch.inductor import mode_options
 from .errors import BackendError

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from graphshard._torch.host_waits import bypass_wait, is_sync_node
+from graphshard._torch.aot_graphs import bypass_wait, is_sync_node
 from graphshard.passes.reshard import param_derived
 
 

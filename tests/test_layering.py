@@ -19,7 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "_torch": set(),
     "kinds": set(),
     "files": set(),
-    "interpreter": set(),
+    "cpython_tuning": set(),
     "scripts": {"_torch"},
     "errors": {"_torch"},
     "ops": {"_torch", "kinds"},
@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
         "passes",
         "planning",
         "show",
-        "interpreter",
+        "cpython_tuning",
     },
     "dynamo_backend": {
         "_torch",

@@ -1,4 +1,4 @@
-"""AOTAutograd's graphs: their kinds, and the numbers of their inputs.
+"""AOTAutograd's graphs: their kinds, the numbers of their inputs, and host waits in them.
 
 AOTAutograd names the inputs of forward and backward graphs ``primals_1``, ``primals_2``, ..., the
 gradients of outputs ``tangents_1``, ..., and the inputs of inference graphs ``arg0_1``, ``arg1_1``,
@@ -15,12 +15,18 @@ torch/fx/experimental/proxy_tensor.py. Two kinds of inputs come before Dynamo's:
 A tensor subclass becomes several inputs: its inner tensors, and its symbolic sizes and strides
 (``unwrap_tensor_subclasses`` in torch/_functorch/_aot_autograd/subclass_utils.py). If it requires
 no gradient, backward returns a single None for it.
+
+A host wait, such as ``torch.cuda.synchronize()`` in torch 2.13, is a node through which AOTAutograd
+threads all earlier values, so that nothing moves across it
+(``wrap_all_sync_nodes_with_control_deps`` in torch/_functorch/_aot_autograd/streams.py):
+
+    control_deps((a, w), wait, a, w)      outputs 1 and 2 are a and w; ``wait`` is a submodule
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, Literal
 
 import torch
@@ -126,3 +132,42 @@ def mutated_inputs(forward: fx.Graph) -> set[fx.Node]:
     return {copy.args[0] for copy in copies}.intersection(inputs) | {
         node for node in inputs if node.meta.get("desc") in returned
     }
+
+
+def is_sync_node(node: fx.Node) -> bool:
+    """Return whether ``node`` threads values through a host wait or a stream operator."""
+    if node.op != "call_function" or str(node.target) != "control_deps":
+        return False
+    subgraph: Any = node.args[1]
+    inside = getattr(node.graph.owning_module, subgraph.target).graph.nodes
+    # Other ``control_deps`` only order operators.
+    return any(str(other.target).startswith("streams.") for other in inside)
+
+
+def bypass_wait(wait: fx.Node, values: Container[fx.Node]) -> None:
+    """Make ``values`` bypass ``wait``, which then no longer depends on them."""
+    arguments: Any = wait.args
+    before, subgraph, *passing = arguments
+    kept = [i for i, value in enumerate(passing) if value not in values]
+    _keep(getattr(wait.graph.owning_module, subgraph.target), kept)
+    wait.args = (tuple(n for n in before if n not in values), subgraph, *(passing[i] for i in kept))
+    for item in list(wait.users):
+        position: Any = item.args[1]
+        if position and position - 1 not in kept:
+            item.replace_all_uses_with(passing[position - 1])
+            wait.graph.erase_node(item)
+        elif position:
+            item.args = (wait, 1 + kept.index(position - 1))
+
+
+def _keep(wait: fx.GraphModule, kept: list[int]) -> None:
+    """Reduce the inputs and outputs of a wait's submodule to the positions ``kept``."""
+    taken = list(wait.graph.find_nodes(op="placeholder"))
+    output = wait.graph.output_node()
+    results: Any = output.args[0]
+    first, *others = results if isinstance(results, (tuple, list)) else [results]
+    output.args = ((first, *(others[i] for i in kept)),)
+    for i, node in enumerate(taken):
+        if i not in kept:
+            wait.graph.erase_node(node)
+    wait.recompile()

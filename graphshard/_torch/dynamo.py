@@ -1,4 +1,4 @@
-"""Dynamo: errors that a backend may raise, the frame being traced, guards and graph breaks.
+"""Dynamo: the frame being traced, guards, graph breaks, errors, and graphs freed on reset.
 
 Relies on exc.py, output_graph.py, symbolic_convert.py, guards.py, callback.py and utils.py in
 torch/_dynamo, with the same names and arguments in torch 2.11 and 2.13. ``graphshard.errors``
@@ -8,8 +8,11 @@ unchanged.
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Iterator
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, TypeVar
@@ -17,11 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 from torch._dynamo.backends import registry
-from torch._dynamo.eval_frame import (
-    _debug_get_cache_entry_list,
-    set_code_exec_strategy,
-    skip_code,
-)
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list, set_code_exec_strategy, skip_code
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import AttrSource
@@ -280,3 +279,107 @@ def compile_id() -> str:
     """
     compiling = CompileContext.current_compile_id()
     return "" if compiling is None else str(compiling)
+
+
+_CUTS = re.compile(
+    r"\n*(from user code:|Set TORCHDYNAMO_VERBOSE|\s*Developer debug context:|\s*Hint: )", re.DOTALL
+)
+_GOT = re.compile(r"got (\w+)\((['\"])(.*)\2\)", re.DOTALL)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Return the original error that one of Dynamo's wraps, or the error itself."""
+    while isinstance(inner := getattr(error, "inner_exception", None), BaseException):
+        error = inner
+    return error
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the type and message of the original error, on one line."""
+    error = cause_of(error)
+    text = _CUTS.split(str(error), maxsplit=1)[0]
+    name, is_dynamos = type(error).__name__, type(error).__module__.startswith("torch._dynamo")
+    if is_dynamos and (found := _GOT.search(text)):
+        name, text = found[1], found[3]
+    return f"{name}: {' '.join(text.split())}".removesuffix(": ")
+
+
+def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the frames of an error and of its causes, innermost last.
+
+    If Dynamo was tracing, the frames of the traced code come last.
+    """
+    frames: list[traceback.FrameSummary] = []
+    for one in _chain(error):
+        frames += traceback.extract_tb(one.__traceback__)
+    for one in _chain(error):
+        frames += getattr(one, "real_stack", None) or []
+    return frames
+
+
+def _chain(error: BaseException) -> Iterable[BaseException]:
+    """Yield an error, its cause, the cause of that one, and so on."""
+    following: BaseException | None = error
+    while following is not None:
+        yield following
+        inner = getattr(following, "inner_exception", None)
+        following = inner if isinstance(inner, BaseException) else following.__cause__
+
+
+def freed_on_reset(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a backend's result, so that a reset frees it along with the frame being compiled."""
+    wrapper = _FreedOnReset(function, weakref.ref(InstructionTranslator.current_tx().f_code))
+    _wrappers().add(wrapper)
+    return wrapper
+
+
+class _FreedOnReset:
+    """A callable that can be emptied.
+
+    Args:
+        function: function to call.
+        code: weak reference to the code of the frame that calls it.
+    """
+
+    # No __dict__: Dynamo's own wrapper would copy its entries and keep the function alive.
+    __slots__ = ("__weakref__", "code", "function")
+
+    def __init__(self, function: Callable[..., Any], code: weakref.ref[CodeType]) -> None:
+        self.function, self.code = function, code
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+class _OnReset:
+    """A start callback without effect, which lives until ``reset()`` drops all callbacks."""
+
+    def __init__(self) -> None:
+        self.wrappers: weakref.WeakSet[_FreedOnReset] = weakref.WeakSet()
+        weakref.finalize(self, _empty, self.wrappers).atexit = False
+
+    def __call__(self, _: object) -> None:
+        pass
+
+
+def _wrappers() -> weakref.WeakSet[_FreedOnReset]:
+    """Return the wrappers that the next reset empties."""
+    handler = torch._dynamo.callback_handler
+    for callback in handler.start_callbacks:
+        if isinstance(callback, _OnReset):
+            return callback.wrappers
+    handler.register_start_callback(_OnReset())
+    return _wrappers()
+
+
+def _empty(wrappers: weakref.WeakSet[_FreedOnReset]) -> None:
+    for wrapper in wrappers:
+        code = wrapper.code()
+        if code is not None and _debug_get_cache_entry_list(code):
+            _wrappers().add(wrapper)  # only the callbacks were dropped
+        else:
+            wrapper.function = _is_dropped
+
+
+def _is_dropped(*args: object) -> None:
+    raise RuntimeError("torch._dynamo.reset() has dropped this graph while its forward ran")

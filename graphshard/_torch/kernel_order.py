@@ -21,9 +21,9 @@ reuse the memory that the wait frees.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
+import networkx as nx
 from torch._inductor import custom_graph_pass
 from torch._inductor.scheduler import BaseSchedulerNode, FusedSchedulerNode
 from torch._inductor.utils import contains_collective, contains_wait
@@ -49,8 +49,9 @@ class KeepWaits(_Pass):
 
 
 Nodes = list[BaseSchedulerNode]
-Needed = dict[BaseSchedulerNode, Nodes]
-"""For each node, the nodes that it must come after."""
+_Dependencies: TypeAlias = "nx.DiGraph[Any]"
+"""Graph with an edge from each node to every node that it must come after."""
+_ROOT = object()
 
 
 def _split(nodes: Nodes) -> Nodes:
@@ -59,17 +60,13 @@ def _split(nodes: Nodes) -> Nodes:
     The nodes that need the wait become one kernel and the others another. Nodes that cannot share a
     loop become one kernel each.
     """
-    needed = _needed(nodes)
+    needed = _dependencies(nodes)
     last_wait = _last_waits_for_memory(nodes, needed)
-    users: Needed = {node: [] for node in nodes}
-    for node, others in needed.items():
-        for other in others:
-            users[other].append(node)
     writer = _writers(nodes)
     split: Nodes = []
     for node in nodes:
         is_late = _is_fused(node) and last_wait[node] > node.min_order
-        if is_late and _delays_launch(node, last_wait[node], users):
+        if is_late and _delays_launch(node, last_wait[node], needed):
             late = {name for name, n in writer.items() if last_wait[n] > node.min_order}
             split += _parts(node, late)
         else:
@@ -83,11 +80,11 @@ def _is_fused(node: BaseSchedulerNode) -> bool:
     return len(getattr(node, "snodes", ())) > 1 and not is_list_operator
 
 
-def _delays_launch(node: BaseSchedulerNode, wait: int, users: Needed) -> bool:
+def _delays_launch(node: BaseSchedulerNode, wait: int, needed: _Dependencies) -> bool:
     """Return whether a launch or wait that was written before ``wait`` depends on ``node``."""
     return any(
         user.min_order < wait and (contains_wait(user) or contains_collective(user))
-        for user in _dependents(node, users)
+        for user in nx.ancestors(needed, node)
     )
 
 
@@ -128,24 +125,13 @@ def _fused(kernel: Any, nodes: Nodes) -> BaseSchedulerNode:
     return one
 
 
-def _dependents(node: BaseSchedulerNode, users: Needed) -> Iterator[BaseSchedulerNode]:
-    """Yield all nodes that depend on ``node``, directly or indirectly."""
-    pending, seen = [node], {node}
-    while pending:
-        for user in users[pending.pop()]:
-            if user not in seen:
-                seen.add(user)
-                pending.append(user)
-                yield user
-
-
-def _last_waits(nodes: Nodes, needed: Needed) -> dict[BaseSchedulerNode, int]:
+def _last_waits(nodes: Nodes, needed: _Dependencies) -> dict[BaseSchedulerNode, int]:
     """Return the position of the last wait that each node depends on, as written; -1 if none."""
     own = {node: node.min_order if contains_wait(node) else -1 for node in nodes}
     return _latest(own, needed)
 
 
-def _last_waits_for_memory(nodes: Nodes, needed: Needed) -> dict[BaseSchedulerNode, int]:
+def _last_waits_for_memory(nodes: Nodes, needed: _Dependencies) -> dict[BaseSchedulerNode, int]:
     """Return `_last_waits`, as if large allocations also needed the last wait before them.
 
     The collective of that wait frees memory for them. Large allocations are nodes without inputs
@@ -162,7 +148,9 @@ def _last_waits_for_memory(nodes: Nodes, needed: Needed) -> dict[BaseSchedulerNo
     return _latest(own, needed)
 
 
-def _latest(own: dict[BaseSchedulerNode, int], needed: Needed) -> dict[BaseSchedulerNode, int]:
+def _latest(
+    own: dict[BaseSchedulerNode, int], needed: _Dependencies
+) -> dict[BaseSchedulerNode, int]:
     """Return, for each node, the largest number among itself and all nodes that it depends on.
 
     Nodes must come after those that they depend on.
@@ -174,46 +162,29 @@ def _latest(own: dict[BaseSchedulerNode, int], needed: Needed) -> dict[BaseSched
 
 
 def _ordered(nodes: Nodes) -> Nodes:
-    needed = _needed(nodes)
+    """Return nodes by order and last wait, each preceded by the nodes that it must come after."""
+    needed = _dependencies(nodes)
     last_wait = _last_waits(nodes, needed)
     # Break ties in favour of waits.
     by_order = sorted(nodes, key=lambda n: (max(n.min_order, last_wait[n]), not contains_wait(n)))
-    ordered: dict[BaseSchedulerNode, None] = {}
-    for node in by_order:
-        _visit(node, needed, ordered)
-    return list(ordered)
+    needed.add_edges_from((_ROOT, node) for node in by_order)
+    return [node for node in nx.dfs_postorder_nodes(needed, _ROOT) if node is not _ROOT]
 
 
 def _writers(nodes: Nodes) -> dict[str, BaseSchedulerNode]:
     return {name: node for node in nodes for name in node.get_buffer_names()}
 
 
-def _needed(nodes: Nodes) -> Needed:
-    """Return the nodes that each node must come after.
+def _dependencies(nodes: Nodes) -> _Dependencies:
+    """Return the graph with an edge from each node to every node that it must come after.
 
     A fused node may list its own buffers as dependencies; these are skipped.
     """
     writer = _writers(nodes)
-    return {
-        node: [
-            writer[dep.name]
-            for dep in sorted(node.unmet_dependencies, key=lambda dep: dep.name)
-            if writer.get(dep.name, node) is not node
-        ]
-        for node in nodes
-    }
-
-
-def _visit(
-    node: BaseSchedulerNode,
-    needed: Needed,
-    ordered: dict[BaseSchedulerNode, None],
-) -> None:
-    """Append a node and, before it, the nodes it needs; skip those that are in ``ordered``."""
-    pending = [node]
-    while pending:
-        missing = [other for other in needed[pending[-1]] if other not in ordered]
-        if missing:
-            pending += missing[::-1]
-        else:
-            ordered.setdefault(pending.pop())
+    graph: _Dependencies = nx.DiGraph()
+    graph.add_nodes_from(nodes)
+    for node in nodes:
+        for dep in sorted(node.unmet_dependencies, key=lambda dep: dep.name):
+            if writer.get(dep.name, node) is not node:
+                graph.add_edge(node, writer[dep.name])
+    return graph

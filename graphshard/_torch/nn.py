@@ -1,11 +1,12 @@
-"""Modules: parameters, hooks, calls that replace parameters, and containers of tensors.
+"""Modules and optimizers: parameters, hooks, calls that replace parameters, loading.
 
-Relies on torch/nn/modules/module.py and rnn.py, torch/distributed/utils.py and
-torch/distributed/checkpoint/_nested_dict.py.
+Relies on torch/nn/modules/module.py and rnn.py, torch/optim/optimizer.py,
+torch/distributed/utils.py and torch/distributed/checkpoint/_nested_dict.py.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.utils import _apply_to_tensors as apply_to_tensors
+from torch.optim import Optimizer
 
 __all__ = ["apply_to_tensors", "unflatten_state_dict"]
 
@@ -144,3 +146,20 @@ def _before_loading(
     """Call ``_graphshard_before_loading``, as a pre-hook of ``load_state_dict``."""
     assigns = metadata.get("assign_to_params_buffers", False)
     module._graphshard_before_loading(state_dict, prefix, assigns)
+
+
+@functools.cache
+def before_loading_optimizers(act: Callable[[Optimizer, dict[str, Any]], None]) -> None:
+    """Call ``act(optimizer, state_dict)`` before any optimizer loads a state dict.
+
+    Torch has no global hook: ``register_load_state_dict_pre_hook`` is per optimizer. Registering
+    ``act`` again has no effect.
+    """
+    load_state_dict = Optimizer.load_state_dict
+
+    @functools.wraps(load_state_dict)
+    def load(self: Optimizer, state_dict: dict[str, Any]) -> None:
+        act(self, state_dict)
+        load_state_dict(self, state_dict)
+
+    Optimizer.load_state_dict = load  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .._torch.dynamo_errors import describe_error, frames_of
+from .._torch.dynamo import describe_error, frames_of
 from .._torch.inductor import cache_dir
 
 

@@ -41,12 +41,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._torch.no_gpu.kernels import num_kernels
 from .._torch.no_gpu.operators import (
     DispatchMode,
     WeakStorage,
     is_allocation,
     is_view,
+    num_kernels,
     run_on_streams,
     tensors_in,
     written_in,

@@ -10,7 +10,7 @@ call get the same tensors, and one backward reduces all their gradients:
     backward              their gradients ◄── _Unshard ◄── sum over all reads, None if not read
 
 Ranks still have to run the same modules. The call's scope keeps its full parameters: see
-[Note: call scope] in ``graphshard._torch.call_scope``.
+[Note: call scope] in ``graphshard._torch.frames``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch.autograd.function import FunctionCtx
 
 from .._torch.as_parameter import GatheredParameter
 from .._torch.autograd import address_of, version_of
-from .._torch.call_scope import call_scope
 from .._torch.distributed import process_group
+from .._torch.frames import call_scope
 from .._torch.nn import NoticesReplacement, parameters_of
 from ..errors import BackendError
 from ..ops.accumulators import PARTIAL, UNSYNCED

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from .._torch.dynamo import run_as_python
-from .._torch.dynamo_errors import describe_error
+from .._torch.dynamo import describe_error, run_as_python
 from .._torch.frames import call_arguments, compiled_call
 from .._torch.nn import apply_to_tensors, has_forward
 from ..errors import BackendError

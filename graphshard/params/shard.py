@@ -34,8 +34,7 @@ from .._torch.autograd import (
 from .._torch.distributed import process_group
 from .._torch.dtensor import on_data_assigned
 from .._torch.dynamo import run_with_callees_as_python
-from .._torch.nn import parameters_of, uncompiled
-from .._torch.optim import before_loading_optimizers
+from .._torch.nn import before_loading_optimizers, parameters_of, uncompiled
 from ..errors import BackendError
 from ..ops.float8_math import is_of_torchao
 from ..options.options import Options

@@ -38,7 +38,7 @@ from .._torch.inductor import (
     with_planned_order,
     without_cuda_graphs,
 )
-from ..interpreter import with_stack_room, without_full_collections
+from ..cpython_tuning import with_stack_room, without_full_collections
 from ..kinds import GraphKind
 from ..ops.in_flight import wait_in_flight_on_error
 from ..planning.live_bytes import gathered_bytes

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
-from graphshard._torch.no_gpu.kernels import num_kernels
+from graphshard._torch.no_gpu.operators import num_kernels
 from graphshard._torch.tensors import chunk_cat_
 from graphshard.kinds import TransferKind
 from graphshard.ops import bucket_copy

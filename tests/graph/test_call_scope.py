@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from graphshard._torch.call_scope import call_scope
-from graphshard._torch.frames import compiled_call, frames, is_resumed
+from graphshard._torch.frames import call_scope, compiled_call, frames, is_resumed
 
 
 class _Value:

@@ -26,11 +26,14 @@ def with_stack_room(
     """Decorate a long-running, deep function so that frames below it share one stack chunk.
 
     CPython keeps frames in chunks of 16 KB. If a function whose frame is the last that fits into a
-    chunk calls others in a loop, every call maps and unmaps a new chunk, which makes it 100 times
-    slower or worse (python/cpython#142183; releases of 3.13 and later with pull request 145789, of
-    March 2026, keep a spare chunk). Whether and where a compile hits the end of a chunk depends on
-    its caller's depth: torch's joint passes and its min-cut partitioner took three times as long
-    when called through our frames.
+    chunk calls others in a loop, every call maps and unmaps a new chunk (python/cpython#142183;
+    releases of 3.13 and later with pull request 145789, of March 2026, keep a spare chunk). Whether
+    and where a compile hits the end of a chunk depends on its caller's depth: torch's joint passes
+    and its min-cut partitioner took three times as long when called through our frames.
+
+    Measured: 2,000 calls of an empty function in a loop, at depths of 10 to 330 frames. At the
+    worst depth they take 188 times as long as at the best one on Python 3.11.7, 192 on 3.12.1 and
+    200 on 3.13.0; below this decorator 1.5, 1.3 and 1.6 times.
     """
 
     def with_room(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:

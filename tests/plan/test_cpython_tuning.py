@@ -11,7 +11,7 @@ from types import FunctionType
 
 import pytest
 
-from graphshard.interpreter import with_stack_room, without_full_collections
+from graphshard.cpython_tuning import with_stack_room, without_full_collections
 
 CALLS = 200
 
