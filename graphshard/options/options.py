@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from ..errors import BackendError
+from ..ops.host_copy import PAGEABLE, PINNED
 from .float8_policy import Float8Policy, check_fp8
-from .param_options import ParamOptions
 from .schedule_policy import SchedulePolicy
 
 COMPILERS = ("inductor", "aot_eager")
+_CAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ONE_PROCESS = """\
 import torch.distributed as dist
 dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)"""
@@ -32,6 +33,69 @@ _DEFAULTS: Mapping[str, Callable[[], object]] = {
     "overrides": dict,
 }
 _MAY_DIFFER_BETWEEN_RANKS = ("mesh", "ignored_params", "dump")
+
+
+@dataclass(frozen=True)
+class ParamOptions:
+    """The arguments that apply to one parameter; see ``Options.for_parameter``.
+
+    Raises:
+        ValueError: an argument has a wrong type or value.
+    """
+
+    reshard_after_forward: bool | int = True
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
+    fp8: Float8Policy | None = None
+    shard: bool = True
+
+    def __post_init__(self) -> None:
+        _check_reshard_after_forward(self.reshard_after_forward)
+        if not isinstance(self.shard, bool):
+            raise ValueError(
+                f"shard={self.shard!r}: must be True, or False (DDP: replicate, all-reduce "
+                "gradients)"
+            )
+        _check_mp_policy(self.mp_policy)
+        if not isinstance(self.offload_policy, OffloadPolicy):
+            raise ValueError(
+                f"offload_policy={self.offload_policy!r}: must be a "
+                "torch.distributed.fsdp.OffloadPolicy, which keeps shards on the device, or a "
+                "CPUOffloadPolicy"
+            )
+        check_fp8(self.fp8, param_dtype=None)
+
+    def host_memory(self, device_type: str) -> str | None:
+        """Return the kind of host memory that keeps the shards (see ``graphshard.ops.host_copy``).
+
+        None if the device keeps them.
+        """
+        if not self.shard or not isinstance(self.offload_policy, CPUOffloadPolicy):
+            return None
+        pins = self.offload_policy.pin_memory and device_type != "cpu"
+        return PINNED if pins else PAGEABLE
+
+    def num_backward_ranks(self, num_shards: int) -> int | None:
+        """Return the number of ranks from which backward gathers this parameter.
+
+        Args:
+            num_shards: number of ranks that hold the shards of one replica.
+
+        Returns:
+            None if backward does not gather, because the parameter is kept unsharded.
+
+        Raises:
+            ValueError: the number of ranks does not divide ``num_shards``.
+        """
+        reshard = self.reshard_after_forward
+        if isinstance(reshard, bool):
+            return num_shards if reshard else None
+        if num_shards % reshard:
+            raise ValueError(
+                f"reshard_after_forward={reshard}: backward can gather from a number of ranks "
+                f"that divides the {num_shards} of the mesh's shard axis"
+            )
+        return reshard if reshard > 1 else None
 
 
 @dataclass(frozen=True)
@@ -170,6 +234,30 @@ def _check_overrides(overrides: object) -> None:
             check_fp8(options.fp8, options.mp_policy.param_dtype)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
+
+
+def _check_reshard_after_forward(value: object) -> None:
+    if not isinstance(value, int) or (value < 1 and value is not False):
+        raise ValueError(
+            f"reshard_after_forward={value!r}: must be True (ZeRO-3: gather "
+            "again in backward), False (ZeRO-2: keep gathered parameters), or how many ranks to "
+            "gather from in backward (hpZ)"
+        )
+
+
+def _check_mp_policy(policy: object) -> None:
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise ValueError(
+            f"mp_policy={policy!r}: must be a torch.distributed.fsdp.MixedPrecisionPolicy"
+        )
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(policy, name)
+        if dtype is not None and dtype not in _CAST_DTYPES:
+            raise ValueError(f"mp_policy.{name}={dtype!r}: must be None or one of {_CAST_DTYPES}")
+    if not isinstance(policy.cast_forward_inputs, bool):
+        raise ValueError(
+            f"mp_policy.cast_forward_inputs={policy.cast_forward_inputs!r}: must be True or False"
+        )
 
 
 def _check_backward_ranks(options: Options, num_shards: int) -> None:

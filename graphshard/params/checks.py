@@ -23,8 +23,7 @@ from .._torch.nn import ddp_parameters, has_forward, parameters_if_initialised, 
 from .._torch.tensors import is_traceable_wrapper_subclass, storage_of
 from ..ops.float8_math import device_fault, is_of_torchao
 from ..options.float8_policy import check_fp8
-from ..options.options import Options, matches
-from ..options.param_options import ParamOptions
+from ..options.options import Options, ParamOptions, matches
 from .full_tensor import without_expanded_dims
 from .mesh import MeshGroups
 from .module_class import fault_of_class, had_sharded, plain_class
