@@ -94,7 +94,7 @@ def _describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
     group, replica_group = _groups_of(spec)
     span = span_of(group)
     replicas = GroupSpan(1, 1) if replica_group is None else span_of(replica_group)
-    sent = markers.collective_input(spec)
+    sent = spec.collective_input()
     gathers, source = kind == TransferKind.ALL_GATHER, value_of(source_of(marker))
     shard = source if gathers else value_of(marker)
     is_split = kind in (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER)

@@ -168,9 +168,7 @@ def _launch(
 
 
 def _inputs_of(nodes: Sequence[BufferMarkers]) -> list[list[CollectiveInput]]:
-    return [
-        [markers.collective_input(markers.read(marker)) for marker in buffer] for buffer in nodes
-    ]
+    return [[markers.read(marker).collective_input() for marker in buffer] for buffer in nodes]
 
 
 def _device_of(marker: fx.Node) -> torch.device:

@@ -18,7 +18,7 @@ from graphshard.ops.collectives import span_of
 from graphshard.ops.emitter import Emitter
 from graphshard.ops.float8_math import as_dtype
 from graphshard.ops.marker_specs import ReduceGradSpec, UnshardSpec
-from graphshard.ops.markers import reduce_grad, reduce_grad_input, unshard, unshard_input
+from graphshard.ops.markers import reduce_grad, unshard
 from graphshard.ops.nodes import WHOLE_SHARD, Value, is_returned, is_view, value_of
 
 
@@ -27,7 +27,7 @@ def elide_single_rank_collectives(gm: fx.GraphModule) -> None:
     use_whole_shards(gm.graph)
     for node in list(gm.graph.nodes):
         if node.target is reduce_grad and _stays_here(spec := ReduceGradSpec.of_node(node)):
-            sent = reduce_grad_input(spec)
+            sent = spec.collective_input()
             with gm.graph.inserting_before(node):
                 emit = Emitter(gm.graph, node.meta)
                 reduced = as_dtype(emit, spec.grad, sent.dtype)
@@ -41,7 +41,7 @@ def use_whole_shards(graph: fx.Graph) -> None:
             tag = {"recompute": node.meta["recompute"]} if "recompute" in node.meta else {}
             with graph.inserting_before(node):
                 emit = Emitter(graph, node.meta, **tag)
-                _replace(node, as_dtype(emit, spec.shard, unshard_input(spec).dtype), emit)
+                _replace(node, as_dtype(emit, spec.shard, spec.collective_input().dtype), emit)
             spec.shard.meta[WHOLE_SHARD] = True  # type: ignore[union-attr]  # a node, in a graph
 
 

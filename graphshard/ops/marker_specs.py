@@ -24,9 +24,11 @@ from torch.fx.node import Argument
 
 from .._torch.tensors import OpOverload
 from .accumulators import PARTIAL, UNSYNCED
+from .collectives import CollectiveInput
 from .emitter import Call
+from .float8_math import E4M3
 from .library import operator_named
-from .nodes import Value, Values
+from .nodes import Value, Values, value_of
 
 _SCHEMA_TYPES: dict[object, str] = {
     Value: "Tensor",
@@ -39,6 +41,11 @@ _SCHEMA_TYPES: dict[object, str] = {
     torch.device: "Device",
     torch.device | None: "Device?",
 }
+
+
+def used_dtype(param: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which a graph sees a parameter; only floats are cast, as in FSDP2."""
+    return dtype if dtype is not None and param.is_floating_point() else param.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +110,10 @@ class MarkerSpec:
         """Run the op, or insert it into a graph."""
         return call(self.op(), *self.arguments())
 
+    def collective_input(self) -> CollectiveInput:
+        """Return the input of the marker's collective."""
+        raise AssertionError(f"{self.name} sends nothing")
+
 
 @dataclass(frozen=True)
 class UnshardSpec(MarkerSpec):
@@ -146,6 +157,52 @@ class UnshardSpec(MarkerSpec):
     unsynced: Value | None = None
     partial: Value | None = None
 
+    def collective_input(self) -> CollectiveInput:
+        used = used_dtype(value_of(self.shard), self.dtype)
+        return CollectiveInput(
+            source=self.shard,
+            rows=self.rows,
+            dtype=used if self.scales is None else E4M3,
+            result_dtype=used,
+            scales=self.scales,
+            scale_index=self.scale_index,
+        )
+
+    def reduction(
+        self,
+        grad: torch.Tensor,
+        padded_shape: torch.Size,
+        result_dtype: torch.dtype,
+        partial: Value | None = None,
+    ) -> ReduceGradSpec:
+        """Return the marker that reduces this parameter's gradient.
+
+        Args:
+            padded_shape: shape of this rank's shard, padding included.
+            result_dtype: dtype of the shard's gradient.
+            partial: key of an accumulator; see ``ReduceGradSpec``.
+        """
+        return ReduceGradSpec(
+            grad=grad,
+            padded_rows=padded_shape[0],
+            group=self.group,
+            replica_group=self.replica_group,
+            partial=partial,
+            reduce_dtype=self.reduce_dtype,
+            result_dtype=result_dtype,
+            host_memory=self.host_memory,
+        )
+
+    def partial_reduction(self, grad: torch.Tensor, padded_shape: torch.Size) -> ReduceGradSpec:
+        """Return the marker that reduces it within each replica, in the reduction dtype."""
+        return ReduceGradSpec(
+            grad=grad,
+            padded_rows=padded_shape[0],
+            group=self.group,
+            reduce_dtype=self.reduce_dtype,
+            result_dtype=used_dtype(grad, self.reduce_dtype),
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class ReduceGradSpec(MarkerSpec):
@@ -171,6 +228,16 @@ class ReduceGradSpec(MarkerSpec):
     result_dtype: torch.dtype | None = None
     host_memory: str | None = None
 
+    def collective_input(self) -> CollectiveInput:
+        grad = value_of(self.grad)
+        return CollectiveInput(
+            source=self.grad,
+            rows=self.padded_rows,
+            dtype=used_dtype(grad, self.reduce_dtype),
+            result_dtype=self.result_dtype or grad.dtype,
+            partial=self.partial,
+        )
+
 
 @dataclass(frozen=True)
 class ReplicateSpec(MarkerSpec):
@@ -185,6 +252,18 @@ class ReplicateSpec(MarkerSpec):
     reduce_dtype: torch.dtype | None = None
     unsynced: Value | None = None
 
+    def reduction(
+        self,
+        grad: torch.Tensor,
+        padded_shape: torch.Size,
+        result_dtype: torch.dtype,
+        partial: None = None,  # only shards have partial reductions
+    ) -> AllReduceGradSpec:
+        """Return the marker that reduces this parameter's gradient."""
+        return AllReduceGradSpec(
+            grad=grad, group=self.group, reduce_dtype=self.reduce_dtype, result_dtype=result_dtype
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class AllReduceGradSpec(MarkerSpec):
@@ -197,6 +276,17 @@ class AllReduceGradSpec(MarkerSpec):
     reduce_dtype: torch.dtype | None = None
     result_dtype: torch.dtype | None = None
 
+    def collective_input(self) -> CollectiveInput:
+        grad = value_of(self.grad)
+        dtype = used_dtype(grad, self.reduce_dtype)
+        return CollectiveInput(
+            source=self.grad,
+            rows=0,
+            # Some backends can only sum in an all-reduce, and float16 overflows early.
+            dtype=torch.float32 if dtype == torch.float16 else dtype,
+            result_dtype=self.result_dtype or grad.dtype,
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class MaxOverRanksSpec(MarkerSpec):
@@ -206,6 +296,10 @@ class MaxOverRanksSpec(MarkerSpec):
 
     amax: Value
     group: str
+
+    def collective_input(self) -> CollectiveInput:
+        dtype = value_of(self.amax).dtype
+        return CollectiveInput(source=self.amax, rows=0, dtype=dtype, result_dtype=dtype)
 
 
 @dataclass(frozen=True, eq=False)

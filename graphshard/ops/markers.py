@@ -44,7 +44,6 @@ from . import collectives
 from .bucket_copy import add_accumulated
 from .collectives import CollectiveInput
 from .emitter import run
-from .float8_math import E4M3
 from .library import define, differentiate, fake, implement
 from .marker_specs import (
     AllReduceGradSpec,
@@ -55,6 +54,7 @@ from .marker_specs import (
     ReloadSpec,
     ReplicateSpec,
     UnshardSpec,
+    used_dtype,
 )
 from .nodes import Value, value_of
 from .shard_rows import padded_rows, rows_of_rank
@@ -118,119 +118,6 @@ def change(node: fx.Node, **fields: Any) -> None:
     node.meta.pop("tensor_meta", None)
 
 
-def used_dtype(param: torch.Tensor, dtype: _Dtype) -> torch.dtype:
-    """Return the dtype in which a graph sees a parameter; only floats are cast, as in FSDP2."""
-    return dtype if dtype is not None and param.is_floating_point() else param.dtype
-
-
-def reduction_dtype(grad: torch.Tensor, kind: TransferKind, reduce_dtype: _Dtype) -> torch.dtype:
-    """Return the dtype in which a gradient is reduced."""
-    dtype = used_dtype(grad, reduce_dtype)
-    # Some backends can only sum in an all-reduce, and float16 overflows early.
-    return torch.float32 if kind == TransferKind.ALL_REDUCE and dtype == torch.float16 else dtype
-
-
-def reduction(
-    unsharded: UnshardSpec | ReplicateSpec,
-    grad: torch.Tensor,
-    padded_shape: torch.Size,
-    result_dtype: torch.dtype,
-    partial: Value | None = None,
-) -> ReduceGradSpec | AllReduceGradSpec:
-    """Return the marker that reduces the gradient of an unsharded parameter.
-
-    Args:
-        padded_shape: shape of this rank's shard, padding included.
-        result_dtype: dtype of the shard's gradient.
-        partial: key of an accumulator; see ``ReduceGradSpec``.
-    """
-    if isinstance(unsharded, ReplicateSpec):
-        return AllReduceGradSpec(
-            grad=grad,
-            group=unsharded.group,
-            reduce_dtype=unsharded.reduce_dtype,
-            result_dtype=result_dtype,
-        )
-    return ReduceGradSpec(
-        grad=grad,
-        padded_rows=padded_shape[0],
-        group=unsharded.group,
-        replica_group=unsharded.replica_group,
-        partial=partial,
-        reduce_dtype=unsharded.reduce_dtype,
-        result_dtype=result_dtype,
-        host_memory=unsharded.host_memory,
-    )
-
-
-def partial_reduction(
-    unsharded: UnshardSpec | ReplicateSpec, grad: torch.Tensor, padded_shape: torch.Size
-) -> ReduceGradSpec:
-    """Return the marker that reduces a gradient within each replica, in the reduction dtype."""
-    assert isinstance(unsharded, UnshardSpec), "only shards have replicas"
-    return ReduceGradSpec(
-        grad=grad,
-        padded_rows=padded_shape[0],
-        group=unsharded.group,
-        reduce_dtype=unsharded.reduce_dtype,
-        result_dtype=used_dtype(grad, unsharded.reduce_dtype),
-    )
-
-
-def unshard_input(spec: UnshardSpec) -> CollectiveInput:
-    """Return the input of an ``unshard`` marker's collective."""
-    used = used_dtype(value_of(spec.shard), spec.dtype)
-    return CollectiveInput(
-        source=spec.shard,
-        rows=spec.rows,
-        dtype=used if spec.scales is None else E4M3,
-        result_dtype=used,
-        scales=spec.scales,
-        scale_index=spec.scale_index,
-    )
-
-
-def reduce_grad_input(spec: ReduceGradSpec) -> CollectiveInput:
-    """Return the input of a ``reduce_grad`` marker's collective."""
-    grad = value_of(spec.grad)
-    return CollectiveInput(
-        source=spec.grad,
-        rows=spec.padded_rows,
-        dtype=reduction_dtype(grad, TransferKind.REDUCE_SCATTER, spec.reduce_dtype),
-        result_dtype=spec.result_dtype or grad.dtype,
-        partial=spec.partial,
-    )
-
-
-def all_reduce_grad_input(spec: AllReduceGradSpec) -> CollectiveInput:
-    """Return the input of an ``all_reduce_grad`` marker's collective."""
-    grad = value_of(spec.grad)
-    return CollectiveInput(
-        source=spec.grad,
-        rows=0,
-        dtype=reduction_dtype(grad, TransferKind.ALL_REDUCE, spec.reduce_dtype),
-        result_dtype=spec.result_dtype or grad.dtype,
-    )
-
-
-def max_over_ranks_input(spec: MaxOverRanksSpec) -> CollectiveInput:
-    """Return the input of a ``max_over_ranks`` marker's collective."""
-    dtype = value_of(spec.amax).dtype
-    return CollectiveInput(source=spec.amax, rows=0, dtype=dtype, result_dtype=dtype)
-
-
-def collective_input(spec: MarkerSpec) -> CollectiveInput:
-    """Return the input of any marker's collective."""
-    if isinstance(spec, UnshardSpec):
-        return unshard_input(spec)
-    if isinstance(spec, ReduceGradSpec):
-        return reduce_grad_input(spec)
-    if isinstance(spec, AllReduceGradSpec):
-        return all_reduce_grad_input(spec)
-    assert isinstance(spec, MaxOverRanksSpec), f"{spec.name} sends nothing"
-    return max_over_ranks_input(spec)
-
-
 def _communicate(
     kind: TransferKind, sent: CollectiveInput, group: str, replica_group: str | None = None
 ) -> torch.Tensor:
@@ -253,7 +140,7 @@ def _communicate(
 @implement(unshard)
 def _unshard(*args: Any) -> torch.Tensor:
     spec = UnshardSpec(*args)
-    sent = unshard_input(spec)
+    sent = spec.collective_input()
     if spec.device is not None:
         (shard,) = collectives.copy_and_wait(run, [spec.shard], spec.device)
         sent = sent._replace(source=shard)
@@ -264,14 +151,14 @@ def _unshard(*args: Any) -> torch.Tensor:
 def _unshard_fake(*args: Any) -> torch.Tensor:
     spec = UnshardSpec(*args)
     shard = value_of(spec.shard)
-    dtype = unshard_input(spec).dtype
+    dtype = spec.collective_input().dtype
     return shard.new_empty((spec.rows, *shard.shape[1:]), dtype=dtype, device=spec.device)
 
 
 @implement(reduce_grad)
 def _reduce_grad(*args: Any) -> torch.Tensor:
     spec = ReduceGradSpec(*args)
-    sent = reduce_grad_input(spec)
+    sent = spec.collective_input()
     reduced = _communicate(TransferKind.REDUCE_SCATTER, sent, spec.group, spec.replica_group)
     if spec.host_memory is None:
         return reduced
@@ -307,7 +194,7 @@ def _replicate_fake(*args: Any) -> torch.Tensor:
 @implement(all_reduce_grad)
 def _all_reduce_grad(*args: Any) -> torch.Tensor:
     spec = AllReduceGradSpec(*args)
-    return _communicate(TransferKind.ALL_REDUCE, all_reduce_grad_input(spec), spec.group)
+    return _communicate(TransferKind.ALL_REDUCE, spec.collective_input(), spec.group)
 
 
 @fake(all_reduce_grad)
@@ -320,7 +207,7 @@ def _all_reduce_grad_fake(*args: Any) -> torch.Tensor:
 @implement(max_over_ranks)
 def _max_over_ranks(*args: Any) -> torch.Tensor:
     spec = MaxOverRanksSpec(*args)
-    return _communicate(TransferKind.ALL_REDUCE_MAX, max_over_ranks_input(spec), spec.group)
+    return _communicate(TransferKind.ALL_REDUCE_MAX, spec.collective_input(), spec.group)
 
 
 @fake(max_over_ranks)
@@ -393,9 +280,9 @@ def _unshard_backward(ctx: Any, grad: torch.Tensor) -> tuple[_Tensor, ...]:
     grad = _add_unsynced(grad, unsynced, ctx.spec.reduce_dtype)
     if ctx.to_partial:
         return UnshardSpec.gradients(
-            partial=partial_reduction(ctx.spec, grad, ctx.padded_shape).call(run)
+            partial=ctx.spec.partial_reduction(grad, ctx.padded_shape).call(run)
         )
-    reduce = reduction(ctx.spec, grad, ctx.padded_shape, ctx.param_dtype, partial)
+    reduce = ctx.spec.reduction(grad, ctx.padded_shape, ctx.param_dtype, partial)
     return UnshardSpec.gradients(shard=reduce.call(run))
 
 
@@ -409,7 +296,7 @@ def _replicate_backward(ctx: Any, grad: torch.Tensor) -> tuple[_Tensor, ...]:
         return ReplicateSpec.gradients(unsynced=grad.to(used_dtype(grad, ctx.spec.reduce_dtype)))
     unsynced, _ = ctx.saved_tensors
     grad = _add_unsynced(grad, unsynced, ctx.spec.reduce_dtype)
-    reduce = reduction(ctx.spec, grad, ctx.padded_shape, ctx.param_dtype)
+    reduce = ctx.spec.reduction(grad, ctx.padded_shape, ctx.param_dtype)
     return ReplicateSpec.gradients(param=reduce.call(run))
 
 

@@ -31,7 +31,7 @@ from .._torch.nn import NoticesReplacement, parameters_of
 from ..errors import BackendError
 from ..ops.accumulators import PARTIAL, UNSYNCED
 from ..ops.bucket_copy import add_accumulated
-from ..ops.markers import used_dtype
+from ..ops.marker_specs import used_dtype
 from .mesh import eager_gather, eager_reduction
 from .sharded_param import ShardedParam, is_unattached, owned_by, sharded_model_of
 

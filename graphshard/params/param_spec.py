@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .._torch.dtensor import dtensor_of
-from ..ops import markers
 from ..ops.emitter import run
 from ..ops.host_copy import to_host_memory
 from ..ops.marker_specs import AllReduceGradSpec, ReplicateSpec, UnshardSpec
@@ -179,15 +178,17 @@ class ParamSpec:
             partial: key of an accumulator whose total is added after the reduction over shards,
                 before the average over replicas.
         """
-        marker = self.marker(None)
-        reduction = markers.reduction(marker, grad, self.padded_shape, result_dtype, partial)
-        shard: torch.Tensor = reduction.call(run)
+        marker: Any = self.marker(None)
+        shard: torch.Tensor = marker.reduction(grad, self.padded_shape, result_dtype, partial).call(
+            run
+        )
         return shard
 
     def reduce_to_partial(self, grad: torch.Tensor) -> torch.Tensor:
         """Reduce full gradients within each replica to a shard in the reduction dtype, eagerly."""
         marker = self.marker(None)
-        shard: torch.Tensor = markers.partial_reduction(marker, grad, self.padded_shape).call(run)
+        assert isinstance(marker, UnshardSpec), "a replicated parameter has no shards to reduce to"
+        shard: torch.Tensor = marker.partial_reduction(grad, self.padded_shape).call(run)
         return shard
 
     def average_over_replicas(

@@ -47,7 +47,7 @@ from .._torch.nn import parameters_of
 from ..errors import BackendError
 from ..ops.accumulators import ACCUMULATOR_NAMES, PARTIAL, UNSYNCED, Accumulator
 from ..ops.host_copy import to_host_memory
-from ..ops.markers import used_dtype
+from ..ops.marker_specs import used_dtype
 from ..options.options import Options
 from .mesh import eager_reduction
 from .no_pickle import refuse_pickling
