@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from .params.memory_report import MemoryReport as MemoryReport
     from .params.memory_report import memory_report as memory_report
     from .params.shard import sync_buffers as sync_buffers
-    from .pipeline.saved_compile import load_compiled as load_compiled
-    from .pipeline.saved_compile import save_compiled as save_compiled
+    from .pipeline.cache_files import load_compiled as load_compiled
+    from .pipeline.cache_files import save_compiled as save_compiled
 
 __version__ = "0.1.0"
 
@@ -46,14 +46,14 @@ _MODULES = {
     "backend": "dynamo_backend",
     "cluster": "forecast.cluster",
     "full_state_dict": "params.full_state_dict",
-    "load_compiled": "pipeline.saved_compile",
+    "load_compiled": "pipeline.cache_files",
     "load_full_state_dict": "params.load_full_state_dict",
     "materialize": "params.materialize",
     "memory_report": "params.memory_report",
     "no_sync": "params.grad_sync",
     "optim": "optim",
     "plan": "forecast.plan",
-    "save_compiled": "pipeline.saved_compile",
+    "save_compiled": "pipeline.cache_files",
     "set_gradient_divide_factor": "params.grad_sync",
     "set_requires_all_reduce": "params.grad_sync",
     "set_requires_gradient_sync": "params.grad_sync",

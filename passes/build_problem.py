@@ -24,7 +24,7 @@ from graphshard.cost.memory import UnmaterializedValues
 from graphshard.cost.model import CostModel
 from graphshard.kinds import GraphKind, TransferKind
 from graphshard.ops import markers
-from graphshard.ops.collectives import keeps_send_copies
+from graphshard.ops.groups import keeps_send_copies
 from graphshard.ops.marker_specs import ReloadSpec, UnshardSpec
 from graphshard.ops.nodes import (
     HELD_BYTES,
@@ -53,6 +53,13 @@ class GraphProblem(NamedTuple):
     markers: list[fx.Node]
     steps: list[fx.Node]
     step_of: dict[fx.Node, int]
+
+
+class PartitionProblems(NamedTuple):
+    """A forward and a backward graph as problems, in which ``Transfer.param`` is a graph input."""
+
+    forward: GraphProblem
+    backward: GraphProblem
 
 
 class _Reach(NamedTuple):
@@ -319,11 +326,7 @@ def _is_cast_copy(node: fx.Node) -> bool:
 
 def _is_freed(placeholder: fx.Node, kind: GraphKind) -> bool:
     """Return whether an input is freed after its last use, like an activation in backward."""
-    is_shard = WHOLE_SHARD in placeholder.meta or any(
-        user.target in markers.UNSHARD_MARKERS for user in placeholder.users
-    )
-    is_shard &= HELD_BYTES not in placeholder.meta
-    return kind == GraphKind.BACKWARD and not is_shard
+    return kind == GraphKind.BACKWARD and not _is_shard(placeholder)
 
 
 def waits_on_host(node: fx.Node) -> bool:
@@ -336,6 +339,24 @@ def waits_on_host(node: fx.Node) -> bool:
         if user.target is markers.unshard and UnshardSpec.of_node(user).device:
             return True
     return False
+
+
+def shard_bytes(graph: fx.Graph) -> int:
+    """Return the bytes of the shards and replicated parameters among a graph's inputs.
+
+    Shards that live in host memory do not count.
+    """
+    return sum(
+        memory_bytes(value_of(node))
+        for node in graph.find_nodes(op="placeholder")
+        if _is_shard(node) and (WHOLE_SHARD in node.meta or not waits_on_host(node))
+    )
+
+
+def _is_shard(placeholder: fx.Node) -> bool:
+    """Return whether an input is a shard or a replicated parameter."""
+    is_read = any(user.target in markers.UNSHARD_MARKERS for user in placeholder.users)
+    return (WHOLE_SHARD in placeholder.meta or is_read) and HELD_BYTES not in placeholder.meta
 
 
 def _memory_bytes(node: fx.Node) -> int:

@@ -19,40 +19,36 @@ from graphshard.ops import markers
 from graphshard.ops.float8_math import convert
 from graphshard.ops.marker_specs import AllReduceGradSpec, ReduceGradSpec
 from graphshard.ops.nodes import REASON, value_of
+from graphshard.passes.contract import PassContext
 from graphshard.passes.describe import source_of
 
 _to_copy = torch.ops.aten._to_copy.default
 
 
-def cast_early(gm: fx.GraphModule) -> None:
-    """Move the casts of a joint graph before gathers and into reductions, in place."""
-    cast_before_gather(gm.graph)
+def cast_before_gather(gm: fx.GraphModule, context: PassContext) -> None:
+    """Move casts before gathers and into reductions, in place."""
     for node in list(gm.graph.nodes):
-        if node.target in markers.REDUCE_MARKERS:
+        if node.target in markers.UNSHARD_MARKERS and value_of(node).is_floating_point():
+            _gather_narrower(node)
+        elif node.target in markers.REDUCE_MARKERS:
             _cast_in_reduction(node)
-    gm.graph.eliminate_dead_code()
 
 
-def cast_before_gather(graph: fx.Graph) -> None:
-    """Gather each parameter in the narrower dtype that all its uses cast it to, in place."""
-    for node in list(graph.nodes):
-        if node.target not in markers.UNSHARD_MARKERS or not node.users:
-            continue
-        value = value_of(node)
-        if not value.is_floating_point():
-            continue
-        dtypes = [_cast_to(user) for user in node.users]
-        narrow = [d for d in dtypes if d is not None and d.itemsize < value.dtype.itemsize]
-        if not narrow:
-            continue
-        if len({*dtypes}) > 1:
-            used = sorted({str(dtype or value.dtype) for dtype in dtypes})
-            node.meta[REASON] = f"travels as {value.dtype}: used as {' and '.join(used)}"
-            continue
-        markers.change(node, dtype=narrow[0])
-        for user in list(node.users):
-            user.replace_all_uses_with(node)
-            graph.erase_node(user)
+def _gather_narrower(node: fx.Node) -> None:
+    """Gather a parameter in the narrower dtype that all its uses cast it to."""
+    own = value_of(node).dtype
+    dtypes = [_cast_to(user) for user in node.users]
+    narrow = [dtype for dtype in dtypes if dtype is not None and dtype.itemsize < own.itemsize]
+    if not narrow:
+        return
+    if len({*dtypes}) > 1:
+        used = sorted({str(dtype or own) for dtype in dtypes})
+        node.meta[REASON] = f"travels as {own}: used as {' and '.join(used)}"
+        return
+    markers.change(node, dtype=narrow[0])
+    for user in list(node.users):
+        user.replace_all_uses_with(node)
+        node.graph.erase_node(user)
 
 
 def _cast_to(node: fx.Node) -> torch.dtype | None:

@@ -1,4 +1,4 @@
-"""Joint graph: gather and reduce each parameter once, however often it is used.
+"""Every graph: gather and reduce each parameter once, however often it is used.
 
 Tied weights, and modules that are called twice, read their parameter several times:
 
@@ -17,27 +17,25 @@ from torch import fx
 
 from graphshard.ops.bucket_copy import add_accumulated
 from graphshard.ops.markers import REDUCE_MARKERS, UNSHARD_MARKERS, change, read
+from graphshard.passes.contract import PassContext
 from graphshard.passes.describe import source_of
 
 _add = torch.ops.aten.add.Tensor
 
 
-def merge(gm: fx.GraphModule) -> None:
-    """Merge equal markers of a joint graph, in place."""
-    merge_unshards(gm.graph)
+def merge_markers(gm: fx.GraphModule, context: PassContext) -> None:
+    """Merge equal markers, in place."""
+    _merge_unshards(gm.graph)
     _merge_reductions(gm.graph)
 
 
-def merge_unshards(graph: fx.Graph) -> None:
-    """Merge equal ``unshard`` and ``replicate`` markers of a joint or inference graph, in place.
-
-    Their accumulators are dropped: only autograd uses them, and it has run already.
-    """
+def _merge_unshards(graph: fx.Graph) -> None:
     first_of: dict[tuple[object, ...], fx.Node] = {}
     for node in list(graph.nodes):
         if node.target not in UNSHARD_MARKERS:
             continue
         spec = read(node)
+        # Only autograd uses accumulators, and it has run already.
         if any(getattr(spec, name) is not None for name in spec.accumulators):
             change(node, **dict.fromkeys(spec.accumulators))
         first = first_of.setdefault((node.target, *node.args), node)
@@ -57,7 +55,6 @@ def _merge_reductions(graph: fx.Graph) -> None:
         if left.target is not right.target or len(left.users) > 1 or len(right.users) > 1:
             continue
         _merge_two(graph, node, left, right)
-    graph.eliminate_dead_code()
 
 
 def _merge_two(graph: fx.Graph, addition: fx.Node, left: fx.Node, right: fx.Node) -> None:

@@ -10,7 +10,8 @@ from graphshard._torch.aot_graphs import inputs_of_gradients, original_inputs
 from graphshard._torch.tensors import size_hint
 from graphshard.kinds import HOST_COPIES, TransferKind
 from graphshard.ops import markers
-from graphshard.ops.collectives import GroupSpan, needs_own_copy, span_of
+from graphshard.ops.collectives import needs_own_copy
+from graphshard.ops.groups import GroupSpan, span_of
 from graphshard.ops.marker_specs import (
     AllReduceGradSpec,
     MarkerSpec,
@@ -42,10 +43,12 @@ def describe_params(graph: fx.Graph) -> dict[fx.Node, PlanParam]:
         for marker in markers_of(graph)
         if marker.target in markers.PARAM_MARKERS
     }
-    # Backward may gather a secondary shard; the last marker, the reduction, has the parameter's own
-    # shard.
-    last = {position: marker for marker, position in input_of.items()}
-    return {marker: _describe_param(last[i], i) for marker, i in input_of.items()}
+    # Backward may gather a secondary shard; the reduction has the parameter's own shard.
+    markers_of_input: dict[int, fx.Node] = {}
+    for marker, i in input_of.items():
+        if marker.target in markers.REDUCE_MARKERS or i not in markers_of_input:
+            markers_of_input[i] = marker
+    return {marker: _describe_param(markers_of_input[i], i) for marker, i in input_of.items()}
 
 
 def _inputs_of_gradients(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -67,6 +70,14 @@ def _describe_param(marker: fx.Node, position: int) -> PlanParam:
         dtype=str(shard_value.dtype),
         padded_rows=size_hint(shard_value.shape[0]) if split else None,
     )
+
+
+def number_params(graph: fx.Graph) -> tuple[tuple[PlanParam, ...], dict[fx.Node, int]]:
+    """Return the parameters of a graph, and the position in them by marker."""
+    params = describe_params(graph)
+    unique = tuple(sorted(dict.fromkeys(params.values()), key=lambda param: param.input))
+    number = {param: i for i, param in enumerate(unique)}
+    return unique, {marker: number[param] for marker, param in params.items()}
 
 
 def describe_transfers(graph: fx.Graph, param_of: Mapping[fx.Node, int]) -> dict[fx.Node, Transfer]:

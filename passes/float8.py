@@ -27,9 +27,9 @@ from graphshard._torch.distributed import process_group
 from graphshard._torch.tensors import quiet_fake_mode
 from graphshard.ops import float8_math, float8_ops, markers
 from graphshard.ops.bucket_copy import copy_out
-from graphshard.ops.emitter import Call, Emitter, run
 from graphshard.ops.marker_specs import MaxOverRanksSpec, UnshardSpec
-from graphshard.ops.nodes import REASON, graph_modules, value_of
+from graphshard.ops.nodes import REASON, Call, Emitter, graph_modules, run, value_of
+from graphshard.passes.contract import PassContext
 from graphshard.passes.describe import source_of
 
 _CallKey: TypeAlias = tuple[Hashable, ...]
@@ -43,12 +43,11 @@ _REGION = ("recompute", "ac_graph_id")
 _LINEAR = torch.nn.functional.linear
 
 
-def use_float8(gm: fx.GraphModule) -> None:
+def use_float8(gm: fx.GraphModule, context: PassContext) -> None:
     """Turn the linears of a traced graph and its subgraphs into fp8 linears, in place."""
     for part in graph_modules(gm):
         for node in part.graph.find_nodes(op="call_function", target=_LINEAR):
             _use_float8(node)
-        part.recompile()
 
 
 def _use_float8(node: fx.Node) -> None:
@@ -63,14 +62,9 @@ def _use_float8(node: fx.Node) -> None:
         node.args, node.kwargs = (*arguments.values(), recipe), {}
 
 
-def gather_float8(gm: fx.GraphModule) -> None:
-    """Lower the ops of fp8 linears in a joint graph, in place."""
-    scale_before_gather(gm.graph)
-    gm.graph.eliminate_dead_code()
-
-
-def scale_before_gather(graph: fx.Graph) -> None:
+def gather_float8(gm: fx.GraphModule, context: PassContext) -> None:
     """Gather weights in fp8 if only fp8 products use them, and lower these products, in place."""
+    graph = gm.graph
     chosen = _choose_weights(graph)
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for scaling, weights in chosen.items():
@@ -107,7 +101,7 @@ def _choose_weights(graph: fx.Graph) -> dict[_Scaling, list[fx.Node]]:
             continue
         refusal = _refusal(node, refused)
         if refusal is not None:
-            node.meta[REASON] = f"travels as {dtype} and not in fp8: {refusal}"
+            node.meta[REASON] = f"travels as {dtype} instead of fp8: {refusal}"
             continue
         scaling = _Scaling(spec.float8_recipe, dtype, spec.group, spec.device)
         chosen.setdefault(scaling, []).append(node)
@@ -122,7 +116,7 @@ def _refusal(weight: fx.Node, refused: dict[str, str | None]) -> str | None:
     """
     dtype = value_of(weight).dtype
     if dtype not in float8_math.DTYPES:
-        return f"linears in fp8 are of {' or '.join(map(str, float8_math.DTYPES))}"
+        return f"linears in fp8 compute in {' or '.join(map(str, float8_math.DTYPES))}"
     for user in weight.users:
         if user.target not in float8_ops.PRODUCTS or weight in (user.args[0], user.args[2]):
             return f"{user.target} uses it"

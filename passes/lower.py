@@ -23,37 +23,50 @@ from graphshard._torch.inductor import force_realize
 from graphshard.kinds import HOST_COPIES, TransferKind
 from graphshard.ops import collectives, markers
 from graphshard.ops.collectives import CollectiveInput
-from graphshard.ops.emitter import Emitter
 from graphshard.ops.float8_math import convert
 from graphshard.ops.marker_specs import OffloadSpec, ReduceGradSpec, ReloadSpec, UnshardSpec
-from graphshard.ops.nodes import PLANNED, is_returned, root_of, value_of
-from graphshard.passes.describe import source_of
-from graphshard.planning.plan import Bucket, events_by_step, next_in_chain
+from graphshard.ops.nodes import PLANNED, REASON, Emitter, is_returned, root_of, value_of
+from graphshard.passes.build_problem import GraphProblem, build_problem
+from graphshard.passes.contract import PassContext
+from graphshard.passes.describe import number_params, source_of
+from graphshard.planning.plan import Bucket, Plan, events_by_step, next_in_chain
 
 BufferMarkers: TypeAlias = Sequence[fx.Node]
 """The markers whose transfers share one buffer."""
 
 
-def apply_buckets(
-    graph: fx.Graph,
-    buckets: Sequence[Bucket],
-    marker_nodes: Sequence[fx.Node],
-    steps: Sequence[fx.Node],
-) -> None:
-    """Replace markers with the collectives of ``buckets``, in place.
+def lower(gm: fx.GraphModule, context: PassContext) -> None:
+    """Read a graph as a problem, plan it, and rewrite it according to the plan, in place."""
+    assert context.kind is not None and context.plan_buckets is not None
+    params, param_of = number_params(gm.graph)
+    read = build_problem(gm.graph, context.kind, context.cost_model, param_of)
+    buckets = context.plan_buckets(read.problem, params, context.cost_model)
+    gathered = [node for node in read.markers if node.target is markers.unshard]
+    context.plan = Plan(
+        params=params,
+        problem=read.problem,
+        buckets=buckets,
+        kept=tuple(
+            param_of[node] for node in gathered if UnshardSpec.of_node(node).regather_group is None
+        ),
+        reasons=tuple(
+            (i, node.meta[REASON]) for node, i in param_of.items() if REASON in node.meta
+        ),
+    )
+    _apply_buckets(gm.graph, buckets, read)
+    _apply_replicate(gm.graph, [node for node in param_of if node.target is markers.replicate])
 
-    Args:
-        marker_nodes: markers, by position in ``Problem.transfers``.
-        steps: first node of each step.
-    """
-    writer = _BucketWriter(graph, buckets, marker_nodes)
-    events = events_by_step(len(steps), buckets)
-    for node, step_events in zip([*steps, graph.output_node()], events):
+
+def _apply_buckets(graph: fx.Graph, buckets: Sequence[Bucket], read: GraphProblem) -> None:
+    """Replace markers with the collectives of ``buckets``, in place."""
+    writer = _BucketWriter(graph, buckets, read.markers)
+    events = events_by_step(len(read.steps), buckets)
+    for node, step_events in zip([*read.steps, graph.output_node()], events):
         with graph.inserting_before(node):
             for i, is_wait in step_events:
                 writer.wait(i) if is_wait else writer.launch(i)
     writer.make_host_wait()
-    for marker in marker_nodes:
+    for marker in read.markers:
         graph.erase_node(marker)
 
 
@@ -209,7 +222,7 @@ def _copy_out(
     ]
 
 
-def apply_replicate(graph: fx.Graph, marker_nodes: Iterable[fx.Node]) -> None:
+def _apply_replicate(graph: fx.Graph, marker_nodes: Iterable[fx.Node]) -> None:
     """Replace ``replicate`` markers with parameters, in place; a returned parameter is cloned."""
     for marker in marker_nodes:
         source, dtype = source_of(marker), value_of(marker).dtype

@@ -23,10 +23,12 @@ from graphshard._torch.tensors import fake_mode_of, returns_nothing
 from graphshard.ops import markers
 from graphshard.ops.bucket_copy import copy_out
 from graphshard.ops.nodes import is_view, outputs_of, root_of
+from graphshard.passes.contract import PassContext
 
 
-def normalise(graph: fx.Graph) -> None:
+def normalise(gm: fx.GraphModule, context: PassContext) -> None:
     """Bring a graph into the form that ``build_problem`` reads, in place."""
+    graph = gm.graph
     _raise_inputs(graph)
     _raise_scales(graph)
     _raise_returned_views(graph)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from graphshard._torch.aot_graphs import graph_kind
 from graphshard._torch.inductor import call_subgraph, lookup_seed, uses_channels_last
 from graphshard.cost.fusion import GraphValues
 from graphshard.ops.nodes import PLANNED
+from graphshard.passes.contract import PassContext
 from graphshard.passes.region_borders import is_pure, recompute_at_users
 from graphshard.planning.plan import Regions
 from graphshard.planning.repeats import find_repeats, pieces
@@ -38,15 +39,21 @@ RegionKey = tuple[Hashable, ...]
 """What a region does, independent of which nodes do it."""
 
 
-def share_regions(graph: fx.Graph, is_worth_it: Callable[[Regions], bool]) -> Regions:
-    """Replace equal regions with calls of a shared subgraph, in place.
+def share_regions(gm: fx.GraphModule, context: PassContext) -> None:
+    """Replace equal regions with calls of a shared subgraph, in place."""
+    assert context.is_worth_sharing is not None
+    shared = _find_regions(gm.graph)
+    counts = _count(gm.graph, shared)
+    if not shared or not context.is_worth_sharing(counts):
+        return
+    names: dict[RegionKey, str] = {}
+    for region in shared:
+        region.replace_by_call(gm.graph, names.setdefault(region.key, f"region_{len(names)}"))
+    context.regions = counts
 
-    Args:
-        is_worth_it: callback that decides whether to do so, from the counts of the regions.
 
-    Returns:
-        The counts of the regions; all zero if it was not worth it.
-    """
+def _find_regions(graph: fx.Graph) -> list[_Region]:
+    """Return the regions that occur more than once, and normalise their borders."""
     _gather_parts_of_tuples(graph)
     compute = [node for node in graph.nodes if _may_be_inside(node)]
     labels: dict[Hashable, int] = {}
@@ -60,15 +67,10 @@ def share_regions(graph: fx.Graph, is_worth_it: Callable[[Regions], bool]) -> Re
         if keeps_layouts or not any(map(_convolves, compute[repeat.start : repeat.stop]))
         for piece in pieces(repeat, cuts)
     ]
-    regions = recompute_at_users(graph, runs)
-    shared = _shared(map(_Region, regions))
-    counts = _count(graph, shared)
-    if not shared or not is_worth_it(counts):
-        return Regions()
-    names: dict[RegionKey, str] = {}
-    for region in shared:
-        region.replace_by_call(graph, names.setdefault(region.key, f"region_{len(names)}"))
-    return counts
+    regions = map(_Region, recompute_at_users(graph, runs))
+    large = [region for region in regions if len(region.nodes) >= _LEAST_NODES]
+    num_equal = Counter(region.key for region in large)
+    return [region for region in large if num_equal[region.key] > 1 and region.outputs]
 
 
 def _count(graph: fx.Graph, shared: Sequence[_Region]) -> Regions:
@@ -265,10 +267,3 @@ def _argument(graph: fx.Graph, node: fx.Node, seed: int | None) -> fx.Node:
     view = graph.call_function(torch.ops.aten.slice.Tensor, (node, 0, seed, seed + 1))
     view.meta = {"val": _value(node, seed)}
     return view
-
-
-def _shared(regions: Iterable[_Region]) -> list[_Region]:
-    """Return the regions whose key occurs more than once."""
-    large = [region for region in regions if len(region.nodes) >= _LEAST_NODES]
-    counts = Counter(region.key for region in large)
-    return [region for region in large if counts[region.key] > 1 and region.outputs]

@@ -1,10 +1,16 @@
-"""Joint graph: save nothing for backward that depends on parameters alone (ZeRO-3).
+"""Joint graph: decide what backward gathers again, and let forward save no full parameter (ZeRO-3).
 
-Otherwise the partitioner would save gathered parameters, or casts and transposes of them, and
-training would silently be ZeRO-2. Every node derived from unsharded parameters alone is tagged for
-recomputation, so the backward graph starts from the shards and gathers again:
+The partitioner would save gathered parameters, or casts and transposes of them, and training would
+silently be ZeRO-2. So every node derived from parameters alone is tagged for recomputation:
 
     saved before   unshard(p), t(unshard(p))          saved after   p
+
+With an activation budget, the partitioner chooses by size what to recompute, and ranks may have
+batches of different sizes. If only one rank recomputed ``y``, that rank alone would gather the bias
+in backward. ``fix_backward_gathers`` prevents this:
+
+    y = addmm(unshard(bias), x, w); z = gelu(y)
+    saved before   x, or y                    saved after   x, unshard(bias), or y
 """
 
 from __future__ import annotations
@@ -13,18 +19,20 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from graphshard._torch.aot_graphs import bypass_wait, is_sync_node, is_tangent
+from graphshard._torch.inductor import has_activation_budget
 from graphshard.ops.marker_specs import UnshardSpec
-from graphshard.ops.markers import UNSHARD_MARKERS, replicate, unshard
+from graphshard.ops.markers import UNSHARD_MARKERS, change, replicate, unshard
+from graphshard.ops.nodes import value_of
+from graphshard.passes.contract import PassContext
 
 
 def param_derived(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes that depend on parameters, sizes and constants alone, and are not kept.
-
-    Batch sizes, to which a parameter may be expanded, count as constants: backward has them, too.
-    """
+    """Return the nodes that depend on parameters, sizes and constants alone, and are not kept."""
     derived: dict[fx.Node, None] = {}
     constant: set[fx.Node] = set()
     for node in graph.nodes:
+        # A parameter may be expanded to the size of a batch, which backward has, too.
         if isinstance(node.meta.get("val"), torch.SymInt):
             constant.add(node)
         if node in constant or node.op != "call_function" or _is_random(node):
@@ -50,8 +58,68 @@ def _is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-def reshard(gm: fx.GraphModule) -> None:
-    """Tag the nodes of a joint graph for the partitioner, in place."""
+def bypass_sync_nodes(gm: fx.GraphModule, context: PassContext) -> None:
+    """Let values derived from parameters bypass waits such as ``torch.cuda.synchronize()``.
+
+    All values pass through such a wait. After it, a gathered parameter would look like an
+    activation:
+
+        before   w = unshard(p)   y = x @ w   (y', w') = wait(y, w)   z = y'.relu()  ..  g @ w'.t()
+        after    w = unshard(p)   y = x @ w   y' = wait(y)            z = y'.relu()  ..  g @ w.t()
+    """
+    for node in list(gm.graph.nodes):
+        if is_sync_node(node):
+            bypass_wait(node, frozenset(param_derived(gm.graph)))
+
+
+def fix_backward_gathers(gm: fx.GraphModule, context: PassContext) -> None:
+    """Make backward's gathers independent of sizes, in place, if there is an activation budget.
+
+    What a checkpointed region recomputes is the user's choice, and the same on all ranks.
+    """
+    if not (context.ranks_differ or has_activation_budget()):
+        return
+    sources, backward = _sources(gm.graph), _backward(gm.graph)
+    needed = {marker for node in backward for marker in _read(node, sources)}
+    markers = {node for node in sources if node.target is unshard}
+    # Even if backward itself needs a vector: whether it does may depend on sizes, too.
+    vectors = {marker for marker in markers if value_of(marker).dim() < 2}
+    for marker in vectors:
+        change(marker, regather_group=None)
+    # Parameters that backward would gather only to recompute, such as an embedding: save the
+    # results of all their users instead.
+    for node in gm.graph.nodes:
+        forward = node.op == "call_function" and node not in sources and node not in backward
+        reads = _read(node, sources) & (markers - vectors - needed)
+        if forward and reads and "recompute" not in node.meta:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _sources(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
+    """Return the markers of the parameters that each parameter-derived node depends on."""
+    sources: dict[fx.Node, set[fx.Node]] = {}
+    for node in param_derived(graph):
+        sources[node] = {node} if node.target is unshard else _read(node, sources)
+    return sources
+
+
+def _read(node: fx.Node, sources: dict[fx.Node, set[fx.Node]]) -> set[fx.Node]:
+    """Return the markers of the parameters that a node reads."""
+    return {marker for n in node.all_input_nodes for marker in sources.get(n, ())}
+
+
+def _backward(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes that depend on the gradient of an output."""
+    backward: set[fx.Node] = set()
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "call_function" and any(n in backward or is_tangent(n) for n in inputs):
+            backward.add(node)
+    return backward
+
+
+def reshard(gm: fx.GraphModule, context: PassContext) -> None:
+    """Tag what the partitioner must recompute, or save because it stays unsharded, in place."""
     for node in gm.graph.nodes:
         if node.target is unshard and _is_kept(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

@@ -14,52 +14,46 @@ import operator
 import torch
 from torch import fx
 
-from graphshard.ops.collectives import span_of
-from graphshard.ops.emitter import Emitter
 from graphshard.ops.float8_math import as_dtype
+from graphshard.ops.groups import span_of
 from graphshard.ops.marker_specs import ReduceGradSpec, UnshardSpec
 from graphshard.ops.markers import reduce_grad, unshard
-from graphshard.ops.nodes import WHOLE_SHARD, Value, is_returned, is_view, value_of
+from graphshard.ops.nodes import WHOLE_SHARD, Emitter, Value, is_returned, is_view, value_of
+from graphshard.passes.contract import PassContext
 
 
-def elide_single_rank_collectives(gm: fx.GraphModule) -> None:
-    """Replace the markers of one-rank groups in a joint graph, in place."""
-    use_whole_shards(gm.graph)
+def elide_single_rank_collectives(gm: fx.GraphModule, context: PassContext) -> None:
+    """Replace the markers of one-rank groups with their shards and gradients, in place."""
     for node in list(gm.graph.nodes):
-        if node.target is reduce_grad and _stays_here(spec := ReduceGradSpec.of_node(node)):
-            sent = spec.collective_input()
-            with gm.graph.inserting_before(node):
-                emit = Emitter(gm.graph, node.meta)
-                reduced = as_dtype(emit, spec.grad, sent.dtype)
-                _replace(node, as_dtype(emit, reduced, sent.result_dtype), emit)
+        with gm.graph.inserting_before(node):
+            if node.target is unshard:
+                _use_shard(node, UnshardSpec.of_node(node))
+            elif node.target is reduce_grad:
+                _use_gradient(node, ReduceGradSpec.of_node(node))
 
 
-def use_whole_shards(graph: fx.Graph) -> None:
-    """Replace the ``unshard`` markers of one-rank groups with their shards, in place."""
-    for node in list(graph.nodes):
-        if node.target is unshard and _is_here(spec := UnshardSpec.of_node(node)):
-            tag = {"recompute": node.meta["recompute"]} if "recompute" in node.meta else {}
-            with graph.inserting_before(node):
-                emit = Emitter(graph, node.meta, **tag)
-                _replace(node, as_dtype(emit, spec.shard, spec.collective_input().dtype), emit)
-            spec.shard.meta[WHOLE_SHARD] = True  # type: ignore[union-attr]  # a node, in a graph
+def _use_shard(marker: fx.Node, spec: UnshardSpec) -> None:
+    """Use the shard instead of the gathered parameter, if it is all of it and ready for use."""
+    has_all_rows = value_of(spec.shard).shape[0] == spec.rows
+    if is_alone(spec.group) and has_all_rows and spec.device is None and spec.scales is None:
+        tag = {"recompute": marker.meta["recompute"]} if "recompute" in marker.meta else {}
+        emit = Emitter(marker.graph, marker.meta, **tag)
+        _replace(marker, as_dtype(emit, spec.shard, spec.collective_input().dtype), emit)
+        spec.shard.meta[WHOLE_SHARD] = True  # type: ignore[union-attr]  # a node, in a graph
+
+
+def _use_gradient(marker: fx.Node, spec: ReduceGradSpec) -> None:
+    """Use the gradient instead of the reduced one, if only casts remain to be done."""
+    alone = all(is_alone(group) for group in (spec.group, spec.replica_group) if group)
+    if alone and spec.host_memory is None and spec.partial is None:
+        sent, emit = spec.collective_input(), Emitter(marker.graph, marker.meta)
+        reduced = as_dtype(emit, spec.grad, sent.dtype)
+        _replace(marker, as_dtype(emit, reduced, sent.result_dtype), emit)
 
 
 def is_alone(group: str) -> bool:
     """Return whether a group has only one rank."""
     return span_of(group).world == 1
-
-
-def _is_here(spec: UnshardSpec) -> bool:
-    """Return whether the shard on the device is the full parameter, ready for use."""
-    has_rows = value_of(spec.shard).shape[0] == spec.rows
-    return is_alone(spec.group) and has_rows and spec.device is None and spec.scales is None
-
-
-def _stays_here(spec: ReduceGradSpec) -> bool:
-    """Return whether a gradient needs only a cast: no reduction, host copy or accumulated total."""
-    alone = all(is_alone(group) for group in (spec.group, spec.replica_group) if group)
-    return alone and spec.host_memory is None and spec.partial is None
 
 
 def _replace(marker: fx.Node, value: Value, emit: Emitter) -> None:

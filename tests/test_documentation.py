@@ -88,14 +88,14 @@ def _add_pass() -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger(name).addHandler(handler)
-    before = graphshard.passes.TRACED
+    before = graphshard.passes.PIPELINE
     try:
         exec(file_of("passes/__init__.py"), vars(graphshard.passes))
         names = common_names()
         renew_model(names)
         names["compiled"](names["loader"][0]).backward()
     finally:
-        graphshard.passes.TRACED = before
+        graphshard.passes.PIPELINE = before
         del sys.modules[name]
     return messages
 

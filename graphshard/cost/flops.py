@@ -11,7 +11,7 @@ from torch import fx
 from torch.fx.node import Argument, Target
 
 from .._torch.tensors import OpOverload, argument_names, base_name, size_hint
-from ..ops.dtypes import dtype_name
+from ..ops.library import dtype_name
 
 # Attention's rate as a fraction of the rate of matrix products. FlashAttention-2 (arXiv 2307.08691)
 # reaches 73 % of an A100's peak in forward and 63 % in backward; FlashAttention-3 (arXiv

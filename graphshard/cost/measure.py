@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..kinds import TransferKind
 from ..ops import collectives
-from ..ops.emitter import run
+from ..ops.nodes import run
 from .devices import find_hardware_or_default
 from .hardware import CALIBRATED, COLLECTIVE_KINDS, Hardware, Interconnect, Rate
 from .timing import Timer, num_cold, rotating

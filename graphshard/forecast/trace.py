@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .. import passes
 from .._torch.distributed import fake_ranks
 from .._torch.tensors import new_fake_mode, tree_map
 from ..cost.fallback import read_or
@@ -33,9 +32,10 @@ from ..cost.model import CostModel
 from ..dynamo_backend import Backend, backend, shard
 from ..kinds import GraphKind
 from ..params.memory_report import memory_report
-from ..pipeline.compile import CompiledGraph
+from ..passes.build_problem import shard_bytes
+from ..pipeline.compile import CompiledGraph, trace_only
+from ..pipeline.run_passes import read_problems
 from ..pipeline.settings import CompileSettings
-from ..pipeline.trace_only import trace_only
 from ..pipeline.traced_graph import TracedGraph
 from ..planning.plan import PlanParam, Problem
 from ..scripts import loss_of
@@ -252,13 +252,13 @@ class _GraphReader:
         """Read a graph at the point where it would be lowered."""
         num_flops = sum(read_or(Flops(0.0, ""), flops, node).num_flops for node in _calls(graph))
         models = [CostModel(h, device_type=h.device_type) for h in self._machines.values()]
-        params, problems = passes.read_problem(graph, kind, models)
+        params, problems = read_problems(graph, kind, models)
         self.graphs.append(
             StepGraph(
                 params=tuple(dataclasses.replace(p, fqn=traced.fqns[p.input]) for p in params),
                 problem=problems[0],
                 compute_us={n: p.compute_us for n, p in zip(self._machines, problems)},
-                input_bytes=passes.shard_bytes(graph),
+                input_bytes=shard_bytes(graph),
                 num_flops=num_flops,
             )
         )

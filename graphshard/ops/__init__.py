@@ -4,6 +4,6 @@
 defines their arguments. Lowering replaces them by the calls of ``collectives``, with copies into
 and out of packed buffers (``bucket_copy``), copies between host and device (``host_copy``) and fp8
 arithmetic (``float8_math``, ``float8_ops``). These functions run eagerly or insert their calls into
-a graph, through an ``emitter``. ``library`` registers all operators. This package imports only
+a graph (``nodes.Emitter``). ``library`` registers all operators. This package imports only
 ``_torch`` and ``kinds``.
 """

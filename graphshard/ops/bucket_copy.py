@@ -13,8 +13,7 @@ import torch
 
 from .._torch.tensors import chunk_cat_, chunk_cat_is_one_kernel, foreach_copy_
 from .accumulators import take
-from .dtypes import dtype_named
-from .library import define, fake, implement
+from .library import define, dtype_named, fake, implement
 
 copy_in = define(
     "copy_in(Tensor[] tensors, int[] rows, str[] dtypes, int[] counts, str[] wire_dtypes,"

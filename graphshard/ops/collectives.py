@@ -16,21 +16,18 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-import torch.distributed as dist
 
-from .._torch.distributed import process_group
 from ..kinds import TransferKind
 from .bucket_copy import add_accumulated, copy_in, copy_out
-from .dtypes import dtype_name
-from .emitter import Call
 from .float8_math import E4M3, as_dtype, cast, convert
 from .float8_ops import own_rows
+from .groups import averages, uses_all_to_all
 from .host_copy import copy_to_device, copy_to_host
-from .nodes import Value, Values, value_of
+from .library import dtype_name
+from .nodes import Call, Value, Values, value_of
 
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
@@ -87,35 +84,6 @@ def wire_dtype(kind: TransferKind, inputs: BufferInputs) -> torch.dtype:
     dtypes = {sent.dtype for sent in inputs}
     as_bytes = kind == TransferKind.ALL_GATHER and (len(dtypes) > 1 or not dtypes <= WIRE_DTYPES)
     return torch.uint8 if as_bytes else inputs[0].dtype
-
-
-def uses_all_to_all(group: str, dtype: torch.dtype) -> bool:
-    """Return whether gradients are reduced by an all-to-all, with each rank averaging its part.
-
-    gloo's own reduce-scatter is an all-reduce of a copy
-    (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp), which sends twice as many bytes: on two
-    ranks, 40 MB took 52 ms, and 20 ms by an all-to-all. gloo has no all-to-all of complex numbers.
-    """
-    return not dtype.is_complex and keeps_send_copies(group)
-
-
-def keeps_send_copies(group: str) -> bool:
-    """Return whether the backend keeps a copy of what it sends until the wait, as gloo does."""
-    return set(_backends(group).values()) == {"gloo"}
-
-
-def averages(group: str, value: Value) -> bool:
-    """Return whether an all-reduce of ``value`` averages; gloo only sums, and others may, too.
-
-    A fake group stands for NCCL.
-    """
-    return _backends(group).get(value_of(value).device.type) in ("nccl", "fake")
-
-
-def _backends(group: str) -> dict[str, str]:
-    """Return the backend of each device type."""
-    pairs = dist.get_backend_config(process_group(group)).split(",")
-    return dict(pair.split(":") for pair in pairs)
 
 
 def launch_bucket(
@@ -397,22 +365,3 @@ def _viewed(call: Call, buffer: Value, shape: torch.Size) -> Any:
 
 def _viewed_as(call: Call, buffer: Value, dtype: torch.dtype) -> Any:
     return buffer if value_of(buffer).dtype == dtype else call(_aten.view.dtype, buffer, dtype)
-
-
-class GroupSpan(NamedTuple):
-    """The extent of a process group.
-
-    Attributes:
-        world: number of ranks in the group.
-        stride: largest distance between the global ranks of neighbours in the group; at least 1.
-    """
-
-    world: int
-    stride: int
-
-
-def span_of(group: str) -> GroupSpan:
-    """Return the number and stride of the ranks of a process group."""
-    ranks = dist.get_process_group_ranks(process_group(group))
-    stride = max((after - before for before, after in pairwise(ranks)), default=1)
-    return GroupSpan(len(ranks), max(1, stride))

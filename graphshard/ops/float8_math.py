@@ -26,8 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from .emitter import Call, run
-from .nodes import Value, value_of
+from .nodes import Call, Value, run, value_of
 
 TENSORWISE, ROWWISE = RECIPES = ("tensorwise", "rowwise")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -19,9 +19,9 @@ import torch
 
 from .._torch.distributed import process_group
 from .._torch.tensors import OpOverload, foreach_max_abs
-from .emitter import run
 from .float8_math import E4M3, ROWWISE, forward, grad_input, grad_weight, quantised
 from .library import define, differentiate, fake, implement
+from .nodes import run
 
 float8_linear = define("float8_linear(Tensor x, Tensor weight, Tensor? bias, str recipe) -> Tensor")
 float8_mm = define("float8_mm(Tensor x, Tensor weight, str recipe) -> Tensor")

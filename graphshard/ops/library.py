@@ -19,6 +19,18 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 _implementations: dict[OpOverload, Callable[..., Any]] = {}
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in op schemas and JSON files, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return the dtype called ``name``, with or without a leading ``torch.``."""
+    dtype = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
 def define(schema: str) -> OpOverload:
     """Define and return an operator, such as ``"own_rows(Tensor full, str group) -> Tensor"``."""
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

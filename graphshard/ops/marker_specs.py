@@ -25,10 +25,9 @@ from torch.fx.node import Argument
 from .._torch.tensors import OpOverload
 from .accumulators import PARTIAL, UNSYNCED
 from .collectives import CollectiveInput
-from .emitter import Call
 from .float8_math import E4M3
 from .library import operator_named
-from .nodes import Value, Values, value_of
+from .nodes import Call, Value, Values, value_of
 
 _SCHEMA_TYPES: dict[object, str] = {
     Value: "Tensor",

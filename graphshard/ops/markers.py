@@ -43,7 +43,7 @@ from ..kinds import TransferKind
 from . import collectives
 from .bucket_copy import add_accumulated
 from .collectives import CollectiveInput
-from .emitter import run
+from .groups import padded_rows, rows_of_rank
 from .library import define, differentiate, fake, implement
 from .marker_specs import (
     AllReduceGradSpec,
@@ -56,8 +56,7 @@ from .marker_specs import (
     UnshardSpec,
     used_dtype,
 )
-from .nodes import Value, value_of
-from .shard_rows import padded_rows, rows_of_rank
+from .nodes import Value, run, value_of
 
 unshard = define(UnshardSpec.schema())
 reduce_grad = define(ReduceGradSpec.schema())

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .._torch.distributed import process_group
-from ..ops.shard_rows import rows_of_rank
+from ..ops.groups import rows_of_rank
 from ..params.mesh import MeshGroups
 from .newton_schulz import WIRE_DTYPE
 from .spread import Batch, Bucket

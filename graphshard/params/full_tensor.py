@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from .._torch.distributed import process_group
 from .._torch.dtensor import local_tensor
 from .._torch.tensors import is_traceable_wrapper_subclass
-from ..ops.shard_rows import rows_of_rank
+from ..ops.groups import rows_of_rank
 from .mesh import MeshGroups
 from .param_spec import ParamSpec
 

@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .._torch.dtensor import dtensor_of
-from ..ops.emitter import run
+from ..ops.groups import padded_rows, rows_of_rank
 from ..ops.host_copy import to_host_memory
 from ..ops.marker_specs import AllReduceGradSpec, ReplicateSpec, UnshardSpec
-from ..ops.shard_rows import padded_rows, rows_of_rank
+from ..ops.nodes import run
 from .mesh import MeshGroups
 
 

@@ -13,14 +13,26 @@ need no special case.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import fx
 
+from .. import passes
 from .._torch.dynamo import Restart
-from .._torch.inductor import has_activation_budget
+from .._torch.inductor import (
+    KEEP_HOST_COPIES,
+    CustomPartitionerFn,
+    aot_autograd,
+    compile_without_code,
+    decompositions_for,
+    has_activation_budget,
+    options_of_plans,
+    stub_compiler,
+)
 from ..cost.device_memory import FRAGMENTATION
 from ..errors import BackendError
 from ..planning.saving import (
@@ -29,13 +41,16 @@ from ..planning.saving import (
     Saving,
     SavingChoice,
     TriedSaving,
+    saves_enough,
     savings,
     without_repeats,
 )
+from ..planning.search import BudgetError
+from ..planning.simulate import simulate
 from ..ranks.plan_consensus import PlanConsensus
 from ..show.dump_folder import DumpWriter
 from ..show.saving_table import saving_table
-from .plan_savings import plan_candidates, with_saving
+from .partition import Partitioner
 from .settings import CompileSettings
 from .traced_graph import TracedGraph
 
@@ -86,7 +101,11 @@ def choose_saving(
     unchosen = ChosenSaving(settings, "", settings.fingerprint())
     if not settings.schedule.auto or not traced.trains():
         return unchosen
-    _check_budget(settings)
+    if settings.schedule.memory_budget_gb is None and settings.device.type != "cuda":
+        raise ValueError(
+            f"schedule.auto=True: a {settings.device.type} does not report its free memory; set "
+            "schedule.memory_budget_gb, too"
+        )
     names = sorted(name for name in traced.fqns if name)
     chooser = _Chooser(traced, settings)
     text = consensus.common_choice(
@@ -108,7 +127,7 @@ def choose_saving(
         return unchosen
     writer.write_saving(choice)
     saving = choice.best.saving
-    settings = with_saving(settings, saving, choice.budget_gb)
+    settings = settings.with_saving(saving, choice.budget_gb)
     # Plans depend on the choice: a later one, for a larger batch, must not reuse earlier plans.
     return ChosenSaving(settings, saving_table(choice), f"{unchosen.context} {text}")
 
@@ -200,30 +219,39 @@ class _Chooser:
         Args:
             all_params: value of ``Saving.all_params`` to try; None: both.
         """
-        traced, settings, budget_gb = self.traced, self.settings, self._budget_gb()
+        settings, budget_gb, within_gb = self.settings, self._budget_gb(), self._within_gb()
         parts, notes = _parts_to_try(settings)
         may_offload = settings.device.type != "cpu"
         candidates = savings(parts, may_offload=may_offload)
         candidates = [c for c in candidates if all_params in (None, c.all_params)]
-        within_gb = _within_gb(settings, budget_gb)
+        inputs, varies = self.traced.batch_sizes()
+        tried = self._plan(candidates)
         if within_gb < budget_gb:
             notes.append(
-                f"Ways have to fit into {within_gb:.3g} GB: Inductor's own passes may add some."
+                f"Candidates must fit into {within_gb:.3g} GB; the rest of the budget is reserved "
+                "for Inductor's own passes."
             )
-        inputs, varies = traced.batch_sizes()
         if varies:
-            notes.append("The graph takes inputs of other sizes, too; larger ones need more.")
+            notes.append("The graph accepts other sizes of inputs; larger ones need more memory.")
         if all_params is not None:
-            notes.append("Not tried: to keep other parameters, in which ranks have to agree.")
-        tried = self._plan(candidates)
-        notes += [*_notes_of_parts(candidates, tried), *_notes_of_params(traced)]
+            notes.append("Not tried: to keep other parameters unsharded than the first rank does.")
+        if tried and len(tried) < len(candidates):
+            least = tried[-1].saving.activations
+            notes.append(
+                f"Not tried: to save less than {least:.0%} of the activations; that was slower "
+                "already."
+            )
+        if self.traced.regathered:
+            notes.append(
+                f"Not kept by 'all': {len(self.traced.regathered)} parameters whose overrides set "
+                "reshard_after_forward."
+            )
         if not may_offload:
-            notes.append("Not tried: activations on the host, which a CPU has no copy of.")
+            notes.append("Not tried: to offload activations, which are in host memory already.")
         return SavingChoice(budget_gb, without_repeats(tried), inputs, tuple(notes))
 
     def _plan(self, candidates: Sequence[Saving]) -> Sequence[TriedSaving]:
-        within_gb = _within_gb(self.settings, self._budget_gb())
-        return plan_candidates(self.traced, self.settings, candidates, within_gb)
+        return _plan_candidates(self.traced, self.settings, candidates, self._within_gb())
 
     def _budget_gb(self) -> float:
         self.budget_gb = self.settings.schedule.memory_budget_gb or self.budget_gb
@@ -231,52 +259,19 @@ class _Chooser:
             self.budget_gb = _free_gb(self.traced, self.settings.device)
         return self.budget_gb
 
-
-def _check_budget(settings: CompileSettings) -> None:
-    """Check that there is a budget, or a device that reports its free memory.
-
-    Raises:
-        ValueError: there is neither.
-    """
-    if settings.schedule.memory_budget_gb is None and settings.device.type != "cuda":
-        raise ValueError(
-            f"schedule.auto=True without memory_budget_gb: a {settings.device.type} does not say "
-            "what a rank may take of its memory; set schedule.memory_budget_gb"
-        )
-
-
-def _within_gb(settings: CompileSettings, budget_gb: float) -> float:
-    return budget_gb * (1 - RESERVED_FRACTION if settings.compiler == "inductor" else 1)
+    def _within_gb(self) -> float:
+        reserved = RESERVED_FRACTION if self.settings.compiler == "inductor" else 0
+        return self._budget_gb() * (1 - reserved)
 
 
 def _parts_to_try(settings: CompileSettings) -> tuple[Sequence[float | None], list[str]]:
-    asked_for = settings.schedule.activation_memory_budget
-    if asked_for is not None:
-        return [asked_for], [
-            f"Not tried: other parts of the activations than {asked_for:g}, as given."
-        ]
+    """Return the fractions of activations to try saving, and a note if the user has set one."""
+    budget = settings.schedule.activation_memory_budget
+    if budget is not None:
+        return [budget], [f"Not tried: an activation_memory_budget other than {budget:g}, as set."]
     if has_activation_budget():
-        note = "Not tried: other parts of the activations than torch._functorch.config says."
-        return [None], [note]
+        return [None], ["Not tried: an activation budget other than torch._functorch.config's."]
     return PARTS, []
-
-
-def _notes_of_parts(candidates: Sequence[Saving], tried: Sequence[TriedSaving]) -> list[str]:
-    if not tried or len(tried) == len(candidates):
-        return []
-    least = tried[-1].saving.activations
-    return [
-        f"Not tried: to save less than {least:.0%} of the activations; that was slower already."
-    ]
-
-
-def _notes_of_params(traced: TracedGraph) -> list[str]:
-    if not traced.regathered:
-        return []
-    return [
-        f"Not kept by 'all': {len(traced.regathered)} parameters for which overrides say "
-        "reshard_after_forward."
-    ]
 
 
 def _free_gb(traced: TracedGraph, device: torch.device) -> float:
@@ -293,3 +288,112 @@ def _free_gb(traced: TracedGraph, device: torch.device) -> float:
     states = 2 * sum(shard.nbytes for shard in traced.shards if shard.requires_grad)
     left = free + cached + own - states - int(FRAGMENTATION * total)
     return max(left // (STEP * total), 1) * STEP * total / 1e9
+
+
+# --- planning candidates on one rank --------------------------------------------------------------
+
+
+def _plan_candidates(
+    traced: TracedGraph, settings: CompileSettings, candidates: Sequence[Saving], within_gb: float
+) -> Sequence[TriedSaving]:
+    """Trace a graph up to its joint graph, and plan that; the result is empty if there is none."""
+    trials = _Trials([settings.with_saving(saving, within_gb) for saving in candidates])
+    if settings.compiler == "aot_eager":
+        aot_autograd(fw_compiler=stub_compiler, partition_fn=trials)(traced.gm, traced.inputs)
+        return trials.tried
+    options = {
+        **options_of_plans(settings.device),
+        **traced.inductor_options,
+        **(KEEP_HOST_COPIES if settings.device.type != "cpu" else {}),
+        "custom_partitioner_fn": trials,
+    }
+    decompositions = decompositions_for(traced.inputs)
+    compile_without_code(
+        traced.gm, traced.inputs, options, decompositions, inner_compile=stub_compiler
+    )
+    return trials.tried
+
+
+class _Trials(CustomPartitionerFn):
+    """Partitions and plans copies of a joint graph, once for each candidate.
+
+    Attributes:
+        tried: planned candidates, in the order of the settings; empty if there is no joint graph.
+    """
+
+    def __init__(self, candidates: Sequence[CompileSettings]) -> None:
+        self._candidates = candidates
+        self.tried: list[TriedSaving] = []
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        self.tried = []
+        for _, candidates in itertools.groupby(
+            self._candidates, key=lambda c: c.schedule.activation_memory_budget
+        ):
+            planned = []
+            for settings, parts in _partitioned(gm, joint_inputs, list(candidates), **kwargs):
+                planned.append(_plan(parts, settings))
+            is_slower = saves_enough(planned, self.tried)
+            self.tried += planned
+            if is_slower:
+                break
+        return parts  # any pair will do: nothing is compiled
+
+    def uuid(self) -> bytes | None:
+        return None
+
+
+def _partitioned(
+    gm: fx.GraphModule,
+    joint_inputs: Sequence[object],
+    candidates: Sequence[CompileSettings],
+    **kwargs: Any,
+) -> Iterator[tuple[CompileSettings, tuple[fx.GraphModule, fx.GraphModule]]]:
+    """Yield the settings of each candidate with its forward and backward graph.
+
+    Cutting the joint graph takes longest and does not depend on which parameters stay unsharded,
+    so candidates that differ only in that share one cut.
+    """
+    by_offload = itertools.groupby(
+        candidates, key=lambda settings: settings.may_offload_activations
+    )
+    for _, alike in by_offload:
+        cut = None
+        for settings in alike:
+            partitioner = Partitioner(settings, DumpWriter())
+            cut = cut or partitioner.cut(_copy(gm), joint_inputs, **kwargs)
+            copied = cut._replace(forward=_copy(cut.forward), backward=_copy(cut.backward))
+            yield settings, partitioner.save(copied)
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """Copy a graph as ``copy.deepcopy`` does, except for how its generated code takes inputs."""
+    graph = fx.Graph()
+    output = graph.output(graph.graph_copy(gm.graph, {}))
+    output.meta = dict(gm.graph.output_node().meta)
+    return fx.GraphModule(gm, graph)
+
+
+def _plan(parts: tuple[fx.GraphModule, fx.GraphModule], settings: CompileSettings) -> TriedSaving:
+    """Plan the forward and the backward graph of one candidate."""
+    saving, budget = settings.saving, settings.schedule.limits().peak
+    assert saving is not None and budget is not None
+    context, cost_model = settings.pass_context(), settings.cost_model()
+    forward, context.backward = parts
+    step_us, peak_bytes, refused = 0.0, 0, ""
+    for read in passes.read_partition(forward, context):
+        problem = read.problem
+        try:
+            buckets = settings.plan_buckets(problem, (), cost_model, refine=False)
+        except BudgetError as error:
+            refused = refused or f"{problem.graph} needs {error.needed / 1e9:.3g} GB"
+            peak_bytes = max(peak_bytes, error.needed)
+            continue
+        timeline = simulate(problem, buckets, cost_model)
+        step_us += timeline.total_us + timeline.slowdown_us
+        peak_bytes = max(peak_bytes, timeline.peak_bytes)
+        if timeline.peak_bytes > budget:
+            refused = refused or f"{problem.graph} needs {timeline.peak_bytes / 1e9:.3g} GB"
+    return TriedSaving(saving, None if refused else step_us, peak_bytes, refused)

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from .. import passes
 from .._torch.aot_graphs import graph_kind
 from .._torch.cpp_kernels import few_cpp_files
 from .._torch.distributed import group_timeout_s, process_group
@@ -30,6 +29,7 @@ from .._torch.inductor import (
     CustomGraphPass,
     aot_autograd,
     compile_fx,
+    compile_without_code,
     decompositions_for,
     donate_nothing,
     eager_backward,
@@ -41,20 +41,19 @@ from .._torch.inductor import (
 from ..cpython_tuning import with_stack_room, without_full_collections
 from ..kinds import GraphKind
 from ..ops.in_flight import wait_in_flight_on_error
+from ..passes import Stage
 from ..planning.live_bytes import gathered_bytes
 from ..planning.plan import Plan
 from ..ranks.common_form import collectives_text
 from ..ranks.plan_consensus import PlanConsensus, log_every_call
 from ..show.dump import Dump
 from ..show.dump_folder import DumpWriter
-from .baked_in import baked_in
+from .cache_files import PlanCache, warn_unless_loaded
 from .choose_saving import choose_saving
 from .partition import Partitioner
-from .plan_cache import PlanCache
-from .saved_compile import warn_unless_loaded
-from .settings import CompileSettings
+from .run_passes import run_stage
+from .settings import CompileSettings, baked_in
 from .traced_graph import Runnable, TracedGraph
-from .verify import verify_lowered
 
 _WAIT_S = 120.0  # timeout for graphs without a process group
 
@@ -101,8 +100,7 @@ def compile_traced(
     settings = dataclasses.replace(
         settings, baked_in=_baked_in(traced, settings), regathered=traced.regathered
     )
-    for traced_pass in passes.TRACED:
-        traced_pass(traced.gm)
+    run_stage(Stage.TRACED, traced.gm, settings.pass_context())
     settings, tried, context = choose_saving(traced, settings, consensus, writer)
     compiled = _compile(traced, settings, writer)
     plans = consensus.common_plans(compiled.plans, context, traced.groups)
@@ -288,19 +286,15 @@ class Lowering(CustomGraphPass):
         self.plans: dict[GraphKind, Plan] = {}
 
     def __call__(self, graph: fx.Graph) -> None:
-        kind = GraphKind(graph_kind(graph))
-        settings, writer = self._settings, self._recorder.writer
-        writer.write_code(kind, "before", graph)
-        plan = passes.lower(graph, kind, settings.cost_model(), settings.plan_buckets)
-        verify_lowered(graph, plan)
-        writer.write_code(kind, "after", graph)
-        if settings.may_share_regions:
-            regions = passes.share_regions(graph, settings.shares)
-            plan = dataclasses.replace(plan, regions=regions)
-            if regions.num_calls:
-                verify_lowered(graph, plan)
-                writer.write_code(f"regions-{kind}", "after", graph)
-        self.plans[kind] = plan
+        gm, kind, writer = graph.owning_module, GraphKind(graph_kind(graph)), self._recorder.writer
+        context = self._settings.pass_context(kind)
+        assert gm is not None
+        run_stage(Stage.FINAL, gm, context, writer)
+        run_stage(Stage.LOWERED, gm, context)
+        if context.regions.num_calls:
+            writer.write_code(f"regions-{kind}", "after", graph)
+        assert context.plan is not None
+        self.plans[kind] = plan = dataclasses.replace(context.plan, regions=context.regions)
         self._recorder.lowered(plan)
         donate_nothing()
 
@@ -309,3 +303,37 @@ class Lowering(CustomGraphPass):
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # cache keys contain the uuid instead
+
+
+# --- tracing without compiling --------------------------------------------------------------------
+
+Read = Callable[[fx.Graph, GraphKind], None]
+"""Reads a forward, backward or inference graph before it is lowered."""
+
+
+class _Reader(CustomGraphPass):
+    """Passes a graph to a function at the point where it would be lowered."""
+
+    def __init__(self, read: Read) -> None:
+        self._read = read
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self._read(graph, GraphKind(graph_kind(graph)))
+
+    def uuid(self) -> bytes | None:
+        return None
+
+
+def trace_only(traced: TracedGraph, settings: CompileSettings, read: Read) -> Runnable:
+    """Trace a Dynamo graph and call ``read`` with each graph that would be lowered."""
+    run_stage(Stage.TRACED, traced.gm, settings.pass_context())
+    options: dict[str, Any] = {
+        **options_of_plans(settings.device),
+        "post_grad_custom_post_pass": _Reader(read),
+        "custom_partitioner_fn": Partitioner(settings, DumpWriter()),
+    }
+    with eager_backward():
+        run: Runnable = compile_without_code(
+            traced.gm, traced.inputs, options, decompositions_for(traced.inputs)
+        )
+    return run

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -15,7 +14,9 @@ from .._torch.inductor import (
     min_cut_rematerialization_partition,
     saving_activations,
 )
+from ..passes import Stage
 from ..show.dump_folder import DumpWriter
+from .run_passes import run_stage
 from .settings import CompileSettings
 from .verify import verify_partition
 
@@ -48,15 +49,7 @@ class Partitioner(CustomPartitionerFn):
     def cut(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> CutGraphs:
         """Run the joint passes on ``gm``, in place, then torch's min-cut partitioner."""
         with saving_activations(self._settings.schedule.activation_memory_budget):
-            with self._rewriting(joint=gm):
-                for joint_pass in passes.JOINT:
-                    joint_pass(gm)
-                # With ``auto``, ranks may recompute different amounts: see ``choose_saving``.
-                passes.fix_backward_gathers(gm, ranks_differ=self._settings.saving is not None)
-                passes.reshard(gm)
-                # Activation offload needs single-rank collectives, which delimit steps, too.
-                if not self._settings.may_offload_activations:
-                    passes.elide_single_rank_collectives(gm)
+            run_stage(Stage.JOINT, gm, self._settings.pass_context(), self._writer)
             param_derived = {node.name for node in passes.param_derived(gm.graph)}
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         number_inputs(forward.graph, backward.graph)
@@ -64,57 +57,14 @@ class Partitioner(CustomPartitionerFn):
 
     def save(self, cut: CutGraphs) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Choose what forward saves, rewrite both graphs in place, and return them."""
-        forward, backward, param_derived, num_outputs = cut
-        kept = self._choose_what_is_saved(forward, backward, num_outputs)
-        passes.clone_mutated_inputs(forward.graph, num_outputs)
-        _check(forward)
-        verify_partition(forward, sorted(param_derived.difference(kept)), num_outputs)
-        return forward, backward
-
-    def _choose_what_is_saved(
-        self, forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int
-    ) -> list[str]:
-        """Save some parameters unsharded or as secondary shards, and offload some activations.
-
-        Returns:
-            Names of the saved forward nodes that hold an unsharded parameter.
-        """
-        settings, kept, problems = self._settings, list[str](), None
-        graphs, cost_model = (forward.graph, backward.graph, num_outputs), settings.cost_model()
-        passes.keep_secondary_shards(*graphs)
-        passes.note_held_bytes(forward.graph, backward.graph)
-        for part in (forward, backward):
-            _check(part)
-        if settings.schedule.overlap:
-            parts = {"keep-forward": forward, "keep-backward": backward}
-            with self._rewriting(**parts):
-                problems = passes.read_partition(forward.graph, backward.graph, cost_model)
-                kept = passes.keep_gathered(*graphs, cost_model, settings.choose_kept, problems)
-        if settings.may_offload_activations:
-            parts = {"stow-forward": forward, "stow-backward": backward}
-            with self._rewriting(**parts):
-                unchanged = None if kept else problems
-                choose = settings.choose_offloaded
-                passes.offload_activations(*graphs, cost_model, choose, unchanged)
-        return kept
-
-    @contextmanager
-    def _rewriting(self, **parts: fx.GraphModule) -> Iterator[None]:
-        """Dump the code of ``parts`` before and after a rewrite, and lint them after it."""
-        for name, part in parts.items():
-            self._writer.write_code(name, "before", part.graph)
-        yield
-        for name, part in parts.items():
-            _check(part)
-            self._writer.write_code(name, "after", part.graph)
+        context = self._settings.pass_context()
+        context.backward, context.num_outputs = cut.backward, cut.num_outputs
+        run_stage(Stage.PARTITIONED, cut.forward, context, self._writer)
+        verify_partition(cut.forward, cut.param_derived.difference(context.kept), cut.num_outputs)
+        return cut.forward, cut.backward
 
     def uuid(self) -> bytes | None:
         return self._settings.pass_uuid()
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # cache keys contain the uuid instead
-
-
-def _check(gm: fx.GraphModule) -> None:
-    gm.graph.lint()
-    gm.recompile()

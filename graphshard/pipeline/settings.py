@@ -3,6 +3,35 @@
 Passes ask here for every decision: which parameters to keep unsharded, which activations to
 offload, which buckets to make. All answers follow from the user's ``SchedulePolicy``, unless this
 rank follows the plans of the first rank (``graphshard.ranks.plan_consensus``).
+
+A graph from a cache runs no pass and reads nothing again. Therefore everything that a pass, the
+planner or torch itself reads while a graph is compiled is part of the one key that we add to every
+cache, ``CompileSettings.cache_key``. AOTAutograd's and Inductor's caches use it as the key of our
+passes, and plan files are named after it.
+
+    read by                                what                             part of the key
+    ------------------------------------   ------------------------------   ------------------------
+    all passes, planning, cost             our own code                     hash of the source files
+    compile, planning, cost                compiler, ``SchedulePolicy``,    ``fingerprint``
+                                           hardware, the first rank's
+                                           plans, ``saving``
+    keep_gathered                          ``overrides`` of                 ``cache_key``:
+                                           ``reshard_after_forward``        ``regathered``
+    lower, ops, describe, saving,          number of ranks and stride of    ``baked_in``: groups
+    float8, single_rank, cost              each group, by name
+    ops.groups (uses_all_to_all)           backend of each group            ``baked_in``: groups
+    float8 (unsupported products)          torch, the device, by name       ``baked_in``: machine
+    cost (symbolic sizes, as traced)       sizes of the inputs              ``baked_in``: inputs
+    cost (tf32), AOTAutograd's trace,      precision of matrix products,    ``baked_in``: modes
+    casts                                  autocast, grad mode, default
+                                           dtype, deterministic algorithms
+    partitioner, Inductor's own passes     settings of both, and other      ``baked_in``: torch's
+                                           custom passes                    settings
+    all passes                             dtypes, rows, names of groups,   text of the Dynamo
+                                           devices: arguments of markers    graph, which torch's own
+                                                                            keys contain, too
+
+No graph contains a rank's own number: ops that need it read it at run time.
 """
 
 from __future__ import annotations
@@ -11,14 +40,20 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .. import passes
-from .._torch.inductor import get_hash_for_files
+from .._torch.distributed import process_group
+from .._torch.inductor import get_hash_for_files, settings_text
+from .._torch.tensors import size_hint
 from ..cost.model import CostModel
 from ..kinds import GraphKind
+from ..ops.groups import span_of
 from ..options.schedule_policy import SchedulePolicy
+from ..passes import PassContext
 from ..planning.keep_unsharded import choose_kept
 from ..planning.offload import (
     SavedActivation,
@@ -56,7 +91,7 @@ class CompileSettings:
         compiler: "inductor" or "aot_eager".
         schedule: the user's policy.
         device: compute device.
-        baked_in: other facts that graphs and plans depend on (``pipeline.baked_in``); ranks may
+        baked_in: other facts that graphs and plans depend on (``baked_in``); ranks may
             differ.
         first_rank_plans: the first rank's plans by kind of graph, if they differ from this rank's;
             empty while this rank decides for itself.
@@ -76,6 +111,16 @@ class CompileSettings:
         """Return settings under which graphs get the buckets of ``plans``, one of each kind."""
         return dataclasses.replace(self, first_rank_plans={plan.graph: plan for plan in plans})
 
+    def with_saving(self, saving: Saving, budget_gb: float) -> CompileSettings:
+        """Return the settings of a user who asks for ``saving`` explicitly."""
+        schedule = dataclasses.replace(
+            self.schedule,
+            auto=False,
+            activation_memory_budget=saving.activations,
+            memory_budget_gb=budget_gb,
+        )
+        return dataclasses.replace(self, schedule=schedule, saving=saving)
+
     def fingerprint(self) -> str:
         """Return a text of the settings that are chosen for all ranks."""
         hardware = self.cost_model().hardware.to_json()
@@ -90,7 +135,7 @@ class CompileSettings:
     def cache_key(self, *texts: str) -> bytes:
         """Return a hash of our sources, ``texts``, and everything else that graphs and plans use.
 
-        The table in ``pipeline.baked_in`` lists all of it.
+        The table at the top of this file lists all of it.
         """
         facts = [*texts, self.fingerprint(), self.baked_in, str(sorted(self.regathered))]
         return get_hash_for_files(_SOURCES, "\n".join(facts))
@@ -134,24 +179,30 @@ class CompileSettings:
         may_offload = self.saving is None or self.saving.offloads
         return limited and may_offload and self.schedule.overlap and self.device.type != "cpu"
 
-    @property
-    def may_share_regions(self) -> bool:
-        """Whether repeated layers may be compiled once; "auto" does so with Inductor only."""
+    def pass_context(self, kind: GraphKind | None = None) -> PassContext:
+        """Return what passes may use."""
         regions = self.schedule.regions
-        return regions is True or (regions == "auto" and self.compiler == "inductor")
+        shares = regions is True or (regions == "auto" and self.compiler == "inductor")
+        return PassContext(
+            cost_model=self.cost_model(),
+            kind=kind,
+            ranks_differ=self.saving is not None,  # see ``choose_saving``
+            choose_kept=self.choose_kept if self.schedule.overlap else None,
+            choose_offloaded=self._choose_offloaded if self.may_offload_activations else None,
+            plan_buckets=self.plan_buckets,
+            is_worth_sharing=self._is_worth_sharing if shares else None,
+        )
 
-    def shares(self, regions: Regions) -> bool:
-        """Return whether compiling these regions once is worth it."""
+    def _is_worth_sharing(self, regions: Regions) -> bool:
         return self.schedule.regions is True or saves_time(regions)
 
-    def choose_offloaded(
+    def _choose_offloaded(
         self,
         forward: Problem,
         backward: Problem,
         saved: Sequence[SavedActivation],
         cost_model: CostModel,
     ) -> Sequence[int]:
-        """Return which of ``saved`` to offload; see ``planning.offload``."""
         return choose_offloaded(forward, backward, saved, self.schedule.limits(), cost_model)
 
     def plan_buckets(
@@ -175,3 +226,71 @@ class CompileSettings:
             buckets = self.schedule.plan_buckets(collectives, cost_model, refine=refine)
         hides_copies = cost_model if self.schedule.overlap else None
         return add_host_copies(problem, buckets, hides_copies, self.schedule.limits())
+
+
+# --- facts that a graph depends on but does not show ----------------------------------------------
+
+
+def baked_in(
+    inputs: Sequence[object],
+    groups: Sequence[str],
+    device: torch.device,
+    inductor_options: Mapping[str, Any],
+) -> str:
+    """Return a text that differs if any of these facts does, one fact per line.
+
+    Args:
+        inputs: one example for each placeholder of the Dynamo graph.
+        groups: names of all groups that the graph's markers may use.
+        device: compute device.
+        inductor_options: the user's options of ``torch.compile``.
+    """
+    return "\n".join(
+        [
+            *(_describe_group(name) for name in groups),
+            f"machine: torch {torch.__version__}, {_device_name(device)}",
+            f"inputs: {[_describe_input(value) for value in inputs]}",
+            f"modes: {_modes()}",
+            f"torch's settings: {settings_text(inductor_options)}",
+        ]
+    )
+
+
+def _describe_group(name: str) -> str:
+    span = span_of(name)
+    backends = dist.get_backend_config(process_group(name))
+    return f"group {name}: {span.world} ranks, stride {span.stride}, {backends}"
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _describe_input(value: object) -> str:
+    """Return what plans depend on: sizes as traced, and whether a gradient is required."""
+    if isinstance(value, torch.Tensor):
+        sizes = [_size(size) for size in value.shape]
+        return f"{value.dtype} {sizes} {value.device.type} {value.requires_grad}"
+    return str(_size(value)) if isinstance(value, int | torch.SymInt) else type(value).__name__
+
+
+def _size(size: int | torch.SymInt) -> int:
+    return size if type(size) is int else size_hint(size)
+
+
+def _modes() -> tuple[object, ...]:
+    """Return torch's global modes that affect the trace or its cost."""
+    autocast = [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    ]
+    return (
+        autocast,
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+    )

@@ -5,7 +5,7 @@ A violation is a bug of graphshard, never of the user; it is raised before the g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,10 @@ from torch import fx
 from .._torch.tensors import tree_leaves
 from ..kinds import HOST_COPIES, TransferKind
 from ..ops import collectives, host_copy, markers
-from ..ops.dtypes import dtype_named
+from ..ops.groups import uses_all_to_all
+from ..ops.library import dtype_named
 from ..ops.nodes import PLANNED, num_bytes
-from ..passes.saved import saved_nodes
+from ..passes.saving import saved_nodes
 from ..planning.plan import Bucket, Plan, events_by_step
 
 _c10d = torch.ops._c10d_functional
@@ -54,7 +55,7 @@ Event = Launch | Wait
 
 
 def verify_partition(
-    forward: fx.GraphModule, param_derived: Sequence[str], num_outputs: int
+    forward: fx.GraphModule, param_derived: Iterable[str], num_outputs: int
 ) -> None:
     """Check that nothing computed from parameters alone is saved for backward (ZeRO-3).
 
@@ -65,9 +66,7 @@ def verify_partition(
     saved = {node.name for node in saved_nodes(forward.graph, num_outputs)}
     wrongly_saved = sorted(saved.intersection(param_derived))
     if wrongly_saved:
-        raise AssertionError(
-            f"saved for backward, though parameters alone determine it: {wrongly_saved}"
-        )
+        raise AssertionError(f"forward saves {wrongly_saved}, which depend on parameters alone")
 
 
 def verify_lowered(graph: fx.Graph, plan: Plan) -> None:
@@ -115,9 +114,7 @@ def _launched_bytes(plan: Plan, bucket: Bucket) -> list[int]:
     """Return the bytes of each launch of a bucket; exchanges cannot be coalesced into one."""
     transfers = plan.problem.transfers
     dtype = dtype_named(transfers[bucket.transfers[0]].dtype)
-    if bucket.kind == TransferKind.REDUCE_SCATTER and collectives.uses_all_to_all(
-        bucket.group, dtype
-    ):
+    if bucket.kind == TransferKind.REDUCE_SCATTER and uses_all_to_all(bucket.group, dtype):
         return [sum(transfers[i].num_bytes for i in buffer) for buffer in bucket.buffers]
     return [bucket.num_bytes]
 

@@ -11,6 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphshard.cost.devices import HARDWARE
 from graphshard.cost.model import CostModel
+from graphshard.kinds import GraphKind
+from graphshard.ops.groups import padded_rows
 from graphshard.ops.host_copy import PAGEABLE
 from graphshard.ops.marker_specs import (
     AllReduceGradSpec,
@@ -19,9 +21,8 @@ from graphshard.ops.marker_specs import (
     ReplicateSpec,
     UnshardSpec,
 )
-from graphshard.ops.shard_rows import padded_rows
-from graphshard.passes import lower
-from graphshard.pipeline.verify import verify_lowered
+from graphshard.passes import PassContext, Stage
+from graphshard.pipeline.run_passes import run_stage
 from graphshard.planning.memory_budget import ScheduleLimits
 from graphshard.planning.offload import add_host_copies
 from graphshard.planning.plan import Bucket, Plan, Problem
@@ -30,6 +31,9 @@ from graphshard.planning.search import find_schedule, schedule_without_overlap
 add, mul = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
 to_copy, t = torch.ops.aten._to_copy.default, torch.ops.aten.t.default
 
+
+CONTEXT = PassContext(CostModel(HARDWARE["cpu"]))
+"""What passes get that need no more than a graph."""
 
 PlanBuckets = Callable[[Problem], tuple[Bucket, ...]]
 
@@ -121,19 +125,23 @@ class Builder:
         return fx.GraphModule(torch.nn.Module(), self.graph)
 
 
+def run(one: Callable[[fx.GraphModule, PassContext], None], gm: fx.GraphModule) -> None:
+    """Run a pass on the joint graph as the pipeline does."""
+    one(gm, CONTEXT)
+    gm.graph.eliminate_dead_code()
+
+
 def lowered(
     gm: fx.GraphModule, kind: str, plan_buckets: PlanBuckets = schedule_without_overlap
 ) -> Plan:
     """Plan, lower and verify a graph, and return the plan."""
-    cost_model = CostModel(HARDWARE["cpu"])
-    plan = lower(
-        gm.graph,
-        kind,
-        cost_model,
-        lambda p, *_: add_host_copies(p, plan_buckets(p), cost_model, ScheduleLimits()),
+    context = PassContext(CostModel(HARDWARE["cpu"]), GraphKind(kind))
+    context.plan_buckets = lambda problem, *_: add_host_copies(
+        problem, plan_buckets(problem), context.cost_model, ScheduleLimits()
     )
-    verify_lowered(gm.graph, plan)
-    return plan
+    run_stage(Stage.FINAL, gm, context)
+    assert context.plan is not None
+    return context.plan
 
 
 def overlapped(limits: ScheduleLimits) -> PlanBuckets:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -14,10 +15,10 @@ from graphshard.kinds import GraphKind
 from graphshard.ops.markers import unshard
 from graphshard.ops.nodes import memory_bytes
 from graphshard.passes.build_problem import build_problem
-from graphshard.passes.keep_unsharded import note_held_bytes
 from graphshard.passes.normalise import normalise
+from graphshard.passes.saving import note_held_bytes
 from graphshard.planning.plan import Problem
-from tests.graph.builder import Builder, add, mul, t, targets
+from tests.graph.builder import CONTEXT, Builder, add, mul, t, targets
 
 
 def _two_layers(group: str) -> fx.Graph:
@@ -29,11 +30,16 @@ def _two_layers(group: str) -> fx.Graph:
     return build.graph
 
 
+def _normalise(graph: fx.Graph) -> None:
+    assert graph.owning_module is not None
+    normalise(graph.owning_module, CONTEXT)
+
+
 def test_normalise_moves_gathers_to_the_first_use(group: str) -> None:
     graph = _two_layers(group)
     assert targets(graph) == [unshard, unshard, t, mul, mul]
     for _ in range(2):
-        normalise(graph)
+        _normalise(graph)
         assert targets(graph) == [unshard, mul, unshard, t, mul]
 
 
@@ -45,7 +51,7 @@ def test_normalise_adds_the_value_of_a_random_op_without_inputs(group: str) -> N
     arguments = (torch.ops.aten.rand.default, [4])
     noise = build.graph.call_function(save_state, arguments, {"device": torch.device("cpu")})
     build.module(build.call(mul, x, x))
-    normalise(build.graph)
+    _normalise(build.graph)
     _, values = noise.meta["val"]
     assert isinstance(values, FakeTensor) and values.shape == (4,)
     build_problem(build.graph, GraphKind.FORWARD, CostModel(HARDWARE["cpu"]), {})
@@ -53,7 +59,7 @@ def test_normalise_adds_the_value_of_a_random_op_without_inputs(group: str) -> N
 
 def test_build_problem_leaves_the_graph_unchanged(group: str) -> None:
     graph = _two_layers(group)
-    normalise(graph)
+    _normalise(graph)
     before = str(graph)
     cost_model = CostModel(HARDWARE["cpu"])
     first, second = (build_problem(graph, GraphKind.FORWARD, cost_model, {}) for _ in range(2))
@@ -72,7 +78,7 @@ def test_returned_views_move_to_their_sources(group: str) -> None:
     view = build.call(t, build.call(t, product))
     build.module(view)
     for _ in range(2):
-        normalise(build.graph)
+        _normalise(build.graph)
         assert targets(build.graph) == [mul, t, t, mul] and product.next.next is view
 
 
@@ -82,7 +88,7 @@ SIZE = 64 * 64 * 4
 
 
 def _problem(build: Builder) -> Problem:
-    normalise(build.graph)
+    _normalise(build.graph)
     return build_problem(build.graph, GraphKind.FORWARD, CostModel(HARDWARE["cpu"]), {}).problem
 
 
@@ -124,11 +130,12 @@ def test_a_saved_parameter_is_held_with_its_padding(group: str) -> None:
     """A parameter of five rows is padded to eight, one row per rank."""
     forward, backward = Builder(group), Builder(group)
     saved = forward.call(t, forward.unshard(forward.primal(1, 64), 5))
-    forward.module(saved)
+    gm = forward.module(saved)
     kept = backward.tangent(64, 5)
     kept.name = saved.name
-    backward.module(backward.call(MM, backward.tangent(64, 64), kept))
-    note_held_bytes(forward.graph, backward.graph)
+    other = backward.tangent(64, 64)
+    context = replace(CONTEXT, backward=backward.module(backward.call(MM, other, kept)))
+    note_held_bytes(gm, context)
     cost_model = CostModel(HARDWARE["cpu"])
     problem = build_problem(backward.graph, GraphKind.BACKWARD, cost_model, {}).problem
     assert problem.fixed_border_bytes[0] == SIZE + 64 * 8 * 4

@@ -12,8 +12,7 @@ import torch
 import graphshard
 import graphshard.passes
 from graphshard.pipeline import settings
-from graphshard.pipeline.baked_in import baked_in
-from graphshard.pipeline.settings import CompileSettings
+from graphshard.pipeline.settings import CompileSettings, baked_in
 
 FOLDERS = [os.path.dirname(os.path.realpath(p.__file__)) for p in (graphshard, graphshard.passes)]
 

@@ -12,8 +12,8 @@ from graphshard.kinds import GraphKind, TransferKind
 from graphshard.ops import markers
 from graphshard.ops.marker_specs import ReduceGradSpec, UnshardSpec
 from graphshard.ops.nodes import REASON
-from graphshard.passes.casts import cast_early
-from tests.graph.builder import Builder, add, count, lowered, mul, targets
+from graphshard.passes.casts import cast_before_gather
+from tests.graph.builder import Builder, add, count, lowered, mul, run, targets
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 convert = torch.ops.prims.convert_element_type.default
@@ -29,7 +29,7 @@ def test_a_parameter_is_gathered_in_the_dtype_of_its_uses(group: str, op: Any) -
     build = Builder(group)
     full = build.unshard(build.primal(2, 3), 13)
     gm = build.module(build.call(mul, *(_cast(build, full, BF16, op) for _ in range(2))))
-    cast_early(gm)
+    run(cast_before_gather, gm)
     gm.graph.lint()
     (marker,) = (node for node in gm.graph.nodes if node.target is markers.unshard)
     spec = UnshardSpec.of_node(marker)
@@ -46,7 +46,7 @@ def test_a_parameter_is_gathered_in_the_dtype_of_its_uses(group: str, op: Any) -
 def test_a_replicated_parameter_is_cast_once(group: str) -> None:
     build = Builder(group)
     gm = build.module(_cast(build, build.replicate(build.primal()), BF16))
-    cast_early(gm)
+    run(cast_before_gather, gm)
     lowered(gm, GraphKind.FORWARD)
     assert targets(gm.graph) == [convert]
 
@@ -68,7 +68,7 @@ def test_a_parameter_without_a_common_narrower_dtype_is_not_cast(
     full = build.unshard(build.primal(2, 3), 13)
     uses = [build.call(mul, full, 2.0) if d is None else _cast(build, full, d) for d in dtypes]
     gm = build.module(*uses)
-    cast_early(gm)
+    run(cast_before_gather, gm)
     (marker,) = (node for node in gm.graph.nodes if node.target is markers.unshard)
     assert marker.meta["val"].dtype == FP32 and UnshardSpec.of_node(marker).dtype is None
     assert reason is None or reason in marker.meta[REASON]
@@ -84,7 +84,7 @@ def test_an_upcast_of_a_gradient_becomes_part_of_the_packing(
     narrow = _cast(build, build.tangent(13, 3), BF16)
     wide = _cast(build, narrow, FP32)
     gm = build.module(build.reduce(wide, reduce_dtype=reduce_dtype, result_dtype=FP32))
-    cast_early(gm)
+    run(cast_before_gather, gm)
     (marker,) = (node for node in gm.graph.nodes if node.target is markers.reduce_grad)
     spec = ReduceGradSpec.of_node(marker)
     assert (spec.grad, spec.padded_rows, spec.group) == (narrow, 2, group)
@@ -105,7 +105,7 @@ def test_a_rounded_or_summed_gradient_is_left_unchanged(group: str) -> None:
     summed = build.reduce(total, result_dtype=FP32)
     gm = build.module(rounded, summed)
     before = str(gm.graph)
-    cast_early(gm)
+    run(cast_before_gather, gm)
     assert str(gm.graph) == before
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from graphshard.ops import markers
-from graphshard.passes.dedup import merge
-from tests.graph.builder import Builder, add, count, mul, output
+from graphshard.passes.dedup import merge_markers
+from tests.graph.builder import Builder, add, count, mul, output, run
 
 
 def test_two_reads_of_a_parameter_gather_once(group: str) -> None:
     build = Builder(group)
     shard = build.primal(2, 3)
     gm = build.module(build.call(mul, build.unshard(shard, 13), build.unshard(shard, 13)))
-    merge(gm)
+    run(merge_markers, gm)
     gm.graph.lint()
     assert count(gm.graph, markers.unshard) == 1
     left, right = output(gm.graph).args
@@ -24,7 +24,7 @@ def test_two_reads_of_a_scalar_are_merged(group: str) -> None:
     build = Builder(group)
     shard = build.primal()
     gm = build.module(build.call(mul, build.replicate(shard), build.replicate(shard)))
-    merge(gm)
+    run(merge_markers, gm)
     assert count(gm.graph, markers.replicate) == 1
 
 
@@ -32,7 +32,7 @@ def test_different_parameters_stay_apart(group: str) -> None:
     build = Builder(group)
     reads = [build.unshard(build.primal(2, 3), 13) for _ in range(2)]
     gm = build.module(build.call(mul, *reads))
-    merge(gm)
+    run(merge_markers, gm)
     assert count(gm.graph, markers.unshard) == 2
 
 
@@ -41,7 +41,7 @@ def test_reads_with_and_without_reshard_are_not_merged(group: str) -> None:
     shard = build.primal(2, 3)
     reads = [build.unshard(shard, 13, reshard) for reshard in (True, False)]
     gm = build.module(build.call(mul, *reads))
-    merge(gm)
+    run(merge_markers, gm)
     assert count(gm.graph, markers.unshard) == 2
 
 
@@ -56,7 +56,7 @@ def test_gradients_of_all_uses_are_reduced_once(
     for one in rest:
         total = build.call(add, one, total) if from_right else build.call(add, total, one)
     gm = build.module(total)
-    merge(gm)
+    run(merge_markers, gm)
     gm.graph.lint()
     assert count(gm.graph, markers.reduce_grad) == 1
     assert count(gm.graph, add) == num_uses - 1
@@ -70,7 +70,7 @@ def test_gradients_of_a_replicated_parameter_are_reduced_once(group: str) -> Non
     build = Builder(group)
     reduced = [build.all_reduce(build.tangent()) for _ in range(2)]
     gm = build.module(build.call(add, *reduced))
-    merge(gm)
+    run(merge_markers, gm)
     assert count(gm.graph, markers.all_reduce_grad) == 1
 
 
@@ -78,7 +78,7 @@ def test_a_reduction_with_another_use_stays(group: str) -> None:
     build = Builder(group)
     first, second = (build.reduce(build.tangent(13, 3)) for _ in range(2))
     gm = build.module(build.call(add, first, second), first)
-    merge(gm)
+    run(merge_markers, gm)
     gm.graph.lint()
     assert count(gm.graph, markers.reduce_grad) == 2
 
@@ -86,6 +86,6 @@ def test_a_reduction_with_another_use_stays(group: str) -> None:
 def test_a_reduction_plus_something_else_stays(group: str) -> None:
     build = Builder(group)
     gm = build.module(build.call(add, build.reduce(build.tangent(13, 3)), build.tangent(2, 3)))
-    merge(gm)
+    run(merge_markers, gm)
     assert count(gm.graph, markers.reduce_grad) == 1
     assert output(gm.graph).target is add

@@ -26,7 +26,7 @@ from graphshard.ops.marker_specs import UnshardSpec
 from graphshard.ops.nodes import REASON
 from graphshard.passes.float8 import gather_float8
 from graphshard.planning.plan import Plan
-from tests.graph.builder import Builder, count, targets
+from tests.graph.builder import Builder, count, run, targets
 from tests.numerics.compare import NEEDS_FP8
 
 pytestmark = NEEDS_FP8
@@ -151,7 +151,7 @@ def test_a_weight_with_another_use_is_not_gathered_in_fp8(mesh: DeviceMesh) -> N
     assert _in_fp8(plan) == WEIGHTS - {"up.weight"}
     ((position, why),) = plan.reasons
     assert plan.params[position].fqn == "up.weight"
-    assert re.fullmatch(r"travels as torch.float32 and not in fp8: aten.\S+ uses it", why)
+    assert re.fullmatch(r"travels as torch.float32 instead of fp8: aten.\S+ uses it", why)
 
 
 def test_an_embedding_is_not_gathered_in_fp8(mesh: DeviceMesh) -> None:
@@ -185,7 +185,7 @@ def test_fp8_works_under_autocast(mesh: DeviceMesh) -> None:
         (7, 64, torch.bfloat16, None),
         (0, 64, torch.bfloat16, None),
         (32, 40, torch.bfloat16, "tensorwise output of .* on cuda: .*divisible by 16"),
-        (32, 64, torch.float16, "linears in fp8 are of torch.bfloat16 or torch.float32"),
+        (32, 64, torch.float16, "linears in fp8 compute in torch.bfloat16 or torch.float32"),
     ],
 )
 def test_weights_that_the_device_refuses_are_not_in_fp8(
@@ -193,7 +193,7 @@ def test_weights_that_the_device_refuses_are_not_in_fp8(
 ) -> None:
     """Fake CUDA tensors give the answer, without a GPU."""
     gm = _linear(group, rows, columns, dtype)
-    gather_float8(gm)
+    run(gather_float8, gm)
     gm.graph.lint()
     (marker,) = (node for node in gm.graph.nodes if node.target is markers.unshard)
     reason = marker.meta.get(REASON)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
 import torch
 from torch import fx
 
-from graphshard.passes import clone_mutated_inputs
-from tests.graph.builder import Builder, add, mul, output
+from graphshard.passes.saving import clone_mutated_inputs
+from tests.graph.builder import CONTEXT, Builder, add, mul, output
 
 aten = torch.ops.aten
 
@@ -18,7 +19,7 @@ def _saving(build: Builder, saved: fx.Node, total: fx.Node, new: fx.Node) -> fx.
     first = next(iter(build.graph.nodes))
     build.call(aten.copy_.default, first, new)
     gm = build.module(total, saved)
-    clone_mutated_inputs(gm.graph, 1)
+    clone_mutated_inputs(gm, replace(CONTEXT, num_outputs=1))
     gm.graph.lint()
     gm.recompile()
     return gm
@@ -46,7 +47,7 @@ def test_several_views_share_one_copy(group: str) -> None:
     first, second = (build.call(operator.getitem, halves, i) for i in range(2))
     build.call(aten.copy_.default, buffer, build.call(mul, buffer, 3.0))
     gm = build.module(build.call(add, first, 1.0), first, second, buffer)
-    clone_mutated_inputs(gm.graph, 1)
+    clone_mutated_inputs(gm, replace(CONTEXT, num_outputs=1))
     gm.graph.lint()
     gm.recompile()
     assert len(gm.graph.find_nodes(op="call_function", target=aten.clone.default)) == 1

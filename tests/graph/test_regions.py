@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graphshard.ops.nodes import PLANNED
 from graphshard.passes import share_regions
 from graphshard.planning.plan import Regions
+from tests.graph.builder import CONTEXT
 
 aten = torch.ops.aten
 INVOKE = torch.ops.higher_order.invoke_subgraph
@@ -25,10 +27,11 @@ def _traced(function: Any, *inputs: Tensor) -> fx.GraphModule:
 
 def _shared(gm: fx.GraphModule) -> Regions:
     """Share regions, and check the graph."""
-    regions = share_regions(gm.graph, lambda _: True)
+    context = replace(CONTEXT, is_worth_sharing=lambda _: True)
+    share_regions(gm, context)
     gm.graph.lint()
     gm.recompile()
-    return regions
+    return context.regions
 
 
 def _calls(gm: fx.GraphModule) -> list[fx.Node]:
@@ -65,7 +68,9 @@ def test_equal_layers_become_one_subgraph() -> None:
 
 def test_regions_that_are_not_worth_it_are_not_shared() -> None:
     gm = _traced(_deep, *_inputs())
-    assert share_regions(gm.graph, lambda _: False) == Regions()
+    context = replace(CONTEXT, is_worth_sharing=lambda _: False)
+    share_regions(gm, context)
+    assert context.regions == Regions()
     assert not _calls(gm)
 
 

@@ -8,13 +8,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graphshard.passes.reshard import param_derived, reshard
-from tests.graph.builder import Builder, add, mul, t, to_copy
+from tests.graph.builder import CONTEXT, Builder, add, mul, t, to_copy
 
 RECOMPUTE = CheckpointPolicy.MUST_RECOMPUTE
 
 
 def _recomputed(gm: fx.GraphModule) -> list[fx.Node]:
-    reshard(gm)
+    reshard(gm, CONTEXT)
     return [node for node in gm.graph.nodes if node.meta.get("recompute") is RECOMPUTE]
 
 

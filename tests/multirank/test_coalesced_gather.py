@@ -13,7 +13,7 @@ from torch import Tensor
 from graphshard.kinds import TransferKind
 from graphshard.ops import collectives
 from graphshard.ops.collectives import CollectiveInput
-from graphshard.ops.emitter import run
+from graphshard.ops.nodes import run
 from tests import ranks, recording
 from tests.numerics.compare import generator, world_mesh
 

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 import graphshard
 from graphshard.kinds import TransferKind
 from graphshard.ops import float8_math, float8_ops, markers
-from graphshard.ops.emitter import run
 from graphshard.ops.float8_math import E4M3, RECIPES, ROWWISE, TENSORWISE
+from graphshard.ops.nodes import run
 from graphshard.tools.demo_model import GPT, Size, batches, load_text
 from graphshard.tools.demo_training import LEARNING_RATE
 from tests import ranks, recording

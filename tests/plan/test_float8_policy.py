@@ -13,8 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
 from graphshard.ops import float8_math
-from graphshard.ops.emitter import run
 from graphshard.ops.float8_math import E4M3, E5M2, RECIPES, ROWWISE, TENSORWISE
+from graphshard.ops.nodes import run
 
 
 @pytest.mark.parametrize(

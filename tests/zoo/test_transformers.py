@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import graphshard
 import graphshard.passes as passes
-from graphshard.passes.casts import cast_early
+from graphshard.passes.casts import cast_before_gather
 from tests import ranks, recording
 from tests.numerics.compare import (
     assert_trained_alike,
@@ -122,22 +122,22 @@ def test_autocast_trains_like_fsdp2() -> None:
     assert_trained_alike(trained, expected, in_float32)
 
 
-def _trained(name: str, joint: Sequence[Any]) -> list[torch.Tensor]:
-    """Return loss and gradients under autocast, with `joint` as the passes on the joint graph."""
+def _trained(name: str, pipeline: Sequence[passes.Pass]) -> list[torch.Tensor]:
+    """Return loss and gradients under autocast, with `pipeline` as the passes."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = ZOO[name].build()
     compiled = torch.compile(model, backend=graphshard.backend(mesh, compiler="aot_eager"))
-    with mock.patch.object(passes, "JOINT", joint), bfloat16_autocast():
+    with mock.patch.object(passes, "PIPELINE", pipeline), bfloat16_autocast():
         loss = compiled(**causal_batch(torch.Generator().manual_seed(dist.get_rank()))).loss
         loss.backward()
     return [loss.detach(), *(p.grad.full_tensor() for p in model.parameters())]
 
 
 def _both_ways(name: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    late = tuple(one for one in passes.JOINT if one is not cast_early)
-    assert len(late) == len(passes.JOINT) - 1
-    return _trained(name, passes.JOINT), _trained(name, late)
+    late = tuple(one for one in passes.PIPELINE if one.run is not cast_before_gather)
+    assert len(late) < len(passes.PIPELINE)
+    return _trained(name, passes.PIPELINE), _trained(name, late)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -1,6 +1,17 @@
-"""Save compiled code to a file, so the first start on another machine compiles nothing.
+"""Files of compiled code: plans next to Inductor's caches, and one file for another machine.
 
-    save_compiled   graphs in torch's caches, our plans, loaded C++ kernels ─► one file
+A warm Inductor cache returns compiled graphs without running any pass. Only the process that
+compiled them knew the plan, so each plan is written to a file, named by a key of the Dynamo graph
+and of everything else that a plan depends on.
+
+    rank 0   lock ─► compile ──────────────► KEY.compiled, unlock
+    rank 1   wait for the lock ......................... ─► compile: all is in the cache
+
+All ranks have the same graphs, so one rank compiles for all ranks that share a cache, with all
+cores of its host. If it raises or ends, the system releases the lock and the next rank compiles. If
+it takes too long or hangs, all others compile; the hanging rank is noticed later, as usual.
+
+    save_compiled   torch's cache artifacts, our plans, loaded C++ kernels ─► one file
     load_compiled   one file ─► the caches of this machine
 
 Loading the file of another model does no harm: the keys of the caches cover all that a graph is
@@ -10,6 +21,7 @@ graphshard warns.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import warnings
@@ -19,11 +31,98 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
+from torch import fx
 
-from .._torch.inductor import cache_dir
-from ..files import whole
-from .plan_cache import GRAPHS, PLANS_FOLDER
-from .settings import sources_hash
+from .._torch.inductor import cache_dir, caches_graphs
+from ..files import whole, write_whole
+from ..kinds import GraphKind
+from ..planning.plan import Plan
+from .settings import CompileSettings, sources_hash
+
+PLANS_FOLDER = "graphshard"
+"""Name of the folder of plans in the folder of Inductor's caches."""
+
+GRAPHS: dict[str, str] = {}
+"""What each graph that this process requested from Inductor was compiled for, by its key."""
+
+
+class PlanCache:
+    """Plan files of one Dynamo graph.
+
+    Args:
+        gm: Dynamo graph.
+        settings: settings with which the graph is compiled.
+
+    Attributes:
+        key: key of the graph and everything else that its plans depend on.
+    """
+
+    def __init__(self, gm: fx.GraphModule, settings: CompileSettings) -> None:
+        self.key = settings.cache_key(gm.print_readable(print_output=False)).hex()
+        self._settings = settings
+        if settings.compiler == "inductor" and settings.caches_graphs:
+            GRAPHS[self.key] = settings.facts()
+
+    def save(self, plan: Plan) -> None:
+        """Write the plan of one graph, still without parameter names."""
+        self._folder().mkdir(parents=True, exist_ok=True)
+        write_whole(self._path(plan.graph), plan.to_json())
+
+    def load(self, kind: GraphKind) -> Plan | None:
+        """Read the plan of the graph of this kind; None if it has no file."""
+        path = self._path(kind)
+        return Plan.from_json(path.read_text()) if path.exists() else None
+
+    def was_compiled_before(self, time_s: float) -> bool:
+        """Return whether the graph was compiled into Inductor's cache before a point in time.
+
+        Args:
+            time_s: seconds since the epoch.
+        """
+        mark = self._mark()
+        return mark.exists() and mark.stat().st_mtime < time_s
+
+    @contextlib.contextmanager
+    def compiling(self, wait_s: float) -> Iterator[None]:
+        """Hold the lock of this graph, so one process compiles for all that share Inductor's cache.
+
+        Code is for one device, so processes on other devices do not wait.
+
+        Args:
+            wait_s: longest time to wait for the lock.
+        """
+        settings = self._settings
+        if not (settings.compiler == "inductor" and settings.caches_graphs and caches_graphs()):
+            yield
+            return
+        compiled = self._mark()
+        if compiled.exists():
+            yield
+            return
+        self._folder().mkdir(parents=True, exist_ok=True)
+        lock = FileLock(compiled.with_suffix(".lock"))
+        with contextlib.suppress(Timeout):
+            lock.acquire(wait_s)
+        if compiled.exists():  # if it was not cacheable after all, let all processes compile now
+            lock.release()
+        try:
+            yield
+            compiled.touch()
+        finally:
+            lock.release()
+
+    def _mark(self) -> Path:
+        return self._folder() / f"{self.key}-{self._settings.device.index or 0}.compiled"
+
+    def _path(self, kind: GraphKind) -> Path:
+        return self._folder() / f"{self.key}-{kind}.json"
+
+    def _folder(self) -> Path:
+        return Path(cache_dir()) / PLANS_FOLDER
+
+
+# --- one file for another machine -----------------------------------------------------------------
 
 _FORMAT, _HEADER, _GRAPHS, _FILES = 1, "header.json", "graphs", "files/"
 
@@ -77,7 +176,8 @@ def load_compiled(path: str | Path) -> None:
                 if name.startswith(_FILES):
                     _write(Path(cache_dir(), name.removeprefix(_FILES)), file.read(name))
     except (zipfile.BadZipFile, KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: is no file of graphshard.save_compiled ({error})") from error
+        why = f"{path}: was not written by graphshard.save_compiled ({error})"
+        raise ValueError(why) from error
     torch.compiler.load_cache_artifacts(artifacts)
     _loaded.update(header["graphs"])
 
@@ -92,7 +192,7 @@ def warn_unless_loaded(key: str) -> None:
     names = _different(made_for, nearest)
     differs = f"other {' and '.join(names)}" if names else "another model"
     warnings.warn(
-        f"a graph is compiled that the loaded file does not have: it was saved with {differs}",
+        f"compiling a graph that the loaded file does not have: it was saved with {differs}",
         stacklevel=2,
     )
 
@@ -122,12 +222,12 @@ def _circumstances() -> dict[str, str]:
 
 def _check(path: str, header: dict[str, Any]) -> None:
     if header.get("format") != _FORMAT:
-        raise ValueError(f"{path}: has format {header.get('format')!r}, and must have {_FORMAT}")
+        raise ValueError(f"{path}: is of format {header.get('format')!r}; expected {_FORMAT}")
     made, here = header["made"], _circumstances()
-    faults = [f"{n} was {made.get(n)}, and is {here[n]}" for n in here if made.get(n) != here[n]]
+    faults = [f"{n} was {made.get(n)} and is {here[n]}" for n in here if made.get(n) != here[n]]
     if faults:
         raise ValueError(
-            f"{path}: its code does not fit: {'; '.join(faults)}. Make a step here without it, and "
+            f"{path}: its code cannot run here: {'; '.join(faults)}. Make a step without it, and "
             "save it again"
         )
 

@@ -1,0 +1,86 @@
+"""Run the passes of a stage: lint, verify, time and dump what they rewrite."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+
+from torch import fx
+
+from .. import passes
+from ..cost.model import CostModel
+from ..kinds import GraphKind
+from ..ops.nodes import graph_modules
+from ..passes import PassContext, Stage
+from ..passes.build_problem import build_problem
+from ..passes.describe import number_params
+from ..planning.plan import PlanParam, Problem
+from ..show.dump_folder import DumpWriter
+from .verify import verify_lowered
+
+_log = logging.getLogger(__name__)
+_DUMPS = {Stage.JOINT: "joint", Stage.FINAL: "{kind}"}
+"""Names of the dumps of whole stages; the code of others is not dumped."""
+
+
+def run_stage(
+    stage: Stage, gm: fx.GraphModule, context: PassContext, writer: DumpWriter | None = None
+) -> None:
+    """Run the passes of a stage that the context asks for, and check the graphs after them.
+
+    Args:
+        gm: graph that the stage rewrites, in place; the forward graph in ``Stage.PARTITIONED``.
+        writer: writer of the code before and after; None: nothing is dumped.
+    """
+    writer = writer or DumpWriter()
+    due = [one for one in passes.PIPELINE if one.stage == stage and one.when(context)]
+    for dump, group in itertools.groupby(due, lambda one: one.dump or _DUMPS.get(stage, "")):
+        parts = _parts(stage, gm, context)
+        for kind, part in parts.items() if dump else ():
+            writer.write_code(dump.format(kind=kind), "before", part.graph)
+        for one in group:
+            start_s = time.perf_counter()
+            one.run(gm, context)
+            if stage == Stage.JOINT:
+                gm.graph.eliminate_dead_code()
+            _log.debug("%s: %.1f ms", one.name, 1e3 * (time.perf_counter() - start_s))
+        for kind, part in parts.items():
+            _check(part, stage, context)
+            if dump:
+                writer.write_code(dump.format(kind=kind), "after", part.graph)
+
+
+def read_problems(
+    graph: fx.Graph, kind: GraphKind, cost_models: Sequence[CostModel]
+) -> tuple[tuple[PlanParam, ...], list[Problem]]:
+    """Read a graph as it would be lowered, once for each cost model; normalise it in place.
+
+    Returns:
+        The parameters, and one problem for each of ``cost_models``.
+    """
+    gm = graph.owning_module
+    assert gm is not None
+    run_stage(Stage.FINAL, gm, PassContext(cost_models[0], kind))
+    params, param_of = number_params(graph)
+    return params, [build_problem(graph, kind, m, param_of).problem for m in cost_models]
+
+
+def _parts(
+    stage: Stage, gm: fx.GraphModule, context: PassContext
+) -> dict[GraphKind | None, fx.GraphModule]:
+    if stage != Stage.PARTITIONED:
+        return {context.kind: gm}
+    assert context.backward is not None
+    return {GraphKind.FORWARD: gm, GraphKind.BACKWARD: context.backward}
+
+
+def _check(gm: fx.GraphModule, stage: Stage, context: PassContext) -> None:
+    if context.plan is not None:
+        verify_lowered(gm.graph, context.plan)
+    if stage in (Stage.FINAL, Stage.LOWERED):  # the compiler lints and recompiles it next
+        return
+    gm.graph.lint()
+    for part in graph_modules(gm) if stage == Stage.TRACED else [gm]:
+        part.recompile()

@@ -1,0 +1,143 @@
+"""What a pass is: a function ``(gm, context)`` that rewrites ``gm`` in place, and its contract.
+
+The contract is data: the stage at which the pass runs, and what it requires of the graph;
+``ordered`` checks it for the whole pipeline. A pass decides nothing: it asks a function of the
+context, which knows the planner and the user's options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from torch import fx
+
+from graphshard.cost.model import CostModel
+from graphshard.kinds import GraphKind
+from graphshard.passes.build_problem import PartitionProblems
+from graphshard.planning.offload import SavedActivation
+from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem, Regions, Transfer
+
+
+class Stage(StrEnum):
+    """Point of a compile at which a pass runs, in order."""
+
+    TRACED = "traced"  # Dynamo's graph
+    JOINT = "joint"  # forward and backward in one graph
+    PARTITIONED = "partitioned"  # the forward graph; the backward graph is in the context
+    FINAL = "final"  # a forward, backward or inference graph after the compiler's own passes
+    LOWERED = "lowered"  # the same graph with its collectives
+
+
+class Fact(StrEnum):
+    """What a pass establishes, and later passes rely on."""
+
+    INLINED = "marked regions are inlined"
+    READS_OUTSIDE = "no body of a higher-order operator reads a parameter"
+    ONE_MARKER = "each parameter has one gather and one reduction"
+    WIRE_DTYPES = "markers say in which dtype their tensors travel"
+    GATHERS_KNOWN = "markers say what backward gathers again"
+    TAGGED = "the partitioner knows what it must and must not save"
+    HELD_BYTES = "inputs of backward say how much memory they hold"
+    KEPT = "parameters that stay unsharded are saved"
+    NORMALISED = "nodes are where the planner expects them"
+    LOWERED = "collectives are launched and waited for as planned"
+
+
+@dataclass
+class PassContext:
+    """What a pass may use besides its graph. A choice that nobody asks for is None.
+
+    Attributes:
+        kind: kind of the graph, from ``Stage.FINAL`` on.
+        backward: backward graph, in ``Stage.PARTITIONED``.
+        num_outputs: number of user outputs of the forward graph; its other outputs are saved.
+        ranks_differ: whether another rank may have an activation budget although this one has none.
+        choose_kept: chooses parameters to keep unsharded (``planning.keep_unsharded``).
+        choose_offloaded: chooses activations to offload (``planning.offload``).
+        plan_buckets: plans the buckets of a graph (``planning.search``).
+        is_worth_sharing: decides whether to compile these regions once (``planning.repeats``).
+        problems: result of reading both partitioned graphs, while it still describes them.
+        kept: names of the forward's nodes that are saved unsharded.
+        plan: plan of a lowered graph.
+        regions: counts of the regions that became calls of subgraphs.
+    """
+
+    cost_model: CostModel
+    kind: GraphKind | None = None
+    backward: fx.GraphModule | None = None
+    num_outputs: int = 0
+    ranks_differ: bool = False
+    choose_kept: (
+        Callable[[Problem, Problem, Mapping[int, Transfer], CostModel], Sequence[int]] | None
+    ) = None
+    choose_offloaded: (
+        Callable[[Problem, Problem, Sequence[SavedActivation], CostModel], Sequence[int]] | None
+    ) = None
+    plan_buckets: Callable[[Problem, Sequence[PlanParam], CostModel], tuple[Bucket, ...]] | None = (
+        None
+    )
+    is_worth_sharing: Callable[[Regions], bool] | None = None
+    problems: PartitionProblems | None = None
+    kept: Sequence[str] = ()
+    plan: Plan | None = None
+    regions: Regions = field(default_factory=Regions)
+
+    @property
+    def backward_graph(self) -> fx.Graph:
+        assert self.backward is not None, f"only in stage {Stage.PARTITIONED}"
+        return self.backward.graph
+
+
+def _always(context: PassContext) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass in the pipeline.
+
+    Attributes:
+        run: the pass.
+        requires: facts that earlier passes must have established.
+        provides: facts that it establishes.
+        when: whether the pass runs.
+        dump: name of the dumped code, with "{kind}" for the kind of graph; "": the stage's name.
+            Consecutive passes with one name are dumped together.
+    """
+
+    run: Callable[[fx.GraphModule, PassContext], None]
+    stage: Stage
+    requires: tuple[Fact, ...] = ()
+    provides: tuple[Fact, ...] = ()
+    when: Callable[[PassContext], bool] = _always
+    dump: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.run.__name__
+
+
+def ordered(*passes: Pass) -> tuple[Pass, ...]:
+    """Return ``passes``, whose order has been checked.
+
+    Raises:
+        ValueError: a pass comes after one of a later stage, or before one that it relies on.
+    """
+    stages, established = list(Stage), set[Fact]()
+    latest = stages[0]
+    for one in passes:
+        name = one.name
+        if stages.index(one.stage) < stages.index(latest):
+            raise ValueError(
+                f"pass {name} is of stage {one.stage}, and comes after one of {latest}: move it up"
+            )
+        missing = [str(fact) for fact in one.requires if fact not in established]
+        if missing:
+            raise ValueError(
+                f"pass {name} requires {missing}, which no earlier pass provides: move it down"
+            )
+        latest = one.stage
+        established.update(one.provides)
+    return passes

@@ -1,0 +1,163 @@
+"""Traced graph: read parameters at the top level, and ask for dense gradients.
+
+Parameters that are read inside of a subgraph would be gathered there, outside of any plan.
+
+Regions marked with ``torch.compiler.nested_compile_region`` are inlined. Dynamo still traces each
+only once for all its calls; ``SchedulePolicy(regions=...)`` compiles equal layers once.
+
+    before   r = invoke_subgraph(code, "code", x, p)   y = r[0]   z = y + x
+             code:   a = unshard(p)   b = x @ a   return (b,)
+    after    a = unshard(p)   b = x @ a   z = b + x
+
+``torch.cond``, ``while_loop``, ``scan``, ``associative_scan``, ``map`` and ``flex_attention`` stay
+in the graph, with their bodies. A body's reads would run as often as values and sizes dictate, and
+ranks with different values would pair the gathers of different parameters. They move out:
+
+    before   y = cond(pred, true, false, (x, shard))
+             true:   w = unshard(p)   return (x @ w,)
+    after    w = unshard(shard)   y = cond(pred, true, false, (x, w))
+             true:   return (x @ p,)
+
+The pipeline recompiles the graph and its subgraphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from graphshard._torch.tensors import HigherOrderOperator, traced_storage
+from graphshard.ops.markers import UNSHARD_MARKERS
+from graphshard.ops.nodes import graph_modules
+from graphshard.passes.contract import PassContext
+
+_INVOKE = torch.ops.higher_order.invoke_subgraph
+_STAYING = (
+    torch.ops.higher_order.cond,
+    torch.ops.higher_order.while_loop,
+    torch.ops.higher_order.scan,
+    torch.ops.higher_order.associative_scan,
+    torch.ops.higher_order.map_impl,
+    torch.ops.higher_order.flex_attention,
+)
+"""Operators that AOTAutograd leaves in the graph; it traces through all others."""
+
+_SPARSE_POSITIONS: dict[Callable[..., Any], tuple[int, int]] = {
+    F.embedding: (1, 6),
+    F.embedding_bag: (1, 7),
+    torch.embedding: (0, 4),
+    torch.embedding_bag: (0, 5),
+}
+"""Positions of the arguments ``weight`` and ``sparse``."""
+
+
+def inline_regions(gm: fx.GraphModule, context: PassContext) -> None:
+    """Inline marked regions, including nested ones, in place."""
+    for call in gm.graph.find_nodes(op="call_function", target=_INVOKE):
+        _inline(gm, call, context)
+
+
+def _inline(gm: fx.GraphModule, call: fx.Node, context: PassContext) -> None:
+    target, _, *arguments = call.args
+    assert isinstance(target, fx.Node)
+    prefix = str(target.target)
+    code = gm.get_submodule(prefix)
+    assert isinstance(code, fx.GraphModule)
+    inline_regions(code, context)
+    copies = dict(zip(code.graph.find_nodes(op="placeholder"), arguments, strict=True))
+    for node in code.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        with gm.graph.inserting_before(call):
+            copy = gm.graph.node_copy(node, lambda used: copies[used])
+        if node.op == "get_attr":
+            copy.target = f"{prefix}.{node.target}"
+        copies[node] = copy
+    results: Any = fx.map_arg(code.graph.output_node().args[0], lambda used: copies[used])
+    for item in list(call.users):
+        item.replace_all_uses_with(results[item.args[1]])
+        gm.graph.erase_node(item)
+    gm.graph.erase_node(call)
+    if not target.users:
+        gm.graph.erase_node(target)
+
+
+def hoist_reads(gm: fx.GraphModule, context: PassContext) -> None:
+    """Move reads of parameters out of the bodies of higher-order operators, in place."""
+    _hoist(gm, out_of_all=False)
+
+
+def _hoist(gm: fx.GraphModule, out_of_all: bool) -> None:
+    """Move reads out of the operators of ``gm``, innermost first.
+
+    Args:
+        out_of_all: whether to include operators that AOTAutograd would trace through; True inside a
+            body that stays.
+    """
+    modules = dict(gm.named_modules())
+    for call in gm.graph.nodes:
+        if isinstance(call.target, HigherOrderOperator):
+            stays = out_of_all or call.target in _STAYING
+            bodies = _bodies(modules, call)
+            for body in bodies:
+                _hoist(body, stays)
+            if stays:
+                _read_before(call, bodies)
+
+
+def _bodies(modules: Mapping[str, nn.Module], call: fx.Node) -> list[fx.GraphModule]:
+    """Return the bodies of a higher-order operator's call, from ``modules`` by name."""
+    bodies = [modules.get(str(n.target)) for n in call.all_input_nodes if n.op == "get_attr"]
+    return [module for module in bodies if isinstance(module, fx.GraphModule)]
+
+
+def _read_before(call: fx.Node, bodies: Sequence[fx.GraphModule]) -> None:
+    """Pass full parameters to ``call`` if its bodies read them from shards."""
+    outer = {traced_storage(node): node for node in call.all_input_nodes}
+    reads = [n for body in bodies for n in body.graph.nodes if n.target in UNSHARD_MARKERS]
+    shards = {read: outer[traced_storage(read.args[0])] for read in reads}
+    full: dict[fx.Node, fx.Node] = {}  # by shard
+    for read, shard in shards.items():
+        if shard not in full:
+            with call.graph.inserting_before(call):
+                full[shard] = call.graph.node_copy(read, lambda n: outer[traced_storage(n)])
+        _use_input(read)
+    for shard, whole in full.items():
+        call.replace_input_with(shard, whole)
+
+
+def _use_input(read: fx.Node) -> None:
+    """Replace a read with the body's input, which was the shard and is now the full parameter."""
+    inside = read.args[0]
+    assert isinstance(inside, fx.Node)
+    # Not changed in place, because the branches of torch.cond share the dictionary.
+    inside.meta = {**inside.meta, "example_value": read.meta["example_value"]}
+    read.replace_all_uses_with(inside)
+    read.graph.erase_node(read)
+
+
+def use_dense_gradients(gm: fx.GraphModule, context: PassContext) -> None:
+    """Replace ``sparse=True`` of embeddings, whose gradients could not be reduced, in place.
+
+    The values are the same: a dense gradient has the zero rows as well.
+    """
+    for part in graph_modules(gm):
+        for node in part.graph.nodes:
+            if node.target in _SPARSE_POSITIONS:
+                _use_dense(node)
+
+
+def _use_dense(node: fx.Node) -> None:
+    weight_position, position = _SPARSE_POSITIONS[node.target]  # type: ignore[index]  # a function
+    has_weight = len(node.args) > weight_position
+    weight: Any = node.args[weight_position] if has_weight else node.kwargs["weight"]
+    if weight.op == "placeholder":  # not sharded: nothing reduces its gradient
+        return
+    if len(node.args) > position:
+        node.update_arg(position, False)
+    elif "sparse" in node.kwargs:
+        node.update_kwarg("sparse", False)

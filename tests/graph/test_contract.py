@@ -1,0 +1,32 @@
+"""The order of the passes is checked against what each of them requires."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphshard.passes import PIPELINE, Fact, Pass, Stage, ordered
+from graphshard.passes.reshard import reshard
+from tests.graph.builder import CONTEXT
+
+
+def test_each_fact_is_provided_and_required() -> None:
+    assert {fact for one in PIPELINE for fact in one.provides} == {*Fact}
+    assert {fact for one in PIPELINE for fact in one.requires} == {*Fact}
+
+
+def test_a_pass_before_what_it_requires_is_refused() -> None:
+    message = "pass reshard requires .*what backward gathers again.* move it down"
+    early = Pass(reshard, Stage.JOINT, requires=(Fact.GATHERS_KNOWN,))
+    with pytest.raises(ValueError, match=message):
+        ordered(early, *(one for one in PIPELINE if one.stage != Stage.TRACED))
+
+
+def test_a_pass_after_a_later_stage_is_refused() -> None:
+    message = "pass reshard is of stage joint, and comes after one of lowered: move it up"
+    with pytest.raises(ValueError, match=message):
+        ordered(*PIPELINE, Pass(reshard, Stage.JOINT))
+
+
+def test_a_graph_for_training_has_its_dtypes_from_the_joint_graph() -> None:
+    final = [one.name for one in PIPELINE if one.stage == Stage.FINAL and one.when(CONTEXT)]
+    assert final == ["merge_markers", "normalise"]
