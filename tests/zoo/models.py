@@ -219,7 +219,6 @@ ZOO: dict[str, Entry] = {
     "llama": Entry(llama, causal_batch),
     "llama-shallow": Entry(lambda: llama(num_hidden_layers=1), causal_batch),
     "llama-tied": Entry(lambda: llama(tie_word_embeddings=True), causal_batch),
-    "llama-eager-attention": Entry(lambda: llama(attn_implementation="eager"), causal_batch),
     "llama-checkpointed": Entry(llama_checkpointed, causal_batch),
     "qwen3": Entry(qwen3, causal_batch),
     "bert": Entry(bert, masked_batch),
@@ -227,6 +226,5 @@ ZOO: dict[str, Entry] = {
     "vit": Entry(vit, image_batch),
     "mixtral": Entry(mixtral, causal_batch),
     "mixtral-shallow": Entry(lambda: mixtral(num_hidden_layers=1), causal_batch),
-    "mixtral-breaks": Entry(mixtral_eager, causal_batch, one_graph=False),
-    "mixtral-breaks-few-tokens": Entry(mixtral_eager, few_tokens_batch, one_graph=False),
+    "mixtral-breaks": Entry(mixtral_eager, few_tokens_batch, one_graph=False),
 }

@@ -28,7 +28,7 @@ from graphshard.kinds import GraphKind
 
 from .models import ZOO, Batch
 
-STEPS, LEARNING_RATE = 10, 0.1
+STEPS, LEARNING_RATE = 5, 0.1
 # Lower bound of the divisor in relative errors of gradients, relative to the norm of all gradients.
 # Some gradients are zero but for rounding, such as those of a key's bias.
 FLOOR = 1e-4
