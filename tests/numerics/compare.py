@@ -150,14 +150,14 @@ def train_steps(
     return history
 
 
-def assert_equal(ours: History, theirs: History) -> None:
-    """Assert that losses and gradients are bitwise equal, dtypes included."""
+def assert_equal(ours: History, theirs: History, tolerance: float = 0.0) -> None:
+    """Assert that losses and gradients are equal, by default bitwise, dtypes included."""
     for step, pair in enumerate(zip(ours.losses, theirs.losses, strict=True)):
-        assert torch.equal(*pair) and pair[0].dtype == pair[1].dtype, f"loss {step}: {pair}"
+        assert_close(f"loss {step}", *pair, tolerance)
     for step, (mine, other) in enumerate(zip(ours.grads, theirs.grads, strict=True)):
         assert mine.keys() == other.keys()
         for name, grad in mine.items():
-            assert_close(f"{name}.grad in step {step}", grad, other[name], tolerance=0.0)
+            assert_close(f"{name}.grad in step {step}", grad, other[name], tolerance)
 
 
 def assert_trained_alike(

@@ -1,14 +1,14 @@
-"""Ten SGD steps of graphshard, DDP and eager FSDP2 on the same batches: all losses and gradients
+"""SGD steps of graphshard, DDP and eager FSDP2 on the same batches: all losses and gradients
 agree. SGD, because Adam would hide a wrong gradient scale."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -17,24 +17,16 @@ from tests import ranks
 from tests.models import GPT, MLP, ConvNet, DeepGPT, Trainable
 from tests.numerics.compare import (
     TOLERANCE,
+    History,
     assert_close,
+    assert_equal,
     compile_sharded,
     draw,
-    sgd,
-    whole,
+    train_steps,
     world_mesh,
 )
 
-STEPS = 10
-
-
-@dataclass
-class History:
-    """Loss and full gradients of each step, and the buffers at the end."""
-
-    losses: list[Tensor] = field(default_factory=list)
-    grads: list[dict[str, Tensor]] = field(default_factory=list)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
+STEPS = 5
 
 
 Wrap = Callable[[nn.Module], nn.Module]
@@ -52,50 +44,33 @@ def fsdp2(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=world_mesh())
 
 
-def _train(kind: Trainable, wrap: Wrap) -> History:
+def _train(kind: Trainable, wrap: Wrap) -> tuple[History, dict[str, Tensor]]:
+    """Return losses and gradients, and the buffers at the end."""
     torch.manual_seed(0)
-    model, history = kind(), History()
-    mesh = world_mesh()
-    wrapped = wrap(model)
-    optimizer = sgd(model, lr=0.1)
-    for step in range(STEPS):
-        loss = wrapped(draw(kind.batch, step)[mesh.get_local_rank()])
-        loss.backward()
-        grads = {name: whole(param.grad) for name, param in model.named_parameters()}
-        history.losses.append(loss.detach())
-        history.grads.append(grads)
-        optimizer.step()
-        optimizer.zero_grad()
-    history.buffers = dict(model.named_buffers())
-    return history
-
-
-def _assert_equal(ours: History, theirs: History, tolerance: float) -> None:
-    for step in range(STEPS):
-        assert_close(f"loss {step}", ours.losses[step], theirs.losses[step], tolerance)
-        assert list(ours.grads[step]) == list(theirs.grads[step])
-        for name, grad in theirs.grads[step].items():
-            assert_close(f"{name} in step {step}", ours.grads[step][name], grad, tolerance)
-    assert list(ours.buffers) == list(theirs.buffers)
-    for name, buffer in theirs.buffers.items():
-        assert_close(name, ours.buffers[name], buffer, tolerance)
+    model = kind()
+    batches = [draw(kind.batch, step)[dist.get_rank()] for step in range(STEPS)]
+    return train_steps(wrap(model), model, batches, lr=0.1), dict(model.named_buffers())
 
 
 def _compare(kind: Trainable, compiler: str, tolerance: float) -> None:
-    ours = _train(kind, lambda model: compile_sharded(model, compiler=compiler))
-    _assert_equal(ours, _train(kind, ddp), tolerance)
-    _assert_equal(ours, _train(kind, fsdp2), tolerance)
+    ours, our_buffers = _train(kind, lambda model: compile_sharded(model, compiler=compiler))
+    for wrap in (ddp, fsdp2):
+        theirs, their_buffers = _train(kind, wrap)
+        assert_equal(ours, theirs, tolerance)
+        assert list(our_buffers) == list(their_buffers)
+        for name, buffer in their_buffers.items():
+            assert_close(name, our_buffers[name], buffer, tolerance)
 
 
-@pytest.mark.parametrize("kind", [MLP, DeepGPT, ConvNet])
 # On two ranks, even the order of every sum is the same, so the results are bitwise equal.
-@pytest.mark.parametrize(("world_size", "tolerance"), [(2, 0.0), (4, TOLERANCE)])
-def test_ten_steps_agree_with_ddp_and_fsdp2(
-    kind: Trainable, world_size: int, tolerance: float
-) -> None:
+@pytest.mark.parametrize(
+    ("kind", "world_size", "tolerance"),
+    [(MLP, 2, 0.0), (DeepGPT, 2, 0.0), (ConvNet, 2, 0.0), (DeepGPT, 4, TOLERANCE)],
+)
+def test_steps_agree_with_ddp_and_fsdp2(kind: Trainable, world_size: int, tolerance: float) -> None:
     ranks.run(world_size, _compare, kind, "aot_eager", tolerance)
 
 
 @pytest.mark.parametrize("kind", [GPT, ConvNet])
-def test_ten_steps_with_inductor_agree_with_ddp_and_fsdp2(kind: Trainable) -> None:
+def test_steps_with_inductor_agree_with_ddp_and_fsdp2(kind: Trainable) -> None:
     ranks.run(2, _compare, kind, "inductor", TOLERANCE)

@@ -314,8 +314,15 @@ class CheckpointedByPolicy(Checkpointed):
         return self.shared(x).square().mean()
 
 
-@pytest.mark.parametrize("kind", [Checkpointed, CheckpointedDropout, CheckpointedByPolicy])
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "reshard"),
+    [
+        (Checkpointed, True),
+        (Checkpointed, False),
+        (CheckpointedDropout, True),
+        (CheckpointedByPolicy, True),
+    ],
+)
 def test_checkpointed_layers(kind: Trainable, reshard: bool) -> None:
     ranks.run(2, train, kind, reshard_after_forward=reshard)
 

@@ -85,8 +85,16 @@ class ReadsWithoutGrad(nn.Module):
     batch = staticmethod(MLP.batch)
 
 
-@pytest.mark.parametrize("target", [_itself, _called])
-@pytest.mark.parametrize("kind", [GPT, MLP, WithCode, ReadsWithoutGrad])
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [
+        (GPT, _itself),
+        (MLP, _called),
+        (WithCode, _itself),
+        (WithCode, _called),
+        (ReadsWithoutGrad, _called),
+    ],
+)
 @on_ranks(2)
 def test_models_with_equal_traces_train(kind: Any, target: Any) -> None:
     model = kind()

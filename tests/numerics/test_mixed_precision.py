@@ -32,7 +32,7 @@ from tests.numerics.compare import (
 from tests.ranks import on_ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-STEPS = 20
+STEPS = 6
 
 
 Sent = list[tuple[str, torch.dtype | None, int]]
@@ -75,8 +75,7 @@ POLICIES = [
 @pytest.mark.low_precision
 @pytest.mark.parametrize(
     ("kind", "policy"),
-    [(GPT, policy) for policy in POLICIES]
-    + [(MLP, policy) for policy in POLICIES if policy.cast_forward_inputs],
+    [(GPT, policy) for policy in POLICIES] + [(MLP, policy) for policy in POLICIES[:2]],
 )
 def test_training_matches_fsdp2(kind: Trainable, policy: MixedPrecisionPolicy) -> None:
     # FSDP2 divides float16 gradients before reducing them; graphshard averages in the reduction.

@@ -43,7 +43,7 @@ from tests.numerics.compare import (
 )
 from tests.ranks import on_ranks
 
-STEPS = 10
+STEPS = 5
 OFFLOAD = CPUOffloadPolicy(pin_memory=False)  # FSDP2 cannot pin without an accelerator
 ON_DEVICE = OffloadPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -51,8 +51,7 @@ def _both(kind: Trainable, arguments: dict[str, Any], options: dict[str, Any]) -
     return {plan.graph: plan for plan in overlapped.plans}
 
 
-@pytest.mark.parametrize("kind", [MLP, DeepGPT, ConvNet])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("kind", "world"), [(MLP, 2), (DeepGPT, 4), (ConvNet, 2)])
 def test_overlap_changes_no_value(kind: Trainable, world: int) -> None:
     ranks.run(world, _both, kind, {}, {})
 

@@ -32,7 +32,7 @@ from tests.numerics.compare import (
 )
 from tests.ranks import on_ranks
 
-STEPS = 10
+STEPS = 4
 ALL, FEW = 4, 2
 """Number of ranks; size of a shard group under HSDP and of an hpZ group."""
 

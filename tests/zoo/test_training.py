@@ -1,7 +1,7 @@
 """All models of the zoo train like DDP or FSDP2 in float32.
 
-Losses and all gradients agree over five steps, on 2 and 4 ranks, and with both compilers. Models are
-one graph; those that Dynamo has to break warn once.
+Losses and all gradients agree in each of five steps, on 2 and 4 ranks, and with both compilers.
+Models are one graph; those that Dynamo has to break warn once.
 """
 
 from __future__ import annotations
