@@ -6,6 +6,7 @@ equal those of the first run, also in dumps and in torch's trace log.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,8 +64,9 @@ def _train(dump: Path | None) -> Run:
     )
 
 
-def _train_patiently() -> Run:
+def _train_patiently(caches: str) -> Run:
     """Train; wait long enough for another rank's compile on a busy machine."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = caches
     with mock.patch("graphshard.pipeline.compile._half_timeout_s", return_value=200.0):
         return _train(None)
 
@@ -122,7 +124,7 @@ def test_a_second_run_compiles_nothing(tmp_path: Path, train: Callable[[Path | N
 
 
 def test_one_rank_compiles_for_all(tmp_path: Path) -> None:
-    runs = ranks.run_fresh(2, _train_patiently, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
+    runs = ranks.run_fresh(2, _train_patiently, str(tmp_path))
     misses = [run.counters.get("fxgraph_cache_miss", 0) for run in runs]
     assert sum(misses) == 3, misses  # one per graph
     assert runs[0].losses == runs[1].losses and runs[0].plans == runs[1].plans

@@ -200,17 +200,22 @@ def _misses(run: Run, caches: Path) -> int:
     return _sum_of_misses(ranks.run(2, _train, run, str(caches)))
 
 
-def test_unchanged_restart_compiles_nothing(caches: Path) -> None:
-    before, after = _restart([Run(), Run()], caches)
+@pytest.fixture(scope="module")
+def unchanged(caches: Path) -> list[list[Found]]:
+    """Return the results of a run and of its restart."""
+    return _restart([Run(), Run()], caches)
+
+
+def test_unchanged_restart_compiles_nothing(unchanged: list[list[Found]]) -> None:
+    before, after = unchanged
     assert _sum_of_misses(after) == 0
     for old, new in zip(before, after):
         assert new.hits and new.plans == old.plans and len(new.plans) == 2
 
 
-def test_lost_plan_file_is_rebuilt(caches: Path) -> None:
-    (before,) = _restart([Run()], caches)
+def test_lost_plan_file_is_rebuilt(unchanged: list[list[Found]], caches: Path) -> None:
     for path in (caches / "graphshard").glob("*-backward.json"):
         path.unlink()
     (after,) = _restart([Run()], caches)
-    for old, new in zip(before, after):
+    for old, new in zip(unchanged[0], after):
         assert new.plans == old.plans and len(new.plans) == 2

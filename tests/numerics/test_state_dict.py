@@ -142,7 +142,7 @@ def _assert_same_step(model: nn.Module, reference: nn.Module, kind: Trainable) -
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoint_of_four_ranks_loads_elsewhere(kind: Trainable, tmp_path: Path) -> None:
     saved = ranks.run(4, _save_trained, kind, tmp_path)
-    for world_size, prepare in ((2, sharded), (4, sharded), (1, plain), (2, plain), (2, fsdp2)):
+    for world_size, prepare in ((4, sharded), (2, sharded), (2, fsdp2), (1, plain)):
         ranks.run(world_size, _load, kind, prepare, tmp_path, saved)
 
 
@@ -275,9 +275,7 @@ def _whole_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     return values
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [((2, 2), (4,)), ((2, 2), (2,)), ((4,), (2, 2)), ((2,), (2, 2))]
-)
+@pytest.mark.parametrize(("before", "after"), [((2, 2), (2,)), ((4,), (2, 2))])
 def test_checkpoint_moves_between_hsdp_and_fsdp_meshes(
     before: tuple[int, ...], after: tuple[int, ...], tmp_path: Path
 ) -> None:
