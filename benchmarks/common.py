@@ -57,9 +57,11 @@ def add_variants(parser: argparse.ArgumentParser, names: Collection[str]) -> Non
     parser.add_argument("--ways", dest="variants", default=hidden, help=hidden, **several)
 
 
-def add_out(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add the option ``--out``, the Markdown file to write."""
-    parser.add_argument("--out", type=Path, default=Path(default), help="default: %(default)s")
+def add_out(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """Add the option ``--out``, the Markdown file to write; by default none."""
+    path = None if default is None else Path(default)
+    text = "Markdown file to write; default: %(default)s"
+    parser.add_argument("--out", type=Path, default=path, help=text)
 
 
 def count(text: str) -> int:
@@ -153,10 +155,13 @@ def heading(module: str, device: torch.device) -> str:
     return f"`{command}`, torch {torch.__version__}, {machine}"
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table whose first column is text and whose other columns are numbers."""
-    align = ("left", *("right" for _ in headers[1:]))
-    return tabulate(rows, headers, "github", disable_numparse=True, colalign=align)
+def table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return a Markdown table of ``rows``, which have equal headings as keys.
+
+    The first column is text; the others are numbers.
+    """
+    align = ("left", *("right" for _ in list(rows[0])[1:]))
+    return tabulate(rows, "keys", "github", disable_numparse=True, colalign=align)
 
 
 def show(*paragraphs: str) -> None:
@@ -165,10 +170,11 @@ def show(*paragraphs: str) -> None:
         print(paragraph, end="\n\n", flush=True)
 
 
-def write_report(path: Path, paragraphs: Sequence[str]) -> None:
-    """Write paragraphs to a Markdown file; create its folder if needed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n\n".join(paragraphs) + "\n")
+def write_report(path: Path | None, paragraphs: Sequence[str]) -> None:
+    """Write paragraphs to a Markdown file, if there is one; create its folder if needed."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n\n".join(paragraphs) + "\n")
 
 
 def chart(steps_s: Mapping[str, Sequence[float]], path: Path) -> str:

@@ -23,19 +23,23 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks import common
-from benchmarks.common import DDP, GRAPHSHARD
-from benchmarks.compare_report import Job, Prediction, Report, Result, Sent, publish
+from benchmarks.common import DDP, GRAPHSHARD, GRAPHSHARD_FP8
 from benchmarks.links import (
+    Wire,
     add_planned_wire,
     between_namespaces,
     parse_wire,
@@ -43,7 +47,16 @@ from benchmarks.links import (
     write_with_wire,
 )
 from benchmarks.memory import peak_is_known, peak_of
-from benchmarks.variants import Build, add_hooks, ddp, mp_policy, sharded, sharding
+from benchmarks.models import GPT, parameter_bytes
+from benchmarks.variants import (
+    Build,
+    add_hooks,
+    ddp,
+    mixed_dtypes,
+    mp_policy,
+    sharded,
+    sharding,
+)
 from graphshard.cost.devices import HARDWARE
 from graphshard.cost.hardware import Hardware
 from graphshard.cost.model import CostModel
@@ -52,6 +65,99 @@ from graphshard.planning.simulate import simulate
 from tests import ranks, recording
 
 MMAP_ENV = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # see benchmarks.memory
+VOCAB, HEAD_DIM = 256, 64
+
+
+@dataclass(frozen=True)
+class Job:
+    """Settings of a run, equal on all ranks; most are command-line options.
+
+    Attributes:
+        rows: number of sequences in a rank's batch.
+        wire: modelled wire; None: the links of this machine.
+        planned_wire: wire that schedules are planned for; None: the same as ``wire``.
+        mixed: whether to train in bfloat16 and fp8, as in ``benchmarks.variants.sharded``.
+        hardware: ``hardware`` of ``SchedulePolicy``.
+    """
+
+    dim: int
+    layers: int
+    context: int
+    rows: int
+    steps: int
+    warm_up: int
+    wire: Wire | None
+    planned_wire: Wire | None
+    mixed: bool
+    hardware: str = "auto"
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, hardware: str) -> Job:
+        """Return the settings that the command line asks for."""
+        options = [field.name for field in fields(cls) if field.name != "hardware"]
+        return cls(**{name: getattr(args, name) for name in options}, hardware=hardware)
+
+    def model(self) -> GPT:
+        """Return the model on the CPU, with the same parameters on every call."""
+        sizes = {"dim": self.dim, "layers": self.layers, "context": self.context}
+        return GPT.seeded(torch.device("cpu"), **sizes, head_dim=HEAD_DIM, vocab=VOCAB)
+
+
+class Prediction(NamedTuple):
+    """The planner's prediction for a step, without the optimizer."""
+
+    total_us: float
+    exposed_us: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """Measurements of one training variant on one rank.
+
+    Attributes:
+        steps_s: seconds of each step, optimizer included.
+        unwired_s: seconds of each step without the modelled wire.
+        first_s: seconds of the first step, which compiles.
+        predicted: prediction for the step; None for other variants than graphshard.
+        peak_bytes: peak GPU memory of a step, minus what was allocated before; None on a CPU.
+    """
+
+    steps_s: list[float]
+    unwired_s: list[float]
+    first_s: float
+    predicted: Prediction | None = None
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Memory and communication of one step, on a CPU rank that trains only one variant.
+
+    Attributes:
+        peak_bytes: peak resident memory.
+        num_bytes: size of the collectives' full buffers.
+        max_in_flight: largest number of collectives in flight at once.
+    """
+
+    peak_bytes: int
+    num_collectives: int
+    num_bytes: int
+    max_in_flight: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """All measurements, by training variant.
+
+    Attributes:
+        results: measurements of rank 0.
+        sent: measurements of the rank with the highest peak memory; empty if not measured.
+        setting: description of the ranks and their links.
+    """
+
+    results: dict[str, Result]
+    sent: dict[str, Sent]
+    setting: str
 
 
 # --- on a rank -----------------------------------------------------------------------------------
@@ -93,12 +199,12 @@ def measure(job: Job, device_type: str) -> dict[str, Result]:
     builds[GRAPHSHARD] = lambda model, _: torch.compile(model, backend=backend)
     trainings = {name: _Training(job, name, build, mesh) for name, build in builds.items()}
     first_s = {name: training.step() for name, training in trainings.items()}
-    alone_s: dict[str, list[float]] = {name: [] for name in trainings}
+    unwired_s: dict[str, list[float]] = {name: [] for name in trainings}
 
     def steps(name: str) -> float:
-        alone_s[name].append(trainings[name].step())
+        unwired_s[name].append(trainings[name].step())
         if job.wire is None:
-            return alone_s[name][-1]
+            return unwired_s[name][-1]
         recording.wire(*job.wire)
         try:
             return trainings[name].step()
@@ -111,7 +217,7 @@ def measure(job: Job, device_type: str) -> dict[str, Result]:
     return {
         name: Result(
             steps_s=steps_s[name],
-            alone_s=alone_s[name][job.warm_up :],
+            unwired_s=unwired_s[name][job.warm_up :],
             first_s=first_s[name],
             predicted=_predict(backend.plans, cost_model) if name == GRAPHSHARD else None,
             peak_bytes=_peak(training) if device_type == "cuda" else None,
@@ -137,7 +243,7 @@ def _peak(training: _Training) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def alone(job: Job, name: str) -> Sent:
+def measure_sent(job: Job, name: str) -> Sent:
     """Measure variant ``name`` in a process that does nothing else."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     training = _Training(job, name, variants(job, "cpu")[name], mesh)
@@ -145,13 +251,9 @@ def alone(job: Job, name: str) -> Sent:
     training.step()
     recording.clear()
     peak = peak_of(training.train, 0).peak
-    collectives = recording.collectives()
-    return Sent(
-        peak_bytes=peak,
-        num_collectives=len(collectives),
-        num_bytes=sum(event.bytes for event in collectives),
-        max_in_flight=recording.max_in_flight(),
-    )
+    events = recording.collectives()
+    in_flight = recording.max_in_flight()
+    return Sent(peak, len(events), sum(event.bytes for event in events), in_flight)
 
 
 # --- in the parent -------------------------------------------------------------------------------
@@ -172,7 +274,13 @@ def on_this_machine(job: Job, world: int, with_sent: bool) -> Report:
         if with_sent and peak_is_known():
             for name in results:
                 for _ in range(2):  # the second run finds its graphs in the cache
-                    each = run(alone, job, name, env={**env, **MMAP_ENV}, backend=recording.BACKEND)
+                    each = run(
+                        measure_sent,
+                        job,
+                        name,
+                        env={**env, **MMAP_ENV},
+                        backend=recording.BACKEND,
+                    )
                 sent[name] = max(each, key=lambda of_rank: of_rank.peak_bytes)
     setting = f"{world} gloo ranks"
     if job.wire:
@@ -193,32 +301,17 @@ def main() -> None:
         between_namespaces(command, args.link_gbit)
     elif "RANK" in os.environ:
         if args.wire:
-            sys.exit("--wire: only without torchrun, which joins ranks that have real links")
-        _under_torchrun(_job(args, hardware), args)
+            sys.exit("--wire: not with torchrun, whose ranks have real links; leave it out")
+        _under_torchrun(Job.of(args, hardware), args)
     else:
         with tempfile.TemporaryDirectory() as folder:
             if args.wire:
                 base = Hardware.load(args.calibrated) if args.calibrated else HARDWARE["cpu"]
-                planned_wire = args.planned_wire or args.wire
-                hardware = write_with_wire(base, planned_wire, args.ranks, folder)
-            job = _job(args, hardware)
+                wire = args.planned_wire or args.wire
+                hardware = write_with_wire(base, wire, args.ranks, folder)
+            job = Job.of(args, hardware)
             report = on_this_machine(job, args.ranks, args.sent)
         publish(job, report, args.out)
-
-
-def _job(args: argparse.Namespace, hardware: str) -> Job:
-    return Job(
-        dim=args.dim,
-        layers=args.layers,
-        context=args.context,
-        rows=args.rows,
-        steps=args.steps,
-        warm_up=args.warm_up,
-        wire=args.wire,
-        planned_wire=args.planned_wire,
-        hardware=hardware,
-        mixed=args.mixed,
-    )
 
 
 def _under_torchrun(job: Job, args: argparse.Namespace) -> None:
@@ -252,6 +345,84 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--brief", dest="sent", action="store_false", help="no memory, no counts")
     common.add_out(parser, "benchmarks/results/compare.md")
     return parser.parse_args()
+
+
+# --- output --------------------------------------------------------------------------------------
+
+
+def paragraphs(job: Job, report: Report) -> list[str]:
+    """Return the report as paragraphs of Markdown."""
+    results = report.results
+    medians = {name: median(result.steps_s) for name, result in results.items()}
+    peers = {name: seconds for name, seconds in medians.items() if GRAPHSHARD not in name}
+    best = min(peers, key=peers.__getitem__)
+    best_fsdp2 = min(peers.keys() - {DDP}, key=peers.__getitem__)
+    rows = [
+        _row(job, name, medians[best], result, report.sent.get(name))
+        for name, result in results.items()
+    ]
+    size = parameter_bytes(job.model()) / 4e6
+    dtypes = mixed_dtypes(DDP) if job.mixed else "float32"
+    note = (
+        f"GPT of {job.layers} layers, d={job.dim}, {size:.1f} M parameters; {job.rows} × "
+        f"{job.context} tokens on each rank, {dtypes}, SGD; {job.steps} steps; {report.setting}. "
+        "Ratio: of medians, to the best peer. Exposed: time that the modelled wire adds to a "
+        "step. First step: it compiles. Peak: resident, of a rank that does nothing else, or on a "
+        "GPU what a step adds."
+    )
+    parts = [common.table(rows), note]
+    predicted = results[GRAPHSHARD].predicted
+    if predicted is not None:
+        total, exposed = (f"{us / 1e3:.1f} ms" for us in predicted)
+        parts.append(f"predicted: forward and backward {total}, including {exposed} exposed")
+    ratios = [
+        f"{name} {medians[name] / medians[best]:.2f} × {best}, "
+        f"{medians[name] / medians[best_fsdp2]:.2f} × {best_fsdp2}"
+        for name in (GRAPHSHARD, GRAPHSHARD_FP8)
+        if name in medians
+    ]
+    return [*parts, f"step: {'; '.join(ratios)}"]
+
+
+def _row(job: Job, name: str, best_s: float, result: Result, sent: Sent | None) -> dict[str, str]:
+    """Return the table row of one variant.
+
+    Args:
+        best_s: median step time of the fastest variant other than graphshard's.
+    """
+    half = median(result.steps_s)
+    low, _, high = statistics.quantiles(result.steps_s, n=4)
+    peak = sent.peak_bytes if sent else result.peak_bytes
+    pairs = zip(result.steps_s, result.unwired_s)
+    exposed_s = None if job.wire is None else median([wired - without for wired, without in pairs])
+    return {
+        "training step": name,
+        "tokens/s": f"{job.rows * job.context / half:,.0f}",
+        "median ms": f"{half * 1e3:.1f}",
+        "quartiles": f"{low * 1e3:.1f}-{high * 1e3:.1f}",
+        "ratio": f"{half / best_s:.2f}",
+        "exposed ms": _or_dash(None if exposed_s is None else exposed_s * 1e3),
+        "peak MB": _or_dash(None if peak is None else peak / 1e6, 0),
+        "collectives": _or_dash(sent and sent.num_collectives, 0),
+        "in flight": _or_dash(sent and sent.max_in_flight, 0),
+        "MB sent": _or_dash(sent and sent.num_bytes / 1e6),
+        "first step s": _or_dash(result.first_s),
+    }
+
+
+def _or_dash(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def publish(job: Job, report: Report, out: Path) -> None:
+    """Print the report, and write it to ``out`` with a chart next to it."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    parts = [common.heading("benchmarks.compare", device), *paragraphs(job, report)]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    steps_s = {name: result.steps_s for name, result in report.results.items()}
+    parts.insert(2, common.chart(steps_s, out.with_suffix(".svg")))
+    common.show(*parts)
+    common.write_report(out, parts)
 
 
 if __name__ == "__main__":

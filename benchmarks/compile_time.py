@@ -44,7 +44,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import graphshard
 from benchmarks import common, memory
 from benchmarks.common import FSDP2_BLOCKS, PLAIN
-from benchmarks.gpt import GPT
+from benchmarks.models import GPT
 from benchmarks.variants import Build, Trained, fsdp2_compiled_blocks, plain
 from graphshard.pipeline import compile as pipeline
 from graphshard.pipeline import partition
@@ -130,8 +130,7 @@ def main() -> None:
             note = f"{layers} layers, d={args.dim}, {ranks} ranks; median of {args.repeats}"
             paragraphs += [f"## {note}", _table(cold, warm), _split(cold)]
             common.show(*paragraphs[-3:])
-            if args.out:
-                common.write_report(args.out, paragraphs)
+            common.write_report(args.out, paragraphs)
 
 
 def _arguments() -> argparse.Namespace:
@@ -146,7 +145,7 @@ def _arguments() -> argparse.Namespace:
     )
     limit = "seconds that one process may take; default: %(default)s"
     parser.add_argument("--timeout", type=common.count, default=600, metavar="S", help=limit)
-    parser.add_argument("--out", type=Path, help="a file for the tables")
+    common.add_out(parser)
     for hidden in ("measure", "store"):  # for the child processes
         parser.add_argument(f"--{hidden}", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -332,43 +331,33 @@ def _spent(*names: str) -> float:
 
 def _table(cold: Runs, warm: Runs) -> str:
     """Return a table with a row per variant; ratios are to unsharded ``torch.compile``."""
-    headers = [
-        "first gradient",
-        "cold s",
-        "ratio",
-        "warm s",
-        "graphs",
-        "files",
-        "step ms",
-        "peak MB",
-    ]
+    base = _median(cold[PLAIN], "seconds") if PLAIN in cold else None
     rows = []
     for variant, runs in cold.items():
-        seconds = _median(runs, "seconds")
-        base = _median(cold[PLAIN], "seconds") if PLAIN in cold else None
+        seconds, both = _median(runs, "seconds"), [*runs, *warm[variant]]
         rows.append(
-            [
-                variant,
-                f"{seconds:.1f}",
-                f"{seconds / base:.2f}" if base else "",
-                f"{_median(warm[variant], 'seconds'):.1f}",
-                str(runs[-1].graphs),
-                str(runs[-1].files),
-                f"{_median([*runs, *warm[variant]], 'step_s') * 1e3:.1f}",
-                f"{_median([*runs, *warm[variant]], 'peak') / 1e6:.1f}",
-            ]
+            {
+                "first gradient": variant,
+                "cold s": f"{seconds:.1f}",
+                "ratio": f"{seconds / base:.2f}" if base else "",
+                "warm s": f"{_median(warm[variant], 'seconds'):.1f}",
+                "graphs": str(runs[-1].graphs),
+                "files": str(runs[-1].files),
+                "step ms": f"{_median(both, 'step_s') * 1e3:.1f}",
+                "peak MB": f"{_median(both, 'peak') / 1e6:.1f}",
+            }
         )
-    return common.table(headers, rows)
+    return common.table(rows)
 
 
 def _split(cold: Runs) -> str:
     """Return a table of the parts of each variant's cold seconds."""
-    names = list(next(iter(cold.values()))[0].parts)
-    rows = [
-        [variant, *(f"{median(run.parts[name] for run in runs):.1f}" for name in names)]
-        for variant, runs in cold.items()
-    ]
-    return common.table(["cold s, of them", *names], rows)
+    rows = []
+    for variant, runs in cold.items():
+        seconds = {part: median(run.parts[part] for run in runs) for part in runs[0].parts}
+        parts = {part: f"{part_s:.1f}" for part, part_s in seconds.items()}
+        rows.append({"parts of cold s": variant, **parts})
+    return common.table(rows)
 
 
 def _median(runs: Sequence[First], field: str) -> float:

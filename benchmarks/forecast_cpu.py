@@ -10,7 +10,7 @@ Then measures steps of six models, compiled by Inductor, with AdamW:
 
     1 rank     alone
     2 ranks    gloo over loopback, one thread each
-    4 ranks    over modelled wires (``modelled_links``); only the first rank exists, because four
+    4 ranks    over modelled wires (``links``); only the first rank exists, because four
                ranks would share two cores
 
 Predictions are made as by ``graphshard.plan``, from the calibrated file. A JSON file keeps
@@ -38,8 +38,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import common, forecast_report
-from benchmarks.forecast_models import MODELS
-from benchmarks.forecast_ranks import Job, Measured, measure, measure_with_wire
+from benchmarks.forecast_ranks import MODELS, Job, Measured, measure, measure_with_wire
 from benchmarks.forecast_report import Row
 from benchmarks.links import Wire, parse_wire, with_wire
 from graphshard.cost.hardware import Hardware

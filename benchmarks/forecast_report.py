@@ -68,7 +68,7 @@ def paragraphs(rows: Sequence[Row]) -> list[str]:
     """Return the report as paragraphs of Markdown."""
     busiest = max(row.others for row in rows)
     return [
-        _table(rows),
+        common.table([_cells(row) for row in rows]),
         _summary(rows),
         _interval("step time", rows, lambda row: row.time_ratio),
         _interval("memory", rows, lambda row: row.memory_ratio),
@@ -80,33 +80,26 @@ def paragraphs(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _table(rows: Sequence[Row]) -> str:
-    headers = ["training", "predicted ms", "measured", "error", "compute", "communication"]
-    headers += ["optimizer", "measured", "processor", "predicted MB", "measured", "error", "others"]
-    return common.table(headers, [_cells(row) for row in rows])
-
-
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row) -> dict[str, str]:
     assert row.predicted_ms is not None and row.predicted_bytes is not None
-    name = f"{row.model}, {row.ranks} ranks, {row.link}, {row.dtype}, {row.strategy}"
-    times = (
-        row.compute_ms,
-        row.exposed_ms,
-        row.optimizer_ms,
-        row.measured_optimizer_ms,
-        row.processor_ms,
-    )
-    return [
-        name,
-        f"{row.predicted_ms:.1f}",
-        f"{row.measured_ms:.1f}",
-        f"{1 / row.time_ratio - 1:+.1%}",
-        *(f"{ms:.1f}" for ms in times),
-        f"{row.predicted_bytes / MB:.1f}",
-        f"{row.measured_bytes / MB:.1f}",
-        f"{1 / row.memory_ratio - 1:+.1%}",
-        f"{row.others:.0%}",
-    ]
+    times_ms = {
+        "compute ms": row.compute_ms,
+        "communication ms": row.exposed_ms,
+        "optimizer ms": row.optimizer_ms,
+        "measured optimizer ms": row.measured_optimizer_ms,
+        "processor ms": row.processor_ms,
+    }
+    return {
+        "training": f"{row.model}, {row.ranks} ranks, {row.link}, {row.dtype}, {row.strategy}",
+        "predicted ms": f"{row.predicted_ms:.1f}",
+        "measured ms": f"{row.measured_ms:.1f}",
+        "error": f"{1 / row.time_ratio - 1:+.1%}",
+        **{heading: f"{ms:.1f}" for heading, ms in times_ms.items()},
+        "predicted MB": f"{row.predicted_bytes / MB:.1f}",
+        "measured MB": f"{row.measured_bytes / MB:.1f}",
+        "memory error": f"{1 / row.memory_ratio - 1:+.1%}",
+        "others": f"{row.others:.0%}",
+    }
 
 
 def _summary(rows: Sequence[Row]) -> str:
@@ -120,10 +113,15 @@ def _summary(rows: Sequence[Row]) -> str:
         time = sum(abs(1 / row.time_ratio - 1) <= TIME_WITHIN for row in members)
         memory = sum(abs(1 / row.memory_ratio - 1) <= MEMORY_WITHIN for row in members)
         right, pairs = orders(members)
-        counts = (f"{time} of {len(members)}", f"{memory} of {len(members)}", f"{right} of {pairs}")
-        lines.append([name, *counts])
-    within = [f"time within {TIME_WITHIN:.0%}", f"memory within {MEMORY_WITHIN:.0%}", "order right"]
-    return common.table(["ranks, link, dtype; model", *within], lines)
+        lines.append(
+            {
+                "ranks, link, dtype; model": name,
+                f"time within {TIME_WITHIN:.0%}": f"{time} of {len(members)}",
+                f"memory within {MEMORY_WITHIN:.0%}": f"{memory} of {len(members)}",
+                "order right": f"{right} of {pairs}",
+            }
+        )
+    return common.table(lines)
 
 
 def _models(rows: Iterable[Row]) -> list[str]:

@@ -156,26 +156,32 @@ def main() -> None:
     rows = []
     for variant, rounds in costs.items():
         halves = Cost(*(statistics.median(values) for values in zip(*rounds)))
-        numbers = [f"{bytes_ / MB:.0f}" for bytes_ in (halves.shards, halves.resident, halves.own)]
         seconds = [cost.seconds for cost in rounds]
         spread = f"{min(seconds):.1f} to {max(seconds):.1f}"
-        rows.append([variant, f"{halves.seconds:.1f}", spread, *numbers])
-    headers = ["", "seconds", "from, to", "MB of shards", "peak resident MB", "of its own"]
+        rows.append(
+            {
+                "loaded": variant,
+                "seconds": f"{halves.seconds:.1f}",
+                "from, to": spread,
+                "MB of shards": f"{halves.shards / MB:.0f}",
+                "peak resident MB": f"{halves.resident / MB:.0f}",
+                "peak anonymous MB": f"{halves.own / MB:.0f}",
+            }
+        )
     note = (
         f"Llama of {args.layers} layers, {size / MB:.0f} MB of float32, on {args.ranks} ranks; the "
         f"rank that needs most; medians of {args.rounds} rounds, each in new processes, after a "
         "small model was loaded in the same way; peaks beyond what was resident before"
     )
-    paragraphs = [heading, common.table(headers, rows), note]
+    paragraphs = [heading, common.table(rows), note]
     common.show(*paragraphs)
-    if args.out:
-        common.write_report(args.out, paragraphs)
+    common.write_report(args.out, paragraphs)
 
 
 def _arguments() -> argparse.Namespace:
     parser = common.new_parser(__doc__)
     common.add_counts(parser, layers=14, ranks=2, rounds=3)
-    parser.add_argument("--out", type=Path, help="a Markdown file to write")
+    common.add_out(parser)
     return parser.parse_args()
 
 

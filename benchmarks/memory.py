@@ -218,16 +218,21 @@ def main() -> None:
             for give_back in (True, False)
         )
         params, baseline = live.params, live if kind == FSDP2 else baseline
-        row = [live.before, live.peak, live.peak - live.before, kept.peak]
+        row = {
+            "before": live.before,
+            "peak": live.peak,
+            "above before": live.peak - live.before,
+            "peak, holes": kept.peak,
+        }
+        megabytes = {heading: f"{number / MB:.0f}" for heading, number in row.items()}
         ratio = f"{live.peak / baseline.peak:.2f}"
-        rows.append([kind, *(f"{number / MB:.0f}" for number in row), ratio])
-    headers = ["resident MB of a rank", "before", "peak", "above before", "peak, holes", "ratio"]
+        rows.append({"resident MB of a rank": kind, **megabytes, "ratio": ratio})
     note = (
         f"MLP of {args.linears} linear layers of one size, {params / MB:.0f} MB of parameters on "
         f"{args.ranks} ranks; peak of {STEPS} steps after the warm-up; ratio of peaks to {FSDP2}; "
         "holes: with glibc's own threshold, so that freed blocks stay resident"
     )
-    common.show(common.table(headers, rows), note)
+    common.show(common.table(rows), note)
 
 
 def _arguments() -> argparse.Namespace:

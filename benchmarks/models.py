@@ -1,9 +1,51 @@
-"""A chain of linear layers for the memory benchmark, and the parameter bytes of any model."""
+"""Models that the benchmarks train: a GPT, and a chain of linear layers for measuring memory."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from graphshard.tools.demo_model import Block
+
+
+class GPT(nn.Module):
+    """A GPT of the demo's blocks that returns its loss; 12 parameters per layer and 5 more."""
+
+    def __init__(self, *, dim: int, layers: int, heads: int, vocab: int, context: int) -> None:
+        super().__init__()
+        self.vocab, self.context = vocab, context
+        self.tokens = nn.Embedding(vocab, dim)
+        self.positions = nn.Embedding(context, dim)
+        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocab, bias=False)
+
+    @classmethod
+    def seeded(
+        cls, device: torch.device, *, dim: int, layers: int, head_dim: int, vocab: int, context: int
+    ) -> GPT:
+        """Return a model on ``device``, with the same parameters on every call."""
+        torch.manual_seed(0)
+        heads = max(1, dim // head_dim)
+        with device:
+            return cls(dim=dim, layers=layers, heads=heads, vocab=vocab, context=context)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the mean cross entropy of predicting ``ids[:, 1:]``.
+
+        Args:
+            ids: tokens ``[batch, length + 1]``; ``length`` is at most ``context``.
+        """
+        inputs, targets = ids[:, :-1], ids[:, 1:]
+        x = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+    def batch(self, rows: int, device: torch.device) -> Tensor:
+        """Return random tokens, ``[rows, context + 1]``."""
+        return torch.randint(self.vocab, (rows, self.context + 1), device=device)
 
 
 class MLPBlock(nn.Module):

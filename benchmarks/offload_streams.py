@@ -27,7 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import graphshard
 from benchmarks import common
-from benchmarks.gpt import GPT
+from benchmarks.models import GPT
 from graphshard.kinds import TransferKind
 from graphshard.planning.plan import Plan, next_in_chain
 from graphshard.show import profile
@@ -158,8 +158,7 @@ def hidden_part(launched: Sequence[Launched], trace: Trace) -> float:
 def main() -> None:
     """Profile a step, and print what it launched."""
     parser = common.new_parser(__doc__, with_device=True)
-    parser.add_argument("--layers", type=common.count, default=4, help="default: %(default)s")
-    parser.add_argument("--dim", type=common.count, default=1024, help="default: %(default)s")
+    common.add_counts(parser, layers=4, dim=1024)
     args = parser.parse_args()
     device = common.pick_device(args.device)
     common.show(common.heading("benchmarks.offload_streams", device))
@@ -171,12 +170,18 @@ def main() -> None:
         streams = sorted({stream for one in some for _, _, stream in one.spans})
         ms = sum(end - start for one in some for start, end, _ in one.spans) / 1e3
         rows.append(
-            [kind, len(some), ", ".join(streams), f"{ms:.2f}", f"{hidden_part(some, trace):.0%}"]
+            {
+                "launched": str(kind),
+                "number": str(len(some)),
+                "streams": ", ".join(streams),
+                "ms": f"{ms:.2f}",
+                "overlapped": f"{hidden_part(some, trace):.0%}",
+            }
         )
     num_orders, broken = faults(plans, launches)
     copies = [one for one in launches if one.kind in _COPIES]
     common.show(
-        common.table(["launched", "number", "streams", "ms", "overlapped"], rows),
+        common.table(rows),
         *broken,
         f"offload streams: {num_orders - len(broken)} of {num_orders} orders kept; "
         f"{hidden_part(copies, trace):.0%} of the copies' time overlaps kernels",

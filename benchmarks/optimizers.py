@@ -27,9 +27,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from benchmarks import common
-from benchmarks.gpt import GPT
 from benchmarks.memory import give_memory_back, peak_of
-from benchmarks.models import parameter_bytes
+from benchmarks.models import GPT, parameter_bytes
 from benchmarks.optimizer_table import CASES, SAME, Case, Outcome, try_out
 from tests import ranks, recording
 
@@ -97,7 +96,7 @@ def sent_and_peak(dim: int, layers: int) -> dict[str, tuple[float, int]]:
 # --- in the parent -------------------------------------------------------------------------------
 
 
-def _muon_rows(args: argparse.Namespace, num_ranks: int) -> list[list[str]]:
+def _muon_rows(args: argparse.Namespace, num_ranks: int) -> list[dict[str, str]]:
     size = (args.dim, args.layers)
     timing = ranks.run(num_ranks, time_steps, *size, args.steps, args.warm_up, timeout_s=LIMIT_S)
     seconds = {name: [max(of) for of in zip(*(by[name] for by in timing))] for name in MUONS}
@@ -108,21 +107,20 @@ def _muon_rows(args: argparse.Namespace, num_ranks: int) -> list[list[str]]:
         half = median(seconds[name])
         common.show(f"{name}, {num_ranks} ranks: {half * 1e3:.0f} ms")
         rows.append(
-            [
-                f"{name}, {num_ranks} ranks",
-                f"{half * 1e3:.0f}",
-                f"{min(seconds[name]) * 1e3:.0f}",
-                f"{half / median(seconds[THEIRS]):.2f}",
-                f"{mean(by[name][0] for by in found) / 1e6:.1f}",
-                f"{max(by[name][1] for by in found) / 1e6:.1f}",
-            ]
+            {
+                "Muon": f"{name}, {num_ranks} ranks",
+                "median ms": f"{half * 1e3:.0f}",
+                "min ms": f"{min(seconds[name]) * 1e3:.0f}",
+                "ratio": f"{half / median(seconds[THEIRS]):.2f}",
+                "MB sent by a rank": f"{mean(by[name][0] for by in found) / 1e6:.1f}",
+                "peak MB of a step": f"{max(by[name][1] for by in found) / 1e6:.1f}",
+            }
         )
     return rows
 
 
 def _muon_table(args: argparse.Namespace) -> str:
-    headers = ["Muon", "median ms", "min ms", "ratio", "MB sent by a rank", "peak MB of a step"]
-    return common.table(headers, [row for n in NUM_RANKS for row in _muon_rows(args, n)])
+    return common.table([row for n in NUM_RANKS for row in _muon_rows(args, n)])
 
 
 def _outcome(case: Case) -> Outcome:
@@ -134,15 +132,20 @@ def _outcome(case: Case) -> Outcome:
     return max(found, key=lambda o: (o.error is not None, o.difference, o.state != SAME))
 
 
-def _table_row(case: Case) -> list[str]:
+def _table_row(case: Case) -> dict[str, str]:
     outcome = _outcome(case)
     if outcome.error is not None:
         result, state = f"raises `{_shortened(outcome.error)}`", "-"
     else:
         result = f"{outcome.difference:.0e} apart" if outcome.difference else SAME
         state = outcome.state if outcome.state == SAME else f"`{_shortened(outcome.state)}`"
-    row = [f"`{case.name}`", result, state, case.why or "works on each element"]
-    common.show(" | ".join(row))
+    row = {
+        "optimizer": f"`{case.name}`",
+        "compared with an unsharded copy": result,
+        "state saved and loaded": state,
+        "why": case.why or "works on each element",
+    }
+    common.show(" | ".join(row.values()))
     return row
 
 
@@ -182,8 +185,7 @@ def main() -> None:
     muon = _muon_table(args)
     common.show(heading, _size(args), muon)
     tried = [case for case in CASES if importlib.util.find_spec(case.package)]
-    headers = ["optimizer", "beside an unsharded copy", "state saved and loaded", "why"]
-    table = common.table(headers, [_table_row(case) for case in tried])
+    table = common.table([_table_row(case) for case in tried])
     common.write_report(
         args.out,
         [

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks import common
 from benchmarks.common import GRAPHSHARD, PLAIN, Timing
-from benchmarks.gpt import GPT
+from benchmarks.models import GPT
 from benchmarks.variants import VARIANTS, Trained
 
 DIM, HEAD_DIM, VOCAB, CONTEXT = 16, 8, 64, 4
@@ -73,16 +73,19 @@ def _median_host_s(timings: Sequence[Timing]) -> float:
 def _table(timings: Mapping[str, Sequence[Timing]], device: torch.device) -> str:
     """Return a table with a row per variant; ratios are to plain torch.compile."""
     base = _median_host_s(timings[PLAIN])
-    headers = ["fwd+bwd", "median ms", "min ms", "ratio"]
-    if device.type == "cuda":
-        headers.append("median ms, GPU done")
     rows = []
     for name, steps in timings.items():
-        half, least = _median_host_s(steps), min(step.host_s for step in steps)
-        done = median([step.done_s for step in steps])
-        row = [name, f"{half * 1e3:.2f}", f"{least * 1e3:.2f}", f"{half / base:.2f}"]
-        rows.append([*row, f"{done * 1e3:.2f}"][: len(headers)])
-    return common.table(headers, rows)
+        host_s = _median_host_s(steps)
+        row = {
+            "fwd+bwd": name,
+            "median ms": f"{host_s * 1e3:.2f}",
+            "min ms": f"{min(step.host_s for step in steps) * 1e3:.2f}",
+            "ratio": f"{host_s / base:.2f}",
+        }
+        if device.type == "cuda":
+            row["median ms, GPU done"] = f"{median([step.done_s for step in steps]) * 1e3:.2f}"
+        rows.append(row)
+    return common.table(rows)
 
 
 if __name__ == "__main__":

@@ -35,10 +35,6 @@ NUM_UNSTEADY_STEPS = 50
 """Number of first steps whose losses are not compared."""
 FLOAT32, BFLOAT16 = "float32", "bfloat16"
 FP8 = {f"fp8, {recipe}": recipe for recipe in RECIPES}
-HEADERS = (
-    *("precision", "final loss", "ratio to bfloat16", "largest difference"),
-    *("MB gathered", "bytes for scales", "ratio to float32"),
-)
 
 
 @dataclass(frozen=True)
@@ -100,19 +96,19 @@ def measure(kind: str, args: argparse.Namespace) -> Learned:
     return learned
 
 
-def _row(kind: str, learned: Learned, float32: Learned, bfloat16: Learned) -> list[str]:
+def _row(kind: str, learned: Learned, float32: Learned, bfloat16: Learned) -> dict[str, str]:
     differences = [abs(a - b) for a, b in zip(learned.losses, bfloat16.losses)]
     steady = differences[NUM_UNSTEADY_STEPS:]
     sent_bytes = learned.gathered_bytes + learned.scales_bytes
-    return [
-        kind,
-        f"{learned.final:.4f}",
-        f"{learned.final / bfloat16.final:.4f}",
-        f"{max(steady):.4f}" if steady else "-",
-        f"{learned.gathered_bytes / 1e6:.3f}",
-        f"{learned.scales_bytes}",
-        f"{sent_bytes / float32.gathered_bytes:.4f}",
-    ]
+    return {
+        "precision": kind,
+        "final loss": f"{learned.final:.4f}",
+        "ratio to bfloat16": f"{learned.final / bfloat16.final:.4f}",
+        "largest difference": f"{max(steady):.4f}" if steady else "-",
+        "MB gathered": f"{learned.gathered_bytes / 1e6:.3f}",
+        "bytes for scales": f"{learned.scales_bytes}",
+        "ratio to float32": f"{sent_bytes / float32.gathered_bytes:.4f}",
+    }
 
 
 def _note(args: argparse.Namespace) -> str:
@@ -138,7 +134,7 @@ def main() -> None:
     ]
     head = common.heading("benchmarks.precision", torch.device("cpu"))
     left_out = [f"{kind}: left out, torch says {why!r}" for kind, why in faults.items() if why]
-    parts = [head, common.table(HEADERS, rows), _note(args), *left_out]
+    parts = [head, common.table(rows), _note(args), *left_out]
     common.show(*parts)
     common.write_report(args.out, parts)
 

@@ -3,7 +3,7 @@
     python -m benchmarks.race [--layers 8] [--links 0.03,370 0.05,100] [--variants graphshard ...]
         [--rounds 3] [--steps 5] [--device cpu|cuda] [--out FOLDER]
 
-Links are modelled (benchmarks/modelled_links.py). Parameters are gathered and used in bfloat16,
+Links are modelled (benchmarks/links.py). Parameters are gathered and used in bfloat16,
 gradients are reduced in float32, and AdamW is fused. FSDP2 is wrapped as torchtitan wraps it. Plain
 torch.compile shards nothing, and its weights are in bfloat16. With --planned-wire, graphshard plans
 for other links than it runs on.
@@ -47,9 +47,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import graphshard
 from benchmarks import common, gpu_trace
 from benchmarks.common import FSDP2_BLOCKS, GRAPHSHARD, GRAPHSHARD_FP8, PLAIN, TORCHAO
-from benchmarks.links import Wire, add_planned_wire, parse_wire, write_with_wire
+from benchmarks.links import Wire, add_planned_wire, modelled_group, parse_wire, write_with_wire
 from benchmarks.llama import LlamaSizes, TrainableLlama, as_torchtitan
-from benchmarks.modelled_links import modelled_group
 from benchmarks.variants import Trained, add_hooks, asynchronous, convert_to_float8, mp_policy
 from graphshard.cost.devices import HARDWARE, find_hardware_or_default
 from graphshard.dynamo_backend import Backend
@@ -315,20 +314,23 @@ def _round(step: Callable[[], Tensor], steps: int, device: torch.device) -> tupl
 
 def _table(results: Mapping[Entry, Result]) -> str:
     """Return a table with a row per process; ratios are to FSDP2 or torchao on the same link."""
-    headers = ["variant", "links", "step ms", "ratio"]
-    headers += [f"{part} ms" for part in (*gpu_trace.PARTS, "host")] + ["peak GB", "first step s"]
     rows = []
     for entry, result in results.items():
         base = results.get(Entry(RIVALS.get(entry.variant, FSDP2_BLOCKS), entry.wire))
-        row = [entry.variant, str(entry.wire or ""), f"{result.step_s * 1e3:.1f}"]
-        row.append(f"{result.step_s / base.step_s:.3f}" if base else "")
-        row += [
-            f"{result.parts_ms[part]:.1f}" if result.parts_ms else "" for part in gpu_trace.PARTS
-        ]
-        row.append(f"{result.host_s * 1e3:.1f}")
-        row.append(f"{result.peak_bytes / 1e9:.2f}" if result.peak_bytes else "")
-        rows.append([*row, f"{result.first_s:.1f}"])
-    return common.table(headers, rows)
+        parts_ms = result.parts_ms
+        rows.append(
+            {
+                "variant": entry.variant,
+                "links": str(entry.wire or ""),
+                "step ms": f"{result.step_s * 1e3:.1f}",
+                "ratio": f"{result.step_s / base.step_s:.3f}" if base else "",
+                **{f"{p} ms": f"{parts_ms[p]:.1f}" if parts_ms else "" for p in gpu_trace.PARTS},
+                "host ms": f"{result.host_s * 1e3:.1f}",
+                "peak GB": f"{result.peak_bytes / 1e9:.2f}" if result.peak_bytes else "",
+                "first step s": f"{result.first_s:.1f}",
+            }
+        )
+    return common.table(rows)
 
 
 def _ratios(results: Mapping[Entry, Result]) -> list[str]:

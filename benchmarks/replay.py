@@ -71,13 +71,13 @@ def main() -> None:
     """Print a table with a row for each graph."""
     parser = common.new_parser(__doc__)
     parser.add_argument("race", nargs="?", type=Path, default=RECORDED)
-    rows = [
-        [name, *(f"{part:.2f}" for part in zip(*times) for part in part)]
-        for name, *times in replay(parser.parse_args().race)
-    ]
-    parts = ("measured", "simulated", "predicted")
-    headers = ["graph", *(f"{what}, {part}" for what in ("ms", "exposed") for part in parts)]
-    common.show(common.table(headers, rows))
+    rows = []
+    for name, *times in replay(parser.parse_args().race):
+        named = dict(zip(("measured", "simulated", "predicted"), times))
+        totals = {f"ms, {part}": f"{each.total_ms:.2f}" for part, each in named.items()}
+        exposed = {f"exposed, {part}": f"{each.exposed_ms:.2f}" for part, each in named.items()}
+        rows.append({"graph": name, **totals, **exposed})
+    common.show(common.table(rows))
 
 
 def replay(path: Path) -> Iterator[Replayed]:

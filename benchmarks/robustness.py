@@ -147,20 +147,8 @@ def ratios(
 
 # --- output --------------------------------------------------------------------------------------
 
-HEADERS = (
-    "model, GPUs, links",
-    "planning s",
-    "peak GiB",
-    "FSDP2's",
-    "over FSDP2's rule: median",
-    "worst",
-    "over exact: median",
-    "worst",
-    "within 2 %",
-)
 
-
-def row(name: str, plans: Sequence[Plan], gpus: int, link: float, *, exact: bool) -> list[str]:
+def row(name: str, plans: Sequence[Plan], gpus: int, link: float, *, exact: bool) -> dict[str, str]:
     """Return a row of the table."""
     problems = [at_world(plan, gpus) for plan in plans]
     hardware = slowed(HARDWARE[DEVICE], Scenario(link, 1.0, 1.0))
@@ -169,23 +157,23 @@ def row(name: str, plans: Sequence[Plan], gpus: int, link: float, *, exact: bool
     planning_s = time.perf_counter() - begin
     found = ratios(plans, problems, ours, hardware, exact=exact)
     theirs = [uncopied(plan, problem) for plan, problem in zip(plans, problems, strict=True)]
-    cells = [
-        f"{name}, {gpus}, {link:g}x",
-        f"{planning_s:.1f}",
-        f"{peak_bytes(problems, ours) / 2**30:.1f}",
-        f"{peak_bytes(problems, theirs) / 2**30:.1f}",
-        f"{statistics.median_high(found.rule):.3f}",
-        f"{max(found.rule):.3f}",
-    ]
-    if not exact:
-        return [*cells, "", "", ""]
-    near = sum(ratio <= 1.02 for ratio in found.exact)
-    return [
-        *cells,
-        f"{statistics.median_high(found.exact):.3f}",
-        f"{max(found.exact):.3f}",
-        f"{near} of {len(found.exact)}",
-    ]
+    cells = {
+        "model, GPUs, links": f"{name}, {gpus}, {link:g}x",
+        "planning s": f"{planning_s:.1f}",
+        "peak GiB": f"{peak_bytes(problems, ours) / 2**30:.1f}",
+        "FSDP2's peak": f"{peak_bytes(problems, theirs) / 2**30:.1f}",
+        "over FSDP2's rule: median": f"{statistics.median_high(found.rule):.3f}",
+        "worst": f"{max(found.rule):.3f}",
+        "over exact: median": "",
+        "worst exact": "",
+        "within 2 %": "",
+    }
+    if exact:
+        near = sum(ratio <= 1.02 for ratio in found.exact)
+        cells["over exact: median"] = f"{statistics.median_high(found.exact):.3f}"
+        cells["worst exact"] = f"{max(found.exact):.3f}"
+        cells["within 2 %"] = f"{near} of {len(found.exact)}"
+    return cells
 
 
 def peak_bytes(problems: Sequence[Problem], schedules: Schedules) -> int:
@@ -207,11 +195,10 @@ def main() -> None:
         plans = traced(name, args.problems)
         for gpus, link in itertools.product(args.gpus, LINKS):
             lines.append(row(name, plans, gpus, link, exact=name in args.exact))
-            print("  ".join(lines[-1]), flush=True)
-    parts += [common.table(HEADERS, lines), NOTE]
+            print("  ".join(lines[-1].values()), flush=True)
+    parts += [common.table(lines), NOTE]
     common.show(parts[-2])
-    if args.out:
-        common.write_report(args.out, parts)
+    common.write_report(args.out, parts)
 
 
 def _arguments() -> argparse.Namespace:
@@ -222,7 +209,7 @@ def _arguments() -> argparse.Namespace:
         "--exact", nargs="*", choices=LLAMA3, default=["8B"], help="models with exact schedules"
     )
     parser.add_argument("--problems", type=Path, help="a folder to keep traced graphs in")
-    parser.add_argument("--out", type=Path, help="a Markdown file to write")
+    common.add_out(parser)
     return parser.parse_args()
 
 

@@ -26,7 +26,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,9 +38,14 @@ from graphshard.cost.model import CostModel
 from graphshard.kinds import GraphKind, TransferKind
 from graphshard.planning.live_bytes import fixed_by_point, smallest_peak, with_fixed_bytes
 from graphshard.planning.memory_budget import ScheduleLimits
-from graphshard.planning.plan import Bucket, Plan, Problem, Transfer
+from graphshard.planning.plan import Bucket, Plan, Problem, Transfer, bucket_of, in_launch_order
 from graphshard.planning.search import find_schedule
-from graphshard.planning.simulate import COMMUNICATION, TransferCostModel, simulate
+from graphshard.planning.simulate import (
+    COMMUNICATION,
+    TransferCostModel,
+    simulate,
+    start_times_us,
+)
 
 COST_MODEL = CostModel(HARDWARE[DEVICE])
 Rule = Callable[[Plan, Problem], Sequence[Bucket]]
@@ -128,20 +132,10 @@ def _ready(problem: Problem, positions: Sequence[int]) -> int:
 
 
 def _bucket(problem: Problem, positions: Sequence[int], launch: int, wait: int) -> Bucket:
-    transfers = [problem.transfers[i] for i in positions]
-    first = transfers[0]
-    return Bucket(
-        kind=first.kind,
-        buffers=(tuple(positions),),
-        num_bytes=sum(transfer.num_bytes for transfer in transfers),
-        group=first.group,
-        world=first.world,
-        launch=launch,
-        wait=wait,
-    )
+    return bucket_of(problem, (tuple(positions),), launch=launch, wait=wait)
 
 
-def fsdp2_rule(plan: Plan, problem: Problem) -> list[Bucket]:
+def fsdp2_rule(plan: Plan, problem: Problem) -> Sequence[Bucket]:
     """Schedule as eager FSDP2 does by default (``_fsdp_param_group.py``)."""
     blocks = by_block(plan, problem)
     due = [_due(problem, positions) for positions in blocks.gathers]
@@ -150,7 +144,7 @@ def fsdp2_rule(plan: Plan, problem: Problem) -> list[Bucket]:
     waits = [*ready[1:], problem.num_steps]
     buckets = [_bucket(problem, *row) for row in zip(blocks.gathers, launches, due)]
     buckets += [_bucket(problem, *row) for row in zip(blocks.reductions, ready, waits)]
-    return sorted(buckets, key=lambda bucket: bucket.launch)
+    return in_launch_order(buckets)
 
 
 def uncopied(plan: Plan, problem: Problem) -> list[Bucket]:
@@ -159,13 +153,13 @@ def uncopied(plan: Plan, problem: Problem) -> list[Bucket]:
     return [dataclasses.replace(b, buffers=tuple((i,) for i in b.transfers)) for b in buckets]
 
 
-def unscheduled(plan: Plan, problem: Problem) -> list[Bucket]:
+def unscheduled(plan: Plan, problem: Problem) -> Sequence[Bucket]:
     """Launch FSDP2's buckets where they are needed, and wait for them at once."""
     blocks = by_block(plan, problem)
     placed = [(positions, _due(problem, positions)) for positions in blocks.gathers]
     placed += [(positions, _ready(problem, positions)) for positions in blocks.reductions]
     buckets = [_bucket(problem, positions, step, step) for positions, step in placed]
-    return sorted(buckets, key=lambda bucket: bucket.launch)
+    return in_launch_order(buckets)
 
 
 def root_kept(plan: Plan, problem: Problem) -> Problem:
@@ -192,7 +186,7 @@ def lower_bound_us(problem: Problem, cost_model: TransferCostModel) -> float:
     kind. The compute lane runs all steps: each step after all parameters due by then are gathered,
     and after each step, all gradients that become ready later must still be reduced.
     """
-    start_us = [0.0, *accumulate(problem.compute_us)]
+    start_us = start_times_us(problem)
     gathers = [t for t in problem.transfers if t.kind == TransferKind.ALL_GATHER]
     reductions = [t for t in problem.transfers if t.kind != TransferKind.ALL_GATHER]
     first_us = last_us = 0.0
@@ -269,18 +263,6 @@ def judge(
 
 OURS, RULE, NONE = "graphshard", "FSDP2's rule", "unscheduled"
 UNCOPIED, KEPT = f"{RULE}, no copies", f"{RULE}, no copies, root kept"
-HEADERS = (
-    "model, GPUs, schedule",
-    "step ms",
-    "over bound",
-    "exposed ms",
-    "least exposed",
-    "copies ms",
-    "wire ms",
-    "peak GiB",
-    "collectives",
-    "planning s",
-)
 
 
 def judged(plans: Sequence[Plan], gpus: int) -> dict[str, Outcome]:
@@ -313,20 +295,20 @@ def _planned(limits: ScheduleLimits) -> Rule:
     return lambda _, problem: find_schedule(problem, COST_MODEL, limits)
 
 
-def _row(name: str, compute_us: float, outcome: Outcome) -> list[str]:
+def _row(name: str, compute_us: float, outcome: Outcome) -> dict[str, str]:
     copies_us = outcome.step_us - outcome.exposed_us - compute_us
-    return [
-        name,
-        f"{outcome.step_us / 1e3:.1f}",
-        f"{outcome.step_us / outcome.bound_us - 1:+.1%}",
-        f"{outcome.exposed_us / 1e3:.1f}",
-        f"{max(0.0, outcome.bound_us - compute_us) / 1e3:.1f}",
-        f"{copies_us / 1e3:.1f}",
-        f"{outcome.communication_us / 1e3:.0f}",
-        f"{outcome.peak_bytes / 2**30:.1f}",
-        f"{outcome.num_collectives}",
-        f"{outcome.planning_s:.1f}",
-    ]
+    return {
+        "model, GPUs, schedule": name,
+        "step ms": f"{outcome.step_us / 1e3:.1f}",
+        "over bound": f"{outcome.step_us / outcome.bound_us - 1:+.1%}",
+        "exposed ms": f"{outcome.exposed_us / 1e3:.1f}",
+        "least exposed": f"{max(0.0, outcome.bound_us - compute_us) / 1e3:.1f}",
+        "copies ms": f"{copies_us / 1e3:.1f}",
+        "wire ms": f"{outcome.communication_us / 1e3:.0f}",
+        "peak GiB": f"{outcome.peak_bytes / 2**30:.1f}",
+        "collectives": f"{outcome.num_collectives}",
+        "planning s": f"{outcome.planning_s:.1f}",
+    }
 
 
 def traced(name: str, folder: Path | None) -> list[Plan]:
@@ -375,11 +357,9 @@ def main() -> None:
                 _row(f"{name}, {gpus}, {rule}", compute_us, outcome)
                 for rule, outcome in outcomes.items()
             ]
-        parts.append(common.table(HEADERS, lines))
+        parts.append(common.table(lines))
         common.show(parts[-1])
-    parts.append(NOTE)
-    if args.out:
-        common.write_report(args.out, parts)
+    common.write_report(args.out, [*parts, NOTE])
 
 
 def _arguments() -> argparse.Namespace:
@@ -387,7 +367,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=LLAMA3, default=list(LLAMA3))
     parser.add_argument("--gpus", nargs="+", type=common.count, default=[8, 64, 256, 1024])
     parser.add_argument("--problems", type=Path, help="a folder to keep traced graphs in")
-    parser.add_argument("--out", type=Path, help="a Markdown file to write")
+    common.add_out(parser)
     return parser.parse_args()
 
 
