@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from .forecast.plan import plan as plan
     from .options.float8_policy import Float8Policy as Float8Policy
     from .options.schedule_policy import SchedulePolicy as SchedulePolicy
-    from .params.full_state_dict import full_state_dict as full_state_dict
     from .params.grad_sync import no_sync as no_sync
     from .params.grad_sync import set_gradient_divide_factor as set_gradient_divide_factor
     from .params.grad_sync import set_requires_all_reduce as set_requires_all_reduce
     from .params.grad_sync import set_requires_gradient_sync as set_requires_gradient_sync
-    from .params.load_full_state_dict import load_full_state_dict as load_full_state_dict
-    from .params.materialize import materialize as materialize
     from .params.memory_report import MemoryReport as MemoryReport
     from .params.memory_report import memory_report as memory_report
+    from .params.meta_init import materialize as materialize
     from .params.shard import sync_buffers as sync_buffers
+    from .params.state_dict import full_state_dict as full_state_dict
+    from .params.state_dict import load_full_state_dict as load_full_state_dict
     from .pipeline.cache_files import load_compiled as load_compiled
     from .pipeline.cache_files import save_compiled as save_compiled
 
@@ -45,10 +45,10 @@ _MODULES = {
     "SchedulePolicy": "options.schedule_policy",
     "backend": "dynamo_backend",
     "cluster": "forecast.cluster",
-    "full_state_dict": "params.full_state_dict",
+    "full_state_dict": "params.state_dict",
     "load_compiled": "pipeline.cache_files",
-    "load_full_state_dict": "params.load_full_state_dict",
-    "materialize": "params.materialize",
+    "load_full_state_dict": "params.state_dict",
+    "materialize": "params.meta_init",
     "memory_report": "params.memory_report",
     "no_sync": "params.grad_sync",
     "optim": "optim",

@@ -12,12 +12,15 @@ rank's shards. Based on Accelerate 1.15: ``accelerator.py``, ``checkpointing.py`
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
@@ -25,10 +28,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..dynamo_backend import backend
-from ..params.full_state_dict import full_state_dict
-from .compiled_in_place import is_sharded, may_be_moved, shard_and_compile
-from .generation import generate_together
-from .sharded_checkpoint import load_sharded, save_sharded
+from ..params.state_dict import full_state_dict
+from .common import is_sharded, load_sharded, may_be_moved, save_sharded, shard_and_compile
 
 FOLDER = "graphshard"
 """Subfolder of a ``save_state`` folder with the checkpoint of the first sharded model; other models
@@ -65,12 +66,12 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
     if not isinstance(accelerator, ShardedAccelerator):
         kind = type(accelerator)
         accelerator.__class__ = type(kind.__name__, (ShardedAccelerator, kind), {})
-        accelerator.register_save_state_pre_hook(_drop_sharded_weights)
-        accelerator.register_load_state_pre_hook(_drop_sharded_models)
+        accelerator.register_save_state_pre_hook(accelerator._save_sharded)
+        accelerator.register_load_state_pre_hook(accelerator._load_sharded)
     placed = None if may_be_moved(model, options) else False
     accelerator.prepare_model(model, device_placement=placed, evaluation_mode=True)
     shard_and_compile(model, dynamo_backend, options)
-    generate_together(model)
+    _generate_together(model)
     return accelerator.prepare(model, *others)
 
 
@@ -109,102 +110,99 @@ class ShardedAccelerator(Accelerator):
 
     _models: list[Any]
     _optimizers: list[Any]
-    _saves_state = False
+    _sharded: dict[nn.Module, list[Optimizer]] | None = None
+    """Sharded models with their optimizers, while a state is saved or loaded."""
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Return a model's state dict: if sharded, full on the first rank and empty on others."""
         if not is_sharded(model):
             return super().get_state_dict(model, unwrap)
-        return {} if self._saves_state else full_state_dict(model)
+        return full_state_dict(model) if self._sharded is None else {}
 
     def save_state(self, *args: Any, **kwargs: Any) -> str:
         """Save everything; all ranks write the sharded models and their optimizers."""
-        optimizers = self._optimizers_by_model()
-        self._saves_state = True
-        try:
-            with self._plain_optimizers(optimizers):
-                folder: str = super().save_state(*args, **kwargs)
-        finally:
-            self._saves_state = False
-        for path, model in self._folders(Path(folder)):
-            save_sharded(path, model, optimizers[model])
+        with self._sharded_apart():
+            folder: str = super().save_state(*args, **kwargs)
         self.wait_for_everyone()
         return folder
 
-    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Load what `save_state` saved, on any number of ranks."""
-        optimizers = self._optimizers_by_model()
-        folder = Path(input_dir) if input_dir is not None else self._newest_folder()
-        for path, model in self._folders(folder):
-            load_sharded(path, model, optimizers[model])
-        with self._plain_optimizers(optimizers):
-            super().load_state(str(folder), *args, **kwargs)
+        with self._sharded_apart():
+            super().load_state(*args, **kwargs)
 
-    def _newest_folder(self) -> Path:
-        """Return the latest of the checkpoint folders that Accelerate numbers.
+    def _save_sharded(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
+        """Save sharded models, and leave the others to Accelerate; a hook of ``save_state``."""
+        for path, model, optimizers in self._folders(folder):
+            save_sharded(path, model, optimizers)
+        weights[:] = [state for model, state in zip(models, weights) if not is_sharded(model)]
 
-        Raises:
-            ValueError: automatic naming is off, or there is no folder yet.
-        """
-        numbered = self.project_configuration.automatic_checkpoint_naming
-        root = Path(self.project_dir or ".", "checkpoints")
-        folders = list(root.glob("checkpoint_*")) if numbered else []
-        if not folders:
-            raise ValueError("give load_state the folder that save_state wrote")
-        return max(folders, key=lambda path: int(path.name.rpartition("_")[2]))
+    def _load_sharded(self, models: list[nn.Module], folder: str) -> None:
+        """Load sharded models, and leave the others to Accelerate; a hook of ``load_state``."""
+        for path, model, optimizers in self._folders(folder):
+            load_sharded(path, model, optimizers)
+        models[:] = [model for model in models if not is_sharded(model)]
 
-    def _folders(self, folder: Path) -> Iterator[tuple[Path, nn.Module]]:
-        """Yield each sharded model with its checkpoint folder."""
-        for number, model in enumerate(filter(is_sharded, self._models)):
-            yield folder / (f"{FOLDER}_{number}" if number else FOLDER), model
+    def _folders(self, folder: str) -> Iterator[tuple[Path, nn.Module, list[Optimizer]]]:
+        """Yield each sharded model's checkpoint folder, the model and its optimizers."""
+        assert self._sharded is not None
+        for number, (model, optimizers) in enumerate(self._sharded.items()):
+            yield Path(folder, f"{FOLDER}_{number}" if number else FOLDER), model, optimizers
 
-    def _optimizers_by_model(self) -> dict[nn.Module, list[Optimizer]]:
-        """Return the optimizers of each sharded model.
+    @contextmanager
+    def _sharded_apart(self) -> Iterator[None]:
+        """Have Accelerate save and load only the optimizers of models that are not sharded.
 
         Raises:
             ValueError: an optimizer has parameters of several models.
         """
-        optimizers: dict[nn.Module, list[Optimizer]] = {
-            m: [] for m in self._models if is_sharded(m)
-        }
-        owner = {param: model for model in optimizers for param in model.parameters()}
-        for optimizer in map(_unwrapped, self._optimizers):
-            groups = optimizer.param_groups
-            models = {owner.get(param) for group in groups for param in group["params"]}
-            if len(models) > 1 and any(models):
+        sharded: dict[nn.Module, list[Optimizer]] = {m: [] for m in self._models if is_sharded(m)}
+        owner = {param: model for model in sharded for param in model.parameters()}
+        plain: list[Any] = []
+        for optimizer in self._optimizers:
+            inner = (
+                optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+            )
+            models = {owner.get(p) for group in inner.param_groups for p in group["params"]}
+            if len(models) > 1:
                 raise ValueError(
-                    f"{type(optimizer).__name__} has parameters of several models: to save its "
-                    "state, give each sharded model an optimizer of its own"
+                    f"{type(inner).__name__} has parameters of several models: to save its state, "
+                    "give each sharded model an optimizer of its own"
                 )
-            for model in models - {None}:
-                optimizers[model].append(optimizer)  # type: ignore[index]
-        return optimizers
-
-    @contextmanager
-    def _plain_optimizers(self, by_model: Mapping[nn.Module, list[Optimizer]]) -> Iterator[None]:
-        """Have Accelerate save and load only the optimizers of models that are not sharded.
-
-        Args:
-            by_model: optimizers of the sharded models.
-        """
+            model = next(iter(models), None)
+            if model is None:
+                plain.append(optimizer)
+            else:
+                sharded[model].append(inner)
         all_optimizers = self._optimizers
-        sharded = {id(optimizer) for of_model in by_model.values() for optimizer in of_model}
-        self._optimizers = [o for o in all_optimizers if id(_unwrapped(o)) not in sharded]
+        self._sharded, self._optimizers = sharded, plain
         try:
             yield
         finally:
-            self._optimizers = all_optimizers
+            self._sharded, self._optimizers = None, all_optimizers
 
 
-def _unwrapped(optimizer: Optimizer) -> Optimizer:
-    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+def _generate_together(model: nn.Module) -> None:
+    """Make every ``generate`` of transformers in ``model`` run until all ranks are done.
+
+    Every forward gathers parameters, so a rank whose texts end early must keep calling the model.
+    That is the option ``synced_gpus``, which transformers sets if it detects FSDP or DeepSpeed.
+    Marking the model as FSDP would set it too, but then Dynamo leaves the model to Python
+    (torch/_dynamo/variables/builder.py). All modules are patched, because a peft model forwards the
+    call to the model inside it.
+    """
+    for module in model.modules():
+        method = getattr(type(module), "generate", None)
+        known = method is not None and "synced_gpus" in inspect.signature(method).parameters
+        if known and "generate" not in vars(module):
+            module.generate = _together(module.generate)
 
 
-def _drop_sharded_weights(models: list[nn.Module], weights: list[Any], folder: str) -> None:
-    """Remove sharded models from the state that Accelerate saves; a hook of ``save_state``."""
-    weights[:] = [state for model, state in zip(models, weights) if not is_sharded(model)]
+def _together(generate: Any) -> Any:
+    @functools.wraps(generate)
+    def together(*args: Any, **kwargs: Any) -> Any:
+        # The model is already compiled; transformers would compile it again, with Inductor.
+        kwargs |= {"disable_compile": True, "synced_gpus": dist.get_world_size() > 1}
+        return generate(*args, **kwargs)
 
-
-def _drop_sharded_models(models: list[nn.Module], folder: str) -> None:
-    """Remove sharded models from those that Accelerate loads; a hook of ``load_state``."""
-    models[:] = [model for model in models if not is_sharded(model)]
+    return together

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..dynamo_backend import backend
 from ..params.grad_sync import no_sync
-from .compiled_in_place import is_sharded, may_be_moved, shard_and_compile
+from .common import is_sharded, may_be_moved, shard_and_compile
 
 
 def configure(owner: LightningModule, model: nn.Module, **options: Any) -> None:

@@ -9,4 +9,4 @@
 
 from __future__ import annotations
 
-from ..params.adapters import adapter_state_dict as adapter_state_dict
+from ..params.save_pretrained import adapter_state_dict as adapter_state_dict

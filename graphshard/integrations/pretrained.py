@@ -33,9 +33,8 @@ from .._torch.nn import buffers_of, parameters_of
 from ..dynamo_backend import backend, shard
 from ..options.options import mesh_for
 from ..params.agree import raise_if_different, raise_on_all_ranks
-from ..params.fill import fill
-from ..params.materialize import plain_twin
 from ..params.mesh import MeshGroups
+from ..params.meta_init import fill, plain_twin
 from ..params.shard import broadcast_from_first_rank, move_buffers
 from ..params.stored import Read, StoredTensor, read_stored
 from ..tools.checkpoint import reading
@@ -104,26 +103,20 @@ def from_pretrained(
     dynamo_backend = backend(mesh, **options)
     mesh = mesh_for(dynamo_backend.options, ())
     groups = MeshGroups(mesh)
-    outline, error = _Outline(), None
-    try:
+    outline = _Outline()
+    with raise_on_all_ranks(groups):
         _check_arguments(cls, options, kwargs)
         model, report = outline.build(cls, name_or_path, kwargs)
         if strict:
             _check_complete(report)
-    except Exception as caught:
-        error = caught
-    raise_on_all_ranks(error, groups)
     values = _take_values(model, outline.stored)
     raise_if_different({n: _describe(v) for n, v in values.items()}, groups, advice=_SAME_FILES)
     if dynamo_backend.options.sync_module_states:
         _make_new_equal(model, values, groups)
     move_buffers(model, groups.device)
     shard(model, mesh, **options)
-    try:
+    with raise_on_all_ranks(groups):
         fill(model, values, groups)
-    except Exception as caught:
-        error = caught
-    raise_on_all_ranks(error, groups)
     return (model, report) if kwargs.get("output_loading_info") else model
 
 

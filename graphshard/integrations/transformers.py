@@ -24,12 +24,11 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from .._torch.nn import remove_forward_hooks
-from ..params.adapters import adapter_state_dict, is_peft_model, refuse_prompt_learning
-from ..params.full_state_dict import StateDict, full_state_dict
+from ..params.save_pretrained import adapter_state_dict, is_peft_model, refuse_prompt_learning
+from ..params.state_dict import StateDict, full_state_dict
 from .accelerate import ShardedAccelerator, prepare
-from .compiled_in_place import is_sharded, may_be_moved
+from .common import is_sharded, load_sharded, may_be_moved, save_sharded
 from .pretrained import from_pretrained as from_pretrained
-from .sharded_checkpoint import load_sharded, save_sharded
 
 FOLDER = "graphshard_optimizer"
 """Subfolder of a checkpoint with the optimizer state, saved by ``torch.distributed.checkpoint``."""

@@ -17,9 +17,16 @@ The life of a parameter:
 ``grad_sync``
     ``no_sync`` and the like.
 
-Loading and saving: ``loading``, ``full_state_dict``, ``load_full_state_dict``, ``adapters``,
-``save_pretrained``, ``saved_shards``, ``no_pickle``. May import ``ranks``, ``ops`` and
-``options``.
+Loading and saving:
+
+``loading``, ``state_dict``
+    let ``load_state_dict`` take full tensors; gather and scatter full state dicts.
+``meta_init``
+    gives a model on the meta device its values.
+``save_pretrained``, ``pickling``
+    make libraries write gathered tensors; refuse what a pickle would lose.
+
+May import ``ranks``, ``ops`` and ``options``.
 
 State belongs to a ``ShardedParam``, a ``ShardedModel`` or a module, or is stored in attributes
 ``_graphshard_*`` of users' modules, tensors and meshes. The few globals have a comment that says

@@ -9,7 +9,8 @@ parameters have gradients: ``eager._used_on_any_rank`` and
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -92,13 +93,19 @@ def raise_if_different(
     raise BackendError(first_text(difference, groups, priority=priority) or "ranks differ")
 
 
-def raise_on_all_ranks(error: Exception | None, groups: MeshGroups) -> None:
-    """Raise on all ranks if one has caught an error.
+@contextmanager
+def raise_on_all_ranks(groups: MeshGroups) -> Iterator[None]:
+    """Raise on all ranks if the body raises on one.
 
     Raises:
-        Exception: ``error``, if this rank has one.
-        BackendError: otherwise, if another rank has one; quotes the first such rank's.
+        Exception: the body's, on this rank.
+        BackendError: the body raised on another rank; quotes the first such rank's error.
     """
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
     rank = dist.get_rank(process_group(groups.all_ranks))
     text = None if error is None else f"rank {rank} of the mesh: {type(error).__name__}: {error}"
     first = first_text(text, groups)

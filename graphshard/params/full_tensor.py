@@ -1,13 +1,10 @@
 """Gather shards to a full tensor on the first rank of a mesh, or scatter one from that rank.
 
-Rows travel as bytes, which every backend can send, and straight to or from their place in the full
-tensor, unless they are padded. On a 2D mesh only the first replica gathers and scatters; the others
-then receive their shards from it.
+Rows travel as bytes, which every backend can send in every dtype. On a 2D mesh only the first
+replica gathers and scatters; the others then receive their shards from it.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +13,6 @@ from torch.distributed.tensor import DTensor, Shard
 from .._torch.distributed import process_group
 from .._torch.dtensor import local_tensor
 from .._torch.tensors import is_traceable_wrapper_subclass
-from ..ops.groups import rows_of_rank
 from .mesh import MeshGroups
 from .param_spec import ParamSpec
 
@@ -29,82 +25,82 @@ def spec_of(dtensor: DTensor) -> ParamSpec | None:
 
 
 def gather(dtensor: DTensor) -> torch.Tensor | None:
-    """Return a full copy on the first rank of the mesh; the result on other ranks is undefined."""
+    """Return a full copy on the host of the mesh's first rank; None on other ranks."""
     spec = spec_of(dtensor)
+    is_first = int(dtensor.device_mesh.mesh.flatten()[0]) == dist.get_rank()
     if spec is None:
-        return dtensor.full_tensor().detach()
+        full = dtensor.full_tensor().detach()
+        return full.to("cpu") if is_first else None
     if spec.rows is None:
-        return plain(local_tensor(dtensor)).clone()
+        return plain(local_tensor(dtensor)).to("cpu", copy=True) if is_first else None
     if not _in_first_replica(spec):
         return None
     own = spec.padded(plain(local_tensor(dtensor)).to(spec.groups.device))
-    group = process_group(spec.groups.shards)
-    if spec.groups.shard_index != 0:
-        dist.gather(_bytes(own), group=group, group_dst=0)
+    padded = own.new_empty(_all_padded_rows(spec)) if is_first else None
+    parts = None if padded is None else _parts(padded, spec)
+    dist.gather(_bytes(own), parts, group=process_group(spec.groups.shards), group_dst=0)
+    if padded is None:
         return None
-    full = own.new_empty(spec.shape)
-    parts = _parts(full, spec)
-    dist.gather(_bytes(own), [_bytes(part.padded) for part in parts], group=group, group_dst=0)
-    for part in parts:
-        if part.padded is not part.rows:
-            part.rows.copy_(part.padded[: part.rows.shape[0]])
-    return full
+    # Copied if padded: a file would otherwise get the padding, too.
+    return padded[: spec.rows].to("cpu", copy=len(padded) > spec.rows)
 
 
-def scatter(full: torch.Tensor | None, dtype: torch.dtype, spec: ParamSpec) -> DTensor:
-    """Scatter a full tensor from the first rank; return its DTensor on the mesh's device.
+def receive(
+    full: torch.Tensor | None, like: torch.Tensor, groups: MeshGroups, spec: ParamSpec | None
+) -> torch.Tensor:
+    """Send a tensor from the first rank to all, in full or split.
 
     Args:
-        full: tensor of ``spec.shape`` on the first rank, on any device; None on the others.
-        dtype: dtype of the tensor.
+        full: the tensor, on any device of the first rank; None on the others.
+        like: meta tensor of its shape and dtype.
+        spec: how to split it; None sends all of it to every rank.
+
+    Returns:
+        A DTensor of ``spec`` on the mesh's device; without ``spec``, a tensor on the host.
     """
+    if spec is not None and spec.rows is not None:
+        return spec.dtensor(_scatter(full, like.dtype, spec))
+    received = torch.empty(like.shape, dtype=like.dtype, device=groups.device)
+    if full is not None:
+        received.copy_(full.detach())
+    if received.numel():
+        dist.broadcast(_bytes(received), group=process_group(groups.all_ranks), group_src=0)
+    return received.to("cpu") if spec is None else spec.dtensor(received)
+
+
+def _scatter(full: torch.Tensor | None, dtype: torch.dtype, spec: ParamSpec) -> torch.Tensor:
+    """Return this rank's padded shard of the first rank's tensor."""
     groups = spec.groups
     shard = torch.empty(spec.padded_shape, dtype=dtype, device=groups.device)
-    if spec.rows is None:
-        return spec.dtensor(broadcast(full, shard, groups))
     if _in_first_replica(spec):
         parts = None
         if full is not None:
-            full = full.detach().to(groups.device).contiguous()
-            parts = [_bytes(part.padded) for part in _parts(full, spec)]
+            assert spec.rows is not None
+            if spec.rows % groups.num_shards:
+                padded = shard.new_zeros(_all_padded_rows(spec))
+                padded[: spec.rows].copy_(full.detach())
+            else:
+                padded = full.detach().to(groups.device).contiguous()
+            parts = _parts(padded, spec)
         dist.scatter(_bytes(shard), parts, group=process_group(groups.shards), group_src=0)
     if groups.replicas is not None:
         dist.broadcast(_bytes(shard), group=process_group(groups.replicas), group_src=0)
-    return spec.dtensor(shard)
-
-
-def broadcast(full: torch.Tensor | None, buffer: torch.Tensor, groups: MeshGroups) -> torch.Tensor:
-    """Broadcast the first rank's ``full`` into ``buffer``, and return that."""
-    if full is not None:
-        buffer.copy_(full.detach())
-    if buffer.numel():
-        dist.broadcast(_bytes(buffer), group=process_group(groups.all_ranks), group_src=0)
-    return buffer
+    return shard
 
 
 def _in_first_replica(spec: ParamSpec) -> bool:
     return spec.groups.replicas is None or spec.mesh.get_local_rank(0) == 0
 
 
-class _Part(NamedTuple):
-    """A rank's rows of a full tensor, and the padded tensor that is sent or received for them.
-
-    Both are the same view of the full tensor if there is no padding.
-    """
-
-    rows: torch.Tensor
-    padded: torch.Tensor
+def _all_padded_rows(spec: ParamSpec) -> tuple[int, ...]:
+    """Return the shape of all ranks' padded shards, one after the other: only the end is padded."""
+    rows, *rest = spec.padded_shape
+    return (rows * spec.groups.num_shards, *rest)
 
 
-def _parts(full: torch.Tensor, spec: ParamSpec) -> list[_Part]:
-    """Return the parts of ``full``, one for each rank."""
-    assert spec.rows is not None
-    size, parts = spec.groups.num_shards, []
-    for rank in range(size):
-        rows = full[rows_of_rank(spec.rows, size, rank)]
-        is_whole = rows.shape == spec.padded_shape
-        parts.append(_Part(rows, rows if is_whole else spec.padded(rows)))
-    return parts
+def _parts(padded: torch.Tensor, spec: ParamSpec) -> list[torch.Tensor]:
+    """Return the bytes of each rank's padded shard."""
+    return list(_bytes(padded).chunk(spec.groups.num_shards))
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

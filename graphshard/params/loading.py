@@ -1,7 +1,7 @@
 """Convert tensors that ``load_state_dict`` is given to shards, without communication.
 
     a full tensor              becomes this rank's rows of it
-    a DTensor of this spec   stays as it is; if it was unpickled, it gets this model's mesh
+    a DTensor of this spec     stays as it is; if it was unpickled, it gets this model's mesh
     another rank's shard       raises an error: see [Note: whose shard]
 
 Anything else is left alone: torch's own errors report it, along with whatever else is wrong.
@@ -43,13 +43,13 @@ class Incoming(torch.Tensor):
     """A meta tensor with the shape and dtype of a tensor that this rank has yet to receive.
 
     Attributes:
-        receive: collective that returns the tensor, split by a given spec of its shape.
+        receive: collective that returns the tensor, split by a spec; in full for None.
     """
 
-    receive: Callable[[ParamSpec], DTensor]
+    receive: Callable[[ParamSpec | None], torch.Tensor]
 
     @staticmethod
-    def of(like: torch.Tensor, receive: Callable[[ParamSpec], DTensor]) -> Incoming:
+    def of(like: torch.Tensor, receive: Callable[[ParamSpec | None], torch.Tensor]) -> Incoming:
         """Return one with the shape and dtype of the meta tensor ``like``."""
         incoming = like.as_subclass(Incoming)
         incoming.receive = receive

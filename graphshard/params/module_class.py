@@ -37,8 +37,8 @@ from ..ops.marker_specs import ReplicateSpec, UnshardSpec
 from .eager import full_parameters
 from .grad_sync import ALL_REDUCES, SYNCS, module_flag, set_flags
 from .loading import prepare_loaded
-from .no_pickle import Reduced, copyable_only
 from .param_spec import ParamSpec
+from .pickling import Reduced, copyable_only
 from .save_pretrained import METHOD, has_save_pretrained, save_in_full
 from .sharded_param import (
     ShardedModel,

@@ -41,15 +41,14 @@ from ..options.options import Options
 from ..ranks.call_log import call_log_of
 from .agree import check_same_shards, first_text
 from .checks import find_fault, find_plain_params, living
-from .full_state_dict import is_first_rank, mesh_groups_of
 from .full_tensor import without_expanded_dims
 from .loading import check_optimizer_state
 from .mesh import MeshGroups, agreed_exchange, eager_reduction
 from .mixed_precision import cast_at_boundary, find_cast_boundaries
 from .module_class import had_sharded, install, reattach
 from .param_spec import ParamSpec, PlainParam, padding_advice
+from .pickling import require_collective_save
 from .save_pretrained import has_save_pretrained
-from .saved_shards import require_collective_save
 from .sharded_param import (
     ShardedModel,
     ShardedParam,
@@ -60,6 +59,7 @@ from .sharded_param import (
     leaves_of,
     sharded_model_of,
 )
+from .state_dict import is_first_rank, mesh_groups_of
 
 
 class StaleParameter(nn.Parameter):

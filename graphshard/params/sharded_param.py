@@ -50,8 +50,8 @@ from ..ops.host_copy import to_host_memory
 from ..ops.marker_specs import used_dtype
 from ..options.options import Options
 from .mesh import eager_reduction
-from .no_pickle import refuse_pickling
 from .param_spec import ParamSpec
+from .pickling import refuse_pickling
 
 SHARDED_PARAM = "_graphshard_sharded_param"
 """Attribute of a DTensor and of a shard that holds their ``ShardedParam``."""

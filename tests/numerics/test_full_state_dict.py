@@ -165,6 +165,9 @@ def test_only_named_entries_are_gathered() -> None:
     if dist.get_rank() == 0:
         assert sorted(state) == wanted and state._metadata == every._metadata
         assert all(torch.equal(value, every[name]) for name, value in state.items())
+    optim = _adamw(model)
+    _, optim_state = graphshard.full_state_dict(model, optim, names=["head.bias"])
+    graphshard.load_full_state_dict(model, every, optim, optim_state)  # which it has in full
     with pytest.raises(ValueError, match="names has 'wrong', which the state dict has not"):
         graphshard.full_state_dict(model, names=wanted if dist.get_rank() == 0 else ["wrong"])
     with pytest.raises(ValueError, match=r"'head.weight' differs.*same names: is one chosen by"):
@@ -186,12 +189,13 @@ class Regional(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.head, self.epoch = nn.Linear(7, 7), nn.Linear(7, 3), 4
+        self.seen = torch.arange(3)
 
     def get_extra_state(self) -> Any:
-        return {"epoch": self.epoch}
+        return {"epoch": self.epoch, "seen": self.seen}
 
     def set_extra_state(self, state: Any) -> None:
-        self.epoch = state["epoch"]
+        self.epoch, self.seen = state["epoch"], state["seen"]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.layer(x)).square().mean()
@@ -209,9 +213,9 @@ def test_names_omit_the_prefix_of_compiled_parts() -> None:
     state, optim_state = graphshard.full_state_dict(model, optim)
     other = graphshard.shard(Regional(), world_mesh())
     other.head = torch.compile(other.head, backend="eager")
-    other.epoch = 0
+    other.epoch, other.seen = 0, torch.zeros(3)
     graphshard.load_full_state_dict(other, state, _adamw(other), optim_state)
-    assert other.epoch == 4
+    assert other.epoch == 4 and other.seen.tolist() == [0, 1, 2]
     again = graphshard.full_state_dict(other)
     if dist.get_rank() == 0:
         assert list(state) == names and not any("_orig_mod" in n for n in optim_state["state"])

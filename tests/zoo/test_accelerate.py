@@ -153,7 +153,7 @@ def _refuse(folder: str) -> None:
         prepare(accelerator, model, compiler="gcc")
     assert not isinstance(accelerator, ShardedAccelerator) and not accelerator._models
     prepare(accelerator, model, compiler="aot_eager")
-    with pytest.raises(ValueError, match="give load_state the folder"):
+    with pytest.raises(ValueError, match="No input_dir"):
         accelerator.load_state()
     with pytest.raises(ValueError, match="is no checkpoint of a sharded model"):
         accelerator.load_state(folder)

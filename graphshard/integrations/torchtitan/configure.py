@@ -30,7 +30,7 @@ from torchtitan.trainer import Trainer
 
 from ...dynamo_backend import backend
 from ...params.grad_sync import set_gradient_divide_factor
-from ..compiled_in_place import shard_and_compile
+from ..common import shard_and_compile
 
 _SPMD = "partial_dtensor"
 """The ``spmd_backend`` with which torchtitan neither makes DTensors of a step's inputs nor checks

@@ -1,4 +1,7 @@
-"""Materialize a sharded model from the meta device, a few parameters per pass.
+"""Give a sharded model on the meta device its values.
+
+``fill`` takes full tensors, in memory or in files, and each rank reads only its rows.
+``materialize`` calls the model's own initialisation, with a few real parameters per call:
 
     shard(model)             DTensors on the meta device
     init(model), pass 1      the first few parameters are plain, full and real, the rest on the meta
@@ -24,10 +27,11 @@ from .._torch.distributed import process_group
 from .._torch.dtensor import local_tensor
 from .._torch.nn import buffers_of, parameters_of, replace_parameters
 from ..errors import BackendError
-from .full_state_dict import checked_module, mesh_groups_of
 from .mesh import MeshGroups
 from .module_class import plain_class
 from .sharded_param import SHARDED_PARAM, mark_uninitialised, num_uninitialised, sharded_param_of
+from .state_dict import checked_module, mesh_groups_of
+from .stored import StoredTensor, read_stored
 
 Init = Callable[[nn.Module], object]
 T = TypeVar("T")
@@ -51,7 +55,7 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
         ValueError: the model is not sharded, or ``init`` leaves a parameter or buffer unwritten, or
             reads one that is on the meta device. The model is then on the meta device as before.
     """
-    root = checked_module(model, None, allow_meta=True)
+    root = checked_module(model, allow_meta=True)
     groups = mesh_groups_of(root)
     if groups is None:
         raise BackendError(f"{type(root).__name__} is not sharded: call graphshard.shard before")
@@ -295,3 +299,32 @@ def _check_buffers(shells: Sequence[_Shell]) -> None:
                     f"init does not write the buffer {name!r} of {type(shell.module).__name__}: "
                     "write it there, or make what is constant outside of torch.device('meta')"
                 )
+
+
+# --- from values that are known ------------------------------------------------------------------
+
+
+def fill(root: nn.Module, values: Mapping[str, torch.Tensor], groups: MeshGroups) -> None:
+    """Allocate the parameters of a sharded model, and write this rank's rows into its shards.
+
+    Communicates nothing. Apart from the shards it allocates one parameter's rows at a time, or a
+    whole tensor if its rows cannot be read separately.
+
+    Args:
+        values: full tensors, in memory or still in files (``StoredTensor``), by the first name of
+            every parameter.
+    """
+    allocate(root, groups)
+    with torch.no_grad():
+        for name, param in root.named_parameters():
+            sharded = sharded_param_of(param)
+            assert sharded is not None, f"{name} is not sharded"
+            spec = sharded.spec
+            rows = None if spec.rows is None else spec.local_rows
+            local_tensor(sharded.dtensor).copy_(_rows_of(values[name], rows))
+
+
+def _rows_of(full: torch.Tensor, rows: slice | None) -> torch.Tensor:
+    if isinstance(full, StoredTensor):
+        return read_stored(full, rows)
+    return full if rows is None else full[rows]

@@ -1,0 +1,124 @@
+"""Pickling of shards: what a pickle would silently lose raises, with advice.
+
+Parameters and modules can be copied but not pickled: a pickled shard would hold only its rank's
+rows, and the process that loads it has neither the mesh nor the sharded model. ``copy`` and
+``pickle`` both call ``__reduce_ex__``; to fail only for ``pickle``, the reduced module contains a
+``_Recipe``, which can be copied but not pickled.
+
+State dicts can be saved if all ranks save theirs:
+
+    torch.save(model.state_dict(), f"{rank}.pt")              each rank loads its own: allowed
+    if rank == 0: torch.save(model.state_dict(), "all.pt")    has the rows of rank 0: an error
+
+Every DTensor pickles its mesh, once per file. The check is therefore an attribute of the mesh, and
+covers parameters, gradients, optimizer state, and tensors computed from them. It runs only within
+``torch.save`` on the training thread: a pickle for another process, or a file written by a separate
+thread, cannot wait for other ranks. torch.distributed.checkpoint does not pickle DTensors.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, SupportsIndex
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._torch.distributed import process_group
+from .._torch.frames import is_in_torch_save
+from ..errors import BackendError
+from ..ranks.call_log import call_log_of
+from .mesh import MeshGroups, agree_on_gathering
+
+Reduced = tuple[Any, ...]
+"""Result of ``__reduce_ex__``: a function, its arguments, and state."""
+
+
+def refuse_pickling(what: str) -> NoReturn:
+    """Raise the BackendError for pickling ``what``."""
+    raise BackendError(
+        f"{what} is sharded by graphshard and cannot be pickled: save "
+        "graphshard.full_state_dict(model), or model.state_dict() and optimizer.state_dict() by "
+        "torch.distributed.checkpoint; a process that needs the model builds it and loads these"
+    )
+
+
+class _Recipe:
+    """Recipe for rebuilding an object, which can be copied but not pickled.
+
+    Args:
+        what: name of the object, for the error.
+        make: function that makes the object, without its state.
+        gradients: gradients of its parameters.
+    """
+
+    def __init__(
+        self, what: str, make: Callable[[], object], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        self.what, self.make, self.gradients = what, make, gradients
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Recipe:
+        # Copy gradients before deepcopy reaches the state: ``Tensor.__deepcopy__`` fails on a
+        # DTensor whose local tensor is only part of a storage, such as a gradient that is a slice
+        # of a reduction buffer.
+        for grad in self.gradients:
+            memo.setdefault(id(grad), grad.detach().clone())
+        return self
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_pickling(self.what)
+
+
+def _make(recipe: _Recipe) -> object:
+    return recipe.make()
+
+
+def copyable_only(what: str, reduced: Reduced, gradients: Sequence[torch.Tensor]) -> Reduced:
+    """Wrap ``reduced`` so that ``copy`` works as before, and ``pickle`` raises.
+
+    Args:
+        what: name of the object, for the error.
+        reduced: result of the object's ``__reduce_ex__``.
+        gradients: gradients of the object's parameters.
+    """
+    make, arguments, *rest = reduced
+    return (_make, (_Recipe(what, lambda: make(*arguments), gradients),), *rest)
+
+
+_ATTRIBUTE = "_graphshard_saved_together"
+_REMEDY = (
+    "a file has the rows of its rank alone. For one file write `state = "
+    "graphshard.full_state_dict(model)` on all ranks, and torch.save(state, path) on the first"
+)
+
+
+class _SavedTogether:
+    """Mesh attribute that raises, when ``torch.save`` pickles it, unless all ranks do so.
+
+    It is pickled as an empty ``OrderedDict``, which loads anywhere.
+    """
+
+    def __init__(self, groups: MeshGroups) -> None:
+        self._groups = groups
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SavedTogether:
+        return self
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[type, tuple[()]]:
+        if is_in_torch_save() and self._can_agree():
+            agree_on_gathering(self._groups, "torch.save", "shards", _REMEDY)
+        return OrderedDict, ()
+
+    def _can_agree(self) -> bool:
+        try:
+            group = process_group(self._groups.all_ranks)
+        except RuntimeError:  # the group was destroyed
+            return False
+        return call_log_of(group).can_agree()
+
+
+def require_collective_save(mesh: DeviceMesh) -> None:
+    """Make ``torch.save`` of shards over ``mesh`` raise unless all ranks call it."""
+    if not isinstance(mesh.__dict__.get(_ATTRIBUTE), _SavedTogether):
+        mesh.__dict__[_ATTRIBUTE] = _SavedTogether(MeshGroups(mesh))

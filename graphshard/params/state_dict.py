@@ -1,0 +1,419 @@
+"""Full state dicts: plain tensors, on the first rank of the mesh only.
+
+    full_state_dict         shards ──gather──► full tensor ──► host of the first rank
+    load_full_state_dict    host of the first rank ──► full tensor ──scatter──► shards ──► copy_
+
+Tensors travel one at a time, so the first rank never holds more than one full tensor on top of its
+shards and the state dict; other ranks hold none. To load, the first rank broadcasts names, shapes
+and dtypes. Then torch's ``load_state_dict`` walks the modules on every rank, and each tensor is
+sent when the walk reaches its parameter, so strictness, messages and load hooks work as usual.
+
+[Note: not by torch's StateDictOptions] ``torch.distributed.checkpoint.state_dict`` also gathers and
+broadcasts full tensors. But it sends all of them to all ranks; copies tied weights; drops module
+versions; steps an optimizer that has no state, and does not load one in which some parameters have
+none; leaves 8-bit optimizer states in torchao's classes; raises some errors on one rank only; turns
+the entries of the loaded state dict into shards; and returns nothing if the mesh lacks global rank
+0. ``tests/numerics/test_torch_full_state.py`` fails when one of these is no longer true.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Mapping
+from typing import Any, NamedTuple, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .._torch.distributed import process_group
+from .._torch.dtensor import local_tensor
+from .._torch.nn import COMPILED_PREFIX, set_versions, uncompiled, versions_of
+from .._torch.tensors import is_traceable_wrapper_subclass
+from ..errors import BackendError
+from .agree import raise_if_different
+from .full_tensor import gather, plain, receive, spec_of
+from .loading import Incoming
+from .mesh import MeshGroups, agree_on_gathering
+from .sharded_param import sharded_param_of
+
+StateDict = OrderedDict[str, Any]
+"""A module's state dict; torch attaches module versions to it as ``_metadata``."""
+
+
+@overload
+def full_state_dict(model: nn.Module, *, names: Collection[str] | None = None) -> StateDict: ...
+
+
+@overload
+def full_state_dict(
+    model: nn.Module, optim: torch.optim.Optimizer, *, names: Collection[str] | None = None
+) -> tuple[StateDict, dict[str, Any]]: ...
+
+
+def full_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None = None,
+    *,
+    names: Collection[str] | None = None,
+) -> StateDict | tuple[StateDict, dict[str, Any]]:
+    """Gather the unsharded state dict of ``model`` on the host of the mesh's first rank.
+
+    All ranks of the mesh have to call it. Names have no ``torch.compile`` prefix. A plain model
+    loads the result with ``load_state_dict``, and so does a sharded one if all ranks have it;
+    :func:`load_full_state_dict` needs it on the first rank only.
+
+    Args:
+        optim: optimizer of ``model`` whose state to gather, too. Like that of
+            ``torch.distributed.checkpoint.state_dict``, its state dict has names of parameters
+            instead of numbers; ``set_optimizer_state_dict`` of that module loads it into a plain
+            model's optimizer. 8-bit states of torchao are converted to float32; an optimizer that
+            has stepped quantizes them again when it loads them.
+        names: names in the model's state dict to gather, such as those of adapters, the same on all
+            ranks; None gathers everything. They do not limit the optimizer's state, of which an
+            optimizer cannot load a part: give adapters an optimizer of their own.
+
+    Returns:
+        The state dict; with ``optim``, a pair of the model's and the optimizer's. Empty on all
+        other ranks. Tied weights are one tensor.
+
+    Raises:
+        ValueError: ``model`` is not a module, ``optim`` is not its optimizer, a parameter is on the
+            meta device, or the state dict lacks one of ``names``.
+        BackendError: on all ranks, if ``names`` differs between them or some do not call it.
+    """
+    root = checked_module(model, optim)
+    groups = mesh_groups_of(root)
+    if groups is not None:
+        call = "graphshard.full_state_dict(model" + (")" if optim is None else ", optim)")
+        remedy = f"state = {call} outside of any `if rank == 0:`"
+        agree_on_gathering(groups, "full_state_dict", type(root).__name__, remedy)
+    is_first = is_first_rank(groups)
+    state = root.state_dict(keep_vars=True)
+    if names is not None:
+        state = _select(state, names, groups)
+    full: StateDict = OrderedDict((plain_name(n), v) for n, v in _gathered(state, is_first).items())
+    if is_first:
+        set_versions(full, _plain_versions(state))
+    return full if optim is None else (full, _gathered_optimizer(root, optim, is_first))
+
+
+def load_full_state_dict(
+    model: nn.Module,
+    state_dict: Mapping[str, Any] | None,
+    optim: torch.optim.Optimizer | None = None,
+    optim_state_dict: Mapping[str, Any] | None = None,
+    *,
+    strict: bool = True,
+) -> Any:
+    """Load full state dicts of the first rank into a sharded model and its optimizer, in place.
+
+    All ranks of the mesh have to call it. The state dicts that other ranks pass are ignored.
+
+    Args:
+        state_dict: full tensors by name, from :func:`full_state_dict` or a plain model.
+        optim: optimizer of ``model`` to load, too.
+        optim_state_dict: state dict of an optimizer, as :func:`full_state_dict` returns it.
+        strict: as in ``load_state_dict``.
+
+    Returns:
+        Missing and unexpected keys, as ``load_state_dict`` does.
+
+    Raises:
+        RuntimeError: names or shapes differ; raised by ``load_state_dict``.
+        ValueError: on all ranks, if ``model`` is not sharded yet or is on the meta device, or the
+            first rank's state dicts cannot be loaded.
+    """
+    root = checked_module(model, optim)
+    groups = mesh_groups_of(root)
+    if groups is None:
+        raise ValueError(
+            f"{type(root).__name__} is not sharded yet: call load_state_dict of it, or "
+            "graphshard.shard(model, mesh) before"
+        )
+    names = [] if optim is None else _parameter_names(root, optim)
+    incoming = _announce(state_dict, None if optim is None else optim_state_dict, names, groups)
+    result = root.load_state_dict(_incoming_model(root, incoming), strict)
+    if optim is not None:
+        optim.load_state_dict(_received_optimizer(optim, names, incoming))
+    return result
+
+
+# --- checks and names ----------------------------------------------------------------------------
+
+
+def checked_module(
+    model: nn.Module, optim: torch.optim.Optimizer | None = None, *, allow_meta: bool = False
+) -> nn.Module:
+    """Check the arguments; return ``model`` without the wrapper of ``torch.compile``.
+
+    Raises:
+        ValueError: ``model`` is not a module or is on the meta device, or ``optim`` is not an
+            optimizer.
+    """
+    root = uncompiled(model)
+    if not isinstance(root, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}: give the module that is trained")
+    if optim is not None and not isinstance(optim, torch.optim.Optimizer):
+        raise ValueError(f"optim is a {type(optim).__name__}: give a torch.optim.Optimizer")
+    for name, param in root.named_parameters():
+        if param.is_meta and not allow_meta:
+            raise ValueError(
+                f"parameter {name!r} is on the meta device: call model.to_empty(device=...) before"
+            )
+    return root
+
+
+def mesh_groups_of(root: nn.Module) -> MeshGroups | None:
+    """Return the groups of the mesh that ``root`` is sharded over; None if it is not sharded."""
+    sharded_params = (sharded_param_of(param) for param in root.parameters())
+    return next((p.spec.groups for p in sharded_params if p is not None), None)
+
+
+def is_first_rank(groups: MeshGroups | None) -> bool:
+    """Return whether this is the first rank of the mesh, or of all ranks without a mesh."""
+    if groups is not None:
+        return int(groups.mesh.mesh.flatten()[0]) == dist.get_rank()
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter or module name without the prefixes of ``torch.compile``."""
+    return name.replace(COMPILED_PREFIX, "")
+
+
+def _plain_versions(state_dict: Mapping[str, object]) -> dict[str, Any]:
+    """Return the module versions in a state dict, by module name without compile prefixes."""
+    return {plain_name(f"{n}.").removesuffix("."): v for n, v in versions_of(state_dict).items()}
+
+
+def _parameter_names(root: nn.Module, optim: torch.optim.Optimizer) -> list[list[str]]:
+    """Return the parameter names of ``optim``, by param group; the first name of tied ones.
+
+    Raises:
+        ValueError: ``optim`` has a parameter that ``root`` does not have.
+    """
+    names = {param: plain_name(name) for name, param in root.named_parameters()}
+    groups = [group["params"] for group in optim.param_groups]
+    if any(param not in names for group in groups for param in group):
+        raise ValueError(
+            "optim has a parameter that is none of the model's: give the optimizer of this model"
+        )
+    return [[names[param] for param in group] for group in groups]
+
+
+def _select(
+    state: Mapping[str, Any], names: Collection[str], groups: MeshGroups | None
+) -> StateDict:
+    """Return the entries of a state dict in ``names``, in its order and with its versions.
+
+    Raises:
+        ValueError: it lacks one of them, or ranks ask for different ones.
+    """
+    names = {names} if isinstance(names, str) else set(names)
+    unknown = sorted(names - {plain_name(name) for name in state})
+    fault = f"names has {unknown[0]!r}, which the state dict has not" if unknown else None
+    if groups is not None:
+        advice = "All ranks have to ask for the same names: is one chosen by rank?"
+        raise_if_different(dict.fromkeys(names, "wanted"), groups, fault=fault, advice=advice)
+    elif fault is not None:
+        raise ValueError(fault)
+    selected: StateDict = OrderedDict((n, v) for n, v in state.items() if plain_name(n) in names)
+    set_versions(selected, versions_of(state))
+    return selected
+
+
+# --- gather to the first rank --------------------------------------------------------------------
+
+
+def _gathered(values: Mapping[str, object], is_first: bool) -> dict[str, Any]:
+    """Return ``values`` with full tensors on the first rank's host; empty on the other ranks."""
+    full: dict[int, object] = {}
+    # In order of names: ranks may have registered parameters in different orders.
+    for key in sorted(values):
+        value = values[key]
+        if id(value) not in full:  # tied parameters are one object
+            full[id(value)] = _on_first_host(value, is_first)
+    return {key: full[id(value)] for key, value in values.items()} if is_first else {}
+
+
+def _on_first_host(value: object, is_first: bool) -> object:
+    """Return ``value`` on the first rank, gathered to its host if a tensor; None on other ranks."""
+    if isinstance(value, DTensor):
+        return gather(value)
+    if not is_first:
+        return None
+    return plain(value).to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+
+def _gathered_optimizer(
+    root: nn.Module, optim: torch.optim.Optimizer, is_first: bool
+) -> dict[str, Any]:
+    """Return the state dict of ``optim`` with full tensors, keyed by parameter names."""
+    names, state = _parameter_names(root, optim), optim.state_dict()
+    flat_names = [name for group in names for name in group]
+    by_name = {flat_names[number]: values for number, values in state["state"].items()}
+    full = {name: _gathered(by_name[name], is_first) for name in sorted(by_name)}
+    if not is_first:
+        return {}
+    groups = [{**group, "params": params} for group, params in zip(state["param_groups"], names)]
+    return {"state": {name: full[name] for name in by_name}, "param_groups": groups}
+
+
+# --- load from the first rank --------------------------------------------------------------------
+
+
+class _States(NamedTuple):
+    """The state dicts to load.
+
+    Attributes:
+        versions: module versions, by module name.
+        optim: state dict of the optimizer, keyed by parameter names; empty without one.
+    """
+
+    model: Mapping[str, Any]
+    versions: Mapping[str, Any]
+    optim: Mapping[str, Any]
+
+    def map_tensors(self, convert: Callable[[Hashable, torch.Tensor], torch.Tensor]) -> _States:
+        """Return state dicts with ``convert(key, tensor)`` in place of every tensor."""
+
+        def converted(values: Mapping[str, Any], *prefix: str) -> dict[str, Any]:
+            return {
+                key: convert((*prefix, key), value) if isinstance(value, torch.Tensor) else value
+                for key, value in values.items()
+            }
+
+        states = self.optim.get("state", {}).items()
+        optim = {"state": {name: converted(values, "optim", name) for name, values in states}}
+        return _States(converted(self.model), self.versions, {**self.optim, **optim})
+
+
+def _announce(state: Any, optim_state: Any, names: list[list[str]], groups: MeshGroups) -> _States:
+    """Broadcast what the first rank is going to send: everything but the values of its tensors.
+
+    Args:
+        names: names of the optimizer's parameters, by param group; empty without an optimizer.
+
+    Returns:
+        The first rank's state dicts, with an ``Incoming`` in place of every tensor.
+
+    Raises:
+        BackendError: on all ranks, if the first rank's state dicts cannot be loaded.
+    """
+    tensors: dict[Hashable, torch.Tensor] = {}  # stays empty on all but the first rank
+
+    def take(key: Hashable, tensor: torch.Tensor) -> torch.Tensor:
+        tensors[key] = tensor
+        return tensor.detach().to("meta")
+
+    def incoming(key: Hashable, meta: torch.Tensor) -> torch.Tensor:
+        return Incoming.of(meta, functools.partial(receive, tensors.get(key), meta, groups))
+
+    message: list[Any] = [None]
+    if is_first_rank(groups):
+        fault = _model_fault(state) or (_optimizer_fault(optim_state, names) if names else None)
+        if fault is None:
+            states = _States(state, _plain_versions(state), optim_state if names else {})
+            message = [states.map_tensors(take)]
+        else:
+            message = [fault]
+    dist.broadcast_object_list(message, group=process_group(groups.all_ranks), group_src=0)
+    if isinstance(message[0], str):
+        raise BackendError(f"the first rank: {message[0]}")
+    outline: _States = message[0]
+    return outline.map_tensors(incoming)
+
+
+def _model_fault(state: object) -> str | None:
+    """Return why the first rank's state dict of the model cannot be loaded, or None."""
+    if not isinstance(state, Mapping):
+        return f"state_dict is a {type(state).__name__}: give full tensors by name"
+    for name, value in state.items():
+        if isinstance(value, DTensor):
+            return f"{name!r} is a DTensor: give full tensors, or call model.load_state_dict"
+    return None
+
+
+def _optimizer_fault(state: object, names: list[list[str]]) -> str | None:
+    """Return why the first rank's state dict of the optimizer cannot be loaded, or None.
+
+    Args:
+        names: names of the optimizer's parameters, by param group.
+    """
+    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
+        return "optim_state_dict is no state dict of an optimizer: give that of full_state_dict"
+    own = {name for group in names for name in group}
+    saved = {name: number for number, g in enumerate(state["param_groups"]) for name in g["params"]}
+    if any(isinstance(name, int) for name in saved):
+        return (
+            "optim_state_dict has numbers for parameters: give names, as full_state_dict does, and "
+            "get_optimizer_state_dict of torch.distributed.checkpoint.state_dict"
+        )
+    if different := sorted(own ^ (saved.keys() | state["state"].keys())):
+        where = "optim" if different[0] in own else "optim_state_dict"
+        return f"the parameter {different[0]!r} is in {where} alone"
+    for group in names:
+        if len({saved.get(name) for name in group}) > 1:
+            return f"parameters of optim's group of {group[0]!r} are in several of optim_state_dict"
+    return None
+
+
+def _incoming_model(root: nn.Module, incoming: _States) -> StateDict:
+    """Return the state dict for ``root`` to load, by the names of ``root.state_dict()``."""
+    own = root.state_dict(keep_vars=True)
+    own_names = {plain_name(name): name for name in own}
+    state: StateDict = OrderedDict()
+    for sent_name, value in incoming.model.items():
+        name = own_names.get(plain_name(sent_name), sent_name)
+        # Sharded parameters receive theirs when they are loaded.
+        is_whole = name in own and sharded_param_of(own[name]) is None
+        state[name] = value.receive(None) if is_whole and isinstance(value, Incoming) else value
+    names = {plain_name(f"{name}.").removesuffix("."): name for name in versions_of(own)}
+    set_versions(state, {names.get(name, name): v for name, v in incoming.versions.items()})
+    return state
+
+
+def _received_optimizer(
+    optim: torch.optim.Optimizer, names: list[list[str]], incoming: _States
+) -> dict[str, Any]:
+    """Return the state dict for ``optim`` to load, with numbers for parameters.
+
+    Args:
+        names: names of the optimizer's parameters, by param group.
+    """
+    saved_options = {name: g for g in incoming.optim["param_groups"] for name in g["params"]}
+    params = [param for group in optim.param_groups for param in group["params"]]
+    numbers = {name: number for number, name in enumerate(n for group in names for n in group)}
+    groups = [
+        {**(saved_options[group[0]] if group else own), "params": [numbers[n] for n in group]}
+        for own, group in zip(optim.param_groups, names)
+    ]
+    state = {}
+    for name, values in incoming.optim["state"].items():
+        param = params[numbers[name]]
+        present = optim.state.get(param, {})
+        state[numbers[name]] = {
+            key: _received(value, param, present.get(key)) if isinstance(value, Incoming) else value
+            for key, value in values.items()
+        }
+    return {"state": state, "param_groups": groups}
+
+
+def _received(incoming: Incoming, param: nn.Parameter, present: object) -> torch.Tensor:
+    """Receive a tensor of optimizer state.
+
+    Args:
+        param: parameter whose state it is.
+        present: state that it replaces, if there is one.
+    """
+    likes = [x for x in (present, param) if isinstance(x, DTensor) and x.shape == incoming.shape]
+    received = incoming.receive(spec_of(likes[0]) if likes else None)
+    if isinstance(present, DTensor) and isinstance(received, DTensor):
+        local = local_tensor(present)
+        if is_traceable_wrapper_subclass(local):
+            local.copy_(local_tensor(received))  # quantizes
+            return present
+    return received
