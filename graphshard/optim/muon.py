@@ -15,7 +15,6 @@ changed since the last step, they agree before anything is sent.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,13 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._torch.dtensor import local_tensor
+from .._torch.muon import adjusted_lr, orthogonalized
 from ..params.full_tensor import spec_of
 from ..params.mesh import MeshGroups, agreed_exchange
 from ..params.sharded_param import sharded_param_of
 from ..ranks.differences import OPTIMIZER_STEP
-from .newton_schulz import WIRE_DTYPE, orthogonalize
-from .row_exchange import InFlight, RowExchange
-from .spread import Bucket, MatrixSpec, plan_buckets
+from .row_exchange import WIRE_DTYPE, Bucket, InFlight, RowExchange, plan_buckets
 
 Group = dict[str, Any]
 BUCKET_BYTES = 8 * 2**20
@@ -45,7 +43,7 @@ class _Stepped(NamedTuple):
     group: Group
 
 
-class _Spread(NamedTuple):
+class _MeshPlan(NamedTuple):
     """Matrices whose rows one mesh holds, and their distribution over its ranks.
 
     Attributes:
@@ -62,11 +60,11 @@ class _Spread(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """All matrices of a step: ``alone`` needs no other rank, ``spreads`` has one entry per mesh."""
+    """All matrices of a step: ``alone`` needs no other rank, ``by_mesh`` has one entry per mesh."""
 
     matrices: list[_Stepped]
     alone: list[_Stepped]
-    spreads: list[_Spread]
+    by_mesh: list[_MeshPlan]
 
 
 class Muon(torch.optim.Muon):
@@ -121,11 +119,10 @@ class Muon(torch.optim.Muon):
     def _step_all(self) -> None:
         plan, is_new = self._planned()
         for param, group in plan.alone:
-            rows = self._direction(param, group).to(WIRE_DTYPE)
-            _apply(param, group, _orthogonalized(rows[None], group)[0])
-        for spread in plan.spreads:
-            with agreed_exchange(spread.groups, spread.plan_id, spread.text, is_new=is_new):
-                self._step_spread(spread)
+            _apply(param, group, _orthogonalized(self._direction(param, group), group))
+        for part in plan.by_mesh:
+            with agreed_exchange(part.groups, part.plan_id, part.text, is_new=is_new):
+                self._step_mesh(part)
 
     def _planned(self) -> tuple[_Plan, bool]:
         """Return the plan of this step, and whether it differs from the last step's."""
@@ -140,28 +137,27 @@ class Muon(torch.optim.Muon):
         self._plan = _make_plan(matrices, self.param_groups)
         return self._plan, True
 
-    def _step_spread(self, spread: _Spread) -> None:
+    def _step_mesh(self, mesh_plan: _MeshPlan) -> None:
         """Step the matrices of one mesh, bucket by bucket."""
-        exchange, buckets = spread.exchange, spread.buckets
+        exchange, buckets = mesh_plan.exchange, mesh_plan.buckets
 
         def launch(number: int) -> InFlight | None:
             if number == len(buckets):
                 return None
             return exchange.to_owners(
-                buckets[number], lambda i: self._direction(*spread.matrices[i])
+                buckets[number], lambda i: self._direction(*mesh_plan.matrices[i])
             )
 
         def apply(number: int, results: InFlight) -> None:
-            for i, rows in exchange.own_rows(buckets[number], results.wait()):
-                _apply(*spread.matrices[i], rows)
+            for owned, rows in zip(buckets[number], results.wait()):
+                _apply(*mesh_plan.matrices[owned.matrix], rows)
 
         coming, leaving = launch(0), None
         for number, bucket in enumerate(buckets):
             assert coming is not None
             current, coming = coming, launch(number + 1)
+            groups = [mesh_plan.matrices[owned.matrix].group for owned in exchange.owned(bucket)]
             whole = exchange.whole(bucket, current.wait())
-            batches = [batch for batch in bucket if batch.owner == exchange.rank]
-            groups = [spread.matrices[batch.matrices[0]].group for batch in batches]
             results = [_orthogonalized(full, group) for full, group in zip(whole, groups)]
             before, leaving = leaving, exchange.to_all(bucket, results)
             if before is not None:
@@ -179,7 +175,8 @@ class Muon(torch.optim.Muon):
             )
         grad, buffer = _local(param.grad), _local(state["momentum_buffer"])
         buffer.lerp_(grad, 1 - momentum)
-        return grad.lerp(buffer, momentum) if group["nesterov"] else buffer
+        direction = grad.lerp(buffer, momentum) if group["nesterov"] else buffer
+        return direction.to(WIRE_DTYPE)
 
 
 # --- plans ---------------------------------------------------------------------------------------
@@ -204,26 +201,27 @@ def _make_plan(matrices: list[_Stepped], param_groups: Sequence[Group]) -> _Plan
         mesh = _mesh_of(stepped.param, names[stepped.param])
         (alone if mesh is None else by_mesh.setdefault(mesh, [])).append(stepped)
     numbers = {id(group): number for number, group in enumerate(param_groups)}
-    spreads = [_spread(mesh, of_mesh, names, numbers) for mesh, of_mesh in by_mesh.items()]
-    return _Plan(matrices, alone, spreads)
+    mesh_plans = [_plan_mesh(mesh, of_mesh, names, numbers) for mesh, of_mesh in by_mesh.items()]
+    return _Plan(matrices, alone, mesh_plans)
 
 
-def _spread(
+def _plan_mesh(
     mesh: DeviceMesh,
     matrices: list[_Stepped],
     names: dict[Tensor, str],
     numbers: dict[int, int],
-) -> _Spread:
+) -> _MeshPlan:
     groups = MeshGroups(mesh)
     exchange = RowExchange(groups)
-    specs = [MatrixSpec((p.shape[0], p.shape[1]), numbers[id(group)]) for p, group in matrices]
-    buckets = plan_buckets(specs, exchange.num_ranks, BUCKET_BYTES)
+    shapes = [(param.shape[0], param.shape[1]) for param, _ in matrices]
+    buckets = plan_buckets(shapes, exchange.num_ranks, BUCKET_BYTES)
     lines = [
-        f"{names[m.param]} {spec.shape} in group {spec.group}" for m, spec in zip(matrices, specs)
+        f"{names[param]} {tuple(param.shape)} in group {numbers[id(group)]}"
+        for param, group in matrices
     ]
     text = "\n".join([f"{OPTIMIZER_STEP} of Muon", *lines])
     plan_id = hashlib.sha256(text.encode()).hexdigest()
-    return _Spread(groups, matrices, buckets, exchange, text, plan_id)
+    return _MeshPlan(groups, matrices, buckets, exchange, text, plan_id)
 
 
 def _mesh_of(param: Tensor, name: str) -> DeviceMesh | None:
@@ -268,8 +266,8 @@ def _local(tensor: Tensor) -> Tensor:
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def _orthogonalized(matrices: Tensor, group: Group) -> Tensor:
-    return orthogonalize(matrices, group["ns_coefficients"], group["ns_steps"], group["eps"])
+def _orthogonalized(matrix: Tensor, group: Group) -> Tensor:
+    return orthogonalized(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
 
 def _apply(param: Tensor, group: Group, rows: Tensor) -> None:
@@ -277,12 +275,4 @@ def _apply(param: Tensor, group: Group, rows: Tensor) -> None:
     lr: Any = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
     own = _local(param)
     own.mul_(1 - lr * group["weight_decay"])
-    factor = _lr_factor(group["adjust_lr_fn"], *param.shape)
-    own.add_(rows.to(own.device), alpha=-lr * factor)
-
-
-def _lr_factor(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
-    """Return the factor for the learning rate of a matrix (``_adjust_lr`` in torch)."""
-    if adjust_lr_fn == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1, rows / columns))
+    own.add_(rows.to(own.device), alpha=-adjusted_lr(lr, group["adjust_lr_fn"], param.shape))

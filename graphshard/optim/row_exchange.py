@@ -1,18 +1,20 @@
-"""Send the rows of matrices to the ranks that orthogonalise them, and the results back.
+"""Assign matrices to ranks, send their rows there, and send the results back.
 
-Each direction is one all-to-all per bucket, launched here and waited for by the reader:
+    matrices, largest first        A A A A B B B c c c c
+    owner (least work so far)      0 1 2 3 0 1 2 3 3 0 1
+    buckets (bytes)               |A A A A|B B B c c c c|
 
-    rows of each rank ──► [owner, batch, matrix, rows] ─► all_to_all ─► whole matrices of owner
-    rows of each rank ◄── all_to_all ◄─ [rank, batch, matrix, rows] ◄── results at their owner
+    a bucket, ordered by owner     rows of each rank ──► all_to_all ──► whole matrices of the owner
+                                   rows of each rank ◄── all_to_all ◄── its results
 
-With replicas (HSDP), an owner takes rows from the ranks of its own replica and sends results to all
-ranks: the work is spread over all ranks, and replicas stay bitwise equal.
+Equal shapes are adjacent, so a bucket gives each rank about the same work. With replicas (HSDP), an
+owner takes rows from the ranks of its own replica and sends results to all ranks: the work is
+spread over all ranks, and replicas stay bitwise equal.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,8 +23,57 @@ import torch.distributed as dist
 from .._torch.distributed import process_group
 from ..ops.groups import rows_of_rank
 from ..params.mesh import MeshGroups
-from .newton_schulz import WIRE_DTYPE
-from .spread import Batch, Bucket
+
+WIRE_DTYPE = torch.bfloat16
+"""Dtype in which Muon orthogonalises, so sending rows in it loses nothing."""
+Shape = tuple[int, int]
+
+
+class Owned(NamedTuple):
+    """A matrix and its owner.
+
+    Attributes:
+        rank: owner: the rank in the process group that orthogonalises it.
+        matrix: number of the matrix.
+        shape: ``(rows, columns)``, both at least 1.
+    """
+
+    rank: int
+    matrix: int
+    shape: Shape
+
+
+Bucket = tuple[Owned, ...]
+"""The matrices of one exchange, ordered by owner."""
+
+
+def plan_buckets(
+    shapes: Sequence[Shape], num_ranks: int, max_bytes_per_rank: float
+) -> list[Bucket]:
+    """Return the buckets in the order of their exchange; every matrix is in exactly one. Pure.
+
+    Args:
+        max_bytes_per_rank: largest size of a bucket's matrices in bytes, divided by the number of
+            ranks. A bucket may have one matrix per rank, whatever its size.
+    """
+    buckets: list[Bucket] = []
+    pending: list[Owned] = []
+    work, num_bytes = [0] * num_ranks, 0
+    for i in sorted(range(len(shapes)), key=lambda i: (-cost(shapes[i]), shapes[i], i)):
+        shape, owner = shapes[i], work.index(min(work))
+        work[owner] += cost(shape)
+        num_bytes += shape[0] * shape[1] * WIRE_DTYPE.itemsize
+        if len(pending) >= num_ranks and num_bytes > max_bytes_per_rank * num_ranks:
+            buckets.append(tuple(sorted(pending)))
+            pending, num_bytes = [], shape[0] * shape[1] * WIRE_DTYPE.itemsize
+        pending.append(Owned(owner, i, shape))
+    return [*buckets, tuple(sorted(pending))] if pending else buckets
+
+
+def cost(shape: Shape) -> int:
+    """Return the multiplications of a Newton-Schulz step, up to a constant factor."""
+    rows, columns = shape
+    return rows * columns * min(rows, columns)
 
 
 class InFlight(NamedTuple):
@@ -30,18 +81,21 @@ class InFlight(NamedTuple):
 
     Attributes:
         work: handle to wait for.
-        received: receive buffer, with the elements from each rank in rank order.
+        received: receive buffer: rows in the order of ``shapes``.
+        shapes: shapes of the received rows.
         sent: send buffer, which is read until the wait.
     """
 
     work: dist.Work
     received: torch.Tensor
+    shapes: list[torch.Size]
     sent: torch.Tensor
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> list[torch.Tensor]:
         """Wait, and return what was received."""
         self.work.wait()
-        return self.received
+        parts = self.received.split([shape.numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes)]
 
 
 class RowExchange:
@@ -57,8 +111,11 @@ class RowExchange:
         }
         ranks = dist.get_process_group_ranks(self._group)
         # Indexed by rank in the group, which may order ranks differently from the mesh.
-        self._replicas, self._shards = zip(*(places[rank] for rank in ranks))
+        replicas, self._shards = zip(*(places[rank] for rank in ranks))
         self.num_ranks = len(ranks)
+        self._replica_ranks = [
+            rank for rank in range(len(ranks)) if replicas[rank] == replicas[self.rank]
+        ]
 
     def to_owners(self, bucket: Bucket, rows_of: Callable[[int], torch.Tensor]) -> InFlight:
         """Send this rank's rows of each matrix to the matrix's owner.
@@ -67,89 +124,69 @@ class RowExchange:
             rows_of: function that returns this rank's rows of a matrix, given its number; called
                 once per matrix, in the order of ``bucket``.
         """
-        own = self._shards[self.rank]
-        sizes_out, sizes_in = [0] * self.num_ranks, [0] * self.num_ranks
-        for batch in bucket:
-            if self._is_near(batch.owner):
-                sizes_out[batch.owner] += self._num_elements(batch, own)
-        for rank in range(self.num_ranks):
-            if self._is_near(rank):
-                sizes_in[rank] = sum(
-                    self._num_elements(b, self._shards[rank]) for b in self._own(bucket)
-                )
-        sent, start = self._empty(sum(sizes_out)), 0
-        for batch in bucket:
-            for matrix in batch.matrices:
-                rows = rows_of(matrix)
-                if self._is_near(batch.owner):
-                    sent[start : start + rows.numel()].view(rows.shape).copy_(rows)
-                    start += rows.numel()
-        return self._launch(sent, sizes_out, sizes_in)
+        rows = [(owned.rank, rows_of(owned.matrix)) for owned in bucket]
+        sends = [(owner, own) for owner, own in rows if owner in self._replica_ranks]
+        receives = [
+            (rank, self._shape(owned, rank))
+            for rank in self._replica_ranks
+            for owned in self.owned(bucket)
+        ]
+        return self._launch(sends, receives)
 
-    def whole(self, bucket: Bucket, received: torch.Tensor) -> list[torch.Tensor]:
-        """Return the whole matrices of this rank's batches, each ``[matrices, rows, columns]``."""
-        batches = self._own(bucket)
-        whole = [self._empty(len(b.matrices), *b.shape) for b in batches]
-        start = 0
-        for rank in filter(self._is_near, range(self.num_ranks)):
-            for batch, full in zip(batches, whole):
-                part = full[:, self._rows(batch, self._shards[rank])]
-                part.copy_(received[start : start + part.numel()].view(part.shape))
-                start += part.numel()
-        return whole
+    def whole(self, bucket: Bucket, received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the matrices that this rank owns, from what :meth:`to_owners` received."""
+        owned = self.owned(bucket)
+        matrices = [self._empty(*one.shape) for one in owned]
+        rows = iter(received)
+        for rank in self._replica_ranks:
+            for one, matrix in zip(owned, matrices):
+                matrix[self._rows(one, rank)] = next(rows)
+        return matrices
 
     def to_all(self, bucket: Bucket, results: Sequence[torch.Tensor]) -> InFlight:
         """Send each rank its rows of the results.
 
+        The receiver gets them in the order of ``bucket``.
+
         Args:
-            results: one tensor per batch of this rank, shaped as returned by :meth:`whole`.
+            results: one for each matrix that this rank owns.
         """
-        batches, own = self._own(bucket), self._shards[self.rank]
-        sizes_out = [sum(self._num_elements(b, shard) for b in batches) for shard in self._shards]
-        sizes_in = [0] * self.num_ranks
-        for batch in bucket:
-            sizes_in[batch.owner] += self._num_elements(batch, own)
-        sent, start = self._empty(sum(sizes_out)), 0
-        for shard in self._shards:
-            for batch, result in zip(batches, results):
-                part = result[:, self._rows(batch, shard)]
-                sent[start : start + part.numel()].view(part.shape).copy_(part)
-                start += part.numel()
-        return self._launch(sent, sizes_out, sizes_in)
+        sends = [
+            (rank, result[self._rows(owned, rank)])
+            for rank in range(self.num_ranks)
+            for owned, result in zip(self.owned(bucket), results)
+        ]
+        return self._launch(sends, [(one.rank, self._shape(one, self.rank)) for one in bucket])
 
-    def own_rows(
-        self, bucket: Bucket, received: torch.Tensor
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the number of each matrix in the bucket, with this rank's rows of its result."""
-        start, shard = 0, self._shards[self.rank]
-        for batch in bucket:
-            rows = self._rows(batch, shard)
-            shape = (len(batch.matrices), rows.stop - rows.start, batch.shape[1])
-            size = math.prod(shape)
-            yield from zip(batch.matrices, received[start : start + size].view(shape))
-            start += size
+    def owned(self, bucket: Bucket) -> list[Owned]:
+        """Return the matrices of a bucket that this rank owns."""
+        return [owned for owned in bucket if owned.rank == self.rank]
 
-    def _is_near(self, rank: int) -> bool:
-        """Return whether ``rank`` belongs to this rank's replica."""
-        return bool(self._replicas[rank] == self._replicas[self.rank])
+    def _rows(self, owned: Owned, rank: int) -> slice:
+        """Return the rows of a matrix that a rank holds."""
+        return rows_of_rank(owned.shape[0], self._num_shards, self._shards[rank])
 
-    def _own(self, bucket: Bucket) -> list[Batch]:
-        return [batch for batch in bucket if batch.owner == self.rank]
-
-    def _rows(self, batch: Batch, shard: int) -> slice:
-        return rows_of_rank(batch.shape[0], self._num_shards, shard)
-
-    def _num_elements(self, batch: Batch, shard: int) -> int:
-        rows = self._rows(batch, shard)
-        return len(batch.matrices) * (rows.stop - rows.start) * batch.shape[1]
+    def _shape(self, owned: Owned, rank: int) -> torch.Size:
+        rows = self._rows(owned, rank)
+        return torch.Size((rows.stop - rows.start, owned.shape[1]))
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=WIRE_DTYPE, device=self._device)
 
-    def _launch(self, sent: torch.Tensor, sizes_out: list[int], sizes_in: list[int]) -> InFlight:
-        received = self._empty(sum(sizes_in))
+    def _launch(
+        self, sends: list[tuple[int, torch.Tensor]], receives: list[tuple[int, torch.Size]]
+    ) -> InFlight:
+        """Launch an all-to-all of rows to and from ranks, both ordered by rank."""
+        send_sizes, receive_sizes = [0] * self.num_ranks, [0] * self.num_ranks
+        for rank, rows in sends:
+            send_sizes[rank] += rows.numel()
+        for rank, shape in receives:
+            receive_sizes[rank] += shape.numel()
+        flat = [rows.to(self._device, WIRE_DTYPE).flatten() for _, rows in sends]
+        sent = torch.cat([self._empty(0), *flat])
+        received = self._empty(sum(receive_sizes))
         work = dist.all_to_all_single(
-            received, sent, sizes_in, sizes_out, group=self._group, async_op=True
+            received, sent, receive_sizes, send_sizes, group=self._group, async_op=True
         )
         assert work is not None
-        return InFlight(work, received, sent)
+        return InFlight(work, received, [shape for _, shape in receives], sent)
