@@ -11,7 +11,7 @@ from tabulate import tabulate
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .sharded_param import ShardedParam, sharded_param_of
+from .sharded_param import sharded_param_of
 
 
 class MemoryBytes(NamedTuple):
@@ -56,14 +56,6 @@ class MemoryReport:
         return tabulate(rows, ["MB", "per rank", "unsharded"], floatfmt=".3f")
 
 
-class _Trained(NamedTuple):
-    """Memory of some parameters, their gradients and their optimizer state."""
-
-    parameters: MemoryBytes
-    gradients: MemoryBytes
-    optimizer: MemoryBytes
-
-
 def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
     """Return the memory of ``model`` and its optimizer on this rank, without communication.
 
@@ -78,36 +70,36 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
         raise ValueError(f"model is a {type(model).__name__}: give the module that is trained")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer is a {type(optimizer).__name__}: give a torch.optim.Optimizer")
+    state = {} if optimizer is None else optimizer.state
     params = list(model.parameters())
     sharded_params = [p for p in map(sharded_param_of, params) if p is not None]
-    on_host = [param for param in params if _is_on_host(sharded_param_of(param))]
     totals = [total for param in sharded_params for total in param.unreduced_totals()]
-    trained = _trained(params, optimizer)
+
+    def trained(params: Sequence[nn.Parameter]) -> list[MemoryBytes]:
+        """Return the memory of parameters, their gradients and their optimizer state."""
+        values = [value for param in params for value in state.get(param, {}).values()]
+        return [_memory(params), _memory(p for p in params if p.requires_grad), _memory(values)]
+
+    parameters, gradients, optimizer_state = trained(params)
     return MemoryReport(
-        parameters=trained.parameters,
-        buffers=_held(model.buffers()),
-        gradients=trained.gradients,
+        parameters=parameters,
+        buffers=_memory(model.buffers()),
+        gradients=gradients,
         sums=MemoryBytes(sum(total.nbytes for total in totals), 0),
-        optimizer=trained.optimizer,
+        optimizer=optimizer_state,
         gathered=MemoryBytes(max((p.model.gathered_bytes for p in sharded_params), default=0), 0),
-        on_host=MemoryBytes(sum(held.rank for held in _trained(on_host, optimizer)), 0),
+        on_host=MemoryBytes(
+            sum(part.rank for part in trained([p for p in params if _is_on_host(p)])), 0
+        ),
     )
 
 
-def _is_on_host(sharded_param: ShardedParam | None) -> bool:
+def _is_on_host(param: nn.Parameter) -> bool:
+    sharded_param = sharded_param_of(param)
     return sharded_param is not None and sharded_param.spec.host_memory is not None
 
 
-def _trained(params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer | None) -> _Trained:
-    states = [optimizer.state.get(param, {}) for param in params] if optimizer is not None else []
-    return _Trained(
-        parameters=_held(params),
-        gradients=_held(param for param in params if param.requires_grad),
-        optimizer=_held(value for state in states for value in state.values()),
-    )
-
-
-def _held(values: Iterable[object]) -> MemoryBytes:
+def _memory(values: Iterable[object]) -> MemoryBytes:
     """Return the memory of the tensors among ``values``, counting each tensor once."""
     tensors = {id(value): value for value in values if isinstance(value, torch.Tensor)}.values()
     return MemoryBytes(

@@ -166,7 +166,7 @@ def test_only_named_entries_are_gathered() -> None:
         assert sorted(state) == wanted and state._metadata == every._metadata
         assert all(torch.equal(value, every[name]) for name, value in state.items())
     optim = _adamw(model)
-    _, optim_state = graphshard.full_state_dict(model, optim, names=["head.bias"])
+    _, optim_state = graphshard.full_state_dict(model, optim, names=["head.weight"])
     graphshard.load_full_state_dict(model, every, optim, optim_state)  # which it has in full
     with pytest.raises(ValueError, match="names has 'wrong', which the state dict has not"):
         graphshard.full_state_dict(model, names=wanted if dist.get_rank() == 0 else ["wrong"])
