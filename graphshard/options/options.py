@@ -92,8 +92,8 @@ class ParamOptions:
             return num_shards if reshard else None
         if num_shards % reshard:
             raise ValueError(
-                f"reshard_after_forward={reshard}: backward can gather from a number of ranks "
-                f"that divides the {num_shards} of the mesh's shard axis"
+                f"reshard_after_forward={reshard}: must be a number that divides the {num_shards} "
+                "ranks of the mesh's shard axis, from so many of which backward gathers"
             )
         return reshard if reshard > 1 else None
 
@@ -325,8 +325,8 @@ def check_mesh(mesh: object) -> None:
         )
     if mesh.ndim not in (1, 2):
         raise ValueError(
-            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names or tuple(mesh.shape)}: give one over "
-            "which to shard, or two, of replicas and shards (HSDP); slice it, as in "
+            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names or tuple(mesh.shape)}: give one axis "
+            "to shard over, or two, of replicas and shards (HSDP), as in "
             "mesh['replicate', 'shard']"
         )
 

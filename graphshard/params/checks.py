@@ -219,9 +219,9 @@ def _fault_of_overrides(
             return f"overrides[{glob!r}] matches no parameter: {_nearest(glob, fqns)}"
         if policy is not None and not has_boundary and (field := _field_of_modules(policy)):
             return (
-                f"overrides[{glob!r}] has an mp_policy with {field}, but matches parameters alone, "
-                "which have no inputs and outputs: name the module, which stands for all that is "
-                "in it"
+                f"overrides[{glob!r}] has an mp_policy with {field}, but matches only parameters, "
+                "which have no inputs and outputs: name their module, which covers all of its "
+                "parameters"
             )
     return None
 
@@ -229,9 +229,9 @@ def _fault_of_overrides(
 def _nearest(glob: str, fqns: Sequence[str]) -> str:
     """Suggest parameters to a user whose glob matches none of ``fqns``."""
     if not fqns:
-        return "there is none"
+        return "the model has none to shard"
     nearest = difflib.get_close_matches(glob, fqns, n=3, cutoff=0.0)
-    return f"of {len(fqns)} the nearest are {', '.join(map(repr, nearest))}"
+    return f"the closest of the model's {len(fqns)} are {', '.join(map(repr, nearest))}"
 
 
 def _field_of_modules(policy: MixedPrecisionPolicy) -> str | None:
@@ -258,11 +258,6 @@ def _resolve_specs(
 
 
 def _spec_of(plain: PlainParam, groups: MeshGroups, options: ParamOptions) -> ParamSpec:
-    """Return how to shard a parameter.
-
-    Raises:
-        ValueError: the options contradict each other or the mesh.
-    """
     return ParamSpec(
         plain.param.shape,
         groups,
@@ -285,11 +280,6 @@ def _fault_of_device(device: torch.device, mesh: DeviceMesh, options: ParamOptio
 
 
 def _float8_recipe(plain: PlainParam, options: ParamOptions) -> str | None:
-    """Return the fp8 recipe of a parameter's linears, or None if they do not compute in fp8.
-
-    Raises:
-        ValueError: the fp8 policy conflicts with ``mp_policy.param_dtype``.
-    """
     policy = options.fp8
     embeds = any(isinstance(module, nn.Embedding) for module, _ in plain.holders)
     if policy is None or not options.shard or embeds:
@@ -315,11 +305,11 @@ def _fault_of_fp8(
         plain.spec.float8_recipe: plain for plain in plain_params if plain.spec.float8_recipe
     }
     if not recipes and any(plain.param.dim() == 2 for plain in plain_params):
-        return "fp8 chooses no parameter: check fp8.filter_fn, or leave fp8 out"
+        return "fp8 selects no parameter: check fp8.filter_fn, or leave fp8 out"
     for recipe, plain in recipes.items():
         if fault := device_fault(device_type, recipe):
             return (
-                f"fp8: {device_type} does not compute {recipe} products in fp8, as of parameter "
+                f"fp8: {device_type} cannot compute the {recipe} fp8 products of parameter "
                 f"{plain.fqn!r}: {fault}"
             )
     return None
@@ -390,6 +380,6 @@ def _untied(name: str, param: nn.Parameter, other_name: str, other: nn.Parameter
     else:
         tie = f"to tie them, compute what {other_name!r} holds from {name!r} in forward"
     return (
-        f"parameters {name!r} and {other_name!r} are two objects that share memory, which sharding "
-        f"would part: {tie}; else give one of them a copy, by clone()"
+        f"parameters {name!r} and {other_name!r} are two objects that share memory, but sharding "
+        f"would untie them: {tie}; otherwise give one of them a copy, by clone()"
     )

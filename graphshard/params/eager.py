@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import FunctionCtx
 
 from .._torch.as_parameter import GatheredParameter
 from .._torch.autograd import address_of, version_of
@@ -37,27 +36,15 @@ from .sharded_param import ShardedParam, is_unattached, owned_by, sharded_model_
 
 
 class _Read(NamedTuple):
-    """The key of a full parameter in a call's scope.
-
-    Attributes:
-        version: version of the shard; one that has changed is gathered again.
-    """
+    """The key of a full parameter in a call's scope."""
 
     param: ShardedParam
     in_inference_mode: bool
-    version: int
+    version: int  # of the shard: one that has changed is gathered again
 
 
 def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor] | None:
-    """Return differentiable full parameters of ``module`` by name; None outside of any forward.
-
-    Args:
-        names: names of the module's own sharded parameters.
-
-    Raises:
-        BackendError: a parameter was replaced after it was sharded, or a full parameter was changed
-            in place.
-    """
+    """Return differentiable full parameters of ``module`` by name; None outside of any forward."""
     model = sharded_model_of(module)
     scope = call_scope(lambda called: sharded_model_of(called) is model)
     if scope is None or model is None:
@@ -85,9 +72,6 @@ class _Gathered:
     """Parameters gathered together in one call; changing one in place is an error.
 
     In-place changes of ``tensor.data`` are not detected: they leave no trace on the tensor.
-
-    Attributes:
-        full: full parameters, by sharded parameter.
     """
 
     def __init__(self, sharded_params: Sequence[ShardedParam]) -> None:
@@ -124,18 +108,6 @@ def _sharded(module: nn.Module, name: str) -> ShardedParam:
     return sharded_param
 
 
-class _Context(FunctionCtx):
-    """The values that forward saves for backward; this class only serves the type checker.
-
-    Attributes:
-        destinations: accumulator that each gradient goes to, or None if it is reduced.
-    """
-
-    sharded_params: Sequence[ShardedParam]
-    destinations: list[str | None]
-    needs_input_grad: tuple[bool, ...]
-
-
 class _Unshard(torch.autograd.Function):
     """``shards -> full parameters`` of one module.
 
@@ -155,6 +127,7 @@ class _Unshard(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         sharded_params, *shards = inputs
         ctx.sharded_params = sharded_params
+        # The accumulator that each gradient goes to, or None if it is reduced.
         ctx.destinations = [param.grad_destination for param in sharded_params]
         ctx.set_materialize_grads(False)
         frozen = [full for full, shard in zip(output, shards) if not shard.requires_grad]
@@ -182,7 +155,7 @@ def _dense(grad: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _gradients_of_shards(
-    ctx: _Context, grads: Sequence[torch.Tensor | None]
+    ctx: Any, grads: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
     """Reduce or accumulate full gradients; return None for shards that get no gradient now."""
     to_reduce = []
@@ -210,8 +183,7 @@ def _reduce(
 
     Args:
         grad: this rank's gradient; None if only other ranks have one.
-        destination: None to return the reduced shard; ``PARTIAL`` to accumulate it there and return
-            None.
+        destination: None to return the reduced shard, ``PARTIAL`` to accumulate it there.
     """
     spec = sharded_param.spec
     if grad is None:

@@ -272,10 +272,9 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         if sharder.options.num_ranks() > 1 and stepped - find_reduced_by_ddp():
             _idle.discard(sharder)
             warnings.warn(
-                "graphshard: a backend was made and has sharded nothing yet, and "
-                f"{type(optimizer).__name__} steps parameters that are not sharded: if they are to "
-                "be, compile the model itself: torch.compile(model, "
-                "backend=graphshard.backend(mesh))",
+                "graphshard: a backend was made and has sharded nothing yet, but "
+                f"{type(optimizer).__name__} steps parameters that are not sharded. To shard them, "
+                "compile their model: torch.compile(model, backend=graphshard.backend(mesh))",
                 stacklevel=3,
             )
 
@@ -294,9 +293,10 @@ def _raise_if_stepped(optimizer: Optimizer, module: nn.Module, stepped: set[nn.P
     name = next(name for name, param in module.named_parameters() if param in stepped)
     raise BackendError(
         f"{type(optimizer).__name__} steps {name!r} of {type(module).__name__}, which "
-        "torch.compile(..., backend=graphshard.backend(...)) was to shard: no compiled call of it "
-        "has run, so each rank trains a model of its own. Call what torch.compile returned, with "
-        "compiling on (no disable=True, TORCH_COMPILE_DISABLE=1, set_stance('force_eager') or "
-        "suppress_errors); or shard it by graphshard.shard(model, mesh), which trains uncompiled "
-        "as well; or list its parameters in ignored_params if you reduce their gradients yourself"
+        "torch.compile(..., backend=graphshard.backend(...)) has not sharded: no compiled call of "
+        "it has run, and each rank trains a model of its own. Call what torch.compile returned, "
+        "with compiling on (no disable=True, TORCH_COMPILE_DISABLE=1, "
+        "set_stance('force_eager') or suppress_errors); or shard it by "
+        "graphshard.shard(model, mesh), which trains uncompiled as well; or list its parameters in "
+        "ignored_params if you reduce their gradients yourself"
     )

@@ -129,16 +129,13 @@ def _refuse_functional_call(shard: Source) -> None:
     param = sharded_param_of(Trace().value(shard))
     raise BackendError(
         f"torch.func.functional_call does not reach parameter {param.fqn if param else shard!r}, "
-        "which is sharded: forward would compute with the module's own; give it as "
+        "which is sharded: forward would compute with the module's own. List it in "
         "ignored_params, or call a copy of the module that is not sharded"
     )
 
 
 def check_reads(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
     """Check how a graph that Dynamo traced, and its subgraphs, use sharded parameters.
-
-    Args:
-        inputs: one value for each placeholder of ``gm``.
 
     Raises:
         BackendError: the graph changes a full parameter in place, or takes its DTensor as an input.
@@ -150,8 +147,8 @@ def check_reads(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
             continue
         if isinstance(value, DTensor):
             raise BackendError(
-                f"forward reads parameter {param.fqn!r} by a reference of its own, and would "
-                "compute with a shard: read it through its module"
+                f"forward reads parameter {param.fqn!r} by another reference than its module's, "
+                "and would compute with a shard: read it through its module"
             )
         fqns[traced_storage(node)] = param.fqn
     for part in graph_modules(gm):
@@ -159,11 +156,7 @@ def check_reads(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
 
 
 def _refuse_changes(graph: fx.Graph, fqns: Mapping[int | None, str]) -> None:
-    """Raise BackendError if a graph changes a full parameter in place.
-
-    Args:
-        fqns: FQNs of sharded parameters, by the storage of their shard in the trace.
-    """
+    """Raise BackendError if a graph changes a full parameter in place."""
     read: dict[int | None, str] = {}  # FQNs by the storage of the full parameter
     for op in markers.UNSHARD_MARKERS:
         for node in graph.find_nodes(op="call_function", target=op):
@@ -187,15 +180,10 @@ _hook: list[RemovableHandle] = []
 
 
 class _Saved(NamedTuple):
-    """Shards that every run of a graph saves for backward.
+    """Shards that every run of a graph saves for backward."""
 
-    Attributes:
-        node_type: class of the graph's autograd nodes.
-        shards: positions of the saved shards among the graph's inputs.
-    """
-
-    node_type: type
-    shards: list[int]
+    node_type: type  # class of the graph's autograd nodes
+    shards: list[int]  # positions among the graph's inputs
 
 
 def refusing_stale_forwards(compiled: Callable[..., _R]) -> Callable[..., _R]:
@@ -252,9 +240,9 @@ def _raise_if_stale(node: Any) -> None:
         if version_of(sharded_param.dtensor) > version:
             raise BackendError(
                 f"parameter {sharded_param.fqn!r} was modified by an inplace operation, such as "
-                "optimizer.step(), after the forward, and backward gathers it again: its gradients "
-                "would be those of neither. Call backward before the change, or forward again "
-                "after it; reshard_after_forward=False keeps what forward has gathered"
+                "optimizer.step(), after the forward, and backward would gather its new values. "
+                "Call backward before the change, or forward again after it; "
+                "reshard_after_forward=False keeps what forward has gathered"
             )
 
 

@@ -107,8 +107,7 @@ class MeshGroups:
 def eager_gather(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
     """Log the gather of one module's parameters that runs in this context.
 
-    Raises:
-        BackendError: other ranks do something else.
+    Like all functions below, it raises BackendError if other ranks do something else.
     """
     call_log, call = _call_log(groups), compiled_call()
     what = f"a gather of {fqns[0]!r} outside of a graph"
@@ -125,11 +124,7 @@ def eager_gather(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def eager_reduction(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
-    """Log the reduction of gradients that runs in this context.
-
-    Raises:
-        BackendError: other ranks do something else.
-    """
+    """Log the reduction of gradients that runs in this context."""
     call_log = _call_log(groups)
     call_log.run(f"a reduction of gradients of {fqns[0]!r} outside of a graph")
     with _raising_posted_fault(call_log):
@@ -147,9 +142,6 @@ def agreed_exchange(
         text: description of the exchange; its first line names the purpose.
         is_new: whether to wait even if this rank knows ``text``. If every rank passes True unless
             it repeats its last exchange of this kind, different exchanges never run together.
-
-    Raises:
-        BackendError: other ranks do something else.
     """
     call_log = _call_log(groups)
     if is_new:
@@ -167,9 +159,6 @@ def agree_on_gathering(groups: MeshGroups, what: str, name: str, remedy: str) ->
         what: name of the function that all ranks have to call.
         name: name of what is gathered or saved, such as the model's class.
         remedy: code to write instead of a call on one rank, for the error.
-
-    Raises:
-        BackendError: a rank does something else, has exited, or does not call it in time.
     """
     plan_id = f"{what} of {name}, {BY_ALL_RANKS}: {remedy}"
     with agreed_exchange(groups, plan_id, plan_id, is_new=True):

@@ -133,12 +133,7 @@ def _is_ours(cls: type) -> bool:
 def install(
     module: nn.Module, sharded_params: Mapping[str, ShardedParam], model: ShardedModel
 ) -> None:
-    """Add accessors and shards to ``module``, keeping those that it has already.
-
-    Args:
-        sharded_params: parameters to add, by their names in ``module``.
-        model: sharded model that ``module`` is part of.
-    """
+    """Add accessors and shards to ``module``, keeping those that it has already."""
     previous: Mapping[str, Marker] = {}
     if isinstance(module, ShardedModule):
         previous = type(module)._graphshard_markers
@@ -155,8 +150,6 @@ def _set_class(
     """Switch ``module`` to the class whose accessors match its sharded parameters.
 
     Args:
-        plain: the module's own class.
-        names: names of the parameters, in the order of the accessors.
         previous: markers to keep for names that no longer have a sharded parameter.
     """
     markers: dict[str, Marker] = {}
@@ -288,11 +281,7 @@ def reattach(module: nn.Module) -> None:
 
 
 def _reattach(module: ShardedModule, empty: bool) -> None:
-    """Attach new shards where this module's DTensors, or their storages, were replaced.
-
-    Args:
-        empty: whether the new storages are uninitialised.
-    """
+    """Attach new shards where this module's DTensors, or their storages, were replaced."""
     for name in type(module)._graphshard_markers:
         param = parameters_of(module).get(name)
         if param is None:
@@ -309,11 +298,7 @@ def _reattach(module: ShardedModule, empty: bool) -> None:
 
 
 def _check_replacement(param: nn.Parameter, name: str, previous: ShardedParam | None) -> DTensor:
-    """Return ``param``, which replaced ``previous``, after checking that it can have a shard.
-
-    Raises:
-        BackendError: it is not a DTensor, or it left the host although it is offloaded.
-    """
+    """Return ``param``, which replaced ``previous``, after checking that it can have a shard."""
     if not isinstance(param, DTensor):
         fqn = previous.fqn if previous else name
         raise BackendError(
@@ -330,14 +315,7 @@ def _check_replacement(param: nn.Parameter, name: str, previous: ShardedParam | 
 
 
 def _sharded_param_for(dtensor: DTensor, previous: ShardedParam | None) -> ShardedParam:
-    """Return the sharded parameter of ``dtensor``, or a new one with the same spec.
-
-    Args:
-        previous: sharded parameter that ``dtensor`` replaces.
-
-    Raises:
-        BackendError: ``dtensor`` is split in another way.
-    """
+    """Return the sharded parameter of ``dtensor``, which replaced ``previous``, or a new one."""
     known = sharded_param_of(dtensor)
     for candidate in (previous, known):
         if candidate is not None and candidate.is_attached() and candidate.dtensor is dtensor:

@@ -175,8 +175,7 @@ class ParamSpec:
         """Reduce full gradients to this rank's padded shard of their mean, eagerly.
 
         Args:
-            partial: key of an accumulator whose total is added after the reduction over shards,
-                before the average over replicas.
+            partial: key of an accumulator; see ``ReduceGradSpec``.
         """
         marker: Any = self.marker(None)
         shard: torch.Tensor = marker.reduction(grad, self.padded_shape, result_dtype, partial).call(
@@ -251,7 +250,6 @@ class Padding:
     Attributes:
         names: parameters with fewer rows than shards, largest first.
         rows: number of rows of the largest one.
-        shards: number of ranks that share a parameter.
         held_bytes: bytes of parameters on a rank, with padding.
         even_bytes: bytes of parameters on a rank, without padding.
     """

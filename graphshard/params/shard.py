@@ -68,8 +68,8 @@ class StaleParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RuntimeError(
-            "this parameter was sharded by graphshard and is held by a list made before the first "
-            "step: take model.parameters() again"
+            "graphshard has replaced this parameter, and the list that holds it was made before "
+            "that: take model.parameters() again"
         )
 
 
@@ -157,10 +157,10 @@ def _raise_if_used_unequal(
     what = f"{unequal[0]!r} of rank {rank} of the mesh" if unequal else None
     if (what := first_text(what, groups)) is not None:
         raise BackendError(
-            f"{what} is not equal to the first rank's, and the first forward of "
-            f"{type(root).__name__} may have computed with it before sync_module_states made them "
-            "equal: call graphshard.shard(model, ...) before the first step, or begin with equal "
-            "values, from one seed"
+            f"{what} differs from the first rank's, and the first forward of "
+            f"{type(root).__name__} may have used it before sync_module_states could make it "
+            "equal: call graphshard.shard(model, ...) before the first step, or initialise all "
+            "ranks from one seed"
         )
 
 

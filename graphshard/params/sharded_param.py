@@ -82,17 +82,10 @@ def shard_attribute(name: str) -> str:
 def changed_in_place(fqn: str) -> str:
     """Return the error message for a forward that changes a full parameter in place."""
     return (
-        f"forward changes parameter {fqn!r} in place, which would be lost, since forward has a "
-        "gathered copy: change model.get_parameter(name) between steps under torch.no_grad(), or "
-        "compute another tensor from it"
+        f"forward changes parameter {fqn!r} in place, but has only a gathered copy of it: change "
+        "model.get_parameter(name) between steps under torch.no_grad(), or compute another tensor "
+        "from it"
     )
-
-
-class _Owner(NamedTuple):
-    """A module that holds a parameter, and the parameter's name in it."""
-
-    module: weakref.ref[nn.Module]
-    name: str
 
 
 class Assigned(NamedTuple):
@@ -129,7 +122,7 @@ class ShardedParam:
         self._accumulators: dict[str, Accumulator] = {}
         self._local: torch.Tensor | None = None
         self._uninitialised = False
-        self._owners: list[_Owner] = []
+        self._owners: list[tuple[weakref.ref[nn.Module], str]] = []  # and its name there
         model.sharded_params.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
@@ -187,11 +180,11 @@ class ShardedParam:
         parameters_of(module)[name] = cast(nn.Parameter, self.dtensor)
         self._give_shard(module, name)
         if not any(owner is module and own == name for owner, own in self._live_owners()):
-            self._owners.append(_Owner(weakref.ref(module), name))
+            self._owners.append((weakref.ref(module), name))
 
     def remove_owner(self, module: nn.Module, name: str) -> None:
         """Record that ``module`` no longer holds the parameter as ``name``."""
-        self._owners = [o for o in self._owners if o.module() is not module or o.name != name]
+        self._owners = [o for o in self._owners if o[0]() is not module or o[1] != name]
 
     def is_owned(self) -> bool:
         """Return whether any live module holds the parameter."""
@@ -250,8 +243,8 @@ class ShardedParam:
         if num_elements:
             raise BackendError(
                 f"{num_elements} elements of parameter {self.fqn!r} were not initialised after "
-                "to_empty(). What is written to some rows (p.data[i] = x, p[1:3].fill_(x)) does "
-                "not reach a DTensor: fill the whole parameter, by nn.init.normal_(p) or p.data = x"
+                "to_empty(). Writes to some rows of a DTensor (p.data[i] = x, p[1:3].fill_(x)) are "
+                "lost: fill the whole parameter, by nn.init.normal_(p) or p.data = x"
             )
         self._uninitialised = False
 
@@ -295,7 +288,7 @@ class ShardedParam:
         return PARTIAL if has_replicas and not self.all_reduces else None
 
     def marker_accumulators(self) -> dict[str, torch.Tensor]:
-        """Return the stand-ins and keys to pass to the marker, by argument name."""
+        """Return the stand-ins and keys to pass to the marker, by argument."""
         destination = self.grad_destination
         if destination is not None:
             self.model.start_accumulating()
@@ -354,11 +347,10 @@ class ShardedParam:
             accumulator.drop_taken()
 
     def reduce_accumulated(self, *, unsynced: bool) -> None:
-        """Reduce gradients accumulated on any rank, when there is no new gradient to add them to.
+        """Reduce what some rank has accumulated, when there is no new gradient to add it to.
 
         Args:
-            unsynced: whether full gradients have accumulated, rather than shards that still have to
-                be averaged over replicas.
+            unsynced: whether full gradients have accumulated, rather than partial ones.
         """
         spec, dtype = self.spec, self.shard.dtype
         accumulator = self.accumulator(UNSYNCED if unsynced else PARTIAL)
@@ -444,11 +436,7 @@ def leaves_of(value: object, accumulates: bool) -> list[torch.Tensor] | None:
     """Return the leaves that get a sharded parameter's gradient, or None for any other value.
 
     Args:
-        accumulates: True if the gradient is accumulated (``backward``), False if it is returned
-            (``grad``).
-
-    Raises:
-        BackendError: the gradient is to be returned while microbatch gradients accumulate.
+        accumulates: whether the gradient is accumulated (``backward``) or returned (``grad``).
     """
     sharded_param = sharded_param_of(value)
     if sharded_param is None:
@@ -464,12 +452,7 @@ def leaves_of(value: object, accumulates: bool) -> list[torch.Tensor] | None:
 
 
 def gradient_of(param: torch.Tensor, padded_grad: torch.Tensor | None) -> torch.Tensor | None:
-    """Convert the padded gradient of a shard to the gradient of its sharded parameter.
-
-    Raises:
-        BackendError: the gradient is to be differentiated again (``create_graph=True``), or a
-            forward has changed a parameter in place.
-    """
+    """Convert the padded gradient of a shard to the gradient of its sharded parameter."""
     sharded_param = sharded_param_of(param)
     assert sharded_param is not None
     sharded_param.model.raise_if_changed()
@@ -483,23 +466,19 @@ def gradient_of(param: torch.Tensor, padded_grad: torch.Tensor | None) -> torch.
     return sharded_param.gradient(padded_grad)
 
 
-# --- p.data = x ----------------------------------------------------------------------------------
+# --- p.data = x: sharpness-aware optimizers, clamping and averaging swap values like this --------
 
 
 @torch.no_grad()
 def assign_data(dtensor: DTensor, value: object) -> bool:
     """Assign this rank's rows of ``value`` to a sharded parameter: ``p.data = value``.
 
-    Sharpness-aware optimizers, weight clamping and weight averaging swap values like this. The
-    parameter gets a new shard: the old values stay valid for tensors that ``p.data`` returned
-    before, and for a forward whose backward has yet to run. Unlike with a plain parameter,
-    ``value`` is copied. A DTensor with other placements is redistributed, which is a collective.
+    The parameter gets a new shard: the old values stay valid for tensors that ``p.data`` returned
+    before, and for a forward whose backward has yet to run. ``value`` is copied; a DTensor with
+    other placements is redistributed, which is a collective.
 
     Returns:
         False, with nothing done, unless ``dtensor`` is a sharded parameter and ``value`` a tensor.
-
-    Raises:
-        BackendError: ``value`` has another shape, or is on another mesh.
     """
     sharded_param = sharded_param_of(dtensor)
     if sharded_param is None or not isinstance(value, torch.Tensor):
@@ -577,20 +556,18 @@ class ShardedModel:
         options: options it was sharded with.
         warned_of_options: whether a backend's other arguments were reported.
         breaks: graph breaks, as ``file:line: reason``.
-        eager_classes: names of module classes whose forward ran outside a graph while parts of the
-            model were compiled; a dictionary keeps them in order.
+        eager_classes: ordered names of module classes whose forward ran outside a graph while
+            parts of the model were compiled.
         warned: whether the user was warned of ``breaks`` and ``eager_classes``.
         sharded_params: all live sharded parameters.
         accumulates: whether gradients of some parameter accumulate, or have accumulated and may
             not be reduced yet.
-        compiled: whether a graph was compiled for this model; False if it only reuses graphs of an
-            identical model.
+        compiled: whether a graph was compiled for this model, rather than for an identical one.
         reads_eagerly: whether some parameter was read outside any graph.
         trains_eagerly: whether some gradient came from outside any graph.
         gathered_bytes: most bytes of unsharded parameters that any of its graphs holds at once.
         padding: description of notable padding with a remedy; "" if padding takes little.
-        changed_in_place: FQN of a parameter whose unsharded copy was changed by an eager part of a
-            forward; None: there is none.
+        changed_in_place: FQN of a parameter whose unsharded copy an eager forward changed, or None.
         gradient_divide_factor: divisor of summed gradients; None: the number of ranks.
     """
 
@@ -667,10 +644,7 @@ class ShardedModel:
             )
 
     def warn_of_breaks(self) -> None:
-        """Warn once about parts that are not compiled.
-
-        Called in backward: by then, forward has met all its graph breaks.
-        """
+        """Warn once, in backward, when forward has met all its graph breaks."""
         broken = bool(self.breaks or self.eager_classes)
         if self.warned or not (broken or (self.trains_eagerly and not self.compiled)):
             return

@@ -266,7 +266,9 @@ def _override() -> tuple[list[str], list[str]]:
 def test_override_that_matches_no_parameter_raises(name: str) -> None:
     model = Norms()
     overrides = {name: {"reshard_after_forward": False}}
-    with pytest.raises(RuntimeError, match="matches no parameter: of 6 the nearest are '"):
+    with pytest.raises(
+        RuntimeError, match="matches no parameter: the closest of the model's 6 are '"
+    ):
         graphshard.shard(model, world_mesh(), overrides=overrides)
     assert type(model.up.weight) is nn.Parameter
 
