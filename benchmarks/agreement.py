@@ -144,7 +144,7 @@ class Simulation:
         return counts
 
     def _num_events(self) -> int:
-        return max(call_log._inbox.num_read for call_log in self._logs)
+        return max(call_log._watcher.num_read for call_log in self._logs)
 
     def close(self) -> None:
         """Stop the watchers and the ranks' threads."""
@@ -154,7 +154,7 @@ class Simulation:
 
 def _compile_all(rank: int, call_log: CallLog) -> None:
     for number in range(NUM_GRAPHS):
-        call_log.choose_on_first_rank(f"plans of {number}", lambda: PLAN)
+        call_log.first_run(f"plans of {number}", PLAN)  # before the broadcast of the plans
         call_log.first_run(f"graph {number}", PLAN)
 
 

@@ -65,7 +65,7 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline",
         "show",
     },
-    "integrations": {"_torch", "dynamo_backend", "options", "params", "tools"},
+    "integrations": {"_torch", "dynamo_backend", "options", "params", "ranks", "tools"},
     "tools": {"_torch", "dynamo_backend", "files", "kinds", "options", "params"},
     "check": {
         "_torch",

@@ -1,15 +1,23 @@
-"""Process groups: lookup by name, stores, timeouts and pending work.
+"""Process groups: lookup by name, stores, timeouts, pending collectives and pending work.
 
 Relies on torch/distributed/distributed_c10d.py; the names are the same in torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+_TORCH = str(Path(torch.__file__).parent)
+_COLLECTIVES = dist.distributed_c10d.__file__
+_POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 
 
 def process_group(name: str) -> dist.ProcessGroup:
@@ -105,3 +113,50 @@ def register_work(tensor: torch.Tensor, work: dist.Work) -> None:
 def num_registered_works() -> int:
     """Return how many registered operations of this process have not been waited for yet."""
     return torch._C._distributed_c10d._get_work_registry_size()
+
+
+class PendingCollective(NamedTuple):
+    """A collective that a thread is in.
+
+    Attributes:
+        what: function, and the line that called it.
+        group: name of the process group.
+        number: number of this group's collectives that this rank has begun, including this one.
+    """
+
+    what: str
+    group: str
+    number: int
+
+
+def pending_collective(thread: int) -> PendingCollective | None:
+    """Return the collective that a thread of this process is in, or None if it is in none.
+
+    Ignores point-to-point operations, functional collectives and those of compiled graphs.
+    """
+    # Functions and their local variable "group" are those of distributed_c10d.py.
+    frame = sys._current_frames().get(thread)
+    if frame is None or frame.f_code.co_filename != _COLLECTIVES:
+        return None
+    name, group = frame.f_code.co_name, frame.f_locals.get("group") or dist.group.WORLD
+    if name in _POINT_TO_POINT or "group" not in frame.f_locals or group is None:
+        return None
+    number = num_started(group.group_name)
+    what = f"torch.distributed.{name}() of {_user_line(frame)}"
+    return None if number is None else PendingCollective(what, group.group_name, number)
+
+
+def num_started(group: str) -> int | None:
+    """Return how many collectives of a group this rank has begun; None if unknown."""
+    try:
+        member: Any = process_group(group)  # mypy's stub lacks the method
+        return int(member._get_sequence_number_for_group())
+    except RuntimeError:  # this rank is not in the group, or its backend does not count
+        return None
+
+
+def _user_line(frame: FrameType) -> str:
+    """Return the innermost line outside of torch."""
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

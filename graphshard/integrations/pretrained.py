@@ -32,11 +32,11 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from .._torch.nn import buffers_of, parameters_of
 from ..dynamo_backend import backend, shard
 from ..options.options import mesh_for
-from ..params.agree import raise_if_different, raise_on_all_ranks
 from ..params.mesh import MeshGroups
 from ..params.meta_init import fill, plain_twin
 from ..params.shard import broadcast_from_first_rank, move_buffers
 from ..params.stored import Read, StoredTensor, read_stored
+from ..ranks.agree import raise_if_different, raise_on_all_ranks
 from ..tools.checkpoint import reading
 
 logger = logging.getLogger(__name__)
@@ -104,18 +104,19 @@ def from_pretrained(
     mesh = mesh_for(dynamo_backend.options, ())
     groups = MeshGroups(mesh)
     outline = _Outline()
-    with raise_on_all_ranks(groups):
+    with raise_on_all_ranks(groups.all_ranks):
         _check_arguments(cls, options, kwargs)
         model, report = outline.build(cls, name_or_path, kwargs)
         if strict:
             _check_complete(report)
     values = _take_values(model, outline.stored)
-    raise_if_different({n: _describe(v) for n, v in values.items()}, groups, advice=_SAME_FILES)
+    descriptions = {name: _describe(value) for name, value in values.items()}
+    raise_if_different(descriptions, groups.all_ranks, lambda *_: _SAME_FILES)
     if dynamo_backend.options.sync_module_states:
         _make_new_equal(model, values, groups)
     move_buffers(model, groups.device)
     shard(model, mesh, **options)
-    with raise_on_all_ranks(groups):
+    with raise_on_all_ranks(groups.all_ranks):
         fill(model, values, groups)
     return (model, report) if kwargs.get("output_loading_info") else model
 

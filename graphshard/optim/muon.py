@@ -28,7 +28,7 @@ from .._torch.muon import adjusted_lr, orthogonalized
 from ..params.full_tensor import spec_of
 from ..params.mesh import MeshGroups, agreed_exchange
 from ..params.sharded_param import sharded_param_of
-from ..ranks.differences import OPTIMIZER_STEP
+from ..ranks.calls import OPTIMIZER_STEP
 from .row_exchange import WIRE_DTYPE, Bucket, InFlight, RowExchange, plan_buckets
 
 Group = dict[str, Any]

@@ -1,7 +1,7 @@
 """Find the parameters of a model to be sharded, resolve their options, and check for faults.
 
 A check returns a fault as text instead of raising: other ranks may have none, and all ranks have to
-raise together (``graphshard.params.agree``).
+raise together (``shard._check_same_shards``).
 """
 
 from __future__ import annotations

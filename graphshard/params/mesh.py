@@ -24,7 +24,7 @@ from .._torch.distributed import group_timeout_s, is_registered, process_group
 from .._torch.dynamo import at_recompile_limit
 from .._torch.frames import compiled_call, describe_code
 from ..ranks.call_log import CallLog, call_log_of
-from ..ranks.differences import BY_ALL_RANKS, LIMIT
+from ..ranks.calls import BY_ALL_RANKS, LIMIT
 
 # Torch's groups are global and creating one is a collective, so all mesh objects over the same
 # ranks share one.
@@ -118,7 +118,7 @@ def eager_gather(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
         limited = [describe_code(code) for code in call.codes if at_recompile_limit(code)]
         reason = f": {LIMIT} for {limited[0]}" if limited else ""
         call_log.announce(plan_id, "\n".join([plan_id + reason, *fqns]))
-    with _raising_posted_fault(call_log):
+    with call_log.raising_posted_fault():
         yield
 
 
@@ -127,7 +127,7 @@ def eager_reduction(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
     """Log the reduction of gradients that runs in this context."""
     call_log = _call_log(groups)
     call_log.run(f"a reduction of gradients of {fqns[0]!r} outside of a graph")
-    with _raising_posted_fault(call_log):
+    with call_log.raising_posted_fault():
         yield
 
 
@@ -148,7 +148,7 @@ def agreed_exchange(
         call_log.first_run(plan_id, text)
     else:
         call_log.announce(plan_id, text)
-    with _raising_posted_fault(call_log):
+    with call_log.raising_posted_fault():
         yield
 
 
@@ -171,12 +171,3 @@ def _call_log(groups: MeshGroups) -> CallLog:
     for name in filter(None, (groups.shards, groups.replicas)):
         call_log.release_also(process_group(name))
     return call_log
-
-
-@contextmanager
-def _raising_posted_fault(call_log: CallLog) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        call_log.raise_posted_fault(error)
-        raise

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from .._torch.nn import uncompiled
-from .agree import broadcast_from_rank, raise_on_all_ranks
+from ..ranks.agree import broadcast_from_rank, raise_on_all_ranks
 from .mesh import agree_on_gathering
 from .state_dict import (
     StateDict,
@@ -68,7 +68,7 @@ def save_in_full(save: Callable[..., Any]) -> Callable[..., Any]:
         )
         agree_on_gathering(groups, METHOD, type(self).__name__, remedy)
         is_first = is_first_rank(groups)
-        with raise_on_all_ranks(groups):
+        with raise_on_all_ranks(groups.all_ranks):
             if is_first and not arguments.get("is_main_process", True):
                 raise ValueError(
                     f"is_main_process={arguments['is_main_process']!r} on the first rank of the "
@@ -148,11 +148,11 @@ def adapter_state_dict(model: nn.Module) -> StateDict:
     remedy = "state = adapter_state_dict(model) outside of any `if rank == 0:`"
     agree_on_gathering(groups, "adapter_state_dict", type(root).__name__, remedy)
     names: list[str] = []
-    with raise_on_all_ranks(groups):
+    with raise_on_all_ranks(groups.all_ranks):
         # Only the first rank asks peft, which may read files of the base model that others lack.
         if is_first_rank(groups):
             names = _saved_names(root)
-    return full_state_dict(root, names=broadcast_from_rank(names, 0, groups))
+    return full_state_dict(root, names=broadcast_from_rank(names, 0, groups.all_ranks))
 
 
 def refuse_prompt_learning(model: object) -> None:

@@ -38,8 +38,8 @@ from .._torch.nn import before_loading_optimizers, parameters_of, uncompiled
 from ..errors import BackendError
 from ..ops.float8_math import is_of_torchao
 from ..options.options import Options
+from ..ranks.agree import first_text, raise_if_different
 from ..ranks.call_log import call_log_of
-from .agree import check_same_shards, first_text
 from .checks import find_fault, find_plain_params, living
 from .full_tensor import without_expanded_dims
 from .loading import check_optimizer_state
@@ -60,6 +60,10 @@ from .sharded_param import (
     sharded_model_of,
 )
 from .state_dict import is_first_rank, mesh_groups_of
+
+# Parts of descriptions, by which ``_advice`` recognises why ranks differ.
+ARGUMENTS = "arguments of graphshard"
+REQUIRES_GRAD, WITH_GRADIENT = " requires_grad", " with a gradient"
 
 
 class StaleParameter(nn.Parameter):
@@ -92,7 +96,7 @@ def shard_module(
     if taken and not plain_params:
         return
     fault = find_fault(root, plain_params, mesh, options, allow_meta=allow_meta)
-    check_same_shards(root, plain_params, groups, options, fault=fault)
+    _check_same_shards(root, plain_params, groups, options, fault=fault)
     call_log_of(process_group(groups.all_ranks))  # start the watcher before any compile
     require_collective_save(mesh)
     _warn_of_torchao(root)
@@ -107,7 +111,7 @@ def shard_module(
         on_meta = any(plain.param.is_meta for plain in plain_params)
         broadcasts = options.sync_module_states and not on_meta
         used = {p.param for p in plain_params if in_use or has_live_graph(p.param)}
-        if broadcasts and first_text("used" if used else None, groups):
+        if broadcasts and first_text("used" if used else None, groups.all_ranks):
             _raise_if_used_unequal(root, plain_params, groups)
         if any(plain.spec.host_memory is not None for plain in plain_params):
             move_buffers(root, groups.device)
@@ -142,6 +146,52 @@ def shard_module(
         warnings.warn(f"graphshard: {model.padding}", stacklevel=2)
 
 
+def _check_same_shards(
+    root: nn.Module,
+    plain_params: Sequence[PlainParam],
+    groups: MeshGroups,
+    options: Options,
+    *,
+    fault: str | None,
+) -> None:
+    """Raise on all ranks if one has a fault, or if they are about to shard different things.
+
+    Costs one reduction unless ranks differ: see :func:`raise_if_different`.
+
+    Args:
+        fault: reason why this rank cannot shard ``root``; None if it can.
+
+    Raises:
+        BackendError: on all ranks, if one has a fault or is about to shard something else.
+    """
+    descriptions = {ARGUMENTS: options.fingerprint()}
+    if fault is None:
+        descriptions |= {
+            p.fqn: _describe(p.param) + (p.spec.float8_recipe or "") for p in plain_params
+        }
+        descriptions |= {name: _describe(buffer) for name, buffer in root.named_buffers()}
+    raise_if_different(descriptions, groups.all_ranks, _advice, fault=fault)
+
+
+def _advice(name: str, ours: str, theirs: str) -> str:
+    """Return what the user should do about a description that differs between ranks."""
+    if name == ARGUMENTS:
+        return "All ranks have to give the same ones: is one read from a file or a rank?"
+    if ours.removesuffix(WITH_GRADIENT) == theirs.removesuffix(WITH_GRADIENT):
+        return "All ranks have to call zero_grad() before, or none: has one made a step alone?"
+    if ours.removesuffix(REQUIRES_GRAD) == theirs.removesuffix(REQUIRES_GRAD):
+        return "All ranks have to freeze the same parameters: does one load or freeze by itself?"
+    return "All ranks have to build the same model: is its code, or its config, chosen by rank?"
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    """Return the properties of a parameter or buffer that have to be equal on all ranks."""
+    text = f"{tensor.dtype} {tuple(tensor.shape)}"
+    if tensor.requires_grad:
+        text += REQUIRES_GRAD
+    return text + WITH_GRADIENT if tensor.grad is not None else text
+
+
 def _raise_if_used_unequal(
     root: nn.Module, plain_params: Sequence[PlainParam], groups: MeshGroups
 ) -> None:
@@ -155,7 +205,7 @@ def _raise_if_used_unequal(
     unequal = [name for name in sorted(tensors) if _is_unequal(tensors[name], groups)]
     rank = dist.get_rank(process_group(groups.all_ranks))
     what = f"{unequal[0]!r} of rank {rank} of the mesh" if unequal else None
-    if (what := first_text(what, groups)) is not None:
+    if (what := first_text(what, groups.all_ranks)) is not None:
         raise BackendError(
             f"{what} differs from the first rank's, and the first forward of "
             f"{type(root).__name__} may have used it before sync_module_states could make it "

@@ -33,7 +33,7 @@ from .._torch.dtensor import local_tensor
 from .._torch.nn import COMPILED_PREFIX, set_versions, uncompiled, versions_of
 from .._torch.tensors import is_traceable_wrapper_subclass
 from ..errors import BackendError
-from .agree import raise_if_different
+from ..ranks.agree import raise_if_different
 from .full_tensor import gather, plain, receive, spec_of
 from .loading import Incoming
 from .mesh import MeshGroups, agree_on_gathering
@@ -217,7 +217,8 @@ def _select(
     fault = f"names has {unknown[0]!r}, which the state dict has not" if unknown else None
     if groups is not None:
         advice = "All ranks have to ask for the same names: is one chosen by rank?"
-        raise_if_different(dict.fromkeys(names, "wanted"), groups, fault=fault, advice=advice)
+        wanted = dict.fromkeys(names, "wanted")
+        raise_if_different(wanted, groups.all_ranks, lambda *_: advice, fault=fault)
     elif fault is not None:
         raise ValueError(fault)
     selected: StateDict = OrderedDict((n, v) for n, v in state.items() if plain_name(n) in names)

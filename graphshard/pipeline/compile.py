@@ -44,8 +44,7 @@ from ..ops.in_flight import wait_in_flight_on_error
 from ..passes import Stage
 from ..planning.live_bytes import gathered_bytes
 from ..planning.plan import Plan
-from ..ranks.common_form import collectives_text
-from ..ranks.plan_consensus import PlanConsensus, log_every_call
+from ..ranks.plan_consensus import PlanConsensus, collectives_text, log_every_call
 from ..show.dump import Dump
 from ..show.dump_folder import DumpWriter
 from .cache_files import PlanCache, warn_unless_loaded

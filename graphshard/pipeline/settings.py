@@ -61,11 +61,10 @@ from ..planning.offload import (
     choose_offloaded,
     without_host_copies,
 )
+from ..planning.place_buckets import place_buckets
 from ..planning.plan import Bucket, Plan, PlanParam, Problem, Regions, Transfer
 from ..planning.repeats import saves_time
 from ..planning.saving import Saving
-from ..ranks.common_form import kept_inputs
-from ..ranks.plan_consensus import place_buckets
 
 _FOLDERS = (Path(__file__).parents[1], Path(passes.__file__).parent)
 
@@ -163,7 +162,8 @@ class CompileSettings:
     ) -> Sequence[int]:
         """Return the transfers that ``backward`` leaves out; see ``planning.keep_unsharded``."""
         if GraphKind.FORWARD in self.first_rank_plans:
-            inputs = kept_inputs(self.first_rank_plans[GraphKind.FORWARD])
+            followed = self.first_rank_plans[GraphKind.FORWARD]
+            inputs = {followed.params[i].input for i in followed.kept}
             return [i for i, t in gathered_in_forward.items() if t.param in inputs]
         peak_bytes = self.schedule.limits().peak
         kept = choose_kept(forward, backward, gathered_in_forward, cost_model, peak_bytes)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
+import socket
+import stat
+import struct
 import weakref
+from collections.abc import Collection, Iterator
 
 import torch.distributed as dist
 
 from .._torch.distributed import (
+    device_types,
     group_timeout_s,
     has_fake_ranks,
     is_registered,
-    process_group,
     store_of,
     uses_only_gloo,
 )
-from .gloo_abort import abort
 
 
 class Members:
@@ -58,20 +64,54 @@ class Members:
         return group is not None and uses_only_gloo(group)
 
     def release_also(self, group: dist.ProcessGroup) -> None:
-        """Have :meth:`abort` also release ranks that are blocked in ``group``.
-
-        Args:
-            group: process group of some of the members.
-        """
+        """Have :meth:`abort` also release this rank from collectives of ``group``."""
         # Groups with fake ranks never block, and their store makes no connections.
         if group not in self._stores and not has_fake_ranks(group):
             self._stores[group] = store_of(group)
 
-    def release_also_by_name(self, name: str) -> None:
-        """Call :meth:`release_also` for a group by name; its ranks need not all be members."""
-        self.release_also(process_group(name))
-
     def abort(self) -> None:
         """Make this rank's blocked collectives raise, and all later ones."""
         for group, store in list(self._stores.items()):
-            abort(group, store)
+            # For gloo, abort() and shutdown() of a group or its backend do nothing: in torch 2.11
+            # and 2.13 a blocked rank waits on until the timeout. It does raise when a peer closes
+            # the connection, so the connections are shut down instead.
+            _shut_down(list(_gloo_addresses(group, store)))
+            group.abort()
+
+
+def _shut_down(listeners: Collection[bytes]) -> None:
+    """Shut down every TCP connection of this process that has one of ``listeners`` as an end.
+
+    Args:
+        listeners: byte strings that contain a ``struct sockaddr_in`` or ``sockaddr_in6``.
+    """
+    for number in map(int, os.listdir("/dev/fd") if listeners else ()):
+        with contextlib.suppress(OSError):  # closed since it was listed, or not connected
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(number)) as connection:
+                if any(end in listener for end in _ends(connection) for listener in listeners):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def _ends(connection: socket.socket) -> Iterator[bytes]:
+    """Yield both ends as ``struct sockaddr_in`` or ``sockaddr_in6``, cut after the host."""
+    if connection.family in (socket.AF_INET, socket.AF_INET6):
+        flow = b"" if connection.family == socket.AF_INET else bytes(4)
+        for host, port, *_ in (connection.getsockname(), connection.getpeername()):
+            start = struct.pack("=H", connection.family) + struct.pack("!H", port)
+            yield start + flow + socket.inet_pton(connection.family, host)
+
+
+def _gloo_addresses(group: dist.ProcessGroup, store: dist.Store) -> Iterator[bytes]:
+    """Yield what gloo left in the store for every network device of every rank.
+
+    Each value contains the ``sockaddr`` on which gloo listens. Every connection has such an address
+    at one of its ends.
+    """
+    for device_type in device_types(group):
+        for index in itertools.count():
+            keys = [f"{device_type}//{index}/{rank}" for rank in range(group.size())]
+            if not store.check(keys):
+                break
+            yield from map(store.get, keys)

@@ -3,68 +3,55 @@
 A plan follows from predicted times, which depend on a rank's batch size. So the first rank of the
 group chooses which transfers each bucket carries and the order in which buckets are launched; a
 rank whose own plan differs compiles again. Each rank chooses by itself at which steps it launches a
-bucket and waits for it.
+bucket and waits for it (``planning.place_buckets``).
 
     every rank   compile ─► the first rank's plans for these transfers ─► differ? compile again
     every call   the call log of the group ─► run the graph
 
 Transfers that the first rank has planned before keep their buckets, so a rank may compile again,
 for another batch size, while its peers do not.
+
+Ranks need not trace a model identically: a batch of one sample, for example, may swap two tensors,
+and ranks may meet parameters in different orders. So nothing that ranks share depends on the order
+of a trace: a parameter is identified by its name, a process group by a number, and a transfer by
+its contents. Each rank replaces names and numbers by its own graph inputs and groups.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from .._torch.autograd import on_backward_error
-from .._torch.distributed import device_for, process_group
-from ..errors import BackendError
-from ..kinds import HOST_COPIES, TransferKind
+from .._torch.distributed import process_group
+from ..kinds import GraphKind, TransferKind
 from ..planning.offload import without_host_copies
-from ..planning.plan import Bucket, Plan, PlanParam, Problem, Transfer
+from ..planning.plan import Plan, PlanParam, Transfer
+from .agree import broadcast_from_rank, digest, max_over_ranks
 from .call_log import CallLog, call_log_of
-from .common_form import (
-    collectives_text,
-    communication_text,
-    group_numbers,
-    with_group_names,
-    with_inputs_of,
-    without_steps,
-)
-from .differences import ANEW
-from .store import digest
+from .calls import CHOICE_AGAIN, INFERENCE, TRAINING
 
 R = TypeVar("R")
 
-
-@dataclass(frozen=True)
-class _GraphKey:
-    """The facts that ranks must share to follow one plan.
-
-    Attributes:
-        text: what the graphs communicate, and what else their plans depend on.
-        groups: names of the process groups of all ranks that have the graphs.
-    """
-
-    text: str
-    groups: tuple[str, ...]
+_NOT_COMMON = {"param", "kind", "ready", "due", "last", "stride", "replica_stride", "grad_bytes"}
+"""Fields that the text of a transfer leaves out: the text starts with them anyway, or they may
+differ between ranks. The gradient of a batch of one sample, for example, may be an expanded tensor.
+"""
 
 
 class PlanConsensus:
     """The first rank's plans for one backend's graphs, as far as this rank has asked for them."""
 
     def __init__(self) -> None:
-        self._plans: dict[_GraphKey, list[Plan]] = {}
-        self._choices: dict[_GraphKey, list[str]] = {}
+        # By what ranks must share to follow them: a text, and the groups of all ranks that do.
+        self._plans: dict[tuple[str, tuple[str, ...]], list[Plan]] = {}
+        self._choices: dict[tuple[str, tuple[str, ...]], list[str]] = {}
 
     def common_choice(
         self,
@@ -77,29 +64,29 @@ class PlanConsensus:
     ) -> str:
         """Return what the first rank chooses for all ranks, before there is a plan.
 
-        If an earlier choice about the same subject serves this rank, returns that one without
-        communication. This lets a rank compile again while its peers do not. Otherwise the first
-        rank makes a new choice, and all ranks must call this.
+        An earlier choice that serves this rank is returned without communication, so that a rank
+        may compile again while its peers do not. Otherwise all ranks must call this.
 
         Args:
             about: subject of the choice; equal on all ranks.
-            choose: function that makes the choice on the first rank, given the largest excess of
-                any rank under the previous attempt (0 at first). "" means no choice and is not
-                remembered.
+            choose: makes the choice on the first rank, given the largest excess of any rank under
+                the previous attempt (0 at first). "" means no choice and is not remembered.
             groups: names of the process groups of all ranks that have to choose.
-            serves: function that returns whether an earlier choice serves this rank; the oldest one
-                that does is taken.
-            excess: function that returns how badly a new choice suits this rank; 0 if it serves.
-                While any rank returns more, the first rank chooses again.
+            serves: returns whether an earlier choice serves this rank.
+            excess: returns how badly a new choice suits this rank; 0 if it serves. While any rank
+                returns more, the first rank chooses again.
         """
-        known = self._choices.setdefault(_GraphKey(about, tuple(groups)), [])
+        known = self._choices.setdefault((about, tuple(groups)), [])
         if (earlier := next(filter(serves, known), None)) is not None:
             return earlier
-        text, most = f"{ANEW} (no. {len(known) + 1}): {about}" if known else about, 0
+        text = f"{CHOICE_AGAIN} (no. {len(known) + 1}): {about}" if known else about
+        largest = 0
         while True:
-            chosen = _chosen_by_first(partial(choose, most), text, groups)
-            most = _largest(excess(chosen) if chosen else 0, groups)
-            if not most:
+            chosen = choose_on_first_rank(
+                partial(choose, largest), about.splitlines()[0], text, groups
+            )
+            largest = _max_over_groups(excess(chosen) if chosen else 0, groups)
+            if not largest:
                 break
         known += [chosen] if chosen else []
         return chosen
@@ -117,147 +104,61 @@ class PlanConsensus:
         Raises:
             BackendError: other ranks ask about graphs that communicate something else.
         """
-        numbers = group_numbers(plans)
-        common = [with_group_names(plan, numbers) for plan in plans]
-        key = _GraphKey(f"{communication_text(common)}\n{context}", tuple(groups))
+        numbers = _group_numbers(plans)
+        common = [_with_group_names(plan, numbers) for plan in plans]
+        text = f"{_communication_text(common)}\n{context}"
+        key = (text, tuple(groups))
         if key not in self._plans:
-            for call_log in _call_logs(common, groups):
-                text = call_log.choose_on_first_rank(
-                    key=digest(key.text), choose=partial(_to_json, common), text=key.text
-                )
-                common = [Plan.from_json(plan_json) for plan_json in json.loads(text)]
+            if _communicate(common):
+                own = json.dumps([plan.to_json() for plan in common])
+                chosen = choose_on_first_rank(lambda: own, "plans", text, groups)
+                common = [Plan.from_json(plan_json) for plan_json in json.loads(chosen)]
             self._plans[key] = common
         names = {number: name for name, number in numbers.items()}
-        return with_inputs_of([with_group_names(p, names) for p in self._plans[key]], plans)
+        return _with_inputs_of([_with_group_names(p, names) for p in self._plans[key]], plans)
 
 
-def _chosen_by_first(choose: Callable[[], str], text: str, groups: Sequence[str]) -> str:
-    """Return what ``choose`` returns on the first rank of all groups."""
+def choose_on_first_rank(
+    choose: Callable[[], str], what: str, text: str, groups: Sequence[str]
+) -> str:
+    """Return, on every rank, what ``choose()`` returns on the first rank of all groups.
+
+    This is a call of each group's log: all ranks must make it, about the same ``text``.
+
+    Args:
+        choose: called on the first rank only.
+        what: name of the choice, for errors.
+        text: what the choice is about; an error shows its first line that differs.
+        groups: names of the process groups of all ranks that take part.
+
+    Raises:
+        BackendError: ranks differ, or the first rank cannot choose: ``choose`` raised there, the
+            group's timeout expired, or that rank has left.
+    """
     for name in groups:
-        chosen = call_log_of(process_group(name)).choose_on_first_rank(
-            digest(text), choose, text, elsewhere=str
-        )
-        choose = partial(str, chosen)
+        group = process_group(name)
+        call_log, chosen = call_log_of(group), ""
+        if call_log.is_alone:
+            continue
+        if group.rank() == 0:
+            try:
+                chosen = choose()
+            except BaseException as error:
+                call_log.post_fault(f"rank {dist.get_rank()} cannot choose {what}: {error!r}")
+                raise
+        call_log.first_run(f"choice {digest(text)}", text)
+        with call_log.raising_posted_fault():
+            chosen = broadcast_from_rank(chosen, 0, name)
+        choose = partial(str, chosen)  # the first rank of the next group passes it on
     return choose()
 
 
-def _largest(number: int, groups: Sequence[str]) -> int:
+def _max_over_groups(number: int, groups: Sequence[str]) -> int:
     """Return the largest number of any rank; runs one collective in each group."""
     for name in groups:
-        group = process_group(name)
-        largest = torch.tensor(number, device=device_for(group))
-        try:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-            number = int(largest)
-        except RuntimeError as error:
-            call_log_of(group).raise_posted_fault(error)
-            raise
+        with call_log_of(process_group(name)).raising_posted_fault():
+            [number] = max_over_ranks([number], name)
     return number
-
-
-class _LaunchRange(NamedTuple):
-    """The steps at which a bucket can be launched without changing the order of launches."""
-
-    earliest: int
-    latest: int
-
-
-def place_buckets(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> tuple[Bucket, ...]:
-    """Return the buckets of ``plan``, in their order, with launches and waits that fit ``problem``.
-
-    A bucket keeps its steps as far as its transfers are ready and not yet due there in ``problem``.
-
-    Args:
-        problem: this rank's graph.
-        params: parameters of ``problem``.
-        plan: the first rank's plan for the same transfers, possibly in another order and with other
-            steps; its parameters are identified by this rank's graph inputs.
-
-    Raises:
-        BackendError: ``problem`` has other transfers, or does not allow their order.
-    """
-    end, buckets = problem.num_steps, _buckets_for(problem, params, plan)
-    bucket_transfers = [[problem.transfers[i] for i in bucket.transfers] for bucket in buckets]
-    due = [min([end, *(t.due for t in transfers)]) for transfers in bucket_transfers]
-    ranges = _launch_ranges(bucket_transfers, due)
-    placed: list[Bucket] = []
-    for bucket, bounds, wait in zip(buckets, ranges, due):
-        if bounds.earliest > bounds.latest:
-            raise BackendError(
-                f"the {problem.graph} graph cannot follow the first rank's plan: {bucket} would be "
-                f"launched at step {bounds.earliest} at the earliest and {bounds.latest} at the "
-                "latest"
-            )
-        launch = min(max(bucket.launch, bounds.earliest), bounds.latest)
-        wait = wait if wait < end else min(max(bucket.wait, launch), end)
-        placed.append(dataclasses.replace(bucket, launch=launch, wait=wait))
-    return tuple(_waited_before_replicas(bucket, placed) for bucket in placed)
-
-
-def _buckets_for(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> list[Bucket]:
-    """Return the collectives of ``plan`` as buckets of the transfers in ``problem``.
-
-    Raises:
-        BackendError: ``problem`` has other transfers.
-    """
-    collectives = without_host_copies(plan.problem).transfers
-    ours = _positions(problem.transfers)
-    theirs = _positions(_numbered(collectives, plan.params, params))
-    if {t: len(positions) for t, positions in ours.items()} != {
-        t: len(positions) for t, positions in theirs.items()
-    }:
-        raise BackendError(
-            f"the {problem.graph} graph gathers or reduces other parameters than the first rank's"
-        )
-    moved = {i: j for t, positions in theirs.items() for i, j in zip(positions, ours[t])}
-    return [
-        dataclasses.replace(b, buffers=tuple(tuple(moved[i] for i in buf) for buf in b.buffers))
-        for b in plan.buckets
-        if b.kind not in HOST_COPIES
-    ]
-
-
-def _numbered(
-    transfers: Sequence[Transfer], theirs: Sequence[PlanParam], ours: Sequence[PlanParam]
-) -> list[Transfer]:
-    """Number the parameters of ``transfers`` by their positions in ``ours``; -1 if missing."""
-    numbers = {param.input: i for i, param in enumerate(ours)}
-    return [
-        t
-        if t.param is None
-        else dataclasses.replace(t, param=numbers.get(theirs[t.param].input, -1))
-        for t in transfers
-    ]
-
-
-def _positions(transfers: Sequence[Transfer]) -> dict[Transfer, list[int]]:
-    """Return the positions of each transfer; transfers that differ only in steps share a key."""
-    positions: dict[Transfer, list[int]] = {}
-    for i, transfer in enumerate(transfers):
-        positions.setdefault(without_steps(transfer), []).append(i)
-    return positions
-
-
-def _launch_ranges(
-    bucket_transfers: Sequence[Sequence[Transfer]], due: Sequence[int]
-) -> list[_LaunchRange]:
-    """Return the steps at which each bucket can be launched; buckets are in launch order."""
-    ready = [max(t.ready for t in transfers) for transfers in bucket_transfers]
-    earliest = accumulate(ready, max)
-    latest = list(accumulate(reversed(due), min))[::-1]
-    return [_LaunchRange(*bounds) for bounds in zip(earliest, latest)]
-
-
-def _waited_before_replicas(bucket: Bucket, buckets: Sequence[Bucket]) -> Bucket:
-    """Move the wait of ``bucket`` to the launch of the all-reduce of its shards over replicas."""
-    if bucket.kind == TransferKind.ALL_REDUCE_SHARDS:
-        return bucket
-    averages = [
-        other
-        for other in buckets
-        if other.kind == TransferKind.ALL_REDUCE_SHARDS and other.buffers == bucket.buffers
-    ]
-    return dataclasses.replace(bucket, wait=averages[0].launch) if averages else bucket
 
 
 def log_every_call(
@@ -265,15 +166,13 @@ def log_every_call(
 ) -> Callable[..., R]:
     """Wrap a compiled graph so that each of its calls goes into the call logs of its groups.
 
-    Args:
-        plans: plans that the graph runs; if they have no collectives, ``compiled`` is returned as
-            is.
-        groups: names of the process groups of all ranks that have this graph.
+    Without collectives in ``plans``, ``compiled`` is returned as is.
     """
-    numbers = group_numbers(plans)
-    common = [with_group_names(plan, numbers) for plan in plans]
-    text = f"{communication_text(common)}\n{collectives_text(common)}"
-    for call_log in _call_logs(plans, groups):
+    numbers = _group_numbers(plans)
+    common = [_with_group_names(plan, numbers) for plan in plans]
+    text = f"{_communication_text(common)}\n{collectives_text(common)}"
+    for group in groups if _communicate(plans) else ():
+        call_log = call_log_of(process_group(group))
         for name in numbers:
             call_log.release_also(process_group(name))
         compiled = _logged(compiled, call_log, digest(text), text)
@@ -305,11 +204,123 @@ def _logged(
     return call
 
 
-def _call_logs(plans: Sequence[Plan], groups: Sequence[str]) -> list[CallLog]:
-    """Return the call logs of ``groups``; none if ``plans`` have no collectives."""
-    communicate = any(plan.buckets for plan in plans)
-    return [call_log_of(process_group(name)) for name in groups] if communicate else []
+def _communicate(plans: Sequence[Plan]) -> bool:
+    return any(plan.buckets for plan in plans)
 
 
-def _to_json(plans: Sequence[Plan]) -> str:
-    return json.dumps([plan.to_json() for plan in plans])
+# --- plans in a form that all ranks share ------------------------------------------------------
+
+
+def _group_numbers(plans: Sequence[Plan]) -> dict[str, str]:
+    """Return "#0", "#1", ... for the names of the groups in which ``plans`` communicate.
+
+    Group names differ between ranks. All ranks give the same number to their groups along the same
+    axis of the mesh.
+    """
+    described = [
+        (plan.fqn_of(t), t.kind, t.dtype, t.num_bytes, t.group, t.replicas)
+        for plan in plans
+        for t in plan.problem.transfers
+    ]
+    # Leave out the names of groups, which differ between ranks.
+    described.sort(key=lambda facts: facts[:-2])
+    names = [name for *_, group, replicas in described for name in (group, replicas)]
+    return {name: f"#{i}" for i, name in enumerate(filter(None, dict.fromkeys(names)))}
+
+
+def _with_group_names(plan: Plan, names: Mapping[str, str]) -> Plan:
+    """Return ``plan`` with every group name replaced by its entry in ``names``."""
+    transfers = tuple(
+        dataclasses.replace(t, group=names.get(t.group, ""), replicas=names.get(t.replicas, ""))
+        for t in plan.problem.transfers
+    )
+    buckets = tuple(dataclasses.replace(b, group=names.get(b.group, "")) for b in plan.buckets)
+    problem = dataclasses.replace(plan.problem, transfers=transfers)
+    return dataclasses.replace(plan, problem=problem, buckets=buckets)
+
+
+def _with_inputs_of(plans: Sequence[Plan], own_plans: Sequence[Plan]) -> list[Plan]:
+    """Return the first rank's plans with this rank's graph inputs.
+
+    Graphs share plans even if they differ in parameters that never travel; these get the input -1.
+    """
+    own, theirs = (
+        _inputs_by_fqn([param for plan in some for param in _travelling(plan)])
+        for some in (own_plans, plans)
+    )
+    inputs = {i: own[fqn][k] for fqn, of_fqn in theirs.items() for k, i in enumerate(of_fqn)}
+    return [
+        dataclasses.replace(
+            plan,
+            params=tuple(
+                dataclasses.replace(param, input=inputs.get(param.input, -1))
+                for param in plan.params
+            ),
+        )
+        for plan in plans
+    ]
+
+
+def _travelling(plan: Plan) -> list[PlanParam]:
+    """Return the parameters that the plan's graph gathers, reduces or keeps unsharded."""
+    travelling = {transfer.param for transfer in plan.problem.transfers} | set(plan.kept)
+    return [param for i, param in enumerate(plan.params) if i in travelling]
+
+
+def _inputs_by_fqn(params: Sequence[PlanParam]) -> dict[str, list[int]]:
+    """Return the inputs by parameter name; two models may each have a parameter of that name."""
+    inputs: dict[str, list[int]] = {}
+    for param in sorted(params, key=lambda param: param.input):
+        of_fqn = inputs.setdefault(param.fqn, [])
+        if param.input not in of_fqn:
+            of_fqn.append(param.input)
+    return inputs
+
+
+def _communication_text(plans: Sequence[Plan]) -> str:
+    """Describe what graphs must have in common to follow one plan: what they gather and reduce.
+
+    Excludes which parameters stay unsharded, the order of transfers, and the steps at which they
+    are ready or due: all of these may depend on a rank's batch size.
+    """
+    kinds = {plan.graph for plan in plans}
+    lines = [INFERENCE if kinds == {GraphKind.INFERENCE} else TRAINING]
+    kept: list[str] = []
+    for plan in plans:
+        transfers = without_host_copies(plan.problem).transfers
+        described = {transfer: _transfer_text(plan, transfer) for transfer in transfers}
+        lines += [f"{plan.graph} graph", *sorted([*described.values(), *kept])]
+        kept = [line for transfer, line in described.items() if transfer.param in plan.kept]
+    return "\n".join(lines)
+
+
+def collectives_text(plans: Sequence[Plan]) -> str:
+    """Describe the collectives that graphs run, in order."""
+    return "\n".join(plan.collectives_text() for plan in plans)
+
+
+def _transfer_text(plan: Plan, transfer: Transfer) -> str:
+    """Describe all that ranks must have in common about a transfer, its parameter first."""
+    names = (field.name for field in dataclasses.fields(transfer))
+    facts = {name: getattr(transfer, name) for name in names if name not in _NOT_COMMON}
+    param = None if transfer.param is None else plan.params[transfer.param]
+    if param is not None:
+        facts |= {"shape": param.shape, "stored": param.dtype, "padded_rows": param.padded_rows}
+    elif transfer.kind == TransferKind.ALL_REDUCE_MAX:
+        facts["of"] = " ".join(_float8_names(plan))
+    name = "scales" if param is None else param.fqn
+    return f"{transfer.kind} of {name}: " + ", ".join(f"{k} {v}" for k, v in facts.items())
+
+
+def _float8_names(plan: Plan) -> list[str]:
+    """Return the names of the parameters that are gathered in fp8, in the order of their scales.
+
+    That order comes from a rank's trace, and must be the same on all ranks.
+    """
+    gathered = {
+        transfer.param
+        for transfer in plan.problem.transfers
+        if transfer.kind == TransferKind.ALL_GATHER and "float8" in transfer.dtype
+    }
+    params = [plan.params[i] for i in gathered if i is not None]
+    return [param.fqn for param in sorted(params, key=lambda param: param.input)]

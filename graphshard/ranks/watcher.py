@@ -1,30 +1,44 @@
 """The thread of each rank that reads its peers' events, in one order for all ranks.
 
 It compares the peers' calls with this rank's calls, wakes this rank when what it awaits has arrived
-and, after a fault, releases it from a blocked collective. It leaves what it has read in an
-:class:`Inbox` for the rank's thread.
+and, after a fault, releases it from a blocked collective.
+
+A second thread ticks the watchers of all groups. It posts the last call of a rank that has stalled,
+and detects that a rank waits for a call that another rank can never make:
+
+    rank 0   waits in call 7                       rank 1   waits in dist.barrier(), before call 7
+             ─► posts "call 7 runs plan P"                  ─► posts "I am in collective 12"
+             has begun 11 collectives of that group; begins no. 12 only after call 7
+
+Ranks begin the collectives of a group in the same order, so these numbers prove the deadlock, and
+no verdict depends on time: a rank that is slow, or that waits for a slow third rank, has begun
+nothing that the others have not. Only the post of a blocked rank is delayed, because most
+collectives end soon.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
-from .blocked_ranks import RankThread, is_deadlocked
-from .call_comparison import CallComparison
-from .call_history import CallHistory
+from .._torch.distributed import (
+    PendingCollective,
+    num_started,
+    pending_collective,
+    process_group,
+)
+from .calls import CallHistory, LoggedCall
 from .members import Members
 from .store import (
     AgreedEvent,
     BlockedEvent,
     CallEvent,
-    ChoiceEvent,
     Event,
     EventStore,
     FaultEvent,
@@ -40,53 +54,47 @@ AUDIT_S = 30.0
 STALL_S = 2.0
 """Seconds without a call after which a rank posts its last one: it may be blocked in a graph that
 its peers do not run."""
-
-
-@dataclass(eq=False)
-class Inbox:
-    """What this rank has received from its peers; ``changed`` guards all fields.
-
-    Attributes:
-        early_calls: events about calls that this rank has not made yet, by call.
-        choices: events about the first rank's choices, by key; the rank's thread removes them.
-        awaited: number of a call that all ranks must agree to, or key of a choice: the rank's
-            thread sets it and waits until the watcher resets it to None.
-        awaited_event: event about the awaited call; None until a rank posts one.
-        blocked: latest event of each rank about the collective it is blocked in, by rank.
-        num_read: number of events read so far.
-        fault: text of the first fault of any rank; None if there is none.
-        lost: reason why no more events can be read; None while they can.
-    """
-
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    early_calls: dict[int, CallEvent] = field(default_factory=dict)
-    choices: dict[str, ChoiceEvent] = field(default_factory=dict)
-    awaited: int | str | None = None
-    awaited_event: CallEvent | None = None
-    blocked: dict[int, BlockedEvent] = field(default_factory=dict)
-    num_read: int = 0
-    fault: str | None = None
-    lost: str | None = None
+BLOCKED_S = 2.0
+"""Seconds that a rank is in one collective before it posts that, if its peers are a call ahead."""
 
 
 class Watcher:
     """A thread that reads the events of one group; the constructor starts it.
 
     It blocks in the store, which costs nothing while nobody posts, and ends with the group, after a
-    fault, or when the store is lost. The rank's thread calls the public methods, writes ``history``
-    and reads ``inbox``. A second thread, ``_tick_all``, ticks the watchers of all groups.
+    fault, or when the store is lost. Must be created in the rank's thread, which calls the public
+    methods and writes ``history``.
+
+    Attributes:
+        events: events of the group.
+        changed: condition that guards the attributes below.
+        early_calls: events about calls that this rank has not made yet, by call.
+        agreed: last call that all ranks are known to have agreed to; -1 if there is none.
+        awaited: call in which the rank's thread waits for all ranks; None while it does not.
+        blocked: latest event of each rank about the collective it is blocked in, by rank.
+        num_read: number of events read so far.
+        fault: text of the first fault of any rank; None if there is none.
+        lost: reason why no more events can be read; None while they can.
     """
 
-    def __init__(self, members: Members, history: CallHistory, inbox: Inbox) -> None:
-        self._members, self._history, self._inbox = members, history, inbox
+    def __init__(self, members: Members, history: CallHistory) -> None:
+        self._members, self._history = members, history
         self._rank, self._num_ranks = members.rank, len(members.global_ranks)
         prefix = f"graphshard/{members.name}"
         self.events = EventStore(members.connect, prefix, self._rank, self._num_ranks)
-        ranks = members.global_ranks
-        self.comparison = CallComparison(history, self.events, self._rank, ranks)
-        self.rank_thread = RankThread()
+        self.changed = threading.Condition()
+        self.early_calls: dict[int, CallEvent] = {}
+        self.agreed = -1
+        self.awaited: int | None = None
+        self.blocked: dict[int, BlockedEvent] = {}
+        self.num_read = 0
+        self.fault: str | None = None
+        self.lost: str | None = None
         self._num_seen = 0  # calls of this rank at the last tick
         self._stalls_at = self._audit_at = time.monotonic() + AUDIT_S
+        self._rank_thread = threading.get_ident()
+        self._pending: PendingCollective | None = None  # of the rank's thread, at the last tick
+        self._blocked_at = math.inf
         self._some_left = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="graphshard", daemon=True)
@@ -96,20 +104,39 @@ class Watcher:
 
     # --- called by the rank's thread ---------------------------------------------------------
 
+    def is_rank_thread(self) -> bool:
+        """Return whether the calling thread is the rank's."""
+        return threading.get_ident() == self._rank_thread
+
     def wait_until(self, done: Callable[[], bool], timeout_s: float) -> None:
         """Wait for ``done()``, a fault, or the end of all events, for at most ``timeout_s``."""
-        inbox = self._inbox
-        with inbox.changed:
-            inbox.changed.wait_for(
-                lambda: done() or inbox.fault is not None or inbox.lost is not None, timeout_s
+        with self.changed:
+            self.changed.wait_for(
+                lambda: done() or self.fault is not None or self.lost is not None, timeout_s
             )
 
-    def missing_ranks(self) -> list[int]:
-        """Return the ranks that this rank is waiting for."""
-        if isinstance(self._inbox.awaited, str):
-            return [0]
-        event, ranks = self._inbox.awaited_event, range(self._num_ranks)
-        return [rank for rank in ranks if event is None or not self.events.has_agreed(event, rank)]
+    def missing_ranks(self, call: int) -> list[int]:
+        """Return the ranks that are not known to have reached ``call``."""
+        return [r for r in range(self._num_ranks) if not self.events.has_agreed(call, r)]
+
+    # --- called by all threads ---------------------------------------------------------------
+
+    def post_call(self, call: int) -> None:
+        """Post about this rank's last call unless a rank has already."""
+        # Once all ranks have agreed, another post would start another round.
+        if self.events.progress < call:
+            plan_id, history = self._history.entry(call)
+            self.events.post_call(call, plan_id, history, self._history.plan_text(plan_id))
+
+    def compare(self, event: CallEvent) -> bool:
+        """Agree to an event about one of this rank's calls and return True, or post a fault."""
+        if self._history.entry(event.call) == LoggedCall(event.plan_id, event.history):
+            self.events.agree(event)
+            return True
+        self.events.post_fault(
+            lambda: self._history.describe_difference(event, self.events.plan_text(event))
+        )
+        return False
 
     # --- called by the thread that ticks all watchers, and at exit ----------------------------
 
@@ -129,7 +156,7 @@ class Watcher:
         """Tell the other ranks that this one takes no further part, and end the thread."""
         self._stopped.set()
         with contextlib.suppress(RuntimeError):
-            if self._thread.is_alive() and self._inbox.fault is None:
+            if self._thread.is_alive() and self.fault is None:
                 self.events.leave()
 
     def stop(self) -> None:
@@ -145,24 +172,34 @@ class Watcher:
             self._num_seen, self._stalls_at = num_calls, now + STALL_S
         is_audit = self._rank == 0 and now > self._audit_at
         if num_calls and (is_audit or now > self._stalls_at):
-            self._audit_at = now + AUDIT_S
-            self.comparison.post_call(num_calls - 1)
+            self._audit_at, self._stalls_at = now + AUDIT_S, math.inf
+            self.post_call(num_calls - 1)
 
     def _post_if_blocked(self) -> None:
-        """Post that this rank is in a collective, if others have made a call that it has not."""
-        if self._inbox.early_calls:
-            event = self.rank_thread.new_event(self._rank, self._history.num_calls)
-            if event is not None:
-                self._members.release_also_by_name(
-                    event.group
-                )  # so that a fault releases this rank
-                self.events.post(event)
+        """Post, once, that this rank is in a collective, if others have made a later call."""
+        if not self.early_calls:
+            return
+        pending, now = pending_collective(self._rank_thread), time.monotonic()
+        if pending != self._pending:
+            self._pending, self._blocked_at = pending, now + BLOCKED_S
+        if pending is not None and now >= self._blocked_at:
+            self._blocked_at = math.inf
+            # Not all of its ranks need be members of this group; a fault has to release this one.
+            self._members.release_also(process_group(pending.group))
+            call = self._history.num_calls
+            self.events.post(BlockedEvent(rank=self._rank, call=call, **pending._asdict()))
 
     def _post_deadlock(self) -> None:
         """Post a fault if this rank waits for a rank that can never make the call."""
-        for event in list(self._inbox.blocked.values()):
-            if is_deadlocked(event, self._inbox.awaited):
-                self.comparison.post_fault(partial(self.comparison.describe_blocked, event))
+        for event in list(self.blocked.values()):
+            if self._is_deadlocked(event):
+                self.events.post_fault(partial(self._history.describe_deadlock, event))
+
+    def _is_deadlocked(self, event: BlockedEvent) -> bool:
+        if self.awaited is None or self.awaited < event.call:
+            return False
+        number = num_started(event.group)
+        return number is not None and number < event.number
 
     # --- the watcher's thread ----------------------------------------------------------------
 
@@ -171,20 +208,20 @@ class Watcher:
         lost = "the group was destroyed"
         try:
             self._read_all()
-            if self._inbox.fault is not None:
+            if self.fault is not None:
                 self._members.abort()
         except RuntimeError as error:
             lost = f"the store of the group is lost: {error}"
-        with self._inbox.changed:
-            self._inbox.lost = lost
-            self._inbox.changed.notify_all()
+        with self.changed:
+            self.lost = lost
+            self.changed.notify_all()
 
     def _read_all(self) -> None:
         """Read all events in order, until a fault or the end of the group."""
-        while not self._stopped.is_set() and self._inbox.fault is None:
+        while not self._stopped.is_set() and self.fault is None:
             if not self._some_left:
-                self.events.wait(self._inbox.num_read)
-            event = self.events.read(self._inbox.num_read)
+                self.events.wait(self.num_read)
+            event = self.events.read(self.num_read)
             if event is not None:
                 self._handle(event)
             elif self._some_left:
@@ -192,50 +229,36 @@ class Watcher:
                 self._stopped.wait(POLL_S)
 
     def _handle(self, event: Event) -> None:
-        """Put ``event`` into the inbox; compare it if this rank has made the call."""
-        inbox, due = self._inbox, None
-        with inbox.changed:
+        """Note what ``event`` says; compare it if this rank has made the call."""
+        due = None
+        with self.changed:
             match event:
-                case CallEvent():
-                    due = self._handle_call(event)
+                case CallEvent(call=call):
+                    self.early_calls[call] = event  # before the count is read: see CallLog.run
+                    if call < self._history.num_calls:
+                        due = self.early_calls.pop(call, None)
                 case AgreedEvent():
                     self.events.forget(event)
-                    self._end_wait_for(event.call)
-                case ChoiceEvent() if self._rank != 0:
-                    inbox.choices[event.key] = event
-                    self._end_wait_for(event.key)
+                    self.agreed = max(self.agreed, event.call)
                 case FaultEvent():
-                    inbox.fault = event.text
+                    self.fault = event.text
                 case BlockedEvent():
-                    inbox.blocked[event.rank] = event
+                    self.blocked[event.rank] = event
                 case LeaveEvent():
                     self._some_left = True
-            inbox.num_read += 1
-            inbox.changed.notify_all()
+            self.num_read += 1
+            self.changed.notify_all()
         if due is not None:
-            self.comparison.compare(due)
-
-    def _handle_call(self, event: CallEvent) -> CallEvent | None:
-        """Keep ``event`` until this rank makes the call; return it if it has already."""
-        inbox, call = self._inbox, event.call
-        self.comparison.note_posted(call)
-        if call == inbox.awaited:
-            inbox.awaited_event = event
-        inbox.early_calls[call] = event  # stored before the count is read: see CallLog.run
-        return inbox.early_calls.pop(call, None) if call < self._history.num_calls else None
-
-    def _end_wait_for(self, call_or_key: int | str) -> None:
-        if self._inbox.awaited == call_or_key:
-            self._inbox.awaited = None
+            self.compare(due)
 
     def _post_missing(self) -> None:
         """Post a fault if this rank waits for one that has left."""
-        if self._inbox.awaited is None or not (left := self.events.ranks_that_left()):
+        if (awaited := self.awaited) is None:
             return
-        gone = sorted(set(self.missing_ranks()) & set(left))
-        if gone and self.events.num_posted() == self._inbox.num_read:  # all posts are read
-            names = self.comparison.rank_names(*gone)
-            self.comparison.post_fault(lambda: f"{names} left; {self.comparison.position()}")
+        gone = [rank for rank in self.missing_ranks(awaited) if self.events.has_left(rank)]
+        if gone and self.events.num_posted() == self.num_read:  # all posts are read
+            names = self._history.rank_names(*gone)
+            self.events.post_fault(lambda: f"{names} left; {self._history.position()}")
 
 
 _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()

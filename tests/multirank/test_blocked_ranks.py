@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from graphshard.ranks.blocked_ranks import BLOCKED_S
 from graphshard.ranks.call_log import CallLog
+from graphshard.ranks.watcher import BLOCKED_S
 
 from .test_call_log import PLAN, Group, assert_same, call, gather, message, run
 

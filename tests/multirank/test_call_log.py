@@ -23,6 +23,7 @@ import torch.distributed as dist
 import graphshard.ranks.watcher
 from graphshard.errors import BackendError
 from graphshard.ranks.call_log import CallLog, call_log_of
+from graphshard.ranks.plan_consensus import choose_on_first_rank
 from graphshard.ranks.watcher import STALL_S
 from tests import ranks
 
@@ -62,6 +63,11 @@ def call(call_log: CallLog, collective: Callable[[Group], object], group: Group)
     except Exception as error:
         call_log.raise_posted_fault(error)
         raise
+
+
+def choose(group: Group, key: str, text: str = "") -> str:
+    """Return, on all ranks, the text of the first."""
+    return choose_on_first_rank(lambda: text, key, key, [group.group_name])
 
 
 def message(act: Callable[..., object], *args: Any) -> str:
@@ -138,7 +144,7 @@ def _compile_other(group: Group, call_log: CallLog, other_rank: int) -> str:
     plan = ("other", OTHER) if group.rank() == other_rank else ("plan", PLAN)
     text = message(call_log.first_run, *plan)
     assert message(call_log.run, "same") == text
-    assert message(call_log.choose_on_first_rank, "key", str) == text
+    assert message(choose, group, "key") == text
     return text
 
 
@@ -237,7 +243,7 @@ def test_missing_ranks_are_named_after_timeout() -> None:
 def _choose(group: Group, call_log: CallLog) -> list[str]:
     made = []
     for key in ("a", "b", "a"):
-        made.append(call_log.choose_on_first_rank(key, lambda key=key: f"{key} of {group.rank()}"))
+        made.append(choose(group, key, f"{key} of {group.rank()}"))
         call_log.first_run(made[-1], PLAN)
     return made
 
@@ -250,27 +256,27 @@ def test_all_ranks_get_the_choices_of_the_first(world: int) -> None:
 def _choose_alone(group: Group, call_log: CallLog) -> str:
     call_log.first_run("plan", PLAN)
     if group.rank() == 1:
-        return message(call_log.choose_on_first_rank, "key", str)
+        return message(choose, group, "key")
     call_log.run("plan")
     return message(call, call_log, gather, group)
 
 
 def test_choice_without_the_first_rank_raises_on_all_ranks() -> None:
-    parts = ("call 1", "rank 1 calls choice 'key (0)'", "rank 0 calls forward")
+    parts = ("call 1", "rank 1 calls key", "rank 0 calls forward")
     assert_same(run(2, _choose_alone), *parts)
 
 
 def _fail_to_choose(group: Group, call_log: CallLog) -> str:
     if group.rank() > 0:
-        return message(call_log.choose_on_first_rank, "key", str)
+        return message(choose, group, "key")
     with pytest.raises(ZeroDivisionError):
-        call_log.choose_on_first_rank("key", lambda: str(1 // 0))
+        choose_on_first_rank(lambda: str(1 // 0), "what", "key", [group.group_name])
     return ""
 
 
 def test_failed_choice_on_first_rank_raises_on_others() -> None:
     text = run(2, _fail_to_choose)[1]
-    assert "rank 0" in text and "ZeroDivisionError" in text
+    assert "rank 0 cannot choose what: ZeroDivisionError" in text
 
 
 # The store, the group and the process.
@@ -308,7 +314,7 @@ def _num_keys(group: Group, call_log: CallLog) -> None:
     first = 0
     for number in range(20):
         call_log.first_run(f"plan {number}", PLAN)
-        call_log.choose_on_first_rank("key", str)
+        choose(group, "key")
         dist.barrier()
         first = first or _count_keys(store)
         dist.barrier()
@@ -338,7 +344,7 @@ def _groups_of_one_name(folder: Path) -> list[str]:
         assert dist.group.WORLD is not None
         call_log = call_log_of(dist.group.WORLD)
         call_log.first_run("plan", PLAN)
-        made.append(call_log.choose_on_first_rank("key", lambda number=number: str(number)))
+        made.append(choose(dist.group.WORLD, "key", str(number)))
         dist.barrier()
     dist.destroy_process_group()
     for thread in threading.enumerate():

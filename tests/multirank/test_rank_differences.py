@@ -142,8 +142,7 @@ def _fail_in_backward(group: dist.ProcessGroup, call_log: CallLog) -> str:
     loss = model(x)
     if group.rank() == 0:
         return _first_line(loss.backward)
-    assert call_log._watcher is not None
-    call_log._watcher.comparison.post_fault(lambda: "something went wrong")
+    call_log.post_fault("something went wrong")
     return message(call_log.raise_posted_fault, RuntimeError("of a collective"))
 
 

@@ -1,0 +1,128 @@
+"""Place the buckets of another rank's plan in this rank's graph, in the same order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from ..errors import BackendError
+from ..kinds import HOST_COPIES, TransferKind
+from .offload import without_host_copies
+from .plan import Bucket, Plan, PlanParam, Problem, Transfer
+
+
+class _LaunchRange(NamedTuple):
+    """The steps at which a bucket can be launched without changing the order of launches."""
+
+    earliest: int
+    latest: int
+
+
+def place_buckets(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> tuple[Bucket, ...]:
+    """Return the buckets of ``plan``, in their order, with launches and waits that fit ``problem``.
+
+    A bucket keeps its steps as far as its transfers are ready and not yet due there in ``problem``.
+
+    Args:
+        problem: this rank's graph.
+        params: parameters of ``problem``.
+        plan: the first rank's plan for the same transfers, possibly in another order and with other
+            steps; its parameters are identified by this rank's graph inputs.
+
+    Raises:
+        BackendError: ``problem`` has other transfers, or does not allow their order.
+    """
+    end, buckets = problem.num_steps, _buckets_for(problem, params, plan)
+    bucket_transfers = [[problem.transfers[i] for i in bucket.transfers] for bucket in buckets]
+    due = [min([end, *(t.due for t in transfers)]) for transfers in bucket_transfers]
+    ranges = _launch_ranges(bucket_transfers, due)
+    placed: list[Bucket] = []
+    for bucket, bounds, wait in zip(buckets, ranges, due):
+        if bounds.earliest > bounds.latest:
+            raise BackendError(
+                f"the {problem.graph} graph cannot follow the first rank's plan: {bucket} would be "
+                f"launched at step {bounds.earliest} at the earliest and {bounds.latest} at the "
+                "latest"
+            )
+        launch = min(max(bucket.launch, bounds.earliest), bounds.latest)
+        wait = wait if wait < end else min(max(bucket.wait, launch), end)
+        placed.append(dataclasses.replace(bucket, launch=launch, wait=wait))
+    return tuple(_waited_before_replicas(bucket, placed) for bucket in placed)
+
+
+def _buckets_for(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> list[Bucket]:
+    """Return the collectives of ``plan`` as buckets of the transfers in ``problem``.
+
+    Raises:
+        BackendError: ``problem`` has other transfers.
+    """
+    collectives = without_host_copies(plan.problem).transfers
+    ours = _positions(problem.transfers)
+    theirs = _positions(_numbered(collectives, plan.params, params))
+    if {t: len(positions) for t, positions in ours.items()} != {
+        t: len(positions) for t, positions in theirs.items()
+    }:
+        raise BackendError(
+            f"the {problem.graph} graph gathers or reduces other parameters than the first rank's"
+        )
+    moved = {i: j for t, positions in theirs.items() for i, j in zip(positions, ours[t])}
+    return [
+        dataclasses.replace(b, buffers=tuple(tuple(moved[i] for i in buf) for buf in b.buffers))
+        for b in plan.buckets
+        if b.kind not in HOST_COPIES
+    ]
+
+
+def _numbered(
+    transfers: Sequence[Transfer], theirs: Sequence[PlanParam], ours: Sequence[PlanParam]
+) -> list[Transfer]:
+    """Number the parameters of ``transfers`` by their positions in ``ours``; -1 if missing."""
+    numbers = {param.input: i for i, param in enumerate(ours)}
+    return [
+        t
+        if t.param is None
+        else dataclasses.replace(t, param=numbers.get(theirs[t.param].input, -1))
+        for t in transfers
+    ]
+
+
+def _positions(transfers: Sequence[Transfer]) -> dict[Transfer, list[int]]:
+    """Return the positions of each transfer; transfers that differ only in steps share a key."""
+    positions: dict[Transfer, list[int]] = {}
+    for i, transfer in enumerate(transfers):
+        positions.setdefault(_without_steps(transfer), []).append(i)
+    return positions
+
+
+def _launch_ranges(
+    bucket_transfers: Sequence[Sequence[Transfer]], due: Sequence[int]
+) -> list[_LaunchRange]:
+    """Return the steps at which each bucket can be launched; buckets are in launch order."""
+    ready = [max(t.ready for t in transfers) for transfers in bucket_transfers]
+    earliest = accumulate(ready, max)
+    latest = list(accumulate(reversed(due), min))[::-1]
+    return [_LaunchRange(*bounds) for bounds in zip(earliest, latest)]
+
+
+def _waited_before_replicas(bucket: Bucket, buckets: Sequence[Bucket]) -> Bucket:
+    """Move the wait of ``bucket`` to the launch of the all-reduce of its shards over replicas."""
+    if bucket.kind == TransferKind.ALL_REDUCE_SHARDS:
+        return bucket
+    averages = [
+        other
+        for other in buckets
+        if other.kind == TransferKind.ALL_REDUCE_SHARDS and other.buffers == bucket.buffers
+    ]
+    return dataclasses.replace(bucket, wait=averages[0].launch) if averages else bucket
+
+
+def _without_steps(transfer: Transfer) -> Transfer:
+    """Return ``transfer`` with constants for the fields that may differ between ranks.
+
+    These are steps, strides and the bytes of gradients.
+    """
+    return dataclasses.replace(
+        transfer, ready=0, due=0, last=0, stride=1, replica_stride=1, grad_bytes=0
+    )

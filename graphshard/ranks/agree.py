@@ -1,0 +1,128 @@
+"""Compare values of all ranks at once: one reduction, and one text on all ranks if they differ.
+
+For what is done once, such as sharding or loading; a call that may be repeated goes into the call
+log. ``group`` is the name of the group of all ranks that take part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .._torch.distributed import device_for, has_fake_ranks, process_group
+from ..errors import BackendError
+
+T = TypeVar("T")
+
+
+def raise_if_different(
+    descriptions: Mapping[str, str],
+    group: str,
+    advise: Callable[[str, str, str], str],
+    *,
+    fault: str | None = None,
+) -> None:
+    """Raise on all ranks if one has a fault, or if their descriptions differ.
+
+    One reduction compares a hash. Only if it differs are texts sent: each rank compares itself with
+    the first rank, and all ranks raise the text of the first rank that has a fault. If none has,
+    they raise the text of the first rank that differs.
+
+    Args:
+        descriptions: texts that have to be equal on all ranks, by name.
+        advise: function that returns what the user should do, given the name of a description and
+            its texts on two ranks.
+        fault: reason why this rank cannot go on; None if it can.
+
+    Raises:
+        BackendError: on all ranks, if one has a fault or another description.
+    """
+    text = "\n".join(f"{name} {value}" for name, value in sorted(descriptions.items()))
+    number = int(digest(text)[:14], 16)  # fits into an int64
+    most, least, faults = max_over_ranks([number, -number, fault is not None], group)
+    if most == -least and not faults:
+        return
+    rank = dist.get_rank(process_group(group))
+    first = broadcast_from_rank(descriptions, 0, group)
+    difference = _difference(first, descriptions, rank, advise)
+    fault = None if fault is None else f"rank {rank} of the mesh: {fault}"
+    # Faults first: a rank with a fault describes less, so it also differs from all others.
+    raise BackendError(first_text(fault, group) or first_text(difference, group) or "ranks differ")
+
+
+def _difference(
+    first: Mapping[str, str],
+    other: Mapping[str, str],
+    rank: int,
+    advise: Callable[[str, str, str], str],
+) -> str | None:
+    """Describe the first difference of ``rank`` from the first rank; None if equal."""
+    for name in [*first, *other]:
+        ours, theirs = first.get(name, "missing"), other.get(name, "missing")
+        if ours != theirs:
+            return (
+                f"{name!r} differs between ranks: {ours} on rank 0 of the mesh, {theirs} on rank "
+                f"{rank}. {advise(name, ours, theirs)}"
+            )
+    return None
+
+
+@contextmanager
+def raise_on_all_ranks(group: str) -> Iterator[None]:
+    """Raise on all ranks if the body raises on one.
+
+    Raises:
+        Exception: the body's, on this rank.
+        BackendError: the body raised on another rank; quotes the first such rank's error.
+    """
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    rank = dist.get_rank(process_group(group))
+    text = None if error is None else f"rank {rank} of the mesh: {type(error).__name__}: {error}"
+    first = first_text(text, group)
+    if error is not None:
+        raise error
+    if first is not None:
+        raise BackendError(first)
+
+
+def first_text(text: str | None, group: str) -> str | None:
+    """Return, on all ranks, the text of the first rank that has one; None if no rank has.
+
+    Costs one reduction, and one broadcast if there is a text.
+    """
+    rank, num_ranks = dist.get_rank(process_group(group)), process_group(group).size()
+    first = -max_over_ranks([-num_ranks if text is None else -rank], group)[0]
+    return None if first == num_ranks else broadcast_from_rank(text, first, group)
+
+
+def digest(text: str) -> str:
+    """Return a hash of ``text``."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def max_over_ranks(values: Sequence[int], group: str) -> list[int]:
+    """Return the elementwise maximum over all ranks."""
+    members = process_group(group)
+    if has_fake_ranks(members):
+        return list(values)  # uses no tensor: it has no values in a FakeTensorMode
+    # Not on the mesh's device: the fault may be that it does not exist.
+    largest = torch.tensor(values, dtype=torch.int64, device=device_for(members))
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=members)
+    result: list[int] = largest.tolist()
+    return result
+
+
+def broadcast_from_rank(value: T, rank: int, group: str) -> T:
+    """Return the value of one rank of the group, on all ranks."""
+    box = [value]
+    dist.broadcast_object_list(box, group=process_group(group), group_src=rank)
+    return box[0]

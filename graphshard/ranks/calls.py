@@ -1,0 +1,204 @@
+"""The numbered calls that a rank has made, and how they differ from the calls of another rank.
+
+Each call runs a plan, which has a text. Its first line says what is called: graphs for training, a
+graph for inference, an eager gather, an optimizer's step. The lines that follow list what is
+gathered and reduced. An error shows the first difference and its most likely cause.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .store import BlockedEvent, CallEvent
+
+NUM_LOGGED = 4096
+"""Number of calls that a rank remembers. Collectives keep ranks much closer together than that."""
+
+TRAINING, INFERENCE = "graphs for training", "a graph for inference"
+OPTIMIZER_STEP = "a step"
+"""Start of the first line for an optimizer's step in which ranks exchange data."""
+LIMIT = "the recompile limit is reached"
+"""Part of the first line of an eager gather in code that Dynamo has given up compiling."""
+
+CHOICE_AGAIN = "another choice"
+"""Start of the first line of a choice that has to be made again: no earlier one serves."""
+
+BY_ALL_RANKS = "which all ranks have to call"
+"""Part of the first line of a call that DDP scripts make on the first rank only, such as saving."""
+
+MAX_SHOWN = 160
+"""Largest number of characters that an error shows of a line, around its first difference."""
+
+SAME_GRAPHS = (
+    "All ranks must run the same graphs in the same order; a guard on a value or a shape that "
+    "differs between ranks makes them compile, or choose, different ones"
+)
+CALL_TOGETHER = (
+    "All ranks must call the model together and in one mode: evaluation on some ranks alone, or "
+    "torch.no_grad() on some?"
+)
+
+_SAVE_TOGETHER = "Every rank has rows of every parameter, so all of them have to take part"
+_STEP_TOGETHER = (
+    "All ranks must step together, with gradients of the same parameters: did some set .grad to "
+    "None, or leave out a step?"
+)
+_RECOMPILE = (
+    "Past torch._dynamo.config.recompile_limit a rank runs the function uncompiled, and gathers "
+    "other parameters than its peers: compile with dynamic=True, pad batches to a few sizes, or "
+    "raise the limit on all ranks"
+)
+_CHOOSE_AGAIN = (
+    "Its graph exceeds the memory budget under the earlier choice, and theirs do not: give all "
+    "ranks batches of about one size, or raise schedule.memory_budget_gb"
+)
+
+
+class LoggedCall(NamedTuple):
+    """One call.
+
+    Attributes:
+        plan_id: id of the plan that the call ran.
+        history: checksum of the plans of all calls up to this one.
+    """
+
+    plan_id: str
+    history: int
+
+
+FORGOTTEN = LoggedCall("forgotten", 0)
+
+
+class CallHistory:
+    """The last calls of this rank, written by the rank's thread while its watcher reads them.
+
+    Args:
+        rank: this rank's number in the group.
+        global_ranks: global rank of each rank in the group, for messages.
+
+    Attributes:
+        num_calls: number of calls so far, which is also the number of the next call.
+    """
+
+    def __init__(self, rank: int, global_ranks: Sequence[int]) -> None:
+        self._rank, self._global_ranks = rank, global_ranks
+        self.num_calls = 0
+        self._checksum = 0
+        self._calls = [("", 0)] * NUM_LOGGED  # plain tuples: a LoggedCall takes longer to make
+        self._plan_texts: dict[str, str] = {}
+
+    def append(self, plan_id: str) -> int:
+        """Log a call that runs the plan, and return its number; costs well under 1 us."""
+        call = self.num_calls
+        self._checksum = zlib.crc32(plan_id.encode(), self._checksum)
+        self._calls[call % NUM_LOGGED] = plan_id, self._checksum
+        self.num_calls = call + 1  # the watcher reads the entry only after this
+        return call
+
+    def entry(self, call: int) -> LoggedCall:
+        """Return a call that this rank has made; ``FORGOTTEN`` if it is too old."""
+        age = self.num_calls - call
+        return LoggedCall(
+            *(self._calls[call % NUM_LOGGED] if age <= NUM_LOGGED else ("forgotten", 0))
+        )
+
+    def remember_text(self, plan_id: str, text: str) -> None:
+        """Remember the text that errors show for the plan."""
+        self._plan_texts[plan_id] = text
+
+    def knows(self, plan_id: str) -> bool:
+        """Return whether this rank has a text for the plan."""
+        return plan_id in self._plan_texts
+
+    def plan_text(self, plan_id: str) -> str:
+        """Return the text of a plan, or its id if this rank has no text."""
+        return self._plan_texts.get(plan_id, plan_id)
+
+    # --- messages ----------------------------------------------------------------------------
+
+    def rank_names(self, *ranks: int) -> str:
+        """Return "rank 4" or "ranks 4, 6"."""
+        numbers = ", ".join(str(self._global_ranks[rank]) for rank in ranks)
+        return f"rank{'s' * (len(ranks) > 1)} {numbers}"
+
+    def position(self) -> str:
+        """Describe where this rank waits: in its last call."""
+        call, name = self.num_calls - 1, self.rank_names(self._rank)
+        if call < 0:
+            return f"{name} has made no call"
+        text = self.plan_text(self.entry(call).plan_id)
+        return f"{name} waits in call {call} ({text.splitlines()[0]})"
+
+    def describe_difference(self, event: CallEvent, their_text: str) -> str:
+        """Describe how this rank's call differs from the call that another rank has posted."""
+        ranks = (event.rank, self._rank)
+        texts = [their_text, self.plan_text(self.entry(event.call).plan_id)]
+        difference = describe_difference(texts, [self.rank_names(rank) for rank in ranks])
+        return f"{self.rank_names(*ranks)} differ in call {event.call}: {difference}"
+
+    def describe_deadlock(self, event: BlockedEvent) -> str:
+        """Describe that a blocked rank can never make the call in which this rank waits."""
+        blocked, waiting = self.rank_names(event.rank), self.rank_names(self._rank)
+        text = f"{blocked} is in {event.what}, which {waiting} has not called yet"
+        text = f"{text}: {self.position()}"
+        return text if BY_ALL_RANKS in text else f"{text}. {CALL_TOGETHER}"
+
+
+def describe_difference(texts: Sequence[str], names: Sequence[str]) -> str:
+    """Describe how the calls of two ranks differ, and the likely cause.
+
+    Args:
+        texts: what each rank calls.
+        names: names of the two ranks, such as "rank 3".
+    """
+    ours, theirs = (text.splitlines() or ["nothing"] for text in texts)
+    if ours == theirs:
+        return f"in an earlier call they ran different plans. {SAME_GRAPHS}"
+    if ours[0] == theirs[0]:
+        what = f"both call {ours[0]}: first, {_first_difference(ours, theirs, names)}"
+    else:
+        what = f"{names[0]} calls {ours[0]}, {names[1]} calls {theirs[0]}"
+    return f"{what}. {_cause(ours[0], theirs[0])}"
+
+
+def _cause(ours: str, theirs: str) -> str:
+    """Return the likely cause of a difference, given the first lines of both calls."""
+    heads = (ours, theirs)
+    if any(head.startswith(OPTIMIZER_STEP) for head in heads):
+        return _STEP_TOGETHER
+    if any(head.startswith(CHOICE_AGAIN) for head in heads):
+        return _CHOOSE_AGAIN
+    if any(BY_ALL_RANKS in head for head in heads):
+        return _SAVE_TOGETHER
+    if any(LIMIT in head for head in heads):
+        return _RECOMPILE
+    if any(INFERENCE in head for head in heads) and any(TRAINING in head for head in heads):
+        return CALL_TOGETHER
+    return SAME_GRAPHS
+
+
+def _first_difference(ours: Sequence[str], theirs: Sequence[str], names: Sequence[str]) -> str:
+    """Describe the first line that only one rank has, or else the first that is out of order."""
+    only = [[line for line in a if line not in set(b)] for a, b in ((ours, theirs), (theirs, ours))]
+    if not any(only):
+        pairs = itertools.zip_longest(ours, theirs, fillvalue="nothing")
+        only = [list(side) for side in zip(*(pair for pair in pairs if pair[0] != pair[1]))]
+    shown = _excerpts(*(side[0].strip() if side else "nothing more" for side in only))
+    return f"{shown[0]} ({names[0]}) and {shown[1]} ({names[1]})"
+
+
+def _excerpts(ours: str, theirs: str) -> list[str]:
+    """Return both lines; long ones are cut to the part around their first difference."""
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs)))
+    start = max(0, same - MAX_SHOWN // 2)
+    return [_excerpt(line, start) for line in (ours, theirs)]
+
+
+def _excerpt(line: str, start: int) -> str:
+    if len(line) <= MAX_SHOWN:
+        return line
+    end = start + MAX_SHOWN
+    return ("..." if start else "") + line[start:end] + ("..." if end < len(line) else "")
