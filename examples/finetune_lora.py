@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node 8 examples/finetune_lora.py --model FOLDER_OR_NAME --text notes.txt
 
-The base is read straight into shards, is gathered in its own dtype, and stays as it is; only
-adapters are trained, reduced and saved, as ``peft.PeftModel.from_pretrained(base, OUT)`` loads
-them. Needs transformers and peft.
+The base model is read straight into shards, gathered in its own dtype, and not trained. Only the
+adapters are trained, reduced and saved; ``peft.PeftModel.from_pretrained(base, OUT)`` loads them.
+Requires transformers and peft.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ import graphshard
 from graphshard.integrations.transformers import from_pretrained
 
 
-def blocks_of(args: argparse.Namespace) -> Tensor:
-    """Return the text as ids, ``[blocks, length]``; the last tenth is held out."""
+def read_blocks(args: argparse.Namespace) -> Tensor:
+    """Return the token ids of the text, ``[blocks, length]``."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     ids = tokenizer(args.text.read_text(), return_tensors="pt").input_ids[0]
-    whole = len(ids) // args.length
-    if whole < 10:
-        raise SystemExit(f"{args.text} has {whole} blocks of {args.length} tokens: give 10 or more")
-    return ids[: whole * args.length].view(whole, args.length)
+    num_blocks = len(ids) // args.length
+    if num_blocks < 10:
+        raise SystemExit(
+            f"{args.text} has {num_blocks} blocks of {args.length} tokens: at least 10 are needed"
+        )
+    return ids[: num_blocks * args.length].view(num_blocks, args.length)
 
 
 def batch(blocks: Tensor, args: argparse.Namespace, number: int) -> Tensor:
@@ -43,7 +45,7 @@ def batch(blocks: Tensor, args: argparse.Namespace, number: int) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: Any, blocks: Tensor, args: argparse.Namespace) -> float:
-    """Return the mean loss of held-out text over all ranks; all of them have to call it."""
+    """Return the mean loss on held-out text; all ranks have to call it."""
     model.eval()
     losses = []
     for number in range(4):
@@ -63,10 +65,11 @@ def main() -> None:
         torch.cuda.set_device(dist.get_node_local_rank())
     mesh = init_device_mesh(args.device.type, (dist.get_world_size(),))
     is_first = dist.get_rank() == 0
-    blocks = blocks_of(args)
-    training, held_out = blocks.split([len(blocks) * 9 // 10, len(blocks) - len(blocks) * 9 // 10])
+    blocks = read_blocks(args)
+    split = len(blocks) * 9 // 10
+    training, held_out = blocks[:split], blocks[split:]
 
-    # Each rank reads its rows of the base; adapters are sharded when they are first compiled.
+    # Each rank reads its rows of the base model; adapters are sharded at the first call.
     base = from_pretrained(AutoModelForCausalLM, args.model, mesh, dtype=args.dtype)
     config = peft.LoraConfig(r=args.rank, target_modules="all-linear", task_type="CAUSAL_LM")
     torch.manual_seed(0)
@@ -89,24 +92,24 @@ def main() -> None:
                 f"\r{step + 1}/{args.steps}  loss {loss.item():.4f}  {tokens:,.0f} tokens/s ",
                 end="",
             )
-    held = evaluate(compiled, held_out, args)
+    held_out_loss = evaluate(compiled, held_out, args)
     if is_first:
-        print(f"\nheld-out loss {held:.4f}")
+        print(f"\nheld-out loss {held_out_loss:.4f}")
     model.save_pretrained(args.out)  # on all ranks; the first one writes
     dist.destroy_process_group()
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="fine-tune a causal language model by LoRA")
-    parser.add_argument("--model", required=True, help="a folder, or a name of the Hub")
+    parser.add_argument("--model", required=True, help="folder, or name on the Hub")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("adapters"))
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=4, help="of one rank")
+    parser.add_argument("--batch", type=int, default=4, help="batch size of one rank")
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
+    parser.add_argument("--rank", type=int, default=16, help="rank of the adapters")
     parser.add_argument("--lr", type=float, default=2e-4)
-    parser.add_argument("--dtype", default="bfloat16", help="of the base")
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of the base model")
     parser.add_argument("--compiler", default="inductor", choices=["inductor", "aot_eager"])
     return parser.parse_args()
 

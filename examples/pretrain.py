@@ -2,12 +2,12 @@
 
     torchrun --nproc_per_node 8 examples/pretrain.py --text book.txt            # one node
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d \\
-        --rdzv_endpoint HOST:29400 examples/pretrain.py --text book.txt        # each of two
+        --rdzv_endpoint HOST:29400 examples/pretrain.py --text book.txt        # on two nodes
 
-It accumulates microbatches, clips, follows a cosine schedule, evaluates on all ranks, saves as it
-goes, resumes where it stopped (call it again with the same --out, on any number of ranks), and
-writes ``model.pt``, which a plain model loads. Its bar shows tokens per second, the MFU where the
-device's peak is known, and how much of a step is predicted to wait for communication.
+It accumulates microbatches, clips, follows a cosine schedule, evaluates, saves, resumes where it
+stopped (run it again with the same --out, on any number of ranks), and writes ``model.pt``, which a
+plain model loads. A bar shows tokens per second, the MFU if the device's peak is known, and the
+predicted fraction of a step that waits for communication.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ import graphshard
 
 VOCAB = 256
 PEAK = {"A100": 312.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
-"""TFLOP/s of bfloat16, dense, by device."""
+"""Dense TFLOP/s in bfloat16."""
 
 
 class Block(nn.Module):
-    """Causal attention and an MLP, each behind a norm and beside a residual."""
+    """Causal attention and an MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class GPT(nn.Module):
 
     def __init__(self, width: int, depth: int, heads: int, length: int) -> None:
         super().__init__()
-        self.token, self.place = nn.Embedding(VOCAB, width), nn.Embedding(length, width)
+        self.token, self.position = nn.Embedding(VOCAB, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCAB, bias=False)
 
@@ -73,7 +73,7 @@ class GPT(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.token(ids[:, :-1]) + self.place.weight[: ids.shape[1] - 1]
+        x = self.token(ids[:, :-1]) + self.position.weight[: ids.shape[1] - 1]
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), ids[:, 1:].flatten())
@@ -88,7 +88,7 @@ def batch(data: Tensor, args: argparse.Namespace, number: int) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, held_out: Tensor, args: argparse.Namespace) -> float:
-    """Return the mean loss of some batches over all ranks; all of them have to call it."""
+    """Return the mean loss on held-out batches; all ranks have to call it."""
     model.eval()
     losses = [model(batch(held_out, args, -1 - i)) for i in range(args.eval_batches)]
     model.train()
@@ -98,7 +98,7 @@ def evaluate(model: nn.Module, held_out: Tensor, args: argparse.Namespace) -> fl
 
 
 def train_step(model: nn.Module, data: Tensor, args: argparse.Namespace, step: int) -> Tensor:
-    """Add up the gradients of a step; return its loss on this rank."""
+    """Accumulate the gradients of a step; return its loss on this rank."""
     total = torch.zeros((), device=args.device)
     for micro in range(args.microbatches):
         last = micro == args.microbatches - 1
@@ -109,27 +109,29 @@ def train_step(model: nn.Module, data: Tensor, args: argparse.Namespace, step: i
     return total
 
 
-def state_of(model: nn.Module, optim: torch.optim.Optimizer, cosine: LambdaLR) -> dict[str, Any]:
-    """Return what a checkpoint holds; loading fills tensors in place."""
+def training_state(
+    model: nn.Module, optim: torch.optim.Optimizer, cosine: LambdaLR
+) -> dict[str, Any]:
+    """Return the contents of a checkpoint; loading fills the tensors in place."""
     weights, moments = get_state_dict(model, optim)
     return {"model": weights, "optim": moments, "schedule": cosine.state_dict()}
 
 
 def resume(out: Path, model: nn.Module, optim: torch.optim.Optimizer, cosine: LambdaLR) -> int:
-    """Load the last complete checkpoint, by any number of ranks; return the step to go on with."""
-    done = [path.parent for path in out.glob("step*/.metadata")]
-    if not done:
+    """Load the last complete checkpoint; return its number of steps, or 0 without a checkpoint."""
+    complete = [path.parent for path in out.glob("step*/.metadata")]
+    if not complete:
         return 0
-    folder = max(done, key=lambda path: int(path.name[4:]))
-    state = state_of(model, optim, cosine)
+    folder = max(complete, key=lambda path: int(path.name[4:]))
+    state = training_state(model, optim, cosine)
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(model, optim, model_state_dict=state["model"], optim_state_dict=state["optim"])
     cosine.load_state_dict(state["schedule"])
     return int(folder.name[4:])
 
 
-def peak_of(args: argparse.Namespace) -> float | None:
-    """Return the TFLOP/s of this device in ``args.dtype``; None where they are not known."""
+def peak_tflops(args: argparse.Namespace) -> float | None:
+    """Return the TFLOP/s of this device in ``args.dtype``; None if they are not known."""
     if args.peak or args.device.type != "cuda" or args.dtype != torch.bfloat16:
         return args.peak
     name = torch.cuda.get_device_name()
@@ -145,23 +147,23 @@ def show_progress(
     norm: float,
     seconds: float,
 ) -> None:
-    """Print a bar over the one of the step before."""
+    """Print a progress bar in place of the previous one."""
     tokens = args.batch * args.length * args.microbatches  # of one rank
     speed = f"{tokens * dist.get_world_size() / seconds:,.0f} tokens/s"
     if args.peak:
         speed += f"  MFU {6 * num_params * tokens / seconds / args.peak / 1e10:.0f} %"
     bar = f"{'█' * (20 * done // args.steps):░<20} {done}/{args.steps}"
-    waits = f"{backend.predicted_exposure():.0%} of it exposed communication (predicted)"
+    waits = f"exposed communication {backend.predicted_exposure():.0%} (predicted)"
     print(f"\r{bar}  loss {loss:.4f}  norm {norm:.2f}  {speed}  {waits} ", end="", flush=True)
 
 
 def read_bytes(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
-    """Return the bytes to train on and those that are held out, the last tenth."""
+    """Return the bytes to train on, and the last tenth, which is held out."""
     data = torch.tensor(list(args.text.read_bytes()))
     split = len(data) * 9 // 10
     if len(data) - split < args.length + 2:
         raise SystemExit(
-            f"{args.text} has {len(data)} bytes: give {10 * (args.length + 2)} or more"
+            f"{args.text} has {len(data)} bytes: at least {10 * (args.length + 2)} are needed"
         )
     return data[:split], data[split:]
 
@@ -175,7 +177,7 @@ def main() -> None:
     args.dtype = getattr(
         torch, args.dtype or ("bfloat16" if args.device.type == "cuda" else "float32")
     )
-    args.peak = peak_of(args)
+    args.peak = peak_tflops(args)
     mesh = init_device_mesh(args.device.type, (dist.get_world_size(),))
     is_first = dist.get_rank() == 0
     training, held_out = read_bytes(args)
@@ -205,11 +207,11 @@ def main() -> None:
             seconds = time.perf_counter() - began
             show_progress(args, backend, num_params, done, value, norm.item(), seconds)
         if done % args.eval_every == 0 or done == args.steps:
-            held = evaluate(compiled, held_out, args)
+            held_out_loss = evaluate(compiled, held_out, args)
             if is_first:
-                print(f"\nstep {done}: held-out loss {held:.4f}")
+                print(f"\nstep {done}: held-out loss {held_out_loss:.4f}")
         if done % args.save_every == 0 or done == args.steps:
-            dcp.save(state_of(model, optim, cosine), checkpoint_id=args.out / f"step{done}")
+            dcp.save(training_state(model, optim, cosine), checkpoint_id=args.out / f"step{done}")
 
     state = graphshard.full_state_dict(model)
     if is_first:
@@ -220,9 +222,13 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="pretrain a byte-level GPT on the bytes of a file")
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=Path("pretrained"), help="checkpoints")
+    parser.add_argument(
+        "--out", type=Path, default=Path("pretrained"), help="folder of checkpoints"
+    )
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=8, help="of one rank and microbatch")
+    parser.add_argument(
+        "--batch", type=int, default=8, help="batch size of one rank and microbatch"
+    )
     parser.add_argument("--microbatches", type=int, default=2)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--width", type=int, default=256)
@@ -232,10 +238,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--eval-every", type=int, default=50)
     parser.add_argument("--eval-batches", type=int, default=4)
     parser.add_argument("--save-every", type=int, default=50)
-    parser.add_argument("--peak", type=float, help="TFLOP/s of a device, for the MFU")
-    parser.add_argument("--dtype", help="to compute in; bfloat16 on GPUs, else float32")
+    parser.add_argument("--peak", type=float, help="peak TFLOP/s of the device, for the MFU")
+    parser.add_argument(
+        "--dtype", help="dtype to compute in; default: bfloat16 on GPUs, otherwise float32"
+    )
     parser.add_argument("--compiler", default="inductor", choices=["inductor", "aot_eager"])
-    parser.add_argument("--dump", type=Path, help="for plans and tables: what is exposed, and why")
+    parser.add_argument("--dump", type=Path, help="folder for plans, tables and traces")
     return parser.parse_args()
 
 

@@ -24,16 +24,16 @@ def load_function(script: str, function: str) -> Any:
     path = Path(script).resolve()
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise ValueError(f"{script} is no file of Python")
+        raise ValueError(f"{script}: not a Python file")
     sys.path.insert(0, str(path.parent))  # as `python script.py` does
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
-    found = getattr(module, function, None)
-    if not callable(found):
+    value = getattr(module, function, None)
+    if not callable(value):
         names = sorted(name for name, value in vars(module).items() if callable(value))
-        raise ValueError(f"{script} has no function {function!r}, but {names}")
-    return found
+        raise ValueError(f"{script} has no function {function!r}; it has {', '.join(names)}")
+    return value
 
 
 def unpack(function: str, returned: object) -> tuple[nn.Module, Any, dict[str, Any]]:
@@ -58,9 +58,7 @@ def unpack(function: str, returned: object) -> tuple[nn.Module, Any, dict[str, A
             f"{function} returned {_kind(model)} as the model: must be a torch.nn.Module"
         )
     if uncompiled(model) is not model:
-        raise ValueError(
-            f"{function} returned a model that is compiled already: leave out torch.compile"
-        )
+        raise ValueError(f"{function} returned a compiled model: leave out torch.compile")
     if not isinstance(inputs, Sequence | Mapping) or isinstance(inputs, str):
         raise ValueError(
             f"{function} returned {_kind(inputs)} as the inputs: must be a tuple, as in "
