@@ -49,7 +49,7 @@ from ..planning.search import BudgetError
 from ..planning.simulate import simulate
 from ..ranks.plan_consensus import PlanConsensus
 from ..show.dump_folder import DumpWriter
-from ..show.saving_table import saving_table
+from ..show.table import saving_table
 from .partition import Partitioner
 from .settings import CompileSettings
 from .traced_graph import TracedGraph

@@ -1,15 +1,13 @@
 """Schedules in readable form: files, tables, traces, a page, differences.
 
-``dump`` is the file of one plan and ``dump_folder`` the folder of such files. ``table``, ``trace``,
-``page`` and ``diff`` present dumps. ``measured`` adds predictions to a profile, in which
-``graph_runs`` finds the runs of graphs. ``cli`` defines the commands. This package may import
-``cost`` and ``planning``.
+``dump`` is the file of one plan; ``dump_folder`` the folder of such files, and of profiles.
+``table``, ``trace``, ``page`` and ``diff`` present dumps. ``cli`` defines the commands. This
+package may import ``cost`` and ``planning``.
 """
 
 from .diff import diff
 from .dump import Dump
-from .dump_folder import DumpWriter
-from .measured import profile
+from .dump_folder import DumpWriter, profile
 from .table import summary, table
 from .trace import trace
 

@@ -10,8 +10,7 @@ from ..files import write_whole
 from .diff import diff
 from .dump import Dump
 from .dump_folder import dump_paths, folder_page, saving_choices
-from .saving_table import saving_table
-from .table import summary
+from .table import saving_table, summary
 
 Command = Callable[[argparse.Namespace], int]
 """Runs a command and returns its exit status."""
@@ -22,19 +21,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     text = "show plans as tables"
     parser = commands.add_parser("show", help=text, description=text)
     parser.add_argument(
-        "files", nargs="+", type=Path, metavar="FILE", help="a dump, or a folder of dumps"
+        "files", nargs="+", type=Path, metavar="FILE", help="dump, or folder of dumps"
     )
-    parser.add_argument("--all", action="store_true", help="list all buckets, however many")
+    parser.add_argument("--all", action="store_true", help="list all buckets of large plans, too")
     parser.add_argument(
         "--html",
         type=Path,
         metavar="OUT",
-        help="write the page of a folder, which a browser opens, to this file; print no table",
+        help="write the HTML page of a folder to this file, instead of printing tables",
     )
     parser.set_defaults(run=_refusing_bad_files(_show), parser=parser)
-    text = (
-        "show what changed from one plan to another; exit status as of diff: 0 nothing, 1 something"
-    )
+    text = "show the changes from one plan to another; exit status 1 if there are any"
     parser = commands.add_parser("diff", help=text, description=text)
     parser.add_argument("before", type=Path, metavar="A", help="a dump")
     parser.add_argument("after", type=Path, metavar="B", help="a dump")
@@ -66,7 +63,7 @@ def _show(args: argparse.Namespace) -> int:
 def _write_page(args: argparse.Namespace) -> int:
     folder, *others = args.files
     if others or not folder.is_dir():
-        raise ValueError("--html: give one folder of dumps")
+        raise ValueError("--html: needs one folder of dumps")
     _files(folder)
     try:
         write_whole(args.html, folder_page(folder))
@@ -79,7 +76,7 @@ def _files(path: Path) -> list[Path]:
     """Return the dumps in the folder ``path``, or ``path`` itself if it is a file."""
     paths = dump_paths(path) if path.is_dir() else [path]
     if not paths:
-        raise ValueError(f"{path}: there is no dump in this folder")
+        raise ValueError(f"{path}: no dump in this folder")
     return paths
 
 

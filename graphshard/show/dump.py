@@ -106,12 +106,8 @@ class Dump:
     def totals(self) -> Totals:
         """Totals of the timeline."""
         problem, buckets = self.plan.problem, self.plan.buckets
-        slow = clock(
-            problem,
-            buckets,
-            CostModel(self.hardware),
-            Scenario(TRANSFER_SLOWDOWN, TRANSFER_SLOWDOWN),
-        )
+        scenario = Scenario(TRANSFER_SLOWDOWN, TRANSFER_SLOWDOWN)
+        slow = clock(problem, buckets, CostModel(self.hardware), scenario)
         return Totals(
             total_us=self.timeline.total_us,
             compute_us=self.timeline.busy_us(COMPUTE),
@@ -129,11 +125,15 @@ class Dump:
         buckets = (b for b in self.plan.buckets if b.kind not in HOST_COPIES)
         return sorted({bucket.world for bucket in buckets})
 
-    def param_names(self, bucket: Bucket) -> list[str]:
-        """Return the names of the parameters in ``bucket``, without duplicates, in graph order."""
+    def param_positions(self, bucket: Bucket) -> list[int]:
+        """Return the positions of the parameters in ``bucket``, unique and in graph order."""
         transfers = (self.plan.problem.transfers[i] for i in sorted(bucket.transfers))
-        positions = [transfer.param for transfer in transfers if transfer.param is not None]
-        return list(dict.fromkeys(param_name(self.plan.params[i]) for i in positions))
+        return list(dict.fromkeys(t.param for t in transfers if t.param is not None))
+
+    def param_names(self, bucket: Bucket) -> list[str]:
+        """Return the names of the parameters in ``bucket``, unique and in graph order."""
+        params = self.plan.params
+        return list(dict.fromkeys(param_name(params[i]) for i in self.param_positions(bucket)))
 
     def bucket_label(self, bucket: Bucket) -> str:
         """Describe a bucket's content, as in ``blocks.0.up.weight .. blocks.1.norm.bias (12)``."""

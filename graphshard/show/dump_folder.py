@@ -25,27 +25,29 @@ import functools
 import json
 import re
 import statistics
+import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+import torch
+import torch.distributed as dist
 from torch import fx
+from torch.profiler import ProfilerActivity
 
 from .._torch.inductor import trace_artifact
 from ..files import write_whole
 from ..kinds import GraphKind
 from ..planning.saving import SavingChoice
 from .dump import Dump
-from .graph_runs import measured_us
 from .page import Measured, TableData, graph_data, page, page_data
-from .saving_table import saving_rows, saving_table, saving_title
-from .table import table
-from .trace import MEASURED, Trace, trace
+from .table import saving_rows, saving_table, saving_title, table
+from .trace import MEASURED, Trace, measured_us, trace, with_predictions
 
 PAGE = "index.html"
 
-NO_CODE = "No FX code was written: the graph came from a compiler's cache, so that no pass ran."
+NO_CODE = "No FX code was written: the graph came from a compiler's cache, and no pass ran."
 
 
 def dump_paths(folder: Path) -> list[Path]:
@@ -115,7 +117,7 @@ def _measured(folder: Path, dumps: Sequence[Dump]) -> list[Measured | None]:
 
 
 def _profiles(folder: Path) -> Iterator[Trace]:
-    """Yield the traces that ``measured.profile`` wrote to ``folder``, oldest first."""
+    """Yield the traces that ``profile`` wrote to ``folder``, oldest first."""
     ours = re.compile(r"\d+-\w+(\.trace)?\.json")
     paths = [path for path in folder.glob("*.json") if not ours.fullmatch(path.name)]
     for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns):
@@ -193,3 +195,46 @@ class DumpWriter:
             (folder / f"{self._number:02}-{name}").write_text(text)
         except OSError as error:  # only one rank writes; it must not fail in the middle of training
             warnings.warn(f"graphshard: dump cannot be written: {error}", stacklevel=2)
+
+
+@contextlib.contextmanager
+def profile(path: str | Path, dump: str | Path | None = None) -> Iterator[torch.profiler.profile]:
+    """Profile a block on CPU and GPU, and write a trace with measured and predicted events.
+
+        with graphshard.show.profile("dump/step.trace.json"):  # dump: the backend's folder
+            compiled(batch).backward()
+
+    Each predicted timeline starts where the measured run of its graph started. All ranks may enter;
+    only the first one writes. HolisticTraceAnalysis reads the measured part. If the trace is in the
+    backend's dump folder, the page in it shows measured times, too.
+
+    Args:
+        path: path of the trace, ``.json``; its folder must exist.
+        dump: the backend's ``dump`` folder; None: the folder of ``path``.
+
+    Raises:
+        ValueError: a folder does not exist.
+    """
+    path = Path(path)
+    folder = path.parent if dump is None else Path(dump)
+    for name, needed in (("path", path.parent), ("dump", folder)):
+        if not needed.is_dir():
+            raise ValueError(f"{name}: there is no folder {str(needed)!r}")
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        yield profiler
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        dumps = [Dump.load(dump_path) for dump_path in dump_paths(folder)]
+        path.write_text(json.dumps(with_predictions(_measured_trace(profiler), dumps)))
+        if dumps:
+            write_page(folder)
+
+
+def _measured_trace(profiler: torch.profiler.profile) -> Trace:
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, "measured.json")
+        profiler.export_chrome_trace(str(path))
+        trace: Trace = json.loads(path.read_text())
+    return trace

@@ -8,16 +8,16 @@ are in microseconds; unknown values are null.
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import TypeAlias, TypedDict
 
 from ..kinds import HOST_COPIES, GraphKind, TransferKind
 from ..planning.live_bytes import gathered_bytes
-from ..planning.plan import Bucket
 from ..planning.simulate import COLLECTIVE, COPY_IN, COPY_OUT, LANES, STEP
 from .dump import Dump, param_name
 from .table import exposed_reason, is_notable
@@ -26,18 +26,8 @@ TEMPLATE = Path(__file__).with_name("page.html")
 """Template of the page, with comments as placeholders for its title and data."""
 
 
-class Predicted(TypedDict):
-    """Totals as in ``dump.Totals``, with host copies counted apart from communication."""
-
-    total_us: float
-    compute_us: float
-    communication_us: float
-    host_copies_us: float
-    exposed_us: float
-    slow_exposed_us: float
-    lost_us: float
-    peak_bytes: int
-    in_flight_bytes: int
+Predicted: TypeAlias = dict[str, float]
+"""Fields of ``dump.Totals``, and ``host_copies_us``, which is not part of communication."""
 
 
 class Measured(TypedDict):
@@ -123,11 +113,7 @@ class LimitData(TypedDict):
 
 
 class MemoryData(TypedDict):
-    """Memory over time; the areas add up to the live memory.
-
-    Attributes:
-        until_us: end of each step; a step begins where the one before it ends.
-    """
+    """Memory over time; ``areas`` add up to the live memory, ``until_us`` are the ends of steps."""
 
     until_us: list[float]
     areas: list[BytesData]
@@ -230,22 +216,16 @@ def page_data(
 
 
 def _summary(name: str, members: list[int], graphs: Sequence[GraphData]) -> SummaryData:
+    """Add up the graphs of a group; of memory, take the highest peak."""
     predicted = [graphs[i]["predicted"] for i in members]
     measured = [m["median_us"] for i in members if (m := graphs[i]["measured"]) is not None]
     return SummaryData(
         name=name,
         graphs=members,
-        predicted=Predicted(
-            total_us=sum(p["total_us"] for p in predicted),
-            compute_us=sum(p["compute_us"] for p in predicted),
-            communication_us=sum(p["communication_us"] for p in predicted),
-            host_copies_us=sum(p["host_copies_us"] for p in predicted),
-            exposed_us=sum(p["exposed_us"] for p in predicted),
-            slow_exposed_us=sum(p["slow_exposed_us"] for p in predicted),
-            lost_us=sum(p["lost_us"] for p in predicted),
-            peak_bytes=max(p["peak_bytes"] for p in predicted),
-            in_flight_bytes=max(p["in_flight_bytes"] for p in predicted),
-        ),
+        predicted={
+            key: (max if key.endswith("_bytes") else sum)(totals[key] for totals in predicted)
+            for key in predicted[0]
+        },
         measured_us=sum(measured) if len(measured) == len(members) else None,
     )
 
@@ -263,7 +243,10 @@ def graph_data(dump: Dump, source: str = "", measured: Measured | None = None) -
         kind=plan.graph,
         hardware=dump.hardware.name,
         ranks=dump.worlds,
-        predicted=_predicted(dump),
+        predicted={
+            **dataclasses.asdict(dump.totals),
+            "host_copies_us": sum(dump.timeline.busy_us(lane) for lane in HOST_COPIES),
+        },
         measured=measured,
         lanes=[lane for lane in LANES if any(slot.lane == lane for slot in dump.timeline.slots)],
         params=_params(dump),
@@ -272,21 +255,6 @@ def graph_data(dump: Dump, source: str = "", measured: Measured | None = None) -
         steps=_steps(dump),
         buckets=[_bucket(dump, i) for i in range(len(plan.buckets))],
         memory=_memory(dump),
-    )
-
-
-def _predicted(dump: Dump) -> Predicted:
-    totals = dump.totals
-    return Predicted(
-        total_us=totals.total_us,
-        compute_us=totals.compute_us,
-        communication_us=totals.communication_us,
-        host_copies_us=sum(dump.timeline.busy_us(lane) for lane in HOST_COPIES),
-        exposed_us=totals.exposed_us,
-        slow_exposed_us=totals.slow_exposed_us,
-        lost_us=totals.lost_us,
-        peak_bytes=totals.peak_bytes,
-        in_flight_bytes=totals.in_flight_bytes,
     )
 
 
@@ -319,7 +287,7 @@ def _bucket(dump: Dump, i: int) -> BucketData:
     return BucketData(
         kind=bucket.kind,
         label=dump.bucket_label(bucket),
-        params=_param_positions(dump, bucket),
+        params=dump.param_positions(bucket),
         bytes=bucket.num_bytes,
         wire_dtypes=list(dump.plan.wire_dtypes(bucket)),
         ranks=bucket.world,
@@ -333,11 +301,6 @@ def _bucket(dump: Dump, i: int) -> BucketData:
         launch=bucket.launch,
         wait=bucket.wait,
     )
-
-
-def _param_positions(dump: Dump, bucket: Bucket) -> list[int]:
-    transfers = (dump.plan.problem.transfers[i] for i in sorted(bucket.transfers))
-    return list(dict.fromkeys(t.param for t in transfers if t.param is not None))
 
 
 def _copy(dump: Dump, kind: str, i: int) -> tuple[float, float]:

@@ -1,16 +1,19 @@
-"""A plan as text: totals, exposed collectives with reasons, and the schedule of its buckets."""
+"""A plan as text: totals, exposed collectives with reasons, and the schedule of its buckets.
+
+``saving_table`` shows what ``SchedulePolicy(auto=True)`` tried.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 from tabulate import tabulate
 
 from ..kinds import HOST_COPIES, TransferKind
 from ..planning.live_bytes import footprint
 from ..planning.plan import Bucket
+from ..planning.saving import SavingChoice, TriedSaving
 from ..planning.simulate import COLLECTIVE, COPY_IN
 from .dump import TRANSFER_SLOWDOWN, Dump, Totals, param_name
 
@@ -24,8 +27,11 @@ _KIND_ORDER = (
 )
 _FETCHES = (TransferKind.ALL_GATHER, TransferKind.COPY_TO_DEVICE)
 """Kinds that an earlier launch would hide; the others are hidden by a later wait."""
-NUM_EXPOSED = 10  # most collectives listed with a reason
-NUM_BUCKETS = 24  # most buckets listed unless all are requested
+MAX_LISTED_EXPOSED = 10
+MAX_LISTED_BUCKETS = 24  # unless all are requested
+
+_Row = Mapping[str, object]
+"""A row of a table, by header."""
 
 
 def summary(dumps: Sequence[Dump], *, all_buckets: bool = False) -> str:
@@ -64,35 +70,24 @@ def _title(dump: Dump) -> str:
     )
 
 
-_KIND_HEADERS = ["collective", "count", "MB", "wire dtype", "predicted ms", "exposed ms"]
-
-
-class _KindRow(NamedTuple):
-    kind: TransferKind
-    counts: str
-    mb: float
-    dtypes: str
-    ms: float
-    exposed_ms: float
-
-
 def _kinds_table(dump: Dump) -> str:
     """Return a table of the kinds of collectives, with counts before and after bucketing."""
-    plan, rows = dump.plan, []
+    plan, rows = dump.plan, list[_Row]()
     for kind in _KIND_ORDER:
         positions = [i for i, bucket in enumerate(plan.buckets) if bucket.kind == kind]
         if positions:
             num_transfers = sum(len(plan.buckets[i].transfers) for i in positions)
-            row = _KindRow(
-                kind=kind,
-                counts=f"{num_transfers} -> {len(positions)}",
-                mb=plan.num_bytes(kind) / 1e6,
-                dtypes=_dtypes(dump, positions),
-                ms=sum(_collective_ms(dump, i) for i in positions),
-                exposed_ms=sum(dump.timeline.exposed_us[i] for i in positions) / 1e3,
+            rows.append(
+                {
+                    "collective": kind,
+                    "count": f"{num_transfers} -> {len(positions)}",
+                    "MB": plan.num_bytes(kind) / 1e6,
+                    "wire dtype": _dtypes(dump, positions),
+                    "predicted ms": sum(_collective_ms(dump, i) for i in positions),
+                    "exposed ms": sum(dump.timeline.exposed_us[i] for i in positions) / 1e3,
+                }
             )
-            rows.append(row)
-    return _tabulate(rows, _KIND_HEADERS) if rows else ""
+    return _tabulate(rows) if rows else ""
 
 
 def _dtypes(dump: Dump, positions: Sequence[int]) -> str:
@@ -117,7 +112,7 @@ def _totals(dump: Dump) -> str:
         "predicted\n"
         f"time    {total_ms:.3f} ms = {compute_ms:.3f} compute"
         f" + {_exposed(totals)}; {traffic};"
-        f" compute loses {totals.lost_us / 1e3:.3f} to it\n"
+        f" slowdown of compute {totals.lost_us / 1e3:.3f}\n"
         f"memory  peak {_size(totals.peak_bytes)}{peak_step};"
         f" at most {_size(totals.in_flight_bytes)} in flight"
     )
@@ -143,12 +138,12 @@ def _hidden(dump: Dump, busy_us: float, counts: Sequence[bool]) -> str:
         return f"{busy_us:.3f}"
     exposed_us = sum(us for us, counted in zip(dump.timeline.exposed_us, counts) if counted)
     fraction = max(0.0, 1 - exposed_us / busy_us)  # rounding could give -0%
-    return f"{busy_us / 1e3:.3f}, {fraction:.0%} of it hidden"
+    return f"{busy_us / 1e3:.3f}, {fraction:.0%} hidden"
 
 
 def _kept_params(dump: Dump) -> str:
     names = [param_name(dump.plan.params[i]) for i in dump.plan.kept]
-    return f"gathered parameters kept for backward: {', '.join(names)}" if names else ""
+    return f"parameters kept unsharded for backward: {', '.join(names)}" if names else ""
 
 
 def _dtype_reasons(dump: Dump) -> str:
@@ -162,10 +157,9 @@ def _regions(dump: Dump) -> str:
     if not regions.num_calls:
         return ""
     return (
-        f"layers that are alike: {regions.num_compiled_regions} regions are called "
-        f"{regions.num_calls} times, and {regions.num_compiled} nodes compiled in place of "
-        f"{regions.num_nodes}; "
-        f"{regions.num_lost_fusions} fusions lost at their borders"
+        f"repeated layers: {regions.num_compiled_regions} compiled regions, called "
+        f"{regions.num_calls} times; {regions.num_compiled} of {regions.num_nodes} nodes compiled; "
+        f"{regions.num_lost_fusions} fusions lost at borders of regions"
     )
 
 
@@ -178,93 +172,59 @@ def is_notable(exposed_us: float) -> bool:
     return exposed_us >= 0.5
 
 
-class _ExposedRow(NamedTuple):
-    bucket: int
-    kind: TransferKind
-    ms: float
-    exposed_ms: float
-    reason: str
-
-
 def _exposed_table(dump: Dump) -> str:
     """Return a table of the most exposed collectives, omitting times that are not notable."""
     exposed_us = dump.timeline.exposed_us
-    worst = sorted(range(len(exposed_us)), key=lambda i: -exposed_us[i])[:NUM_EXPOSED]
-    rows = [
-        _ExposedRow(
-            bucket=i,
-            kind=dump.plan.buckets[i].kind,
-            ms=_collective_ms(dump, i),
-            exposed_ms=exposed_us[i] / 1e3,
-            reason=exposed_reason(dump, i),
-        )
+    worst = sorted(range(len(exposed_us)), key=lambda i: -exposed_us[i])[:MAX_LISTED_EXPOSED]
+    rows: list[_Row] = [
+        {
+            "bucket": i,
+            "collective": dump.plan.buckets[i].kind,
+            "predicted ms": _collective_ms(dump, i),
+            "exposed ms": exposed_us[i] / 1e3,
+            "reason": exposed_reason(dump, i),
+        }
         for i in worst
         if is_notable(exposed_us[i])
     ]
-    headers = ["bucket", "collective", "predicted ms", "exposed ms", "because"]
-    return (
-        f"predicted to be exposed most\n{_tabulate(rows, headers)}"
-        if rows
-        else "nothing is predicted to be exposed"
-    )
-
-
-_BUCKET_HEADERS = [
-    *("bucket", "collective", "parameters", "MB", "wire dtype", "predicted ms"),
-    *("launch before", "wait before"),
-]
-
-
-class _BucketRow(NamedTuple):
-    """A bucket; a row with ``bucket=None`` stands for the buckets left out."""
-
-    bucket: int | None
-    kind: TransferKind | None
-    label: str
-    mb: float
-    dtypes: str
-    ms: float
-    launch: str | None
-    wait: str | None
+    if not rows:
+        return "predicted: no communication is exposed"
+    return f"most exposed (predicted)\n{_tabulate(rows)}"
 
 
 def _buckets_table(dump: Dump, all_buckets: bool) -> str:
-    rows = [_bucket_row(dump, i) for i in range(len(dump.plan.buckets))]
-    if len(rows) > NUM_BUCKETS and not all_buckets:
-        half = NUM_BUCKETS // 2
-        rows = [*rows[:half], _left_out_row(rows[half:-half]), *rows[-half:]]
-    return f"buckets, in order of launch\n{_tabulate(rows, _BUCKET_HEADERS)}"
+    """Return a table of the buckets; one row stands for those left out."""
+    positions = range(len(dump.plan.buckets))
+    rows = [_bucket_row(dump, i) for i in positions]
+    if len(rows) > MAX_LISTED_BUCKETS and not all_buckets:
+        half = MAX_LISTED_BUCKETS // 2
+        omitted = positions[half:-half]
+        summary_row = dict.fromkeys(rows[0]) | {
+            "parameters": f"... {len(omitted)} more buckets",
+            "MB": sum(dump.plan.buckets[i].num_bytes for i in omitted) / 1e6,
+            "wire dtype": "",
+            "predicted ms": sum(_collective_ms(dump, i) for i in omitted),
+        }
+        rows = [*rows[:half], summary_row, *rows[-half:]]
+    return f"buckets, in order of launch\n{_tabulate(rows)}"
 
 
-def _bucket_row(dump: Dump, i: int) -> _BucketRow:
+def _bucket_row(dump: Dump, i: int) -> _Row:
     bucket = dump.plan.buckets[i]
-    return _BucketRow(
-        bucket=i,
-        kind=bucket.kind,
-        label=dump.bucket_label(bucket),
-        mb=bucket.num_bytes / 1e6,
-        dtypes=_dtypes(dump, [i]),
-        ms=_collective_ms(dump, i),
-        launch=dump.step_label(bucket.launch),
-        wait=dump.step_label(bucket.wait),
-    )
+    return {
+        "bucket": i,
+        "collective": bucket.kind,
+        "parameters": dump.bucket_label(bucket),
+        "MB": bucket.num_bytes / 1e6,
+        "wire dtype": _dtypes(dump, [i]),
+        "predicted ms": _collective_ms(dump, i),
+        "launch before": dump.step_label(bucket.launch),
+        "wait before": dump.step_label(bucket.wait),
+    }
 
 
-def _left_out_row(rows: Sequence[_BucketRow]) -> _BucketRow:
-    return _BucketRow(
-        bucket=None,
-        kind=None,
-        label=f"... {len(rows)} buckets more",
-        mb=sum(row.mb for row in rows),
-        dtypes="",
-        ms=sum(row.ms for row in rows),
-        launch=None,
-        wait=None,
-    )
-
-
-def _tabulate(rows: Sequence[tuple[object, ...]], headers: Sequence[str]) -> str:
-    return tabulate(rows, headers, floatfmt=".3f")
+def _tabulate(rows: Sequence[_Row]) -> str:
+    return tabulate(rows, headers="keys", floatfmt=".3f")
 
 
 def _collective_ms(dump: Dump, i: int) -> float:
@@ -277,15 +237,15 @@ def exposed_reason(dump: Dump, i: int) -> str:
     bucket, problem = dump.plan.buckets[i], dump.plan.problem
     gathers = bucket.kind in _FETCHES
     if gathers and not sum(problem.compute_us[: bucket.wait]):
-        return "first: nothing to hide behind"
+        return "first: no compute before it"
     if not gathers and not sum(problem.compute_us[bucket.launch :]):
-        return "last: no compute follows"
+        return "last: no compute after it"
     collective = dump.slots[COLLECTIVE, i]
     launched_us = dump.slots[COPY_IN, i].end_us
     wait_begins_us = collective.end_us - dump.timeline.exposed_us[i]
     earlier = [j for j in range(i) if dump.slots[COLLECTIVE, j].lane == collective.lane]
     if earlier and collective.duration_us <= wait_begins_us - launched_us:
-        return f"wire is busy with bucket {earlier[-1]}"
+        return f"link is busy with bucket {earlier[-1]}"
     limit = _limit_in_the_way(dump, bucket)
     if limit is not None:
         return limit
@@ -299,3 +259,51 @@ def _limit_in_the_way(dump: Dump, bucket: Bucket) -> str | None:
     if bucket.kind in _FETCHES:
         return memory.limit_before(taken, bucket.launch) if bucket.launch > 0 else None
     return memory.limit_after(taken, bucket.wait) if bucket.wait < problem.num_steps else None
+
+
+# --- what SchedulePolicy(auto=True) tried --------------------------------------------------------
+
+
+def saving_table(choice: SavingChoice) -> str:
+    """Return a table of the candidates: the chosen one, and why the others were not chosen."""
+    rows = tabulate(saving_rows(choice), headers="keys", disable_numparse=True)
+    return "\n".join([saving_title(choice), "", rows, *choice.notes])
+
+
+def saving_title(choice: SavingChoice) -> str:
+    """Return the title of the table."""
+    inputs = f" for inputs of {choice.inputs}" if choice.inputs else ""
+    return (
+        f"what forward saves for backward{inputs}, within {choice.budget_gb:g} GB; predicted "
+        "times of forward and backward"
+    )
+
+
+def saving_rows(choice: SavingChoice) -> list[dict[str, str]]:
+    """Return the rows of the table, as dictionaries by column name."""
+    best, offloads = choice.best, any(tried.saving.offloads for tried in choice.tried)
+    rows = [_row(tried, best) for tried in choice.tried]
+    if offloads:
+        return rows
+    return [{name: row[name] for name in row if name != "offloaded"} for row in rows]
+
+
+def _row(tried: TriedSaving, best: TriedSaving | None) -> dict[str, str]:
+    saving, part = tried.saving, tried.saving.activations
+    return {
+        "activations saved": "as configured" if part is None else f"{part:.0%}",
+        "parameters kept": "all" if saving.all_params else "if exposed",
+        "offloaded": "what does not fit" if saving.offloads else "none",
+        "ms": "" if tried.step_us is None else f"{tried.step_us / 1e3:.3f}",
+        "peak GB": f"{tried.peak_bytes / 1e9:.3g}",
+        "": _verdict(tried, best),
+    }
+
+
+def _verdict(tried: TriedSaving, best: TriedSaving | None) -> str:
+    if tried.refused:
+        return f"refused: {tried.refused}"
+    if tried is best or best is None or best.step_us is None or tried.step_us is None:
+        return "chosen"
+    slower = tried.step_us / best.step_us - 1
+    return f"{slower:.1%} slower" if slower > 0 else "as fast, with more memory"

@@ -1,4 +1,4 @@
-"""The predicted timeline as a trace for ui.perfetto.dev and chrome://tracing.
+"""The predicted timeline as a trace for ui.perfetto.dev and chrome://tracing, and measured traces.
 
 The trace has one process with the lanes of ``simulate``. Arrows lead from the launch of a
 collective to the collective and on to the first use of its result; counters show memory.
@@ -9,14 +9,17 @@ collective to the collective and on to the first use of its result; counters sho
 Kernels have the categories, names and streams that HolisticTraceAnalysis uses to separate
 communication from compute (hta/utils/utils.py), so its ``get_comm_comp_overlap`` returns the
 predicted overlap. Format: "Trace Event Format" by the Chrome team; times in microseconds.
+
+Measured traces are those of torch's profiler. They name the graphs that ran ("Torch-Compiled
+Region: 0/0"), and the sequence number that links autograd's backward to its forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Required, TypedDict
 
-from ..kinds import HOST_COPIES, TransferKind
+from ..kinds import HOST_COPIES, GraphKind, TransferKind
 from ..planning.simulate import COLLECTIVE, COMPUTE, COPY_IN, COPY_OUT, LANES, STEP, Slot
 from .dump import Dump, param_name
 
@@ -208,3 +211,101 @@ def _memory_counters(dump: Dump, spans: Mapping[Slot, _Span]) -> Iterator[TraceE
         for name, num_bytes in zip(("alive", "in flight"), sizes):
             args: dict[str, object] = {"bytes": num_bytes}
             yield {"ph": "C", "name": name, "pid": PID, "tid": 0, "ts": ts, "args": args}
+
+
+# --- measured traces ----------------------------------------------------------------------------
+
+_REGION = "Torch-Compiled Region: "
+_FORWARD, _BACKWARD = "CompiledFunction", "CompiledFunctionBackward"
+_SEQUENCE = "Sequence number"
+_LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
+
+
+class GraphRun(NamedTuple):
+    """A measured run of the graph of ``dump``.
+
+    Attributes:
+        start_us: start of its first GPU kernel; start of the call if it launched none.
+        us: time until its last GPU kernel ended; until the call ended if it launched none.
+        dump: dump of the graph.
+    """
+
+    start_us: float
+    us: float
+    dump: Dump
+
+
+def measured_us(trace: Trace, dumps: Sequence[Dump]) -> list[list[float]]:
+    """Return, for each dump, how long its graph's runs took in a trace of ``profile``."""
+    events = [event for event in trace["traceEvents"] if event.get("pid") != PID]
+    durations: dict[int, list[float]] = {id(dump): [] for dump in dumps}
+    for run in graph_runs(events, dumps):
+        durations[id(run.dump)].append(run.us)
+    return [durations[id(dump)] for dump in dumps]
+
+
+def graph_runs(events: Sequence[TraceEvent], dumps: Sequence[Dump]) -> Iterator[GraphRun]:
+    """Yield the measured runs of graphs in order of time, each with the latest dump of its graph.
+
+    Graphs without a dump are left out.
+    """
+    dump_of_graph = {(dump.compiled, dump.plan.graph): dump for dump in dumps}
+    region_of_thread: dict[int, str] = {}
+    region_of_sequence: dict[object, str] = {}
+    calls = [event for event in events if event["ph"] == "X" and event.get("cat") == "cpu_op"]
+    for call in sorted(calls, key=lambda event: event["ts"]):
+        name, graphs = call["name"], list[tuple[str, GraphKind]]()
+        if name.startswith(_REGION):
+            region = region_of_thread[call["tid"]] = name.removeprefix(_REGION)
+            graphs = [(region, GraphKind.FORWARD), (region, GraphKind.INFERENCE)]
+        elif name == _FORWARD:
+            region_of_sequence[call["args"][_SEQUENCE]] = region_of_thread.get(call["tid"], "")
+        elif name == _BACKWARD:
+            region = region_of_sequence.get(call["args"][_SEQUENCE], "")
+            graphs = [(region, GraphKind.BACKWARD)]
+        for graph in graphs:
+            if graph in dump_of_graph:
+                start_us, end_us = _span_us(call, events)
+                yield GraphRun(start_us, end_us - start_us, dump_of_graph[graph])
+
+
+def _span_us(call: TraceEvent, events: Sequence[TraceEvent]) -> tuple[float, float]:
+    """Return start and end of the GPU kernels that ``call`` launched, or of the call itself."""
+    start_us, end_us = call["ts"], call["ts"] + call["dur"]
+    launched = {
+        event["args"].get("correlation")
+        for event in events
+        if event.get("cat") in _LAUNCH_CATEGORIES
+        and event["tid"] == call["tid"]
+        and start_us <= event["ts"] <= end_us
+    }
+    kernels = [
+        event
+        for event in events
+        if event.get("cat") == "kernel" and event["args"].get("correlation") in launched
+    ]
+    return (
+        min((kernel["ts"] for kernel in kernels), default=start_us),
+        max((kernel["ts"] + kernel["dur"] for kernel in kernels), default=end_us),
+    )
+
+
+def with_predictions(measured: Trace, dumps: Sequence[Dump]) -> Trace:
+    """Add a process to ``measured`` with the predicted timeline of each run of a graph."""
+    events = [_with_label(event) for event in measured["traceEvents"]]
+    predicted: list[TraceEvent] = []
+    free_us = 0.0
+    for number, run in enumerate(graph_runs(events, dumps)):
+        start_us = max(run.start_us, free_us)
+        predicted += run_events(run.dump, start_us=start_us, number=number, streams=False)
+        free_us = start_us + run.dump.timeline.total_us
+    names = sorted({dump.hardware.name for dump in dumps})
+    title = process_events(f"{PREDICTED} on {', '.join(names)}") if predicted else []
+    return {**measured, "traceEvents": [*title, *predicted, *events]}
+
+
+def _with_label(event: TraceEvent) -> TraceEvent:
+    """Mark ``event`` as measured if it names a process."""
+    if event["ph"] != "M" or event["name"] != "process_name":
+        return event
+    return {**event, "args": {"name": f"{MEASURED}: {event['args']['name']}"}}

@@ -256,7 +256,7 @@ def test_host_wait_in_graph_does_not_keep_more_parameters(
     text = capsys.readouterr().out
     assert "waits 1 times, for synchronize_device" in text
     forward, backward = text.split("forward 0/0")[1].split("backward 0/0")
-    assert "kept for backward: 3.weight\n" in forward
+    assert "kept unsharded for backward: 3.weight\n" in forward
     assert "all_gather      2 -> " in backward and "inference 0/0" not in backward
 
 
@@ -288,7 +288,7 @@ def test_model_that_makes_a_constant_runs(script: str, capsys: pytest.CaptureFix
         ("inputs_are_elsewhere", "found at least two devices, cuda:0 and cpu"),
         ("nothing_is_trained", "the loss depends on no parameter that requires a gradient"),
         ("returns_nothing", "the model returned NoneType without a tensor"),
-        ("nothing", "has no function 'nothing', but ["),
+        ("nothing", "has no function 'nothing'; it has "),
         ("shapes_do_not_fit", "RuntimeError: a and b must have same reduction dim"),
         ("looks_at_type", "calls sigmoid where the plain model calls relu"),
         ("options_are_wrong", "ValueError: reshard_after_forward"),

@@ -52,7 +52,7 @@ _OF_POLICY = ("memory_budget_gb", "activation_memory_budget")
 
 def _taken(backend: graphshard.Backend) -> list[str]:
     """Return the first two columns of the chosen row."""
-    rows = [line for line in backend.summary().splitlines() if line.endswith("taken")]
+    rows = [line for line in backend.summary().splitlines() if line.endswith("chosen")]
     assert len(rows) == 1
     return [cell.strip() for cell in rows[0].split("  ") if cell.strip()][:2]
 
@@ -118,7 +118,7 @@ def test_evaluation_saves_nothing(mesh: DeviceMesh) -> None:
     with torch.no_grad():
         torch.compile(Deep(), backend=backend, fullgraph=True)(torch.randn(ROWS, DIM))
     assert [plan.graph for plan in backend.plans] == [GraphKind.INFERENCE]
-    assert "taken" not in backend.summary()
+    assert "chosen" not in backend.summary()
 
 
 def test_a_trace_without_backward_does_not_decide_for_training(mesh: DeviceMesh) -> None:
@@ -132,7 +132,7 @@ def test_a_trace_without_backward_does_not_decide_for_training(mesh: DeviceMesh)
         return model(x) if trains else model(x).detach()
 
     compiled(torch.randn(ROWS, DIM), False)
-    assert "taken" not in backend.summary()
+    assert "chosen" not in backend.summary()
     compiled(torch.randn(ROWS, DIM), True).backward()
     assert len(_taken(backend)) == 2
 
@@ -142,9 +142,9 @@ def test_the_tried_strategies_are_in_the_dump_folder(
 ) -> None:
     backend = _train(mesh, memory_budget_gb=AMPLE_GB, dump=tmp_path)
     table = (tmp_path / "00-saving.txt").read_text()
-    assert backend.summary().endswith(table.rstrip()) and "taken" in table
+    assert backend.summary().endswith(table.rstrip()) and "chosen" in table
     page = (tmp_path / PAGE).read_text()
-    assert f"of inputs of {ROWS}x{DIM}, within" in page and '"taken"' in page
+    assert f"for inputs of {ROWS}x{DIM}, within" in page and '"chosen"' in page
     assert main(["show", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{backend.summary()}\n"
 

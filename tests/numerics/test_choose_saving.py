@@ -75,9 +75,9 @@ def test_all_ranks_save_what_the_first_rank_chooses() -> None:
         (one, same), (other, others) = ranks.run(2, _choose, first_us)
         assert same and others
         assert one == other
-        taken |= {line for line in one.splitlines() if line.endswith("taken")}
+        taken |= {line for line in one.splitlines() if line.endswith("chosen")}
     assert {line.split()[0] for line in taken} == {"75%"}
-    assert {line.split()[1] for line in taken} == {"all", "those"}
+    assert {line.split()[1] for line in taken} == {"all", "if"}
 
 
 LENGTH, ROWS_GB = 24, 1.28e-3  # 16 rows need 1.02e-3 with all activations saved

@@ -13,7 +13,7 @@ from graphshard.planning.saving import (
     savings,
     without_repeats,
 )
-from graphshard.show.saving_table import saving_table
+from graphshard.show.table import saving_table
 
 ALL, HALF, OFFLOADED = Saving(1.0, True, False), Saving(0.5, False, False), Saving(1.0, False, True)
 FITS = TriedSaving(HALF, 2e3, 3_000_000_000)
@@ -60,12 +60,9 @@ def test_the_table_gives_reasons() -> None:
     slower = TriedSaving(OFFLOADED, 3e3, 4_000_000_000)
     table = saving_table(SavingChoice(5, (TOO_LARGE, FITS, slower), "4x8", ("Not tried: this.",)))
     title, _, head, _, *rows, note = table.splitlines()
-    assert (
-        "of inputs of 4x8, within 5 GB" in title
-        and "on the host" in head
-        and note == "Not tried: this."
-    )
+    assert "for inputs of 4x8, within 5 GB" in title and "offloaded" in head
+    assert note == "Not tried: this."
     assert rows[0].split()[-5:] == ["refused:", "backward", "needs", "9", "GB"]
-    assert rows[1].split() == ["50%", "those", "exposed", "none", "2.000", "3", "taken"]
+    assert rows[1].split() == ["50%", "if", "exposed", "none", "2.000", "3", "chosen"]
     assert rows[2].endswith("50.0% slower")
-    assert "on the host" not in saving_table(SavingChoice(5, (FITS,)))
+    assert "offloaded" not in saving_table(SavingChoice(5, (FITS,)))

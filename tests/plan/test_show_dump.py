@@ -164,7 +164,7 @@ def test_diff_prints_differences(
     ("arguments", "match"),
     [
         (["show", "missing.json"], "missing.json: .*No such file"),
-        (["show", "empty"], "empty: there is no dump in this folder"),
+        (["show", "empty"], "empty: no dump in this folder"),
         (["show", "00-backward.trace.json"], "trace.json: is not a plan"),
         (["diff", "00-backward.json", "old.json"], "old.json: dump of version 0"),
         (["diff", "00-backward.json", "missing.json"], "missing.json: .*No such file"),

@@ -10,8 +10,7 @@ import pytest
 
 from graphshard.kinds import GraphKind
 from graphshard.show import Dump, profile
-from graphshard.show.measured import with_predictions
-from graphshard.show.trace import PID
+from graphshard.show.trace import PID, with_predictions
 from tests.plan.dumps import by_hand
 
 Event = dict[str, Any]

@@ -181,7 +181,7 @@ def test_show_html_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture
     assert out.read_text() == text and capsys.readouterr().out == ""
     for wrong, message in (
         ([tmp_path, "--html", tmp_path / "gone" / "out.html"], "--html: .*No such file"),
-        ([tmp_path / "00-backward.json", "--html", out], "--html: give one folder of dumps"),
+        ([tmp_path / "00-backward.json", "--html", out], "--html: needs one folder of dumps"),
     ):
         with pytest.raises(SystemExit) as caught:
             main(["show", *map(str, wrong)])
@@ -306,8 +306,8 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
         for i, b in enumerate(graphs[0]["buckets"])
     ]
     assert seen["lists"] == [
-        f"Parameters that stay gathered for backward (1){EVIL}",
-        f"Not in a smaller dtype because (1)down.weight {reasons[0][1]}",
+        f"Parameters kept unsharded for backward (1){EVIL}",
+        f"Reasons for a larger wire dtype (1)down.weight {reasons[0][1]}",
     ]
     assert seen["red"] > 1000
     assert seen["found"] == ["norm.weight .. norm.bias (2)norm.weight, norm.bias"]
