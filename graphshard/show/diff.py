@@ -9,12 +9,10 @@ Buckets that share a parameter are related; each set of related buckets makes on
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 
-from networkx.utils import UnionFind
+import networkx as nx
 from tabulate import tabulate
 
 from ..kinds import TransferKind
@@ -78,73 +76,57 @@ def _shape(param: PlanParam) -> str:
     return f"{list(param.shape)} {param.dtype.removeprefix('torch.')}"
 
 
-_Member = tuple[TransferKind, str | int]
-"""Kind of a bucket, and a parameter's name, or the bucket's index in its kind if it has none."""
-
-
-@dataclass
-class _RelatedBuckets:
-    """Buckets of one kind that share parameters, directly or through other buckets."""
-
-    kind: TransferKind
-    before: list[Bucket] = field(default_factory=list)
-    after: list[Bucket] = field(default_factory=list)
-
-
 def _bucket_changes(before: Dump, after: Dump) -> Iterator[str]:
-    for related in _related_buckets(before, after):
-        if len(related.before) == len(related.after) == 1:
-            old, new = related.before[0], related.after[0]
-            if set(before.param_names(old)) == set(after.param_names(new)):
-                yield from _moves(before, old, after, new)
-                continue
-        yield _regrouping(before, after, related)
+    for old, new in _related_buckets(before, after):
+        if len(old) == len(new) == 1 and (
+            set(before.param_names(old[0])) == set(after.param_names(new[0]))
+        ):
+            yield from _moves(before, old[0], after, new[0])
+        else:
+            yield _regrouping(before, old, after, new)
 
 
-def _related_buckets(before: Dump, after: Dump) -> list[_RelatedBuckets]:
-    """Group the buckets of both dumps; the groups are in the order of their first bucket."""
-    members = [_members(dump) for dump in (before, after)]
-    sets: UnionFind[_Member] = UnionFind()
-    for of_bucket in itertools.chain(*members):
-        sets.union(*of_bucket)
-    related: dict[_Member, _RelatedBuckets] = {}
+def _related_buckets(before: Dump, after: Dump) -> list[tuple[list[Bucket], list[Bucket]]]:
+    """Group buckets of one kind that share parameters, directly or through other buckets.
+
+    The groups are in the order of their first bucket.
+    """
+    graph: nx.Graph[tuple[object, object]] = nx.Graph()
     for side, dump in enumerate((before, after)):
-        for bucket, (first, *_) in zip(dump.plan.buckets, members[side]):
-            buckets = related.setdefault(sets[first], _RelatedBuckets(bucket.kind))
-            (buckets.before, buckets.after)[side].append(bucket)
-    return list(related.values())
+        num_nameless: Counter[TransferKind] = Counter()
+        for i, bucket in enumerate(dump.plan.buckets):
+            names: list[str | int] = [*dump.param_names(bucket)]
+            if not names:  # related to the bucket with the same number among those without names
+                names = [num_nameless[bucket.kind]]
+                num_nameless[bucket.kind] += 1
+            graph.add_edges_from(((side, i), (bucket.kind, name)) for name in names)
+    sides = [dump.plan.buckets for dump in (before, after)]
+    return [
+        (
+            [bucket for i, bucket in enumerate(sides[0]) if (0, i) in component],
+            [bucket for i, bucket in enumerate(sides[1]) if (1, i) in component],
+        )
+        for component in nx.connected_components(graph)
+    ]
 
 
-def _members(dump: Dump) -> list[list[_Member]]:
-    """Return the members of each bucket; buckets with a common member are related."""
-    num_nameless: Counter[TransferKind] = Counter()
-    members: list[list[_Member]] = []
-    for bucket in dump.plan.buckets:
-        names: list[str | int] = [*dump.param_names(bucket)]
-        if not names:
-            names = [num_nameless[bucket.kind]]
-            num_nameless[bucket.kind] += 1
-        members.append([(bucket.kind, name) for name in names])
-    return members
-
-
-def _regrouping(before: Dump, after: Dump, related: _RelatedBuckets) -> str:
-    num_before, num_after = len(related.before), len(related.after)
-    if num_before == 0:
+def _regrouping(before: Dump, old: list[Bucket], after: Dump, new: list[Bucket]) -> str:
+    """Describe a group of related buckets whose parameters or number changed."""
+    if not old:
         change = "added"
-    elif num_after == 0:
+    elif not new:
         change = "removed"
-    elif num_before == num_after:
-        change = "changed" if num_before == 1 else "regrouped"
-    elif min(num_before, num_after) == 1:
-        change = "merged" if num_before > 1 else "split"
+    elif len(old) == len(new):
+        change = "changed" if len(old) == 1 else "regrouped"
+    elif min(len(old), len(new)) == 1:
+        change = "merged" if len(old) > 1 else "split"
     else:
         change = "regrouped"
     labels = [
-        ", ".join(before.bucket_label(bucket) for bucket in related.before),
-        ", ".join(after.bucket_label(bucket) for bucket in related.after),
+        ", ".join(before.bucket_label(bucket) for bucket in old),
+        ", ".join(after.bucket_label(bucket) for bucket in new),
     ]
-    count = f"{num_before} {related.kind} -> {num_after}"
+    count = f"{len(old)} {(old or new)[0].kind} -> {len(new)}"
     return f"{change}: {count}: {' -> '.join(filter(None, labels))}"
 
 
@@ -169,8 +151,8 @@ def _moves(before: Dump, old: Bucket, after: Dump, new: Bucket) -> Iterator[str]
 
 def _buffer_params(dump: Dump, bucket: Bucket) -> set[frozenset[str]]:
     """Return the names of the parameters in each buffer of ``bucket``."""
-    alone = (dataclasses.replace(bucket, buffers=(buffer,)) for buffer in bucket.buffers)
-    return {frozenset(dump.param_names(buffer)) for buffer in alone}
+    parts = (dataclasses.replace(bucket, buffers=(buffer,)) for buffer in bucket.buffers)
+    return {frozenset(dump.param_names(part)) for part in parts}
 
 
 def _totals_table(before: Dump, after: Dump) -> list[str]:

@@ -108,12 +108,12 @@ def _load(path: Path, mtime_ns: int) -> Dump:
 
 def _measured(folder: Path, dumps: Sequence[Dump]) -> list[Measured | None]:
     """Return, for each dump, the durations of its graph in the latest profile that contains it."""
-    found: list[Measured | None] = [None] * len(dumps)
+    measured: list[Measured | None] = [None] * len(dumps)
     for profile in _profiles(folder):
         for i, durations in enumerate(measured_us(profile, dumps)):
             if durations:
-                found[i] = Measured(runs=len(durations), median_us=statistics.median(durations))
-    return found
+                measured[i] = Measured(runs=len(durations), median_us=statistics.median(durations))
+    return measured
 
 
 def _profiles(folder: Path) -> Iterator[Trace]:
@@ -219,7 +219,7 @@ def profile(path: str | Path, dump: str | Path | None = None) -> Iterator[torch.
     folder = path.parent if dump is None else Path(dump)
     for name, needed in (("path", path.parent), ("dump", folder)):
         if not needed.is_dir():
-            raise ValueError(f"{name}: there is no folder {str(needed)!r}")
+            raise ValueError(f"{name}: no folder {str(needed)!r}")
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)

@@ -187,7 +187,7 @@ def page(data: PageData) -> str:
     """
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     parts = {"title": html.escape(data["title"]), "data": text}
-    return re.sub("<!--(title|data)-->", lambda found: parts[found[1]], TEMPLATE.read_text())
+    return re.sub("<!--(title|data)-->", lambda match: parts[match[1]], TEMPLATE.read_text())
 
 
 def page_data(
@@ -283,7 +283,7 @@ def _steps(dump: Dump) -> StepsData:
 
 
 def _bucket(dump: Dump, i: int) -> BucketData:
-    bucket, travels = dump.plan.buckets[i], dump.slots[COLLECTIVE, i]
+    bucket, collective = dump.plan.buckets[i], dump.slots[COLLECTIVE, i]
     return BucketData(
         kind=bucket.kind,
         label=dump.bucket_label(bucket),
@@ -291,9 +291,9 @@ def _bucket(dump: Dump, i: int) -> BucketData:
         bytes=bucket.num_bytes,
         wire_dtypes=list(dump.plan.wire_dtypes(bucket)),
         ranks=bucket.world,
-        lane=travels.lane,
-        start_us=_rounded(travels.start_us),
-        us=_rounded(travels.duration_us),
+        lane=collective.lane,
+        start_us=_rounded(collective.start_us),
+        us=_rounded(collective.duration_us),
         copy_in=_copy(dump, COPY_IN, i),
         copy_out=_copy(dump, COPY_OUT, i),
         exposed_us=_rounded(dump.timeline.exposed_us[i]),
