@@ -41,17 +41,11 @@ from graphshard.planning.plan import Problem, Transfer
 
 
 class GraphProblem(NamedTuple):
-    """A graph read as a problem.
-
-    Attributes:
-        markers: marker of each transfer.
-        steps: first node of each step.
-        step_of: step of each node.
-    """
+    """A graph read as a problem."""
 
     problem: Problem
-    markers: list[fx.Node]
-    steps: list[fx.Node]
+    markers: list[fx.Node]  # of each transfer
+    steps: list[fx.Node]  # the first node of each step
     step_of: dict[fx.Node, int]
 
 
@@ -63,27 +57,17 @@ class PartitionProblems(NamedTuple):
 
 
 class _Reach(NamedTuple):
-    """Positions of compute nodes between which a transfer has to take place.
+    """Positions of compute nodes between which a transfer has to take place."""
 
-    Attributes:
-        ready: first position before which it can be launched.
-        due: last position before which it can be waited for.
-        last: position of the last node that uses the result.
-    """
-
-    ready: int
-    due: int
-    last: int
+    ready: int  # it can be launched before this position, or later
+    due: int  # it must be waited for before this position
+    last: int  # the last use of the result
 
 
 def build_problem(
     graph: fx.Graph, kind: GraphKind, cost_model: CostModel, param_of: Mapping[fx.Node, int]
 ) -> GraphProblem:
-    """Read a normalised graph as a problem.
-
-    Args:
-        param_of: parameter number of each marker.
-    """
+    """Read a normalised graph as a problem, given the parameter number of each marker."""
     transfers = describe_transfers(graph, param_of)
     values = GraphValues(graph)
     compute_us = cost_model.compute_us(graph, values)
@@ -140,7 +124,6 @@ def _step_of(graph: fx.Graph, steps: Sequence[fx.Node]) -> dict[fx.Node, int]:
 
 
 def _placed(transfer: Transfer, reach: _Reach, starts: list[int]) -> Transfer:
-    """Return ``transfer`` with the positions in ``reach`` converted to steps."""
     return dataclasses.replace(
         transfer,
         ready=bisect_left(starts, reach.ready),
@@ -239,15 +222,10 @@ def _waits(position: Mapping[fx.Node, int], values: GraphValues) -> dict[fx.Node
 
 
 class _AliveBytes(NamedTuple):
-    """Bytes alive while the node at each position runs, and before it.
+    """Bytes alive at each position."""
 
-    Attributes:
-        at: bytes while the node runs, by position.
-        before: bytes before the node runs, by position; the last entry is the graph's end.
-    """
-
-    at: list[int]
-    before: list[int]
+    at: list[int]  # while the node runs
+    before: list[int]  # before it runs; the last entry is the graph's end
 
 
 def _alive_bytes(

@@ -10,7 +10,7 @@ Gradients accumulated over earlier microbatches (``add_accumulated``) are added 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -59,12 +59,11 @@ def _merge_reductions(graph: fx.Graph) -> None:
 
 def _merge_two(graph: fx.Graph, addition: fx.Node, left: fx.Node, right: fx.Node) -> None:
     """Replace the sum of two reductions with one reduction of a sum."""
-    left_grad, right_grad = _grad_of(left), _grad_of(right)
-    addends = [left_grad.without_accumulated, right_grad.without_accumulated]
-    accumulated = left_grad.add_accumulated or right_grad.add_accumulated
+    (left_grad, left_total), (right_grad, right_total) = _grad_of(left), _grad_of(right)
+    accumulated = left_total or right_total
     with graph.inserting_before(addition):
-        total = graph.call_function(_add, tuple(addends))
-        total.meta = {**addition.meta, "val": addends[0].meta["val"]}
+        total = graph.call_function(_add, (left_grad, right_grad))
+        total.meta = {**addition.meta, "val": left_grad.meta["val"]}
         if accumulated is not None:
             total = graph.call_function(add_accumulated, (total, *accumulated.args[1:]))
             total.meta = dict(accumulated.meta)
@@ -76,23 +75,10 @@ def _merge_two(graph: fx.Graph, addition: fx.Node, left: fx.Node, right: fx.Node
         graph.erase_node(node)
 
 
-class _Gradient(NamedTuple):
-    """The gradient that a marker reduces.
-
-    Attributes:
-        without_accumulated: gradient of this microbatch alone.
-        add_accumulated: node that adds the total of earlier microbatches; None if there is none.
-    """
-
-    without_accumulated: fx.Node
-    add_accumulated: fx.Node | None
-
-
-def _grad_of(reduction: fx.Node) -> _Gradient:
+def _grad_of(reduction: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """Return the gradient of this microbatch, and the node that adds those of earlier ones."""
     grad = source_of(reduction)
-    if grad.target is add_accumulated:
-        return _Gradient(source_of(grad), grad)
-    return _Gradient(grad, None)
+    return (source_of(grad), grad) if grad.target is add_accumulated else (grad, None)
 
 
 def _is_reduction(node: object) -> TypeGuard[fx.Node]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from torch import fx
@@ -14,7 +15,6 @@ from graphshard.ops.collectives import needs_own_copy
 from graphshard.ops.groups import GroupSpan, span_of
 from graphshard.ops.marker_specs import (
     AllReduceGradSpec,
-    MarkerSpec,
     MaxOverRanksSpec,
     ReduceGradSpec,
     UnshardSpec,
@@ -99,57 +99,9 @@ def _kind_of(marker: fx.Node) -> TransferKind:
 
 def _describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
     """Return the transfer of one marker; ``build_problem`` fills in its steps."""
-    kind, spec = _kind_of(marker), markers.read(marker)
-    if kind in HOST_COPIES:
-        return _describe_copy(marker, kind)
-    group, replica_group = _groups_of(spec)
-    span = span_of(group)
-    replicas = GroupSpan(1, 1) if replica_group is None else span_of(replica_group)
-    sent = spec.collective_input()
-    gathers, source = kind == TransferKind.ALL_GATHER, value_of(source_of(marker))
-    shard = source if gathers else value_of(marker)
-    is_split = kind in (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER)
-    return Transfer(
+    kind, spec, value = _kind_of(marker), markers.read(marker), value_of(marker)
+    transfer = Transfer(
         param=param,
-        kind=kind,
-        num_bytes=size_hint(shard.numel()) * (span.world if is_split else 1) * sent.dtype.itemsize,
-        dtype=str(sent.dtype),
-        shard_bytes=num_bytes(shard),
-        casts=sent.tensor.dtype != sent.dtype,
-        group=group,
-        world=span.world,
-        ready=0,
-        due=0,
-        last=0,
-        stride=span.stride,
-        replicas=replica_group or "",
-        num_replicas=replicas.world,
-        replica_stride=replicas.stride,
-        host=_is_on_host(spec),
-        grad_bytes=0 if gathers else memory_bytes(source),
-        copied_in=needs_own_copy(kind, sent, span.world),
-    )
-
-
-def _groups_of(spec: MarkerSpec) -> tuple[str, str | None]:
-    """Return a marker's process group, and the group of replicas that it averages over, if any."""
-    if isinstance(spec, ReduceGradSpec):
-        return spec.group, spec.replica_group
-    assert isinstance(spec, UnshardSpec | AllReduceGradSpec | MaxOverRanksSpec)
-    return spec.group, None
-
-
-def _is_on_host(spec: MarkerSpec) -> bool:
-    """Return whether the shard that a marker gathers, or reduces to, lives in host memory."""
-    if isinstance(spec, UnshardSpec):
-        return spec.device is not None
-    return isinstance(spec, ReduceGradSpec) and spec.host_memory is not None
-
-
-def _describe_copy(marker: fx.Node, kind: TransferKind) -> Transfer:
-    value = value_of(marker)
-    return Transfer(
-        param=None,
         kind=kind,
         num_bytes=num_bytes(value),
         dtype=str(value.dtype),
@@ -160,4 +112,35 @@ def _describe_copy(marker: fx.Node, kind: TransferKind) -> Transfer:
         ready=0,
         due=0,
         last=0,
+    )
+    if kind in HOST_COPIES:
+        return transfer
+    assert isinstance(spec, UnshardSpec | ReduceGradSpec | AllReduceGradSpec | MaxOverRanksSpec)
+    sent, span = spec.collective_input(), span_of(spec.group)
+    gathers, source = kind == TransferKind.ALL_GATHER, value_of(source_of(marker))
+    shard = source if gathers else value
+    num_shards = span.world if kind in (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER) else 1
+    transfer = dataclasses.replace(
+        transfer,
+        num_bytes=size_hint(shard.numel()) * num_shards * sent.dtype.itemsize,
+        dtype=str(sent.dtype),
+        shard_bytes=num_bytes(shard),
+        casts=sent.tensor.dtype != sent.dtype,
+        group=spec.group,
+        world=span.world,
+        stride=span.stride,
+        grad_bytes=0 if gathers else memory_bytes(source),
+        copied_in=needs_own_copy(kind, sent, span.world),
+    )
+    if isinstance(spec, UnshardSpec):
+        return dataclasses.replace(transfer, host=spec.device is not None)
+    if not isinstance(spec, ReduceGradSpec):
+        return transfer
+    replicas = span_of(spec.replica_group) if spec.replica_group else GroupSpan(1, 1)
+    return dataclasses.replace(
+        transfer,
+        replicas=spec.replica_group or "",
+        num_replicas=replicas.world,
+        replica_stride=replicas.stride,
+        host=spec.host_memory is not None,
     )

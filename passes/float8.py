@@ -78,17 +78,12 @@ def gather_float8(gm: fx.GraphModule, context: PassContext) -> None:
 
 
 class _Scaling(NamedTuple):
-    """Key shared by weights whose scales are computed by one reduction.
-
-    Attributes:
-        dtype: dtype in which the weights are used.
-        device: device that host shards are copied to; None: the shards live on the device.
-    """
+    """Key shared by weights whose scales are computed by one reduction."""
 
     recipe: str
-    dtype: torch.dtype
+    dtype: torch.dtype  # in which the weights are used
     group: str
-    device: torch.device | None
+    device: torch.device | None  # that host shards are copied to; None: they are on the device
 
 
 def _choose_weights(graph: fx.Graph) -> dict[_Scaling, list[fx.Node]]:
@@ -111,8 +106,7 @@ def _choose_weights(graph: fx.Graph) -> dict[_Scaling, list[fx.Node]]:
 def _refusal(weight: fx.Node, refused: dict[str, str | None]) -> str | None:
     """Return why a parameter is not gathered in fp8; None if it is.
 
-    Args:
-        refused: the device's earlier answers, by product; new ones are added.
+    The device's answers, by product, are added to ``refused``.
     """
     dtype = value_of(weight).dtype
     if dtype not in float8_math.DTYPES:
@@ -185,11 +179,7 @@ def _lower_product(node: fx.Node, emit: Call) -> None:
 def _scaled_product(
     call: Call, product: object, arguments: Sequence[Any], weight: float8_math.Scaled
 ) -> Any:
-    """Run or emit one of ``float8_ops.PRODUCTS`` with an fp8 weight.
-
-    Args:
-        arguments: arguments of the product.
-    """
+    """Run or emit one of ``float8_ops.PRODUCTS`` with an fp8 weight."""
     left, recipe = arguments[0], arguments[-1]
     if product is float8_ops.float8_mm:
         return float8_math.forward(call, left, weight, recipe)
@@ -230,11 +220,7 @@ def _region(node: fx.Node) -> dict[str, Any]:
 
 
 def _once(emit: Call, emitted: dict[_CallKey, fx.Node]) -> Call:
-    """Wrap ``emit`` so that a repeated call returns the node of the first one.
-
-    Args:
-        emitted: nodes by call; new ones are added.
-    """
+    """Wrap ``emit`` so that a repeated call returns the node of the first one."""
 
     def call(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         lists = tuple(tuple(arg) if isinstance(arg, list) else arg for arg in args)

@@ -71,11 +71,7 @@ def _apply_buckets(graph: fx.Graph, buckets: Sequence[Bucket], read: GraphProble
 
 
 class _BucketWriter:
-    """Writes the launches and waits of buckets at the current insertion point of a graph.
-
-    Args:
-        marker_nodes: markers, by position in ``Problem.transfers``.
-    """
+    """Writes the launches and waits of buckets at the current insertion point of a graph."""
 
     def __init__(
         self, graph: fx.Graph, buckets: Sequence[Bucket], marker_nodes: Sequence[fx.Node]
@@ -149,24 +145,26 @@ def _launch(
     nodes: Sequence[BufferMarkers],
     received: list[fx.Node] | None,
 ) -> list[fx.Node]:
-    """Launch a bucket; return the results to wait for.
+    """Launch a bucket, given the results of the previous one in its chain, if any.
 
-    Args:
-        nodes: markers of each buffer.
-        received: results of the previous bucket in its chain; None if there is none.
+    Returns:
+        The results to wait for.
     """
     if bucket.kind == TransferKind.COPY_TO_DEVICE:
         sources = [source_of(marker) for marker in itertools.chain(*nodes)]
-        device = _device_of(nodes[0][0])
-        return collectives.launch_host_copies(emit, sources, device, host_reads=False)
+        to_device = markers.read(nodes[0][0])
+        assert isinstance(to_device, UnshardSpec | ReloadSpec) and to_device.device is not None
+        return collectives.launch_host_copies(emit, sources, to_device.device, host_reads=False)
     if bucket.kind == TransferKind.COPY_TO_HOST:
         sources = [source_of(marker) for marker in nodes[0]] if received is None else received
-        memory, host_reads = _host_memory_of(nodes[0][0]), _host_reads(nodes[0][0])
+        to_host, host_reads = markers.read(nodes[0][0]), _host_reads(nodes[0][0])
+        assert isinstance(to_host, ReduceGradSpec | OffloadSpec) and to_host.host_memory is not None
         if not host_reads:
             # Otherwise Inductor might compute an activation only when its copy is launched, which
             # may be late.
             for source in sources:
                 force_realize(root_of(source))
+        memory = to_host.host_memory
         return collectives.launch_host_copies(emit, sources, memory, host_reads=host_reads)
     buffers = _inputs_of(nodes)
     if bucket.kind == TransferKind.ALL_REDUCE_SHARDS:
@@ -182,20 +180,6 @@ def _launch(
 
 def _inputs_of(nodes: Sequence[BufferMarkers]) -> list[list[CollectiveInput]]:
     return [[markers.read(marker).collective_input() for marker in buffer] for buffer in nodes]
-
-
-def _device_of(marker: fx.Node) -> torch.device:
-    """Return the device that a marker copies to."""
-    spec = markers.read(marker)
-    assert isinstance(spec, UnshardSpec | ReloadSpec) and spec.device is not None
-    return spec.device
-
-
-def _host_memory_of(marker: fx.Node) -> str:
-    """Return the kind of host memory that a marker copies to."""
-    spec = markers.read(marker)
-    assert isinstance(spec, ReduceGradSpec | OffloadSpec) and spec.host_memory is not None
-    return spec.host_memory
 
 
 def _wait(emit: Emitter, bucket: Bucket, launched: fx.Node) -> fx.Node:

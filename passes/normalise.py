@@ -1,11 +1,5 @@
 """Forward, backward and inference graphs: move nodes to where the planner expects them.
 
-- Inputs come first, followed by the scales of fp8 weights that forward saved, because a gather can
-  start once its scales exist.
-- Gathered parameters and views of them move to their first use; tracing left them higher up.
-- Returned views move right after the value that they view. Inductor then computes this value in the
-  layout that they need; if another kernel read it first, it would be written twice.
-
     before   w = unshard(..)   v = unshard(..)   t = v.t()   a = x @ w   b = a.relu()   c = b @ t
     after    w = unshard(..)   a = x @ w   b = a.relu()   v = unshard(..)   t = v.t()   c = b @ t
 
@@ -37,15 +31,15 @@ def normalise(gm: fx.GraphModule, context: PassContext) -> None:
 
 
 def _raise_inputs(graph: fx.Graph) -> None:
-    """Move all inputs to the front; Inductor creates the tokens of effects before them."""
-    first = next(iter(graph.nodes))
+    """Move all inputs to the front."""
+    first = next(iter(graph.nodes))  # Inductor creates the tokens of effects before the inputs
     if first.op != "placeholder":
         for node in graph.find_nodes(op="placeholder"):
             first.prepend(node)
 
 
 def _raise_scales(graph: fx.Graph) -> None:
-    """Move the scales of gathered parameters that forward saved to the front."""
+    """Move scales that forward saved to the front: with them, a gather can start."""
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for node in graph.find_nodes(op="call_function", target=copy_out):
         if node.args[0].op == "placeholder":
@@ -54,6 +48,8 @@ def _raise_scales(graph: fx.Graph) -> None:
 
 def _raise_returned_views(graph: fx.Graph) -> None:
     """Move views that a graph returns right after the node that computes their memory."""
+    # Inductor then computes this value in the layout that they need; if another kernel read it
+    # first, it would be written twice.
     for node in outputs_of(graph):
         if not isinstance(node, fx.Node) or _is_gathered(node):
             continue
@@ -88,18 +84,15 @@ def _is_gathered(node: fx.Node) -> bool:
 
 
 def _fill_values(graph: fx.Graph) -> None:
-    """Give nodes without a value a fake one, so that their time and bytes are counted.
-
-    AOTAutograd sets none for operators that it wraps in the state of a random generator, and for
-    those that return nothing, such as ``torch.cuda.synchronize()``.
-    """
+    """Give nodes without a value a fake one, so that their time and bytes are counted."""
+    # AOTAutograd sets none for operators that it wraps in the state of a random generator, and for
+    # those that return nothing, such as ``torch.cuda.synchronize()``.
     for node in graph.nodes:
         if node.op == "call_function" and "val" not in node.meta:
             node.meta["val"] = None if returns_nothing(node.target) else _value(node)
 
 
 def _value(node: fx.Node) -> Any:
-    """Compute the fake value of a node, which may have no tensor arguments."""
     arguments: Any = (node.args, node.kwargs)
     args, kwargs = fx.map_arg(arguments, _value_or_subgraph)
     target: Any = node.target

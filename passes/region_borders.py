@@ -23,6 +23,7 @@ from torch import fx
 from graphshard._torch.tensors import OpOverload, returns_nothing, writes_arguments
 from graphshard.cost.fusion import GraphValues
 from graphshard.cost.memory import unmaterialized_values
+from graphshard.ops.nodes import is_random
 
 _NAMESPACES = ("aten", "prims", "graphshard")
 
@@ -52,11 +53,7 @@ def _is_view(node: fx.Node) -> bool:
 def _is_constant(node: fx.Node) -> bool:
     """Return whether a node always makes the same tensor, so that recomputing it costs nothing."""
     made = node.op == "call_function" and not node.all_input_nodes
-    return made and is_pure(node) and not _is_random(node)
-
-
-def _is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return made and is_pure(node) and not is_random(node)
 
 
 def _larger_than_sources(graph: fx.Graph) -> set[fx.Node]:
@@ -78,7 +75,7 @@ def _larger_than_sources(graph: fx.Graph) -> set[fx.Node]:
         roots = [values.roots[source] for source in node.all_input_nodes]
         read = frozenset[fx.Node]().union(*(reads.get(root, {root}) for root in roots))
         is_less = sum(values.num_bytes[root] for root in read) < values.num_bytes[node]
-        is_pointwise = torch.Tag.pointwise in node.target.tags and not _is_random(node)
+        is_pointwise = torch.Tag.pointwise in node.target.tags and not is_random(node)
         if is_pointwise and is_less and not read & written:
             reads[node] = read
     return set(reads)
@@ -109,11 +106,7 @@ def recompute_at_users(graph: fx.Graph, runs: Sequence[list[fx.Node]]) -> list[l
 
 
 class _Recomputation:
-    """Copies nodes into the regions that use them.
-
-    Args:
-        home: region number of each node; copies are added to it.
-    """
+    """Copies nodes into the regions that use them, and adds the copies to ``home``."""
 
     def __init__(self, graph: fx.Graph, home: dict[fx.Node, int]) -> None:
         self._graph, self._home = graph, home

@@ -23,7 +23,7 @@ from graphshard._torch.aot_graphs import bypass_wait, is_sync_node, is_tangent
 from graphshard._torch.inductor import has_activation_budget
 from graphshard.ops.marker_specs import UnshardSpec
 from graphshard.ops.markers import UNSHARD_MARKERS, change, replicate, unshard
-from graphshard.ops.nodes import value_of
+from graphshard.ops.nodes import is_random, value_of
 from graphshard.passes.contract import PassContext
 
 
@@ -35,7 +35,7 @@ def param_derived(graph: fx.Graph) -> list[fx.Node]:
         # A parameter may be expanded to the size of a batch, which backward has, too.
         if isinstance(node.meta.get("val"), torch.SymInt):
             constant.add(node)
-        if node in constant or node.op != "call_function" or _is_random(node):
+        if node in constant or node.op != "call_function" or is_random(node):
             continue
         if node.target in UNSHARD_MARKERS:
             if node.target is replicate or not _is_kept(node):
@@ -52,10 +52,6 @@ def param_derived(graph: fx.Graph) -> list[fx.Node]:
 def _is_kept(marker: fx.Node) -> bool:
     """Return whether the parameter of an ``unshard`` marker stays gathered for backward."""
     return UnshardSpec.of_node(marker).regather_group is None
-
-
-def _is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def bypass_sync_nodes(gm: fx.GraphModule, context: PassContext) -> None:

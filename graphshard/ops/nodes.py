@@ -47,6 +47,10 @@ def is_view(node: fx.Node) -> bool:
     return node.target is operator.getitem or getattr(node.target, "is_view", False)
 
 
+def is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
 def num_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor; a symbolic size counts as its value during tracing."""
     return size_hint(tensor.numel()) * tensor.element_size()
