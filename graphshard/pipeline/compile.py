@@ -96,9 +96,9 @@ def compile_traced(
     Raises:
         BackendError: ranks compile graphs with different communication.
     """
-    settings = dataclasses.replace(
-        settings, baked_in=_baked_in(traced, settings), regathered=traced.regathered
-    )
+    options = traced.inductor_options if settings.compiler == "inductor" else {}
+    facts = baked_in(traced.inputs, traced.marker_groups, settings.device, options)
+    settings = dataclasses.replace(settings, baked_in=facts, regathered=traced.regathered)
     run_stage(Stage.TRACED, traced.gm, settings.pass_context())
     settings, tried, context = choose_saving(traced, settings, consensus, writer)
     compiled = _compile(traced, settings, writer)
@@ -125,27 +125,24 @@ def _warn_over_budget(compiled: CompiledGraph) -> None:
             )
 
 
-def _baked_in(traced: TracedGraph, settings: CompileSettings) -> str:
-    options = traced.inductor_options if settings.compiler == "inductor" else {}
-    return baked_in(traced.inputs, traced.marker_groups, settings.device, options)
-
-
 def _compile(traced: TracedGraph, settings: CompileSettings, writer: DumpWriter) -> CompiledGraph:
     """Compile as ``settings`` say, and write the dumps."""
-    recorder = _PlanRecorder(traced, settings, writer)
-    warn_unless_loaded(recorder.cache.key)
+    lowering = Lowering(traced, settings, writer)
+    cache = lowering.cache
+    warn_unless_loaded(cache.key)
     # A graph that another rank has compiled since this backend was created is no warm start.
-    starts_warm = recorder.cache.was_compiled_before(writer.since_s)
+    starts_warm = cache.was_compiled_before(writer.since_s)
     # A dump shows code only if the passes run on this rank, so do not wait for another's compile.
-    wait_s = 0.0 if writer.dumps else _half_timeout_s(traced.groups)
-    with recorder.cache.compiling(wait_s):
-        run, plans = _compile_graphs(traced, settings, recorder, traced.inductor_options)
-    is_without_code = writer.dumps and recorder.has_loaded and not starts_warm
+    with cache.compiling(0.0 if writer.dumps else _half_timeout_s(traced.groups)):
+        run = _compile_graphs(traced, lowering, traced.inductor_options)
+    plans = lowering.known_plans()
+    is_without_code = writer.dumps and lowering.has_loaded and not starts_warm
     if is_without_code or not _is_complete(plans):  # plans may be missing if files were deleted
         uncached = {**traced.inductor_options, "force_disable_caches": True}
-        run, plans = _compile_graphs(traced, settings, recorder, uncached)
+        run = _compile_graphs(traced, lowering, uncached)
+        plans = lowering.known_plans()
     named = tuple(plan.named(traced.fqns) for plan in plans)
-    return CompiledGraph(run, named, settings, recorder.compile_id)
+    return CompiledGraph(run, named, settings, lowering.compile_id)
 
 
 def _half_timeout_s(groups: Sequence[str]) -> float:
@@ -163,45 +160,6 @@ def _is_complete(plans: Sequence[Plan]) -> bool:
     return GraphKind.INFERENCE in kinds or {GraphKind.FORWARD, GraphKind.BACKWARD} <= kinds
 
 
-class _PlanRecorder:
-    """Writes the plans of one compile to the plan cache and to the dumps.
-
-    Attributes:
-        cache: plan cache.
-        compile_id: Dynamo's name for the compilation.
-        writer: writer of the dumps.
-        has_loaded: whether a graph came from Inductor's cache, so no pass ran.
-    """
-
-    def __init__(self, traced: TracedGraph, settings: CompileSettings, writer: DumpWriter) -> None:
-        self._fqns, self._settings = traced.fqns, settings
-        self.cache = PlanCache(traced.gm, settings)
-        self.writer = writer
-        self.compile_id = compile_id()
-        self.has_loaded = False
-
-    def lowered(self, plan: Plan) -> None:
-        """Record the plan of a graph right after lowering.
-
-        This cannot wait for the end of the compile: as soon as the graph is in Inductor's cache,
-        another process may load it and look for its plan. Also, if the compiler fails, the dump
-        shows the plan.
-        """
-        self.cache.save(plan)
-        self._dump(plan)
-
-    def load(self, kind: GraphKind) -> Plan | None:
-        """Return the plan of a graph from Inductor's cache; None if no plan was saved."""
-        plan = self.cache.load(kind)
-        if plan is not None:
-            self.has_loaded = True
-            self._dump(plan)
-        return plan
-
-    def _dump(self, plan: Plan) -> None:
-        self.writer.write_plan(_dump_of(plan.named(self._fqns), self._settings, self.compile_id))
-
-
 def _dump_of(plan: Plan, settings: CompileSettings, compile_id: str) -> Dump:
     """Return ``plan`` with the settings that it was made for."""
     hardware = settings.cost_model().hardware
@@ -209,43 +167,25 @@ def _dump_of(plan: Plan, settings: CompileSettings, compile_id: str) -> Dump:
 
 
 def _compile_graphs(
-    traced: TracedGraph,
-    settings: CompileSettings,
-    recorder: _PlanRecorder,
-    inductor_options: Mapping[str, Any],
-) -> tuple[Runnable, list[Plan]]:
-    """Compile forward and backward right away, so all plans are known before any communication.
-
-    Returns:
-        The callable and its plans. Plans come from the passes or, if Inductor's cache had the graph
-        and no pass ran, from the plan cache; plans missing in both are left out.
-    """
-    lowering = Lowering(settings, recorder)
-    partition = Partitioner(settings, recorder.writer)
+    traced: TracedGraph, lowering: Lowering, inductor_options: Mapping[str, Any]
+) -> Runnable:
+    """Compile forward and backward right away, so all plans are known before any communication."""
     with eager_backward():
-        if settings.compiler == "inductor":
-            run = _by_inductor(traced, lowering, partition, settings, inductor_options)
-        else:
-            run = _by_aten(traced, lowering, partition)
-    known = {kind: lowering.plans.get(kind) or recorder.load(kind) for kind in GraphKind}
-    if known[GraphKind.FORWARD]:
-        known.pop(GraphKind.INFERENCE)  # from a subgraph: Inductor lowers those, too
-    return run, [plan for plan in known.values() if plan is not None]
+        if lowering.settings.compiler == "inductor":
+            return _by_inductor(traced, lowering, inductor_options)
+        return _by_aten(traced, lowering)
 
 
 def _by_inductor(
-    traced: TracedGraph,
-    lowering: Lowering,
-    partition: Partitioner,
-    settings: CompileSettings,
-    inductor_options: Mapping[str, Any],
+    traced: TracedGraph, lowering: Lowering, inductor_options: Mapping[str, Any]
 ) -> Runnable:
+    settings = lowering.settings
     patches = {
         **options_of_plans(settings.device),
         **with_planned_order(inductor_options),
         **(KEEP_HOST_COPIES if settings.may_offload_activations else {}),
         "post_grad_custom_post_pass": lowering,
-        "custom_partitioner_fn": partition,
+        "custom_partitioner_fn": Partitioner(settings, lowering.writer),
     }
     if settings.device.type == "cuda":
         patches = without_cuda_graphs(patches, traced.gm.meta)
@@ -260,7 +200,7 @@ def _by_inductor(
     return run
 
 
-def _by_aten(traced: TracedGraph, lowering: Lowering, partition: Partitioner) -> Runnable:
+def _by_aten(traced: TracedGraph, lowering: Lowering) -> Runnable:
     def lower_and_run(gm: fx.GraphModule, _: Sequence[object]) -> Runnable:
         lowering(gm.graph)
         gm.recompile()
@@ -268,37 +208,60 @@ def _by_aten(traced: TracedGraph, lowering: Lowering, partition: Partitioner) ->
         # in which ``wait_in_flight_on_error`` finds collectives in flight.
         return make_boxed_func(gm.forward)
 
+    partition = Partitioner(lowering.settings, lowering.writer)
     compiler = aot_autograd(fw_compiler=lower_and_run, partition_fn=partition)
     run: Runnable = compiler(traced.gm, traced.inputs)
     return run
 
 
 class Lowering(CustomGraphPass):
-    """Lowers a forward, backward or inference graph according to a plan, and verifies it.
+    """Plans and lowers each final graph, and keeps its plan in memory, in a file and in the dumps.
 
     Attributes:
-        plans: plan of each lowered graph by its kind, still without parameter names.
+        cache: plan files of the graph.
+        compile_id: Dynamo's name for the compilation.
+        has_loaded: whether a graph came from Inductor's cache, so no pass ran.
     """
 
-    def __init__(self, settings: CompileSettings, recorder: _PlanRecorder) -> None:
-        self._settings, self._recorder = settings, recorder
-        self.plans: dict[GraphKind, Plan] = {}
+    def __init__(self, traced: TracedGraph, settings: CompileSettings, writer: DumpWriter) -> None:
+        self.settings, self.writer, self._fqns = settings, writer, traced.fqns
+        self.cache = PlanCache(traced.gm, settings)
+        self.compile_id = compile_id()
+        self.has_loaded = False
+        self._plans: dict[GraphKind, Plan] = {}
 
     def __call__(self, graph: fx.Graph) -> None:
-        gm, kind, writer = graph.owning_module, GraphKind(graph_kind(graph)), self._recorder.writer
-        context = self._settings.pass_context(kind)
+        gm, kind = graph.owning_module, GraphKind(graph_kind(graph))
+        context = self.settings.pass_context(kind)
         assert gm is not None
-        run_stage(Stage.FINAL, gm, context, writer)
+        run_stage(Stage.FINAL, gm, context, self.writer)
         run_stage(Stage.LOWERED, gm, context)
         if context.regions.num_calls:
-            writer.write_code(f"regions-{kind}", "after", graph)
+            self.writer.write_code(f"regions-{kind}", "after", graph)
         assert context.plan is not None
-        self.plans[kind] = plan = dataclasses.replace(context.plan, regions=context.regions)
-        self._recorder.lowered(plan)
+        plan = self._plans[kind] = dataclasses.replace(context.plan, regions=context.regions)
+        # Not at the end of the compile: as soon as the graph is in Inductor's cache, another
+        # process may load it and look for its plan. Also, if the compiler fails, the dump shows it.
+        self.cache.save(plan)
+        self._dump(plan)
         donate_nothing()
 
+    def known_plans(self) -> list[Plan]:
+        """Return the plans of lowered graphs, and of graphs from Inductor's cache if on file."""
+        for kind in GraphKind:
+            if kind not in self._plans and (plan := self.cache.load(kind)) is not None:
+                self.has_loaded = True
+                self._plans[kind] = plan
+                self._dump(plan)
+        if GraphKind.FORWARD in self._plans:
+            self._plans.pop(GraphKind.INFERENCE, None)  # of a subgraph: Inductor lowers those, too
+        return [self._plans[kind] for kind in GraphKind if kind in self._plans]
+
+    def _dump(self, plan: Plan) -> None:
+        self.writer.write_plan(_dump_of(plan.named(self._fqns), self.settings, self.compile_id))
+
     def uuid(self) -> bytes | None:
-        return self._settings.pass_uuid()
+        return self.settings.pass_uuid()
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # cache keys contain the uuid instead

@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import graphshard
 from graphshard.kinds import TransferKind
-from graphshard.pipeline import compile
+from graphshard.pipeline import run_passes
 from graphshard.planning.plan import Plan
 from tests.graph.conftest import WORLD_SIZE
 from tests.models import GPT, MLP
@@ -147,7 +147,7 @@ def test_a_failed_compile_keeps_its_number_and_its_dumps(mesh: DeviceMesh, tmp_p
     model = MLP()
     backend = graphshard.backend(mesh, compiler="aot_eager", dump=tmp_path)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
-    verify = compile.verify_lowered
+    verify = run_passes.verify_lowered
 
     def fail_in_backward(graph: fx.Graph, plan: Plan) -> None:
         verify(graph, plan)
@@ -155,7 +155,7 @@ def test_a_failed_compile_keeps_its_number_and_its_dumps(mesh: DeviceMesh, tmp_p
             raise AssertionError("planted")
 
     with (
-        mock.patch.object(compile, "verify_lowered", fail_in_backward),
+        mock.patch.object(run_passes, "verify_lowered", fail_in_backward),
         pytest.raises(Exception, match="planted"),
     ):
         compiled(torch.ones(5, 7))

@@ -13,7 +13,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
-from graphshard.pipeline import compile
+from graphshard.pipeline import run_passes
 from graphshard.planning.plan import Plan
 
 DIM = 32
@@ -55,21 +55,24 @@ def _compiled(
     run: Callable[[Any], None], mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[list[str], list[str], Plan]]:
     """Return, for each graph, the events as written, those in the final code, and the plan."""
-    written: list[tuple[list[str], Plan]] = []
-    verify = compile.verify_lowered
+    written: dict[str, tuple[list[str], Plan]] = {}
+    verify = run_passes.verify_lowered
 
     def verify_and_note(graph: fx.Graph, plan: Plan) -> None:
         verify(graph, plan)
-        written.append((_events_of_graph(graph), plan))
+        written[plan.graph] = _events_of_graph(graph), plan
 
-    monkeypatch.setattr(compile, "verify_lowered", verify_and_note)
+    monkeypatch.setattr(run_passes, "verify_lowered", verify_and_note)
     policy = graphshard.SchedulePolicy(overlap=True, bucket_cap_mb=DIM * DIM * 4 / 1e6)
     backend = graphshard.backend(mesh, schedule=policy)
     model = torch.compile(Deep(), backend=backend, fullgraph=True)
     with torch._inductor.config.patch(force_disable_caches=True):
         _, codes = run_and_get_code(run, model)
     assert len(codes) == len(written)
-    return [(events, _events_of_code(code), plan) for (events, plan), code in zip(written, codes)]
+    return [
+        (events, _events_of_code(code), plan)
+        for (events, plan), code in zip(written.values(), codes)
+    ]
 
 
 def _train(model: Any) -> None:
