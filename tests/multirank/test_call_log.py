@@ -15,6 +15,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,11 +25,11 @@ import graphshard.ranks.watcher
 from graphshard.errors import BackendError
 from graphshard.ranks.call_log import CallLog, call_log_of
 from graphshard.ranks.plan_consensus import choose_on_first_rank
-from graphshard.ranks.watcher import STALL_S
 from tests import ranks
 
 pytestmark = pytest.mark.alone
 
+STALL_S = 0.5  # less than a user's ranks have, since most tests wait for it
 PLAN = "forward\nall_gather 0\nall_gather 1"
 OTHER = "forward\nall_gather 0\nall_gather 7"
 
@@ -42,12 +43,13 @@ def run(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0)
 
 def _in_group(fn: Callable[..., Any], timeout_s: float, args: Any) -> Any:
     group: Any = dist.new_group(timeout=timedelta(seconds=timeout_s))
-    try:
-        result = fn(group, call_log_of(group), *args)
-        dist.barrier()  # the default group still works, even if this one is broken
-        return result
-    finally:
-        dist.destroy_process_group(group)
+    with mock.patch.object(graphshard.ranks.watcher, "STALL_S", STALL_S):
+        try:
+            result = fn(group, call_log_of(group), *args)
+            dist.barrier()  # the default group still works, even if this one is broken
+            return result
+        finally:
+            dist.destroy_process_group(group)
 
 
 def gather(group: Group) -> None:

@@ -103,11 +103,8 @@ REMEDIES = {
     ("others", "alone", "save"),
     [
         (_barrier, 0, by_save_pretrained),
-        (_barrier, 1, by_save_pretrained),
         (_step, 0, by_save_pretrained),
-        (_end, 0, by_save_pretrained),
         (_barrier, 0, by_full_state_dict),
-        (_barrier, 0, by_torch_save),
         (_step, 1, by_torch_save),
         (_end, 0, by_torch_save_of_optimizer),
     ],
