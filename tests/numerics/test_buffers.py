@@ -19,6 +19,7 @@ from tests import ranks
 from tests.models import ConvNet
 from tests.multirank.test_call_log import assert_same, message
 from tests.numerics.compare import compile_sharded, draw, sgd, world_mesh
+from tests.ranks import on_ranks
 
 ACCUMULATED = 2
 """Number of microbatches per step."""
@@ -45,7 +46,10 @@ def _train(model: Any, optimizer: torch.optim.Optimizer, syncs: bool) -> list[to
     return [buffer.clone() for buffer in model.buffers()]
 
 
-def _beside_ddp(syncs: bool) -> None:
+@pytest.mark.parametrize("syncs", [True, False])
+@on_ranks(2)
+def test_running_statistics_match_ddp(syncs: bool) -> None:
+    """If `syncs`, DDP broadcasts buffers, and we call ``sync_buffers`` at the same points."""
     model = ConvNet()
     reference: Any = copy.deepcopy(model)
     ddp = DistributedDataParallel(reference, broadcast_buffers=syncs)
@@ -59,12 +63,6 @@ def _beside_ddp(syncs: bool) -> None:
         assert torch.equal(ours_now, copies[0]), name
         if "running" in name:
             assert not torch.equal(copies[0], copies[1]), name
-
-
-@pytest.mark.parametrize("syncs", [True, False])
-def test_running_statistics_match_ddp(syncs: bool) -> None:
-    """If `syncs`, DDP broadcasts buffers, and we call ``sync_buffers`` at the same points."""
-    ranks.run(2, _beside_ddp, syncs)
 
 
 class _Kinds(nn.Module):

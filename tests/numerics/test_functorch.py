@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import graphshard
-from tests import ranks
+from tests.ranks import on_ranks
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -32,7 +32,13 @@ def _forward_mode_jacobian(forward: Forward, x: Tensor) -> Tensor:
     return torch.func.jacfwd(forward)(x)
 
 
-def _transformed(transform: Callable[[Forward, Tensor], Tensor], compiled: bool) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("transform", [_jvp, _grad, _per_sample, _forward_mode_jacobian])
+@on_ranks(2)
+def test_sharded_model_inside_a_transform(
+    transform: Callable[[Forward, Tensor], Tensor], compiled: bool
+) -> None:
+    """Dynamo leaves a forward inside of jvp, vmap and others to Python."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
     model[0].bias.requires_grad_(False)
@@ -51,12 +57,3 @@ def _transformed(transform: Callable[[Forward, Tensor], Tensor], compiled: bool)
         if full.grad is not None:
             assert isinstance(param.grad, DTensor)
             torch.testing.assert_close(param.grad.full_tensor(), full.grad)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("transform", [_jvp, _grad, _per_sample, _forward_mode_jacobian])
-def test_sharded_model_inside_a_transform(
-    transform: Callable[[Forward, Tensor], Tensor], compiled: bool
-) -> None:
-    """Dynamo leaves a forward inside of jvp, vmap and others to Python."""
-    ranks.run(2, _transformed, transform, compiled)
