@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests import ranks
 from tests.models import MLP, Trainable
 from tests.numerics.compare import Twins, assert_close, draw, graphshard_warnings
 from tests.ranks import on_ranks
@@ -195,7 +194,12 @@ BROKEN = [
 ]
 
 
-def _train(kind: Trainable, compiler: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "compiler"),
+    [*((kind, "aot_eager") for kind in BROKEN), (DisabledFirst, "inductor"), (Held, "inductor")],
+)
+@on_ranks(2)
+def test_model_with_graph_breaks_trains(kind: Trainable, compiler: str) -> None:
     with graphshard_warnings() as warned:
         twins = Twins(kind(), fullgraph=False, compiler=compiler)
         twins.train(kind.batch)
@@ -205,16 +209,6 @@ def _train(kind: Trainable, compiler: str) -> None:
     assert len(warned) == 1, warned
     name = kind.__name__  # type: ignore[attr-defined]
     assert warned[0].startswith(f"graphshard: {name} does not compile to one graph.")
-
-
-@pytest.mark.parametrize("kind", BROKEN)
-def test_model_with_graph_breaks_trains(kind: Trainable) -> None:
-    ranks.run(2, _train, kind, "aot_eager")
-
-
-@pytest.mark.parametrize("kind", [DisabledFirst, Held])
-def test_model_with_graph_breaks_trains_with_inductor(kind: Trainable) -> None:
-    ranks.run(2, _train, kind, "inductor")
 
 
 @on_ranks(2)

@@ -105,20 +105,19 @@ class ReturnsParameters(_Returning):
         return y.mean() + weight.square().mean() + bias.sum() + turned.exp().mean()
 
 
-RETURNING = [ReturnsDataclass, ReturnsDict, ReturnsNamedTuple, ReturnsParameters]
-
-
-def _train_returning(kind: Any, compiler: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "compiler"),
+    [
+        (ReturnsDataclass, "aot_eager"),
+        (ReturnsDict, "aot_eager"),
+        (ReturnsNamedTuple, "aot_eager"),
+        (ReturnsParameters, "aot_eager"),
+        (ReturnsParameters, "inductor"),
+    ],
+)
+@on_ranks(2)
+def test_outputs_of_all_kinds(kind: Any, compiler: str) -> None:
     Twins(kind(), compiler=compiler).train(kind.batch, steps=2, loss=kind.loss)
-
-
-@pytest.mark.parametrize("kind", RETURNING)
-def test_outputs_of_all_kinds(kind: Any) -> None:
-    ranks.run(2, _train_returning, kind, "aot_eager")
-
-
-def test_parameters_as_outputs_with_inductor() -> None:
-    ranks.run(2, _train_returning, ReturnsParameters, "inductor")
 
 
 # Orders of forwards and backwards.

@@ -13,7 +13,6 @@ from torch._higher_order_ops import associative_scan, map, scan
 from torch.nn.attention.flex_attention import flex_attention
 
 import graphshard
-from tests import ranks
 from tests.numerics.compare import Twins, assert_close, draw, world_mesh
 from tests.ranks import on_ranks
 
@@ -88,41 +87,38 @@ def _rows(generator: torch.Generator) -> Tensor:
     return torch.randn(4, DIM, generator=generator)
 
 
-def _train(compute: Callable[[Reads, Tensor], Tensor], compiler: str) -> list[set[str]]:
-    twins = Twins(Reads(compute), compiler=compiler)
-    twins.train(_rows)
-    return [{param.fqn for param in plan.params} for plan in twins.backend.plans]
-
-
-@pytest.mark.parametrize("compute", [*IN_CODE, *TRANSFORMED], ids=lambda f: f.__name__)
-def test_training_matches_an_unsharded_model(compute: Callable[..., Tensor]) -> None:
-    for plans in ranks.run(2, _train, compute, "aot_eager"):
-        assert plans and all("first.weight" in fqns for fqns in plans)
-
-
-@pytest.mark.skipif(
+NEEDS_2_13 = pytest.mark.skipif(
     torch.__version__ < (2, 13),
     reason="torch 2.11 takes what a scan reads for aliases of what it returns, without shards, too",
 )
-def test_training_with_a_scan_matches_an_unsharded_model() -> None:
-    ranks.run(2, _train, _steps, "aot_eager")
 
 
-def test_branches_with_inductor() -> None:
-    ranks.run(2, _train, _branches, "inductor")
+@pytest.mark.parametrize(
+    ("compute", "compiler"),
+    [
+        *((compute, "aot_eager") for compute in (*IN_CODE, *TRANSFORMED)),
+        pytest.param(_steps, "aot_eager", marks=NEEDS_2_13),
+        (_branches, "inductor"),
+    ],
+)
+@on_ranks(2)
+def test_training_matches_an_unsharded_model(
+    compute: Callable[[Reads, Tensor], Tensor], compiler: str
+) -> None:
+    twins = Twins(Reads(compute), compiler=compiler)
+    twins.train(_rows)
+    plans = twins.backend.plans
+    assert plans and all("first.weight" in {p.fqn for p in plan.params} for plan in plans)
 
 
-def _accumulate(compute: Callable[[Reads, Tensor], Tensor]) -> None:
-    twins = Twins(Reads(compute))
+@on_ranks(2)
+def test_gradients_of_branches_accumulate() -> None:
+    twins = Twins(Reads(_branches))
     for step in range(2):
         with graphshard.no_sync(twins.model):
             twins.backward(draw(_rows, 2 * step))
         twins.backward(draw(_rows, 2 * step + 1))
         twins.check()
-
-
-def test_gradients_of_branches_accumulate() -> None:
-    ranks.run(2, _accumulate, _branches)
 
 
 @on_ranks(2)

@@ -13,6 +13,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from tests import ranks
 from tests.numerics.compare import Twins, graphshard_warnings, train
+from tests.ranks import on_ranks
 
 
 class Chosen(nn.Module):
@@ -66,13 +67,10 @@ class Normed(nn.Module):
         return NORMS[self.name](self.linear(x)).square().mean()
 
 
-def _train_all(compiler: str) -> None:
+@on_ranks(2)
+def test_norms_of_any_order() -> None:
     with graphshard_warnings() as texts:
         for name in NORMS:
             torch._dynamo.reset()
-            Twins(Normed(name).eval(), compiler=compiler).train(Chosen.batch, 1)
+            Twins(Normed(name).eval()).train(Chosen.batch, 1)
     assert not texts  # the cost model can price every op
-
-
-def test_norms_of_any_order() -> None:
-    ranks.run(2, _train_all, "aot_eager")

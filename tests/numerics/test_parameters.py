@@ -215,17 +215,14 @@ def test_equal_gradients_do_not_share_memory() -> None:
     twins.check()
 
 
-def _assert_tied(kind: Trainable) -> None:
-    twins = Twins(kind())
-    twins.train(kind.batch, steps=1)
+@on_ranks(2)
+def test_tied_weights_stay_one_parameter() -> None:
+    twins = Twins(Reused())
+    twins.train(Reused.batch, steps=1)
     model: Any = twins.model
     assert model.tied.weight is model.linear.weight is model.again.weight
     assert model.head.weight is model.embed.weight
     assert model.again is model.linear
-
-
-def test_tied_weights_stay_one_parameter() -> None:
-    ranks.run(2, _assert_tied, Reused)
 
 
 @on_ranks(2)

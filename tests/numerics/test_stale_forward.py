@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import graphshard
-from tests import ranks
 from tests.models import MLP
 from tests.numerics.compare import Twins, assert_same, draw, relative_error, sgd, whole
 from tests.ranks import on_ranks
@@ -52,8 +51,24 @@ def _load(model: nn.Module) -> None:
     model.load_state_dict({name: p.detach() * 2 for name, p in model.state_dict().items()})
 
 
-def _stale(change: Callable[[nn.Module], None], options: dict[str, Any]) -> None:
-    twins = Twins(MLP(), **options)
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        (_step, {}),
+        (_adamw, {}),
+        (_clamp, {}),
+        (_change_local, {}),
+        (_load, {}),
+        (_step, {"compiler": "inductor"}),
+        (_step, {"offload_policy": CPUOffloadPolicy()}),
+        (_step, {"overrides": {"*": {"shard": False}}}),
+    ],
+)
+@on_ranks(2)
+def test_change_between_forward_and_backward_raises(
+    change: Callable[[nn.Module], None], options: dict[str, Any]
+) -> None:
+    twins = Twins(MLP(), **{**ZERO3, **options})
     twins.backward(draw(MLP.batch, 0))
     twins.zero_grad()
     x = draw(MLP.batch, 1)[dist.get_rank()]
@@ -67,23 +82,6 @@ def _stale(change: Callable[[nn.Module], None], options: dict[str, Any]) -> None
     twins.zero_grad()
     twins.backward(draw(MLP.batch, 2))
     assert_same(twins.model, twins.reference)
-
-
-@pytest.mark.parametrize("change", [_step, _adamw, _clamp, _change_local, _load])
-def test_change_between_forward_and_backward_raises(change: Callable[[nn.Module], None]) -> None:
-    ranks.run(2, _stale, change, ZERO3)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"compiler": "inductor"},
-        {"offload_policy": CPUOffloadPolicy()},
-        {"overrides": {"*": {"shard": False}}},
-    ],
-)
-def test_change_raises_with_other_options(options: dict[str, Any]) -> None:
-    ranks.run(2, _stale, _step, {**ZERO3, **options})
 
 
 @on_ranks(2)
