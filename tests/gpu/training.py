@@ -7,7 +7,6 @@ or CUDA tensors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -28,7 +27,15 @@ from graphshard.tools.demo_model import GPT as DemoGPT
 from graphshard.tools.demo_model import Size
 from tests import ranks
 from tests.models import DeepGPT
-from tests.numerics.compare import assert_close, assert_sharded, generator, sgd, whole
+from tests.numerics.compare import (
+    History,
+    assert_close,
+    assert_equal,
+    assert_sharded,
+    generator,
+    train_steps,
+    whole,
+)
 
 STEPS = 5
 # GPU kernels may add in varying order (atomics in an embedding's backward), and two compilations
@@ -38,15 +45,6 @@ TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
 T = TypeVar("T")
 Wrap = Callable[[nn.Module, DeviceMesh], Any]
 """``wrap(model, mesh)`` returns the callable to train with instead of the model."""
-
-
-@dataclass
-class History:
-    """Loss and full gradients of each step of a training, and its final parameters."""
-
-    losses: list[Tensor] = field(default_factory=list)
-    grads: list[dict[str, Tensor]] = field(default_factory=list)
-    params: dict[str, Tensor] = field(default_factory=dict)
 
 
 def by_graphshard(compiler: str) -> Wrap:
@@ -76,29 +74,9 @@ def train(wrap: Wrap, device: str) -> tuple[nn.Module, History]:
     """Train a GPT with SGD; return the model and its history."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model, history = DeepGPT().to(device), History()
-    called = wrap(model, init_device_mesh(device, (world,)))
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        loss = called(DeepGPT.batch(generator(step, rank)).to(device))
-        loss.backward()
-        history.losses.append(loss.detach())
-        history.grads.append({n: whole(p.grad) for n, p in model.named_parameters()})  # type: ignore[arg-type]
-        optimizer.step()
-        optimizer.zero_grad()
-    history.params = {name: whole(param) for name, param in model.named_parameters()}
-    return model, history
-
-
-def _assert_agree(ours: History, theirs: History, tolerance: float) -> None:
-    """Assert that losses, gradients and final parameters agree."""
-    for step in range(STEPS):
-        assert_close(f"loss {step}", ours.losses[step], theirs.losses[step], tolerance)
-        assert list(ours.grads[step]) == list(theirs.grads[step])
-        for name, grad in theirs.grads[step].items():
-            assert_close(f"{name} in step {step}", ours.grads[step][name], grad, tolerance)
-    for name, param in theirs.params.items():
-        assert_close(name, ours.params[name], param, tolerance)
+    model = DeepGPT().to(device)
+    batches = [DeepGPT.batch(generator(step, rank)).to(device) for step in range(STEPS)]
+    return model, train_steps(wrap(model, init_device_mesh(device, (world,))), model, batches)
 
 
 def agree(theirs: Wrap, device: str, compiler: str) -> list[float]:
@@ -107,7 +85,10 @@ def agree(theirs: Wrap, device: str, compiler: str) -> list[float]:
     assert_sharded(model)
     for name, param in model.named_parameters():
         assert param.device.type == device, (name, param.device)
-    _assert_agree(history, train(theirs, device)[1], TOLERANCE[device])
+    other, expected = train(theirs, device)
+    assert_equal(history, expected, TOLERANCE[device])
+    for (name, param), (_, peer) in zip(model.named_parameters(), other.named_parameters()):
+        assert_close(name, param, peer, TOLERANCE[device])
     losses = [loss.item() for loss in history.losses]
     assert losses[-1] != losses[0]  # something was trained
     return losses

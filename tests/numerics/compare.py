@@ -195,8 +195,8 @@ def assert_rounded(
         dtype: lowest precision in the computation.
     """
     assert _dtypes(ours) == _dtypes(theirs) and ours.keys() == exact.keys()
-    error, name, together = _distances(ours, exact)
-    their_error, _, their_together = _distances(theirs, exact)
+    error, name, together = distances(ours, exact)
+    their_error, _, their_together = distances(theirs, exact)
     eps = torch.finfo(dtype).eps
     for of, found, expected in (name, error, their_error), ("all", together, their_together):
         assert found <= max(2 * expected, eps), (
@@ -208,10 +208,10 @@ def _dtypes(tensors: Tensors) -> dict[str, torch.dtype | None]:
     return {name: None if t is None else t.dtype for name, t in tensors.items()}
 
 
-def _distances(rounded: Tensors, exact: Tensors) -> tuple[float, str, float]:
+def distances(rounded: Tensors, exact: Tensors, small: float = SMALL) -> tuple[float, str, float]:
     """Return the largest relative error, its tensor's name, and the error of all tensors as one.
 
-    The error of a small tensor is relative to `SMALL` of the joint norm, since the tensor may be
+    The error of a small tensor is relative to `small` of the joint norm, since the tensor may be
     nothing but the rounding error of a zero.
     """
     sizes, errors = {}, {}
@@ -223,7 +223,7 @@ def _distances(rounded: Tensors, exact: Tensors) -> tuple[float, str, float]:
             sizes[name] = float(value.double().norm())
             errors[name] = float((ours.double() - value.double()).norm())
     total = math.hypot(*sizes.values())
-    relative = {name: errors[name] / max(size, SMALL * total) for name, size in sizes.items()}
+    relative = {name: errors[name] / max(size, small * total) for name, size in sizes.items()}
     worst = max(relative, key=relative.__getitem__)
     return relative[worst], worst, math.hypot(*errors.values()) / total
 

@@ -29,6 +29,7 @@ from tests.numerics.compare import (
 from tests.ranks import on_ranks
 
 from .models import ZOO, Batch, causal_batch
+from .training import model_loss
 
 STEPS = 10
 
@@ -51,15 +52,10 @@ def _num_bytes(params: Sequence[Tensor], world: int) -> int:
     return sum(n * p[0].numel() * p.element_size() for n, p in zip(rows, params))
 
 
-def _loss(model: Any, batch: Batch) -> Tensor:
-    loss: Tensor = model(**batch).loss
-    return loss
-
-
 def _check_bytes(compiled: Any, batch: Batch, plain: nn.Module) -> None:
     """Assert that the base is gathered in its own dtype, and only adapters are reduced."""
     recording.clear()
-    _loss(compiled, batch).backward()
+    model_loss(compiled, batch).backward()
     sent, world = recording.collectives(), dist.get_world_size()
     trained = _num_bytes([p for p in plain.parameters() if p.requires_grad], world)
     frozen = _num_bytes([p for p in plain.parameters() if not p.requires_grad], world)
@@ -77,11 +73,11 @@ def test_lora_trains_like_fsdp2(dtype: torch.dtype) -> None:
 
     def by_fsdp2(computes_in: torch.dtype | None = None) -> History:
         model = _adapted(dtype).to(computes_in)
-        return train_steps(fully_shard(model, mesh=mesh), model, batches, _loss, lr=0.1)
+        return train_steps(fully_shard(model, mesh=mesh), model, batches, model_loss, lr=0.1)
 
     ours = _adapted(dtype)
     compiled = torch.compile(ours, backend=graphshard.backend(mesh, compiler="aot_eager"))
-    trained = train_steps(compiled, ours, batches, _loss, lr=0.1)
+    trained = train_steps(compiled, ours, batches, model_loss, lr=0.1)
     assert_trained_alike(trained, by_fsdp2(), by_fsdp2(torch.float64), dtype)
     _check_bytes(compiled, batches[0], _adapted(dtype))
 

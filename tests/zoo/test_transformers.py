@@ -31,7 +31,7 @@ from tests.numerics.compare import (
 from tests.ranks import on_ranks
 
 from .models import ZOO, Batch, causal_batch
-from .training import LEARNING_RATE, STEPS, bfloat16_autocast, by_fsdp2
+from .training import LEARNING_RATE, STEPS, bfloat16_autocast, by_fsdp2, model_loss
 
 NEW_TOKENS = 5
 
@@ -94,14 +94,9 @@ def test_one_compiled_model_runs_with_and_without_autocast() -> None:
         assert dtypes == [torch.bfloat16, torch.float32]
 
 
-def _loss(model: Any, batch: Batch) -> torch.Tensor:
-    loss: torch.Tensor = model(**batch).loss
-    return loss
-
-
 def _autocast_loss(model: Any, batch: Batch) -> torch.Tensor:
     with bfloat16_autocast():
-        return _loss(model, batch)
+        return model_loss(model, batch)
 
 
 @pytest.mark.low_precision
@@ -118,7 +113,7 @@ def test_autocast_trains_like_fsdp2() -> None:
         trained = train_steps(compiled, ours, batches, _autocast_loss, LEARNING_RATE)
     assert not texts and num_graphs() == 1
     expected = train_steps(theirs, theirs, batches, _autocast_loss, LEARNING_RATE)
-    in_float32 = train_steps(exact, exact, batches, _loss, LEARNING_RATE)
+    in_float32 = train_steps(exact, exact, batches, model_loss, LEARNING_RATE)
     assert_trained_alike(trained, expected, in_float32)
 
 

@@ -7,24 +7,28 @@ gradients are compared at every step, under SGD, since Adam would hide a gradien
 from __future__ import annotations
 
 import copy
-import math
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import logging
 
 import graphshard
 from graphshard.kinds import GraphKind
+from tests.numerics.compare import (
+    TOLERANCE,
+    distances,
+    generator,
+    graphshard_warnings,
+    train_steps,
+    world_mesh,
+)
 
 from .models import ZOO, Batch
 
@@ -34,95 +38,52 @@ STEPS, LEARNING_RATE = 5, 0.1
 FLOOR = 1e-4
 
 
-@dataclass
-class Trace:
-    """Losses and full gradients of each step; None for parameters without a gradient."""
-
-    losses: list[float] = field(default_factory=list)
-    gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The differences between our training and the other one, on one rank.
-
-    Attributes:
-        loss_error: largest relative difference of a step's loss.
-        gradient_error: largest relative difference (in norms) of a gradient; infinite if a
-            parameter has a gradient in only one training.
-        worst: step and parameter of ``gradient_error``.
-        unused: parameters that never had a gradient.
-        num_graphs: number of forward graphs that were compiled.
-        warnings: warnings of graphshard.
-    """
-
-    loss_error: float
-    gradient_error: float
-    worst: str
-    unused: tuple[str, ...]
-    num_graphs: int
-    warnings: tuple[str, ...]
-
-
 def compare(
-    name: str,
-    *,
-    compiler: str = "aot_eager",
-    against: str = "ddp",
-    steps: int = STEPS,
-) -> Comparison:
-    """Train the model ``name`` with graphshard and with ``against`` (a key of WAYS)."""
+    name: str, *, compiler: str = "aot_eager", against: str = "ddp", steps: int = STEPS
+) -> float:
+    """Train the model ``name`` with graphshard and with ``against`` (a key of WAYS).
+
+    Assert that both agree in every step, and return the largest relative error of a loss.
+    """
     logging.set_verbosity_error()
-    entry, mesh = ZOO[name], init_device_mesh("cpu", (dist.get_world_size(),))
+    entry, mesh = ZOO[name], world_mesh()
     torch.manual_seed(0)
     ours = entry.build()
     theirs = copy.deepcopy(ours)
-    batches = [_batch(name, step) for step in range(steps)]
-    expected = train(WAYS[against](theirs, mesh, entry.all_used), theirs, batches)
+    batches = [entry.batch(generator(dist.get_rank(), step)) for step in range(steps)]
+    peer = WAYS[against](theirs, mesh, entry.all_used)
+    expected = train_steps(peer, theirs, batches, model_loss, LEARNING_RATE)
     backend = graphshard.backend(mesh, compiler=compiler)
     compiled = torch.compile(ours, backend=backend, fullgraph=entry.one_graph)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trace = train(compiled, ours, batches)
+    with graphshard_warnings() as texts:
+        trained = train_steps(compiled, ours, batches, model_loss, LEARNING_RATE)
+    losses = [float(abs(a - b) / abs(b)) for a, b in zip(trained.losses, expected.losses)]
+    assert max(losses) <= TOLERANCE, losses
+    for step, (grads, other) in enumerate(zip(trained.grads, expected.grads, strict=True)):
+        error, worst, _ = distances(grads, other, FLOOR)
+        assert error <= TOLERANCE, f"step {step}: {worst}: relative error {error:.2e}"
+    unused = {n for n in trained.grads[0] if all(grads[n] is None for grads in trained.grads)}
+    assert bool(unused) != entry.all_used, unused
     num_graphs = sum(plan.graph == GraphKind.FORWARD for plan in backend.plans)
-    return _compared(trace, expected, num_graphs, [str(w.message) for w in caught])
+    assert (num_graphs == 1) == entry.one_graph
+    assert len(texts) == (0 if entry.one_graph else 1), texts
+    return max(losses)
 
 
-def compare_with_fsdp2(name: str, steps: int) -> Comparison:
+def compare_with_fsdp2(name: str, steps: int) -> float:
     """Train the model ``name`` with graphshard and with FSDP2."""
     return compare(name, against="fsdp2", steps=steps)
 
 
-def _batch(name: str, step: int) -> Batch:
-    """Return this rank's batch of a step."""
-    generator = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
-    return ZOO[name].batch(generator)
+def model_loss(model: Any, batch: Batch) -> Tensor:
+    """Return the loss that a model of `transformers` computes."""
+    loss: Tensor = model(**batch).loss
+    return loss
 
 
 def bfloat16_autocast() -> AbstractContextManager[Any]:
     """Return the autocast context for training in bfloat16."""
     return torch.autocast("cpu", torch.bfloat16)
-
-
-def train(call: Callable[..., Any], model: nn.Module, batches: list[Batch]) -> Trace:
-    """Train ``model`` with SGD; ``call`` runs forward. The optimizer precedes the first forward."""
-    trace = Trace()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    for batch in batches:
-        loss = call(**batch).loss
-        loss.backward()
-        trace.losses.append(loss.item())
-        trace.gradients.append({name: _full(p.grad) for name, p in model.named_parameters()})
-        optimizer.step()
-        optimizer.zero_grad()
-    return trace
-
-
-def _full(gradient: Tensor | None) -> Tensor | None:
-    """Return a full copy of a gradient, or None; a collective if the gradient is sharded."""
-    if gradient is None:
-        return None
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
 
 
 def by_ddp(model: nn.Module, mesh: DeviceMesh, all_used: bool) -> nn.Module:
@@ -143,42 +104,3 @@ WAYS: dict[str, Callable[[nn.Module, DeviceMesh, bool], nn.Module]] = {
     "ddp": by_ddp,
     "fsdp2": by_fsdp2,
 }
-
-
-def _compared(ours: Trace, theirs: Trace, num_graphs: int, messages: list[str]) -> Comparison:
-    """Return the largest differences between two trainings."""
-    losses = [abs(a - b) / abs(b) for a, b in zip(ours.losses, theirs.losses, strict=True)]
-    errors = [
-        (error, f"step {step}: {name}")
-        for step, (mine, other) in enumerate(zip(ours.gradients, theirs.gradients, strict=True))
-        for name, error in gradient_errors(mine, other).items()
-    ]
-    worst, where = max(errors)
-    steps = ours.gradients
-    return Comparison(
-        loss_error=max(losses),
-        gradient_error=worst,
-        worst=where,
-        unused=tuple(n for n in steps[0] if all(step[n] is None for step in steps)),
-        num_graphs=num_graphs,
-        warnings=tuple(m for m in messages if m.startswith("graphshard")),
-    )
-
-
-def gradient_errors(
-    ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]
-) -> dict[str, float]:
-    """Return ``|ours - theirs| / |theirs|`` by parameter.
-
-    The divisor is at least FLOOR times the norm of all gradients.
-    """
-    assert ours.keys() == theirs.keys()
-    total = math.hypot(*(float(g.norm()) for g in theirs.values() if g is not None))
-    return {name: _error(ours[name], theirs[name], FLOOR * total) for name in theirs}
-
-
-def _error(ours: Tensor | None, theirs: Tensor | None, floor: float) -> float:
-    """Return the relative difference of two gradients, infinite if only one is None."""
-    if ours is None or theirs is None:
-        return 0.0 if ours is theirs else math.inf
-    return float((ours - theirs).norm()) / max(float(theirs.norm()), floor)
