@@ -314,6 +314,12 @@ class Twins:
         self.model.zero_grad(set_to_none)
         self.reference.zero_grad(set_to_none)
 
+    def step(self) -> None:
+        """Step both by SGD, which has no state, and zero their gradients."""
+        for model in (self.model, self.reference):
+            sgd(model).step()
+        self.zero_grad()
+
     def train(
         self,
         make_batch: Callable[[torch.Generator], Any],

@@ -20,7 +20,6 @@ from tests.numerics.compare import (
     generator,
     graphshard_warnings,
     num_graphs,
-    sgd,
     whole,
 )
 
@@ -37,16 +36,13 @@ def _train(schedule: graphshard.SchedulePolicy, **options: Any) -> tuple[list[Te
     """Return losses and gradients of two steps with the final parameters, and the twins."""
     torch.manual_seed(0)
     twins = Twins(GPT(layers=2), schedule=schedule, **options)
-    optimizers = [sgd(twins.model), sgd(twins.reference)]
     seen: list[Tensor] = []
     for step in range(2):
         seen.append(twins.backward(draw(_batch, step)))
         twins.check()
         params = list(twins.model.parameters())
         seen += [whole(p.grad) for p in params if p.grad is not None]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        twins.step()
     return [*seen, *map(whole, twins.model.parameters())], twins
 
 

@@ -397,7 +397,6 @@ def test_autograd_graph_built_before_sharding(
     twins = Twins(_Encoder())
     for model in (twins.model, twins.reference):
         model.head.weight.register_hook(lambda grad: grad * 3)
-    optimizers = [sgd(twins.model), sgd(twins.reference)]
 
     def loss(model: Any, x: Tensor) -> Tensor:
         plain = twins.model if model is twins.compiled else twins.reference
@@ -406,9 +405,7 @@ def test_autograd_graph_built_before_sharding(
     for step in range(steps):
         twins.backward(draw(_Encoder.batch, step), loss)
         twins.check()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        twins.step()
 
 
 @on_ranks(2)
