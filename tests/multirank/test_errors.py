@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graphshard
 from graphshard.errors import BackendError
-from tests import ranks
 from tests.models import MLP
 from tests.numerics.compare import compile_sharded, world_mesh
 from tests.ranks import on_ranks
@@ -154,10 +153,6 @@ def _dtensor(module: nn.Linear) -> nn.Module:
     return module
 
 
-def _ddp(module: nn.Module) -> nn.Module:
-    return DistributedDataParallel(module)
-
-
 def _meta(module: nn.Module) -> nn.Module:
     return module.to("meta")
 
@@ -168,7 +163,7 @@ def _lazy(module: nn.Module) -> nn.Module:
 
 PREPARED = [
     (_fsdp2, "'part'.*FSDPModule"),
-    (_ddp, "'part'.*DistributedDataParallel"),
+    (DistributedDataParallel, "'part'.*DistributedDataParallel"),
     (_dtensor, r"'part\.weight'.*DTensor"),
     (_meta, r"'part\.weight' is on the meta device"),
     (_lazy, r"'part\.(weight|bias)' is lazy"),
@@ -251,25 +246,19 @@ DIFFERENCES = [
 ]
 
 
-def _refuse_difference(change: Callable[[Any], None], changed_rank: int, match: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "changed_rank", "match"),
+    [*((change, 1, match) for change, match in DIFFERENCES), (_one_more, 0, "")],
+)
+@on_ranks(2)
+def test_model_that_differs_between_ranks_is_refused(
+    change: Callable[[Any], None], changed_rank: int, match: str
+) -> None:
     model = MLP()
     if dist.get_rank() == changed_rank:
         change(model)
-    if changed_rank == 0:
-        match = ""
     assert_refused(model, shard, match)
     assert_refused(model, lambda m: compile_sharded(lambda x: m.mid(m.up(x)))(X), match)
-
-
-@pytest.mark.parametrize(("change", "match"), DIFFERENCES)
-def test_model_that_differs_between_ranks_is_refused(
-    change: Callable[[Any], None], match: str
-) -> None:
-    ranks.run(2, _refuse_difference, change, 1, match)
-
-
-def test_model_that_differs_on_first_rank_is_refused() -> None:
-    ranks.run(2, _refuse_difference, _one_more, 0, "")
 
 
 @on_ranks(2)
@@ -291,13 +280,6 @@ def test_parameters_in_different_order_keep_their_values() -> None:
         assert torch.equal(full.detach(), torch.full((3,), float(ord(name)))), name
 
 
-def _refuse_other_options(options: list[dict[str, Any]], match: str) -> None:
-    mine = options[dist.get_rank()]
-    assert_refused(MLP(), lambda m: graphshard.shard(m, world_mesh(), **mine), match)
-    mine = {"compiler": "aot_eager", **mine}
-    assert_refused(MLP(), lambda m: compile_sharded(m, **mine)(X), match)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -306,14 +288,13 @@ def _refuse_other_options(options: list[dict[str, Any]], match: str) -> None:
         [{"compiler": "inductor"}, {"compiler": "aot_eager"}],
     ],
 )
+@on_ranks(2)
 def test_options_that_differ_between_ranks_are_refused(options: list[dict[str, Any]]) -> None:
-    name = next(iter(options[0]))
-    ranks.run(
-        2,
-        _refuse_other_options,
-        options,
-        f"'arguments of graphshard' differs between ranks.*{name}.*give the same",
-    )
+    name, mine = next(iter(options[0])), options[dist.get_rank()]
+    match = f"'arguments of graphshard' differs between ranks.*{name}.*give the same"
+    assert_refused(MLP(), lambda m: graphshard.shard(m, world_mesh(), **mine), match)
+    mine = {"compiler": "aot_eager", **mine}
+    assert_refused(MLP(), lambda m: compile_sharded(m, **mine)(X), match)
 
 
 @on_ranks(2)

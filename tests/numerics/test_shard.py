@@ -24,7 +24,6 @@ from tests.numerics.compare import (
     assert_close,
     assert_same,
     assert_sharded,
-    compile_sharded,
     draw,
     generator,
     graphshard_warnings,
@@ -359,61 +358,3 @@ def test_replaced_parameter_raises(replace: Callable[[Any], None], compiled_befo
         replace(twins.model)
         twins.compiled(x)
     assert "replaced" in str(caught.value)
-
-
-class _Encoder(nn.Module):
-    """Model with an encoder, which a training loop may call alone, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 7))
-        self.head = nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encoder(x)).square().mean()
-
-    @staticmethod
-    def batch(rng: torch.Generator) -> Tensor:
-        return torch.randn(5, 7, generator=rng)
-
-
-def _of_a_part(model: nn.Module, x: Tensor) -> Tensor:
-    return model.encoder(x).square().mean()
-
-
-def _of_parameters(model: nn.Module, x: Tensor) -> Tensor:
-    return sum(p.square().sum() for p in model.parameters())
-
-
-def _of_sums(model: nn.Module, x: Tensor) -> Tensor:
-    return sum(p.sum() for p in model.head.parameters())  # saves nothing for backward
-
-
-@pytest.mark.parametrize(("before", "steps"), [(_of_a_part, 2), (_of_parameters, 1), (_of_sums, 1)])
-@on_ranks(2)
-def test_autograd_graph_built_before_sharding(
-    before: Callable[[nn.Module, Tensor], Tensor], steps: int
-) -> None:
-    twins = Twins(_Encoder())
-    for model in (twins.model, twins.reference):
-        model.head.weight.register_hook(lambda grad: grad * 3)
-
-    def loss(model: Any, x: Tensor) -> Tensor:
-        plain = twins.model if model is twins.compiled else twins.reference
-        return before(plain, x) + model(x)
-
-    for step in range(steps):
-        twins.backward(draw(_Encoder.batch, step), loss)
-        twins.check()
-        twins.step()
-
-
-@on_ranks(2)
-def test_autograd_graph_survives_refusal_to_shard() -> None:
-    torch.manual_seed(dist.get_rank())
-    model = _Encoder()
-    loss = _of_a_part(model, torch.ones(5, 7))
-    with pytest.raises(ValueError, match="differs from the first rank's"):
-        compile_sharded(model)(torch.ones(5, 7))
-    loss.backward()
-    assert type(model.head.weight) is nn.Parameter

@@ -1,5 +1,6 @@
 """Parameters that change between forward and backward: as in a plain model, backward raises if it
-would gather them again; if they were kept unsharded, gradients are those of the forward."""
+would gather them again; if they were kept unsharded, gradients are those of the forward. Sharding
+in between changes no gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import graphshard
 from tests.models import MLP
-from tests.numerics.compare import Twins, assert_same, draw, relative_error, sgd, whole
+from tests.numerics.compare import (
+    Twins,
+    assert_same,
+    compile_sharded,
+    draw,
+    relative_error,
+    sgd,
+    whole,
+)
 from tests.ranks import on_ranks
 
 ZERO3 = {"schedule": graphshard.SchedulePolicy(overlap=False)}
@@ -204,3 +213,64 @@ def test_output_returned_again_by_a_later_call() -> None:
     fresh.backward()
     with pytest.raises(ValueError, match=r"'mid.weight' was modified"):
         stale.backward()
+
+
+# Sharding between forward and backward.
+
+
+class _Encoder(nn.Module):
+    """Model with an encoder, which a training loop may call alone, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 7))
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x)).square().mean()
+
+    @staticmethod
+    def batch(rng: torch.Generator) -> Tensor:
+        return torch.randn(5, 7, generator=rng)
+
+
+def _of_a_part(model: nn.Module, x: Tensor) -> Tensor:
+    return model.encoder(x).square().mean()
+
+
+def _of_parameters(model: nn.Module, x: Tensor) -> Tensor:
+    return sum(p.square().sum() for p in model.parameters())
+
+
+def _of_sums(model: nn.Module, x: Tensor) -> Tensor:
+    return sum(p.sum() for p in model.head.parameters())  # saves nothing for backward
+
+
+@pytest.mark.parametrize(("before", "steps"), [(_of_a_part, 2), (_of_parameters, 1), (_of_sums, 1)])
+@on_ranks(2)
+def test_autograd_graph_built_before_sharding(
+    before: Callable[[nn.Module, Tensor], Tensor], steps: int
+) -> None:
+    twins = Twins(_Encoder())
+    for model in (twins.model, twins.reference):
+        model.head.weight.register_hook(lambda grad: grad * 3)
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        plain = twins.model if model is twins.compiled else twins.reference
+        return before(plain, x) + model(x)
+
+    for step in range(steps):
+        twins.backward(draw(_Encoder.batch, step), loss)
+        twins.check()
+        twins.step()
+
+
+@on_ranks(2)
+def test_autograd_graph_survives_refusal_to_shard() -> None:
+    torch.manual_seed(dist.get_rank())
+    model = _Encoder()
+    loss = _of_a_part(model, torch.ones(5, 7))
+    with pytest.raises(ValueError, match="differs from the first rank's"):
+        compile_sharded(model)(torch.ones(5, 7))
+    loss.backward()
+    assert type(model.head.weight) is nn.Parameter
