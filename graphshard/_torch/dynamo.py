@@ -382,4 +382,6 @@ def _empty(wrappers: weakref.WeakSet[_FreedOnReset]) -> None:
 
 
 def _is_dropped(*args: object) -> None:
-    raise RuntimeError("torch._dynamo.reset() has dropped this graph while its forward ran")
+    raise RuntimeError(
+        "torch._dynamo.reset() has freed this graph while its forward ran; call the model again"
+    )

@@ -103,9 +103,8 @@ def with_planned_order(asked: Mapping[str, Any]) -> dict[str, Any]:
     undone = [f"{name}={asked[name]}" for name in KEEP_ORDER if asked.get(name, False)]
     if undone:
         warnings.warn(
-            f"graphs of this backend run without {', '.join(undone)}: Inductor would launch "
-            "collectives and wait for them at other places than the plan says. Leave it out of the "
-            "options of torch.compile.",
+            f"graphs of this backend run without {', '.join(undone)}, which would move collectives "
+            "away from their planned places: remove it from the options of torch.compile.",
             stacklevel=2,
         )
     return {name: value for name, value in asked.items() if name not in KEEP_ORDER}
@@ -133,11 +132,10 @@ def without_cuda_graphs(options: Mapping[str, Any], asked: dict[str, Any]) -> di
             return dict(options)
     asked.pop("cudagraph_annotation", None)
     warnings.warn(
-        "graphs of this backend run without CUDA graphs: those of torch.compile cannot hold NCCL's "
-        'collectives. Leave out mode="reduce-overhead" and override_cudagraphs, or take '
-        '"max-autotune-no-cudagraphs" in place of "max-autotune"; '
-        "torch._inductor.config.cudagraph_policy (torch 2.13) is the way to capture graphs "
-        "yourself.",
+        "graphs of this backend run without CUDA graphs: those of torch.compile cannot hold NCCL "
+        'collectives. Remove mode="reduce-overhead" and override_cudagraphs, and replace '
+        '"max-autotune" by "max-autotune-no-cudagraphs". To capture graphs yourself, set '
+        "torch._inductor.config.cudagraph_policy (torch 2.13).",
         stacklevel=2,
     )
     return {**options, "triton.cudagraphs": False}

@@ -38,8 +38,8 @@ def fake_mode_of(values: Iterable[object]) -> FakeTensorMode:
         if isinstance(leaf, FakeTensor):
             return leaf.fake_mode
     raise ValueError(
-        "no node of a graph has a fake tensor for its value, as AOTAutograd leaves it in "
-        'meta["val"]: nothing tells how the graph was traced. Hand over the graph as it was traced'
+        'no node of the graph has a fake tensor in meta["val"]: its shapes are unknown. Pass the '
+        "graph as AOTAutograd traced it"
     )
 
 

@@ -106,9 +106,9 @@ class NothingFitsError(BackendError):
     def __init__(self, choice: SavingChoice, table: str) -> None:
         least = min(t.peak_bytes for t in choice.tried) / 1e9
         super().__init__(
-            f"memory_budget_gb={choice.budget_gb:g}: none of the ways that auto=True tries fits; "
-            f"the least needs {least:.3f} GB. Give more, or take a smaller batch or more ranks\n"
-            f"{table}"
+            f"memory_budget_gb={choice.budget_gb:g}: no strategy that auto=True tries fits; the "
+            f"smallest needs {least:.3f} GB. Raise the budget, or use a smaller batch or more "
+            f"ranks\n{table}"
         )
 
 

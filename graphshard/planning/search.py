@@ -64,8 +64,8 @@ class BudgetError(BackendError):
     def __init__(self, graph: str, budget: int, needed: int) -> None:
         super().__init__(
             f"memory_budget_gb={budget / 1e9:g}: the {graph} graph needs {needed / 1e9:.3f} GB "
-            "with every parameter gathered on its own at its first use; give at least that, or "
-            "have more recomputed, by schedule.activation_memory_budget"
+            "even if each parameter is gathered alone at its first use; raise the budget to that, "
+            "or lower schedule.activation_memory_budget to recompute more"
         )
         self.needed = needed
 

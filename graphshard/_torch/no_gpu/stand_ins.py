@@ -85,8 +85,8 @@ def check_versions() -> None:
     ):
         if not version.startswith(known):
             raise RuntimeError(
-                f"{name} {version}: a GPU can be stood in for with {name} {' or '.join(known)} "
-                "alone, whose internals this replaces"
+                f"{name} {version}: a GPU can be simulated with {name} {' or '.join(known)} only, "
+                f"because the simulation replaces internals of {name}; install such a version"
             )
 
 
