@@ -10,18 +10,18 @@ times are upper bounds for a real job. Counts of store operations are exact.
 
 from __future__ import annotations
 
-import argparse
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from benchmarks import common
 from graphshard.errors import BackendError
 from graphshard.ranks.call_log import CallLog
 from graphshard.ranks.members import Members
@@ -59,8 +59,6 @@ class SimulatedMembers(Members):
 
 
 class _Counting:
-    """Wrapper around a store that counts operations."""
-
     def __init__(self, store: Any) -> None:
         self._store, self.num_operations = store, 0
 
@@ -147,7 +145,6 @@ class Simulation:
         return max(call_log._watcher.num_read for call_log in self._logs)
 
     def close(self) -> None:
-        """Stop the watchers and the ranks' threads."""
         self._on_all(lambda rank: self._logs[rank]._watcher.leave())
         self._pool.shutdown()
 
@@ -191,37 +188,42 @@ def measure(num_ranks: int) -> tuple[list[Phase], set[str]]:
     return phases, set(errors)
 
 
-def _report(num_ranks: int) -> list[str]:
+def _rows(num_ranks: int) -> list[dict[str, str]]:
     phases, errors = measure(num_ranks)
     assert len(errors) == 1, errors
     return [
-        f"| {num_ranks} | {p.name} | {p.seconds:.2f} | {p.operations / num_ranks:.1f} | {p.most} | "
-        f"{p.operations / max(p.seconds, IDLE_S if 'idle' in p.name else 0.0):.0f} | {p.keys} | "
-        f"{p.num_bytes / 1024:.0f} |"
+        {
+            "phase": f"{num_ranks} ranks, {p.name}",
+            "seconds": f"{p.seconds:.2f}",
+            "operations a rank": f"{p.operations / num_ranks:.1f}",
+            "at most": f"{p.most}",
+            "a second, all": (
+                f"{p.operations / max(p.seconds, IDLE_S if 'idle' in p.name else 0.0):.0f}"
+            ),
+            "keys": f"{p.keys}",
+            "KiB": f"{p.num_bytes / 1024:.0f}",
+        }
         for p in phases
     ]
 
 
+NOTE = """Simulated ranks at one real TCPStore, all of them threads of one process, so times are
+upper bounds. Runs of graphs touch no store; what the second phase counts is one post, by a rank
+that was idle for seconds."""
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024])
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    parser = common.new_parser(__doc__)
+    parser.add_argument("--ranks", type=common.count, nargs="+", default=[64, 256, 1024])
+    common.add_out(parser)
+    args = parser.parse_args()
     threading.stack_size(1 << 20)  # small, for up to two thousand threads
-    rows = [row for num_ranks in arguments.ranks for row in _report(num_ranks)]
-    lines = [
-        "# What it costs ranks to agree on their calls",
-        "",
-        "`python -m benchmarks.agreement`: simulated ranks at one real TCPStore, all of them",
-        "threads of one process on two cores, so that times are upper bounds. Runs of graphs touch",
-        "no store; what the second phase counts is one post, by a rank that was idle for seconds.",
-        "",
-        "| ranks | phase | seconds | operations a rank | at most | a second, all | keys | KiB |",
-        "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-        *rows,
-    ]
-    text = "\n".join(lines) + "\n"
-    arguments.out.write_text(text) if arguments.out else print(text)
+    rows = [row for num_ranks in args.ranks for row in _rows(num_ranks)]
+    title = "# What it costs ranks to agree on their calls"
+    heading = common.heading("benchmarks.agreement", torch.device("cpu"))
+    parts = [title, heading, NOTE, common.table(rows)]
+    common.show(*parts)
+    common.write_report(args.out, parts)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,6 @@ def add_out(parser: argparse.ArgumentParser, default: str | None = None) -> None
 
 
 def count(text: str) -> int:
-    """Parse a positive integer."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from 1 up")
     return int(text)
@@ -120,7 +119,6 @@ def timed(work: Callable[[], object], device: torch.device) -> Timing:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU is idle; do nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -165,7 +163,6 @@ def table(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def show(*paragraphs: str) -> None:
-    """Print paragraphs, separated by blank lines."""
     for paragraph in paragraphs:
         print(paragraph, end="\n\n", flush=True)
 

@@ -93,7 +93,6 @@ class Job:
 
     @classmethod
     def of(cls, args: argparse.Namespace, hardware: str) -> Job:
-        """Return the settings that the command line asks for."""
         options = [field.name for field in fields(cls) if field.name != "hardware"]
         return cls(**{name: getattr(args, name) for name in options}, hardware=hardware)
 
@@ -145,26 +144,10 @@ class Sent:
     max_in_flight: int
 
 
-@dataclass(frozen=True)
-class Report:
-    """All measurements, by training variant.
-
-    Attributes:
-        results: measurements of rank 0.
-        sent: measurements of the rank with the highest peak memory; empty if not measured.
-        setting: description of the ranks and their links.
-    """
-
-    results: dict[str, Result]
-    sent: dict[str, Sent]
-    setting: str
-
-
 # --- on a rank -----------------------------------------------------------------------------------
 
 
 def variants(job: Job, device_type: str) -> dict[str, Build]:
-    """Return all training variants, graphshard last."""
     return {DDP: ddp, **sharded(device_type, mixed=job.mixed, hardware=job.hardware)}
 
 
@@ -181,11 +164,9 @@ class _Training:
         add_hooks(name, model, self._optimizer)
 
     def step(self) -> float:
-        """Train one step and return its seconds."""
         return common.timed(self.train, self._device).done_s
 
     def train(self) -> None:
-        """Train one step."""
         self._model(self._ids).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -227,7 +208,6 @@ def measure(job: Job, device_type: str) -> dict[str, Result]:
 
 
 def _predict(plans: Sequence[Plan], cost_model: CostModel) -> Prediction:
-    """Return the planner's prediction for the graphs of a step."""
     timelines = [simulate(plan.problem, plan.buckets, cost_model) for plan in plans]
     return Prediction(
         total_us=sum(timeline.total_us + timeline.slowdown_us for timeline in timelines),
@@ -259,11 +239,13 @@ def measure_sent(job: Job, name: str) -> Sent:
 # --- in the parent -------------------------------------------------------------------------------
 
 
-def on_this_machine(job: Job, world: int, with_sent: bool) -> Report:
-    """Measure with ``world`` ranks on this machine.
+def on_this_machine(
+    job: Job, world: int, with_sent: bool
+) -> tuple[dict[str, Result], dict[str, Sent]]:
+    """Return results of rank 0, and what the rank with the highest peak sends.
 
     Args:
-        with_sent: whether to also measure each variant's memory and what it sends.
+        with_sent: whether to measure each variant's memory and what it sends.
     """
     with tempfile.TemporaryDirectory() as cache:
         env = {"TORCHINDUCTOR_CACHE_DIR": cache}
@@ -274,24 +256,13 @@ def on_this_machine(job: Job, world: int, with_sent: bool) -> Report:
         if with_sent and peak_is_known():
             for name in results:
                 for _ in range(2):  # the second run finds its graphs in the cache
-                    each = run(
-                        measure_sent,
-                        job,
-                        name,
-                        env={**env, **MMAP_ENV},
-                        backend=recording.BACKEND,
-                    )
+                    alone = {"env": {**env, **MMAP_ENV}, "backend": recording.BACKEND}
+                    each = run(measure_sent, job, name, **alone)
                 sent[name] = max(each, key=lambda of_rank: of_rank.peak_bytes)
-    setting = f"{world} gloo ranks"
-    if job.wire:
-        setting += f" on a modelled wire of {job.wire}"
-    if job.planned_wire:
-        setting += f", planned for {job.planned_wire}"
-    return Report(results, sent, setting)
+    return results, sent
 
 
 def main() -> None:
-    """Measure on this machine, between namespaces, or as one rank under torchrun."""
     args = _arguments()
     hardware = str(args.calibrated or "auto")
     if args.planned_wire and not args.wire:
@@ -310,12 +281,16 @@ def main() -> None:
                 wire = args.planned_wire or args.wire
                 hardware = write_with_wire(base, wire, args.ranks, folder)
             job = Job.of(args, hardware)
-            report = on_this_machine(job, args.ranks, args.sent)
-        publish(job, report, args.out)
+            results, sent = on_this_machine(job, args.ranks, args.sent)
+        setting = f"{args.ranks} gloo ranks"
+        if job.wire:
+            setting += f" on a modelled wire of {job.wire}"
+        if job.planned_wire:
+            setting += f", planned for {job.planned_wire}"
+        publish(job, results, sent, setting, args.out)
 
 
 def _under_torchrun(job: Job, args: argparse.Namespace) -> None:
-    """Measure as one rank of a group that torchrun or :func:`between_namespaces` started."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -327,7 +302,7 @@ def _under_torchrun(job: Job, args: argparse.Namespace) -> None:
     if args.link_gbit is not None:
         setting += f", between namespaces, {args.link_gbit:g} Gb/s"
     if dist.get_rank() == 0:
-        publish(job, Report(results, {}, setting), args.out)
+        publish(job, results, {}, setting, args.out)
     dist.destroy_process_group()
 
 
@@ -350,22 +325,21 @@ def _arguments() -> argparse.Namespace:
 # --- output --------------------------------------------------------------------------------------
 
 
-def paragraphs(job: Job, report: Report) -> list[str]:
-    """Return the report as paragraphs of Markdown."""
-    results = report.results
+def paragraphs(
+    job: Job, results: dict[str, Result], sent: dict[str, Sent], setting: str
+) -> list[str]:
     medians = {name: median(result.steps_s) for name, result in results.items()}
     peers = {name: seconds for name, seconds in medians.items() if GRAPHSHARD not in name}
     best = min(peers, key=peers.__getitem__)
     best_fsdp2 = min(peers.keys() - {DDP}, key=peers.__getitem__)
     rows = [
-        _row(job, name, medians[best], result, report.sent.get(name))
-        for name, result in results.items()
+        _row(job, name, medians[best], result, sent.get(name)) for name, result in results.items()
     ]
     size = parameter_bytes(job.model()) / 4e6
     dtypes = mixed_dtypes(DDP) if job.mixed else "float32"
     note = (
         f"GPT of {job.layers} layers, d={job.dim}, {size:.1f} M parameters; {job.rows} × "
-        f"{job.context} tokens on each rank, {dtypes}, SGD; {job.steps} steps; {report.setting}. "
+        f"{job.context} tokens on each rank, {dtypes}, SGD; {job.steps} steps; {setting}. "
         "Ratio: of medians, to the best peer. Exposed: time that the modelled wire adds to a "
         "step. First step: it compiles. Peak: resident, of a rank that does nothing else, or on a "
         "GPU what a step adds."
@@ -414,12 +388,14 @@ def _or_dash(value: float | None, digits: int = 1) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def publish(job: Job, report: Report, out: Path) -> None:
+def publish(
+    job: Job, results: dict[str, Result], sent: dict[str, Sent], setting: str, out: Path
+) -> None:
     """Print the report, and write it to ``out`` with a chart next to it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    parts = [common.heading("benchmarks.compare", device), *paragraphs(job, report)]
+    parts = [common.heading("benchmarks.compare", device), *paragraphs(job, results, sent, setting)]
     out.parent.mkdir(parents=True, exist_ok=True)
-    steps_s = {name: result.steps_s for name, result in report.results.items()}
+    steps_s = {name: result.steps_s for name, result in results.items()}
     parts.insert(2, common.chart(steps_s, out.with_suffix(".svg")))
     common.show(*parts)
     common.write_report(out, parts)

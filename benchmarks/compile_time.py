@@ -97,8 +97,6 @@ class First:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run measures."""
-
     variant: str
     layers: int
     dim: int
@@ -157,7 +155,6 @@ Runs = dict[str, list[First]]
 
 
 def _repeat(settings: Sequence[Setting], args: argparse.Namespace) -> tuple[Runs, Runs]:
-    """Return the cold and the warm runs."""
     cold: Runs = {setting.variant: [] for setting in settings}
     warm: Runs = {setting.variant: [] for setting in settings}
     for repeat in range(args.repeats):
@@ -308,7 +305,6 @@ def _timed_parts() -> Iterator[dict[str, float]]:
 
 
 def _adding(spent: dict[str, float], part: str, function: Callable[..., Any]) -> Any:
-    """Wrap ``function`` so that its seconds are added to ``spent[part]``."""
 
     @functools.wraps(function)
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -351,7 +347,6 @@ def _table(cold: Runs, warm: Runs) -> str:
 
 
 def _split(cold: Runs) -> str:
-    """Return a table of the parts of each variant's cold seconds."""
     rows = []
     for variant, runs in cold.items():
         seconds = {part: median(run.parts[part] for run in runs) for part in runs[0].parts}

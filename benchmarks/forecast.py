@@ -159,14 +159,12 @@ def _workload(published: Published) -> Workload:
 
 
 def predict(published: Published) -> Forecast:
-    """Forecast the published run."""
     machine = cluster(published.device, published.gpus, link=published.link)
     recipe = Recipe(published.strategy, published.dtype)
     return forecast(_workload(published), recipe, machine)
 
 
 def ratio(published: Published, found: Forecast) -> float:
-    """Return the ratio of the measured to the modelled time of a step."""
     measured_s = found.tokens / found.cluster.num_gpus / published.tokens_per_s
     return measured_s * 1e6 / found.time.modelled_us
 
@@ -175,7 +173,6 @@ _COMPILED = {True: "blocks", False: "no", None: "not said"}
 
 
 def time_row(published: Published, found: Forecast) -> list[Any]:
-    """Return a row of the throughput table."""
     tokens_per_s = found.tokens_per_s / found.cluster.num_gpus
     return [
         f"{published.name} {published.source}",

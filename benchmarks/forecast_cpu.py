@@ -120,14 +120,12 @@ class Store:
         return cls(path, machines, [Row(**row) for row in raw["rows"]])
 
     def save(self) -> None:
-        """Write the file."""
         machines = {n: json.loads(h.to_json()) for n, h in self.calibrated.items()}
         rows = [json.dumps(dataclasses.asdict(row)) for row in self.rows]
         head = json.dumps({"calibrated": machines})[:-1]
         write_whole(self.path, f'{head}, "rows": [\n' + ",\n".join(rows) + "\n]}\n")
 
     def of_case(self, case: Case) -> list[Row]:
-        """Return the rows of a case."""
         return [r for r in self.rows if (r.model, r.ranks, r.link, r.dtype) == tuple(case)]
 
 
@@ -196,7 +194,6 @@ def _traced(model: str, num_ranks: int, recipe: Recipe, hardware_json: str) -> T
 
 
 def predicted(case: Case, recipe: Recipe, calibrated: Hardware) -> dict[str, Any]:
-    """Return the predicted fields of a row."""
     traced = _traced(case.model, case.ranks, recipe, calibrated.to_json())
     hardware = machine_of(case, recipe, calibrated)
     step = plan_step(traced, recipe, cluster(hardware, case.ranks, memory_gb=MEMORY_GB))
@@ -228,7 +225,6 @@ def measured_rows(case: Case, calibrated: Hardware, steps: int) -> Iterator[Row]
 
 
 def main() -> None:
-    """Measure what is missing, predict it, and write the report."""
     args = _arguments()
     os.environ.update({name: os.environ.get(name, v) for name, v in ranks.RANK_ENV.items()})
     if args.fresh:

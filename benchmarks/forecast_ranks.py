@@ -116,8 +116,6 @@ def measure_with_wire(job: Job) -> list[Measured]:
 
 
 class _Training:
-    """A training run with its own model."""
-
     def __init__(self, job: Job, recipe: Recipe, hardware_file: str) -> None:
         torch.manual_seed(0)
         model, self._inputs = MODELS[job.model]()
@@ -137,7 +135,6 @@ class _Training:
         loss_of(called).backward()
 
     def step(self) -> Step:
-        """Train one step and return its times."""
         dist.barrier()
         processor, start = time.process_time(), time.perf_counter()
         self._run()
@@ -163,7 +160,6 @@ class _Training:
         return self._held_bytes() + max(0, *alive)
 
     def _held_bytes(self) -> int:
-        """Return the bytes allocated between two steps."""
         report = memory_report(self._model, self._optimizer)
         inputs = self._inputs
         values = inputs.values() if isinstance(inputs, Mapping) else inputs
@@ -202,7 +198,6 @@ def _ids(rows: int, length: int) -> torch.Tensor:
 
 
 def gpt() -> Made:
-    """Return a GPT with LayerNorm and GELU."""
     device = torch.device("cpu")
     sizes = {"dim": 384, "layers": 6, "head_dim": 64}
     model = GPT.seeded(device, **sizes, vocab=VOCAB, context=LENGTH)
@@ -217,7 +212,6 @@ def llama() -> Made:
 
 
 def vit() -> Made:
-    """Return a vision transformer."""
     import transformers
 
     config = transformers.ViTConfig(
@@ -236,7 +230,6 @@ def vit() -> Made:
 
 
 def convnet() -> Made:
-    """Return a residual network."""
     import transformers
 
     config = transformers.ResNetConfig(

@@ -48,13 +48,11 @@ class Row:
 
     @property
     def time_ratio(self) -> float:
-        """Ratio of measured to predicted step time."""
         assert self.predicted_ms is not None
         return self.measured_ms / self.predicted_ms
 
     @property
     def memory_ratio(self) -> float:
-        """Ratio of measured to predicted peak memory."""
         assert self.predicted_bytes is not None
         return self.measured_bytes / self.predicted_bytes
 
@@ -65,7 +63,6 @@ class Row:
 
 
 def paragraphs(rows: Sequence[Row]) -> list[str]:
-    """Return the report as paragraphs of Markdown."""
     busiest = max(row.others for row in rows)
     return [
         common.table([_cells(row) for row in rows]),

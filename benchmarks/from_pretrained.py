@@ -134,13 +134,11 @@ def load(variant: str, folder: Path, small: Path) -> Cost:
 
 
 def measure(variant: str, world: int, folder: Path, small: Path) -> Cost:
-    """Return the maximum of each cost over all ranks."""
     costs = ranks.run_fresh(world, load, variant, folder, small, env={}, timeout_s=600)
     return Cost(*map(max, zip(*costs)))
 
 
 def main() -> None:
-    """Measure, print a table, and write it if asked to."""
     args = _arguments()
     heading = common.heading("benchmarks.from_pretrained", torch.device("cpu"))
     with tempfile.TemporaryDirectory() as folder:

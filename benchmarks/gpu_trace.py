@@ -57,7 +57,6 @@ def record(call: Callable[[], object]) -> list[Kernel]:
 
 
 def write(kernels: Sequence[Kernel], path: Path) -> None:
-    """Write kernels as compressed JSON."""
     path.write_bytes(gzip.compress(json.dumps(kernels).encode()))
 
 

@@ -40,8 +40,6 @@ _PORT = "29583"
 
 
 class Wire(NamedTuple):
-    """A modelled wire, by its latency and bandwidth."""
-
     alpha_s: float
     bytes_per_s: float
 
@@ -50,7 +48,6 @@ class Wire(NamedTuple):
         return self.alpha_s + num_bytes / self.bytes_per_s
 
     def __str__(self) -> str:
-        """Return the latency and the bandwidth, with units."""
         return f"{self.alpha_s * 1e3:g} ms and {self.bytes_per_s / 1e9:g} GB/s"
 
 
@@ -152,7 +149,6 @@ def add_planned_wire(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> float:
-    """Parse a number above 0."""
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text!r}: must be more than 0")

@@ -199,14 +199,12 @@ def sharding_memory(at_first_call: bool, num_bytes: float, linears: int) -> Memo
 
 
 def measure(kind: str, num_bytes: float, linears: int, world: int, give_back: bool) -> Memory:
-    """Return the step memory of the rank with the highest peak."""
     # With ``env``, even an empty one, each rank imports only what it needs; see ``run_fresh``.
     by_rank = ranks.run_fresh(world, step_memory, kind, num_bytes, linears, give_back, env={})
     return max(by_rank, key=lambda memory: memory.peak)
 
 
 def main() -> None:
-    """Measure and print a table."""
     args = _arguments()
     if not peak_is_known():
         sys.exit("this kernel does not tell the peak memory of a process (/proc/self/clear_refs)")

@@ -49,15 +49,12 @@ class GPT(nn.Module):
 
 
 class MLPBlock(nn.Module):
-    """Two ``dim`` x ``dim`` linear layers with a residual connection around them."""
-
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.up = nn.Linear(dim, dim)
         self.down = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[rows, dim]`` to the same shape."""
         return x + self.down(torch.relu(self.up(x)))
 
 
@@ -75,7 +72,6 @@ class DeepMLP(nn.Module):
         return cls(round((num_bytes / linears / 4) ** 0.5 / 16) * 16, linears)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a loss of ``x``, ``[rows, dim]``."""
         for block in self.blocks:
             x = block(x)
         return x.square().mean()

@@ -156,7 +156,6 @@ def hidden_part(launched: Sequence[Launched], trace: Trace) -> float:
 
 
 def main() -> None:
-    """Profile a step, and print what it launched."""
     parser = common.new_parser(__doc__, with_device=True)
     common.add_counts(parser, layers=4, dim=1024)
     args = parser.parse_args()
@@ -189,7 +188,6 @@ def main() -> None:
 
 
 def _profiled(layers: int, dim: int, device: torch.device) -> tuple[Trace, Sequence[Plan]]:
-    """Return the profile of a training step, and the plans of its graphs."""
     with common.group_of_one(device) as mesh:
         model = GPT.seeded(device, dim=dim, layers=layers, head_dim=64, vocab=8192, context=512)
         batch = model.batch(4, device)

@@ -59,7 +59,6 @@ class Case:
 
     @property
     def package(self) -> str:
-        """Top-level package of the optimizer."""
         return self.path.split(".")[0]
 
     @property

@@ -124,7 +124,6 @@ def _muon_table(args: argparse.Namespace) -> str:
 
 
 def _outcome(case: Case) -> Outcome:
-    """Return the worse outcome of the two ranks."""
     try:
         found = ranks.run(2, try_out, case, timeout_s=120.0)
     except ranks.RankError as error:
@@ -179,7 +178,6 @@ def _size(args: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    """Measure Muon, try all optimizers, and write the report."""
     args = _arguments()
     heading = common.heading("benchmarks.optimizers", torch.device("cpu"))
     muon = _muon_table(args)

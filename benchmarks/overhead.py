@@ -25,7 +25,6 @@ DIM, HEAD_DIM, VOCAB, CONTEXT = 16, 8, 64, 4
 
 
 def main() -> None:
-    """Measure and print a table."""
     args = _arguments()
     device = common.pick_device(args.device)
     with common.group_of_one(device) as mesh:
@@ -56,7 +55,6 @@ def _model(layers: int, device: torch.device) -> GPT:
 
 
 def _step(model: Trained, ids: Tensor) -> Callable[[], Timing]:
-    """Return a function that runs and times forward and backward."""
 
     def step() -> Timing:
         timing = common.timed(lambda: model(ids).backward(), ids.device)

@@ -53,7 +53,6 @@ class Learned:
 
     @property
     def final(self) -> float:
-        """Mean loss of the last steps."""
         return mean(self.losses[-FINAL_STEPS:])
 
 
@@ -61,7 +60,6 @@ class Learned:
 
 
 def train(kind: str, steps: int, compiler: str) -> Learned:
-    """Train on this rank in precision ``kind``."""
     mesh, model = init_device_mesh("cpu", (dist.get_world_size(),)), _model()
     policy = mp_policy(kind != FLOAT32)
     backend = sharding(mesh, mp_policy=policy, fp8=FP8.get(kind), compiler=compiler)
@@ -123,7 +121,6 @@ def _note(args: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    """Measure, print a table and write it."""
     args = _arguments()
     faults = {kind: device_fault("cpu", recipe) for kind, recipe in FP8.items()}
     kinds = [kind for kind in (FLOAT32, BFLOAT16, *FP8) if not faults.get(kind)]

@@ -163,7 +163,6 @@ class Racer:
         self._process = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe)
 
     def go(self) -> None:
-        """Start a turn."""
         with suppress(BrokenPipeError):  # the process has ended; ``answer`` reports that
             self._process.stdin.write(b"go\n")
 
@@ -184,12 +183,10 @@ class Racer:
             sys.exit(f"{command}: no answer within {self._timeout_s:g} s, but {line!r}; see above")
 
     def turn(self) -> Any:
-        """Take a turn and return the answer."""
         self.go()
         return self.answer()
 
     def end(self) -> None:
-        """Kill the process."""
         self._process.kill()
         self._process.wait()
 
@@ -273,7 +270,6 @@ def _hardware(wire: Wire, mesh: DeviceMesh, folder: Path) -> str:
 def _step(
     variant: str, model: TrainableLlama, trained: Trained, args: argparse.Namespace
 ) -> Callable[[], Tensor]:
-    """Return a function that trains one step and returns its loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     add_hooks(variant, model, optimizer)
     ids = torch.randint(args.vocab, (args.rows, args.tokens + 1), device=model.cos.device)

@@ -68,7 +68,6 @@ class Stretch:
 
 
 def main() -> None:
-    """Print a table with a row for each graph."""
     parser = common.new_parser(__doc__)
     parser.add_argument("race", nargs="?", type=Path, default=RECORDED)
     rows = []

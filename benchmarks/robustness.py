@@ -149,7 +149,6 @@ def ratios(
 
 
 def row(name: str, plans: Sequence[Plan], gpus: int, link: float, *, exact: bool) -> dict[str, str]:
-    """Return a row of the table."""
     problems = [at_world(plan, gpus) for plan in plans]
     hardware = slowed(HARDWARE[DEVICE], Scenario(link, 1.0, 1.0))
     begin = time.perf_counter()
@@ -177,7 +176,6 @@ def row(name: str, plans: Sequence[Plan], gpus: int, link: float, *, exact: bool
 
 
 def peak_bytes(problems: Sequence[Problem], schedules: Schedules) -> int:
-    """Return the larger peak of the two graphs."""
     return max(max(alive_bytes(p, s)) for p, s in zip(problems, schedules, strict=True))
 
 
@@ -187,7 +185,6 @@ the simulator. *Exact*: planned for the times of the scenario. *Peak*: as in `sc
 
 
 def main() -> None:
-    """Print the table, and write it if asked to."""
     args = _arguments()
     parts = [common.heading("benchmarks.robustness", torch.device("cpu"))]
     lines = []

@@ -200,7 +200,6 @@ def lower_bound_us(problem: Problem, cost_model: TransferCostModel) -> float:
 
 
 def _at_once_us(transfers: Sequence[Transfer], cost_model: TransferCostModel) -> float:
-    """Return the time of one collective per kind."""
     by_kind: dict[str, list[Transfer]] = {}
     for transfer in transfers:
         by_kind.setdefault(transfer.kind, []).append(transfer)
@@ -266,7 +265,6 @@ UNCOPIED, KEPT = f"{RULE}, no copies", f"{RULE}, no copies, root kept"
 
 
 def judged(plans: Sequence[Plan], gpus: int) -> dict[str, Outcome]:
-    """Return the prediction for each schedule, by its name."""
     problems = [at_world(plan, gpus) for plan in plans]
     kept = [root_kept(plan, problem) for plan, problem in zip(plans, problems)]
     return {
@@ -342,7 +340,6 @@ to it, it asks triton for the memory bandwidth of a GPU."""
 
 
 def main() -> None:
-    """Print a table for each model, and write all of them if asked to."""
     args = _arguments()
     parts = [common.heading("benchmarks.schedules", torch.device("cpu"))]
     for name in args.models:

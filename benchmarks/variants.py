@@ -28,7 +28,6 @@ Build = Callable[[Model, DeviceMesh], Trained]
 
 
 def plain(model: Model, mesh: DeviceMesh) -> Trained:
-    """Build torch.compile without sharding."""
     return torch.compile(model)
 
 
@@ -40,7 +39,6 @@ def fsdp2(model: Model, mesh: DeviceMesh, **options: Any) -> Trained:
 
 
 def fsdp2_compiled_blocks(model: Model, mesh: DeviceMesh, **options: Any) -> Trained:
-    """Build FSDP2 with each block compiled."""
     for block in model.blocks:
         block.compile()
     return fsdp2(model, mesh, **options)
@@ -85,7 +83,6 @@ def add_hooks(name: str, model: Trained, optimizer: torch.optim.Optimizer) -> No
 
 
 def ddp(model: Model, mesh: DeviceMesh) -> Trained:
-    """Build eager DDP."""
     return DistributedDataParallel(model, process_group=mesh.get_group())
 
 

@@ -2,7 +2,7 @@
 
 No other package may use names that torch spells with an underscore, read torch's stack frames, or
 rely on the placeholder names of its graphs; ``tests/test_private_torch.py`` enforces this. This
-package imports only torch, plus Triton in a process that simulates a GPU (``no_gpu``).
+package imports only torch and networkx, plus Triton where a GPU is simulated (``no_gpu``).
 
 Each module or function names the torch file it relies on and any difference between the two
 versions.
