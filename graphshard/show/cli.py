@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
 from ..files import write_whole
@@ -11,9 +10,6 @@ from .diff import diff
 from .dump import Dump
 from .dump_folder import dump_paths, folder_page, saving_choices
 from .table import saving_table, summary
-
-Command = Callable[[argparse.Namespace], int]
-"""Runs a command and returns its exit status."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -30,30 +26,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="OUT",
         help="write the HTML page of a folder to this file, instead of printing tables",
     )
-    parser.set_defaults(run=_refusing_bad_files(_show), parser=parser)
+    parser.set_defaults(run=_show, parser=parser)
     text = "show the changes from one plan to another; exit status 1 if there are any"
     parser = commands.add_parser("diff", help=text, description=text)
     parser.add_argument("before", type=Path, metavar="A", help="a dump")
     parser.add_argument("after", type=Path, metavar="B", help="a dump")
-    parser.set_defaults(run=_refusing_bad_files(_diff), parser=parser)
-
-
-def _refusing_bad_files(command: Command) -> Command:
-    """Return ``command`` with unreadable files reported as errors of its arguments (status 2)."""
-
-    def checked(args: argparse.Namespace) -> int:
-        try:
-            return command(args)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return checked
+    parser.set_defaults(run=_diff, parser=parser)
 
 
 def _show(args: argparse.Namespace) -> int:
     if args.html is not None:
         return _write_page(args)
-    dumps = [Dump.load(path) for argument in args.files for path in _files(argument)]
+    dumps = [_load(path) for argument in args.files for path in _files(argument)]
     folders = [argument for argument in args.files if argument.is_dir()]
     tried = [saving_table(choice) for folder in folders for choice in saving_choices(folder)]
     print("\n\n\n".join([summary(dumps, all_buckets=args.all), *tried]))
@@ -63,12 +47,12 @@ def _show(args: argparse.Namespace) -> int:
 def _write_page(args: argparse.Namespace) -> int:
     folder, *others = args.files
     if others or not folder.is_dir():
-        raise ValueError("--html: needs one folder of dumps")
+        raise argparse.ArgumentTypeError("--html: needs one folder of dumps")
     _files(folder)
     try:
         write_whole(args.html, folder_page(folder))
     except OSError as error:
-        raise ValueError(f"--html: {error}") from error
+        raise argparse.ArgumentTypeError(f"--html: {error}") from error
     return 0
 
 
@@ -76,11 +60,18 @@ def _files(path: Path) -> list[Path]:
     """Return the dumps in the folder ``path``, or ``path`` itself if it is a file."""
     paths = dump_paths(path) if path.is_dir() else [path]
     if not paths:
-        raise ValueError(f"{path}: no dump in this folder")
+        raise argparse.ArgumentTypeError(f"{path}: no dump in this folder")
     return paths
 
 
 def _diff(args: argparse.Namespace) -> int:
-    report = diff(Dump.load(args.before), Dump.load(args.after))
+    report = diff(_load(args.before), _load(args.after))
     print(report or "no difference")
     return 1 if report else 0
+
+
+def _load(path: Path) -> Dump:
+    try:
+        return Dump.load(path)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -246,13 +246,13 @@ def exposed_reason(dump: Dump, i: int) -> str:
     earlier = [j for j in range(i) if dump.slots[COLLECTIVE, j].lane == collective.lane]
     if earlier and collective.duration_us <= wait_begins_us - launched_us:
         return f"link is busy with bucket {earlier[-1]}"
-    limit = _limit_in_the_way(dump, bucket)
+    limit = _blocking_limit(dump, bucket)
     if limit is not None:
         return limit
     return f"compute {'before' if gathers else 'after'} it is too short"
 
 
-def _limit_in_the_way(dump: Dump, bucket: Bucket) -> str | None:
+def _blocking_limit(dump: Dump, bucket: Bucket) -> str | None:
     """Return the limit that stops ``bucket`` from staying in flight one step longer, if any."""
     problem, memory = dump.plan.problem, dump.free_memory
     taken = footprint(problem, bucket)
