@@ -175,9 +175,11 @@ class Options:
         Args:
             fqns: name of the parameter at each position; "" if there is no parameter.
         """
-        globs = [g for g, given in self.overrides.items() if "reshard_after_forward" in given]
-        own = (i for i, fqn in enumerate(fqns) if fqn and any(matches(g, fqn) for g in globs))
-        return frozenset(own)
+        overrides = self.overrides.items()
+        globs = [glob for glob, arguments in overrides if "reshard_after_forward" in arguments]
+        return frozenset(
+            i for i, fqn in enumerate(fqns) if any(matches(g, fqn) for g in globs if fqn)
+        )
 
     def differences_from(self, other: Options) -> list[str]:
         """Return the parameter options that differ from their defaults and from those of ``other``.

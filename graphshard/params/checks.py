@@ -47,7 +47,7 @@ def find_plain_params(root: nn.Module, ignored: frozenset[nn.Parameter]) -> list
             plain.fqns.append(f"{prefix}.{name}" if prefix else name)
             plain.holders.append(Holder(module, name))
     inside = set(root.modules())
-    for module in living(nn.Module):
+    for module in instances_of(nn.Module):
         if module in inside:
             continue
         for name, param in parameters_if_initialised(module).items():
@@ -59,26 +59,26 @@ def find_plain_params(root: nn.Module, ignored: frozenset[nn.Parameter]) -> list
     return list(plain_params.values())
 
 
-def living(kind: type[_T]) -> Iterator[_T]:
+def instances_of(kind: type[_T]) -> Iterator[_T]:
     """Yield all living instances of ``kind`` and its subclasses.
 
     The garbage collector does not list objects frozen by ``gc.freeze()``; these are found only if
     they are registered in ``graphshard._torch.instances``.
     """
     # Filter types, not objects: there are few types, and isinstance would run code of proxies.
-    things = gc.get_objects()
-    kinds = {cls for cls in set(map(type, things)) if issubclass(cls, kind)}
+    objects = gc.get_objects()
+    kinds = {cls for cls in set(map(type, objects)) if issubclass(cls, kind)}
     frozen = live_instances(kind) if gc.get_freeze_count() else {}
-    for thing in things if kinds else ():
-        if type(thing) in kinds:
-            frozen.pop(id(thing), None)
-            yield thing
+    for instance in objects if kinds else ():
+        if type(instance) in kinds:
+            frozen.pop(id(instance), None)
+            yield instance
     yield from frozen.values()
 
 
 def find_reduced_by_ddp() -> set[nn.Parameter]:
     """Return the parameters whose gradients a living ``DistributedDataParallel`` reduces."""
-    return {param for ddp in living(DistributedDataParallel) for param in ddp_parameters(ddp)}
+    return {param for ddp in instances_of(DistributedDataParallel) for param in ddp_parameters(ddp)}
 
 
 # --- faults --------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def _fault_of_parameters(plain_params: Sequence[PlainParam], allow_meta: bool) -
 
 def _fault_of_optimizers(plain_params: Sequence[PlainParam]) -> str | None:
     """Return a fault if an optimizer has loaded sharded state for a parameter, or None."""
-    for optimizer in living(torch.optim.Optimizer):
+    for optimizer in instances_of(torch.optim.Optimizer):
         for plain in plain_params:
             state = optimizer.state.get(plain.param, {})
             if any(isinstance(value, DTensor) for value in state.values()):

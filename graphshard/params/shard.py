@@ -40,7 +40,7 @@ from ..ops.float8_math import is_of_torchao
 from ..options.options import Options
 from ..ranks.agree import first_text, raise_if_different
 from ..ranks.call_log import call_log_of
-from .checks import find_fault, find_plain_params, living
+from .checks import find_fault, find_plain_params, instances_of
 from .full_tensor import without_expanded_dims
 from .loading import check_optimizer_state
 from .mesh import MeshGroups, agreed_exchange, eager_reduction
@@ -91,9 +91,9 @@ def shard_module(
     Raises:
         BackendError: on every rank, if any rank's module cannot be sharded or ranks differ.
     """
-    taken = take_replacements(root)
+    has_replacements = take_replacements(root)
     groups, plain_params = MeshGroups(mesh), find_plain_params(root, options.ignored_params)
-    if taken and not plain_params:
+    if has_replacements and not plain_params:
         return
     fault = find_fault(root, plain_params, mesh, options, allow_meta=allow_meta)
     _check_same_shards(root, plain_params, groups, options, fault=fault)
@@ -216,10 +216,10 @@ def _raise_if_used_unequal(
 
 def _is_unequal(tensor: torch.Tensor, groups: MeshGroups) -> bool:
     """Return whether ``tensor`` differs bitwise from the first rank's."""
-    own = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
-    first = own.clone()
+    local = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
+    first = local.clone()
     broadcast_from_first_rank(first, groups)
-    return not torch.equal(own.view(torch.uint8), first.view(torch.uint8))
+    return not torch.equal(local.view(torch.uint8), first.view(torch.uint8))
 
 
 def _warn_of_torchao(root: nn.Module) -> None:
@@ -265,12 +265,12 @@ def broadcast_from_first_rank(tensor: torch.Tensor, groups: MeshGroups) -> None:
         return
     tensor = without_expanded_dims(tensor)
     group = process_group(groups.all_ranks)
-    whole = tensor.detach().to(groups.device).contiguous()
+    values = tensor.detach().to(groups.device).contiguous()
     source = dist.get_global_rank(group, 0)
     # As bytes, which every backend supports.
-    dist.broadcast(whole.view(-1).view(torch.uint8), src=source, group=group)
-    if whole.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(whole)
+    dist.broadcast(values.view(-1).view(torch.uint8), src=source, group=group)
+    if values.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(values)
 
 
 def _shard_parameter(plain: PlainParam, model: ShardedModel) -> ShardedParam:
@@ -338,7 +338,7 @@ def _install(
 
 def _repoint_optimizers(sharded_params: Mapping[nn.Parameter, ShardedParam]) -> None:
     """Replace old parameters by their DTensors in the param groups and state of live optimizers."""
-    for optimizer in living(torch.optim.Optimizer):
+    for optimizer in instances_of(torch.optim.Optimizer):
         for group in optimizer.param_groups:
             params = group["params"]
             params[:] = [sharded_params[p].dtensor if p in sharded_params else p for p in params]

@@ -179,7 +179,9 @@ class ShardedParam:
         """Set DTensor and shard in ``module``, and record it as an owner under ``name``."""
         parameters_of(module)[name] = cast(nn.Parameter, self.dtensor)
         self._give_shard(module, name)
-        if not any(owner is module and own == name for owner, own in self._live_owners()):
+        if not any(
+            owner is module and attribute == name for owner, attribute in self._live_owners()
+        ):
             self._owners.append((weakref.ref(module), name))
 
     def remove_owner(self, module: nn.Module, name: str) -> None:
@@ -608,13 +610,13 @@ class ShardedModel:
 
     def reduce_leftovers(self) -> None:
         """Reduce accumulated gradients of parameters for which the last backward made none."""
-        done = [p for p in self.sharded_params if p.is_owned() and p.grad_destination is None]
-        done.sort(key=lambda sharded_param: sharded_param.fqn)
+        reducible = [p for p in self.sharded_params if p.is_owned() and p.grad_destination is None]
+        reducible.sort(key=lambda sharded_param: sharded_param.fqn)
         self.accumulates = any(p.grad_destination is not None for p in self.sharded_params)
-        if not done:
+        if not reducible:
             return
-        with eager_reduction(done[0].spec.groups, [param.fqn for param in done]):
-            for sharded_param, pending in zip(done, self._pending_on_any_rank(done)):
+        with eager_reduction(reducible[0].spec.groups, [param.fqn for param in reducible]):
+            for sharded_param, pending in zip(reducible, self._pending_on_any_rank(reducible)):
                 if any(pending):
                     sharded_param.reduce_accumulated(unsynced=pending[0])
 
