@@ -102,7 +102,7 @@ def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) 
         raise ValueError(f"model is a {type(model).__name__}: give the module first")
     for other in others:
         if isinstance(other, nn.Module):
-            raise ValueError(f"one model for each call: prepare {type(other).__name__} by another")
+            raise ValueError(f"one model per call: prepare {type(other).__name__} in another call")
 
 
 class ShardedAccelerator(Accelerator):

@@ -90,9 +90,9 @@ def load_sharded(
     """
     if not (folder / ".metadata").is_file():
         raise ValueError(
-            f"{folder} is no checkpoint of a sharded model: it was saved unsharded, or without its "
-            "optimizer (save_only_model), or the save was interrupted. To begin with its weights "
-            "alone, load them into the plain model"
+            f"{folder} is not a checkpoint of a sharded model: it was saved unsharded, or "
+            "without its optimizer (save_only_model), or the save was interrupted. To "
+            "start from its weights only, load them into the plain model"
         )
     state = _state(model, optimizers, weights)
     dcp.load(state, checkpoint_id=folder)

@@ -52,8 +52,8 @@ def configure(owner: LightningModule, model: nn.Module, **options: Any) -> None:
     """
     if model is owner:
         raise ValueError(
-            "Lightning calls training_step and not the LightningModule's forward: give configure() "
-            "the module that training_step calls, such as self.net"
+            "Lightning calls training_step instead of the LightningModule's forward: give "
+            "configure() the module that training_step calls, such as self.net"
         )
     if not is_sharded(model):
         strategy = owner.trainer.strategy

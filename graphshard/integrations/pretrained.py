@@ -126,14 +126,14 @@ def _check_arguments(cls: Any, options: Mapping[str, Any], kwargs: Mapping[str, 
     if not (isinstance(cls, type) and issubclass(cls, (PreTrainedModel, _BaseAutoModelClass))):
         raise ValueError(
             f"cls={cls!r}: give a model class of transformers, or one of its AutoModelFor... "
-            "classes; others load the whole model, which graphshard.shard then takes"
+            "classes. Load models of others with their own method, then call graphshard.shard"
         )
     for name, advice in _REFUSED.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"{name}={kwargs[name]!r}: leave it out: {advice}")
     if options.get("ignored_params") is not None:
         raise ValueError(
-            "ignored_params: the model has no parameters yet; to replicate some give "
+            "ignored_params: the model has no parameters yet; to replicate some, give "
             'overrides={glob: {"shard": False}}'
         )
 
@@ -174,8 +174,8 @@ class _Outline:
             model, report = cls.from_pretrained(name_or_path, **arguments)
         if not self._has_loaded:
             raise ValueError(
-                f"{name_or_path} was loaded by other code than PreTrainedModel's: call "
-                "from_pretrained of the class, then graphshard.shard"
+                f"{name_or_path} was not loaded by PreTrainedModel's code: call "
+                "the class's own from_pretrained, then graphshard.shard"
             )
         return model, report
 
@@ -194,8 +194,8 @@ class _Outline:
             raise ValueError(f"{type(model).__name__}: quantized parameters cannot be sharded")
         if self._has_loaded:
             raise ValueError(
-                "the checkpoint has adapters, or a model in the model: load the base model so, and "
-                "give it to peft, whose adapters are sharded when the model is compiled"
+                "the checkpoint has adapters, or a model within the model: load the base model "
+                "only, then add the adapters by peft; they are sharded when the model is compiled"
             )
         self._has_loaded = True
         stored = _stored_state(state_dict, checkpoint_files or (), load_config)
@@ -253,7 +253,9 @@ def _stored_state(
         )
         stored |= {name: _of_tensor(tensor) for name, tensor in loaded.items()}
     if extra := [name for name in stored if name.endswith("_extra_state")]:
-        raise ValueError(f"{extra[0]!r} is no parameter or buffer, and cannot be read in rows")
+        raise ValueError(
+            f"{extra[0]!r} is neither a parameter nor a buffer, and cannot be read in rows"
+        )
     return stored
 
 

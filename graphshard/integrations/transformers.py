@@ -129,7 +129,7 @@ def _check_args(args: TrainingArguments) -> None:
         )
     if args.optim == "adafactor":
         raise ValueError(
-            'optim="adafactor": it mixes tensors of its own with sharded ones; set another, such '
+            'optim="adafactor": it mixes its own tensors with sharded ones; set another, such '
             'as "adamw_torch_fused"'
         )
 

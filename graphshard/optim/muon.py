@@ -96,9 +96,9 @@ class Muon(torch.optim.Muon):
                 name, shape = _name(self.param_groups, number, i), tuple(param.shape)
                 self.param_groups.pop()
                 raise ValueError(
-                    f"Muon steps matrices, and {name} has the shape {shape}: give it to another "
-                    "optimizer, such as torch.optim.AdamW, and Muon those of model.parameters() "
-                    "with p.ndim == 2 (but for embeddings and the output layer)"
+                    f"Muon only steps matrices, but {name} has the shape {shape}: give it to "
+                    "another optimizer, such as torch.optim.AdamW, and give Muon the "
+                    "model.parameters() with p.ndim == 2, without embeddings and the output layer"
                 )
 
     @torch.no_grad()
@@ -239,7 +239,7 @@ def _mesh_of(param: Tensor, name: str) -> DeviceMesh | None:
     mesh, spec = param.device_mesh, spec_of(param) if param.device_mesh.ndim <= 2 else None
     same = isinstance(param.grad, DTensor) and param.grad.placements == param.placements
     if spec is None or not same:
-        of_grad = param.grad.placements if isinstance(param.grad, DTensor) else "no DTensor"
+        of_grad = param.grad.placements if isinstance(param.grad, DTensor) else "not a DTensor"
         raise ValueError(
             f"Muon cannot step {name}, placed as {param.placements} (its gradient: {of_grad}) over "
             f"{mesh}: it takes rows over a mesh of one axis, Shard(0), or over the second of two, "

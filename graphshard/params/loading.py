@@ -150,5 +150,5 @@ def _check_whose(saved: DeviceMesh, own: DeviceMesh, name: str, remedy: str) -> 
     if theirs is not None and ours is not None and theirs[-1] != ours[-1]:
         raise BackendError(
             f"{name!r} has the rows of the rank at {list(theirs)} of the mesh, and this one is at "
-            f"{list(ours)}: the file was saved by that rank alone. Instead {remedy}"
+            f"{list(ours)}: only that rank saved the file. Instead, {remedy}"
         )

@@ -58,7 +58,7 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
     root = checked_module(model, allow_meta=True)
     groups = mesh_groups_of(root)
     if groups is None:
-        raise BackendError(f"{type(root).__name__} is not sharded: call graphshard.shard before")
+        raise BackendError(f"{type(root).__name__} is not sharded: call graphshard.shard first")
     names = [name for name, param in root.named_parameters() if param.is_meta]
     seed = _common_seed(groups)
     allocate(root, groups)
@@ -223,8 +223,8 @@ def _run(init: Init, root: nn.Module) -> None:
         if "meta" not in str(error):
             raise
         raise BackendError(
-            "init reads a parameter, or makes one of the values of another: while some parameters "
-            f"are initialised, all others are on the meta device and have none ({error})"
+            "init reads a parameter or computes one from another: while some parameters "
+            f"are initialised, all others are on the meta device, without values ({error})"
         ) from error
 
 
@@ -244,8 +244,8 @@ def _check_written(name: str, full: torch.Tensor, param: nn.Parameter) -> None:
     """Raise BackendError if ``init`` replaced a parameter or did not write all of its elements."""
     if full.is_meta or full.shape != param.shape:
         raise BackendError(
-            f"init replaced {name!r}, {tuple(param.shape)}, by a parameter of {tuple(full.shape)} "
-            f"on {full.device}: write its values in place"
+            f"init replaced {name!r}, {tuple(param.shape)}, with a parameter of "
+            f"{tuple(full.shape)} on {full.device}: write its values in place"
         )
     if unwritten := num_uninitialised(full.contiguous()):
         raise BackendError(
@@ -297,7 +297,7 @@ def _check_buffers(shells: Sequence[_Shell]) -> None:
             if _is_meta(shell.buffers.get(name)) and buffer is not None and _is_unwritten(buffer):
                 raise BackendError(
                     f"init does not write the buffer {name!r} of {type(shell.module).__name__}: "
-                    "write it there, or make what is constant outside of torch.device('meta')"
+                    "write it in init, or create constant buffers outside of torch.device('meta')"
                 )
 
 

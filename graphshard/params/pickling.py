@@ -40,7 +40,7 @@ def refuse_pickling(what: str) -> NoReturn:
     raise BackendError(
         f"{what} is sharded by graphshard and cannot be pickled: save "
         "graphshard.full_state_dict(model), or model.state_dict() and optimizer.state_dict() by "
-        "torch.distributed.checkpoint; a process that needs the model builds it and loads these"
+        "torch.distributed.checkpoint. A process that needs the model builds it and loads these"
     )
 
 

@@ -166,8 +166,8 @@ def refuse_prompt_learning(model: object) -> None:
     for name, config in configs.items():
         if config.is_prompt_learning:
             raise ValueError(
-                f"the adapter {name!r} is of {config.peft_type}, which peft saves by a forward on "
-                "one rank, where a sharded model has no values: use LoRA or the like"
+                f"adapter {name!r} is of type {config.peft_type}, which peft saves by a forward on "
+                "one rank, which has only shards: use another type, such as LoRA"
             )
 
 

@@ -130,8 +130,8 @@ def load_full_state_dict(
     groups = mesh_groups_of(root)
     if groups is None:
         raise ValueError(
-            f"{type(root).__name__} is not sharded yet: call load_state_dict of it, or "
-            "graphshard.shard(model, mesh) before"
+            f"{type(root).__name__} is not sharded: call its load_state_dict, or first "
+            "graphshard.shard(model, mesh)"
         )
     names = [] if optim is None else _parameter_names(root, optim)
     incoming = _announce(state_dict, None if optim is None else optim_state_dict, names, groups)
@@ -161,7 +161,7 @@ def checked_module(
     for name, param in root.named_parameters():
         if param.is_meta and not allow_meta:
             raise ValueError(
-                f"parameter {name!r} is on the meta device: call model.to_empty(device=...) before"
+                f"parameter {name!r} is on the meta device: call model.to_empty(device=...) first"
             )
     return root
 
@@ -199,7 +199,7 @@ def _parameter_names(root: nn.Module, optim: torch.optim.Optimizer) -> list[list
     groups = [group["params"] for group in optim.param_groups]
     if any(param not in names for group in groups for param in group):
         raise ValueError(
-            "optim has a parameter that is none of the model's: give the optimizer of this model"
+            "optim has a parameter that model does not have: give this model's optimizer"
         )
     return [[names[param] for param in group] for group in groups]
 
@@ -214,7 +214,7 @@ def _select(
     """
     names = {names} if isinstance(names, str) else set(names)
     unknown = sorted(names - {plain_name(name) for name in state})
-    fault = f"names has {unknown[0]!r}, which the state dict has not" if unknown else None
+    fault = f"names has {unknown[0]!r}, which is not in the state dict" if unknown else None
     if groups is not None:
         advice = "All ranks have to ask for the same names: is one chosen by rank?"
         wanted = dict.fromkeys(names, "wanted")
@@ -345,20 +345,20 @@ def _optimizer_fault(state: object, names: list[list[str]]) -> str | None:
         names: names of the optimizer's parameters, by param group.
     """
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
-        return "optim_state_dict is no state dict of an optimizer: give that of full_state_dict"
+        return "optim_state_dict is not an optimizer's state dict: give that of full_state_dict"
     own = {name for group in names for name in group}
     saved = {name: number for number, g in enumerate(state["param_groups"]) for name in g["params"]}
     if any(isinstance(name, int) for name in saved):
         return (
-            "optim_state_dict has numbers for parameters: give names, as full_state_dict does, and "
+            "optim_state_dict has numbers instead of parameter names: get it by full_state_dict or "
             "get_optimizer_state_dict of torch.distributed.checkpoint.state_dict"
         )
     if different := sorted(own ^ (saved.keys() | state["state"].keys())):
         where = "optim" if different[0] in own else "optim_state_dict"
-        return f"the parameter {different[0]!r} is in {where} alone"
+        return f"parameter {different[0]!r} is in {where} only"
     for group in names:
         if len({saved.get(name) for name in group}) > 1:
-            return f"parameters of optim's group of {group[0]!r} are in several of optim_state_dict"
+            return f"optim_state_dict has the parameters of {group[0]!r}'s group in several groups"
     return None
 
 

@@ -168,7 +168,7 @@ def test_only_named_entries_are_gathered() -> None:
     optim = _adamw(model)
     _, optim_state = graphshard.full_state_dict(model, optim, names=["head.weight"])
     graphshard.load_full_state_dict(model, every, optim, optim_state)  # which it has in full
-    with pytest.raises(ValueError, match="names has 'wrong', which the state dict has not"):
+    with pytest.raises(ValueError, match="names has 'wrong', which is not in the state dict"):
         graphshard.full_state_dict(model, names=wanted if dist.get_rank() == 0 else ["wrong"])
     with pytest.raises(ValueError, match=r"'head.weight' differs.*same names: is one chosen by"):
         graphshard.full_state_dict(model, names=wanted[dist.get_rank() :])
@@ -343,11 +343,11 @@ def test_wrong_state_on_the_first_rank_raises_on_all() -> None:
         (RuntimeError, "size mismatch for up.bias", {**state, "up.bias": torch.ones(2)}),
     ]
     of_optim: list[tuple[str, Any]] = [
-        ("no state dict of an optimizer", None),
-        ("no state dict of an optimizer", {}),
-        ("numbers for parameters", numbered),
-        ("'down.bias' is in optim alone", fewer),
-        ("group of 'up.weight'", {"state": {}, "param_groups": halves}),
+        ("not an optimizer's state dict", None),
+        ("not an optimizer's state dict", {}),
+        ("numbers instead of parameter names", numbered),
+        ("'down.bias' is in optim only", fewer),
+        ("parameters of 'up.weight's group", {"state": {}, "param_groups": halves}),
     ]
     is_first = dist.get_rank() == 0
     for kind, said, given in of_model:
@@ -363,10 +363,10 @@ def test_wrong_state_on_the_first_rank_raises_on_all() -> None:
 @on_ranks(2)
 def test_wrong_arguments_raise() -> None:
     model = MLP()
-    with pytest.raises(ValueError, match="MLP is not sharded yet"):
+    with pytest.raises(ValueError, match="MLP is not sharded: call"):
         graphshard.load_full_state_dict(model, model.state_dict())
     graphshard.shard(model, world_mesh())
-    with pytest.raises(ValueError, match="none of the model's"):
+    with pytest.raises(ValueError, match="that model does not have"):
         graphshard.full_state_dict(model, sgd(MLP()))
     for call in (graphshard.full_state_dict, graphshard.load_full_state_dict):
         with pytest.raises(ValueError, match="model is a str"):

@@ -135,7 +135,7 @@ def test_accelerate_saves_and_resumes_bitwise(tmp_path: Path) -> None:
 def _refuse(folder: str) -> None:
     model: nn.Module = nn.Linear(3, 4)
     as_by_torchrun()
-    with pytest.raises(ValueError, match="one model for each call: prepare ReLU by another"):
+    with pytest.raises(ValueError, match="one model per call: prepare ReLU in another call"):
         prepare(Accelerator(cpu=True), model, nn.ReLU())
     with pytest.raises(ValueError, match="model is a SGD: give the module first"):
         prepare(Accelerator(cpu=True), torch.optim.SGD(model.parameters()))
@@ -155,7 +155,7 @@ def _refuse(folder: str) -> None:
     prepare(accelerator, model, compiler="aot_eager")
     with pytest.raises(ValueError, match="No input_dir"):
         accelerator.load_state()
-    with pytest.raises(ValueError, match="is no checkpoint of a sharded model"):
+    with pytest.raises(ValueError, match="is not a checkpoint of a sharded model"):
         accelerator.load_state(folder)
 
 

@@ -124,7 +124,7 @@ def test_our_config_changes_only_what_conflicts() -> None:
 
 
 def test_options_that_torchtitan_sets_are_refused() -> None:
-    with pytest.raises(ValueError, match="compiler, mesh: set what torchtitan has for it"):
+    with pytest.raises(ValueError, match="compiler, mesh: set torchtitan's own option"):
         configure(llama3_debugmodel(), mesh=None, compiler="inductor")
 
 

@@ -56,7 +56,7 @@ def configure(config: Trainer.Config, **options: Any) -> Trainer.Config:
     """
     set_by_torchtitan = {"mesh", "mp_policy", "offload_policy", "reshard_after_forward", "compiler"}
     if taken := sorted(set_by_torchtitan & options.keys()):
-        raise ValueError(f"{', '.join(taken)}: set what torchtitan has for it")
+        raise ValueError(f"{', '.join(taken)}: set torchtitan's own option instead")
     if config.model_spec is None:
         raise ValueError("config.model_spec is None: set the model first")
     shards = partial(parallelize, options=options)
