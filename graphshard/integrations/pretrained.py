@@ -13,6 +13,7 @@ Based on transformers 5.23: ``modeling_utils.py``, ``core_model_loading.py``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,7 +36,7 @@ from ..options.options import mesh_for
 from ..params.mesh import MeshGroups
 from ..params.meta_init import fill, plain_twin
 from ..params.shard import broadcast_from_first_rank, move_buffers
-from ..params.stored import Read, StoredTensor, read_stored
+from ..params.stored import StoredTensor, read_stored
 from ..ranks.agree import raise_if_different, raise_on_all_ranks
 from ..tools.checkpoint import reading
 
@@ -141,14 +142,19 @@ def _check_arguments(cls: Any, options: Mapping[str, Any], kwargs: Mapping[str, 
 def _check_complete(report: Mapping[str, Any]) -> None:
     """Raise ValueError if parameters are in no file, or tensors in files are not in the model."""
     faults = []
-    for key, what in (("missing_keys", "no file has"), ("unexpected_keys", "the model has not")):
-        if names := sorted(report[key]):
-            more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-            faults.append(f"{what} {', '.join(map(repr, names[:10]))}{more}")
+    for key, what in (("missing_keys", "no file has"), ("unexpected_keys", "the model lacks")):
+        if report[key]:
+            faults.append(f"{what} {_first_ten(map(repr, sorted(report[key])))}")
     if faults:
         raise ValueError(
             f"strict=True, and {'; '.join(faults)}: give the class that was saved, or strict=False"
         )
+
+
+def _first_ten(texts: Iterable[str], separator: str = ", ") -> str:
+    """Return the first ten texts, and the number of the others."""
+    texts = list(texts)
+    return separator.join(texts[:10]) + (f" and {len(texts) - 10} more" if len(texts) > 10 else "")
 
 
 # --- on the meta device --------------------------------------------------------------------------
@@ -202,7 +208,15 @@ class _Outline:
         on_meta = dataclasses.replace(load_config, device_map={"": "meta"})
         info, offload_index = self._load(model, stored, None, on_meta, expected_keys)
         if info.mismatched_keys and not load_config.ignore_mismatched_sizes:
-            raise RuntimeError(_of_other_shapes(model, info.mismatched_keys))
+            mismatches = (
+                f"{name!r} {tuple(stored)}, not {tuple(own)}"
+                for name, stored, own in sorted(info.mismatched_keys)
+            )
+            raise RuntimeError(
+                f"the checkpoint has other shapes than {type(model).__name__}: "
+                f"{_first_ten(mismatches, '; ')}: change the config, or give "
+                "ignore_mismatched_sizes=True for new values"
+            )
         by_name = self._take_stored(model)
         _settle_ties(model, by_name, info)
         return info, offload_index
@@ -227,31 +241,19 @@ class _Outline:
         return by_name
 
 
-def _of_other_shapes(model: nn.Module, keys: Iterable[tuple[str, Any, Any]]) -> str:
-    """Return the error message for tensors whose shapes do not match the model's."""
-    mismatches = [
-        f"{name!r} {tuple(stored)}, not {tuple(own)}" for name, stored, own in sorted(keys)
-    ]
-    more = f" and {len(mismatches) - 10} more" if len(mismatches) > 10 else ""
-    return (
-        f"the checkpoint has other shapes than {type(model).__name__}: {'; '.join(mismatches[:10])}"
-        f"{more}: change the config, or give ignore_mismatched_sizes=True for new values"
-    )
-
-
 def _stored_state(
     state_dict: Mapping[str, torch.Tensor] | None, files: Sequence[str], load_config: Any
 ) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint as stored tensors, still in their files."""
-    stored = {name: _of_tensor(tensor) for name, tensor in (state_dict or {}).items()}
+    stored = {name: _from_tensor(tensor) for name, tensor in (state_dict or {}).items()}
     for path in map(Path, files):
         if path.suffix == ".safetensors":
-            stored |= _of_file(path)
+            stored |= _from_file(path)
             continue
         loaded = load_state_dict(
             path, weights_only=load_config.weights_only, disable_mmap=load_config.disable_mmap
         )
-        stored |= {name: _of_tensor(tensor) for name, tensor in loaded.items()}
+        stored |= {name: _from_tensor(tensor) for name, tensor in loaded.items()}
     if extra := [name for name in stored if name.endswith("_extra_state")]:
         raise ValueError(
             f"{extra[0]!r} is neither a parameter nor a buffer, and cannot be read in rows"
@@ -259,40 +261,37 @@ def _stored_state(
     return stored
 
 
-def _of_file(path: Path) -> dict[str, StoredTensor]:
+def _from_file(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file."""
     with reading(path):
         # Unlike "mmap", "pread" raises an error if the file is truncated while it is open.
         file = safe_open(path, "pt", "cpu", backend="pread")
-        metas = {name: _read_meta(file, name) for name in file.offset_keys()}
-
-    def reader(name: str) -> Read:
-        def read(rows: slice | None) -> torch.Tensor:
-            with reading(path):
-                return _read_rows(file, name, rows)
-
-        return read
-
-    return {name: StoredTensor.of(meta, reader(name)) for name, meta in metas.items()}
+        return {
+            name: StoredTensor.of(
+                _read_meta(path, file, name), functools.partial(_read_rows, path, file, name)
+            )
+            for name in file.offset_keys()
+        }
 
 
-def _read_meta(file: Any, name: str) -> torch.Tensor:
+def _read_meta(path: Path, file: Any, name: str) -> torch.Tensor:
     """Return a meta tensor with the shape and dtype of a tensor in a safetensors file."""
     shape = file.get_slice(name).get_shape()
-    dtype = _read_rows(file, name, slice(0, 0) if shape else None).dtype
+    dtype = _read_rows(path, file, name, slice(0, 0) if shape else None).dtype
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _read_rows(file: Any, name: str, rows: slice | None) -> torch.Tensor:
+def _read_rows(path: Path, file: Any, name: str, rows: slice | None) -> torch.Tensor:
     """Read some rows of a tensor in a safetensors file, or all of it for None."""
-    stored = file.get_slice(name)
-    if rows is None or not stored.get_shape()[0]:
-        return file.get_tensor(name)
-    # safetensors refuses an empty slice at the end.
-    return stored[rows if rows.start < rows.stop else slice(0, 0)]
+    with reading(path):
+        stored = file.get_slice(name)
+        if rows is None or not stored.get_shape()[0]:
+            return file.get_tensor(name)
+        # safetensors refuses an empty slice at the end.
+        return stored[rows if rows.start < rows.stop else slice(0, 0)]
 
 
-def _of_tensor(tensor: torch.Tensor) -> StoredTensor:
+def _from_tensor(tensor: torch.Tensor) -> StoredTensor:
     """Return a tensor that is in memory, or mapped from a file, as a stored tensor."""
     meta = torch.empty_like(tensor, device="meta")
     return StoredTensor.of(meta, lambda rows: tensor if rows is None else tensor[rows])
