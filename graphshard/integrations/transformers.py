@@ -24,8 +24,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from .._torch.nn import remove_forward_hooks
-from ..params.save_pretrained import adapter_state_dict, is_peft_model, refuse_prompt_learning
-from ..params.state_dict import StateDict, full_state_dict
+from ..params.save_pretrained import refuse_prompt_learning, saved_state_dict
 from .accelerate import ShardedAccelerator, prepare
 from .common import is_sharded, load_sharded, may_be_moved, save_sharded
 from .pretrained import from_pretrained as from_pretrained
@@ -92,7 +91,7 @@ class ShardedTrainerMixin(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write the full model on the first rank; all ranks must call this."""
         if state_dict is None and is_sharded(self.model):
-            state_dict = _to_save(self.model)
+            state_dict = saved_state_dict(self.model)
         super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -132,13 +131,6 @@ def _check_args(args: TrainingArguments) -> None:
             'optim="adafactor": it mixes its own tensors with sharded ones; set another, such '
             'as "adamw_torch_fused"'
         )
-
-
-def _to_save(model: nn.Module) -> StateDict:
-    """Return the full state dict on the first rank; for a peft model, only the adapters."""
-    if is_peft_model(model):
-        return adapter_state_dict(model)
-    return full_state_dict(model)
 
 
 def _remove_input_hooks(model: nn.Module) -> None:

@@ -74,13 +74,18 @@ def save_in_full(save: Callable[..., Any]) -> Callable[..., Any]:
                     f"is_main_process={arguments['is_main_process']!r} on the first rank of the "
                     "mesh, which alone has the full model: set it to True there"
                 )
-        state = adapter_state_dict(self) if is_peft_model(self) else full_state_dict(self)
+        state = saved_state_dict(self)
         if not is_first:
             return None
         with _returned_from_state_dict(self, state):
             return save(self, *args, **kwargs)
 
     return save_pretrained
+
+
+def saved_state_dict(model: nn.Module) -> StateDict:
+    """Return the full state dict on the first rank; for a peft model, only the adapters."""
+    return adapter_state_dict(model) if is_peft_model(model) else full_state_dict(model)
 
 
 @contextmanager
