@@ -267,7 +267,7 @@ def _from_file(path: Path) -> dict[str, StoredTensor]:
         # Unlike "mmap", "pread" raises an error if the file is truncated while it is open.
         file = safe_open(path, "pt", "cpu", backend="pread")
         return {
-            name: StoredTensor.of(
+            name: StoredTensor.create(
                 _read_meta(path, file, name), functools.partial(_read_rows, path, file, name)
             )
             for name in file.offset_keys()
@@ -294,7 +294,7 @@ def _read_rows(path: Path, file: Any, name: str, rows: slice | None) -> torch.Te
 def _from_tensor(tensor: torch.Tensor) -> StoredTensor:
     """Return a tensor that is in memory, or mapped from a file, as a stored tensor."""
     meta = torch.empty_like(tensor, device="meta")
-    return StoredTensor.of(meta, lambda rows: tensor if rows is None else tensor[rows])
+    return StoredTensor.create(meta, lambda rows: tensor if rows is None else tensor[rows])
 
 
 def _settle_ties(model: Any, stored: Mapping[str, StoredTensor], info: Any) -> None:

@@ -201,7 +201,7 @@ def _make_plan(matrices: list[_Stepped], param_groups: Sequence[Group]) -> _Plan
         mesh = _mesh_of(stepped.param, names[stepped.param])
         (alone if mesh is None else by_mesh.setdefault(mesh, [])).append(stepped)
     numbers = {id(group): number for number, group in enumerate(param_groups)}
-    mesh_plans = [_plan_mesh(mesh, of_mesh, names, numbers) for mesh, of_mesh in by_mesh.items()]
+    mesh_plans = [_plan_mesh(mesh, shared, names, numbers) for mesh, shared in by_mesh.items()]
     return _Plan(matrices, alone, mesh_plans)
 
 

@@ -2,14 +2,14 @@
 
     a full tensor              becomes this rank's rows of it
     a DTensor of this spec     stays as it is; if it was unpickled, it gets this model's mesh
-    another rank's shard       raises an error: see [Note: whose shard]
+    another rank's shard       raises an error: see [Note: shards of other ranks]
 
 Anything else is left alone: torch's own errors report it, along with whatever else is wrong.
 
-[Note: whose shard] A DTensor pickles with its mesh, and the mesh with the coordinates of the rank
-that pickled it. So a file that one rank saved (``if rank == 0: torch.save(model.state_dict(), f)``)
-tells every process whose rows it has. Without comparing the coordinates, all ranks would load
-those rows, silently if they have equally many.
+[Note: shards of other ranks] A DTensor pickles with its mesh, and the mesh with the coordinates of
+the rank that pickled it. So a file that one rank saved (``if rank == 0:
+torch.save(model.state_dict(), f)``) shows which rank's rows it has. Without comparing the
+coordinates, all ranks would load those rows, silently if they have equally many.
 """
 
 from __future__ import annotations
@@ -29,13 +29,10 @@ from ..errors import BackendError
 from .param_spec import ParamSpec
 from .sharded_param import Assigned, ShardedParam, sharded_param_of
 
-REMEDY = (
-    "save graphshard.full_state_dict(model), which has all rows and loads everywhere, or use "
-    "torch.distributed.checkpoint, or save and load a file of its own on every rank"
-)
-_REMEDY_OF_OPTIMIZERS = (
-    "save graphshard.full_state_dict(model, optim) and load it by load_full_state_dict, or use "
-    "torch.distributed.checkpoint, or save and load a file of its own on every rank"
+_REMEDY = "{}, or use torch.distributed.checkpoint, or save and load one file for each rank"
+_SAVE_MODEL = "save graphshard.full_state_dict(model), which has all rows and loads everywhere"
+_SAVE_OPTIMIZER = (
+    "save graphshard.full_state_dict(model, optim) and load it by load_full_state_dict"
 )
 
 
@@ -49,7 +46,7 @@ class Incoming(torch.Tensor):
     receive: Callable[[ParamSpec | None], torch.Tensor]
 
     @staticmethod
-    def of(like: torch.Tensor, receive: Callable[[ParamSpec | None], torch.Tensor]) -> Incoming:
+    def create(like: torch.Tensor, receive: Callable[[ParamSpec | None], torch.Tensor]) -> Incoming:
         """Return one with the shape and dtype of the meta tensor ``like``."""
         incoming = like.as_subclass(Incoming)
         incoming.receive = receive
@@ -114,7 +111,7 @@ def _own_shard(value: DTensor, spec: ParamSpec, name: str) -> torch.Tensor:
     mesh = value.device_mesh
     if all(isinstance(placement, Replicate) for placement in value.placements):
         return local_tensor(value)
-    _check_whose(mesh, spec.mesh, name, REMEDY)
+    _check_origin(mesh, spec.mesh, name, _SAVE_MODEL)
     if mesh is spec.mesh or value.placements != spec.placements or value.shape != spec.shape:
         return value
     return spec.dtensor(spec.padded(local_tensor(value)))
@@ -135,11 +132,12 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: dict[str
         for name, value in state.items():
             if isinstance(value, DTensor) and not all(p.is_replicate() for p in value.placements):
                 what, mesh = f"{name} of {sharded_param.fqn}", sharded_param.spec.mesh
-                _check_whose(value.device_mesh, mesh, what, _REMEDY_OF_OPTIMIZERS)
+                _check_origin(value.device_mesh, mesh, what, _SAVE_OPTIMIZER)
 
 
-def _check_whose(saved: DeviceMesh, own: DeviceMesh, name: str, remedy: str) -> None:
+def _check_origin(saved: DeviceMesh, own: DeviceMesh, name: str, advice: str) -> None:
     """Raise ``BackendError`` unless the shard over ``saved`` is this rank's over mesh ``own``."""
+    remedy = _REMEDY.format(advice)
     their_ranks, ranks = saved.mesh.tolist(), own.mesh.tolist()
     if their_ranks != ranks:
         raise BackendError(

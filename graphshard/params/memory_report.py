@@ -46,13 +46,13 @@ class MemoryReport:
     @property
     def total(self) -> MemoryBytes:
         """Total at the planned peak of unsharded parameters, without activations."""
-        parts = [held for name, held in vars(self).items() if name != "on_host"]
+        parts = [part for name, part in vars(self).items() if name != "on_host"]
         return MemoryBytes(*map(sum, zip(*parts)))
 
     def __str__(self) -> str:
-        lines = {**vars(self), "total": self.total, "of it on the host": self.on_host}
+        lines = {**vars(self), "total": self.total, "total, on the host": self.on_host}
         del lines["on_host"]
-        rows = [[name, held.rank / 1e6, held.unsharded / 1e6] for name, held in lines.items()]
+        rows = [[name, part.rank / 1e6, part.unsharded / 1e6] for name, part in lines.items()]
         return tabulate(rows, ["MB", "per rank", "unsharded"], floatfmt=".3f")
 
 

@@ -62,15 +62,15 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
     names = [name for name, param in root.named_parameters() if param.is_meta]
     seed = _common_seed(groups)
     allocate(root, groups)
-    shells = [_Shell.of(module) for module in root.modules()]
+    snapshots = [_Snapshot.take(module) for module in root.modules()]
     try:
         for number, part in enumerate(_passes(root, names)):
             with _seeded(seed + number, groups.device):
-                _init_some(root, part, shells, init or _own_init, groups.device)
-        _check_buffers(shells)
+                _init_some(root, part, snapshots, init or _own_init, groups.device)
+        _check_buffers(snapshots)
     except BaseException:
-        for shell in shells:
-            shell.restore_attributes()
+        for snapshot in snapshots:
+            snapshot.restore_attributes()
         allocated = {root.get_parameter(name) for name in names}
         replace_parameters(
             root, lambda p: torch.empty_like(p, device="meta") if p in allocated else p
@@ -131,7 +131,7 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Shell:
+class _Snapshot:
     """Snapshot of a module before initialisation, which can be restored.
 
     Attributes:
@@ -146,9 +146,9 @@ class _Shell:
     buffers: dict[str, torch.Tensor | None]
 
     @staticmethod
-    def of(module: nn.Module) -> _Shell:
+    def take(module: nn.Module) -> _Snapshot:
         parameters, buffers = parameters_of(module), buffers_of(module)
-        return _Shell(module, type(module), dict(vars(module)), dict(parameters), dict(buffers))
+        return _Snapshot(module, type(module), dict(vars(module)), dict(parameters), dict(buffers))
 
     def make_plain(self, twins: Mapping[nn.Parameter, nn.Parameter], device: torch.device) -> None:
         """Give the module its plain class, plain parameters, and real buffers for meta ones."""
@@ -180,7 +180,7 @@ def _refill(values: dict[str, T], before: Mapping[str, T]) -> None:
 def _init_some(
     root: nn.Module,
     names: Sequence[str],
-    shells: Sequence[_Shell],
+    snapshots: Sequence[_Snapshot],
     init: Init,
     device: torch.device,
 ) -> None:
@@ -188,14 +188,14 @@ def _init_some(
     shards = {name: root.get_parameter(name) for name in names}
     real = set(shards.values())
     twins = {p: plain_twin(p, device if p in real else None) for p in root.parameters()}
-    for shell in shells:
-        shell.make_plain(twins, device)
+    for snapshot in snapshots:
+        snapshot.make_plain(twins, device)
     try:
         _run(init, root)
         full = {name: root.get_parameter(name).detach() for name in names}
     finally:
-        for shell in shells:
-            shell.restore_parameters()
+        for snapshot in snapshots:
+            snapshot.restore_parameters()
     for name, shard in shards.items():
         _check_written(name, full[name], shard)
         _keep_rows(full.pop(name), shard)
@@ -290,13 +290,17 @@ def _is_unwritten(buffer: torch.Tensor) -> bool:
     return integer and bool((buffer == torch.iinfo(buffer.dtype).min).any())
 
 
-def _check_buffers(shells: Sequence[_Shell]) -> None:
+def _check_buffers(snapshots: Sequence[_Snapshot]) -> None:
     """Raise BackendError if ``init`` did not write a buffer that was on the meta device."""
-    for shell in shells:
-        for name, buffer in buffers_of(shell.module).items():
-            if _is_meta(shell.buffers.get(name)) and buffer is not None and _is_unwritten(buffer):
+    for snapshot in snapshots:
+        for name, buffer in buffers_of(snapshot.module).items():
+            if (
+                _is_meta(snapshot.buffers.get(name))
+                and buffer is not None
+                and _is_unwritten(buffer)
+            ):
                 raise BackendError(
-                    f"init does not write the buffer {name!r} of {type(shell.module).__name__}: "
+                    f"init does not write the buffer {name!r} of {type(snapshot.module).__name__}: "
                     "write it in init, or create constant buffers outside of torch.device('meta')"
                 )
 

@@ -311,7 +311,7 @@ def _announce(state: Any, optim_state: Any, names: list[list[str]], groups: Mesh
         return tensor.detach().to("meta")
 
     def incoming(key: Hashable, meta: torch.Tensor) -> torch.Tensor:
-        return Incoming.of(meta, functools.partial(receive, tensors.get(key), meta, groups))
+        return Incoming.create(meta, functools.partial(receive, tensors.get(key), meta, groups))
 
     message: list[Any] = [None]
     if is_first_rank(groups):

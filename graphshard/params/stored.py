@@ -1,8 +1,8 @@
 """Tensors that are still in a file: their shape and dtype are known, their rows read on demand.
 
-    StoredTensor.of(meta, read)    shape and dtype, and a function that reads rows
-    c = torch.cat([a, b], 1)       computes nothing: c records the operator and its arguments
-    read_stored(c, slice(2, 4))    reads rows 2 and 3 of a and b, and runs the operator on them
+    StoredTensor.create(meta, read)    shape and dtype, and a function that reads rows
+    c = torch.cat([a, b], 1)           computes nothing: c records the operator and its arguments
+    read_stored(c, slice(2, 4))        reads rows 2 and 3 of a and b, and runs the operator on them
 
 Code that casts, fuses or splits the tensors of a checkpoint therefore runs unchanged, and a rank
 reads only what its rows of the results need.
@@ -40,7 +40,7 @@ class StoredTensor(torch.Tensor):
     origin: Read | _Call
 
     @staticmethod
-    def of(meta: torch.Tensor, read: Read) -> StoredTensor:
+    def create(meta: torch.Tensor, read: Read) -> StoredTensor:
         """Return a tensor with the shape and dtype of ``meta`` whose rows ``read`` reads."""
         return _stored(meta, read)
 

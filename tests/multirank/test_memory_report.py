@@ -71,7 +71,7 @@ def test_reported_bytes_on_the_host_are_exact() -> None:
         held = report.parameters.rank + report.gradients.rank + report.optimizer.rank
         shard = -(-ConvNet().conv1.weight.shape[0] // 2) * ConvNet().conv1.weight[0].nbytes
         assert held - 3 * shard <= report.on_host.rank < held
-        assert f"of it on the host  {report.on_host.rank / 1e6:.3f}" in re.sub(
+        assert f"total, on the host  {report.on_host.rank / 1e6:.3f}" in re.sub(
             " {3,}", "  ", str(report)
         )
 

@@ -22,7 +22,7 @@ class _File:
         self.num_read = 0
 
     def stored(self) -> list[StoredTensor]:
-        return [StoredTensor.of(t.to("meta"), self._reader(t)) for t in self.tensors]
+        return [StoredTensor.create(t.to("meta"), self._reader(t)) for t in self.tensors]
 
     def _reader(self, tensor: Tensor) -> Callable[[slice | None], Tensor]:
         def read(rows: slice | None) -> Tensor:
@@ -95,7 +95,7 @@ def test_only_requested_experts_are_read(name: str) -> None:
 
 def test_scalars_and_empty_tensors() -> None:
     for tensor in (torch.tensor(3.0), torch.zeros(0, 3)):
-        stored = StoredTensor.of(tensor.to("meta"), lambda rows, tensor=tensor: tensor)
+        stored = StoredTensor.create(tensor.to("meta"), lambda rows, tensor=tensor: tensor)
         assert torch.equal(read_stored(stored.to(torch.float64)), tensor.double())
 
 
