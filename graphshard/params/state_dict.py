@@ -358,7 +358,7 @@ def _optimizer_fault(state: object, names: list[list[str]]) -> str | None:
         return f"parameter {different[0]!r} is in {where} only"
     for group in names:
         if len({saved.get(name) for name in group}) > 1:
-            return f"optim_state_dict has the parameters of {group[0]!r}'s group in several groups"
+            return f"the param group of {group[0]!r} is split into several in optim_state_dict"
     return None
 
 

@@ -347,7 +347,7 @@ def test_wrong_state_on_the_first_rank_raises_on_all() -> None:
         ("not an optimizer's state dict", {}),
         ("numbers instead of parameter names", numbered),
         ("'down.bias' is in optim only", fewer),
-        ("parameters of 'up.weight's group", {"state": {}, "param_groups": halves}),
+        ("the param group of 'up.weight' is split", {"state": {}, "param_groups": halves}),
     ]
     is_first = dist.get_rank() == 0
     for kind, said, given in of_model:
