@@ -109,8 +109,8 @@ def _load(path: Path, mtime_ns: int) -> Dump:
 def _measured(folder: Path, dumps: Sequence[Dump]) -> list[Measured | None]:
     """Return, for each dump, the durations of its graph in the latest profile that contains it."""
     measured: list[Measured | None] = [None] * len(dumps)
-    for profile in _profiles(folder):
-        for i, durations in enumerate(measured_us(profile, dumps)):
+    for recorded in _profiles(folder):
+        for i, durations in enumerate(measured_us(recorded, dumps)):
             if durations:
                 measured[i] = Measured(runs=len(durations), median_us=statistics.median(durations))
     return measured

@@ -38,27 +38,21 @@ class Measured(TypedDict):
 
 
 class SummaryData(TypedDict):
-    """Sums over several graphs, and their highest peaks.
-
-    Attributes:
-        name: name of the group of graphs.
-        graphs: positions in ``PageData.graphs``.
-        measured_us: sum of the medians; None unless all graphs were measured.
-    """
+    """Sums and highest peaks of a group of graphs, which are positions in ``PageData.graphs``."""
 
     name: str
     graphs: list[int]
     predicted: Predicted
-    measured_us: float | None
+    measured_us: float | None  # None unless all graphs were measured
 
 
 class ParamData(TypedDict):
-    """A parameter; ``used`` is the first step that uses it unsharded, or None."""
+    """A parameter."""
 
     name: str
     shape: list[int]
     dtype: str
-    used: int | None
+    used: int | None  # first step that uses it unsharded
 
 
 class StepsData(TypedDict):
@@ -70,32 +64,23 @@ class StepsData(TypedDict):
 
 
 class BucketData(TypedDict):
-    """A bucket, in launch order.
-
-    Attributes:
-        params: positions in ``GraphData.params``.
-        lane: one of ``GraphData.lanes``.
-        copy_in, copy_out: start and duration on the compute lane.
-        reason: why the bucket is exposed; None if it is not.
-        launch, wait: steps before which it is launched and waited for; the number of steps stands
-            for the end of the graph.
-    """
+    """A bucket, in launch order."""
 
     kind: str
     label: str
-    params: list[int]
+    params: list[int]  # positions in ``GraphData.params``
     bytes: int
     wire_dtypes: list[str]
     ranks: int
-    lane: str
+    lane: str  # one of ``GraphData.lanes``
     start_us: float
     us: float
-    copy_in: tuple[float, float]
+    copy_in: tuple[float, float]  # start and duration on the compute lane
     copy_out: tuple[float, float]
     exposed_us: float
-    reason: str | None
-    launch: int
-    wait: int
+    reason: str | None  # None if the bucket is not exposed
+    launch: int  # step before which it starts; the number of steps is the end of the graph
+    wait: int  # step before which compute waits for it
 
 
 class BytesData(TypedDict):
@@ -165,15 +150,10 @@ class BarsData(TypedDict):
 
 
 class PageData(TypedDict):
-    """Everything that a page shows; ``notes`` say what is missing, and why.
-
-    Attributes:
-        charts: bar charts, shown before the tables.
-        tables: tables, shown before the graphs.
-    """
+    """Everything that a page shows, in this order."""
 
     title: str
-    notes: list[str]
+    notes: list[str]  # what is missing, and why
     charts: list[BarsData]
     tables: list[TableData]
     summary: list[SummaryData]
