@@ -11,13 +11,23 @@ inline, and fuses with its neighbours.
 [Note: channels last] If Inductor uses a channels-last layout, it keeps it from one convolution to
 the next, and a region's border would add copies between layouts. So in such a graph, layers with
 convolutions stay inline.
+
+[Note: borders] A compiler assumes that the results of a subgraph call own their memory. So a region
+returns no view of its inputs or of its other results; users make the view themselves. Nor does it
+return a pointwise value that is larger than the values it is computed from: without regions such a
+value is never in memory, because every kernel that reads it recomputes it.
+
+    before   region a: h = mm(..)   f = h.float()   m = f.mean()   v = h.t()
+             region b: f - m   mm(v, ..)
+    after    region a: h = mm(..)   f = h.float()   m = f.mean()
+             region b: f = h.float()   f - m   v = h.t()   mm(v, ..)
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +35,11 @@ from torch import fx
 
 from graphshard._torch.aot_graphs import graph_kind
 from graphshard._torch.inductor import call_subgraph, lookup_seed, uses_channels_last
+from graphshard._torch.tensors import OpOverload, returns_nothing, writes_arguments
 from graphshard.cost.fusion import GraphValues
-from graphshard.ops.nodes import PLANNED
+from graphshard.cost.memory import unmaterialized_values
+from graphshard.ops.nodes import PLANNED, is_random, is_view
 from graphshard.passes.contract import PassContext
-from graphshard.passes.region_borders import is_pure, recompute_at_users
 from graphshard.planning.plan import Regions
 from graphshard.planning.repeats import find_repeats, pieces
 
@@ -67,7 +78,7 @@ def _find_regions(graph: fx.Graph) -> list[_Region]:
         if keeps_layouts or not any(map(_convolves, compute[repeat.start : repeat.stop]))
         for piece in pieces(repeat, cuts)
     ]
-    regions = map(_Region, recompute_at_users(graph, runs))
+    regions = map(_Region, _recompute_at_users(graph, runs))
     large = [region for region in regions if len(region.nodes) >= _LEAST_NODES]
     num_equal = Counter(region.key for region in large)
     return [region for region in large if num_equal[region.key] > 1 and region.outputs]
@@ -101,7 +112,7 @@ def _may_be_inside(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return _may_be_inside(node.args[0])  # type: ignore[arg-type]  # of a tuple's node
-    return bool(node.all_input_nodes) and is_pure(node)
+    return bool(node.all_input_nodes) and _is_pure(node)
 
 
 def _convolves(node: fx.Node) -> bool:
@@ -136,8 +147,8 @@ def _label(node: fx.Node) -> Hashable:
     return _described(node, lambda used: _metadata(used.meta.get("val")))
 
 
-def _described(node: fx.Node, describe: Any) -> Hashable:
-    args: Any = node.args[:1] if node.target is lookup_seed else node.args
+def _described(node: fx.Node, describe: Callable[[fx.Node], Hashable]) -> Hashable:
+    args = node.args[:1] if node.target is lookup_seed else node.args
     return (
         str(node.target),
         _frozen(args, describe),
@@ -146,7 +157,7 @@ def _described(node: fx.Node, describe: Any) -> Hashable:
     )
 
 
-def _frozen(value: Any, describe: Any) -> Hashable:
+def _frozen(value: object, describe: Callable[[fx.Node], Hashable]) -> Hashable:
     """Return arguments in hashable form, with ``describe(node)`` in place of nodes."""
     if isinstance(value, fx.Node):
         return describe(value)
@@ -157,7 +168,7 @@ def _frozen(value: Any, describe: Any) -> Hashable:
     return repr(value)
 
 
-def _metadata(value: Any) -> Hashable:
+def _metadata(value: object) -> Hashable:
     """Return the properties of a value that its code depends on."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_metadata, value))
@@ -173,7 +184,7 @@ def _metadata(value: Any) -> Hashable:
 # --- regions -------------------------------------------------------------------------------------
 
 Input = tuple[fx.Node, int | None]
-"""A node that a region reads; of the tensor of random seeds, also the position of one seed."""
+"""A node that a region reads, and the position of a seed if it is the tensor of random seeds."""
 
 
 class _Region:
@@ -267,3 +278,118 @@ def _argument(graph: fx.Graph, node: fx.Node, seed: int | None) -> fx.Node:
     view = graph.call_function(torch.ops.aten.slice.Tensor, (node, 0, seed, seed + 1))
     view.meta = {"val": _value(node, seed)}
     return view
+
+
+# --- borders: what a region does not return -----------------------------------------------------
+
+_NAMESPACES = ("aten", "prims", "graphshard")
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Return whether a node calls an operator that does nothing but return tensors."""
+    op = node.target
+    if not isinstance(op, OpOverload) or op.namespace not in _NAMESPACES:
+        return False
+    return not (writes_arguments(op) or returns_nothing(op)) and _has_tensors(node.meta.get("val"))
+
+
+def _has_tensors(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(part is None or isinstance(part, torch.Tensor) for part in value)
+    return isinstance(value, torch.Tensor)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Return whether a node's value shares the memory of another node's."""
+    if node.target is operator.getitem:
+        return _is_view(node.args[0])  # type: ignore[arg-type]  # of a tuple's node
+    return is_view(node) or node.target is torch.ops.aten._unsafe_view.default
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Return whether a node always makes the same tensor, so that recomputing it costs nothing."""
+    made = node.op == "call_function" and not node.all_input_nodes
+    return made and _is_pure(node) and not is_random(node)
+
+
+def _larger_than_sources(graph: fx.Graph) -> set[fx.Node]:
+    """Return the pointwise values that are larger than the values they are computed from.
+
+    Values that are in memory even without regions are excluded. So are values computed from
+    something that the graph writes to, which might have changed before a recomputation.
+    """
+    values = GraphValues(graph)
+    written = {
+        values.roots[argument]
+        for node in graph.nodes
+        if writes_arguments(node.target)
+        for argument in node.all_input_nodes
+    }
+    reads: dict[fx.Node, frozenset[fx.Node]] = {}
+    inlined = unmaterialized_values(values).inlined
+    for node in filter(inlined.__contains__, graph.nodes):
+        roots = [values.roots[source] for source in node.all_input_nodes]
+        read = frozenset[fx.Node]().union(*(reads.get(root, {root}) for root in roots))
+        is_less = sum(values.num_bytes[root] for root in read) < values.num_bytes[node]
+        is_pointwise = torch.Tag.pointwise in node.target.tags and not is_random(node)
+        if is_pointwise and is_less and not read & written:
+            reads[node] = read
+    return set(reads)
+
+
+def _recompute_at_users(graph: fx.Graph, runs: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:
+    """Make users of a region recompute what it does not return; see [Note: borders].
+
+    Returns:
+        The nodes of each run, in graph order, without those that are no longer used.
+    """
+    home = {node: i for i, run in enumerate(runs) for node in run}
+    recomputation = _Recomputation(graph, home)
+    for node in list(graph.nodes):
+        for used in node.all_input_nodes:
+            own = recomputation.copy_for(node, used)
+            if own is not used:
+                node.replace_input_with(used, own)
+    for node in reversed(graph.nodes):
+        if not node.users and recomputation.may_be_copied(node):
+            home.pop(node, None)
+            graph.erase_node(node)
+    nodes: list[list[fx.Node]] = [[] for _ in runs]
+    for node in graph.nodes:
+        if node in home:
+            nodes[home[node]].append(node)
+    return nodes
+
+
+class _Recomputation:
+    """Copies nodes into the regions that use them, and adds the copies to ``home``."""
+
+    def __init__(self, graph: fx.Graph, home: dict[fx.Node, int]) -> None:
+        self._graph, self._home = graph, home
+        self._larger = _larger_than_sources(graph)
+        self._copies: dict[tuple[int | None, fx.Node], fx.Node] = {}
+
+    def copy_for(self, user: fx.Node, used: fx.Node) -> fx.Node:
+        """Return what ``user`` should read: a copy of ``used`` in its region, or ``used``."""
+        place = self._home.get(user)
+        if not self._is_needed(used, place):
+            return used
+        key = place, used
+        if key not in self._copies:
+            sources = {source: self.copy_for(user, source) for source in used.all_input_nodes}
+            with self._graph.inserting_before(user):
+                copy = self._graph.node_copy(used, sources.__getitem__)
+            self._copies[key] = copy
+            if place is not None:
+                self._home[copy] = place
+        return self._copies[key]
+
+    def may_be_copied(self, node: fx.Node) -> bool:
+        """Return whether users of ``node`` in other regions recompute it."""
+        is_not_returned = _is_view(node) or node in self._larger
+        return _is_constant(node) or (node in self._home and is_not_returned)
+
+    def _is_needed(self, used: fx.Node, place: int | None) -> bool:
+        if _is_constant(used):
+            return place is not None
+        return self.may_be_copied(used) and self._home[used] != place
