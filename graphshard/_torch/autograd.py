@@ -167,6 +167,20 @@ def on_backward_error(outputs: Iterable[object], act: Callable[[BaseException], 
     return bool(compiled)
 
 
+def _acting_on_errors(
+    backward: Callable[..., object], act: Callable[[BaseException], None]
+) -> Callable[..., object]:
+    @functools.wraps(backward)
+    def run(*args: object) -> object:
+        try:
+            return backward(*args)
+        except BaseException as error:
+            act(error)
+            raise
+
+    return run
+
+
 def before_backward(node: Any, act: Callable[[Any], None]) -> None:
     """Call ``act`` with the autograd node before every backward of a compiled graph.
 
@@ -256,17 +270,3 @@ def substitute_backward_inputs(
 
     torch.autograd.graph._engine_run_backward = run_backward  # type: ignore[assignment]
     torch.autograd._engine_run_backward = run_backward  # type: ignore[assignment]
-
-
-def _acting_on_errors(
-    backward: Callable[..., object], act: Callable[[BaseException], None]
-) -> Callable[..., object]:
-    @functools.wraps(backward)
-    def run(*args: object) -> object:
-        try:
-            return backward(*args)
-        except BaseException as error:
-            act(error)
-            raise
-
-    return run

@@ -202,6 +202,13 @@ class Queue:
         return [tuple(members)]
 
 
+def gathers_by_due(problem: Problem) -> list[int]:
+    """Return the positions of all gathers, those that are due first come first."""
+    transfers = problem.transfers
+    gathers = [i for i, t in enumerate(transfers) if t.kind == TransferKind.ALL_GATHER]
+    return sorted(gathers, key=lambda i: transfers[i].due)
+
+
 def _powers_of_two(stop: int) -> list[int]:
     """Return 1, 2, 4, ... below ``stop``."""
     return [1 << k for k in range((stop - 1).bit_length())]

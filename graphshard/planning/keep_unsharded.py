@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..kinds import TransferKind
+from .bucketing import gathers_by_due
 from .live_bytes import LiveBytes, Span, launches, least_by_point
 from .plan import Problem, Transfer
 from .simulate import Lane, TransferCostModel, start_times_us
@@ -52,7 +53,7 @@ def choose_kept(
     late_us = 0.0  # delay of compute by exposed gathers
     communication: Lane | None = None
     kept: list[int] = []
-    for i in _gathers_by_due(backward):
+    for i in gathers_by_due(backward):
         transfer = backward.transfers[i]
         latency_us, lane_us = (
             cost_model.collective_us(
@@ -76,11 +77,6 @@ def choose_kept(
 def _graph_memory(problem: Problem, budget: int | None) -> _GraphMemory:
     alive = least_by_point(problem)
     return _GraphMemory(LiveBytes(alive), max(alive, default=0) if budget is None else budget)
-
-
-def _gathers_by_due(problem: Problem) -> list[int]:
-    gathers = [i for i, t in enumerate(problem.transfers) if t.kind == TransferKind.ALL_GATHER]
-    return sorted(gathers, key=lambda i: problem.transfers[i].due)
 
 
 def _hold(

@@ -27,7 +27,7 @@ import dataclasses
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..kinds import HOST_COPIES, TransferKind
 from .live_bytes import (
@@ -127,15 +127,8 @@ def _is_on_host(problem: Problem, bucket: Bucket) -> bool:
 
 def _copy_of_shards(problem: Problem, bucket: Bucket, kind: TransferKind, step: int) -> Bucket:
     """Return the host copy of the shards of a collective, in the same buffers."""
-    return Bucket(
-        kind=kind,
-        buffers=bucket.buffers,
-        num_bytes=sum(problem.transfers[i].shard_bytes for i in bucket.transfers),
-        group="",
-        world=1,
-        launch=step,
-        wait=step,
-    )
+    num_bytes = sum(problem.transfers[i].shard_bytes for i in bucket.transfers)
+    return Bucket(kind, bucket.buffers, num_bytes, group="", world=1, launch=step, wait=step)
 
 
 def _launch_early(
@@ -295,47 +288,19 @@ def _offloaded(
     forward: Problem, backward: Problem, chosen: Sequence[SavedActivation]
 ) -> tuple[Problem, Problem]:
     """Return both problems as they would be read from graphs in which ``chosen`` is offloaded."""
+    to_host, to_device = TransferKind.COPY_TO_HOST, TransferKind.COPY_TO_DEVICE
     end = forward.num_steps
-    offloads = [
-        _host_copy(
-            TransferKind.COPY_TO_HOST,
-            activation.num_bytes,
-            ready=activation.last + 1,
-            due=end,
-            last=end - 1,
-        )
-        for activation in chosen
-    ]
-    reloads = [
-        _host_copy(
-            TransferKind.COPY_TO_DEVICE,
-            activation.num_bytes,
-            ready=0,
-            due=activation.first,
-            last=activation.until,
-        )
-        for activation in chosen
-    ]
+    offloads = [_host_copy(to_host, a.num_bytes, a.last + 1, end, end - 1) for a in chosen]
+    reloads = [_host_copy(to_device, a.num_bytes, 0, a.first, a.until) for a in chosen]
     # From the last use in forward to the last use in backward, the transfers count the activations.
     saved = [_absence(activation, end).forward for activation in chosen]
     taken = [Span(0, launches(a.until + 1), a.num_bytes) for a in chosen]
     return _with_transfers(forward, offloads, saved), _with_transfers(backward, reloads, taken)
 
 
-def _host_copy(kind: TransferKind, num_bytes: int, *, ready: int, due: int, last: int) -> Transfer:
-    return Transfer(
-        param=None,
-        kind=kind,
-        num_bytes=num_bytes,
-        dtype="",
-        shard_bytes=0,
-        casts=False,
-        group="",
-        world=1,
-        ready=ready,
-        due=due,
-        last=last,
-    )
+def _host_copy(kind: TransferKind, num_bytes: int, ready: int, due: int, last: int) -> Transfer:
+    unused: Any = {"dtype": "", "shard_bytes": 0, "casts": False, "group": "", "world": 1}
+    return Transfer(None, kind, num_bytes, ready=ready, due=due, last=last, **unused)
 
 
 def _with_transfers(

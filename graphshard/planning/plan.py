@@ -21,8 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from ..kinds import HOST_COPIES, GraphKind, TransferKind
 
 _Record = TypeVar("_Record")
-VERSION = 8
-"""Version of the JSON format."""
+VERSION = 8  # of the JSON format
 _JSON_KEYS = {
     "buffers": "parcels",
     "fixed_bytes": "other_bytes",
@@ -311,15 +310,12 @@ class Plan:
         return self.problem.graph
 
     def count(self, kind: TransferKind) -> int:
-        """Return the number of buckets of this kind."""
         return sum(bucket.kind == kind for bucket in self.buckets)
 
     def num_bytes(self, kind: TransferKind) -> int:
-        """Return the total bytes of the buckets of this kind."""
         return sum(bucket.num_bytes for bucket in self.buckets if bucket.kind == kind)
 
     def params_of(self, bucket: Bucket) -> list[PlanParam]:
-        """Return the parameters in ``bucket``, in its order."""
         positions = [self.problem.transfers[i].param for i in bucket.transfers]
         return [self.params[i] for i in positions if i is not None]
 
@@ -344,11 +340,7 @@ class Plan:
         return "" if transfer.param is None else self.params[transfer.param].fqn
 
     def named(self, fqns: Sequence[str]) -> Plan:
-        """Return a copy of the plan with parameter names.
-
-        Args:
-            fqns: parameter names, by graph input.
-        """
+        """Return the plan with the names ``fqns`` of its graph inputs."""
         params = tuple(dataclasses.replace(p, fqn=fqns[p.input]) for p in self.params)
         return dataclasses.replace(self, params=params)
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 
 from ..errors import BackendError
 from ..kinds import TransferKind
-from .bucketing import Queue
+from .bucketing import Queue, gathers_by_due
 from .live_bytes import smallest_peak
 from .memory_budget import ScheduleLimits
 from .placement import BucketSizes, CandidateSchedule, Placer, Score, Splits
@@ -97,7 +97,7 @@ class _Search:
         self._cap = limits.cap
         if limits.cap is None and limits.peak is None:
             self._cap = CAP_BUCKETS * modest
-        self._gathers = Queue(problem, cost_model, self._cap, _gathers_by_due(problem))
+        self._gathers = Queue(problem, cost_model, self._cap, gathers_by_due(problem))
         last_first = _reductions_by_ready(problem)[::-1]
         self._reductions = Queue(problem, cost_model, self._cap, last_first)
         self._placer = Placer(problem, cost_model, limits, modest)
@@ -169,12 +169,6 @@ class _Search:
 
 def _score(schedule: CandidateSchedule) -> Score:
     return schedule.score
-
-
-def _gathers_by_due(problem: Problem) -> list[int]:
-    transfers = problem.transfers
-    gathers = [i for i, t in enumerate(transfers) if t.kind == TransferKind.ALL_GATHER]
-    return sorted(gathers, key=lambda i: transfers[i].due)
 
 
 def _reductions_by_ready(problem: Problem) -> list[int]:
