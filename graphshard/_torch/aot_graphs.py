@@ -106,7 +106,6 @@ def _outputs(graph: fx.Graph) -> Sequence[object]:
 
 
 def graph_kind(graph: fx.Graph) -> Literal["forward", "backward", "inference"]:
-    """Return which of AOTAutograd's graphs this is."""
     inputs = graph.find_nodes(op="placeholder")
     if any(map(is_tangent, inputs)):
         return "backward"

@@ -107,7 +107,6 @@ class _FewFiles(AsyncCompile):
             wait()
 
     def _loaded(self, kernel: _Kernel) -> Any:
-        """Return the function of a compiled kernel."""
         file, position = self._places[kernel]
         try:
             return file.function(position)
@@ -150,8 +149,6 @@ class _Kernel:
 
 
 class _File:
-    """Kernels that compile as one file."""
-
     def __init__(self, kernels: Sequence[_Kernel], submit: Callable[..., Any]) -> None:
         code = _in_namespaces([k.module_code(_name(i)) for i, k in enumerate(kernels)])
         self._load = CppPythonBindingsCodeCache.load_async(code, submit_fn=submit)

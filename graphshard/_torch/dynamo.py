@@ -95,7 +95,6 @@ class Trace:
         return owner if isinstance(owner, nn.Module) else None
 
     def is_resumed(self) -> bool:
-        """Return whether the frame continues a function after a graph break."""
         return is_resumed(self._tx.f_code)
 
     def graph_break(self) -> str | None:
@@ -246,7 +245,6 @@ _capturing = False
 
 
 def is_capturing() -> bool:
-    """Return whether ``capture_graph`` is tracing."""
     return _capturing
 
 

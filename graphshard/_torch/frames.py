@@ -206,7 +206,6 @@ def is_dynamo_entry(frame: FrameType) -> bool:
 
 
 def describe_code(code: CodeType) -> str:
-    """Return the name and location of a function."""
     return f"{code.co_name!r} ({code.co_filename}:{code.co_firstlineno})"
 
 

@@ -110,7 +110,6 @@ def writes_arguments(op: object) -> bool:
 
 
 def argument_names(op: object) -> list[str]:
-    """Return the names of an operator's arguments, in schema order."""
     assert isinstance(op, OpOverload), f"{op} has no schema"
     return [argument.name for argument in op._schema.arguments]
 

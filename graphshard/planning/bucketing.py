@@ -14,8 +14,6 @@ from .simulate import BucketCost, TransferCostModel, bucket_cost
 
 
 class CostedBucket(NamedTuple):
-    """A bucket, its cost and its memory footprint."""
-
     bucket: Bucket
     cost: BucketCost
     footprint: Footprint

@@ -137,12 +137,10 @@ class Footprint(NamedTuple):
     after_wait: int = 0
 
     def launch(self, changes: ByteChanges, step: int) -> None:
-        """Add the launch before ``step`` to ``changes``."""
         changes.add(launches(step), self.at_launch)
         changes.add(waits(step), self.after_launch)
 
     def wait(self, changes: ByteChanges, step: int) -> None:
-        """Add the wait before ``step`` to ``changes``."""
         changes.add(waits(step), self.at_wait)
         changes.add(running(step), self.after_wait)
 

@@ -67,7 +67,7 @@ class BucketSizes(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """CandidateBucket buckets: gathers in due order, reductions from the last to the first."""
+    """Candidate buckets: gathers in due order, reductions from the last to the first."""
 
     gathers: Split
     reductions: Split

@@ -175,7 +175,6 @@ def bucket_of(
 
 
 def is_copied_in(buffer: Sequence[Transfer]) -> bool:
-    """Return whether a buffer needs copy-in before it is sent."""
     return len(buffer) > 1 or buffer[0].copied_in
 
 
@@ -261,7 +260,6 @@ def next_in_chain(buckets: Sequence[Bucket]) -> dict[int, int]:
 
 
 def in_launch_order(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
-    """Return ``buckets`` sorted by launch step; the sort is stable."""
     return tuple(sorted(buckets, key=lambda bucket: bucket.launch))
 
 
@@ -389,7 +387,6 @@ class Plan:
 
 
 def _with_kind(cls: Callable[..., _Record], raw: dict[str, Any]) -> _Record:
-    """Build a record from ``raw``, whose kind is a string."""
     return cls(**{**raw, "kind": TransferKind(raw["kind"])})
 
 

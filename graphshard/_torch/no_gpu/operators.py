@@ -52,7 +52,6 @@ class WeakStorage:
         return self.num_bytes != before
 
     def is_gone(self) -> bool:
-        """Return whether the storage has been freed."""
         return bool(self._weak.expired())
 
 

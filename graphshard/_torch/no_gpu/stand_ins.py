@@ -133,7 +133,6 @@ class Hooks:
 
 
 def install(device: DeviceProperties, hooks: Hooks) -> None:
-    """Install all replacements."""
     check_versions()
     # This logger prints tracebacks even of errors that are then raised.
     logging.getLogger(FakeTensorMode.__module__).setLevel(logging.CRITICAL)
@@ -208,7 +207,6 @@ def _in_stream(stream: torch.Stream | None) -> AbstractContextManager[object]:
 
 
 def replace(owner: Any, **values: Any) -> None:
-    """Set attributes of a module or class."""
     for name, value in values.items():
         setattr(owner, name, value)
 
