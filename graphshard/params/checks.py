@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import gc
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -27,13 +28,44 @@ from ..options.options import Options, ParamOptions, matches
 from .full_tensor import without_expanded_dims
 from .mesh import MeshGroups
 from .module_class import fault_of_class, had_sharded, plain_class
-from .param_spec import Holder, ParamSpec, PlainParam
+from .param_spec import ParamSpec
 from .sharded_param import FUNCTIONAL_CALL, sharded_param_of
 
 _T = TypeVar("_T")
 _NamedParam = tuple[str, nn.Parameter]
 
 _OTHER_WRAPPERS = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel, DataParallel)
+
+
+class Holder(NamedTuple):
+    """A module that holds a parameter, and the parameter's name in it."""
+
+    module: nn.Module
+    name: str
+
+
+@dataclass(eq=False)
+class PlainParam:
+    """A parameter that is to be sharded.
+
+    Attributes:
+        fqns: its names in the model; several if it is tied.
+        holders: all modules that hold it, inside and outside of the model.
+        in_ddp: whether a ``DistributedDataParallel`` reduces its gradient, perhaps one that has yet
+            to be garbage-collected.
+        spec: how to shard it; set by ``find_fault``.
+    """
+
+    param: nn.Parameter
+    fqns: list[str] = field(default_factory=list)
+    holders: list[Holder] = field(default_factory=list)
+    in_ddp: bool = False
+    spec: ParamSpec = field(init=False)
+
+    @property
+    def fqn(self) -> str:
+        """The first of its names."""
+        return self.fqns[0]
 
 
 def find_plain_params(root: nn.Module, ignored: frozenset[nn.Parameter]) -> list[PlainParam]:

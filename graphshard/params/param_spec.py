@@ -13,10 +13,9 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -199,37 +198,6 @@ class ParamSpec:
             grad=partial, group=self.groups.replicas, result_dtype=result_dtype
         )
         return to_host_memory(marker.call(run), self.host_memory)
-
-
-class Holder(NamedTuple):
-    """A module that holds a parameter, and the parameter's name in it."""
-
-    module: nn.Module
-    name: str
-
-
-@dataclass(eq=False)
-class PlainParam:
-    """A parameter that is to be sharded.
-
-    Attributes:
-        fqns: its names in the model; several if it is tied.
-        holders: all modules that hold it, inside and outside of the model.
-        in_ddp: whether a ``DistributedDataParallel`` reduces its gradient, perhaps one that has yet
-            to be garbage-collected.
-        spec: how to shard it; set by ``find_fault``.
-    """
-
-    param: nn.Parameter
-    fqns: list[str] = field(default_factory=list)
-    holders: list[Holder] = field(default_factory=list)
-    in_ddp: bool = False
-    spec: ParamSpec = field(init=False)
-
-    @property
-    def fqn(self) -> str:
-        """The first of its names."""
-        return self.fqns[0]
 
 
 # --- memory that padding takes -------------------------------------------------------------------

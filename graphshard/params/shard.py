@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,13 +40,13 @@ from ..ops.float8_math import is_of_torchao
 from ..options.options import Options
 from ..ranks.agree import first_text, raise_if_different
 from ..ranks.call_log import call_log_of
-from .checks import find_fault, find_plain_params, instances_of
+from .checks import PlainParam, find_fault, find_plain_params, instances_of
 from .full_tensor import without_expanded_dims
 from .loading import check_optimizer_state
 from .mesh import MeshGroups, agreed_exchange, eager_reduction
 from .mixed_precision import cast_at_boundary, find_cast_boundaries
 from .module_class import had_sharded, install, reattach
-from .param_spec import ParamSpec, PlainParam, padding_advice
+from .param_spec import ParamSpec, padding_advice
 from .pickling import require_collective_save
 from .save_pretrained import has_save_pretrained
 from .sharded_param import (
@@ -101,37 +101,19 @@ def shard_module(
     require_collective_save(mesh)
     _warn_of_torchao(root)
     model = ShardedModel(type(root).__name__, options)
-    # Modules that were sharded earlier keep their policy.
-    boundaries = [
-        boundary
-        for boundary in find_cast_boundaries(root, options)
-        if sharded_model_of(boundary.module) is None
-    ]
     with torch.no_grad(), torch.inference_mode(False):
         on_meta = any(plain.param.is_meta for plain in plain_params)
-        broadcasts = options.sync_module_states and not on_meta
+        syncs = options.sync_module_states and not on_meta
         used = {p.param for p in plain_params if in_use or has_live_graph(p.param)}
-        if broadcasts and first_text("used" if used else None, groups.all_ranks):
+        if syncs and first_text("used" if used else None, groups.all_ranks):
             _raise_if_used_unequal(root, plain_params, groups)
         if any(plain.spec.host_memory is not None for plain in plain_params):
             move_buffers(root, groups.device)
-        if broadcasts:
+        if syncs:
             for _, buffer in sorted(root.named_buffers()):
                 broadcast_from_first_rank(buffer, groups)
-        sharded_params = {}
-        # Sorted by name: ranks may have registered parameters in different orders.
-        for plain in sorted(plain_params, key=lambda plain: plain.fqn):
-            _ = plain.spec.regather_group  # may create a process group
-            if broadcasts:
-                broadcast_from_first_rank(plain.param, groups)
-            sharded_param = sharded_params[plain.param] = _shard_parameter(plain, model)
-            if plain.param in used:
-                _hand_over_grads(plain.param, sharded_param)
-            else:  # free the memory now: a running trace still refers to the object
-                plain.param.data = plain.param.data.new_empty(0)
+        sharded_params = _shard_parameters(plain_params, groups, model, used, syncs=syncs)
         _install(root, plain_params, sharded_params, model)
-        for boundary in boundaries:
-            cast_at_boundary(boundary)
         _repoint_optimizers(sharded_params)
         on_data_assigned(assign_data)
         before_loading_optimizers(check_optimizer_state)
@@ -273,6 +255,34 @@ def broadcast_from_first_rank(tensor: torch.Tensor, groups: MeshGroups) -> None:
         tensor.detach().copy_(values)
 
 
+def _shard_parameters(
+    plain_params: Sequence[PlainParam],
+    groups: MeshGroups,
+    model: ShardedModel,
+    used: Collection[nn.Parameter],
+    *,
+    syncs: bool,
+) -> dict[nn.Parameter, ShardedParam]:
+    """Shard the parameters one by one, and free the full ones.
+
+    Args:
+        used: parameters that an autograd graph still holds, which are therefore not freed.
+        syncs: whether to copy the first rank's values to all ranks.
+    """
+    sharded_params = {}
+    # Sorted by name: ranks may have registered parameters in different orders.
+    for plain in sorted(plain_params, key=lambda plain: plain.fqn):
+        _ = plain.spec.regather_group  # may create a process group
+        if syncs:
+            broadcast_from_first_rank(plain.param, groups)
+        sharded_param = sharded_params[plain.param] = _shard_parameter(plain, model)
+        if plain.param in used:
+            _hand_over_grads(plain.param, sharded_param)
+        else:  # free the memory now: a running trace still refers to the object
+            plain.param.data = plain.param.data.new_empty(0)
+    return sharded_params
+
+
 def _shard_parameter(plain: PlainParam, model: ShardedModel) -> ShardedParam:
     """Make the DTensor and the shard of one parameter, and move its gradient to them."""
     old, spec = plain.param, plain.spec
@@ -319,13 +329,19 @@ def _install(
     sharded_params: Mapping[nn.Parameter, ShardedParam],
     model: ShardedModel,
 ) -> None:
-    """Make all modules that hold a parameter read it through its sharded parameter."""
+    """Make all modules read parameters through their shards, and cast inputs and outputs."""
     by_module: dict[nn.Module, dict[str, ShardedParam]] = {root: {}}
     # Modules with save_pretrained need it wrapped, even if only their submodules own parameters.
     by_module |= {m: {} for m in root.modules() if has_save_pretrained(type(m))}
     for plain in plain_params:
         for module, name in plain.holders:
             by_module.setdefault(module, {})[name] = sharded_params[plain.param]
+    # Modules that were sharded earlier keep their policy.
+    boundaries = [
+        boundary
+        for boundary in find_cast_boundaries(root, model.options)
+        if sharded_model_of(boundary.module) is None
+    ]
     for module in root.modules():
         join_model(module, model)
     # A plain module has it as an attribute; for a sharded one it is a property.
@@ -334,6 +350,8 @@ def _install(
         install(module, by_name, model)
     if ddp_flag is not None:
         root.require_backward_grad_sync = ddp_flag
+    for boundary in boundaries:
+        cast_at_boundary(boundary)
 
 
 def _repoint_optimizers(sharded_params: Mapping[nn.Parameter, ShardedParam]) -> None:
