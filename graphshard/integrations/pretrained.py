@@ -58,7 +58,7 @@ _REFUSED = {
 """Arguments of ``from_pretrained`` that contradict sharding, and what to do instead."""
 _INITIALISED = "_is_hf_initialized"
 """Attribute that marks a parameter or buffer that transformers must not initialise."""
-_SAME_FILES = "All ranks have to load the same checkpoint: is the folder of one node another one?"
+_SAME_FILES = "Load the same checkpoint on all ranks: does the folder differ between nodes?"
 _COMPARED_BYTES = 64 << 20
 """Bytes of each tensor to hold in memory while two tensors are compared."""
 

@@ -158,12 +158,12 @@ def _check_same_shards(
 def _advice(name: str, ours: str, theirs: str) -> str:
     """Return what the user should do about a description that differs between ranks."""
     if name == ARGUMENTS:
-        return "All ranks have to give the same ones: is one read from a file or a rank?"
+        return "Pass the same on all ranks: is one read from a file, or chosen by rank?"
     if ours.removesuffix(WITH_GRADIENT) == theirs.removesuffix(WITH_GRADIENT):
-        return "All ranks have to call zero_grad() before, or none: has one made a step alone?"
+        return "Call zero_grad() on all ranks before, or on none: has one made a step alone?"
     if ours.removesuffix(REQUIRES_GRAD) == theirs.removesuffix(REQUIRES_GRAD):
-        return "All ranks have to freeze the same parameters: does one load or freeze by itself?"
-    return "All ranks have to build the same model: is its code, or its config, chosen by rank?"
+        return "On all ranks, freeze the same parameters: does one load or freeze by itself?"
+    return "On all ranks, build the same model: is its code, or its config, chosen by rank?"
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -173,7 +173,7 @@ class CallLog:
     def _describe_timeout(self, watcher: Watcher, call: int, timeout_s: float) -> str:
         """Describe which ranks did not arrive in time."""
         names = self._history.rank_names(*watcher.missing_ranks(call))
-        text = f"{names} did not come within {timeout_s:g} s, the timeout of the group"
+        text = f"{names} did not arrive within {timeout_s:g} s, the timeout of the group"
         return f"{text}; {self._history.position()}. {CALL_TOGETHER}"
 
     def _read_all_posted(self, watcher: Watcher) -> None:
@@ -185,7 +185,7 @@ class CallLog:
     def _post_lost_peer(self, watcher: Watcher, error: RuntimeError) -> NoReturn:
         """Have all ranks raise that a peer is gone; only this rank if the store is gone as well."""
         text = (
-            f"a rank has ended, or does not answer: its own output says why. "
+            "a rank has ended, or does not answer: look for the cause in its own output. "
             f"{self._history.position()}: {str(error).splitlines()[0]}"
         )
         with contextlib.suppress(RuntimeError):

@@ -41,10 +41,10 @@ CALL_TOGETHER = (
     "torch.no_grad() on some?"
 )
 
-_SAVE_TOGETHER = "Every rank has rows of every parameter, so all of them have to take part"
+_SAVE_TOGETHER = "Call it on all ranks: each has rows of every parameter"
 _STEP_TOGETHER = (
-    "All ranks must step together, with gradients of the same parameters: did some set .grad to "
-    "None, or leave out a step?"
+    "Call step() on all ranks, with gradients of the same parameters: did some set .grad to None, "
+    "or skip a step?"
 )
 _RECOMPILE = (
     "Past torch._dynamo.config.recompile_limit a rank runs the function uncompiled, and gathers "
@@ -158,7 +158,7 @@ def describe_difference(texts: Sequence[str], names: Sequence[str]) -> str:
     if ours == theirs:
         return f"in an earlier call they ran different plans. {SAME_GRAPHS}"
     if ours[0] == theirs[0]:
-        what = f"both call {ours[0]}: first, {_first_difference(ours, theirs, names)}"
+        what = f"both call {ours[0]}, but {_first_difference(ours, theirs, names)}"
     else:
         what = f"{names[0]} calls {ours[0]}, {names[1]} calls {theirs[0]}"
     return f"{what}. {_cause(ours[0], theirs[0])}"
@@ -187,7 +187,7 @@ def _first_difference(ours: Sequence[str], theirs: Sequence[str], names: Sequenc
         pairs = itertools.zip_longest(ours, theirs, fillvalue="nothing")
         only = [list(side) for side in zip(*(pair for pair in pairs if pair[0] != pair[1]))]
     shown = _excerpts(*(side[0].strip() if side else "nothing more" for side in only))
-    return f"{shown[0]} ({names[0]}) and {shown[1]} ({names[1]})"
+    return f"{shown[0]} ({names[0]}) differs from {shown[1]} ({names[1]})"
 
 
 def _excerpts(ours: str, theirs: str) -> list[str]:

@@ -258,7 +258,9 @@ class Watcher:
         gone = [rank for rank in self.missing_ranks(awaited) if self.events.has_left(rank)]
         if gone and self.events.num_posted() == self.num_read:  # all posts are read
             names = self._history.rank_names(*gone)
-            self.events.post_fault(lambda: f"{names} left; {self._history.position()}")
+            self.events.post_fault(
+                lambda: f"{names} left: exited, or destroyed the group; {self._history.position()}"
+            )
 
 
 _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()

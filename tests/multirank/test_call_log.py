@@ -236,7 +236,7 @@ def _late(group: Group, call_log: CallLog) -> str:
 
 
 def test_missing_ranks_are_named_after_timeout() -> None:
-    assert_same(run(4, _late, timeout_s=3), "ranks 2, 3 did not come", "call 1 (forward)", "3 s")
+    assert_same(run(4, _late, timeout_s=3), "ranks 2, 3 did not arrive", "call 1 (forward)", "3 s")
 
 
 # Choices.

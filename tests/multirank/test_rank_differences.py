@@ -133,7 +133,7 @@ def _step_alone(group: dist.ProcessGroup, call_log: CallLog) -> str:
 
 def test_step_on_one_rank_is_an_error() -> None:
     text, _ = run(2, _step_alone, timeout_s=10.0)
-    assert "rank 1 did not come" in text and "must call the model together" in text
+    assert "rank 1 did not arrive" in text and "must call the model together" in text
 
 
 def _fail_in_backward(group: dist.ProcessGroup, call_log: CallLog) -> str:
