@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from graphshard.kinds import TransferKind
 from graphshard.planning.bucketing import Queue
 from graphshard.planning.live_bytes import (
+    ByteChanges,
+    LiveBytes,
+    Span,
     alive_by_point,
     alive_bytes,
     fixed_by_point,
@@ -18,6 +22,7 @@ from graphshard.planning.live_bytes import (
     least_by_point,
     max_by_step,
     running,
+    sum_spans,
     waits,
     with_fixed_bytes,
 )
@@ -142,3 +147,35 @@ def test_a_budget_includes_averages_over_replicas() -> None:
     assert (
         max(alive_bytes(graph, find_schedule(graph, Line(), ScheduleLimits(peak=budget)))) <= budget
     )
+
+
+NUM_POINTS = 6
+_points = st.integers(0, NUM_POINTS)
+_spans = st.lists(st.builds(Span, begin=_points, end=_points, num_bytes=st.integers(0, 100)))
+
+
+@given(_spans)
+def test_all_sums_of_spans_agree(spans: list[Span]) -> None:
+    expected = [
+        sum(span.num_bytes for span in spans if span.begin <= point < span.end)
+        for point in range(NUM_POINTS)
+    ]
+    assert sum_spans(spans, NUM_POINTS) == expected
+    live, changes = LiveBytes([0] * NUM_POINTS), ByteChanges(NUM_POINTS)
+    for span in spans:
+        live.add(span)
+        if span.begin < span.end:
+            changes.add(span.begin, span.num_bytes)
+            changes.add(span.end, -span.num_bytes)
+    assert live.by_point == list(changes.copy().by_point()) == expected
+    for span in spans:
+        live.remove(span)
+    assert live.by_point == [0] * NUM_POINTS
+
+
+def test_has_room_looks_only_at_the_points_of_the_span() -> None:
+    live = LiveBytes([10, 50, 10])
+    assert live.has_room(Span(0, 1, 40), budget=50)
+    assert not live.has_room(Span(0, 2, 40), budget=50)
+    assert live.has_room(Span(1, 1, 40), budget=50)
+    assert live.exceeds(49, Span(0, 2, 0)) and not live.exceeds(50, Span(0, 2, 0))

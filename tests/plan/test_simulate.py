@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from graphshard.planning.simulate import (
     COMMUNICATION,
     COMPUTE,
     STEP,
+    Lane,
     bucket_cost,
     clock,
     simulate,
@@ -88,3 +90,17 @@ def test_every_timeline_is_consistent(graph: Problem, line: Line) -> None:
         assert other.start_us == one.end_us
     if path:
         assert path[0].start_us == 0.0 and path[-1].end_us == timeline.total_us
+
+
+def test_work_waits_for_the_lane_or_the_lane_for_work() -> None:
+    lane = Lane()
+    assert lane.run(10.0, ready_us=5.0) == 15.0
+    assert lane.start_us(0.0) == 15.0 and lane.start_us(20.0) == 20.0
+    assert lane.run(10.0) == 25.0
+    assert lane.run(1.0, ready_us=40.0) == lane.free_us == 41.0
+
+
+def test_a_lane_can_run_backward_in_time() -> None:
+    lane = Lane(-math.inf)
+    assert -lane.run(10.0, -100.0) == 90.0
+    assert -lane.run(10.0, -95.0) == 80.0
