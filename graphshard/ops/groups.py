@@ -13,15 +13,10 @@ from .nodes import Value, value_of
 
 
 class GroupSpan(NamedTuple):
-    """The extent of a process group.
+    """The extent of a process group."""
 
-    Attributes:
-        world: number of ranks in the group.
-        stride: largest distance between the global ranks of neighbours in the group; at least 1.
-    """
-
-    world: int
-    stride: int
+    world: int  # number of ranks
+    stride: int  # largest distance between global ranks of neighbours, at least 1
 
 
 def span_of(group: str) -> GroupSpan:

@@ -45,11 +45,7 @@ def to_host_memory(tensor: torch.Tensor, host_memory: str | None) -> torch.Tenso
 
 
 class _Launch:
-    """Copies that were launched together, and the streams that have waited for them.
-
-    Args:
-        event: event that is recorded after all of them.
-    """
+    """Copies before one event, and the streams that have waited for them."""
 
     def __init__(self, event: torch.Event, device: torch.device) -> None:
         self._event, self._device = event, device

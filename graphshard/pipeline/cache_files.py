@@ -48,15 +48,7 @@ GRAPHS: dict[str, str] = {}
 
 
 class PlanCache:
-    """Plan files of one Dynamo graph.
-
-    Args:
-        gm: Dynamo graph.
-        settings: settings with which the graph is compiled.
-
-    Attributes:
-        key: key of the graph and everything else that its plans depend on.
-    """
+    """Plan files of one Dynamo graph, named by the ``key`` of all that its plans depend on."""
 
     def __init__(self, gm: fx.GraphModule, settings: CompileSettings) -> None:
         self.key = settings.cache_key(gm.print_readable(print_output=False)).hex()
@@ -75,11 +67,7 @@ class PlanCache:
         return Plan.from_json(path.read_text()) if path.exists() else None
 
     def was_compiled_before(self, time_s: float) -> bool:
-        """Return whether the graph was compiled into Inductor's cache before a point in time.
-
-        Args:
-            time_s: seconds since the epoch.
-        """
+        """Return whether the graph was compiled into Inductor's cache before ``time_s``."""
         mark = self._mark()
         return mark.exists() and mark.stat().st_mtime < time_s
 
@@ -87,10 +75,8 @@ class PlanCache:
     def compiling(self, wait_s: float) -> Iterator[None]:
         """Hold the lock of this graph, so one process compiles for all that share Inductor's cache.
 
-        Code is for one device, so processes on other devices do not wait.
-
-        Args:
-            wait_s: longest time to wait for the lock.
+        Processes on other devices do not wait, since code is for one device; others wait for at
+        most ``wait_s``.
         """
         settings = self._settings
         if not (settings.compiler == "inductor" and settings.caches_graphs and caches_graphs()):

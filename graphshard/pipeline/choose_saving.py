@@ -73,17 +73,11 @@ FITS, MAY_FIT, NOTHING_FITS = range(3)
 
 
 class ChosenSaving(NamedTuple):
-    """What this rank saves for backward.
+    """What this rank saves for backward."""
 
-    Attributes:
-        settings: settings that include the choice.
-        tried: table of all candidates; "" if none were tried.
-        context: description of the choices of the ranks, on which their common plans depend.
-    """
-
-    settings: CompileSettings
-    tried: str
-    context: str
+    settings: CompileSettings  # with the choice
+    tried: str  # table of all candidates; "" if none were tried
+    context: str  # the choices of the ranks, on which their common plans depend
 
 
 def choose_saving(
@@ -315,11 +309,7 @@ def _plan_candidates(
 
 
 class _Trials(CustomPartitionerFn):
-    """Partitions and plans copies of a joint graph, once for each candidate.
-
-    Attributes:
-        tried: planned candidates, in the order of the settings; empty if there is no joint graph.
-    """
+    """Partitions and plans copies of a joint graph, once for each candidate."""
 
     def __init__(self, candidates: Sequence[CompileSettings]) -> None:
         self._candidates = candidates

@@ -59,20 +59,13 @@ _WAIT_S = 120.0  # timeout for graphs without a process group
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """A compiled graph with its plans.
-
-    Attributes:
-        run: callable that takes the inputs of the Dynamo graph.
-        plans: plans of its forward, backward or inference graphs, with parameter names.
-        compile_id: Dynamo's name for the compilation, such as "0/0"; "" if it has none.
-        tried: table of what ``SchedulePolicy.auto`` tried; "" if nothing.
-    """
+    """A compiled graph with its plans."""
 
     run: Runnable
-    plans: tuple[Plan, ...]
+    plans: tuple[Plan, ...]  # of its forward, backward or inference graphs, with parameter names
     settings: CompileSettings
-    compile_id: str
-    tried: str = ""
+    compile_id: str  # Dynamo's name for the compilation, such as "0/0"; "" if it has none
+    tried: str = ""  # table of what ``SchedulePolicy.auto`` tried
 
     def max_gathered_bytes(self) -> int:
         """Return the largest number of bytes of unsharded parameters in any graph, by its plan."""

@@ -22,17 +22,14 @@ from .verify import verify_partition
 
 
 class CutGraphs(NamedTuple):
-    """A joint graph cut in two.
-
-    Attributes:
-        param_derived: names of nodes computed from parameters alone; forward must not save them.
-        num_outputs: number of the forward's outputs that go to the user; the others are saved.
-    """
+    """A joint graph cut in two."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule
-    param_derived: frozenset[str]
-    num_outputs: int
+    param_derived: frozenset[
+        str
+    ]  # nodes computed from parameters alone: forward must not save them
+    num_outputs: int  # of the forward, to the user; its others are saved
 
 
 class Partitioner(CustomPartitionerFn):

@@ -37,18 +37,18 @@ _KIND_OF_LAUNCH: dict[object, TransferKind] = {
 
 @dataclass(frozen=True)
 class Launch:
-    """The launch of a collective or host copy; ``num_bytes`` is the size of its full buffers."""
+    """The launch of a collective or host copy."""
 
     kind: TransferKind
-    num_bytes: int
+    num_bytes: int  # of its full buffers
 
 
 @dataclass(frozen=True)
 class Wait:
-    """The wait for one buffer of a launch; ``launch`` is the index of the launch in the graph."""
+    """The wait for one buffer of a launch."""
 
     kind: TransferKind
-    launch: int
+    launch: int  # index of the launch in the graph
 
 
 Event = Launch | Wait
@@ -57,12 +57,7 @@ Event = Launch | Wait
 def verify_partition(
     forward: fx.GraphModule, param_derived: Iterable[str], num_outputs: int
 ) -> None:
-    """Check that nothing computed from parameters alone is saved for backward (ZeRO-3).
-
-    Args:
-        param_derived: names of the joint graph's nodes computed from parameters alone.
-        num_outputs: number of the forward's outputs that go to the user; the others are saved.
-    """
+    """Check that forward saves nothing of ``param_derived`` for backward (ZeRO-3)."""
     saved = {node.name for node in saved_nodes(forward.graph, num_outputs)}
     wrongly_saved = sorted(saved.intersection(param_derived))
     if wrongly_saved:
@@ -120,7 +115,7 @@ def _launched_bytes(plan: Plan, bucket: Bucket) -> list[int]:
 
 
 def _graph_events(graph: fx.Graph) -> list[Event]:
-    """Return graphshard's launches and waits in order, without the model's own collectives."""
+    """Return our launches and waits in order, without the model's own collectives."""
     events: list[Event] = []
     launches: dict[fx.Node, Wait] = {}  # the event of the wait for each buffer
     num_launched = 0
